@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import json
 import os
 import pathlib
@@ -17,6 +18,7 @@ from unittest import mock
 
 import pytest
 import setuptools
+import starlark
 from packaging import requirements, utils
 
 import tfdp_fl
@@ -49,9 +51,10 @@ def _text(name: str) -> str:
     return (_ROOT / name).read_text("utf-8")
 
 
-def _sources() -> list[str]:
+def _tracked(*patterns: str, others: bool = False) -> list[str]:
+    more = ["--cached", "--others", "--exclude-standard"] if others else []
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        ["git", "ls-files", "-z", *more, *patterns],
         cwd=_ROOT,
         capture_output=True,
         text=True,
@@ -140,12 +143,57 @@ def test_a_package_imports_only_from_those_below_it():
             assert layer[name] < layer[other], f"{name} imports {other}"
 
 
+def _targets(build: str) -> dict[str, list[str]]:
+    """Evaluates a BUILD file as Bazel would; returns its targets' sources."""
+    folder, here = (_ROOT / build).parent, pathlib.PurePosixPath(build).parent
+    targets: dict[str, list[str]] = {}
+
+    def declare(name, srcs=(), **_):
+        assert name not in targets, f"{build}: {name} is declared twice"
+        targets[name] = [(here / src).as_posix() for src in srcs]
+
+    def glob(patterns, exclude=()):
+        found = {
+            path.relative_to(folder).as_posix()
+            for pattern in patterns
+            for path in folder.glob(pattern + "/*" * pattern.endswith("**"))
+            if path.is_file()
+        }
+        kept = (f for f in found if not any(fnmatch.fnmatch(f, e) for e in exclude))
+        return sorted(kept)
+
+    module = starlark.Module()
+    for rule in ("py_library", "py_binary", "py_test", "filegroup"):
+        module.add_callable(rule, declare)
+    for ignored in ("licenses", "package", "exports_files"):
+        module.add_callable(ignored, lambda *_, **__: None)
+    module.add_callable("glob", glob)
+    source = re.sub(r"^load\(.*\n", "", _text(build), flags=re.MULTILINE)
+    parsed = starlark.parse(build, source, starlark.Dialect.extended())
+    starlark.eval(module, parsed, starlark.Globals.standard())
+    return targets
+
+
+def test_every_python_file_is_a_source_of_a_bazel_target():
+    folders = {build: _targets(build) for build in _tracked("BUILD", "*/BUILD")}
+    sources = {
+        source
+        for targets in folders.values()
+        for files in targets.values()
+        for source in files
+    }
+    assert {*_tracked("*.py")} - sources == set()
+    tests = folders["tests/BUILD"]
+    declared = [tests[name][0] for name in tests.keys() - {"helpers"}]
+    assert sorted(declared) == sorted(_tracked("tests/*_test.py"))
+
+
 @pytest.fixture(name="built", scope="module")
 def _built(tmp_path_factory):
     """The folder of an sdist and a wheel, built from a copy of the sources."""
     folder = tmp_path_factory.mktemp("built")
     # The tests' own stand-ins for environments and results stay behind.
-    for each in _sources():
+    for each in _tracked(others=True):
         (folder / "in" / each).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(_ROOT / each, folder / "in" / each)
     for command in ("sdist", "bdist_wheel"):
@@ -163,7 +211,7 @@ def test_the_sdist_has_what_is_needed_to_build_and_to_run(built):
         held = {name.split("/", 1)[-1] for name in archive.getnames()}
     wanted = {
         each
-        for each in _sources()
+        for each in _tracked(others=True)
         if each.startswith(("tfdp_fl/", "scripts/", "requirements", "re"))
         and not each.endswith((".png", ".ipynb"))
     }

@@ -79,7 +79,7 @@ class CohortSampler(abc.ABC):
       sampling: The name that the accounting knows the sampling by.
       goes_by_releases: Whether a cohort depends on which rounds before it were
         released; if not, it can be drawn while they train.
-      attempt: With a seed, the key of the coming draw (`keras.randomness`):
+      attempt: With a seed, the key of the coming draw (`keras.run`):
         the same clients with other noise would be one draw seen twice, and two
         draws are what is charged. None: the round is the key.
     """

@@ -272,7 +272,7 @@ def test_the_same_noise_in_two_rounds_is_found():
     # Without the fault nothing is found: `tests/stress/audit_stress.py`.
     audit = CanaryAudit(num_canaries=6000, iterates="all")
     same = mock.Mock(return_value=np.array([1, 2], np.int64))
-    with mock.patch("tfdp_fl.keras.randomness.round_seed", same):
+    with mock.patch("tfdp_fl.keras.run.round_seed", same):
         found, fed = _trained(_fixed(), 2, "poisson", audit=audit, clients_per_round=4)
     assert found.low > fed.epsilon(_DELTA)
 

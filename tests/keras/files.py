@@ -1,26 +1,20 @@
-"""Directories that cannot be written, for tests."""
+"""Directories for tests, and disks that are full."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import pathlib
 import resource
 import signal
 import tempfile
-import unittest
 from collections.abc import Iterator
 
-_NOBODY = 65534
+from absl.testing import absltest
 
 
-def directory(test: unittest.TestCase) -> pathlib.Path:
-    """Returns a new directory, removed after the test, that all may read."""
-    temporary = tempfile.TemporaryDirectory()
-    test.addCleanup(temporary.cleanup)
-    path = pathlib.Path(temporary.name)
-    path.chmod(0o755)
-    return path
+def directory(test: absltest.TestCase) -> pathlib.Path:
+    """Returns a new directory, removed after the test."""
+    return pathlib.Path(test.enter_context(tempfile.TemporaryDirectory()))
 
 
 @contextlib.contextmanager
@@ -37,19 +31,3 @@ def full_disk(limit: int = 0) -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, ignored)
-
-
-@contextlib.contextmanager
-def read_only(directory: pathlib.Path) -> Iterator[None]:
-    """Takes away the right to write to a directory, also from root."""
-    mode = directory.stat().st_mode
-    directory.chmod(0o555)
-    as_root = os.geteuid() == 0
-    if as_root:
-        os.seteuid(_NOBODY)
-    try:
-        yield
-    finally:
-        if as_root:
-            os.seteuid(0)
-        directory.chmod(mode)

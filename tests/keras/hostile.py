@@ -32,6 +32,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdp_fl
+from tests.keras import toy
 from tests.outside.loading import smooth_clipping
 from tfdp_fl import secure_aggregation
 from tfdp_fl.datasets import FederatedDataset
@@ -114,55 +115,43 @@ CASES = {
     ),
 }
 
-# What becomes of the client's data. Some counts as nothing, some is clipped.
-ATTACKS: dict[str, Callable[[Client], Client]] = {}
-
-
-def _attack(function):
-    ATTACKS[function.__name__.strip("_")] = function
-    return function
-
 
 def _filled(value: float) -> Callable[[Client], Client]:
-    def attack(client):
-        x, y = client
-        return np.full_like(x, value), y
-
-    return attack
+    return lambda client: (np.full_like(client[0], value), client[1])
 
 
-for _name, _value in {
-    "nan": np.nan,
-    "inf": np.inf,
-    "minus_inf": -np.inf,
-    "1e38": 1e38,
-    "minus_1e38": -1e38,
-    "1e19": 1e19,
-    "denormal": 1e-42,
-    "zero": 0.0,
-}.items():
-    ATTACKS[_name] = _filled(_value)
-
-
-@_attack
-def one_nan(client):
+def _one_nan(client):
     x, y = client[0].copy(), client[1]
     x[-1, -1] = np.nan
     return x, y
 
 
-@_attack
-def a_million_times(client):
-    return client[0] * np.float32(1e6), client[1]
-
-
-@_attack
-def cancelling(client):
+def _cancelling(client):
     """Rows that are large and cancel in pairs, with the same label."""
     x, y = client
     rows = np.repeat(x[: len(x) // 2], 2, axis=0) * np.float32(1e7)
     rows[1::2] *= -1
     return rows + x, np.zeros_like(y)
+
+
+# What becomes of the client's data. Some counts as nothing, some is clipped.
+ATTACKS: dict[str, Callable[[Client], Client]] = {
+    "nan": _filled(np.nan),
+    "inf": _filled(np.inf),
+    "minus_inf": _filled(-np.inf),
+    "1e38": _filled(1e38),
+    "minus_1e38": _filled(-1e38),
+    "1e19": _filled(1e19),
+    "denormal": _filled(1e-42),
+    "zero": _filled(0.0),
+    "one_nan": _one_nan,
+    "a_million_times": lambda c: (c[0] * np.float32(1e6), c[1]),
+    "cancelling": _cancelling,
+}
+
+
+def _raises(client):
+    raise OSError("the disk is gone")
 
 
 # What is no example at all; only a client that is read may come with it.
@@ -177,27 +166,17 @@ FAILURES: dict[str, Callable[[Client], Any]] = {
     "label_below_0": lambda c: (c[0], c[1] - CLASSES),
     "no_pair": lambda c: c[0],
     "nothing": lambda c: None,
+    "raises": _raises,
 }
-
-
-def _raises(client):
-    raise OSError("the disk is gone")
-
-
-FAILURES["raises"] = _raises
 
 
 def clients() -> dict[int, Client]:
     """Returns usual clients, but for the hostile one alike."""
     rng = np.random.default_rng(3)
-    alike, own = (
-        (
-            rng.normal(size=(EXAMPLES, FEATURES)).astype(np.float32),
-            rng.integers(0, CLASSES, EXAMPLES),
-        )
-        for _ in range(2)
-    )
-    return {k: own if k == HOSTILE else alike for k in range(CLIENTS)}
+    x = rng.normal(size=(2, EXAMPLES, FEATURES)).astype(np.float32)
+    y = rng.integers(0, CLASSES, (2, EXAMPLES))
+    kinds = [int(k == HOSTILE) for k in range(CLIENTS)]
+    return {k: (x[kind], y[kind]) for k, kind in enumerate(kinds)}
 
 
 def without_examples(client: Client) -> Client:
@@ -229,32 +208,17 @@ class HereWorkers:
 
 
 WAYS = (
-    "one_by_one",
-    "side_by_side",
-    "few_side_by_side",
-    "xla",
-    "streamed",
-    "streamed_xla",
-    "sharded",
-    "sharded_side_by_side",
-    "sharded_few_side_by_side",
-    "streamed_sharded",
-    "secure_aggregation",
-    "secure_aggregation_float",
+    *("one_by_one", "side_by_side", "few_side_by_side", "xla", "streamed"),
+    *("streamed_xla", "sharded", "sharded_side_by_side", "streamed_sharded"),
+    *("sharded_few_side_by_side", "secure_aggregation", "secure_aggregation_float"),
 )
-STREAMED = tuple(way for way in WAYS if way.startswith("streamed"))
 
 
 def model() -> tf.keras.Model:
     """Returns a small dense model that always starts the same."""
     tf.keras.utils.set_random_seed(1)
-    return tf.keras.Sequential(
-        [
-            tf.keras.layers.Input((FEATURES,)),
-            tf.keras.layers.Dense(8, "relu"),
-            tf.keras.layers.Dense(CLASSES),
-        ]
-    )
+    layers = [tf.keras.layers.Dense(8, "relu"), tf.keras.layers.Dense(CLASSES)]
+    return tf.keras.Sequential([tf.keras.layers.Input((FEATURES,)), *layers])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,40 +230,23 @@ class Outcome:
 
 
 class Trainer:
-    """Trains one round again and again, from the same weights and seed.
-
-    Attributes:
-      case: The mechanism.
-      way: One of `WAYS`.
-    """
+    """Trains one round again and again, from the same weights and seed."""
 
     def __init__(self, case: Case, way: str, runtime: Any = None):
         self.case, self.way = case, way
         self._runtime = HereWorkers() if "sharded" in way else runtime
-        options = {}
+        self._beside = way.endswith("side_by_side")
+        protocol = None
         if way.startswith("secure"):
-            options["secure_aggregation"] = secure_aggregation.AdditiveSecretSharing(
-                mode="float" if way.endswith("float") else "ring"
-            )
-        self._fed = tfdp_fl.DPFederatedModel(
-            model(),
-            case.make(),
-            CLIENTS,
-            case.sampling,
-            num_replicas=1,
-            **options,
-        )
-        self._fed.compile(
-            tf.keras.optimizers.SGD(0.5),
-            tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            ["accuracy"],
-            jit_compile=None if self._is_beside else way.endswith("xla"),
+            mode = "float" if way.endswith("float") else "ring"
+            protocol = secure_aggregation.AdditiveSecretSharing(mode=mode)
+        compiled = {"optimizer": tf.keras.optimizers.SGD(0.5), "metrics": ["accuracy"]}
+        compiled["jit_compile"] = None if self._beside else way.endswith("xla")
+        self._fed = toy.federated(
+            *(case.make(), model(), CLIENTS, case.sampling, compiled),
+            secure_aggregation=protocol,
         )
         self._start = self._fed.get_weights()
-
-    @property
-    def _is_beside(self) -> bool:
-        return self.way.endswith("side_by_side")
 
     @property
     def run(self) -> Any:
@@ -308,68 +255,47 @@ class Trainer:
 
     def start(self) -> np.ndarray:
         """Returns the weights that every round starts from."""
-        return _flat(self._start)
+        return toy.flat(self._start)
 
     def round(self, change: Callable[[Client], Any], others=None) -> Outcome:
-        """Trains one round.
-
-        Args:
-          change: What becomes of the hostile client's data.
-          others: What becomes of the others'; None: nothing.
-        """
+        """Trains one round, of changed data of the hostile client and of others."""
         data = clients()
         if others is not None:
             data = {k: others(client) for k, client in data.items()}
         self._fed.set_weights(self._start)
         self._fed._forget_run()  # The same noise again.
-        beside, few = self._is_beside, "few" in self.way
-        with mock.patch.multiple(
-            dense_models,
-            is_worthwhile=lambda *_: beside,
-            is_small=lambda *_: few,
-        ):
-            history = self._fed.fit(
-                self._dataset(data, change),
-                batch_size=EXAMPLES // 2,
-                seed=5,
-                verbose=0,
-                runtime=self._runtime,
-            )
-        return Outcome(
-            _flat(self._fed.get_weights()),
-            {name: values[-1] for name, values in history.history.items()},
-        )
+        beside, few = self._beside, "few" in self.way
+        chosen = {"is_worthwhile": lambda *_: beside, "is_small": lambda *_: few}
+        fit = {"batch_size": EXAMPLES // 2, "seed": 5, "runtime": self._runtime}
+        with mock.patch.multiple(dense_models, **chosen):
+            made = toy.fit(self._fed, data=self._dataset(data, change), **fit)
+        history = {name: values[-1] for name, values in made.history.items()}
+        return Outcome(toy.flat(self._fed), history)
 
     def _dataset(self, data, change):
-        if self.way not in STREAMED:
+        if not self.way.startswith("streamed"):
             data[HOSTILE] = change(data[HOSTILE])
             return FederatedDataset.from_client_arrays(data)
 
         def read(client):
-            if client == HOSTILE:
-                return change(data[client])
-            return data[client]
+            return change(data[client]) if client == HOSTILE else data[client]
 
         return FederatedDataset.from_client_fn(range(CLIENTS), read)
 
     def without(self) -> Outcome:
         """Trains one round without the hostile client."""
-        return self.round(
-            (lambda client: client) if self.case.averages else without_examples
-        )
+        usual = self.case.averages
+        return self.round(lambda client: client if usual else without_examples(client))
 
     def bound(self, without: Outcome, dropped_out: bool = False) -> float:
         """Returns how far the hostile client may move the model.
 
-        Args:
-          without: The round without it.
-          dropped_out: Whether it failed, and took its own noise along.
+        That is, from where it would be without it, or if it failed and took its own
+        noise along.
         """
-        case = self.case
-        reach = case.reach
+        reach, noise = self.case.reach, self.case.noise
         if math.isnan(reach):
             reach = without.history["clip_norm"]
-        noise = case.noise
         if math.isnan(noise):
             noise = without.history["noise_stddev"] / CLIENTS**0.5
         weights, size = np.linalg.norm(self.start()), self.start().size
@@ -391,10 +317,6 @@ class Trainer:
             # too: sqrt((K - 1) (1/(K - 1) - 1/K)^2 + 1/K^2) of one in all.
             reach += length * noise * (CLIENTS / (CLIENTS - 1)) ** 0.5
         return reach / CLIENTS * (1 + 1e-5) + rounding
-
-
-def _flat(weights) -> np.ndarray:
-    return np.concatenate([np.ravel(w).astype(np.float64) for w in weights])
 
 
 def moved(one: Outcome, other: Outcome) -> float:

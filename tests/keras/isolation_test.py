@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 
 import numpy as np
+import pytest
 import tensorflow as tf
-from absl.testing import parameterized
 
-import tfdp_fl
 from tests.keras import toy
 from tfdp_fl.datasets import FederatedDataset
 
@@ -17,8 +17,8 @@ _layers = tf.keras.layers
 
 
 class _OwnGenerator(_layers.Layer):
-    def __init__(self, **options):
-        super().__init__(**options)
+    def __init__(self):
+        super().__init__()
         self.generator = tf.random.Generator.from_seed(1)
 
     def call(self, x):
@@ -29,9 +29,8 @@ class _BareResource(_layers.Layer):
     """Assigns a variable that no `tf.Variable` stands for."""
 
     def build(self, shape):
-        self.handle = [
-            tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name="bare")
-        ]
+        options = {"dtype": tf.float32, "shape": [], "shared_name": "bare"}
+        self.handle = [tf.raw_ops.VarHandleOp(**options)]
         self.assign(tf.zeros([]))
 
     def assign(self, value):
@@ -47,7 +46,7 @@ class _BareResource(_layers.Layer):
 
 _QUEUE = tf.queue.FIFOQueue(1000, [tf.float32], shapes=[[]])
 _TABLE = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
-_FILE = os.path.join(tempfile.mkdtemp(), "kept")
+_FILE = os.path.join(tempfile.gettempdir(), "kept")
 
 
 def _queue(x):
@@ -63,10 +62,6 @@ def _table(x):
         written = _TABLE.insert(key, tf.reduce_sum(x))
     with tf.control_dependencies([written]):
         return x + kept
-
-
-def _op_dropout(x):
-    return tf.nn.dropout(x, 0.5)
 
 
 def _sampling(x):
@@ -85,10 +80,6 @@ def _file(x):
         return tf.identity(x)
 
 
-def _reads_a_file(x):
-    return x + tf.strings.to_number(tf.io.read_file(_FILE))
-
-
 def _python(x):
     kept = tf.numpy_function(lambda y: y, [x], tf.float32, stateful=False)
     return tf.ensure_shape(kept, x.shape)
@@ -97,15 +88,6 @@ def _python(x):
 def _prints(x):
     tf.print(x)
     return x
-
-
-def _in_place(x):
-    """Writes into a constant, which stays written."""
-    return x + tf.raw_ops.InplaceAdd(x=tf.zeros([1, 8]), i=[0], v=x[:1])
-
-
-def _unwritten_memory(x):
-    return x + tf.raw_ops.Empty(shape=[8], dtype=tf.float32, init=False)
 
 
 def _batch(x):
@@ -127,21 +109,20 @@ def _batch(x):
 _CHANNELS = {
     _queue: "QueueEnqueueV2|QueueSizeV2|QueueDequeueV2",
     _table: "LookupTableInsertV2",
-    _op_dropout: "RandomUniform",
+    functools.partial(tf.nn.dropout, rate=0.5): "RandomUniform",
     _sampling: "RandomStandardNormal",
     _in_a_loop: "RandomStandardNormal",
     _file: "WriteFile",
-    _reads_a_file: "ReadFile",
+    lambda x: x + tf.strings.to_number(tf.io.read_file(_FILE)): "ReadFile",
     _python: "PyFuncStateless",
     _prints: "PrintV2",
-    _in_place: "InplaceAdd",
-    _unwritten_memory: "Empty",
+    # It writes into a constant, which stays written.
+    lambda x: x + tf.raw_ops.InplaceAdd(x=tf.zeros([1, 8]), i=[0], v=x[:1]): (
+        "InplaceAdd"
+    ),
+    lambda x: x + tf.raw_ops.Empty(shape=[8], dtype=tf.float32): "Empty",
     _batch: "BatchFunction",
 }
-
-
-def _channel(function):
-    return _layers.Lambda(function, output_shape=(8,), name="channel")
 
 
 def _model(*inner):
@@ -149,82 +130,74 @@ def _model(*inner):
     return tf.keras.Sequential([_layers.Input((8,)), *inner, _layers.Dense(3)])
 
 
-class TrainingTest(parameterized.TestCase):
-    def _refused(self, message, model, **compiled):
-        fed = toy.federated(model=model, compile_options=compiled)
-        before = fed.get_weights()
-        with self.assertRaisesRegex(ValueError, message):
-            toy.fit(fed)
-        self.assertIsNone(fed.run)
-        toy.assert_same(before, fed)
+def _with(function):
+    return _model(_layers.Lambda(function, output_shape=(8,), name="channel"))
 
-    @parameterized.parameters(*_CHANNELS.items())
-    def test_a_layer_is_refused_by_its_name(self, function, operation):
-        model = _model(_channel(function))
-        message = f"({operation}) in layer 'channel'"
-        self._refused(message, model)
-        with self.assertRaisesRegex(ValueError, message):
-            toy.federated(model=model).evaluate_clients(toy.clients(), verbose=0)
 
-    @parameterized.product(function=[_queue, _op_dropout], jit_compile=[None, True])
-    def test_in_whatever_way_clients_train(self, function, jit_compile):
-        self._refused("'channel'", _model(_channel(function)), jit_compile=jit_compile)
+def _assert_refused(message, model, **compiled):
+    fed = toy.federated(model=model, compile_options=compiled)
+    before = fed.get_weights()
+    uses = [lambda: toy.fit(fed)]
+    if not compiled:
+        uses.append(lambda: fed.evaluate_clients(toy.clients(), verbose=0))
+    for use in uses:
+        with pytest.raises(ValueError, match=message):
+            use()
+    assert fed.run is None
+    toy.assert_same(before, fed)
 
-    def test_a_generator_that_is_not_seeded_for_each_client(self):
-        self._refused("would pass from one", _model(_OwnGenerator()))
 
-    def test_a_resource_that_is_no_variable(self):
-        model = _model(_BareResource())
-        self._refused("ReadVariableOp in", model)
-        with self.assertRaisesRegex(ValueError, "ReadVariableOp in"):
-            toy.federated(model=model).evaluate_clients(toy.clients(), verbose=0)
+@pytest.mark.parametrize("function, operation", _CHANNELS.items())
+def test_a_layer_is_refused_by_its_name(function, operation):
+    _assert_refused(f"({operation}) in layer 'channel'", _with(function))
 
-    def test_a_loss_that_reads_a_metric(self):
-        made = []
 
-        class Largest(tf.keras.metrics.Metric):
-            def __init__(self, name="largest", **options):
-                super().__init__(name=name, **options)
-                self.kept = self.add_weight(shape=(), initializer="zeros", name="kept")
-                made.append(self)
+@pytest.mark.parametrize("function", [_queue, _sampling])
+@pytest.mark.parametrize("jit_compile", [None, True])
+def test_in_whatever_way_clients_train(function, jit_compile):
+    _assert_refused("'channel'", _with(function), jit_compile=jit_compile)
 
-            def update_state(self, y, predicted, sample_weight=None):
-                self.kept.assign(tf.reduce_max(predicted))
 
-            def result(self):
-                return tf.convert_to_tensor(self.kept)
+def test_a_generator_or_a_resource_that_is_no_variable():
+    _assert_refused("would pass from one", _model(_OwnGenerator()))
+    _assert_refused("ReadVariableOp in", _model(_BareResource()))
 
-        def loss(y, predicted):
-            return toy.loss()(y, predicted) + tf.convert_to_tensor(made[-1].kept)
 
-        self._refused(
-            "keep what training reads and changes",
-            _model(),
-            loss=loss,
-            metrics=[Largest()],
-        )
+class _Keeps(tf.keras.metrics.Metric):
+    """Says what the largest label was of all that it has seen."""
 
-    @parameterized.parameters("loss", "metrics")
-    def test_a_loss_or_metric_that_draws(self, place):
-        def draws(y, predicted):
-            return tf.reduce_mean(predicted**2, -1) + tf.random.uniform([])
+    def __init__(self, name="keeps", **options):
+        super().__init__(name=name, **options)
+        self.kept = self.add_weight(shape=(), initializer="zeros", name="kept")
 
-        own = draws if place == "loss" else [draws]
-        self._refused("RandomUniform", _model(), **{place: own})
+    def update_state(self, y, predicted, sample_weight=None):
+        largest = tf.reduce_max(tf.cast(y, tf.float32))
+        self.kept.assign(tf.maximum(tf.convert_to_tensor(self.kept), largest))
 
-    @parameterized.named_parameters(
-        ("dropout", lambda: _layers.Dropout(0.5)),
-        ("noise", lambda: _layers.GaussianNoise(0.5)),
-        ("normalization", _layers.BatchNormalization),
-    )
-    def test_what_is_reset_for_each_client_is_allowed(self, make):
-        fed = toy.federated(
-            tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=0.0),
-            _model(make()),
-            clients_per_round=toy.NUM_CLIENTS,
-        )
-        toy.fit(fed, seed=1)
-        self.assertEqual(fed.rounds, 1)
+    def result(self):
+        return tf.convert_to_tensor(self.kept)
+
+    def reset_state(self):
+        pass
+
+
+def test_a_loss_that_reads_a_metric():
+    metric = _Keeps()
+
+    def loss(y, predicted):
+        return toy.loss()(y, predicted) + tf.convert_to_tensor(metric.kept)
+
+    message = "keep what training reads and changes"
+    _assert_refused(message, _model(), loss=loss, metrics=[metric])
+
+
+@pytest.mark.parametrize("place", ["loss", "metrics"])
+def test_a_loss_or_metric_that_draws(place):
+    def draws(y, predicted):
+        return tf.reduce_mean(predicted**2, -1) + tf.random.uniform([])
+
+    own = draws if place == "loss" else [draws]
+    _assert_refused("RandomUniform", _model(), **{place: own})
 
 
 class _KeepsInInference(_layers.Layer):
@@ -243,61 +216,35 @@ class _KeepsInInference(_layers.Layer):
         return x + before
 
 
-class _NeverReset(tf.keras.metrics.Metric):
-    """Says what the largest label was of all that it has seen."""
+@pytest.mark.parametrize("kind, name", [("layer", "loss"), ("metric", "keeps")])
+def test_in_an_evaluation_a_client_moves_its_own_values_alone(kind, name):
+    x, y = toy.arrays(40)
+    y, rows, found = np.minimum(y, 1), np.arange(40).reshape(4, 10), []
+    for hostile in (False, True):
+        own_x, own_y = x.copy(), y.copy()
+        if hostile:
+            own_x[:10], own_y[:10] = 1234.5, 2
+        fed = toy.federated(
+            model=_model(*[_KeepsInInference()] * (kind == "layer")),
+            compile_options={"metrics": [_Keeps()] * (kind == "metric") or None},
+        )
+        before = fed.get_weights()
+        clients = FederatedDataset.from_indices(own_x, own_y, rows)
+        found.append(fed.evaluate_clients(clients, verbose=0)[name])
+        toy.assert_same(before, fed)
+        kept = [v.numpy() for metric in fed.model.metrics for v in metric.variables]
+        assert kind == "layer" or 2.0 not in kept
+    assert found[0][0] != found[1][0]
+    np.testing.assert_array_equal(found[0][1:], found[1][1:])
 
-    def __init__(self, name="never_reset", **options):
-        super().__init__(name=name, **options)
-        self.kept = self.add_weight(shape=(), initializer="zeros", name="kept")
 
-    def update_state(self, y, predicted, sample_weight=None):
-        largest = tf.reduce_max(tf.cast(y, tf.float32))
-        self.kept.assign(tf.maximum(tf.convert_to_tensor(self.kept), largest))
-
-    def result(self):
-        return tf.convert_to_tensor(self.kept)
-
-    def reset_state(self):
-        pass
-
-
-class EvaluationTest(parameterized.TestCase):
-    @parameterized.named_parameters(
-        ("layer", lambda: _model(_KeepsInInference()), None, "loss"),
-        ("metric", _model, _NeverReset, "never_reset"),
-    )
-    def test_a_client_moves_its_own_values_alone(self, make, metric, name):
-        x, y = toy.arrays(40)
-        rows = np.arange(40).reshape(4, 10)
-        found = []
-        for first in (0.0, 1234.5):
-            own_x, own_y = x.copy(), y.copy()
-            if first:
-                own_x[:10], own_y[:10] = first, 2
-            else:
-                own_y[:] = np.minimum(own_y, 1)
-            own_y[10:] = np.minimum(y[10:], 1)
-            fed = toy.federated(
-                model=make(),
-                compile_options={"metrics": [metric()] if metric else None},
-            )
-            before = fed.get_weights()
-            clients = FederatedDataset.from_indices(own_x, own_y, rows)
-            found.append(fed.evaluate_clients(clients, verbose=0)[name])
-            toy.assert_same(before, fed)
-            for each in fed.model.metrics if metric else ():
-                for variable in each.variables:
-                    self.assertNotEqual(np.max(variable), 2.0)
-        self.assertNotEqual(found[0][0], found[1][0])
-        np.testing.assert_array_equal(found[0][1:], found[1][1:])
-
-    def test_values_are_those_of_keras(self):
-        model = _model(_layers.BatchNormalization(), _layers.Dropout(0.5))
-        fed = toy.federated(model=model, compile_options={"metrics": ["accuracy"]})
-        clients = toy.clients(3)
-        found = fed.evaluate_clients(clients, batch_size=4, verbose=0)
-        for place in range(3):
-            x, y = clients.client(place)
-            wanted = fed.evaluate(x, y, batch_size=4, verbose=0, return_dict=True)
-            for name, value in wanted.items():
-                self.assertAlmostEqual(found[name][place], value, places=5)
+def test_values_of_clients_are_those_of_keras():
+    model = _model(_layers.BatchNormalization(), _layers.Dropout(0.5))
+    fed = toy.federated(model=model, compile_options={"metrics": ["accuracy"]})
+    clients = toy.clients(3)
+    found = fed.evaluate_clients(clients, batch_size=4, verbose=0)
+    for place in range(3):
+        x, y = clients.client(place)
+        wanted = fed.evaluate(x, y, batch_size=4, verbose=0, return_dict=True)
+        for name, value in wanted.items():
+            assert found[name][place] == pytest.approx(value, abs=1e-5)

@@ -9,17 +9,19 @@ import signal
 import threading
 from unittest import mock
 
-import numpy as np
+import pytest
 import tensorflow as tf
-from absl.testing import parameterized
 
 import tfdp_fl
-from tests.keras import files, toy
+from tests.keras import toy
 from tfdp_fl.accounting import PrivacyLedger
 from tfdp_fl.engine import CohortEngine
-from tfdp_fl.keras import costs, resuming
+from tfdp_fl.keras import resuming
+from tfdp_fl.keras.run import RoundCosts
 
 _DELTA = 1e-3
+_TRAINED = "already trained on clients"
+_PRIVATE = tfdp_fl.PrivateMetrics(bounds={"loss": (0.0, 5.0)}, noise_multiplier=1.0)
 
 
 class _Do(tf.keras.callbacks.Callback):
@@ -40,294 +42,243 @@ def _interrupt():
     raise KeyboardInterrupt
 
 
-class LostRoundsTest(parameterized.TestCase):
-    """Weights that come back without the rounds that made them."""
-
-    def test_backup_and_restore_is_refused_before_anything_starts(self):
-        fed = toy.federated()
-        backup = tf.keras.callbacks.BackupAndRestore(files.directory(self))
-        with self.assertRaisesRegex(ValueError, "BackupAndRestore.*RoundCheckpoint"):
-            toy.fit(fed, 2, [backup])
-        self.assertIsNone(fed.run)
-
-    def test_weights_that_a_callback_brings_when_it_is_told_of_the_model(self):
-        trained, fed = toy.federated(), toy.federated()
-        toy.fit(trained, 2)
-        weights = trained.get_weights()
-
-        class BringsBack(tf.keras.callbacks.Callback):
-            def set_model(self, model):
-                super().set_model(model)
-                model.set_weights(weights)
-
-        with self.assertRaisesRegex(ValueError, "must not change the model's weights"):
-            toy.fit(fed, 2, callbacks=[BringsBack()])
-        self.assertEqual(fed.epsilon(_DELTA), 0.0)
-
-    @parameterized.parameters(
-        "on_train_begin", "on_epoch_begin", "on_train_batch_begin"
-    )
-    def test_weights_that_a_callback_brings_are_refused(self, when):
-        trained = toy.federated()
-        toy.fit(trained, 2)
-        weights = trained.get_weights()
-        fed = toy.federated()
-        before = [np.zeros(0)]
-
-        def bring_back():
-            before[:] = fed.get_weights()
-            fed.set_weights(weights)
-
-        with self.assertRaisesRegex(ValueError, "must not change the model's weights"):
-            toy.fit(fed, 2, callbacks=[_Do(bring_back, when)])
-        self.assertEqual(fed.epsilon(_DELTA), 0.0)
-
-    def test_an_interrupt_while_a_run_is_resumed(self):
-        folder, fed, resumed = files.directory(self), toy.federated(), toy.federated()
-        keep = tfdp_fl.callbacks.RoundCheckpoint(folder)
-        with self.assertRaises(KeyboardInterrupt):
-            toy.fit(fed, 3, [keep, _Do(_interrupt, round_index=1)])
-        restore = resuming.InterruptedRun.restore
-
-        def restored(*arguments):
-            run = restore(*arguments)
-            os.kill(os.getpid(), signal.SIGINT)
-            return run
-
-        with (
-            mock.patch.object(resuming.InterruptedRun, "restore", restored),
-            self.assertRaises(KeyboardInterrupt),
-        ):
-            toy.fit(resumed, 3, resume_from=folder)
-        toy.assert_same(fed, resumed)
-        self.assertEqual(resumed.epsilon(_DELTA), fed.epsilon(_DELTA))
-
-    def test_a_later_round_may_go_back_to_weights_of_this_run(self):
-        fed = toy.federated()
-        kept = []
-        keep = _Do(lambda: kept.extend(fed.get_weights()))
-        restore = _Do(lambda: fed.set_weights(kept), "on_epoch_begin", round_index=2)
-        toy.fit(fed, 3, callbacks=[keep, restore])
-        self.assertEqual(fed.rounds, 3)
+def _evaluate(fed):
+    fed.evaluate_clients(toy.clients(), verbose=0, private=_PRIVATE)
 
 
-class OneHistoryTest(parameterized.TestCase):
-    def test_fits_at_once(self):
-        fed = toy.federated()
-        toy.fit(fed, 1)
-        errors, start = [], threading.Barrier(4)
+@pytest.mark.parametrize(
+    "when",
+    ["set_model", "on_train_begin", "on_epoch_begin", "on_train_batch_begin"],
+)
+def test_weights_that_a_callback_brings_are_refused(when):
+    trained, fed = toy.federated(), toy.federated()
+    toy.fit(trained, 2)
+    brings = _Do(lambda: fed.set_weights(trained.get_weights()), when)
+    if when == "set_model":
+        brings.set_model = lambda model: model.set_weights(trained.get_weights())
+    with pytest.raises(ValueError, match="must not change the model's weights"):
+        toy.fit(fed, 2, callbacks=[brings])
+    assert fed.epsilon(_DELTA) == 0.0
 
-        def train():
-            start.wait()
-            try:
-                toy.fit(fed, 20)
-            except RuntimeError as error:
-                errors.append(str(error))
 
-        threads = [threading.Thread(target=train) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        self.assertEqual(fed.rounds, 1 + 20 * (4 - len(errors)))
-        self.assertEqual(fed.spending.rounds, fed.rounds)
-        for error in errors:
-            self.assertIn("fit", error)
+def test_a_later_round_may_go_back_to_weights_of_this_run():
+    fed, kept = toy.federated(), []
+    keep = _Do(lambda: kept.extend(fed.get_weights()))
+    restore = _Do(lambda: fed.set_weights(kept), "on_epoch_begin", round_index=2)
+    toy.fit(fed, 3, callbacks=[keep, restore])
+    assert fed.rounds == 3
 
-    @parameterized.parameters(False, True)
-    def test_a_fit_inside_a_fit(self, other_wrapper):
-        fed = toy.federated()
-        inner = toy.federated(model=fed.model) if other_wrapper else fed
-        with self.assertRaisesRegex(
-            RuntimeError, "while a fit of the same Keras model"
-        ):
-            toy.fit(fed, 2, callbacks=[_Do(lambda: toy.fit(inner, 2))])
-        self.assertEqual(fed.spending.rounds, 1)
-        toy.fit(fed, 2)  # The failed one has let go.
 
-    def test_compile_inside_a_fit(self):
-        fed = toy.federated()
-        with self.assertRaisesRegex(RuntimeError, "compile was called while"):
-            toy.fit(fed, 2, callbacks=[_Do(lambda: fed.compile("sgd", toy.loss()))])
+def test_backup_and_restore_is_refused_before_anything_starts(tmp_path):
+    fed, backup = toy.federated(), tf.keras.callbacks.BackupAndRestore(tmp_path)
+    with pytest.raises(ValueError, match="must not have a BackupAndRestore"):
+        toy.fit(fed, 2, [backup])
+    assert fed.run is None
 
-    @parameterized.parameters(
-        copy.copy, copy.deepcopy, lambda fed: pickle.loads(pickle.dumps(fed))
-    )
-    def test_copies(self, make_copy):
-        fed = toy.federated()
-        toy.fit(fed, 1, seed=5)
-        with self.assertRaisesRegex(TypeError, "cannot be copied or pickled"):
+
+def test_an_interrupt_while_a_run_is_resumed(tmp_path):
+    fed, resumed = toy.federated(), toy.federated()
+    keep = tfdp_fl.callbacks.RoundCheckpoint(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        toy.fit(fed, 3, [keep, _Do(_interrupt, round_index=1)])
+    restore = resuming.InterruptedRun.restore
+
+    def restored(*arguments):
+        run = restore(*arguments)
+        os.kill(os.getpid(), signal.SIGINT)
+        return run
+
+    with (
+        mock.patch.object(resuming.InterruptedRun, "restore", restored),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        toy.fit(resumed, 3, resume_from=tmp_path)
+    toy.assert_same(fed, resumed)
+    assert resumed.epsilon(_DELTA) == fed.epsilon(_DELTA)
+
+
+def test_fits_at_once():
+    fed = toy.federated()
+    toy.fit(fed, 1)
+    errors, start = [], threading.Barrier(4)
+
+    def train():
+        start.wait()
+        try:
+            toy.fit(fed, 20)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=train) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert fed.spending.rounds == fed.rounds == 1 + 20 * (4 - len(errors))
+    assert all("fit" in error for error in errors)
+
+
+@pytest.mark.parametrize("kind", ["same", "other wrapper", "compile"])
+def test_a_fit_or_compile_inside_a_fit(kind):
+    fed = toy.federated()
+    inner = toy.federated(model=fed.model) if kind == "other wrapper" else fed
+
+    def inside():
+        if kind == "compile":
+            fed.compile("sgd", toy.loss())
+        toy.fit(inner, 2)
+
+    with pytest.raises(RuntimeError, match="while a fit of the same Keras model"):
+        toy.fit(fed, 2, callbacks=[_Do(inside)])
+    assert fed.spending.rounds == 1
+    toy.fit(fed, 2)  # The failed one has let go.
+
+
+def test_copies_are_refused():
+    fed = toy.federated()
+    for make_copy in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
             make_copy(fed)
 
-    @parameterized.parameters("run", "setup", "model")
-    def test_what_epsilon_is_computed_from_cannot_be_set(self, name):
-        fed = toy.federated()
+
+@pytest.mark.parametrize("name", ["run", "setup", "model", "mechanism"])
+def test_what_epsilon_is_computed_from_cannot_be_set(name):
+    fed = toy.federated()
+    toy.fit(fed, 2)
+    spent = fed.epsilon(_DELTA)
+    loud = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=100.0)
+    for value in (None, getattr(toy.federated(loud), name)):
+        with pytest.raises(AttributeError, match=f"{name} cannot be set"):
+            setattr(fed, name, value)
+    assert fed.epsilon(_DELTA) == spent
+
+
+def _sharing(model):
+    return tf.keras.Sequential([tf.keras.layers.Input((8,)), *model.layers])
+
+
+@pytest.mark.parametrize("shares_a_layer", [False, True])
+def test_a_second_wrapper_of_a_trained_model_or_layer(shares_a_layer):
+    model = toy.two_layers()
+    fed = toy.federated(model=model)
+    second = toy.federated(model=_sharing(model) if shares_a_layer else model)
+    toy.fit(fed, 2)
+    uses = (lambda: toy.fit(second, 2), lambda: second.epsilon(_DELTA))
+    for use in uses:
+        with pytest.raises(ValueError, match=_TRAINED):
+            use()
+    del fed  # It is not forgotten with the wrapper.
+    with pytest.raises(ValueError, match="or a layer that it shares"):
+        uses[0]()
+
+
+def test_two_models_that_share_a_layer_at_once():
+    model = toy.two_layers()
+    fed, second = toy.federated(model=model), toy.federated(model=_sharing(model))
+    collect, waiting = CohortEngine.collect, [second]
+
+    def collected(*arguments):
+        pending = collect(*arguments)
+        if waiting:  # As another thread might, while this one's cohort trains.
+            toy.fit(waiting.pop(), 2)
+        return pending
+
+    with (
+        mock.patch.object(CohortEngine, "collect", collected),
+        pytest.raises(ValueError, match="a layer that it shares"),
+    ):
         toy.fit(fed, 2)
-        spent = fed.epsilon(_DELTA)
-        other = toy.federated(
-            tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=100.0)
-        )
-        for value in (None, getattr(other, name)):
-            with self.assertRaisesRegex(AttributeError, f"{name} cannot be set"):
-                setattr(fed, name, value)
-        with self.assertRaises(AttributeError):
-            fed.mechanism = other.mechanism
-        self.assertEqual(fed.epsilon(_DELTA), spent)
+    assert (fed.spending.rounds, second.spending.rounds) == (0, 2)
 
-    def test_a_second_wrapper_of_a_trained_model(self):
-        fed = toy.federated()
+
+def test_layers_that_were_not_trained_may_be_shared():
+    frozen = tf.keras.layers.Dense(8, trainable=False)
+    for _ in range(2):
+        layers = [tf.keras.layers.Input((8,)), frozen, tf.keras.layers.Dense(3)]
+        fed = toy.federated(model=tf.keras.Sequential(layers))
         toy.fit(fed, 2)
-        second = toy.federated(model=fed.model)
-        for use in (lambda: toy.fit(second, 2), lambda: second.epsilon(_DELTA)):
-            with self.assertRaisesRegex(ValueError, "already trained on clients"):
-                use()
-        del fed
-        with self.assertRaisesRegex(ValueError, "already trained on clients"):
-            toy.fit(second, 2)
-
-    def test_another_model_with_a_trained_layer(self):
-        model = toy.two_layers()
-        fed = toy.federated(model=model)
-        sharing = tf.keras.Sequential([tf.keras.layers.Input((8,)), *model.layers])
-        second = toy.federated(model=sharing)
-        toy.fit(fed, 2)
-        for use in (lambda: toy.fit(second, 2), lambda: second.epsilon(_DELTA)):
-            with self.assertRaisesRegex(ValueError, "a layer that it shares"):
-                use()
-
-    def test_two_models_that_share_a_layer_at_once(self):
-        model = toy.two_layers()
-        fed = toy.federated(model=model)
-        sharing = tf.keras.Sequential([tf.keras.layers.Input((8,)), *model.layers])
-        second = toy.federated(model=sharing)
-        collect, waiting = CohortEngine.collect, [second]
-
-        def collected(*arguments):
-            pending = collect(*arguments)
-            if waiting:  # As another thread might, while this one's cohort trains.
-                toy.fit(waiting.pop(), 2)
-            return pending
-
-        with (
-            mock.patch.object(CohortEngine, "collect", collected),
-            self.assertRaisesRegex(ValueError, "a layer that it shares"),
-        ):
-            toy.fit(fed, 2)
-        self.assertEqual((fed.spending.rounds, second.spending.rounds), (0, 2))
-
-    def test_layers_that_were_not_trained_may_be_shared(self):
-        frozen = tf.keras.layers.Dense(8, trainable=False)
-
-        def model():
-            return tf.keras.Sequential(
-                [tf.keras.layers.Input((8,)), frozen, tf.keras.layers.Dense(3)]
-            )
-
-        for _ in range(2):
-            fed = toy.federated(model=model())
-            toy.fit(fed, 2)
-            self.assertEqual(fed.spending.rounds, 2)
-
-    def test_a_wrapper_that_resumes_brings_the_cost_along(self):
-        folder, fed = files.directory(self), toy.federated()
-        keep = tfdp_fl.callbacks.RoundCheckpoint(folder)
-        with self.assertRaises(KeyboardInterrupt):
-            toy.fit(fed, 3, [keep, _Do(_interrupt, round_index=1)])
-        second = toy.federated(model=fed.model)
-        toy.fit(second, 3, resume_from=folder)
-        self.assertEqual(second.spending.rounds, 3)
-        private = tfdp_fl.PrivateMetrics(
-            bounds={"loss": (0.0, 5.0)}, noise_multiplier=1.0
-        )
-        for use in (
-            lambda: toy.fit(fed, 2),
-            lambda: fed.epsilon(_DELTA),
-            lambda: fed.central_epsilon(_DELTA),
-            lambda: fed.privacy_statement(_DELTA),
-            lambda: fed.evaluate_clients(toy.clients(), verbose=0, private=private),
-        ):
-            with self.assertRaisesRegex(ValueError, "already trained on clients"):
-                use()
+        assert fed.spending.rounds == 2
 
 
-class PromisedTwiceTest(parameterized.TestCase):
-    """What a budget allowed is spent by a private evaluation in a callback."""
+def test_a_wrapper_that_resumes_brings_the_cost_along(tmp_path):
+    fed, keep = toy.federated(), tfdp_fl.callbacks.RoundCheckpoint(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        toy.fit(fed, 3, [keep, _Do(_interrupt, round_index=1)])
+    second = toy.federated(model=fed.model)
+    toy.fit(second, 3, resume_from=tmp_path)
+    assert second.spending.rounds == 3
+    for use in (
+        lambda: toy.fit(fed, 2),
+        lambda: fed.epsilon(_DELTA),
+        lambda: fed.central_epsilon(_DELTA),
+        lambda: fed.privacy_statement(_DELTA),
+        lambda: _evaluate(fed),
+    ):
+        with pytest.raises(ValueError, match=_TRAINED):
+            use()
 
-    def setUp(self):
-        super().setUp()
-        self.private = tfdp_fl.PrivateMetrics(
-            bounds={"loss": (0.0, 5.0)}, noise_multiplier=1.0
-        )
 
-    def _evaluate_in(self, fed, when):
-        def evaluate():
-            fed.evaluate_clients(toy.clients(), verbose=0, private=self.private)
+# What a budget allowed is spent by a private evaluation in a callback.
 
-        return _Do(evaluate, when, round_index=1)
 
-    @parameterized.parameters("on_epoch_begin", "on_epoch_end")
-    def test_a_budget_is_asked_in_the_act_of_charging(self, when):
-        plain = toy.federated()
-        toy.fit(plain, 4)
-        most = plain.epsilon(_DELTA)  # Four rounds, and nothing beside them.
-        fed = toy.federated()
-        budget = tfdp_fl.callbacks.PrivacyBudget(most * 1.001, _DELTA)
-        path = files.directory(self) / "ledger"
-        ledger = tfdp_fl.callbacks.Ledger(path)
-        toy.fit(fed, 4, [budget, ledger, self._evaluate_in(fed, when)])
-        contents = PrivacyLedger.read(path)
-        self.assertEqual(fed.spending.evaluations, 1)
-        self.assertLess(fed.rounds, 4)
-        self.assertLessEqual(fed.epsilon(_DELTA), most * 1.001)
-        self.assertAlmostEqual(
-            contents.epsilon(_DELTA), fed.epsilon(_DELTA), delta=1e-6
-        )
+def _cost_of_four_rounds():
+    fed = toy.federated()
+    toy.fit(fed, 4)
+    return fed.epsilon(_DELTA) * 1.001
 
-    def test_a_budget_counts_what_is_charged_while_it_plans(self):
-        plain = toy.federated()
-        toy.fit(plain, 4)
-        most = plain.epsilon(_DELTA) * 1.001
-        fed = toy.federated()
-        toy.fit(fed, 1)
-        affordable_rounds = costs.RoundCosts.affordable_rounds
 
-        def planned(*arguments):
-            found = affordable_rounds(*arguments)
-            # As another thread might, between the answer and what follows.
-            fed.evaluate_clients(toy.clients(), verbose=0, private=self.private)
-            return found
+@pytest.mark.parametrize("when", ["on_epoch_begin", "on_epoch_end"])
+def test_a_budget_is_asked_in_the_act_of_charging(tmp_path, when):
+    most, fed = _cost_of_four_rounds(), toy.federated()
+    budget = tfdp_fl.callbacks.PrivacyBudget(most, _DELTA)
+    ledger = tfdp_fl.callbacks.Ledger(tmp_path / "ledger")
+    evaluates = _Do(lambda: _evaluate(fed), when, round_index=1)
+    toy.fit(fed, 4, [budget, ledger, evaluates])
+    assert fed.spending.evaluations == 1
+    assert fed.rounds < 4
+    assert fed.epsilon(_DELTA) <= most
+    told = PrivacyLedger.read(ledger.path).epsilon(_DELTA)
+    assert told == pytest.approx(fed.epsilon(_DELTA), abs=1e-6)
 
-        with mock.patch.object(costs.RoundCosts, "affordable_rounds", planned):
-            toy.fit(fed, 3, [tfdp_fl.callbacks.PrivacyBudget(most, _DELTA)])
-        self.assertLessEqual(fed.epsilon(_DELTA), most)
 
-    def test_an_evaluation_asks_no_budget_about_another_model(self):
-        fed, other = toy.federated(), toy.federated()
-        toy.fit(fed, 3)
-        budget = tfdp_fl.callbacks.PrivacyBudget(fed.epsilon(_DELTA) * 1.001, _DELTA)
-        toy.fit(fed, 1, [budget])  # Allows none.
-        toy.fit(other, 1, [budget])
-        with self.assertRaisesRegex(ValueError, "went on to another model"):
-            fed.evaluate_clients(toy.clients(), verbose=0, private=self.private)
-        self.assertEqual(fed.spending.evaluations, 0)
+def test_a_budget_counts_what_is_charged_while_it_plans():
+    most, fed = _cost_of_four_rounds(), toy.federated()
+    toy.fit(fed, 1)
+    affordable_rounds = RoundCosts.affordable_rounds
 
-    def test_a_budget_serves_one_fit_at_a_time(self):
-        fed, other = toy.federated(), toy.federated()
-        budget = tfdp_fl.callbacks.PrivacyBudget(100.0, _DELTA)
-        inside = _Do(lambda: toy.fit(other, 1, [budget]))
-        with self.assertRaisesRegex(RuntimeError, "the PrivacyBudget of a fit that"):
-            toy.fit(fed, 2, [budget, inside])
+    def planned(*arguments):
+        found = affordable_rounds(*arguments)
+        _evaluate(fed)  # As another thread might, between answer and what follows.
+        return found
 
-    def test_a_target_is_asked_in_the_act_of_charging(self):
-        fed = toy.private(60.0, 4)
-        toy.fit(fed, 4, callbacks=[self._evaluate_in(fed, "on_epoch_begin")])
-        self.assertLessEqual(fed.epsilon(_DELTA), 60.0 * (1 + 1e-6))
-        self.assertLess(fed.rounds, 4)
+    with mock.patch.object(RoundCosts, "affordable_rounds", planned):
+        toy.fit(fed, 3, [tfdp_fl.callbacks.PrivacyBudget(most, _DELTA)])
+    assert fed.epsilon(_DELTA) <= most
 
-    def test_an_evaluation_asks_the_budget_of_the_fit(self):
-        fed = toy.federated()
-        budget = tfdp_fl.callbacks.PrivacyBudget(100.0, _DELTA)
-        toy.fit(fed, 2, callbacks=[budget])
-        budget.epsilon = fed.epsilon(_DELTA) * 1.01
-        with self.assertRaisesRegex(ValueError, "of the PrivacyBudget"):
-            fed.evaluate_clients(toy.clients(), verbose=0, private=self.private)
+
+def test_a_target_is_asked_in_the_act_of_charging():
+    fed = toy.private(60.0, 4)
+    toy.fit(fed, 4, [_Do(lambda: _evaluate(fed), "on_epoch_begin", round_index=1)])
+    assert fed.epsilon(_DELTA) <= 60.0 * (1 + 1e-6)
+    assert fed.rounds < 4
+
+
+def test_an_evaluation_asks_the_budget_of_the_fit_about_its_own_model():
+    fed, other = toy.federated(), toy.federated()
+    budget = tfdp_fl.callbacks.PrivacyBudget(100.0, _DELTA)
+    toy.fit(fed, 2, callbacks=[budget])
+    budget.epsilon = fed.epsilon(_DELTA) * 1.01
+    with pytest.raises(ValueError, match="of the PrivacyBudget"):
+        _evaluate(fed)
+    toy.fit(other, 1, [budget])
+    with pytest.raises(ValueError, match="went on to another model"):
+        _evaluate(fed)
+    assert fed.spending.evaluations == 0
+
+
+def test_a_budget_serves_one_fit_at_a_time():
+    fed, other = toy.federated(), toy.federated()
+    budget = tfdp_fl.callbacks.PrivacyBudget(100.0, _DELTA)
+    inside = _Do(lambda: toy.fit(other, 1, [budget]))
+    with pytest.raises(RuntimeError, match="the PrivacyBudget of a fit that"):
+        toy.fit(fed, 2, [budget, inside])

@@ -10,11 +10,11 @@ import io
 
 import numpy as np
 import pandas as pd
+import pytest
 import tensorflow as tf
-from absl.testing import parameterized
 
 import tfdp_fl
-from tests.keras import files, hostile, noise_test
+from tests.keras import hostile, noise_test, toy
 from tfdp_fl.datasets import FederatedDataset
 
 _OWNER = "b"
@@ -65,102 +65,81 @@ def _contents(written):
     yield whole
 
 
-def _noise_free(xla=False, **options):
-    fed = tfdp_fl.DPFederatedModel(
-        hostile.model(),
-        tfdp_fl.FixedClipping(clip_norm=hostile.CLIP, noise_multiplier=0.0),
-        hostile.CLIENTS,
-        "fixed_size",
-        num_replicas=1,
-        **options,
+def _noise_free(xla=False, weighting=None):
+    quiet = tfdp_fl.FixedClipping(clip_norm=hostile.CLIP, noise_multiplier=0.0)
+    fed = toy.federated(
+        quiet, hostile.model(), hostile.CLIENTS, client_weighting=weighting
     )
-    fed.compile(
-        tf.keras.optimizers.SGD(0.5),
-        tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        jit_compile=xla,
-    )
+    fed.compile(tf.keras.optimizers.SGD(0.5), toy.loss(), jit_compile=xla)
     return fed
 
 
-class RewrittenFilesTest(parameterized.TestCase):
-    def setUp(self):
-        super().setUp()
-        self.path = files.directory(self)
-
-    @parameterized.parameters(
+@pytest.mark.parametrize(
+    "suffix, cap, when, xla",
+    [
         ("npz", None, "begin", False),
         ("csv", None, "end", False),
         ("npz", 6, "end", True),
         ("csv", 6, "begin", False),
-    )
-    def test_every_round_moves_by_the_clip_at_most(self, suffix, cap, when, xla):
-        written = _npz if suffix == "npz" else _csv
-        x, y = hostile.clients()[hostile.HOSTILE]
-        for name in "abcd":
-            own = slice(None) if name == _OWNER else slice(0)
-            (self.path / f"{name}.{suffix}").write_bytes(written(x[own], y[own]))
-        clients = _read_files(self.path, suffix)
-        spec = clients.element_spec
-        weighting = cap and tfdp_fl.ClientWeighting.num_examples(cap=cap)
-        fed = _noise_free(xla, client_weighting=weighting)
-        coming = list(_contents(written))
-        moves = noise_test.Moves()
+    ],
+)
+def test_every_round_moves_by_the_clip_at_most(tmp_path, suffix, cap, when, xla):
+    written = _npz if suffix == "npz" else _csv
+    x, y = hostile.clients()[hostile.HOSTILE]
+    for name in "abcd":
+        own = slice(None) if name == _OWNER else slice(0)
+        (tmp_path / f"{name}.{suffix}").write_bytes(written(x[own], y[own]))
+    clients = _read_files(tmp_path, suffix)
+    spec = clients.element_spec
+    fed = _noise_free(xla, cap and tfdp_fl.ClientWeighting.num_examples(cap=cap))
+    coming, moves = list(_contents(written)), noise_test.Moves()
 
-        def rewrite(*_):
-            if coming:
-                (self.path / f"{_OWNER}.{suffix}").write_bytes(coming.pop(0))
+    def rewrite(*_):
+        if coming:
+            (tmp_path / f"{_OWNER}.{suffix}").write_bytes(coming.pop(0))
 
-        history = fed.fit(
-            clients,
-            rounds=len(coming) + 2,
-            batch_size=3,
-            verbose=0,
-            callbacks=[
-                moves,
-                tf.keras.callbacks.LambdaCallback(**{f"on_epoch_{when}": rewrite}),
-            ],
-        ).history
-        norms = [np.linalg.norm(np.concatenate(each)) for each in moves.rounds]
-        bound = hostile.CLIP / hostile.CLIENTS
-        self.assertLessEqual(max(norms), bound + _ROUNDING)
-        self.assertGreater(norms[-1], 0.999 * bound)  # It was read again.
-        failed = np.array(history["failed_clients"])
-        self.assertGreaterEqual(failed.sum(), 4)
-        self.assertTrue(np.all(np.array(norms)[failed > 0] == 0.0))
-        self.assertEqual(fed.spending.rounds, fed.rounds)
-        self.assertEqual(clients.element_spec, spec)
+    rewrites = tf.keras.callbacks.LambdaCallback(**{f"on_epoch_{when}": rewrite})
+    rounds = len(coming) + 2
+    history = toy.fit(fed, rounds, [moves, rewrites], clients, batch_size=3).history
+    norms = [np.linalg.norm(np.concatenate(each)) for each in moves.rounds]
+    bound = hostile.CLIP / hostile.CLIENTS
+    assert max(norms) <= bound + _ROUNDING
+    assert norms[-1] > 0.999 * bound  # It was read again.
+    failed = np.array(history["failed_clients"])
+    assert failed.sum() >= 4
+    assert np.all(np.array(norms)[failed > 0] == 0.0)
+    assert fed.spending.rounds == fed.rounds
+    assert clients.element_spec == spec
 
-    def test_a_file_that_is_gone(self):
-        for name, client in zip("abcd", hostile.clients().values(), strict=True):
-            (self.path / f"{name}.npz").write_bytes(_npz(*client))
-        fed = _noise_free()
-        clients = _read_files(self.path, "npz")
-        fed.fit(clients, verbose=0)
-        before = fed.get_weights()
-        for file in self.path.iterdir():
-            file.unlink()
-        history = fed.fit(clients, rounds=2, verbose=0).history
-        self.assertEqual(history["failed_clients"], [4.0, 4.0])
-        for one, other in zip(before, fed.get_weights(), strict=True):
-            np.testing.assert_array_equal(one, other)
-        self.assertEqual(fed.spending.rounds, 3)
 
-    def test_arrays_that_are_mapped_from_a_file_are_read_once(self):
-        x, y = map(np.concatenate, zip(*hostile.clients().values(), strict=True))
-        rows = np.arange(len(y)).reshape(hostile.CLIENTS, -1)
-        weights = []
-        for name in ("kept", "rewritten"):
-            mapped = []
-            for array in (x, y):
-                file = self.path / f"{name}-{len(mapped)}.npy"
-                np.save(file, array)
-                mapped.append(np.load(file, mmap_mode="r+"))
-            fed = _noise_free()
-            clients = FederatedDataset.from_indices(*mapped, rows)
-            fed.fit(clients, verbose=0, seed=1)
-            if name == "rewritten":
-                mapped[0][:], mapped[1][:] = 1e30, 99
-            fed.fit(clients, verbose=0, seed=1)
-            weights.append(fed.get_weights())
-        for one, other in zip(*weights, strict=True):
-            np.testing.assert_array_equal(one, other)
+def test_a_file_that_is_gone(tmp_path):
+    for name, client in zip("abcd", hostile.clients().values(), strict=True):
+        (tmp_path / f"{name}.npz").write_bytes(_npz(*client))
+    fed, clients = _noise_free(), _read_files(tmp_path, "npz")
+    toy.fit(fed, data=clients)
+    before = fed.get_weights()
+    for file in tmp_path.iterdir():
+        file.unlink()
+    history = toy.fit(fed, 2, data=clients).history
+    assert history["failed_clients"] == [4.0, 4.0]
+    toy.assert_same(before, fed)
+    assert fed.spending.rounds == 3
+
+
+def test_arrays_that_are_mapped_from_a_file_are_read_once(tmp_path):
+    x, y = map(np.concatenate, zip(*hostile.clients().values(), strict=True))
+    rows = np.arange(len(y)).reshape(hostile.CLIENTS, -1)
+    weights = []
+    for rewritten in (False, True):
+        mapped = []
+        for array in (x, y):
+            file = tmp_path / f"{rewritten}-{len(mapped)}.npy"
+            np.save(file, array)
+            mapped.append(np.load(file, mmap_mode="r+"))
+        fed, clients = _noise_free(), FederatedDataset.from_indices(*mapped, rows)
+        toy.fit(fed, data=clients, seed=1)
+        if rewritten:
+            mapped[0][:], mapped[1][:] = 1e30, 99
+        toy.fit(fed, data=clients, seed=1)
+        weights.append(fed.get_weights())
+    toy.assert_same(*weights)

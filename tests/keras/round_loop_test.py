@@ -1,81 +1,55 @@
-"""The next round is drawn while one trains, and nothing else comes of it."""
+"""Draws: the next round's is made while one trains, and none is made twice."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import os
 import threading
+import types
 from unittest import mock
 
 import numpy as np
+import pytest
 import tensorflow as tf
-from absl.testing import parameterized
 
 import tfdp_fl
 from tests.keras import toy
-from tfdp_fl import sampling
+from tfdp_fl import engine, sampling
 from tfdp_fl.engine import chunks
-from tfdp_fl.engine import engine as engine_lib
+from tfdp_fl.keras import round_loop
+from tfdp_fl.keras import run as run_lib
+
+_Engine = engine.CohortEngine
+
+
+def _after(function):
+    """Calls something of the epoch after each round."""
+    return tf.keras.callbacks.LambdaCallback(on_epoch_end=lambda t, _: function(t))
 
 
 @contextlib.contextmanager
-def _in_turn():
-    """Has nothing be drawn, read or laid out before it is needed."""
-    with mock.patch.object(chunks.Reader, "expect"):
-        yield
+def _cohorts():
+    """Yields which are drawn, and on which thread; which train; with which seeds."""
+    seen = types.SimpleNamespace(drawn=[], trained=[], threads=set(), seeds=[])
+    draw, complete = sampling.FixedSizeSampler.cohort, _Engine.complete
 
+    def cohort(sampler, round_index):
+        positions = draw(sampler, round_index)
+        seen.threads.add(threading.current_thread())
+        seen.drawn.append((round_index, positions.tolist()))
+        return positions
 
-class _Watch(tf.keras.callbacks.Callback):
-    """Calls something after each round."""
+    def completed(own, pending):
+        seen.trained.append(pending.inputs.positions.tolist())
+        seen.seeds.append(tuple(pending.inputs.seed.tolist()))
+        return complete(own, pending)
 
-    def __init__(self, after_round):
-        super().__init__()
-        self._after_round = after_round
-
-    def on_epoch_end(self, epoch, logs=None):
-        self._after_round(self.model, epoch)
-
-
-class _Cohorts:
-    """Who is drawn, and on which thread; who trains; who is paid for."""
-
-    def __init__(self):
-        self.drawn, self.trained, self.threads = [], [], set()
-        self.seeds = []
-        draw = sampling.FixedSizeSampler.cohort
-        complete = engine_lib.CohortEngine.complete
-
-        def cohort(sampler, round_index):
-            positions = draw(sampler, round_index)
-            self.threads.add(threading.current_thread())
-            self.drawn.append((round_index, positions.tolist()))
-            return positions
-
-        def completed(engine, pending):
-            self.trained.append(pending.inputs.positions.tolist())
-            self.seeds.append(tuple(pending.inputs.seed.tolist()))
-            return complete(engine, pending)
-
-        self._patches = [
-            mock.patch.object(sampling.FixedSizeSampler, "cohort", cohort),
-            mock.patch.object(engine_lib.CohortEngine, "complete", completed),
-        ]
-
-    def __enter__(self):
-        for each in self._patches:
-            each.start()
-        return self
-
-    def __exit__(self, *_):
-        for each in self._patches:
-            each.stop()
-
-
-def _uneven():
-    x, y = toy.arrays(400)
-    ends = np.cumsum(np.random.default_rng(3).integers(0, 20, 39))
-    return tfdp_fl.datasets.FederatedDataset.from_indices(
-        x, y, np.split(np.arange(ends[-1]), ends[:-1])
-    )
+    with (
+        mock.patch.object(sampling.FixedSizeSampler, "cohort", cohort),
+        mock.patch.object(_Engine, "complete", completed),
+    ):
+        yield seen
 
 
 def _streamed(clients):
@@ -84,124 +58,180 @@ def _streamed(clients):
     )
 
 
-class DrawnAheadTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters(
+@pytest.mark.parametrize(
+    "mechanism, streamed",
+    [
         (tfdp_fl.MedianClipping(noise_multiplier=1.0), False),
-        (
-            tfdp_fl.AdaptiveLocalDP(epsilon=100.0, delta=1e-3, clipping_radius=0.3),
-            True,
-        ),
+        (tfdp_fl.AdaptiveLocalDP(epsilon=9.0, delta=1e-3, clipping_radius=0.3), True),
+    ],
+)
+def test_a_seeded_run_is_the_same_drawn_ahead_or_not(mechanism, streamed):
+    x, y = toy.arrays(400)
+    ends = np.cumsum(np.random.default_rng(3).integers(0, 20, 39))
+    rows = np.split(np.arange(ends[-1]), ends[:-1])
+    clients = tfdp_fl.FederatedDataset.from_indices(x, y, rows)
+    clients = _streamed(clients) if streamed else clients
+
+    def trained():
+        fed = toy.federated(mechanism, clients_per_round=7)
+        rate = tf.keras.callbacks.LearningRateScheduler(lambda t: 0.1 / (1 + t))
+        fit = {"batch_size": 4, "local_epochs": 2, "seed": 5, "shuffle": True}
+        history = toy.fit(fed, 7, [rate], data=clients, **fit)
+        values = [*fed.get_weights(), *history.history.values()]
+        return values
+
+    found = trained()
+    with mock.patch.object(chunks.Reader, "expect"):
+        toy.assert_same(found, trained())
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_client_that_is_drawn_trains_once(streamed):
+    fed, clients = toy.federated(clients_per_round=5), toy.clients()
+    with _cohorts() as cohorts:
+        toy.fit(fed, 6, data=_streamed(clients) if streamed else clients)
+    assert [t for t, _ in cohorts.drawn] == list(range(6))
+    assert [positions for _, positions in cohorts.drawn] == cohorts.trained
+    assert len(set(cohorts.seeds)) == 6
+    # All but the first while others trained, on a thread that is gone.
+    (other,) = cohorts.threads - {threading.main_thread()}
+    assert not other.is_alive()
+    counts = np.bincount(np.concatenate(cohorts.trained), minlength=40)
+    np.testing.assert_array_equal(fed.run.spending.clients.participations, counts)
+
+
+def test_a_training_that_stops_draws_others_afterwards():
+    fed = toy.federated(clients_per_round=5)
+
+    def stop(epoch):
+        fed.stop_training = epoch == 1
+
+    with _cohorts() as cohorts:
+        toy.fit(fed, 9, [_after(stop)])
+        drawn_for_nothing = cohorts.drawn[-1]
+        toy.fit(fed, 1)
+    assert [t for t, _ in cohorts.drawn] == [0, 1, 2, 2]
+    assert drawn_for_nothing[1] not in cohorts.trained
+    assert len(cohorts.trained) == 3
+
+
+def test_nor_does_a_round_use_what_was_drawn_for_another_attempt():
+    def seeds(repeated):
+        fed = toy.federated(clients_per_round=5)
+
+        def tell(epoch):
+            if repeated and epoch == 1:
+                fed.run.attempts.take()
+
+        with _cohorts() as cohorts:
+            toy.fit(fed, 4, [_after(tell)], seed=3)
+        return cohorts.seeds
+
+    plain, repeated = seeds(False), seeds(True)
+    assert plain[:2] == repeated[:2]
+    assert plain[2] != repeated[2]
+    assert plain[3] != repeated[3]
+
+
+def test_cohorts_that_depend_on_releases_are_not_drawn_ahead():
+    correlated = tfdp_fl.CorrelatedNoise(
+        clip_norm=0.5,
+        noise_multiplier=1.0,
+        strategy="banded",
+        rounds=4,
+        min_separation=3,
     )
-    def test_a_seeded_run_is_the_same_bit_by_bit(self, mechanism, streamed):
-        clients = _streamed(_uneven()) if streamed else _uneven()
+    with mock.patch.object(chunks.Reader, "expect") as expect:
+        toy.fit(toy.federated(correlated, None, 4, "cyclic"), 3)
+    expect.assert_not_called()
 
-        def trained():
-            fed = toy.federated(mechanism, clients_per_round=7)
-            fit = {"batch_size": 4, "local_epochs": 2, "seed": 5, "shuffle": True}
-            history = toy.fit(fed, 7, data=clients, **fit)
-            values = [*fed.get_weights(), *history.history.values()]
-            toy.give_back(fed)
-            return values
 
-        found = trained()
-        with _in_turn():
-            wanted = trained()
-        toy.assert_same(found, wanted)
+def test_an_error_of_drawing_is_the_rounds_own():
+    draw = sampling.FixedSizeSampler.cohort
 
-    @parameterized.parameters(False, True)
-    def test_who_is_drawn_trains_once(self, streamed):
-        fed = toy.federated(clients_per_round=5)
-        clients = toy.clients()
-        if streamed:
-            clients = _streamed(clients)
-        with _Cohorts() as cohorts:
-            toy.fit(fed, 6, data=clients)
-        self.assertEqual([t for t, _ in cohorts.drawn], list(range(6)))
-        self.assertEqual([each for _, each in cohorts.drawn], cohorts.trained)
-        self.assertLen(set(cohorts.seeds), 6)
-        # All but the first while others trained, on a thread that is gone.
-        (other,) = cohorts.threads - {threading.main_thread()}
-        self.assertFalse(other.is_alive())
-        counts = np.bincount(np.concatenate(cohorts.trained), minlength=40)
-        self.assertAllEqual(fed.run.spending.clients.participations, counts)
+    def cohort(sampler, round_index):
+        if round_index == 2:
+            raise RuntimeError("the sampler is damaged")
+        return draw(sampler, round_index)
 
-    def test_the_learning_rate_is_that_of_its_round(self):
-        def weights(rate_of):
-            quiet = tfdp_fl.FixedClipping(clip_norm=9.0, noise_multiplier=0.0)
-            fed = toy.federated(quiet)
-            scheduler = tf.keras.callbacks.LearningRateScheduler(rate_of)
-            toy.fit(fed, 3, [scheduler], seed=1)
-            trained = fed.get_weights()
-            toy.give_back(fed)
-            return trained
+    fed = toy.federated(clients_per_round=5)
+    with (
+        mock.patch.object(sampling.FixedSizeSampler, "cohort", cohort),
+        pytest.raises(RuntimeError, match="is damaged"),
+    ):
+        toy.fit(fed, 4, data=_streamed(toy.clients()))
+    # What was released is there, and paid for.
+    assert (fed.rounds, fed.spending.rounds) == (2, 2)
 
-        wanted = weights(lambda t: 0.1 / (1 + t))
-        with _in_turn():
-            toy.assert_same(wanted, weights(lambda t: 0.1 / (1 + t)))
-        self.assertNotAllClose(wanted[0], weights(lambda t: 0.1)[0])
 
-    def test_a_training_that_stops_draws_others_afterwards(self):
-        fed = toy.federated(clients_per_round=5)
+# A round that is run again has other noise.
 
-        def stop(model, epoch):
-            model.stop_training = epoch == 1
 
-        with _Cohorts() as cohorts:
-            toy.fit(fed, 9, [_Watch(stop)])
-            drawn_for_nothing = cohorts.drawn[-1]
-            toy.fit(fed, 1)
-        self.assertEqual([t for t, _ in cohorts.drawn], [0, 1, 2, 2])
-        self.assertNotIn(drawn_for_nothing[1], cohorts.trained)
-        self.assertLen(cohorts.trained, 3)
+def test_every_attempt_has_a_seed_of_its_own():
+    attempts = run_lib.Attempts()
+    taken = [attempts.take() for _ in range(3)]
+    for _ in range(2):
+        attempts.renew()
+        taken.append(attempts.take())
+    words = 2**32
+    seeds = [
+        tuple(run_lib.round_seed(seed, attempt))
+        for seed in (1, 1 + words, 1 + 2 * words, 2)
+        for attempt in taken
+    ]
+    assert len(set(seeds)) == len(seeds)
+    np.testing.assert_array_equal(seeds[0], run_lib.round_seed(1, (0,)))
 
-    def test_nor_with_what_was_drawn_before_it_was_known(self):
-        def seeds(repeated):
-            found, fed = [], toy.federated(clients_per_round=5)
-            release = engine_lib.CohortEngine.release
 
-            def noted(engine, pending):
-                found.append(pending.inputs.seed.tolist())
-                return release(engine, pending)
+def test_a_fork_takes_no_attempt_of_its_parent():
+    attempts = run_lib.Attempts()
+    attempts.take()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(writer, repr([attempts.take() for _ in range(2)]).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        there = ast.literal_eval(pipe.read())
+    os.waitpid(child, 0)
+    here = [attempts.take() for _ in range(2)]
+    assert here == [(1,), (2,)]
+    assert len({*here, *there}) == 4
 
-            def tell(model, epoch):
-                if repeated and epoch == 1:
-                    fed.run.attempts.take()
 
-            with mock.patch.object(engine_lib.CohortEngine, "release", noted):
-                toy.fit(fed, 4, [_Watch(tell)], seed=3)
-            return found
+def test_runs_that_share_a_ledger_share_no_noise(tmp_path):
+    # What they cost together is what two noises cost.
+    with _cohorts() as cohorts:
+        for _ in range(2):
+            ledger = tfdp_fl.callbacks.Ledger(tmp_path / "ledger.jsonl", append=True)
+            toy.fit(toy.federated(clients_per_round=5), 2, [ledger], seed=1)
+    assert len(set(cohorts.seeds)) == 4
 
-        plain, repeated = seeds(False), seeds(True)
-        self.assertEqual(plain[:2], repeated[:2])
-        self.assertNotEqual(plain[2], repeated[2])
-        self.assertNotEqual(plain[3], repeated[3])
 
-    def test_one_that_goes_by_releases_is_not(self):
-        correlated = tfdp_fl.CorrelatedNoise(
-            clip_norm=0.5,
-            noise_multiplier=1.0,
-            strategy=tfdp_fl.BandedToeplitz(bands=2),
-            rounds=4,
-            min_separation=3,
-        )
-        fed = toy.federated(correlated, None, 4, "cyclic")
-        with mock.patch.object(chunks.Reader, "expect") as expect:
-            toy.fit(fed, 3)
-        expect.assert_not_called()
+@pytest.mark.parametrize("when", ["in", "after"])
+def test_a_round_broken_off_in_or_after_its_release_is_counted(when):
+    fed, seeds = toy.federated(clients_per_round=2), []
+    release = round_loop.RoundLoop._release
 
-    def test_an_error_of_drawing_is_the_rounds_own(self):
-        draw = sampling.FixedSizeSampler.cohort
+    def broken_off(loop, pending):
+        seeds.append(tuple(pending.inputs.seed))
+        if when == "in":
+            error = mock.Mock(side_effect=KeyboardInterrupt)
+            with mock.patch.object(loop.engine, "release", error):
+                release(loop, pending)
+        release(loop, pending)
+        raise KeyboardInterrupt
 
-        def cohort(sampler, round_index):
-            if round_index == 2:
-                raise RuntimeError("the sampler is damaged")
-            return draw(sampler, round_index)
-
-        fed = toy.federated(clients_per_round=5)
+    for done in (1, 2):
         with (
-            mock.patch.object(sampling.FixedSizeSampler, "cohort", cohort),
-            self.assertRaisesRegex(RuntimeError, "is damaged"),
+            mock.patch.object(round_loop.RoundLoop, "_release", broken_off),
+            pytest.raises(KeyboardInterrupt),
         ):
-            fed.fit(_streamed(toy.clients()), rounds=4, verbose=0)
-        # What was released is there, and paid for.
-        self.assertEqual(fed.run.rounds, 2)
+            toy.fit(fed, seed=1)
+        # Broken off within, it is charged, as it may have been seen.
+        assert fed.spending.rounds == done
+        assert fed.rounds == (done if when == "after" else 0)
+    assert len(set(seeds)) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import os
 from collections.abc import Iterator
@@ -45,6 +46,11 @@ def dense(dropout: float = 0.0) -> tf.keras.Model:
     return model
 
 
+def dropout() -> tf.keras.Model:
+    """Returns `dense` behind a dropout."""
+    return dense(dropout=0.5)
+
+
 def two_layers() -> tf.keras.Model:
     """Returns a model of 8 -> 5 -> 3 that always starts the same."""
     tf.keras.utils.set_random_seed(1)
@@ -84,28 +90,20 @@ def loss() -> tf.keras.losses.Loss:
     return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def weights_of(model: Any) -> list[np.ndarray]:
-    """Returns the weights of a model, or a list of them as it is."""
-    return model if isinstance(model, list) else model.get_weights()
-
-
 def flat(model: Any) -> np.ndarray:
-    """Returns all weights as one vector, float64."""
-    return np.concatenate([np.ravel(w).astype(np.float64) for w in weights_of(model)])
+    """Returns all weights of a model, or a list of them, as one float64 vector."""
+    weights = model if isinstance(model, list) else model.get_weights()
+    return np.concatenate([np.ravel(w).astype(np.float64) for w in weights])
 
 
 def assert_same(one: Any, other: Any) -> None:
     """Fails unless two models, or lists of weights, are alike to the last bit."""
-    for own, others in zip(weights_of(one), weights_of(other), strict=True):
-        np.testing.assert_array_equal(own, others)
+    np.testing.assert_array_equal(flat(one), flat(other))
 
 
 @contextlib.contextmanager
 def same_draws_when_resumed() -> Iterator[None]:
-    """Has resumed runs draw what an uninterrupted one draws.
-
-    Nothing but a test may. It shows that all else goes on where it was.
-    """
+    """Has resumed runs draw what an uninterrupted one draws: all else goes on."""
     restore = resuming.InterruptedRun.restore
 
     def restored(*arguments: Any) -> Any:
@@ -117,14 +115,44 @@ def same_draws_when_resumed() -> Iterator[None]:
         yield
 
 
-# Models of `federated` by what they were made of: idle, and lent to a test.
-_idle: dict[str, list[tfdp_fl.DPFederatedModel]] = {}
-_lent: list[tuple[Any, ...]] = []
-_test = ""
+@dataclasses.dataclass
+class _Loan:
+    """A model of `federated`, the test that has it, and what it began with."""
+
+    fed: tfdp_fl.DPFederatedModel
+    test: str
+
+    def __post_init__(self) -> None:
+        self.compiled = self.fed.require_compiled("the loan")
+        self._rate = self.compiled.learning_rate
+        self._values = [variable.numpy() for variable in self.fed.model.variables]
+
+    def renewed(self, test: str) -> tfdp_fl.DPFederatedModel:
+        """Returns a wrapper of the model, as new but for its programs."""
+        before, model = self.fed, self.fed.model
+        optimizer = self.compiled.server_optimizer
+        for variable, value in zip(model.variables, self._values, strict=True):
+            variable.assign(value)
+        if before.engine is not None and optimizer is not None:
+            new = type(optimizer).from_config(optimizer.get_config())
+            state = keras_versions.build_optimizer(new, model.trainable_variables)
+            for own, value in zip(before.engine.server.state, state, strict=True):
+                own.assign(value)
+        model.reset_metrics()
+        model.history, model.stop_training = None, False
+        self.compiled.set_learning_rate(self._rate)
+        self.fed = fed = before.with_setup(mechanism=before._given_mechanism)
+        fed._setup, fed._prepared, self.test = before.setup, before._prepared, test
+        fed._forget_run()
+        model_history.claim(fed, keras_versions.tf_variables(model.variables))
+        return fed
+
+
+_loans: dict[str, list[_Loan]] = {}
 
 
 def federated(
-    mechanism: tfdp_fl.FixedClipping | None = None,
+    mechanism: tfdp_fl.Mechanism | None = None,
     model: Any = None,
     clients_per_round: Any = 20,
     sampling: str = "fixed_size",
@@ -133,88 +161,29 @@ def federated(
 ) -> tfdp_fl.DPFederatedModel:
     """Returns a compiled model in one replica, without XLA: quick to trace.
 
-    To trace takes a second of a processor. So a model that a test before was lent is
-    lent again, as new but for its programs, if it is of the same arguments.
-
-    Args:
-      mechanism: By default it clips to 0.5, and adds noise of 0.5.
-      model: A Keras model, or a function that makes one; by default `dense`.
-      clients_per_round: As in `DPFederatedModel`.
-      sampling: Likewise.
-      compile_options: Arguments of `compile`.
-      **options: Of `DPFederatedModel`.
+    To trace takes a second. So a model that an earlier test was lent is lent again,
+    as new, if it is of the same arguments. `model` may be a function that makes one.
     """
-    if mechanism is None:
-        mechanism = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0)
-    make, chosen = dense if model is None else model, compile_options or {}
+    mechanism = mechanism or tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0)
+    make, chosen = model or dense, compile_options or {}
     given = {"mechanism": mechanism, "clients_per_round": clients_per_round}
     given |= {"sampling": sampling, "num_replicas": 1, **options}
-    _take_back()
-    told = {name: _told(value) for name, value in chosen.items()}
-    key = repr((getattr(make, "__qualname__", " at 0x"), given, told))
-    if _idle.get(key):
-        fed = _idle[key].pop()
-    else:
-        made = make() if inspect.isfunction(make) else make
-        fed = tfdp_fl.DPFederatedModel(made, **given)
-        usual = {"optimizer": tf.keras.optimizers.SGD(0.1), "loss": loss()}
-        fed.compile(**{**usual, "jit_compile": False, **chosen})
+    described = {
+        name: (type(value), value.get_config())
+        if hasattr(value, "get_config")
+        else value
+        for name, value in chosen.items()
+    }
+    key = repr((getattr(make, "__qualname__", " at 0x"), given, described))
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    for loan in _loans.get(key, ()):
+        if loan.test != test and loan.fed._compiled is loan.compiled:
+            return loan.renewed(test)
+    made = make() if inspect.isfunction(make) else make
+    fed = tfdp_fl.DPFederatedModel(made, **given)
+    usual = {"optimizer": tf.keras.optimizers.SGD(0.1), "loss": loss()}
+    fed.compile(**{**usual, "jit_compile": False, **chosen})
     # Objects are told apart by their addresses, which others may have later.
-    if _test and " at 0x" not in key and "<" not in key.partition(",")[0]:
-        compiled = fed.require_compiled("the loan")
-        values = [variable.numpy() for variable in fed.model.variables]
-        _lent.append((key, fed, compiled, compiled.learning_rate, values))
+    if test and " at 0x" not in key and "<" not in key.partition(",")[0]:
+        _loans.setdefault(key, []).append(_Loan(fed, test))
     return fed
-
-
-def _told(value: Any) -> Any:
-    """Returns what tells an argument of `compile` from others."""
-    if isinstance(value, tf.keras.optimizers.Optimizer):
-        return type(value).__name__, str(value.get_config())
-    plain = (
-        isinstance(part, str | int | float | None) for part in tf.nest.flatten(value)
-    )
-    return value if all(plain) else " at 0x"
-
-
-def give_back(fed: tfdp_fl.DPFederatedModel) -> None:
-    """Has a model that a test is done with be lent again, to the same test too."""
-    for loan in [loan for loan in _lent if loan[1] is fed]:
-        _lent.remove(loan)
-        _put_back(*loan)
-
-
-def _take_back() -> None:
-    """Takes back what another test was lent."""
-    global _test
-    current = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
-    if current != _test:
-        _test = current
-        for loan in _lent:
-            _put_back(*loan)
-        _lent.clear()
-
-
-def _put_back(key: str, fed: Any, compiled: Any, rate: float, values: Any) -> None:
-    """Makes a model as new, but for its programs."""
-    if fed._compiled is not compiled:
-        return
-    model, prepared, chosen = fed.model, fed._prepared, fed.setup
-    setup = {**vars(chosen), "mechanism": fed._given_mechanism}
-    for variable, value in zip(model.variables, values, strict=True):
-        variable.assign(value)
-    optimizer = compiled.server_optimizer
-    if prepared is not None and optimizer is not None:
-        new = type(optimizer).from_config(optimizer.get_config())
-        state = keras_versions.build_optimizer(new, model.trainable_variables)
-        for own, value in zip(prepared.engine.server.state, state, strict=True):
-            own.assign(value)
-    model.reset_metrics()
-    model.history, model.stop_training = None, False
-    compiled.set_learning_rate(rate)
-    vars(fed).clear()
-    fed.__init__(model, **setup)
-    fed._setup, fed._compiled, fed._prepared = chosen, compiled, prepared
-    fed._forget_run()
-    model_history.claim(fed, keras_versions.tf_variables(model.variables))
-    _idle.setdefault(key, []).append(fed)

@@ -26,7 +26,7 @@ import tfdp_fl
 from tests.keras import hostile, noise_test
 from tests.mechanisms import statistics
 from tfdp_fl import sampling, secure_aggregation
-from tfdp_fl.keras import randomness
+from tfdp_fl.keras import run as run_lib
 from tfdp_fl.mechanisms import noise
 
 _with_ray = pytest.mark.skipif(
@@ -366,4 +366,4 @@ def test_forked_in_the_middle_of_a_run():
 
 def _drawn_after_fork(sampler):
     cohort = tuple(sampler.cohort(0).tolist())
-    return cohort, randomness.round_seed(None, (0,)).tobytes()
+    return cohort, run_lib.round_seed(None, (0,)).tobytes()

@@ -5,7 +5,8 @@ history.csv   a row a round
 model.keras   the trained Keras model
 privacy.txt   the privacy statement
 privacy.json  the same, for programs
-report.html   all of it as one page, with charts
+accuracy.png  accuracy and epsilon against rounds
+report.html   all of it as one page
 result.json   the figures that a sweep compares; written last
 """
 
@@ -15,13 +16,14 @@ import csv
 import dataclasses
 import io
 import json
+import math
 import os
 import pathlib
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from tfdp_fl import _files, _json
+from tfdp_fl import _files, _json, _on_use
 from tfdp_fl.experiments.settings import Settings
 from tfdp_fl.keras import callbacks
 
@@ -30,6 +32,7 @@ HISTORY = "history.csv"
 MODEL = "model.keras"
 STATEMENT = "privacy.txt"
 STATEMENT_JSON = "privacy.json"
+CHART = "accuracy.png"
 REPORT = "report.html"
 RESULT = "result.json"
 LEDGER = "ledger.jsonl"
@@ -37,7 +40,7 @@ CHECKPOINT = "checkpoint"
 
 _OWNED = (
     *(CONFIG, HISTORY, MODEL, STATEMENT, STATEMENT_JSON),
-    *(REPORT, RESULT, LEDGER, CHECKPOINT),
+    *(CHART, REPORT, RESULT, LEDGER, CHECKPOINT),
 )
 
 
@@ -196,3 +199,22 @@ class Run:
             result,
             statement.get("caveats", {}),
         )
+
+    def draw(self) -> None:
+        """Draws accuracy (left axis) and epsilon (right) against rounds."""
+        with _on_use.needed("matplotlib", "A chart"):
+            from matplotlib import figure
+
+        settings = self.settings
+        drawn = figure.Figure(figsize=(7, 4), layout="constrained")
+        left = drawn.add_subplot(xlabel="round", ylabel="accuracy", ylim=(0, 1))
+        left.set_title(f"{settings.dataset}, {settings.model}, {settings.mechanism}")
+        left.plot(*self.history.get("val_accuracy", ([], [])))
+        left.grid(alpha=0.3)
+        rounds, epsilons = self.history.get("epsilon", ([], []))
+        if epsilons and math.isfinite(epsilons[-1]):
+            right = left.twinx()
+            right.plot(rounds, epsilons, "--", color="#D55E00")
+            right.set_ylabel(f"epsilon at delta = {self.result['delta']:.2g} (dashed)")
+            right.set_ylim(bottom=0)
+        drawn.savefig(self.path / CHART, dpi=100)

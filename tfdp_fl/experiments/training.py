@@ -8,6 +8,7 @@ import math
 import os
 import pathlib
 import time
+import warnings
 from typing import Any
 
 import tensorflow as tf
@@ -287,4 +288,10 @@ def _leave_files(
     if mechanism.guarantee == mechanisms.LocalDP.guarantee:
         result["central_epsilon"] = federated_model.central_epsilon(prepared.delta, by)
     run_directory.write_json(path / run_directory.RESULT, result)
+    if not federated_model.rounds:
+        return result  # There is nothing to draw.
+    try:
+        run_directory.Run.read(path).draw()
+    except ImportError as error:  # Everything else is there.
+        warnings.warn(str(error), stacklevel=2)
     return result

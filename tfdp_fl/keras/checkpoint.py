@@ -122,12 +122,7 @@ class CheckpointDirectory:
         return self.path / f"round-{round_index:08d}.npz"
 
     def newest(self) -> Checkpoint:
-        """Returns the newest checkpoint that is whole; warns of damaged ones.
-
-        Raises:
-          FileNotFoundError: There is no checkpoint.
-          CheckpointError: None of them is whole.
-        """
+        """Returns the newest checkpoint that is whole; warns of damaged ones."""
         rounds = self.rounds()
         if not rounds:
             raise FileNotFoundError(
@@ -150,12 +145,7 @@ class CheckpointDirectory:
         )
 
     def acquire(self) -> None:
-        """Makes the directory if need be, and takes its lock.
-
-        Raises:
-          CheckpointInUseError: Another run has it.
-          CheckpointWriteError: It cannot be made or written to.
-        """
+        """Makes the directory if need be, and takes its lock."""
         if self._lock is not None:
             return
         with _clear_errors(self.path):
@@ -189,12 +179,7 @@ class CheckpointDirectory:
                 file.replace(file.with_suffix(".damaged"))
 
     def write(self, checkpoint: Checkpoint, keep: int) -> None:
-        """Writes a checkpoint, then removes all but the newest `keep`.
-
-        Raises:
-          CheckpointWriteError: It could not be written; the earlier ones are
-            as they were.
-        """
+        """Writes a checkpoint, then removes all but the newest `keep`."""
         write_atomically(self.file(checkpoint.round_index), checkpoint.to_bytes())
         for old in self.rounds()[keep:]:
             self.file(old).unlink(missing_ok=True)
@@ -203,15 +188,8 @@ class CheckpointDirectory:
 def write_atomically(file: pathlib.Path, data: bytes, mode: int = 0o600):
     """Replaces a file as a whole: after a crash it is the old or the new one.
 
-    Args:
-      file: The file; its folder must exist.
-      data: What it is to hold.
-      mode: Its permissions. Checkpoints hold what predicts cohorts (the seed,
-        or the key of shuffled ones), so by default nobody else reads them.
-
-    Raises:
-      CheckpointWriteError: It could not be written and synced; the old file is
-        as it was.
+    Checkpoints hold what predicts cohorts (the seed, or the key of shuffled ones), so
+    by default nobody else reads them. Raises CheckpointWriteError if it failed.
     """
     with (
         _clear_errors(file),

@@ -1,18 +1,41 @@
-"""A model's metrics on every client's own data, for the analyst."""
+"""A model's metrics on every client's own data: exact, or their private means.
+
+The means are one Gaussian release over a cohort of clients. Client i with values v_ij
+of k metrics, each in its declared range [a_j, b_j], contributes the vector
+
+    g_i = (1, c_i1, ..., c_ik) / sqrt(1 + k),
+    c_ij = (2 v_ij - a_j - b_j) / (b_j - a_j), in [-1, 1].
+
+So ||g_i|| <= 1: a client that is added or removed moves the sum by at most 1, and
+one that is replaced by at most 2. The sum gets Gaussian noise of standard
+deviation z, and everything that is reported is computed from that alone, also the
+number of clients (Dwork & Roth, The Algorithmic Foundations of Differential
+Privacy, 2014, appendix A).
+"""
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import math
 import warnings
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
+import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import engine, keras_versions
+from tfdp_fl import _interrupts, _validate, engine, keras_versions
+from tfdp_fl.accounting import charge as charge_lib
+from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import ClientFailure, FederatedDataset
 from tfdp_fl.engine import cohort, program
 from tfdp_fl.engine import trainer as trainer_lib
+from tfdp_fl.keras import model_history
+
+if TYPE_CHECKING:
+    from tfdp_fl.keras.model import DPFederatedModel
 
 
 def evaluate(
@@ -23,24 +46,10 @@ def evaluate(
     verbose: int,
     in_any_case: Iterable[str] = (),
 ) -> dict[str, np.ndarray]:
-    """Returns a compiled model's metrics, client by client.
+    """Returns a compiled model's metrics client by client, as `evaluate_clients` does.
 
-    Args:
-      model: The model.
-      training: The loss and the metrics that it was compiled with.
-      clients: Whose data.
-      batch_size: Examples in one batch.
-      verbose: 1 shows a bar.
-      in_any_case: Metrics that have a column even if nobody has a value; with
-        them nothing is raised or warned of, which would tell of a client.
-
-    Returns:
-      "num_examples", int64 [N], and "loss" and each metric by name, float64
-      [N], in the order of `clients.client_ids`; NaN for a client without
-      examples, or whose data cannot be read or evaluated on.
-
-    Raises:
-      ValueError: TensorFlow can evaluate the model on nobody's examples.
+    Metrics `in_any_case` have a column even if nobody has a value; with them nothing
+    is raised or warned of, which would tell of a client.
     """
     number = clients.num_clients
     counts = np.zeros(number, np.int64)
@@ -147,3 +156,162 @@ def _batches(x: Any, y: Any, size: int, batch_size: int) -> Iterator[tuple[Any, 
         yield tf.nest.map_structure(
             lambda leaf, rows=rows: tf.convert_to_tensor(leaf[rows]), (x, y)
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrivateMetrics:
+    """What `evaluate_clients` releases of clients' metrics, and its noise.
+
+    Attributes:
+      bounds: Maps a metric's name ("loss", or one that was compiled) to its
+        range (low, high). Values outside count as its ends. They are not to be
+        chosen by looking at the clients.
+      noise_multiplier: z, the noise's standard deviation over the most that a
+        client adds to the sum. 0 releases without privacy.
+    """
+
+    bounds: Mapping[str, tuple[float, float]]
+    noise_multiplier: float
+
+    def __post_init__(self) -> None:
+        _validate.instance_of(Mapping, bounds=self.bounds)
+        if not self.bounds:
+            raise ValueError("bounds must name a metric, got none.")
+        for name, ends in self.bounds.items():
+            if not isinstance(ends, tuple | list) or len(ends) != 2:
+                raise TypeError(
+                    "bounds must map a metric's name to (low, high), got "
+                    f"{name!r}: {ends!r}."
+                )
+            low, high = (_validate.finite(bounds=end) for end in ends)
+            if not (low < high and math.isfinite(high - low)):
+                raise ValueError(
+                    "bounds must be a low end below the high one, got "
+                    f"{name!r}: {ends!r}."
+                )
+        _validate.non_negative(noise_multiplier=self.noise_multiplier)
+
+    @property
+    def _scale(self) -> float:
+        return math.sqrt(1 + len(self.bounds))
+
+    def charge(self, sampling: str, num_clients: int) -> charge_lib.RoundCharge:
+        """Returns what the release of all clients' metrics costs.
+
+        It has the neighbouring relation of the training's sampling: where cohorts have
+        a fixed size, a client is replaced by another.
+        """
+        return charge_lib.RoundCharge(
+            sampling="fixed_size" if sampling == "fixed_size" else "poisson",
+            num_clients=num_clients,
+            clients_per_round=num_clients,
+            event=dp_accounting.GaussianDpEvent(float(self.noise_multiplier)),
+        )
+
+    def contributions(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Returns what each client contributes, float64 [N, 1 + k], of norm <= 1.
+
+        Zeros for a client with a metric that is no number.
+        """
+        for name in self.bounds:
+            if name not in values:
+                raise ValueError(
+                    "bounds must name metrics that were compiled "
+                    f"({', '.join(map(repr, values))}), got {name!r}."
+                )
+        columns = [np.asarray(values[name], np.float64) for name in self.bounds]
+        usable = np.all(np.isfinite(columns), axis=0)
+        parts: list[np.ndarray] = [np.ones([len(usable), 1])]
+        for column, (low, high) in zip(columns, self.bounds.values(), strict=True):
+            share = np.clip((column - low) / (high - low), 0.0, 1.0)
+            parts.append(2 * np.where(usable, share, 0.0)[:, None] - 1)
+        vectors = np.concatenate(parts, axis=1) / self._scale
+        return np.where(usable[:, None], vectors, 0.0)
+
+    def released(
+        self, values: Mapping[str, np.ndarray], generator: np.random.Generator
+    ) -> dict[str, Any]:
+        """Returns the noisy result of all clients' metrics, by name, [N]."""
+        total = self.contributions(values).sum(axis=0)
+        noise = generator.normal(size=total.shape)
+        # Everything is computed from the noisy sum: nothing else is used.
+        noisy = (total + self.noise_multiplier * noise) * self._scale
+        stddev = self.noise_multiplier * self._scale
+        count = max(float(noisy[0]), 1.0)
+        result: dict[str, Any] = {
+            "num_clients": float(noisy[0]),
+            "num_clients_stddev": stddev,
+        }
+        for place, (name, (low, high)) in enumerate(self.bounds.items()):
+            half, middle = (high - low) / 2, (high + low) / 2
+            centred = float(np.clip(noisy[1 + place] / count, -1.0, 1.0))
+            result[name] = {
+                "mean": middle + half * centred,
+                "noise_stddev": half * stddev / count * math.sqrt(1 + centred**2),
+            }
+        return result
+
+
+def release(
+    fed: DPFederatedModel,
+    private: PrivateMetrics,
+    clients: FederatedDataset,
+    batch_size: int,
+    verbose: int,
+) -> dict[str, Any]:
+    """Evaluates on clients, and releases the noisy result once it is paid for."""
+    _validate.instance_of(PrivateMetrics, private=private)
+    charge = private.charge(fed.setup.sampling, clients.num_clients)
+    _check(fed, charge)
+    values = evaluate(
+        fed.model,
+        fed.require_compiled("evaluate_clients").training,
+        clients,
+        batch_size,
+        verbose,
+        private.bounds,
+    )
+    private.contributions(values)  # Raises before anything is charged.
+    with _interrupts.after_the_block():
+        # Broken off between, a ledger has a line that the run does not know of.
+        _pay(fed, charge)
+        return private.released(values, np.random.Generator(np.random.Philox()))
+
+
+def _check(fed: DPFederatedModel, charge: charge_lib.RoundCharge) -> None:
+    """Raises ValueError if a release beside the rounds cannot be paid for."""
+    model_history.check_owner(fed)
+    spending = fed.spending
+    if spending is None:
+        raise ValueError(
+            "private must be None before the first fit: there is no account "
+            "yet that it could be charged to."
+        )
+    if spending.by_client:
+        raise ValueError(
+            "private must be None with a mechanism whose guarantee is "
+            f"{spending.guarantee}: the party that adds this noise sees the clients' "
+            "metrics first, so it has a central guarantee."
+        )
+    spending.central.would_be(charge)  # Of the same neighbouring relation.
+    for callback in fed.federated_callbacks:
+        if callback.federated_model is not fed:
+            raise ValueError(
+                f"private must be None where the {type(callback).__name__} of the last "
+                "fit went on to another model, whose account it would ask: give each "
+                "model callbacks of its own."
+            )
+        callback.check_release(charge)
+
+
+def _pay(fed: DPFederatedModel, charge: charge_lib.RoundCharge) -> None:
+    """Charges a release: the budgets are asked, then ledgers, then memory."""
+    name = spending_lib.new_evaluation()
+    spent = spending_lib.OtherRun(charges=collections.Counter([charge]), mu_squared=0.0)
+    with model_history.charging:
+        _check(fed, charge)
+        for callback in fed.federated_callbacks:
+            callback.on_release_charged(name, charge)
+        fed.require_trained("this")[0].spending.keep_others({name: spent})
+        for callback in fed.federated_callbacks:
+            callback.on_release_counted()

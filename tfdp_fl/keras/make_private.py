@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -83,7 +84,14 @@ def make_private(
         num_clients=num_clients,
         rounds=rounds,
     )
-    training_setup.warn_of_large_delta("target_delta", target_delta, num_clients)
+    if target_delta * num_clients >= 1:
+        warnings.warn(
+            f"target_delta should be below 1 / num_clients = {1 / num_clients:.3g}, "
+            f"got {target_delta:g}: a mechanism that publishes one of the "
+            f"{num_clients} clients outright could have that delta.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     # Calibrated for the very cohort sizes that will be drawn.
     clients_per_round = schedules.fixed(clients_per_round)
     smallest = min(

@@ -31,15 +31,13 @@ from tfdp_fl.keras import (
     client_metrics,
     keras_names,
     model_history,
-    private_metrics,
     resuming,
     round_loop,
     statement,
     training_setup,
 )
-from tfdp_fl.keras.costs import RoundCosts
 from tfdp_fl.keras.preparation import PreparedEngine, prepare
-from tfdp_fl.keras.run import FitPlan, Run
+from tfdp_fl.keras.run import FitPlan, RoundCosts, Run
 from tfdp_fl.keras.training_setup import Compiled, PrivacyTarget, TrainingSetup
 from tfdp_fl.keras.validation import Validation
 from tfdp_fl.mechanisms import ClientWeighting, Mechanism, noise
@@ -243,7 +241,8 @@ class DPFederatedModel:
           **others: None; what is given is refused, with what to give instead.
         """
         keras_names.refuse_arguments("compile", others)
-        model_history.check_idle(self.model, "compile")
+        if model_history.is_fitting(self.model):
+            raise model_history.running_error("compile")
         if loss is None:
             raise ValueError("loss must be given, got None.")
         for name, hook in (
@@ -300,7 +299,7 @@ class DPFederatedModel:
         batch_size: int = 1024,
         verbose: str | int = "auto",
         *,
-        private: private_metrics.PrivateMetrics | None = None,
+        private: client_metrics.PrivateMetrics | None = None,
     ) -> dict[str, Any]:
         """Returns the model's metrics on each client's own data.
 
@@ -333,7 +332,7 @@ class DPFederatedModel:
         dataset = datasets.as_federated(clients)
         bar = _checked_verbose(verbose)
         if private is not None:
-            return private_metrics.release(self, private, dataset, batch_size, bar)
+            return client_metrics.release(self, private, dataset, batch_size, bar)
         self._showed_metrics = True
         if self.run is not None:
             self.run.caveats.add("client_metrics_shown")
@@ -451,7 +450,7 @@ class DPFederatedModel:
         """
         keras_names.refuse_arguments("fit", others)
         self.require_compiled("fit")
-        if client_ids is None and isinstance(y, int) and rounds == 1:
+        if client_ids is None and isinstance(y, int | np.integer) and rounds == 1:
             y, rounds = None, y
         clients = persons.of_fit(
             clients if x is None else x, y, client_ids, sample_weight

@@ -8,7 +8,6 @@ that a round moves bears a note of what trained it: Keras models may share layer
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import weakref
@@ -62,14 +61,12 @@ def is_fitting(model: tf.keras.Model) -> bool:
     return _fit_of(model).locked()
 
 
-def check_idle(model: tf.keras.Model, what: str) -> None:
-    """Raises RuntimeError while a `fit` of the Keras model is running."""
-    if is_fitting(model):
-        raise RuntimeError(
-            f"{what} was called while a fit of the same Keras model is running. Its "
-            "rounds and their cost are counted one after the other: wait until it "
-            "returns."
-        )
+def running_error(what: str) -> RuntimeError:
+    """Returns what to raise where something was called during a `fit`."""
+    return RuntimeError(
+        f"{what} was called while a fit of the same Keras model is running. Its "
+        "rounds and their cost are counted one after the other: wait until it returns."
+    )
 
 
 def one_fit_at_a_time(fit: _Method) -> _Method:
@@ -82,13 +79,13 @@ def one_fit_at_a_time(fit: _Method) -> _Method:
     @functools.wraps(fit)
     def alone(self, *args: Any, **kwargs: Any) -> Any:
         lock = _fit_of(self.model)
-        with contextlib.ExitStack() as stack:
-            if not lock.acquire(blocking=False):
-                check_idle(self.model, "fit")
-                raise RuntimeError("fit was called as another one ended: call it anew.")
-            stack.callback(lock.release)
+        if not lock.acquire(blocking=False):
+            raise running_error("fit")
+        try:
             if kwargs.get("resume_from") is None:
                 check_owner(self)
             return fit(self, *args, **kwargs)
+        finally:
+            lock.release()
 
     return alone  # type: ignore[return-value]

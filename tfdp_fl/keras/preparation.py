@@ -40,15 +40,9 @@ def prepare(
     calibration: dict[str, int] | None,
     **training: Any,
 ) -> tuple[Run, PreparedEngine]:
-    """Checks the clients against everything else, and makes the engine.
+    """Checks the clients against everything else; returns the run and its engine.
 
     Nothing of the model changes by it.
-
-    Returns:
-      The run as it will be, and the engine.
-
-    Raises:
-      ValueError: An argument does not go with the others.
     """
     setup, mechanism, run = fed.setup, fed.mechanism, fed.run
     population = _checked_population(fed, clients)

@@ -77,6 +77,7 @@ def settings(
 
     of_mechanism = setup.mechanism.parameters().items()
     values = {
+        "rounds": plan.last_round - plan.first_round,
         **{name: getattr(plan, name) for name in _OF_PLAN},
         **{name: getattr(setup, name) for name in _OF_SETUP},
         "mechanism": setup.mechanism.name,
@@ -131,29 +132,16 @@ class InterruptedRun:
         """Reads the newest checkpoint, and checks it against the arguments.
 
         Nothing of the model changes.
-
-        Raises:
-          FileNotFoundError: There is no checkpoint.
-          ValueError: An argument is not what the interrupted run had.
-          LedgerError: The ledger lacks rounds that the checkpoint knows of.
         """
         checkpoint = checkpoint_lib.CheckpointDirectory(directory).newest()
         plan = FitPlan(**checkpoint.state["plan"])
-        rounds, asked_rounds = (
-            one.last_round - one.first_round for one in (plan, asked)
-        )
-        if rounds != asked_rounds:
-            raise ValueError(
-                f"rounds must be {rounds}, the total of the interrupted call, "
-                f"to resume it from {directory}, got {asked_rounds}."
-            )
+        last = plan.first_round + asked.last_round - asked.first_round
         asked = dataclasses.replace(
-            asked, first_round=plan.first_round, last_round=plan.last_round
+            asked, first_round=plan.first_round, last_round=last
         )
-        population = clients.num_clients, clients.clients_digest
         saved = checkpoint.state["settings"]
-        now = settings(fed, population, asked)
-        for name in sorted(saved.keys() | now.keys()):
+        now = settings(fed, (clients.num_clients, clients.clients_digest), asked)
+        for name in now | saved:  # The rounds first, by which schedules differ too.
             if saved.get(name) != now.get(name):
                 raise ValueError(
                     f"{name} must be {short(saved.get(name))}, as in the interrupted "
@@ -201,13 +189,10 @@ class InterruptedRun:
     def restore(
         self, fed: DPFederatedModel, cohort_engine: engine.CohortEngine, prepared: Run
     ) -> Run:
-        """Puts model and engine in the state of the checkpoint.
+        """Puts model and engine in the state of the checkpoint; returns the run.
 
         What was spent is what the ledger says: it also has the rounds that
         were charged after the checkpoint, whose result may have been seen.
-
-        Returns:
-          The interrupted run, to be gone on with.
         """
         server = cohort_engine.server.state
         self._check_shapes("server_optimizer", server)

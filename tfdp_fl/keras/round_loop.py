@@ -24,7 +24,8 @@ from tfdp_fl import _interrupts, auditing
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import PendingRound, RoundInputs, secure_sum
 from tfdp_fl.keras import callbacks as callbacks_lib
-from tfdp_fl.keras import model_history, randomness
+from tfdp_fl.keras import model_history
+from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.validation import Validation
 from tfdp_fl.mechanisms import noise
 
@@ -61,7 +62,7 @@ class RoundLoop:
         # The model before any callback was called; None after the first round.
         self._begun_with: bytes | None = digest(fed.model)
         # A round that was drawn ahead, with its index and the attempt.
-        self._ahead: tuple[tuple[int, randomness.Attempt], RoundInputs] | None = None
+        self._ahead: tuple[tuple[int, run_lib.Attempt], RoundInputs] | None = None
         self.federated = [
             callback
             for callback in callbacks
@@ -148,11 +149,11 @@ class RoundLoop:
             )
         with contextlib.ExitStack() as whole:
             logs = self._round(round_index, whole)
-            self._tell(round_index, logs)
+            self._validate_and_call(round_index, logs)
         return logs
 
-    def _tell(self, round_index: int, logs: dict[str, float]) -> None:
-        """Validates, and calls the callbacks; adds to the round's logs."""
+    def _validate_and_call(self, round_index: int, logs: dict[str, float]) -> None:
+        """Calls the callbacks; adds metrics of the validation to the round's logs."""
         run, validation = self.run, self.validation
         is_last = run.rounds == run.plan.last_round
         if self.delta is not None:
@@ -171,9 +172,7 @@ class RoundLoop:
     def _round(self, round_index: int, whole: contextlib.ExitStack) -> dict[str, float]:
         """Draws, collects, charges, releases; returns the round's logs.
 
-        Args:
-          round_index: The round.
-          whole: Is closed when the round's callbacks were called.
+        `whole` is closed when the round's callbacks were called.
         """
         inputs = self._draw(round_index)
         pending = self.collector.collect(self.clients, inputs)
@@ -243,7 +242,7 @@ class RoundLoop:
 
         self.engine.read_chunks.expect(draw)
 
-    def _drawn(self, round_index: int, attempt: randomness.Attempt) -> RoundInputs:
+    def _drawn(self, round_index: int, attempt: run_lib.Attempt) -> RoundInputs:
         """Returns a round's inputs but for what only the last one decides."""
         run, plan = self.run, self.run.plan
         run.sampler.attempt = attempt
@@ -256,8 +255,8 @@ class RoundLoop:
             batch_size=plan.batch_size,
             local_epochs=plan.local_epochs,
             learning_rate=math.nan,
-            seed=randomness.round_seed(plan.seed, attempt),
-            shuffle=randomness.shuffle_generator(plan.seed, attempt)
+            seed=run_lib.round_seed(plan.seed, attempt),
+            shuffle=run_lib.shuffle_generator(plan.seed, attempt)
             if plan.shuffle
             else None,
         )
@@ -265,10 +264,7 @@ class RoundLoop:
     def _charge(self, inputs: RoundInputs, silent: int = 0) -> None:
         """Pays for a round: first in every ledger, then in memory.
 
-        Args:
-          inputs: The round.
-          silent: How many of its clients added no noise of their own, where
-            every client does.
+        Of its clients so many were `silent`: they added no noise of their own.
         """
         run, positions, spending = self.run, inputs.positions, self.run.spending
         charge = self.costs.charge(inputs.round_index, len(positions) - silent)

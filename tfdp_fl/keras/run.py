@@ -1,25 +1,102 @@
-"""A training run: all state between two rounds.
+"""A training run: all state between two rounds, and what the coming ones cost.
 
-The randomness of a round follows from the seed and `attempts`. The values of the
-model's and the server optimizer's variables are in these; a checkpoint adds them.
+The randomness of a round is secret entropy or follows from the seed, and from
+`attempts`. The values of the model's and the server optimizer's variables are in
+these; a checkpoint adds them.
 """
 
 from __future__ import annotations
 
+import bisect
+import collections
 import dataclasses
-from collections.abc import Mapping
+import functools
+import os
+import secrets
+import threading
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import sampling
+from tfdp_fl import accounting, sampling
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.auditing import CanaryAudit
-from tfdp_fl.keras import randomness
+from tfdp_fl.keras.training_setup import TrainingSetup
 from tfdp_fl.keras.validation import Validation
 from tfdp_fl.mechanisms import Deployment, noise
+
+# What each stream of random numbers is for; cohorts have their own (sampling).
+NOISE_STREAM, SHUFFLE_STREAM = 1, 2
+
+# The number of a draw, and the entropy of the last resume (none: no words).
+Attempt = tuple[int, ...]
+
+
+class Attempts:
+    """Numbers the draws of a model's rounds; none has the number of another.
+
+    With a seed, two sums with one noise differ by a sum without any. So the key
+    of a round's noise is not the round, but the attempt at it. A round that is
+    run again, by whatever way, is another attempt. A resumed run does not know which
+    numbers were used after its checkpoint, nor a fork which ones its parent uses:
+    they go on with fresh entropy in their keys.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._taken = 0
+        self._entropy: tuple[int, ...] = ()
+
+    @property
+    def coming(self) -> Attempt:
+        """The next attempt, unless another draw takes it first."""
+        self._renew_in_a_fork()
+        return (self._taken, *self._entropy)
+
+    def take(self) -> Attempt:
+        """Returns an attempt that nothing had before, nor has afterwards."""
+        self._renew_in_a_fork()
+        with self._lock:
+            attempt = (self._taken, *self._entropy)
+            self._taken += 1
+        return attempt
+
+    def _renew_in_a_fork(self) -> None:
+        if os.getpid() != self._process:
+            # Another thread of the parent may have held the lock.
+            self._process, self._lock = os.getpid(), threading.Lock()
+            self.renew()
+
+    def renew(self) -> None:
+        """Sets all later attempts apart from those of any other process."""
+        words = np.frombuffer(secrets.token_bytes(16), np.uint32)
+        with self._lock:
+            self._entropy = tuple(words.tolist())
+
+
+def round_seed(seed: int | None, attempt: Attempt) -> np.ndarray:
+    """Returns the seed of a round's noise and dropout.
+
+    Without a user's seed it is fresh entropy from the operating system. With one it
+    depends on that seed and the attempt alone.
+    """
+    if seed is None:
+        return noise.fresh_seed()
+    sequence = sampling.seed_sequence(seed, NOISE_STREAM, attempt)
+    return sequence.generate_state(2, np.uint64)
+
+
+def shuffle_generator(seed: int | None, attempt: Attempt) -> np.random.Generator:
+    """Returns the generator that shuffles the clients' examples in a round."""
+    if seed is None:
+        return np.random.default_rng()
+    return np.random.default_rng(sampling.seed_sequence(seed, SHUFFLE_STREAM, attempt))
+
 
 # How many clients there are, and a digest of their ids, in order.
 Population = tuple[int, str]
@@ -111,9 +188,7 @@ class Run:
     releasing: bool = False
     known_ledgers: dict[str, str] = dataclasses.field(default_factory=dict)
     ledgers_ahead: set[str] = dataclasses.field(default_factory=set)
-    attempts: randomness.Attempts = dataclasses.field(
-        default_factory=randomness.Attempts
-    )
+    attempts: Attempts = dataclasses.field(default_factory=Attempts)
     executor: str | None = None
 
     def begin_fit(
@@ -133,12 +208,7 @@ class Run:
         self.held_out = validation.held_out if is_new else ""
 
     def remember_norms(self, positions: np.ndarray, norms: np.ndarray | None) -> None:
-        """Moves clients' windows on by one round.
-
-        Args:
-          positions: Int64 [K], the clients.
-          norms: Float32 [K, L]; NaN for those that did not answer; or None.
-        """
+        """Moves clients' windows on by one round; norms are NaN where none answered."""
         if norms is None or self.windows is None:
             return
         usable = np.isfinite(norms).all(axis=1)
@@ -163,14 +233,8 @@ class Run:
     def from_state(cls, state: Mapping[str, Any], prepared: Run) -> Run:
         """Returns the run that a state was taken of.
 
-        Args:
-          state: The state.
-          prepared: A run that is about to begin with the same arguments. Its
-            sampler is put where the state was; the mechanism's state has to
-            have the structure of its.
-
-        Raises:
-          ValueError: The sampler or the mechanism's state is another.
+        `prepared` is about to begin with the same arguments: its sampler is put where
+        the state was, and the mechanism's state has to have the structure of its.
         """
         values = [tf.constant(value) for value in state["mechanism_state"]]
         if len(values) != len(tf.nest.flatten(prepared.mechanism_state)):
@@ -190,3 +254,117 @@ class Run:
             mechanism_state=tf.nest.pack_sequence_as(prepared.mechanism_state, values),
             ledgers_ahead=ahead,
         )
+
+
+# Rounds that a budget is first asked about: as many as most runs have.
+_TRIED_FIRST = 2**12
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundCosts:
+    """A mechanism under a sampling, on top of what was spent already.
+
+    Attributes:
+      setup: How cohorts are drawn, and what is released of them.
+      run: The rounds so far.
+    """
+
+    setup: TrainingSetup
+    run: Run
+
+    def draw(
+        self, round_index: int, account: accounting.LocalAccount | None = None
+    ) -> np.ndarray:
+        """Returns the positions (int64 [K]) of a round's clients.
+
+        Clients that took part as often as they may sit out.
+        """
+        positions = self.run.sampler.cohort(round_index)
+        limit = self.setup.mechanism.max_participations
+        if limit is None:
+            return positions
+        account = account or self.run.spending.clients
+        return positions[account.participations[positions] < limit]
+
+    def charge(
+        self, round_index: int, answered: int | None = None
+    ) -> accounting.RoundCharge:
+        """Returns what a round costs."""
+        mechanism, run = self.setup.mechanism, self.run
+        first = mechanism.event_index(run.rounds, run.mechanism_state.memory)
+        event = mechanism.round_event(first + round_index - run.rounds, run.deployment)
+        size = run.sampler.expected_cohort_size(round_index)
+        if answered is not None:
+            size = answered
+        expected = run.deployment.cohort_size(round_index)
+        if mechanism.guarantee == spending_lib.LOCAL and size < expected:
+            # Clients that are missing did not add their noise.
+            event = dp_accounting.NonPrivateDpEvent()
+        return run.sampler.charge(round_index, event)
+
+    @property
+    def mu_squared(self) -> float:
+        """(sensitivity / sigma)^2 of one client's own release; 0 if none."""
+        if not self.run.spending.by_client:
+            return 0.0
+        return self.setup.mechanism.mu_squared(self.run.deployment)
+
+    def _mu_squared_after(self, rounds: int) -> Iterator[float]:
+        """Yields the most that one client can have spent after each round.
+
+        The cohorts of a shuffled order are known beforehand. Of others it is
+        not known which clients they will draw: any that may still take part.
+        """
+        run, mu_squared = self.run, self.mu_squared
+        clients, elsewhere = run.spending.clients, run.spending.mu_squared_elsewhere
+        if self.setup.sampling != "shuffled":
+            most = self.setup.mechanism.max_participations
+            for ahead in range(1, rounds + 1):
+                yield elsewhere + clients.max_mu_squared_after_draws(
+                    ahead, mu_squared, most
+                )
+            return
+        trial = clients.copy()
+        for ahead in range(rounds):
+            trial.add(self.draw(run.rounds + ahead, trial), mu_squared)
+            yield elsewhere + trial.max_mu_squared
+
+    def epsilon_after_round(
+        self, round_index: int, delta: float, accountant: str | None = None
+    ) -> float:
+        """Returns what epsilon would be after the coming round."""
+        if self.run.spending.by_client:
+            (spent,) = self._mu_squared_after(1)
+            return accounting.epsilon_of_mu_squared(spent, delta)
+        return self.run.spending.epsilon_after(
+            self.charge(round_index),
+            self.mu_squared,
+            delta,
+            accountant or self.setup.accountant,
+        )
+
+    def affordable_rounds(
+        self, epsilon: float, delta: float, rounds: int, accountant: str | None = None
+    ) -> int:
+        """Returns how many of the next rounds a budget allows."""
+        run = self.run
+        if run.spending.by_client:
+            for done, spent in enumerate(self._mu_squared_after(rounds)):
+                if accounting.epsilon_of_mu_squared(spent, delta) > epsilon:
+                    return done
+            return rounds
+        charge = functools.cache(self.charge)
+
+        def cost(count: int) -> float:
+            trial = run.spending.central.copy()
+            ahead = range(run.rounds, run.rounds + count)
+            for kind, rounds_alike in collections.Counter(map(charge, ahead)).items():
+                trial.add(kind, rounds_alike)
+            return trial.epsilon(delta, accountant or self.setup.accountant)
+
+        most = min(rounds, _TRIED_FIRST)
+        while cost(most) <= epsilon:
+            if most == rounds:
+                return rounds
+            most = min(2 * most, rounds)
+        return bisect.bisect_right(range(1, most), epsilon, key=cost)

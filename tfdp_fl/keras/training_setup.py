@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import warnings
 from typing import Any
 
 import tensorflow as tf
@@ -205,8 +204,7 @@ def checked_optimizer(argument: str, value: Any) -> tf.keras.optimizers.Optimize
             raise ValueError
         return tf.keras.optimizers.get(value)
     except (TypeError, ValueError, KeyError) as error:
-        kind = ValueError if isinstance(error, KeyError) else type(error)
-        raise kind(
+        raise ValueError(
             f"{argument} must be a tf.keras.optimizers.Optimizer or the name of one, "
             f"such as 'sgd' or 'adam', got {value!r}."
         ) from error
@@ -220,17 +218,17 @@ def check_names(*, loss: Any, metrics: Any, weighted_metrics: Any) -> None:
         ("metrics", named_metrics, tf.keras.metrics.get, _METRIC_NAMES),
     ):
         for name in tf.nest.flatten(given):
-            found: Any = name
-            if isinstance(name, str) and name not in names:
-                found = None
-                with contextlib.suppress(TypeError, ValueError):
-                    found = get(name)
-                if found is None or isinstance(found, str):  # Keras 2 hands back.
-                    usual = ", ".join(names or ("sparse_categorical_crossentropy",))
-                    raise ValueError(
-                        f"{argument} must be Keras's own names (such as {usual}, or "
-                        f"mean_squared_error) or what computes it, got {name!r}."
-                    )
+            if not isinstance(name, str) or name in names:
+                continue
+            found = None
+            with contextlib.suppress(TypeError, ValueError):
+                found = get(name)
+            if found is None or isinstance(found, str):  # Keras 2 hands back.
+                usual = ", ".join(names or ("sparse_categorical_crossentropy",))
+                raise ValueError(
+                    f"{argument} must be Keras's own names (such as {usual}, or "
+                    f"mean_squared_error) or what computes it, got {name!r}."
+                )
 
 
 def check_model(model: Any) -> None:
@@ -246,16 +244,4 @@ def check_model(model: Any) -> None:
     if not model.trainable_variables:
         raise ValueError(
             f"model must have trainable variables, got {model.name!r} with none."
-        )
-
-
-def warn_of_large_delta(name: str, delta: float, num_clients: int) -> None:
-    """Warns of a delta that publishing one client outright could have."""
-    if delta * num_clients >= 1:
-        warnings.warn(
-            f"{name} should be below 1 / num_clients = {1 / num_clients:.3g}, got "
-            f"{delta:g}: a mechanism that publishes one of the {num_clients} clients "
-            "outright could have that delta.",
-            RuntimeWarning,
-            stacklevel=3,
         )

@@ -142,15 +142,10 @@ class Validation:
     def without_held_out(
         self, clients: FederatedDataset, fraction: float
     ) -> tuple[FederatedDataset, Validation]:
-        """Returns the clients that train, and validation on the others.
+        """Returns the clients that train, and validation on the share of the others.
 
         A client's id says on which side it is, whatever the others are: one client
-        more or less is one more or less to train on.
-
-        Args:
-          clients: All clients of `fit`.
-          fraction: Its `validation_split`: the share of the clients that never train;
-            at least one client is on either side.
+        more or less is one more or less to train on. There is one at least on each.
         """
         if not _validate.finite(validation_split=fraction):
             return clients, self

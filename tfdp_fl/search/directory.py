@@ -69,14 +69,7 @@ class SearchDirectory:
     ) -> Iterator[accounting.LedgerContents | None]:
         """Holds the ledger's lock; yields what it has of this run and of others.
 
-        Args:
-          run_id: The search's id.
-          head: A line that the ledger must have, or "".
-          target: Epsilon and delta, for the header of a new ledger.
-
-        Raises:
-          LedgerInUseError: Another process is in the directory.
-          LedgerTamperedError: Lines are missing.
+        It must have the line `head`, unless that is ""; a new one has the target.
         """
         if self._path is None:
             yield None
@@ -99,12 +92,7 @@ class SearchDirectory:
         return "" if self._ledger is None else self._ledger.head
 
     def record(self, charge: accounting.RoundCharge, trials: str) -> None:
-        """Writes the search into the ledger, as one line.
-
-        Args:
-          charge: What it costs.
-          trials: The distribution of the number of trials, in words.
-        """
+        """Writes the search into the ledger, as one line with the law of its trials."""
         if self._ledger is not None:
             self._ledger.record(0, charge, charge.num_clients, search=trials)
 
@@ -117,11 +105,7 @@ class SearchDirectory:
             )
 
     def read(self) -> SearchState:
-        """Returns the state of an interrupted search.
-
-        Raises:
-          ValueError: There is none.
-        """
+        """Returns the state of an interrupted search; raises ValueError without one."""
         assert self._path is not None
         if not (self._path / _STATE).exists():
             raise ValueError(

@@ -54,7 +54,6 @@ class PublicScore:
         metric: str,
         *,
         mode: str = "auto",
-        batch_size: int = 1024,
     ):
         """Keeps the data.
 
@@ -64,7 +63,6 @@ class PublicScore:
           metric: "loss", or the name of a metric that every candidate compiles.
           mode: "max" or "min"; "auto" goes by the metric's name: less is better
             for losses and errors.
-          batch_size: Examples in one batch.
 
         Raises:
           TypeError: `x` is clients' data, which is not public.
@@ -76,14 +74,9 @@ class PublicScore:
             )
         self.metric, self.mode = _checked(metric, mode)
         self._x, self._y = x, y
-        self._batch_size = _validate.positive_integer(batch_size=batch_size)
 
     def split(self, clients: FederatedDataset) -> Split:
-        """Returns all clients as those that train.
-
-        Raises:
-          ValueError: The examples are the clients' own.
-        """
+        """Returns all clients as those that train, if the examples are not theirs."""
         examples = _example_hashes(self._x, self._y)
         if len(examples) >= _TELLING and clients.is_indexed:
             rows, _ = clients.client_rows(np.arange(clients.num_clients))
@@ -105,11 +98,7 @@ class PublicScore:
         """Returns the metric of a model, negated if less is better."""
         del training, held_out
         values = model.evaluate(
-            self._x,
-            self._y,
-            batch_size=self._batch_size,
-            verbose=0,
-            return_dict=True,
+            self._x, self._y, batch_size=1024, verbose=0, return_dict=True
         )
         return _signed(values[self.metric], self.mode)
 
@@ -139,7 +128,6 @@ class PrivateScore:
         noise_multiplier: float,
         bounds: tuple[float, float] = (0.0, 1.0),
         held_out: float = 0.2,
-        clients: Any = None,
         mode: str = "auto",
     ):
         """Checks the arguments.
@@ -152,9 +140,6 @@ class PrivateScore:
           held_out: The share of the search's clients that score and do not train.
             A client's id alone says whether it is one of them. Clients that have
             no names, only places, are charged for both.
-          clients: Clients of their own that score, instead of held-out ones. Where
-            one of them trains as well, or the ids of both are only places, training
-            and score are charged one on top of the other.
           mode: "max" or "min"; "auto" goes by the metric's name.
         """
         self.metric, self.mode = _checked(metric, mode)
@@ -163,27 +148,21 @@ class PrivateScore:
             bounds={metric: bounds}, noise_multiplier=noise_multiplier
         )
         self._share = _validate.inside_unit_interval(held_out=held_out)
-        self._clients = None if clients is None else datasets.as_federated(clients)
 
     def split(self, clients: FederatedDataset) -> Split:
         """Returns the clients that train, those that score, and what a score costs."""
-        event = dp_accounting.GaussianDpEvent(self._release.noise_multiplier)
-        if self._clients is None:
-            training, held_out = clients.split_by_id(self._share)
-            # With a few clients, one may be moved to the side that has none.
-            are_apart = (
-                max(map(client_ids.place_of, held_out.client_ids))
-                < self._share
-                <= min(map(client_ids.place_of, training.client_ids))
-            )
-        else:
-            training, held_out = clients, self._clients
-            are_apart = not set(clients.client_ids) & set(held_out.client_ids)
+        training, held_out = clients.split_by_id(self._share)
+        # With a few clients, one may be moved to the side that has none.
+        are_apart = (
+            max(map(client_ids.place_of, held_out.client_ids))
+            < self._share
+            <= min(map(client_ids.place_of, training.client_ids))
+        )
         return Split(
             training=training,
             held_out=held_out,
-            event=event,
-            is_disjoint=are_apart and clients.has_names and held_out.has_names,
+            event=dp_accounting.GaussianDpEvent(self._release.noise_multiplier),
+            is_disjoint=are_apart and clients.has_names,
         )
 
     def __call__(
@@ -199,8 +178,7 @@ class PrivateScore:
 
     def digest(self) -> str:
         """Returns what tells this score from others."""
-        clients = self._clients and self._clients.clients_digest
-        return f"PrivateScore {self._release!r} {self._share} {clients} {self.mode}"
+        return f"PrivateScore {self._release!r} {self._share} {self.mode}"
 
 
 def _checked(metric: str, mode: str) -> tuple[str, str]:

@@ -235,8 +235,7 @@ def calibrated(
 ) -> BestOfTrialsDpEvent:
     """Gives all trials the smallest noise that keeps the target.
 
-    Returns:
-      What the search costs: whichever candidates are drawn, at most that.
+    Returns what the search costs at most, whichever candidates are drawn.
     """
     epsilon, delta = target
     clients = split.training.num_clients

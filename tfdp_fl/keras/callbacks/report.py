@@ -87,31 +87,19 @@ class Report(FederatedCallback):
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        parts = (facts.get(part) for part in ("summary", "meaning", "secrecy", "how"))
         return environment.from_string(template).render(
             name=fed.model.name,
             ended_early=ended_early,
-            headline=self._headline(facts),
-            paragraphs=[part for part in parts if part],
-            caveats=list(facts["caveats"].values()),
+            facts=facts,
+            epsilon=_rounded_up(facts["epsilon"]),
+            accuracies=self._series("val_accuracy"),
             charts=self._charts(fed.setup.target),
-            settings=[
-                (name, _shown(value))
+            settings={
+                name: _shown(value)
                 for name, value in settings.items()
                 if value is not None
-            ],
+            },
         )
-
-    def _headline(self, facts: dict[str, Any]) -> dict[str, str]:
-        epsilon, shown = facts["epsilon"], "none"
-        if epsilon is not None:
-            shown = f"{math.ceil(epsilon * 1000) / 1000:.3f}"  # Rounded up.
-        figures = {"rounds": str(facts["rounds"])}
-        accuracies = self._series("val_accuracy")
-        if accuracies:
-            figures["accuracy on validation data"] = f"{accuracies[-1][1]:.3f}"
-        what = f"epsilon at delta = {facts['delta']:g}, for one {facts['unit']}"
-        return {**figures, what: shown}
 
     def _series(self, name: str) -> list[tuple[int, float]]:
         """Returns the rounds in which a value is finite, with it."""
@@ -146,6 +134,10 @@ class Report(FederatedCallback):
             svg = stream.getvalue()
             charts.append(svg[svg.index("<svg") :])
         return charts
+
+
+def _rounded_up(epsilon: float | None) -> str:
+    return "none" if epsilon is None else f"{math.ceil(epsilon * 1000) / 1000:.3f}"
 
 
 def _shown(value: Any) -> str:
