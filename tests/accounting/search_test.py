@@ -150,6 +150,14 @@ class CostTest(parameterized.TestCase):
                 said = _epsilon(_charge(*several, shape=shape), accountant=by)
                 self.assertGreaterEqual(said, alone)
 
+    @parameterized.parameters(*_SHAPES)
+    def test_what_one_trial_may_give_away_the_best_of_many_may(self, shape):
+        trial = dp_accounting.EpsilonDeltaDpEvent(0.0, 1e-4)
+        history = accounting.PrivacyAccountant([_charge(trial, mean=24.0, shape=shape)])
+        true = 1 - float(_generating(24.0, shape)(1 - 1e-4))
+        self.assertBetween(history.delta(9.0, "pld"), true, 25e-4)
+        self.assertEqual(history.epsilon(0.9 * true, "pld"), math.inf)
+
     def test_a_trial_without_noise_is_no_guarantee(self):
         for event in (_G(0.0), dp_accounting.NonPrivateDpEvent()):
             for shape in (math.inf, 1.0):
