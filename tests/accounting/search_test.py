@@ -8,6 +8,7 @@ import math
 import dp_accounting
 import numpy as np
 from absl.testing import parameterized
+from dp_accounting.pld import common, privacy_loss_distribution
 from scipy import signal, stats
 
 from tfdp_fl import accounting
@@ -152,11 +153,14 @@ class CostTest(parameterized.TestCase):
 
     @parameterized.parameters(*_SHAPES)
     def test_what_one_trial_may_give_away_the_best_of_many_may(self, shape):
-        trial = dp_accounting.EpsilonDeltaDpEvent(0.0, 1e-4)
-        history = accounting.PrivacyAccountant([_charge(trial, mean=24.0, shape=shape)])
+        trial = privacy_loss_distribution.from_privacy_parameters(
+            common.DifferentialPrivacyParameters(0.0, 1e-4)
+        )
+        event = search.BestOfTrialsDpEvent((), 24.0, shape)
+        profile = search.BestOfTrialsProfile(event, [trial])
         true = 1 - float(_generating(24.0, shape)(1 - 1e-4))
-        self.assertBetween(history.delta(9.0, "pld"), true, 25e-4)
-        self.assertEqual(history.epsilon(0.9 * true, "pld"), math.inf)
+        self.assertBetween(profile.delta(9.0), true, 25e-4)
+        self.assertEqual(profile.epsilon(0.9 * true), math.inf)
 
     def test_a_trial_without_noise_is_no_guarantee(self):
         for event in (_G(0.0), dp_accounting.NonPrivateDpEvent()):
