@@ -17,6 +17,18 @@ from typing import Any
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 
+# How the pages of the API reference are grouped in the navigation.
+_GROUPS = {
+    "Training": "make_private model model_after search callbacks runtimes auditing",
+    "Data": "federated_dataset federated_dataset_use datasets sampling",
+    "Mechanisms": "mechanisms correlated_noise writing_mechanisms "
+    "writing_mechanisms_parts",
+    "Accounting": "accounting gaussians charges ledger statement",
+    "TFF": "aggregators learning learning_epsilon",
+    "Flower": "flower flower_older",
+    "Secure sums": "secure_aggregation secure_aggregation_protocol",
+}
+
 # Page: its title, and what it has, as "package: names" (* is all of them). A name
 # may be followed by the members that are shown, as in Class(a,b), or be a member.
 PAGES: dict[str, tuple[str, ...]] = {
@@ -291,7 +303,11 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_config(config: Any) -> Any:
     """Adds them to the navigation; an event of mkdocs."""
-    config.nav.append({"API": [f"reference/{page}.md" for page in PAGES]})
+    groups = [
+        {group: [f"reference/{page}.md" for page in pages.split()]}
+        for group, pages in _GROUPS.items()
+    ]
+    config.nav.append({"API": groups})
     return config
 
 
