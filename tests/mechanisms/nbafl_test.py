@@ -71,7 +71,7 @@ def _released(deployment, value=0.0):
     total = total._replace(
         update=[v + 5 * value for v in total.update], weight=tf.constant(5.0)
     )
-    weights, _ = query.get_noised_result(total, state)
+    weights, _, _ = query.get_noised_result(total, state)
     return weights
 
 

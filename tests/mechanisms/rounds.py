@@ -19,6 +19,7 @@ class Round(NamedTuple):
     total: Any
     state: Any
     next_state: Any
+    event: Any
     records: list[Any]
 
 
@@ -82,8 +83,10 @@ def run_round(
         records.append(record)
         total = query.accumulate_preprocessed_record(total, record)
     with stream(-1):
-        mean, next_state = query.get_noised_result(total, state)
-    return Round([np.asarray(v) for v in mean], total, state, next_state, records)
+        mean, next_state, event = query.get_noised_result(total, state)
+    return Round(
+        [np.asarray(v) for v in mean], total, state, next_state, event, records
+    )
 
 
 def flat(tensors) -> np.ndarray:

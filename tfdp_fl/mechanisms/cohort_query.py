@@ -7,7 +7,7 @@ Every runtime calls it so, once a round:
     for each client:                                # in parallel
         record = query.preprocess_record(params, update, client)
     total  = sum of the records
-    mean, state = query.get_noised_result(total, state)
+    mean, state, event = query.get_noised_result(total, state)
 
 A query with `two_phase` sets the clip from the norms of the whole cohort:
 between `begin_round` and `derive_sample_params` a runtime collects
@@ -15,9 +15,8 @@ between `begin_round` and `derive_sample_params` a runtime collects
 `state = query.clip_to_cohort(state, norms)`.
 
 The methods are those of TF-Privacy's `SumAggregationDPQuery`, for records that
-are lists of tensors; what a round costs only `Mechanism.round_event` says. The
-package is not imported for that: it takes two seconds, and cannot be installed
-beside current versions of TensorFlow.
+are lists of tensors. Its package is not imported for that: it takes two
+seconds, and cannot be installed beside current versions of TensorFlow.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ from __future__ import annotations
 import collections
 from collections.abc import Mapping
 from typing import Any
+
+import dp_accounting
 
 from tfdp_fl._on_use import tf
 from tfdp_fl.mechanisms import client_weighting, clipping, noise
@@ -212,7 +213,7 @@ class CohortQuery:
 
     def get_noised_result(
         self, sample_state: Contribution, global_state: State
-    ) -> tuple[Tensors, State]:
+    ) -> tuple[Tensors, State, dp_accounting.DpEvent]:
         """Returns the noised mean, and the state before the next round.
 
         The noise goes by the clip that the clients of this round used.
@@ -226,7 +227,8 @@ class CohortQuery:
             sums = _noised(sums, stddevs)
         mean = mechanism.mean(update, sample_state.weight, state, self.deployment)
         clip_norm = mechanism.next_clip_norm(sums, state)
-        return mean, state._replace(clip_norm=clip_norm, memory=memory)
+        after = state._replace(clip_norm=clip_norm, memory=memory)
+        return mean, after, mechanism.query_event(state)
 
     def derive_metrics(self, state: State) -> collections.OrderedDict:
         """Returns `clip_norm` and `noise_stddev` (on the sum) of a round."""

@@ -242,6 +242,12 @@ class CorrelatedNoise(mechanism.Mechanism):
         del round_index  # Abandoned rounds have no noise.
         return int(memory.position)
 
+    def query_event(self, round: Any) -> dp_accounting.DpEvent:
+        """Implements `Mechanism.query_event`."""
+        charges = tf.constant(self.generator.charges, tf.float32)
+        column = tf.gather(charges, round.memory.position % self.rounds)
+        return dp_accounting.GaussianDpEvent(round.noise_multiplier / column)
+
     def round_event(
         self, round_index: int, deployment: Deployment
     ) -> dp_accounting.DpEvent:

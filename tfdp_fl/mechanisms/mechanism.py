@@ -339,6 +339,16 @@ class Mechanism(abc.ABC):
         del memory
         return round_index
 
+    def query_event(self, round: Round) -> dp_accounting.DpEvent:
+        """Returns `round_event` as a query reports it, of TensorFlow scalars.
+
+        Args:
+          round: This round.
+        """
+        if self.guarantee != "central":
+            return dp_accounting.NonPrivateDpEvent()
+        return dp_accounting.GaussianDpEvent(round.noise_multiplier)
+
     def mu_squared(self, deployment: Deployment) -> float:
         """Returns (sensitivity / sigma)^2 of one client's own release.
 

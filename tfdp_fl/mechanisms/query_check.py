@@ -20,8 +20,7 @@ _ALLOWED = (
     "QuantileAdaptiveClipSumQuery",
 )
 _USE_INSTEAD = (
-    "use tfdp_fl.FixedClipping, AdaptiveClipping, MedianClipping or "
-    "CorrelatedNoise (in the place of a tree), or one of "
+    "use tfdp_fl.FixedClipping, AdaptiveClipping or MedianClipping, or one of "
     f"TF-Privacy's {', '.join(_ALLOWED)}"
 )
 # Noise that is there is not zero in so many coordinates, however coarse.
@@ -111,9 +110,17 @@ def _check_classes(query: Any) -> None:
     )
     abstract = (tfp.SumAggregationDPQuery, tfp.DPQuery)
     if base not in (*abstract, *(getattr(tfp, name) for name in _ALLOWED)):
+        why = ""
+        if "Tree" in base.__name__:
+            why = (
+                ", whose noise is correlated over the rounds (it is seeded by the "
+                "clock, its state changes shape, and it reports no event that can "
+                "be accounted for round by round; tfdp_fl.CorrelatedNoise does what "
+                "it is for, with less noise)"
+            )
         raise ValueError(
             "query must be one whose state and cost are known here, got "
-            f"{type(query).__name__}; {_USE_INSTEAD}."
+            f"{type(query).__name__}{why}; {_USE_INSTEAD}."
         )
     if isinstance(query, tfp.NormalizedQuery):
         _check_classes(query._numerator)

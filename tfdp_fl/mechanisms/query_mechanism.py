@@ -86,16 +86,16 @@ class WrappedQuery(cohort_query.CohortQuery):
 
     def get_noised_result(
         self, sample_state: Contribution, global_state: Round
-    ) -> tuple[Tensors, Round]:
+    ) -> tuple[Tensors, Round, dp_accounting.DpEvent]:
         """Returns the query's result, as a mean over the expected m."""
-        result, inner, _ = self._query.get_noised_result(
+        result, inner, event = self._query.get_noised_result(
             sample_state.update, global_state.memory
         )
         if not isinstance(self._query, tfp.NormalizedQuery):
             result = self.mechanism.mean(
                 result, sample_state.weight, global_state, self.deployment
             )
-        return result, global_state._replace(memory=inner)
+        return result, global_state._replace(memory=inner), event
 
     def derive_metrics(self, state: Round) -> collections.OrderedDict:
         """Implements `DPQuery.derive_metrics`: what the query itself says."""
