@@ -118,7 +118,9 @@ def test_noise_has_its_scale_is_new_each_round_and_is_charged(case, run):
     if not case.stddev:
         assert not first.any() and not second.any()
         return
+    second = second + case.correlation * first
     statistics.assert_gaussian(first, case.stddev)
+    statistics.assert_gaussian(second, case.stddev)
     statistics.assert_uncorrelated(first, second)
     statistics.assert_uncorrelated(first[: _WIDE // 2], first[_WIDE // 2 :])
     if case.sampled and done.epsilon is not None:

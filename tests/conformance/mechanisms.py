@@ -30,6 +30,8 @@ class Case:
       by_answers: Whether the mean is over the clients that answered.
       sampled: Whether epsilon is that of cohorts of a fixed size.
       weighted: Whether a client of NaN has no weight.
+      correlation: c_1: the second round's noise and so much of the first one's are
+        fresh noise.
       not_in: Why some runtimes do not run it.
     """
 
@@ -40,6 +42,7 @@ class Case:
     by_answers: bool = False
     sampled: bool = True
     weighted: bool = False
+    correlation: float = 0.0
     not_in: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -153,10 +156,11 @@ CASES = {
         lambda z: tfdp_fl.CorrelatedNoise(
             clip_norm=S,
             noise_multiplier=z,
-            strategy=tfdp_fl.BandedToeplitz(bands=1),
+            strategy=tfdp_fl.BLT(theta=(0.6, 0.1), theta_hat=(0.2, 0.05)),
             rounds=16,
             min_separation=1,
         ),
         sampled=False,
+        correlation=0.6 + 0.1 - 0.2 - 0.05,
     ),
 }

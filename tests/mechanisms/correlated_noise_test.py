@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfdp_fl
-from tests.mechanisms import rounds, statistics
+from tests.mechanisms import rounds
 from tfdp_fl import accounting
 from tfdp_fl.mechanisms import Deployment, noise
 
@@ -41,27 +41,6 @@ def _history(mechanism, rounds, **where):
         event = mechanism.round_event(t, Deployment(**where))
         history.add(accounting.RoundCharge(**where, event=event))
     return history
-
-
-@pytest.mark.parametrize("strategy", ["blt:2", "banded:3"])
-def test_noise_undone_is_fresh(strategy):
-    # Twelve rounds of 21 000 values; statistics states its false alarms.
-    mechanism = _mechanism(strategy, noise_multiplier=1.5)
-    query, state = _query(mechanism, _WIDE)
-    zeros = rounds.zero_updates(4, _WIDE)
-    found = []
-    for _ in range(12):
-        done = rounds.run_round(query, state, zeros, noise_multiplier=1.5)
-        state = done.next_state
-        found.append(rounds.flat(done.mean))
-    c = mechanism.generator.coefficients
-    fresh = []
-    for t in range(12):
-        terms = [c[j] * found[t - j] for j in range(min(t + 1, len(c)))]
-        fresh.append(np.sum(terms, axis=0))
-        statistics.assert_gaussian(fresh[t], 1.5 * 0.5 / 4)
-        if t:
-            statistics.assert_uncorrelated(fresh[t], fresh[t - 1])
 
 
 def test_after_the_last_round_the_memory_is_empty():

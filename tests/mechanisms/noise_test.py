@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pathlib
 from unittest import mock
 
 import numpy as np
@@ -188,3 +189,48 @@ def test_fresh_seeds():
     seeds = [noise.fresh_seed() for _ in range(20)]
     assert len({seed.tobytes() for seed in seeds}) == 20
     assert (seeds[0].dtype, seeds[0].shape) == (np.uint64, (2,))
+
+
+# The operating system's bits, in a graph.
+
+_HAS_FILE = pathlib.Path(noise._UUIDS).exists()
+
+
+def _entropy(runs, count=8):
+    traced = tf.function(lambda: (noise.entropy(count), noise.entropy(count)))
+    return np.array([each.numpy() for _ in range(runs) for each in traced()])
+
+
+@pytest.mark.skipif(not _HAS_FILE, reason="The operating system is not Linux.")
+def test_every_bit_of_the_entropy_is_as_often_one_and_nothing_comes_twice():
+    rows = _entropy(1000)
+    assert rows.shape == (2000, 8)
+    bits = np.unpackbits(rows.view(np.uint8), axis=1)
+    # Of 256 bits in 2000 rows; wrong once in 1e8: 0.5 +- 0.074.
+    assert np.abs(bits.mean(axis=0) - 0.5).max() < 0.074
+    for count in (1, 4, 11):
+        rows = _entropy(100, count)
+        # 32 bits alike: 200 numbers, once in 2e5; so two words of them.
+        seen = {tuple(row) for row in rows}
+        assert len(seen) >= (200 if count > 1 else 199)
+
+
+@pytest.mark.skipif(not _HAS_FILE, reason="The operating system is not Linux.")
+def test_the_entropy_does_not_depend_on_tensorflows_own_random_numbers():
+    # Which are a Mersenne Twister that starts from 32 bits. A variable: of a
+    # constant there would be one reading for ever.
+    ones = tf.Variable(tf.ones([4], tf.int64))
+    with mock.patch.object(
+        tf.raw_ops, "NonDeterministicInts", lambda shape, dtype: ones[: shape[0]]
+    ):
+        traced = tf.function(noise.next_seed)
+        seeds = {tuple(traced().numpy().tolist()) for _ in range(20)}
+    assert len(seeds) == 20
+
+
+def test_elsewhere_entropy_is_refused_in_a_graph_only():
+    with mock.patch.object(noise, "_UUIDS", "/nowhere/uuid"):
+        with pytest.raises(NotImplementedError, match="needs Linux"):
+            tf.function(lambda: noise.entropy(4))()
+        assert noise.entropy(3).shape == (3,)
+        assert noise.next_seed().dtype == tf.uint64

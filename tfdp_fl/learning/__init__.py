@@ -1,8 +1,7 @@
 """Learning processes of `tff.learning` with a mechanism inside."""
 
-from tfdp_fl.learning.fed_avg import build_dp_fed_avg
+from tfdp_fl.learning.fed_avg import DPLearningProcess, build_dp_fed_avg
 from tfdp_fl.learning.privacy import Epsilon, epsilon, privacy_charges
-from tfdp_fl.learning.process import DPLearningProcess
 
 __all__ = [
     "DPLearningProcess",

@@ -17,13 +17,13 @@ import contextlib
 import itertools
 import math
 import os
+import pathlib
 import threading
 from collections.abc import Iterator
 
 import numpy as np
 
 from tfdp_fl._on_use import tf
-from tfdp_fl.mechanisms import entropy
 
 _PHILOX = "philox"
 
@@ -40,6 +40,14 @@ _CHILD, _DRAW = 1, 2
 _SMALLEST_CHUNK = 2**16
 _MOST_CHUNKS = 32
 
+_UUIDS = "/proc/sys/kernel/random/uuid"
+# Where the hexadecimal digits of one are that are random throughout.
+_DIGITS = [
+    place
+    for place, form in enumerate("xxxxxxxx-xxxx-4xxx-yxxx-xxxxxxxxxxxx")
+    if form == "x"
+]
+_DIGITS_A_WORD = 8
 
 # Of each thread: a seed, and the numbers of the draws that are taken from it.
 _active = threading.local()
@@ -63,6 +71,49 @@ def seeded(seed: tf.Tensor) -> Iterator[None]:
         _active.source = outer
 
 
+def entropy(count: int) -> tf.Tensor:
+    """Returns uint32 [count] of the operating system, new in every run of a graph.
+
+    TensorFlow has no operation for that. Its own unseeded ones, and
+    `NonDeterministicInts`, hand out a 64-bit Mersenne Twister that each process
+    seeds once, with 32 bits (`tsl/platform/random.cc`): anyone who tries 2^32
+    seeds knows all of it, and after a fork two processes have the same. So a graph
+    reads Linux's generator where it is a file that ends: each time it is read,
+    /proc/sys/kernel/random/uuid holds a new random UUID (RFC 9562, version 4; see
+    `man 4 random`), 122 bits of which are random.
+
+    Raises:
+      NotImplementedError: A graph is built, and the operating system is not
+        Linux. (In a graph that runs on another machine that is not Linux,
+        `tf.errors.NotFoundError`.)
+    """
+    if tf.executing_eagerly():
+        return tf.constant(np.frombuffer(os.urandom(4 * count), np.uint32))
+    if not pathlib.Path(_UUIDS).exists():
+        raise NotImplementedError(
+            "Noise in a TensorFlow graph without a seed needs Linux, whose "
+            f"entropy is read from {_UUIDS}; there is no such file here."
+        )
+    reads = -(-count * _DIGITS_A_WORD // len(_DIGITS))
+    # Reading a file is no stateful operation: what is read must be an argument
+    # that nobody can fold into a constant, and another one for every read.
+    salt = tf.raw_ops.NonDeterministicInts(shape=[reads], dtype=tf.int64)
+    digits = []
+    for one in tf.unstack(salt):
+        nothing = tf.strings.substr(tf.strings.as_string(one), 0, 0)
+        uuid = tf.io.read_file(tf.strings.join([_UUIDS, nothing]))
+        letters = tf.gather(
+            tf.io.decode_raw(tf.strings.substr(uuid, 0, 36), tf.uint8), _DIGITS
+        )
+        letters = tf.cast(letters, tf.int64)
+        # "0" to "9" are 48 to 57, "a" to "f" 97 to 102.
+        digits.append(letters % 16 + 9 * (letters // 64))
+    used = tf.concat(digits, 0)[: count * _DIGITS_A_WORD]
+    powers = tf.constant([16**place for place in range(_DIGITS_A_WORD)], tf.int64)
+    rows = tf.reshape(used, [count, _DIGITS_A_WORD])
+    return tf.cast(tf.reduce_sum(rows * powers, axis=1), tf.uint32)
+
+
 def fresh_seed() -> np.ndarray:
     """Returns a seed (uint64 [2]) of the operating system's entropy, now."""
     return np.frombuffer(os.urandom(16), np.uint64)
@@ -72,7 +123,7 @@ def next_seed() -> tf.Tensor:
     """Returns a seed that no other draw uses."""
     source = getattr(_active, "source", None)
     if source is None:
-        return tf.bitcast(tf.reshape(entropy.words(4), [2, 2]), tf.uint64)
+        return tf.bitcast(tf.reshape(entropy(4), [2, 2]), tf.uint64)
     seed, numbers = source
     return fold_in(seed, next(numbers))
 

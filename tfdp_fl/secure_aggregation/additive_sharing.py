@@ -227,11 +227,6 @@ class AdditiveSecretSharing:
         Returns:
           n arrays of the shape of `encoded` and of `share_dtype`.
         """
-        if not -participants <= remainder < participants:
-            raise ValueError(
-                f"remainder must be an index of {participants} shares, got "
-                f"{remainder!r}."
-            )
         left_over = encoded.copy()
         shares = []
         for _ in range(participants - 1):

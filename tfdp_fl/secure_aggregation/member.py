@@ -19,8 +19,7 @@ used before.
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -77,7 +76,6 @@ class Member:
         *,
         members: Sequence[messages.MemberId],
         session: str,
-        _random_bytes: Callable[[int], bytes] = os.urandom,
     ):
         """Encodes the update.
 
@@ -112,7 +110,6 @@ class Member:
         ]
         if not self._encoded:
             raise ValueError("update must hold at least one tensor, got none.")
-        self._random_bytes = _random_bytes
         self._members = tuple(members)
         self._session = _validate.instance_of(str, session=session)
         self._shares_from: set[messages.MemberId] = set()
@@ -128,12 +125,7 @@ class Member:
         self._start_step(now)
         own_index = self._members.index(self._id)
         shares = [
-            self._protocol.split(
-                encoded,
-                len(self._members),
-                remainder=own_index,
-                _random_bytes=self._random_bytes,
-            )
+            self._protocol.split(encoded, len(self._members), remainder=own_index)
             for encoded in self._encoded
         ]
         self._sum_of_shares = [split[own_index] for split in shares]
