@@ -226,7 +226,16 @@ def load_emnist(
     _validate.instance_of(bool, flatten=flatten)
     if num_clients is not None:
         _validate.positive_integer(num_clients=num_clients)
-    train, test = _tff_client_data(only_digits, cache_dir)
+    with _on_use.needed("tensorflow-federated", "load_emnist"):
+        import tensorflow_federated as tff
+    emnist = tff.simulation.datasets.emnist
+    try:
+        train, test = emnist.load_data(only_digits=only_digits, cache_dir=cache_dir)
+    except Exception as error:  # Keras's download raises a bare Exception.
+        raise OSError(
+            "load_emnist must find TFF's EMNIST in cache_dir "
+            f"({cache_dir!r}) or be able to download it: {error}"
+        ) from error
     writers = list(train.client_ids)
     if num_clients is not None and num_clients > len(writers):
         raise ValueError(
@@ -237,10 +246,7 @@ def load_emnist(
     clients = FederatedDataset.from_client_fn(
         writers,
         lambda writer: _read_writer(train, writer, shape),
-        element_spec=(
-            tf.TensorSpec(shape, tf.float32),
-            tf.TensorSpec((), tf.int32),
-        ),
+        element_spec=(tf.TensorSpec(shape), tf.TensorSpec((), tf.int32)),
     )
     tested = set(test.client_ids)
     x_test, y_test = nests.concatenate(
@@ -254,25 +260,6 @@ def _read_writer(
 ) -> tuple[np.ndarray, np.ndarray]:
     examples = tf_datasets.read(client_data.create_tf_dataset_for_client(writer))
     return examples["pixels"].reshape(-1, *shape), examples["label"]
-
-
-def _tff_client_data(only_digits: bool, cache_dir: str | None):
-    try:
-        import tensorflow_federated as tff
-    except ImportError as error:
-        raise ImportError(
-            "load_emnist must have tensorflow_federated installed, see the "
-            f"README on installing the whole stack: {error}"
-        ) from error
-    try:
-        return tff.simulation.datasets.emnist.load_data(
-            only_digits=only_digits, cache_dir=cache_dir
-        )
-    except Exception as error:  # Keras's download raises a bare Exception.
-        raise OSError(
-            "load_emnist must find TFF's EMNIST in cache_dir "
-            f"({cache_dir!r}) or be able to download it: {error}"
-        ) from error
 
 
 def partition(
