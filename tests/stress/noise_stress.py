@@ -56,19 +56,6 @@ def _adaptive_local(rounds: int) -> float:
     return each / _M**0.5
 
 
-# NbAFL: sigma_U = 2 C T c / (n epsilon), a mean of m; and sigma_D = 2 c C
-# sqrt(T^2 - L^2 N) / (n N epsilon) where T > sqrt(N) L.
-_C, _CONSTANT, _EXAMPLES, _EPSILON = 50.0, 1.5, 5, 1e6
-_NBAFL = {"epsilon": _EPSILON, "constant": _CONSTANT, "weight_clip": _C}
-
-
-def _nbafl(rounds: int) -> float:
-    up = 2 * _C * rounds * _CONSTANT / (_EXAMPLES * _EPSILON)
-    down = 2 * _CONSTANT * _C * max(0, rounds**2 - _M**2 * _M) ** 0.5
-    down /= _EXAMPLES * _M * _EPSILON
-    return math.hypot(up / _M**0.5, down)
-
-
 def _adaptive(site):
     return tfdp_fl.AdaptiveClipping(
         noise_multiplier=_Z,
@@ -157,32 +144,6 @@ def test_of_adaptive_local_noise(xla):
     noise_test.assert_is_noise(rounds, [_adaptive_local(1)])
 
 
-@pytest.mark.parametrize("rounds, xla", [(_ROUNDS, False), (10, True)])
-def test_of_nbafl(rounds, xla):
-    tf.keras.utils.set_random_seed(1)
-    layers = tf.keras.layers
-    model = tf.keras.Sequential(
-        [
-            layers.Input((1,)),
-            layers.Dense(_WIDTH),
-            layers.Reshape((_WIDTH // 100, 100)),
-            layers.GlobalAveragePooling1D(),
-        ]
-    )
-    model.set_weights([np.zeros_like(w) for w in model.get_weights()])
-    fed = tfdp_fl.DPFederatedModel(
-        model, tfdp_fl.NbAFL(**_NBAFL), _M, "fixed_size", num_replicas=2
-    )
-    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    # Clients that do not move: their weights and their noise come back.
-    fed.compile(tf.keras.optimizers.SGD(0.0), loss, jit_compile=xla)
-    data = np.ones([_EXAMPLES, 1], "f4"), np.zeros(_EXAMPLES, "i4")
-    moves = noise_test.Moves()
-    fed.fit([data] * _M, rounds, verbose=0, callbacks=[moves])
-    seen = moves.rounds[:_ROUNDS]
-    noise_test.assert_is_noise(seen, [_nbafl(rounds)] * _ROUNDS)
-
-
 _CORRELATED_ROUNDS = 4
 
 
@@ -241,19 +202,16 @@ def test_of_ten_million_parameters():
 # TFF's factories.
 
 
-def _rounds_of(factory, count=_ROUNDS, weights=None):
+def _rounds_of(factory, count=_ROUNDS):
     import tensorflow_federated as tff
 
     value = tff.to_type([(np.float32, [_WIDTH])] * 2)
-    types = [value] if weights is None else [value, np.float32]
-    process = factory.create(*map(tff.to_type, types))
+    process = factory.create(value)
     state = process.initialize()
-    values = [[[np.zeros(_WIDTH, np.float32)] * 2] * _M]
-    if weights is not None:
-        values.append([weights] * _M)
+    values = [[np.zeros(_WIDTH, np.float32)] * 2] * _M
     rounds, clips = [], []
     for _ in range(count):
-        output = process.next(state, *values)
+        output = process.next(state, values)
         state = output.state
         rounds.append([np.asarray(each) for each in output.result])
         clips.append(float(output.measurements["clip_norm"]))
@@ -294,22 +252,6 @@ def test_of_a_factory_of_correlated_noise():
 
     factory = aggregators.from_mechanism(_correlated(), _M)
     _assert_is_correlated_noise(_rounds_of(factory, _CORRELATED_ROUNDS)[0])
-
-
-@_with_tff
-@pytest.mark.parametrize("planned", [_ROUNDS, 10])
-def test_of_a_factory_of_nbafl(planned):
-    from tfdp_fl import aggregators
-
-    factory = aggregators.NbAFLFactory(
-        **_NBAFL,
-        clients_per_round=_M,
-        num_clients=_M,
-        rounds=planned,
-        min_examples=_EXAMPLES,
-    )
-    rounds, _ = _rounds_of(factory, weights=np.float32(_EXAMPLES))
-    noise_test.assert_is_noise(rounds, [_nbafl(planned)] * _ROUNDS)
 
 
 # Nothing that is drawn repeats in another process, whatever is seeded.
