@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import multiprocessing
 import os
 import random
 import subprocess
@@ -26,7 +25,6 @@ import tfdp_fl
 from tests.keras import hostile, noise_test
 from tests.mechanisms import statistics
 from tfdp_fl import sampling, secure_aggregation
-from tfdp_fl.keras import randomness
 from tfdp_fl.mechanisms import noise
 
 _with_ray = pytest.mark.skipif(
@@ -293,19 +291,3 @@ def test_processes_that_start_again(tmp_path):
         with np.load(path) as file:
             drawn.append((file["noise"], tuple(file["cohort"])))
     _assert_different(drawn)
-
-
-def test_forked_in_the_middle_of_a_run():
-    # TensorFlow itself does not survive a fork; what is drawn before it gets its
-    # seed does, and is no copy.
-    sampler = sampling.make_sampler("poisson", 500, 50.0)
-    context = multiprocessing.get_context("fork")
-    with context.Pool(1, maxtasksperchild=1) as pool:
-        drawn = pool.map(_drawn_after_fork, [sampler] * 6, chunksize=1)
-    for each in zip(*drawn, strict=True):
-        assert len(set(each)) == 6
-
-
-def _drawn_after_fork(sampler):
-    cohort = tuple(sampler.cohort(0).tolist())
-    return cohort, randomness.round_seed(None, (0,)).tobytes()
