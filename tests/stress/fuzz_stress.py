@@ -197,8 +197,6 @@ class _TooLongError(BaseException):
 
 # Tens of seconds, where a PLD has to be composed many thousand times.
 _SLOW = {"accounting.max_rounds", "training.make_private"}
-
-
 _armed = threading.Event()
 
 
