@@ -48,7 +48,7 @@ def replacing(
             temporary.unlink(missing_ok=True)
         raise
     if sync:
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -57,7 +57,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         file.write(text.encode())
 
 
-def _sync_folder(folder: pathlib.Path) -> None:
+def sync_folder(folder: str | os.PathLike[str]) -> None:
+    """Makes the names of new files in a folder survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -51,19 +51,12 @@ class BalancedSoftmaxCrossentropy(tf.keras.losses.Loss):
             `smoothing / (1 + C smoothing)`: the smaller, the less a client's
             update says about classes it has never seen. Large values are the
             usual cross entropy.
-          reduction: As in any Keras loss. "auto", as Keras 2 has it, is
-            "sum_over_batch_size".
+          reduction: As in any Keras loss.
           name: As in any Keras loss.
 
         Raises:
-          TypeError: An argument is of another type.
-          ValueError: `smoothing` is not positive and finite.
+          TypeError, ValueError: `smoothing` is not a positive, finite number.
         """
-        # Keras 2 takes both for text without looking.
-        _validate.instance_of((str, type(None)), reduction=reduction)
-        _validate.instance_of((str, type(None)), name=name)
-        if reduction == "auto":
-            reduction = "sum_over_batch_size"
         super().__init__(reduction=reduction, name=name)
         self.smoothing = _validate.positive(smoothing=smoothing)
 

@@ -133,7 +133,7 @@ class CohortSampler(abc.ABC):
 
     def expected_cohort_size(self, round_index: int) -> float:
         """Returns m_t, the expected number of clients of a round."""
-        return self._nominal_size(round_index)
+        return self._place(round_index)["clients_per_round"]
 
     def charge(
         self, round_index: int, event: dp_accounting.DpEvent
@@ -142,9 +142,13 @@ class CohortSampler(abc.ABC):
         return charge_lib.RoundCharge(
             sampling=self.sampling,
             num_clients=self._num_clients,
-            clients_per_round=self.expected_cohort_size(round_index),
             event=event,
+            **self._place(round_index),
         )
+
+    def _place(self, round_index: int) -> dict[str, Any]:
+        """Returns what a charge says of the round's size, and where it is in a pass."""
+        return {"clients_per_round": self._nominal_size(round_index)}
 
     def max_participations(self, rounds: int, first_round: int = 0) -> int:
         """Returns how often one client can be drawn in consecutive rounds."""
@@ -280,22 +284,8 @@ class ShuffledSampler(CohortSampler):
         order = self._permutation(self._key, _STREAM, index)
         return np.sort(order[start:stop].astype(np.int64))
 
-    def expected_cohort_size(self, round_index: int) -> float:
-        """Returns the cohort's size, which is known beforehand."""
-        _, start, stop = self._cohorts.cohort(round_index)
-        return stop - start
-
-    def charge(
-        self, round_index: int, event: dp_accounting.DpEvent
-    ) -> charge_lib.RoundCharge:
-        """See base class; the charge knows its place in the pass."""
-        return charge_lib.RoundCharge(
-            sampling=self.sampling,
-            num_clients=self._num_clients,
-            event=event,
-            partition=self._partition,
-            **self._cohorts.place(round_index),
-        )
+    def _place(self, round_index: int) -> dict[str, Any]:
+        return {"partition": self._partition, **self._cohorts.place(round_index)}
 
     def max_participations(self, rounds: int, first_round: int = 0) -> int:
         """Returns how many passes the rounds touch."""

@@ -59,7 +59,7 @@ def _trained(mechanism, *args, audit=None, **options):
 # What is made of the scores.
 
 
-@pytest.mark.parametrize("z", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("z", [0.5, 2.0])
 def test_one_release_is_found_within_fifteen_percent(z):
     # As a release is: 4000 canaries and noise, d = 20 000.
     rng, size, count = np.random.default_rng(1), 20_000, 4000
@@ -82,38 +82,6 @@ def test_of_those_who_did_not_take_part_nothing_is_found():
     found = canaries.scores(drawn, update, nothing, np.zeros(_CANARIES))
     assert found.mean() * size**0.5 == pytest.approx(0, abs=0.11)
     assert found.std() * size**0.5 == pytest.approx(1, abs=0.08)
-
-
-@pytest.mark.parametrize(
-    "count, size, rounds, measured",
-    [(500, 256, 1, False), (500, 256, 8, False), (200, 2000, 1, True)],
-)
-def test_an_interval_misses_no_more_than_it_says(count, size, rounds, measured):
-    """How often the truth is outside of it, in 60 releases of z = 1/8.
-
-    Nominally 3 times. A good interval misses more than 18 of them less than
-    once in 5 million tests, even if it misses 8 % (Binomial(60, 0.08)). One
-    that leaves out an error of the unit misses 30 or more: of the norm in the
-    first two, of the measured spread in the last.
-    """
-    rng = np.random.default_rng(1)
-    truth = gaussian.gaussian_epsilon(1 / 8, _DELTA)
-    missed = 0
-    for seed in range(60):
-        drawn, others = (canaries.Canaries(count, size, seed + k) for k in (0, 60))
-        added = rounds * drawn.sum_of(np.arange(count))
-        update = added + rng.normal(0, rounds / 8, size)
-        times = np.full(count, rounds)
-        scores = estimate.Scores(
-            observed=canaries.scores(drawn, update, added, times),
-            unobserved=canaries.scores(others, update, added, 0 * times)
-            if measured
-            else None,
-            null_std=size**-0.5,
-        )
-        found = estimate.estimate(scores, _DELTA)
-        missed += not found.low <= truth <= found.high
-    assert missed <= 18
 
 
 def test_thresholds_too_are_no_surer_than_the_unit():

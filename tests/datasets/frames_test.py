@@ -79,7 +79,7 @@ _VOCABULARY = {"town": ["a", "b", "c"], "label": ["no", "yes"]}
     [
         ({"age": ["Secret"] * 5}, None, "features must be numbers.*'age'"),
         ({"age": [1, None, 1, 1, 1]}, None, "'age' with 1 missing"),
-        ({"height": [np.inf] * 5}, None, "finite.*'height' with 5"),
+        ({"height": [np.inf] * 5}, None, "finite.*'height' of row 0, and 5"),
         ({"height": [1e300] * 5}, None, "finite"),
         ({"age": np.full(5, 2**63, np.uint64)}, None, "fit into int64"),
         ({"who": ["a", None, "b", "b", "b"]}, None, "'who' with 1 miss"),

@@ -168,7 +168,7 @@ def test_emnist_that_cannot_be_loaded(emnist, monkeypatch):
     with pytest.raises(OSError, match=r"load_emnist must .* URL fetch"):
         datasets.load_emnist()
     monkeypatch.setitem(sys.modules, "tensorflow_federated", None)
-    with pytest.raises(ImportError, match="load_emnist must have tensor"):
+    with pytest.raises(ImportError, match="load_emnist needs tensorflow-federated"):
         datasets.load_emnist()
 
 

@@ -8,15 +8,13 @@ import sys
 
 import numpy as np
 import pytest
-import tensorflow as tf
-from scipy import stats
 
 import tfdp_fl
 from tests.engine import cohorts
-from tests.mechanisms import rounds, statistics
+from tests.mechanisms import rounds
 from tests.outside.loading import FILE, smooth_clipping
 from tests.scripts.programs import ROOT
-from tfdp_fl import accounting, mechanisms
+from tfdp_fl import accounting
 
 
 def _fed(**options):
@@ -29,48 +27,6 @@ def _fed(**options):
 def _clients(count):
     arrays = cohorts.client_arrays((5,) * count)
     return tfdp_fl.datasets.FederatedDataset.from_client_arrays(arrays)
-
-
-def test_query_is_its_mathematics():
-    mechanism = smooth_clipping()(noise_multiplier=0.0)
-    query = mechanism.bind(mechanisms.Deployment(clients_per_round=3))
-    norms = [0.1, 0.5, 1e6]
-    updates = rounds.updates_with_norms(norms)
-    done = rounds.run_round(query, query.initial_global_state(), updates)
-    expected = sum(
-        rounds.flat(u) * 0.5 / np.sqrt(0.25 + n**2)
-        for u, n in zip(updates, norms, strict=True)
-    )
-    np.testing.assert_allclose(rounds.flat(done.mean), expected / 3, atol=1e-6)
-    assert float(done.total.sums["length"]) == pytest.approx(2.2, abs=1e-5)
-    expected = 0.5 * 1.2 ** (2.2 / 3 - 0.5)
-    assert float(done.next_state.clip_norm) == pytest.approx(expected, abs=1e-5)
-
-
-def test_both_releases_are_noised():
-    mechanism = smooth_clipping()(noise_multiplier=1.0)
-    query = mechanism.bind(mechanisms.Deployment(clients_per_round=10))
-    state = query.initial_global_state()
-    done = rounds.run_round(
-        query,
-        state,
-        [],
-        noise_multiplier=1.0,
-        clients_per_round=10,
-        template=rounds.zero_updates(1, [[200, 100]])[0],
-    )
-    statistics.assert_gaussian(rounds.flat(done.mean), 2**0.5 * 0.5 / 10)
-
-    @tf.function
-    def next_clip(_):
-        begun = query.begin_round(state, 1.0, 10.0)
-        total = query.initial_sample_state([tf.zeros([1])])
-        return query.get_noised_result(total, begun)[1].clip_norm
-
-    clips = tf.map_fn(next_clip, tf.zeros([4_000])).numpy()
-    lengths = 10 * (np.log(clips / 0.5) / np.log(1.2) + 0.5)
-    low, high = stats.chi2.ppf([5e-9, 1 - 5e-9], len(lengths))
-    assert low < np.sum(lengths**2) / 2 < high
 
 
 def test_trains_by_name_and_says_what_it_is():

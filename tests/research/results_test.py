@@ -1,4 +1,4 @@
-"""What stands in the pages comes from the runs: claims, configurations, a table."""
+"""What stands in the pages comes from the runs: claims, and configurations."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from research import reproduce_geyer as geyer
-from tfdp_fl.experiments import run_directory, sweeps
-from tfdp_fl.experiments.settings import Settings
+from tfdp_fl.experiments import sweeps
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _CLAIMS = json.loads((_ROOT / "research" / "claims.json").read_text("utf-8"))
@@ -32,52 +31,6 @@ def test_every_run_of_a_configuration_is_allowed(path):
     if config["base"]["dataset"] != "digits":
         config["base"]["data_path"] = __file__  # It is not read.
     assert sweeps.expand(config)
-
-
-# The table of Geyer et al.
-
-
-def _write_run(folder, name, seed, accuracy, mechanism="fixed", caveats=()):
-    path = folder / name / "base" / f"seed={seed}"
-    path.mkdir(parents=True)
-    settings = Settings(
-        dataset="mnist", num_clients=100, mechanism=mechanism, seed=seed
-    ).resolved()
-    (path / run_directory.HISTORY).write_text(
-        "round,val_accuracy,cohort_size,between_client_variance,"
-        "update_scale\n1,0.5,40,2e-5,1e-4\n2,0.75,61,3e-5,2e-5\n"
-    )
-    result = {"accuracy": accuracy, "num_clients": 100, "rounds": 2, "delta": 1e-3}
-    result |= {"epsilon_rdp": 7.5 + seed, "epsilon_pld": 7.0, "seconds": 90.0}
-    statement = {"caveats": dict.fromkeys(caveats, "...")}
-    for file, content in (
-        (run_directory.CONFIG, settings.to_dict()),
-        (run_directory.STATEMENT_JSON, statement),
-        (run_directory.RESULT, result),
-    ):
-        run_directory.write_json(path / file, content)
-
-
-def test_means_sums_the_worst_epsilon_and_what_it_does_not_cover(tmp_path):
-    _write_run(tmp_path, "k100_best_honest", 0, 0.8, caveats=["seed_given"])
-    _write_run(tmp_path, "k100_best_honest", 1, 0.9, caveats=["seed_given"])
-    _write_run(tmp_path, "k100_non_private", 0, 0.97, "none")
-    exact = ["exact_median", "seed_given"]
-    _write_run(tmp_path, "k100_as_published", 0, 0.8, caveats=exact)
-    table = geyer.write_results(tmp_path)
-    assert (tmp_path / "table1.md").read_text() == table
-    baseline, published, best = (
-        next(line for line in table.splitlines() if f"| {name} |" in line)
-        for name in ("non private", "as published", "best honest")
-    )
-    assert "0.9700 (0.97) | 2 (380) | 101 (38000) | – | – | –" in baseline
-    assert "0.8500 ± 0.0707 | 2 | 101 | 0.001 | 8.500 | 7.000" in best
-    assert "Caveats of every private row: seed given." in table
-    assert "| exact median |" in published
-    assert "exact median" not in best
-    runs = (tmp_path / "runs.csv").read_text().splitlines()
-    assert len(runs) == 5
-    assert any("100,non private,0,0.97,2,101" in run for run in runs)
 
 
 @pytest.mark.parametrize("name", geyer.names())

@@ -7,7 +7,6 @@ And arguments that no one should give, to whatever is public
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 import os
 import random
@@ -27,7 +26,6 @@ from tests.accounting.charges import charge
 from tests.flower import flower_messages as fm
 from tests.public_api import calls
 from tfdp_fl import accounting, secure_aggregation
-from tfdp_fl.experiments import Settings
 from tfdp_fl.keras import checkpoint
 
 _MUTATIONS = int(os.environ.get("TFDP_FL_MUTATIONS", "10000"))
@@ -199,8 +197,6 @@ class _TooLongError(BaseException):
 
 # Tens of seconds, where a PLD has to be composed many thousand times.
 _SLOW = {"accounting.max_rounds", "training.make_private"}
-
-
 _armed = threading.Event()
 
 
@@ -270,19 +266,3 @@ def _check_call(name, call):
     check()
     print(f"{name}: {len(slow)} broken off: {slow[:5]}")
     assert len(slow) < 10
-
-
-def test_of_settings():
-    rng = random.Random(6)
-    values = (
-        *(None, True, -1, 0, 1, 3, 1e30, float("nan"), float("inf"), -0.5),
-        *("", "x", "1,2", "3x5", "all", "poisson", "1e999", [], {}, b"x"),
-    )
-    names = [field.name for field in dataclasses.fields(Settings)]
-    for _ in range(3000):
-        some = rng.sample(names, rng.randint(1, 3))
-        chosen = {name: rng.choice(values) for name in some}
-        try:
-            Settings(**chosen).resolved()
-        except (ValueError, TypeError, ImportError, OSError) as error:
-            assert str(error), chosen

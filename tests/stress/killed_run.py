@@ -42,11 +42,7 @@ def processor_seconds(pid: int) -> float:
 
 
 def join(process: Any) -> None:
-    """Waits for a process; one that does not end says where it is.
-
-    Raises:
-      AssertionError: It takes longer than any run does.
-    """
+    """Waits for a process; one that does not end says where it is."""
     until = time.monotonic() + LONGEST_SECONDS
     while process.is_alive():
         used = processor_seconds(process.pid)
@@ -54,9 +50,7 @@ def join(process: Any) -> None:
             os.kill(process.pid, signal.SIGUSR1)
             process.join(5)
             process.kill()
-            raise AssertionError(
-                f"a run does not end; it has used {used:.0f} s of processors"
-            )
+            raise AssertionError("a run does not end")
         process.join(0.5)
 
 
@@ -104,10 +98,8 @@ def ledgers(directory: pathlib.Path, mode: str) -> list[pathlib.Path]:
         ended = directory / run_directory.LEDGER
         during = directory / run_directory.CHECKPOINT / run_directory.LEDGER
         return [ended if ended.exists() else during]
-    return {
-        "ledger": [directory / LEDGER],
-        "both": [checkpoints, directory / LEDGER],
-    }.get(mode, [checkpoints])
+    others = {"ledger": [directory / LEDGER], "both": [checkpoints, directory / LEDGER]}
+    return others.get(mode, [checkpoints])
 
 
 def resumes(mode: str) -> bool:
@@ -139,12 +131,9 @@ def run(directory: str, mode: str, as_the_script: bool) -> None:
         mechanism = tfdp_fl.LocalDP(clip_norm=0.5, epsilon=8.0, delta=DELTA)
     if mode == "correlated":
         sampling, m = "cyclic", 10
+        apart = {"strategy": "blt:2", "rounds": ROUNDS, "min_separation": 4}
         mechanism = tfdp_fl.CorrelatedNoise(
-            clip_norm=0.5,
-            noise_multiplier=2.0,
-            strategy="blt:2",
-            rounds=ROUNDS,
-            min_separation=4,
+            clip_norm=0.5, noise_multiplier=2.0, **apart
         )
     fed = toy.federated(mechanism, clients_per_round=m, sampling=sampling)
     runtime = None
@@ -168,18 +157,11 @@ def run(directory: str, mode: str, as_the_script: bool) -> None:
 
 
 def _train_as_the_script(path: pathlib.Path) -> None:
-    prepared = training.prepare(
-        Settings(
-            dataset="digits",
-            num_clients=40,
-            clients_per_round=10,
-            mechanism="fixed",
-            noise_multiplier=1.0,
-            target_epsilon=None,
-            model="linear",
-            rounds=ROUNDS,
-        )
+    sizes = {"num_clients": 40, "clients_per_round": 10, "rounds": ROUNDS}
+    settings = Settings(
+        mechanism="fixed", noise_multiplier=1.0, model="linear", **sizes
     )
+    prepared = training.prepare(settings)
     listener = _Witness(witness(path, "plain"))
     fit = tfdp_fl.DPFederatedModel.fit
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import multiprocessing
 import os
 import random
 import subprocess
@@ -26,7 +25,6 @@ import tfdp_fl
 from tests.keras import hostile, noise_test
 from tests.mechanisms import statistics
 from tfdp_fl import sampling, secure_aggregation
-from tfdp_fl.keras import run as run_lib
 from tfdp_fl.mechanisms import noise
 
 _with_ray = pytest.mark.skipif(
@@ -54,19 +52,6 @@ _PUBLISHED = {
 def _adaptive_local(rounds: int) -> float:
     each = 2 * _S * math.sqrt(2 * math.log(1.25 * rounds / 1e-3)) * rounds
     return each / _M**0.5
-
-
-# NbAFL: sigma_U = 2 C T c / (n epsilon), a mean of m; and sigma_D = 2 c C
-# sqrt(T^2 - L^2 N) / (n N epsilon) where T > sqrt(N) L.
-_C, _CONSTANT, _EXAMPLES, _EPSILON = 50.0, 1.5, 5, 1e6
-_NBAFL = {"epsilon": _EPSILON, "constant": _CONSTANT, "weight_clip": _C}
-
-
-def _nbafl(rounds: int) -> float:
-    up = 2 * _C * rounds * _CONSTANT / (_EXAMPLES * _EPSILON)
-    down = 2 * _CONSTANT * _C * max(0, rounds**2 - _M**2 * _M) ** 0.5
-    down /= _EXAMPLES * _M * _EPSILON
-    return math.hypot(up / _M**0.5, down)
 
 
 def _adaptive(site):
@@ -157,32 +142,6 @@ def test_of_adaptive_local_noise(xla):
     noise_test.assert_is_noise(rounds, [_adaptive_local(1)])
 
 
-@pytest.mark.parametrize("rounds, xla", [(_ROUNDS, False), (10, True)])
-def test_of_nbafl(rounds, xla):
-    tf.keras.utils.set_random_seed(1)
-    layers = tf.keras.layers
-    model = tf.keras.Sequential(
-        [
-            layers.Input((1,)),
-            layers.Dense(_WIDTH),
-            layers.Reshape((_WIDTH // 100, 100)),
-            layers.GlobalAveragePooling1D(),
-        ]
-    )
-    model.set_weights([np.zeros_like(w) for w in model.get_weights()])
-    fed = tfdp_fl.DPFederatedModel(
-        model, tfdp_fl.NbAFL(**_NBAFL), _M, "fixed_size", num_replicas=2
-    )
-    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    # Clients that do not move: their weights and their noise come back.
-    fed.compile(tf.keras.optimizers.SGD(0.0), loss, jit_compile=xla)
-    data = np.ones([_EXAMPLES, 1], "f4"), np.zeros(_EXAMPLES, "i4")
-    moves = noise_test.Moves()
-    fed.fit([data] * _M, rounds, verbose=0, callbacks=[moves])
-    seen = moves.rounds[:_ROUNDS]
-    noise_test.assert_is_noise(seen, [_nbafl(rounds)] * _ROUNDS)
-
-
 _CORRELATED_ROUNDS = 4
 
 
@@ -241,19 +200,16 @@ def test_of_ten_million_parameters():
 # TFF's factories.
 
 
-def _rounds_of(factory, count=_ROUNDS, weights=None):
+def _rounds_of(factory, count=_ROUNDS):
     import tensorflow_federated as tff
 
     value = tff.to_type([(np.float32, [_WIDTH])] * 2)
-    types = [value] if weights is None else [value, np.float32]
-    process = factory.create(*map(tff.to_type, types))
+    process = factory.create(value)
     state = process.initialize()
-    values = [[[np.zeros(_WIDTH, np.float32)] * 2] * _M]
-    if weights is not None:
-        values.append([weights] * _M)
+    values = [[np.zeros(_WIDTH, np.float32)] * 2] * _M
     rounds, clips = [], []
     for _ in range(count):
-        output = process.next(state, *values)
+        output = process.next(state, values)
         state = output.state
         rounds.append([np.asarray(each) for each in output.result])
         clips.append(float(output.measurements["clip_norm"]))
@@ -296,22 +252,6 @@ def test_of_a_factory_of_correlated_noise():
     _assert_is_correlated_noise(_rounds_of(factory, _CORRELATED_ROUNDS)[0])
 
 
-@_with_tff
-@pytest.mark.parametrize("planned", [_ROUNDS, 10])
-def test_of_a_factory_of_nbafl(planned):
-    from tfdp_fl import aggregators
-
-    factory = aggregators.NbAFLFactory(
-        **_NBAFL,
-        clients_per_round=_M,
-        num_clients=_M,
-        rounds=planned,
-        min_examples=_EXAMPLES,
-    )
-    rounds, _ = _rounds_of(factory, weights=np.float32(_EXAMPLES))
-    noise_test.assert_is_noise(rounds, [_nbafl(planned)] * _ROUNDS)
-
-
 # Nothing that is drawn repeats in another process, whatever is seeded.
 
 
@@ -351,19 +291,3 @@ def test_processes_that_start_again(tmp_path):
         with np.load(path) as file:
             drawn.append((file["noise"], tuple(file["cohort"])))
     _assert_different(drawn)
-
-
-def test_forked_in_the_middle_of_a_run():
-    # TensorFlow itself does not survive a fork; what is drawn before it gets its
-    # seed does, and is no copy.
-    sampler = sampling.make_sampler("poisson", 500, 50.0)
-    context = multiprocessing.get_context("fork")
-    with context.Pool(1, maxtasksperchild=1) as pool:
-        drawn = pool.map(_drawn_after_fork, [sampler] * 6, chunksize=1)
-    for each in zip(*drawn, strict=True):
-        assert len(set(each)) == 6
-
-
-def _drawn_after_fork(sampler):
-    cohort = tuple(sampler.cohort(0).tolist())
-    return cohort, run_lib.round_seed(None, (0,)).tobytes()

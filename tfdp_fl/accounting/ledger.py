@@ -35,7 +35,7 @@ import secrets
 import threading
 from typing import Any
 
-from tfdp_fl import _json, _validate, version
+from tfdp_fl import _files, _json, _validate, version
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import gaussian
 from tfdp_fl.accounting.accountant import PrivacyAccountant
@@ -329,7 +329,9 @@ class PrivacyLedger:
                 self._contents = dataclasses.replace(
                     self._contents, header=header, head=head
                 )
-                self._sync_folder()
+                # The folder may be written but not read.
+                with contextlib.suppress(PermissionError):
+                    _files.sync_folder(os.path.dirname(self._place))
         except BaseException as error:
             if mode == "create" and not isinstance(error, LedgerInUseError):
                 os.unlink(self._place)  # Made here, and empty.
@@ -566,15 +568,6 @@ class PrivacyLedger:
                 f"{self._end} were written: something else changed it while "
                 "it was open. The round must not be released."
             )
-
-    def _sync_folder(self) -> None:
-        """Makes the new file's name survive a crash."""
-        with contextlib.suppress(PermissionError):  # It may be written but not read.
-            folder = os.open(os.path.dirname(self._place), os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
 
 
 def epsilon_from_ledger(

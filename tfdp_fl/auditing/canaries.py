@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -47,9 +47,14 @@ class Canaries:
             found[row] /= np.linalg.norm(found[row].astype(np.float64))
         return found
 
-    def _in_turn(self, places: np.ndarray) -> list[np.ndarray]:
+    def _of_each(
+        self, function: Callable[[np.ndarray], np.ndarray], places: np.ndarray
+    ) -> list[np.ndarray]:
+        """Returns a function of some of the directions after the others."""
         step = max(1, _HELD // max(1, self.size))
-        return [places[start : start + step] for start in range(0, len(places), step)]
+        parts = [places[start : start + step] for start in range(0, len(places), step)]
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(lambda some: function(self._directions(some)), parts))
 
     def sum_of(self, places: np.ndarray) -> np.ndarray:
         """Returns the sum of some directions, float32 [d].
@@ -57,13 +62,8 @@ class Canaries:
         Args:
           places: Int [K], each from 0 to count - 1.
         """
-        total = np.zeros(self.size, np.float32)
-        for part in _threaded(
-            lambda some: self._directions(some).sum(axis=0),
-            self._in_turn(np.asarray(places)),
-        ):
-            total += part
-        return total
+        sums = self._of_each(lambda each: each.sum(axis=0), np.asarray(places))
+        return sum(sums, np.zeros(self.size, np.float32))
 
     def projections(self, update: np.ndarray) -> np.ndarray:
         """Returns each direction's inner product with an update.
@@ -75,16 +75,8 @@ class Canaries:
           Float64 [count].
         """
         update = np.asarray(update, np.float32)
-        parts = _threaded(
-            lambda some: self._directions(some) @ update,
-            self._in_turn(np.arange(self.count)),
-        )
+        parts = self._of_each(lambda each: each @ update, np.arange(self.count))
         return np.concatenate(parts).astype(np.float64)
-
-
-def _threaded(function, parts: list[np.ndarray]) -> list[np.ndarray]:
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(function, parts))
 
 
 def scores(

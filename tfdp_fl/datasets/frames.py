@@ -131,13 +131,28 @@ def array(
         )
     with np.errstate(over="ignore"):  # What becomes infinite is found below.
         array = column.to_numpy(dtype=np.float32 if kind == "f" else np.int64)
-    if kind == "f" and not np.isfinite(array).all():
-        raise ValueError(
-            f"{argument} must be finite, got column {name!r} with "
-            f"{int((~np.isfinite(array)).sum())} values that are not, in "
-            "float32."
-        )
+    check_finite(argument, array, name)
     return array
+
+
+def check_finite(argument: str, array: np.ndarray, name: str | None = None) -> None:
+    """Raises ValueError where a number of an array [n, ...] is not finite.
+
+    Args:
+      argument: What the array is, for the message.
+      array: Of any dtype.
+      name: The column that it is; None: its columns have numbers.
+    """
+    if array.dtype.kind != "f":
+        return
+    wrong = ~np.isfinite(array.reshape(len(array), -1))
+    if wrong.any():
+        row, column = (int(place) for place in np.argwhere(wrong)[0])
+        raise ValueError(
+            f"{argument} must have finite numbers (in float32) everywhere, got none "
+            f"in column {column if name is None else repr(name)} of row {row}, and "
+            f"{int(wrong.sum())} in all: fill them in, or leave those rows out."
+        )
 
 
 def _check_none_missing(column: Any, argument: str, what: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -118,18 +117,19 @@ def load_mnist(
     path = None if path is None else os.fspath(path)
     x_train, y_train, x_test, y_test = _read_mnist(path)
 
-    def converted(pixels: np.ndarray, labels: np.ndarray) -> Any:
+    def converted(
+        pixels: np.ndarray, labels: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         shape = (784,) if flatten else (28, 28, 1)
         x = pixels.reshape(-1, *shape).astype(np.float32)
         x /= 255
         return x, labels.astype(np.int32)
 
     return _dealt(
-        (x_train, y_train),
-        (x_test, y_test),
+        converted(x_train, y_train),
+        converted(x_test, y_test),
         validation_examples,
         (num_clients, examples_per_client, shards_per_client, iid, seed),
-        converted,
     )
 
 
@@ -138,8 +138,7 @@ def _dealt(
     test: tuple[np.ndarray, np.ndarray],
     validation_examples: int,
     dealing: tuple[Any, ...],
-    converted: Callable[[np.ndarray, np.ndarray], Any] = lambda x, y: (x, y),
-) -> Any:
+) -> tuple[FederatedDataset, tuple[np.ndarray, np.ndarray]]:
     """Deals examples to clients, but for those held out in the test set's place.
 
     Args:
@@ -147,7 +146,6 @@ def _dealt(
       test: The test set.
       validation_examples: How many training examples to hold out.
       dealing: Arguments of `partition` after the labels.
-      converted: Returns examples as clients hold them.
     """
     x, y = train
     held_out = _validate.non_negative_integer(validation_examples=validation_examples)
@@ -160,8 +158,7 @@ def _dealt(
         kept, validation = stratified_split(y, held_out)
         x, y, test = x[kept], y[kept], (x[validation], y[validation])
     indices = partition(y, *dealing)
-    x, y = converted(x, y)
-    return FederatedDataset.from_indices(x, y, indices), converted(*test)
+    return FederatedDataset.from_indices(x, y, indices), test
 
 
 def _read_mnist(path: str | os.PathLike[str] | None) -> list[np.ndarray]:
@@ -226,7 +223,16 @@ def load_emnist(
     _validate.instance_of(bool, flatten=flatten)
     if num_clients is not None:
         _validate.positive_integer(num_clients=num_clients)
-    train, test = _tff_client_data(only_digits, cache_dir)
+    with _on_use.needed("tensorflow-federated", "load_emnist"):
+        import tensorflow_federated as tff
+    emnist = tff.simulation.datasets.emnist
+    try:
+        train, test = emnist.load_data(only_digits=only_digits, cache_dir=cache_dir)
+    except Exception as error:  # Keras's download raises a bare Exception.
+        raise OSError(
+            "load_emnist must find TFF's EMNIST in cache_dir "
+            f"({cache_dir!r}) or be able to download it: {error}"
+        ) from error
     writers = list(train.client_ids)
     if num_clients is not None and num_clients > len(writers):
         raise ValueError(
@@ -237,10 +243,7 @@ def load_emnist(
     clients = FederatedDataset.from_client_fn(
         writers,
         lambda writer: _read_writer(train, writer, shape),
-        element_spec=(
-            tf.TensorSpec(shape, tf.float32),
-            tf.TensorSpec((), tf.int32),
-        ),
+        element_spec=(tf.TensorSpec(shape), tf.TensorSpec((), tf.int32)),
     )
     tested = set(test.client_ids)
     x_test, y_test = nests.concatenate(
@@ -254,25 +257,6 @@ def _read_writer(
 ) -> tuple[np.ndarray, np.ndarray]:
     examples = tf_datasets.read(client_data.create_tf_dataset_for_client(writer))
     return examples["pixels"].reshape(-1, *shape), examples["label"]
-
-
-def _tff_client_data(only_digits: bool, cache_dir: str | None):
-    try:
-        import tensorflow_federated as tff
-    except ImportError as error:
-        raise ImportError(
-            "load_emnist must have tensorflow_federated installed, see the "
-            f"README on installing the whole stack: {error}"
-        ) from error
-    try:
-        return tff.simulation.datasets.emnist.load_data(
-            only_digits=only_digits, cache_dir=cache_dir
-        )
-    except Exception as error:  # Keras's download raises a bare Exception.
-        raise OSError(
-            "load_emnist must find TFF's EMNIST in cache_dir "
-            f"({cache_dir!r}) or be able to download it: {error}"
-        ) from error
 
 
 def partition(

@@ -123,7 +123,7 @@ def by_person(
     rows = frames.rows_by_client(_row_ids(client_ids, x, y))
     for argument, nest in (("x", x), ("y", y)):
         for leaf in tf.nest.flatten(_arrays(nest)):
-            _check_finite(argument, leaf)
+            frames.check_finite(argument, leaf)
     return FederatedDataset.from_indices(x, y, rows, sample_weight=sample_weight)
 
 
@@ -205,16 +205,3 @@ def _row_ids(client_ids: Any, x: Any, y: Any) -> list[Any]:
                 f"{type(value).__name__} that is none in row {row}."
             )
     return values
-
-
-def _check_finite(argument: str, leaf: np.ndarray) -> None:
-    if leaf.dtype.kind != "f":
-        return
-    finite = np.isfinite(leaf.reshape(len(leaf), -1))
-    if not finite.all():
-        row, column = (int(place) for place in np.argwhere(~finite)[0])
-        raise ValueError(
-            f"{argument} must have a finite number everywhere, got none in column "
-            f"{column} of row {row}, and {int((~finite).sum())} in all: fill them in, "
-            "or leave those rows out."
-        )

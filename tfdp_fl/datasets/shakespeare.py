@@ -33,11 +33,6 @@ def shakespeare_vocabulary() -> tuple[str, ...]:
     return _VOCABULARY
 
 
-def _encoded(text: str) -> np.ndarray:
-    """Returns the ids of a text's characters, int32[len(text)]."""
-    return np.array([_ID_OF.get(character, _UNKNOWN) for character in text], np.int32)
-
-
 def load_shakespeare(
     path: str | os.PathLike[str],
     sequence_length: int = 80,
@@ -86,7 +81,7 @@ def load_shakespeare(
     _validate.positive_integer(clients_per_role=clients_per_role)
     clients, test = {}, []
     for role, text in _speeches(path).items():
-        ids = _encoded(text)
+        ids = np.array([_ID_OF.get(each, _UNKNOWN) for each in text], np.int32)
         end = len(ids) - int(test_fraction * len(ids))
         x, y = _examples(ids[:end], length)
         parts = min(clients_per_role, max(1, len(x)))

@@ -387,19 +387,6 @@ def _equally_wide(clients: list[Any]) -> list[Any]:
     ]
 
 
-def read_clients(
-    source: IndexedSource | StreamedSource, positions: np.ndarray
-) -> Iterator[ClientExamples | ClientFailure]:
-    """Yields every client's examples, or why they could not be read."""
-    for position in positions.tolist():
-        try:
-            x, y = source.read(position)
-        except Exception as error:  # Any client's code may run here.
-            yield ClientFailure(position, error)
-        else:
-            yield ClientExamples(position, x, y)
-
-
 def at_least_one_client(**checked: Any) -> None:
     """Raises ValueError, naming the argument, where clients are none."""
     ((name, value),) = checked.items()

@@ -80,9 +80,13 @@ def prepare(settings: Settings) -> Prepared:
     federated_model = _federated_model(
         settings, tasks.build_model(settings, task), num_clients, delta
     )
+    loss: Any = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    if settings.client_loss == "balanced":
+        given = settings.prior_smoothing
+        loss = losses.BalancedSoftmaxCrossentropy(0.01 if given is None else given)
     federated_model.compile(
         optimizer=tf.keras.optimizers.SGD(settings.client_learning_rate),
-        loss=_loss(settings),
+        loss=loss,
         metrics=[tf.keras.metrics.SparseCategoricalAccuracy("accuracy")],
         server_optimizer=_server_optimizer(settings),
     )
@@ -134,14 +138,6 @@ def _federated_model(
         delta=delta,
         accountant=settings.accountant or "rdp",
     )
-
-
-def _loss(settings: Settings) -> tf.keras.losses.Loss:
-    if settings.client_loss == "balanced":
-        given = settings.prior_smoothing
-        options = {} if given is None else {"smoothing": given}
-        return losses.BalancedSoftmaxCrossentropy(**options)
-    return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def _server_optimizer(settings: Settings) -> Any:
