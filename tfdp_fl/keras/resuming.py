@@ -217,9 +217,16 @@ class InterruptedRun:
             # it go with coefficients that this machine chose otherwise.
             run.mechanism_state = query.new_segment(run.mechanism_state)
         spending.keep_others(prepared.spending.others)
+        for other, head in run.known_ledgers.items():
+            # They may hold rounds that came after the checkpoint, too.
+            if other != key and os.path.exists(other):
+                contents = accounting.PrivacyLedger.read(
+                    other, expected_head=head or None
+                )
+                spending.absorb(contents, run.run_id, other)
+                run.known_ledgers[other] = contents.head
         run.known_ledgers[key] = "" if self.ledger is None else self.ledger.head
-        # All its lines are counted. If more come, another process goes on as well.
-        run.ledgers_ahead.discard(key)
+        # All lines are counted. If more come, another process goes on as well.
         for variable, value in zip(
             [*fed.model.weights, *server],
             [*state["weights"], *state["server_optimizer"]],
