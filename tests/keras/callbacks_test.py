@@ -7,7 +7,6 @@ import functools
 import html
 import os
 import re
-import shutil
 import signal
 from unittest import mock
 
@@ -231,18 +230,6 @@ def test_runs_that_cannot_be_added_are_refused(path):
             toy.fit(fed, 1, [Ledger(path, append=True)])
         assert fed.rounds == 0
         assert path.read_bytes() == before
-
-
-def test_one_run_in_two_places_is_refused(tmp_path):
-    path, copy = tmp_path / "run", tmp_path / "copy"
-    first, second = toy.federated(), toy.federated()
-    toy.fit(first, 2, [RoundCheckpoint(path)])
-    shutil.copytree(path, copy)
-    toy.fit(second, 2, resume_from=copy)
-    ledger = Ledger(copy / "ledger.jsonl", append=True)
-    toy.fit(second, 1, [ledger])
-    with pytest.raises(ValueError, match="gone on with in two places"):
-        toy.fit(first, 1, [ledger])
 
 
 def test_a_full_disk_abandons_the_round(path):

@@ -112,6 +112,14 @@ def test_a_resumed_run_ends_in_the_same_weights(tmp_path, make):
     assert caveats.keys() >= {"rounds_charged_twice", "seed_given"}
 
 
+def _put_back(directory, rounds):
+    """Cuts the ledger of a directory off after some rounds."""
+    ledger = directory / "ledger.jsonl"
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    ledger.write_bytes(b"".join(lines[: 1 + rounds]))
+    return directory
+
+
 def _decay(rate):
     return tf.keras.optimizers.schedules.ExponentialDecay(rate, 100, 0.9)
 
@@ -137,14 +145,28 @@ def test_a_lost_round_never_has_its_noise_or_cohort_again(tmp_path, before, afte
     trained(before, callbacks=[RoundCheckpoint(tmp_path / "run", keep=99)])
     killed = _copy_as_of(tmp_path / "run", 3)
     # A copy of which the ledger was put back knows of no lost rounds.
-    put_back = shutil.copytree(killed, tmp_path / "put back")
-    ledger = put_back / "ledger.jsonl"
-    ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[:4]))
+    put_back = _put_back(shutil.copytree(killed, tmp_path / "put back"), 3)
     trained(after, killed)
     trained(after, put_back)
     assert len(drawn) == _ROUNDS + 2 * (_ROUNDS - 3)
     for each in zip(*drawn, strict=True):
         assert len(set(each)) == len(drawn)
+
+
+@pytest.mark.parametrize("make", [toy.federated, _local])
+def test_rounds_that_only_another_ledger_tells_of_are_counted(tmp_path, make):
+    fed, resumed = make(), make()
+    other = Ledger(tmp_path / "other.jsonl")
+    toy.fit(fed, 4, [RoundCheckpoint(tmp_path / "run", keep=99), other])
+    copy = _put_back(_copy_as_of(tmp_path / "run", 2), 2)
+    toy.fit(resumed, 4, resume_from=copy)
+    assert (resumed.rounds, resumed.spending.rounds) == (4, 6)
+    toy.fit(resumed, 1, [other])
+    known = accounting.PrivacyLedger.read(other.path)
+    assert len(known.entries) == 7
+    # Of a local guarantee it may tell of more, and never of less.
+    assert fed.epsilon(_DELTA) < resumed.epsilon(_DELTA) - 1e-3
+    assert resumed.epsilon(_DELTA) <= known.epsilon(_DELTA) + 1e-9
 
 
 # Of the local one, the noise stays what the first fit set.
@@ -247,8 +269,7 @@ def copy(trained, tmp_path):
 def test_missing_checkpoints_and_ledger_are_named(copy, tmp_path):
     fed, ledger = toy.federated(), copy / "ledger.jsonl"
     _refused(fed, tmp_path, "no checkpoint in", FileNotFoundError)
-    lines = ledger.read_bytes().splitlines(keepends=True)
-    ledger.write_bytes(b"".join(lines[:-1]))
+    _put_back(copy, 1)
     _refused(fed, copy, "lines at its end were removed", accounting.LedgerTamperedError)
     ledger.unlink()
     _refused(fed, copy, "ledger .* is missing", accounting.LedgerError)

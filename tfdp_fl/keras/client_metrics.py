@@ -19,7 +19,7 @@ import collections
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import dp_accounting
@@ -56,7 +56,7 @@ def evaluate(
     columns: dict[str, np.ndarray] = {}
     failed: list[ClientFailure] = []
     raised = 0
-    metrics_of = _Evaluation(model, training, clients.element_spec)
+    metrics_of = _evaluation(model, training, clients.element_spec)
     bar = tf.keras.utils.Progbar(number, unit_name="client")
     for done, client in enumerate(clients.read_clients(np.arange(number)), 1):
         if isinstance(client, ClientFailure):
@@ -91,63 +91,51 @@ def evaluate(
     return {"num_examples": counts, **columns}
 
 
-class _Evaluation:
-    """A client's metrics, by the pure function of `engine.trainer`."""
+def _evaluation(
+    model: tf.keras.Model,
+    training: engine.LocalTraining,
+    element_spec: tuple[Any, Any],
+) -> Callable[[Iterator[tuple[Any, Any]]], dict[str, tf.Tensor]]:
+    """Returns what computes a client's loss and metrics, by name, of its batches.
 
-    def __init__(
-        self,
-        model: tf.keras.Model,
-        training: engine.LocalTraining,
-        element_spec: tuple[Any, Any],
-    ):
-        """Traces and checks the function.
+    It is the pure function of `engine.trainer`, traced and checked: an operation that
+    could pass something on is refused, and a metric that is not one number.
+    """
+    for name in ("test_step", "compute_metrics"):
+        if getattr(type(model), name) is not getattr(tf.keras.Model, name):
+            raise ValueError(
+                f"model must not have a {name} of its own for evaluate_clients, "
+                f"which would not call it, got {type(model).__name__}.{name}: "
+                "compile metrics, or evaluate fed.model."
+            )
+    trainer = trainer_lib.make_trainer(model, training, element_spec)
+    received = cohort.Received(
+        weights=keras_versions.tf_variables(trainer.aggregated),
+        unaggregated=keras_versions.tf_variables(trainer.unaggregated),
+        params=(),
+        learning_rate=tf.constant(0.0),
+        seed=tf.zeros([2], tf.int64),
+    )
+    spec = tf.nest.map_structure(
+        lambda value: tf.TensorSpec(value.shape, value.dtype), received
+    )
+    x_spec, y_spec = trainer_lib.batch_specs(element_spec)
+    step = program.Program(
+        trainer.evaluate, spec, x_spec, y_spec, trainer.metric_specs, model=model
+    )
 
-        Raises:
-          ValueError: A metric is not one number, or the model or a metric has an
-            operation that could pass something on (see `engine.allowed_operations`).
-        """
-        for name in ("test_step", "compute_metrics"):
-            if getattr(type(model), name) is not getattr(tf.keras.Model, name):
-                raise ValueError(
-                    f"model must not have a {name} of its own for evaluate_clients, "
-                    f"which would not call it, got {type(model).__name__}.{name}: "
-                    "compile metrics, or evaluate fed.model."
-                )
-        self._trainer = trainer = trainer_lib.make_trainer(
-            model, training, element_spec
-        )
-        self._received = cohort.Received(
-            weights=keras_versions.tf_variables(trainer.aggregated),
-            unaggregated=keras_versions.tf_variables(trainer.unaggregated),
-            params=(),
-            learning_rate=tf.constant(0.0),
-            seed=tf.zeros([2], tf.int64),
-        )
-        x, y = trainer_lib.batch_specs(element_spec)
-        self._step = program.Program(
-            trainer.evaluate,
-            tf.nest.map_structure(
-                lambda value: tf.TensorSpec(value.shape, value.dtype), self._received
-            ),
-            x,
-            y,
-            trainer.metric_specs,
-            model=model,
-        )
-
-    def __call__(self, batches: Iterator[tuple[Any, Any]]) -> dict[str, tf.Tensor]:
-        """Returns a client's loss and metrics, by name; none without batches."""
-        metrics = [
-            tf.zeros(spec.shape, spec.dtype) for spec in self._trainer.metric_specs
-        ]
+    def metrics_of(batches: Iterator[tuple[Any, Any]]) -> dict[str, tf.Tensor]:
+        metrics = [tf.zeros(spec.shape, spec.dtype) for spec in trainer.metric_specs]
         total, count = 0.0, 0
         for x, y in batches:
             size = len(tf.nest.flatten(y)[0])
-            loss, metrics = self._step(self._received, x, y, metrics)
+            loss, metrics = step(received, x, y, metrics)
             total, count = total + loss * size, count + size
         if not count:
             return {}
-        return {"loss": total / count, **self._trainer.metric_results(metrics)}
+        return {"loss": total / count, **trainer.metric_results(metrics)}
+
+    return metrics_of
 
 
 def _batches(x: Any, y: Any, size: int, batch_size: int) -> Iterator[tuple[Any, Any]]:

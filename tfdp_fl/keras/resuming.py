@@ -201,15 +201,24 @@ class InterruptedRun:
         # Nobody knows what was drawn after the checkpoint, here or from a copy.
         run.attempts.renew()
         query, spending = cohort_engine.query, run.spending
-        key, lost = ledger_key(ledger_path(self.directory)), 0
-        if self.ledger is not None and self.ledger.entries:
-            lost = -spending.rounds
-            spending.absorb(self.ledger, run.run_id, key)
-            lost += spending.rounds
+        key, before = ledger_key(ledger_path(self.directory)), spending.rounds
+        ledgers = {} if self.ledger is None else {key: self.ledger}
+        for other, head in run.known_ledgers.items():
+            # They may hold rounds that came after the checkpoint, too.
+            if other != key and os.path.exists(other):
+                ledgers[other] = accounting.PrivacyLedger.read(
+                    other, expected_head=head or None
+                )
+        run.known_ledgers[key] = ""
+        for name, contents in ledgers.items():
+            # All lines are counted. If more come, another process goes on as well.
+            spending.absorb(contents, run.run_id, name)
             spending.lost_mu_squared = max(
                 spending.lost_mu_squared,
-                self.ledger.lost_mu_squared(run.rounds, run.run_id),
+                contents.lost_mu_squared(run.rounds, run.run_id),
             )
+            run.known_ledgers[name] = contents.head
+        lost = spending.rounds > before
         if lost:
             run.caveats.add("rounds_charged_twice")
         if lost or state["memory_of"] != query.mechanism.memory_key():
@@ -217,9 +226,6 @@ class InterruptedRun:
             # it go with coefficients that this machine chose otherwise.
             run.mechanism_state = query.new_segment(run.mechanism_state)
         spending.keep_others(prepared.spending.others)
-        run.known_ledgers[key] = "" if self.ledger is None else self.ledger.head
-        # All its lines are counted. If more come, another process goes on as well.
-        run.ledgers_ahead.discard(key)
         for variable, value in zip(
             [*fed.model.weights, *server],
             [*state["weights"], *state["server_optimizer"]],

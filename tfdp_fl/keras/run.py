@@ -161,8 +161,6 @@ class Run:
         model may have moved by a round that `rounds` does not count.
       known_ledgers: The hash of the last line that this run knows of each
         ledger, by the ledger's path.
-      ledgers_ahead: Those which may hold rounds that came after the checkpoint
-        from which this run was resumed.
       attempts: Numbers the draws of all rounds; no checkpoint keeps it.
       executor: How clients were trained, for people to read; nor this.
     """
@@ -187,7 +185,6 @@ class Run:
     audit: CanaryAudit | None = None
     releasing: bool = False
     known_ledgers: dict[str, str] = dataclasses.field(default_factory=dict)
-    ledgers_ahead: set[str] = dataclasses.field(default_factory=set)
     attempts: Attempts = dataclasses.field(default_factory=Attempts)
     executor: str | None = None
 
@@ -242,8 +239,6 @@ class Run:
         prepared.sampler.restore(state["sampler"])
         plain = {name: state[name] for name in _PLAIN}
         plain["populations"] = [(n, ids) for n, ids in state["populations"]]
-        # Others may hold rounds that were charged after the checkpoint.
-        ahead = prepared.ledgers_ahead | set(state["known_ledgers"])
         plain["known_ledgers"] = {**prepared.known_ledgers, **state["known_ledgers"]}
         return dataclasses.replace(
             prepared,
@@ -252,7 +247,6 @@ class Run:
             caveats=set(state["caveats"]),
             spending=spending_lib.Spending.from_state(state["spending"]),
             mechanism_state=tf.nest.pack_sequence_as(prepared.mechanism_state, values),
-            ledgers_ahead=ahead,
         )
 
 

@@ -81,7 +81,6 @@ class Ledger(FederatedCallback):
             run=run.run_id,
         )
         contents = ledger.contents()
-        ahead = self._key in run.ledgers_ahead
         if contents.entries and not self._append:
             if known is None:
                 raise ValueError(
@@ -90,26 +89,25 @@ class Ledger(FederatedCallback):
                     "fit(resume_from=...), choose another path, or count both together "
                     "with append=True."
                 )
-            if known != contents.head and not ahead:
+            if known != contents.head:
                 raise ValueError(
                     f"path must be a ledger that no other run went on with, and "
                     f"{self.path} has rounds that this model does not know of; resume "
                     "from its directory."
                 )
-        self._check_runs(contents, ahead)
+        self._check_runs(contents)
         run.spending.absorb(contents, run.run_id, self._key)
-        run.ledgers_ahead.discard(self._key)
         self._catch_up(ledger, contents)
         run.known_ledgers[self._key] = ledger.head
 
-    def _check_runs(self, contents: accounting.LedgerContents, ahead: bool) -> None:
+    def _check_runs(self, contents: accounting.LedgerContents) -> None:
         """Refuses rounds that cannot be told apart from or added to our own."""
         fed, run = self.federated_model, self._run
         runs = contents.by_run()
         own = len(runs.pop(run.run_id, ()))
         heads = run.known_ledgers.values()
         seen = max((contents.rounds_known(run.run_id, h) for h in heads), default=0)
-        if own > seen and not ahead:
+        if own > seen:
             raise ValueError(
                 f"path must not hold rounds of this very run that this model does not "
                 f"know of, and {self.path} does: the run was gone on with in two "
