@@ -36,7 +36,8 @@ class PrivateSearch:
     them, and one that fails counts as the worst. The running time is not hidden.
 
     Trials are by Poisson cohorts and mechanisms of the server's noise. Papernot &
-    Steinke (2022), https://arxiv.org/abs/2110.03620.
+    Steinke (2022), https://arxiv.org/abs/2110.03620; Koskela, Redberg & Wang (2024),
+    https://arxiv.org/abs/2402.06701.
 
     Attributes:
       candidates: The settings to choose from.
