@@ -108,6 +108,21 @@ def test_a_line_is_on_the_disk_before_record_returns(path, open_ledger):
         assert synced == [3]
 
 
+def test_an_interrupt_waits_until_the_ledger_knows_of_its_line(path, open_ledger):
+    append = PrivacyLedger._append
+
+    def interrupted(self, body):
+        head = append(self, body)
+        signal.raise_signal(signal.SIGINT)
+        return head
+
+    patched = mock.patch.object(PrivacyLedger, "_append", interrupted)
+    with patched, pytest.raises(KeyboardInterrupt):
+        open_ledger.record(1, charge(), 5)
+    open_ledger.record(2, charge(), 5)
+    assert len(read(path).entries) == 3
+
+
 def test_create_leaves_an_existing_file_alone(path):
     _write(path, 2)
     before = path.read_bytes()

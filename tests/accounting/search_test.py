@@ -162,6 +162,11 @@ class CostTest(parameterized.TestCase):
         self.assertBetween(profile.delta(9.0), true, 25e-4)
         self.assertEqual(profile.epsilon(0.9 * true), math.inf)
 
+    def test_of_many_trials_the_smaller_bound_is_said(self):
+        history = accounting.PrivacyAccountant([_charge(_G(1.5), mean=100.0)])
+        self.assertEqual(history.epsilon(1e-2, "pld"), history.epsilon(1e-2))
+        self.assertLess(history.delta(25.0, "pld"), 1e-2)
+
     def test_a_trial_without_noise_is_no_guarantee(self):
         for event in (_G(0.0), dp_accounting.NonPrivateDpEvent()):
             for shape in (math.inf, 1.0):

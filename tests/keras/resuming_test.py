@@ -170,6 +170,23 @@ def test_rounds_that_only_another_ledger_tells_of_are_counted(tmp_path, make):
 
 
 # Of the local one, the noise stays what the first fit set.
+def test_a_resume_that_fails_leaves_the_run_where_it_was(tmp_path):
+    groups = {"strategy": "blt:2", "rounds": 12, "min_separation": 2}
+    mechanism = tfdp_fl.CorrelatedNoise(clip_norm=1, noise_multiplier=1, **groups)
+    fed = toy.federated(mechanism, None, 10, "cyclic")
+    _fit(fed, 3, [RoundCheckpoint(tmp_path, every=2, keep=9)])
+    (tmp_path / "round-00000003.npz").unlink()
+    before = fed.run.sampler.state()
+    failing = mock.patch.object(
+        accounting.spending.Spending, "from_state", side_effect=OSError
+    )
+    with failing, pytest.raises(OSError):
+        _fit(fed, 3, [RoundCheckpoint(tmp_path)], resume_from=tmp_path)
+    # Else the same clients would be drawn again, closer than the noise allows.
+    assert fed.run.sampler.state() == before
+    assert before["released"] == 3
+
+
 @pytest.mark.parametrize("make", [_shuffled, _local])
 @toy.same_draws_when_resumed()
 def test_a_second_fit_is_resumed_as_such(tmp_path, make):

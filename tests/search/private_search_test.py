@@ -67,7 +67,25 @@ def _places(*places):
 
 def _trained(function=lambda trial: None):
     """Has a function, of a trial, stand for a training."""
-    return mock.patch.object(trial.Trial, "_train", lambda self, *_: function(self))
+    return mock.patch.multiple(
+        trial.Trial, _train=lambda self, *_: function(self), prepare=mock.DEFAULT
+    )
+
+
+_NOISE, _calibrate = {}, accounting.calibrate
+
+
+@pytest.fixture(autouse=True)
+def _calibrated_once(monkeypatch):
+    """Has no noise looked for twice: it takes seconds."""
+
+    def calibrate(make_charges, *target, upper):
+        key = tuple(make_charges(1.0)), target, upper
+        if key not in _NOISE:
+            _NOISE[key] = _calibrate(make_charges, *target, upper=upper)
+        return _NOISE[key]
+
+    monkeypatch.setattr(accounting, "calibrate", calibrate)
 
 
 def _set(trial, kernel):
@@ -253,8 +271,38 @@ def test_a_model_that_knows_clients_already():
         with pytest.raises(ValueError, match="already trained"):
             _fit(_search(build, [{"rate": 1}]))
     model = toy.dense()
-    with pytest.raises(ValueError, match="shares variables"):
-        _fit(_search(lambda rate: _wrapped(model)))
+    server = keras.optimizers.SGD(1.0)
+
+    def sharing(rate):
+        fed = _wrapped(toy.dense())
+        fed.compile("sgd", toy.loss(), ["accuracy"], server_optimizer=server)
+        return fed
+
+    for build in (lambda rate: _wrapped(model), sharing):
+        with pytest.raises(ValueError, match="shares variables"):
+            _fit(_search(build))
+
+
+@pytest.mark.parametrize(
+    "label, options, message",
+    [(99, {}, "labels must be"), (0, {"class_weight": {7: 2.0}}, "class_weight")],
+)
+def test_what_would_make_every_trial_fail_is_said_before_the_charge(
+    label, options, message
+):
+    # Else one client with such a label would decide that the model is untrained.
+    clients, search = _named_clients(), _search(candidates=[{"rate": 0.1}])
+    clients["anna 3"][1][0] = label
+    with pytest.raises(ValueError, match=message):
+        _fit(search, clients, **options)
+    assert search.epsilon(_DELTA) == 0.0
+
+
+def test_a_private_score_needs_clients_on_both_sides_by_their_ids():
+    score = tfdp_fl.PrivateScore("accuracy", noise_multiplier=5.0)
+    few = dict(list(_named_clients().items())[:2])
+    with pytest.raises(ValueError, match="clients must be enough"):
+        _fit(_search(score=score), few)
 
 
 @pytest.mark.parametrize("number", [0, 5])
@@ -434,6 +482,28 @@ def test_runs_before_and_after_count_together(tmp_path):
     fed = _build(0.1)
     toy.fit(fed, 1, [ledger], toy.clients(100))
     assert fed.epsilon(_DELTA) > search.epsilon(_DELTA)
+    toy.fit(fed, 3, [ledger], toy.clients(100))  # The same run, between two searches.
+    with _trained():
+        _fit(search, directory=tmp_path)
+    assert _told(tmp_path, "rdp") == search.epsilon(_DELTA) > fed.epsilon(_DELTA)
+    # Nor does the statement take another delta than the one that is asked for.
+    with pytest.raises(ValueError, match="delta"):
+        search.privacy_statement(0.0)
+
+
+def test_a_search_that_another_process_ended_meanwhile(tmp_path):
+    assert _broken(_search(), directory=tmp_path)
+    read, others = SearchDirectory.read, [_search()]
+
+    def last(directory):
+        state = read(directory)
+        while others:
+            _fit(others.pop(), resume_from=tmp_path)
+        return state
+
+    meanwhile = mock.patch.object(SearchDirectory, "read", last)
+    with _trained(), meanwhile, pytest.raises(ValueError, match="holds none"):
+        _fit(_search(), resume_from=tmp_path)
 
 
 def _broken(search, number=3, trained=None, **options):

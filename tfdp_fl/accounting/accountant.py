@@ -190,7 +190,9 @@ class PrivacyAccountant:
         if self.is_one_gaussian:
             return gaussian.gaussian_epsilon(self._mu_squared**-0.5, delta)
         if self.is_one_search:
-            return self._search_profile(coarse).epsilon(delta)
+            by_profile = self._search_profile(coarse).epsilon(delta)
+            by_rdp = self.epsilon(delta) if self._may_be_less_by_rdp else math.inf
+            return min(by_profile, by_rdp)
         return float(self._compose_pld(coarse).get_epsilon_for_delta(delta))
 
     def epsilon_if_participation_is_known(
@@ -236,7 +238,9 @@ class PrivacyAccountant:
         if self.is_one_gaussian:
             return gaussian.gaussian_delta(self._mu_squared**-0.5, epsilon)
         if self.is_one_search:
-            return self._search_profile().delta(epsilon)
+            by_profile = self._search_profile().delta(epsilon)
+            by_rdp = self.delta(epsilon) if self._may_be_less_by_rdp else 1.0
+            return min(by_profile, by_rdp)
         return float(self._compose_pld().get_delta_for_epsilon(epsilon))
 
     def _least(self, convert: Callable[..., tuple[float, float]], at: float) -> float:
@@ -284,6 +288,11 @@ class PrivacyAccountant:
             and list(self._other.values()) == [1]
             and isinstance(next(iter(self._other)), search.BestOfTrialsDpEvent)
         )
+
+    @property
+    def _may_be_less_by_rdp(self) -> bool:
+        # That is so for many trials whose number is about the same each time.
+        return any(event.shape > 1 for event in self._other)
 
     def _search_profile(self, coarse: bool = False) -> search.BestOfTrialsProfile:
         (event,) = self._other

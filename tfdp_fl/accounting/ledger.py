@@ -35,7 +35,7 @@ import secrets
 import threading
 from typing import Any
 
-from tfdp_fl import _files, _json, _validate, version
+from tfdp_fl import _files, _interrupts, _json, _validate, version
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import gaussian
 from tfdp_fl.accounting.accountant import PrivacyAccountant
@@ -419,9 +419,11 @@ class PrivacyLedger:
             self._check_file()
             if budget is not None:
                 self._ask(budget, entry)
-            head = self._append(body)
-            entry = dataclasses.replace(entry, line_hash=head)
-            self._contents = self._contents.with_entry(entry)
+            with _interrupts.after_the_block():
+                # Else a line could be on the disk of which this object does not know.
+                head = self._append(body)
+                entry = dataclasses.replace(entry, line_hash=head)
+                self._contents = self._contents.with_entry(entry)
 
     def _ask(self, budget: Budget, entry: LedgerEntry) -> None:
         """Raises BudgetExceededError if one more round would pass the budget."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import copy
 import dataclasses
 import functools
 import os
@@ -236,13 +237,16 @@ class Run:
         values = [tf.constant(value) for value in state["mechanism_state"]]
         if len(values) != len(tf.nest.flatten(prepared.mechanism_state)):
             raise ValueError("mechanism must have the state of the interrupted run.")
-        prepared.sampler.restore(state["sampler"])
+        # Of its own: whatever fails later leaves the run that was as it is.
+        sampler = copy.deepcopy(prepared.sampler)
+        sampler.restore(state["sampler"])
         plain = {name: state[name] for name in _PLAIN}
         plain["populations"] = [(n, ids) for n, ids in state["populations"]]
         plain["known_ledgers"] = {**prepared.known_ledgers, **state["known_ledgers"]}
         return dataclasses.replace(
             prepared,
             **plain,
+            sampler=sampler,
             plan=FitPlan(**state["plan"]),
             caveats=set(state["caveats"]),
             spending=spending_lib.Spending.from_state(state["spending"]),

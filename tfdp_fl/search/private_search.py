@@ -8,6 +8,7 @@ trial gets so much noise that the whole search keeps the target.
 
 from __future__ import annotations
 
+import collections
 import os
 import secrets
 import threading
@@ -95,7 +96,7 @@ class PrivateSearch:
         )
         self._score = _validate.instance_of((PublicScore, PrivateScore), score=score)
         self._spent = accounting.PrivacyAccountant()
-        self._counted: set[str] = set()
+        self._counted: dict[str, collections.Counter[accounting.RoundCharge]] = {}
         self._searches = 0
         self._last: tuple[Split, list[Trial]] | None = None
         self._fitting = threading.Lock()
@@ -163,11 +164,14 @@ class PrivateSearch:
                 **self._plan(dataset, rounds, options),
                 "build": charge.to_json(),
             }
+            for trial in trials:
+                trial.prepare(split.training, rounds, options)
             files = SearchDirectory(directory if resume_from is None else resume_from)
             state = self._begin(files, resume_from is not None, plan, trials)
             with files.opened(
                 state.run_id, state.ledger_head, self._target
             ) as contents:
+                state = self._again(files, resume_from is not None, state)
                 self._pay(files, state, charge, contents)
                 self._last = split, trials
                 self._run_trials(
@@ -207,6 +211,7 @@ class PrivateSearch:
         """
         if self._last is None or not self._searches:
             raise ValueError("fit must be called before privacy_statement.")
+        delta = self._target[1] if delta is None else delta
         split, trials = self._last
         caveats = {name for trial in trials for name in trial.mechanism.caveats()}
         scored = "public data"
@@ -241,7 +246,7 @@ class PrivateSearch:
                 "pseudorandom_noise",
             ),
         )
-        return accounting.privacy_statement(facts, delta or self._target[1], format)
+        return accounting.privacy_statement(facts, delta, format)
 
     def _plan(
         self, clients: FederatedDataset, rounds: int, options: dict[str, Any]
@@ -267,12 +272,12 @@ class PrivateSearch:
         seen: set[int] = set()
         for candidate in self.candidates:
             trial = Trial(candidate, self._build(**candidate))
-            own = {id(variable) for variable in trial.variables}
+            own = {id(part) for part in (*trial.variables, *trial.server_optimizers)}
             if seen & own:
                 raise ValueError(
-                    "build must return a model of its own for each candidate, got "
-                    "one that shares variables with another: a trial would begin "
-                    "where another one ended."
+                    "build must return a model and a server_optimizer of its own for "
+                    "each candidate, got one that shares variables with another: a "
+                    "trial would begin where another one ended."
                 )
             seen |= own
             trial.check(clients, self._score.metric)
@@ -307,6 +312,21 @@ class PrivateSearch:
             weights=trials[0].initial,
         )
 
+    def _again(
+        self, directory: SearchDirectory, resumes: bool, state: SearchState
+    ) -> SearchState:
+        """Returns the state under the lock: others may have gone on with it."""
+        if not resumes:
+            directory.check_empty()
+            return state
+        now = directory.read()
+        if now.run_id != state.run_id:
+            raise ValueError(
+                "resume_from must be the directory of an interrupted search, and "
+                "another process has begun a new one there."
+            )
+        return now
+
     def _run_trials(
         self,
         directory: SearchDirectory,
@@ -340,20 +360,24 @@ class PrivateSearch:
         contents: accounting.LedgerContents | None,
     ) -> None:
         """Charges the search, on the disk and in memory, before any trial."""
-        spent, counted = self._spent.copy(), set(self._counted)
+        spent, counted = self._spent.copy(), dict(self._counted)
         recorded = False
         for run_id, entries in () if contents is None else contents.by_run().items():
             recorded |= run_id == state.run_id
-            if run_id in counted or run_id == state.run_id:
+            if run_id == state.run_id:
                 continue
-            counted.add(run_id)
-            for entry in entries:
-                if entry.charge is None:
-                    raise ValueError(
-                        "directory must have a ledger of central guarantees alone, "
-                        f"got one with a round of run {run_id} that has none."
-                    )
-                spent.add(entry.charge)
+            told = collections.Counter(
+                e.charge for e in entries if e.charge is not None
+            )
+            if told.total() < len(entries):
+                raise ValueError(
+                    "directory must have a ledger of central guarantees alone, "
+                    f"got one with a round of run {run_id} that has none."
+                )
+            known = counted.get(run_id, collections.Counter())
+            for one, count in (told - known).items():  # Those that came since.
+                spent.add(one, count)
+            counted[run_id] = told | known
         if state.run_id not in counted:
             spent.add(charge)
         state.ledger_head = directory.head
@@ -362,4 +386,5 @@ class PrivateSearch:
             directory.record(charge, self._trials.describe())
             state.ledger_head = directory.head
         self._searches += state.run_id not in counted
-        self._spent, self._counted = spent, counted | {state.run_id}
+        counted[state.run_id] = collections.Counter([charge])
+        self._spent, self._counted = spent, counted

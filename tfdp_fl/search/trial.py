@@ -19,8 +19,9 @@ from tfdp_fl import accounting, keras_versions, sampling, schedules
 from tfdp_fl.accounting.search import BestOfTrialsDpEvent, TrialCount
 from tfdp_fl.datasets import FederatedDataset, nests
 from tfdp_fl.engine import trainer
-from tfdp_fl.keras import DPFederatedModel, model_history, validation
+from tfdp_fl.keras import DPFederatedModel, model_history, preparation, validation
 from tfdp_fl.keras.make_private import charged, largest_noise
+from tfdp_fl.keras.run import FitPlan
 from tfdp_fl.mechanisms import Deployment, Mechanism
 from tfdp_fl.search.scores import PrivateScore, PublicScore, Split
 
@@ -72,6 +73,12 @@ class Trial:
         """The expected cohort size, m."""
         sizes = self._made.setup.clients_per_round
         return schedules.value_at(sizes, 0, "clients_per_round")
+
+    @property
+    def server_optimizers(self) -> list[Any]:
+        """The server's optimizer, if there is one."""
+        server = self._made.require_compiled("a trial").server_optimizer
+        return [] if server is None else [server]
 
     def values(self) -> list[np.ndarray]:
         """Returns the values of all variables."""
@@ -136,6 +143,27 @@ class Trial:
             num_clients=num_clients,
             sampling="poisson",
             rounds=rounds,
+        )
+
+    def prepare(
+        self, clients: FederatedDataset, rounds: int, options: dict[str, Any]
+    ) -> None:
+        """Makes what trains; raises what would make every trial fail.
+
+        Before the charge, and aloud: within a trial nobody would be told, and a
+        client with a label that no class has would decide how the search ends.
+        """
+        self._fed = self._federated()
+        told = dict(options)
+        class_weight = told.pop("class_weight")
+        _, self._fed._prepared = preparation.prepare(
+            self._fed,
+            clients,
+            FitPlan(first_round=0, last_round=rounds, seed=None, **told),
+            before=None,
+            calibration=None,
+            class_weight=class_weight,
+            moments=False,
         )
 
     def run(
