@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import engine
 from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.engine import dense_models
 from tfdp_fl.mechanisms import ClientWeighting, Deployment, NoPrivacy
 
 SIZES = (7, 0, 3, 5)
 FEATURES, CLASSES = 4, 3
+
+from_arrays = FederatedDataset.from_client_arrays
 
 
 def client_arrays(sizes=SIZES, seed: int = 0):
@@ -27,20 +32,26 @@ def client_arrays(sizes=SIZES, seed: int = 0):
     }
 
 
+def dataset(sizes=SIZES) -> FederatedDataset:
+    """Returns `client_arrays` as a dataset."""
+    return from_arrays(client_arrays(sizes))
+
+
+def sequential(shape, *layers, **options: Any) -> tf.keras.Sequential:
+    """Returns a built model of layers."""
+    return tf.keras.Sequential([tf.keras.Input(shape, **options), *layers])
+
+
 def mlp(units: int = 6) -> tf.keras.Sequential:
     """Returns a small model whose weights are always the same."""
     tf.keras.utils.set_random_seed(1)
-    return tf.keras.Sequential(
-        [
-            tf.keras.layers.Dense(units, activation="tanh", input_shape=(FEATURES,)),
-            tf.keras.layers.Dense(CLASSES),
-        ]
-    )
+    dense = tf.keras.layers.Dense
+    return sequential([FEATURES], dense(units, "tanh"), dense(CLASSES))
 
 
-def cross_entropy() -> tf.keras.losses.Loss:
+def cross_entropy(**options: Any) -> tf.keras.losses.Loss:
     """Returns the loss that goes with `mlp`."""
-    return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
 
 
 def make_engine(
@@ -53,11 +64,10 @@ def make_engine(
     num_replicas: int = 1,
     jit_compile: bool | None = False,
     training: dict[str, Any] | None = None,
-    sampling: str = "fixed_size",
     client_weighting: ClientWeighting | None = None,
     **options: Any,
 ) -> engine.CohortEngine:
-    """Returns an engine, for cohorts of a fixed size unless told."""
+    """Returns an engine, for cohorts of a fixed size."""
     return engine.CohortEngine(
         model=model,
         training=engine.LocalTraining(
@@ -69,7 +79,7 @@ def make_engine(
         deployment=Deployment(
             clients_per_round=dataset.num_clients,
             num_clients=dataset.num_clients,
-            sampling=sampling,
+            sampling="fixed_size",
             rounds=3,
             min_examples=1,
             client_weighting=client_weighting,
@@ -97,14 +107,51 @@ def inputs(dataset: FederatedDataset, **changes: Any) -> engine.RoundInputs:
     return engine.RoundInputs(**values)
 
 
-def run_round(
-    cohort_engine: engine.CohortEngine,
-    dataset: FederatedDataset,
-    **changes: Any,
-) -> dict[str, float]:
+def collect(cohort_engine, dataset: FederatedDataset, **changes: Any):
+    """Returns a round of all clients that is not released."""
+    return cohort_engine.collect(dataset, inputs(dataset, **changes))
+
+
+def update_of(pending) -> list[np.ndarray]:
+    """Returns what the clients of a round add up to."""
+    (total,) = pending.sums
+    return [part.numpy() for part in total.contribution.update]
+
+
+def run_round(cohort_engine, dataset, **changes: Any) -> dict[str, float]:
     """Runs one round; returns its logs."""
-    pending = cohort_engine.collect(dataset, inputs(dataset, **changes))
-    return cohort_engine.release(pending)
+    return cohort_engine.release(collect(cohort_engine, dataset, **changes))
+
+
+def moved_by(model, cohort_engine, dataset, **changes: Any) -> list[np.ndarray]:
+    """Returns how one round moves each variable of a model."""
+    before = model.get_weights()
+    run_round(cohort_engine, dataset, **changes)
+    return [b - a for a, b in zip(before, model.get_weights(), strict=True)]
+
+
+def side_by_side(beside: bool = True, few: bool | None = None):
+    """Trains dense models side by side or not; `few`: as if they were small."""
+    patches = {"is_worthwhile": lambda *_: beside}
+    if few is not None:
+        patches["is_small"] = lambda *_: few
+    return mock.patch.multiple(dense_models, **patches)
+
+
+@contextlib.contextmanager
+def policy(name: str):
+    """Makes models of another precision."""
+    tf.keras.mixed_precision.set_global_policy(name)
+    try:
+        yield
+    finally:
+        tf.keras.mixed_precision.set_global_policy("float32")
+
+
+def assert_close(one: Any, other: Any, rtol: float = 1e-6, atol: float = 1e-6):
+    """Compares nests of arrays."""
+    for a, b in zip(tf.nest.flatten(one), tf.nest.flatten(other), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
 
 
 def reference_update(
@@ -121,19 +168,7 @@ def reference_update(
 ) -> list[np.ndarray]:
     """Returns what one client's training changes, by a plain Keras loop.
 
-    Args:
-      model: The model that the client receives; it is put back.
-      client: The client's `(x, y)`.
-      optimizer: Its configuration is used, with fresh slots.
-      loss: What Keras's `compile` takes.
-      batch_size: Examples of a batch.
-      local_epochs: Passes over the examples.
-      loss_weights: What Keras's `compile` takes.
-      proximal_weight: mu.
-      grad_clip: The largest L2 norm of a gradient; 0: any.
-
-    Returns:
-      The difference of `model.get_weights()`.
+    The model is put back, and the optimizer's slots are fresh.
     """
     x, y = client
     size = len(tf.nest.flatten(y)[0])
@@ -148,13 +183,11 @@ def reference_update(
         )
         with tf.GradientTape() as tape:
             value = model.compute_loss(batch_x, batch_y, model(batch_x, training=True))
-            value += sum(
-                tf.cast(
-                    0.5 * proximal_weight * tf.reduce_sum((w - w0) ** 2),
-                    value.dtype,
-                )
+            distance = sum(
+                tf.reduce_sum((w - w0) ** 2)
                 for w, w0 in zip(model.trainable_variables, received, strict=True)
             )
+            value += tf.cast(0.5 * proximal_weight * distance, value.dtype)
         gradients = tape.gradient(value, model.trainable_variables)
         gradients = [tf.convert_to_tensor(g) for g in gradients]
         norm = np.sqrt(sum(np.sum(np.square(g)) for g in gradients))
@@ -164,18 +197,3 @@ def reference_update(
     after = model.get_weights()
     model.set_weights(before)
     return [b - a for a, b in zip(before, after, strict=True)]
-
-
-def reference_mean(
-    model: tf.keras.Model,
-    clients: list[tuple[Any, Any]],
-    optimizer: tf.keras.optimizers.Optimizer,
-    loss: Any,
-    **options: Any,
-) -> list[np.ndarray]:
-    """Returns the mean of all clients' updates."""
-    updates = [
-        reference_update(model, client, optimizer, loss, **options)
-        for client in clients
-    ]
-    return [np.mean(parts, axis=0) for parts in zip(*updates, strict=True)]

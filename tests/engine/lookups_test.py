@@ -5,17 +5,21 @@ from __future__ import annotations
 from unittest import mock
 
 import numpy as np
+import pytest
 import tensorflow as tf
-from absl.testing import parameterized
 
 from tests.engine import cohorts
 from tfdp_fl import mechanisms
-from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import lookups
 from tfdp_fl.mechanisms import ClientWeighting
 
 _layers = tf.keras.layers
 _ITEMS, _SIZES = 50, (7, 0, 3, 12)
+_FIXED = mechanisms.FixedClipping(clip_norm=0.01, noise_multiplier=0.0)
+_ADAPTIVE = mechanisms.AdaptiveClipping(noise_multiplier=0.0, count_noise_stddev=0.0)
+
+_WEIGHTED = {"mechanism": _FIXED, "client_weighting": ClientWeighting.num_examples(9)}
+_LIMITED = {"proximal_weight": 0.5, "grad_clip": 0.3}
 
 
 def _dataset(first=None):
@@ -32,7 +36,7 @@ def _dataset(first=None):
     clients = dict(enumerate(map(client, _SIZES)))
     if first is not None:
         clients[0][1][:] = first
-    return FederatedDataset.from_client_arrays(clients)
+    return cohorts.from_arrays(clients)
 
 
 class _Tied(_layers.Layer):
@@ -48,7 +52,6 @@ class _Tied(_layers.Layer):
 
 class _Constant(_layers.Layer):
     def build(self, shape):
-        del shape
         self.constant = tf.constant(2.0)
 
     def call(self, inputs):
@@ -95,99 +98,62 @@ def _model(kind="plain"):
     return tf.keras.Model(inputs, _Tied(table)(out) if kind == "tied" else out)
 
 
-def _engine(dataset, model, least=1, optimizer=None, **options):
+def _engine(dataset, model, least=1, **options):
     with mock.patch.object(lookups, "_LEAST_ELEMENTS", least):
-        made = cohorts.make_engine(
-            model, dataset, loss="mse", optimizer=optimizer, **options
-        )
-    return made
+        return cohorts.make_engine(model, dataset, loss="mse", **options)
 
 
-class LookupsTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.named_parameters(
-        ("without a clip", mechanisms.NoPrivacy(), {}),
-        (
-            "weighted",
-            mechanisms.FixedClipping(clip_norm=0.01, noise_multiplier=0.0),
-            {},
-            ClientWeighting.num_examples(cap=9),
-        ),
-        ("fixed", mechanisms.FixedClipping(clip_norm=0.01, noise_multiplier=0.0), {}),
-        (
-            "adaptive",
-            mechanisms.AdaptiveClipping(noise_multiplier=0.0, count_noise_stddev=0.0),
-            {"proximal_weight": 0.5, "grad_clip": 0.3},
-        ),
-    )
-    def test_a_cohort_adds_up_to_what_whole_tables_do(
-        self, mechanism, training, weighting=None
-    ):
-        dataset, found = _dataset(), []
-        for least in (1, 10**9):
-            model = _model()
-            engine = _engine(
-                dataset,
-                model,
-                least,
-                mechanism=mechanism,
-                training=training,
-                client_weighting=weighting,
-            )
-            tables = engine.programs.trainer.lookups
-            self.assertLen(tables, 3 if least == 1 else 0)
-            logs = cohorts.run_round(engine, dataset)
-            found.append((model.get_weights(), logs))
-        (narrow, logs), (whole, logs_whole) = found
-        self.assertAllClose(narrow, whole, rtol=1e-6, atol=1e-7)
-        self.assertAllClose(logs, logs_whole, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize(
+    ("kind", "num_tables", "options"),
+    [
+        ("plain", 3, {}),
+        ("plain", 3, {"mechanism": _FIXED}),
+        ("plain", 3, _WEIGHTED),
+        ("plain", 3, {"mechanism": _ADAPTIVE, "training": _LIMITED}),
+        # Negative places count from the end, as in Keras.
+        ("beside other variables", 1, {}),
+    ],
+)
+def test_a_cohort_adds_up_to_what_whole_tables_do(kind, num_tables, options):
+    dataset, found = _dataset(), []
+    for least in (1, 10**9):
+        model = _model(kind)
+        engine = _engine(dataset, model, least, **options)
+        tables = engine.programs.trainer.lookups
+        assert len(tables) == (num_tables if least == 1 else 0)
+        logs = cohorts.run_round(engine, dataset)
+        assert logs["mean_update_norm"] > 0
+        found.append((model.get_weights(), logs))
+    (narrow, logs), (whole, logs_whole) = found
+    cohorts.assert_close(narrow, whole, rtol=1e-6, atol=1e-7)
+    cohorts.assert_close(logs, logs_whole, rtol=1e-5)
 
-    def test_a_hostile_client_moves_its_rows_by_the_clip_at_most(self):
-        mechanism = mechanisms.FixedClipping(clip_norm=0.01, noise_multiplier=0.0)
-        models = {}
-        for label in (None, 1e20, np.nan):
-            models[label], dataset = _model(), _dataset(label)
-            engine = _engine(dataset, models[label], mechanism=mechanism)
-            cohorts.run_round(engine, dataset)
-        weights = {
-            label: np.concatenate([w.ravel() for w in model.get_weights()])
-            for label, model in models.items()
-        }
-        num_clients = len(_SIZES)
-        for label in (1e20, np.nan):
-            moved = num_clients * np.linalg.norm(weights[label] - weights[None])
-            self.assertBetween(moved, 0.001, 0.0201)
 
-    def test_other_variables_and_embeddings_are_as_they_were(self):
-        # Whose negative places count from the end, as in Keras.
-        dataset, found = _dataset(), []
-        for least in (1, 10**9):
-            model = _model("beside other variables")
-            engine = _engine(dataset, model, least)
-            self.assertLen(engine.programs.trainer.lookups, 1 if least == 1 else 0)
-            logs = cohorts.run_round(engine, dataset)
-            self.assertGreater(logs["mean_update_norm"], 0)
-            found.append(model.get_weights())
-        self.assertAllClose(*found, rtol=1e-6, atol=1e-7)
+def test_a_hostile_client_moves_its_rows_by_the_clip_at_most():
+    model, weights = _model(), {}
+    engine, start = _engine(_dataset(), model, mechanism=_FIXED), model.get_weights()
+    for label in (None, 1e20, np.nan):
+        model.set_weights(start)
+        cohorts.run_round(engine, _dataset(label))
+        weights[label] = np.concatenate([w.ravel() for w in model.get_weights()])
+    for label in (1e20, np.nan):
+        moved = len(_SIZES) * np.linalg.norm(weights[label] - weights[None])
+        assert 0.001 <= moved <= 0.0201
 
-    @parameterized.parameters(
-        "masked", "regularized", "tied", "computed", "feature used twice"
-    )
-    def test_other_uses_of_a_table_or_its_feature_train_it_whole(self, kind):
-        dataset = _dataset()
-        trainer = _engine(dataset, _model(kind)).programs.trainer
-        # The tags are still looked up.
-        left = {lookup.feature for lookup in trainer.lookups}
-        self.assertLen(left, 1 if kind != "plain" else 2)
 
-    def test_optimizers_and_mechanisms_that_move_other_rows_have_whole_tables(self):
-        dataset = _dataset()
-        trainer = _engine(
-            dataset, _model(), optimizer=tf.keras.optimizers.Adam()
-        ).programs.trainer
-        self.assertEmpty(trainer.lookups)
-        local = mechanisms.LocalDP(clip_norm=1.0, noise_multiplier=1.0)
-        model = _model()
-        before = model.get_weights()[0]
-        engine = _engine(dataset, model, mechanism=local)
-        cohorts.run_round(engine, dataset)
-        self.assertTrue((model.get_weights()[0] != before).all())
+@pytest.mark.parametrize(
+    "kind", ["masked", "regularized", "tied", "computed", "feature used twice"]
+)
+def test_other_uses_of_a_table_or_its_feature_train_it_whole(kind):
+    trainer = _engine(_dataset(), _model(kind)).programs.trainer
+    # The tags are still looked up.
+    assert len({lookup.feature for lookup in trainer.lookups}) == 1
+
+
+def test_optimizers_and_mechanisms_that_move_other_rows_have_whole_tables():
+    dataset, model = _dataset(), _model()
+    adam = _engine(dataset, model, optimizer=tf.keras.optimizers.Adam())
+    assert not adam.programs.trainer.lookups
+    local = mechanisms.LocalDP(clip_norm=1.0, noise_multiplier=1.0)
+    engine = _engine(dataset, model, mechanism=local)
+    assert cohorts.moved_by(model, engine, dataset)[0].all()
