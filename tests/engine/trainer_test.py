@@ -180,15 +180,6 @@ def test_stacked_lstm_without_a_mask():
         assert "call" not in vars(layer)
 
 
-def test_functional_with_two_inputs():
-    inputs = {"a": tf.keras.Input([3], name="a"), "b": tf.keras.Input([2], name="b")}
-    hidden = _layers.Concatenate()([*inputs.values()])
-    model = tf.keras.Model(inputs, _layers.Dense(3)(_layers.Dense(4, "relu")(hidden)))
-    x = {"a": _normal(3), "b": _normal(2)}
-    arrays = _arrays(lambda *args: {name: make(*args) for name, make in x.items()})
-    _assert_trains_like_keras(model, arrays)
-
-
 @pytest.mark.parametrize(
     ("loss", "weights"),
     [
@@ -196,14 +187,18 @@ def test_functional_with_two_inputs():
         (["sparse_categorical_crossentropy", "mse"], [0.3, 2.0]),
     ],
 )
-def test_several_outputs_with_losses_by_name(loss, weights):
-    entry = tf.keras.Input([4])
+def test_several_inputs_and_outputs_with_losses_by_name(loss, weights):
+    inputs = {"a": tf.keras.Input([3], name="a"), "b": tf.keras.Input([2], name="b")}
+    both = _layers.Concatenate()([*inputs.values()])
     outputs = {
-        "p": _layers.Dense(3, activation="softmax", name="p")(entry),
-        "q": _layers.Dense(1, name="q")(entry),
+        "p": _layers.Dense(3, activation="softmax", name="p")(both),
+        "q": _layers.Dense(1, name="q")(both),
     }
     by_name = isinstance(loss, dict)
-    model = tf.keras.Model(entry, outputs if by_name else [*outputs.values()])
+    model = tf.keras.Model(inputs, outputs if by_name else [*outputs.values()])
+
+    def features(rng, size):
+        return {"a": _normal(3)(rng, size), "b": _normal(2)(rng, size)}
 
     def labels(rng, size):
         q = rng.normal(size=[size, 1]).astype(np.float32)
@@ -211,7 +206,7 @@ def test_several_outputs_with_losses_by_name(loss, weights):
         return parts if by_name else tuple(parts.values())
 
     training = {} if weights is None else {"loss_weights": weights}
-    arrays = _arrays(_normal(4), labels)
+    arrays = _arrays(features, labels)
     _assert_trains_like_keras(model, arrays, loss=loss, training=training)
 
 
