@@ -70,6 +70,12 @@ def test_what_follows_the_clients_around_the_mechanism_is_refused(wrapped, messa
         state_lib.accountable_state(learning_state(state))
 
 
+def test_a_weighted_mean_around_the_mechanism_is_refused():
+    state = tff.aggregators.MeanFactory(ours()).create(SCALAR, SCALAR).initialize()
+    with pytest.raises(ValueError, match="divides once more"):
+        state_lib.accountable_state(learning_state(state))
+
+
 def test_secure_sums_with_constant_bounds():
     constant = {
         "inner_factory": tff.aggregators.SecureSumFactory(4.0, -4.0),

@@ -232,6 +232,14 @@ def test_runs_that_cannot_be_added_are_refused(path):
         assert path.read_bytes() == before
 
 
+def test_a_ledger_that_is_deleted_stops_the_training(path):
+    delete = tf.keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: path.unlink())
+    fed = toy.federated()
+    with pytest.raises(accounting.LedgerMovedError):
+        toy.fit(fed, 3, [Ledger(path, append=True), delete])
+    assert fed.rounds == fed.spending.rounds == 1
+
+
 def test_a_full_disk_abandons_the_round(path):
     fed, ledger = toy.federated(), Ledger(path)
     toy.fit(fed, 1, [ledger])

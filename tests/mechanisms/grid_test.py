@@ -52,6 +52,15 @@ def _squares(record) -> int:
 
 
 class SumTest(parameterized.TestCase):
+    def test_is_that_of_clipped_updates(self):
+        norms = [0.1, 0.2, 5.0, 0.0]
+        updates = rounds.updates_with_norms(norms)
+        shares = [min(1, _S / max(norm, _S)) for norm in norms]
+        for v, mean in enumerate(_round(updates).mean):
+            parts = zip(updates, shares, strict=True)
+            wanted = sum(u[v].astype(float) * share for u, share in parts) / _M
+            np.testing.assert_allclose(mean, wanted, atol=3e-5 * _S)
+
     def test_is_of_whole_numbers_in_any_order(self):
         updates = rounds.updates_with_norms([0.1, 7.0, 0.3, 0.2])
         totals = {

@@ -324,9 +324,10 @@ class PrivacyAccountant:
             if self.relation is dp_accounting.NeighboringRelation.REPLACE_ONE:
                 z *= 2
             counts[dp_accounting.GaussianDpEvent(z)] = 1
-        interval = _pld_interval(None, coarse)
+        largest_loss = math.inf
         with contextlib.suppress(ValueError):
-            interval = _pld_interval(self.epsilon(1e-9), coarse)
+            largest_loss = self.epsilon(1e-9)
+        interval = _pld_interval(largest_loss, coarse)
         composed = None
         for event, count in counts.items():
             one = _event_pld(event, self.relation, interval)
@@ -382,10 +383,10 @@ def tightest(charges: Iterable[charge_lib.RoundCharge]) -> str:
     return "rdp" if by_rdp else "pld"
 
 
-def _pld_interval(largest_loss: float | None, coarse: bool) -> float:
+def _pld_interval(largest_loss: float, coarse: bool) -> float:
     """Returns the width of a PLD's cells; wide ones keep a large loss computable."""
     interval = _PLD_COARSE_INTERVAL if coarse else _PLD_INTERVAL
-    if largest_loss is None or math.isinf(largest_loss):
+    if math.isinf(largest_loss):
         return interval
     return max(interval, largest_loss / _PLD_MAX_CELLS)
 

@@ -247,10 +247,12 @@ def calibrate(
 
     z = min(1.0, limit)
     if accountant == "pld":
-        # RDP is quick and never much below PLD's noise, and coarse PLD is near it.
-        is_quick = not PrivacyAccountant(make_charges(z)).is_one_search
+        # RDP is quick but for a search, and never much below PLD's noise, and coarse
+        # PLD is near it.
+        is_search = PrivacyAccountant(make_charges(z)).is_one_search
         with contextlib.suppress(ValueError):
-            z = solve(solve(z, "rdp") if is_quick else z, "pld", coarse=True)
+            start = z if is_search else solve(z, "rdp")
+            z = solve(start, "pld", coarse=True)
             if target * (1 - _TOLERANCE) <= epsilon(z, "pld") <= target:
                 return z
     return solve(z, accountant)

@@ -83,13 +83,9 @@ class TrialCount:
 
     @property
     def theorem(self) -> str:
-        """Which theorems bound the cost, in words for a statement."""
+        """Which theorem bounds the Renyi divergence, in words for a statement."""
         number = 6 if self.may_be_none else 2
-        return (
-            "privacy profiles as in Koskela, Redberg & Wang (2024, arXiv 2402.06701) "
-            f"and, by Renyi accounting, by theorem {number} of Papernot & Steinke "
-            "(2022, arXiv 2110.03620)"
-        )
+        return f"theorem {number} of Papernot & Steinke (2022, arXiv 2110.03620)"
 
     def describe(self) -> str:
         """Returns the distribution in words."""

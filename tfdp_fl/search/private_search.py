@@ -217,6 +217,12 @@ class PrivateSearch:
         scored = "public data"
         if split.held_out is not None:
             scored = f"{split.held_out.num_clients} clients, with noise, and charged"
+        accounted = self._trials.theorem
+        if self._spent.is_one_search:
+            accounted += (
+                " and by privacy profiles (Koskela, Redberg & Wang 2024, arXiv "
+                "2402.06701)"
+            )
         times = "" if self._searches == 1 else f"{self._searches} times, "
         facts = accounting.StatementFacts(
             guarantee="central",
@@ -224,7 +230,7 @@ class PrivateSearch:
             mechanism_description=(
                 f"{times}the best of a secret number of trials "
                 f"({self._trials.describe()}) over {len(self.candidates)} candidates, "
-                f"scored on {scored}, accounted for by {self._trials.theorem}; the "
+                f"scored on {scored}, accounted for by {accounted}; the "
                 "mechanism of the first one's trials: "
                 f"{trials[0].mechanism.describe()}"
             ),

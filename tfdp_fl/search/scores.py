@@ -152,16 +152,16 @@ class PrivateScore:
     def split(self, clients: FederatedDataset) -> Split:
         """Returns the clients that train, those that score, and what a score costs."""
         training, held_out = clients.split_by_id(self._share)
-        # With a few clients, one may be moved to the side that has none: then more
-        # than the client that comes or goes would change sides.
-        if max(
-            map(client_ids.place_of, held_out.client_ids)
-        ) >= self._share or self._share > min(
-            map(client_ids.place_of, training.client_ids)
-        ):
+        are_apart = (
+            max(map(client_ids.place_of, held_out.client_ids))
+            < self._share
+            <= min(map(client_ids.place_of, training.client_ids))
+        )
+        if not are_apart:  # One was moved to the side that has none.
             raise ValueError(
-                "clients must be enough that the hashes of their ids put some on each "
-                f"side of held_out={self._share:g}, got {clients.num_clients}."
+                "clients must be more, so that the hashes of their ids put some on "
+                f"each side of held_out={self._share:g}, got {clients.num_clients}: "
+                "else a client that comes or goes would move another one."
             )
         return Split(
             training=training,

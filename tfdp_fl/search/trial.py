@@ -153,7 +153,15 @@ class Trial:
         Before the charge, and aloud: within a trial nobody would be told, and a
         client with a label that no class has would decide how the search ends.
         """
-        self._fed = self._federated()
+        # Its programs serve all trials of this candidate.
+        self._fed = self._made.with_setup(
+            mechanism=self.mechanism, delta=None, target=None
+        )
+        for server in self.server_optimizers:
+            state = keras_versions.build_optimizer(
+                server, self.model.trainable_variables
+            )
+            self._server = [(variable, variable.numpy()) for variable in state]
         told = dict(options)
         class_weight = told.pop("class_weight")
         _, self._fed._prepared = preparation.prepare(
@@ -187,25 +195,13 @@ class Trial:
     def _train(
         self, clients: FederatedDataset, rounds: int, options: dict[str, Any]
     ) -> None:
-        if self._fed is None:
-            self._fed = self._federated()
+        assert self._fed is not None  # `prepare` made it.
         # The model is this trial's alone: it was reset.
         model_history.claim(self._fed, self.variables)
         self._fed.fit(clients, rounds=rounds, verbose=0, **options)
         run, _ = self._fed.require_trained("a trial")
         if not collections.Counter(dict(run.spending.charges)) <= self._planned:
             raise RuntimeError("A trial was charged more than was planned.")
-
-    def _federated(self) -> DPFederatedModel:
-        """Returns what trains the model: its programs serve all trials."""
-        fed = self._made.with_setup(mechanism=self.mechanism, delta=None, target=None)
-        server = fed.require_compiled("a trial").server_optimizer
-        if server is not None:
-            state = keras_versions.build_optimizer(
-                server, self.model.trainable_variables
-            )
-            self._server = [(variable, variable.numpy()) for variable in state]
-        return fed
 
 
 @contextlib.contextmanager
