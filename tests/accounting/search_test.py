@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -71,6 +72,7 @@ def _worst_of_scores(p, q, mean, shape, delta):
     )
 
 
+@functools.cache
 def _training(z, q, rounds, step=2e-3):
     """Returns two laws of the sum of a training's losses, each rounded down.
 

@@ -16,6 +16,7 @@ import pytest
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import accounting
+from tfdp_fl.accounting import accountant
 from tfdp_fl.accounting.search import TrialCount
 from tfdp_fl.search import private_search, trial
 from tfdp_fl.search.directory import SearchDirectory
@@ -77,7 +78,9 @@ _NOISE, _calibrate = {}, accounting.calibrate
 
 @pytest.fixture(autouse=True)
 def _calibrated_once(monkeypatch):
-    """Has no noise looked for twice: it takes seconds."""
+    """Has no noise looked for twice, nor in narrow cells: it takes seconds."""
+    for name in ("_PLD_INTERVAL", "_PLD_COARSE_INTERVAL"):
+        monkeypatch.setattr(accountant, name, 2e-3)
 
     def calibrate(make_charges, *target, upper):
         key = tuple(make_charges(1.0)), target, upper
