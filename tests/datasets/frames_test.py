@@ -114,6 +114,30 @@ def test_words_are_a_place_alone_and_in_a_list_zeros_and_ones(tmp_path, towns):
         np.testing.assert_array_equal(alone.client("a")[0]["t"], [0])
 
 
+@pytest.mark.parametrize("weight", [None, "height"])
+def test_a_sorted_file_is_read_client_by_client(tmp_path, weight):
+    whole, path = _frame(), tmp_path / "table.parquet"
+    whole = pd.concat([whole.assign(who=whole.who + str(k)) for k in range(7)])
+    options = {"client": "who", "features": ["age"], "sample_weight": weight}
+    whole.sort_values("who").to_parquet(path, row_group_size=4)
+    streamed = FederatedDataset.from_parquet(path, **options)
+    assert not streamed.is_indexed
+    whole.to_parquet(path.with_name("unsorted"), row_group_size=4)
+    held = FederatedDataset.from_parquet(path.with_name("unsorted"), **options)
+    assert held.is_indexed
+    assert streamed.element_spec == held.element_spec
+    assert sorted(held.client_ids) == list(streamed.client_ids)
+    for client_id in held.client_ids:
+        for one, other in zip(
+            streamed.client(client_id), held.client(client_id), strict=True
+        ):
+            np.testing.assert_array_equal(np.sort(one, 0), np.sort(other, 0))
+    whole.loc[whole.who == "b5", "age"] = None
+    whole.sort_values("who").to_parquet(path, row_group_size=4)
+    with pytest.raises(ValueError, match=r"'age' with.*Row 0 is row \d+ of"):
+        FederatedDataset.from_parquet(path, **options)
+
+
 # `fit(x, y, client_ids=)`.
 
 

@@ -210,8 +210,9 @@ class FederatedDataset:
     ) -> FederatedDataset:
         """Makes a dataset of a Parquet file with a column that names clients.
 
-        The file is read at once. For one that is larger than memory, write a
-        `from_client_fn` over its row groups.
+        The file is read once, a row group at a time, to find the clients and to check
+        all values. Where it is sorted by clients, a client is then read when it takes
+        part. Any other file is held in memory.
 
         Args:
           path: The file.
@@ -225,6 +226,9 @@ class FederatedDataset:
         with _on_use.needed("pandas pyarrow", "Reading .parquet files"):
             import pandas
             import pyarrow  # noqa: F401
+        streamed = frames.parquet_clients(path, *columns, **named)
+        if streamed is not None:
+            return cls.from_client_fn(*streamed)
         frame = pandas.read_parquet(os.fspath(path)).reset_index(drop=True)
         return cls.from_dataframe(frame, *columns, **named)
 

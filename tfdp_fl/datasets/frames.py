@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import collections
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +20,8 @@ Vocabulary = Mapping[str, Sequence[Any]] | None
 def split(
     frame: Any,
     client: str,
-    features: Columns | None,
-    label: Columns,
+    features: Columns | None = None,
+    label: Columns = "label",
     sample_weight: str | None = None,
     vocabulary: Vocabulary = None,
 ) -> tuple[Any, Any, dict[Any, np.ndarray], Any]:
@@ -201,3 +204,54 @@ def rows_by_client(row_ids: list[Any]) -> dict[Any, np.ndarray]:
     order = np.argsort(codes, kind="stable")
     ends = np.cumsum(np.bincount(codes, minlength=len(place)))
     return dict(zip(place, np.split(order, ends[:-1]), strict=True))
+
+
+def parquet_clients(
+    path: str | os.PathLike[str], *columns: Any, **named: Any
+) -> tuple[list[Any], Callable[[Any], tuple[Any, ...]]] | None:
+    """Returns the clients of a sorted Parquet file, and what reads one of them.
+
+    All values are checked now, one row group at a time. None: the rows of a client are
+    not together.
+
+    Args:
+      path: The file.
+      *columns: What follows `frame` in `split`.
+      **named: Likewise.
+    """
+    from pyarrow import parquet
+
+    @functools.lru_cache(maxsize=2)  # A client may begin in one and end in the next.
+    def group(number: int) -> Any:
+        table = parquet.ParquetFile(path).read_row_group(number)
+        return table.to_pandas().reset_index(drop=True)
+
+    metadata = parquet.read_metadata(path)
+    pieces: dict[Any, list[tuple[int, slice]]] = collections.defaultdict(list)
+    first_row = 0
+    for number in range(metadata.num_row_groups):
+        size = metadata.row_group(number).num_rows
+        try:
+            _, _, rows, _ = split(group(number), *columns, **named)
+        except ValueError as error:
+            if not first_row:
+                raise
+            raise ValueError(f"{error} Row 0 is row {first_row} of {path}.") from error
+        first_row += size
+        for client_id, own in rows.items():
+            if len(own) <= own[-1] - own[0]:
+                return None
+            pieces[client_id].append((number, slice(own[0], own[-1] + 1)))
+    # Where a group ends, a client may go on in the next.
+    more = sum(map(len, pieces.values())) - len(pieces)
+    if not pieces or more >= metadata.num_row_groups:
+        return None
+
+    def read(client_id: Any) -> tuple[Any, ...]:
+        import pandas
+
+        own = [group(number).iloc[rows] for number, rows in pieces[client_id]]
+        x, y, _, weights = split(pandas.concat(own), *columns, **named)
+        return (x, y) if weights is None else (x, y, weights)
+
+    return list(pieces), read
