@@ -9,42 +9,40 @@ from unittest import mock
 
 import tensorflow as tf
 
+import tfdp_fl
 from tests.engine import cohorts
 from tfdp_fl.engine import devices
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
+_layers = tf.keras.layers
 
 # Two logical CPUs have to be asked for before TensorFlow starts.
 _PROGRAM = """
-import json, sys
+import sys
 import tensorflow as tf
 
 (cpu,) = tf.config.list_physical_devices("CPU")
-tf.config.set_logical_device_configuration(
-    cpu, [tf.config.LogicalDeviceConfiguration()] * 2
-)
-import tfdp_fl
-from tests.engine import cohorts
-
-layers = tf.keras.layers
-mechanisms = {
-    "side by side": tfdp_fl.AdaptiveClipping(
-        noise_multiplier=0.5, count_noise_stddev=1.0
-    ),
-    "one by one": tfdp_fl.MedianClipping(noise_multiplier=0.5),
-}
+two = [tf.config.LogicalDeviceConfiguration()] * 2
+tf.config.set_logical_device_configuration(cpu, two)
+from tests.engine import devices_test
+devices_test.write_what_is_found_on_two_devices(sys.argv[1])
+"""
 
 
-def train(device, name):
+def _trained(device, beside):
+    """Returns the weights of a model on a device, and where results were."""
     tf.keras.utils.set_random_seed(1)
-    beside, dataset = name == "side by side", cohorts.dataset((5, 3, 7, 5))
+    dataset, seen = cohorts.dataset((5, 3, 7, 5)), set()
+    mechanism = tfdp_fl.MedianClipping(noise_multiplier=0.5)
+    if beside:
+        count = {"count_noise_stddev": 1.0}
+        mechanism = tfdp_fl.AdaptiveClipping(noise_multiplier=0.5, **count)
     with tf.device(device):
-        first = [] if beside else [layers.Reshape([4, 1]), layers.Conv1D(4, 3)]
-        net = cohorts.sequential([4], *first, layers.Flatten(), layers.Dense(3))
+        first = [] if beside else [_layers.Reshape([4, 1]), _layers.Conv1D(4, 3)]
+        net = cohorts.sequential([4], *first, _layers.Flatten(), _layers.Dense(3))
     engine = cohorts.make_engine(
-        net, dataset, mechanism=mechanisms[name], jit_compile=None, num_replicas=2
+        net, dataset, mechanism=mechanism, jit_compile=None, num_replicas=2
     )
-    seen = set()
     with cohorts.side_by_side(beside):
         for _ in range(2):
             pending = cohorts.collect(engine, dataset, noise_multiplier=0.5)
@@ -55,12 +53,12 @@ def train(device, name):
     return [each.tolist() for each in net.get_weights()], sorted(seen)
 
 
-found = {
-    name: [train(device, name) for device in ("/CPU:0", "/CPU:1")]
-    for name in mechanisms
-}
-json.dump(found, open(sys.argv[1], "w"))
-"""
+def write_what_is_found_on_two_devices(path):
+    found = [
+        [_trained(device, beside) for device in ("/CPU:0", "/CPU:1")]
+        for beside in (True, False)
+    ]
+    pathlib.Path(path).write_text(json.dumps(found), encoding="utf-8")
 
 
 def test_everything_is_computed_where_the_model_is(tmp_path):
@@ -70,24 +68,20 @@ def test_everything_is_computed_where_the_model_is(tmp_path):
     subprocess.run(command, check=True, cwd=_ROOT, env=environment, timeout=300)
     found = json.loads(path.read_text(encoding="utf-8"))
     assert len(found) == 2
-    for (weights, first), (others, second) in found.values():
+    for (weights, first), (others, second) in found:
         assert weights == others
         assert [len(first), len(second)] == [1, 1]
         assert first[0].endswith("CPU:0")
         assert second[0].endswith("CPU:1")
 
 
-def test_what_was_measured_on_cpus_is_chosen_there_only():
-    gpu = "/job:localhost/replica:0/task:0/device:GPU:0"
-    assert not devices.is_cpu(gpu)
+def test_anything_else_than_a_cpu_batches():
+    gpu, small = "/device:GPU:0", cohorts.mlp()
     assert devices.default_num_replicas(gpu) == 1
-    assert devices.is_cpu(gpu.replace("GPU", "CPU"))
-    small = cohorts.sequential([4], tf.keras.layers.Dense(2))
     assert devices.prefers_xla(small, 8)
     with mock.patch.object(devices, "home_of", return_value=gpu):
         assert not devices.prefers_xla(small, 8)
-    # And anything else than a CPU batches.
     assert devices.clients_at_once("/device:CPU:0", small, 63, 5) is None
     with mock.patch.object(devices, "_device_bytes", lambda _: 2.0**20):
-        assert devices.clients_at_once("/device:GPU:0", cohorts.mlp(), 63, 5) > 50
-        assert devices.clients_at_once("/device:GPU:0", small, 10**9, 5) == 1
+        assert devices.clients_at_once(gpu, small, 63, 5) > 50
+        assert devices.clients_at_once(gpu, small, 10**9, 5) == 1

@@ -1,8 +1,6 @@
-"""In TFF's environment: Keras 2 by TFF's functional models, and TFF's averaging."""
+"""In TFF's environment: Keras 2 by TFF's functional models."""
 
 from __future__ import annotations
-
-import gc
 
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ from tfdp_fl import datasets
 
 _layers, _optimizers = tf.keras.layers, tf.keras.optimizers
 _SIZES = (5, 6, 7, 8)
-_BATCH, _COHORT, _ROUNDS, _RATE = 5, 3, 5, 0.1
 
 
 def _model(*hidden):
@@ -39,20 +36,26 @@ def _moved(model, clients, mechanism=None, optimizer=None, loss=None, **fit):
     return moved, history
 
 
+def _convolutions():
+    shape, flat = _layers.Reshape([2, 2, 1]), _layers.Flatten()
+    stack = _layers.Conv2D(3, 2, padding="same"), _layers.MaxPooling2D()
+    return _model(shape, *stack, flat)
+
+
 @pytest.mark.parametrize(
-    "optimizer",
+    ("make_model", "optimizer"),
     [
-        lambda: _optimizers.SGD(0.5),
-        lambda: _optimizers.SGD(0.5, 0.9),
-        lambda: _optimizers.Adam(0.1),
+        (_convolutions, lambda: _optimizers.SGD(0.5)),
+        (_model, lambda: _optimizers.SGD(0.5, 0.9)),
+        (_model, lambda: _optimizers.Adam(0.1)),
     ],
 )
-def test_a_round_is_the_mean_of_a_plain_keras_loop(optimizer):
-    clients, model = cohorts.client_arrays(_SIZES), _model()
+def test_a_round_is_the_mean_of_a_plain_keras_loop(make_model, optimizer):
+    clients, model = cohorts.client_arrays(_SIZES), make_model()
     start = model.get_weights()
     updates = []
     for x, y in clients.values():
-        alone = _model()
+        alone = make_model()
         alone.set_weights(start)
         alone.compile(optimizer(), cohorts.cross_entropy())
         alone.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0)
@@ -76,14 +79,8 @@ def test_a_hostile_client_moves_the_model_by_its_clip():
 def test_target_evaluation_and_metrics_of_clients():
     clients, test = datasets.load_digits(num_clients=100)
     model = tf.keras.Sequential([_layers.InputLayer((64,)), _layers.Dense(10)])
-    federated = tfdp_fl.make_private(
-        model,
-        target_epsilon=8,
-        target_delta=1e-3,
-        num_clients=100,
-        clients_per_round=50,
-        rounds=15,
-    )
+    target = {"target_epsilon": 8, "target_delta": 1e-3, "num_clients": 100}
+    federated = tfdp_fl.make_private(model, clients_per_round=50, rounds=15, **target)
     federated.compile(_optimizers.SGD(0.3), cohorts.cross_entropy(), ["accuracy"])
     federated.fit(clients, rounds=15, batch_size=5, verbose=0, seed=3)
     assert 6.0 <= federated.epsilon(1e-3) <= 8.0
@@ -109,83 +106,3 @@ def test_what_tff_cannot_do_is_refused(hidden, options, problem):
     model = _model(*([hidden()] if hidden else []))
     with pytest.raises(ValueError, match=problem):
         _moved(model, cohorts.client_arrays(_SIZES), **options)
-
-
-def _cnn():
-    return tf.keras.Sequential(
-        [
-            _layers.Reshape([8, 8, 1], input_shape=(64,)),
-            _layers.Conv2D(8, 3, activation="relu"),
-            _layers.MaxPooling2D(),
-            _layers.Flatten(),
-            _layers.Dense(10),
-        ]
-    )
-
-
-@pytest.fixture
-def tff():
-    import tensorflow_federated as tff
-
-    outer = tff.framework.get_context_stack().current
-    tff.backends.native.set_sync_local_cpp_execution_context()
-    yield tff
-    # The context's worker process ends with the context.
-    tff.framework.set_default_context(outer)
-    gc.collect()
-
-
-def test_noise_off_the_engine_is_tffs_unweighted_federated_averaging(tff):
-    # 24 examples a client: the last of five batches is short.
-    dataset, _ = datasets.load_digits(num_clients=6, examples_per_client=24, iid=False)
-    rounds = [
-        np.sort(np.random.default_rng(t).permutation(6)[:_COHORT])
-        for t in range(_ROUNDS)
-    ]
-    tf.keras.utils.set_random_seed(4)
-    model = _cnn()
-    start = model.get_weights()
-    theirs = _tff_weights(tff, start, dataset, rounds)
-    engine = cohorts.make_engine(model, dataset, num_replicas=2)
-    for t, positions in enumerate(rounds):
-        cohorts.run_round(
-            engine,
-            dataset,
-            round_index=t,
-            positions=positions,
-            clients_per_round=float(_COHORT),
-            batch_size=_BATCH,
-            local_epochs=1,
-            learning_rate=_RATE,
-        )
-    for first, ours, wanted in zip(start, model.get_weights(), theirs, strict=True):
-        assert np.linalg.norm(ours - wanted) < 1e-4 * np.linalg.norm(wanted)
-        # And it is not the start that both still are at.
-        assert np.linalg.norm(ours - first) > 0.01
-
-
-def _tff_weights(tff, start, dataset, rounds):
-    spec = tuple(
-        tf.TensorSpec([None, *part.shape], part.dtype) for part in dataset.element_spec
-    )
-
-    def model_fn():
-        return tff.learning.models.from_keras_model(
-            _cnn(), loss=cohorts.cross_entropy(), input_spec=spec
-        )
-
-    process = tff.learning.algorithms.build_unweighted_fed_avg(
-        model_fn,
-        client_optimizer_fn=tff.learning.optimizers.build_sgdm(_RATE),
-        server_optimizer_fn=tff.learning.optimizers.build_sgdm(1.0),
-    )
-    weights = tff.learning.models.ModelWeights(trainable=start, non_trainable=[])
-    state = process.set_model_weights(process.initialize(), weights)
-    ids, slices = list(dataset.client_ids), tf.data.Dataset.from_tensor_slices
-    for positions in rounds:
-        clients = [
-            slices(tuple(map(np.asarray, dataset.client(ids[position])))).batch(_BATCH)
-            for position in positions
-        ]
-        state = process.next(state, clients).state
-    return list(process.get_model_weights(state).trainable)
