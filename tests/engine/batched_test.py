@@ -1,7 +1,13 @@
-"""A batch of clients as one program: what one by one gives, and no more."""
+"""Where clients train, and a batch of them as one program: what one by one gives."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
 from unittest import mock
 
 import numpy as np
@@ -9,6 +15,7 @@ import pytest
 import tensorflow as tf
 
 from tests.engine import cohorts
+from tests.scripts.programs import ROOT
 from tfdp_fl import mechanisms
 from tfdp_fl.engine import devices
 
@@ -16,6 +23,7 @@ _layers = tf.keras.layers
 _SIZES = (5, 7, 5, 0, 3, 5, 12, 2)
 _MECHANISMS = {
     "fixed": mechanisms.FixedClipping(clip_norm=0.1, noise_multiplier=0.0),
+    "median": mechanisms.MedianClipping(noise_multiplier=0.0),
     "windows": mechanisms.AdaptiveLocalDP(epsilon=5, delta=1e-5),
 }
 
@@ -147,3 +155,62 @@ def test_what_cannot_be_batched_trains_one_by_one():
         assert float(pending.sums[0].contribution.weight) == 4.0
     assert "one by one" in engine.executor
     assert "not in batches: TensorFlow cannot vectorize" in engine.executor
+
+
+# Two logical CPUs have to be asked for before TensorFlow starts.
+_PROGRAM = """
+import sys
+import tensorflow as tf
+
+(cpu,) = tf.config.list_physical_devices("CPU")
+two = [tf.config.LogicalDeviceConfiguration()] * 2
+tf.config.set_logical_device_configuration(cpu, two)
+from tests.engine import batched_test
+batched_test.write_what_is_found_on_two_devices(sys.argv[1])
+"""
+
+
+def write_what_is_found_on_two_devices(path):
+    dataset, found = cohorts.dataset((5, 3, 7, 5)), []
+    for device, beside in itertools.product(("/CPU:0", "/CPU:1"), (True, False)):
+        seen = set()
+        with tf.device(device):
+            net = cohorts.mlp()
+        # Where the cohort sets the clip, all are clipped on one device.
+        mechanism = _MECHANISMS["fixed" if beside else "median"]
+        options = {"jit_compile": None, "num_replicas": 2}
+        engine = cohorts.make_engine(net, dataset, mechanism=mechanism, **options)
+        with cohorts.side_by_side(beside):
+            for _ in range(2):
+                pending = cohorts.collect(engine, dataset, noise_multiplier=0.5)
+                leaves = tf.nest.flatten((pending.sums, pending.sent))
+                seen.update(leaf.device for leaf in leaves)
+                engine.release(pending)
+        assert engine.has_trained_side_by_side == beside
+        found.append([[each.tolist() for each in net.get_weights()], sorted(seen)])
+    pathlib.Path(path).write_text(json.dumps(found), encoding="utf-8")
+
+
+def test_everything_is_computed_where_the_model_is(tmp_path):
+    path = tmp_path / "found.json"
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    command = [sys.executable, "-c", _PROGRAM, str(path)]
+    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=300)
+    found = json.loads(path.read_text(encoding="utf-8"))
+    for (weights, first), (others, second) in zip(found[:2], found[2:], strict=True):
+        assert weights == others
+        assert [len(first), len(second)] == [1, 1]
+        assert first[0].endswith("CPU:0")
+        assert second[0].endswith("CPU:1")
+
+
+def test_anything_else_than_a_cpu_batches():
+    gpu, small = "/device:GPU:0", cohorts.mlp()
+    assert devices.default_num_replicas(gpu) == 1
+    assert devices.prefers_xla(small, 8)
+    with mock.patch.object(devices, "home_of", return_value=gpu):
+        assert not devices.prefers_xla(small, 8)
+    assert devices.clients_at_once("/device:CPU:0", small, 63, 5) is None
+    with mock.patch.object(devices, "_device_bytes", lambda _: 2.0**20):
+        assert devices.clients_at_once(gpu, small, 63, 5) > 50
+        assert devices.clients_at_once(gpu, small, 10**9, 5) == 1

@@ -1,18 +1,20 @@
-"""Cohorts are read ahead, and what comes out is the same."""
+"""Cohorts are read ahead and laid out, and what comes out is the same."""
 
 from __future__ import annotations
 
 import threading
 from unittest import mock
 
+import hypothesis
 import numpy as np
 import pytest
 import tensorflow as tf
+from hypothesis import strategies as st
 
 from tests.engine import cohorts
 from tests.keras import toy
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import chunks, cohort, labels
+from tfdp_fl.engine import chunks, cohort, labels, layout
 
 
 class _Files:
@@ -73,19 +75,6 @@ def make_reader():
     yield make
     for reader in readers:
         reader.close()
-
-
-def test_nothing_is_read_from_a_row_of_open_length_1(make_reader):
-    spec = tf.TensorSpec([None], tf.int32), tf.TensorSpec([None], tf.float32)
-    empty = np.zeros([0, 0], np.int32), np.zeros([0, 0], np.float32)
-    dataset = FederatedDataset.from_client_fn([0], lambda _: empty, spec)
-    for count in (0, 1):
-        pending = _pending(dataset, range(count))
-        (chunk,) = make_reader(dataset)(dataset, pending)
-        assert pending.failures == []
-        assert list(chunk.lengths) == [0] * count
-        assert chunk.x.shape == chunk.y.shape == (1, 1)
-        assert chunk.y.dtype == tf.float32
 
 
 def test_the_next_round_is_read_while_this_one_trains(make_reader):
@@ -174,3 +163,27 @@ def test_a_training_that_stops_early():
     files.assert_quiet()
     whole = toy.fit(other, 3, data=files.dataset(), seed=1).history
     cohorts.assert_close(one["loss"], whole["loss"][1:], rtol=1e-5)
+
+
+@hypothesis.settings(deadline=None, max_examples=60, derandomize=True)
+@hypothesis.given(
+    *(st.lists(st.integers(0, 23), max_size=9), st.integers(1, 12)),
+    *(st.integers(1, 3), st.sampled_from([None, 0, 7])),
+)
+def test_every_pass_is_over_the_clients_own_rows(lengths, batch_size, epochs, seed):
+    rows = np.random.default_rng(0).permutation(1000)[: sum(lengths)]
+    shuffle = None if seed is None else np.random.default_rng(seed)
+    lengths = np.array(lengths, int)
+    table = layout.client_table(rows, lengths, batch_size, epochs, shuffle)
+    passes = np.split(table.rows, np.cumsum(np.repeat(lengths, epochs)))
+    for place, own in enumerate(np.split(rows, np.cumsum(lengths))[:-1]):
+        assert table.first_row[place] == sum(lengths[:place]) * epochs
+        for seen in passes[place * epochs : (place + 1) * epochs]:
+            assert sorted(seen) == sorted(own)
+            if seed is None:
+                assert seen.tolist() == own.tolist()
+    assert table.batch.tolist() == list(range(batch_size))
+    assert table.num_examples.tolist() == lengths.tolist()
+    assert table.steps.tolist() == [-(-n // batch_size) * epochs for n in lengths]
+    full = any(lengths) and not any(lengths % batch_size)
+    assert table.has_full_batches_only == full

@@ -32,7 +32,7 @@ _networks: dict[tuple, tf.keras.Model] = {}
 _engines: dict[tuple, tuple] = {}
 
 
-def _network(features, widths, activation="linear", twins=True, seed=0, output=None):
+def network(features, widths, activation="linear", twins=True, seed=0, output=None):
     """Returns a dense binary classifier in which two features cancel out."""
     tf.keras.utils.set_random_seed(seed)
     hidden = [_layers.Dense(n, activation) for n in widths]
@@ -84,7 +84,7 @@ def _added(model, data, path, **options):
     return norm, float(total.contribution.discarded)
 
 
-def _cancelling(features, examples, size):
+def cancelling(features, examples, size):
     """Returns data whose small parts add up, and vanish beside large ones.
 
     Two features of the given size cancel in the logits. In a float32 Gram
@@ -100,7 +100,7 @@ def _cancelling(features, examples, size):
 
 def _assert_clipped(model, path, exponent):
     """Features that cancel do not move the sum too far, nor not at all."""
-    data = _cancelling(model.input_shape[1], 8, 10.0**exponent)
+    data = cancelling(model.input_shape[1], 8, 10.0**exponent)
     norm, discarded = _added(model, data, path, batch_size=4)
     assert norm <= _ALLOWED
     if exponent in (1, 4):
@@ -112,8 +112,8 @@ def _assert_clipped(model, path, exponent):
 @pytest.mark.parametrize("width", [128, 512])
 @pytest.mark.parametrize("size", [30.0, 3000.0])
 def test_large_features_that_cancel(path, width, size):
-    data = _cancelling(784, 10, size)
-    norm, discarded = _added(_network(784, (width,)), data, path, batch_size=10)
+    data = cancelling(784, 10, size)
+    norm, discarded = _added(network(784, (width,)), data, path, batch_size=10)
     assert discarded == 0
     assert 0.01 * _S <= norm <= _ALLOWED
 
@@ -121,8 +121,8 @@ def test_large_features_that_cancel(path, width, size):
 @pytest.mark.parametrize("path", _PATHS[:3])
 @pytest.mark.parametrize("exponent", [-44, -38, -30, -3, 1, 4, 9, 18, 19, 30])
 def test_whatever_the_scale_and_the_learning_rate(path, exponent):
-    data = _cancelling(50, 8, 10.0**exponent)
-    model = _network(50, (16,))
+    data = cancelling(50, 8, 10.0**exponent)
+    model = network(50, (16,))
     for rate in (1e-3, 50.0, -0.1, -50.0, 0.0):
         norm, _ = _added(model, data, path, batch_size=4, learning_rate=rate)
         assert norm <= _ALLOWED
@@ -146,7 +146,7 @@ def test_products_of_fewer_bits_are_not_trusted(options, environment):
         set_options(options)
         try:
             for seed in range(3):
-                model = _network(784, (128,), "relu", twins=False, seed=seed)
+                model = network(784, (128,), "relu", twins=False, seed=seed)
                 x = rng.random((10, 784)).astype(np.float32)
                 data = x, (rng.random(10) < 0.5).astype(np.float32)
                 norm, discarded = _added(model, data, "side by side", **added)
@@ -164,7 +164,7 @@ def test_in_bfloat16(path, output):
             *[(-44, "linear"), (-3, "relu"), (1, "linear"), (4, "linear")],
             *[(18, "relu"), (38.5, "linear")],
         ):
-            model = _network(50, (64,), activation, output=output)
+            model = network(50, (64,), activation, output=output)
             _assert_clipped(model, path, exponent)
 
 
@@ -174,14 +174,14 @@ def test_whatever_the_scale_of_layers_in_parts(path, exponent):
     # As if they were large: norms add up parts of 128 elements.
     with mock.patch.object(clipping, "_COPIED", 100):
         # Of a size that no other test has: it is traced here.
-        _assert_clipped(_network(785, (16,)), path, exponent)
+        _assert_clipped(network(785, (16,)), path, exponent)
 
 
 @pytest.mark.parametrize("widths", [(16,), (4096,), (64, 64, 64), ()])
 def test_any_width_and_depth(widths):
-    data = _cancelling(300, 12, 1000.0)
+    data = cancelling(300, 12, 1000.0)
     for size in (1 if widths == (16,) else 4, 12):
-        norm, _ = _added(_network(300, widths), data, "side by side", batch_size=size)
+        norm, _ = _added(network(300, widths), data, "side by side", batch_size=size)
         assert norm <= _ALLOWED
 
 
@@ -209,9 +209,9 @@ def test_factors_whose_squares_vanish(path):
 )
 def test_anything(kind, twins, size, small, examples, batch_size, rate, seed):
     rng = np.random.default_rng(seed)
-    x, y = _cancelling(60, examples, 10.0**size)
+    x, y = cancelling(60, examples, 10.0**size)
     x[:, 2:] *= 2.0 ** (12 - small) * rng.choice([1, 1, -1, 0], [1, 58])
-    model, options = _network(60, *kind, twins, seed), {"batch_size": batch_size}
+    model, options = network(60, *kind, twins, seed), {"batch_size": batch_size}
     norm, _ = _added(model, (x, y), "side by side", learning_rate=rate, **options)
     assert norm <= _ALLOWED
 
@@ -259,8 +259,8 @@ def test_nobody_else_is_swallowed():
         return x, rng.integers(0, 2, 10).astype(np.float32)
 
     others = {k: client() for k in range(1, 6)}
-    model, sums = _network(300, (32,)), []
-    for clients in ({0: _cancelling(300, 10, 1000.0), **others}, others):
+    model, sums = network(300, (32,)), []
+    for clients in ({0: cancelling(300, 10, 1000.0), **others}, others):
         pending = _collected(model, clients, "side by side", batch_size=10)
         sums.append(cohorts.update_of(pending))
     moved = [a.astype(np.float64) - b for a, b in zip(*sums, strict=True)]

@@ -58,16 +58,14 @@ def make_engine(
     model: tf.keras.Model,
     dataset: FederatedDataset,
     *,
-    mechanism: Any = None,
     optimizer: Any = None,
     loss: Any = None,
-    num_replicas: int = 1,
-    jit_compile: bool | None = False,
     training: dict[str, Any] | None = None,
     client_weighting: ClientWeighting | None = None,
     **options: Any,
 ) -> engine.CohortEngine:
     """Returns an engine, for cohorts of a fixed size."""
+    usual = {"mechanism": NoPrivacy(), "num_replicas": 1, "jit_compile": False}
     return engine.CohortEngine(
         model=model,
         training=engine.LocalTraining(
@@ -75,7 +73,6 @@ def make_engine(
             loss=cross_entropy() if loss is None else loss,
             **(training or {}),
         ),
-        mechanism=mechanism or NoPrivacy(),
         deployment=Deployment(
             clients_per_round=dataset.num_clients,
             num_clients=dataset.num_clients,
@@ -85,9 +82,7 @@ def make_engine(
             client_weighting=client_weighting,
         ),
         element_spec=dataset.element_spec,
-        num_replicas=num_replicas,
-        jit_compile=jit_compile,
-        **options,
+        **{**usual, **options},
     )
 
 

@@ -128,28 +128,6 @@ def test_what_is_not_listed_trains_one_by_one(options):
     assert not _is_supported(**options)
 
 
-def _sums(clients, engine):
-    """Returns what clients add up to, and the metrics' state."""
-    with cohorts.side_by_side():
-        pending = cohorts.collect(engine, cohorts.from_arrays(clients), local_epochs=1)
-    (total,) = pending.sums
-    return total
-
-
-def test_one_by_one_gives_the_same():
-    clients = cohorts.client_arrays((5, 2, 7))
-    clients = {k: (x, np.eye(3, dtype="f4")[y]) for k, (x, y) in clients.items()}
-    model = _model([_layers.Activation("softmax"), _layers.LeakyReLU()])
-    options = {"loss": "mse", "training": {"metrics": ["accuracy", _metrics.AUC()]}}
-    totals = []
-    for beside in (None, False):
-        dataset = cohorts.from_arrays(clients)
-        engine = cohorts.make_engine(model, dataset, jit_compile=beside, **options)
-        totals.append(_sums(clients, engine))
-        assert engine.has_trained_side_by_side == (beside is None)
-    cohorts.assert_close(*totals, rtol=1e-4)
-
-
 def test_one_clients_labels_do_not_move_anothers_update():
     loss = _losses.SparseCategoricalCrossentropy(ignore_class=0)
     clients = cohorts.client_arrays((5, 2))
@@ -157,7 +135,9 @@ def test_one_clients_labels_do_not_move_anothers_update():
     engine = cohorts.make_engine(_model(), dataset, loss=loss, jit_compile=None)
 
     def updates(clients):
-        return _sums(clients, engine).contribution.update
+        dataset = cohorts.from_arrays(clients)
+        with cohorts.side_by_side():
+            return cohorts.update_of(cohorts.collect(engine, dataset, local_epochs=1))
 
     alone = updates({1: clients[1]})
     assert not engine.has_trained_side_by_side

@@ -67,24 +67,6 @@ def test_dropout_inside_of_an_operation_and_reading_a_variable_are_refused():
         program.Program(lambda x: x * memory, _spec())
 
 
-def test_a_constant_that_a_layer_holds_is_a_constant():
-    table = tf.random.normal([300, 2])
-    traced = program.Program(lambda k: tf.gather(table, k), _spec(dtype=tf.int32))
-    np.testing.assert_array_equal(traced(tf.constant(7)), table[7])
-    assert len(traced.constants) == 1
-
-
-def test_an_assertion_runs_although_nobody_uses_it():
-    def function(x):
-        tf.debugging.assert_positive(x)
-        return 2 * x
-
-    traced = program.Program(function, _spec())
-    assert float(traced(3.0)) == 6.0
-    with pytest.raises(tf.errors.InvalidArgumentError):
-        traced(-1.0)
-
-
 def _with_state():
     tf.keras.utils.set_random_seed(2)
     random = _layers.Dropout(0.3), _layers.GaussianNoise(0.2)

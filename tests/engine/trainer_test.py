@@ -43,10 +43,6 @@ def _squared(y, predicted):
     return tf.reduce_mean((one_hot - predicted) ** 2, -1)
 
 
-def _of_dtype(dtype):
-    return _net([4], _Dense(6, "tanh", dtype=dtype), _Dense(3, dtype=dtype))
-
-
 def _with_statistics():
     return _net([4], _Dense(6), _layers.BatchNormalization(momentum=0.5), _Dense(3))
 
@@ -54,27 +50,16 @@ def _with_statistics():
 def _with_constants():
     normalization = _layers.Normalization()
     normalization.adapt(np.random.default_rng(0).normal(3, 5, [50, 4]))
-    model = _net([4], normalization, _Dense(6, "tanh", trainable=False), _Dense(3))
+    constraint = tf.keras.constraints.MaxNorm(0.5)
+    frozen = _Dense(6, "tanh", trainable=False)
+    model = _net([4], normalization, frozen, _Dense(3, kernel_constraint=constraint))
     model.compile(loss="mse")
     return model
-
-
-def _with_constraint():
-    constraint = tf.keras.constraints.MaxNorm(0.5)
-    return _net([4], _Dense(3, kernel_constraint=constraint))
-
-
-def _with_repeated_rows():
-    return _net([6], _layers.Embedding(4, 3), _layers.Flatten(), _Dense(3))
 
 
 def _with_a_mask():
     embedding = _layers.Embedding(7, 4, mask_zero=True)
     return _net([None], embedding, _LSTM(5, return_sequences=True), _Dense(7))
-
-
-def _with_stacked_lstms():
-    return _net([9, 2], _LSTM(4, return_sequences=True), _LSTM(5), _Dense(3))
 
 
 def _masked(rng, size):
@@ -101,7 +86,6 @@ _TWO_BY_TWO = _arrays(
 _WORDS = _arrays(_masked, lambda rng, n: rng.integers(0, 7, [n, 6]))
 _FEW = _arrays(lambda rng, n: rng.integers(0, 2, [n, 6]))
 _ADAMW = _optimizers.AdamW(0.1, weight_decay=0.1, clipnorm=0.05)
-_CLOSE, _LOOSE = {"rtol": 1e-5, "atol": 1e-6}, {"rtol": 2e-2, "atol": 3e-3}
 _SPARSE = "sparse_categorical_crossentropy"
 # Labels have no last dimension.
 _REDUCED = {
@@ -117,23 +101,23 @@ _BY_NAME = {
 }
 _CASES = {
     "sgd": (cohorts.mlp, {"optimizer": _optimizers.SGD(0.1)}),
-    "nesterov": (cohorts.mlp, {"optimizer": _optimizers.SGD(0.1, 0.9, nesterov=True)}),
     "adamw_clipnorm": (cohorts.mlp, {"optimizer": _ADAMW}),
     "schedule": (cohorts.mlp, {"optimizer": _optimizers.SGD(_DECAY)}),
     "proximal": (cohorts.mlp, {"training": {"proximal_weight": 2.0}}),
     "loss_and_a_term_of_its_own": (_Subclassed, {"loss": _squared}),
     "moving_statistics": (_with_statistics, {"rtol": 1e-4, "atol": 1e-5}),
-    "frozen_weights_and_adapted_constants": (_with_constants, {}),
-    "constraint": (_with_constraint, {}),
-    "float16": (lambda: _of_dtype("float16"), {**_LOOSE, "moments": True}),
-    "float64": (lambda: _of_dtype("float64"), {**_CLOSE, "moments": True}),
+    "frozen_weights_adapted_constants_and_a_constraint": (_with_constants, {}),
+    "float16": (
+        lambda: _net([4], _Dense(6, "tanh", dtype="float16"), _Dense(3)),
+        {"rtol": 2e-2, "atol": 3e-3, "moments": True},
+    ),
     "gradient_clipping_of_repeated_rows": (
-        _with_repeated_rows,
+        lambda: _net([6], _layers.Embedding(4, 3), _layers.Flatten(), _Dense(3)),
         {"arrays": _FEW, "training": {"grad_clip": 0.05}},
     ),
     "masks": (_with_a_mask, {"arrays": _WORDS, "rtol": 1e-4}),
     "stacked_lstms": (
-        _with_stacked_lstms,
+        lambda: _net([9, 2], _LSTM(4, return_sequences=True), _LSTM(5), _Dense(3)),
         {"arrays": _arrays(_normal(9, 2)), "rtol": 1e-4},
     ),
     "two_inputs_and_outputs_by_name": (_two_by_two, _BY_NAME),
@@ -203,16 +187,6 @@ def test_the_rate_follows_the_round_and_metrics_are_of_the_local_steps():
     assert moved.any()
 
 
-def test_a_train_step_of_ones_own_is_refused():
-    class Model(tf.keras.Sequential):
-        def train_step(self, data):
-            return {}
-
-    model = Model([tf.keras.Input([4]), _Dense(3)])
-    with pytest.raises(ValueError, match="train_step"):
-        cohorts.make_engine(model, cohorts.dataset())
-
-
 def test_moving_statistics_may_stay_what_they_were():
     model, dataset = _with_statistics(), cohorts.dataset()
     model.layers[1].moving_mean.assign([1.0] * 6)
@@ -257,35 +231,44 @@ def test_masks_of_dropout_are_of_the_seed_the_client_and_the_layer(num_layers):
             assert 0.43 <= share <= 0.57
 
 
-_FUNCTION = tf.keras.losses.sparse_categorical_crossentropy
-_MUST = "labels must have the shape"
+def _own_loss(y, predicted):
+    return tf.reduce_mean(predicted, -1) * y[:, 0, 0]
+
+
+class _OwnStep(tf.keras.Sequential):
+    def train_step(self, data):
+        return {}
+
+
+_MUST, _ONE = "labels must have the shape", "labels must have one tensor"
+_MSE, _PAIR = tf.keras.losses.MeanSquaredError(name="mine"), ([5, 3], [5])
 
 
 @pytest.mark.parametrize(
     ("loss", "shape", "units", "problem"),
     [
-        (_FUNCTION, [5, 2], 3, _MUST),
+        (tf.keras.losses.sparse_categorical_crossentropy, [5, 2], 3, _MUST),
         ("categorical_crossentropy", [5, 4], 3, _MUST),
-        (tf.keras.losses.MeanSquaredError(name="mine"), [5, 1], 3, _MUST),
+        (_MSE, [5, 1], 3, _MUST),
         ("binary_crossentropy", [5, 2], 1, _MUST),
-        ("mse", None, 3, "labels must have one tensor"),
-        (_SPARSE, [5], 3, None),
-        (_FUNCTION, [5, 1], 3, None),
-        ("binary_crossentropy", [5, 1], 1, None),
-        (lambda y, p: tf.reduce_mean(p, -1) * y[:, 0, 0], [5, 7, 7], 3, None),
+        ("mse", _PAIR, 3, _ONE),
+        (_SPARSE, [5, 1], 3, None),
+        ("binary_crossentropy", [5], 1, None),
+        (_own_loss, [5, 7, 7], 3, None),
     ],
 )
 def test_labels_that_cannot_belong_to_the_output_are_refused(
     loss, shape, units, problem
 ):
-    labels = np.zeros([5, 3], np.float32), np.zeros(5, np.float32)
-    if shape is not None:
-        labels = np.zeros(shape, np.float32)
-    dataset = cohorts.from_arrays({0: (np.zeros([5, 4], np.float32), labels)})
+    labels = np.zeros(shape, np.float32) if shape is not _PAIR else None
+    if labels is None:
+        labels = tuple(np.zeros(each, np.float32) for each in shape)
+    spec = cohorts.from_arrays({0: (np.zeros([5, 4], "f4"), labels)}).element_spec
     training = trainer.LocalTraining(optimizer=_optimizers.SGD(), loss=loss)
-    model, spec = _net([4], _Dense(units)), dataset.element_spec
     if problem is None:
-        trainer.make_trainer(model, training, spec)
+        trainer.make_trainer(_net([4], _Dense(units)), training, spec)
         return
     with pytest.raises(ValueError, match=problem):
-        trainer.make_trainer(model, training, spec)
+        trainer.make_trainer(_net([4], _Dense(units)), training, spec)
+    with pytest.raises(ValueError, match="train_step"):
+        trainer.make_trainer(_OwnStep([tf.keras.Input([4]), _Dense(3)]), training, spec)
