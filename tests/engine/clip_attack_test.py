@@ -156,8 +156,13 @@ def test_products_of_fewer_bits_are_not_trusted(options, environment):
             set_options(dict.fromkeys(options, False))
 
 
-@pytest.mark.parametrize("path", _PATHS)
-@pytest.mark.parametrize("output", [None, "float32"])
+@pytest.mark.parametrize(
+    ("path", "output"),
+    [
+        *((path, None) for path in _PATHS),
+        *((path, "float32") for path in ("side by side", "one by one")),
+    ],
+)
 def test_in_bfloat16(path, output):
     with cohorts.policy("mixed_bfloat16"):
         for exponent, activation in (

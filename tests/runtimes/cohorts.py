@@ -29,7 +29,7 @@ def in_rows(x, y, num_clients=NUM_CLIENTS, **options):
     return FederatedDataset.from_indices(x, y, rows, **options)
 
 
-def alike():
+def _alike():
     """Clients with two full batches each."""
     return in_rows(*arrays())
 
@@ -94,7 +94,7 @@ class Case:
     `small` is whether a cohort of them is not worth a second worker.
     """
 
-    clients: object = alike
+    clients: object = _alike
     model: object = _mlp
     mechanism: object = fixed
     sampling: str = "fixed_size"

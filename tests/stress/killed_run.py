@@ -93,18 +93,12 @@ def seen(directory: pathlib.Path, mode: str) -> dict[int, float]:
 
 def ledgers(directory: pathlib.Path, mode: str) -> list[pathlib.Path]:
     """Returns where a mode keeps its books."""
-    checkpoints = directory / CHECKPOINTS / "ledger.jsonl"
+    checkpoints, own = directory / CHECKPOINTS / "ledger.jsonl", directory / LEDGER
     if mode == "plain":
         ended = directory / run_directory.LEDGER
         during = directory / run_directory.CHECKPOINT / run_directory.LEDGER
         return [ended if ended.exists() else during]
-    others = {"ledger": [directory / LEDGER], "both": [checkpoints, directory / LEDGER]}
-    return others.get(mode, [checkpoints])
-
-
-def resumes(mode: str) -> bool:
-    """Returns whether a mode saves what a run can go on from."""
-    return mode != "ledger"
+    return {"ledger": [own], "both": [checkpoints, own]}.get(mode, [checkpoints])
 
 
 def run(directory: str, mode: str, as_the_script: bool) -> None:

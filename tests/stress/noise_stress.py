@@ -22,9 +22,6 @@ from tests.keras import hostile, noise_test
 from tfdp_fl import secure_aggregation
 from tfdp_fl.mechanisms import noise
 
-_with_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="Ray is not installed."
-)
 _with_tff = pytest.mark.skipif(
     importlib.util.find_spec("tensorflow_federated") is None,
     reason="TensorFlow Federated is not installed.",
@@ -101,15 +98,6 @@ def test_is_that_of_the_formula(way, name):
 @pytest.mark.parametrize("way", ["one_replica", "two_replicas", "xla", "shards"])
 def test_on_a_grid(way):
     _check("fixed", **_WAYS[way], **_EXACT)
-
-
-@_with_ray
-def test_on_ray_workers():
-    from tfdp_fl import runtimes
-
-    with runtimes.RayWorkers(num_workers=2) as workers:
-        for name in ("fixed", "fixed_client", "local"):
-            _check(name, workers)
 
 
 def _assert_two_percent_are_noticed(check):
