@@ -123,7 +123,7 @@ stress-others: $(STAMP)
 # In an empty environment of Python 3.12, or of PYTHON; needs no other.
 newcomer: PLAYER = $(firstword $(PYTHON) $(wildcard $(PYENV)/3.12.*/bin/python) python3.12)
 newcomer:
-	$(PLAYER) tests/newcomer/first_hour.py
+	$(PLAYER) tools/first_hour.py
 
 lint: $(STAMP) types
 	$(BIN)/ruff check .

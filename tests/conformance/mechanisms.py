@@ -56,6 +56,16 @@ def _median_mean(updates: np.ndarray) -> np.ndarray:
     return mean
 
 
+def _adaptive(z: float, noise_site: str) -> tfdp_fl.Mechanism:
+    return tfdp_fl.AdaptiveClipping(
+        noise_multiplier=z,
+        initial_clip_norm=S,
+        count_noise_stddev=_BITS,
+        clip_learning_rate=1e-9,  # So that every round is of one clip.
+        noise_site=noise_site,
+    )
+
+
 def _plain_mean(updates: np.ndarray) -> np.ndarray:
     return updates.mean(axis=0)
 
@@ -89,22 +99,11 @@ CASES = {
         not_in={"side by side": _ADDS_NOISE},
     ),
     "AdaptiveClipping": Case(
-        lambda z: tfdp_fl.AdaptiveClipping(
-            noise_multiplier=z,
-            initial_clip_norm=S,
-            count_noise_stddev=_BITS,
-            clip_learning_rate=1e-9,  # So that every round is of one clip.
-        ),
+        lambda z: _adaptive(z, "server"),
         stddev=references.update_noise_multiplier(Z, _BITS) * S / M,
     ),
     "AdaptiveClipping, noise at clients": Case(
-        lambda z: tfdp_fl.AdaptiveClipping(
-            noise_multiplier=z,
-            initial_clip_norm=S,
-            count_noise_stddev=_BITS,
-            clip_learning_rate=1e-9,
-            noise_site="client",
-        ),
+        lambda z: _adaptive(z, "client"),
         stddev=references.update_noise_multiplier(Z, _BITS) * S / M,
         not_in=_only_in("query", "Flower", "TFF", why=_ADDS_NOISE),
     ),

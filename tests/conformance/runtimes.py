@@ -6,7 +6,6 @@ test gives them. A new runtime is one more function in `RUNTIMES`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -46,57 +45,39 @@ class Released:
 Run = Callable[..., Released]
 
 
-def _trainer(mechanism, size, clients_per_round, executor):
-    """Returns a wrapper whose clients' updates are their examples.
-
-    Of w in |w x - 10^6| the gradient is -x, so that one step at rate 1 is x.
-    """
-    import keras
-
-    from tfdp_fl.engine import devices
-
-    model = keras.Sequential(
-        [
-            keras.Input([size]),
-            keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros"),
-        ]
-    )
-    federated = tfdp_fl.DPFederatedModel(
-        model,
-        mechanism,
-        clients_per_round=clients_per_round,
-        sampling="cyclic" if mechanism.name == "CorrelatedNoise" else "fixed_size",
-        num_replicas=2,
-    )
-    compiled = {"side by side": None, "XLA": True}.get(executor, False)
-    federated.compile(
-        keras.optimizers.SGD(1.0),
-        keras.losses.MeanAbsoluteError(),
-        jit_compile=compiled,
-    )
-    at_once = 3 if executor == "batched" else None
-    return federated, mock.patch.object(devices, "clients_at_once", lambda *_: at_once)
+def _sampling(mechanism):
+    return "cyclic" if mechanism.name == "CorrelatedNoise" else "fixed_size"
 
 
 def _keras(executor: str, runtime: Callable[[], Any] | None = None) -> Run:
-    """Returns the runtime of `DPFederatedModel.fit` with an executor."""
+    """Returns the runtime of `DPFederatedModel.fit` with an executor.
+
+    Clients' updates are their examples: of w in |w x - 10^6| the gradient is -x, so
+    that one step at rate 1 is x.
+    """
+    beside, at_once = executor == "side by side", 3 if executor == "batched" else None
 
     def run(mechanism, rounds, clients_per_round):
-        from tfdp_fl.engine import dense_models
+        import keras
+        import tensorflow as tf
 
-        size = len(rounds[0][0])
-        federated, patch = _trainer(mechanism, size, clients_per_round, executor)
+        from tfdp_fl.engine import dense_models, devices
+
+        size, moved = len(rounds[0][0]), []
+        dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input([size]), dense])
+        how = (clients_per_round, _sampling(mechanism))
+        federated = tfdp_fl.DPFederatedModel(model, mechanism, *how, num_replicas=2)
+        federated.compile(
+            keras.optimizers.SGD(1.0),
+            keras.losses.MeanAbsoluteError(),
+            jit_compile=None if beside else executor == "XLA",
+        )
         y = np.full([1, 1], 1e6, np.float32)
-        moved = []
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(patch)
-            stack.enter_context(
-                mock.patch.object(
-                    dense_models,
-                    "is_worthwhile",
-                    lambda *_: executor == "side by side",
-                )
-            )
+        spec = tf.TensorSpec([size], tf.float32), tf.TensorSpec([1], tf.float32)
+        worthwhile = mock.patch.object(dense_models, "is_worthwhile", lambda *_: beside)
+        batches = mock.patch.object(devices, "clients_at_once", lambda *_: at_once)
+        with worthwhile, batches:
             workers = runtime() if runtime else None
             for updates in rounds:
 
@@ -106,29 +87,20 @@ def _keras(executor: str, runtime: Callable[[], Any] | None = None) -> Run:
                     return np.asarray(updates[client], np.float32)[None], y
 
                 clients = tfdp_fl.FederatedDataset.from_client_fn(
-                    range(len(updates)), read, element_spec=_spec(size)
+                    range(len(updates)), read, element_spec=spec
                 )
-                before = federated.model.get_weights()[0]
-                federated.fit(
-                    clients, rounds=1, batch_size=1, verbose=0, runtime=workers
-                )
-                after = federated.model.get_weights()[0]
-                moved.append(np.ravel(after.astype(float) - before))
-        if executor == "side by side":
+                before = model.get_weights()[0]
+                federated.fit(clients, batch_size=1, verbose=0, runtime=workers)
+                moved.append(np.ravel(model.get_weights()[0].astype(float) - before))
+        if beside:
             assert federated.engine.has_trained_side_by_side
-        if executor == "batched":
+        if at_once:
             assert "batches of 3" in federated.engine.executor
         central = mechanism.guarantee == "central"
         spent = federated.epsilon(DELTA) if central else None
         return Released(np.stack(moved), spent)
 
     return run
-
-
-def _spec(size):
-    import tensorflow as tf
-
-    return tf.TensorSpec([size], tf.float32), tf.TensorSpec([1], tf.float32)
 
 
 @functools.cache
@@ -147,26 +119,19 @@ def _tff(mechanism, rounds, clients_per_round):
 
     from tfdp_fl import aggregators, learning
 
-    size = len(rounds[0][0])
     factory = aggregators.from_mechanism(mechanism, clients_per_round)
-    process = factory.create(tff.TensorType(np.float32, [size]))
-    state, moved = process.initialize(), []
+    process = factory.create(tff.TensorType(np.float32, [len(rounds[0][0])]))
+    state, moved, spent = process.initialize(), [], None
     for updates in rounds:
         output = process.next(
             state, [np.float32(each) for each in updates if each is not SILENT]
         )
         state = output.state
         moved.append(np.asarray(output.result, float))
-    spent = None
     if mechanism.guarantee == "central" and mechanism.name != "CorrelatedNoise":
-        spent = learning.epsilon(
-            state,
-            mechanism,
-            sampling="fixed_size",
-            num_clients=clients_per_round,
-            clients_per_round=clients_per_round,
-            delta=DELTA,
-        )
+        m = clients_per_round
+        sizes = {"num_clients": m, "clients_per_round": m, "delta": DELTA}
+        spent = learning.epsilon(state, mechanism, sampling="fixed_size", **sizes)
     return Released(np.stack(moved), spent)
 
 
@@ -192,7 +157,7 @@ def _query(mechanism, rounds, clients_per_round):
     deployment = mechanisms.Deployment(
         clients_per_round=clients_per_round,
         num_clients=20,
-        sampling="cyclic" if mechanism.name == "CorrelatedNoise" else "fixed_size",
+        sampling=_sampling(mechanism),
         rounds=16,
         num_variables=len(sizes),
         shapes=tuple((part,) for part in sizes),

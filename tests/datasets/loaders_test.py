@@ -88,34 +88,14 @@ def test_images_of_mnist_are_scaled(mnist, flatten, shape):
         pixels = arrays[f"x_{name}"].reshape(-1, *shape)
         np.testing.assert_allclose(features, pixels / 255, rtol=1e-6)
         np.testing.assert_array_equal(labels, arrays[f"y_{name}"])
-
-
-def test_validation_examples_are_nobodys_and_not_the_test_set(mnist):
-    options, arrays = mnist
-    clients, (x_val, y_val) = datasets.load_mnist(**options, validation_examples=100)
+    # Validation examples are nobody's, and not the test set.
+    options = {**options, "flatten": flatten, "validation_examples": 100}
+    clients, (x_val, y_val) = datasets.load_mnist(**options)
     assert np.bincount(y_val).tolist() == [10] * 10
-    held, seen = (
-        _bytes(np.round(x * 255).astype(np.uint8).reshape(-1, 28, 28))
-        for x in (x_val, clients.flat()[0].numpy())
-    )
+    held, seen = _bytes(x_val), _bytes(clients.flat()[0].numpy())
     assert len(held) == 100
-    assert held < _bytes(arrays["x_train"])
+    assert held < _bytes(x)
     assert not held & seen
-
-
-def test_files_that_are_not_mnists(mnist, tmp_path):
-    options, arrays = mnist
-    other = tmp_path / "other.npz"
-    flat = {**arrays, "x_train": np.ones((600, 784))}
-    for content, message in (
-        ({"x": np.ones(3)}, "path must be Keras's mnist"),
-        (flat, "path must hold uint8 images"),
-    ):
-        np.savez(other, **content)
-        with pytest.raises(ValueError, match=message):
-            datasets.load_mnist(**{**options, "path": other})
-    with pytest.raises(FileNotFoundError):
-        datasets.load_mnist(**{**options, "path": tmp_path / "missing"})
 
 
 # EMNIST.
@@ -217,12 +197,9 @@ def test_a_client_is_a_role_that_speaks_and_labels_are_the_next_characters(play)
     assert (x.shape, x.dtype, y.dtype) == ((9, 10), np.int32, np.int32)
     assert clients.element_spec[0].shape == [10]
     assert (_text(x), _text(y)) == (_FIRST[:-1], _FIRST[1:])
-
-
-def test_the_end_of_every_role_is_the_test_set(play):
-    clients, (x_test, y_test) = datasets.load_shakespeare(
-        play, sequence_length=5, test_fraction=0.2
-    )
+    # The end of every role is the test set.
+    options = {"sequence_length": 5, "test_fraction": 0.2}
+    clients, (x_test, y_test) = datasets.load_shakespeare(play, **options)
     own, others = len(_FIRST) // 5, 27 // 5
     assert _text(clients.client("First Witch")[1]) == _FIRST[1:-own]
     assert _text(y_test[: -(-(own - 1) // 5)]) == _FIRST[-own:][1:]
@@ -245,19 +222,6 @@ def test_a_role_may_be_several_clients(play):
 
 
 @pytest.mark.parametrize(
-    "text, message",
-    [
-        ("Once upon a time", "starts with 'Once upon a time'"),
-        ("GHOST:\n\n", "in which somebody speaks"),
-    ],
-)
-def test_files_that_are_no_plays(play, text, message):
-    play.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=message):
-        datasets.load_shakespeare(play)
-
-
-@pytest.mark.parametrize(
     "load, options, message",
     [
         (datasets.partition, {"num_clients": 0}, "num_clients must be"),
@@ -266,15 +230,31 @@ def test_files_that_are_no_plays(play, text, message):
         (datasets.partition, {"seed": -1}, "seed must be"),
         (datasets.load_digits, {"test_fraction": 1.0}, "test_fraction must be"),
         (datasets.load_digits, {"validation_examples": 1437}, "must be less"),
+        (datasets.load_mnist, {"x": np.ones(3)}, "path must be Keras's mnist"),
+        (
+            datasets.load_mnist,
+            {"x_train": np.ones((600, 784))},
+            "path must hold uint8 images",
+        ),
         (datasets.load_shakespeare, {"sequence_length": 0}, "sequence_length must"),
         (datasets.load_shakespeare, {"test_fraction": 1}, "must be less than 1"),
         (datasets.load_shakespeare, {"clients_per_role": 0}, "clients_per_role must"),
+        (datasets.load_shakespeare, "Once upon a time", "starts with 'Once upon a t"),
+        (datasets.load_shakespeare, "GHOST:\n\n", "in which somebody speaks"),
     ],
 )
-def test_arguments_that_are_refused(play, load, options, message):
+def test_what_is_refused(play, mnist, tmp_path, load, options, message):
+    given, arrays = mnist
     if load is datasets.partition:
-        given = {"labels": _labels(600), "num_clients": 3, "examples_per_client": 20}
-        options = {**given, **options}
+        sizes = {"num_clients": 3, "examples_per_client": 20}
+        options = {"labels": _labels(600), **sizes, **options}
+    if load is datasets.load_mnist:
+        content = options if "x" in options else {**arrays, **options}
+        np.savez(tmp_path / "other.npz", **content)
+        options = {**given, "path": tmp_path / "other.npz"}
+    if isinstance(options, str):
+        play.write_text(options, encoding="utf-8")
+        options = {}
     if load is datasets.load_shakespeare:
         options = {"path": play, **options}
     with pytest.raises(ValueError, match=message):

@@ -1,7 +1,13 @@
-"""A batch of clients as one program: what one by one gives, and no more."""
+"""Where clients train, and a batch of them as one program: what one by one gives."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
 from unittest import mock
 
 import numpy as np
@@ -9,6 +15,7 @@ import pytest
 import tensorflow as tf
 
 from tests.engine import cohorts
+from tests.scripts.programs import ROOT
 from tfdp_fl import mechanisms
 from tfdp_fl.engine import devices
 
@@ -27,17 +34,9 @@ def _with_state():
 
 
 def _convolutions():
-    return cohorts.sequential(
-        [6, 6, 2],
-        _layers.Conv2D(4, 3, activation="relu"),
-        *(_layers.BatchNormalization(), _layers.MaxPool2D(), _layers.Flatten()),
-        _layers.Dense(3),
-    )
-
-
-def _small_convolution():
-    stack = _layers.Reshape([2, 2, 1]), _layers.Conv2D(3, 2, padding="same")
-    return cohorts.sequential([4], *stack, _layers.Flatten(), _layers.Dense(3))
+    stack = _layers.Conv2D(4, 3, activation="relu"), _layers.BatchNormalization()
+    more = _layers.MaxPool2D(), _layers.Flatten(), _layers.Dense(3)
+    return cohorts.sequential([6, 6, 2], *stack, *more)
 
 
 def _engine(dataset, at_once, model, **options):
@@ -45,11 +44,11 @@ def _engine(dataset, at_once, model, **options):
         return cohorts.make_engine(model, dataset, **options)
 
 
-def _images():
+def _images(*sizes):
     rng = np.random.default_rng(0)
     return {
         k: (rng.normal(size=[n, 6, 6, 2]).astype("f4"), rng.integers(0, 3, n))
-        for k, n in enumerate((5, 8, 10, 3))
+        for k, n in enumerate(sizes)
     }
 
 
@@ -58,27 +57,19 @@ def _images():
     [
         # Of every size: no example, short and full batches, two epochs.
         (_with_state, "fixed", cohorts.client_arrays(_SIZES)),
-        (cohorts.mlp, "median", cohorts.client_arrays(_SIZES)),
         (cohorts.mlp, "windows", cohorts.client_arrays(_SIZES)),
-        (_convolutions, "fixed", _images()),
-        # A client without company.
-        (_small_convolution, None, cohorts.client_arrays((3,))),
+        (_convolutions, "fixed", _images(5, 8, 10, 3)),
+        (_convolutions, "fixed", _images(3)),  # A client without company.
     ],
 )
 def test_it_is_one_by_one_to_rounding(make_model, name, clients):
-    dataset, found = cohorts.from_arrays(clients), []
+    dataset, found, windows = cohorts.from_arrays(clients), [], None
+    options = {"mechanism": _MECHANISMS[name], "moments": name == "fixed"}
+    options["training"] = {"metrics": ["accuracy"]}
     for at_once in (None, 3):
         tf.keras.utils.set_random_seed(2)
         model = make_model()
-        engine = _engine(
-            dataset,
-            at_once,
-            model,
-            mechanism=_MECHANISMS.get(name),
-            moments=name == "fixed",
-            training={"metrics": ["accuracy"]},
-        )
-        windows = None
+        engine = _engine(dataset, at_once, model, **options)
         if name == "windows":
             windows = np.full([len(_SIZES), 3, engine.num_variables], np.nan)
         logs = cohorts.run_round(engine, dataset, windows=windows)
@@ -164,3 +155,62 @@ def test_what_cannot_be_batched_trains_one_by_one():
         assert float(pending.sums[0].contribution.weight) == 4.0
     assert "one by one" in engine.executor
     assert "not in batches: TensorFlow cannot vectorize" in engine.executor
+
+
+# Two logical CPUs have to be asked for before TensorFlow starts.
+_PROGRAM = """
+import sys
+import tensorflow as tf
+
+(cpu,) = tf.config.list_physical_devices("CPU")
+two = [tf.config.LogicalDeviceConfiguration()] * 2
+tf.config.set_logical_device_configuration(cpu, two)
+from tests.engine import batched_test
+batched_test.write_what_is_found_on_two_devices(sys.argv[1])
+"""
+
+
+def write_what_is_found_on_two_devices(path):
+    dataset, found = cohorts.dataset((5, 3, 7, 5)), []
+    for device, beside in itertools.product(("/CPU:0", "/CPU:1"), (True, False)):
+        seen = set()
+        with tf.device(device):
+            net = cohorts.mlp()
+        # Where the cohort sets the clip, all are clipped on one device.
+        mechanism = _MECHANISMS["fixed" if beside else "median"]
+        options = {"jit_compile": None, "num_replicas": 2}
+        engine = cohorts.make_engine(net, dataset, mechanism=mechanism, **options)
+        with cohorts.side_by_side(beside):
+            for _ in range(2):
+                pending = cohorts.collect(engine, dataset, noise_multiplier=0.5)
+                leaves = tf.nest.flatten((pending.sums, pending.sent))
+                seen.update(leaf.device for leaf in leaves)
+                engine.release(pending)
+        assert engine.has_trained_side_by_side == beside
+        found.append([[each.tolist() for each in net.get_weights()], sorted(seen)])
+    pathlib.Path(path).write_text(json.dumps(found), encoding="utf-8")
+
+
+def test_everything_is_computed_where_the_model_is(tmp_path):
+    path = tmp_path / "found.json"
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    command = [sys.executable, "-c", _PROGRAM, str(path)]
+    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=300)
+    found = json.loads(path.read_text(encoding="utf-8"))
+    for (weights, first), (others, second) in zip(found[:2], found[2:], strict=True):
+        assert weights == others
+        assert [len(first), len(second)] == [1, 1]
+        assert first[0].endswith("CPU:0")
+        assert second[0].endswith("CPU:1")
+
+
+def test_anything_else_than_a_cpu_batches():
+    gpu, small = "/device:GPU:0", cohorts.mlp()
+    assert devices.default_num_replicas(gpu) == 1
+    assert devices.prefers_xla(small, 8)
+    with mock.patch.object(devices, "home_of", return_value=gpu):
+        assert not devices.prefers_xla(small, 8)
+    assert devices.clients_at_once("/device:CPU:0", small, 63, 5) is None
+    with mock.patch.object(devices, "_device_bytes", lambda _: 2.0**20):
+        assert devices.clients_at_once(gpu, small, 63, 5) > 50
+        assert devices.clients_at_once(gpu, small, 10**9, 5) == 1

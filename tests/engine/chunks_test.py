@@ -1,18 +1,20 @@
-"""Cohorts are read ahead, and what comes out is the same."""
+"""Cohorts are read ahead and laid out, and what comes out is the same."""
 
 from __future__ import annotations
 
 import threading
 from unittest import mock
 
+import hypothesis
 import numpy as np
 import pytest
 import tensorflow as tf
+from hypothesis import strategies as st
 
 from tests.engine import cohorts
 from tests.keras import toy
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import chunks, cohort, labels
+from tfdp_fl.engine import chunks, cohort, labels, layout
 
 
 class _Files:
@@ -66,11 +68,8 @@ def make_reader():
     readers = []
 
     def make(dataset, label_ranges=()):
-        readers.append(
-            chunks.Reader(
-                element_spec=dataset.element_spec, label_ranges=list(label_ranges)
-            )
-        )
+        options = {"element_spec": dataset.element_spec}
+        readers.append(chunks.Reader(label_ranges=list(label_ranges), **options))
         return readers[-1]
 
     yield make
@@ -78,21 +77,8 @@ def make_reader():
         reader.close()
 
 
-@pytest.mark.parametrize("count", [0, 1])
-def test_nothing_is_read_from_a_row_of_open_length_1(make_reader, count):
-    spec = tf.TensorSpec([None], tf.int32), tf.TensorSpec([None], tf.float32)
-    empty = np.zeros([0, 0], np.int32), np.zeros([0, 0], np.float32)
-    dataset = FederatedDataset.from_client_fn([0], lambda _: empty, spec)
-    pending = _pending(dataset, range(count))
-    (chunk,) = make_reader(dataset)(dataset, pending)
-    assert pending.failures == []
-    assert list(chunk.lengths) == [0] * count
-    assert chunk.x.shape == chunk.y.shape == (1, 1)
-    assert chunk.y.dtype == tf.float32
-
-
 def test_the_next_round_is_read_while_this_one_trains(make_reader):
-    files = _Files(failing=(4,))
+    files, other = _Files(failing=(4,)), _Files()
     dataset = files.dataset()
     reader = make_reader(dataset)
     _expect(reader, dataset, [3, 4, 5])
@@ -109,19 +95,12 @@ def test_the_next_round_is_read_while_this_one_trains(make_reader):
     np.testing.assert_array_equal(chunk.x, files.side(0, (3, 5)))
     assert [each.position for each in second.failures] == [4]
     assert threading.main_thread() not in files.threads
-
-
-def test_another_cohort_than_expected(make_reader):
-    files, other = _Files(), _Files()
-    dataset = files.dataset()
-    reader = make_reader(dataset)
-    _expect(reader, dataset, [3, 4])
-    list(reader(dataset, _pending(dataset, [0, 1])))
-    (chunk,) = reader(dataset, _pending(dataset, [6, 7]))
-    np.testing.assert_array_equal(chunk.x, files.side(0, (6, 7)))
-    _expect(reader, dataset, [3, 4])
-    list(reader(dataset, _pending(dataset, [0, 1])))
-    list(reader(other.dataset(), _pending(dataset, [3, 4])))
+    # Unless it is another cohort than expected, or other clients.
+    for data, positions in ((dataset, [6, 7]), (other.dataset(), [3, 4])):
+        _expect(reader, dataset, [3, 4])
+        list(reader(dataset, _pending(dataset, [0, 1])))
+        (chunk,) = reader(data, _pending(dataset, positions))
+        np.testing.assert_array_equal(chunk.x, files.side(0, positions))
     assert other.read == [3, 4]
 
 
@@ -165,15 +144,6 @@ def test_wrong_labels_are_left_out_of_a_chunk_and_nothing_else(
         assert not np.asarray(chunk.x)[len(chunk.rows) :].any()
 
 
-def test_nobody_is_read_who_takes_no_part():
-    # After the last round nothing is drawn or read ahead.
-    files = _Files()
-    fed = toy.federated(sampling="fixed_size", clients_per_round=4)
-    history = fed.fit(files.dataset(), rounds=4, verbose=0).history
-    assert len(files.read) == int(sum(history["cohort_size"]))
-    files.assert_quiet()
-
-
 class _Stop(tf.keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         self.model.stop_training = True
@@ -181,12 +151,39 @@ class _Stop(tf.keras.callbacks.Callback):
 
 def test_a_training_that_stops_early():
     files = _Files()
-    fed = toy.federated(clients_per_round=4)
-    fed.fit(files.dataset(), rounds=9, verbose=0, seed=1, callbacks=[_Stop()])
+    fed, other = (toy.federated(clients_per_round=4) for _ in range(2))
+    toy.fit(fed, 9, [_Stop()], files.dataset(), seed=1)
     files.assert_quiet()
     assert len(files.read) <= 8
-    # What was drawn for nothing changes nothing of what comes.
-    one = fed.fit(files.dataset(), rounds=2, verbose=0, seed=1)
-    other = toy.federated(clients_per_round=4)
-    whole = other.fit(files.dataset(), rounds=3, verbose=0, seed=1)
-    cohorts.assert_close(one.history["loss"], whole.history["loss"][1:], rtol=1e-5)
+    # What was drawn for nothing changes nothing of what comes, and after the last
+    # round nobody is drawn or read ahead.
+    files.read.clear()
+    one = toy.fit(fed, 2, data=files.dataset(), seed=1).history
+    assert len(files.read) == int(sum(one["cohort_size"]))
+    files.assert_quiet()
+    whole = toy.fit(other, 3, data=files.dataset(), seed=1).history
+    cohorts.assert_close(one["loss"], whole["loss"][1:], rtol=1e-5)
+
+
+@hypothesis.settings(deadline=None, max_examples=60, derandomize=True)
+@hypothesis.given(
+    *(st.lists(st.integers(0, 23), max_size=9), st.integers(1, 12)),
+    *(st.integers(1, 3), st.sampled_from([None, 0, 7])),
+)
+def test_every_pass_is_over_the_clients_own_rows(lengths, batch_size, epochs, seed):
+    rows = np.random.default_rng(0).permutation(1000)[: sum(lengths)]
+    shuffle = None if seed is None else np.random.default_rng(seed)
+    lengths = np.array(lengths, int)
+    table = layout.client_table(rows, lengths, batch_size, epochs, shuffle)
+    passes = np.split(table.rows, np.cumsum(np.repeat(lengths, epochs)))
+    for place, own in enumerate(np.split(rows, np.cumsum(lengths))[:-1]):
+        assert table.first_row[place] == sum(lengths[:place]) * epochs
+        for seen in passes[place * epochs : (place + 1) * epochs]:
+            assert sorted(seen) == sorted(own)
+            if seed is None:
+                assert seen.tolist() == own.tolist()
+    assert table.batch.tolist() == list(range(batch_size))
+    assert table.num_examples.tolist() == lengths.tolist()
+    assert table.steps.tolist() == [-(-n // batch_size) * epochs for n in lengths]
+    full = any(lengths) and not any(lengths % batch_size)
+    assert table.has_full_batches_only == full

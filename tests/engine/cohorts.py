@@ -58,16 +58,14 @@ def make_engine(
     model: tf.keras.Model,
     dataset: FederatedDataset,
     *,
-    mechanism: Any = None,
     optimizer: Any = None,
     loss: Any = None,
-    num_replicas: int = 1,
-    jit_compile: bool | None = False,
     training: dict[str, Any] | None = None,
     client_weighting: ClientWeighting | None = None,
     **options: Any,
 ) -> engine.CohortEngine:
     """Returns an engine, for cohorts of a fixed size."""
+    usual = {"mechanism": NoPrivacy(), "num_replicas": 1, "jit_compile": False}
     return engine.CohortEngine(
         model=model,
         training=engine.LocalTraining(
@@ -75,7 +73,6 @@ def make_engine(
             loss=cross_entropy() if loss is None else loss,
             **(training or {}),
         ),
-        mechanism=mechanism or NoPrivacy(),
         deployment=Deployment(
             clients_per_round=dataset.num_clients,
             num_clients=dataset.num_clients,
@@ -85,9 +82,7 @@ def make_engine(
             client_weighting=client_weighting,
         ),
         element_spec=dataset.element_spec,
-        num_replicas=num_replicas,
-        jit_compile=jit_compile,
-        **options,
+        **{**usual, **options},
     )
 
 
@@ -172,28 +167,25 @@ def reference_update(
     """
     x, y = client
     size = len(tf.nest.flatten(y)[0])
-    before = model.get_weights()
-    received = [tf.identity(v) for v in model.trainable_variables]
+    before, variables = model.get_weights(), model.trainable_variables
+    received = [tf.identity(v) for v in variables]
     own = type(optimizer).from_config(optimizer.get_config())
     model.compile(optimizer=own, loss=loss, loss_weights=loss_weights)
-
     for start in [*range(0, size, batch_size)] * local_epochs:
         batch_x, batch_y = tf.nest.map_structure(
             lambda a, s=start: tf.constant(a[s : s + batch_size]), (x, y)
         )
         with tf.GradientTape() as tape:
             value = model.compute_loss(batch_x, batch_y, model(batch_x, training=True))
-            distance = sum(
-                tf.reduce_sum((w - w0) ** 2)
-                for w, w0 in zip(model.trainable_variables, received, strict=True)
+        gradients = [
+            tf.convert_to_tensor(g) + tf.cast(proximal_weight, w.dtype) * (w - w0)
+            for g, w, w0 in zip(
+                tape.gradient(value, variables), variables, received, strict=True
             )
-            value += tf.cast(0.5 * proximal_weight * distance, value.dtype)
-        gradients = tape.gradient(value, model.trainable_variables)
-        gradients = [tf.convert_to_tensor(g) for g in gradients]
-        norm = np.sqrt(sum(np.sum(np.square(g)) for g in gradients))
-        if 0 < grad_clip < norm:
-            gradients = [g * (grad_clip / norm) for g in gradients]
-        own.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        ]
+        if grad_clip:
+            gradients, _ = tf.clip_by_global_norm(gradients, grad_clip)
+        own.apply_gradients(zip(gradients, variables, strict=True))
     after = model.get_weights()
     model.set_weights(before)
     return [b - a for a, b in zip(before, after, strict=True)]

@@ -13,57 +13,35 @@ from tfdp_fl import losses as our_losses
 from tfdp_fl.engine import dense_models, trainer
 from tfdp_fl.mechanisms import Deployment
 
-_SIZES, _CLASSES = (5, 2, 7), 3
+_ROWS, _CLASSES = 14, 3
 _layers, _losses, _metrics = tf.keras.layers, tf.keras.losses, tf.keras.metrics
 
 
-def _clients(kind):
-    """Returns clients with labels of a kind."""
-    rng = np.random.default_rng(0)
-    clients = {}
-    for k, size in enumerate(_SIZES):
-        labels = {
-            "sparse": rng.integers(0, _CLASSES, size),
-            "one_hot": np.eye(_CLASSES)[rng.integers(0, _CLASSES, size)],
-            "bits": rng.integers(0, 2, [size, _CLASSES]),
-            "numbers": rng.uniform(0.1, 2, [size, _CLASSES]),
-        }[kind]
-        if kind != "sparse":
-            labels = labels.astype(np.float32)
-        clients[k] = (rng.normal(size=[size, 4]).astype(np.float32), labels)
-    return clients
-
-
-def _labels_for(name):
-    name = name.lower().replace("_", "")
+def _batch(name):
+    """Returns labels of the kind that a loss or metric takes, and outputs."""
+    rng, name = np.random.default_rng(0), name.lower().replace("_", "")
+    outputs = rng.dirichlet(np.ones(_CLASSES), _ROWS).astype(np.float32)
+    places = rng.integers(0, _CLASSES, _ROWS)
     if "sparse" in name:
-        return "sparse"
+        return places, outputs
+    labels = rng.integers(0, 2, [_ROWS, _CLASSES])
     if "categorical" in name:
-        return "one_hot"
-    numbers = ("mean", "poisson", "huber", "log", "cosine", "kl", "root")
-    return "numbers" if name.startswith(numbers) else "bits"
+        labels = np.eye(_CLASSES)[places]
+    elif name.startswith(("mean", "poisson", "huber", "log", "cosine", "kl", "root")):
+        labels = rng.uniform(0.1, 2, [_ROWS, _CLASSES])
+    return labels.astype(np.float32), outputs
+
+
+def _rows(*arrays):
+    """Yields the rows of a batch as batches of one."""
+    for k in range(_ROWS):
+        yield [array[k : k + 1] for array in arrays]
 
 
 def _model(layers=(), activation="tanh"):
     tf.keras.utils.set_random_seed(1)
     dense = _layers.Dense(6, activation), _layers.Dense(_CLASSES, "sigmoid")
     return cohorts.sequential([4], *layers, *dense)
-
-
-def _sums(clients, engine):
-    """Returns what clients add up to, and the metrics' state."""
-    with cohorts.side_by_side():
-        pending = cohorts.collect(engine, cohorts.from_arrays(clients), local_epochs=1)
-    (total,) = pending.sums
-    return total
-
-
-def _batch(kind):
-    """Returns labels and outputs, rows of which differ."""
-    clients = _clients(kind).values()
-    labels = np.concatenate([labels for _, labels in clients])
-    outputs = np.random.default_rng(1).dirichlet(np.ones(_CLASSES), len(labels))
-    return labels, outputs.astype(np.float32)
 
 
 def _is_supported(loss="mse", metrics=None, **options):
@@ -80,12 +58,10 @@ def _mixes(x):
 
 @pytest.mark.parametrize("kind", dense_models.LOSSES)
 def test_every_allowed_loss_is_a_mean_over_rows(kind):
-    loss, (labels, outputs) = kind(), _batch(_labels_for(kind.__name__))
+    loss, (labels, outputs) = kind(), _batch(kind.__name__)
     assert dense_models.is_mean_over_rows(loss)
     assert dense_models.is_mean_over_rows(loss.fn)
-    rows = [
-        float(loss(labels[k : k + 1], outputs[k : k + 1])) for k in range(len(labels))
-    ]
+    rows = [float(loss(*row)) for row in _rows(labels, outputs)]
     cohorts.assert_close(loss(labels, outputs), np.mean(rows), rtol=1e-5)
     # The engine takes its gradient from these.
     of_rows = keras_versions.losses_of_rows(loss, labels, outputs)
@@ -97,8 +73,7 @@ def test_every_allowed_loss_is_a_mean_over_rows(kind):
 )
 def test_every_allowed_metric_adds_up_over_rows(kind):
     by_name = isinstance(kind, str)
-    name = kind if by_name else kind.__name__
-    labels, outputs = _batch("bits" if name[1:] == "ccuracy" else _labels_for(name))
+    labels, outputs = _batch(kind if by_name else kind.__name__)
     metric = kind if by_name else kind()
     assert dense_models._is_sum_over_rows(metric)
     compiled = keras_versions.compiled_loss_and_metrics(
@@ -108,10 +83,7 @@ def test_every_allowed_metric_adds_up_over_rows(kind):
     nothing = [tf.zeros(v.shape, v.dtype) for v in compiled.variables]
     update = compiled.stateless_update_state
     whole = update(nothing, labels, outputs, None)
-    rows = [
-        update(nothing, labels[k : k + 1], outputs[k : k + 1], None)
-        for k in range(len(labels))
-    ]
+    rows = [update(nothing, *row, None) for row in _rows(labels, outputs)]
     for one, *others in zip(whole, *rows, strict=True):
         cohorts.assert_close(one, np.sum(others, axis=0), rtol=1e-5)
 
@@ -125,38 +97,17 @@ def test_every_allowed_metric_adds_up_over_rows(kind):
     ],
 )
 def test_every_allowed_layer_or_activation_takes_rows_one_by_one(layer):
-    x = np.random.default_rng(0).normal(size=[5, 4]).astype(np.float32)
-    rows = [layer(x[k : k + 1])[0] for k in range(5)]
+    x = np.random.default_rng(0).normal(size=[_ROWS, 4]).astype(np.float32)
+    rows = [layer(row)[0] for (row,) in _rows(x)]
     cohorts.assert_close(layer(x), np.array(rows))
     activation = getattr(layer, "activation", "tanh")
     assert _is_supported(layers=[layer], activation=activation)
 
 
 @pytest.mark.parametrize(
-    ("kind", "loss", "metrics"),
-    [
-        ("sparse", "sparse_categorical_crossentropy", ["acc"]),
-        ("bits", "mse", ["accuracy", _metrics.AUC()]),
-    ],
-)
-def test_one_by_one_gives_the_same(kind, loss, metrics):
-    totals = []
-    for jit_compile in (None, False):
-        engine = cohorts.make_engine(
-            _model([_layers.Activation("softmax"), _layers.LeakyReLU()]),
-            cohorts.from_arrays(_clients(kind)),
-            jit_compile=jit_compile,
-            loss=loss,
-            training={"metrics": metrics},
-        )
-        totals.append(_sums(_clients(kind), engine))
-        assert engine.has_trained_side_by_side == (jit_compile is None)
-    cohorts.assert_close(*totals, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
     "options",
     [
+        # With ignore_class, Keras rescales by the rows of the whole batch.
         {"loss": _losses.SparseCategoricalCrossentropy(ignore_class=0)},
         {"loss": "hinge"},
         {"loss": _losses.SquaredHinge()},
@@ -178,14 +129,15 @@ def test_what_is_not_listed_trains_one_by_one(options):
 
 
 def test_one_clients_labels_do_not_move_anothers_update():
-    # With ignore_class, Keras rescales by the rows of the whole batch.
     loss = _losses.SparseCategoricalCrossentropy(ignore_class=0)
-    clients = _clients("sparse")
+    clients = cohorts.client_arrays((5, 2))
     dataset = cohorts.from_arrays(clients)
     engine = cohorts.make_engine(_model(), dataset, loss=loss, jit_compile=None)
 
     def updates(clients):
-        return _sums(clients, engine).contribution.update
+        dataset = cohorts.from_arrays(clients)
+        with cohorts.side_by_side():
+            return cohorts.update_of(cohorts.collect(engine, dataset, local_epochs=1))
 
     alone = updates({1: clients[1]})
     assert not engine.has_trained_side_by_side

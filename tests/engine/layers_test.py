@@ -29,24 +29,21 @@ def _changed(model):
         ]
 
 
-def _pair(model, num_changed=1):
-    """Returns two copies with the same weights; the second one is fast."""
+def _pair(model):
+    """Returns two copies with the same weights; one layer of the second is fast."""
     copies = [tf.keras.models.clone_model(model) for _ in range(2)]
     rng = np.random.default_rng(0)
     weights = [rng.normal(0, 0.4, w.shape) for w in model.get_weights()]
     for copy in copies:
         copy.set_weights(weights)
-    changed = _changed(copies[1])
-    assert len(changed) == num_changed
-    for layer, call in changed:
-        layer.call = call
+    ((layer, layer.call),) = _changed(copies[1])
     return copies
 
 
-def _output_and_gradients(model, x, shape=None):
+def _output_and_gradients(model, x, shape=None, xla=False):
     """As `Trainer.step` does: the tape watches what it is told to."""
 
-    @tf.function(input_signature=[tf.TensorSpec(shape or x.shape)])
+    @tf.function(input_signature=[tf.TensorSpec(shape or x.shape)], jit_compile=xla)
     def compute(x):
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             variables = keras_versions.tf_variables(model.trainable_variables)
@@ -69,18 +66,28 @@ def _assert_same(actual, expected, tolerance=1e-5):
         assert np.abs(one - other).max() <= tolerance * np.abs(other).max()
 
 
+# A mask goes the way of Keras, and of two directions one goes backwards.
 @pytest.mark.parametrize(
-    ("batch", "length", "sequences", "static"),
-    [(3, 16, True, True), (4, 19, True, False), (2, 5, False, False)],
+    ("stack", "length", "data"),
+    [
+        ([_LSTM(6, return_sequences=True)], 16, _normal(3, 16, 5)),
+        ([_LSTM(6, return_sequences=True)], None, _normal(4, 19, 5)),
+        ([_LSTM(6)], None, _normal(2, 5, 5)),
+        ([_LSTM(4, return_sequences=True)], 10, 20 * _normal(3, 10, 5)),  # Saturated.
+        ([_layers.Bidirectional(_LSTM(3))], None, _normal(2, 9, 5)),
+        (
+            [_layers.Masking(), _LSTM(4, return_sequences=True)],
+            *(None, _normal(3, 9, 5) * tf.cast(tf.range(9) < 6, tf.float32)[:, None]),
+        ),
+    ],
 )
-def test_outputs_and_gradients_are_those_of_keras(batch, length, sequences, static):
-    layer = _LSTM(6, return_sequences=sequences)
-    keras, fast = _pair(_model(layer, length=length if static else None))
-    x = _normal(batch, length, 5)
-    expected = _output_and_gradients(keras, x)
-    _assert_same(_output_and_gradients(fast, x), expected)
-    unknown = [None, length, 5] if static else [None, None, 5]
-    _assert_same(_output_and_gradients(fast, x, unknown), expected)
+def test_outputs_and_gradients_are_those_of_keras(stack, length, data):
+    keras, fast = _pair(_model(*stack, length=length))
+    expected = _output_and_gradients(keras, data)
+    _assert_same(_output_and_gradients(fast, data), expected)
+    _assert_same(_output_and_gradients(fast, data, [None, length, 5]), expected)
+    if length == 16:
+        _assert_same(_output_and_gradients(fast, data, xla=True), expected)
 
 
 @pytest.mark.parametrize("sequences", [True, False])
@@ -101,39 +108,10 @@ def test_in_bfloat16_it_is_keras_with_less_rounding(sequences):
     _assert_same(found, expected, 0.06)
 
 
-# A mask goes the way of Keras, and of two directions one goes backwards.
-@pytest.mark.parametrize(
-    ("stack", "data"),
-    [
-        ([_LSTM(4, return_sequences=True)], 20 * _normal(3, 10, 5)),  # Saturated.
-        ([_layers.Bidirectional(_LSTM(3, return_sequences=True))], _normal(2, 9, 5)),
-        (
-            [_layers.Masking(), _LSTM(4, return_sequences=True)],
-            _normal(3, 9, 5) * tf.cast(tf.range(9) < 6, tf.float32)[:, None],
-        ),
-    ],
-)
-def test_saturated_backwards_or_masked_it_is_keras(stack, data):
-    expected, found = (_output_and_gradients(m, data) for m in _pair(_model(*stack)))
-    _assert_same(found, expected)
-
-
 def test_an_initial_state_goes_the_way_of_keras():
     x, state = _normal(3, 9, 5), [_normal(3, 4), 2 * _normal(3, 4)]
     keras, fast = (m.layers[0](x, initial_state=state) for m in _pair(_model(_LSTM(4))))
     _assert_same([fast], [keras])
-
-
-def test_compiled_by_xla():
-    _, fast = _pair(_model(_LSTM(6), length=10))
-    x = _normal(3, 10, 5)
-
-    def gradients():
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(tf.sin(fast(x)))
-        return tape.gradient(loss, fast.trainable_variables)
-
-    _assert_same(tf.function(gradients, jit_compile=True)(), tf.function(gradients)())
 
 
 class _Own(_LSTM):
@@ -144,19 +122,16 @@ class _Own(_LSTM):
 @pytest.mark.parametrize(
     "layer",
     [
+        *[_layers.GRU(3), _layers.SimpleRNN(3), _Own(3)],
         _LSTM(3, activation="relu"),
         _LSTM(3, recurrent_activation="hard_sigmoid"),
         _LSTM(3, use_bias=False),
-        _LSTM(3, dropout=0.1),
-        _LSTM(3, recurrent_dropout=0.1),
-        _LSTM(3, go_backwards=True),
-        _LSTM(3, unroll=True),
-        _LSTM(3, return_state=True),
         _LSTM(3, dtype="float64"),
-        _LSTM(3, stateful=True),
-        _layers.GRU(3),
-        _layers.SimpleRNN(3),
-        _Own(3),
+        *(
+            _LSTM(3, **{name: True})
+            for name in ("go_backwards", "unroll", "return_state", "stateful")
+        ),
+        *(_LSTM(3, **{name: 0.1}) for name in ("dropout", "recurrent_dropout")),
     ],
 )
 def test_other_layers_and_settings_are_left_alone(layer):

@@ -58,11 +58,6 @@ class _Constant(_layers.Layer):
         return inputs * self.constant
 
 
-class _Shifted(_layers.Layer):
-    def call(self, inputs):
-        return tf.math.floormod(inputs + 1, _ITEMS)
-
-
 def _model(kind="plain"):
     """Two tables share a feature, and a third one has several places an example."""
     tf.keras.utils.set_random_seed(3)
@@ -71,29 +66,26 @@ def _model(kind="plain"):
         "tags": tf.keras.Input((4,), dtype="int64", name="tags"),
         "facts": tf.keras.Input((3,), name="facts"),
     }
-    regularizer = "l2" if kind == "regularized" else None
-    facts = inputs["facts"]
+    item, tags, facts = inputs.values()
+    more, flat, ops = [], _layers.Flatten(), tf.keras.ops
     if kind == "beside other variables":
         facts = _layers.BatchNormalization()(facts)
-        facts = _layers.Dense(3, trainable=False)(facts)
-        facts = _Constant()(facts)
-    table = _layers.Embedding(
-        _ITEMS, 4, mask_zero=kind == "masked", embeddings_regularizer=regularizer
-    )
-    item = _Shifted()(inputs["item"]) if kind == "computed" else inputs["item"]
-    parts = [
-        _layers.Flatten()(table(item)),
-        _layers.Flatten()(_layers.Embedding(_ITEMS, 1)(item)),
-        _layers.GlobalAveragePooling1D()(_layers.Embedding(_ITEMS, 3)(inputs["tags"])),
-        facts,
-    ]
-    if kind == "beside other variables":
+        facts = _Constant()(_layers.Dense(3, trainable=False)(facts))
         # Too short to be found: the feature is used twice.
-        days = tf.keras.ops.floor_divide(inputs["item"], 10)
-        parts.append(_layers.Flatten()(_layers.Embedding(7, 2)(days)))
-        parts.append(_layers.Flatten()(_layers.Embedding(7, 2)(days)))
+        days = ops.floor_divide(item, 10)
+        more = [flat(_layers.Embedding(7, 2)(days)) for _ in range(2)]
     if kind == "feature used twice":
-        parts.append(tf.keras.ops.cast(inputs["item"], "float32"))
+        more = [ops.cast(item, "float32")]
+    if kind == "computed":
+        item = ops.mod(item + 1, _ITEMS)
+    regularizer = "l2" if kind == "regularized" else None
+    options = {"embeddings_regularizer": regularizer, "mask_zero": kind == "masked"}
+    table = _layers.Embedding(_ITEMS, 4, **options)
+    of_tags = _layers.Embedding(_ITEMS, 3)(tags)
+    parts = [
+        *(flat(table(item)), flat(_layers.Embedding(_ITEMS, 1)(item))),
+        *(_layers.GlobalAveragePooling1D()(of_tags), facts, *more),
+    ]
     out = _layers.Dense(1)(_layers.Concatenate()(parts))
     return tf.keras.Model(inputs, _Tied(table)(out) if kind == "tied" else out)
 
@@ -107,7 +99,6 @@ def _engine(dataset, model, least=1, **options):
     ("kind", "num_tables", "options"),
     [
         ("plain", 3, {}),
-        ("plain", 3, {"mechanism": _FIXED}),
         ("plain", 3, _WEIGHTED),
         ("plain", 3, {"mechanism": _ADAPTIVE, "training": _LIMITED}),
         # Negative places count from the end, as in Keras.

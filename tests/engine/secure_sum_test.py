@@ -125,29 +125,23 @@ def test_fedavg_and_fedavgm(optimizer, rate, momentum):
     expected, steps = [v.numpy() for v in variables], [0.0, 0.0]
     for mean in _MEANS:
         update.apply([tf.constant(v) for v in mean])
-        steps = [
-            momentum * s + rate * np.array(v) for s, v in zip(steps, mean, strict=True)
-        ]
-        expected = [w + s for w, s in zip(expected, steps, strict=True)]
+        for k, part in enumerate(mean):
+            steps[k] = momentum * steps[k] + rate * np.array(part)
+            expected[k] = expected[k] + steps[k]
         cohorts.assert_close([v.numpy() for v in variables], expected, rtol=1e-5)
 
 
-def test_non_trainable_state_moves_by_the_mean():
-    state = _variable([1.0, 1.0], "moving_mean")
-    update = release.ServerUpdate(
-        [_variable([0.0])], [state], tf.keras.optimizers.SGD(100.0)
-    )
-    update.apply([tf.constant([0.0]), tf.constant([0.5, -2.0])])
-    cohorts.assert_close(state.numpy(), np.array([1.5, -1.0]))
-
-
-def test_noise_does_not_make_a_variance_negative():
-    variance = _variable([1.0, 1.0], "moving_variance")
+def test_state_moves_by_the_mean_and_noise_does_not_make_a_variance_negative():
+    state = [_variable([1.0, 1.0], f"moving_{name}") for name in ("mean", "variance")]
     with tf.name_scope("variance_head"):
         weight = _variable([1.0, 1.0])
-    update = release.ServerUpdate([weight], [variance])
+    update = release.ServerUpdate([weight], state, tf.keras.optimizers.SGD(100.0))
     change = tf.constant([-3.0, 1.0])
-    update.apply([change, change])
-    cohorts.assert_close([*weight.numpy(), *variance.numpy()], [-2.0, 2.0, 0.0, 2.0])
-    update.replace([change, change])
-    cohorts.assert_close([*weight.numpy(), *variance.numpy()], [-3.0, 1.0, 0.0, 1.0])
+
+    def values():
+        return [v.numpy().tolist() for v in (weight, *state)]
+
+    update.apply([change] * 3)
+    assert values() == [[-299.0, 101.0], [-2.0, 2.0], [0.0, 2.0]]
+    update.replace([change] * 3)
+    assert values() == [[-3.0, 1.0], [-3.0, 1.0], [0.0, 1.0]]

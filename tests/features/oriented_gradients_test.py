@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 import tfdp_fl
+from tests.keras import toy
 
 _Layer = tfdp_fl.features.OrientedGradients
 
@@ -57,20 +58,17 @@ def _model(layers, shape):
 def test_trains_inside_a_model_and_before_it_and_is_saved(tmp_path):
     x, y = _images(40), np.arange(40) % 3
     layer = _Layer(2, 5)
-    raw = {i: (x[i::4], y[i::4]) for i in range(4)}
-    clients = tfdp_fl.datasets.FederatedDataset.from_client_arrays(raw)
+    clients = tfdp_fl.FederatedDataset.from_client_arrays(
+        {i: (x[i::4], y[i::4]) for i in range(4)}
+    )
     mapped = clients.map(lambda x, y: (layer(x), y))
-    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     trained = []
     for model, data in (
         (_model([layer], (12, 8)), clients),
         (_model([], (6 * 4 * 5,)), mapped),
     ):
-        fed = tfdp_fl.DPFederatedModel(
-            model, tfdp_fl.NoPrivacy(), 4, "fixed_size", num_replicas=1
-        )
-        fed.compile(tf.keras.optimizers.SGD(0.1), loss)
-        fed.fit(data, rounds=2, batch_size=5, verbose=0)
+        fed = toy.federated(tfdp_fl.NoPrivacy(), model, clients_per_round=4)
+        toy.fit(fed, 2, data=data, batch_size=5)
         trained.append(fed)
     inside, before = (fed.get_weights()[0] for fed in trained)
     np.testing.assert_allclose(inside, before, atol=1e-5)

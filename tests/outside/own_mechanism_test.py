@@ -31,16 +31,10 @@ def _clients(count):
 
 def test_trains_by_name_and_says_what_it_is():
     smooth_clipping()
-    fed = tfdp_fl.make_private(
-        _fed().model,
-        target_epsilon=4.0,
-        target_delta=1e-3,
-        num_clients=20,
-        clients_per_round=5,
-        rounds=3,
-        mechanism="smooth",
-        start_norm=0.3,
-    )
+    sizes = {"num_clients": 20, "clients_per_round": 5, "rounds": 3}
+    target = {"target_epsilon": 4.0, "target_delta": 1e-3, **sizes}
+    chosen = {"mechanism": "smooth", "start_norm": 0.3}
+    fed = tfdp_fl.make_private(_fed().model, **target, **chosen)
     assert isinstance(fed.mechanism, smooth_clipping())
     fed.compile("sgd", cohorts.cross_entropy())
     history = fed.fit(_clients(20), rounds=3, batch_size=5, verbose=0).history
@@ -73,17 +67,10 @@ def test_ways_to_train_are_the_same():
 
 def test_train_py_has_its_flags(tmp_path):
     flags = ["--num_clients=20", "--clients_per_round=20", "--model=linear"]
-    subprocess.run(
-        [
-            *(sys.executable, str(ROOT / "scripts" / "train.py")),
-            *(f"--mechanism_module={FILE}", "--mechanism=smooth", "--start_norm=0.25"),
-            *(*flags, "--rounds=2", "--verbose=0", f"--output_dir={tmp_path / 'run'}"),
-        ],
-        check=True,
-        capture_output=True,
-        cwd=ROOT,
-        timeout=300,
-    )
+    flags += [f"--mechanism_module={FILE}", "--mechanism=smooth", "--start_norm=0.25"]
+    flags += ["--rounds=2", "--verbose=0", f"--output_dir={tmp_path / 'run'}"]
+    command = [sys.executable, str(ROOT / "scripts" / "train.py"), *flags]
+    subprocess.run(command, check=True, capture_output=True, cwd=ROOT, timeout=300)
     result = json.loads((tmp_path / "run" / "result.json").read_text("utf-8"))
     assert result["mechanism"] == "SmoothClipping"
     assert result["mechanism_parameters"]["start_norm"] == 0.25

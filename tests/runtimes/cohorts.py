@@ -29,7 +29,7 @@ def in_rows(x, y, num_clients=NUM_CLIENTS, **options):
     return FederatedDataset.from_indices(x, y, rows, **options)
 
 
-def alike():
+def _alike():
     """Clients with two full batches each."""
     return in_rows(*arrays())
 
@@ -52,12 +52,6 @@ def _streamed():
     return FederatedDataset.from_client_fn(range(NUM_CLIENTS), read)
 
 
-def _nested():
-    """Features of two names and dtypes."""
-    x, y = arrays()
-    return in_rows({"z": x, "a": np.arange(len(x), dtype=np.uint8)[:, None]}, y)
-
-
 def _weighted():
     weight = np.random.default_rng(2).exponential(size=8 * NUM_CLIENTS)
     return in_rows(*arrays(), sample_weight=weight)
@@ -73,17 +67,13 @@ def _with_state_and_noise():
     return sequential([FEATURES], *hidden, _layers.Dense(CLASSES))
 
 
-def _two_inputs():
-    a, z = _layers.Input((1,), name="a"), _layers.Input((FEATURES,), name="z")
-    return tf.keras.Model(
-        {"z": z, "a": a},
-        _layers.Dense(CLASSES)(_layers.concatenate([_layers.Rescaling(0.01)(a), z])),
-    )
-
-
 def fixed(**changes):
     values = {"clip_norm": 0.05, "noise_multiplier": 0.0, **changes}
     return tfdp_fl.FixedClipping(**values)
+
+
+def _local():
+    return tfdp_fl.AdaptiveLocalDP(epsilon=100.0, delta=1e-5, clipping_radius=0.05)
 
 
 def _noisy(weights, seed):
@@ -94,6 +84,9 @@ def _doubled(tensors):
     return [2.0 * each for each in tensors]
 
 
+_HOOKS = {"broadcast_hook": _noisy, "upload_hook": _doubled}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     """Settings; `side_by_side` is what is to come of them.
@@ -101,7 +94,7 @@ class Case:
     `small` is whether a cohort of them is not worth a second worker.
     """
 
-    clients: object = alike
+    clients: object = _alike
     model: object = _mlp
     mechanism: object = fixed
     sampling: str = "fixed_size"
@@ -113,21 +106,15 @@ class Case:
 
     def federated(self):
         tf.keras.utils.set_random_seed(1)
-        federated = tfdp_fl.DPFederatedModel(
-            self.model(),
-            self.mechanism(),
-            clients_per_round=7,
-            sampling=self.sampling,
-            num_replicas=1,
-            **self.options,
-        )
-        jit_compile = None if self.side_by_side else False
-        federated.compile(
-            optimizer=tf.keras.optimizers.SGD(0.2),
-            loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
-            **{"jit_compile": jit_compile, **self.compiled},
-        )
+        how = (self.model(), self.mechanism(), 7, self.sampling)
+        federated = tfdp_fl.DPFederatedModel(*how, num_replicas=1, **self.options)
+        usual = {
+            "optimizer": tf.keras.optimizers.SGD(0.2),
+            "loss": tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            "metrics": ["accuracy"],
+            "jit_compile": None if self.side_by_side else False,
+        }
+        federated.compile(**{**usual, **self.compiled})
         return federated
 
     def train(self, federated, clients=None, **arguments):
@@ -148,16 +135,11 @@ CASES = {
         fit={"shuffle": True, "local_epochs": 2},
     ),
     "batch_normalization_and_dropout": Case(model=_with_state_and_noise),
-    "nested_features": Case(clients=_nested, model=_two_inputs),
     "weights": Case(
         clients=_weighted, fit={"class_weight": {0: 0.1, 1: 4.0}}, side_by_side=True
     ),
     # With a seed, each client's own noise is the same wherever it trains.
-    "windows": Case(
-        mechanism=lambda: tfdp_fl.AdaptiveLocalDP(
-            epsilon=100.0, delta=1e-5, clipping_radius=0.05
-        ),
-    ),
+    "windows": Case(mechanism=_local),
     "median": Case(
         mechanism=lambda: tfdp_fl.MedianClipping(noise_multiplier=0.5), clients=_uneven
     ),
@@ -166,11 +148,7 @@ CASES = {
     ),
     "hooks_variance_and_xla_here": Case(
         fit={"between_client_variance": True},
-        compiled={
-            "jit_compile": True,
-            "broadcast_hook": _noisy,
-            "upload_hook": _doubled,
-        },
+        compiled={"jit_compile": True, **_HOOKS},
     ),
 }
 ADAPTIVE = Case(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import pickle
 import signal
@@ -17,7 +16,10 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.conformance.runtimes import ray_workers as shared_workers
+from tests.engine import clip_attack_test
 from tests.engine.cohorts import policy, sequential, side_by_side
+from tests.keras import toy
+from tests.mechanisms import references
 from tests.runtimes import cohorts
 from tfdp_fl import runtimes
 from tfdp_fl.engine import program
@@ -27,9 +29,7 @@ from tfdp_fl.runtimes import workers as workers_lib
 _layers = tf.keras.layers
 _ONE_BY_ONE = cohorts.CASES["one_by_one"]
 _SIDE_BY_SIDE = cohorts.CASES["side_by_side"]
-_with_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="ray is not installed (tests only)"
-)
+pytest.importorskip("ray", reason="ray is not installed (tests only)")
 
 
 @pytest.fixture
@@ -41,17 +41,13 @@ def test_a_program_that_travelled_is_the_program():
     table = tf.random.normal([300, 4])  # Too large to be part of the graph.
 
     def function(nest, rows):
-        size = tf.debugging.assert_positive(nest["a"])
-        with tf.control_dependencies([size]):
-            return {
-                "sum": tf.add_n([nest["a"], nest["b"], nest["b"]]),
-                "t": (tf.gather(table, rows),),
-            }
+        tf.debugging.assert_positive(nest["a"])  # It runs although nobody uses it.
+        total = tf.add_n([nest["a"], nest["b"], nest["b"]])
+        return {"sum": total, "t": (tf.gather(table, rows),)}
 
     spec = tf.TensorSpec([None], tf.float32)
-    traced = program.Program(
-        function, {"a": spec, "b": spec}, tf.TensorSpec([None], tf.int32)
-    )
+    specs = {"a": spec, "b": spec}, tf.TensorSpec([None], tf.int32)
+    traced = program.Program(function, *specs)
     message = pickle.loads(pickle.dumps(ray_workers._Message.of(traced)))
     run = message.runnable()
     a, b = np.ones(3, np.float32), np.arange(3, dtype=np.float32)
@@ -60,11 +56,13 @@ def test_a_program_that_travelled_is_the_program():
     np.testing.assert_array_equal(there[0], a + 2 * b)
     for one, other in zip(tf.nest.flatten(here), there, strict=True):
         np.testing.assert_array_equal(one, other)
+    assert len(traced.constants) == 1
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        traced({"a": -a, "b": b}, np.array([7, 2], np.int32))
     with pytest.raises(tf.errors.InvalidArgumentError):
         run([-a, b, np.array([7, 2], np.int32)])
 
 
-@_with_ray
 @pytest.mark.parametrize("said", [None, True])
 def test_products_of_a_ray_that_was_there_are_not_trusted(workers, said, monkeypatch):
     monkeypatch.setattr(workers._cluster, "_started", False)
@@ -73,27 +71,15 @@ def test_products_of_a_ray_that_was_there_are_not_trusted(workers, said, monkeyp
     _SIDE_BY_SIDE.train(federated, runtime=workers)
     for strategy in federated.engine.programs.traced:
         assert (strategy.kind == "side by side") == (said is True)
-
-
-@_with_ray
-@pytest.mark.parametrize(
-    ("address", "variable", "started", "here"),
-    [
-        (None, None, True, True),
-        (None, None, False, False),
-        ("auto", None, True, False),
-        (None, "10.0.0.1:6379", True, False),
-    ],
-)
-def test_products_of_one_that_is_started_here_are_known(
-    address, variable, started, here, monkeypatch
-):
+    # Those of one that is started here are known.
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    if variable is not None:
-        monkeypatch.setenv("RAY_ADDRESS", variable)
-    cluster = ray_workers._Cluster(address, {})
-    cluster._started = started
-    assert cluster.is_here == here
+    for address, started in ((None, True), (None, False), ("auto", True)):
+        cluster = ray_workers._Cluster(address, {})
+        cluster._started = started
+        assert cluster.is_here == (started and address is None)
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+        assert not cluster.is_here
+        monkeypatch.delenv("RAY_ADDRESS")
 
 
 def _compare(case, workers, clients=None):
@@ -115,7 +101,6 @@ def _compare(case, workers, clients=None):
     return there
 
 
-@_with_ray
 @pytest.mark.parametrize("name", cohorts.CASES)
 def test_whatever_is_trained_is_the_same(workers, name):
     case = cohorts.CASES[name]
@@ -126,14 +111,12 @@ def test_whatever_is_trained_is_the_same(workers, name):
         assert len(call.args[0].shards) == (1 if case.small else 2)
 
 
-@_with_ray
 def test_several_shards_of_large_arrays_that_ray_stores(workers, monkeypatch):
     monkeypatch.setattr(workers, "shards_per_worker", 2)
     monkeypatch.setattr(ray_workers, "_INLINE_BYTES", 0)
     _compare(cohorts.ADAPTIVE, workers)
 
 
-@_with_ray
 def test_requests_of_bounded_size(workers):
     # Of a dataset in memory Ray has all examples, once.
     limit = 5 * 4 * (cohorts.FEATURES + 1)  # 5 examples.
@@ -145,7 +128,6 @@ def test_requests_of_bounded_size(workers):
     assert run.call_count > 2 * cohorts.ROUNDS
 
 
-@_with_ray
 def test_a_nan_of_one_client_takes_nobody_with_it(workers):
     x, y = cohorts.arrays()
     x[8 * 3, 0] = np.nan
@@ -154,29 +136,18 @@ def test_a_nan_of_one_client_takes_nobody_with_it(workers):
     )
     there = _compare(case, workers, cohorts.in_rows(x, y))
     assert np.isfinite(there.get_weights()[0]).all()
+    # Cohorts of any size are one program.
+    assert len(set(there.model.history.history["cohort_size"])) > 3
+    assert len(there.engine.programs.traced) == 1
 
 
-@_with_ray
 @pytest.mark.parametrize("name", ["float32", "mixed_bfloat16"])
 def test_the_clip_holds_for_data_that_an_adversary_would_choose(workers, name):
-    # Large features that cancel in the logits, small ones that add up.
-    size, clip = 3000.0, 0.01
-    sign = np.where(np.arange(10) % 2, 1.0, -1.0)
-    x = np.full([10, 400], size * 2.0**-12 * 0.99) * sign[:, None]
-    x[:, :2] = size
-    clients = {0: (x.astype(np.float32), (sign > 0).astype(np.float32))}
+    clip, clients = 0.01, {0: clip_attack_test.cancelling(400, 10, 3000.0)}
     with policy(name):
-        tf.keras.utils.set_random_seed(1)
-        model = sequential([400], _layers.Dense(128), _layers.Dense(1))
-        rows = model.layers[0].kernel.numpy()
-        rows[1] = -rows[0]
-        model.layers[0].kernel.assign(rows)
+        model = clip_attack_test.network(400, (128,))
         federated = tfdp_fl.DPFederatedModel(
-            model,
-            cohorts.fixed(clip_norm=clip),
-            clients_per_round=1,
-            sampling="fixed_size",
-            num_replicas=1,
+            *(model, cohorts.fixed(clip_norm=clip), 1, "fixed_size"), num_replicas=1
         )
         loss = tf.keras.losses.BinaryCrossentropy(from_logits=True)
         federated.compile(tf.keras.optimizers.SGD(50.0), loss)
@@ -186,16 +157,15 @@ def test_the_clip_holds_for_data_that_an_adversary_would_choose(workers, name):
     kinds = {strategy.kind for strategy in federated.engine.programs.traced}
     assert kinds == {"side by side"}
     # Up to how a weight of 0.1 is rounded.
-    norm = np.sqrt(sum(np.sum(part**2) for part in moved))
-    assert 0.01 * clip <= norm <= clip * 1.001
+    assert 0.01 * clip <= references.l2_norm(moved) <= clip * 1.001
 
 
 # The divergence of an infinite output is 0, and its metric no number.
 @pytest.mark.parametrize(
     ("loss", "batch_size", "on_ray"),
     [
-        pytest.param("mean_absolute_error", 4, True, marks=_with_ray),
-        pytest.param("kl_divergence", 8, True, marks=_with_ray),
+        ("mean_absolute_error", 4, True),
+        ("kl_divergence", 8, True),
         ("mean_absolute_error", 8, False),
         ("kl_divergence", 4, False),
     ],
@@ -205,30 +175,25 @@ def test_a_client_that_passes_all_bounds_leaves_the_history_in_them(
 ):
     x, _ = cohorts.arrays(7 * 7)
     y = np.full([len(x), cohorts.CLASSES], 2.0, np.float32)
-    kernel = "glorot_uniform" if "error" in loss else "zeros"
+    options = {
+        "kernel_initializer": "glorot_uniform" if "error" in loss else "zeros",
+        "bias_initializer": tf.keras.initializers.Constant(0.5),
+    }
     found = {}
     for name, size, weight in (("usual", 1.0, 1.0), ("high", 1e18, 1e8)):
-        own = np.where(np.arange(len(x))[:, None] // 7 == 3, size, x)
+        own = np.where(np.arange(len(x))[:, None] // 7 == 3, size, x).astype("f4")
         weights = np.where(own[:, 0] == size, weight, 1.0)
-        clients = cohorts.in_rows(own.astype("f4"), y, 7, sample_weight=weights)
-        tf.keras.utils.set_random_seed(1)
-        bias = tf.keras.initializers.Constant(0.5)
-        dense = _layers.Dense(
-            cohorts.CLASSES, kernel_initializer=kernel, bias_initializer=bias
-        )
-        federated = tfdp_fl.DPFederatedModel(
-            sequential([cohorts.FEATURES], dense),
-            cohorts.fixed(),
-            clients_per_round=7,
-            sampling="fixed_size",
-            num_replicas=1,
-        )
+        dense = _layers.Dense(cohorts.CLASSES, **options)
         cosine = tf.keras.metrics.CosineSimilarity(name="cosine")
-        federated.compile(tf.keras.optimizers.SGD(0.2), loss, [cosine])
-        runtime = shared_workers() if on_ray else None
-        options = {"batch_size": batch_size, "seed": 3, "verbose": 0}
+        case = cohorts.Case(
+            clients=lambda o=own, w=weights: cohorts.in_rows(o, y, 7, sample_weight=w),
+            model=lambda d=dense: sequential([cohorts.FEATURES], d),
+            compiled={"loss": loss, "metrics": [cosine], "jit_compile": None},
+            fit={"rounds": 1, "batch_size": batch_size, "seed": 3},
+        )
         with side_by_side():
-            found[name] = federated.fit(clients, runtime=runtime, **options).history
+            runtime = shared_workers() if on_ray else None
+            found[name] = case.train(case.federated(), runtime=runtime).history
     high = found["high"]
     assert high["discarded_clients"] == [0.0]
     assert abs(high["cosine"][0]) <= 1.0 + 1e-6
@@ -236,16 +201,6 @@ def test_a_client_that_passes_all_bounds_leaves_the_history_in_them(
     assert 0.1 <= found["usual"]["loss"][0] <= 10.0
 
 
-@_with_ray
-def test_cohorts_of_any_size_are_one_program(workers):
-    case = cohorts.Case(sampling="poisson")
-    federated = case.federated()
-    history = case.train(federated, rounds=6, runtime=workers).history
-    assert len(set(history["cohort_size"])) > 3
-    assert len(federated.engine.programs.traced) == 1
-
-
-@_with_ray
 def test_a_cohort_without_clients(workers):
     case = cohorts.Case(
         sampling="poisson", mechanism=lambda: cohorts.fixed(noise_multiplier=1.0)
@@ -280,15 +235,12 @@ def _trained(workers, kill):
     return federated
 
 
-@_with_ray
 def test_the_shard_of_a_lost_worker_is_repeated_and_the_model_is_the_same(workers):
     whole, mended = (_trained(workers, kill) for kill in (False, True))
-    for a, b in zip(whole.get_weights(), mended.get_weights(), strict=True):
-        np.testing.assert_array_equal(a, b)
+    toy.assert_same(whole, mended)
     assert whole.epsilon(1e-3) == mended.epsilon(1e-3)
 
 
-@_with_ray
 def test_a_program_that_no_worker_can_take_over_ends_the_round(workers):
     # A program that no other test has.
     stack = _layers.Dense(3), _layers.Dense(cohorts.CLASSES)
@@ -307,7 +259,6 @@ def test_a_program_that_no_worker_can_take_over_ends_the_round(workers):
     assert federated.epsilon(1e-3) == 0.0
 
 
-@_with_ray
 def test_else_the_round_is_abandoned_and_nothing_is_charged(workers, monkeypatch):
     federated = _ONE_BY_ONE.federated()
     before = federated.get_weights()
@@ -316,30 +267,22 @@ def test_else_the_round_is_abandoned_and_nothing_is_charged(workers, monkeypatch
     time.sleep(1)
     with pytest.raises(runtimes.WorkerLost, match="of Ray is lost"):
         _ONE_BY_ONE.train(federated, runtime=workers)
-    for a, b in zip(before, federated.get_weights(), strict=True):
-        np.testing.assert_array_equal(a, b)
+    toy.assert_same(before, federated)
     assert federated.epsilon(1e-3) == 0.0
     # And the next call starts it anew.
     _ONE_BY_ONE.train(federated, runtime=workers)
 
 
-def test_a_runtime_of_another_kind_is_refused():
+def test_what_is_refused():
     case = cohorts.Case()
     with pytest.raises(TypeError, match=r"runtime .*'local'"):
         case.train(case.federated(), runtime="local")
-
-
-@_with_ray
-def test_wrong_options_and_closed_workers_are_refused():
     with pytest.raises(TypeError, match="float32_products"):
         runtimes.RayWorkers(float32_products="yes")
     workers = runtimes.RayWorkers()
     workers.close()
     with pytest.raises(RuntimeError, match="closed"):
         workers.open()
-
-
-def test_what_to_install_is_said():
     with (
         mock.patch.dict(sys.modules, {"ray": None}),
         pytest.raises(ImportError, match=r"RayWorkers.*pip install ray"),

@@ -24,30 +24,39 @@ _MECHANISMS = (
 _SMALL = {"num_clients": 200, "clients_per_round": 40, "rounds": 5}
 
 
-def _fit(values, audit):
-    prepared = training.prepare(Settings(**values))
-    settings = prepared.settings
-    prepared.federated_model.fit(
-        prepared.task.clients,
-        rounds=settings.rounds,
-        batch_size=settings.batch_size,
-        local_epochs=settings.local_epochs,
-        verbose=0,
-        audit=audit,
-    )
-    return prepared
-
-
 @pytest.mark.parametrize("iterates", ["final", "all"])
 @pytest.mark.parametrize("values", _MECHANISMS)
 def test_nothing_above_the_claim(values, iterates):
-    audit = auditing.CanaryAudit(1000, iterates)
-    prepared = _fit({**_SMALL, **values}, audit)
+    prepared = training.prepare(Settings(**_SMALL, **values))
+    names = ("rounds", "batch_size", "local_epochs")
+    options = {name: getattr(prepared.settings, name) for name in names}
+    fed, audit = prepared.federated_model, auditing.CanaryAudit(1000, iterates)
+    fed.fit(prepared.task.clients, verbose=0, audit=audit, **options)
     found = audit.estimate(prepared.delta)
-    epsilon = prepared.federated_model.epsilon
-    claimed = min(epsilon(prepared.delta, by) for by in ("rdp", "pld"))
+    claimed = min(fed.epsilon(prepared.delta, by) for by in ("rdp", "pld"))
     print(values, iterates, claimed, found.epsilon, found.low, found.high)
     assert found.low <= claimed
+
+
+_TRUTH = gaussian.gaussian_epsilon(1 / 8, 1e-5)
+
+
+def _estimates(releases, count, size, rounds=1, measured=False):
+    """Yields what audits of releases of z = 1/8 find."""
+    rng, unobserved = np.random.default_rng(1), None
+    for seed in range(releases):
+        drawn = canaries.Canaries(count, size, seed)
+        added = rounds * drawn.sum_of(np.arange(count))
+        update = added + rng.normal(0, rounds / 8, size)
+        times = np.full(count, float(rounds))
+        if measured:
+            others = canaries.Canaries(count, size, seed + releases)
+            unobserved = canaries.scores(others, update, added, 0 * times)
+        observed = canaries.scores(drawn, update, added, times)
+        scores = estimate.Scores(
+            observed=observed, unobserved=unobserved, null_std=size**-0.5
+        )
+        yield estimate.estimate(scores, 1e-5)
 
 
 def test_the_lower_end_for_a_model_of_ten_weights():
@@ -56,17 +65,7 @@ def test_the_lower_end_for_a_model_of_ten_weights():
     More than 78 of 2000 have a probability of 6e-5 at 2.5 %; the figures are
     those of one seed, which does not change.
     """
-    rng, size = np.random.default_rng(1), 10
-    truth = gaussian.gaussian_epsilon(1 / 8, 1e-5)
-    above = 0
-    for seed in range(2000):
-        drawn = canaries.Canaries(20, size, seed)
-        added = drawn.sum_of(np.arange(20))
-        update = added + rng.normal(0, 1 / 8, size)
-        observed = canaries.scores(drawn, update, added, np.ones(20))
-        scores = estimate.Scores(observed=observed, null_std=size**-0.5)
-        above += estimate.estimate(scores, 1e-5).low > truth
-    assert above < 78
+    assert sum(found.low > _TRUTH for found in _estimates(2000, 20, 10)) < 78
 
 
 @pytest.mark.parametrize(
@@ -74,28 +73,12 @@ def test_the_lower_end_for_a_model_of_ten_weights():
     [(500, 256, 1, False), (500, 256, 8, False), (200, 2000, 1, True)],
 )
 def test_an_interval_misses_no_more_than_it_says(count, size, rounds, measured):
-    """How often the truth is outside of it, in 60 releases of z = 1/8.
+    """How often the truth is outside of it, in 60 releases.
 
     Nominally 3 times. A good interval misses more than 18 of them less than
     once in 5 million tests, even if it misses 8 % (Binomial(60, 0.08)). One
     that leaves out an error of the unit misses 30 or more: of the norm in the
     first two, of the measured spread in the last.
     """
-    rng = np.random.default_rng(1)
-    truth = gaussian.gaussian_epsilon(1 / 8, 1e-5)
-    missed = 0
-    for seed in range(60):
-        drawn, others = (canaries.Canaries(count, size, seed + k) for k in (0, 60))
-        added = rounds * drawn.sum_of(np.arange(count))
-        update = added + rng.normal(0, rounds / 8, size)
-        times = np.full(count, rounds)
-        scores = estimate.Scores(
-            observed=canaries.scores(drawn, update, added, times),
-            unobserved=canaries.scores(others, update, added, 0 * times)
-            if measured
-            else None,
-            null_std=size**-0.5,
-        )
-        found = estimate.estimate(scores, 1e-5)
-        missed += not found.low <= truth <= found.high
-    assert missed <= 18
+    every = _estimates(60, count, size, rounds, measured)
+    assert sum(not each.low <= _TRUTH <= each.high for each in every) <= 18

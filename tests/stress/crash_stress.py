@@ -1,4 +1,4 @@
-"""Signals, full disks, and many fits at once.
+"""Signals, full disks, many fits at once, and what a program leaves behind.
 
 `kill -9` is in `kill_stress.py`; damaged, foreign and missing files are in
 `tests/accounting/ledger_test.py` and `tests/keras/resuming_test.py`.
@@ -6,18 +6,21 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import importlib.util
 import os
 import random
 import signal
-import threading
+import subprocess
+import sys
 import time
 
-import numpy as np
 import pytest
 
 import tfdp_fl
 from tests.keras import files, toy
+from tests.scripts.programs import ROOT
 from tests.stress import killed_run
 from tfdp_fl import accounting
 from tfdp_fl.experiments import run_directory
@@ -74,47 +77,36 @@ def test_a_signal_leaves_a_run_that_goes_on(tmp_path, first):
 
 
 class _Listener(callbacks.FederatedCallback):
-    """Enters a context in a round, and notes what is released."""
+    """Fills the disk in a round, and notes what is released."""
 
-    def __init__(self, round_index, context):
+    def __init__(self, round_index, limit):
         super().__init__()
-        self._round, self._context = round_index, context
+        self._round, self._limit = round_index, limit
+        self.full_disk = contextlib.ExitStack()
         self.released: list[int] = []
 
     def on_epoch_begin(self, epoch, logs=None):
         if epoch == self._round:
-            self._context.__enter__()
+            self.full_disk.enter_context(files.full_disk(self._limit))
 
     def on_round_released(self, round_index, logs):
         self.released.append(round_index)
 
 
-def _run(directory, round_index=None, context=None):
+def _run(directory, round_index=None, limit=None):
     """Returns the weights, what was released, and the error, if there was one."""
     fed = toy.federated(tfdp_fl.AdaptiveClipping(noise_multiplier=1.0))
-    saved = directory / "saved"
-    listener = _Listener(round_index, context)
-    error = None
-    try:
-        fed.fit(
-            toy.clients(),
-            rounds=6,
-            batch_size=10,
-            seed=3,
-            verbose=0,
-            callbacks=[
-                listener,
-                callbacks.RoundCheckpoint(saved, every=2),
-                callbacks.Ledger(directory / "own.jsonl"),
-            ],
-            resume_from=saved if any(saved.glob("round-*.npz")) else None,
-        )
-    except _DOCUMENTED as raised:
-        error = raised
-    finally:
-        if context is not None:
-            with contextlib.suppress(Exception):
-                context.__exit__(None, None, None)
+    saved, error = directory / "saved", None
+    listener = _Listener(round_index, limit)
+    ledger = callbacks.Ledger(directory / "own.jsonl")
+    listeners = [listener, callbacks.RoundCheckpoint(saved, every=2), ledger]
+    resume = saved if any(saved.glob("round-*.npz")) else None
+    options = {"batch_size": 10, "seed": 3, "resume_from": resume}
+    with listener.full_disk:
+        try:
+            toy.fit(fed, 6, listeners, **options)
+        except _DOCUMENTED as raised:
+            error = raised
     return fed.get_weights(), listener.released, error
 
 
@@ -135,38 +127,61 @@ def test_a_disk_that_is_full_at_any_byte(tmp_path):
         for limit in (0, 100, 900, 1500, 2500, 4000, 6000, 9000):
             directory = tmp_path / f"{round_index}-{limit}"
             directory.mkdir()
-            _, released, error = _run(directory, round_index, files.full_disk(limit))
+            _, released, error = _run(directory, round_index, limit)
             failed += error is not None
             _check(directory, released)
             again, more, error = _run(directory)
             assert error is None
             _check(directory, released + more)
-            for one, other in zip(whole, again, strict=True):
-                np.testing.assert_array_equal(one, other)
+            toy.assert_same(whole, again)
     assert failed > 20
 
 
 def test_fits_in_threads_are_as_alone(tmp_path):
-    def train(seed, name, model, results):
+    def trained(name, seed, model):
         fed = toy.federated(tfdp_fl.AdaptiveClipping(noise_multiplier=1.0), model=model)
         saved = callbacks.RoundCheckpoint(tmp_path / f"{name}-{seed}")
-        options = {"rounds": 8, "batch_size": 10, "verbose": 0}
-        fed.fit(toy.clients(), seed=seed, callbacks=[saved], **options)
-        results[name, seed] = fed.get_weights(), fed.epsilon(1e-3)
+        toy.fit(fed, 8, [saved], batch_size=10, seed=seed)
+        return fed.get_weights(), fed.epsilon(1e-3)
 
-    results: dict[tuple[str, int], tuple[list[np.ndarray], float]] = {}
-    threads = []
-    for seed in range(4):
-        train(seed, "alone", toy.dense(), results)
-        arguments = (seed, "thread", toy.dense(), results)
-        threads.append(threading.Thread(target=train, args=arguments))
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    for seed in range(4):
-        alone, together = results["alone", seed], results["thread", seed]
-        assert alone[1] == together[1]
-        for one, other in zip(alone[0], together[0], strict=True):
-            np.testing.assert_array_equal(one, other)
+    models, seeds = [toy.dense() for _ in range(8)], range(4)
+    alone = [trained("alone", seed, models[seed]) for seed in seeds]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        together = [*pool.map(trained, ["thread"] * 4, seeds, models[4:])]
+    for seed, (one, other) in enumerate(zip(alone, together, strict=True)):
+        assert one[1] == other[1]
+        toy.assert_same(one[0], other[0])
         assert len(read(tmp_path / f"thread-{seed}" / "ledger.jsonl").entries) == 8
+
+
+# TFF's worker listens on all interfaces and runs whatever graph it is sent.
+_PROGRAM = """
+import os, pathlib
+import numpy as np, tensorflow_federated as tff
+from tfdp_fl import aggregators
+
+process = aggregators.FixedClippingFactory(
+    clip_norm=1.0, noise_multiplier=1.0, clients_per_round=1
+).create(tff.TensorType(np.float32, [3]))
+process.next(process.initialize(), [np.ones(3, np.float32)])
+for each in pathlib.Path("/proc").glob("[0-9]*/stat"):
+    stat = each.read_text() if each.exists() else ""
+    if "(worker_binary)" in stat and stat.split()[3] == str(os.getpid()):
+        print(each.parent)
+"""
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorflow_federated") is None,
+    reason="TensorFlow Federated is not installed.",
+)
+def test_a_worker_of_tff_ends_with_the_program(tmp_path):
+    options = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+    with (tmp_path / "out").open("w") as out:  # The worker would hold a pipe open.
+        options |= {"stdout": out, "stderr": subprocess.DEVNULL, "check": True}
+        subprocess.run([sys.executable, "-c", _PROGRAM], **options)
+    (worker,) = (tmp_path / "out").read_text().split()  # Else this says nothing.
+    until = time.monotonic() + 10
+    while os.path.exists(worker) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not os.path.exists(worker)

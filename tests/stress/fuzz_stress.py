@@ -1,6 +1,6 @@
 """10 000 mutations of what is read: documented errors, and no wrong data.
 
-And arguments that no one should give, to whatever is public
+And arguments that no one should give, two at a time, to whatever is public
 (`tests/public_api/`): documented errors, in no time, with a message.
 """
 
@@ -12,14 +12,12 @@ import os
 import random
 import resource
 import signal
-import threading
+import struct
 from typing import Any
 
-import hypothesis
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import strategies as st
 
 import tfdp_fl
 from tests.accounting.charges import charge
@@ -98,14 +96,12 @@ def test_of_checkpoints(tmp_path):
 
 def test_of_messages_of_secure_aggregation():
     rng = random.Random(3)
-    names = ("ann", "bob", "cat")
-    update = [np.ones([3, 2], np.float32), np.ones([2])]
+    names, update = ("ann", "bob", "cat"), [np.ones([3, 2], np.float32), np.ones([2])]
     protocol = secure_aggregation.AdditiveSecretSharing()
+    options = {"members": names, "session": "s"}
     for _ in range(_MUTATIONS):
         made = {
-            name: secure_aggregation.Member(
-                protocol, name, update, members=names, session="s"
-            )
+            name: secure_aggregation.Member(protocol, name, update, **options)
             for name in names
         }
         message = rng.choice([m for each in made.values() for m in each.begin(0.0)])
@@ -118,44 +114,40 @@ def test_of_messages_of_secure_aggregation():
             made[message.recipient].receive(message, 0.0)
 
 
+_STRANGE = (
+    *(None, -1, 2**70, float("nan"), float("inf"), "x", b"\xff", [], {}),
+    *((3,), (-1,), (2**40,), True, object()),
+)
+
+
 def test_of_replies_of_flower():
     logging.getLogger("tfdp_fl.flower").setLevel(logging.CRITICAL)
     rng = random.Random(4)
     clip, m = 0.5, 3
-    updates = np.eye(m)
-    record = fm.model(np.zeros(m))
-    strange = (
-        *(None, -1, 2**70, float("nan"), float("inf"), "x", b"\xff", [], {}),
-        *((3,), (-1,), (2**40,), True, object()),
-    )
+    mechanism = tfdp_fl.AdaptiveClipping(noise_multiplier=0.0, initial_clip_norm=clip)
+    record, strange = fm.model(np.zeros(m)), lambda: rng.choice(_STRANGE)
 
     def change(replies):
-        (hostile,) = [r for r in replies if r.metadata.src_node_id == 10]
+        (hostile,) = [r for r in replies if r.metadata.src_node_id == 0]
         array = hostile.content["arrays"]["0"]
         kind = rng.randrange(6)
         if kind < 3:
             array.__dict__["data"] = mutated(array.data, rng)
         elif kind == 3:
             name = rng.choice(["dtype", "shape", "stype", "data"])
-            array.__dict__[name] = rng.choice(strange)
+            array.__dict__[name] = strange()
         elif kind == 4:
             name = rng.choice(["arrays", "metrics"])
-            dict.__setitem__(hostile.content, name, rng.choice(strange))
+            dict.__setitem__(hostile.content, name, strange())
         else:
             metrics = hostile.content["metrics"]
-            name = rng.choice([*metrics, "new", 3])
-            dict.__setitem__(metrics, name, rng.choice(strange))
+            dict.__setitem__(metrics, rng.choice([*metrics, "new", 3]), strange())
         return replies
 
     rejected = 0
     for _ in range(_MUTATIONS):
-        strategy = tfdp_fl.flower.PrivateStrategy(
-            fm.Strategy(m),
-            tfdp_fl.AdaptiveClipping(noise_multiplier=0.0, initial_clip_norm=clip),
-            num_clients=m,
-            clients_per_round=m,
-        )
-        grid = fm.Grid({10 + i: fm.adds([u]) for i, u in enumerate(updates)}, change)
+        strategy = fm.private(mechanism, m)
+        grid = fm.Grid({i: fm.adds([np.eye(m)[i]]) for i in range(m)}, change)
         with np.errstate(all="ignore"):
             got, _ = fm.a_round(strategy, grid, copy.deepcopy(record))
         moved = fm.arrays(got)[0]
@@ -166,44 +158,29 @@ def test_of_replies_of_flower():
     assert rejected > _MUTATIONS / 4
 
 
-# Arguments that somebody may give.
-_STRANGE = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-3, 5),
-    st.sampled_from([100, 10**4, 2**31, 2**63, 2**70, -(2**63)]),
-    st.floats(),
-    st.sampled_from([0.0, -0.0, 1e-320, 1e308, 1e-10, 0.5, 1.0, float("nan"), 1e30]),
-    st.text(max_size=5),
-    st.sampled_from(["poisson", "fixed_size", "rdp", "pld", "blt:2", "client"]),
-    st.binary(max_size=4),
-    st.lists(st.floats(), max_size=3),
-    st.tuples(st.integers(0, 5), st.floats(0, 2)),
-    st.complex_numbers(),
-    st.builds(lambda: np.array([])),
-    st.builds(lambda: np.float32(0.5)),
-    st.builds(lambda: np.array([1.0, 2.0])),
-    st.builds(object),
-    st.builds(dict),
-    st.just(len),
-    st.just(lambda t: 1.0),
-    st.builds(lambda: tf.constant(1.0)),
+# Tens of seconds, where a PLD has to be composed many thousand times.
+_SLOW = {"accounting.max_rounds", "training.make_private"}
+_VALUES = (
+    *(*_STRANGE, False, 100, 10**4, 2**31, 2**63, -(2**63), 0.0, -0.0, 1e-320),
+    *(1e308, 1e-10, 0.5, 1.0, 1e30, 0.5j, "", "é\0", "poisson", "fixed_size"),
+    *("rdp", "pld", "blt:2", "client", b"", [0.5], [1.0, float("nan")], (3, 1.5)),
+    *(np.array([]), np.float32(0.5), np.array([1.0, 2.0]), len, lambda t: 1.0),
+    tf.constant(1.0),
 )
+
+
+def _value(rng: random.Random) -> Any:
+    """Returns what somebody may give as an argument."""
+    (number,) = struct.unpack("d", rng.randbytes(8))
+    return rng.choice([number, rng.randint(-3, 5), *[rng.choice(_VALUES)] * 4])
 
 
 class _TooLongError(BaseException):
     """A call that does not come back."""
 
 
-# Tens of seconds, where a PLD has to be composed many thousand times.
-_SLOW = {"accounting.max_rounds", "training.make_private"}
-_armed = threading.Event()
-
-
 def _alarm(*_):
-    # A signal may come late, in hypothesis's own code.
-    if _armed.is_set():
-        raise _TooLongError
+    raise _TooLongError
 
 
 def _is_large(value: Any) -> bool:
@@ -226,43 +203,29 @@ def _limits(tmp_path, monkeypatch):
 @pytest.mark.parametrize("room", calls.ROOMS)
 @pytest.mark.filterwarnings("ignore")
 def test_of_arguments(room, limits):
+    rng = random.Random(5)
     for call in calls.calls(room):
         call()
-        if call.arguments:
-            name = getattr(call.function, "__name__", repr(call.function))
-            _check_call(f"{room}.{name}", call)
-
-
-def _check_call(name, call):
-    slow: list[dict[str, Any]] = []
-    some = st.sampled_from(sorted(call.arguments))
-
-    @hypothesis.settings(
-        max_examples=_CALLS,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-    @hypothesis.given(data=st.data())
-    def check(data):
-        chosen = data.draw(st.lists(some, min_size=1, max_size=2, unique=True))
-        strange = {each: data.draw(_STRANGE) for each in chosen}
-        hypothesis.assume(not any(_is_large(strange.get(each)) for each in call.counts))
-        signal.setitimer(signal.ITIMER_PROF, 10)
-        _armed.set()
-        try:
-            call(**strange)
-        except MemoryError:
-            assert any(map(_is_large, strange.values()))
-        except _TooLongError:
-            # A number of rounds or clients that takes as long as it says, or what
-            # composes PLDs of many rounds.
-            assert any(map(_is_large, strange.values())) or name in _SLOW, strange
-            slow.append(strange)
-        finally:
-            _armed.clear()
-            signal.setitimer(signal.ITIMER_PROF, 0)
-
-    check()
-    print(f"{name}: {len(slow)} broken off: {slow[:5]}")
-    assert len(slow) < 10
+        name = f"{room}.{getattr(call.function, '__name__', repr(call.function))}"
+        slow: list[dict[str, Any]] = []
+        for _ in range(_CALLS if call.arguments else 0):
+            count = min(rng.randint(1, 2), len(call.arguments))
+            chosen = rng.sample(sorted(call.arguments), count)
+            strange = {each: _value(rng) for each in chosen}
+            large = any(map(_is_large, strange.values()))
+            if any(_is_large(strange.get(each)) for each in call.counts):
+                continue
+            signal.setitimer(signal.ITIMER_PROF, 10)
+            try:
+                call(**strange)
+            except MemoryError:
+                assert large
+            except _TooLongError:
+                # A number of rounds or clients that takes as long as it says, or
+                # what composes PLDs of many rounds.
+                assert large or name in _SLOW, strange
+                slow.append(strange)
+            finally:
+                signal.setitimer(signal.ITIMER_PROF, 0)
+        print(f"{name}: {len(slow)} broken off: {slow[:5]}")
+        assert len(slow) < 10

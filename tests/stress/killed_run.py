@@ -93,18 +93,12 @@ def seen(directory: pathlib.Path, mode: str) -> dict[int, float]:
 
 def ledgers(directory: pathlib.Path, mode: str) -> list[pathlib.Path]:
     """Returns where a mode keeps its books."""
-    checkpoints = directory / CHECKPOINTS / "ledger.jsonl"
+    checkpoints, own = directory / CHECKPOINTS / "ledger.jsonl", directory / LEDGER
     if mode == "plain":
         ended = directory / run_directory.LEDGER
         during = directory / run_directory.CHECKPOINT / run_directory.LEDGER
         return [ended if ended.exists() else during]
-    others = {"ledger": [directory / LEDGER], "both": [checkpoints, directory / LEDGER]}
-    return others.get(mode, [checkpoints])
-
-
-def resumes(mode: str) -> bool:
-    """Returns whether a mode saves what a run can go on from."""
-    return mode != "ledger"
+    return {"ledger": [own], "both": [checkpoints, own]}.get(mode, [checkpoints])
 
 
 def run(directory: str, mode: str, as_the_script: bool) -> None:
@@ -126,7 +120,7 @@ def run(directory: str, mode: str, as_the_script: bool) -> None:
     if mode != "ledger":
         listeners.append(callbacks.RoundCheckpoint(saved, every=3, delta=DELTA))
     mechanism: Any = tfdp_fl.AdaptiveClipping(noise_multiplier=0.8)
-    sampling, m = "shuffled", 20
+    sampling, m, runtime, same = "shuffled", 20, None, contextlib.nullcontext()
     if mode == "local":
         mechanism = tfdp_fl.LocalDP(clip_norm=0.5, epsilon=8.0, delta=DELTA)
     if mode == "correlated":
@@ -135,35 +129,25 @@ def run(directory: str, mode: str, as_the_script: bool) -> None:
         mechanism = tfdp_fl.CorrelatedNoise(
             clip_norm=0.5, noise_multiplier=2.0, **apart
         )
-    fed = toy.federated(mechanism, clients_per_round=m, sampling=sampling)
-    runtime = None
     if mode == "workers":
         from tfdp_fl import runtimes
 
         runtime = runtimes.RayWorkers(num_workers=2)
-    same = toy.same_draws_when_resumed() if mode in SAME else contextlib.nullcontext()
+    if mode in SAME:
+        same = toy.same_draws_when_resumed()
+    fed = toy.federated(mechanism, clients_per_round=m, sampling=sampling)
+    resume = saved if any(saved.glob("round-*.npz")) else None
+    options = {"batch_size": 10, "seed": 3, "resume_from": resume, "runtime": runtime}
     with same:
-        fed.fit(
-            toy.clients(),
-            rounds=ROUNDS,
-            batch_size=10,
-            seed=3,
-            verbose=0,
-            callbacks=listeners,
-            resume_from=saved if any(saved.glob("round-*.npz")) else None,
-            runtime=runtime,
-        )
+        toy.fit(fed, ROUNDS, listeners, **options)
     fed.save_weights(path / FINAL)
 
 
 def _train_as_the_script(path: pathlib.Path) -> None:
     sizes = {"num_clients": 40, "clients_per_round": 10, "rounds": ROUNDS}
-    settings = Settings(
-        mechanism="fixed", noise_multiplier=1.0, model="linear", **sizes
-    )
-    prepared = training.prepare(settings)
-    listener = _Witness(witness(path, "plain"))
-    fit = tfdp_fl.DPFederatedModel.fit
+    chosen = {"mechanism": "fixed", "noise_multiplier": 1.0, "model": "linear"}
+    prepared = training.prepare(Settings(**chosen, **sizes))
+    listener, fit = _Witness(witness(path, "plain")), tfdp_fl.DPFederatedModel.fit
 
     def with_witness(*arguments, callbacks, **options):
         return fit(*arguments, callbacks=[listener, *callbacks], **options)

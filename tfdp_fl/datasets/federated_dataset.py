@@ -382,18 +382,6 @@ class FederatedDataset:
         """
         return self._source.sizes(self._checked(positions))
 
-    def num_examples(self, positions: Any = None) -> int:
-        """Returns the number of examples of clients (None: all) in total."""
-        return int(self.client_sizes(positions).sum())
-
-    def position(self, client_id: Any) -> int:
-        """Returns the position of a client.
-
-        Raises:
-          KeyError: If there is no such client.
-        """
-        return self._positions[client_id]
-
     @functools.cached_property
     def _positions(self) -> dict[Any, int]:
         return {client: place for place, client in enumerate(self._client_ids)}
@@ -406,7 +394,7 @@ class FederatedDataset:
         Raises:
           KeyError: If there is no such client.
         """
-        return nests.unpaired(*self._source.read(self.position(client_id)))
+        return nests.unpaired(*self._source.read(self._positions[client_id]))
 
     def create_tf_dataset_for_client(self, client_id: Any) -> tf.data.Dataset:
         """Returns a client's examples, one by one, under TFF's name for it.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -153,59 +154,51 @@ class IndexedSource:
         return dataclasses.replace(self, x=x, y=y)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class StreamedSource:
-    """Clients that are read when they are asked for."""
+    """Clients that are read when they are asked for.
 
-    def __init__(
-        self,
-        keys: Sequence[Any],
-        read_fn: Callable[[Any], Any],
-        element_spec: nests.Nest | None,
-    ):
-        """Initialises the source.
+    Attributes:
+      keys: What `read_fn` knows the clients by, in their order.
+      read_fn: Takes a key, returns that client's nests (x, y); may raise.
+      known_spec: The `tf.TensorSpec`s (x, y) of one example; None: those of the
+        first client that can be read.
+    """
 
-        Args:
-          keys: What `read_fn` knows the clients by, in their order.
-          read_fn: Takes a key, returns that client's nests (x, y); may raise.
-          element_spec: The `tf.TensorSpec`s (x, y) of one example; None: those
-            of the first client that can be read.
-        """
-        self._keys = keys
-        self._read_fn = read_fn
-        self._element_spec = element_spec
+    keys: Sequence[Any]
+    read_fn: Callable[[Any], Any]
+    known_spec: nests.Nest | None
 
     @property
     def num_clients(self) -> int:
         """The number of clients, N."""
-        return len(self._keys)
+        return len(self.keys)
 
-    @property
+    @functools.cached_property
     def element_spec(self) -> nests.Nest:
         """The `tf.TensorSpec`s (x, y) of one example.
 
         Raises:
           ValueError: If it was not given and no client can be read.
         """
-        if self._element_spec is None:
-            error: Exception | None = None
-            for key in self._keys:
-                try:
-                    x, y, length, ragged = _client_arrays(self._read_fn(key))
-                except Exception as raised:  # Any client's code may run here.
-                    error = error or raised
-                    continue
-                if length:
-                    self._element_spec = _open_spec((x, y), ragged)
-                    break
-            else:
-                why = "none has any"
-                if error is not None:
-                    why = f"the first error was {ClientFailure(0, error).reason}"
-                raise nests.ExamplesValueError(
-                    "element_spec must be given, because no client with "
-                    f"examples could be read; {why}."
-                ) from (error if isinstance(error, nests.SAFE_ERRORS) else None)
-        return self._element_spec
+        if self.known_spec is not None:
+            return self.known_spec
+        error: Exception | None = None
+        for key in self.keys:
+            try:
+                x, y, length, ragged = _client_arrays(self.read_fn(key))
+            except Exception as raised:  # Any client's code may run here.
+                error = error or raised
+                continue
+            if length:
+                return _open_spec((x, y), ragged)
+        why = "none has any"
+        if error is not None:
+            why = f"the first error was {ClientFailure(0, error).reason}"
+        raise nests.ExamplesValueError(
+            "element_spec must be given, because no client with examples could be "
+            f"read; {why}."
+        ) from (error if isinstance(error, nests.SAFE_ERRORS) else None)
 
     def read(self, position: int) -> tuple[nests.Nest, nests.Nest]:
         """Returns the examples of one client as NumPy nests (x, y).
@@ -214,8 +207,7 @@ class StreamedSource:
           Exception: Whatever the client's reading raises.
           ValueError: If its examples are not of the spec.
         """
-        examples = self._read_fn(self._keys[position])
-        x, y, length, _ = _client_arrays(examples)
+        x, y, length, _ = _client_arrays(self.read_fn(self.keys[position]))
         if not length:
             return nests.no_examples(self.element_spec)
         nests.check_same_spec(nests.spec_of((x, y)), self.element_spec)
@@ -229,21 +221,21 @@ class StreamedSource:
 
     def take(self, positions: np.ndarray) -> StreamedSource:
         """Returns the source of some of the clients."""
-        keys = [self._keys[position] for position in positions]
-        return StreamedSource(keys, self._read_fn, self._element_spec)
+        keys = [self.keys[position] for position in positions]
+        spec = self.known_spec or vars(self).get("element_spec")
+        return StreamedSource(keys, self.read_fn, spec)
 
     def map(self, fn: Callable[..., Any]) -> StreamedSource:
         """Returns the source with `fn(x, y)` applied to what a client reads.
 
         It may change the arrays: they are the client's own.
         """
-        read_fn = self._read_fn
 
         def read(key: Any) -> Any:
-            x, y, _, _ = _client_arrays(read_fn(key))
+            x, y, _, _ = _client_arrays(self.read_fn(key))
             return _mapped(fn, *tf.nest.map_structure(np.array, (x, y)))
 
-        return StreamedSource(self._keys, read, None)
+        return StreamedSource(self.keys, read, None)
 
 
 def _client_arrays(

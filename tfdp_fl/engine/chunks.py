@@ -10,7 +10,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -105,11 +104,7 @@ class Reader:
                 reading.stopped = True
             reading = _Reading(self, pool, dataset, inputs, lay_out)
         self._current = reading
-        draw, self._draw = self._draw, None
-        if draw is not None:
-            reading.at_end = functools.partial(
-                self._begin_following, pool, dataset, draw, lay_out
-            )
+        reading.draw, self._draw = self._draw, None
         try:
             while True:
                 chunk, failures = reading.result()
@@ -152,19 +147,14 @@ class Reader:
             pool.shutdown(wait=True, cancel_futures=True)
         self._current = self._following = None
 
-    def _begin_following(
-        self,
-        pool: concurrent.futures.Executor,
-        dataset: FederatedDataset,
-        draw: Draw,
-        lay_out: LayOut | None,
-    ) -> None:
+    def follow(self, reading: _Reading, draw: Draw) -> None:
+        """Draws the round after one that was read, and begins to read it."""
         # The pool was closed just now; or what is wrong with the coming round is
         # raised again where it begins, and does this one no harm.
         with contextlib.suppress(Exception):
-            reading = _Reading(self, pool, dataset, draw(), lay_out)
-            reading.read_next()
-            self._following = reading
+            following = dataclasses.replace(reading, inputs=draw())
+            following.read_next()
+            self._following = following
 
 
 def indexed(dataset: FederatedDataset, positions: np.ndarray) -> CohortChunk:
@@ -184,48 +174,43 @@ def indexed(dataset: FederatedDataset, positions: np.ndarray) -> CohortChunk:
     return CohortChunk(x, y, rows, lengths, np.arange(len(positions)))
 
 
+@dataclasses.dataclass(eq=False)
 class _Reading:
     """A cohort that a background thread reads, chunk by chunk.
 
     Attributes:
       stopped: Whether nobody wants the rest.
-      at_end: Called by that thread when all was read, unless stopped.
+      draw: Draws the following round, when all of this one was read.
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        pool: concurrent.futures.Executor,
-        dataset: FederatedDataset,
-        inputs: cohort.RoundInputs,
-        lay_out: LayOut | None,
-    ):
-        self._reader = reader
-        self._pool = pool
-        self._dataset = dataset
-        self._inputs = inputs
-        self._lay_out = lay_out
+    reader: Reader
+    pool: concurrent.futures.Executor
+    dataset: FederatedDataset
+    inputs: cohort.RoundInputs
+    lay_out: LayOut | None
+    stopped: bool = dataclasses.field(default=False, init=False)
+    draw: Draw | None = dataclasses.field(default=None, init=False)
+
+    def __post_init__(self) -> None:
         # Used by the thread only: the chunks, and what failed since the last one.
         self._chunks: Iterator[CohortChunk] = self._streamed()
-        if dataset.is_indexed:
-            self._chunks = map(indexed, [dataset], [inputs.positions])
+        if self.dataset.is_indexed:
+            self._chunks = map(indexed, [self.dataset], [self.inputs.positions])
         self._failures: list[ClientFailure] = []
-        self.stopped = False
-        self.at_end: Callable[[], None] | None = None
         self._next: concurrent.futures.Future[Any] | None = None
 
     def is_of(self, dataset: FederatedDataset, inputs: cohort.RoundInputs) -> bool:
         """Returns whether it is the same attempt at a round, of the same clients."""
         return (
-            self._dataset is dataset
-            and np.array_equal(self._inputs.positions, inputs.positions)
-            and np.array_equal(self._inputs.seed, inputs.seed)
+            self.dataset is dataset
+            and np.array_equal(self.inputs.positions, inputs.positions)
+            and np.array_equal(self.inputs.seed, inputs.seed)
         )
 
     def read_next(self) -> None:
         """Has the next chunk read, unless that was asked for already."""
         if self._next is None:
-            self._next = self._pool.submit(self._read)
+            self._next = self.pool.submit(self._read)
 
     def result(self) -> tuple[CohortChunk | None, list[ClientFailure]]:
         """Returns the next chunk (None at the end), and the failures before it."""
@@ -236,20 +221,20 @@ class _Reading:
 
     def _read(self) -> tuple[CohortChunk | None, list[ClientFailure]]:
         chunk = next(self._chunks, None)
-        if chunk is not None and self._lay_out is not None:
-            chunk = self._lay_out(chunk, self._inputs)
+        if chunk is not None and self.lay_out is not None:
+            chunk = self.lay_out(chunk, self.inputs)
         failures, self._failures = self._failures, []
         # Labels are looked at when the clients after them were read.
         failures.sort(key=lambda failure: failure.position)
-        if chunk is None and self.at_end is not None and not self.stopped:
-            self.at_end()
+        if chunk is None and self.draw is not None and not self.stopped:
+            self.reader.follow(self, self.draw)
         return chunk, failures
 
     def _clients(self) -> Iterator[_Client]:
         """Reads clients one after the other, but for those that failed."""
-        positions = self._inputs.positions
-        num_features = len(tf.nest.flatten(self._reader.element_spec[0]))
-        for member, client in enumerate(self._dataset.read_clients(positions)):
+        positions = self.inputs.positions
+        num_features = len(tf.nest.flatten(self.reader.element_spec[0]))
+        for member, client in enumerate(self.dataset.read_clients(positions)):
             if self.stopped:
                 return
             if isinstance(client, ClientFailure):
@@ -259,7 +244,7 @@ class _Reading:
             # file.
             arrays = [np.array(leaf) for leaf in tf.nest.flatten((client.x, client.y))]
             problem = labels.problem_of_client(
-                arrays[num_features:], self._reader.label_ranges
+                arrays[num_features:], self.reader.label_ranges
             )
             if problem is None:
                 yield member, arrays
@@ -287,9 +272,9 @@ class _Reading:
         lengths = np.array([len(arrays[-1]) for _, arrays in clients], np.int64)
         total = int(lengths.sum())
         # At least one row: see `indexed`.
-        num_rows = max(1, power_of_two(total) if self._reader.padded else total)
+        num_rows = max(1, power_of_two(total) if self.reader.padded else total)
         tensors = []
-        for place, spec in enumerate(tf.nest.flatten(self._reader.element_spec)):
+        for place, spec in enumerate(tf.nest.flatten(self.reader.element_spec)):
             if not total:
                 shape = [size or 1 for size in spec.shape]
                 tensors.append(tf.zeros([num_rows, *shape], spec.dtype))
@@ -297,7 +282,7 @@ class _Reading:
             leaves = [arrays[place] for _, arrays in clients]
             rest = np.zeros([num_rows - total, *leaves[0].shape[1:]], leaves[0].dtype)
             tensors.append(tf.constant(np.concatenate([*leaves, rest]), spec.dtype))
-        x, y = tf.nest.pack_sequence_as(self._reader.element_spec, tensors)
+        x, y = tf.nest.pack_sequence_as(self.reader.element_spec, tensors)
         members = np.array([member for member, _ in clients], np.int64)
         return CohortChunk(x, y, np.arange(total), lengths, members)
 

@@ -1,6 +1,6 @@
 """Plays somebody's first hour with tfdp_fl, from the wheel on.
 
-    python tests/newcomer/first_hour.py [--python=/path/to/python3.12]
+    python tools/first_hour.py [--python=/path/to/python3.12]
 
 Builds the wheel, installs it in an empty environment, and there, far from the
 sources: own data from a pandas frame, training to a target, the audit's sentence,
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 
-_ROOT = pathlib.Path(__file__).resolve().parents[2]
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 _SOURCES = (
     *("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"),
