@@ -9,8 +9,6 @@ A block of Python runs on every stack, unless the line above it says otherwise:
 `mkdocs build --strict`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """What is installed, how packages depend on each other, and light imports."""
 
-from __future__ import annotations
-
 import ast
 import fnmatch
 import json

@@ -1,7 +1,5 @@
 """Histories of rounds against dp_accounting and against first principles."""
 
-from __future__ import annotations
-
 import json
 import math
 import pathlib

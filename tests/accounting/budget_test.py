@@ -1,7 +1,5 @@
 """The budget is asked in the act of charging."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """What one round costs, by the table of samplings."""
 
-from __future__ import annotations
-
 import math
 
 import dp_accounting

@@ -1,7 +1,5 @@
 """One Gaussian release: its exact conversions, and its Renyi curve under sampling."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

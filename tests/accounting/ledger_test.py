@@ -1,7 +1,5 @@
 """The ledger: nothing lost, nothing changed, nothing shared."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

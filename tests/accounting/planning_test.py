@@ -1,7 +1,5 @@
 """What is asked before a run, and the passes over shuffled clients."""
 
-from __future__ import annotations
-
 import math
 
 import dp_accounting

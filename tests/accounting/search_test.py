@@ -1,7 +1,5 @@
 """What a search costs, beside the exact law of the best of a random number."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """What a run has spent, centrally and client by client."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """The statement says what holds, and only that."""
 
-from __future__ import annotations
-
 import json
 import math
 

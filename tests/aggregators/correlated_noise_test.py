@@ -1,7 +1,5 @@
 """Correlated noise as a TFF aggregation factory."""
 
-from __future__ import annotations
-
 import json
 import math
 

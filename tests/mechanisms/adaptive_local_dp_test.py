@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import math
-import warnings
 
 import dp_accounting
 import numpy as np
@@ -16,15 +13,14 @@ from tfdp_fl.mechanisms import Client, Deployment
 _NAN = float("nan")
 _WIDE = [[150, 150], [150, 150], [20000]]
 _RADII = [0.2, 1.0, 0.05]
+# What a single Gaussian at (8, 1e-5), five times, needs: sum_l (2 r_l / sigma_l)^2
+# of one release of L layers may be no more.
+_ZETA = references.analytic_sigma(1.0, 8.0, 1e-5) * math.sqrt(5)
 
 
 def _bound(num_layers, **arguments):
-    budget = {"epsilon": 8.0, "delta": 1e-5, **arguments}
-    deployment = Deployment(clients_per_round=2, rounds=5, num_variables=num_layers)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        query = tfdp_fl.AdaptiveLocalDP(**budget).bind(deployment)
-    return query, query.initial_global_state()
+    mechanism = tfdp_fl.AdaptiveLocalDP(**{"epsilon": 8.0, "delta": 1e-5, **arguments})
+    return rounds.bound(mechanism, 2, rounds=5, num_variables=num_layers)
 
 
 def _radii(query, window=None):
@@ -33,9 +29,7 @@ def _radii(query, window=None):
     return query.mechanism.radii(Client(window=window), query.deployment)
 
 
-@pytest.mark.parametrize(
-    "norms", [[], [0.3], [0.3, 0.6, 0.1], [5.0, 0.1, 0.1], [0.0, 0.0, 0.0]]
-)
+@pytest.mark.parametrize("norms", [[], [0.3, 0.6, 0.1], [5.0, 0.1, 0.1], [0.0] * 3])
 def test_a_radius_is_the_mean_of_the_last_norms_below_the_bound(norms):
     query, _ = _bound(2)
     window = np.full([3, 2], _NAN, np.float32)
@@ -70,36 +64,30 @@ def test_every_layer_is_clipped_to_its_own_radius():
     assert float(done.total.clipped) == 2
 
 
-def _layer_noise(query, state):
+_DISCO = {"calibration": "classic", "composition": "basic", "layers": "separate"}
+
+
+@pytest.mark.parametrize(
+    "options, sigma",
+    [
+        ({}, lambda radius: 2 * radius * _ZETA * math.sqrt(3)),
+        (_DISCO, lambda radius: references.disco_sigma(radius, 8.0, 1e-5, 5)),
+    ],
+)
+def test_layers_share_the_budget_or_have_the_noise_that_disco_published(options, sigma):
+    query, state = _bound(3, **options)
+    updates = rounds.zero_updates(1, _WIDE)
     window = np.tile(np.float32(_RADII), [3, 1])[None]
-    updates = rounds.zero_updates(1, _WIDE)
-    return rounds.run_round(query, state, updates, windows=window).mean
-
-
-def test_published_noise_of_disco():
-    disco = {"calibration": "classic", "composition": "basic", "layers": "separate"}
-    for part, radius in zip(_layer_noise(*_bound(3, **disco)), _RADII, strict=True):
-        statistics.assert_gaussian(part, references.disco_sigma(radius, 8.0, 1e-5, 5))
-
-
-def test_layers_of_one_release_share_the_budget():
-    # One release of L layers: sum_l (2 r_l / sigma_l)^2 is what a single
-    # Gaussian at (epsilon, delta), five times, may have.
-    zeta = references.analytic_sigma(1.0, 8.0, 1e-5) * math.sqrt(5)
-    for part, radius in zip(_layer_noise(*_bound(3)), _RADII, strict=True):
-        statistics.assert_gaussian(part, 2 * radius * zeta * math.sqrt(3))
-
-
-def test_one_bad_layer_zeroes_the_whole_update():
-    query, state = _bound(3)
-    updates = rounds.zero_updates(1, _WIDE)
+    done = rounds.run_round(query, state, updates, windows=window)
+    for part, radius in zip(done.mean, _RADII, strict=True):
+        statistics.assert_gaussian(part, sigma(radius))
+    # One bad layer zeroes the whole update.
     updates[0][0][:] = 1e6
     updates[0][1][0, 0] = np.nan
     done = rounds.run_round(query, state, updates)
     assert float(done.total.discarded) == 1
     assert float(done.total.norm) == 0
-    zeta = references.analytic_sigma(1.0, 8.0, 1e-5) * math.sqrt(5)
-    statistics.assert_gaussian(rounds.flat(done.mean), 2 * zeta * math.sqrt(3))
+    statistics.assert_gaussian(rounds.flat(done.mean), sigma(1.0))
 
 
 def test_joint_layers_spend_the_budget_once_and_separate_ones_each():

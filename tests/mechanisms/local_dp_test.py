@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 import warnings
 
@@ -16,7 +14,7 @@ _DEPLOYMENT = Deployment(
 )
 
 
-def _noise(deployment=_DEPLOYMENT, **arguments):
+def _noise(deployment, **arguments):
     """Returns what one client adds, divided by S: its sensitivity is 2 S."""
     mechanism = tfdp_fl.LocalDP(clip_norm=1.0, **arguments)
     return mechanism.client_noise_multiplier(deployment)
@@ -30,13 +28,8 @@ def test_basic_splits_epsilon_and_delta_by_the_rounds(epsilon, delta, rounds):
         ("analytic", references.analytic_sigma),
         ("classic", references.classic_sigma),
     ):
-        actual = _noise(
-            deployment,
-            epsilon=epsilon,
-            delta=delta,
-            calibration=calibration,
-            composition="basic",
-        )
+        options = {"calibration": calibration, "composition": "basic"}
+        actual = _noise(deployment, epsilon=epsilon, delta=delta, **options)
         expected = sigma(2.0, epsilon / rounds, delta / rounds)
         assert actual / expected == pytest.approx(1, abs=1e-6)
 
@@ -78,8 +71,8 @@ def test_one_round_costs_a_client_its_sensitivity_over_sigma(z):
     # On the sum of m = 4: sqrt(m) times what one client adds.
     stddevs = mechanism.noise_stddevs(Round(7.0, 0.0, 4.0), _DEPLOYMENT)
     assert stddevs == {"update": pytest.approx(2 * z * 7.0)}
-    mechanism = tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=0.0)
-    assert mechanism.mu_squared(_DEPLOYMENT) == math.inf
+    quiet = tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=0.0)
+    assert quiet.mu_squared(_DEPLOYMENT) == math.inf
     # The whole budget is spent at the last participation.
     mechanism = tfdp_fl.LocalDP(clip_norm=1.0, epsilon=8.0, delta=1e-5)
     mu_squared = 10 * mechanism.mu_squared(_DEPLOYMENT)

@@ -1,7 +1,5 @@
 """What holds of every mechanism's declaration."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

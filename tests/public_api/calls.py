@@ -1,7 +1,5 @@
 """A right call of what is public and takes arguments."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """What stands in the pages comes from the runs: claims, and configurations."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import re

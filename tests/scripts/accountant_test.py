@@ -1,7 +1,5 @@
 """The planning from the command line."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import pathlib

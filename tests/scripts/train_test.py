@@ -1,7 +1,5 @@
 """The programs train and sweep: what they leave, and what they refuse."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Additive shares: what they reveal, and what comes back from them."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A cohort summed in groups, and what each party sees of it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy import stats

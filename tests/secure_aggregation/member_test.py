@@ -1,7 +1,5 @@
 """One member's side: what it sends, what it takes, what it refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

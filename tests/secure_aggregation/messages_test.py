@@ -1,7 +1,5 @@
 """Messages survive the way through bytes, and bad bytes are refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import struct

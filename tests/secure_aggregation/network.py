@@ -1,7 +1,5 @@
 """A network within one process: virtual time, and faults to order."""
 
-from __future__ import annotations
-
 import dataclasses
 import heapq
 import itertools

@@ -3,8 +3,6 @@
 Tiny cases; no timing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 
