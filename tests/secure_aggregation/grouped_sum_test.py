@@ -1,5 +1,6 @@
 """A cohort summed in groups, and what each party sees of it."""
 
+import itertools
 from unittest import mock
 
 import numpy as np
@@ -33,34 +34,32 @@ def test_no_group_is_too_small_and_all_are_in_one(size, group):
             split_into_groups(202, _RING, group_size)
 
 
-def _updates():
-    return list(np.random.default_rng(0).normal(size=(17, 40)).astype(np.float32))
+def _updates(dtype=np.float32):
+    return np.random.default_rng(0).normal(size=(17, 40)).astype(dtype)
 
 
 @pytest.mark.parametrize("kind", [{"bits": 32}, {"bits": 64}, {"mode": "float"}])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_total_and_groups(kind, dtype):
-    protocol = AdditiveSecretSharing(**kind)
-    updates = [update.astype(dtype) for update in _updates()]
+    protocol, updates = AdditiveSecretSharing(**kind), _updates(dtype)
     update_of = mock.Mock(side_effect=updates.__getitem__)
     result = sum_in_groups(update_of, protocol, group_size=5, num_members=17)
     assert update_of.mock_calls == [mock.call(index) for index in range(17)]
     assert result.failed_members == ()
     assert result.succeeded_members == tuple(range(17))
-    is_32_bits = kind == {"bits": 32}
-    tolerance = 17 * protocol.resolution / 2 if is_32_bits else 1e-11
+    tolerance = 17 * protocol.resolution / 2 if kind == {"bits": 32} else 1e-11
     assert len(result.groups) == 3
     for indices, outcome in result.groups:
         assert outcome.succeeded
         assert outcome.members == indices
-        expected = sum(updates[i].astype(np.float64) for i in indices)
+        expected = updates[list(indices)].sum(axis=0, dtype=np.float64)
         np.testing.assert_allclose(outcome.value, expected, rtol=0, atol=tolerance)
-    total = np.sum(updates, axis=0, dtype=np.float64)
+    total = updates.sum(axis=0, dtype=np.float64)
     np.testing.assert_allclose(result.total, total, rtol=0, atol=tolerance)
 
 
 def test_what_cannot_be_summed():
-    updates = _updates()
+    updates = list(_updates())
     # A cohort below the minimum fails whole.
     for size in (1, 2):
         result = sum_in_groups(updates[:size], _RING)
@@ -125,13 +124,10 @@ def test_what_a_member_sees_depends_on_the_others_sum_only():
         for message in network.delivered
         if message.recipient == 0
     }
-    kinds = ("share", "partial_sum")
-    assert set(view) == {(kind, sender) for kind in kinds for sender in (1, 2)}
-    top = {
-        key: (value >> np.uint64(61)).astype(np.int64) for key, value in view.items()
-    }
-    for left_out in view:
-        three = [top[key] for key in view if key != left_out]
+    seen = itertools.product(("share", "partial_sum"), (1, 2))
+    assert set(view) == set(seen)
+    top = [(value >> np.uint64(61)).astype(np.int64) for value in view.values()]
+    for three in itertools.combinations(top, 3):
         cells = three[0] * 64 + three[1] * 8 + three[2]
         for half in (cells[: size // 2], cells[size // 2 :]):
             assert are_uniform(half, 512)
