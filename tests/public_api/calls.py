@@ -63,18 +63,14 @@ class Call:
                 raise AssertionError("an error says nothing") from error
 
 
-def _usual(function: Callable[..., Any], **given: Any) -> Call:
+def _usual(function: Callable[..., Any], paths=(), counts=(), errors=(), **given: Any):
     """Returns a call with what is given, and every default."""
-    options = {
-        name: given.pop(name) for name in ("paths", "counts", "errors") if name in given
-    }
     defaults = {
         name: parameter.default
         for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.default is not parameter.empty
-        and parameter.kind is not parameter.VAR_KEYWORD
-        and not name.startswith("_")
+        if parameter.default is not parameter.empty and not name.startswith("_")
     }
+    options = {"paths": paths, "counts": counts, "errors": errors}
     return Call(function=function, arguments={**defaults, **given}, **options)
 
 
