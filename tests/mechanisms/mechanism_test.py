@@ -3,11 +3,9 @@
 import dataclasses
 import math
 
-import numpy as np
 import pytest
 
 import tfdp_fl
-from tests.mechanisms import rounds, statistics
 from tfdp_fl.mechanisms import Deployment
 
 _GOOD = {
@@ -101,22 +99,6 @@ def test_noise_at_the_clients_needs_cohorts_of_fixed_size(sampling):
         for use in (mechanism.check, mechanism.bind):
             with pytest.raises(ValueError, match=r"noise_site.*fixed_size"):
                 use(deployment)
-
-
-def test_an_empty_cohort_is_noise_and_a_seed_repeats_it():
-    mechanism = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.4)
-    query, state = rounds.bound(mechanism)
-    options = {"noise_multiplier": 1.4, "clients_per_round": 8}
-    template = [np.zeros(30_000, np.float32)]
-
-    def released(seed):
-        options["seed"] = seed
-        done = rounds.run_round(query, state, [], template=template, **options)
-        return rounds.flat(done.mean)
-
-    statistics.assert_gaussian(released(None), 1.4 * 0.5 / 8)
-    np.testing.assert_array_equal(released(1), released(1))
-    assert not np.array_equal(released(1), released(2))
 
 
 def test_the_noise_multiplier_follows_its_schedule():
