@@ -295,5 +295,4 @@ class _Epsilon:
         return self
 
     def get_epsilon(self, delta: float) -> float:
-        del delta
         return min(self._epsilon(self._noise_multiplier), 1e12)
