@@ -428,24 +428,22 @@ def test_spending_that_cannot_be(path, open_ledger, local, message):
 # What cannot be written.
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_a_full_disk_damages_nothing(path, open_ledger, code):
+@pytest.mark.parametrize(
+    "name, code",
+    [("pwrite", errno.ENOSPC), ("pwrite", errno.EIO), ("fsync", errno.EIO)],
+)
+def test_a_full_disk_or_a_failed_sync_is_no_record(path, open_ledger, name, code):
     before, pwrite = path.read_bytes(), os.pwrite
+    failure = OSError(code, os.strerror(code))
 
     def half(descriptor, data, offset):
         pwrite(descriptor, data[: len(data) // 2], offset)
-        raise OSError(code, os.strerror(code))
+        raise failure
 
-    with mock.patch.object(os, "pwrite", half):
-        _refused(open_ledger, accounting.LedgerWriteError, os.strerror(code))
+    failing = {"pwrite": half, "fsync": mock.Mock(side_effect=[failure, None])}[name]
+    with mock.patch.object(os, name, failing):
+        message = f"{failure.strerror}.*must not be released"
+        _refused(open_ledger, accounting.LedgerWriteError, message)
     assert path.read_bytes() == before
     open_ledger.record(1, charge(), 5)  # There is room again.
     assert len(read(path).entries) == 2
-
-
-def test_a_failed_sync_is_no_record(path, open_ledger):
-    before = path.read_bytes()
-    failure = OSError(errno.EIO, "Input/output error")
-    with mock.patch.object(os, "fsync", side_effect=[failure, None]):
-        _refused(open_ledger, accounting.LedgerWriteError, "must not be released")
-    assert path.read_bytes() == before
