@@ -1,9 +1,8 @@
 """What is installed, how packages depend on each other, and light imports."""
 
-from __future__ import annotations
-
 import ast
 import fnmatch
+import itertools
 import json
 import os
 import pathlib
@@ -45,6 +44,13 @@ _LAYERS = (
     ("mechanisms", "secure_aggregation"),
     ("accounting", "correlated_noise", "datasets", "features"),
 )
+
+
+def _python(*arguments: str, **options) -> subprocess.CompletedProcess:
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, **options
+    )
 
 
 def _text(name: str) -> str:
@@ -153,14 +159,13 @@ def _targets(build: str) -> dict[str, list[str]]:
         targets[name] = [(here / src).as_posix() for src in srcs]
 
     def glob(patterns, exclude=()):
-        found = {
+        files = (
             path.relative_to(folder).as_posix()
             for pattern in patterns
             for path in folder.glob(pattern + "/*" * pattern.endswith("**"))
             if path.is_file()
-        }
-        kept = (f for f in found if not any(fnmatch.fnmatch(f, e) for e in exclude))
-        return sorted(kept)
+        )
+        return [f for f in files if not any(fnmatch.fnmatch(f, e) for e in exclude)]
 
     module = starlark.Module()
     for rule in ("py_library", "py_binary", "py_test", "filegroup"):
@@ -176,13 +181,8 @@ def _targets(build: str) -> dict[str, list[str]]:
 
 def test_every_python_file_is_a_source_of_a_bazel_target():
     folders = {build: _targets(build) for build in _tracked("BUILD", "*/BUILD")}
-    sources = {
-        source
-        for targets in folders.values()
-        for files in targets.values()
-        for source in files
-    }
-    assert {*_tracked("*.py")} - sources == set()
+    lists = [files for targets in folders.values() for files in targets.values()]
+    assert {*_tracked("*.py")} - {*itertools.chain(*lists)} == set()
     tests = folders["tests/BUILD"]
     declared = [tests[name][0] for name in tests.keys() - {"helpers"}]
     assert sorted(declared) == sorted(_tracked("tests/*_test.py"))
@@ -196,13 +196,10 @@ def _built(tmp_path_factory):
     for each in _tracked(others=True):
         (folder / "in" / each).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(_ROOT / each, folder / "in" / each)
+    out = str(folder / "out")
     for command in ("sdist", "bdist_wheel"):
-        subprocess.run(
-            [sys.executable, "setup.py", "-q", command, "--dist-dir", folder / "out"],
-            cwd=folder / "in",
-            capture_output=True,
-            check=True,
-        )
+        done = _python("setup.py", command, "--dist-dir", out, cwd=folder / "in")
+        assert done.returncode == 0, done.stderr
     return folder / "out"
 
 
@@ -229,19 +226,11 @@ def test_the_wheel_runs_from_a_folder_of_its_own(built, tmp_path):
     lines = re.findall(r"^(tfdp-fl-\w+) = ([\w.]+):(\w+)$", entries.read_text(), re.M)
     assert len(lines) == 3
     name, module, function = lines[0]  # Each imports TensorFlow.
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c"),
-            f"import sys; sys.path.insert(0, {str(tmp_path)!r});"
-            f"sys.argv = [{name!r}, '--help'];"
-            f"import {module} as m; m.{function}()",
-        ],
-        cwd=built,
-        env={**os.environ, "PYTHONPATH": ""},
-        capture_output=True,
-        text=True,
-        check=False,
+    source = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r});"
+        f"sys.argv = [{name!r}, '--help']; import {module} as m; m.{function}()"
     )
+    done = _python("-c", source, cwd=built, env={**os.environ, "PYTHONPATH": ""})
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"\ntfdp_fl_scripts.\w+:\n  --", done.stdout)
 
@@ -263,14 +252,8 @@ tfdp_fl.datasets.load_digits(num_clients=10)
 tfdp_fl.accounting.epsilon
 print(json.dumps(added))
 """
-    result = subprocess.run(
-        [sys.executable, "-c", source],
-        cwd=_ROOT,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+    result = _python("-c", source, cwd=_ROOT, env={**os.environ, **quiet})
     assert result.returncode == 0, result.stderr
     added = {name.split(".")[0] for name in json.loads(result.stdout.split("\n")[-2])}
     assert "tfdp_fl" in added

@@ -1,8 +1,6 @@
 """The budget is asked in the act of charging."""
 
-from __future__ import annotations
-
-import threading
+from concurrent import futures
 
 import pytest
 
@@ -24,14 +22,18 @@ def _path(tmp_path):
     return tmp_path / "ledger.jsonl"
 
 
+def _exceeded(ledger, *round, match="must not be rel", **options):
+    with pytest.raises(accounting.BudgetExceededError, match=match):
+        ledger.record(*round, **options)
+
+
 def test_the_round_that_would_pass_the_budget_is_not_written(path):
     budget = _for_rounds(3)
     with accounting.PrivacyLedger(path) as ledger:
         for t in range(3):
             ledger.record(t, charge(), 100, budget=budget)
         before = path.read_bytes()
-        with pytest.raises(accounting.BudgetExceededError, match="must not be rel"):
-            ledger.record(3, charge(), 100, budget=budget)
+        _exceeded(ledger, 3, charge(), 100, budget=budget)
         assert path.read_bytes() == before
         assert ledger.rounds == 3
         ledger.record(3, charge(z=1e3), 100, budget=budget)  # A cheaper one fits.
@@ -44,28 +46,24 @@ def test_rounds_of_other_runs_and_without_a_budget_count(path):
     with accounting.PrivacyLedger(path, "append") as ledger:
         ledger.record(0, charge(), 100, budget=budget)
         ledger.record(0, charge(), 100, run="evaluation 1")
-        with pytest.raises(accounting.BudgetExceededError):
-            ledger.record(1, charge(), 100, budget=budget)
+        _exceeded(ledger, 1, charge(), 100, budget=budget)
 
 
 def test_threads_of_one_ledger_spend_one_budget(path):
     budget = _for_rounds(5)
-    refused = []
     with accounting.PrivacyLedger(path) as ledger:
 
-        def train(run):
+        def refused(run):
+            count = 0
             for t in range(5):
                 try:
                     ledger.record(t, charge(), 100, run=run, budget=budget)
                 except accounting.BudgetExceededError:
-                    refused.append(run)
+                    count += 1
+            return count
 
-        threads = [threading.Thread(target=train, args=(f"{k}",)) for k in range(5)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(refused) == 20
+        with futures.ThreadPoolExecutor(5) as threads:
+            assert sum(threads.map(refused, "abcde")) == 20
     assert len(accounting.PrivacyLedger.read(path).entries) == 5
     assert accounting.epsilon_from_ledger(path, _DELTA) <= budget.epsilon
 
@@ -75,8 +73,7 @@ def test_a_local_amount_is_composed_for_the_client_that_spent_most(path):
     with accounting.PrivacyLedger(path) as ledger:
         ledger.record(0, None, 5, local=_HALF)
         ledger.record(0, None, 5, local=_HALF, run="other", budget=budget)
-        with pytest.raises(accounting.BudgetExceededError):
-            ledger.record(0, None, 5, local=_HALF, run="third", budget=budget)
+        _exceeded(ledger, 0, None, 5, local=_HALF, run="third", budget=budget)
 
 
 @pytest.mark.parametrize(
@@ -92,9 +89,8 @@ def test_a_local_amount_is_composed_for_the_client_that_spent_most(path):
 def test_what_cannot_be_known_is_refused(path, mechanism, first, second):
     with accounting.PrivacyLedger(path, mechanism=mechanism) as ledger:
         ledger.record(0, first[0], 5, local=first[1])
-        budget = accounting.Budget(50.0, _DELTA)
-        with pytest.raises(accounting.BudgetExceededError, match="epsilon to inf"):
-            ledger.record(1, second[0], 5, local=second[1], budget=budget)
+        options = {"local": second[1], "budget": accounting.Budget(50.0, _DELTA)}
+        _exceeded(ledger, 1, second[0], 5, match="epsilon to inf", **options)
         with pytest.raises(TypeError, match="budget"):
             ledger.record(1, charge(), 5, budget=50.0)
 

@@ -12,7 +12,7 @@ import tensorflow_privacy as tfp
 import tfdp_fl
 from tests.mechanisms import references, rounds, statistics
 from tests.outside.loading import smooth_clipping
-from tfdp_fl import aggregators, learning, mechanisms
+from tfdp_fl import aggregators, learning
 
 SIZE, M = 40_000, 4
 VALUE = tff.types.to_type([(np.float32, [SIZE // 2]), (np.float32, [SIZE // 2])])
@@ -25,22 +25,19 @@ FREE = dp_accounting.NonPrivateDpEvent()
 _NBAFL = {"num_clients": 4, "rounds": 3}
 
 
-def _adaptive_query():
-    return tfp.QuantileAdaptiveClipSumQuery(
-        initial_l2_norm_clip=1.0,
-        noise_multiplier=0.0,
-        target_unclipped_quantile=0.5,
-        learning_rate=0.2,
-        clipped_count_stddev=0.0,
-        expected_num_records=3.0,
-    )
-
-
+ADAPTIVE_QUERY = tfp.QuantileAdaptiveClipSumQuery(
+    initial_l2_norm_clip=1.0,
+    noise_multiplier=0.0,
+    target_unclipped_quantile=0.5,
+    learning_rate=0.2,
+    clipped_count_stddev=0.0,
+    expected_num_records=3.0,
+)
 QUIET = {
     "adaptive": tfdp_fl.AdaptiveClipping(noise_multiplier=0.0, initial_clip_norm=0.4),
     "nbafl": tfdp_fl.NbAFL(epsilon=1e14, constant=1.0, weight_clip=2.0),
     "query": tfdp_fl.QueryMechanism(
-        query=tfp.NormalizedQuery(_adaptive_query(), 3.0), dp_event=FREE
+        query=tfp.NormalizedQuery(ADAPTIVE_QUERY, 3.0), dp_event=FREE
     ),
     "own": smooth_clipping()(noise_multiplier=0.0),
 }
@@ -55,10 +52,8 @@ def test_is_what_its_query_computes(name):
         process = factory.create(VECTOR, EXAMPLES)
     else:
         process = aggregators.from_mechanism(mechanism, M).create(VECTOR)
-    query = mechanism.bind(
-        mechanisms.Deployment(clients_per_round=M, num_variables=1, **facts)
-    )
-    state, query_state = process.initialize(), query.initial_global_state()
+    query, query_state = rounds.bound(mechanism, M, num_variables=1, **facts)
+    state = process.initialize()
     bad = np.full(4, np.nan, np.float32)
     for values in (VALUES, [3 * value for value in VALUES], [bad, *VALUES[1:]]):
         weights = [examples] if examples else []
@@ -101,12 +96,9 @@ def test_an_event_that_is_no_gaussian_stays_what_it_is():
     )
     process = factory.create(VECTOR)
     state = process.next(process.initialize(), VALUES[:3]).state
+    declared = {"num_clients": 10, "clients_per_round": [3, 2]}
     (charge,) = learning.privacy_charges(
-        state,
-        factory.mechanism,
-        sampling="poisson",
-        num_clients=10,
-        clients_per_round=[3, 2],
+        state, factory.mechanism, sampling="poisson", **declared
     )
     assert charge.event == event
 
@@ -135,13 +127,8 @@ def test_scale_and_independence():
 
 def test_noise_of_both_channels():
     mechanism = tfdp_fl.NbAFL(epsilon=10.0, constant=1.5, weight_clip=200.0)
-    factory = aggregators.NbAFLFactory(
-        mechanism,
-        clients_per_round=2,
-        num_clients=4,
-        rounds=30,
-        min_examples=10,
-    )
+    facts = {"num_clients": 4, "rounds": 30, "min_examples": 10}
+    factory = aggregators.NbAFLFactory(mechanism, clients_per_round=2, **facts)
     # Two clients with 20 examples each: the mean has 1/sqrt(2) of it.
     uplink = references.nbafl_uplink_sigma(200.0, 1.5, 30, 20, 10.0) / 2**0.5
     downlink = references.nbafl_downlink_sigma(200.0, 1.5, 30, 2, 4, 10, 10.0)

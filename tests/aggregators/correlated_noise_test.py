@@ -1,20 +1,17 @@
 """Correlated noise as a TFF aggregation factory."""
 
-from __future__ import annotations
-
 import json
 import math
 
 import numpy as np
+import pytest
 import tensorflow_federated as tff
-from absl.testing import parameterized
 
 import tfdp_fl
 from tfdp_fl import aggregators, learning
 
-_SHAPES = ([10, 12], [10])
-_ZEROS = [np.zeros(shape, np.float32) for shape in _SHAPES]
-_TYPE = tff.to_type([tff.TensorType(np.float32, s) for s in _SHAPES])
+_ZEROS = [np.zeros(shape, np.float32) for shape in ([10, 12], [10])]
+_TYPE = tff.to_type([tff.TensorType(np.float32, zeros.shape) for zeros in _ZEROS])
 _ROUNDS = 5
 
 
@@ -38,82 +35,71 @@ def _run(process, rounds):
     return state
 
 
-class CorrelatedNoiseTest(parameterized.TestCase):
-    def test_past_the_last_round_nothing_comes_out(self):
-        process = _process(_mechanism())
-        state = _run(process, _ROUNDS)
-        with self.assertRaisesRegex(Exception, "lies past its end"):
-            process.next(state, [_ZEROS] * 2)
+def _epsilon(state, mechanism, sampling="cyclic", **options):
+    sizes = {"num_clients": 4, "clients_per_round": 2}
+    options = {"sampling": sampling, **sizes, "delta": 1e-5, **options}
+    return learning.epsilon(state, mechanism, **options)
 
-    def test_every_round_is_written_down_with_its_own_charge(self):
-        for strategy in ("blt:2", "banded"):
-            mechanism = _mechanism(strategy, max_participations=2)
-            state = _run(_process(mechanism), _ROUNDS)
-            events = [json.loads(line)["event"] for line in state.history.lines]
-            costs = [event.get("noise_multiplier", math.inf) for event in events]
-            charges = mechanism.generator.charges
-            with np.errstate(divide="ignore"):
-                np.testing.assert_allclose(costs, 2.0 / charges, rtol=1e-12)
-            spent = self._epsilon(state, mechanism, "cyclic", accountant="pld")
-            whole = tfdp_fl.accounting.gaussian_epsilon(
-                2.0 / mechanism.generator.sensitivity, 1e-5
-            )
-            self.assertAlmostEqual(float(spent), whole, places=6)
-            self.assertIn("correlated_noise_secret", spent.facts.caveats)
 
-    @parameterized.parameters("poisson", "fixed_size", "shuffled")
-    def test_other_samplings_are_refused(self, sampling):
-        with self.assertRaisesRegex(ValueError, "sampling must be 'cyclic'"):
-            _process(_mechanism(), sampling=sampling)
-        state = _run(_process(_mechanism()), 1)
-        with self.assertRaisesRegex(ValueError, "sampling must be 'cyclic'"):
-            self._epsilon(state, _mechanism(), sampling)
+@pytest.mark.parametrize("strategy", ["blt:2", "banded"])
+def test_every_round_is_written_down_with_its_own_charge(strategy):
+    mechanism = _mechanism(strategy, max_participations=2)
+    process = _process(mechanism)
+    state = _run(process, _ROUNDS)
+    events = [json.loads(line)["event"] for line in state.history.lines]
+    costs = [event.get("noise_multiplier", math.inf) for event in events]
+    with np.errstate(divide="ignore"):
+        expected = 2.0 / mechanism.generator.charges
+    np.testing.assert_allclose(costs, expected, rtol=1e-12)
+    spent = _epsilon(state, mechanism, accountant="pld")
+    whole = tfdp_fl.accounting.gaussian_epsilon(
+        2.0 / mechanism.generator.sensitivity, 1e-5
+    )
+    assert float(spent) == pytest.approx(whole, abs=5e-7)
+    assert "correlated_noise_secret" in spent.facts.caveats
+    # Past the last round nothing comes out.
+    with pytest.raises(Exception, match="lies past its end"):
+        process.next(state, [_ZEROS] * 2)
 
-    def test_a_state_of_other_noise_is_refused(self):
-        first = _run(_process(_mechanism()), 1)
-        for changed in (
-            {"noise_multiplier": 3.0},
-            {"strategy": "blt:2"},
-            {"rounds": _ROUNDS + 1},
-            {"min_separation": 3},
-            {"max_participations": 1},
-        ):
-            with self.assertRaises(ValueError):
-                self._epsilon(first, _mechanism(**changed), "cyclic")
 
-    def test_clients_that_take_part_too_often_are_refused(self):
-        mechanism = _mechanism(max_participations=1)
-        state = _run(_process(mechanism), 1)
-        self._epsilon(state, mechanism, "cyclic", max_participations=1)
-        with self.assertRaisesRegex(ValueError, "max_participations"):
-            self._epsilon(state, mechanism, "cyclic", max_participations=2)
+def test_what_is_not_as_declared_is_refused():
+    mechanism = _mechanism()
+    state = _run(_process(mechanism), 1)
+    for sampling in ("poisson", "fixed_size", "shuffled"):
+        with pytest.raises(ValueError, match="sampling must be 'cyclic'"):
+            _process(mechanism, sampling=sampling)
+        with pytest.raises(ValueError, match="sampling must be 'cyclic'"):
+            _epsilon(state, mechanism, sampling)
+    # A state of other noise.
+    for changed in (
+        {"noise_multiplier": 3.0},
+        {"strategy": "blt:2"},
+        {"rounds": _ROUNDS + 1},
+        {"min_separation": 3},
+        {"max_participations": 1},
+    ):
+        with pytest.raises(ValueError):
+            _epsilon(state, _mechanism(**changed))
+    # Clients that take part too often.
+    mechanism = _mechanism(max_participations=1)
+    state = _run(_process(mechanism), 1)
+    _epsilon(state, mechanism, max_participations=1)
+    with pytest.raises(ValueError, match="max_participations"):
+        _epsilon(state, mechanism, max_participations=2)
+    # Values of unknown shape.
+    factory = aggregators.from_mechanism(mechanism, 2)
+    with pytest.raises(ValueError, match="shapes"):
+        factory.create(tff.TensorType(np.float32, [None]))
 
-    def _epsilon(self, state, mechanism, sampling, **options):
-        return learning.epsilon(
-            state,
-            mechanism,
-            sampling=sampling,
-            num_clients=4,
-            clients_per_round=2,
-            delta=1e-5,
-            **options,
-        )
 
-    def test_clients_that_come_as_they_like(self):
-        mechanism = _mechanism()
-        state = _run(_process(mechanism, sampling="separated"), 2)
-        declared = self._epsilon(state, mechanism, "separated")
-        plain = _run(_process(mechanism), 2)
-        self.assertEqual(
-            float(declared), float(self._epsilon(plain, mechanism, "cyclic"))
-        )
-        self.assertIn("nobody checked it", declared.statement)
-        self.assertNotIn("fixed groups", declared.statement)
-        self.assertIn("Clients came as they liked", declared.statement)
-        with self.assertRaisesRegex(ValueError, "min_separation"):
-            _process(mechanism, sampling="separated", num_clients=3)
-
-    def test_values_of_unknown_shape_are_refused(self):
-        factory = aggregators.from_mechanism(_mechanism(), 2)
-        with self.assertRaisesRegex(ValueError, "shapes"):
-            factory.create(tff.TensorType(np.float32, [None]))
+def test_clients_that_come_as_they_like():
+    mechanism = _mechanism()
+    state = _run(_process(mechanism, sampling="separated"), 2)
+    declared = _epsilon(state, mechanism, "separated")
+    plain = _run(_process(mechanism), 2)
+    assert float(declared) == float(_epsilon(plain, mechanism))
+    assert "nobody checked it" in declared.statement
+    assert "fixed groups" not in declared.statement
+    assert "Clients came as they liked" in declared.statement
+    with pytest.raises(ValueError, match="min_separation"):
+        _process(mechanism, sampling="separated", num_clients=3)

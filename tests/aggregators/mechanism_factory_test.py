@@ -33,21 +33,18 @@ def nested(first, second=0.0, third=0.0, fourth=0.0):
 
 
 def quiet(clip_norm=1.0, clients_per_round=4, noise_multiplier=0.0, **options):
+    options |= {"clip_norm": clip_norm, "noise_multiplier": noise_multiplier}
     return aggregators.FixedClippingFactory(
-        clip_norm=clip_norm,
-        noise_multiplier=noise_multiplier,
-        clients_per_round=clients_per_round,
-        **options,
+        clients_per_round=clients_per_round, **options
     )
 
 
 @pytest.mark.parametrize(
     "value_type, message",
     [
-        (tff.TensorType(np.int32), "float"),
         (
-            tff.types.to_type(collections.OrderedDict(w=VECTOR, n=np.int32)),
-            r"value\['n'\]",
+            tff.types.to_type(collections.OrderedDict(n=np.int32)),
+            r"float.*value\['n'\]",
         ),
         (tff.types.to_type([]), "at least one"),
         (tff.types.to_type([tff.SequenceType(np.float32)]), "tensors"),
@@ -126,19 +123,12 @@ def test_wrong_cohort_size_fails_the_round(options, right, wrong):
 
 
 def _epsilon(state, sampling, num_clients):
-    return learning.epsilon(
-        state,
-        FIXED,
-        sampling=sampling,
-        num_clients=num_clients,
-        clients_per_round=2,
-        delta=1e-5,
-    )
+    declared = {"num_clients": num_clients, "clients_per_round": 2, "delta": 1e-5}
+    return learning.epsilon(state, FIXED, sampling=sampling, **declared)
 
 
 @pytest.mark.parametrize("sampling", ["fixed_size", "poisson", "shuffled"])
 def test_how_many_answered_is_written_down_and_priced(sampling):
-    """A cohort of 200 where 2 were planned is not what was declared."""
     process = quiet(1.0, 2, 1.0).create(SCALAR)
     state = process.initialize()
     for size in (2, 3, 60):
@@ -150,7 +140,7 @@ def test_how_many_answered_is_written_down_and_priced(sampling):
 
 @pytest.mark.parametrize("num_clients", [9, 1000])
 def test_how_many_there_are_is_written_down(num_clients):
-    """Of more clients than there were, sampling would hide one better."""
+    # Of more clients than there were, sampling would hide one better.
     process = quiet(1.0, 2, 1.0, num_clients=10).create(SCALAR)
     state = process.next(process.initialize(), [1.0] * 2).state
     with pytest.raises(ValueError, match="num_clients must be the 10"):
@@ -198,24 +188,14 @@ def test_inside_tff_clipping_and_zeroing():
     ],
 )
 def test_what_may_enlarge_a_share_is_refused(name, inner):
+    # What clients noised by themselves is theirs, whatever becomes of it.
+    local = mechanisms.LocalDP(clip_norm=1.0, epsilon=1.0, delta=1e-5)
+    for mechanism in (local, mechanisms.NoPrivacy()):
+        aggregators.from_mechanism(mechanism, 4, COMPRESSION, rounds=3)
     with pytest.raises(ValueError, match=f"{name} must be None"):
         aggregators.MechanismFactory(
             mechanisms.AdaptiveClipping(noise_multiplier=0.1), 4, **{name: inner}
         )
-
-
-def test_what_else_is_taken_or_refused():
-    # What clients noised by themselves is theirs, whatever becomes of it.
-    for mechanism in (
-        mechanisms.LocalDP(clip_norm=1.0, epsilon=1.0, delta=1e-5),
-        mechanisms.NoPrivacy(),
-    ):
-        aggregators.from_mechanism(mechanism, 4, COMPRESSION, rounds=3)
-    with pytest.raises(TypeError, match="mechanism"):
-        aggregators.from_mechanism(tfp.GaussianSumQuery(1.0, 1.0), 2)
-    mechanism = mechanisms.NbAFL(epsilon=1.0, constant=1.0, weight_clip=1.0)
-    with pytest.raises(ValueError, match="NbAFLFactory"):
-        aggregators.from_mechanism(mechanism, 2, rounds=1, num_clients=2)
 
 
 def test_a_secure_sum_that_rounds_beside_the_clip_is_refused():
@@ -256,3 +236,8 @@ def test_a_clip_that_falls_below_a_secure_sums_rounding():
 def test_bad_values(options, message):
     with pytest.raises(ValueError, match=message):
         quiet(**{"noise_multiplier": 1.0, **options})
+    with pytest.raises(TypeError, match="mechanism"):
+        aggregators.from_mechanism(tfp.GaussianSumQuery(1.0, 1.0), 2)
+    mechanism = mechanisms.NbAFL(epsilon=1.0, constant=1.0, weight_clip=1.0)
+    with pytest.raises(ValueError, match="NbAFLFactory"):
+        aggregators.from_mechanism(mechanism, 2, rounds=1, num_clients=2)

@@ -40,13 +40,19 @@ def test_federated_averaging(client_work):
     assert state_lib.accountable_state(state) is STATE
 
 
-def test_constant_zeroing_and_clipping():
+def test_what_is_constant_around_the_mechanism_and_in_it():
     clipping = tff.aggregators.clipping_factory(1.0, ours())
     factory = tff.aggregators.zeroing_factory(5.0, clipping)
     state = factory.create(SCALAR).initialize()
     for each in (state, learning_state(state)):
         found = state_lib.accountable_state(each)
         assert isinstance(found, state_lib.AggregatorState)
+    constant = {
+        "inner_factory": tff.aggregators.SecureSumFactory(4.0, -4.0),
+        "scalars_factory": tff.aggregators.SecureSumFactory(99.0),
+    }
+    state = ours(**constant).create(SCALAR).initialize()
+    assert state_lib.accountable_state(state) is state
 
 
 @pytest.mark.parametrize(
@@ -68,21 +74,10 @@ def test_what_follows_the_clients_around_the_mechanism_is_refused(wrapped, messa
         state_lib.accountable_state(state)
     with pytest.raises(ValueError, match=f"{message}.*build_dp_fed_avg"):
         state_lib.accountable_state(learning_state(state))
-
-
-def test_a_weighted_mean_around_the_mechanism_is_refused():
+    # Nor a weighted mean.
     state = tff.aggregators.MeanFactory(ours()).create(SCALAR, SCALAR).initialize()
     with pytest.raises(ValueError, match="divides once more"):
         state_lib.accountable_state(learning_state(state))
-
-
-def test_secure_sums_with_constant_bounds():
-    constant = {
-        "inner_factory": tff.aggregators.SecureSumFactory(4.0, -4.0),
-        "scalars_factory": tff.aggregators.SecureSumFactory(99.0),
-    }
-    state = ours(**constant).create(SCALAR).initialize()
-    assert state_lib.accountable_state(state) is state
 
 
 @pytest.mark.parametrize(

@@ -173,10 +173,9 @@ def test_releases_past_the_mechanism_have_no_epsilon(cohort):
     assert "what else" in value.statement
 
 
-def nbafl_of(epsilon, constant=1.0, weight_clip=50.0, **options):
-    return mechanisms.NbAFL(
-        epsilon=epsilon, constant=constant, weight_clip=weight_clip, **options
-    )
+def nbafl_of(epsilon, constant=1.0, weight_clip=50.0, mu=0.0):
+    options = {"constant": constant, "weight_clip": weight_clip, "mu": mu}
+    return mechanisms.NbAFL(epsilon=epsilon, **options)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from unittest import mock
 
@@ -17,12 +15,11 @@ _WIDE = [[100, 100], [100, 100], [5000]]
 
 def _query(m=20, noise_multiplier=1.0, sampling="fixed_size", **arguments):
     mechanism = tfdp_fl.AdaptiveClipping(noise_multiplier=noise_multiplier, **arguments)
-    query = mechanism.bind(Deployment(clients_per_round=m, sampling=sampling))
-    return query, query.initial_global_state()
+    return rounds.bound(mechanism, m, sampling=sampling)
 
 
 @pytest.mark.parametrize("noise_site", ["server", "client"])
-@pytest.mark.parametrize("bound, quantile", [(0.2, 0.3), (1.0, 0.5), (30.0, 1.0)])
+@pytest.mark.parametrize("bound, quantile", [(0.2, 0.3), (30.0, 1.0)])
 def test_without_noise_is_algorithm_1(noise_site, bound, quantile):
     norms = [0.1, 0.2, 0.5, 0.9, 1.5, 4.0]
     query, state = _query(
@@ -35,22 +32,11 @@ def test_without_noise_is_algorithm_1(noise_site, bound, quantile):
     for _ in range(3):
         done = rounds.run_round(query, state, updates, clients_per_round=8)
         wanted = references.fixed_clipping_mean(updates, bound, 8)
-        for actual, expected in zip(done.mean, wanted, strict=True):
-            np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-7)
+        rounds.assert_close(done.mean, wanted, rtol=1e-4, atol=1e-7)
         # A client that is missing counts half: the bits are centred.
         bound = references.next_clip(bound, norms, quantile, 0.3, 8, 1.0)
         state = done.next_state
         np.testing.assert_allclose(state.clip_norm, bound, rtol=1e-5)
-
-
-def test_polarity_all_norms_above_the_clip_make_it_rise():
-    query, state = _query(initial_clip_norm=0.1)
-    updates = rounds.updates_with_norms([1.0] * 20)
-    clips = [0.1]
-    for _ in range(10):
-        state = rounds.run_round(query, state, updates).next_state
-        clips.append(float(state.clip_norm))
-    np.testing.assert_allclose(clips, 0.1 * np.exp(0.1 * np.arange(11)), rtol=1e-4)
 
 
 def test_updates_are_noised_with_z_delta_and_this_rounds_clip():
@@ -63,8 +49,6 @@ def test_updates_are_noised_with_z_delta_and_this_rounds_clip():
     # The clip moves by a factor of about exp(-1.5) after this round.
     assert float(done.next_state.clip_norm) < 0.25 * 0.5
     statistics.assert_gaussian(rounds.flat(done.mean), z_delta * 0.25 / m)
-    metrics = query.derive_metrics(done.state)
-    np.testing.assert_allclose(metrics["noise_stddev"], z_delta * 0.25, rtol=1e-6)
 
 
 @pytest.mark.parametrize("sigma_b", [None, 1.5])

@@ -1,11 +1,9 @@
-from __future__ import annotations
-
 import itertools
 from unittest import mock
 
 import numpy as np
+import pytest
 import tensorflow as tf
-from absl.testing import parameterized
 
 import tfdp_fl
 from tests.mechanisms import references, rounds
@@ -22,73 +20,73 @@ def _clipped(update, clip_norm=1.0):
     )
 
 
-class ClipByNormTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters(1e-6, 0.1, 0.999999, 1.0, 1.000001, 3.0, 1e6)
-    def test_is_the_papers_flat_clip(self, norm):
-        (update,) = rounds.updates_with_norms([norm])
-        result = _clipped([tf.constant(v) for v in update])
-        for actual, wanted in zip(
-            result.update, references.clipped(update, 1.0), strict=True
-        ):
-            self.assertAllClose(actual, wanted, rtol=1e-6, atol=0)
-        self.assertAllClose(result.norm, references.l2_norm(update), rtol=1e-6)
-        self.assertEqual(float(result.discarded), 0)
-        self.assertLessEqual(references.l2_norm(result.update), 1 + 1e-6)
+@pytest.mark.parametrize("norm", [1e-6, 0.1, 0.999999, 1.0, 1.000001, 3.0, 1e6])
+def test_is_the_papers_flat_clip(norm):
+    (update,) = rounds.updates_with_norms([norm])
+    result = _clipped([tf.constant(v) for v in update])
+    rounds.assert_close(result.update, references.clipped(update, 1.0), rtol=1e-6)
+    np.testing.assert_allclose(result.norm, references.l2_norm(update), rtol=1e-6)
+    assert float(result.discarded) == 0
+    assert references.l2_norm(result.update) <= 1 + 1e-6
 
-    @parameterized.parameters(
+
+@pytest.mark.parametrize(
+    "size, compiled",
+    [
         (2**20, True),
         (3 * 2**20 - 5, False),
         (3 * 2**20 - 5, True),
         (70 * 2**20 + 3, False),
+    ],
+)
+def test_norm_of_a_large_layer(size, compiled):
+    """Each part counts, once; seen to fail without the last part.
+
+    All elements but one are below what a float32 sum of so many would still notice.
+    """
+    layer = np.full(size, 2**-12, np.float32)
+    layer[-1] = 4.0
+    norm = tf.function(lambda x: clipping.global_norm([x]), jit_compile=compiled)(
+        tf.constant(layer)
     )
-    def test_norm_of_a_large_layer(self, size, compiled):
-        """Each part counts, once; seen to fail without the last part.
+    expected = np.sqrt((size - 1) * 2.0**-24 + 16)
+    np.testing.assert_allclose(norm, expected, rtol=8e-6)
 
-        All elements but one are below what a float32 sum of so many would
-        still notice.
-        """
-        layer = np.full(size, 2**-12, np.float32)
-        layer[-1] = 4.0
-        norm = tf.function(lambda x: clipping.global_norm([x]), jit_compile=compiled)(
-            tf.constant(layer)
-        )
-        expected = np.sqrt((size - 1) * 2.0**-24 + 16)
-        self.assertAllClose(norm, expected, rtol=8e-6, atol=0)
 
-    @parameterized.parameters(False, True)
-    def test_a_bad_element_in_any_part_of_a_layer(self, compiled):
-        clip = tf.function(lambda x: _clipped([x]), jit_compile=compiled)
-        with mock.patch.object(clipping, "_COPIED", 100):
-            for place, bad in itertools.product((0, 299, 300, -1), (np.nan, 3e38)):
-                update = np.full(1001, 0.1, np.float32)
-                update[place] = bad
-                result = clip(tf.constant(update))
-                self.assertEqual(float(result.discarded), 1)
-                self.assertAllEqual(result.update[0], np.zeros(1001))
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_bad_element_in_any_part_of_a_layer(compiled):
+    clip = tf.function(lambda x: _clipped([x]), jit_compile=compiled)
+    with mock.patch.object(clipping, "_COPIED", 100):
+        for place, bad in itertools.product((0, 299, 300, -1), (np.nan, 3e38)):
+            update = np.full(1001, 0.1, np.float32)
+            update[place] = bad
+            result = clip(tf.constant(update))
+            assert float(result.discarded) == 1
+            assert not np.any(result.update[0])
 
-    def test_a_zero_update_is_legal_and_a_zero_bound_gives_zero(self):
-        for value, bound in ((0.0, 1.0), (0.0, 0.0), (1.0, 0.0)):
-            result = _clipped([tf.fill([3], value), tf.fill([2, 2], value)], bound)
-            self.assertAllEqual(rounds.flat(result.update), np.zeros(7))
-            self.assertEqual(float(result.discarded), 0)
 
-    # Beyond 2e38 the norm is no float32.
-    @parameterized.parameters(float("nan"), float("inf"), -float("inf"), 3.4e38)
-    def test_one_bad_element_zeroes_the_whole_update(self, bad):
-        parts = [np.ones([2, 3], np.float32), np.ones([4], np.float32)]
-        parts[1][2] = parts[0][1, 1] = bad
-        result = _clipped([tf.constant(v) for v in parts])
-        self.assertAllEqual(rounds.flat(result.update), np.zeros(10))
-        self.assertEqual(float(result.discarded), 1)
-        self.assertEqual(float(result.clipped), 0)
-        self.assertEqual(float(result.norm), 0)
+def test_a_zero_update_is_legal_and_a_zero_bound_gives_zero():
+    for value, bound in ((0.0, 1.0), (0.0, 0.0), (1.0, 0.0)):
+        result = _clipped([tf.fill([3], value), tf.fill([2, 2], value)], bound)
+        np.testing.assert_array_equal(rounds.flat(result.update), np.zeros(7))
+        assert float(result.discarded) == 0
 
-    @parameterized.parameters("float16", "bfloat16", "float32", "float64")
-    def test_keeps_dtypes(self, dtype):
-        update = [tf.cast([3.0, 4.0], dtype)]
-        result = _clipped(update)
-        self.assertEqual(result.update[0].dtype, dtype)
-        self.assertAllClose(tf.cast(result.update[0], "float64"), [0.6, 0.8], rtol=1e-2)
-        bad = [tf.cast([3.0, float("nan")], dtype)]
-        result = _clipped(bad)
-        self.assertAllEqual(tf.cast(result.update[0], "float32"), [0, 0])
+
+# Beyond 2e38 the norm is no float32.
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3.4e38])
+def test_one_bad_element_zeroes_the_whole_update(bad):
+    parts = [np.ones([2, 3], np.float32), np.ones([4], np.float32)]
+    parts[1][2] = parts[0][1, 1] = bad
+    result = _clipped([tf.constant(v) for v in parts])
+    np.testing.assert_array_equal(rounds.flat(result.update), np.zeros(10))
+    assert float(result.discarded) == 1
+    assert float(result.clipped) == float(result.norm) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_keeps_dtypes(dtype):
+    (kept,) = _clipped([tf.cast([3.0, 4.0], dtype)]).update
+    assert kept.dtype == dtype
+    np.testing.assert_allclose(tf.cast(kept, "float64"), [0.6, 0.8], rtol=1e-2)
+    (kept,) = _clipped([tf.cast([3.0, np.nan], dtype)]).update
+    np.testing.assert_array_equal(tf.cast(kept, "float32"), [0, 0])

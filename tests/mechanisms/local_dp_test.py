@@ -1,43 +1,38 @@
-from __future__ import annotations
-
 import math
 import warnings
 
 import dp_accounting
+import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdp_fl
-from tests.mechanisms import references
+from tests.mechanisms import references, rounds, statistics
 from tfdp_fl.accounting import gaussian
-from tfdp_fl.mechanisms import Deployment, Round
+from tfdp_fl.mechanisms import Client, Deployment, Round
 
 _DEPLOYMENT = Deployment(
     clients_per_round=4, num_clients=20, sampling="fixed_size", rounds=10
 )
 
 
-def _noise(deployment=_DEPLOYMENT, **arguments):
+def _noise(deployment, **arguments):
     """Returns what one client adds, divided by S: its sensitivity is 2 S."""
     mechanism = tfdp_fl.LocalDP(clip_norm=1.0, **arguments)
     return mechanism.client_noise_multiplier(deployment)
 
 
 @pytest.mark.parametrize("epsilon, delta", [(0.3, 1e-3), (8.0, 1e-6), (50.0, 1e-3)])
-@pytest.mark.parametrize("rounds", [1, 10])
-def test_basic_splits_epsilon_and_delta_by_the_rounds(epsilon, delta, rounds):
-    deployment = Deployment(clients_per_round=4, rounds=rounds)
+@pytest.mark.parametrize("count", [1, 10])
+def test_basic_splits_epsilon_and_delta_by_the_rounds(epsilon, delta, count):
+    deployment = Deployment(clients_per_round=4, rounds=count)
     for calibration, sigma in (
         ("analytic", references.analytic_sigma),
         ("classic", references.classic_sigma),
     ):
-        actual = _noise(
-            deployment,
-            epsilon=epsilon,
-            delta=delta,
-            calibration=calibration,
-            composition="basic",
-        )
-        expected = sigma(2.0, epsilon / rounds, delta / rounds)
+        options = {"calibration": calibration, "composition": "basic"}
+        actual = _noise(deployment, epsilon=epsilon, delta=delta, **options)
+        expected = sigma(2.0, epsilon / count, delta / count)
         assert actual / expected == pytest.approx(1, abs=1e-6)
 
 
@@ -78,8 +73,8 @@ def test_one_round_costs_a_client_its_sensitivity_over_sigma(z):
     # On the sum of m = 4: sqrt(m) times what one client adds.
     stddevs = mechanism.noise_stddevs(Round(7.0, 0.0, 4.0), _DEPLOYMENT)
     assert stddevs == {"update": pytest.approx(2 * z * 7.0)}
-    mechanism = tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=0.0)
-    assert mechanism.mu_squared(_DEPLOYMENT) == math.inf
+    quiet = tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=0.0)
+    assert quiet.mu_squared(_DEPLOYMENT) == math.inf
     # The whole budget is spent at the last participation.
     mechanism = tfdp_fl.LocalDP(clip_norm=1.0, epsilon=8.0, delta=1e-5)
     mu_squared = 10 * mechanism.mu_squared(_DEPLOYMENT)
@@ -104,3 +99,108 @@ def test_the_mean_gives_a_central_guarantee_where_m_answer_for_sure(sampling, ev
     assert mechanism.round_event(0, deployment) == event
     assert mechanism.guarantee == "local"
     assert "local_not_central" in mechanism.caveats()
+
+
+# A radius that follows the client's own norms.
+
+_NAN = float("nan")
+_WIDE = [[150, 150], [150, 150], [20000]]
+_RADII = [0.2, 1.0, 0.05]
+# What a single Gaussian at (8, 1e-5), five times, needs: sum_l (2 r_l / sigma_l)^2
+# of one release of L layers may be no more.
+_ZETA = references.analytic_sigma(1.0, 8.0, 1e-5) * math.sqrt(5)
+
+
+def _bound(num_layers, **arguments):
+    mechanism = tfdp_fl.AdaptiveLocalDP(**{"epsilon": 8.0, "delta": 1e-5, **arguments})
+    return rounds.bound(mechanism, 2, rounds=5, num_variables=num_layers)
+
+
+def _radii(query, window=None):
+    if window is not None:
+        window = tf.constant(window)
+    return query.mechanism.radii(Client(window=window), query.deployment)
+
+
+@pytest.mark.parametrize("norms", [[], [0.3, 0.6, 0.1], [5.0, 0.1, 0.1], [0.0] * 3])
+def test_a_radius_is_the_mean_of_the_last_norms_below_the_bound(norms):
+    query, _ = _bound(2)
+    window = np.full([3, 2], _NAN, np.float32)
+    for row, norm in enumerate(norms):
+        window[3 - len(norms) + row] = [norm, 2 * norm]
+    expected = [
+        references.disco_radius([factor * norm for norm in norms], 1.0)
+        for factor in (1, 2)
+    ]
+    np.testing.assert_allclose(_radii(query, window), expected, rtol=1e-6)
+    query, _ = _bound(4, clipping_radius=0.7)
+    np.testing.assert_allclose(_radii(query), [0.7] * 4, rtol=1e-6)
+
+
+def test_every_layer_is_clipped_to_its_own_radius():
+    query, state = _bound(4, epsilon=1e14)  # Practically no noise.
+    updates = rounds.updates_with_norms([0.2, 5.0])
+    # The norms of the window are taken before clipping.
+    found = query.mechanism.window_norms([tf.constant(v) for v in updates[1]])
+    norms = [np.linalg.norm(v) for v in updates[1]]
+    np.testing.assert_allclose(found, norms, rtol=1e-5)
+    windows = np.full([2, 3, 4], _NAN, np.float32)
+    windows[0, 2] = [0.01, 0.5, 2.0, 0.3]
+    done = rounds.run_round(query, state, updates, windows=windows)
+    radii = [np.minimum(windows[0, 2], 1.0), np.ones(4)]
+    for layer in range(4):
+        wanted = sum(
+            update[layer] / max(1.0, np.linalg.norm(update[layer]) / own[layer])
+            for update, own in zip(updates, radii, strict=True)
+        )
+        np.testing.assert_allclose(done.mean[layer], wanted / 2, atol=1e-5)
+    assert float(done.total.clipped) == 2
+
+
+_DISCO = {"calibration": "classic", "composition": "basic", "layers": "separate"}
+
+
+@pytest.mark.parametrize(
+    "options, sigma",
+    [
+        ({}, lambda radius: 2 * radius * _ZETA * math.sqrt(3)),
+        (_DISCO, lambda radius: references.disco_sigma(radius, 8.0, 1e-5, 5)),
+    ],
+)
+def test_layers_share_the_budget_or_have_the_noise_that_disco_published(options, sigma):
+    query, state = _bound(3, **options)
+    updates = rounds.zero_updates(1, _WIDE)
+    window = np.tile(np.float32(_RADII), [3, 1])[None]
+    done = rounds.run_round(query, state, updates, windows=window)
+    for part, radius in zip(done.mean, _RADII, strict=True):
+        statistics.assert_gaussian(part, sigma(radius))
+    # One bad layer zeroes the whole update.
+    updates[0][0][:] = 1e6
+    updates[0][1][0, 0] = np.nan
+    done = rounds.run_round(query, state, updates)
+    assert float(done.total.discarded) == 1
+    assert float(done.total.norm) == 0
+    statistics.assert_gaussian(rounds.flat(done.mean), sigma(1.0))
+
+
+def test_joint_layers_spend_the_budget_once_and_separate_ones_each():
+    # Of whom LocalDP's mean would have a central guarantee.
+    deployment = Deployment(
+        clients_per_round=2, sampling="fixed_size", rounds=5, num_variables=4
+    )
+    joint, separate = (
+        tfdp_fl.AdaptiveLocalDP(epsilon=8.0, delta=1e-5, layers=layers)
+        for layers in ("joint", "separate")
+    )
+    one = joint.mu_squared(deployment)
+    spent = gaussian.gaussian_epsilon((5 * one) ** -0.5, 1e-5)
+    assert spent == pytest.approx(8.0, abs=1e-4)
+    assert separate.mu_squared(deployment) / one == pytest.approx(4)
+    for mechanism, caveat in (
+        (joint, "layers_joint"),
+        (separate, "layers_charged_separately"),
+    ):
+        assert {"radius_from_unnoised_norms", caveat} <= set(mechanism.caveats())
+        assert mechanism.guarantee == "local"
+        event = mechanism.round_event(0, deployment)
+        assert event == dp_accounting.NonPrivateDpEvent()

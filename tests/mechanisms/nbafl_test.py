@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dp_accounting
 import numpy as np
 import pytest
@@ -26,19 +24,17 @@ def _bound(deployment=_SHORT, **arguments):
 
 def test_without_noise_weights_are_clipped_and_averaged_by_examples():
     query, state = _bound(epsilon=1e9)
-    assert query.mechanism.releases_weights
     weights = rounds.updates_with_norms([0.1, 0.4, 2.0, 1e4])
     examples = [1, 10, 30, 5]
     done = rounds.run_round(query, state, weights, num_examples=examples)
     clipped = [references.clipped(each, 0.5) for each in weights]
-    for i, actual in enumerate(done.mean):
-        total = sum(n * each[i] for n, each in zip(examples, clipped, strict=True))
-        (wanted,) = references.nbafl_server_clip([total / sum(examples)], 0.5)
-        np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-6)
+    total = np.array(examples) @ [rounds.flat(each) for each in clipped]
+    wanted = references.nbafl_server_clip([total / sum(examples)], 0.5)
+    rounds.assert_close(done.mean, wanted, rtol=1e-4, atol=1e-6)
     assert float(done.total.clipped) == 2
 
 
-@pytest.mark.parametrize("examples", [0.5, 0.99999994, 1, 600, 2**31, 2**32])
+@pytest.mark.parametrize("examples", [0.5, 0.99999994, 600, 2**32])
 def test_whoever_weighs_anything_has_noise_by_its_own_examples(examples):
     query, state = _bound(constant=1.3)
     done = rounds.run_round(
@@ -60,9 +56,7 @@ def test_what_is_no_number_of_examples_weighs_nothing(examples):
     done = rounds.run_round(query, state, weights, num_examples=[6.0, examples, 9.0])
     assert float(done.total.weight) == 6
     assert float(done.total.discarded) == 1
-    np.testing.assert_allclose(
-        rounds.flat(done.mean), rounds.flat(weights[0]), atol=1e-6
-    )
+    rounds.assert_close(done.mean, weights[0], atol=1e-6)
 
 
 def _released(deployment, value=0.0):
@@ -98,17 +92,11 @@ def test_what_the_noise_depends_on_must_be_known(name):
     _mechanism().bind(_SHORT)  # Where no noise is due.
 
 
-@pytest.mark.parametrize(
-    "constant, delta", [(0.1, 1.0), (1, 0.76), (2, 0.17), (3, 0.014)]
-)
-def test_the_constant_implies_a_delta(constant, delta):
-    mechanism = _mechanism(constant=constant)
-    assert mechanism.implied_delta / delta == pytest.approx(1, abs=0.05)
-    assert f"{mechanism.implied_delta:.3g}" in mechanism.describe()
-
-
 @pytest.mark.parametrize("examples", [1, 50])
 def test_is_per_record_and_one_upload_costs_its_sensitivity_over_sigma(examples):
+    for constant, delta in ((0.1, 1.0), (1, 0.76), (2, 0.17), (3, 0.014)):
+        implied = _mechanism(constant=constant).implied_delta
+        assert implied / delta == pytest.approx(1, abs=0.05)
     mechanism = _mechanism(constant=2.0, weight_clip=0.3)
     sigma = references.nbafl_uplink_sigma(0.3, 2.0, 10, examples, 10.0)
     expected = (2 * 0.3 / examples / sigma) ** 2

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 import math
 import pathlib
@@ -23,9 +21,7 @@ def _noise(stddev=1.0, shapes=((150, 100), (150, 100), (100,))):
 
 
 def test_one_stddev_for_each_tensor_of_a_shape_known_when_it_runs():
-    signature = [tf.TensorSpec([None], tf.float32)] * 3
-
-    @tf.function(input_signature=signature)
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)] * 3)
     def add(*tensors):
         return noise.add_normal(tensors, [2.0, 0.0, 3.0])
 
@@ -35,9 +31,7 @@ def test_one_stddev_for_each_tensor_of_a_shape_known_when_it_runs():
     statistics.assert_gaussian(third, 3.0)
     with pytest.raises(ValueError):
         _noise([1.0])
-
-
-def test_is_added_in_its_place_and_keeps_dtypes_and_shapes():
+    # In its place, and with its dtype.
     values = [tf.random.normal(shape) for shape in _LONG]
     values += [tf.ones([2, 3], tf.float64), tf.ones([], tf.float16)]
     for value, same in zip(values, noise.add_normal(values, 0.0), strict=True):
@@ -51,18 +45,12 @@ _WORDS = (0, 1, -1, 6, -7, 2**20, 2**30, -(2**30), 2**31 - 1, -(2**31))
 
 
 def test_a_draw_is_what_float64_makes_of_the_same_words():
-    words = np.array(list(itertools.product(_WORDS, repeat=3))).T
-    rng = np.random.default_rng(1)
-    more = rng.integers(-(2**31), 2**31, (3, 10**5 - words.shape[1]))
-    words = np.concatenate([words, more], 1)
-
-    def drawn(shape, seed, **options):
-        del seed, options
-        assert shape == [3, 10**5]
-        return tf.constant(words, tf.int32)
-
-    with mock.patch.object(tf.random, "stateless_uniform", drawn):
+    words = np.random.default_rng(1).integers(-(2**31), 2**31, (3, 10**5))
+    words[:, : len(_WORDS) ** 3] = np.array([*itertools.product(_WORDS, repeat=3)]).T
+    given = mock.Mock(return_value=tf.constant(words, tf.int32))
+    with mock.patch.object(tf.random, "stateless_uniform", given):
         draws = noise._by_radius(2 * 10**5, _SEED).numpy()
+    assert given.call_args.args[0] == [3, 10**5]
     high, low, direction = words
     u = (high % 2**31 + abs(low) / 2**31 + 2.0**-33) / 2**31
     # As a float32 they are the next ones, of which the largest is 1.
@@ -80,11 +68,6 @@ def test_a_draw_is_what_float64_makes_of_the_same_words():
 
 
 # Never the same twice.
-
-
-def _calls():
-    yield _noise()[0]
-    yield _noise()[0]
 
 
 def _seeded_calls():
@@ -108,7 +91,14 @@ def _in_one_block():
 
 
 @pytest.mark.parametrize(
-    "draws", [_calls, _seeded_calls, _traced_calls, _turns_of_a_loop, _in_one_block]
+    "draws",
+    [
+        lambda: (_noise()[0], _noise()[0]),
+        _seeded_calls,
+        _traced_calls,
+        _turns_of_a_loop,
+        _in_one_block,
+    ],
 )
 def test_two_draws_differ(draws):
     for one, other in itertools.combinations(list(draws()), 2):
@@ -116,7 +106,7 @@ def test_two_draws_differ(draws):
         statistics.assert_uncorrelated(one, other)
 
 
-def test_a_traced_function_follows_a_seed_that_is_its_argument():
+def test_a_seed_is_followed_in_its_block_and_in_a_traced_function():
     @tf.function
     def drawn(seed):
         with noise.seeded(seed):
@@ -126,9 +116,7 @@ def test_a_traced_function_follows_a_seed_that_is_its_argument():
     assert not np.array_equal(drawn(_SEED), drawn(_SEED + 1))
     with noise.seeded(_SEED):
         np.testing.assert_array_equal(drawn(_SEED), _noise()[0])
-
-
-def test_blocks_nest_and_end_also_after_an_error():
+    # Blocks nest, and end also after an error.
     with noise.seeded(_SEED):
         first = _noise()[0]
         with pytest.raises(RuntimeError), noise.seeded(_SEED + 9):
@@ -181,8 +169,6 @@ def test_a_child_depends_on_both():
     # Every word is secret: none comes twice (once in 2e7).
     assert len(np.unique(words)) == words.size
     assert len({int(noise.integer(seed, k)) for k in range(50)}) == 50
-    integers = noise.as_integers(seed)
-    assert (integers.dtype, integers.shape) == (tf.int64, (2,))
 
 
 def test_fresh_seeds():
@@ -193,7 +179,10 @@ def test_fresh_seeds():
 
 # The operating system's bits, in a graph.
 
-_HAS_FILE = pathlib.Path(noise._UUIDS).exists()
+_ON_LINUX = pytest.mark.skipif(
+    not pathlib.Path(noise._UUIDS).exists(),
+    reason="The operating system is not Linux.",
+)
 
 
 def _entropy(runs, count=8):
@@ -201,7 +190,7 @@ def _entropy(runs, count=8):
     return np.array([each.numpy() for _ in range(runs) for each in traced()])
 
 
-@pytest.mark.skipif(not _HAS_FILE, reason="The operating system is not Linux.")
+@_ON_LINUX
 def test_every_bit_of_the_entropy_is_as_often_one_and_nothing_comes_twice():
     rows = _entropy(1000)
     assert rows.shape == (2000, 8)
@@ -209,13 +198,12 @@ def test_every_bit_of_the_entropy_is_as_often_one_and_nothing_comes_twice():
     # Of 256 bits in 2000 rows; wrong once in 1e8: 0.5 +- 0.074.
     assert np.abs(bits.mean(axis=0) - 0.5).max() < 0.074
     for count in (1, 4, 11):
-        rows = _entropy(100, count)
         # 32 bits alike: 200 numbers, once in 2e5; so two words of them.
-        seen = {tuple(row) for row in rows}
+        seen = {tuple(row) for row in _entropy(100, count)}
         assert len(seen) >= (200 if count > 1 else 199)
 
 
-@pytest.mark.skipif(not _HAS_FILE, reason="The operating system is not Linux.")
+@_ON_LINUX
 def test_the_entropy_does_not_depend_on_tensorflows_own_random_numbers():
     # Which are a Mersenne Twister that starts from 32 bits. A variable: of a
     # constant there would be one reading for ever.

@@ -4,8 +4,6 @@ An update is a list of arrays, one for each variable. Nothing of `tfdp_fl` is
 used here.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,13 +1,11 @@
 """Runs one round of a query on given updates, as a runtime does."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl.mechanisms import Client, noise
+from tfdp_fl.mechanisms import Client, Deployment, noise
 
 SHAPES = ([3, 4], [4], [4, 2], [2])
 
@@ -32,6 +30,12 @@ def updates_with_norms(norms, shapes=SHAPES, seed: int = 0):
         size = np.sqrt(sum(np.sum(part**2) for part in parts))
         updates.append([(p * norm / size).astype(np.float32) for p in parts])
     return updates
+
+
+def bound(mechanism, clients_per_round=8, **where):
+    """Returns a mechanism's query, and the state before its first round."""
+    query = mechanism.bind(Deployment(clients_per_round=clients_per_round, **where))
+    return query, query.initial_global_state()
 
 
 def zero_updates(count: int, shapes=SHAPES):
@@ -87,6 +91,11 @@ def run_round(
     return Round(
         [np.asarray(v) for v in mean], total, state, next_state, event, records
     )
+
+
+def assert_close(tensors, expected, **tolerances) -> None:
+    """Asserts that two lists of tensors are alike."""
+    np.testing.assert_allclose(flat(tensors), flat(expected), **tolerances)
 
 
 def flat(tensors) -> np.ndarray:

@@ -1,7 +1,5 @@
 """What a test may say of noise, and how often it says it wrongly."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

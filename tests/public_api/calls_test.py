@@ -4,8 +4,6 @@ Every argument of every call that takes no time is each of a few wrong things,
 once; `tests/stress/fuzz_stress.py` tries hundreds of all, and two at a time.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The planning from the command line."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import pathlib
@@ -30,13 +28,6 @@ def _run(**values):
     return output.getvalue()
 
 
-def test_the_table_compares_samplings():
-    text = _run(**_PLAN)
-    figures = {"poisson": "7.8992", "fixed_size": "83.9369", "shuffled": "19.0512"}
-    for sampling, epsilon in figures.items():
-        assert re.search(rf"{sampling} +{epsilon}\n", text)
-
-
 @pytest.mark.parametrize("missing", accountant._SOLVED)
 def test_any_one_quantity_may_be_missing(missing):
     values = {**_PLAN, "epsilon": 20.0, missing: None}
@@ -47,7 +38,12 @@ def test_any_one_quantity_may_be_missing(missing):
         assert accounting.epsilon(z, "poisson", 1000, 100, 100, 1e-5) <= 20.0
 
 
-def test_a_sampling_without_solution_says_why():
+def test_the_table_compares_samplings():
+    text = _run(**_PLAN)
+    figures = {"poisson": "7.8992", "fixed_size": "83.9369", "shuffled": "19.0512"}
+    for sampling, epsilon in figures.items():
+        assert re.search(rf"{sampling} +{epsilon}\n", text)
+    # One without a solution says why.
     text = _run(**{**_PLAN, "rounds": None, "epsilon": 5.0})
     assert re.search(r"fixed_size +-\n", text)
     assert "fixed_size, rdp: not even one round" in text
@@ -74,11 +70,9 @@ def test_a_ledger_is_read(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "values, words",
     [
-        ({}, "exactly three"),
         ({**_PLAN, "epsilon": 8.0}, "exactly three"),
         ({**_PLAN, "num_clients": None, "epsilon": 8.0}, "exactly three"),
         ({**_PLAN, "clients_per_round": 1001}, "clients_per_round"),
-        ({**_PLAN, "noise_multiplier": -1.0}, "noise_multiplier"),
         ({**_PLAN, "delta": 1.0}, "delta"),
         ({**_PLAN, "ledger": "ledger.jsonl"}, "--ledger"),
         ({"ledger": "ledger.jsonl"}, "needs --delta"),

@@ -5,8 +5,6 @@ cannot be in the tests' own process. So `run_all` starts this file once, with a
 JSON list of command lines (a program's name, and its flags).
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

@@ -1,7 +1,5 @@
 """The programs train and sweep: what they leave, and what they refuse."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -28,23 +26,17 @@ _FILES = (
 _REFUSED = (
     (["--dataset=cifar"], "dataset"),
     (["--mechanism=fixed", "--clip_norm=0"], "clip_norm"),
-    (["--mechanism=fixed", "--noise_multiplier=1,x"], "noise_multiplier"),
     (["--mechanism=adaptive", "--clip_norm=1"], "--clip_norm"),
     (["--mechanism=none", "--target_epsilon=1"], "--target_epsilon"),
     (["--mechanism=correlated", "--sampling=poisson"], "sampling"),
-    (["--mechanism=correlated", "--strategy=blt:x"], "strategy"),
     (["--mechanism=nbafl", "--target_delta=1e-3"], "--target_delta"),
     (["--mechanism=local", "--accountant=pld"], "--accountant"),
     (["--noise_site=client"], "noise_site"),
-    (["--noise_multiplier=30", "--count_noise_stddev=3"], "noise_multiplier"),
     (["--target_delta=1.5"], "target_delta"),
-    (["--target_epsilon=0"], "target_epsilon"),
     (["--clients_per_round=501"], "clients_per_round"),
     (["--clients_per_round=10,20", "--rounds=3"], "--clients_per_round"),
-    (["--rounds=0"], "rounds"),
     (["--model=lstm"], "--model=lstm"),
     (["--model=linear", "--hidden_units=3"], "--hidden_units"),
-    (["--hidden_units=3,a"], "--hidden_units"),
     (["--dataset=mnist", "--data_path=nowhere.npz"], "--data_path"),
     (["--dataset=shakespeare"], "--data_path"),
     (["--sequence_length=3"], "--sequence_length"),
@@ -77,22 +69,21 @@ def _outcomes(folder):
     def into(name):
         return f"--output_dir={folder / name}"
 
-    # absl prints its help in the first run of a process only.
-    lines = {"help": ["--helpfull"]}
+    checkpoints = ["--clients_per_round=20", "--seed=3", "--checkpoint_every=2"]
+    others = ["--mechanism=none", "--rounds=1", "--clients_per_round=5"]
+    again = into("checkpoints")
+    lines = {
+        # absl prints its help in the first run of a process only.
+        "help": ["--helpfull"],
+        "checkpoints": [*_SMALL, *checkpoints, again],
+        "not empty": [again],
+        "resumed with others": ["--resume", "--rounds=9", again],
+        "resumed": ["--resume", again],
+        "overwritten": [*_SMALL, *others, "--overwrite", again],
+    }
     for mechanism, short in _SHORT.items():
         flags = [f"--mechanism={mechanism}", "--seed=1", "--validation_freq=2"]
         lines[mechanism] = [*flags, *short, into(mechanism)]
-    sizes = ["--clients_per_round=4x10", "--target_epsilon=1.5"]
-    noise = ["--noise_multiplier=1", "--count_noise_stddev=2", "--accountant=pld"]
-    lines["budget"] = [*_SMALL, *sizes, *noise, into("budget")]
-    checkpoints = ["--clients_per_round=20", "--seed=3", "--checkpoint_every=2"]
-    again = into("checkpoints")
-    lines["checkpoints"] = [*_SMALL, *checkpoints, again]
-    lines["not empty"] = [again]
-    lines["resumed with others"] = ["--resume", "--rounds=9", again]
-    lines["resumed"] = ["--resume", again]
-    others = ["--mechanism=none", "--rounds=1", "--clients_per_round=5"]
-    lines["overwritten"] = [*_SMALL, *others, "--overwrite", again]
     for number, (line, _) in enumerate(_REFUSED):
         lines[number] = [*line, into("refused")]
     return _run_all("train", lines)
@@ -112,14 +103,11 @@ def test_central_and_local_mechanisms_learn_digits(folder, outcomes, mechanism):
     assert result["epsilon"] > 0
 
 
-def test_every_mechanisms_parameters_are_in_the_help(outcomes):
+def test_it_leaves_its_files_and_says_so(folder, outcomes):
     text = " ".join(outcomes["help"].out.split())
     for mechanism in settings.MECHANISMS:
         for parameter in settings.parameters_of(mechanism):
             assert f"--{parameter}:" in text
-
-
-def test_it_leaves_its_files_and_says_so(folder, outcomes):
     path, out = folder / "adaptive", _well(outcomes["adaptive"])
     for name in _FILES:
         assert name in out
@@ -138,17 +126,6 @@ def test_it_leaves_its_files_and_says_so(folder, outcomes):
     _, (x, y) = datasets.load_digits(num_clients=500)
     accuracy = np.mean(np.argmax(model.predict(x, verbose=0), -1) == y)
     assert accuracy == pytest.approx(result["accuracy"], abs=1e-5)
-
-
-def test_it_stops_before_the_round_that_would_overspend(folder, outcomes):
-    _well(outcomes["budget"])
-    run = Run.read(folder / "budget")
-    assert run.result["stopped"] == "budget"
-    assert 0 < run.result["rounds"] < 4
-    assert run.result["epsilon"] <= 1.5
-    assert run.result["accountant"] == "pld"
-    # On the way epsilon may be a bound that is a little larger.
-    assert run.history["epsilon"][1][-1] >= run.result["epsilon"] - 1e-5
 
 
 def test_a_full_directory_is_refused_unless_told_otherwise(folder, outcomes):
@@ -181,14 +158,13 @@ def test_bad_flags_are_refused_before_anything_starts(folder, outcomes, number):
 def test_sweep(tmp_path):
     small = {"dataset": "digits", "num_clients": 20, "model": "linear"}
     grid = {"mechanism": ["none", "fixed"]}
-    right, bad = tmp_path / "right.json", tmp_path / "bad.json"
+    one, right, bad = (tmp_path / f"{name}.json" for name in ("one", "right", "bad"))
+    one.write_text(json.dumps({"base": small, "seeds": [0]}))
     right.write_text(json.dumps({"base": small, "grid": grid, "seeds": [0]}))
     bad.write_text(json.dumps({"grid": {"clip_norm": [1.0]}}))
     into = f"--output_dir={tmp_path / 'runs'}"
     only = ["--set=rounds=1", "--set=clients_per_round=20", '--set=mechanism="none"']
     dry = ["--dry_run", f"--config={right}"]
-    one = tmp_path / "one.json"
-    one.write_text(json.dumps({"base": small, "seeds": [0]}))
     refused = {"--config": [], "--clip_norm": [f"--config={bad}"]}
     refused["--set"] = [*dry, "--set=rounds"]
     lines = {"dry": dry, "run": [f"--config={one}", *only, into], **refused}

@@ -1,11 +1,12 @@
 """A cohort summed in groups, and what each party sees of it."""
 
-from __future__ import annotations
+import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
-from scipy import stats
 
+from tests.secure_aggregation.additive_sharing_test import are_uniform
 from tests.secure_aggregation.network import Network
 from tfdp_fl.secure_aggregation import (
     AdditiveSecretSharing,
@@ -24,9 +25,7 @@ def test_no_group_is_too_small_and_all_are_in_one(size, group):
     sizes = [len(g) for g in groups]
     assert min(size, group) <= min(sizes) <= max(sizes) < 2 * group
     assert max(sizes) - min(sizes) <= 1
-
-
-def test_limits_that_can_not_be_kept():
+    # Limits that cannot be kept.
     protocol = AdditiveSecretSharing(min_participants=5, max_participants=6)
     with pytest.raises(ValueError, match="cohort of 7 "):
         split_into_groups(7, protocol)
@@ -35,49 +34,40 @@ def test_limits_that_can_not_be_kept():
             split_into_groups(202, _RING, group_size)
 
 
-def _updates():
-    return list(np.random.default_rng(0).normal(size=(17, 40)).astype(np.float32))
+def _updates(dtype=np.float32):
+    return np.random.default_rng(0).normal(size=(17, 40)).astype(dtype)
 
 
 @pytest.mark.parametrize("kind", [{"bits": 32}, {"bits": 64}, {"mode": "float"}])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_total_and_groups(kind, dtype):
-    protocol = AdditiveSecretSharing(**kind)
-    updates = [update.astype(dtype) for update in _updates()]
-    asked = []
-
-    def update_of(index):
-        asked.append(index)
-        return updates[index]
-
+    protocol, updates = AdditiveSecretSharing(**kind), _updates(dtype)
+    update_of = mock.Mock(side_effect=updates.__getitem__)
     result = sum_in_groups(update_of, protocol, group_size=5, num_members=17)
-    assert asked == list(range(17))
+    assert update_of.mock_calls == [mock.call(index) for index in range(17)]
     assert result.failed_members == ()
     assert result.succeeded_members == tuple(range(17))
-    is_32_bits = kind == {"bits": 32}
-    tolerance = 17 * protocol.resolution / 2 if is_32_bits else 1e-11
+    tolerance = 17 * protocol.resolution / 2 if kind == {"bits": 32} else 1e-11
     assert len(result.groups) == 3
     for indices, outcome in result.groups:
         assert outcome.succeeded
         assert outcome.members == indices
-        expected = sum(updates[i].astype(np.float64) for i in indices)
+        expected = updates[list(indices)].sum(axis=0, dtype=np.float64)
         np.testing.assert_allclose(outcome.value, expected, rtol=0, atol=tolerance)
-    total = np.sum(updates, axis=0, dtype=np.float64)
+    total = updates.sum(axis=0, dtype=np.float64)
     np.testing.assert_allclose(result.total, total, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_cohort_below_the_minimum_fails_whole(size):
-    result = sum_in_groups(_updates()[:size], _RING)
-    assert result.total is None
-    assert result.failed_members == tuple(range(size))
-    ((_, outcome),) = result.groups
-    assert not outcome.succeeded
-    assert "min_participants=3" in outcome.reason
-
-
-def test_errors_name_the_member_or_the_argument():
-    updates = _updates()
+def test_what_cannot_be_summed():
+    updates = list(_updates())
+    # A cohort below the minimum fails whole.
+    for size in (1, 2):
+        result = sum_in_groups(updates[:size], _RING)
+        assert result.total is None
+        assert result.failed_members == tuple(range(size))
+        ((_, outcome),) = result.groups
+        assert not outcome.succeeded
+        assert "min_participants=3" in outcome.reason
     for callable_or_list, number in ((lambda i: updates[i], None), (updates, 17)):
         with pytest.raises(TypeError, match="num_members"):
             sum_in_groups(callable_or_list, _RING, num_members=number)
@@ -134,17 +124,10 @@ def test_what_a_member_sees_depends_on_the_others_sum_only():
         for message in network.delivered
         if message.recipient == 0
     }
-    kinds = ("share", "partial_sum")
-    assert set(view) == {(kind, sender) for kind in kinds for sender in (1, 2)}
-    top = {
-        key: (value >> np.uint64(61)).astype(np.int64) for key, value in view.items()
-    }
-    for left_out in view:
-        three = [top[key] for key in view if key != left_out]
+    seen = itertools.product(("share", "partial_sum"), (1, 2))
+    assert set(view) == set(seen)
+    top = [(value >> np.uint64(61)).astype(np.int64) for value in view.values()]
+    for three in itertools.combinations(top, 3):
         cells = three[0] * 64 + three[1] * 8 + three[2]
         for half in (cells[: size // 2], cells[size // 2 :]):
-            counts = np.bincount(half, minlength=512)
-            expected = half.size / 512
-            statistic = np.sum((counts - expected) ** 2) / expected
-            # One false alarm in 1e8 for each of the eight.
-            assert statistic < stats.chi2.isf(1e-8, 511)
+            assert are_uniform(half, 512)

@@ -1,7 +1,5 @@
 """A network within one process: virtual time, and faults to order."""
 
-from __future__ import annotations
-
 import dataclasses
 import heapq
 import itertools
@@ -32,10 +30,9 @@ class Fault:
 class Network:
     """Delivers messages between members, in virtual time: nothing sleeps."""
 
-    def __init__(self, faults=(), latency_seconds=0.01):
-        self.now = 0.0
-        self.delivered, self.rejected, self.crashed = [], [], set()
-        self._faults, self._latency = tuple(faults), latency_seconds
+    def __init__(self, *faults: Fault):
+        self.delivered, self.rejected = [], []
+        self._faults, self._crashed = faults, set()
         self._in_flight: list = []
         self._order = itertools.count()
 
@@ -46,16 +43,15 @@ class Network:
             for name, update in updates.items()
         }
         for one in members.values():
-            self._send(one.begin(self.now))
+            self._send(one.begin(0.0), 0.0)
         while self._in_flight:
-            time, _, message = heapq.heappop(self._in_flight)
-            self._pass_deadlines(members, time)
-            self.now = time
-            if message.recipient in self.crashed:
+            now, _, message = heapq.heappop(self._in_flight)
+            self._pass_deadlines(members, now)
+            if message.recipient in self._crashed:
                 continue
             self.delivered.append(message)
             try:
-                self._send(members[message.recipient].receive(message, time))
+                self._send(members[message.recipient].receive(message, now), now)
             except RejectedMessageError:
                 self.rejected.append(message)
         self._pass_deadlines(members, float("inf"))
@@ -63,18 +59,19 @@ class Network:
 
     def _pass_deadlines(self, members, until: float) -> None:
         for name, one in members.items():
-            if name not in self.crashed and one.deadline is not None:
+            if name not in self._crashed and one.deadline is not None:
                 one.check_deadline(until)
 
-    def _send(self, outgoing) -> None:
+    def _send(self, outgoing, now: float) -> None:
         for message in outgoing:
-            hits = [fault for fault in self._faults if fault.hits(message)]
-            actions = {fault.action for fault in hits}
-            if "crash" in actions:
-                self.crashed.add(message.sender)
-            if message.sender in self.crashed or "drop" in actions:
+            hits = {
+                fault.action: fault for fault in self._faults if fault.hits(message)
+            }
+            if "crash" in hits:
+                self._crashed.add(message.sender)
+            if message.sender in self._crashed or "drop" in hits:
                 continue
-            arrival = self.now + self._latency
-            arrival += sum(f.seconds for f in hits if f.action == "delay")
-            for _ in range(2 if "duplicate" in actions else 1):
-                heapq.heappush(self._in_flight, (arrival, next(self._order), message))
+            late = hits["delay"].seconds if "delay" in hits else 0.0
+            for _ in range(2 if "duplicate" in hits else 1):
+                arrival = (now + 0.01 + late, next(self._order), message)
+                heapq.heappush(self._in_flight, arrival)

@@ -136,32 +136,20 @@ def max_rounds(
         limit = _MOST_ROUNDS
 
     def most(by: str, guess: int) -> int:
-        def is_within(rounds: int) -> bool:
+        def overspends(rounds: int) -> bool:
             history = PrivacyAccountant(_planned(z, sampling, num_clients, m, rounds))
-            return history.epsilon(delta, by) <= target
+            return history.epsilon(delta, by) > target
 
-        return last_true(is_within, limit, guess)
+        low, high = 0, min(max(guess, 1), limit)
+        while not overspends(high):
+            if high == limit:
+                return limit
+            low, high = high, min(2 * high, limit)
+        between = range(low + 1, high)
+        return low + bisect.bisect_left(between, True, key=overspends)
 
     by_rdp = most("rdp", 1)
     return by_rdp if accountant == "rdp" else most(accountant, by_rdp)
-
-
-def last_true(predicate: Callable[[int], bool], limit: int, guess: int = 1) -> int:
-    """Returns the last n >= 0 for which a falling predicate is true.
-
-    Args:
-      predicate: True up to some n, False from there on; taken as true at 0 and
-        as false beyond the limit.
-      limit: Where to stop looking.
-      guess: Where to begin.
-    """
-    low, high = 0, min(max(guess, 1), limit)
-    while predicate(high):
-        if high == limit:
-            return limit
-        low, high = high, min(2 * high, limit)
-    between = range(low + 1, high)
-    return low + bisect.bisect_left(between, True, key=lambda n: not predicate(n))
 
 
 def calibrate_noise_multiplier(
@@ -307,5 +295,4 @@ class _Epsilon:
         return self
 
     def get_epsilon(self, delta: float) -> float:
-        del delta
         return min(self._epsilon(self._noise_multiplier), 1e12)

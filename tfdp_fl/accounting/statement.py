@@ -63,7 +63,6 @@ class StatementFacts:
       mechanism_description: One sentence on what it does.
       mechanism_parameters: Its parameters, for the record.
       unit: What is protected as a whole; "client" or "record".
-      relation: The neighbouring relation; default that of the sampling.
       sampling: One of `charge.SAMPLINGS`, or "separated".
       num_clients: N.
       populations: N of every population there were rounds on, in their order,
@@ -97,7 +96,6 @@ class StatementFacts:
     mechanism_description: str = ""
     mechanism_parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     unit: str = "client"
-    relation: dp_accounting.NeighboringRelation | None = None
     sampling: str = "poisson"
     num_clients: int = 1
     populations: Sequence[int] = ()
@@ -174,11 +172,9 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
     elif known is not None:
         known = max(known, best)
     values["epsilon_if_participation_is_known"] = known
-    relation = facts.relation
-    if relation is None:
-        relation = charge.relation_of("fixed_size" if local else facts.sampling)
-        if facts.sampling in ("cyclic", "separated") and not local:
-            relation = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
+    relation = charge.relation_of("fixed_size" if local else facts.sampling)
+    if facts.sampling in ("cyclic", "separated") and not local:
+        relation = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
     populations = list(facts.populations) or [facts.num_clients]
     implied = _implied_caveats(facts, delta, best, populations)
     content: dict[str, Any] = {

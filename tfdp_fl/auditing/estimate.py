@@ -28,12 +28,12 @@ class Scores:
         distribution is known: N(0, null_std^2).
       null_std: The standard deviation of one score of one that did not take
         part, 1/sqrt(d). With `unobserved`, whose scores may each be the best
-        of several, it only tells d; NaN stands for their own.
+        of several, it only tells d.
     """
 
     observed: np.ndarray
     unobserved: np.ndarray | None = None
-    null_std: float = math.nan
+    null_std: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,11 +89,11 @@ def estimate(scores: Scores, delta: float) -> Estimate:
         others = np.asarray(scores.unobserved, np.float64)
         null_mean, null_std = float(others.mean()), float(others.std(ddof=1))
         others = (others - null_mean) / null_std
-    one_look = null_std if math.isnan(scores.null_std) else scores.null_std
     # From here on in units of the null's standard deviation.
     # `scores` takes one direction out of the update before the norm.
-    freedom = max(one_look**-2 - 1, 1.0)
-    smallest, largest = np.sqrt(stats.chi2.ppf([0.025, 0.975], freedom)) * one_look
+    freedom = max(scores.null_std**-2 - 1, 1.0)
+    ends = np.sqrt(stats.chi2.ppf([0.025, 0.975], freedom))
+    smallest, largest = ends * scores.null_std
     in_units = abs(float(observed.mean())) / null_std
     below, above = in_units * (1 - smallest), in_units * (largest - 1)
     observed = (observed - null_mean) / null_std

@@ -176,7 +176,6 @@ class AdaptiveClipping(mechanism.Mechanism):
           ValueError: Plain numbers are given and z >= 2 sigma_b > 0. (Of tensors
             that is not checked, and gives NaN or infinity.)
         """
-        del deployment
         z = round.noise_multiplier
         count = self.count_noise_stddev_of(round.clients_per_round)
         if isinstance(z, numbers.Real) and isinstance(count, numbers.Real):

@@ -7,8 +7,6 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import dp_accounting
-
 from tfdp_fl import _validate
 from tfdp_fl._on_use import tf
 from tfdp_fl.mechanisms import clipping, local_dp, parameters, registry
@@ -38,7 +36,9 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
     spends that budget, and the reported epsilon counts all of them.
 
     The radii come from un-noised norms, so the scale of the noise itself tells
-    something that epsilon does not cover; the statement says so.
+    something that epsilon does not cover; the statement says so. As each client's
+    noise follows its own radius, the sum of the noises has no bound in terms of the
+    largest radius: no central guarantee is claimed beyond the local one.
 
     Attributes:
       epsilon: The budget of one client over the training.
@@ -126,7 +126,6 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
 
         Delta_l / max(1, ||Delta_l|| / r_l).
         """
-        del round
         radii = self.radii(client, deployment)
         norms = self.window_norms(update)
         norm = tf.norm(norms)
@@ -148,7 +147,6 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         self, round: Round, client: Client, deployment: Deployment
     ) -> list[tf.Tensor]:
         """Implements `Mechanism.client_noise`: sigma_l of every layer."""
-        del round
         radii = self.radii(client, deployment)
         layers = self._num_layers(deployment)
         return tf.unstack(self._layer_noise_multiplier(deployment) * radii, num=layers)
@@ -169,18 +167,6 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         """Implements `Mechanism.noise_stddevs`: m layers, largest radius."""
         one = self._layer_noise_multiplier(deployment) * round.clip_norm
         return {"update": round.clients_per_round**0.5 * one}
-
-    def round_event(
-        self, round_index: int, deployment: Deployment
-    ) -> dp_accounting.DpEvent:
-        """Implements `Mechanism.round_event`.
-
-        Each client's noise follows its own radius, so the sum of the noises
-        has no bound in terms of the largest radius: no central guarantee is
-        claimed beyond the local one.
-        """
-        del round_index, deployment
-        return dp_accounting.NonPrivateDpEvent()
 
     def describe(self) -> str:
         """Implements `Mechanism.describe`."""

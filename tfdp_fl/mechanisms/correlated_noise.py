@@ -258,7 +258,6 @@ class CorrelatedNoise(mechanism.Mechanism):
             begins anew.
           deployment: Where it is.
         """
-        del deployment
         if self.noise_multiplier == 0:
             return dp_accounting.NonPrivateDpEvent()
         column = float(self.generator.charges[round_index % self.rounds])

@@ -7,18 +7,21 @@ import functools
 import math
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import dp_accounting
 
 from tfdp_fl import _validate
 from tfdp_fl._on_use import tf
 from tfdp_fl.accounting import gaussian
-from tfdp_fl.mechanisms import clipping, mechanism, parameters, registry
+from tfdp_fl.mechanisms import (
+    clipping,
+    cohort_query,
+    mechanism,
+    parameters,
+    registry,
+)
 from tfdp_fl.mechanisms.contribution import Client, Deployment, Round, Tensors
-
-if TYPE_CHECKING:
-    from tfdp_fl.mechanisms import cohort_query
 
 # Noise that every client adds by itself wants few weights, few rounds and
 # everybody in them (docs/mechanisms.md shows what comes out).
@@ -123,7 +126,6 @@ class LocalMechanism(mechanism.Mechanism):
         Each answer is private by itself, so nothing depends on how many there
         are.
         """
-        del round, deployment
         return clipping.mean_of_answers(update, weight)
 
     @classmethod
@@ -150,7 +152,6 @@ class LocalMechanism(mechanism.Mechanism):
 
     def releases_per_round(self, deployment: Deployment) -> int:
         """Returns how many separately charged releases one round makes."""
-        del deployment
         return 1
 
     def noise_over_sensitivity(self, deployment: Deployment) -> float:
@@ -245,12 +246,10 @@ class LocalDP(LocalMechanism):
 
     def noise_multiplier_at(self, round_index: int) -> float:
         """Implements `Mechanism.noise_multiplier_at`: 0 for the server's."""
-        del round_index
         return self.noise_multiplier or 0.0
 
     def client_noise(self, round: Round, client: Client, deployment: Deployment) -> Any:
         """Implements `Mechanism.client_noise`: z_local S."""
-        del client
         return self.client_noise_multiplier(deployment) * round.clip_norm
 
     def noise_stddevs(self, round: Round, deployment: Deployment) -> dict[str, Any]:

@@ -178,7 +178,6 @@ class Mechanism(abc.ABC):
 
     def first_memory(self, deployment: Deployment) -> Any:
         """Returns the memory before the first round; () for none."""
-        del deployment
         return ()
 
     def noise_stddevs(self, round: Round, deployment: Deployment) -> dict[str, Any]:
@@ -191,7 +190,6 @@ class Mechanism(abc.ABC):
         Returns:
           Stddevs by name: "update" and `released_sums`.
         """
-        del deployment
         return {"update": round.noise_multiplier * round.clip_norm}
 
     def largest_norm(self, round: Round) -> Any:
@@ -214,7 +212,6 @@ class Mechanism(abc.ABC):
           norm: Float32, any shape: norms of updates, 0 for one with a NaN.
           round: This round.
         """
-        del norm, round
         return {}
 
     def contribution_of_norm(
@@ -254,7 +251,6 @@ class Mechanism(abc.ABC):
           client: What the client knows of itself.
           deployment: Where it is.
         """
-        del deployment
         one = self.contribution_of_norm(*clipping.usable_norm(update), round)
         one = one.weighted(client.weight)
         return one._replace(update=clipping.scaled(update, one.update))
@@ -284,7 +280,6 @@ class Mechanism(abc.ABC):
           round: This round.
           deployment: Where it is.
         """
-        del weight
         expected = round.clients_per_round
         if deployment.client_weighting is not None:
             expected = expected * deployment.client_weighting.mean_weight
@@ -297,7 +292,6 @@ class Mechanism(abc.ABC):
           sums: The noised sums by name; Python floats or TensorFlow scalars.
           round: This round, likewise.
         """
-        del sums
         return round.clip_norm
 
     # What it costs, and what is said of it.
@@ -325,7 +319,6 @@ class Mechanism(abc.ABC):
 
     def noise_limit(self, round_index: int, deployment: Deployment) -> float:
         """Returns what a round's noise multiplier has to stay below."""
-        del round_index, deployment
         return float("inf")
 
     def event_index(self, round_index: int, memory: Any) -> int:
@@ -336,7 +329,6 @@ class Mechanism(abc.ABC):
             included.
           memory: `Round.memory` before it; () without one.
         """
-        del memory
         return round_index
 
     def query_event(self, round: Round) -> dp_accounting.DpEvent:
@@ -368,7 +360,6 @@ class Mechanism(abc.ABC):
         Gaussians of one round are collapsed to one, with the multiplier
         (sum of z_i^-2)^(-1/2).
         """
-        del deployment
         noise_multiplier = self.noise_multiplier_at(round_index)
         if noise_multiplier == 0 or self.guarantee != "central":
             return dp_accounting.NonPrivateDpEvent()
@@ -404,7 +395,6 @@ class Mechanism(abc.ABC):
           charged_rounds: Where given, so many rounds must not cost more than
             before: the noise multiplier follows. None: it stays.
         """
-        del momentum, charged_rounds
         return self
 
     @property

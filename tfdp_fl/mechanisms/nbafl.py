@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
-
-import dp_accounting
+from typing import Any, ClassVar
 
 from tfdp_fl import _validate
 from tfdp_fl._on_use import tf
 from tfdp_fl.mechanisms import (
     clipping,
+    cohort_query,
     local_dp,
     mechanism,
     noise,
@@ -26,9 +25,6 @@ from tfdp_fl.mechanisms.contribution import (
     Round,
     Tensors,
 )
-
-if TYPE_CHECKING:
-    from tfdp_fl.mechanisms import cohort_query
 
 
 def _known(name: str, deployment: Deployment) -> int:
@@ -151,7 +147,6 @@ class NbAFL(mechanism.Mechanism):
 
     def noise_stddevs(self, round: Round, deployment: Deployment) -> dict[str, Any]:
         """Implements `Mechanism.noise_stddevs`: before broadcast."""
-        del round
         return {"update": self.downlink_stddev(deployment)}
 
     def contribution(
@@ -201,13 +196,6 @@ class NbAFL(mechanism.Mechanism):
         """
         rounds = _known("rounds", deployment)
         return (self.epsilon / (rounds * self.constant)) ** 2
-
-    def round_event(
-        self, round_index: int, deployment: Deployment
-    ) -> dp_accounting.DpEvent:
-        """Implements `Mechanism.round_event`: no client is protected."""
-        del round_index, deployment
-        return dp_accounting.NonPrivateDpEvent()
 
     def caveats(self) -> tuple[str, ...]:
         """Implements `Mechanism.caveats`."""

@@ -27,31 +27,26 @@ class NoPrivacy(mechanism.Mechanism):
     @classmethod
     def for_target(cls, target: mechanism.Target, **options: Any) -> NoPrivacy:
         """Implements `Mechanism.for_target`: no target is kept."""
-        del target
         return cls(**options)
 
     def largest_norm(self, round: Round) -> float:
         """Implements `Mechanism.largest_norm`: there is no bound."""
-        del round
         return float("inf")
 
     def scale(self, norm: tf.Tensor, round: Round) -> tf.Tensor:
         """Implements `Mechanism.scale`: nothing is clipped."""
-        del round
         return tf.ones_like(norm)
 
     def add_noise(
         self, update: Tensors, stddev: tf.Tensor, memory: Any
     ) -> tuple[Tensors, Any]:
         """Implements `Mechanism.add_noise`: nothing is added."""
-        del stddev
         return update, memory
 
     def mean(
         self, update: Tensors, weight: tf.Tensor, round: Round, deployment: Deployment
     ) -> Tensors:
         """Implements `Mechanism.mean`: over those who answered, 0 for none."""
-        del round, deployment
         return clipping.mean_of_answers(update, weight)
 
     def describe(self) -> str:

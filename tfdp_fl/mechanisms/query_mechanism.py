@@ -59,7 +59,6 @@ class WrappedQuery(cohort_query.CohortQuery):
         client: Client = Client(),  # noqa: B008
     ) -> Contribution:
         """Zeroes a NaN or Inf update, then lets the query preprocess it."""
-        del client
         norm, usable = clipping.usable_norm(record)
         safe = clipping.scaled(record, tf.cast(usable, tf.float32))
         return Contribution(
@@ -181,7 +180,6 @@ class QueryMechanism(mechanism.Mechanism):
         self, round_index: int, deployment: Deployment
     ) -> dp_accounting.DpEvent:
         """Implements `Mechanism.round_event`: the event that was given."""
-        del round_index, deployment
         return self.dp_event
 
     def describe(self) -> str:

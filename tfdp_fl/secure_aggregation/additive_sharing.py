@@ -98,19 +98,14 @@ class AdditiveSecretSharing:
         _validate.positive(deadline_seconds=self.deadline_seconds)
 
     @property
-    def fractional_bits(self) -> int:
-        """The f of the resolution 2^-f; negative where values are huge."""
+    def resolution(self) -> float:
+        """The step of the fixed-point grid, 2^-f (`mode="ring"`)."""
         # Every value may be rounded up by half a step, and -2^(bits-1) has no
         # positive twin: that much of the range stays free.
         capacity = 2.0 ** min(self.bits - 1, _FLOAT64_DIGITS)
         free = capacity - self.max_participants / 2 - 1
         largest = self.max_participants * self.max_share_value
-        return math.floor(math.log2(free / largest))
-
-    @property
-    def resolution(self) -> float:
-        """The step of the fixed-point grid, 2^-f (`mode="ring"`)."""
-        return 2.0**-self.fractional_bits
+        return 2.0 ** -math.floor(math.log2(free / largest))
 
     @property
     def share_dtype(self) -> np.dtype:
@@ -192,7 +187,7 @@ class AdditiveSecretSharing:
             )
         if self.mode == "float":
             return encoded
-        encoded *= 2.0**self.fractional_bits
+        encoded /= self.resolution  # Exact: a power of two.
         np.rint(encoded, out=encoded)
         return encoded.astype(self._signed_dtype).view(self.share_dtype)
 
