@@ -51,15 +51,13 @@ def test_what_the_clients_are_told(by_server):
     assert ins.config == wanted
 
 
-def test_m_of_those_connected_are_asked_whatever_the_strategy_asks():
+def test_m_of_those_connected_are_asked_with_one_model():
     strategy = DPFedAvgFixed(older_api.Strategy(), 3, 0.5, num_clients=8)
     with pytest.raises(ValueError, match=r"num_clients .* 7, got 8"):
         strategy.configure_fit(1, _SENT, older_api.Manager("abcdefg"))
     told = strategy.configure_fit(1, _SENT, older_api.Manager("abcdefghij"))
     assert len({client for client, _ in told}) == 3
 
-
-def test_different_models_are_an_error():
     class Personal(older_api.Strategy):
         def configure_fit(self, *arguments):
             told = super().configure_fit(*arguments)
@@ -87,7 +85,6 @@ def test_without_noise_it_is_the_mean_of_clipped_updates(by_server):
     assert (handed.num_examples, handed.metrics) == (1, {})
     assert strategy.evaluate(4, None) == (0.5, {"round": 4})
     assert not hasattr(strategy, "configure_evaluate")
-    assert "clip_norm=1.5" in repr(strategy)
 
 
 @pytest.mark.parametrize(
@@ -128,28 +125,24 @@ def test_the_count_is_noised():
     assert abs(np.mean(moves)) < 8 * 0.001 / math.sqrt(2000)
 
 
-@pytest.mark.parametrize(
-    "changes, pattern",
-    [
-        ({"num_sampled_clients": 0}, "num_sampled_clients"),
-        ({"server_side_noising": 1}, "server_side_noising"),
-        ({"strategy": object()}, "strategy"),
-        ({"init_clip_norm": 0.0}, "init_clip_norm"),
-        ({"clip_norm_lr": -0.1}, "clip_norm_lr"),
-        ({"clip_norm_target_quantile": 1.5}, "clip_norm_target_quantile"),
-        ({"clip_count_stddev": -1.0}, "clip_count_stddev"),
-        ({"num_sampled_clients": 10}, r"less than 2 . count_noise_stddev"),
-    ],
-)
-def test_arguments_are_translated_and_checked(changes, pattern):
+def test_arguments_are_translated_and_checked():
     arguments = {"strategy": older_api.Strategy(), "num_sampled_clients": 50}
-    with pytest.raises((ValueError, TypeError), match=pattern):
-        DPFedAvgAdaptive(**{**arguments, **changes})
+    for name, wrong, pattern in (
+        ("num_sampled_clients", 0, "num_sampled_clients"),
+        ("num_sampled_clients", 10, r"less than 2 . count_noise_stddev"),
+        ("server_side_noising", 1, "server_side_noising"),
+        ("strategy", object(), "strategy"),
+        ("init_clip_norm", 0.0, "init_clip_norm"),
+        ("clip_norm_lr", -0.1, "clip_norm_lr"),
+        ("clip_norm_target_quantile", 1.5, "clip_norm_target_quantile"),
+        ("clip_count_stddev", -1.0, "clip_count_stddev"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=pattern):
+            DPFedAvgAdaptive(**{**arguments, name: wrong})
     mechanism = DPFedAvgAdaptive(**arguments).mechanism
     assert mechanism == tfdp_fl.AdaptiveClipping(noise_multiplier=1.0)
-    correlated = tfdp_fl.CorrelatedNoise(
-        clip_norm=1.0, noise_multiplier=1.0, rounds=8, min_separation=2
-    )
+    noise = {"clip_norm": 1.0, "noise_multiplier": 1.0}
+    correlated = tfdp_fl.CorrelatedNoise(**noise, rounds=8, min_separation=2)
     with pytest.raises(ValueError, match="mechanism must be a central"):
         DPFedAvg(older_api.Strategy(), 2, correlated)
 

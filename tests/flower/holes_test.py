@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import random
@@ -31,19 +32,18 @@ def _round(strategy, grid, number=1):
 # A client started without `mods=[private_mod]` sends its plain model.
 
 
-def test_of_clients_without_the_mod_nothing_is_released():
+def test_of_clients_without_the_mod_nothing_is_released(caplog):
     strategy = _private(fm.SHARES)
     assert _round(strategy, _grid(mod=None)) == (None, None)
     assert strategy.rejected_replies == 4
     assert strategy.strategy.handed == []
 
-
-def test_one_client_without_the_mod_is_not_in_the_mean(caplog):
     def mod(message, context, call_next):
         if message.metadata.dst_node_id == grid.sent[0].metadata.dst_node_id:
             return call_next(message, context)
         return tfdp_fl.flower.private_mod(message, context, call_next)
 
+    # One client alone is not in the mean.
     strategy, grid = _private(fm.SHARES), _grid(mod=mod)
     new, _ = _round(strategy, grid)
     assert new is not None
@@ -105,16 +105,19 @@ def _twice_more(replies):
     return [*replies, replies[0], replies[0]]
 
 
-def _late(replies):
+def _more(replies, **claims):
     more = copy.deepcopy(replies[0])
-    more.metadata.__dict__.update(_reply_to_message_id="old", reply_to_message_id="old")
+    both = {**claims, **{f"_{name}": value for name, value in claims.items()}}
+    more.metadata.__dict__.update(both)
     return [more, *replies]
+
+
+def _late(replies):
+    return _more(replies, reply_to_message_id="old")
 
 
 def _unasked(replies):
-    more = copy.deepcopy(replies[0])
-    more.metadata.__dict__.update(_src_node_id=99, src_node_id=99)
-    return [more, *replies]
+    return _more(replies, src_node_id=99)
 
 
 @pytest.mark.parametrize(
@@ -159,22 +162,10 @@ def _cohorts(rounds, n=8, **options):
     return [sorted(m.metadata.dst_node_id for m in messages) for messages in told]
 
 
-def test_pythons_seed_foretells_no_cohort():
+def test_pythons_seed_or_a_strategy_that_prefers_some_nodes_foretells_no_cohort():
     # The same 9 cohorts of 70 by chance: 70^-9, less than 3e-17.
     assert _cohorts(9) != _cohorts(9)
 
-
-def test_cohorts_are_uniform():
-    # 4 of 6: 15 cohorts, 1500 rounds, chi squared with 14 degrees of freedom
-    # is above 90 with a probability below 1e-12.
-    counts: dict[tuple[int, ...], int] = {}
-    for cohort in _cohorts(1500, 6):
-        counts[tuple(cohort)] = counts.get(tuple(cohort), 0) + 1
-    assert len(counts) == 15
-    assert sum((c - 100) ** 2 / 100 for c in counts.values()) < 90
-
-
-def test_a_strategy_that_prefers_some_nodes_has_no_say():
     class Stubborn(fm.Strategy):
         def configure_train(self, server_round, arrays, config, grid):
             content = fm.RecordDict({"arrays": arrays, "config": config})
@@ -183,6 +174,14 @@ def test_a_strategy_that_prefers_some_nodes_has_no_say():
     cohorts = _cohorts(40, strategy=Stubborn(2))
     assert {len(set(cohort)) for cohort in cohorts} == {4}
     assert set().union(*cohorts) == set(range(8))
+
+
+def test_cohorts_are_uniform():
+    # 4 of 6: 15 cohorts, 1500 rounds, chi squared with 14 degrees of freedom
+    # is above 90 with a probability below 1e-12.
+    counts = collections.Counter(map(tuple, _cohorts(1500, 6)))
+    assert len(counts) == 15
+    assert sum((c - 100) ** 2 / 100 for c in counts.values()) < 90
 
 
 def test_fewer_nodes_than_declared():

@@ -9,17 +9,15 @@ import pytest
 import tensorflow as tf
 
 import tfdp_fl
-from tests.correlated_noise import references
 from tests.keras import toy
 from tfdp_fl import accounting, auditing
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import CohortEngine
+from tfdp_fl.engine import CohortEngine, chunks
 from tfdp_fl.keras import callbacks
 
 _DELTA = 1e-3
 _T, _B = 8, 4
 _SGD = tf.keras.optimizers.SGD
-_LEARNS_NOTHING = {"compile_options": {"optimizer": _SGD(0.0)}}
 
 
 def _mechanism(strategy="banded", **options):
@@ -65,12 +63,11 @@ class _Killed(callbacks.RoundCheckpoint):
 
 def _crash():
     """Ends a run as if it was killed after its fourth round was released."""
-    seen = []
+    seen = iter([None, None, None, KeyboardInterrupt])
 
     def end(batch, logs=None):
-        seen.append(0)
-        if len(seen) == 4:
-            raise KeyboardInterrupt
+        if error := next(seen):
+            raise error
 
     return tf.keras.callbacks.LambdaCallback(on_train_batch_end=end)
 
@@ -83,7 +80,11 @@ def _breaks(owner, name):
 @pytest.mark.parametrize("strategy", ["banded", "blt:2"])
 def test_a_run_costs_one_gaussian(strategy):
     fed = _federated(_mechanism(strategy), accountant="pld")
-    history = toy.fit(fed, _T).history
+    squares = np.cumsum(_squares(fed))
+    limit = (_epsilon(squares[4]) + _epsilon(squares[5])) / 2
+    toy.fit(fed, _T, [callbacks.PrivacyBudget(epsilon=limit, delta=_DELTA)])
+    assert fed.rounds == 5
+    history = toy.fit(fed, _T - 5).history
     whole = (fed.mechanism.generator.sensitivity / 2.0) ** 2
     assert whole == _spent(fed)
     assert fed.epsilon(_DELTA) == pytest.approx(_epsilon(whole), abs=1e-6)
@@ -98,33 +99,13 @@ def test_a_run_costs_one_gaussian(strategy):
     assert whole + _squares(fed)[:3].sum() == _spent(fed)
 
 
-def test_models_of_a_seed_are_the_noise_of_the_dense_matrices():
-    # Without updates and with a server that adds, the model is the noise.
-    fed = _federated(**_LEARNS_NOTHING)
-    weights = [np.ravel(fed.get_weights()[0])]
-    for _ in range(_T):
-        toy.fit(fed)
-        weights.append(np.ravel(fed.get_weights()[0]))
-    noise = np.diff(weights, axis=0) * 10 / (2.0 * 0.5)
-    fresh = references.dense(fed.mechanism.generator.coefficients, _T) @ noise
-    # 8 * 24 values of stddev 1: their mean square is within .3 of 1 for
-    # all but 1 in 1e8 runs (chi-square of 192).
-    assert 0.5 < np.mean(fresh**2) < 1.75
-
-
-def test_a_client_sits_out_after_its_last_round():
+def test_a_client_sits_out_and_nothing_is_drawn_ahead():
     fed = _federated(_mechanism(max_participations=1))
-    toy.fit(fed, 6)
+    with mock.patch.object(chunks.Reader, "expect") as expect:
+        toy.fit(fed, 6)
+    expect.assert_not_called()  # Cohorts depend on what was released.
     assert fed.run.cohort_sizes == [10, 10, 10, 10, 0, 0]
     assert (fed.mechanism.generator.sensitivity / 2.0) ** 2 == _spent(fed)
-
-
-def test_a_budget_ends_before_the_round_that_would_pass_it():
-    fed = _federated(_mechanism("blt:2"), accountant="pld")
-    squares = np.cumsum(_squares(fed))
-    limit = (_epsilon(squares[4]) + _epsilon(squares[5])) / 2
-    toy.fit(fed, _T, [callbacks.PrivacyBudget(epsilon=limit, delta=_DELTA)])
-    assert fed.rounds == 5
 
 
 # Where rounds may have been seen that the buffers know nothing of.
@@ -157,26 +138,16 @@ def test_an_abandoned_round_moves_nothing():
     assert _squares(fed)[:4].sum() == _spent(fed)
 
 
-def test_a_broken_release_ends_the_segment():
-    fed = _federated()
-    toy.fit(fed, 3)
-    with _breaks(fed.engine, "release"), pytest.raises(KeyboardInterrupt):
-        toy.fit(fed)
-    toy.fit(fed)
-    assert _position(fed) == 1
-    squares = _squares(fed)
-    assert squares[:4].sum() + squares[0] == _spent(fed)
-
-
 @pytest.mark.parametrize("kind", ["correlated", "fixed"])
 def test_no_noise_is_released_twice(tmp_path, kind):
     # With a seed, a round that was broken off after its release is run
     # again with other noise: also by who resumes, and if what broke it
     # off was the audit, which looks at the model last.
     def quiet():
+        options = {"compile_options": {"optimizer": _SGD(0.0)}}
         if kind == "correlated":
-            return _federated(**_LEARNS_NOTHING)
-        return toy.federated(clients_per_round=10, **_LEARNS_NOTHING)
+            return _federated(**options)
+        return toy.federated(clients_per_round=10, sampling="shuffled", **options)
 
     released, release = [], CohortEngine.release
 
@@ -213,28 +184,7 @@ def test_no_noise_is_released_twice(tmp_path, kind):
     assert np.linalg.svd(directions)[1][-1] > 1e-2
 
 
-def test_no_draw_is_released_twice_with_other_noise():
-    # Two draws are charged; the same clients twice would be one draw with
-    # less noise, which costs more.
-    drawn, release = [], CohortEngine.release
-
-    def recorded(engine, pending):
-        drawn.append(pending.inputs.positions.tolist())
-        values = release(engine, pending)
-        if len(drawn) == 2:
-            raise KeyboardInterrupt
-        return values
-
-    fed = toy.federated(clients_per_round=20, sampling="poisson")
-    with mock.patch.object(CohortEngine, "release", recorded):
-        with pytest.raises(KeyboardInterrupt):
-            toy.fit(fed, 2, seed=3)
-        toy.fit(fed, 1, seed=3)
-    assert len(drawn) == 3
-    assert drawn[1] != drawn[2]
-
-
-def test_other_groups_or_clients_end_the_segment():
+def test_other_groups_or_clients_or_a_broken_release_end_the_segment():
     fed = _federated()
     toy.fit(fed, 3)
     toy.fit(fed, 1, seed=5)  # A sampler of its own.
@@ -243,17 +193,20 @@ def test_other_groups_or_clients_end_the_segment():
     for position in (1, 2):
         toy.fit(fed, 1, data=others, seed=5)
         assert _position(fed) == position
-
-
-def test_nameless_clients_in_another_order_end_the_segment():
+    before = fed.spending.rounds
+    with _breaks(fed.engine, "release"), pytest.raises(KeyboardInterrupt):
+        toy.fit(fed, 1, data=others, seed=5)
+    toy.fit(fed, 1, data=others, seed=5)
+    assert (_position(fed), fed.spending.rounds) == (1, before + 2)
+    squares = _squares(fed)
+    segments = squares[:3], squares[:1], squares[:3], squares[:1]
+    assert sum(each.sum() for each in segments) == _spent(fed)
+    # Nameless clients in another order: one may have been in every round.
     x, y = toy.arrays(toy.NUM_CLIENTS * 10)
-    rows = np.arange(len(y)).reshape(toy.NUM_CLIENTS, 10)
-    fed = _federated()
-    for fit in range(4):
-        order = rows if fit % 2 == 0 else rows[::-1]
+    rows, fed = np.arange(len(y)).reshape(toy.NUM_CLIENTS, 10), _federated()
+    for order in (rows, rows[::-1], rows, rows[::-1]):
         toy.fit(fed, 1, data=FederatedDataset.from_indices(x, y, order))
         assert _position(fed) == 1
-    # A client may have been in every one of the four.
     assert _spent(fed).expected >= 4 * 2.0**-2 * (1 - 1e-6)
 
 
@@ -284,18 +237,6 @@ def test_coefficients_that_were_chosen_otherwise_end_the_segment(tmp_path):
     assert _position(made[1]) == 0
     toy.fit(made[2], 3, resume_from=tmp_path)
     assert _position(made[2]) == 3
-
-
-def test_to_resume_with_other_noise_is_refused(tmp_path):
-    toy.fit(_federated(), 2, [_Killed(tmp_path, delta=_DELTA)])
-    for name, value in (
-        ("strategy", "blt:2"),
-        ("noise_multiplier", 3.0),
-        ("max_participations", 2),
-    ):
-        other = _federated(_mechanism(**{name: value}))
-        with pytest.raises(ValueError, match=name):
-            toy.fit(other, 2, resume_from=tmp_path)
 
 
 # Coefficients by the optimizer that runs.

@@ -86,4 +86,4 @@ class ArraysTest(parameterized.TestCase):
         trainer = hostile.Trainer(hostile.CASES["fixed"], "one_by_one")
         with self.assertRaises((ValueError, TypeError)):
             trainer.round(hostile.FAILURES[name])
-        self.assertIsNone(trainer.run)
+        self.assertIsNone(trainer.fed.run)

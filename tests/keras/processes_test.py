@@ -6,6 +6,7 @@ memory knows to be released.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pathlib
@@ -24,7 +25,6 @@ from tfdp_fl.keras import callbacks, checkpoint, resuming, round_loop
 
 _ROUNDS, _EVERY, _COHORT = 8, 2, 10
 _CLIP, _NOISE = 0.5, 2.0
-_LONGEST_SECONDS = 600
 # Where a process dies, in the order in which a round passes it: the point, the round
 # (counted from 0), and how many rounds were charged and saved by then.
 _DEATHS = (
@@ -68,18 +68,18 @@ class _Witness(callbacks.FederatedCallback):
 
 def _dies(owner, name: str, at_call: int, before: bool) -> None:
     """Has a method die before or after one of its calls."""
-    original, calls = getattr(owner, name), []
+    original, calls = getattr(owner, name), itertools.count(1)
 
     def wrapped(*args, **kwargs):
-        calls.append(name)
-        if before and len(calls) == at_call:
+        dies = next(calls) == at_call
+        if dies and before:
             _die()
         result = original(*args, **kwargs)
-        if len(calls) == at_call:
+        if dies:
             _die()
         return result
 
-    mock.patch.object(owner, name, wrapped).start()
+    setattr(owner, name, wrapped)
 
 
 def _dies_half_way(fatal: pathlib.Path) -> None:
@@ -94,7 +94,7 @@ def _dies_half_way(fatal: pathlib.Path) -> None:
                 _die()
         original(file, data, *args, **kwargs)
 
-    mock.patch.object(checkpoint, "write_atomically", wrapped).start()
+    checkpoint.write_atomically = wrapped
 
 
 def _run(path: pathlib.Path, process: str, point: str | None, round_index: int) -> None:
@@ -118,15 +118,12 @@ def _run(path: pathlib.Path, process: str, point: str | None, round_index: int) 
     ]
     toy.fit(fed, _ROUNDS, keep, seed=3, resume_from=path if resumes else None)
     memory = fed.run.mechanism_state.memory
+    buffers = [b.numpy().reshape([b.shape[0], -1]) for b in memory.buffers]
     np.savez(
         path / "end.npz",
-        spent=_mu_squared(
-            charge for charge, n in fed.spending.charges for _ in range(n)
-        ),
+        spent=_mu_squared(c for c, n in fed.spending.charges for _ in range(n)),
         position=memory.position.numpy(),
-        buffers=np.concatenate(
-            [b.numpy().reshape([b.shape[0], -1]) for b in memory.buffers], 1
-        ),
+        buffers=np.concatenate(buffers, 1),
     )
 
 
@@ -151,7 +148,7 @@ def processes():
         for process in started:
             process.start()
         for process in started:
-            process.join(_LONGEST_SECONDS)
+            process.join(600)
         return sorted(process.exitcode for process in started)
 
     return run
@@ -162,10 +159,8 @@ def _noise(path: pathlib.Path, name: str) -> dict[int, np.ndarray]:
     models, own = {-1: toy.flat(toy.dense())}, {}
     # The second process goes on from a model of the first.
     for process in ("first", name):
-        own = {
-            int(file.stem.split("-")[1]): np.load(file)
-            for file in path.glob(f"{process}-*.npy")
-        }
+        files = path.glob(f"{process}-*.npy")
+        own = {int(file.stem.split("-")[1]): np.load(file) for file in files}
         models = {**own, **models}
     scale = _COHORT / _CLIP / _NOISE
     return {
@@ -224,22 +219,18 @@ def test_two_runs_that_begin_in_one_directory(processes, tmp_path):
 
 @pytest.mark.parametrize("saves", [False, True])
 def test_one_ends_while_another_reads_the_checkpoint(tmp_path, saves):
-    def interrupt(epoch, _):
-        if epoch == 1:
-            raise KeyboardInterrupt
-
-    stop = tf.keras.callbacks.LambdaCallback(on_epoch_end=interrupt)
+    keep = [callbacks.RoundCheckpoint(tmp_path)]
     with pytest.raises(KeyboardInterrupt):
-        toy.fit(_federated(), 6, [callbacks.RoundCheckpoint(tmp_path), stop])
+        toy.fit(_federated(), 6, [*keep, toy.at_end(toy.interrupt, 1)])
     restore, faster = resuming.InterruptedRun.restore, [_federated()]
 
     def restored(*arguments):
         if faster:  # As another process, between the reading and the lock.
-            keep = [callbacks.RoundCheckpoint(tmp_path)]
-            toy.fit(faster.pop(), 6, keep, resume_from=tmp_path)
+            own = [callbacks.RoundCheckpoint(tmp_path)]
+            toy.fit(faster.pop(), 6, own, resume_from=tmp_path)
         return restore(*arguments)
 
-    slower, keep = _federated(), [callbacks.RoundCheckpoint(tmp_path)]
+    slower = _federated()
     with (
         mock.patch.object(resuming.InterruptedRun, "restore", restored),
         pytest.raises(ValueError, match="resume from its directory"),

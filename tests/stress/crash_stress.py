@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import tfdp_fl
-from tests.keras import files, toy
+from tests.keras import toy
 from tests.stress import killed_run
 from tfdp_fl import accounting
 from tfdp_fl.experiments import run_directory
@@ -135,7 +135,7 @@ def test_a_disk_that_is_full_at_any_byte(tmp_path):
         for limit in (0, 100, 900, 1500, 2500, 4000, 6000, 9000):
             directory = tmp_path / f"{round_index}-{limit}"
             directory.mkdir()
-            _, released, error = _run(directory, round_index, files.full_disk(limit))
+            _, released, error = _run(directory, round_index, toy.full_disk(limit))
             failed += error is not None
             _check(directory, released)
             again, more, error = _run(directory)
