@@ -30,15 +30,10 @@ class _Client:
 
     def fit(self, parameters, config):
         self.calls += 1
-        new = [
-            np.asarray(a + c, a.dtype)
-            for a, c in zip(parameters, self.update, strict=True)
-        ]
-        if self.in_place:
-            for array, changed in zip(parameters, new, strict=True):
-                array[...] = changed
-            new = parameters
-        return new, 7, self.metrics
+        old = parameters if self.in_place else [np.array(a) for a in parameters]
+        for array, change in zip(old, self.update, strict=True):
+            array[...] += change
+        return old, 7, self.metrics
 
     def evaluate(self, parameters, config):
         return 0.25, 3, {"accuracy": 1.0}
@@ -73,23 +68,20 @@ def test_the_whole_update_is_clipped_to_one_norm(norm, in_place):
     assert client.metrics == {"loss": 0.5}
 
 
-@pytest.mark.parametrize("clip_norm", [1e-150, 1e-160, 1e-200, 1e-300])
-def test_squares_that_vanish_are_clipped_all_the_same(clip_norm):
-    sent = _sent(np.zeros(4), np.full(4, 1e3 * clip_norm), clip_norm, 0.0)
-    np.testing.assert_allclose(sent, np.full(4, clip_norm / 2))
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e300])
-def test_an_update_that_is_not_finite_becomes_zero(bad):
-    update, received = _random(1, 2.0), _random(0)
-    update[2][1] = bad
-    client = DPFedAvgNumPyClient(_Client(update))
-    config = {"dpfedavg_clip_norm": 1.0, **_BIT}
-    returned, _, metrics = client.fit([a.copy() for a in received], config)
-    for got, old in zip(returned, received, strict=True):
-        np.testing.assert_array_equal(got, old)
-    assert client.discarded_updates == 1
-    assert metrics["dpfedavg_norm_bit"] is True
+def test_an_update_that_is_not_finite_becomes_zero_and_a_tiny_clip_holds():
+    for bad in (np.nan, np.inf, -np.inf, 1e300):
+        update, received = _random(1, 2.0), _random(0)
+        update[2][1] = bad
+        client = DPFedAvgNumPyClient(_Client(update))
+        config = {"dpfedavg_clip_norm": 1.0, **_BIT}
+        returned, _, metrics = client.fit([a.copy() for a in received], config)
+        for got, old in zip(returned, received, strict=True):
+            np.testing.assert_array_equal(got, old)
+        assert client.discarded_updates == 1
+        assert metrics["dpfedavg_norm_bit"] is True
+    for clip_norm in (1e-150, 1e-160, 1e-200, 1e-300):  # Their squares vanish.
+        sent = _sent(np.zeros(4), np.full(4, 1e3 * clip_norm), clip_norm, 0.0)
+        np.testing.assert_allclose(sent, np.full(4, clip_norm / 2))
 
 
 def test_the_noise_has_the_stddev_sent_and_is_new_in_each_call_and_array():
@@ -124,30 +116,26 @@ def _trained(train, record=_TWO, message_type="train", **config):
     return reply, fm.arrays(reply.content["arrays"])
 
 
-@pytest.mark.parametrize(
-    "config, error, pattern",
-    [
-        ({"clip_norm": None}, KeyError, r"dpfedavg_clip_norm.*strategy wrapped"),
-        ({"clip_norm": 0.0}, ValueError, "dpfedavg_clip_norm"),
-        ({"clip_norm": float("nan")}, ValueError, "dpfedavg_clip_norm"),
-        ({"noise_stddev": -1.0}, ValueError, "dpfedavg_noise_stddev"),
-        ({"adaptive_clip_enabled": 1}, TypeError, "dpfedavg_adaptive_clip"),
-    ],
-)
-def test_bad_values_are_named_before_training(config, error, pattern):
+def test_bad_values_are_named_before_training():
     client = _Client(_random(1, 1.0))
-    config = {f"dpfedavg_{name}": value for name, value in config.items()}
-    config = {"dpfedavg_clip_norm": 1.0, **config}
-    told = {k: v for k, v in config.items() if v is not None}
-    with pytest.raises(error, match=pattern):
-        DPFedAvgNumPyClient(client).fit(_random(0), told)
-    assert client.calls == 0
 
     def never(message, context):
         raise AssertionError("It was trained.")
 
-    with pytest.raises(error, match=pattern):
-        private_mod(_message(fm.model(np.zeros(2)), **config), None, never)
+    for name, value, error, pattern in (
+        ("clip_norm", None, KeyError, r"dpfedavg_clip_norm.*strategy wrapped"),
+        ("clip_norm", 0.0, ValueError, "dpfedavg_clip_norm"),
+        ("clip_norm", float("nan"), ValueError, "dpfedavg_clip_norm"),
+        ("noise_stddev", -1.0, ValueError, "dpfedavg_noise_stddev"),
+        ("adaptive_clip_enabled", 1, TypeError, "dpfedavg_adaptive_clip"),
+    ):
+        config = {"dpfedavg_clip_norm": 1.0, f"dpfedavg_{name}": value}
+        told = {k: v for k, v in config.items() if v is not None}
+        with pytest.raises(error, match=pattern):
+            DPFedAvgNumPyClient(client).fit(_random(0), told)
+        assert client.calls == 0
+        with pytest.raises(error, match=pattern):
+            private_mod(_message(fm.model(np.zeros(2)), **config), None, never)
 
 
 @pytest.mark.parametrize("norm, bit", [(0.3, 1), (0.5, 1), (0.500001, 0), (1e18, 0)])
@@ -250,31 +238,27 @@ def test_what_is_sent_is_within_the_clip_norm_after_rounding(dtype, in_spacings)
     assert np.linalg.norm(moved) <= 100 * each * (1 + 1e-12)
 
 
-# The gaps are 9.8e-4, 7.8e-3 and 1.2e-7: a share would be rounded away.
-@pytest.mark.parametrize(
-    "dtype, weight, clip_norm",
-    [
+def test_shares_that_are_rounded_add_up_to_what_is_charged():
+    # The gaps are 9.8e-4, 7.8e-3 and 1.2e-7: a share would be rounded away.
+    for dtype, weight, clip_norm in (
         (np.float16, 1.0, 6.5e-4),
         (np.float32, 1e5, 5.2e-3),
         (np.float32, 1.0, 8e-8),
         (np.float64, 1.0, 6.5e-4),
         (np.int64, 7, 6.5e-4),
-    ],
-)
-def test_shares_that_are_rounded_add_up_to_what_is_charged(dtype, weight, clip_norm):
-    # 20 000 sums: 5 % are ten standard deviations of the estimate.
-    received, clients = np.full(20_000, weight, dtype), 100
-    total = np.zeros(len(received))
-    for _ in range(clients):
-        sent = _sent(received, 0.0, clip_norm, clip_norm / clients**0.5)
-        total += np.asarray(sent, np.float64) - weight
-    assert total.std() / clip_norm == pytest.approx(1.0, abs=0.05)
-    assert total.mean() / clip_norm == pytest.approx(0.0, abs=0.07)
+    ):
+        # 20 000 sums: 5 % are ten standard deviations of the estimate.
+        received, clients = np.full(20_000, weight, dtype), 100
+        total = np.zeros(len(received))
+        for _ in range(clients):
+            sent = _sent(received, 0.0, clip_norm, clip_norm / clients**0.5)
+            total += np.asarray(sent, np.float64) - weight
+        assert total.std() / clip_norm == pytest.approx(1.0, abs=0.05)
+        assert total.mean() / clip_norm == pytest.approx(0.0, abs=0.07)
 
 
-@pytest.mark.parametrize(
-    "dtype, weight, stddev, expected",
-    [
+def test_the_dtype_goes_by_the_model_and_the_noise_alone():
+    for dtype, weight, stddev, expected in (
         (np.float32, 1e5, 0.1, np.float64),
         (np.float32, 1e5, 0.2, np.float32),
         (np.float16, 1.0, 0.1, np.float16),
@@ -282,13 +266,9 @@ def test_shares_that_are_rounded_add_up_to_what_is_charged(dtype, weight, clip_n
         (np.float16, 1e-3, 2.0, np.float16),
         (np.float16, 1.0, 1e4, np.float64),
         (np.float64, 1e5, 0.1, np.float64),
-    ],
-)
-def test_the_dtype_goes_by_the_model_and_the_noise_alone(
-    dtype, weight, stddev, expected
-):
-    received = np.full(3, weight, dtype)
-    for update in (0.0, 1e-9, 1e3, np.nan):
-        assert _sent(received, update, 1e-3, stddev).dtype == expected
+    ):
+        received = np.full(3, weight, dtype)
+        for update in (0.0, 1e-9, 1e3, np.nan):
+            assert _sent(received, update, 1e-3, stddev).dtype == expected
     with pytest.raises(ValueError, match=r"dpfedavg_noise_stddev.*1e-07"):
         _sent(np.full(3, 1e9), 0.0, 1e-6, 1e-7)  # No dtype has it.
