@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import html
-import os
 import re
 import signal
 from unittest import mock
@@ -44,19 +43,11 @@ class _Lines(FederatedCallback):
         self.seen.append((kind, self.federated_model.get_weights()[0].copy()))
 
 
-class _Calls(FederatedCallback):
-    """Calls a function in one of the places where a callback is asked."""
-
-    def __init__(self, place, function):
-        super().__init__()
-        setattr(self, place, function)
-
-
-def _raises(error):
-    def function(*_):
-        raise error
-
-    return function
+def _raises(place, error):
+    """Returns a callback that raises in one of the places where it is asked."""
+    callback = FederatedCallback()
+    setattr(callback, place, mock.Mock(side_effect=error))
+    return callback
 
 
 def test_a_round_is_charged_before_the_model_changes():
@@ -71,7 +62,7 @@ def test_a_round_is_charged_before_the_model_changes():
     np.testing.assert_array_equal(again, released)
     # A round that is not written does not happen.
     before, spent = fed.get_weights(), fed.epsilon(_DELTA)
-    refuses = _Calls("on_round_charged", _raises(OSError("disk full")))
+    refuses = _raises("on_round_charged", OSError("disk full"))
     with pytest.raises(OSError, match="disk full"):
         toy.fit(fed, 2, [refuses, lines])
     toy.assert_same(before, fed)
@@ -80,12 +71,7 @@ def test_a_round_is_charged_before_the_model_changes():
 
 
 def test_a_budget_stops_before_the_round_that_would_overspend():
-    def noise(t):
-        return 1.5 - t / 10
-
-    def size(t):
-        return 10 + t
-
+    noise, size = (lambda t: 1.5 - t / 10), (lambda t: 10 + t)
     make = functools.partial(tfdp_fl.FixedClipping, clip_norm=0.5)
     fed = toy.federated(make(noise_multiplier=noise), None, size, "poisson")
     # The rounds' costs, computed by hand.
@@ -101,19 +87,20 @@ def test_a_budget_stops_before_the_round_that_would_overspend():
     assert (fed.rounds, budget.stopped_before_round) == (5, 5)
     assert fed.epsilon(_DELTA) == pytest.approx(after[4])
     assert "allows 5 of the 12 rounds asked for" in say.call_args_list[0].args[0]
-    local = toy.federated(_LOCAL, clients_per_round=40)
-    once = local.mechanism.mu_squared(None)
-    for_three = accounting.epsilon_of_mu_squared(3.5 * once, _DELTA)
-    toy.fit(local, 9, [PrivacyBudget(for_three, _DELTA)])
-    assert local.rounds == 3
-    without_noise = toy.federated(tfdp_fl.NoPrivacy())
-    assert toy.fit(without_noise, 3, [PrivacyBudget(100.0, _DELTA)]).epoch == []
     # A second fit goes on with what was spent; a larger budget allows more.
     assert toy.fit(fed, 2, [budget]).epoch == []
     history = toy.fit(fed, 7, [PrivacyBudget(after[6], _DELTA)])
     assert history.epoch == [5, 6]
     assert len(history.history["epsilon"]) == 2
     assert fed.epsilon(_DELTA) <= after[6]
+    # A local one counts the client seen most; without noise there is none.
+    fed = toy.federated(_LOCAL, clients_per_round=40)
+    once = fed.mechanism.mu_squared(None)
+    epsilon = accounting.epsilon_of_mu_squared(3.5 * once, _DELTA)
+    toy.fit(fed, 9, [PrivacyBudget(epsilon, _DELTA)])
+    assert fed.rounds == 3
+    without_noise = toy.federated(tfdp_fl.NoPrivacy())
+    assert toy.fit(without_noise, 3, [PrivacyBudget(100.0, _DELTA)]).epoch == []
 
 
 _read = accounting.PrivacyLedger.read
@@ -124,19 +111,13 @@ def path(tmp_path):
     return tmp_path / "ledger.jsonl"
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("disk full")])
 def test_an_error_at_the_end_of_fit_leaves_no_ledger_locked(path, error):
-    def interrupt():
-        os.kill(os.getpid(), signal.SIGINT)
-
-    at_end = interrupt if error is KeyboardInterrupt else _raises(error("disk full"))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    fed, ledger = toy.federated(), Ledger(path)
-    try:
-        with pytest.raises(error):
-            toy.fit(fed, 1, [_Calls("on_fit_end", at_end), ledger])
-    finally:
-        signal.signal(signal.SIGINT, before)
+    fed, ledger, at_end = toy.federated(), Ledger(path), _raises("on_fit_end", error)
+    if error is KeyboardInterrupt:
+        at_end.on_fit_end = lambda *_: signal.raise_signal(signal.SIGINT)
+    with pytest.raises(type(error) if error is not KeyboardInterrupt else error):
+        toy.fit(fed, 1, [at_end, ledger])
     with accounting.PrivacyLedger(path, "append") as opened:
         assert opened.rounds == 1
     toy.fit(fed, 1, [ledger])
@@ -152,10 +133,11 @@ def test_a_ledger_holds_every_round_of_several_fits(path):
     assert contents.entries[0].details == {"noise_multiplier": 1.0}
     assert contents.epsilon(_DELTA) == fed.epsilon(_DELTA)
     # Rounds that were run without it are made up for, by a new one too.
+    other = Ledger(path.with_name("other.jsonl"))
     toy.fit(fed, 2)
-    toy.fit(fed, 1, [ledger, Ledger(path.with_name("other.jsonl"))])
-    for each in (path, path.with_name("other.jsonl")):
-        contents = _read(each)
+    toy.fit(fed, 1, [ledger, other])
+    for each in (ledger, other):
+        contents = _read(each.path)
         assert len(contents.entries) == 6
         assert contents.epsilon(_DELTA) == fed.epsilon(_DELTA)
     # Another run is refused, unless told to append.
@@ -316,7 +298,7 @@ def test_a_report_is_one_file_with_everything(tmp_path):
     assert facts["epsilon"] <= shown <= facts["epsilon"] + 0.001
     # Also where the user ends the training; names are text; charts need matplotlib.
     settings = {"optimizer": "<script>alert(1)</script>"}
-    stop = _Calls("on_round_released", _raises(KeyboardInterrupt))
+    stop = _raises("on_round_released", KeyboardInterrupt)
     with (
         mock.patch.object(report.resuming, "settings", lambda *_: settings),
         mock.patch.dict("sys.modules", {"matplotlib": None}),

@@ -16,12 +16,11 @@ from tfdp_fl.keras import checkpoint
 
 def _checkpoint(round_index: int) -> checkpoint.Checkpoint:
     rng = np.random.default_rng(round_index)
-    weights = rng.normal(size=(4, 3)).astype(np.float32), np.float32(round_index)
     state = {
         "plan": {"seed": round_index, "rate": 0.1},
         "none": None,
         "text": 'the "place of an array": 1',
-        "weights": list(weights),
+        "weights": [rng.normal(size=(4, 3)).astype("f4"), np.float32(round_index)],
         "inside": {"windows": np.full((2, 0), np.nan, np.float32)},
         "counts": np.arange(5),
     }
@@ -114,10 +113,10 @@ def test_two_writers_are_refused_and_leftovers_of_a_killed_one_removed(directory
 @pytest.mark.parametrize("limit", [0, 500])
 def test_a_full_disk_leaves_what_was_there(directory, limit):
     _write(directory, 1, 2)
-    message = "cannot be written: File too"
+    error = checkpoint.CheckpointWriteError
     with (
         toy.full_disk(limit),
-        pytest.raises(checkpoint.CheckpointWriteError, match=message),
+        pytest.raises(error, match="cannot be written: File too"),
     ):
         _write(directory, 3, keep=1)
     assert directory.rounds() == [2, 1]
@@ -128,5 +127,5 @@ def test_a_full_disk_leaves_what_was_there(directory, limit):
     # Nor can a directory be made in the place of a file.
     (directory.path / "file").touch()
     inside = checkpoint.CheckpointDirectory(directory.path / "file" / "new")
-    with pytest.raises(checkpoint.CheckpointWriteError, match="new cannot be written"):
+    with pytest.raises(error, match="new cannot be written"):
         inside.acquire()

@@ -83,8 +83,8 @@ def test_metrics_of_clients_held_out_are_those_of_their_examples(streamed):
 def _read(name):
     if name == "broken":
         raise OSError("secret.csv is not there")
-    x, y = toy.arrays(5)
-    return (x[:0], y[:0]) if name == "empty" else (x, y)
+    x, y = toy.arrays(0 if name == "empty" else 5)
+    return x, (np.full_like(y, 271828) if name == "odd" else y)
 
 
 def _caveats(fed):
@@ -92,36 +92,31 @@ def _caveats(fed):
 
 
 def test_a_client_that_cannot_be_read_or_evaluated_on_or_has_nothing():
-    clients = FederatedDataset.from_client_fn(["whole", "broken", "empty"], _read)
-    fed = toy.federated(sampling="shuffled")
+    clients = FederatedDataset.from_client_fn(
+        ["whole", "broken", "empty", "odd"], _read
+    )
+    fed = toy.federated(sampling="shuffled", clients_per_round=4)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        history = toy.fit(fed, validation_data=clients).history
+        held_out = clients.take([0, 1, 2])  # (Keras raises where labels are odd.)
+        history = toy.fit(fed, validation_data=held_out).history
         assert "client_metrics_shown" not in _caveats(fed)
         values = fed.evaluate_clients(clients, verbose=0)
     assert "client_metrics_shown" in _caveats(fed)
     told = "".join(str(w.message) for w in seen)
     assert "1 of 3 clients held out" in told
     assert told.count("'broken': OSError") == 2
-    assert "secret" not in told
     wanted = fed.evaluate(*_read("whole"), verbose=0)
     assert history["val_loss"] == [pytest.approx(wanted, rel=1e-5)]
-    np.testing.assert_array_equal(values["num_examples"], [5, 0, 0])
-    np.testing.assert_array_equal(np.isnan(values["loss"]), [False, True, True])
-    # One whose label is no class.
-    fed = toy.federated(sampling="shuffled")
-    clients = {k: toy.clients().client(k) for k in range(3)}
-    clients[1] = (np.array(clients[1][0]), np.full(10, 271828, np.int32))
-    others = fed.evaluate_clients({0: clients[0], 2: clients[2]}, verbose=0)
-    with pytest.warns(RuntimeWarning, match="1 of 3 .* evaluated") as warned:
-        values = fed.evaluate_clients(clients, verbose=0)
-    assert "271828" not in str(warned[0].message)
-    wanted = [others["loss"][0], np.nan, others["loss"][1]]
-    np.testing.assert_array_equal(values["loss"], wanted)
+    np.testing.assert_array_equal(values["num_examples"], [5, 0, 0, 5])
+    np.testing.assert_array_equal(np.isnan(values["loss"]), [False, True, True, True])
     with pytest.raises(ValueError, match="none of 1 has") as error:
-        fed.evaluate_clients({1: clients[1]}, verbose=0)
-    assert "271828" not in str(error.value)
+        fed.evaluate_clients({1: _read("odd")}, verbose=0)
+    for said in (told, str(error.value)):
+        assert "secret" not in said and "271828" not in said
     # Shown before the first round, it is said after.
+    fed = toy.federated(sampling="shuffled")
+    fed.evaluate_clients(toy.clients(2), verbose=0)
     toy.fit(fed)
     assert "client_metrics_shown" in _caveats(fed)
 
@@ -129,21 +124,19 @@ def test_a_client_that_cannot_be_read_or_evaluated_on_or_has_nothing():
 class _Vector(tf.keras.metrics.Metric):
     """Has several numbers."""
 
-    def __init__(self, name="by_class", **options):
-        super().__init__(name=name, **options)
-        self.counts = self.add_weight(shape=(3,), initializer="zeros", name="counts")
-
     def update_state(self, y, predicted, sample_weight=None):
-        self.counts.assign(tf.reduce_mean(predicted, axis=0))
+        pass
 
     def result(self):
-        return tf.convert_to_tensor(self.counts)
+        return tf.zeros([3])
 
 
 def test_a_metric_of_several_numbers_and_other_validation_are_refused():
     message = "metrics must give one number each, got 'by_class'"
     for argument in ("metrics", "weighted_metrics"):
-        fed = toy.federated(compile_options={argument: ["accuracy", _Vector()]})
+        fed = toy.federated(
+            compile_options={argument: ["accuracy", _Vector(name="by_class")]}
+        )
         with pytest.raises(ValueError, match=message):
             toy.fit(fed)
         assert fed.run is None
@@ -154,7 +147,7 @@ def test_a_metric_of_several_numbers_and_other_validation_are_refused():
     with pytest.raises((TypeError, ValueError), match="validation_data must be"):
         toy.fit(fed, validation_data=[1])
     toy.fit(fed)
-    fed.compile("sgd", toy.loss(), metrics=[_Vector()])
+    fed.compile("sgd", toy.loss(), metrics=[_Vector(name="by_class")])
     private = tfdp_fl.PrivateMetrics(bounds={"by_class": (0, 1)}, noise_multiplier=1.0)
     for given in (None, private):
         with pytest.raises(ValueError, match=message):
@@ -167,7 +160,6 @@ def test_validate_names_a_problem():
     frozen.trainable = False
     unbuilt = tf.keras.Sequential([tf.keras.layers.Dense(1)])
     for model, message in (
-        ("model", "of type str"),
         (unbuilt, "input shape"),
         (frozen, "must have trainable variables"),
     ):
@@ -180,5 +172,3 @@ def test_validate_names_a_problem():
     assert tfdp_fl.validate(model, clients=toy.clients(), loss=loss) == []
     (problem,) = tfdp_fl.validate(model, clients={"a": (x, y + 7)}, loss=loss)
     assert "label" in problem
-    with pytest.raises(ValueError, match="clients alone"):
-        tfdp_fl.validate(model, clients=toy.clients())

@@ -269,20 +269,17 @@ class Trainer:
         That is, from where it would be without it, or if it failed and took its own
         noise along.
         """
-        reach, noise = self.case.reach, self.case.noise
+        reach, noise, history = self.case.reach, self.case.noise, without.history
         if math.isnan(reach):
-            reach = without.history["clip_norm"]
+            reach = history["clip_norm"]
         if math.isnan(noise):
-            noise = without.history["noise_stddev"] / CLIENTS**0.5
+            noise = history["noise_stddev"] / CLIENTS**0.5
         weights, size = np.linalg.norm(self.start()), self.start().size
         # |N(0, I)| of d elements is above sqrt(d) + 6.5 with less than 1e-9
         # (Laurent and Massart 2000, Lemma 1).
         length = size**0.5 + 6.5
-        rounding = (
-            (CLIENTS + 6)
-            * _UNIT
-            * (weights + CLIENTS * reach + length * without.history["noise_stddev"])
-        )
+        added = weights + CLIENTS * reach + length * history["noise_stddev"]
+        rounding = (CLIENTS + 6) * _UNIT * added
         if self.way.startswith("secure"):
             # Each of K values is off by half a step of the protocol's grid.
             protocol = self.fed.setup.secure_aggregation

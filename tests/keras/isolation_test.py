@@ -38,6 +38,11 @@ _TABLE = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
 _FILE = os.path.join(tempfile.gettempdir(), "kept")
 
 
+def _after(operation, x):
+    with tf.control_dependencies([operation]):
+        return tf.identity(x)
+
+
 def _queue(x):
     """Adds to a client's features what another one left behind."""
     with tf.control_dependencies([_QUEUE.enqueue(tf.reduce_sum(x))]):
@@ -47,10 +52,7 @@ def _queue(x):
 def _table(x):
     key = tf.constant(0, tf.int64)
     kept = tf.reshape(_TABLE.lookup(key), [])
-    with tf.control_dependencies([kept]):
-        written = _TABLE.insert(key, tf.reduce_sum(x))
-    with tf.control_dependencies([written]):
-        return x + kept
+    return _after(_TABLE.insert(key, tf.reduce_sum(x) + 0 * kept), x + kept)
 
 
 def _sampling(x):
@@ -64,9 +66,7 @@ def _in_a_loop(x):
 
 
 def _file(x):
-    written = tf.io.write_file(_FILE, tf.strings.as_string(tf.reduce_sum(x)))
-    with tf.control_dependencies([written]):
-        return tf.identity(x)
+    return _after(tf.io.write_file(_FILE, tf.strings.as_string(tf.reduce_sum(x))), x)
 
 
 def _python(x):
@@ -82,14 +82,14 @@ def _prints(x):
 def _batch(x):
     """Computes together with the clients that train at the same time."""
     double = tf.function(lambda rows: rows + tf.reduce_sum(rows))
+    limits = {"num_batch_threads": 1, "max_batch_size": 10}
     (batched,) = tf.raw_ops.BatchFunction(
         in_tensors=[tf.reduce_sum(x)[None]],
         captured_tensors=[],
         f=double.get_concrete_function(tf.TensorSpec([None])),
-        num_batch_threads=1,
-        max_batch_size=10,
         batch_timeout_micros=1000,
         Tout=[tf.float32],
+        **limits,
     )
     return x + tf.reshape(batched, [])
 
@@ -186,9 +186,8 @@ class _KeepsInInference(_layers.Layer):
     """Adds what the client before left behind, where it does not train."""
 
     def build(self, shape):
-        self.kept = self.add_weight(
-            shape=(), initializer="zeros", trainable=False, name="kept"
-        )
+        options = {"shape": (), "initializer": "zeros", "trainable": False}
+        self.kept = self.add_weight(name="kept", **options)
 
     def call(self, x, training=False):
         if training:

@@ -63,14 +63,14 @@ def test_standard_callbacks_work_as_they_are(tmp_path):
     fed = toy.federated(compile_options={"metrics": ["accuracy"]})
     rates, seen, keras = [], [], tf.keras.callbacks
 
-    def note(*_):
+    def note():
         rates.append(fed.require_compiled("it").learning_rate)
         seen.append(fed.get_weights())
 
     stop = {"patience": 1, "min_delta": 99.0, "restore_best_weights": True}
     given = [
         keras.LearningRateScheduler(lambda epoch, _: 0.1 / (epoch + 1)),
-        keras.LambdaCallback(on_epoch_end=note),
+        toy.at_end(note),
         keras.ModelCheckpoint(f"{tmp_path}/{{epoch}}.keras"),
         keras.CSVLogger(f"{tmp_path}/log.csv"),
         keras.TensorBoard(f"{tmp_path}/board"),
@@ -107,9 +107,6 @@ def test_names_of_keras_are_the_models_unless_they_train_or_change_it():
             fed.fit(toy.clients(), **{name: 1})
     with pytest.raises(TypeError, match="takes no run_eagerly; give nothing"):
         fed.compile("sgd", toy.loss(), run_eagerly=True)
-    with pytest.raises(ValueError, match="such as 'sgd' or 'adam'"):
-        fed.compile(None, toy.loss())
-    assert fed.rounds == 0
 
 
 def test_a_seed_repeats_no_seed_does_not_and_a_second_fit_goes_on():
@@ -150,31 +147,25 @@ def test_a_seed_repeats_no_seed_does_not_and_a_second_fit_goes_on():
 def test_averaged_weights_are_what_fit_ends_with():
     averaging = _SGD(1.0, use_ema=True, ema_momentum=0.6)
     fed = toy.federated(compile_options={"server_optimizer": averaging})
-    seen, at_end = [], []
-    notes = tf.keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda *_: seen.append(fed.get_weights()[0]),
-        on_train_end=lambda *_: at_end.append(fed.get_weights()[0]),
-    )
+    seen = []
+    note = lambda *_: seen.append(fed.get_weights()[0])  # noqa: E731
+    # Callbacks that save the end of training see it, as in Keras.
+    notes = tf.keras.callbacks.LambdaCallback(on_epoch_end=note, on_train_end=note)
     toy.fit(fed, 3, [notes], seed=1)
     average = seen[0]  # It begins with the first step's weights.
-    for weights in seen:
+    for weights in seen[:3]:
         average = 0.6 * average + 0.4 * weights
-    assert np.abs(average - seen[-1]).max() > 1e-2
+    assert np.abs(average - seen[2]).max() > 1e-2
     np.testing.assert_allclose(fed.get_weights()[0], average, rtol=1e-5)
-    # Callbacks that save the end of training see it, as in Keras.
-    np.testing.assert_array_equal(fed.get_weights()[0], *at_end)
+    np.testing.assert_array_equal(fed.get_weights()[0], seen[3])
 
 
 def _one_fails(count):
     """Returns clients of ten examples; the fourth's cannot be read."""
     whole = toy.clients(count)
-
-    def read(client):
-        if client == 3:
-            raise OSError("no answer")
-        return whole.client(client)
-
-    return FederatedDataset.from_client_fn(list(range(count)), read)
+    return FederatedDataset.from_client_fn(
+        range(count), lambda client: whole.client(client) if client != 3 else 1 / 0
+    )
 
 
 def test_a_client_that_fails():
@@ -299,7 +290,7 @@ def test_what_is_refused_changes_nothing():
 
 # Clients are told apart by their ids, not by their number alone.
 _OTHERS = toy.clients().take(np.roll(np.arange(toy.NUM_CLIENTS), 1))
-_LOCAL = tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=4.0)
+_LOCAL = tfdp_fl.LocalDP(clip_norm=0.5, epsilon=8.0, delta=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -310,9 +301,10 @@ _LOCAL = tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=4.0)
     ],
 )
 def test_clients_in_another_order_are_refused(mechanism, sampling, why):
-    fed = toy.federated(mechanism, sampling=sampling)
+    fed = toy.federated(mechanism, None, 40 if mechanism else 20, sampling)
     toy.fit(fed)
     spent, weights = fed.epsilon(1e-3), fed.get_weights()
+    one = fed.spending.max_mu_squared
     for wrong, got in ((_OTHERS, "other ids,"), (toy.clients(41), "41")):
         message = f"clients must be the same 40 .*{why}.*got {got}"
         with pytest.raises(ValueError, match=message):
@@ -320,11 +312,15 @@ def test_clients_in_another_order_are_refused(mechanism, sampling, why):
     assert fed.epsilon(1e-3) == spent
     toy.assert_same(weights, fed)
     # The same ids in another object are the same clients.
-    toy.fit(fed)
-    assert fed.rounds == 2
-    if sampling == "shuffled":  # Between passes the order may change.
-        toy.fit(fed, data=_OTHERS)
+    if sampling == "shuffled":
+        toy.fit(fed)
+        toy.fit(fed, data=_OTHERS)  # Between passes the order may change.
         assert fed.rounds == 3
+    else:  # A second fit of a local budget keeps its noise, and says so.
+        with pytest.warns(RuntimeWarning, match="beyond the 1 rounds .* epsilon=8"):
+            toy.fit(fed)
+        assert fed.spending.max_mu_squared == pytest.approx(2 * one)
+        assert fed.epsilon(1e-3) > 11.0
 
 
 def test_a_round_is_charged_for_the_noise_and_cohort_it_had():
@@ -345,14 +341,3 @@ def test_a_round_is_charged_for_the_noise_and_cohort_it_had():
     parameters = fed.privacy_statement(1e-3, "dict")["mechanism_parameters"]
     wanted = f"{min(noise):g} to {max(noise):g} (scheduled)"
     assert parameters["noise_multiplier"] == wanted
-
-
-def test_a_second_fit_of_a_local_budget_keeps_its_noise_and_says_so():
-    mechanism = tfdp_fl.LocalDP(clip_norm=0.5, epsilon=8.0, delta=1e-3)
-    fed = toy.federated(mechanism, clients_per_round=40)
-    toy.fit(fed, 2)
-    one = fed.spending.max_mu_squared
-    with pytest.warns(RuntimeWarning, match="goes beyond the 2 rounds .* epsilon=8"):
-        toy.fit(fed, 2)
-    assert fed.spending.max_mu_squared == pytest.approx(2 * one)
-    assert fed.epsilon(1e-3) > 12.0

@@ -36,17 +36,11 @@ def empty_clients(count: int = CLIENTS) -> FederatedDataset:
 
 def model(width: int = 20_000, dtype: str | None = None) -> tf.keras.Model:
     """Returns six variables of `width` elements, two of them not trainable."""
-    layers = tf.keras.layers
     tf.keras.utils.set_random_seed(1)
-    return tf.keras.Sequential(
-        [
-            layers.Input((1,)),
-            layers.Dense(width, dtype=dtype),
-            layers.BatchNormalization(dtype=dtype),
-            layers.Reshape((width // 100, 100), dtype=dtype),
-            layers.GlobalAveragePooling1D(dtype=dtype),
-        ]
-    )
+    layers, of = tf.keras.layers, {"dtype": dtype}
+    made = [layers.Input((1,)), layers.Dense(width, **of)]
+    made += [layers.BatchNormalization(**of), layers.Reshape((width // 100, 100), **of)]
+    return tf.keras.Sequential([*made, layers.GlobalAveragePooling1D(**of)])
 
 
 class Moves(tf.keras.callbacks.Callback):
@@ -138,9 +132,8 @@ def test_noise_without_a_seed_depends_on_nothing_that_a_user_can_set():
     seen, cohorts = [], set()
     for _ in range(2):
         tf.keras.utils.set_random_seed(7)
-        tf.random.set_seed(7)
-        np.random.seed(7)
-        random.seed(7)
+        for seed in (tf.random.set_seed, np.random.seed, random.seed):
+            seed(7)
         fed, moves = federated(fixed(), 10, sampling="poisson"), Moves()
         toy.fit(fed, data=empty_clients(200), callbacks=[moves])
         seen.append(moves.rounds[0])

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.keras import toy
-from tfdp_fl.accounting import PrivacyLedger
+from tfdp_fl import accounting
 from tfdp_fl.engine import CohortEngine
 from tfdp_fl.keras import resuming
 from tfdp_fl.keras.run import RoundCosts
@@ -28,12 +28,11 @@ class _Do(tf.keras.callbacks.Callback):
 
     def __init__(self, function, when="on_epoch_end", round_index=0):
         super().__init__()
-        self._function, self._round = function, round_index
+        self._function, self._rounds = function, (None, {}, round_index)
         setattr(self, when, self._called)
 
     def _called(self, round_index=0, logs=None):
-        del logs
-        if round_index in (None, {}, self._round):  # Or `logs`, before training.
+        if round_index in self._rounds:  # Or `logs`, before training.
             self._function()
 
 
@@ -100,9 +99,8 @@ def test_an_interrupt_while_a_run_is_resumed(tmp_path):
 
 
 def test_fits_at_once():
-    fed = toy.federated()
+    fed, errors, start = toy.federated(), [], threading.Barrier(4)
     toy.fit(fed, 1)
-    errors, start = [], threading.Barrier(4)
 
     def train():
         start.wait()
@@ -161,13 +159,12 @@ def test_a_second_wrapper_of_a_trained_model_or_layer(shares_a_layer):
     fed = toy.federated(model=model)
     second = toy.federated(model=_sharing(model) if shares_a_layer else model)
     toy.fit(fed, 2)
-    uses = (lambda: toy.fit(second, 2), lambda: second.epsilon(_DELTA))
-    for use in uses:
+    for use in (lambda: toy.fit(second, 2), lambda: second.epsilon(_DELTA)):
         with pytest.raises(ValueError, match=_TRAINED):
             use()
     del fed  # It is not forgotten with the wrapper.
     with pytest.raises(ValueError, match="or a layer that it shares"):
-        uses[0]()
+        toy.fit(second, 2)
 
 
 def test_two_models_that_share_a_layer_at_once():
@@ -197,15 +194,15 @@ def test_two_models_that_share_a_layer_at_once():
 # What a budget allowed is spent by a private evaluation in a callback.
 
 
-def _cost_of_four_rounds():
-    fed = toy.federated()
-    toy.fit(fed, 4)
-    return fed.epsilon(_DELTA) * 1.001
+@pytest.fixture(scope="module")
+def most():
+    """A little more than four rounds cost."""
+    return accounting.epsilon(1.0, "fixed_size", 40, 20, 4, _DELTA) * 1.001
 
 
 @pytest.mark.parametrize("when", ["on_epoch_begin", "on_epoch_end"])
-def test_a_budget_is_asked_in_the_act_of_charging(tmp_path, when):
-    most, fed = _cost_of_four_rounds(), toy.federated()
+def test_a_budget_is_asked_in_the_act_of_charging(tmp_path, when, most):
+    fed = toy.federated()
     budget = tfdp_fl.callbacks.PrivacyBudget(most, _DELTA)
     ledger = tfdp_fl.callbacks.Ledger(tmp_path / "ledger")
     evaluates = _Do(lambda: _evaluate(fed), when, round_index=1)
@@ -213,12 +210,12 @@ def test_a_budget_is_asked_in_the_act_of_charging(tmp_path, when):
     assert fed.spending.evaluations == 1
     assert fed.rounds < 4
     assert fed.epsilon(_DELTA) <= most
-    told = PrivacyLedger.read(ledger.path).epsilon(_DELTA)
+    told = accounting.PrivacyLedger.read(ledger.path).epsilon(_DELTA)
     assert told == pytest.approx(fed.epsilon(_DELTA), abs=1e-6)
 
 
-def test_a_budget_or_target_counts_what_is_charged_while_it_plans():
-    most, fed = _cost_of_four_rounds(), toy.federated()
+def test_a_budget_or_target_counts_what_is_charged_while_it_plans(most):
+    fed = toy.federated()
     toy.fit(fed, 1)
     affordable_rounds = RoundCosts.affordable_rounds
 

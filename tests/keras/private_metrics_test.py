@@ -187,20 +187,16 @@ def test_what_cannot_be_written_or_afforded_is_not_released(ledger):
     fed = _trained(callbacks=[ledger])
     os.unlink(ledger.path)
     ledger.path.mkdir()
-    with (
-        mock.patch.object(PrivateMetrics, "released") as released,
-        pytest.raises((accounting.LedgerError, OSError)),
-    ):
+    unwritten = pytest.raises((accounting.LedgerError, OSError))
+    with mock.patch.object(PrivateMetrics, "released") as released, unwritten:
         _evaluated(fed)
     released.assert_not_called()
     fed = toy.private(3.0, 3, ["accuracy"])
     toy.fit(fed, 3)
     before = fed.epsilon(_DELTA)
     message = r"epsilon to \d.*epsilon=3 of the target of make_private"
-    with (
-        mock.patch.object(client_metrics, "evaluate") as called,
-        pytest.raises(ValueError, match=message),
-    ):
+    unpaid = pytest.raises(ValueError, match=message)
+    with mock.patch.object(client_metrics, "evaluate") as called, unpaid:
         _evaluated(fed)
     called.assert_not_called()
     assert fed.epsilon(_DELTA) == before
@@ -213,10 +209,8 @@ def test_an_interrupt_leaves_no_line_that_the_run_knows_not_of(ledger):
         record(*args, **kwargs)
         signal.raise_signal(signal.SIGINT)
 
-    with (
-        mock.patch.object(accounting.PrivacyLedger, "record", interrupted),
-        pytest.raises(KeyboardInterrupt),
-    ):
+    patch = mock.patch.object(accounting.PrivacyLedger, "record", interrupted)
+    with patch, pytest.raises(KeyboardInterrupt):
         _evaluated(fed)
     assert fed.spending.evaluations == 1
     toy.fit(fed, 1, [ledger])
@@ -251,9 +245,6 @@ def test_within_a_fit_the_directory_stays_locked_and_a_resumed_run_knows(tmp_pat
 
 
 def test_what_is_refused():
-    for bounds in ({}, {"loss": 3}, {"loss": (1, 1)}, {"loss": (0, np.inf)}):
-        with pytest.raises((TypeError, ValueError), match="bounds must"):
-            _private(bounds=bounds)
     fed = _trained(rounds=0)
     with pytest.raises(ValueError, match="before the first fit"):
         _evaluated(fed)

@@ -38,14 +38,10 @@ _DEATHS = (
 
 
 def _federated(**options):
-    mechanism = tfdp_fl.CorrelatedNoise(
-        clip_norm=_CLIP,
-        noise_multiplier=_NOISE,
-        strategy="blt:2",
-        rounds=_ROUNDS,
-        min_separation=4,
-    )
-    return toy.federated(mechanism, None, _COHORT, "cyclic", **options)
+    mechanism = {"strategy": "blt:2", "rounds": _ROUNDS, "min_separation": 4}
+    mechanism |= {"clip_norm": _CLIP, "noise_multiplier": _NOISE}
+    made = tfdp_fl.CorrelatedNoise(**mechanism)
+    return toy.federated(made, None, _COHORT, "cyclic", **options)
 
 
 def _die() -> None:
@@ -55,13 +51,13 @@ def _die() -> None:
 class _Witness(callbacks.FederatedCallback):
     """Keeps the model of each round, as soon as somebody can see it."""
 
-    def __init__(self, path: pathlib.Path, process: str, last: int | None):
+    def __init__(self, prefix: str, last: int | None):
         super().__init__()
-        self._path, self._process, self._last = path, process, last
+        self._prefix, self._last = prefix, last
 
     def on_round_released(self, round_index, logs):
         weights = toy.flat(self.federated_model)
-        np.save(self._path / f"{self._process}-{round_index}.npy", weights)
+        np.save(f"{self._prefix}-{round_index}.npy", weights)
         if round_index == self._last:
             _die()
 
@@ -113,7 +109,7 @@ def _run(path: pathlib.Path, process: str, point: str | None, round_index: int) 
     # Nothing is learned: what moves the model is the noise.
     fed = _federated(compile_options={"optimizer": tf.keras.optimizers.SGD(0.0)})
     keep = [
-        _Witness(path, process, round_index if point == "seen" else None),
+        _Witness(f"{path}/{process}", round_index if point == "seen" else None),
         callbacks.RoundCheckpoint(path, every=_EVERY, delta=1e-3),
     ]
     toy.fit(fed, _ROUNDS, keep, seed=3, resume_from=path if resumes else None)
@@ -242,7 +238,7 @@ def test_one_ends_while_another_reads_the_checkpoint(tmp_path, saves):
     assert (tmp_path / "round-00000006.npz").exists()
 
 
-def test_an_evaluation_does_not_make_rounds_known(tmp_path):
+def test_neither_an_evaluation_nor_another_ledger_makes_rounds_known(tmp_path):
     keep, fed, other = [callbacks.RoundCheckpoint(tmp_path)], _federated(), _federated()
     toy.fit(fed, 2, keep)
     toy.fit(other, 2, resume_from=tmp_path)
@@ -254,19 +250,16 @@ def test_an_evaluation_does_not_make_rounds_known(tmp_path):
     with pytest.raises(ValueError, match="does not know of"):
         toy.fit(fed, 2, keep)
     assert fed.rounds == 2
-
-
-def test_nor_does_a_ledger_of_several_runs(tmp_path):
-    def ledger():
-        return callbacks.Ledger(tmp_path / "all.jsonl", append=True)
+    # Nor does a ledger of several runs.
+    run, fed, other = tmp_path / "run", _federated(), _federated()
 
     def both():
-        return [callbacks.RoundCheckpoint(tmp_path / "run"), ledger()]
+        ledger = callbacks.Ledger(tmp_path / "all.jsonl", append=True)
+        return [callbacks.RoundCheckpoint(run), ledger]
 
-    fed, other = _federated(), _federated()
     toy.fit(fed, 2, both())
-    toy.fit(other, 2, both(), resume_from=tmp_path / "run")
+    toy.fit(other, 2, both(), resume_from=run)
     toy.fit(other, 2, both())
     with pytest.raises(ValueError, match="gone on with in two places"):
-        toy.fit(fed, 2, [ledger()])
+        toy.fit(fed, 2, both()[1:])
     assert fed.rounds == 2

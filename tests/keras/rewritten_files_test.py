@@ -1,7 +1,6 @@
 """Clients' files that change between rounds, or while they are read.
 
-All other clients are empty and there is no noise, so that a round moves the model
-by what the hostile client's file holds then, and by no more than S / m.
+All other clients are empty and there is no noise: what moves is the hostile file.
 """
 
 from __future__ import annotations
@@ -132,8 +131,7 @@ def test_arrays_that_are_mapped_from_a_file_are_read_once(tmp_path):
     for rewritten in (False, True):
         mapped = []
         for array in (x, y):
-            file = tmp_path / f"{rewritten}-{len(mapped)}.npy"
-            np.save(file, array)
+            np.save(file := tmp_path / f"{rewritten}-{len(mapped)}.npy", array)
             mapped.append(np.load(file, mmap_mode="r+"))
         fed, clients = _noise_free(), FederatedDataset.from_indices(*mapped, rows)
         toy.fit(fed, data=clients, seed=1)

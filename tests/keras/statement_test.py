@@ -67,8 +67,7 @@ def test_caveats_that_hold(options, there, missing):
 def test_a_central_guarantee():
     fit = {"validation_data": toy.arrays(20)}
     fed = _trained(sampling="poisson", rounds=3, delta=_DELTA, fit=fit)
-    facts = fed.privacy_statement(format="dict")
-    sizes = fed.model.history.history["cohort_size"]
+    facts, sizes = fed.privacy_statement(format="dict"), fed.run.cohort_sizes
     assert (facts["unit"], facts["relation"]) == ("client", "ADD_OR_REMOVE_ONE")
     assert (facts["rounds"], facts["num_clients"]) == (3, toy.NUM_CLIENTS)
     assert facts["cohort_sizes"]["max"] == max(sizes)
@@ -85,9 +84,6 @@ def test_a_central_guarantee():
     text = fed.privacy_statement()
     for needed in ("epsilon = ", "one client is added or removed", "N = 40 and"):
         assert needed in text
-    # A delta that nobody gave follows from N.
-    facts = _trained().privacy_statement(format="dict")
-    assert facts["delta"] == pytest.approx(40**-1.1)
 
 
 def test_a_local_guarantee_is_not_called_central():
@@ -138,6 +134,8 @@ def test_no_privacy_or_no_round_says_so():
     facts = fed.privacy_statement(_DELTA, "dict")
     assert (facts["has_guarantee"], facts["epsilon"]) == (False, None)
     assert not facts["caveats"]
+    # A delta that nobody gave follows from N.
+    assert fed.privacy_statement(format="dict")["delta"] == pytest.approx(40**-1.1)
     fed, budget = toy.federated(), tfdp_fl.callbacks.PrivacyBudget(0.01, _DELTA)
     toy.fit(fed, callbacks=[budget])
     facts = fed.privacy_statement(format="dict")

@@ -15,7 +15,6 @@ import importlib.util
 import numpy as np
 import pytest
 import tensorflow as tf
-from absl.testing import absltest
 
 import tfdp_fl
 from tests.flower import flower_messages as fm
@@ -32,16 +31,15 @@ _with_tff = pytest.mark.skipif(
 
 
 def _attack(way, runtime=None):
-    test = absltest.TestCase()
     for case in hostile.CASES.values():
         trainer = hostile.Trainer(case, way, runtime)
         without = trainer.without()
         for attack in hostile.ATTACKS:
-            hostile_test.check_attack(test, trainer, without, attack)
+            hostile_test.check_attack(trainer, without, attack)
         if not way.startswith("streamed"):
             continue
         for failure in hostile.FAILURES:
-            hostile_test.check_failure(test, trainer, without, failure)
+            hostile_test.check_failure(trainer, without, failure)
 
 
 @pytest.mark.parametrize("way", hostile.WAYS)
