@@ -14,38 +14,26 @@ _SHAPES = ((3, 2), (), (4,))
 _BIT = {"dpfedavg_adaptive_clip_enabled": True}
 
 
-def _model(dtype=np.float64) -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
-    return [np.asarray(rng.normal(size=s), dtype) for s in _SHAPES]
-
-
-def _update(norm: float) -> list[np.ndarray]:
-    rng = np.random.default_rng(1)
+def _random(seed: int, norm: float | None = None) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
     arrays = [np.asarray(rng.normal(size=s)) for s in _SHAPES]
-    scale = norm / np.sqrt(sum(np.sum(a**2) for a in arrays))
-    return [a * scale for a in arrays]
+    length = np.sqrt(sum(np.sum(a**2) for a in arrays))
+    return [a * (1.0 if norm is None else norm / length) for a in arrays]
 
 
 class _Client:
     """A client whose training adds a given update, in place or not."""
 
     def __init__(self, update, in_place=False):
-        self.update = update
-        self.in_place = in_place
-        self.metrics = {"loss": 0.5}
-        self.calls = 0
+        self.update, self.in_place = update, in_place
+        self.metrics, self.calls = {"loss": 0.5}, 0
 
     def fit(self, parameters, config):
         self.calls += 1
-        new = [
-            np.asarray(a + c, a.dtype)
-            for a, c in zip(parameters, self.update, strict=True)
-        ]
-        if self.in_place:
-            for array, changed in zip(parameters, new, strict=True):
-                array[...] = changed
-            new = parameters
-        return new, 7, self.metrics
+        old = parameters if self.in_place else [np.array(a) for a in parameters]
+        for array, change in zip(old, self.update, strict=True):
+            array[...] += change
+        return old, 7, self.metrics
 
     def evaluate(self, parameters, config):
         return 0.25, 3, {"accuracy": 1.0}
@@ -60,18 +48,16 @@ def _fit(update, received, clip_norm=1.0, noise=None, **config):
     return DPFedAvgNumPyClient(client).fit([np.array(a) for a in received], config)
 
 
-def _applied(clip_norm, noise_stddev=0.0) -> dict[str, float]:
+def _applied(clip_norm) -> dict[str, float]:
     """What a client says that it did."""
-    return {
-        "dpfedavg_applied_clip_norm": clip_norm,
-        "dpfedavg_applied_noise_stddev": noise_stddev,
-    }
+    applied = {"clip_norm": clip_norm, "noise_stddev": 0.0}
+    return {f"dpfedavg_applied_{name}": value for name, value in applied.items()}
 
 
-@pytest.mark.parametrize("norm", [0.0, 0.5, 0.999, 1.001, 2.0, 1e6])
+@pytest.mark.parametrize("norm", [0.0, 0.5, 0.999, 1.001, 1e6])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_the_whole_update_is_clipped_to_one_norm(norm, in_place):
-    update, received = _update(norm), _model()
+    update, received = _random(1, norm), _random(0)
     client = _Client(update, in_place)
     returned, num_examples, metrics = _fit(client, received, **_BIT)
     factor = min(1.0, 1.0 / norm) if norm else 1.0
@@ -82,82 +68,33 @@ def test_the_whole_update_is_clipped_to_one_norm(norm, in_place):
     assert client.metrics == {"loss": 0.5}
 
 
-@pytest.mark.parametrize("clip_norm", [1e-150, 1e-160, 1e-200, 1e-300])
-def test_squares_that_vanish_are_clipped_all_the_same(clip_norm):
-    sent = _sent(np.zeros(4), np.full(4, 1e3 * clip_norm), clip_norm, 0.0)
-    np.testing.assert_allclose(sent, np.full(4, clip_norm / 2))
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e300])
-def test_an_update_that_is_not_finite_becomes_zero(bad):
-    update, received = _update(2.0), _model()
-    update[2][1] = bad
-    client = DPFedAvgNumPyClient(_Client(update))
-    returned, _, metrics = client.fit(
-        [a.copy() for a in received], {"dpfedavg_clip_norm": 1.0, **_BIT}
-    )
-    for got, old in zip(returned, received, strict=True):
-        np.testing.assert_array_equal(got, old)
-    assert client.discarded_updates == 1
-    assert metrics["dpfedavg_norm_bit"] is True
-
-
-def _noise(stddev, size) -> np.ndarray:
-    update, received = [np.full(size, 1.0)], [np.zeros(size)]
-    clean = _fit(update, received, 0.5)[0][0]
-    assert np.linalg.norm(clean) == pytest.approx(0.5)
-    return _fit(update, received, 0.5, stddev)[0][0] - clean
+def test_an_update_that_is_not_finite_becomes_zero_and_a_tiny_clip_holds():
+    for bad in (np.nan, np.inf, -np.inf, 1e300):
+        update, received = _random(1, 2.0), _random(0)
+        update[2][1] = bad
+        client = DPFedAvgNumPyClient(_Client(update))
+        config = {"dpfedavg_clip_norm": 1.0, **_BIT}
+        returned, _, metrics = client.fit([a.copy() for a in received], config)
+        for got, old in zip(returned, received, strict=True):
+            np.testing.assert_array_equal(got, old)
+        assert client.discarded_updates == 1
+        assert metrics["dpfedavg_norm_bit"] is True
+    for clip_norm in (1e-150, 1e-160, 1e-200, 1e-300):  # Their squares vanish.
+        sent = _sent(np.zeros(4), np.full(4, 1e3 * clip_norm), clip_norm, 0.0)
+        np.testing.assert_allclose(sent, np.full(4, clip_norm / 2))
 
 
 def test_the_noise_has_the_stddev_sent_and_is_new_in_each_call_and_array():
-    draws = []
+    update, received, draws = [np.full(200_000, 1.0)], [np.zeros(200_000)], []
+    clean = _fit(update, received, 0.5)[0][0]
+    assert np.linalg.norm(clean) == pytest.approx(0.5)
     for _ in range(2):
         np.random.seed(0)  # Nobody's seed may reach the noise.
-        draws.append(_noise(0.3, 200_000))
+        draws.append(_fit(update, received, 0.5, 0.3)[0][0] - clean)
     statistics.assert_gaussian(draws[0], 0.3)
     statistics.assert_uncorrelated(*draws)
     arrays, *_ = _fit([0.0, 0.0], [np.zeros(10_000)] * 2, noise=1.0)
     statistics.assert_uncorrelated(*arrays)
-
-
-@pytest.mark.parametrize(
-    "config, error, pattern",
-    [
-        ({"clip_norm": None}, KeyError, r"dpfedavg_clip_norm.*strategy wrapped"),
-        ({"clip_norm": 0.0}, ValueError, "dpfedavg_clip_norm"),
-        ({"clip_norm": float("nan")}, ValueError, "dpfedavg_clip_norm"),
-        ({"noise_stddev": -1.0}, ValueError, "dpfedavg_noise_stddev"),
-        ({"adaptive_clip_enabled": 1}, TypeError, "dpfedavg_adaptive_clip"),
-    ],
-)
-def test_bad_values_are_named_before_training(config, error, pattern):
-    client = _Client(_update(1.0))
-    config = {f"dpfedavg_{name}": value for name, value in config.items()}
-    config = {"dpfedavg_clip_norm": 1.0, **config}
-    with pytest.raises(error, match=pattern):
-        DPFedAvgNumPyClient(client).fit(
-            _model(), {k: v for k, v in config.items() if v is not None}
-        )
-    assert client.calls == 0
-
-    def never(message, context):
-        raise AssertionError("It was trained.")
-
-    with pytest.raises(error, match=pattern):
-        private_mod(_message(fm.model(np.zeros(2)), **config), None, never)
-
-
-def test_other_shapes_are_an_error_and_all_else_is_the_clients():
-    inner = _Client(_update(1.0))
-    client = DPFedAvgNumPyClient(inner)
-    assert client.evaluate([], {}) == (0.25, 3, {"accuracy": 1.0})
-    assert client.calls == 0
-    assert not hasattr(client, "nothing")
-    inner.fit = lambda parameters, config: ([np.zeros(2)], 1, {})
-    with pytest.raises(ValueError, match="shapes"):
-        client.fit(_model(), {"dpfedavg_clip_norm": 1.0})
-    with pytest.raises(TypeError, match="fit"):
-        DPFedAvgNumPyClient(object())
 
 
 # The mod.
@@ -179,6 +116,28 @@ def _trained(train, record=_TWO, message_type="train", **config):
     return reply, fm.arrays(reply.content["arrays"])
 
 
+def test_bad_values_are_named_before_training():
+    client = _Client(_random(1, 1.0))
+
+    def never(message, context):
+        raise AssertionError("It was trained.")
+
+    for name, value, error, pattern in (
+        ("clip_norm", None, KeyError, r"dpfedavg_clip_norm.*strategy wrapped"),
+        ("clip_norm", 0.0, ValueError, "dpfedavg_clip_norm"),
+        ("clip_norm", float("nan"), ValueError, "dpfedavg_clip_norm"),
+        ("noise_stddev", -1.0, ValueError, "dpfedavg_noise_stddev"),
+        ("adaptive_clip_enabled", 1, TypeError, "dpfedavg_adaptive_clip"),
+    ):
+        config = {"dpfedavg_clip_norm": 1.0, f"dpfedavg_{name}": value}
+        told = {k: v for k, v in config.items() if v is not None}
+        with pytest.raises(error, match=pattern):
+            DPFedAvgNumPyClient(client).fit(_random(0), told)
+        assert client.calls == 0
+        with pytest.raises(error, match=pattern):
+            private_mod(_message(fm.model(np.zeros(2)), **config), None, never)
+
+
 @pytest.mark.parametrize("norm, bit", [(0.3, 1), (0.5, 1), (0.500001, 0), (1e18, 0)])
 def test_the_mod_clips_the_whole_update_and_says_if_it_was_within(norm, bit):
     update = [np.array([0.6, 0.0]) * norm, np.array(0.8) * norm]
@@ -188,32 +147,31 @@ def test_the_mod_clips_the_whole_update_and_says_if_it_was_within(norm, bit):
     assert reply.content["metrics"]["dpfedavg_norm_bit"] == bit
 
 
-@pytest.mark.parametrize("key", ["num-examples", "weight"])
-def test_the_weight_is_one_and_the_true_number_stays(key):
-    reply, _ = _trained(
-        lambda arrays, config: (arrays, {key: 1234, "loss": 0.5}),
-        dpfedavg_weight_key=None if key == "num-examples" else key,
-    )
-    expected = {key: 1, "loss": 0.5, **_applied(0.5)}
-    assert dict(reply.content["metrics"]) == expected
+def test_all_that_trains_is_clipped_and_all_else_stays():
+    nine = 9 * 2**0.5
+    for message_type, norm in (("train.again", 0.5), ("evaluate", nine), ("q", nine)):
+        _, (got,) = _trained(fm.adds([np.full(2, 9.0)]), message_type=message_type)
+        assert np.linalg.norm(got) == pytest.approx(norm)
+    # The weight is one and the other metrics are the client's.
+    for key in ("num-examples", "weight"):
+        reply, _ = _trained(
+            lambda arrays, config, key=key: (arrays, {key: 1234, "loss": 0.5}),
+            dpfedavg_weight_key=None if key == "num-examples" else key,
+        )
+        expected = {key: 1, "loss": 0.5, **_applied(0.5)}
+        assert dict(reply.content["metrics"]) == expected
 
-
-@pytest.mark.parametrize(
-    "message_type, norm",
-    [("train.again", 0.5), ("evaluate", 9 * 2**0.5), ("query", 9 * 2**0.5)],
-)
-def test_all_that_trains_is_clipped_and_nothing_else(message_type, norm):
-    _, (got,) = _trained(fm.adds([np.full(2, 9.0)]), message_type=message_type)
-    assert np.linalg.norm(got) == pytest.approx(norm)
-
-
-def test_an_error_is_handed_on():
     def fails(message, context):
         return fm.Message(fm.Error(3, "no data"), reply_to=message)
 
     reply = private_mod(_message(_TWO), None, fails)
     assert reply.has_error()
     assert reply.error.reason == "no data"
+    inner = _Client(_random(1, 1.0))
+    client = DPFedAvgNumPyClient(inner)
+    assert client.evaluate([], {}) == (0.25, 3, {"accuracy": 1.0})
+    assert inner.calls == 0
+    assert not hasattr(client, "nothing")
 
 
 @fm.NEEDS_FLOWER
@@ -231,29 +189,30 @@ def test_what_was_received_is_not_changed():
     assert dict(reply.content["metrics"]) == expected
 
 
-@pytest.mark.parametrize(
-    "records, pattern",
-    [
+def test_other_arrays_do_not_leave():
+    shapes, zeros = "the shapes of those it received", {"0": np.zeros(2)}
+    beside = {"arrays": zeros, "data": {"x": np.zeros(9)}}
+    for records, pattern in (
         ({"arrays": {"x": np.zeros(2)}}, "those it received"),
         ({"arrays": {}}, "those it received"),
-        ({"arrays": {"0": np.zeros(3)}}, "the shapes of those it received"),
-        (
-            {"arrays": {"0": np.zeros(2)}, "data": {"x": np.zeros(9)}},
-            "leaves in another is not clipped",
-        ),
+        ({"arrays": {"0": np.zeros(3)}}, shapes),
+        (beside, "leaves in another is not clipped"),
         ({}, "must send one ArrayRecord"),
-    ],
-)
-def test_other_arrays_do_not_leave(records, pattern):
-    def sends(message, context):
+    ):
         content = {
             key: fm.ArrayRecord({k: fm.Array(v) for k, v in arrays.items()})
             for key, arrays in records.items()
         }
-        return fm.Message(fm.RecordDict(content), reply_to=message)
 
-    with pytest.raises(ValueError, match=pattern):
-        private_mod(_message(_TWO), None, sends)
+        def sends(message, context, content=content):
+            return fm.Message(fm.RecordDict(content), reply_to=message)
+
+        with pytest.raises(ValueError, match=pattern):
+            private_mod(_message(_TWO), None, sends)
+    client = _Client(_random(1, 1.0))
+    client.fit = lambda parameters, config: ([np.zeros(2)], 1, {})
+    with pytest.raises(ValueError, match="shapes"):
+        _fit(client, _random(0))
 
 
 # What rounding to the model's dtype leaves of clips and noise.
@@ -279,31 +238,27 @@ def test_what_is_sent_is_within_the_clip_norm_after_rounding(dtype, in_spacings)
     assert np.linalg.norm(moved) <= 100 * each * (1 + 1e-12)
 
 
-# The gaps are 9.8e-4, 7.8e-3 and 1.2e-7: a share would be rounded away.
-@pytest.mark.parametrize(
-    "dtype, weight, clip_norm",
-    [
+def test_shares_that_are_rounded_add_up_to_what_is_charged():
+    # The gaps are 9.8e-4, 7.8e-3 and 1.2e-7: a share would be rounded away.
+    for dtype, weight, clip_norm in (
         (np.float16, 1.0, 6.5e-4),
         (np.float32, 1e5, 5.2e-3),
         (np.float32, 1.0, 8e-8),
         (np.float64, 1.0, 6.5e-4),
         (np.int64, 7, 6.5e-4),
-    ],
-)
-def test_shares_that_are_rounded_add_up_to_what_is_charged(dtype, weight, clip_norm):
-    # 20 000 sums: 5 % are ten standard deviations of the estimate.
-    received, clients = np.full(20_000, weight, dtype), 100
-    total = np.zeros(len(received))
-    for _ in range(clients):
-        sent = _sent(received, 0.0, clip_norm, clip_norm / clients**0.5)
-        total += np.asarray(sent, np.float64) - weight
-    assert total.std() / clip_norm == pytest.approx(1.0, abs=0.05)
-    assert total.mean() / clip_norm == pytest.approx(0.0, abs=0.07)
+    ):
+        # 20 000 sums: 5 % are ten standard deviations of the estimate.
+        received, clients = np.full(20_000, weight, dtype), 100
+        total = np.zeros(len(received))
+        for _ in range(clients):
+            sent = _sent(received, 0.0, clip_norm, clip_norm / clients**0.5)
+            total += np.asarray(sent, np.float64) - weight
+        assert total.std() / clip_norm == pytest.approx(1.0, abs=0.05)
+        assert total.mean() / clip_norm == pytest.approx(0.0, abs=0.07)
 
 
-@pytest.mark.parametrize(
-    "dtype, weight, stddev, expected",
-    [
+def test_the_dtype_goes_by_the_model_and_the_noise_alone():
+    for dtype, weight, stddev, expected in (
         (np.float32, 1e5, 0.1, np.float64),
         (np.float32, 1e5, 0.2, np.float32),
         (np.float16, 1.0, 0.1, np.float16),
@@ -311,13 +266,9 @@ def test_shares_that_are_rounded_add_up_to_what_is_charged(dtype, weight, clip_n
         (np.float16, 1e-3, 2.0, np.float16),
         (np.float16, 1.0, 1e4, np.float64),
         (np.float64, 1e5, 0.1, np.float64),
-    ],
-)
-def test_the_dtype_goes_by_the_model_and_the_noise_alone(
-    dtype, weight, stddev, expected
-):
-    received = np.full(3, weight, dtype)
-    for update in (0.0, 1e-9, 1e3, np.nan):
-        assert _sent(received, update, 1e-3, stddev).dtype == expected
+    ):
+        received = np.full(3, weight, dtype)
+        for update in (0.0, 1e-9, 1e3, np.nan):
+            assert _sent(received, update, 1e-3, stddev).dtype == expected
     with pytest.raises(ValueError, match=r"dpfedavg_noise_stddev.*1e-07"):
         _sent(np.full(3, 1e9), 0.0, 1e-6, 1e-7)  # No dtype has it.

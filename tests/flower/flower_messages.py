@@ -129,15 +129,12 @@ class Strategy:
         return [Message(content, node, "train") for node in nodes]
 
     def aggregate_train(self, server_round, replies):
-        replies = list(replies)
-        self.handed.append(replies)
-        contents = [m.content for m in replies if not m.has_error()]
+        self.handed.append(list(replies))
+        contents = [m.content for m in self.handed[-1] if not m.has_error()]
         weights = [c["metrics"][self.weighted_by_key] for c in contents]
-        shares = [weight / sum(weights) for weight in weights]
         mean = {
-            name: sum(
-                share * content["arrays"][name].numpy()
-                for share, content in zip(shares, contents, strict=True)
+            name: np.average(
+                [c["arrays"][name].numpy() for c in contents], axis=0, weights=weights
             )
             for name in contents[0]["arrays"]
         }
@@ -156,13 +153,9 @@ class Strategy:
 
 def private(mechanism=FIXED, m=3, n=None, strategy=None, **options: Any) -> Any:
     """A strategy, made private."""
-    return flower.PrivateStrategy(
-        Strategy(m) if strategy is None else strategy,
-        mechanism,
-        num_clients=m if n is None else n,
-        clients_per_round=m,
-        **options,
-    )
+    sizes = {"num_clients": m if n is None else n, "clients_per_round": m}
+    inner = Strategy(m) if strategy is None else strategy
+    return flower.PrivateStrategy(inner, mechanism, **sizes, **options)
 
 
 Train = Callable[[list[np.ndarray], dict], tuple[list[np.ndarray], dict]]
@@ -182,31 +175,24 @@ class Grid:
         change: Callable[[list[Any]], list[Any]] | None = None,
         mod: Callable[..., Any] | None = flower.private_mod,
     ):
-        self.trains = trains
-        self.change = change
-        self.mod = mod
+        self.trains, self.change = trains, change
+        self.mod = mod or (lambda message, context, call_next: call_next(message, None))
         self.sent: list[Any] = []
 
     def get_node_ids(self):
         return list(self.trains)
 
     def send_and_receive(self, messages, *, timeout=None):
-        self.sent = list(messages)
-        replies = []
+        self.sent, replies = list(messages), []
+        own_id = "_message_id" if INSTALLED else "message_id"
         for number, message in enumerate(self.sent):
-            message.metadata.__dict__["_message_id" if INSTALLED else "message_id"] = (
-                f"{id(message)}-{number}"
-            )
+            message.metadata.__dict__[own_id] = f"{id(message)}-{number}"
             train = self.trains[message.metadata.dst_node_id]
             if isinstance(train, Exception):
                 replies.append(Message(Error(0, str(train)), reply_to=message))
             elif train is not None:
                 arrived = copy.deepcopy(message)  # As if it went over a wire.
-                replies.append(
-                    self.mod(arrived, None, app(train))
-                    if self.mod
-                    else app(train)(arrived, None)
-                )
+                replies.append(self.mod(arrived, None, app(train)))
         return self.change(replies) if self.change else replies
 
 
@@ -227,10 +213,8 @@ def adds(update: Sequence[Any], num_examples: int = 7, **metrics: float) -> Trai
     """A client that adds the same update to whatever it is sent."""
 
     def train(arrays, config):
-        new = [
-            np.asarray(a + np.asarray(u), a.dtype)
-            for a, u in zip(arrays, update, strict=True)
-        ]
+        pairs = zip(arrays, update, strict=True)
+        new = [np.asarray(a + np.asarray(u), a.dtype) for a, u in pairs]
         return new, {"num-examples": num_examples, **metrics}
 
     return train

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from unittest import mock
 
 import dp_accounting
@@ -56,13 +55,15 @@ def _entries(path):
 
 def test_epsilon_is_that_of_the_rounds_released():
     strategy = _private()
+    for twin in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied"):
+            twin(strategy)
     assert strategy.privacy_epsilon(_DELTA) == 0.0
     _run(strategy, 5)
     assert strategy.privacy_epsilon(_DELTA) == pytest.approx(_central(5))
     # A private median: both of its releases.
-    strategy = _private(
-        tfdp_fl.MedianClipping(noise_multiplier=2.0, median_noise_multiplier=2.0)
-    )
+    both = {"noise_multiplier": 2.0, "median_noise_multiplier": 2.0}
+    strategy = _private(tfdp_fl.MedianClipping(**both))
     _run(strategy, 1)
     assert strategy.privacy_epsilon(_DELTA) == pytest.approx(_central(1, 2**0.5))
     strategy = _private(fm.FIXED)
@@ -101,15 +102,14 @@ def test_the_same_script_started_again_counts_what_it_released(path, caplog):
     assert _run(again, 10) == 2
     assert again.privacy_report()["rounds_from_ledger"] == 4
     assert len(_entries(path)) == 6
-
-
-def test_schedules_and_plans_go_on_after_a_restart(path):
+    # Schedules and plans go on, too.
     mechanism = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=(1.0, 3.0, 5.0))
+    other = path.with_name("other")
     for rounds in (1, 5):
-        strategy = _private(mechanism, rounds=3, ledger=path)
+        strategy = _private(mechanism, rounds=3, ledger=other)
         _run(strategy, rounds)
         strategy.close()
-    charged = [entry.charge.noise_multiplier for entry in _entries(path)]
+    charged = [entry.charge.noise_multiplier for entry in _entries(other)]
     assert charged == [1, 3, 5]
 
 
@@ -137,29 +137,6 @@ def test_strategies_that_ask_before_any_of_them_writes(path):
     assert spent <= _target(2)["target_epsilon"]
     assert accounting.epsilon_from_ledger(path, _DELTA) == spent
     assert sum(len(s.strategy.handed) for s in strategies) == 2
-
-
-def test_threads_share_a_budget(path):
-    with accounting.PrivacyLedger(path) as ledger:
-        strategies = [_private(ledger=ledger, **_target(3)) for _ in range(4)]
-        threads = [threading.Thread(target=_run, args=[s, 3]) for s in strategies]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert sum(len(s.strategy.handed) for s in strategies) == 3
-    assert accounting.epsilon_from_ledger(path, _DELTA) <= _central(3) + 1e-6
-
-
-def test_a_line_of_others_without_a_charge_has_no_epsilon(path):
-    with ledger_lib.PrivacyLedger(
-        path, mode="append", mechanism={"guarantee": "central", "name": "mine"}
-    ) as ledger:
-        strategy = _private(ledger=ledger)
-        _run(strategy, 1)
-        ledger.record(1, None, 3, local={"mu_squared": 4.0, "max_mu_squared": 4.0})
-        with pytest.raises(ValueError, match="with a central charge only"):
-            strategy.privacy_epsilon(_DELTA)
 
 
 def test_each_round_is_on_the_disk_before_it_is_released(path):
@@ -197,23 +174,14 @@ def test_what_cannot_be_written_is_not_released(path):
 
 
 def test_a_ledger_of_another_relation_is_refused_and_let_go(path):
-    poisson = accounting.RoundCharge(
-        sampling="poisson",
-        num_clients=100,
-        clients_per_round=10,
-        event=dp_accounting.GaussianDpEvent(1.0),
-    )
     with pytest.raises(ValueError):
         _private(ledger=path, max_abandoned_rounds=0)
     assert not path.exists()
+    cohorts = {"sampling": "poisson", "num_clients": 100, "clients_per_round": 10}
+    event = dp_accounting.GaussianDpEvent(1.0)
+    poisson = accounting.RoundCharge(**cohorts, event=event)
     with accounting.PrivacyLedger(path) as ledger:
         ledger.record(0, poisson, 10)
     with pytest.raises(ValueError, match="neighbouring relation"):
         _private(ledger=path)
     accounting.PrivacyLedger(path, mode="append").close()
-
-
-def test_a_strategy_is_not_copied_with_its_history():
-    for twin in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="cannot be copied"):
-            twin(_private())

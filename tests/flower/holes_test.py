@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import random
@@ -31,19 +32,18 @@ def _round(strategy, grid, number=1):
 # A client started without `mods=[private_mod]` sends its plain model.
 
 
-def test_of_clients_without_the_mod_nothing_is_released():
+def test_of_clients_without_the_mod_nothing_is_released(caplog):
     strategy = _private(fm.SHARES)
     assert _round(strategy, _grid(mod=None)) == (None, None)
     assert strategy.rejected_replies == 4
     assert strategy.strategy.handed == []
 
-
-def test_one_client_without_the_mod_is_not_in_the_mean(caplog):
     def mod(message, context, call_next):
         if message.metadata.dst_node_id == grid.sent[0].metadata.dst_node_id:
             return call_next(message, context)
         return tfdp_fl.flower.private_mod(message, context, call_next)
 
+    # One client alone is not in the mean.
     strategy, grid = _private(fm.SHARES), _grid(mod=mod)
     new, _ = _round(strategy, grid)
     assert new is not None
@@ -51,41 +51,40 @@ def test_one_client_without_the_mod_is_not_in_the_mean(caplog):
     assert strategy.rejected_replies == 1
 
 
-@pytest.mark.parametrize(
-    "name", ["dpfedavg_applied_clip_norm", "dpfedavg_applied_noise_stddev"]
-)
 @pytest.mark.parametrize("value", [0.0, 0.4999, float("nan"), "0.5", [0.5]])
-def test_without_the_mods_word_for_clip_and_noise(name, value):
-    def changed(replies):
-        for reply in replies:
-            metrics = reply.content["metrics"]
-            # Past Flower's own check of types.
-            kept = metrics.__dict__["_data"] if fm.INSTALLED else metrics
-            kept[name] = value
-        return replies
+def test_without_the_mods_word_for_clip_and_noise(value):
+    for name in ("dpfedavg_applied_clip_norm", "dpfedavg_applied_noise_stddev"):
 
-    strategy = _private(fm.SHARES)
-    assert _round(strategy, _grid(change=changed)) == (None, None)
-    assert strategy.rejected_replies == 4
+        def changed(replies, name=name):
+            for reply in replies:
+                metrics = reply.content["metrics"]
+                # Past Flower's own check of types.
+                kept = metrics.__dict__["_data"] if fm.INSTALLED else metrics
+                kept[name] = value
+            return replies
+
+        strategy = _private(fm.SHARES)
+        assert _round(strategy, _grid(change=changed)) == (None, None)
+        assert strategy.rejected_replies == 4
 
 
-@pytest.mark.parametrize("outside", [True, False])
 @pytest.mark.parametrize("mechanism", [fm.NOISY, fm.SHARES])
-def test_a_mod_that_makes_updates_longer(outside, mechanism):
+def test_a_mod_that_makes_updates_longer(mechanism):
     def longer(message, context, call_next):
         reply = call_next(message, context)
         reply.content["arrays"] = fm.model(np.full(3, 1e6))
         return reply
 
-    def mod(message, context, call_next):
-        order = [longer, tfdp_fl.flower.private_mod]
-        outer, inner = order if outside else order[::-1]
-        return outer(message, context, lambda m, c: inner(m, c, call_next))
-
     quiet = dataclasses.replace(mechanism, noise_multiplier=1e-9)
-    # The context of a `ClientApp`, where state would be, is None here.
-    got, _ = _round(_private(quiet), _grid(mod=mod))
-    assert np.linalg.norm(fm.arrays(got)[0]) <= 0.5 * (1 + 1e-6)
+    mods = longer, tfdp_fl.flower.private_mod
+    for outer, inner in (mods, mods[::-1]):
+
+        def mod(message, context, call_next, outer=outer, inner=inner):
+            return outer(message, context, lambda m, c: inner(m, c, call_next))
+
+        # The context of a `ClientApp`, where state would be, is None here.
+        got, _ = _round(_private(quiet), _grid(mod=mod))
+        assert np.linalg.norm(fm.arrays(got)[0]) <= 0.5 * (1 + 1e-6)
 
 
 # What one client may not end, for itself or for the others.
@@ -94,8 +93,7 @@ def test_a_mod_that_makes_updates_longer(outside, mechanism):
 def _renamed(replies):
     # For each client, as nobody knows of which reply names are taken.
     for reply in replies:
-        metrics = reply.content.pop("metrics")
-        model = reply.content.pop("arrays")
+        metrics, model = reply.content.pop("metrics"), reply.content.pop("arrays")
         reply.content["arrays "] = model
         reply.content["arrays"] = metrics
     return replies
@@ -105,16 +103,19 @@ def _twice_more(replies):
     return [*replies, replies[0], replies[0]]
 
 
-def _late(replies):
+def _more(replies, **claims):
     more = copy.deepcopy(replies[0])
-    more.metadata.__dict__.update(_reply_to_message_id="old", reply_to_message_id="old")
+    both = {**claims, **{f"_{name}": value for name, value in claims.items()}}
+    more.metadata.__dict__.update(both)
     return [more, *replies]
+
+
+def _late(replies):
+    return _more(replies, reply_to_message_id="old")
 
 
 def _unasked(replies):
-    more = copy.deepcopy(replies[0])
-    more.metadata.__dict__.update(_src_node_id=99, src_node_id=99)
-    return [more, *replies]
+    return _more(replies, src_node_id=99)
 
 
 @pytest.mark.parametrize(
@@ -134,12 +135,11 @@ def test_a_reply_beside_all_others(change, rejected, mechanism, on_client_failur
 
 
 def test_the_strategy_is_handed_the_mean_alone():
-    trains = {
-        i: fm.adds([np.full(3, float(i))], 10**i, loss=float(i), secret=9.0 * i)
-        for i in range(8)
-    }
+    def secret(i):
+        return fm.adds([np.full(3, float(i))], 10**i, loss=float(i), secret=9.0 * i)
+
     strategy = _private()
-    got, _ = _round(strategy, fm.Grid(trains))
+    got, _ = _round(strategy, fm.Grid({i: secret(i) for i in range(8)}))
     ((handed,),) = strategy.strategy.handed
     assert dict(handed.content["metrics"]) == {"num-examples": 1}
     (mean,) = fm.arrays(handed.content["arrays"])
@@ -159,22 +159,10 @@ def _cohorts(rounds, n=8, **options):
     return [sorted(m.metadata.dst_node_id for m in messages) for messages in told]
 
 
-def test_pythons_seed_foretells_no_cohort():
+def test_pythons_seed_or_a_strategy_that_prefers_some_nodes_foretells_no_cohort():
     # The same 9 cohorts of 70 by chance: 70^-9, less than 3e-17.
     assert _cohorts(9) != _cohorts(9)
 
-
-def test_cohorts_are_uniform():
-    # 4 of 6: 15 cohorts, 1500 rounds, chi squared with 14 degrees of freedom
-    # is above 90 with a probability below 1e-12.
-    counts: dict[tuple[int, ...], int] = {}
-    for cohort in _cohorts(1500, 6):
-        counts[tuple(cohort)] = counts.get(tuple(cohort), 0) + 1
-    assert len(counts) == 15
-    assert sum((c - 100) ** 2 / 100 for c in counts.values()) < 90
-
-
-def test_a_strategy_that_prefers_some_nodes_has_no_say():
     class Stubborn(fm.Strategy):
         def configure_train(self, server_round, arrays, config, grid):
             content = fm.RecordDict({"arrays": arrays, "config": config})
@@ -185,12 +173,19 @@ def test_a_strategy_that_prefers_some_nodes_has_no_say():
     assert set().union(*cohorts) == set(range(8))
 
 
+def test_cohorts_are_uniform():
+    # 4 of 6: 15 cohorts, 1500 rounds, chi squared with 14 degrees of freedom
+    # is above 90 with a probability below 1e-12.
+    counts = collections.Counter(map(tuple, _cohorts(1500, 6)))
+    assert len(counts) == 15
+    assert sum((c - 100) ** 2 / 100 for c in counts.values()) < 90
+
+
 def test_fewer_nodes_than_declared():
-    strategy = _private(n=9, max_abandoned_rounds=2)
+    strategy, few = _private(n=9, max_abandoned_rounds=2), _grid(8)
     with pytest.raises(ValueError, match=r"num_clients .* 8, got 9"):
         _round(strategy, _grid(8))
     _round(strategy, _grid(9), 2)
-    few = _grid(8)
     assert _round(strategy, few, 3) == (None, None)
     assert few.sent == []
     with pytest.raises(tfdp_fl.flower.RoundsAbandonedError, match="8, got 9"):

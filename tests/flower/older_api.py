@@ -70,13 +70,10 @@ def fit(instructions: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """Lets every client that was asked train, through the client wrapper."""
     results = []
     for client, ins in instructions:
-        new, number, metrics = DPFedAvgNumPyClient(client).fit(
-            arrays(ins.parameters), ins.config
-        )
-        result = SimpleNamespace(
-            parameters=parameters(*new), num_examples=number, metrics=metrics
-        )
-        results.append((client, result))
+        wrapped = DPFedAvgNumPyClient(client)
+        new, number, metrics = wrapped.fit(arrays(ins.parameters), ins.config)
+        done = {"parameters": parameters(*new), "num_examples": number}
+        results.append((client, SimpleNamespace(**done, metrics=metrics)))
     return results
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 import subprocess
 import sys
-import textwrap
+from contextlib import nullcontext
 from unittest import mock
 
 import dp_accounting
@@ -18,11 +17,7 @@ from tests.flower import flower_messages as fm
 from tests.mechanisms import statistics
 from tests.outside.loading import smooth_clipping
 from tfdp_fl import accounting, mechanisms
-from tfdp_fl.flower import (
-    PrivateStrategy,
-    RoundNotConfiguredError,
-    RoundsAbandonedError,
-)
+from tfdp_fl.flower import RoundNotConfiguredError, RoundsAbandonedError
 
 _ZEROS = np.zeros([200, 200])
 
@@ -44,8 +39,8 @@ def _moved(strategy, updates, change=None, silent=(), number=1):
     """
 
     def changed(replies):
-        result = change(replies[0])
-        return replies if result is None else [*replies, result]
+        change(replies[0])
+        return replies
 
     grid = _grid(updates, change and changed)
     grid.trains.update(silent)
@@ -68,17 +63,17 @@ def _without_bit(message):
     del message.content["metrics"]["dpfedavg_norm_bit"]
 
 
-@pytest.mark.parametrize("noise_site", ["server", "client"])
-def test_a_client_that_is_missing_pulls_the_clip_neither_way(noise_site):
-    mechanism = _adaptive(2.0, 1e-9, count_noise_stddev=1e-8, noise_site=noise_site)
-    strategy, updates = fm.private(mechanism, 4), [[0.0]] * 4
-    if noise_site == "server":
-        _moved(strategy, updates, silent={13: None})
-    else:
-        _moved(strategy, updates, _without_bit)
-        assert strategy.rejected_replies == 1
-    # 3 of 4 were within, and the fourth counts one half: b - gamma = 3/8.
-    assert strategy.clip_norm == pytest.approx(2 * np.exp(-0.2 * 3 / 8), rel=1e-6)
+def test_a_client_that_is_missing_pulls_the_clip_neither_way():
+    for noise_site in ("server", "client"):
+        options = {"count_noise_stddev": 1e-8, "noise_site": noise_site}
+        strategy, updates = fm.private(_adaptive(2.0, 1e-9, **options), 4), [[0.0]] * 4
+        if noise_site == "server":
+            _moved(strategy, updates, silent={13: None})
+        else:
+            _moved(strategy, updates, _without_bit)
+            assert strategy.rejected_replies == 1
+        # 3 of 4 were within, and the fourth counts one half: b - gamma = 3/8.
+        assert strategy.clip_norm == pytest.approx(2 * np.exp(-0.2 * 3 / 8), rel=1e-6)
 
 
 def test_whole_numbers_and_float16_do_not_undo_the_clip():
@@ -86,8 +81,7 @@ def test_whole_numbers_and_float16_do_not_undo_the_clip():
     record = fm.model(np.zeros(3, np.int64), np.zeros(3, np.float16))
     got, _ = fm.a_round(fm.private(m=2), grid, record)
     counts, weights = fm.arrays(got)
-    assert counts.dtype == np.float64
-    assert weights.dtype.kind == "f"
+    assert (counts.dtype, weights.dtype.kind) == (np.float64, "f")
     assert np.linalg.norm([counts, weights]) <= 0.5
 
 
@@ -136,9 +130,7 @@ _FOUR = np.zeros(4)
         lambda m: _replace(m, stype="pickle"),
         lambda m: m.content.__delitem__("arrays"),
         _sets(more=fm.model(_FOUR)),
-        pytest.param(
-            _sets(arrays=fm.ArrayRecord({"x": fm.Array(_FOUR)})), id="other_names"
-        ),
+        _sets(arrays=fm.ArrayRecord({"other name": fm.Array(_FOUR)})),
         _sets(arrays=fm.model(_FOUR, _FOUR)),
         _claims(reply_to_message_id="old"),
         _claims(src_node_id=99),
@@ -161,42 +153,21 @@ def test_a_hostile_reply_is_left_out_and_the_others_stay(change):
     assert len(strategy.strategy.handed[0]) == 1
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_zero(value):
-    strategy = fm.private(m=2)
-    got = _moved(strategy, [[1.0, 0]] * 2, _put(np.array([value, 1.0])))
-    np.testing.assert_allclose(got, [0.25, 0])
-    assert strategy.discarded_updates == 1
+def test_what_is_not_finite_is_zero():
+    for value in (np.nan, np.inf, -np.inf):
+        strategy = fm.private(m=2)
+        got = _moved(strategy, [[1.0, 0]] * 2, _put(np.array([value, 1.0])))
+        np.testing.assert_allclose(got, [0.25, 0])
+        assert strategy.discarded_updates == 1
 
 
 @pytest.mark.parametrize("value", [1e-170, 1.0, 1e20, 1e300, np.nan, np.inf])
-@pytest.mark.parametrize("by_server", [False, True])
-def test_without_the_mod_it_moves_the_mean_by_s_over_m(value, by_server):
-    mechanism = fm.FIXED
-    if by_server:
-        mechanism = smooth_clipping()(start_norm=0.5, noise_multiplier=0.0)
-    got = _moved(fm.private(mechanism, 2), [[0.0, 0]] * 2, _put(np.full(2, value)))
-    assert np.linalg.norm(got) <= 0.25 * (1 + 1e-12)
-
-
-@pytest.mark.parametrize("weight", [0, -3, 1e300, np.nan])
-def test_the_weight_it_claims_is_not_looked_at(weight):
-    def changed(message):
-        assert message.content["metrics"]["num-examples"] == 1
-        message.content["metrics"]["num-examples"] = weight
-
-    got = _moved(fm.private(m=2), [[1.0, 0]] * 2, changed)
-    np.testing.assert_allclose(got, [0.5, 0])
-
-
-def test_a_missing_or_strange_norm_bit_is_a_failure():
-    def strange(message):
-        message.content["metrics"]["dpfedavg_norm_bit"] = [1.0]
-
-    for change in (_without_bit, strange):
-        strategy = fm.private(_adaptive(0.5), 4)
-        _moved(strategy, np.eye(4), change)
-        assert strategy.rejected_replies == 1
+def test_without_the_mod_it_moves_the_mean_by_s_over_m(value):
+    by_server = smooth_clipping()(start_norm=0.5, noise_multiplier=0.0)
+    for mechanism in (fm.FIXED, by_server):
+        strategy = fm.private(mechanism, 2)
+        got = _moved(strategy, [[0.0, 0]] * 2, _put(np.full(2, value)))
+        assert np.linalg.norm(got) <= 0.25 * (1 + 1e-12)
 
 
 def test_one_client_moves_the_count_by_one():
@@ -210,6 +181,14 @@ def test_one_client_moves_the_count_by_one():
     fm.a_round(strategy, _grid([[1.0]] * 2, changed), fm.model(np.zeros(1)))
     assert strategy.clip_norm == 1.0
 
+    def strange(message):
+        message.content["metrics"]["dpfedavg_norm_bit"] = [1.0]
+
+    for change in (_without_bit, strange):
+        strategy = fm.private(_adaptive(0.5), 4)
+        _moved(strategy, np.eye(4), change)
+        assert strategy.rejected_replies == 1
+
 
 # Clients that fail.
 
@@ -220,8 +199,7 @@ def test_the_noise_and_divisor_of_the_others_stay_the_planned_ones():
     strategy = fm.private(fm.NOISY, 4)
     got = _moved(strategy, [_ZEROS] * 4, silent=_SILENT)
     statistics.assert_gaussian(np.ravel(got), 0.5 / 4)
-    (released,) = strategy.released_rounds
-    assert released.num_replies == 2
+    assert [released.num_replies for released in strategy.released_rounds] == [2]
 
 
 def test_shares_of_noise_need_everybody():
@@ -236,37 +214,30 @@ def test_shares_of_noise_need_everybody():
         fm.private(fm.SHARES, on_client_failure="exclude")
 
 
-@pytest.mark.parametrize(
-    "change, rejected",
-    [
+def test_a_share_of_noise_that_is_lost_is_replaced():
+    for change, rejected in (
         (_put(np.full([200, 200], np.nan)), 0),
         (_put(np.zeros(5)), 1),
         (lambda m: m.content.__delitem__("arrays"), 1),
-    ],
-)
-def test_a_share_of_noise_that_is_lost_is_replaced(change, rejected):
-    strategy = fm.private(fm.SHARES, 4)
-    got = _moved(strategy, [_ZEROS] * 4, change)
-    statistics.assert_gaussian(np.ravel(got), 0.5 / 4)
-    assert strategy.rejected_replies == rejected
-    assert len(strategy.strategy.handed[0]) == 1
+    ):
+        strategy = fm.private(fm.SHARES, 4)
+        got = _moved(strategy, [_ZEROS] * 4, change)
+        statistics.assert_gaussian(np.ravel(got), 0.5 / 4)
+        assert strategy.rejected_replies == rejected
+        assert len(strategy.strategy.handed[0]) == 1
 
 
 def test_replies_without_their_round_are_refused():
     strategy, grid = fm.private(m=2), _grid([[1.0]] * 2)
-    replies = grid.send_and_receive(
-        fm.configured(strategy, grid, fm.model(np.zeros(1)))
-    )
-    with pytest.raises(RoundNotConfiguredError):
-        strategy.aggregate_train(2, replies)
-    strategy.aggregate_train(1, replies)
-    with pytest.raises(RoundNotConfiguredError):
-        strategy.aggregate_train(1, replies)
+    start = fm.model(np.zeros(1))
+    replies = grid.send_and_receive(fm.configured(strategy, grid, start))
+    for number, refused in ((2, True), (1, False), (1, True)):
+        with pytest.raises(RoundNotConfiguredError) if refused else nullcontext():
+            strategy.aggregate_train(number, replies)
     assert len(strategy.released_rounds) == 1
     # A round without clients is none.
     with mock.patch.object(strategy.strategy, "configure_train", lambda *_: []):
-        got = fm.a_round(strategy, _grid([]), fm.model(np.zeros(1)), 2)
-    assert got == (None, None)
+        assert fm.a_round(strategy, _grid([]), start, 2) == (None, None)
 
 
 # What it costs, and what is said of it.
@@ -275,41 +246,31 @@ def test_replies_without_their_round_are_refused():
 _CORRELATED = {"clip_norm": 1.0, "noise_multiplier": 1.0}
 
 
-@pytest.mark.parametrize(
-    "mechanism",
-    [
+def test_the_report_has_the_mechanisms_caveats_in_the_statements_words():
+    for mechanism in (
         tfdp_fl.MedianClipping(noise_multiplier=1.0),
         tfdp_fl.MedianClipping(noise_multiplier=1.0, median_noise_multiplier=1.0),
         tfdp_fl.CorrelatedNoise(**_CORRELATED, rounds=3, min_separation=2),
-    ],
-)
-def test_the_report_has_the_mechanisms_caveats_in_the_statements_words(mechanism):
-    strategy = fm.private(mechanism, 3, 6)
-    _moved(strategy, [[1.0, 0]] * 6)
-    said = strategy.privacy_report(1e-5)["caveats"]
-    for key in mechanism.caveats():
-        assert said.count(accounting.CAVEATS[key]) == 1, key
-    exact = "exact_median" in mechanism.caveats()
-    assert (accounting.CAVEATS["exact_median"] in said) == exact
+    ):
+        strategy = fm.private(mechanism, 3, 6)
+        _moved(strategy, [[1.0, 0]] * 6)
+        said = strategy.privacy_report(1e-5)["caveats"]
+        for key in mechanism.caveats():
+            assert said.count(accounting.CAVEATS[key]) == 1, key
+        exact = "exact_median" in mechanism.caveats()
+        assert (accounting.CAVEATS["exact_median"] in said) == exact
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Elsewhere(mechanisms.Mechanism):
     """As TF-Privacy's queries: with no noise of ours, and the cost that it states."""
 
     scales_updates = False
-
-    def bind(self, deployment):
-        raise NotImplementedError
-
-    def describe(self):
-        return "elsewhere"
+    describe = bind = None
 
     def round_event(self, round_index, deployment):
         return dp_accounting.GaussianDpEvent(1.0)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Laplace(tfdp_fl.FixedClipping):
     """Its cost is no Gaussian's, though its event has a noise multiplier."""
 
@@ -317,66 +278,31 @@ class _Laplace(tfdp_fl.FixedClipping):
         return dp_accounting.LaplaceDpEvent(1.0)
 
 
-_NO_CENTRAL_ONE = "mechanism must be a central"
-
-
-@pytest.mark.parametrize(
-    "changes, pattern",
-    [
-        ({"num_clients": 0}, "num_clients"),
-        ({"clients_per_round": 1.5}, "clients_per_round"),
-        ({"clients_per_round": 11}, "at most num_clients=10"),
-        ({"rounds": 0}, "rounds"),
-        ({"max_abandoned_rounds": 0}, "max_abandoned_rounds"),
-        ({"target_epsilon": 1.0}, "target_delta"),
-        ({"accountant": "guess"}, "accountant"),
-        ({"client_of": str}, "client_of"),
-        ({"strategy": object()}, "configure_train"),
-        ({"mechanism": "fixed"}, "mechanism"),
-        ({"mechanism": tfdp_fl.NoPrivacy()}, _NO_CENTRAL_ONE),
-        ({"mechanism": _Laplace(**_CORRELATED)}, "costs a Gaussian"),
-        ({"mechanism": _Elsewhere()}, _NO_CENTRAL_ONE),
-        (
-            {
-                "mechanism": tfdp_fl.MedianClipping(
-                    noise_multiplier=1.0, noise_site="client"
-                ),
-                "clients_per_round": 3,
-            },
-            _NO_CENTRAL_ONE,
-        ),
-        ({"mechanism": tfdp_fl.LocalDP(**_CORRELATED)}, _NO_CENTRAL_ONE),
-        (
-            {
-                "mechanism": tfdp_fl.CorrelatedNoise(
-                    **_CORRELATED, rounds=8, min_separation=6
-                )
-            },
-            "min_separation",
-        ),
+def test_only_central_mechanisms_that_cost_a_gaussian_are_taken():
+    central, at_clients = "mechanism must be a central", {"noise_site": "client"}
+    too_long = tfdp_fl.CorrelatedNoise(**_CORRELATED, rounds=8, min_separation=6)
+    for mechanism, pattern in (
+        (tfdp_fl.NoPrivacy(), central),
+        (tfdp_fl.LocalDP(**_CORRELATED), central),
+        (tfdp_fl.MedianClipping(noise_multiplier=1.0, **at_clients), central),
+        (_Elsewhere(), central),
+        (_Laplace(**_CORRELATED), "costs a Gaussian"),
+        (too_long, "min_separation"),
         # m / 20 on the count is too little.
-        ({"mechanism": _adaptive(0.1, 1.0)}, "noise_multiplier"),
-    ],
-)
-def test_bad_arguments_are_named(changes, pattern):
-    arguments = {
-        "strategy": fm.Strategy(2),
-        "mechanism": fm.NOISY,
-        "num_clients": 10,
-        "clients_per_round": 2,
-    }
-    with pytest.raises((ValueError, TypeError), match=pattern):
-        PrivateStrategy(**{**arguments, **changes})
+        (_adaptive(0.1, 1.0), "noise_multiplier"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=pattern):
+            fm.private(mechanism, 3, 10)
+    with pytest.raises(ValueError, match="at most num_clients=10"):
+        fm.private(fm.NOISY, 11, 10)
 
 
 def test_one_model_for_all():
     class Two(fm.Strategy):
         def configure_train(self, server_round, arrays, config, grid):
-            records = (
-                fm.RecordDict({"arrays": fm.model([float(n)] * 2), "config": config})
-                for n in grid.get_node_ids()
-            )
-            return [fm.Message(content, 10, "train") for content in records]
+            for n in grid.get_node_ids():
+                content = {"arrays": fm.model([float(n)] * 2), "config": config}
+                yield fm.Message(fm.RecordDict(content), 10, "train")
 
     with pytest.raises(ValueError, match="one model only"):
         _moved(fm.private(strategy=Two(3)), [np.zeros(2)] * 3)
@@ -385,36 +311,25 @@ def test_one_model_for_all():
 
 
 _LIGHT = """
-    import sys
-    sys.modules["flwr"] = None  # Flower 1.12 itself imports TensorFlow.
-    import numpy as np
-    import tfdp_fl
-    sys.path.insert(0, "tests/flower")
-    import flower_messages as fm
-    for mechanism in (
-        fm.NOISY,
-        tfdp_fl.FixedClipping(
-            clip_norm=1.0, noise_multiplier=(1.0, 1.0), noise_site="client"
-        ),
-        tfdp_fl.AdaptiveClipping(noise_multiplier=1.0, count_noise_stddev=5.0),
-    ):
-        strategy = fm.private(
-            mechanism, 3, 5, rounds=2, target_epsilon=1e3, target_delta=1e-5
-        )
-        grid = fm.Grid({i: fm.adds([np.ones(3)]) for i in range(5)})
-        strategy.start(grid, fm.model(np.zeros(3)), num_rounds=2)
-        assert len(strategy.released_rounds) == 2, mechanism
-        strategy.privacy_report(1e-5)
-    heavy = {"tensorflow", "keras", "tf_keras", "tensorflow_federated"}
-    print(sorted(heavy & set(sys.modules)))
+import sys
+sys.modules["flwr"] = None  # Flower 1.12 itself imports TensorFlow.
+sys.path.insert(0, "tests/flower")
+import flower_messages as fm
+import numpy as np
+import tfdp_fl
+adaptive = tfdp_fl.AdaptiveClipping(noise_multiplier=1.0, count_noise_stddev=5.0)
+for mechanism in (fm.SHARES, adaptive):
+    strategy = fm.private(mechanism, 3, 5, target_epsilon=1e3, target_delta=1e-5)
+    grid = fm.Grid({i: fm.adds([np.ones(3)]) for i in range(5)})
+    strategy.start(grid, fm.model(np.zeros(3)), num_rounds=2)
+    assert len(strategy.released_rounds) == 2, mechanism
+    strategy.privacy_report(1e-5)
+print(sorted({"tensorflow", "keras", "tf_keras"} & set(sys.modules)))
 """
 
 
 def test_a_server_whose_clients_clip_imports_no_tensorflow():
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(_LIGHT)],
-        capture_output=True,
-        text=True,
-        cwd=pathlib.Path(__file__).resolve().parents[2],
-    )
+    folder = pathlib.Path(__file__).resolve().parents[2]
+    said = {"capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", _LIGHT], cwd=folder, **said)
     assert done.stdout.strip() == "[]", done.stderr

@@ -44,8 +44,7 @@ def manager(clients: Sequence[Any]) -> Any:
     class Proxy(flwr.server.client_proxy.ClientProxy):
         def __init__(self, cid, client):
             super().__init__(cid)
-            self.node_id = int(cid)
-            self.client = client
+            self.node_id, self.client = int(cid), client
 
         def fit(self, ins, timeout, group_id):
             return self.client.fit(ins)
@@ -63,13 +62,9 @@ def strategy(name: str = "FedAvg", sampled: int = 2, **arguments: Any) -> Any:
     import flwr
 
     logging.getLogger("flwr").setLevel("ERROR")
-    return getattr(flwr.server.strategy, name)(
-        fraction_fit=0.0,
-        fraction_evaluate=0.0,
-        min_fit_clients=sampled,
-        min_available_clients=sampled,
-        **arguments,
-    )
+    arguments |= {"min_fit_clients": sampled, "min_available_clients": sampled}
+    made = getattr(flwr.server.strategy, name)
+    return made(fraction_fit=0.0, fraction_evaluate=0.0, **arguments)
 
 
 def parameters(*arrays: Any) -> Any:
@@ -86,11 +81,7 @@ def arrays(message: Any) -> list[np.ndarray]:
     return flwr.common.parameters_to_ndarrays(message)
 
 
-def round_of(
-    wrapper: Any,
-    clients: Sequence[Any],
-    model: np.ndarray,
-) -> np.ndarray:
+def round_of(wrapper: Any, clients: Sequence[Any], model: np.ndarray) -> np.ndarray:
     """Runs one round; returns the new model."""
     told = wrapper.configure_fit(1, parameters(model), manager(clients))
     results = [(proxy, proxy.fit(ins, timeout=None, group_id=1)) for proxy, ins in told]
@@ -202,11 +193,8 @@ def secagg_round(
     )
     record = words.to_record(model, keep_input=True)
     words.put(context.state, {"current_round": 1}, record)
-    SecAggPlusWorkflow(num_shares=1.0, reconstruction_threshold=0.5, **arguments)(
-        types.SimpleNamespace(
-            create_message=words.create, send_and_receive=send_and_receive
-        ),
-        context,
-    )
+    grid = {"create_message": words.create, "send_and_receive": send_and_receive}
+    flow = SecAggPlusWorkflow(num_shares=1.0, reconstruction_threshold=0.5, **arguments)
+    flow(types.SimpleNamespace(**grid), context)
     done = words.records(context.state)["parameters"]
     return arrays(words.to_parameters(done, keep_input=True))

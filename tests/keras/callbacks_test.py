@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import html
-import os
 import re
 import signal
 from unittest import mock
@@ -15,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import tfdp_fl
-from tests.keras import files, toy
+from tests.keras import toy
 from tfdp_fl import accounting
 from tfdp_fl.keras import checkpoint
 from tfdp_fl.keras.callbacks import (
@@ -44,19 +43,11 @@ class _Lines(FederatedCallback):
         self.seen.append((kind, self.federated_model.get_weights()[0].copy()))
 
 
-class _Calls(FederatedCallback):
-    """Calls a function in one of the places where a callback is asked."""
-
-    def __init__(self, place, function):
-        super().__init__()
-        setattr(self, place, function)
-
-
-def _raises(error):
-    def function(*_):
-        raise error
-
-    return function
+def _raises(place, error):
+    """Returns a callback that raises in one of the places where it is asked."""
+    callback = FederatedCallback()
+    setattr(callback, place, mock.Mock(side_effect=error))
+    return callback
 
 
 def test_a_round_is_charged_before_the_model_changes():
@@ -71,7 +62,7 @@ def test_a_round_is_charged_before_the_model_changes():
     np.testing.assert_array_equal(again, released)
     # A round that is not written does not happen.
     before, spent = fed.get_weights(), fed.epsilon(_DELTA)
-    refuses = _Calls("on_round_charged", _raises(OSError("disk full")))
+    refuses = _raises("on_round_charged", OSError("disk full"))
     with pytest.raises(OSError, match="disk full"):
         toy.fit(fed, 2, [refuses, lines])
     toy.assert_same(before, fed)
@@ -80,12 +71,7 @@ def test_a_round_is_charged_before_the_model_changes():
 
 
 def test_a_budget_stops_before_the_round_that_would_overspend():
-    def noise(t):
-        return 1.5 - t / 10
-
-    def size(t):
-        return 10 + t
-
+    noise, size = (lambda t: 1.5 - t / 10), (lambda t: 10 + t)
     make = functools.partial(tfdp_fl.FixedClipping, clip_norm=0.5)
     fed = toy.federated(make(noise_multiplier=noise), None, size, "poisson")
     # The rounds' costs, computed by hand.
@@ -107,9 +93,7 @@ def test_a_budget_stops_before_the_round_that_would_overspend():
     assert history.epoch == [5, 6]
     assert len(history.history["epsilon"]) == 2
     assert fed.epsilon(_DELTA) <= after[6]
-
-
-def test_a_local_budget_counts_the_client_seen_most():
+    # A local one counts the client seen most; without noise there is none.
     fed = toy.federated(_LOCAL, clients_per_round=40)
     once = fed.mechanism.mu_squared(None)
     epsilon = accounting.epsilon_of_mu_squared(3.5 * once, _DELTA)
@@ -127,19 +111,13 @@ def path(tmp_path):
     return tmp_path / "ledger.jsonl"
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("disk full")])
 def test_an_error_at_the_end_of_fit_leaves_no_ledger_locked(path, error):
-    def interrupt():
-        os.kill(os.getpid(), signal.SIGINT)
-
-    at_end = interrupt if error is KeyboardInterrupt else _raises(error("disk full"))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    fed, ledger = toy.federated(), Ledger(path)
-    try:
-        with pytest.raises(error):
-            toy.fit(fed, 1, [_Calls("on_fit_end", at_end), ledger])
-    finally:
-        signal.signal(signal.SIGINT, before)
+    fed, ledger, at_end = toy.federated(), Ledger(path), _raises("on_fit_end", error)
+    if error is KeyboardInterrupt:
+        at_end.on_fit_end = lambda *_: signal.raise_signal(signal.SIGINT)
+    with pytest.raises(type(error) if error is not KeyboardInterrupt else error):
+        toy.fit(fed, 1, [at_end, ledger])
     with accounting.PrivacyLedger(path, "append") as opened:
         assert opened.rounds == 1
     toy.fit(fed, 1, [ledger])
@@ -155,10 +133,11 @@ def test_a_ledger_holds_every_round_of_several_fits(path):
     assert contents.entries[0].details == {"noise_multiplier": 1.0}
     assert contents.epsilon(_DELTA) == fed.epsilon(_DELTA)
     # Rounds that were run without it are made up for, by a new one too.
+    other = Ledger(path.with_name("other.jsonl"))
     toy.fit(fed, 2)
-    toy.fit(fed, 1, [ledger, Ledger(path.with_name("other.jsonl"))])
-    for each in (path, path.with_name("other.jsonl")):
-        contents = _read(each)
+    toy.fit(fed, 1, [ledger, other])
+    for each in (ledger, other):
+        contents = _read(each.path)
         assert len(contents.entries) == 6
         assert contents.epsilon(_DELTA) == fed.epsilon(_DELTA)
     # Another run is refused, unless told to append.
@@ -177,24 +156,21 @@ def test_a_ledger_holds_every_round_of_several_fits(path):
 )
 def test_a_ledger_of_two_runs_tells_what_all_rounds_cost(path, options, known):
     delta, make = 1e-5, functools.partial(toy.federated, *options)
-    first, second, whole = make(), make(), make()
+    first, second, resumed = make(), make(), make()
     toy.fit(first, 10, [Ledger(path, append=True)])
     # Rounds that nobody wrote down, and then as many with the ledger.
     toy.fit(second, 10)
     assert second.epsilon(delta) == first.epsilon(delta)
     toy.fit(second, 10, [Ledger(path, append=True)])
-    toy.fit(whole, 30)
-    expected = whole.epsilon(delta)
-    assert expected == pytest.approx(known, abs=0.005)
-    assert second.epsilon(delta) == pytest.approx(expected, abs=1e-9)
-    contents = _read(path)
-    assert contents.epsilon(delta) == pytest.approx(expected, abs=1e-9)
+    spent, contents = second.epsilon(delta), _read(path)
+    assert spent == pytest.approx(known, abs=0.005)
+    assert contents.epsilon(delta) == pytest.approx(spent, abs=1e-9)
     lines = {run: len(own) for run, own in contents.by_run().items()}
     assert lines == {first.run.run_id: 10, second.run.run_id: 20}
     # To read it again adds nothing.
     toy.fit(second, 1, [Ledger(path, append=True)])
-    toy.fit(whole, 1)
-    assert second.epsilon(delta) == pytest.approx(whole.epsilon(delta), abs=1e-9)
+    told = _read(path).epsilon(delta)
+    assert second.epsilon(delta) == pytest.approx(told, abs=1e-9)
     facts = second.privacy_statement(delta, "dict")
     assert (facts["rounds"], facts["rounds_of_others"]) == (21, 10)
     assert "21 rounds of training and 10 of" in facts["summary"]
@@ -203,13 +179,12 @@ def test_a_ledger_of_two_runs_tells_what_all_rounds_cost(path, options, known):
     # What came from the ledger survives a resume.
     directory = path.with_name("run")
     toy.fit(second, 1, [RoundCheckpoint(directory)])
-    resumed = make()
     toy.fit(resumed, 1, resume_from=directory)
     assert resumed.run.run_id == second.run.run_id
     assert resumed.epsilon(delta) == pytest.approx(second.epsilon(delta), abs=1e-9)
 
 
-def test_a_budget_counts_a_ledger_wherever_it_stands(path):
+def test_a_budget_counts_a_ledger_wherever_it_stands_and_both_can_be_added(path):
     first, second = (toy.federated(sampling="poisson") for _ in range(2))
     toy.fit(first, 3, [Ledger(path, append=True)])
     spent = accounting.epsilon(1.0, "poisson", 40, 20, 4, _DELTA)
@@ -217,57 +192,34 @@ def test_a_budget_counts_a_ledger_wherever_it_stands(path):
     toy.fit(second, 3, [budget, Ledger(path, append=True)])
     assert second.rounds == 1
     assert second.epsilon(_DELTA) <= budget.epsilon
-
-
-def test_runs_that_cannot_be_added_are_refused(path):
-    toy.fit(toy.federated(), 1, [Ledger(path, append=True)])
     before = path.read_bytes()
-    for fed, message in (
+    for other, message in (
         (toy.federated(_LOCAL), "path must be a ledger of runs with a local guarantee"),
-        (toy.federated(sampling="poisson"), "one guarantee cannot cover both"),
+        (toy.federated(), "one guarantee cannot cover both"),
     ):
         with pytest.raises(ValueError, match=message):
-            toy.fit(fed, 1, [Ledger(path, append=True)])
-        assert fed.rounds == 0
+            toy.fit(other, 1, [Ledger(path, append=True)])
+        assert other.rounds == 0
         assert path.read_bytes() == before
-
-
-def test_a_ledger_that_is_deleted_stops_the_training(path):
-    delete = tf.keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: path.unlink())
-    fed = toy.federated()
-    with pytest.raises(accounting.LedgerMovedError):
-        toy.fit(fed, 3, [Ledger(path, append=True), delete])
-    assert fed.rounds == fed.spending.rounds == 1
 
 
 def test_a_full_disk_abandons_the_round(path):
     fed, ledger = toy.federated(), Ledger(path)
     toy.fit(fed, 1, [ledger])
     before, weights = path.read_bytes(), fed.get_weights()
-    message = "must not be released"
+    fails = pytest.raises(accounting.LedgerWriteError, match="must not be released")
     for room in (0, 40):
-        with (
-            files.full_disk(len(before) + room),
-            pytest.raises(accounting.LedgerWriteError, match=message),
-        ):
+        with toy.full_disk(len(before) + room), fails:
             toy.fit(fed, 1, [ledger])
         assert path.read_bytes() == before
         assert fed.rounds == 1
         toy.assert_same(weights, fed)
     toy.fit(fed, 1, [ledger])
     assert len(_read(path).entries) == 2
-
-
-def test_an_error_of_a_checkpoint_is_raised_in_a_handler_too(tmp_path):
-    error = checkpoint.CheckpointWriteError
-    fails = mock.patch.object(
-        checkpoint.CheckpointDirectory, "write", side_effect=[None, error]
-    )
-    with fails, pytest.raises(error):
-        try:
-            raise RuntimeError("the first try")
-        except RuntimeError:
-            toy.fit(toy.federated(), 2, [RoundCheckpoint(tmp_path, every=100)])
+    # A ledger that is deleted stops the training.
+    with pytest.raises(accounting.LedgerMovedError):
+        toy.fit(fed, 3, [ledger, toy.at_end(path.unlink)])
+    assert fed.rounds == fed.spending.rounds == 3
 
 
 def test_what_a_directory_of_checkpoints_holds(tmp_path):
@@ -296,21 +248,25 @@ def test_what_a_directory_of_checkpoints_holds(tmp_path):
     with pytest.raises(checkpoint.CheckpointInUseError):
         toy.fit(fed, 1, [keeper])
     holder.release()
-    message = "cannot be written"
-    with (
-        files.full_disk(100),
-        pytest.raises(checkpoint.CheckpointWriteError, match=message),
-    ):
+    error = checkpoint.CheckpointWriteError
+    with toy.full_disk(100), pytest.raises(error, match="cannot be written"):
         toy.fit(fed, 1, [keeper])
     assert (fed.rounds, new.rounds) == (7, 0)
     assert before == contents()
+    # At the end of a training it is raised, also where another error was handled.
+    writes = mock.patch.object(checkpoint.CheckpointDirectory, "write")
+    with writes as write, pytest.raises(error):
+        write.side_effect = None, error
+        try:
+            raise RuntimeError("the first try")
+        except RuntimeError:
+            toy.fit(new, 2, [RoundCheckpoint(tmp_path, every=100)])
 
 
 def test_early_stopping_ends_with_the_best_weights_saved(tmp_path):
-    fed = toy.federated(sampling="shuffled")
-    stop = tf.keras.callbacks.EarlyStopping(
-        "loss", mode="max", min_delta=99.0, restore_best_weights=True
-    )
+    fed, keras = toy.federated(sampling="shuffled"), tf.keras.callbacks
+    best = {"min_delta": 99.0, "restore_best_weights": True}
+    stop = keras.EarlyStopping("loss", mode="max", **best)
     toy.fit(fed, 9, [RoundCheckpoint(tmp_path, delta=_DELTA), stop])
     assert fed.rounds == 2
     saved = checkpoint.CheckpointDirectory(tmp_path).newest().state["weights"]
@@ -326,8 +282,9 @@ def _page(path, fed, callbacks=(), **options):
 
 
 def test_a_report_is_one_file_with_everything(tmp_path):
-    fed = toy.federated(delta=1e-2, compile_options={"metrics": ["accuracy"]})
-    page = _page(tmp_path, fed, rounds=3, validation_data=toy.arrays(20))
+    compiled = {"metrics": ["accuracy"]}
+    fed = toy.federated(sampling="shuffled", delta=1e-2, compile_options=compiled)
+    page = _page(tmp_path, fed, rounds=2, validation_data=toy.arrays(20))
     assert not re.search(r"(src|href)=.(?!#)", page)
     text = " ".join(html.unescape(re.sub("<[^>]*>", " ", page)).split())
     facts = fed.privacy_statement(1e-2, "dict")
@@ -339,21 +296,18 @@ def test_a_report_is_one_file_with_everything(tmp_path):
     assert page.count("<svg") >= 4
     shown = float(re.search(r"<b>([0-9.]+)</b>epsilon", page)[1])
     assert facts["epsilon"] <= shown <= facts["epsilon"] + 0.001
-    # Also where the user ends the training.
-    stop = _Calls("on_round_released", _raises(KeyboardInterrupt))
-    assert "broken off" in _page(tmp_path, toy.federated(), [stop])
-    with pytest.raises(ValueError, match="path must name a file"):
-        Report(tmp_path)
-
-
-def test_in_a_report_names_are_text_and_charts_need_matplotlib(tmp_path):
+    # Also where the user ends the training; names are text; charts need matplotlib.
     settings = {"optimizer": "<script>alert(1)</script>"}
+    stop = _raises("on_round_released", KeyboardInterrupt)
     with (
         mock.patch.object(report.resuming, "settings", lambda *_: settings),
         mock.patch.dict("sys.modules", {"matplotlib": None}),
     ):
-        page = _page(tmp_path, toy.federated(tfdp_fl.NoPrivacy()))
-    for part in ("&lt;script&gt;", 'pip install "tfdp_fl[plots]"', "<b>none</b>"):
+        page = _page(tmp_path, toy.federated(tfdp_fl.NoPrivacy()), [stop])
+    parts = "broken off", "&lt;script&gt;", 'pip install "tfdp_fl[plots]"'
+    for part in (*parts, "<b>none</b>"):
         assert part in page
     assert "<script>" not in page
     assert "<svg" not in page
+    with pytest.raises(ValueError, match="path must name a file"):
+        Report(tmp_path)

@@ -9,36 +9,31 @@ import pytest
 import tensorflow as tf
 
 import tfdp_fl
-from tests.correlated_noise import references
 from tests.keras import toy
 from tfdp_fl import accounting, auditing
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import CohortEngine
+from tfdp_fl.engine import CohortEngine, chunks
 from tfdp_fl.keras import callbacks
 
 _DELTA = 1e-3
 _T, _B = 8, 4
 _SGD = tf.keras.optimizers.SGD
-_LEARNS_NOTHING = {"compile_options": {"optimizer": _SGD(0.0)}}
 
 
 def _mechanism(strategy="banded", **options):
     usual = {"clip_norm": 0.5, "noise_multiplier": 2.0, "rounds": _T}
-    return tfdp_fl.CorrelatedNoise(
-        **{**usual, "strategy": strategy, "min_separation": _B, **options}
-    )
+    usual |= {"strategy": strategy, "min_separation": _B}
+    return tfdp_fl.CorrelatedNoise(**{**usual, **options})
 
 
 def _federated(mechanism=None, **options):
     return toy.federated(mechanism or _mechanism(), None, 10, "cyclic", **options)
 
 
-def _position(fed):
-    return int(fed.run.mechanism_state.memory.position)
-
-
-def _buffers(fed):
-    return [b.numpy() for b in fed.run.mechanism_state.memory.buffers]
+def _memory(fed):
+    """Returns where the noise is, and its buffers."""
+    memory = fed.run.mechanism_state.memory
+    return int(memory.position), [b.numpy() for b in memory.buffers]
 
 
 def _squares(fed):
@@ -53,26 +48,10 @@ def _spent(fed):
     return pytest.approx(total)
 
 
-def _epsilon(mu_squared):
-    return accounting.gaussian_epsilon(mu_squared**-0.5, _DELTA)
-
-
 class _Killed(callbacks.RoundCheckpoint):
     """Saves nothing at the end, as where the process is killed."""
 
     _is_between_rounds = False
-
-
-def _crash():
-    """Ends a run as if it was killed after its fourth round was released."""
-    seen = []
-
-    def end(batch, logs=None):
-        seen.append(0)
-        if len(seen) == 4:
-            raise KeyboardInterrupt
-
-    return tf.keras.callbacks.LambdaCallback(on_train_batch_end=end)
 
 
 def _breaks(owner, name):
@@ -83,48 +62,33 @@ def _breaks(owner, name):
 @pytest.mark.parametrize("strategy", ["banded", "blt:2"])
 def test_a_run_costs_one_gaussian(strategy):
     fed = _federated(_mechanism(strategy), accountant="pld")
-    history = toy.fit(fed, _T).history
+    squares = np.cumsum(_squares(fed))
+    limit = accounting.gaussian_epsilon(squares[4:6].mean() ** -0.5, _DELTA)
+    toy.fit(fed, _T, [callbacks.PrivacyBudget(epsilon=limit, delta=_DELTA)])
+    assert fed.rounds == 5
+    history = toy.fit(fed, _T - 5).history
     whole = (fed.mechanism.generator.sensitivity / 2.0) ** 2
     assert whole == _spent(fed)
-    assert fed.epsilon(_DELTA) == pytest.approx(_epsilon(whole), abs=1e-6)
-    assert _position(fed) == _T
+    wanted = accounting.gaussian_epsilon(whole**-0.5, _DELTA)
+    assert fed.epsilon(_DELTA) == pytest.approx(wanted, abs=1e-6)
+    assert _memory(fed)[0] == _T
     assert not any("buffer" in name or "memory" in name for name in history)
     text = fed.privacy_statement(_DELTA)
     for words in ("at least the min separation apart", "as secret as the data"):
         assert words in text
     # Later rounds are a segment of their own.
     toy.fit(fed, 3)
-    assert _position(fed) == 3
+    assert _memory(fed)[0] == 3
     assert whole + _squares(fed)[:3].sum() == _spent(fed)
 
 
-def test_models_of_a_seed_are_the_noise_of_the_dense_matrices():
-    # Without updates and with a server that adds, the model is the noise.
-    fed = _federated(**_LEARNS_NOTHING)
-    weights = [np.ravel(fed.get_weights()[0])]
-    for _ in range(_T):
-        toy.fit(fed)
-        weights.append(np.ravel(fed.get_weights()[0]))
-    noise = np.diff(weights, axis=0) * 10 / (2.0 * 0.5)
-    fresh = references.dense(fed.mechanism.generator.coefficients, _T) @ noise
-    # 8 * 24 values of stddev 1: their mean square is within .3 of 1 for
-    # all but 1 in 1e8 runs (chi-square of 192).
-    assert 0.5 < np.mean(fresh**2) < 1.75
-
-
-def test_a_client_sits_out_after_its_last_round():
+def test_a_client_sits_out_and_nothing_is_drawn_ahead():
     fed = _federated(_mechanism(max_participations=1))
-    toy.fit(fed, 6)
+    with mock.patch.object(chunks.Reader, "expect") as expect:
+        toy.fit(fed, 6)
+    expect.assert_not_called()  # Cohorts depend on what was released.
     assert fed.run.cohort_sizes == [10, 10, 10, 10, 0, 0]
     assert (fed.mechanism.generator.sensitivity / 2.0) ** 2 == _spent(fed)
-
-
-def test_a_budget_ends_before_the_round_that_would_pass_it():
-    fed = _federated(_mechanism("blt:2"), accountant="pld")
-    squares = np.cumsum(_squares(fed))
-    limit = (_epsilon(squares[4]) + _epsilon(squares[5])) / 2
-    toy.fit(fed, _T, [callbacks.PrivacyBudget(epsilon=limit, delta=_DELTA)])
-    assert fed.rounds == 5
 
 
 # Where rounds may have been seen that the buffers know nothing of.
@@ -133,7 +97,7 @@ def test_a_budget_ends_before_the_round_that_would_pass_it():
 def test_an_abandoned_round_moves_nothing():
     fed = _federated(on_client_failure="abort")
     toy.fit(fed, 2)
-    before, group, spent = _buffers(fed), fed.run.sampler.cohort(0), _squares(fed)[:2]
+    before, group, spent = _memory(fed)[1], fed.run.sampler.cohort(0), _squares(fed)[:2]
     assert any(np.any(b) for b in before)
     failure = mock.Mock(position=3, error=OSError("lost"))
     collect = fed.engine.collect
@@ -149,23 +113,12 @@ def test_an_abandoned_round_moves_nothing():
     # Nor does one that is broken off.
     with _breaks(CohortEngine, "collect"), pytest.raises(KeyboardInterrupt):
         toy.fit(fed)
-    assert (_position(fed), fed.rounds) == (2, 4)
+    assert (_memory(fed)[0], fed.rounds) == (2, 4)
     assert spent.sum() == _spent(fed)
-    toy.assert_same(before, _buffers(fed))
+    toy.assert_same(before, _memory(fed)[1])
     np.testing.assert_array_equal(fed.run.sampler.cohort(4), group)
     toy.fit(fed, 2)
     assert _squares(fed)[:4].sum() == _spent(fed)
-
-
-def test_a_broken_release_ends_the_segment():
-    fed = _federated()
-    toy.fit(fed, 3)
-    with _breaks(fed.engine, "release"), pytest.raises(KeyboardInterrupt):
-        toy.fit(fed)
-    toy.fit(fed)
-    assert _position(fed) == 1
-    squares = _squares(fed)
-    assert squares[:4].sum() + squares[0] == _spent(fed)
 
 
 @pytest.mark.parametrize("kind", ["correlated", "fixed"])
@@ -174,9 +127,10 @@ def test_no_noise_is_released_twice(tmp_path, kind):
     # again with other noise: also by who resumes, and if what broke it
     # off was the audit, which looks at the model last.
     def quiet():
+        options = {"compile_options": {"optimizer": _SGD(0.0)}}
         if kind == "correlated":
-            return _federated(**_LEARNS_NOTHING)
-        return toy.federated(clients_per_round=10, **_LEARNS_NOTHING)
+            return _federated(**options)
+        return toy.federated(clients_per_round=10, sampling="shuffled", **options)
 
     released, release = [], CohortEngine.release
 
@@ -188,20 +142,15 @@ def test_no_noise_is_released_twice(tmp_path, kind):
             raise KeyboardInterrupt
         return values
 
-    fed = quiet()
+    fed, broken = quiet(), pytest.raises(KeyboardInterrupt)
     with mock.patch.object(CohortEngine, "release", recorded):
-        with pytest.raises(KeyboardInterrupt):
+        with broken:
             toy.fit(fed, 2, seed=3)
-        with _breaks(CohortEngine, "collect"), pytest.raises(KeyboardInterrupt):
+        with _breaks(CohortEngine, "collect"), broken:
             toy.fit(fed, 1, [_Killed(tmp_path, delta=_DELTA)], seed=3)
-        fed = quiet()
+        fed, audit = quiet(), auditing.CanaryAudit(2)
         toy.fit(fed, 1, seed=3, resume_from=tmp_path)
-        audit = auditing.CanaryAudit(2)
-        with (
-            mock.patch.object(audit, "join"),
-            _breaks(audit, "released"),
-            pytest.raises(KeyboardInterrupt),
-        ):
+        with mock.patch.object(audit, "join"), _breaks(audit, "released"), broken:
             toy.fit(fed, 1, seed=3, audit=audit)
         toy.fit(fed, 1, seed=3)
     assert fed.spending.rounds == 5
@@ -213,47 +162,29 @@ def test_no_noise_is_released_twice(tmp_path, kind):
     assert np.linalg.svd(directions)[1][-1] > 1e-2
 
 
-def test_no_draw_is_released_twice_with_other_noise():
-    # Two draws are charged; the same clients twice would be one draw with
-    # less noise, which costs more.
-    drawn, release = [], CohortEngine.release
-
-    def recorded(engine, pending):
-        drawn.append(pending.inputs.positions.tolist())
-        values = release(engine, pending)
-        if len(drawn) == 2:
-            raise KeyboardInterrupt
-        return values
-
-    fed = toy.federated(clients_per_round=20, sampling="poisson")
-    with mock.patch.object(CohortEngine, "release", recorded):
-        with pytest.raises(KeyboardInterrupt):
-            toy.fit(fed, 2, seed=3)
-        toy.fit(fed, 1, seed=3)
-    assert len(drawn) == 3
-    assert drawn[1] != drawn[2]
-
-
-def test_other_groups_or_clients_end_the_segment():
+def test_other_groups_or_clients_or_a_broken_release_end_the_segment():
     fed = _federated()
     toy.fit(fed, 3)
     toy.fit(fed, 1, seed=5)  # A sampler of its own.
-    assert _position(fed) == 1
+    assert _memory(fed)[0] == 1
     others = toy.clients().with_ids([f"other-{i:02}" for i in range(40)])
     for position in (1, 2):
         toy.fit(fed, 1, data=others, seed=5)
-        assert _position(fed) == position
-
-
-def test_nameless_clients_in_another_order_end_the_segment():
+        assert _memory(fed)[0] == position
+    before = fed.spending.rounds
+    with _breaks(fed.engine, "release"), pytest.raises(KeyboardInterrupt):
+        toy.fit(fed, 1, data=others, seed=5)
+    toy.fit(fed, 1, data=others, seed=5)
+    assert (_memory(fed)[0], fed.spending.rounds) == (1, before + 2)
+    squares = _squares(fed)
+    segments = squares[:3], squares[:1], squares[:3], squares[:1]
+    assert sum(each.sum() for each in segments) == _spent(fed)
+    # Nameless clients in another order: one may have been in every round.
     x, y = toy.arrays(toy.NUM_CLIENTS * 10)
-    rows = np.arange(len(y)).reshape(toy.NUM_CLIENTS, 10)
-    fed = _federated()
-    for fit in range(4):
-        order = rows if fit % 2 == 0 else rows[::-1]
+    rows, fed = np.arange(len(y)).reshape(toy.NUM_CLIENTS, 10), _federated()
+    for order in (rows, rows[::-1], rows, rows[::-1]):
         toy.fit(fed, 1, data=FederatedDataset.from_indices(x, y, order))
-        assert _position(fed) == 1
-    # A client may have been in every one of the four.
+        assert _memory(fed)[0] == 1
     assert _spent(fed).expected >= 4 * 2.0**-2 * (1 - 1e-6)
 
 
@@ -261,51 +192,35 @@ def test_nameless_clients_in_another_order_end_the_segment():
 def test_seeded_runs_are_resumed_bit_for_bit(tmp_path):
     whole, half, other = (_federated(_mechanism("blt:2")) for _ in range(3))
     toy.fit(whole, 6, seed=1)
+    # As if it was killed after its fourth round was released.
+    end = mock.Mock(side_effect=[None, None, None, KeyboardInterrupt])
+    crash = tf.keras.callbacks.LambdaCallback(on_train_batch_end=end)
     with pytest.raises(KeyboardInterrupt):
-        killed = _Killed(tmp_path / "run", delta=_DELTA)
-        toy.fit(half, 6, [_crash(), killed], seed=1)
+        toy.fit(half, 6, [crash, _Killed(tmp_path / "run", delta=_DELTA)], seed=1)
     # With a ledger of three rounds, as many as the checkpoint knows of.
     ledger = (tmp_path / "run").rename(tmp_path / "clean") / "ledger.jsonl"
     lines = ledger.read_text().splitlines(keepends=True)
     ledger.write_text("".join(lines[: 1 + 3]))
     toy.fit(other, 6, seed=1, resume_from=ledger.parent)
     toy.assert_same(whole, other)
-    toy.assert_same(_buffers(whole), _buffers(other))
+    toy.assert_same(_memory(whole)[1], _memory(other)[1])
     assert _squares(other)[:6].sum() == _spent(other)
-
-
-def test_coefficients_that_were_chosen_otherwise_end_the_segment(tmp_path):
+    # Coefficients that were chosen otherwise end the segment.
     made = [_federated(_mechanism("blt:2")) for _ in range(3)]
     toy.fit(made[0], 3, [_Killed(tmp_path, delta=_DELTA)])
     generator = made[1].mechanism.generator
     numbers = tuple(n + 1e-7 for n in generator.numbers)
     with mock.patch.object(type(generator), "numbers", numbers):
         toy.fit(made[1], 3, resume_from=tmp_path)
-    assert _position(made[1]) == 0
+    assert _memory(made[1])[0] == 0
     toy.fit(made[2], 3, resume_from=tmp_path)
-    assert _position(made[2]) == 3
+    assert _memory(made[2])[0] == 3
 
 
-def test_to_resume_with_other_noise_is_refused(tmp_path):
-    toy.fit(_federated(), 2, [_Killed(tmp_path, delta=_DELTA)])
-    for name, value in (
-        ("strategy", "blt:2"),
-        ("noise_multiplier", 3.0),
-        ("max_participations", 2),
-    ):
-        other = _federated(_mechanism(**{name: value}))
-        with pytest.raises(ValueError, match=name):
-            toy.fit(other, 2, resume_from=tmp_path)
-
-
-# Coefficients by the optimizer that runs.
-
-
-def test_a_momentum_that_was_told_stays_and_a_run_is_not_changed():
+def test_coefficients_follow_the_optimizer_before_the_first_round():
     options = {"server_optimizer": _SGD(0.5, 0.9)}
-    told = _mechanism("blt:2", server_momentum=0.3)
+    told, plain = _mechanism("blt:2", server_momentum=0.3), _mechanism("blt:2")
     assert _federated(told, compile_options=options).mechanism == told
-    plain = _mechanism("blt:2")
     fed = _federated(plain)
     assert fed.mechanism == plain
     fed.compile("sgd", toy.loss(), jit_compile=False, **options)
@@ -315,10 +230,8 @@ def test_a_momentum_that_was_told_stays_and_a_run_is_not_changed():
     fed.compile("sgd", toy.loss(), jit_compile=False)
     assert fed.mechanism == before
     toy.fit(fed)
-    assert _position(fed) == 3
-
-
-def test_make_private_keeps_the_target_with_any_optimizer():
+    assert _memory(fed)[0] == 3
+    # make_private keeps the target with any optimizer.
     options = {"mechanism": "correlated", "strategy": "blt:2", "sampling": "cyclic"}
     options |= {"clients_per_round": 10, "accountant": "pld", "clip_norm": 0.5}
     fed = toy.private(3.0, _T, **options)

@@ -70,49 +70,36 @@ class Case:
     averages: bool = False
 
 
-_CLIPPED = {"clip_norm": CLIP, "noise_multiplier": 0.5}
-_ADAPTIVE = {
-    "noise_multiplier": 0.5,
-    "initial_clip_norm": CLIP,
-    "count_noise_stddev": 1.0,
-}
-_CORRELATED = {**_CLIPPED, "strategy": "blt:2", "rounds": 4, "min_separation": 1}
-# Of the private median.
-_MEDIAN = {"noise_multiplier": 0.5, "median_noise_multiplier": 0.01}
-_DISCO = {"epsilon": 100.0, "delta": 1e-3, "clipping_radius": CLIP}
-_AT_CLIENTS = {"noise_site": "client"}
+def _case(kind: type, options: dict[str, Any], **case: Any) -> Case:
+    return Case(lambda: kind(**options), **case)
 
+
+_Z = {"noise_multiplier": 0.5}
+_CLIPPED = {"clip_norm": CLIP, **_Z}
+_ADAPTIVE = {"initial_clip_norm": CLIP, "count_noise_stddev": 1.0, **_Z}
+_CORRELATED = {**_CLIPPED, "strategy": "blt:2", "rounds": 4, "min_separation": 1}
+_DISCO = {"epsilon": 100.0, "delta": 1e-3, "clipping_radius": CLIP}
+_NBAFL = {"epsilon": 500.0, "constant": 3.0, "weight_clip": 3.0}
+_AT_CLIENTS = {"noise_site": "client"}
+# The clients but the hostile one are alike, so that the median is theirs with one
+# more or less. DISCO has a radius for each of four variables. NbAFL's weights may
+# turn right round, and are weighted by the examples: 1/4 of the mean is 2 C.
 CASES = {
-    "fixed": Case(lambda: tfdp_fl.FixedClipping(**_CLIPPED)),
-    "fixed_client": Case(lambda: tfdp_fl.FixedClipping(**_CLIPPED, **_AT_CLIENTS)),
-    "adaptive": Case(lambda: tfdp_fl.AdaptiveClipping(**_ADAPTIVE)),
-    "adaptive_client": Case(
-        lambda: tfdp_fl.AdaptiveClipping(**_ADAPTIVE, **_AT_CLIENTS)
+    "fixed": _case(tfdp_fl.FixedClipping, _CLIPPED),
+    "fixed_client": _case(tfdp_fl.FixedClipping, _CLIPPED | _AT_CLIENTS),
+    "adaptive": _case(tfdp_fl.AdaptiveClipping, _ADAPTIVE),
+    "adaptive_client": _case(tfdp_fl.AdaptiveClipping, _ADAPTIVE | _AT_CLIENTS),
+    "median": _case(
+        tfdp_fl.MedianClipping, {**_Z, "median_noise_multiplier": 0.01}, reach=math.nan
     ),
-    # The others are alike, so that the median is theirs with one more or less.
-    "median": Case(lambda: tfdp_fl.MedianClipping(**_MEDIAN), math.nan),
-    "exact_median": Case(
-        lambda: tfdp_fl.MedianClipping(noise_multiplier=0.5), math.nan
+    "exact_median": _case(tfdp_fl.MedianClipping, _Z, reach=math.nan),
+    "correlated": _case(tfdp_fl.CorrelatedNoise, _CORRELATED, sampling="cyclic"),
+    "local": _case(tfdp_fl.LocalDP, _CLIPPED, noise=0.5 * CLIP),
+    "adaptive_local": _case(
+        tfdp_fl.AdaptiveLocalDP, _DISCO, reach=2 * CLIP, noise=math.nan
     ),
-    "correlated": Case(
-        lambda: tfdp_fl.CorrelatedNoise(**_CORRELATED), sampling="cyclic"
-    ),
-    "local": Case(lambda: tfdp_fl.LocalDP(**_CLIPPED), noise=0.5 * CLIP),
-    # A radius for each of four variables.
-    "adaptive_local": Case(
-        lambda: tfdp_fl.AdaptiveLocalDP(**_DISCO), reach=2 * CLIP, noise=math.nan
-    ),
-    # Weights, which may turn right round, and are weighted by the examples:
-    # 1/4 of the mean is 2 C.
-    "nbafl": Case(
-        lambda: tfdp_fl.NbAFL(epsilon=500.0, constant=3.0, weight_clip=3.0),
-        reach=6.0,
-        averages=True,
-        noise=math.nan,
-    ),
-    "somebodys_own": Case(
-        lambda: smooth_clipping()(start_norm=CLIP, noise_multiplier=0.5)
-    ),
+    "nbafl": _case(tfdp_fl.NbAFL, _NBAFL, reach=6.0, averages=True, noise=math.nan),
+    "somebodys_own": Case(lambda: smooth_clipping()(start_norm=CLIP, **_Z)),
 }
 
 
@@ -196,15 +183,12 @@ class HereWorkers:
 
     def run(self, work, begun):
         begun()
-        results = [
-            ray_workers._Message.of(work.program).runnable()(
-                [*work.sent, *(work.examples or ()), *shard]
-            )
-            for shard in work.shards
-        ]
-        if work.by_sum:
-            results = [functools.reduce(ray_workers._added, results)]
-        return results
+        program = ray_workers._Message.of(work.program).runnable()
+        sent = [*work.sent, *(work.examples or ())]
+        results = [program([*sent, *shard]) for shard in work.shards]
+        return (
+            [functools.reduce(ray_workers._added, results)] if work.by_sum else results
+        )
 
 
 WAYS = (
@@ -242,45 +226,37 @@ class Trainer:
             protocol = secure_aggregation.AdditiveSecretSharing(mode=mode)
         compiled = {"optimizer": tf.keras.optimizers.SGD(0.5), "metrics": ["accuracy"]}
         compiled["jit_compile"] = None if self._beside else way.endswith("xla")
-        self._fed = toy.federated(
+        self.fed = toy.federated(
             *(case.make(), model(), CLIENTS, case.sampling, compiled),
             secure_aggregation=protocol,
         )
-        self._start = self._fed.get_weights()
-
-    @property
-    def run(self) -> Any:
-        """The model's run; None where nothing was begun."""
-        return self._fed.run
+        self._start = self.fed.get_weights()
 
     def start(self) -> np.ndarray:
         """Returns the weights that every round starts from."""
         return toy.flat(self._start)
 
-    def round(self, change: Callable[[Client], Any], others=None) -> Outcome:
+    def round(self, change: Callable[[Client], Any], others=lambda c: c) -> Outcome:
         """Trains one round, of changed data of the hostile client and of others."""
-        data = clients()
-        if others is not None:
-            data = {k: others(client) for k, client in data.items()}
-        self._fed.set_weights(self._start)
-        self._fed._forget_run()  # The same noise again.
+        data = {k: others(client) for k, client in clients().items()}
+        if self.way.startswith("streamed"):
+
+            def read(client):
+                return change(data[client]) if client == HOSTILE else data[client]
+
+            dataset = FederatedDataset.from_client_fn(range(CLIENTS), read)
+        else:
+            data[HOSTILE] = change(data[HOSTILE])
+            dataset = FederatedDataset.from_client_arrays(data)
+        self.fed.set_weights(self._start)
+        self.fed._forget_run()  # The same noise again.
         beside, few = self._beside, "few" in self.way
         chosen = {"is_worthwhile": lambda *_: beside, "is_small": lambda *_: few}
         fit = {"batch_size": EXAMPLES // 2, "seed": 5, "runtime": self._runtime}
         with mock.patch.multiple(dense_models, **chosen):
-            made = toy.fit(self._fed, data=self._dataset(data, change), **fit)
-        history = {name: values[-1] for name, values in made.history.items()}
-        return Outcome(toy.flat(self._fed), history)
-
-    def _dataset(self, data, change):
-        if not self.way.startswith("streamed"):
-            data[HOSTILE] = change(data[HOSTILE])
-            return FederatedDataset.from_client_arrays(data)
-
-        def read(client):
-            return change(data[client]) if client == HOSTILE else data[client]
-
-        return FederatedDataset.from_client_fn(range(CLIENTS), read)
+            history = toy.fit(self.fed, data=dataset, **fit).history
+        history = {name: values[-1] for name, values in history.items()}
+        return Outcome(toy.flat(self.fed), history)
 
     def without(self) -> Outcome:
         """Trains one round without the hostile client."""
@@ -293,23 +269,20 @@ class Trainer:
         That is, from where it would be without it, or if it failed and took its own
         noise along.
         """
-        reach, noise = self.case.reach, self.case.noise
+        reach, noise, history = self.case.reach, self.case.noise, without.history
         if math.isnan(reach):
-            reach = without.history["clip_norm"]
+            reach = history["clip_norm"]
         if math.isnan(noise):
-            noise = without.history["noise_stddev"] / CLIENTS**0.5
+            noise = history["noise_stddev"] / CLIENTS**0.5
         weights, size = np.linalg.norm(self.start()), self.start().size
         # |N(0, I)| of d elements is above sqrt(d) + 6.5 with less than 1e-9
         # (Laurent and Massart 2000, Lemma 1).
         length = size**0.5 + 6.5
-        rounding = (
-            (CLIENTS + 6)
-            * _UNIT
-            * (weights + CLIENTS * reach + length * without.history["noise_stddev"])
-        )
+        added = weights + CLIENTS * reach + length * history["noise_stddev"]
+        rounding = (CLIENTS + 6) * _UNIT * added
         if self.way.startswith("secure"):
             # Each of K values is off by half a step of the protocol's grid.
-            protocol = self._fed.setup.secure_aggregation
+            protocol = self.fed.setup.secure_aggregation
             step = 1e-9 if protocol.mode == "float" else protocol.resolution
             rounding += CLIENTS * step * size**0.5
         if dropped_out:

@@ -25,9 +25,8 @@ def _make(target=4.0, rounds=30, m=100, **options):
 
 def _cost(mechanism, sampling="poisson", rounds=30, m=100):
     """Returns epsilon of the rounds, computed anew."""
-    deployment = Deployment(
-        clients_per_round=m, num_clients=_CLIENTS, sampling=sampling, rounds=rounds
-    )
+    planned = {"num_clients": _CLIENTS, "sampling": sampling, "rounds": rounds}
+    deployment = Deployment(clients_per_round=m, **planned)
     sampler = sampling_lib.make_sampler(sampling, _CLIENTS, m)
     history = accounting.PrivacyAccountant()
     for t in range(rounds):
@@ -76,10 +75,9 @@ def test_schedules_are_scaled_as_a_whole_and_calibrated_as_they_will_run():
     _assert_used_up(_cost(fed.mechanism, rounds=5, m=sizes))
 
 
-_LOCAL = [("local", {"clip_norm": 0.5}), ("adaptive_local", {})]
-
-
-@pytest.mark.parametrize("mechanism, options", _LOCAL)
+@pytest.mark.parametrize(
+    "mechanism, options", [("local", {"clip_norm": 0.5}), ("adaptive_local", {})]
+)
 def test_local_targets_hold_for_the_client_seen_most(mechanism, options):
     made = _make(8.0, mechanism=mechanism, **options).mechanism
     deployment = Deployment(
@@ -92,6 +90,16 @@ def test_local_targets_hold_for_the_client_seen_most(mechanism, options):
     )
     spent = 30 * made.mu_squared(deployment)
     _assert_used_up(accounting.epsilon_of_mu_squared(spent, _DELTA), 8.0)
+    # Nor do clients get a fresh target for every fit.
+    fed = toy.private(8.0, 6, mechanism=mechanism, sampling="shuffled", **options)
+    # 6 rounds are 3 passes: 3 participations of every client.
+    for _ in range(3):
+        toy.fit(fed, 2)
+    assert fed.rounds == 6
+    _assert_used_up(fed.epsilon(1e-3), 8.0)
+    with pytest.warns(RuntimeWarning, match="allows 0 of the 2"):
+        toy.fit(fed, 2)
+    assert fed.rounds == 6
 
 
 def test_few_clients_a_round_get_as_much_count_noise_as_it_takes():
@@ -104,52 +112,34 @@ def test_few_clients_a_round_get_as_much_count_noise_as_it_takes():
         _make(**few, count_noise_stddev=0.2)
 
 
-def test_the_baseline_comes_from_the_same_call():
+def test_the_baseline_and_what_is_refused():
     fed = _make(mechanism="none")
     assert isinstance(fed.mechanism, tfdp_fl.NoPrivacy)
     assert fed.setup.target is None
     toy.fit(fed, 2, data=toy.clients(_CLIENTS))
     assert (fed.rounds, fed.epsilon(_DELTA)) == (2, np.inf)
+    noise = {"clip_norm": 1.0, "noise_multiplier": 1.0}
+    fixed, chosen = tfdp_fl.FixedClipping(**noise), "noise_multiplier can be chosen"
+    little = {"m": 5, "target": 0.05, "count_noise_stddev": 0.25}
+    for message, options in (
+        (chosen, {"mechanism": tfdp_fl.NoPrivacy()}),
+        (chosen, {"mechanism": tfdp_fl.LocalDP(**noise)}),
+        ("needs sampling='fixed_size'", {"noise_site": "client"}),
+        ("target_epsilon=0.05 .* cannot be kept .*clients_per_round / 20", little),
+        ("noise_multiplier is not an arg", {"noise_multiplier": 1.0}),
+        (r"\['clip_norm'\] cannot be given", {"mechanism": fixed, "clip_norm": 2.0}),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            _make(**options)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"mechanism": tfdp_fl.NoPrivacy()}, "noise_multiplier can be chosen"),
-        (
-            {"mechanism": tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=1.0)},
-            "noise_multiplier can be chosen",
-        ),
-        ({"noise_site": "client"}, "noise_site='client' needs sampling='fixed_size'"),
-        (
-            {"m": 5, "target": 0.05, "count_noise_stddev": 0.25},
-            "target_epsilon=0.05 .* cannot be kept .*clients_per_round / 20",
-        ),
-        ({"noise_multiplier": 1.0}, "noise_multiplier is not an arg"),
-        (
-            {
-                "mechanism": tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0),
-                "clip_norm": 2.0,
-            },
-            r"\['clip_norm'\] cannot be given",
-        ),
-    ],
-)
-def test_what_is_refused(options, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        _make(**options)
-
-
-def test_other_numbers_than_planned():
+def test_other_numbers_or_more_rounds_than_planned():
     fed = _make(m=20, rounds=2)
     with pytest.raises(ValueError, match=r"num_clients=1000 .* got 40"):
         toy.fit(fed, 2)
     assert fed.run is None
     with pytest.warns(RuntimeWarning, match="target_delta should .*got 0.002"):
         _make(3.0, 1, target_delta=2e-3)
-
-
-def test_more_rounds_than_planned_are_not_run():
     fed = toy.private(9.0, 4, mechanism="fixed", clip_norm=0.5)
     with warnings.catch_warnings():  # What was asked for runs without a word.
         warnings.simplefilter("error", RuntimeWarning)
@@ -160,27 +150,12 @@ def test_more_rounds_than_planned_are_not_run():
     with pytest.warns(RuntimeWarning, match="allows 0 of the 1 rounds"):
         assert toy.fit(fed, 1).epoch == []
     assert fed.rounds == 4
-
-
-@pytest.mark.parametrize("mechanism, options", _LOCAL)
-def test_clients_do_not_get_a_fresh_target_for_every_fit(mechanism, options):
-    fed = toy.private(8.0, 6, mechanism=mechanism, sampling="shuffled", **options)
-    # 6 rounds are 3 passes: 3 participations of every client.
-    for _ in range(3):
-        toy.fit(fed, 2)
-    assert fed.rounds == 6
-    _assert_used_up(fed.epsilon(1e-3), 8.0)
-    with pytest.warns(RuntimeWarning, match="allows 0 of the 2"):
-        toy.fit(fed, 2)
-    assert fed.rounds == 6
-
-
-def test_cohorts_that_are_not_known_may_allow_more():
+    # Cohorts that are not known may allow more: 40 clients are drawn half of the
+    # time, and somebody is soon drawn thrice.
     fed = toy.private(8.0, 3, mechanism="local", clip_norm=0.5)
     message = "at least 3 of the 40 rounds .* may end there"
     with pytest.warns(RuntimeWarning, match=message):
         toy.fit(fed, 40)
-    # 40 clients are drawn half of the time: somebody is soon drawn thrice.
     assert 3 <= fed.rounds <= 12
     assert fed.epsilon(1e-3) <= 8.0 * (1 + 1e-9)
 

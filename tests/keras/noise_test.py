@@ -36,17 +36,11 @@ def empty_clients(count: int = CLIENTS) -> FederatedDataset:
 
 def model(width: int = 20_000, dtype: str | None = None) -> tf.keras.Model:
     """Returns six variables of `width` elements, two of them not trainable."""
-    layers = tf.keras.layers
     tf.keras.utils.set_random_seed(1)
-    return tf.keras.Sequential(
-        [
-            layers.Input((1,)),
-            layers.Dense(width, dtype=dtype),
-            layers.BatchNormalization(dtype=dtype),
-            layers.Reshape((width // 100, 100), dtype=dtype),
-            layers.GlobalAveragePooling1D(dtype=dtype),
-        ]
-    )
+    layers, of = tf.keras.layers, {"dtype": dtype}
+    made = [layers.Input((1,)), layers.Dense(width, **of)]
+    made += [layers.BatchNormalization(**of), layers.Reshape((width // 100, 100), **of)]
+    return tf.keras.Sequential([*made, layers.GlobalAveragePooling1D(**of)])
 
 
 class Moves(tf.keras.callbacks.Callback):
@@ -62,21 +56,19 @@ class Moves(tf.keras.callbacks.Callback):
         self._before = after
 
 
-def federated(mechanism, m, made=None, sampling="fixed_size", **options):
+def federated(mechanism, m, made=None, sampling="fixed_size", jit=False, **options):
     """Returns a compiled model that moves by nothing but noise."""
-    made = model() if made is None else made
-    options = {"num_replicas": 1, **options}
+    made, options = model() if made is None else made, {"num_replicas": 1, **options}
     fed = tfdp_fl.DPFederatedModel(made, mechanism, m, sampling, **options)
-    fed.compile("sgd", toy.loss(), jit_compile=False)
+    fed.compile("sgd", toy.loss(), jit_compile=jit)
     return fed
 
 
 def train(mechanism, rounds=1, made=None, sampling="fixed_size", options=None, **fit):
     """Trains on empty clients; returns the moves and the history."""
     options = {**(options or {})}
-    compiled = options.pop("jit_compile", False)
-    fed = federated(mechanism, CLIENTS, made, sampling, **options)
-    fed.compile("sgd", toy.loss(), jit_compile=compiled)
+    jit = options.pop("jit_compile", False)
+    fed = federated(mechanism, CLIENTS, made, sampling, jit, **options)
     moves = Moves()
     history = toy.fit(fed, rounds, [moves], data=empty_clients(), **fit)
     return moves.rounds, history.history
@@ -140,9 +132,8 @@ def test_noise_without_a_seed_depends_on_nothing_that_a_user_can_set():
     seen, cohorts = [], set()
     for _ in range(2):
         tf.keras.utils.set_random_seed(7)
-        tf.random.set_seed(7)
-        np.random.seed(7)
-        random.seed(7)
+        for seed in (tf.random.set_seed, np.random.seed, random.seed):
+            seed(7)
         fed, moves = federated(fixed(), 10, sampling="poisson"), Moves()
         toy.fit(fed, data=empty_clients(200), callbacks=[moves])
         seen.append(moves.rounds[0])
@@ -151,27 +142,7 @@ def test_noise_without_a_seed_depends_on_nothing_that_a_user_can_set():
     assert len(cohorts) == 2  # Two alike: less than once in 1e15.
 
 
-@pytest.mark.parametrize(
-    "mechanism",
-    [
-        tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0, noise_site="client"),
-        tfdp_fl.AdaptiveClipping(noise_multiplier=1.0),
-        tfdp_fl.NoPrivacy(),
-    ],
-)
-def test_exact_noise_is_refused_with_other_mechanisms(mechanism):
-    with pytest.raises(ValueError, match="'exact' needs FixedClipping"):
-        toy.federated(mechanism, **_EXACT)
-
-
-def test_what_else_does_not_go_with_exact_noise():
-    # The grid has no room for it, in one of the rounds.
-    for noise in (1e6, 1e-7, (1.0, 2.0**19), lambda t: 1e6**t):
-        mechanism = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=noise)
-        fed = toy.federated(mechanism, **_EXACT)
-        with pytest.raises(ValueError, match="noise_multiplier must be 0"):
-            toy.fit(fed, 2)
-        assert fed.run is None  # Nothing began.
+def test_what_does_not_go_with_exact_noise():
     audit = tfdp_fl.auditing.CanaryAudit(num_canaries=20)
     for options, message in (
         ({"seed": 3}, "seed must be None"),
@@ -181,19 +152,27 @@ def test_what_else_does_not_go_with_exact_noise():
             toy.fit(toy.federated(**_EXACT), **options)
     with pytest.raises(ValueError, match="secure_aggregation must be"):
         toy.federated(secure_aggregation=AdditiveSecretSharing(), **_EXACT)
+    adaptive = tfdp_fl.AdaptiveClipping(noise_multiplier=1.0)
+    for mechanism in (fixed("client"), adaptive, tfdp_fl.NoPrivacy()):
+        with pytest.raises(ValueError, match="'exact' needs FixedClipping"):
+            toy.federated(mechanism, **_EXACT)
+    # The grid has no room for it, in one of the rounds.
+    for noise in (1e6, 1e-7, (1.0, 2.0**19), lambda t: 1e6**t):
+        mechanism = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=noise)
+        fed = toy.federated(mechanism, **_EXACT)
+        with pytest.raises(ValueError, match="noise_multiplier must be 0"):
+            toy.fit(fed, 2)
+        assert fed.run is None  # Nothing began.
 
 
 def test_ledger_and_statement_say_which_noise_it_was(tmp_path):
-    stop = tf.keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda *_: setattr(fed, "stop_training", True)
-    )
     for generator, resume, caveats in (
         ("philox", None, {"pseudorandom_noise"}),
         # It goes on with the other.
         ("exact", tmp_path, {"pseudorandom_noise", "exact_noise"}),
     ):
-        fed = toy.federated(noise_generator=generator)
-        saved = [callbacks.RoundCheckpoint(tmp_path), stop]
+        fed = toy.federated(sampling="shuffled", noise_generator=generator)
+        saved = [callbacks.RoundCheckpoint(tmp_path), toy.stop(fed, fed.rounds)]
         toy.fit(fed, 2, saved, resume_from=resume)
         ledger = accounting.PrivacyLedger.read(tmp_path / "ledger.jsonl")
         said = ledger.entries[-1].details.get("noise_generator", "philox")
@@ -226,51 +205,40 @@ def _local(gone=0, rounds=2, sampling="fixed_size", m=5, **options):
 _SECURE = {"secure_aggregation": AdditiveSecretSharing(max_share_value=1.0)}
 
 
-def _assert_charged(fed, rounds=2):
-    # All that were drawn, as what they sent may have been seen.
-    assert fed.spending.clients.participations.tolist() == [rounds] * 5
-    wanted = accounting.gaussian_epsilon(Z / (2 * rounds**0.5), 1e-3)
+@pytest.mark.parametrize(
+    "gone, answered, options",
+    [
+        *((gone, 5 - gone, options) for gone in (0, 1) for options in ({}, _SECURE)),
+        # Nothing is released; two are no group of secure sums.
+        *((5, 0, {}), (1, 0, {"on_client_failure": "abort"}), (3, 0, _SECURE)),
+    ],
+)
+def test_the_mean_of_those_that_answered_has_the_noise_of_each(gone, answered, options):
+    fed, moves = _local(gone, **options)
+    if answered:
+        assert_is_noise(moves, [Z * CLIP / answered**0.5] * 2)
+        # The noise of those that are missing is missing too.
+        assert math.isinf(fed.central_epsilon(1e-3)) == (gone > 0)
+    else:
+        assert not np.any(moves)
+    # All that were drawn are charged, as what they sent may have been seen.
+    assert fed.spending.clients.participations.tolist() == [2] * 5
+    wanted = accounting.gaussian_epsilon(Z / (2 * 2**0.5), 1e-3)
     assert fed.epsilon(1e-3) == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize("gone", [0, 1, 2])
-@pytest.mark.parametrize("options", [{}, _SECURE])
-def test_the_mean_of_those_that_answered_has_the_noise_of_each(gone, options):
-    fed, moves = _local(gone, **options)
-    assert_is_noise(moves, [Z * CLIP / (5 - gone) ** 0.5] * 2)
-    _assert_charged(fed)
-    # The noise of those that are missing is missing too.
-    assert math.isinf(fed.central_epsilon(1e-3)) == (gone > 0)
-
-
-@pytest.mark.parametrize(
-    "gone, options",
-    [(5, {}), (1, {"on_client_failure": "abort"}), (3, _SECURE)],  # Two are no group.
-)
-def test_a_round_that_releases_nothing_is_charged(gone, options):
-    fed, moves = _local(gone, **options)
-    for (move,) in moves:
-        assert not move.any()
-    _assert_charged(fed)
-
-
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_a_last_cohort_has_the_noise_for_the_fixed_m(adaptive):
+def test_a_last_cohort_has_the_noise_for_the_fixed_m():
     # Five clients, four a round: the second round of a pass has one. An adaptive
     # clip's m/20 of that would be less than z/2, and the noise NaN.
-    mechanism = fixed()
-    if adaptive:
-        mechanism = tfdp_fl.AdaptiveClipping(noise_multiplier=0.3)
-    fed, moves = federated(mechanism, 4, sampling="shuffled"), Moves()
-    toy.fit(fed, 2, [moves], data=empty_clients(5))
-    if adaptive:
-        assert np.isfinite(np.concatenate(moves.rounds[1])).all()
-    else:
-        assert_is_noise(moves.rounds, [Z * CLIP / 4] * 2)
-
-
-@pytest.mark.parametrize("rounds", [1, 2])
-def test_a_pass_that_ends_short_of_noises_has_no_central_guarantee(rounds):
-    fed, _ = _local(rounds=rounds, sampling="shuffled", m=4)
-    assert math.isinf(fed.central_epsilon(1e-5)) == (rounds == 2)
-    assert math.isfinite(fed.epsilon(1e-5))
+    seen = []
+    for mechanism in (fixed(), tfdp_fl.AdaptiveClipping(noise_multiplier=0.3)):
+        fed, moves = federated(mechanism, 4, sampling="shuffled"), Moves()
+        toy.fit(fed, 2, [moves], data=empty_clients(5))
+        seen.append(moves.rounds)
+    assert_is_noise(seen[0], [Z * CLIP / 4] * 2)
+    assert np.isfinite(np.concatenate(seen[1][1])).all()
+    # Nor is a pass of local noise that ends short of shares a central guarantee.
+    for rounds in (1, 2):
+        fed, _ = _local(rounds=rounds, sampling="shuffled", m=4)
+        assert math.isinf(fed.central_epsilon(1e-5)) == (rounds == 2)
+        assert math.isfinite(fed.epsilon(1e-5))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import signal
 import threading
@@ -14,7 +13,7 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.keras import toy
-from tfdp_fl.accounting import PrivacyLedger
+from tfdp_fl import accounting
 from tfdp_fl.engine import CohortEngine
 from tfdp_fl.keras import resuming
 from tfdp_fl.keras.run import RoundCosts
@@ -29,17 +28,12 @@ class _Do(tf.keras.callbacks.Callback):
 
     def __init__(self, function, when="on_epoch_end", round_index=0):
         super().__init__()
-        self._function, self._round = function, round_index
+        self._function, self._rounds = function, (None, {}, round_index)
         setattr(self, when, self._called)
 
     def _called(self, round_index=0, logs=None):
-        del logs
-        if round_index in (None, {}, self._round):  # Or `logs`, before training.
+        if round_index in self._rounds:  # Or `logs`, before training.
             self._function()
-
-
-def _interrupt():
-    raise KeyboardInterrupt
 
 
 def _evaluate(fed):
@@ -47,8 +41,7 @@ def _evaluate(fed):
 
 
 @pytest.mark.parametrize(
-    "when",
-    ["set_model", "on_train_begin", "on_epoch_begin", "on_train_batch_begin"],
+    "when", ["set_model", "on_train_begin", "on_epoch_begin", "on_train_batch_begin"]
 )
 def test_weights_that_a_callback_brings_are_refused(when):
     trained, fed = toy.federated(), toy.federated()
@@ -61,15 +54,12 @@ def test_weights_that_a_callback_brings_are_refused(when):
     assert fed.epsilon(_DELTA) == 0.0
 
 
-def test_a_later_round_may_go_back_to_weights_of_this_run():
+def test_only_weights_of_this_run_may_be_restored(tmp_path):
     fed, kept = toy.federated(), []
     keep = _Do(lambda: kept.extend(fed.get_weights()))
     restore = _Do(lambda: fed.set_weights(kept), "on_epoch_begin", round_index=2)
     toy.fit(fed, 3, callbacks=[keep, restore])
     assert fed.rounds == 3
-
-
-def test_backup_and_restore_is_refused_before_anything_starts(tmp_path):
     fed, backup = toy.federated(), tf.keras.callbacks.BackupAndRestore(tmp_path)
     with pytest.raises(ValueError, match="must not have a BackupAndRestore"):
         toy.fit(fed, 2, [backup])
@@ -80,27 +70,37 @@ def test_an_interrupt_while_a_run_is_resumed(tmp_path):
     fed, resumed = toy.federated(), toy.federated()
     keep = tfdp_fl.callbacks.RoundCheckpoint(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        toy.fit(fed, 3, [keep, _Do(_interrupt, round_index=1)])
+        toy.fit(fed, 3, [keep, toy.at_end(toy.interrupt, 1)])
     restore = resuming.InterruptedRun.restore
 
     def restored(*arguments):
         run = restore(*arguments)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         return run
 
-    with (
-        mock.patch.object(resuming.InterruptedRun, "restore", restored),
-        pytest.raises(KeyboardInterrupt),
-    ):
+    patch = mock.patch.object(resuming.InterruptedRun, "restore", restored)
+    with patch, pytest.raises(KeyboardInterrupt):
         toy.fit(resumed, 3, resume_from=tmp_path)
     toy.assert_same(fed, resumed)
     assert resumed.epsilon(_DELTA) == fed.epsilon(_DELTA)
+    # A wrapper that resumes brings the cost along.
+    second = toy.federated(model=fed.model)
+    toy.fit(second, 3, resume_from=tmp_path)
+    assert second.spending.rounds == 3
+    for use in (
+        lambda: toy.fit(fed, 2),
+        lambda: fed.epsilon(_DELTA),
+        lambda: fed.central_epsilon(_DELTA),
+        lambda: fed.privacy_statement(_DELTA),
+        lambda: _evaluate(fed),
+    ):
+        with pytest.raises(ValueError, match=_TRAINED):
+            use()
 
 
 def test_fits_at_once():
-    fed = toy.federated()
+    fed, errors, start = toy.federated(), [], threading.Barrier(4)
     toy.fit(fed, 1)
-    errors, start = [], threading.Barrier(4)
 
     def train():
         start.wait()
@@ -134,22 +134,18 @@ def test_a_fit_or_compile_inside_a_fit(kind):
     toy.fit(fed, 2)  # The failed one has let go.
 
 
-def test_copies_are_refused():
+def test_what_epsilon_is_computed_from_can_neither_be_copied_nor_set():
     fed = toy.federated()
     for make_copy in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="cannot be copied or pickled"):
             make_copy(fed)
-
-
-@pytest.mark.parametrize("name", ["run", "setup", "model", "mechanism"])
-def test_what_epsilon_is_computed_from_cannot_be_set(name):
-    fed = toy.federated()
     toy.fit(fed, 2)
     spent = fed.epsilon(_DELTA)
     loud = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=100.0)
-    for value in (None, getattr(toy.federated(loud), name)):
-        with pytest.raises(AttributeError, match=f"{name} cannot be set"):
-            setattr(fed, name, value)
+    for name in ("run", "setup", "model", "mechanism"):
+        for value in (None, getattr(toy.federated(loud), name)):
+            with pytest.raises(AttributeError, match=f"{name} cannot be set"):
+                setattr(fed, name, value)
     assert fed.epsilon(_DELTA) == spent
 
 
@@ -163,13 +159,12 @@ def test_a_second_wrapper_of_a_trained_model_or_layer(shares_a_layer):
     fed = toy.federated(model=model)
     second = toy.federated(model=_sharing(model) if shares_a_layer else model)
     toy.fit(fed, 2)
-    uses = (lambda: toy.fit(second, 2), lambda: second.epsilon(_DELTA))
-    for use in uses:
+    for use in (lambda: toy.fit(second, 2), lambda: second.epsilon(_DELTA)):
         with pytest.raises(ValueError, match=_TRAINED):
             use()
     del fed  # It is not forgotten with the wrapper.
     with pytest.raises(ValueError, match="or a layer that it shares"):
-        uses[0]()
+        toy.fit(second, 2)
 
 
 def test_two_models_that_share_a_layer_at_once():
@@ -183,15 +178,11 @@ def test_two_models_that_share_a_layer_at_once():
             toy.fit(waiting.pop(), 2)
         return pending
 
-    with (
-        mock.patch.object(CohortEngine, "collect", collected),
-        pytest.raises(ValueError, match="a layer that it shares"),
-    ):
+    patch = mock.patch.object(CohortEngine, "collect", collected)
+    with patch, pytest.raises(ValueError, match="a layer that it shares"):
         toy.fit(fed, 2)
     assert (fed.spending.rounds, second.spending.rounds) == (0, 2)
-
-
-def test_layers_that_were_not_trained_may_be_shared():
+    # Layers that are not trained may be shared.
     frozen = tf.keras.layers.Dense(8, trainable=False)
     for _ in range(2):
         layers = [tf.keras.layers.Input((8,)), frozen, tf.keras.layers.Dense(3)]
@@ -200,36 +191,18 @@ def test_layers_that_were_not_trained_may_be_shared():
         assert fed.spending.rounds == 2
 
 
-def test_a_wrapper_that_resumes_brings_the_cost_along(tmp_path):
-    fed, keep = toy.federated(), tfdp_fl.callbacks.RoundCheckpoint(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        toy.fit(fed, 3, [keep, _Do(_interrupt, round_index=1)])
-    second = toy.federated(model=fed.model)
-    toy.fit(second, 3, resume_from=tmp_path)
-    assert second.spending.rounds == 3
-    for use in (
-        lambda: toy.fit(fed, 2),
-        lambda: fed.epsilon(_DELTA),
-        lambda: fed.central_epsilon(_DELTA),
-        lambda: fed.privacy_statement(_DELTA),
-        lambda: _evaluate(fed),
-    ):
-        with pytest.raises(ValueError, match=_TRAINED):
-            use()
-
-
 # What a budget allowed is spent by a private evaluation in a callback.
 
 
-def _cost_of_four_rounds():
-    fed = toy.federated()
-    toy.fit(fed, 4)
-    return fed.epsilon(_DELTA) * 1.001
+@pytest.fixture(scope="module")
+def most():
+    """A little more than four rounds cost."""
+    return accounting.epsilon(1.0, "fixed_size", 40, 20, 4, _DELTA) * 1.001
 
 
 @pytest.mark.parametrize("when", ["on_epoch_begin", "on_epoch_end"])
-def test_a_budget_is_asked_in_the_act_of_charging(tmp_path, when):
-    most, fed = _cost_of_four_rounds(), toy.federated()
+def test_a_budget_is_asked_in_the_act_of_charging(tmp_path, when, most):
+    fed = toy.federated()
     budget = tfdp_fl.callbacks.PrivacyBudget(most, _DELTA)
     ledger = tfdp_fl.callbacks.Ledger(tmp_path / "ledger")
     evaluates = _Do(lambda: _evaluate(fed), when, round_index=1)
@@ -237,12 +210,12 @@ def test_a_budget_is_asked_in_the_act_of_charging(tmp_path, when):
     assert fed.spending.evaluations == 1
     assert fed.rounds < 4
     assert fed.epsilon(_DELTA) <= most
-    told = PrivacyLedger.read(ledger.path).epsilon(_DELTA)
+    told = accounting.PrivacyLedger.read(ledger.path).epsilon(_DELTA)
     assert told == pytest.approx(fed.epsilon(_DELTA), abs=1e-6)
 
 
-def test_a_budget_counts_what_is_charged_while_it_plans():
-    most, fed = _cost_of_four_rounds(), toy.federated()
+def test_a_budget_or_target_counts_what_is_charged_while_it_plans(most):
+    fed = toy.federated()
     toy.fit(fed, 1)
     affordable_rounds = RoundCosts.affordable_rounds
 
@@ -254,19 +227,19 @@ def test_a_budget_counts_what_is_charged_while_it_plans():
     with mock.patch.object(RoundCosts, "affordable_rounds", planned):
         toy.fit(fed, 3, [tfdp_fl.callbacks.PrivacyBudget(most, _DELTA)])
     assert fed.epsilon(_DELTA) <= most
-
-
-def test_a_target_is_asked_in_the_act_of_charging():
     fed = toy.private(60.0, 4)
     toy.fit(fed, 4, [_Do(lambda: _evaluate(fed), "on_epoch_begin", round_index=1)])
     assert fed.epsilon(_DELTA) <= 60.0 * (1 + 1e-6)
     assert fed.rounds < 4
 
 
-def test_an_evaluation_asks_the_budget_of_the_fit_about_its_own_model():
+def test_a_budget_serves_one_fit_at_a_time_and_its_model_s_evaluations():
     fed, other = toy.federated(), toy.federated()
     budget = tfdp_fl.callbacks.PrivacyBudget(100.0, _DELTA)
-    toy.fit(fed, 2, callbacks=[budget])
+    inside = _Do(lambda: toy.fit(other, 1, [budget]))
+    with pytest.raises(RuntimeError, match="the PrivacyBudget of a fit that"):
+        toy.fit(fed, 2, [budget, inside])
+    toy.fit(fed, 1, callbacks=[budget])
     budget.epsilon = fed.epsilon(_DELTA) * 1.01
     with pytest.raises(ValueError, match="of the PrivacyBudget"):
         _evaluate(fed)
@@ -274,11 +247,3 @@ def test_an_evaluation_asks_the_budget_of_the_fit_about_its_own_model():
     with pytest.raises(ValueError, match="went on to another model"):
         _evaluate(fed)
     assert fed.spending.evaluations == 0
-
-
-def test_a_budget_serves_one_fit_at_a_time():
-    fed, other = toy.federated(), toy.federated()
-    budget = tfdp_fl.callbacks.PrivacyBudget(100.0, _DELTA)
-    inside = _Do(lambda: toy.fit(other, 1, [budget]))
-    with pytest.raises(RuntimeError, match="the PrivacyBudget of a fit that"):
-        toy.fit(fed, 2, [budget, inside])

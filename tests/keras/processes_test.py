@@ -6,6 +6,7 @@ memory knows to be released.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pathlib
@@ -24,7 +25,6 @@ from tfdp_fl.keras import callbacks, checkpoint, resuming, round_loop
 
 _ROUNDS, _EVERY, _COHORT = 8, 2, 10
 _CLIP, _NOISE = 0.5, 2.0
-_LONGEST_SECONDS = 600
 # Where a process dies, in the order in which a round passes it: the point, the round
 # (counted from 0), and how many rounds were charged and saved by then.
 _DEATHS = (
@@ -38,14 +38,10 @@ _DEATHS = (
 
 
 def _federated(**options):
-    mechanism = tfdp_fl.CorrelatedNoise(
-        clip_norm=_CLIP,
-        noise_multiplier=_NOISE,
-        strategy="blt:2",
-        rounds=_ROUNDS,
-        min_separation=4,
-    )
-    return toy.federated(mechanism, None, _COHORT, "cyclic", **options)
+    mechanism = {"strategy": "blt:2", "rounds": _ROUNDS, "min_separation": 4}
+    mechanism |= {"clip_norm": _CLIP, "noise_multiplier": _NOISE}
+    made = tfdp_fl.CorrelatedNoise(**mechanism)
+    return toy.federated(made, None, _COHORT, "cyclic", **options)
 
 
 def _die() -> None:
@@ -55,31 +51,31 @@ def _die() -> None:
 class _Witness(callbacks.FederatedCallback):
     """Keeps the model of each round, as soon as somebody can see it."""
 
-    def __init__(self, path: pathlib.Path, process: str, last: int | None):
+    def __init__(self, prefix: str, last: int | None):
         super().__init__()
-        self._path, self._process, self._last = path, process, last
+        self._prefix, self._last = prefix, last
 
     def on_round_released(self, round_index, logs):
         weights = toy.flat(self.federated_model)
-        np.save(self._path / f"{self._process}-{round_index}.npy", weights)
+        np.save(f"{self._prefix}-{round_index}.npy", weights)
         if round_index == self._last:
             _die()
 
 
 def _dies(owner, name: str, at_call: int, before: bool) -> None:
     """Has a method die before or after one of its calls."""
-    original, calls = getattr(owner, name), []
+    original, calls = getattr(owner, name), itertools.count(1)
 
     def wrapped(*args, **kwargs):
-        calls.append(name)
-        if before and len(calls) == at_call:
+        dies = next(calls) == at_call
+        if dies and before:
             _die()
         result = original(*args, **kwargs)
-        if len(calls) == at_call:
+        if dies:
             _die()
         return result
 
-    mock.patch.object(owner, name, wrapped).start()
+    setattr(owner, name, wrapped)
 
 
 def _dies_half_way(fatal: pathlib.Path) -> None:
@@ -94,7 +90,7 @@ def _dies_half_way(fatal: pathlib.Path) -> None:
                 _die()
         original(file, data, *args, **kwargs)
 
-    mock.patch.object(checkpoint, "write_atomically", wrapped).start()
+    checkpoint.write_atomically = wrapped
 
 
 def _run(path: pathlib.Path, process: str, point: str | None, round_index: int) -> None:
@@ -113,20 +109,17 @@ def _run(path: pathlib.Path, process: str, point: str | None, round_index: int) 
     # Nothing is learned: what moves the model is the noise.
     fed = _federated(compile_options={"optimizer": tf.keras.optimizers.SGD(0.0)})
     keep = [
-        _Witness(path, process, round_index if point == "seen" else None),
+        _Witness(f"{path}/{process}", round_index if point == "seen" else None),
         callbacks.RoundCheckpoint(path, every=_EVERY, delta=1e-3),
     ]
     toy.fit(fed, _ROUNDS, keep, seed=3, resume_from=path if resumes else None)
     memory = fed.run.mechanism_state.memory
+    buffers = [b.numpy().reshape([b.shape[0], -1]) for b in memory.buffers]
     np.savez(
         path / "end.npz",
-        spent=_mu_squared(
-            charge for charge, n in fed.spending.charges for _ in range(n)
-        ),
+        spent=_mu_squared(c for c, n in fed.spending.charges for _ in range(n)),
         position=memory.position.numpy(),
-        buffers=np.concatenate(
-            [b.numpy().reshape([b.shape[0], -1]) for b in memory.buffers], 1
-        ),
+        buffers=np.concatenate(buffers, 1),
     )
 
 
@@ -151,7 +144,7 @@ def processes():
         for process in started:
             process.start()
         for process in started:
-            process.join(_LONGEST_SECONDS)
+            process.join(600)
         return sorted(process.exitcode for process in started)
 
     return run
@@ -162,10 +155,8 @@ def _noise(path: pathlib.Path, name: str) -> dict[int, np.ndarray]:
     models, own = {-1: toy.flat(toy.dense())}, {}
     # The second process goes on from a model of the first.
     for process in ("first", name):
-        own = {
-            int(file.stem.split("-")[1]): np.load(file)
-            for file in path.glob(f"{process}-*.npy")
-        }
+        files = path.glob(f"{process}-*.npy")
+        own = {int(file.stem.split("-")[1]): np.load(file) for file in files}
         models = {**own, **models}
     scale = _COHORT / _CLIP / _NOISE
     return {
@@ -224,22 +215,18 @@ def test_two_runs_that_begin_in_one_directory(processes, tmp_path):
 
 @pytest.mark.parametrize("saves", [False, True])
 def test_one_ends_while_another_reads_the_checkpoint(tmp_path, saves):
-    def interrupt(epoch, _):
-        if epoch == 1:
-            raise KeyboardInterrupt
-
-    stop = tf.keras.callbacks.LambdaCallback(on_epoch_end=interrupt)
+    keep = [callbacks.RoundCheckpoint(tmp_path)]
     with pytest.raises(KeyboardInterrupt):
-        toy.fit(_federated(), 6, [callbacks.RoundCheckpoint(tmp_path), stop])
+        toy.fit(_federated(), 6, [*keep, toy.at_end(toy.interrupt, 1)])
     restore, faster = resuming.InterruptedRun.restore, [_federated()]
 
     def restored(*arguments):
         if faster:  # As another process, between the reading and the lock.
-            keep = [callbacks.RoundCheckpoint(tmp_path)]
-            toy.fit(faster.pop(), 6, keep, resume_from=tmp_path)
+            own = [callbacks.RoundCheckpoint(tmp_path)]
+            toy.fit(faster.pop(), 6, own, resume_from=tmp_path)
         return restore(*arguments)
 
-    slower, keep = _federated(), [callbacks.RoundCheckpoint(tmp_path)]
+    slower = _federated()
     with (
         mock.patch.object(resuming.InterruptedRun, "restore", restored),
         pytest.raises(ValueError, match="resume from its directory"),
@@ -251,7 +238,7 @@ def test_one_ends_while_another_reads_the_checkpoint(tmp_path, saves):
     assert (tmp_path / "round-00000006.npz").exists()
 
 
-def test_an_evaluation_does_not_make_rounds_known(tmp_path):
+def test_neither_an_evaluation_nor_another_ledger_makes_rounds_known(tmp_path):
     keep, fed, other = [callbacks.RoundCheckpoint(tmp_path)], _federated(), _federated()
     toy.fit(fed, 2, keep)
     toy.fit(other, 2, resume_from=tmp_path)
@@ -263,19 +250,16 @@ def test_an_evaluation_does_not_make_rounds_known(tmp_path):
     with pytest.raises(ValueError, match="does not know of"):
         toy.fit(fed, 2, keep)
     assert fed.rounds == 2
-
-
-def test_nor_does_a_ledger_of_several_runs(tmp_path):
-    def ledger():
-        return callbacks.Ledger(tmp_path / "all.jsonl", append=True)
+    # Nor does a ledger of several runs.
+    run, fed, other = tmp_path / "run", _federated(), _federated()
 
     def both():
-        return [callbacks.RoundCheckpoint(tmp_path / "run"), ledger()]
+        ledger = callbacks.Ledger(tmp_path / "all.jsonl", append=True)
+        return [callbacks.RoundCheckpoint(run), ledger]
 
-    fed, other = _federated(), _federated()
     toy.fit(fed, 2, both())
-    toy.fit(other, 2, both(), resume_from=tmp_path / "run")
+    toy.fit(other, 2, both(), resume_from=run)
     toy.fit(other, 2, both())
     with pytest.raises(ValueError, match="gone on with in two places"):
-        toy.fit(fed, 2, [ledger()])
+        toy.fit(fed, 2, both()[1:])
     assert fed.rounds == 2

@@ -81,21 +81,17 @@ _X = np.ones((1, 8), np.float32)
         ({"a": (*toy.arrays(1), [str(_SECRET)])}, "Error"),
         ({"a": (np.full((3, 8), _SECRET), [_SECRET])}, "Error"),
         ({"a": (np.full((3, 7), float(_SECRET)), [0, 1, 2])}, "Error"),
+        # A number that no embedding has, with all clients and with one.
+        (dict.fromkeys("ab", _tokens(_SECRET)), "No client could be trained"),
+        ({"a": _tokens(1), "b": _tokens(_SECRET)}, "1 client.* Client 'b': .*Error"),
     ],
 )
-def test_a_fit_quotes_nothing(clients, message, model=toy.dense):
+def test_a_fit_quotes_nothing(clients, message):
+    model = _embedding if "client" in message else toy.dense
     fed = toy.federated(tfdp_fl.NoPrivacy(), model, clients_per_round=2)
     said = _said(lambda: fed.fit(clients, verbose=1))
     assert re.search(message, said)
     assert str(_SECRET) not in said
-
-
-def test_a_number_that_no_embedding_has():
-    all_have, b_has = dict.fromkeys("ab", _tokens(_SECRET)), {"a": _tokens(1)}
-    b_has["b"] = _tokens(_SECRET)
-    test_a_fit_quotes_nothing(all_have, "No client could be trained", _embedding)
-    message = "1 client.* Client 'b': .*Error"
-    test_a_fit_quotes_nothing(b_has, message, _embedding)
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,6 @@ def _fit(fed, rounds=_ROUNDS, callbacks=(), **options):
     return toy.fit(fed, rounds, callbacks, batch_size=4, shuffle=True, **options)
 
 
-def _normalized():
-    layers = [tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(3)]
-    model = tf.keras.Sequential([tf.keras.layers.Input((8,)), *layers])
-    model.set_weights([np.full(w.shape, 0.3) for w in model.weights])
-    return model
-
-
 def _adaptive():
     return toy.federated(
         tfdp_fl.AdaptiveClipping(noise_multiplier=0.8),
@@ -54,37 +47,27 @@ def _median():
     noise = tuple(0.5 + t / 10 for t in range(_ROUNDS))
     return toy.federated(
         tfdp_fl.MedianClipping(noise_multiplier=noise, median_noise_multiplier=2.0),
-        *(_normalized, lambda t: 10 + t, "poisson"),
+        *(toy.normalized, lambda t: 10 + t, "poisson"),
         compile_options={"server_optimizer": _ADAM(0.05)},
     )
 
 
 def _averaged():
     averaging = _SGD(1.0, use_ema=True, ema_momentum=0.6)
-    return toy.federated(compile_options={"server_optimizer": averaging})
+    return toy.federated(
+        sampling="shuffled", compile_options={"server_optimizer": averaging}
+    )
 
 
 def _shuffled():
     return toy.federated(clients_per_round=10, sampling="shuffled")
 
 
-def _interrupts(round_index: int):
-    """Returns a callback that raises once a round is released."""
-
-    def interrupt(epoch, _):
-        if epoch == round_index:
-            raise KeyboardInterrupt
-
-    return tf.keras.callbacks.LambdaCallback(on_epoch_end=interrupt)
-
-
 def _copy_as_of(directory, round_index):
     """Copies a finished run as if it had been killed after a round."""
-    copy = directory.with_name(f"killed-{round_index}")
-    shutil.copytree(directory, copy)
-    for file in copy.glob("round-*.npz"):
-        if int(file.stem.split("-")[1]) > round_index:
-            file.unlink()
+    copy = shutil.copytree(directory, directory.with_name(f"killed-{round_index}"))
+    for later in range(round_index + 1, 10):
+        (copy / f"round-{later:08}.npz").unlink(missing_ok=True)
     return copy
 
 
@@ -127,18 +110,16 @@ def _decay(rate):
 @pytest.mark.parametrize("before, after", [(0.1, 0.1), (_decay(0.1), _decay(0.5))])
 def test_a_lost_round_never_has_its_noise_or_cohort_again(tmp_path, before, after):
     # Else the difference of the two releases would have no noise.
-    drawn = []
+    drawn, collect = [], engine.CohortEngine.collect
+
+    def seen(own, clients, inputs):
+        drawn.append((tuple(inputs.seed), tuple(inputs.positions)))
+        return collect(own, clients, inputs)
 
     def trained(rate, path=None, callbacks=()):
         compiled = {"optimizer": _SGD(rate)}
         # (Poisson: the statement of fixed sizes takes seconds.)
         fed = toy.federated(sampling="poisson", compile_options=compiled)
-        collect = engine.CohortEngine.collect
-
-        def seen(own, clients, inputs):
-            drawn.append((tuple(inputs.seed), tuple(inputs.positions)))
-            return collect(own, clients, inputs)
-
         with mock.patch.object(engine.CohortEngine, "collect", seen):
             _fit(fed, callbacks=callbacks, seed=5, resume_from=path)
 
@@ -169,18 +150,15 @@ def test_rounds_that_only_another_ledger_tells_of_are_counted(tmp_path, make):
     assert resumed.epsilon(_DELTA) <= known.epsilon(_DELTA) + 1e-9
 
 
-# Of the local one, the noise stays what the first fit set.
 def test_a_resume_that_fails_leaves_the_run_where_it_was(tmp_path):
     groups = {"strategy": "blt:2", "rounds": 12, "min_separation": 2}
     mechanism = tfdp_fl.CorrelatedNoise(clip_norm=1, noise_multiplier=1, **groups)
     fed = toy.federated(mechanism, None, 10, "cyclic")
     _fit(fed, 3, [RoundCheckpoint(tmp_path, every=2, keep=9)])
     (tmp_path / "round-00000003.npz").unlink()
-    before = fed.run.sampler.state()
-    failing = mock.patch.object(
-        accounting.spending.Spending, "from_state", side_effect=OSError
-    )
-    with failing, pytest.raises(OSError):
+    before, spending = fed.run.sampler.state(), accounting.spending.Spending
+    patch = mock.patch.object(spending, "from_state", side_effect=OSError)
+    with patch, pytest.raises(OSError):
         _fit(fed, 3, [RoundCheckpoint(tmp_path)], resume_from=tmp_path)
     # Else the same clients would be drawn again, closer than the noise allows.
     assert fed.run.sampler.state() == before
@@ -190,34 +168,28 @@ def test_a_resume_that_fails_leaves_the_run_where_it_was(tmp_path):
 @pytest.mark.parametrize("make", [_shuffled, _local])
 @toy.same_draws_when_resumed()
 def test_a_second_fit_is_resumed_as_such(tmp_path, make):
-    whole, keeper = make(), RoundCheckpoint(tmp_path / "run", keep=99)
+    # Of the local one, the noise stays what the first fit set.
+    whole, resumed, keeper = make(), make(), RoundCheckpoint(tmp_path / "run", keep=99)
     for rounds in (2, 3):
         _fit(whole, rounds, [keeper], seed=2)
-    copy, weights = _copy_as_of(tmp_path / "run", 3), whole.get_weights()
-    resumed = make()
-    # NumPy's numbers are as good as Python's.
-    assert _fit(resumed, np.int64(3), seed=np.int64(2), resume_from=copy).epoch == [
-        3,
-        4,
-    ]
-    toy.assert_same(weights, resumed)
+    copy, three = _copy_as_of(tmp_path / "run", 3), np.int64(3)  # As good as Python's.
+    assert _fit(resumed, three, seed=np.int64(2), resume_from=copy).epoch == [3, 4]
+    toy.assert_same(whole, resumed)
 
 
 def test_without_a_seed_it_goes_on_too(tmp_path):
     first, resumed = _shuffled(), _shuffled()
-    stop = [RoundCheckpoint(tmp_path, every=2), _interrupts(3)]
+    keeper = RoundCheckpoint(tmp_path, every=2)
     with pytest.raises(KeyboardInterrupt):
-        _fit(first, callbacks=stop)
+        _fit(first, callbacks=[keeper, toy.at_end(toy.interrupt, 3)])
     assert first.rounds == 4
     cohorts = [first.run.sampler.cohort(t) for t in range(_ROUNDS)]
-    keeper = RoundCheckpoint(tmp_path, every=2)
     _fit(resumed, callbacks=[keeper], resume_from=tmp_path)
-    assert resumed.rounds == _ROUNDS
     for t, cohort in enumerate(cohorts):  # The pass goes on in its order.
         np.testing.assert_array_equal(cohort, resumed.run.sampler.cohort(t))
     # The same model object resumes as well; a finished run has nothing left to do.
     _fit(first, resume_from=tmp_path)
-    assert first.rounds == _ROUNDS
+    assert first.rounds == resumed.rounds == _ROUNDS
     assert first.epsilon(_DELTA) == resumed.epsilon(_DELTA)
     assert _fit(resumed, resume_from=tmp_path).epoch == []
 
@@ -244,6 +216,10 @@ def _refused(fed, path, message, error=ValueError, **fit):
     assert fed.epsilon(_DELTA) == 0.0
 
 
+_LESS = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=0.9)
+_OTHER = tfdp_fl.AdaptiveClipping(noise_multiplier=1.0)
+
+
 @pytest.mark.parametrize(
     "options, fit, message",
     [
@@ -256,14 +232,8 @@ def _refused(fed, path, message, error=ValueError, **fit):
         ({"model": toy.two_layers}, {}, "model must have the weig"),
         ({"clients_per_round": 10}, {}, "clients_per_round must be 20"),
         ({"sampling": "poisson"}, {}, "sampling must be 'fixed_size'"),
-        (
-            {"mechanism": tfdp_fl.AdaptiveClipping(noise_multiplier=1.0)},
-            *({}, "mechanism must be 'FixedClipping'"),
-        ),
-        (
-            {"mechanism": tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=0.9)},
-            *({}, "mechanism's noise_multiplier must be 1.0"),
-        ),
+        ({"mechanism": _OTHER}, {}, "mechanism must be 'FixedClipping'"),
+        ({"mechanism": _LESS}, {}, "mechanism's noise_multiplier must be 1.0"),
         (
             {"compile_options": {"server_optimizer": "adam"}},
             *({}, "server_optimizer must be None"),
@@ -284,19 +254,15 @@ def copy(trained, tmp_path):
 
 
 def test_missing_checkpoints_and_ledger_are_named(copy, tmp_path):
-    fed, ledger = toy.federated(), copy / "ledger.jsonl"
+    fed, other, ledger = toy.federated(), toy.federated(), copy / "ledger.jsonl"
+    toy.fit(other, 1)
+    with pytest.raises(ValueError, match="was not trained yet, or"):
+        _resume(other, copy)
     _refused(fed, tmp_path, "no checkpoint in", FileNotFoundError)
     _put_back(copy, 1)
     _refused(fed, copy, "lines at its end were removed", accounting.LedgerTamperedError)
     ledger.unlink()
     _refused(fed, copy, "ledger .* is missing", accounting.LedgerError)
-
-
-def test_a_model_with_other_rounds_behind_it_is_refused(copy):
-    other = toy.federated()
-    toy.fit(other, 1)
-    with pytest.raises(ValueError, match="was not trained yet, or"):
-        _resume(other, copy)
 
 
 def test_a_budget_counts_what_was_charged_and_lost(copy, trained):
@@ -324,7 +290,7 @@ def test_a_damaged_newest_goes_on_from_the_one_before(copy, trained):
 def test_a_run_that_went_on_elsewhere_is_not_gone_back_to(tmp_path):
     path, fed = tmp_path / "run", toy.federated()
     with pytest.raises(KeyboardInterrupt):
-        toy.fit(fed, 4, [RoundCheckpoint(path), _interrupts(1)])
+        toy.fit(fed, 4, [RoundCheckpoint(path), toy.at_end(toy.interrupt, 1)])
     toy.fit(fed, 2, [Ledger(tmp_path / "other.jsonl")])
     # Meanwhile another process resumes, and its ledger is as long.
     toy.fit(toy.federated(), 4, resume_from=path)

@@ -23,11 +23,6 @@ from tfdp_fl.keras import run as run_lib
 _Engine = engine.CohortEngine
 
 
-def _after(function):
-    """Calls something of the epoch after each round."""
-    return tf.keras.callbacks.LambdaCallback(on_epoch_end=lambda t, _: function(t))
-
-
 @contextlib.contextmanager
 def _cohorts():
     """Yields which are drawn, and on which thread; which train; with which seeds."""
@@ -52,12 +47,6 @@ def _cohorts():
         yield seen
 
 
-def _streamed(clients):
-    return tfdp_fl.datasets.FederatedDataset.from_client_fn(
-        clients.client_ids, clients.client, clients.element_spec
-    )
-
-
 @pytest.mark.parametrize(
     "mechanism, streamed",
     [
@@ -70,15 +59,14 @@ def test_a_seeded_run_is_the_same_drawn_ahead_or_not(mechanism, streamed):
     ends = np.cumsum(np.random.default_rng(3).integers(0, 20, 39))
     rows = np.split(np.arange(ends[-1]), ends[:-1])
     clients = tfdp_fl.FederatedDataset.from_indices(x, y, rows)
-    clients = _streamed(clients) if streamed else clients
+    clients = toy.streamed(clients) if streamed else clients
 
     def trained():
         fed = toy.federated(mechanism, clients_per_round=7)
         rate = tf.keras.callbacks.LearningRateScheduler(lambda t: 0.1 / (1 + t))
         fit = {"batch_size": 4, "local_epochs": 2, "seed": 5, "shuffle": True}
-        history = toy.fit(fed, 7, [rate], data=clients, **fit)
-        values = [*fed.get_weights(), *history.history.values()]
-        return values
+        history = toy.fit(fed, 4, [rate], data=clients, **fit)
+        return [*fed.get_weights(), *history.history.values()]
 
     found = trained()
     with mock.patch.object(chunks.Reader, "expect"):
@@ -89,7 +77,7 @@ def test_a_seeded_run_is_the_same_drawn_ahead_or_not(mechanism, streamed):
 def test_a_client_that_is_drawn_trains_once(streamed):
     fed, clients = toy.federated(clients_per_round=5), toy.clients()
     with _cohorts() as cohorts:
-        toy.fit(fed, 6, data=_streamed(clients) if streamed else clients)
+        toy.fit(fed, 6, data=toy.streamed(clients) if streamed else clients)
     assert [t for t, _ in cohorts.drawn] == list(range(6))
     assert [positions for _, positions in cohorts.drawn] == cohorts.trained
     assert len(set(cohorts.seeds)) == 6
@@ -100,50 +88,25 @@ def test_a_client_that_is_drawn_trains_once(streamed):
     np.testing.assert_array_equal(fed.run.spending.clients.participations, counts)
 
 
-def test_a_training_that_stops_draws_others_afterwards():
+def test_what_was_drawn_for_nothing_trains_nobody():
     fed = toy.federated(clients_per_round=5)
-
-    def stop(epoch):
-        fed.stop_training = epoch == 1
-
     with _cohorts() as cohorts:
-        toy.fit(fed, 9, [_after(stop)])
+        toy.fit(fed, 9, [toy.stop(fed, 1)])
         drawn_for_nothing = cohorts.drawn[-1]
         toy.fit(fed, 1)
     assert [t for t, _ in cohorts.drawn] == [0, 1, 2, 2]
     assert drawn_for_nothing[1] not in cohorts.trained
     assert len(cohorts.trained) == 3
-
-
-def test_nor_does_a_round_use_what_was_drawn_for_another_attempt():
-    def seeds(repeated):
+    # Nor does a round use what was drawn for another attempt.
+    seeds = []
+    for repeated in (None, 1):
         fed = toy.federated(clients_per_round=5)
-
-        def tell(epoch):
-            if repeated and epoch == 1:
-                fed.run.attempts.take()
-
+        take = toy.at_end(lambda fed=fed: fed.run.attempts.take(), repeated)
         with _cohorts() as cohorts:
-            toy.fit(fed, 4, [_after(tell)], seed=3)
-        return cohorts.seeds
-
-    plain, repeated = seeds(False), seeds(True)
-    assert plain[:2] == repeated[:2]
-    assert plain[2] != repeated[2]
-    assert plain[3] != repeated[3]
-
-
-def test_cohorts_that_depend_on_releases_are_not_drawn_ahead():
-    correlated = tfdp_fl.CorrelatedNoise(
-        clip_norm=0.5,
-        noise_multiplier=1.0,
-        strategy="banded",
-        rounds=4,
-        min_separation=3,
-    )
-    with mock.patch.object(chunks.Reader, "expect") as expect:
-        toy.fit(toy.federated(correlated, None, 4, "cyclic"), 3)
-    expect.assert_not_called()
+            toy.fit(fed, 4, [take] if repeated else [], seed=3)
+        seeds.append(cohorts.seeds)
+    alike = [one == other for one, other in zip(*seeds, strict=True)]
+    assert alike == [True, True, False, False]
 
 
 def test_an_error_of_drawing_is_the_rounds_own():
@@ -159,7 +122,7 @@ def test_an_error_of_drawing_is_the_rounds_own():
         mock.patch.object(sampling.FixedSizeSampler, "cohort", cohort),
         pytest.raises(RuntimeError, match="is damaged"),
     ):
-        toy.fit(fed, 4, data=_streamed(toy.clients()))
+        toy.fit(fed, 4, data=toy.streamed(toy.clients()))
     # What was released is there, and paid for.
     assert (fed.rounds, fed.spending.rounds) == (2, 2)
 
@@ -173,14 +136,9 @@ def test_every_attempt_has_a_seed_of_its_own():
     for _ in range(2):
         attempts.renew()
         taken.append(attempts.take())
-    words = 2**32
-    seeds = [
-        tuple(run_lib.round_seed(seed, attempt))
-        for seed in (1, 1 + words, 1 + 2 * words, 2)
-        for attempt in taken
-    ]
-    assert len(set(seeds)) == len(seeds)
-    np.testing.assert_array_equal(seeds[0], run_lib.round_seed(1, (0,)))
+    given = 1, 1 + 2**32, 1 + 2**33, 2
+    seeds = {tuple(run_lib.round_seed(seed, each)) for seed in given for each in taken}
+    assert len(seeds) == len(given) * len(taken)
 
 
 def test_a_fork_takes_no_attempt_of_its_parent():
@@ -213,25 +171,24 @@ def test_runs_that_share_a_ledger_share_no_noise(tmp_path):
 
 @pytest.mark.parametrize("when", ["in", "after"])
 def test_a_round_broken_off_in_or_after_its_release_is_counted(when):
-    fed, seeds = toy.federated(clients_per_round=2), []
+    fed, drawn = toy.federated(clients_per_round=5), []
     release = round_loop.RoundLoop._release
 
     def broken_off(loop, pending):
-        seeds.append(tuple(pending.inputs.seed))
+        drawn.append((tuple(pending.inputs.seed), tuple(pending.inputs.positions)))
         if when == "in":
-            error = mock.Mock(side_effect=KeyboardInterrupt)
-            with mock.patch.object(loop.engine, "release", error):
-                release(loop, pending)
+            loop.engine.release = toy.interrupt
         release(loop, pending)
         raise KeyboardInterrupt
 
-    for done in (1, 2):
-        with (
-            mock.patch.object(round_loop.RoundLoop, "_release", broken_off),
-            pytest.raises(KeyboardInterrupt),
-        ):
-            toy.fit(fed, seed=1)
-        # Broken off within, it is charged, as it may have been seen.
-        assert fed.spending.rounds == done
-        assert fed.rounds == (done if when == "after" else 0)
-    assert len(set(seeds)) == 2
+    with mock.patch.object(round_loop.RoundLoop, "_release", broken_off):
+        for done in (1, 2):
+            with pytest.raises(KeyboardInterrupt):
+                toy.fit(fed, seed=1)
+            # Broken off within, it is charged, as it may have been seen.
+            assert fed.spending.rounds == done
+            assert fed.rounds == (done if when == "after" else 0)
+            vars(fed.engine).pop("release", None)
+    # Two draws are charged: the same clients twice, with other noise, cost more.
+    for each in zip(*drawn, strict=True):
+        assert len(set(each)) == 2

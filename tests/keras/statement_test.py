@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import tensorflow as tf
 
 import tfdp_fl
 from tests.keras import toy
@@ -22,11 +21,6 @@ def _trained(mechanism=None, rounds=1, fit=None, **options):
     return fed
 
 
-def _normalized():
-    layers = [tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(3)]
-    return tf.keras.Sequential([tf.keras.Input((8,)), *layers])
-
-
 _ALL = {"sampling": "fixed_size", "clients_per_round": 40, **_SECURE}
 _AT_CLIENTS = tfdp_fl.FixedClipping(**_FIXED, noise_site="client")
 _PRIVATE = tfdp_fl.MedianClipping(noise_multiplier=1.0, median_noise_multiplier=1.0)
@@ -40,12 +34,12 @@ _HONEST = "client_noise_needs_honest_clients"
     [
         ({"mechanism": _EXACT}, "exact_median", _SUMS),
         (
-            {"model": _normalized, "fit": {"seed": 1}, "rounds": 2},
+            {"model": toy.normalized, "fit": {"seed": 1}, "rounds": 2},
             "seed_given non_trainable_released shuffled_zero_out",
             "non_trainable_kept",
         ),
         (
-            {"model": _normalized, "non_trainable_state": "keep"},
+            {"model": toy.normalized, "non_trainable_state": "keep"},
             *("non_trainable_kept", "non_trainable_released seed_given"),
         ),
         (
@@ -73,8 +67,7 @@ def test_caveats_that_hold(options, there, missing):
 def test_a_central_guarantee():
     fit = {"validation_data": toy.arrays(20)}
     fed = _trained(sampling="poisson", rounds=3, delta=_DELTA, fit=fit)
-    facts = fed.privacy_statement(format="dict")
-    sizes = fed.model.history.history["cohort_size"]
+    facts, sizes = fed.privacy_statement(format="dict"), fed.run.cohort_sizes
     assert (facts["unit"], facts["relation"]) == ("client", "ADD_OR_REMOVE_ONE")
     assert (facts["rounds"], facts["num_clients"]) == (3, toy.NUM_CLIENTS)
     assert facts["cohort_sizes"]["max"] == max(sizes)
@@ -91,9 +84,6 @@ def test_a_central_guarantee():
     text = fed.privacy_statement()
     for needed in ("epsilon = ", "one client is added or removed", "N = 40 and"):
         assert needed in text
-    # A delta that nobody gave follows from N.
-    facts = _trained().privacy_statement(format="dict")
-    assert facts["delta"] == pytest.approx(40**-1.1)
 
 
 def test_a_local_guarantee_is_not_called_central():
@@ -102,18 +92,15 @@ def test_a_local_guarantee_is_not_called_central():
     )
     fed = _trained(mechanism, 2, sampling="fixed_size")
     facts = fed.privacy_statement(_DELTA, "dict")
-    assert facts["guarantee"] == "local"
+    assert (facts["guarantee"], facts["epsilon_rdp"]) == ("local", None)
     assert facts["epsilon"] == fed.epsilon(_DELTA)
-    assert facts["epsilon_rdp"] is None
     assert facts["max_participations"] == 2
     assert facts["caveats"].keys() >= {
         *("local_not_central", "radius_from_unnoised_norms"),
         *("layers_charged_separately", "classic_above_one"),
     }
     assert "Local differential privacy" in fed.privacy_statement()
-
-
-def test_the_central_number_of_shuffled_local_noise_is_for_replaced_data():
+    # The central number of shuffled local noise is for replaced data.
     mechanism = tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=4.0)
     fed = _trained(mechanism, 2, clients_per_round=10, accountant="pld")
     facts = fed.privacy_statement(1e-5, "dict")
@@ -147,6 +134,8 @@ def test_no_privacy_or_no_round_says_so():
     facts = fed.privacy_statement(_DELTA, "dict")
     assert (facts["has_guarantee"], facts["epsilon"]) == (False, None)
     assert not facts["caveats"]
+    # A delta that nobody gave follows from N.
+    assert fed.privacy_statement(format="dict")["delta"] == pytest.approx(40**-1.1)
     fed, budget = toy.federated(), tfdp_fl.callbacks.PrivacyBudget(0.01, _DELTA)
     toy.fit(fed, callbacks=[budget])
     facts = fed.privacy_statement(format="dict")

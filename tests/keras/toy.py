@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import inspect
 import os
-from collections.abc import Iterator
+import resource
+import signal
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -51,16 +53,20 @@ def dropout() -> tf.keras.Model:
     return dense(dropout=0.5)
 
 
+def normalized() -> tf.keras.Model:
+    """Returns `dense` behind a normalization and a dropout."""
+    tf.keras.utils.set_random_seed(1)
+    layers = [tf.keras.layers.BatchNormalization(), tf.keras.layers.Dropout(0.3)]
+    return tf.keras.Sequential(
+        [tf.keras.layers.Input((8,)), *layers, tf.keras.layers.Dense(NUM_CLASSES)]
+    )
+
+
 def two_layers() -> tf.keras.Model:
     """Returns a model of 8 -> 5 -> 3 that always starts the same."""
     tf.keras.utils.set_random_seed(1)
-    return tf.keras.Sequential(
-        [
-            tf.keras.layers.Input((8,)),
-            tf.keras.layers.Dense(5, activation="tanh"),
-            tf.keras.layers.Dense(NUM_CLASSES),
-        ]
-    )
+    layers = [tf.keras.layers.Dense(5, "tanh"), tf.keras.layers.Dense(NUM_CLASSES)]
+    return tf.keras.Sequential([tf.keras.layers.Input((8,)), *layers])
 
 
 def private(epsilon: float, rounds: int, metrics: Any = None, **options: Any):
@@ -101,6 +107,33 @@ def assert_same(one: Any, other: Any) -> None:
     np.testing.assert_array_equal(flat(one), flat(other))
 
 
+def at_end(function: Callable[[], Any], round_index: int | None = None):
+    """Returns a callback that calls something after a round, or after each."""
+
+    def called(epoch, _):
+        if round_index in (None, epoch):
+            function()
+
+    return tf.keras.callbacks.LambdaCallback(on_epoch_end=called)
+
+
+def interrupt(*_: Any, **__: Any) -> None:
+    """Does what Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
+def stop(fed: tfdp_fl.DPFederatedModel, round_index: int = 0):
+    """Returns a callback that stops a training after a round."""
+    return at_end(lambda: setattr(fed, "stop_training", True), round_index)
+
+
+def streamed(data: Any):
+    """Returns clients that are read when they train."""
+    return tfdp_fl.FederatedDataset.from_client_fn(
+        data.client_ids, data.client, data.element_spec
+    )
+
+
 @contextlib.contextmanager
 def same_draws_when_resumed() -> Iterator[None]:
     """Has resumed runs draw what an uninterrupted one draws: all else goes on."""
@@ -113,6 +146,19 @@ def same_draws_when_resumed() -> Iterator[None]:
 
     with mock.patch.object(resuming.InterruptedRun, "restore", restored):
         yield
+
+
+@contextlib.contextmanager
+def full_disk(limit: int = 0) -> Iterator[None]:
+    """Has every write beyond `limit` bytes of a file fail, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
 
 
 @dataclasses.dataclass

@@ -19,7 +19,7 @@ import time
 import pytest
 
 import tfdp_fl
-from tests.keras import files, toy
+from tests.keras import toy
 from tests.scripts.programs import ROOT
 from tests.stress import killed_run
 from tfdp_fl import accounting
@@ -87,7 +87,7 @@ class _Listener(callbacks.FederatedCallback):
 
     def on_epoch_begin(self, epoch, logs=None):
         if epoch == self._round:
-            self.full_disk.enter_context(files.full_disk(self._limit))
+            self.full_disk.enter_context(toy.full_disk(self._limit))
 
     def on_round_released(self, round_index, logs):
         self.released.append(round_index)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from absl.testing import absltest
 
 from tests.keras import hostile, hostile_test
 
@@ -20,16 +19,15 @@ _with_ray = pytest.mark.skipif(
 
 
 def _attack(way, runtime=None):
-    test = absltest.TestCase()
     for case in hostile.CASES.values():
         trainer = hostile.Trainer(case, way, runtime)
         without = trainer.without()
         for attack in hostile.ATTACKS:
-            hostile_test.check_attack(test, trainer, without, attack)
+            hostile_test.check_attack(trainer, without, attack)
         if not way.startswith("streamed"):
             continue
         for failure in hostile.FAILURES:
-            hostile_test.check_failure(test, trainer, without, failure)
+            hostile_test.check_failure(trainer, without, failure)
 
 
 @pytest.mark.parametrize("way", hostile.WAYS)
