@@ -25,6 +25,7 @@ _HOSTILE = {
     "beyond float32's norms": np.full(6, 3e38),
     "denormal": np.full(6, 1e-42),
     "huge": np.full(6, 1e18),
+    "cancelling": np.array([1e7, -1e7] * 3),
 }
 # Of a difference of two models in float32.
 _ROUNDING = 1e-6

@@ -7,12 +7,19 @@ arrive, in TFF or at Flower, may be anything: `tests/conformance` and
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 
+import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.keras import hostile, hostile_test
 
+_with_tff = pytest.mark.skipif(
+    importlib.util.find_spec("tensorflow_federated") is None,
+    reason="TensorFlow Federated is not installed.",
+)
 _with_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed."
 )
@@ -41,3 +48,55 @@ def test_on_ray_workers():
 
     with runtimes.RayWorkers(num_workers=2) as workers:
         _attack("ray_workers", workers)
+
+
+@_with_tff
+@pytest.mark.parametrize("name", ["fixed", "adaptive", "median", "correlated"])
+def test_by_tff_learning(name):
+    """`build_dp_fed_avg`, without noise that could be seen beside."""
+    import tensorflow_federated as tff
+
+    from tfdp_fl import learning
+
+    exact = {"median_noise_multiplier": None} if name == "median" else {}
+    mechanism = hostile.CASES[name].make()
+    mechanism = dataclasses.replace(mechanism, noise_multiplier=1e-6, **exact)
+
+    def batches(client):
+        x, y = client
+        slices = (x.astype(np.float32), y.astype(np.int32))
+        rows = tf.data.Dataset.from_tensor_slices(slices)
+        return rows.batch(hostile.EXAMPLES // 2)
+
+    spec = batches(hostile.clients()[0]).element_spec
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    process = learning.build_dp_fed_avg(
+        lambda: tff.learning.models.from_keras_model(
+            hostile.model(), loss=loss, input_spec=spec
+        ),
+        mechanism,
+        clients_per_round=hostile.CLIENTS,
+        client_optimizer_fn=tff.learning.optimizers.build_sgdm(0.5),
+    )
+    state = process.initialize()
+
+    def run(change):
+        data = hostile.clients()
+        data[hostile.HOSTILE] = change(data[hostile.HOSTILE])
+        output = process.next(state, [batches(c) for c in data.values()])
+        weights = process.get_model_weights(output.state).trainable
+        flat = np.concatenate([np.ravel(w) for w in weights])
+        return flat, output.metrics["aggregator"]
+
+    without, seen = run(hostile.without_examples)
+    bound = seen["clip_norm"] / hostile.CLIENTS * (1 + 1e-5) + 1e-5
+    for attack, change in hostile.ATTACKS.items():
+        result, seen = run(change)
+        assert np.isfinite(result).all(), attack
+        assert np.linalg.norm(result - without) <= bound, attack
+        if attack in hostile_test.DISCARDED:
+            assert seen["discarded_clients"] == 1, attack
+    for failure in ("label_too_large", "wrong_shape"):
+        with pytest.raises(Exception):  # noqa: B017 (TFF's own)
+            run(hostile.FAILURES[failure])
+    run(hostile.without_examples)  # The old state is still good.
