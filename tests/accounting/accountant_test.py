@@ -129,11 +129,15 @@ def test_nothing_done_costs_nothing_and_no_noise_everything(accountant):
 def test_incremental_is_the_whole(sampling):
     rounds = [_charge(sampling, z=1 + 0.1 * (t % 3)) for t in range(30)]
     step_by_step = _history()
+
+    def seen():
+        return step_by_step.epsilon(1e-5), step_by_step.charges, step_by_step.rounds
+
     for charge in rounds:
         # What would be leaves the history alone.
-        before = step_by_step.charges, step_by_step.rounds
+        before = seen()
         predicted = step_by_step.would_be(charge).epsilon(1e-5)
-        assert (step_by_step.charges, step_by_step.rounds) == before
+        assert seen() == before
         step_by_step.add(charge)
         spent = step_by_step.epsilon(1e-5)
         assert spent == predicted

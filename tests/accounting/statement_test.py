@@ -100,6 +100,7 @@ def _content(delta=1e-5, **changes):
 )
 def test_what_holds_is_said(changes, words, keys):
     text = _text(**changes)
+    json.dumps(_content(**changes), allow_nan=False)
     assert [each for each in words if each not in text] == []
     for key in keys:
         sentence = caveats.CAVEATS.get(key.strip("!"), key)

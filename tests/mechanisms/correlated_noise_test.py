@@ -120,3 +120,12 @@ def test_where_it_may_not_be_used(changes, message):
     mechanism.check(Deployment(**_CYCLIC, max_participations=1))
     with pytest.raises(ValueError, match=message):
         mechanism.check(Deployment(**{**_CYCLIC, **changes}))
+
+
+@pytest.mark.parametrize("strategy", ["blt:2", "banded"])
+@pytest.mark.parametrize("rounds", [5, 12, 31])
+def test_where_a_target_is_kept_the_noise_follows(strategy, rounds):
+    given = _mechanism(strategy)
+    other = given.for_server(0.9, rounds)
+    before, after = (_history(each, rounds).epsilon(1e-5) for each in (given, other))
+    assert 0.8 * before < after <= before

@@ -62,11 +62,9 @@ def test_what_is_no_number_of_examples_weighs_nothing(examples):
 def _released(deployment, value=0.0):
     query, state = _bound(deployment)
     total = query.initial_sample_state([tf.zeros(shape) for shape in _WIDE])
-    total = total._replace(
-        update=[v + 5 * value for v in total.update], weight=tf.constant(5.0)
-    )
-    weights, _, _ = query.get_noised_result(total, state)
-    return weights
+    update = [v + 5 * value for v in total.update]
+    total = total._replace(update=update, weight=tf.constant(5.0))
+    return query.get_noised_result(total, state)[0]
 
 
 def test_noise_before_broadcast_when_it_is_due():

@@ -70,40 +70,22 @@ def test_a_draw_is_what_float64_makes_of_the_same_words():
 # Never the same twice.
 
 
-def _seeded_calls():
+def test_two_draws_differ():
+    def one():
+        return _noise()[0]
+
+    traced = tf.function(lambda: (one(), one()))
+    drawn = [one(), one(), *traced(), *traced(), tf.function(one)()]
+    # In the turns of a loop.
+    drawn += list(tf.function(lambda: tf.map_fn(lambda _: one(), tf.zeros([3])))())
     for _ in range(2):
         tf.random.set_seed(1)
-        yield _noise()[0]
-
-
-def _traced_calls():
-    traced = tf.function(lambda: (_noise()[0], _noise()[0]))
-    return [*traced(), *traced(), tf.function(lambda: _noise()[0])()]
-
-
-def _turns_of_a_loop():
-    return tf.function(lambda: tf.map_fn(lambda _: _noise()[0], tf.zeros([3])))()
-
-
-def _in_one_block():
+        drawn.append(one())
     with noise.seeded(_SEED):
-        return [_noise()[0], _noise()[0]]
-
-
-@pytest.mark.parametrize(
-    "draws",
-    [
-        lambda: (_noise()[0], _noise()[0]),
-        _seeded_calls,
-        _traced_calls,
-        _turns_of_a_loop,
-        _in_one_block,
-    ],
-)
-def test_two_draws_differ(draws):
-    for one, other in itertools.combinations(list(draws()), 2):
-        assert not np.array_equal(one, other)
-        statistics.assert_uncorrelated(one, other)
+        drawn += [one(), one()]
+    for first, second in itertools.combinations(drawn, 2):
+        assert not np.array_equal(first, second)
+        statistics.assert_uncorrelated(first, second)
 
 
 def test_a_seed_is_followed_in_its_block_and_in_a_traced_function():

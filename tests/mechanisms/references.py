@@ -67,16 +67,12 @@ def gaussian_delta(sigma: float, sensitivity: float, epsilon: float) -> float:
 
 def analytic_sigma(sensitivity: float, epsilon: float, delta: float) -> float:
     """Balle & Wang (2018): the smallest sigma that keeps (epsilon, delta)."""
-    return math.exp(
-        optimize.brentq(
-            lambda log_sigma: (
-                gaussian_delta(math.exp(log_sigma), sensitivity, epsilon) - delta
-            ),
-            math.log(sensitivity * 1e-2),
-            math.log(sensitivity * 1e6),
-            xtol=1e-12,
-        )
-    )
+
+    def off(log_sigma: float) -> float:
+        return gaussian_delta(math.exp(log_sigma), sensitivity, epsilon) - delta
+
+    low, high = math.log(sensitivity * 1e-2), math.log(sensitivity * 1e6)
+    return math.exp(optimize.brentq(off, low, high, xtol=1e-12))
 
 
 def classic_sigma(sensitivity: float, epsilon: float, delta: float) -> float:
@@ -93,12 +89,7 @@ def disco_radius(previous_norms, clipping_radius: float) -> float:
 
 def disco_sigma(radius, epsilon, delta, rounds) -> float:
     """DISCO: 2 r sqrt(2 ln(1.25 / delta_r)) / epsilon_r."""
-    return (
-        2
-        * radius
-        * math.sqrt(2 * math.log(1.25 / (delta / rounds)))
-        / (epsilon / rounds)
-    )
+    return classic_sigma(2 * radius, epsilon / rounds, delta / rounds)
 
 
 def nbafl_uplink_sigma(clip, constant, rounds, examples, epsilon) -> float:
@@ -123,9 +114,5 @@ def nbafl_server_clip(weights, clip: float):
 
 def variance_and_scale(updates) -> tuple[float, float]:
     """Geyer et al. (2017), Section 3: V_c and U_s over all parameters."""
-    flat = np.stack([np.concatenate([np.ravel(v) for v in u]) for u in updates]).astype(
-        float
-    )
-    mean = flat.mean(axis=0)
-    variance = np.mean((flat - mean) ** 2, axis=0)
-    return float(variance.mean()), float(np.mean(mean**2))
+    flat = np.array([np.concatenate([np.ravel(v) for v in u]) for u in updates], float)
+    return float(flat.var(axis=0).mean()), float(np.mean(flat.mean(axis=0) ** 2))

@@ -45,3 +45,9 @@ def assert_uncorrelated(first, second) -> None:
     correlation = float(np.corrcoef(first, second)[0, 1])
     bound = stats.norm.ppf(1 - FALSE_ALARM / 2) / math.sqrt(len(first))
     assert abs(correlation) <= bound, f"correlation {correlation:.4g}"
+
+
+def are_uniform(cells, num_cells: int) -> bool:
+    """Returns whether cell numbers look uniform over all cells."""
+    counts = np.bincount(np.ravel(cells), minlength=num_cells)
+    return stats.chisquare(counts).pvalue > FALSE_ALARM

@@ -6,13 +6,11 @@ import functools
 import importlib.util
 import inspect
 import os
-import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import dp_accounting
-import numpy as np
 import pandas as pd
 import tensorflow as tf
 
@@ -125,13 +123,6 @@ class _ClientData:
         return tf.data.Dataset.from_tensor_slices(toy.arrays(4))
 
 
-def _mnist(path: Any, **options: Any) -> Any:
-    """Loads it; without a path it would be downloaded."""
-    if path is None:
-        raise ValueError("not here")
-    return datasets.load_mnist(path=path, **options)
-
-
 def _datasets() -> Calls:
     made = datasets.FederatedDataset
     x, y = toy.arrays(20)
@@ -145,18 +136,6 @@ def _datasets() -> Calls:
     yield _usual(made.from_tf_datasets, clients={0: rows})
     yield _usual(datasets.as_federated, clients=[(x, y)])
     yield _usual(datasets.load_digits, num_clients=10)
-    images = np.random.default_rng(0).integers(0, 255, [600, 28, 28], np.uint8)
-    labels = np.repeat(np.arange(10), 60).astype(np.uint8)
-    parts = {"x_train": images, "y_train": labels, "x_test": images, "y_test": labels}
-    np.savez("mnist.npz", **parts)
-    options = {"num_clients": 5, "examples_per_client": 20, "shards_per_client": 2}
-    options |= {"iid": False, "flatten": True, "validation_examples": 0, "seed": 0}
-    yield _usual(_mnist, path="mnist.npz", **options, paths=("path",))
-    said = "ROMEO:\nO she doth teach the torches to burn bright.\n\n"
-    pathlib.Path("plays").write_text(said * 4 + said.replace("ROMEO", "NURSE") * 4)
-    plays = {"path": "plays", "sequence_length": 10, "paths": ("path",)}
-    yield _usual(datasets.load_shakespeare, **plays)
-    parts = {"num_clients": 4, "examples_per_client": 4}
 
 
 def _flower() -> Calls:

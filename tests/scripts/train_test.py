@@ -69,12 +69,15 @@ def _outcomes(folder):
     def into(name):
         return f"--output_dir={folder / name}"
 
+    sizes = ["--clients_per_round=4x10", "--target_epsilon=1.5"]
+    noise = ["--noise_multiplier=1", "--count_noise_stddev=2", "--accountant=pld"]
     checkpoints = ["--clients_per_round=20", "--seed=3", "--checkpoint_every=2"]
     others = ["--mechanism=none", "--rounds=1", "--clients_per_round=5"]
     again = into("checkpoints")
     lines = {
         # absl prints its help in the first run of a process only.
         "help": ["--helpfull"],
+        "budget": [*_SMALL, *sizes, *noise, into("budget")],
         "checkpoints": [*_SMALL, *checkpoints, again],
         "not empty": [again],
         "resumed with others": ["--resume", "--rounds=9", again],
@@ -126,6 +129,17 @@ def test_it_leaves_its_files_and_says_so(folder, outcomes):
     _, (x, y) = datasets.load_digits(num_clients=500)
     accuracy = np.mean(np.argmax(model.predict(x, verbose=0), -1) == y)
     assert accuracy == pytest.approx(result["accuracy"], abs=1e-5)
+
+
+def test_it_stops_before_the_round_that_would_overspend(folder, outcomes):
+    _well(outcomes["budget"])
+    run = Run.read(folder / "budget")
+    assert run.result["stopped"] == "budget"
+    assert 0 < run.result["rounds"] < 4
+    assert run.result["epsilon"] <= 1.5
+    assert run.result["accountant"] == "pld"
+    # On the way epsilon may be a bound that is a little larger.
+    assert run.history["epsilon"][1][-1] >= run.result["epsilon"] - 1e-5
 
 
 def test_a_full_directory_is_refused_unless_told_otherwise(folder, outcomes):

@@ -4,17 +4,11 @@ import itertools
 
 import numpy as np
 import pytest
-from scipy import stats
 
+from tests.mechanisms.statistics import are_uniform
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
 _SIZE = 1_000_000
-
-
-def are_uniform(cells: np.ndarray, num_cells: int) -> bool:
-    """Whether cell numbers are uniform over all cells; wrong once in 1e8 calls."""
-    counts = np.bincount(cells.reshape(-1), minlength=num_cells)
-    return stats.chisquare(counts).pvalue > 1e-8
 
 
 def _just_above_halves(size: int, norm: float, step: float) -> np.ndarray:

@@ -6,7 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from tests.secure_aggregation.additive_sharing_test import are_uniform
+from tests.mechanisms.statistics import are_uniform
 from tests.secure_aggregation.network import Network
 from tfdp_fl.secure_aggregation import (
     AdditiveSecretSharing,

@@ -10,35 +10,9 @@ import numpy as np
 import pytest
 
 from research import benchmark
-from research.benchmarking import engine_side, results, rows, workloads
+from research.benchmarking import engine_side, workloads
 
 _TINY = dataclasses.replace(workloads.WORKLOADS["mlp_small"], clients=4)
-
-
-def test_a_row_that_fails_does_not_stop_the_others_and_is_resumed(tmp_path):
-    path = tmp_path / "docs" / "page.json"
-    store, context, calls = results.Results(path), rows.Context(), []
-
-    def row(name, value):
-        def measure(context):
-            calls.append(name)
-            if isinstance(value, Exception):
-                raise value
-            return value
-
-        return rows.Row(name, "group", f"title of {name}", measure)
-
-    selected = [row("one", ValueError("because")), row("two", {"figure": 1})]
-    assert benchmark._measure(selected, store, context) == ["one"]
-    stored = results.Results(path)
-    assert stored.rows["one"]["error"] == "because"
-    assert stored.result("two") == {"figure": 1}
-    benchmark._measure(selected, store, context, resume=True)
-    assert calls == ["one", "two", "one"]
-    # Another commit's figures are not this one's.
-    store.rows["two"]["revision"] = "0123456"
-    benchmark._measure(selected, store, context, resume=True)
-    assert calls[3:] == ["one", "two"]
 
 
 def test_what_was_measured_is_printed_without_measuring(capsys):
