@@ -113,21 +113,18 @@ def test_the_same_script_started_again_counts_what_it_released(path, caplog):
     assert charged == [1, 3, 5]
 
 
-def test_two_runs_with_one_ledger_have_one_budget(path):
+def test_runs_with_one_ledger_have_one_budget(path):
     with accounting.PrivacyLedger(path) as ledger:
         one, other = (
             _private(mechanism, ledger=ledger, **_target(6))
             for mechanism in (fm.NOISY, _ADAPTIVE)
         )
-        assert [_run(one, 2), _run(other, 2), _run(one, 9), _run(other, 9)] == [
-            *(2, 2, 2, 0)
-        ]
+        ran = [_run(one, 2), _run(other, 2), _run(one, 9), _run(other, 9)]
+        assert ran == [2, 2, 2, 0]
         for strategy in (one, other):
             assert strategy.privacy_epsilon() == pytest.approx(_central(6))
-
-
-def test_strategies_that_ask_before_any_of_them_writes(path):
-    # Two rounds, and five are configured.
+    # Five that ask before any of them writes: two rounds are affordable.
+    path = path.with_name("other")
     with accounting.PrivacyLedger(path) as ledger:
         strategies = [_private(ledger=ledger, **_target(2)) for _ in range(5)]
         told = [fm.configured(strategy, _GRID, _MODEL) for strategy in strategies]
