@@ -182,3 +182,11 @@ def test_a_ledger_of_another_relation_is_refused_and_let_go(path):
     with pytest.raises(ValueError, match="neighbouring relation"):
         _private(ledger=path)
     accounting.PrivacyLedger(path, mode="append").close()
+    # A line of others without a charge has no epsilon.
+    central = {"guarantee": "central", "name": "mine"}
+    with accounting.PrivacyLedger(path.with_name("b"), mechanism=central) as ledger:
+        strategy = _private(ledger=ledger)
+        _run(strategy, 1)
+        ledger.record(1, None, 3, local={"mu_squared": 4.0, "max_mu_squared": 4.0})
+        with pytest.raises(ValueError, match="with a central charge only"):
+            strategy.privacy_epsilon(_DELTA)
