@@ -205,8 +205,10 @@ def test_seeded_runs_are_resumed_bit_for_bit(tmp_path):
     toy.assert_same(whole, other)
     toy.assert_same(_memory(whole)[1], _memory(other)[1])
     assert _squares(other)[:6].sum() == _spent(other)
-    # Coefficients that were chosen otherwise end the segment.
-    made = [_federated(_mechanism("blt:2")) for _ in range(3)]
+
+
+def test_coefficients_that_were_chosen_otherwise_end_the_segment(tmp_path):
+    made = [_federated(_mechanism("blt:2")) for _ in range(3)]  # Lent once more.
     toy.fit(made[0], 3, [_Killed(tmp_path, delta=_DELTA)])
     generator = made[1].mechanism.generator
     numbers = tuple(n + 1e-7 for n in generator.numbers)
