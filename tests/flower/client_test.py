@@ -25,8 +25,8 @@ class _Client:
     """A client whose training adds a given update, in place or not."""
 
     def __init__(self, update, in_place=False):
-        self.update, self.in_place = update, in_place
-        self.metrics, self.calls = {"loss": 0.5}, 0
+        self.update, self.in_place, self.calls = update, in_place, 0
+        self.metrics = {"loss": 0.5}
 
     def fit(self, parameters, config):
         self.calls += 1
@@ -39,11 +39,9 @@ class _Client:
         return 0.25, 3, {"accuracy": 1.0}
 
 
-def _fit(update, received, clip_norm=1.0, noise=None, **config):
+def _fit(update, received, clip_norm=1.0, noise=0.0, **config):
     """What a wrapped client returns."""
-    config["dpfedavg_clip_norm"] = clip_norm
-    if noise is not None:
-        config["dpfedavg_noise_stddev"] = noise
+    config |= {"dpfedavg_clip_norm": clip_norm, "dpfedavg_noise_stddev": noise}
     client = update if isinstance(update, _Client) else _Client(update)
     return DPFedAvgNumPyClient(client).fit([np.array(a) for a in received], config)
 
@@ -149,7 +147,11 @@ def test_the_mod_clips_the_whole_update_and_says_if_it_was_within(norm, bit):
 
 def test_all_that_trains_is_clipped_and_all_else_stays():
     nine = 9 * 2**0.5
-    for message_type, norm in (("train.again", 0.5), ("evaluate", nine), ("q", nine)):
+    for message_type, norm in (
+        ("train.again", 0.5),
+        ("evaluate", nine),
+        ("query", nine),
+    ):
         _, (got,) = _trained(fm.adds([np.full(2, 9.0)]), message_type=message_type)
         assert np.linalg.norm(got) == pytest.approx(norm)
     # The weight is one and the other metrics are the client's.
@@ -226,16 +228,16 @@ def _sent(received, update, clip_norm, stddev):
     return array
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32])
-@pytest.mark.parametrize("in_spacings", [0.501, 0.75, 20.3, 1e3])
-def test_what_is_sent_is_within_the_clip_norm_after_rounding(dtype, in_spacings):
-    # The worst case, 0.501, is twice as long if it is rounded to nearest.
-    received = np.full(10_000, 8.0, dtype)
-    each = in_spacings * float(np.spacing(dtype(8.0)))
-    sent = _sent(received, 1.5 * each, 100 * each, 0.0)
-    assert sent.dtype == dtype
-    moved = sent.astype(np.float64) - received.astype(np.float64)
-    assert np.linalg.norm(moved) <= 100 * each * (1 + 1e-12)
+def test_what_is_sent_is_within_the_clip_norm_after_rounding():
+    for dtype in (np.float16, np.float32):
+        # The worst case, 0.501, is twice as long if it is rounded to nearest.
+        for in_spacings in (0.501, 0.75, 20.3, 1e3):
+            received = np.full(10_000, 8.0, dtype)
+            each = in_spacings * float(np.spacing(dtype(8.0)))
+            sent = _sent(received, 1.5 * each, 100 * each, 0.0)
+            assert sent.dtype == dtype
+            moved = sent.astype(np.float64) - received.astype(np.float64)
+            assert np.linalg.norm(moved) <= 100 * each * (1 + 1e-12)
 
 
 def test_shares_that_are_rounded_add_up_to_what_is_charged():

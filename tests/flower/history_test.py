@@ -113,21 +113,18 @@ def test_the_same_script_started_again_counts_what_it_released(path, caplog):
     assert charged == [1, 3, 5]
 
 
-def test_two_runs_with_one_ledger_have_one_budget(path):
+def test_runs_with_one_ledger_have_one_budget(path):
     with accounting.PrivacyLedger(path) as ledger:
         one, other = (
             _private(mechanism, ledger=ledger, **_target(6))
             for mechanism in (fm.NOISY, _ADAPTIVE)
         )
-        assert [_run(one, 2), _run(other, 2), _run(one, 9), _run(other, 9)] == [
-            *(2, 2, 2, 0)
-        ]
+        ran = [_run(one, 2), _run(other, 2), _run(one, 9), _run(other, 9)]
+        assert ran == [2, 2, 2, 0]
         for strategy in (one, other):
             assert strategy.privacy_epsilon() == pytest.approx(_central(6))
-
-
-def test_strategies_that_ask_before_any_of_them_writes(path):
-    # Two rounds, and five are configured.
+    # Five that ask before any of them writes: two rounds are affordable.
+    path = path.with_name("other")
     with accounting.PrivacyLedger(path) as ledger:
         strategies = [_private(ledger=ledger, **_target(2)) for _ in range(5)]
         told = [fm.configured(strategy, _GRID, _MODEL) for strategy in strategies]
@@ -185,3 +182,11 @@ def test_a_ledger_of_another_relation_is_refused_and_let_go(path):
     with pytest.raises(ValueError, match="neighbouring relation"):
         _private(ledger=path)
     accounting.PrivacyLedger(path, mode="append").close()
+    # A line of others without a charge has no epsilon.
+    central = {"guarantee": "central", "name": "mine"}
+    with accounting.PrivacyLedger(path.with_name("b"), mechanism=central) as ledger:
+        strategy = _private(ledger=ledger)
+        _run(strategy, 1)
+        ledger.record(1, None, 3, local={"mu_squared": 4.0, "max_mu_squared": 4.0})
+        with pytest.raises(ValueError, match="with a central charge only"):
+            strategy.privacy_epsilon(_DELTA)

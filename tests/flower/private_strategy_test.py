@@ -161,6 +161,17 @@ def test_what_is_not_finite_is_zero():
         assert strategy.discarded_updates == 1
 
 
+def test_the_weight_it_claims_is_not_looked_at():
+    for weight in (0, -3, 1e300, np.nan):
+
+        def changed(message, weight=weight):
+            assert message.content["metrics"]["num-examples"] == 1
+            message.content["metrics"]["num-examples"] = weight
+
+        got = _moved(fm.private(m=2), [[1.0, 0]] * 2, changed)
+        np.testing.assert_allclose(got, [0.5, 0])
+
+
 @pytest.mark.parametrize("value", [1e-170, 1.0, 1e20, 1e300, np.nan, np.inf])
 def test_without_the_mod_it_moves_the_mean_by_s_over_m(value):
     by_server = smooth_clipping()(start_norm=0.5, noise_multiplier=0.0)

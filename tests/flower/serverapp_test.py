@@ -51,38 +51,32 @@ def test_what_averages_makes_the_same_of_the_mean(name):
     assert private.rejected_replies == 0
 
 
-@pytest.mark.parametrize(
-    "name", ["FedMedian", "FedTrimmedAvg", "Krum", "MultiKrum", "Bulyan", "QFedAvg"]
-)
-def test_what_does_not_average_is_refused_by_name(name):
-    with pytest.raises(ValueError, match="must be one that averages"):
-        fm.private(strategy=_strategy(name))
-
-
-def test_start_ends_on_the_budget_with_its_result():
+def test_what_does_not_average_is_refused_and_start_ends_on_the_budget():
+    robust = ("FedMedian", "FedTrimmedAvg", "Krum", "MultiKrum", "Bulyan")
+    for name in (*robust, "QFedAvg"):
+        with pytest.raises(ValueError, match="must be one that averages"):
+            fm.private(strategy=_strategy(name))
     target = accounting.epsilon(1.0, "fixed_size", 12, 3, 4, 1e-5)
-    private = fm.private(
-        *(fm.NOISY, 3, 12, _strategy()), target_epsilon=target, target_delta=1e-5
-    )
-    result = private.start(
-        grid=_grid([[1.0, 0]] * 12), initial_arrays=fm.model(np.zeros(2)), num_rounds=7
-    )
+    budget = {"target_epsilon": target, "target_delta": 1e-5}
+    private = fm.private(fm.NOISY, 3, 12, _strategy(), **budget)
+    start = {"initial_arrays": fm.model(np.zeros(2)), "num_rounds": 7}
+    result = private.start(grid=_grid([[1.0, 0]] * 12), **start)
     assert len(private.released_rounds) == 4
     assert result.arrays is not None
 
 
-@pytest.mark.parametrize("of_app, of_train", [([private_mod], []), ([], [private_mod])])
-def test_the_mod_works_where_flower_takes_mods(of_app, of_train):
+def test_the_mod_works_where_flower_takes_mods():
     from flwr.clientapp import ClientApp
 
-    app = ClientApp(mods=of_app)
-    app.train(mods=of_train)(fm.app(fm.adds([np.full(2, 9.0)])))
-    config = fm.ConfigRecord({"dpfedavg_clip_norm": 0.5})
-    content = fm.RecordDict({"arrays": fm.model(np.zeros(2)), "config": config})
-    reply = app(fm.Message(content, 7, "train"), mock.Mock())
-    (sent,) = fm.arrays(reply.content["arrays"])
-    assert np.linalg.norm(sent) == pytest.approx(0.5)
-    assert reply.content["metrics"]["num-examples"] == 1
+    for of_app, of_train in (([private_mod], []), ([], [private_mod])):
+        app = ClientApp(mods=of_app)
+        app.train(mods=of_train)(fm.app(fm.adds([np.full(2, 9.0)])))
+        config = fm.ConfigRecord({"dpfedavg_clip_norm": 0.5})
+        content = fm.RecordDict({"arrays": fm.model(np.zeros(2)), "config": config})
+        reply = app(fm.Message(content, 7, "train"), mock.Mock())
+        (sent,) = fm.arrays(reply.content["arrays"])
+        assert np.linalg.norm(sent) == pytest.approx(0.5)
+        assert reply.content["metrics"]["num-examples"] == 1
 
 
 # Flower's own simulation: its link, two nodes in processes of their own.

@@ -186,7 +186,7 @@ def test_ledger_and_statement_say_which_noise_it_was(tmp_path):
 # Local noise where clients drop out: what is released, and what is charged.
 
 
-def _local(gone=0, rounds=2, sampling="fixed_size", m=5, **options):
+def _local(gone=0, rounds=2, sampling="fixed_size", m=5, made=None, **options):
     """Trains five empty clients by local noise; the last ones cannot be read."""
 
     def read(client):
@@ -197,7 +197,7 @@ def _local(gone=0, rounds=2, sampling="fixed_size", m=5, **options):
     spec = empty_clients().element_spec
     clients = FederatedDataset.from_client_fn(range(5), read, spec)
     mechanism = tfdp_fl.LocalDP(clip_norm=CLIP, noise_multiplier=Z)
-    fed, moves = federated(mechanism, m, sampling=sampling, **options), Moves()
+    fed, moves = federated(mechanism, m, made, sampling, **options), Moves()
     toy.fit(fed, rounds, [moves], data=clients)
     return fed, [[np.concatenate(variables)] for variables in moves.rounds]
 
@@ -214,7 +214,7 @@ _SECURE = {"secure_aggregation": AdditiveSecretSharing(max_share_value=1.0)}
     ],
 )
 def test_the_mean_of_those_that_answered_has_the_noise_of_each(gone, answered, options):
-    fed, moves = _local(gone, **options)
+    fed, moves = _local(gone, made=model(20_000 if answered else 100), **options)
     if answered:
         assert_is_noise(moves, [Z * CLIP / answered**0.5] * 2)
         # The noise of those that are missing is missing too.
@@ -230,15 +230,15 @@ def test_the_mean_of_those_that_answered_has_the_noise_of_each(gone, answered, o
 def test_a_last_cohort_has_the_noise_for_the_fixed_m():
     # Five clients, four a round: the second round of a pass has one. An adaptive
     # clip's m/20 of that would be less than z/2, and the noise NaN.
-    seen = []
-    for mechanism in (fixed(), tfdp_fl.AdaptiveClipping(noise_multiplier=0.3)):
-        fed, moves = federated(mechanism, 4, sampling="shuffled"), Moves()
+    seen, adaptive = [], tfdp_fl.AdaptiveClipping(noise_multiplier=0.3)
+    for mechanism, made in ((fixed(), model()), (adaptive, model(100))):
+        fed, moves = federated(mechanism, 4, made, "shuffled"), Moves()
         toy.fit(fed, 2, [moves], data=empty_clients(5))
         seen.append(moves.rounds)
     assert_is_noise(seen[0], [Z * CLIP / 4] * 2)
     assert np.isfinite(np.concatenate(seen[1][1])).all()
     # Nor is a pass of local noise that ends short of shares a central guarantee.
     for rounds in (1, 2):
-        fed, _ = _local(rounds=rounds, sampling="shuffled", m=4)
+        fed, _ = _local(rounds=rounds, sampling="shuffled", m=4, made=model(100))
         assert math.isinf(fed.central_epsilon(1e-5)) == (rounds == 2)
         assert math.isfinite(fed.epsilon(1e-5))

@@ -6,6 +6,7 @@ import functools
 from unittest import mock
 
 import numpy as np
+import pandas as pd
 import pytest
 import tensorflow as tf
 
@@ -81,9 +82,9 @@ def _by_keras(weights: str):
     model = toy.two_layers()
     model.compile(tf.keras.optimizers.SGD(0.1), toy.loss(), **_metrics())
     x, y, counted = _weighted(15)
-    if weights != "both":
+    if weights in ("none", "classes"):
         counted = np.ones(15)
-    if weights != "none":  # Keras does not take both.
+    if weights in ("both", "classes"):  # Keras does not take both.
         counted = counted * [_CLASS_WEIGHT.get(k, 1.0) for k in y]
     fit = {"sample_weight": counted.astype(np.float32), "shuffle": False, "verbose": 0}
     history = model.fit(x, y, 4, **fit)
@@ -114,10 +115,21 @@ def test_weights_loss_and_metrics_of_one_client_are_those_of_keras(path, weights
     assert np.abs(plain[0] - wanted[0]).max() > 1e-3
 
 
-def test_validation_clients_and_several_outputs():
+def test_every_way_to_give_them_validation_clients_and_several_outputs():
     x, y, weight = client = (*toy.arrays(15, 3), _weighted(15)[2].astype(np.float32))
-    train = _Trainer()
-    history = train({0: client}, validation_data=client)
+    frame = pd.DataFrame(x, columns=[f"x{k}" for k in range(8)])
+    frame = frame.assign(who="a", y=y, w=weight)
+    rows = tf.data.Dataset.from_tensor_slices
+    named = {"x": x, "y": y, "sample_weight": weight}
+    train, (wanted, _) = _Trainer(), _by_keras("examples")
+    for dataset in (
+        FederatedDataset.from_dataframe(frame, "who", label="y", sample_weight="w"),
+        FederatedDataset.from_tf_datasets({"a": rows(client)}),
+        FederatedDataset.from_tf_datasets({"a": rows(named)}),
+        FederatedDataset.from_indices(x, y, [range(15)], sample_weight=weight),
+    ):
+        history = train(dataset, validation_data=client)
+        _assert_close(train.fed, wanted)
     values = train.fed.evaluate_clients({0: client}, verbose=0)
     loss = train.fed.evaluate(x, y, sample_weight=weight, verbose=0)
     for found in (history["val_loss"], values["loss"]):

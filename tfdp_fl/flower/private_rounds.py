@@ -487,11 +487,24 @@ class PrivateRounds:
     ) -> list[np.ndarray] | None:
         """Releases a round: returns its model; None if there is none to release."""
         server_round = configured.plan.server_round
-        usable, num_replied, rejected = replies.collect(
-            server_round, results, configured.asked.keys(), read
-        )
+        usable: dict[Hashable, replies.Reply] = {}
+        replied, rejected = set(), 0
+        for client, result in results:
+            try:
+                if client not in configured.asked:
+                    raise replies.ReplyError("it was not asked")
+                if client in usable:
+                    raise replies.ReplyError("it has replied before")
+                replied.add(client)
+                usable[client] = read(result)
+            except replies.ReplyError as error:
+                rejected += 1
+                _logger.warning(
+                    "Round %s, a reply is not used: client %.100r: %s.",
+                    *(server_round, client, error),
+                )
         self.rejected_replies += rejected
-        if not self._releasable(len(usable), num_replied):
+        if not self._releasable(len(usable), len(replied)):
             self._abandon(
                 server_round,
                 f"{len(usable)} of {self.clients_per_round} clients sent a "

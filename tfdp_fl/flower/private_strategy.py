@@ -70,11 +70,6 @@ class PrivateStrategy(private_rounds.PrivateRounds):
         """
         return type(self.strategy).start(self, grid, initial_arrays, *args, **kwargs)
 
-    def summary(self) -> None:
-        """Logs what is released, and the wrapped strategy's summary."""
-        _logger.info("%s", self.mechanism.describe())
-        self.strategy.summary()
-
     def configure_train(
         self, server_round: int, arrays: Any, config: Any, grid: Any
     ) -> list[Any]:

@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import math
 import numbers
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tfdp_fl.flower import client as client_lib
-
-_logger = logging.getLogger(__name__)
 
 _MAGIC = b"\x93NUMPY"
 
@@ -75,40 +71,6 @@ class Reply:
 
     arrays: list[np.ndarray]
     norm_bit: bool | None = None
-
-
-def collect(
-    server_round: int,
-    results: Iterable[tuple[Hashable, Any]],
-    asked: AbstractSet[Hashable],
-    read: Callable[[Any], Reply],
-) -> tuple[dict[Hashable, Reply], int, int]:
-    """Reads a round's results; those that cannot be used are logged and dropped.
-
-    Returns:
-      By client, what can be used; how many of the clients asked replied, be it
-      with something that cannot be used; how many replies cannot be used.
-    """
-    replies: dict[Hashable, Reply] = {}
-    replied: set[Hashable] = set()
-    rejected = 0
-    for client, result in results:
-        try:
-            if client not in asked:
-                raise ReplyError("it was not asked")
-            if client in replies:
-                raise ReplyError("it has replied before")
-            replied.add(client)
-            replies[client] = read(result)
-        except ReplyError as error:
-            rejected += 1
-            _logger.warning(
-                "Round %s, a reply is not used: client %.100r: %s.",
-                server_round,
-                client,
-                error,
-            )
-    return replies, len(replied), rejected
 
 
 def read_result(fit_res: Any, wanted: Wanted) -> Reply:
