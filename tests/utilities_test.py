@@ -62,6 +62,21 @@ def test_the_value_of_round_2(schedule):
     assert schedules.value_at(checked, 2, "m") == 5
 
 
+_DECREASING = np.array([1.0, -2.0])
+
+
+@pytest.mark.parametrize(
+    "schedule, error",
+    [
+        *((each, ValueError) for each in (0, [1, 0], [], lambda t: 0.0, _DECREASING)),
+        *((each, TypeError) for each in ("many", None, True, ["1"], lambda t: "1")),
+    ],
+)
+def test_schedules_that_are_not_allowed(schedule, error):
+    with pytest.raises(error, match="clients_per_round"):
+        _checked(schedule)
+
+
 def test_a_callable_is_asked_once_for_each_round_and_gives_a_number():
     asked = []
 

@@ -43,6 +43,10 @@ def _squared(y, predicted):
     return tf.reduce_mean((one_hot - predicted) ** 2, -1)
 
 
+def _of_dtype(dtype):
+    return _net([4], _Dense(6, "tanh", dtype=dtype), _Dense(3, dtype=dtype))
+
+
 def _with_statistics():
     return _net([4], _Dense(6), _layers.BatchNormalization(momentum=0.5), _Dense(3))
 
@@ -86,6 +90,7 @@ _TWO_BY_TWO = _arrays(
 _WORDS = _arrays(_masked, lambda rng, n: rng.integers(0, 7, [n, 6]))
 _FEW = _arrays(lambda rng, n: rng.integers(0, 2, [n, 6]))
 _ADAMW = _optimizers.AdamW(0.1, weight_decay=0.1, clipnorm=0.05)
+_CLOSE, _LOOSE = {"rtol": 1e-5, "atol": 1e-6}, {"rtol": 2e-2, "atol": 3e-3}
 _SPARSE = "sparse_categorical_crossentropy"
 # Labels have no last dimension.
 _REDUCED = {
@@ -107,10 +112,8 @@ _CASES = {
     "loss_and_a_term_of_its_own": (_Subclassed, {"loss": _squared}),
     "moving_statistics": (_with_statistics, {"rtol": 1e-4, "atol": 1e-5}),
     "frozen_weights_adapted_constants_and_a_constraint": (_with_constants, {}),
-    "float16": (
-        lambda: _net([4], _Dense(6, "tanh", dtype="float16"), _Dense(3)),
-        {"rtol": 2e-2, "atol": 3e-3, "moments": True},
-    ),
+    "float16": (lambda: _of_dtype("float16"), {**_LOOSE, "moments": True}),
+    "float64": (lambda: _of_dtype("float64"), {**_CLOSE, "moments": True}),
     "gradient_clipping_of_repeated_rows": (
         lambda: _net([6], _layers.Embedding(4, 3), _layers.Flatten(), _Dense(3)),
         {"arrays": _FEW, "training": {"grad_clip": 0.05}},
@@ -225,7 +228,7 @@ def test_masks_of_dropout_are_of_the_seed_the_client_and_the_layer(num_layers):
     first, again, other = kept
     np.testing.assert_array_equal(first, again)
     for share in (*first.mean(axis=1), *other.mean(axis=1)):
-        assert abs(share - 0.5**num_layers) <= 0.07
+        assert abs(share - 0.5**num_layers) <= 0.08 - 0.01 * num_layers
     if num_layers == 1:  # Else most units are dropped by both.
         for share in (np.mean(first[0] == first[1]), np.mean(first[0] == other[0])):
             assert 0.43 <= share <= 0.57

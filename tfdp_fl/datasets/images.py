@@ -113,7 +113,6 @@ def load_mnist(
         is not MNIST.
       OSError: If the file is not there, or cannot be downloaded.
     """
-    _validate.instance_of(bool, flatten=flatten)
     path = None if path is None else os.fspath(path)
     x_train, y_train, x_test, y_test = _read_mnist(path)
 
@@ -219,8 +218,6 @@ def load_emnist(
       OSError: If the data is not on disk and cannot be downloaded.
       TypeError, ValueError: If an argument is out of its range.
     """
-    _validate.instance_of(bool, only_digits=only_digits)
-    _validate.instance_of(bool, flatten=flatten)
     if num_clients is not None:
         _validate.positive_integer(num_clients=num_clients)
     with _on_use.needed("tensorflow-federated", "load_emnist"):
@@ -300,7 +297,6 @@ def partition(
     num_clients = _validate.positive_integer(num_clients=num_clients)
     size = _validate.positive_integer(examples_per_client=examples_per_client)
     shards = _validate.positive_integer(shards_per_client=shards_per_client)
-    _validate.instance_of(bool, iid=iid)
     rng = np.random.default_rng(_validate.non_negative_integer(seed=seed))
     if size > len(labels):
         raise ValueError(
