@@ -52,6 +52,12 @@ def _streamed():
     return FederatedDataset.from_client_fn(range(NUM_CLIENTS), read)
 
 
+def _nested():
+    """Features of two names and dtypes."""
+    x, y = arrays()
+    return in_rows({"z": x, "a": np.arange(len(x), dtype=np.uint8)[:, None]}, y)
+
+
 def _weighted():
     weight = np.random.default_rng(2).exponential(size=8 * NUM_CLIENTS)
     return in_rows(*arrays(), sample_weight=weight)
@@ -65,6 +71,12 @@ def _mlp():
 def _with_state_and_noise():
     hidden = _layers.Dense(5), _layers.BatchNormalization(), _layers.Dropout(0.4)
     return sequential([FEATURES], *hidden, _layers.Dense(CLASSES))
+
+
+def _two_inputs():
+    a, z = _layers.Input((1,), name="a"), _layers.Input((FEATURES,), name="z")
+    both = _layers.concatenate([_layers.Rescaling(0.01)(a), z])
+    return tf.keras.Model({"z": z, "a": a}, _layers.Dense(CLASSES)(both))
 
 
 def fixed(**changes):
@@ -135,6 +147,7 @@ CASES = {
         fit={"shuffle": True, "local_epochs": 2},
     ),
     "batch_normalization_and_dropout": Case(model=_with_state_and_noise),
+    "nested_features": Case(clients=_nested, model=_two_inputs),
     "weights": Case(
         clients=_weighted, fit={"class_weight": {0: 0.1, 1: 4.0}}, side_by_side=True
     ),
