@@ -104,7 +104,7 @@ tfdp_fl.FederatedDataset.from_client_fn(["ann", "bob"], lambda name: (x, y))
 x, y, ids = tfdp_fl.bound_rows(x, y, ["ann"] * 4 + ["bob"] * 2, most=2)
 
 # %% federated_dataset_use
-print(clients.num_clients, clients.element_spec, clients.num_examples)
+print(clients.num_clients, clients.element_spec, clients.client_sizes().sum())
 x, y = clients.client(clients.client_ids[0])
 training, held_out = clients.split_by_id(0.2)
 halves = clients.map(lambda x, y: (x / 2, y))

@@ -70,7 +70,7 @@ PAGES: dict[str, tuple[str, ...]] = {
         "FederatedDataset: its clients",
         "tfdp_fl: FederatedDataset.num_clients FederatedDataset.client_ids "
         "FederatedDataset.element_spec FederatedDataset.client "
-        "FederatedDataset.client_sizes FederatedDataset.num_examples "
+        "FederatedDataset.client_sizes "
         "FederatedDataset.create_tf_dataset_for_client FederatedDataset.take "
         "FederatedDataset.split_by_id FederatedDataset.map "
         "FederatedDataset.in_memory",

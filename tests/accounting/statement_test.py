@@ -6,7 +6,7 @@ import math
 import pytest
 
 from tfdp_fl import accounting, mechanisms  # noqa: F401 - it adds caveats.
-from tfdp_fl.accounting import caveats
+from tfdp_fl.accounting import statement
 
 _FACTS = {
     "guarantee": "central",
@@ -95,7 +95,7 @@ def _content(delta=1e-5, **changes):
             (),
         ),
         # Every caveat is a sentence of the statement.
-        ({"caveats": tuple(caveats.CAVEATS)}, (), tuple(caveats.CAVEATS)),
+        ({"caveats": tuple(statement.CAVEATS)}, (), tuple(statement.CAVEATS)),
     ],
 )
 def test_what_holds_is_said(changes, words, keys):
@@ -103,7 +103,7 @@ def test_what_holds_is_said(changes, words, keys):
     json.dumps(_content(**changes), allow_nan=False)
     assert [each for each in words if each not in text] == []
     for key in keys:
-        sentence = caveats.CAVEATS.get(key.strip("!"), key)
+        sentence = statement.CAVEATS.get(key.strip("!"), key)
         assert (sentence in text) == (not key.startswith("!")), key
 
 
@@ -142,7 +142,7 @@ def test_an_infinite_epsilon_is_no_guarantee(changes):
 
 
 def test_a_large_delta_is_pointed_out():
-    sentence = caveats.CAVEATS["delta_not_below_one_over_n"]
+    sentence = statement.CAVEATS["delta_not_below_one_over_n"]
     assert sentence in _text(1e-3)
     assert sentence not in _text(1e-4)
     # Held against the largest population.

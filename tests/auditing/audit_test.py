@@ -15,7 +15,7 @@ import tfdp_fl
 from tests.keras import toy
 from tests.mechanisms.rounds import flat
 from tfdp_fl.accounting import gaussian
-from tfdp_fl.auditing import CanaryAudit, canaries, estimate
+from tfdp_fl.auditing import CanaryAudit, audit, estimate
 from tfdp_fl.engine import cohort
 from tfdp_fl.mechanisms import noise
 
@@ -60,9 +60,9 @@ def _trained(mechanism, *args, audit=None, **options):
 def test_one_release_is_found_within_fifteen_percent(z):
     # As a release is: 4000 canaries and noise, d = 20 000.
     rng, size, count = np.random.default_rng(1), 20_000, 4000
-    drawn = canaries.Canaries(count, size, seed=2)
+    drawn = audit.Canaries(count, size, seed=2)
     added = drawn.sum_of(np.arange(count))
-    observed = canaries.scores(
+    observed = audit.scores(
         drawn, added + rng.normal(0, z, size), added, np.ones(count)
     )
     scores = estimate.Scores(observed=observed, null_std=size**-0.5)
@@ -74,9 +74,9 @@ def test_one_release_is_found_within_fifteen_percent(z):
 
 def test_of_those_who_did_not_take_part_nothing_is_found():
     rng, size = np.random.default_rng(1), 20_000
-    drawn = canaries.Canaries(_CANARIES, size, seed=2)
+    drawn = audit.Canaries(_CANARIES, size, seed=2)
     update, nothing = rng.normal(size=size), np.zeros(size)
-    found = canaries.scores(drawn, update, nothing, np.zeros(_CANARIES))
+    found = audit.scores(drawn, update, nothing, np.zeros(_CANARIES))
     assert found.mean() * size**0.5 == pytest.approx(0, abs=0.11)
     assert found.std() * size**0.5 == pytest.approx(1, abs=0.08)
 
@@ -90,7 +90,7 @@ def test_thresholds_too_are_no_surer_than_the_unit():
 
 
 def test_canaries_are_the_same_whenever_they_are_made():
-    drawn = canaries.Canaries(5, 300, seed=1)
+    drawn = audit.Canaries(5, 300, seed=1)
     each = np.stack([drawn.sum_of(np.array([i])) for i in range(5)])
     close = {"rtol": 1e-4, "atol": 1e-6}
     np.testing.assert_allclose((each**2).sum(axis=1), 1, rtol=1e-5)
@@ -169,8 +169,8 @@ def test_canaries_add_their_clipped_updates_and_nothing_else(mechanism):
     # The clip goes its way as without canaries. One client's bit is 2.5 % of it.
     # With bits of its own each canary would be that: 200 of them would divide it
     # by ten every round.
-    for each, audit in ((plain, None), (fed, CanaryAudit(200))):
-        each.fit(toy.clients(8), rounds=6, verbose=0, audit=audit, seed=3)
+    for each, canaries in ((plain, None), (fed, CanaryAudit(200))):
+        each.fit(toy.clients(8), rounds=6, verbose=0, audit=canaries, seed=3)
     plain, audited = (each.model.history.history for each in (plain, fed))
     assert len(audited["clip_norm"]) == 6
     for name in ("clip_norm", "noise_stddev"):

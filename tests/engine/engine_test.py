@@ -234,6 +234,30 @@ def _reference_updates(units=6):
     ]
 
 
+class _Twins(_layers.Layer):
+    """Has two variables of one name and shape."""
+
+    def build(self, shape):
+        self.first = self.add_weight(name="w", shape=[shape[-1], 8000])
+        self.second = self.add_weight(name="w", shape=[shape[-1], 8000])
+
+    def call(self, x):
+        return x @ self.first + x @ self.second
+
+
+def test_variables_of_one_name_have_noise_of_their_own():
+    model = cohorts.sequential([3], _Twins())
+    clients = {0: (np.ones([1, 3], np.float32), np.zeros([1, 8000], np.float32))}
+    dataset = cohorts.from_arrays(clients)
+    mechanism = tfdp_fl.FixedClipping(clip_norm=0.4, noise_multiplier=1.0)
+    engine = cohorts.make_engine(model, dataset, loss="mse", mechanism=mechanism)
+    options = {"learning_rate": 0.0, "noise_multiplier": 1.5}
+    first, second = map(np.ravel, cohorts.moved_by(model, engine, dataset, **options))
+    statistics.assert_gaussian(first, 1.5 * 0.4)
+    statistics.assert_gaussian(second, 1.5 * 0.4)
+    statistics.assert_uncorrelated(first, second)
+
+
 @pytest.mark.parametrize("name", ["fixed", "median"])
 def test_variance_and_scale_are_those_of_the_unclipped_updates(name):
     engine = _engine(name, units=3000, moments=True, num_replicas=2)

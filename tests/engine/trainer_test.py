@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tests.engine import cohorts
-from tfdp_fl.engine import trainer
+from tfdp_fl.engine import tff_models, trainer
 
 _layers, _optimizers = tf.keras.layers, tf.keras.optimizers
 _Dense, _LSTM = _layers.Dense, _layers.LSTM
@@ -269,9 +269,11 @@ def test_labels_that_cannot_belong_to_the_output_are_refused(
     spec = cohorts.from_arrays({0: (np.zeros([5, 4], "f4"), labels)}).element_spec
     training = trainer.LocalTraining(optimizer=_optimizers.SGD(), loss=loss)
     if problem is None:
-        trainer.make_trainer(_net([4], _Dense(units)), training, spec)
+        tff_models.make_trainer(_net([4], _Dense(units)), training, spec)
         return
     with pytest.raises(ValueError, match=problem):
-        trainer.make_trainer(_net([4], _Dense(units)), training, spec)
+        tff_models.make_trainer(_net([4], _Dense(units)), training, spec)
     with pytest.raises(ValueError, match="train_step"):
-        trainer.make_trainer(_OwnStep([tf.keras.Input([4]), _Dense(3)]), training, spec)
+        tff_models.make_trainer(
+            _OwnStep([tf.keras.Input([4]), _Dense(3)]), training, spec
+        )

@@ -7,7 +7,7 @@ import tensorflow_federated as tff
 
 from tfdp_fl import aggregators, datasets, learning, mechanisms
 from tfdp_fl.aggregators import accountable_state
-from tfdp_fl.learning import nbafl
+from tfdp_fl.learning import fed_avg
 
 CLIENTS = 4
 OPTIMIZER = tff.learning.optimizers.build_sgdm(0.1)
@@ -254,7 +254,7 @@ def test_downlink_noise_is_seen_once_and_the_same_by_all(unequal):
 def test_the_proximal_term_pulls_towards_what_was_received():
     rate, mu = 0.1, 0.5
     inner = tff.learning.optimizers.build_sgdm(rate)
-    optimizer = nbafl.ProximalOptimizer(inner, mu)
+    optimizer = fed_avg.ProximalOptimizer(inner, mu)
     received = np.array([1.0, -2.0], np.float32)
     weights, expected = (tf.constant(received),), received.copy()
     state = optimizer.initialize((tf.TensorSpec([2], tf.float32),))

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.mechanisms import references, rounds, statistics
-from tfdp_fl.accounting import caveats
+from tfdp_fl.accounting import statement
 from tfdp_fl.mechanisms import Deployment
 from tfdp_fl.mechanisms import tf_privacy as tfp
 
@@ -91,7 +91,7 @@ def test_noise_is_the_querys_and_follows_tensorflows_seed(query, stddev):
     np.testing.assert_array_equal(*seeded)
     said = {"custom_query_event", "query_noise_from_tf_random"}
     assert said == set(bound.mechanism.caveats())
-    assert said <= set(caveats.CAVEATS)
+    assert said <= set(statement.CAVEATS)
 
 
 class _Own(tfp.SumAggregationDPQuery):

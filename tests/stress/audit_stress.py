@@ -10,7 +10,7 @@ import pytest
 
 from tfdp_fl import auditing
 from tfdp_fl.accounting import gaussian
-from tfdp_fl.auditing import canaries, estimate
+from tfdp_fl.auditing import audit, estimate
 from tfdp_fl.experiments import Settings, training
 
 _MECHANISMS = (
@@ -45,14 +45,14 @@ def _estimates(releases, count, size, rounds=1, measured=False):
     """Yields what audits of releases of z = 1/8 find."""
     rng, unobserved = np.random.default_rng(1), None
     for seed in range(releases):
-        drawn = canaries.Canaries(count, size, seed)
+        drawn = audit.Canaries(count, size, seed)
         added = rounds * drawn.sum_of(np.arange(count))
         update = added + rng.normal(0, rounds / 8, size)
         times = np.full(count, float(rounds))
         if measured:
-            others = canaries.Canaries(count, size, seed + releases)
-            unobserved = canaries.scores(others, update, added, 0 * times)
-        observed = canaries.scores(drawn, update, added, times)
+            others = audit.Canaries(count, size, seed + releases)
+            unobserved = audit.scores(others, update, added, 0 * times)
+        observed = audit.scores(drawn, update, added, times)
         scores = estimate.Scores(
             observed=observed, unobserved=unobserved, null_std=size**-0.5
         )

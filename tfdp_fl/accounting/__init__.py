@@ -1,7 +1,6 @@
 """Privacy accounting of what really ran."""
 
 from tfdp_fl.accounting.accountant import PrivacyAccountant, tightest
-from tfdp_fl.accounting.caveats import CAVEATS
 from tfdp_fl.accounting.charge import RoundCharge
 from tfdp_fl.accounting.gaussian import (
     analytic_noise_multiplier,
@@ -32,7 +31,7 @@ from tfdp_fl.accounting.planning import (
     max_rounds,
 )
 from tfdp_fl.accounting.spending import LocalAccount
-from tfdp_fl.accounting.statement import StatementFacts, privacy_statement
+from tfdp_fl.accounting.statement import CAVEATS, StatementFacts, privacy_statement
 
 __all__ = [
     "CAVEATS",

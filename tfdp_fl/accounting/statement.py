@@ -14,10 +14,38 @@ import dp_accounting
 
 from tfdp_fl import _json, _validate
 from tfdp_fl.accounting import charge
-from tfdp_fl.accounting.caveats import CAVEATS
 
 if TYPE_CHECKING:
     import jinja2
+
+
+import re
+
+# Full sentences that stand by themselves, by their keys.
+_TEXT = pathlib.Path(__file__).with_name("caveats.txt").read_text("utf-8")
+
+CAVEATS: dict[str, str] = {
+    key: " ".join(sentence.split())
+    for key, sentence in re.findall(r"^(\w+): (.*(?:\n .*)*)", _TEXT, re.MULTILINE)
+}
+
+
+def add_caveats(sentences: Mapping[str, str]) -> None:
+    """Adds what a mechanism declares to `CAVEATS`.
+
+    Args:
+      sentences: Full sentences by key.
+
+    Raises:
+      ValueError: A key has another sentence already.
+    """
+    for key, sentence in sentences.items():
+        if CAVEATS.setdefault(key, sentence) != sentence:
+            raise ValueError(
+                f"own_caveats must have new keys, got {key!r}, which stands "
+                f"for: {CAVEATS[key]}"
+            )
+
 
 GUARANTEES = ("central", "local", "record", "none")
 FORMATS = ("text", "dict")

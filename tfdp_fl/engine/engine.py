@@ -38,10 +38,10 @@ from tfdp_fl.engine import (
     cohort,
     dense_models,
     devices,
-    joint_clip,
     labels,
     layout,
     release,
+    tff_models,
 )
 from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.mechanisms import contribution, noise
@@ -131,7 +131,7 @@ class CohortEngine:
         self.device = devices.home_of(model)
         self.num_replicas = num_replicas or devices.default_num_replicas(self.device)
         with tf.device(self.device):
-            trainer = trainer_lib.make_trainer(
+            trainer = tff_models.make_trainer(
                 model, training, element_spec, aggregate_non_trainable
             )
         weighting = deployment.client_weighting
@@ -194,7 +194,7 @@ class CohortEngine:
             label_ranges=trainer.label_ranges,
             padded=jit_compile,
         )
-        self._joint_clip = joint_clip.JointClip(self.query, self.update_spec)
+        self._joint_clip = release.JointClip(self.query, self.update_spec)
         self._release = release.Release(self.query, self.server, trainer.metric_results)
         if self.layout.at_once is not None or not can_train_side_by_side:
             # (What trains side by side was compared with lists in `supports`.)

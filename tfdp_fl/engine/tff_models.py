@@ -234,3 +234,14 @@ def _refused(what: str) -> ValueError:
         f"functional models cannot take {what}. Keras 3, on TensorFlow 2.16 and "
         "later, can."
     )
+
+
+def make_trainer(
+    model: tf.keras.Model,
+    training: trainer.LocalTraining,
+    element_spec: tuple[Any, Any],
+    aggregate_non_trainable: bool = True,
+) -> trainer.Trainer:
+    """Returns a `Trainer` (see there) for the Keras that is installed."""
+    kind = trainer.Trainer if keras_versions.IS_KERAS_3 else FunctionalTrainer
+    return kind(model, training, element_spec, aggregate_non_trainable)

@@ -386,21 +386,6 @@ class Trainer:
             return list(hook(tensors))
 
 
-def make_trainer(
-    model: tf.keras.Model,
-    training: LocalTraining,
-    element_spec: tuple[Any, Any],
-    aggregate_non_trainable: bool = True,
-) -> Trainer:
-    """Returns a `Trainer` (see there) for the Keras that is installed."""
-    kind: type[Trainer] = Trainer
-    if not keras_versions.IS_KERAS_3:
-        from tfdp_fl.engine import tff_models
-
-        kind = tff_models.FunctionalTrainer
-    return kind(model, training, element_spec, aggregate_non_trainable)
-
-
 class ClientOptimizer:
     """A Keras optimizer as a function of tensors; new for every client."""
 

@@ -17,9 +17,9 @@ from typing import Any, cast
 import numpy as np
 
 from tfdp_fl import _validate, mechanisms, schedules
-from tfdp_fl.accounting import caveats
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger as ledger_lib
+from tfdp_fl.accounting import statement
 from tfdp_fl.flower import history, replies, sums
 
 # Flower's strategies (read in flwr 1.12 and 1.42) that average with the weights they
@@ -305,7 +305,7 @@ class PrivateRounds:
 
     def _caveats(self, epsilon: float, known: float) -> list[str]:
         """Returns the sentences that hold; each stands by itself."""
-        said = [caveats.CAVEATS[key] for key in self.mechanism.caveats()]
+        said = [statement.CAVEATS[key] for key in self.mechanism.caveats()]
         if self._correlation is not None:
             checked = self.mechanism.own_caveats["participations_checked"]
             names = "names that the server gave to nodes"

@@ -30,7 +30,7 @@ from tfdp_fl import _interrupts, _validate, engine, keras_versions
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import ClientFailure, FederatedDataset
-from tfdp_fl.engine import cohort, program
+from tfdp_fl.engine import cohort, program, tff_models
 from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.keras import model_history
 
@@ -108,7 +108,7 @@ def _evaluation(
                 f"which would not call it, got {type(model).__name__}.{name}: "
                 "compile metrics, or evaluate fed.model."
             )
-    trainer = trainer_lib.make_trainer(model, training, element_spec)
+    trainer = tff_models.make_trainer(model, training, element_spec)
     received = cohort.Received(
         weights=keras_versions.tf_variables(trainer.aggregated),
         unaggregated=keras_versions.tf_variables(trainer.unaggregated),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 
 from tfdp_fl import _validate, aggregators, schedules
-from tfdp_fl.learning import client_work, nbafl, privacy
+from tfdp_fl.learning import privacy
 from tfdp_fl.mechanisms import contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 from tfdp_fl.mechanisms.nbafl import NbAFL
@@ -199,9 +201,9 @@ def build_dp_fed_avg(
             mechanism, clients_per_round=clients_per_round, **facts
         )
         weighted = factory
-        finalizer = nbafl.build_replace_finalizer(weights_type)
+        finalizer = build_replace_finalizer(weights_type)
         if mechanism.proximal_weight > 0:
-            client_optimizer_fn = nbafl.ProximalOptimizer(
+            client_optimizer_fn = ProximalOptimizer(
                 client_optimizer_fn, mechanism.proximal_weight
             )
     else:
@@ -213,7 +215,7 @@ def build_dp_fed_avg(
         )
     if model_distributor is None:
         model_distributor = tff.learning.templates.build_broadcast_process(weights_type)
-    work = client_work.build_local_training(
+    work = build_local_training(
         model_fn,
         client_optimizer_fn,
         as_weights=mechanism.releases_weights,
@@ -259,3 +261,171 @@ def _initial_weights(model_fn: Any) -> tff.Computation:
         return tff.learning.models.ModelWeights.from_model(model)
 
     return initial_weights
+
+
+def build_local_training(
+    model_fn: Any,
+    optimizer: tff.learning.optimizers.Optimizer,
+    *,
+    as_weights: bool,
+    metrics_aggregator: Any,
+    loop_implementation: tff.learning.LoopImplementation,
+    local_epochs: int,
+) -> tff.learning.templates.ClientWorkProcess:
+    """Returns TFF's local training, in which a failed one hands in NaN.
+
+    TFF replaces an update that holds a NaN or an Inf by zero, and says so only with
+    a weight of zero. As NaN it is discarded, counted and reported by the mechanism,
+    like any other.
+
+    Args:
+      model_fn: A callable that returns a `VariableModel`, or a
+        `FunctionalModel`.
+      optimizer: The clients' optimizer.
+      as_weights: Whether the weights after training are handed in, and the number
+        of examples with them, in the place of the update.
+      metrics_aggregator: See `tff.learning.algorithms.build_weighted_fed_avg`.
+      loop_implementation: The same.
+      local_epochs: How often each client goes through its data set. The number of
+        examples counts each once.
+    """
+    templates, weighting = tff.learning.templates, tff.learning.ClientWeighting
+    build, name = templates.build_model_delta_client_work, "model_fn"
+    if isinstance(model_fn, tff.learning.models.FunctionalModel):
+        build, name = templates.build_functional_model_delta_client_work, "model"
+    work = build(
+        **{name: model_fn},
+        optimizer=optimizer,
+        client_weighting=weighting.NUM_EXAMPLES if as_weights else weighting.UNIFORM,
+        metrics_aggregator=metrics_aggregator,
+        loop_implementation=loop_implementation,
+    )
+    state_type, weights_type, data_type = work.next.type_signature.parameter
+    result_type = work.next.type_signature.result.result.member
+
+    @tff.tensorflow.computation(data_type.member)
+    def repeat(dataset):
+        return dataset.repeat(local_epochs)
+
+    @tff.tensorflow.computation(weights_type.member, result_type)
+    def finish(received, result):
+        value, weight = result.update, result.update_weight  # w_received - w.
+        if as_weights:
+            start = tf.nest.flatten(received.trainable)
+            value = tf.nest.map_structure(
+                tf.subtract, tf.nest.pack_sequence_as(value, start), value
+            )
+            # In all epochs, and a whole number in each.
+            weight = tf.round(weight / local_epochs)
+        usable = result.update_weight > 0
+        return templates.ClientResult(
+            update=tf.nest.map_structure(
+                lambda part: tf.where(usable, part, np.nan * tf.ones_like(part)), value
+            ),
+            update_weight=weight,
+        )
+
+    @tff.federated_computation(state_type, weights_type, data_type)
+    def next_fn(state, weights, client_data):
+        if local_epochs > 1:
+            client_data = tff.federated_map(repeat, client_data)
+        output = work.next(state, weights, client_data)
+        return tff.templates.MeasuredProcessOutput(
+            state=output.state,
+            result=tff.federated_map(finish, (weights, output.result)),
+            measurements=output.measurements,
+        )
+
+    return templates.ClientWorkProcess(
+        work.initialize,
+        next_fn,
+        get_hparams_fn=work.get_hparams,
+        set_hparams_fn=work.set_hparams,
+    )
+
+
+def build_replace_finalizer(
+    weights_type: tff.types.StructWithPythonType,
+) -> tff.learning.templates.FinalizerProcess:
+    """Returns the finalizer that puts the aggregated weights in place."""
+    trainable_type = weights_type.trainable
+
+    @tff.tensorflow.computation(weights_type, trainable_type)
+    def replace(weights, trainable):
+        return tff.learning.models.ModelWeights(
+            trainable=trainable, non_trainable=weights.non_trainable
+        )
+
+    @tff.federated_computation
+    def init_fn():
+        return tff.federated_value((), tff.SERVER)
+
+    @tff.federated_computation(
+        init_fn.type_signature.result,
+        tff.FederatedType(weights_type, tff.SERVER),
+        tff.FederatedType(trainable_type, tff.SERVER),
+    )
+    def next_fn(state, weights, aggregate):
+        return tff.templates.MeasuredProcessOutput(
+            state=state,
+            result=tff.federated_map(replace, (weights, aggregate)),
+            measurements=tff.federated_value((), tff.SERVER),
+        )
+
+    return tff.learning.templates.FinalizerProcess(init_fn, next_fn)
+
+
+class ProximalOptimizer(tff.learning.optimizers.Optimizer):
+    """Adds the gradient of (mu/2) ||w - w_received||^2 before each step.
+
+    Li et al. (2020), "Federated Optimization in Heterogeneous Networks",
+    eq. (2); Wei et al. (2020), eq. (4). A client starts from what it received,
+    so the weights of the first step are w_received.
+    """
+
+    def __init__(self, optimizer: tff.learning.optimizers.Optimizer, mu: float):
+        """Wraps an optimizer; `mu` is the weight of the term, at least 0."""
+        self._optimizer = optimizer
+        self._mu = mu
+
+    def initialize(self, specs: Any) -> Any:
+        """Implements `Optimizer.initialize`."""
+        return collections.OrderedDict(
+            inner=self._optimizer.initialize(specs),
+            started=tf.constant(False),
+            received=tf.nest.map_structure(
+                lambda spec: tf.zeros(spec.shape, spec.dtype), specs
+            ),
+        )
+
+    def next(self, state: Any, weights: Any, gradients: Any) -> Any:
+        """Implements `Optimizer.next`."""
+        received = tf.nest.map_structure(
+            lambda kept, now: tf.where(state["started"], kept, now),
+            state["received"],
+            weights,
+        )
+        pulled = tf.nest.map_structure(
+            lambda gradient, now, kept: (
+                tf.convert_to_tensor(gradient)
+                + tf.cast(self._mu, now.dtype) * (now - kept)
+            ),
+            gradients,
+            weights,
+            received,
+        )
+        inner, updated = self._optimizer.next(state["inner"], weights, pulled)
+        new_state = collections.OrderedDict(
+            inner=inner, started=tf.constant(True), received=received
+        )
+        return new_state, updated
+
+    def get_hparams(self, state: Any) -> Any:
+        """Implements `Optimizer.get_hparams`."""
+        return self._optimizer.get_hparams(state["inner"])
+
+    def set_hparams(self, state: Any, hparams: Any) -> Any:
+        """Implements `Optimizer.set_hparams`."""
+        new_state = collections.OrderedDict(state)
+        new_state["inner"] = self._optimizer.set_hparams(state["inner"], hparams)
+        return new_state

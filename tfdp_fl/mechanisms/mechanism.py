@@ -25,7 +25,7 @@ import dp_accounting
 
 from tfdp_fl import _validate, schedules
 from tfdp_fl._on_use import tf
-from tfdp_fl.accounting import caveats as caveats_lib
+from tfdp_fl.accounting import statement as caveats_lib
 from tfdp_fl.mechanisms import clipping, cohort_query, grid, noise, parameters
 from tfdp_fl.mechanisms.contribution import (
     Client,

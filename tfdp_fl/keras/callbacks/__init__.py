@@ -1,12 +1,16 @@
 """Callbacks that know about rounds, next to Keras's own."""
 
-from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback, checked
+from tfdp_fl.keras.callbacks.federated_callback import (
+    FederatedCallback,
+    KeepTarget,
+    PrivacyBudget,
+    checked,
+)
 from tfdp_fl.keras.callbacks.ledger import (
     Ledger,
     RoundCheckpoint,
     ledger_of_resumed,
 )
-from tfdp_fl.keras.callbacks.privacy_budget import KeepTarget, PrivacyBudget
 from tfdp_fl.keras.callbacks.report import Report
 
 __all__ = [
