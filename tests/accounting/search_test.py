@@ -97,7 +97,8 @@ _SHAPE = pytest.mark.parametrize("shape", _SHAPES)
 
 
 @_SHAPE
-@pytest.mark.parametrize("mean, z", [(1.5, 0.8), (24.0, 6.0)])
+@pytest.mark.parametrize("mean", [1.5, 24.0])
+@pytest.mark.parametrize("z", [0.8, 6.0])
 def test_a_score_that_is_the_presence_of_a_client(shape, mean, z):
     edges = np.linspace(-10 * z, 1 + 10 * z, 20_001)
     p, q = (np.diff(stats.norm.cdf(edges, shift, z)) for shift in (0, 1))

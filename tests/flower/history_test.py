@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from unittest import mock
 
 import dp_accounting
@@ -134,6 +135,18 @@ def test_runs_with_one_ledger_have_one_budget(path):
     assert spent <= _target(2)["target_epsilon"]
     assert accounting.epsilon_from_ledger(path, _DELTA) == spent
     assert sum(len(s.strategy.handed) for s in strategies) == 2
+
+
+def test_threads_share_a_budget(path):
+    with accounting.PrivacyLedger(path) as ledger:
+        strategies = [_private(ledger=ledger, **_target(3)) for _ in range(4)]
+        threads = [threading.Thread(target=_run, args=[s, 3]) for s in strategies]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sum(len(s.strategy.handed) for s in strategies) == 3
+    assert accounting.epsilon_from_ledger(path, _DELTA) <= _central(3) + 1e-6
 
 
 def test_each_round_is_on_the_disk_before_it_is_released(path):

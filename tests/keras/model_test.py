@@ -13,7 +13,7 @@ import tensorflow as tf
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.keras import callbacks, training_setup
+from tfdp_fl.keras import callbacks, keras_names
 from tfdp_fl.mechanisms import tf_privacy as tfp
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
@@ -92,7 +92,7 @@ def test_standard_callbacks_work_as_they_are(tmp_path):
 
 def test_names_of_keras_are_the_models_unless_they_train_or_change_it():
     fed = toy.federated()
-    for name in training_setup.HANDED_ON:
+    for name in keras_names.HANDED_ON:
         if hasattr(fed.model, name):  # Versions of Keras differ.
             assert type(getattr(fed, name)) is type(getattr(fed.model, name)), name
             assert name in dir(fed)

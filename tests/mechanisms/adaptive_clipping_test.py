@@ -19,7 +19,7 @@ def _query(m=20, noise_multiplier=1.0, sampling="fixed_size", **arguments):
 
 
 @pytest.mark.parametrize("noise_site", ["server", "client"])
-@pytest.mark.parametrize("bound, quantile", [(0.2, 0.3), (30.0, 1.0)])
+@pytest.mark.parametrize("bound, quantile", [(0.2, 0.3), (1.0, 0.5), (30.0, 1.0)])
 def test_without_noise_is_algorithm_1(noise_site, bound, quantile):
     norms = [0.1, 0.2, 0.5, 0.9, 1.5, 4.0]
     query, state = _query(

@@ -1,7 +1,8 @@
 """What is wrong is refused with a reason, wherever it is given.
 
 Every argument of every call that takes no time is each of a few wrong things,
-once; `tests/stress/fuzz_stress.py` tries hundreds of all, and two at a time.
+once. A call raises what is not documented, and where an error says nothing;
+`tests/stress/fuzz_stress.py` tries hundreds of all, and two at a time.
 """
 
 import numpy as np

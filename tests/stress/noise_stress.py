@@ -10,6 +10,10 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
+import random
+import subprocess
+import sys
 from unittest import mock
 
 import numpy as np
@@ -19,7 +23,8 @@ from scipy import stats
 
 import tfdp_fl
 from tests.keras import hostile, noise_test
-from tfdp_fl import secure_aggregation
+from tests.mechanisms import statistics
+from tfdp_fl import sampling, secure_aggregation
 from tfdp_fl.mechanisms import noise
 
 _with_tff = pytest.mark.skipif(
@@ -213,3 +218,41 @@ def test_of_a_factory(name):
 def test_of_a_factory_of_correlated_noise():
     rounds, _ = _rounds_of(_correlated(), _CORRELATED_ROUNDS)
     _assert_is_correlated_noise(rounds)
+
+
+def _one_process(seeds: int) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Returns noise and a cohort of a process in which all seeds are set."""
+    tf.keras.utils.set_random_seed(seeds)
+    tf.random.set_seed(seeds)
+    np.random.seed(seeds)
+    random.seed(seeds)
+    rounds, _ = noise_test.train(noise_test.fixed())
+    cohort = sampling.make_sampler("poisson", 500, 50.0).cohort(0)
+    return np.concatenate(rounds[0]), tuple(cohort.tolist())
+
+
+def _assert_different(drawn):
+    for place, (one, cohort) in enumerate(drawn):
+        for other, other_cohort in drawn[:place]:
+            statistics.assert_uncorrelated(one, other)
+            assert cohort != other_cohort
+
+
+def test_processes_that_start_again(tmp_path):
+    source = (
+        "import sys, numpy as np\n"
+        "from tests.stress import noise_stress as s\n"
+        "noise, cohort = s._one_process(5)\n"
+        "np.savez(sys.argv[1], noise=noise, cohort=cohort)"
+    )
+    drawn = []
+    for number in range(4):
+        path = tmp_path / f"{number}.npz"
+        subprocess.run(
+            [sys.executable, "-c", source, path],
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": "0", "TF_DETERMINISTIC_OPS": "1"},
+        )
+        with np.load(path) as file:
+            drawn.append((file["noise"], tuple(file["cohort"])))
+    _assert_different(drawn)

@@ -17,6 +17,8 @@ from tfdp_fl.auditing import estimate as estimate_lib
 from tfdp_fl.engine import cohort
 
 FINAL, ALL = "final", "all"
+# Coordinates of all directions that are held at once: 64 MiB of float32.
+_HELD = 2**24
 
 
 class CanaryAudit:
@@ -64,7 +66,7 @@ class CanaryAudit:
         if self.num_canaries < 2:
             raise ValueError(f"num_canaries must be at least 2, got {num_canaries!r}.")
         self.iterates = _validate.one_of((FINAL, ALL), iterates=iterates)
-        self._engine: Any = None
+        self._engine: engine.CohortEngine | None = None
         self._rounds = 0
         self._found: estimate_lib.Scores | None = None
 
@@ -118,7 +120,7 @@ class CanaryAudit:
           pending: The round, collected and not released.
           charge: What it costs: it tells how the cohort was drawn.
         """
-        query, spec = self._engine.query, self._engine.update_spec
+        query, spec = self._required().query, self._required().update_spec
         numbers, _ = pending.tensors
         state = query.begin_round(pending.state, numbers[0], numbers[1])
         params = query.derive_sample_params(state)
@@ -230,9 +232,14 @@ class CanaryAudit:
 
     # Details.
 
+    def _required(self) -> engine.CohortEngine:
+        if self._engine is None:
+            raise ValueError("audit must have begun.")
+        return self._engine
+
     def _weights(self) -> np.ndarray:
         """Returns what updates are about, float64 [d]."""
-        variables = [each.numpy() for each in self._engine.server.variables]
+        variables = [each.numpy() for each in self._required().server.variables]
         return np.concatenate([each.astype(np.float64).ravel() for each in variables])
 
     def _drawn(self, charge: charge_lib.RoundCharge) -> np.ndarray:
@@ -252,16 +259,12 @@ class CanaryAudit:
         if not charge.sampling.startswith("cyclic"):
             return np.flatnonzero(drawn < chance)
         # Each is in one of b groups, which take part in turn.
-        groups = self._engine.query.mechanism.min_separation
+        groups = self._required().query.mechanism.min_separation
         groups = groups or max(1, int(population // size))
         if "groups" not in self._places:
             self._places["groups"] = self._rng.integers(groups, size=self.num_canaries)
         turn = self._places["groups"] == self._rounds % groups
         return np.flatnonzero(turn & (drawn < chance * groups))
-
-
-# Coordinates of all directions that are held at once: 64 MiB of float32.
-_HELD = 2**24
 
 
 class Canaries:

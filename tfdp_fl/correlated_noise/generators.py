@@ -20,7 +20,7 @@ import numpy as np
 from scipy import signal
 
 from tfdp_fl._on_use import tf
-from tfdp_fl.correlated_noise import optimisation
+from tfdp_fl.correlated_noise import toeplitz
 from tfdp_fl.correlated_noise.participation import Participation
 
 Numbers: TypeAlias = Sequence[float] | np.ndarray
@@ -61,7 +61,7 @@ class Generator(abc.ABC):
         Their squares add up to the square of the sensitivity, also over the
         first rounds alone (nothing later has an effect on what was released).
         """
-        return optimisation.charges(self.coefficients, self.participation)
+        return toeplitz.charges(self.coefficients, self.participation)
 
     @property
     @abc.abstractmethod
@@ -115,7 +115,7 @@ class Generator(abc.ABC):
 
         After round t it is the sum over s of B_ts^2.
         """
-        model = optimisation.workload(self.participation.rounds, momentum)
+        model = toeplitz.workload(self.participation.rounds, momentum)
         return np.cumsum(signal.lfilter([1.0], self.coefficients, model) ** 2)
 
 
@@ -138,7 +138,7 @@ class BandedGenerator(Generator):
           coefficients: c_0, ..., c_(bands-1); those past T are dropped.
           participation: (k, b) and T.
         """
-        self.coefficients = optimisation.checked(
+        self.coefficients = toeplitz.checked(
             _as_float32(coefficients[: participation.rounds])
         )
         self.participation = participation
@@ -221,7 +221,7 @@ class BLTGenerator(Generator):
         if self.weights.min() >= 0 and 0 <= poles.min() <= poles.max() <= 1:
             # Then c falls, and what rises is the last bit of a float64.
             tail = np.minimum.accumulate(tail)
-        self.coefficients = optimisation.checked(np.concatenate([[1.0], tail]))
+        self.coefficients = toeplitz.checked(np.concatenate([[1.0], tail]))
         self.participation = participation
         self.copies = len(poles)
 

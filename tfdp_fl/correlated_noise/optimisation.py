@@ -8,82 +8,13 @@ coefficients that are at least 0 and do not rise, whatever they are given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from scipy import optimize, signal, special
 
+from tfdp_fl.correlated_noise import toeplitz
 from tfdp_fl.correlated_noise.participation import Participation
-
-
-def workload(rounds: int, momentum: float = 0.0) -> np.ndarray:
-    """Returns the first column of A, float64 [rounds].
-
-    Row t of A says what the model after round t holds of each round's sum. That is
-    the prefix sum, ones; with a server momentum beta (1 - beta^(j+1)) / (1 - beta).
-    It decides which noise is best, and has no part in what the noise guarantees.
-    """
-    return signal.lfilter([1.0], [1.0, -momentum], np.ones(rounds))
-
-
-def checked(coefficients: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Returns coefficients for which `charges` holds, or raises.
-
-    Args:
-      coefficients: The first column of C, c_0 onwards; the rest is zero.
-
-    Returns:
-      The same, float64.
-
-    Raises:
-      ValueError: They do not begin with 1, one is negative, or one is larger
-        than the one before. (For (1, 0, .9) and two participations at any
-        distance in 8 rounds the formula says 3.62, and the truth is 5.42.)
-    """
-    values = np.asarray(coefficients, np.float64)
-    if values.ndim != 1 or not values.size or not np.isfinite(values).all():
-        raise ValueError(
-            f"coefficients must be a list of numbers, got {coefficients!r}."
-        )
-    if values[0] != 1:
-        raise ValueError(
-            f"coefficients must begin with 1, got {float(values[0])!r}: the "
-            "noise multiplier is that of the fresh noise."
-        )
-    wrong = np.flatnonzero((values < 0) | (np.diff(values, prepend=1.0) > 0))
-    if wrong.size:
-        place = int(wrong[0])
-        raise ValueError(
-            "coefficients must be at least 0 and never rise, because the "
-            "sensitivity is known only then, got "
-            f"coefficients[{place}]={float(values[place])!r}."
-        )
-    return values
-
-
-def charges(coefficients: np.ndarray, participation: Participation) -> np.ndarray:
-    """Returns col, by which the noise multiplier of a round is divided.
-
-    Kalinin & Lampert (2024), theorem 2 (https://arxiv.org/abs/2405.13763): if
-    c is at least 0 and does not rise, the worst client takes part in rounds 0,
-    b, 2b, ..., k times, whatever is in its updates. So the sensitivity of the
-    first t rounds is the norm of the first t entries of
-    col_t = sum over i < k of c_(t - ib).
-
-    Args:
-      coefficients: c, checked; what is missing is zero.
-      participation: (k, b) and T.
-
-    Returns:
-      Float64 [T].
-    """
-    total = np.zeros(participation.rounds)
-    for i in range(participation.most):
-        start = i * participation.min_separation
-        part = coefficients[: participation.rounds - start]
-        total[start : start + len(part)] += part
-    return total
-
 
 # A loss (a logarithm, so relative) and its gradient.
 _Loss = Callable[[np.ndarray], tuple[float, np.ndarray]]
@@ -118,11 +49,11 @@ def _products_of_sigmoids(free: np.ndarray) -> np.ndarray:
 
 def banded_loss(bands: int, participation: Participation, momentum: float) -> _Loss:
     """Returns log(error^2 sensitivity^2) of c = `_products_of_sigmoids`."""
-    model = workload(participation.rounds, momentum)
+    model = toeplitz.workload(participation.rounds, momentum)
 
     def loss(free: np.ndarray) -> tuple[float, np.ndarray]:
         c = _products_of_sigmoids(free)
-        columns = charges(c, participation)
+        columns = toeplitz.charges(c, participation)
         square = float(columns @ columns)
         by_c = 2 * _backwards(columns, participation, bands) / square
         output = signal.lfilter([1.0], c, model)
@@ -140,7 +71,7 @@ def banded_loss(bands: int, participation: Participation, momentum: float) -> _L
 def _backwards(
     columns: np.ndarray, participation: Participation, count: int
 ) -> np.ndarray:
-    """Returns the transpose of `charges` at col: [count]."""
+    """Returns the transpose of `toeplitz.charges` at col: [count]."""
     gradient = np.zeros(count)
     for i in range(participation.most):
         start = i * participation.min_separation
@@ -185,7 +116,7 @@ def blt_loss(num_buffers: int, participation: Participation, momentum: float) ->
     sigmoids. C = product of (1 - t^_i x) / (1 - t_i x).
     """
     rounds = participation.rounds
-    model = workload(rounds, momentum)
+    model = toeplitz.workload(rounds, momentum)
     visits = np.zeros(rounds)
     last = participation.most * participation.min_separation
     visits[: last : participation.min_separation] = 1.0

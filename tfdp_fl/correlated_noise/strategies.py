@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tfdp_fl import _validate
-from tfdp_fl.correlated_noise import generators, optimisation
+from tfdp_fl.correlated_noise import generators, optimisation, toeplitz
 from tfdp_fl.correlated_noise.participation import Participation
 
 # Poles and zeros that are closer than this cancel out.
@@ -77,7 +77,7 @@ class BandedToeplitz(Strategy):
 
     def __post_init__(self):
         if self.coefficients is not None:
-            values = optimisation.checked(self.coefficients)
+            values = toeplitz.checked(self.coefficients)
             object.__setattr__(self, "coefficients", tuple(values.tolist()))
             if self.bands not in (None, len(values)):
                 raise ValueError(

@@ -1,4 +1,8 @@
-"""Releasing a round: noise on the sum, the mean, and the model's move."""
+"""Releasing a round: noise on the sum, the mean, and the model's move.
+
+Before it, where the clip depends on the norms of the whole cohort, the clip of updates
+that wait for it (`JointClip`).
+"""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ from tfdp_fl.engine import CohortEngine, LocalTraining
 from tfdp_fl.keras import callbacks as callbacks_lib
 from tfdp_fl.keras import (
     client_metrics,
+    keras_names,
     model_history,
     resuming,
     round_loop,
@@ -169,8 +170,8 @@ class DPFederatedModel:
 
     def __getattr__(self, name: str) -> Any:
         """Returns what the Keras model calls by a name, if it is handed on."""
-        if name not in training_setup.HANDED_ON:
-            raise AttributeError(training_setup.missing(name))
+        if name not in keras_names.HANDED_ON:
+            raise AttributeError(keras_names.missing(name))
         return getattr(self.model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -188,7 +189,7 @@ class DPFederatedModel:
 
     def __dir__(self) -> list[str]:
         """Returns all names, with those of the Keras model's handed on."""
-        own = set(dir(self.model)) & training_setup.HANDED_ON
+        own = set(dir(self.model)) & keras_names.HANDED_ON
         return sorted({*super().__dir__(), *own})
 
     def compile(
@@ -239,7 +240,7 @@ class DPFederatedModel:
             round start from, with an int64 seed of shape [2].
           **others: None; what is given is refused, with what to give instead.
         """
-        training_setup.refuse_arguments("compile", others)
+        keras_names.refuse_arguments("compile", others)
         if model_history.is_fitting(self.model):
             raise model_history.running_error("compile")
         if loss is None:
@@ -447,7 +448,7 @@ class DPFederatedModel:
           `failed_clients`, `abandoned_rounds`, `epsilon` where a delta is
           known, and `between_client_variance` and `update_scale` if asked for.
         """
-        training_setup.refuse_arguments("fit", others)
+        keras_names.refuse_arguments("fit", others)
         self.require_compiled("fit")
         if client_ids is None and isinstance(y, int | np.integer) and rounds == 1:
             y, rounds = None, y

@@ -1,4 +1,10 @@
-"""Federated averaging with a mechanism, as a TFF learning process."""
+"""Federated averaging with a mechanism, as a TFF learning process.
+
+NbAFL (Wei et al. 2020, Algorithm 1) has parts of its own: the server sends noised
+weights, the clients hand in noised weights, the server averages them. Both noises are
+`NbAFLFactory`'s. That before broadcast is drawn when the weights are made, so that
+everybody who sees them sees one and the same.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DP-FedAvg with a fixed clip (McMahan et al. 2018)."""
+"""DP-FedAvg with a fixed clip (McMahan et al. 2018), and plain federated averaging."""
 
 from __future__ import annotations
 
