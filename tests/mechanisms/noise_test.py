@@ -48,7 +48,7 @@ def test_a_draw_is_what_float64_makes_of_the_same_words():
     words = np.random.default_rng(1).integers(-(2**31), 2**31, (3, 10**5))
     words[:, : len(_WORDS) ** 3] = np.array([*itertools.product(_WORDS, repeat=3)]).T
     given = mock.Mock(return_value=tf.constant(words, tf.int32))
-    with mock.patch.object(tf.random, "stateless_uniform", given):
+    with mock.patch.object(noise, "_uniform", given):
         draws = noise._by_radius(2 * 10**5, _SEED).numpy()
     assert given.call_args.args[0] == [3, 10**5]
     high, low, direction = words
@@ -65,6 +65,21 @@ def test_a_draw_is_what_float64_makes_of_the_same_words():
     )
     assert max(draws) == pytest.approx(math.sqrt(128 * math.log(2)), rel=1e-6)
     assert np.all(np.isfinite(draws))
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_the_bits_are_those_that_tensorflow_draws(jit_compile):
+    draw = tf.function(noise._uniform, jit_compile=jit_compile)
+    random = np.random.default_rng(0)
+    for words in tf.constant([[0, 1], *random.integers(-(2**63), 2**63, (9, 2))]):
+        for dtype in (tf.int32, tf.uint64):
+            ours = draw([3, 5], words, dtype)
+            theirs = tf.random.stateless_uniform(
+                [3, 5], words, None, None, dtype, alg="philox"
+            )
+            np.testing.assert_array_equal(ours, theirs)
+    split = tf.random.experimental.stateless_split(words, 4, alg="philox")
+    np.testing.assert_array_equal(split, noise._uniform([4, 2], words, tf.int64))
 
 
 # Never the same twice.

@@ -344,10 +344,11 @@ class CohortEngine:
     def _traced(
         self, pending: cohort.PendingRound, chunk: chunks.CohortChunk
     ) -> chunks.CohortChunk:
-        """Has a chunk's programs traced, in one thread; returns what trains."""
+        """Has a chunk's programs made ready, in one thread; returns what trains."""
+        fixed = pending.fixed_arguments
         for part in itertools.chain.from_iterable(chunk.groups):
             try:
-                self.programs.program(pending.fixed_arguments, part)
+                program = self.programs.program(fixed, part)
             except Exception as error:
                 if part.strategy.kind != layout.BATCHED:
                     raise
@@ -355,6 +356,12 @@ class CohortEngine:
                     f"TensorFlow cannot vectorize them ({type(error).__name__})"
                 )
                 return self._traced(pending, self._laid_out(chunk, pending.inputs))
+            if len(chunk.groups) > 1 and not (program.has_run or part.strategy.xla):
+                # TensorFlow optimises a program in its first call, and again in
+                # every thread that calls it meanwhile.
+                nobody = layout.select(part.table, np.array([], np.int64))
+                with tf.device(self.device):
+                    program(*fixed, chunk.x, chunk.y, nobody)
         return chunk
 
     def _train(

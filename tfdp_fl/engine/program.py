@@ -30,6 +30,7 @@ class Program:
       structure: A nest of None, in the place of each result.
       assertions: The names of operations that run as well, and raise.
       name: Its own.
+      has_run: Whether a call of it has ended.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Program:
         _with_sums_of_two(definition)
         _with_names_of_their_own(definition)
         self.name = uuid.uuid4().hex
+        self.has_run = False
         self.definition = definition
         self.inputs = [tensor.name for tensor in inputs]
         self.constants = [outer for outer, _ in captures]
@@ -103,6 +105,7 @@ class Program:
         """Returns the nest of results; any number of threads may call at once."""
         flat = map(tf.convert_to_tensor, tf.nest.flatten(arguments))
         results = self._run(*flat, *self.constants)
+        self.has_run = True
         return tf.nest.pack_sequence_as(self.structure, results)
 
 
