@@ -13,16 +13,9 @@ _DEPLOYMENT = Deployment(**_CYCLIC)
 
 
 def _mechanism(strategy="blt:2", **options):
-    return tfdp_fl.CorrelatedNoise(
-        **{
-            "clip_norm": 0.5,
-            "noise_multiplier": 1.0,
-            "strategy": strategy,
-            "rounds": 12,
-            "min_separation": 4,
-            **options,
-        }
-    )
+    usual = {"clip_norm": 0.5, "noise_multiplier": 1.0, "strategy": strategy}
+    usual |= {"rounds": 12, "min_separation": 4}
+    return tfdp_fl.CorrelatedNoise(**{**usual, **options})
 
 
 def _query(mechanism):
@@ -105,10 +98,9 @@ def test_what_is_charged_is_where_the_memory_stands():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        *(
-            ({"sampling": other}, "sampling must be 'cyclic'")
-            for other in ("poisson", "fixed_size", "shuffled")
-        ),
+        ({"sampling": "poisson"}, "sampling must be 'cyclic'"),
+        ({"sampling": "fixed_size"}, "sampling must be 'cyclic'"),
+        ({"sampling": "shuffled"}, "sampling must be 'cyclic'"),
         ({"clients_per_round": (4, 5)}, "clients_per_round"),
         # 4 cohorts of 4 clients need 16.
         ({"num_clients": 15}, r"at most .* 15 / 4"),

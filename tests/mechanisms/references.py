@@ -24,10 +24,7 @@ def clipped(update, bound: float):
 
 def total(updates):
     """Returns the sum of updates, variable by variable."""
-    return [
-        np.sum([np.asarray(u[i], float) for u in updates], axis=0)
-        for i in range(len(updates[0]))
-    ]
+    return [np.sum(parts, axis=0, dtype=float) for parts in zip(*updates, strict=True)]
 
 
 def fixed_clipping_mean(updates, bound: float, clients_per_round: float):
@@ -39,11 +36,7 @@ def fixed_clipping_mean(updates, bound: float, clients_per_round: float):
 def median_clipping_mean(updates, clients_per_round: float):
     """Geyer et al. (2017), Algorithm 1, lines 9 and 10, without noise."""
     bound = float(np.median([l2_norm(update) for update in updates]))
-    scaled = [
-        [np.asarray(v, float) / max(1.0, l2_norm(update) / bound) for v in update]
-        for update in updates
-    ]
-    return [v / clients_per_round for v in total(scaled)], bound
+    return fixed_clipping_mean(updates, bound, clients_per_round), bound
 
 
 def next_clip(bound, norms, quantile, rate, clients_per_round, noise=0.0):
@@ -80,18 +73,6 @@ def classic_sigma(sensitivity: float, epsilon: float, delta: float) -> float:
     return sensitivity * math.sqrt(2 * math.log(1.25 / delta)) / epsilon
 
 
-def disco_radius(previous_norms, clipping_radius: float) -> float:
-    """DISCO: the mean of the last three norms, at most the bound."""
-    if not previous_norms:
-        return clipping_radius
-    return min(float(np.mean(previous_norms[-3:])), clipping_radius)
-
-
-def disco_sigma(radius, epsilon, delta, rounds) -> float:
-    """DISCO: 2 r sqrt(2 ln(1.25 / delta_r)) / epsilon_r."""
-    return classic_sigma(2 * radius, epsilon / rounds, delta / rounds)
-
-
 def nbafl_uplink_sigma(clip, constant, rounds, examples, epsilon) -> float:
     """Wei et al. (2020), as `inject_noise_in_upload` in FederatedScope."""
     return clip * rounds * 2 * constant / examples / epsilon
@@ -105,11 +86,6 @@ def nbafl_downlink_sigma(
         return 0.0
     root = math.sqrt(rounds**2 - clients_per_round**2 * num_clients)
     return 2 * clip * constant * root / (least * num_clients * epsilon)
-
-
-def nbafl_server_clip(weights, clip: float):
-    """FederatedScope: p / max(1, |p| / C) for every element."""
-    return [np.asarray(v, float) / np.maximum(1.0, np.abs(v) / clip) for v in weights]
 
 
 def variance_and_scale(updates) -> tuple[float, float]:
