@@ -34,14 +34,6 @@ def test_what_each_sampling_costs(charge, relation, by_rdp, by_pld):
     assert (charge.dp_event("rdp"), charge.dp_event("pld")) == (by_rdp, by_pld)
 
 
-@pytest.mark.parametrize("sampling", charge_lib.SAMPLINGS)
-@pytest.mark.parametrize("accountant", charge_lib.ACCOUNTANTS)
-def test_no_noise_is_no_privacy(sampling, accountant):
-    nothing = dp_accounting.NonPrivateDpEvent()
-    for event in (_G(0.0), nothing):
-        assert _charge(sampling, event=event).dp_event(accountant) == nothing
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(charge_lib.SAMPLINGS),

@@ -27,11 +27,8 @@ def test_noise_out_of_reach_is_taken_for_less(sampling, accountant):
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 def test_equal_rounds_are_the_constant(sampling, accountant):
     constant = accounting.epsilon(4.0, sampling, 100, 20, 12, 1e-5, accountant)
-    for noise, sizes in (
-        ([4.0] * 12, 20),
-        (lambda t: 4.0, lambda t: 20),
-        (4.0, tuple([20] * 12)),
-    ):
+    schedules = (lambda t: 4.0, lambda t: 20)
+    for noise, sizes in (([4.0] * 12, 20), schedules, (4.0, tuple([20] * 12))):
         found = accounting.epsilon(noise, sampling, 100, sizes, 12, 1e-5, accountant)
         assert found == constant
     delta = accounting.delta(4.0, sampling, 100, 20, 12, constant, accountant)
@@ -113,16 +110,9 @@ def test_calibration_of_any_charges():
         accounting.calibrate(lambda z: [charge(z=0.0)], 2.0, 1e-5)
 
 
+@pytest.mark.parametrize("sampling", ["poisson", "fixed_size", "shuffled"])
 @pytest.mark.parametrize(
-    "sampling, accountant, scheduled",
-    [
-        ("poisson", "rdp", False),
-        ("poisson", "rdp", True),
-        ("poisson", "pld", False),
-        ("fixed_size", "rdp", False),
-        ("shuffled", "rdp", True),
-        ("shuffled", "pld", False),
-    ],
+    "accountant, scheduled", [("rdp", False), ("rdp", True), ("pld", False)]
 )
 def test_one_round_more_overspends(sampling, accountant, scheduled):
     z = (lambda t: 2.0 + 0.01 * t) if scheduled else 2.0
