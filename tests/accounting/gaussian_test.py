@@ -66,9 +66,6 @@ def test_epsilon_inverts_delta(z, wanted, log_delta):
     assert gaussian.gaussian_delta(found * (1 - 1e-6), wanted) > delta
 
 
-# Renyi curves.
-
-
 def _curve(q, z, most=64):
     """Returns the orders up to the most, and the divergences at them."""
     event = dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z))

@@ -19,16 +19,10 @@ def ours(**sums):
 
 
 def learning_state(aggregator=STATE, client_work=(), **parts):
-    return tff.learning.templates.LearningAlgorithmState(
-        **{
-            "global_model_weights": (np.zeros(3),),
-            "distributor": (),
-            "client_work": client_work,
-            "aggregator": aggregator,
-            "finalizer": collections.OrderedDict(learning_rate=1.0),
-            **parts,
-        }
-    )
+    usual = {"global_model_weights": (np.zeros(3),), "distributor": ()}
+    usual |= {"client_work": client_work, "aggregator": aggregator}
+    usual["finalizer"] = collections.OrderedDict(learning_rate=1.0)
+    return tff.learning.templates.LearningAlgorithmState(**{**usual, **parts})
 
 
 @pytest.mark.parametrize(
@@ -42,11 +36,10 @@ def test_federated_averaging(client_work):
 
 def test_what_is_constant_around_the_mechanism_and_in_it():
     clipping = tff.aggregators.clipping_factory(1.0, ours())
-    factory = tff.aggregators.zeroing_factory(5.0, clipping)
-    state = factory.create(SCALAR).initialize()
+    process = tff.aggregators.zeroing_factory(5.0, clipping).create(SCALAR)
+    state = process.next(process.initialize(), [7.0, 2.0]).state
     for each in (state, learning_state(state)):
-        found = state_lib.accountable_state(each)
-        assert isinstance(found, state_lib.AggregatorState)
+        assert state_lib.accountable_state(each).rounds == 1
     constant = {
         "inner_factory": tff.aggregators.SecureSumFactory(4.0, -4.0),
         "scalars_factory": tff.aggregators.SecureSumFactory(99.0),

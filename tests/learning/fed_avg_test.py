@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 import tensorflow_federated as tff
 
-from tfdp_fl import aggregators, datasets, learning, mechanisms
+from tfdp_fl import aggregators, learning, mechanisms
 from tfdp_fl.aggregators import accountable_state
 from tfdp_fl.learning import fed_avg
 
@@ -21,16 +21,12 @@ DECLARED = {
 
 @pytest.fixture(name="cohort", scope="module")
 def _cohort():
-    """Handwritten digits, four clients with 20 examples each."""
-    data, _ = datasets.load_digits(num_clients=40)
-
-    def dataset(name):
-        x, y = data.client(name)
-        x = np.reshape(x, [len(x), -1]).astype(np.float32)
-        examples = (x[:20], y[:20].astype(np.int32))
-        return tf.data.Dataset.from_tensor_slices(examples).batch(10)
-
-    return [dataset(name) for name in data.client_ids[:CLIENTS]]
+    """Four clients with 20 examples each."""
+    rng = np.random.default_rng(0)
+    x = rng.uniform(size=[CLIENTS, 20, 64]).astype(np.float32)
+    y = np.argmax(x[:, :, :10], axis=2).astype(np.int32)
+    sliced = tf.data.Dataset.from_tensor_slices
+    return [sliced(examples).batch(10) for examples in zip(x, y, strict=True)]
 
 
 def keras_model():
@@ -155,15 +151,11 @@ def test_a_state_that_two_processes_made_costs_what_both_cost(cohort):
 
 
 def test_releases_past_the_mechanism_have_no_epsilon(cohort):
-    factory = aggregators.from_mechanism(FIXED, CLIENTS)
+    given = {"model_aggregator": aggregators.from_mechanism(FIXED, CLIENTS)}
     momentum = tff.learning.optimizers.build_sgdm(0.1, momentum=0.9)
     algorithms = tff.learning.algorithms
-    mime = algorithms.build_unweighted_mime_lite(
-        model_fn, momentum, model_aggregator=factory
-    )
-    plain = algorithms.build_unweighted_fed_avg(
-        model_fn, OPTIMIZER, model_aggregator=factory
-    )
+    mime = algorithms.build_unweighted_mime_lite(model_fn, momentum, **given)
+    plain = algorithms.build_unweighted_fed_avg(model_fn, OPTIMIZER, **given)
     state, _ = run(mime, [cohort])
     with pytest.raises(ValueError, match="full gradients"):
         learning.epsilon(state, FIXED, **DECLARED)
@@ -173,8 +165,8 @@ def test_releases_past_the_mechanism_have_no_epsilon(cohort):
     assert "what else" in value.statement
 
 
-def nbafl_of(epsilon, constant=1.0, weight_clip=50.0, mu=0.0):
-    options = {"constant": constant, "weight_clip": weight_clip, "mu": mu}
+def nbafl_of(epsilon, constant=1.0, weight_clip=50.0, **options):
+    options |= {"constant": constant, "weight_clip": weight_clip}
     return mechanisms.NbAFL(epsilon=epsilon, **options)
 
 
@@ -190,18 +182,10 @@ def nbafl_of(epsilon, constant=1.0, weight_clip=50.0, mu=0.0):
     ],
 )
 def test_arguments(changes, name):
-    arguments = {
-        "model_fn": model_fn,
-        "mechanism": nbafl_of(1.0),
-        "clients_per_round": 4,
-        "client_optimizer_fn": OPTIMIZER,
-        "rounds": 3,
-    }
+    arguments = {"model_fn": model_fn, "mechanism": nbafl_of(1.0), "rounds": 3}
+    arguments |= {"clients_per_round": 4, "client_optimizer_fn": OPTIMIZER}
     with pytest.raises((TypeError, ValueError), match=name):
         learning.build_dp_fed_avg(**{**arguments, **changes})
-
-
-# NbAFL.
 
 
 @pytest.fixture(name="unequal")

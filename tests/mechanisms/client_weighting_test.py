@@ -49,25 +49,17 @@ def test_refused(name, value):
         _NUM_EXAMPLES(**{"cap": 9, name: value})
 
 
-@pytest.mark.parametrize(
-    "mechanism",
-    [
+def test_mechanisms_that_it_is_not_for():
+    known = {"num_clients": 9, "rounds": 2, "min_examples": 3, "num_variables": 1}
+    known |= {"clients_per_round": 4, "sampling": "fixed_size"}
+    query, event = tfp.GaussianSumQuery(1.0, 1.0), dp_accounting.GaussianDpEvent(1.0)
+    for mechanism in (
         tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=1.0),
         tfdp_fl.AdaptiveLocalDP(epsilon=8.0, delta=1e-5),
         tfdp_fl.NbAFL(epsilon=8.0, constant=2.0, weight_clip=1.0),
-        tfdp_fl.QueryMechanism(
-            query=tfp.GaussianSumQuery(1.0, 1.0),
-            dp_event=dp_accounting.GaussianDpEvent(1.0),
-        ),
-    ],
-)
-def test_mechanisms_that_it_is_not_for(mechanism):
-    known = {"num_clients": 9, "rounds": 2, "min_examples": 3, "num_variables": 1}
-    deployment = mechanisms.Deployment(
-        clients_per_round=4,
-        sampling="fixed_size",
-        client_weighting=_NUM_EXAMPLES(cap=9),
-        **known,
-    )
-    with pytest.raises(ValueError, match="client_weighting must be"):
-        mechanism.bind(deployment)
+        tfdp_fl.QueryMechanism(query=query, dp_event=event),
+    ):
+        mechanism.bind(mechanisms.Deployment(**known))
+        counted = {**known, "client_weighting": _NUM_EXAMPLES(cap=9)}
+        with pytest.raises(ValueError, match="client_weighting must be"):
+            mechanism.bind(mechanisms.Deployment(**counted))

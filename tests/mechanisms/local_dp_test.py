@@ -98,8 +98,6 @@ def test_the_mean_gives_a_central_guarantee_where_m_answer_for_sure(sampling, ev
     assert "local_not_central" in mechanism.caveats()
 
 
-# A radius that follows the client's own norms.
-
 _NAN = float("nan")
 _WIDE = [[150, 150], [150, 150], [20000]]
 _RADII = [0.2, 1.0, 0.05]

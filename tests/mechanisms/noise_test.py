@@ -39,8 +39,6 @@ def test_one_stddev_for_each_tensor_of_a_shape_known_when_it_runs():
         np.testing.assert_array_equal(value, same)
 
 
-# What is made of Philox's bits.
-
 _WORDS = (0, 1, -1, 6, -7, 2**20, 2**30, -(2**30), 2**31 - 1, -(2**31))
 
 
@@ -65,9 +63,6 @@ def test_a_draw_is_what_float64_makes_of_the_same_words():
     )
     assert max(draws) == pytest.approx(math.sqrt(128 * math.log(2)), rel=1e-6)
     assert np.all(np.isfinite(draws))
-
-
-# Never the same twice.
 
 
 def test_two_draws_differ():
@@ -109,9 +104,6 @@ def test_a_seed_is_followed_in_its_block_and_in_a_traced_function():
         np.testing.assert_array_equal(first, _noise()[0])
         np.testing.assert_array_equal(second, _noise()[0])
     assert not np.array_equal(noise.next_seed(), noise.next_seed())
-
-
-# One seed, many draws.
 
 
 @pytest.mark.parametrize("xla", [None, False, True])
@@ -158,8 +150,6 @@ def test_fresh_seeds():
     assert len({seed.tobytes() for seed in seeds}) == 20
     assert (seeds[0].dtype, seeds[0].shape) == (np.uint64, (2,))
 
-
-# The operating system's bits, in a graph.
 
 _ON_LINUX = pytest.mark.skipif(
     not pathlib.Path(noise._UUIDS).exists(),

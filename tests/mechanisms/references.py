@@ -4,10 +4,11 @@ An update is a list of arrays, one for each variable. Nothing of `tfdp_fl` is
 used here.
 """
 
+import itertools
 import math
 
 import numpy as np
-from scipy import optimize, stats
+from scipy import linalg, optimize, stats
 
 
 def l2_norm(update) -> float:
@@ -92,3 +93,27 @@ def variance_and_scale(updates) -> tuple[float, float]:
     """Geyer et al. (2017), Section 3: V_c and U_s over all parameters."""
     flat = np.array([np.concatenate([np.ravel(v) for v in u]) for u in updates], float)
     return float(flat.var(axis=0).mean()), float(np.mean(flat.mean(axis=0) ** 2))
+
+
+def dense(coefficients, rounds):
+    """Returns C, lower-triangular Toeplitz."""
+    column = np.zeros(rounds)
+    column[: len(coefficients)] = coefficients[:rounds]
+    return linalg.toeplitz(column, np.zeros(rounds))
+
+
+def worst_by_count(strategy, min_separation):
+    """Returns max over patterns of sum |(C'C)_ij|, by how many rounds.
+
+    Entry k is for at most k participations, at least `min_separation` apart.
+    """
+    rounds = strategy.shape[1]
+    products = np.abs(strategy.T @ strategy)
+    worst = np.zeros(rounds + 1)
+    for count in range(1, -(-rounds // min_separation) + 1):
+        slack = rounds - (count - 1) * (min_separation - 1)
+        for places in itertools.combinations(range(slack), count):
+            pattern = np.array(places) + np.arange(count) * (min_separation - 1)
+            value = products[np.ix_(pattern, pattern)].sum()
+            worst[count] = max(worst[count], value)
+    return np.maximum.accumulate(worst)

@@ -436,9 +436,6 @@ def test_the_best_is_returned_as_it_was_scored(kernels, places, first):
     assert _first(model) == first
 
 
-# What is on the disk.
-
-
 def _lines(folder):
     return (folder / "ledger.jsonl").read_text("utf-8").splitlines(keepends=True)
 

@@ -48,9 +48,6 @@ def test_two_members_who_read_each_other_and_bad_arguments_are_refused(name, val
         AdditiveSecretSharing(**{name: value})
 
 
-# What shares say of a secret: nothing.
-
-
 @_BITS
 @pytest.mark.parametrize("secret", [0.0, -100.0])
 def test_any_strict_subset_of_ring_shares_is_uniform(bits, secret):
@@ -110,9 +107,6 @@ def test_float_shares_are_uniform_in_the_interval_and_uncorrelated():
     for a, b in itertools.combinations(drawn, 2):
         a, b = (np.floor((s + 100) * 0.16).astype(np.int64) for s in (a, b))
         assert are_uniform(a * 32 + b, 1024)
-
-
-# What comes back from them.
 
 
 def _sum_of(protocol, values):

@@ -76,9 +76,6 @@ def test_what_cannot_be_summed():
         sum_in_groups(updates, _RING)
 
 
-# Noise at the clients and secure aggregation together.
-
-
 def test_nobody_ever_holds_a_clean_sum():
     # m clients, each adds N(0, (z S)^2 / m) to its clipped update before it enters
     # the protocol. Every number that anybody can compute, the server's totals, each

@@ -149,8 +149,6 @@ def test_a_member_takes_part_once_and_not_before_it_begins():
         member.receive(dataclasses.replace(message, **bad), 0.0)
 
 
-# Faults and deadlines: every miss gives back the own update, and says so.
-
 _PROTOCOL = AdditiveSecretSharing(deadline_seconds=10.0)
 _GROUP = ("ann", "bob", "cat", "dan")
 _FOUR = {
@@ -191,9 +189,6 @@ def test_a_fault_fails_those_who_miss_something(fault, reasons):
         else:
             assert outcome.value is _FOUR[name]
             assert outcome.members == (name,)
-
-
-# On the way: messages survive bytes, and bad bytes are refused.
 
 
 _SENT = Message(
