@@ -152,7 +152,7 @@ def _correlated(strategy="banded", noise_multiplier=2.0, **options):
 
 
 def _process(mechanism, **options):
-    return aggregators.from_correlated(mechanism, 2, **options).create(_TYPE)
+    return aggregators.from_mechanism(mechanism, 2, **options).create(_TYPE)
 
 
 def _run(process, rounds):
@@ -210,7 +210,7 @@ def test_what_is_not_as_declared_is_refused():
     with pytest.raises(ValueError, match="max_participations"):
         _epsilon(state, mechanism, max_participations=2)
     # Values of unknown shape.
-    factory = aggregators.from_correlated(mechanism, 2)
+    factory = aggregators.from_mechanism(mechanism, 2)
     with pytest.raises(ValueError, match="shapes"):
         factory.create(tff.TensorType(np.float32, [None]))
 
