@@ -25,9 +25,7 @@ _G = dp_accounting.GaussianDpEvent
 _RELATIONS = dp_accounting.NeighboringRelation
 
 
-# What was reported before dp-accounting's own accountants were used, at the commit
-# that it names: runs of every sampling (how often each charge, accountant, delta,
-# epsilon), and what a client or a record spent by itself.
+# What was reported at the commit that it names, before dp-accounting's accountants.
 _FROZEN = json.loads(pathlib.Path(__file__).with_name("frozen.json").read_text())
 
 
@@ -47,8 +45,7 @@ def test_no_epsilon_is_smaller_or_much_larger_than_it_was(run):
         assert epsilon <= was * 1.02, (counts, by, delta)
 
 
-# N, m, z, T, then epsilon at 1e-5, each by RDP (with dp_accounting's default orders)
-# and PLD: poisson, fixed size, unsampled.
+# N, m, z, T, then epsilon at 1e-5, by RDP and PLD: poisson, fixed size, unsampled.
 @pytest.mark.parametrize(
     "row",
     [

@@ -45,26 +45,15 @@ def test_passes_over_shuffled_clients():
     assert five == pytest.approx(accounting.gaussian_epsilon(0.5**0.5, 1e-5))
 
 
-@pytest.mark.parametrize(
-    "place, name, value",
-    [
-        (0, "noise_multiplier", -1.0),
-        (0, "noise_multiplier", [1.0]),
-        (1, "sampling", "none"),
-        (2, "num_clients", 0),
-        (3, "clients_per_round", 101),
-        (3, "clients_per_round", [10, 10]),
-        (4, "rounds", -1),
-        (5, "delta", 0.0),
-        (5, "delta", 1.0),
-        (6, "accountant", "moments"),
-    ],
-)
-def test_errors_name_the_argument(place, name, value):
-    arguments = [1.0, "poisson", 100, 10, 5, 1e-5, "rdp"]
-    arguments[place] = value
-    with pytest.raises((ValueError, TypeError), match=name):
-        accounting.epsilon(*arguments)
+def test_errors_name_the_argument():
+    wrong = {"noise_multiplier": (-1.0, [1.0]), "sampling": ("none",), "rounds": (-1,)}
+    wrong |= {"num_clients": (0,), "clients_per_round": (101, [10, 10])}
+    wrong |= {"delta": (0.0, 1.0), "accountant": ("moments",)}
+    usual = {"noise_multiplier": 1.0, "sampling": "poisson", "num_clients": 100}
+    usual |= {"clients_per_round": 10, "rounds": 5, "delta": 1e-5}
+    for name, value in [(key, each) for key in wrong for each in wrong[key]]:
+        with pytest.raises((ValueError, TypeError), match=name):
+            accounting.epsilon(**{**usual, name: value})
 
 
 @settings(max_examples=8, deadline=None)

@@ -19,12 +19,8 @@ _FACTS = {
 _NO_CENTRAL = {"epsilon_rdp": None, "epsilon_pld": None}
 _RECORD = {"guarantee": "record", "mechanism": "NbAFL", "unit": "record"}
 _LOCAL = {
-    "guarantee": "local",
-    "mechanism": "LocalDP",
-    "epsilon_local": 9.5,
-    "central_epsilon": 1.25,
-    "max_participations": 4,
-    "caveats": ("layers_joint",),
+    **{"guarantee": "local", "mechanism": "LocalDP", "caveats": ("layers_joint",)},
+    **{"epsilon_local": 9.5, "central_epsilon": 1.25, "max_participations": 4},
 }
 _IMPLIED = {"epsilon_local": 30.0, "implied_epsilon": 10.0, "implied_delta": 0.1691}
 
@@ -46,8 +42,7 @@ def _content(delta=1e-5, **changes):
             (
                 *("per client", "3 rounds", "one client is added or removed"),
                 *("delta = 1e-05", "N = 1000 and m = 100", "88 to 103 clients"),
-                "by Renyi accounting 2.124",
-                "by privacy loss distributions 2",
+                *("by Renyi accounting 2.124", "by privacy loss distributions 2"),
                 *("FixedClipping", "clip_norm = 0.1"),
             ),
             # The stated population is not protected.
@@ -67,10 +62,8 @@ def _content(delta=1e-5, **changes):
         (
             {**_LOCAL, **_NO_CENTRAL},
             (
-                "Local differential privacy per client",
-                "it took part in 4 rounds",
-                "(9.5, 1e-05)-differentially private",
-                "a central epsilon of 1.25",
+                *("Local differential privacy per client", "it took part in 4 rounds"),
+                *("(9.5, 1e-05)-differentially private", "a central epsilon of 1.25"),
             ),
             ("local_not_central", "layers_joint", "start_and_callbacks_trusted"),
         ),

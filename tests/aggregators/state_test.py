@@ -25,13 +25,11 @@ def learning_state(aggregator=STATE, client_work=(), **parts):
     return tff.learning.templates.LearningAlgorithmState(**{**usual, **parts})
 
 
-@pytest.mark.parametrize(
-    "client_work",
-    [(), collections.OrderedDict(learning_rate=np.float32(0.1)), np.int32(3)],
-)
-def test_federated_averaging(client_work):
-    state = learning_state(client_work=client_work)
-    assert state_lib.accountable_state(state) is STATE
+def test_federated_averaging():
+    rate = collections.OrderedDict(learning_rate=np.float32(0.1))
+    for client_work in ((), rate, np.int32(3)):
+        state = learning_state(client_work=client_work)
+        assert state_lib.accountable_state(state) is STATE
 
 
 def test_what_is_constant_around_the_mechanism_and_in_it():
@@ -73,28 +71,16 @@ def test_what_follows_the_clients_around_the_mechanism_is_refused(wrapped, messa
         state_lib.accountable_state(learning_state(state))
 
 
-@pytest.mark.parametrize(
-    "inner",
-    [
-        ours(),
-        tff.aggregators.UnweightedMeanFactory(),
-        tff.aggregators.DifferentiallyPrivateFactory.gaussian_fixed(1.0, 10, 1.0),
-    ],
-)
-def test_what_is_no_sum_is_refused(inner):
-    with pytest.raises(ValueError, match=r"inner_factory.*a sum"):
-        ours(inner_factory=inner)
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
+def test_what_is_no_sum_and_what_else_may_be_released_is_refused():
+    theirs = tff.aggregators.DifferentiallyPrivateFactory.gaussian_fixed(1.0, 10, 1.0)
+    for inner in (ours(), tff.aggregators.UnweightedMeanFactory(), theirs):
+        with pytest.raises(ValueError, match=r"inner_factory.*a sum"):
+            ours(inner_factory=inner)
+    for parts in (
         {"client_work": ((np.zeros(3),), ())},
         {"client_work": {"momentum": np.zeros(3)}},
         {"distributor": (STATE,)},
         {"aggregator": ()},
-    ],
-)
-def test_what_else_may_be_released_is_refused(parts):
-    with pytest.raises(ValueError, match="build_dp_fed_avg"):
-        state_lib.accountable_state(learning_state(**parts))
+    ):
+        with pytest.raises(ValueError, match="build_dp_fed_avg"):
+            state_lib.accountable_state(learning_state(**parts))

@@ -104,11 +104,11 @@ def test_so_do_local_releases():
 @pytest.mark.parametrize(
     "earlier, message",
     [
+        (state_after(mechanisms.MedianClipping(noise_multiplier=1.0), 2), "another ki"),
         (
-            state_after(mechanisms.MedianClipping(noise_multiplier=1.0), 2),
-            "round 1 of 3 was run by a process of another kind",
+            state_after(fixed(1.0, noise_site="client"), 2),
+            "round 1 of 3.*kind",
         ),
-        (state_after(fixed(1.0, noise_site="client"), 2), "another kind"),
         (state_after(fixed(1.0), 2, sampling="fixed_size"), "another kind"),
         (state_after(fixed(1.0), 2, num_clients=100), "num_clients must be the 100"),
     ],
@@ -147,18 +147,15 @@ def test_the_statement_says_what_the_number_is():
     assert {"tff_cohorts_declared", "tff_other_releases"} <= set(facts["caveats"])
 
 
-@pytest.mark.parametrize(
-    "mechanism, clients_per_round, message",
-    [
+def test_declarations_that_the_state_contradicts():
+    state = state_after(fixed(1.0), 3)
+    for mechanism, clients_per_round, message in (
         (fixed(2.0), 100, "noise multiplier of 1.0"),
         (mechanisms.NoPrivacy(), 99, "another kind"),
         (fixed(1.0), 50, "clients_per_round"),
-    ],
-)
-def test_declarations_that_the_state_contradicts(mechanism, clients_per_round, message):
-    state = state_after(fixed(1.0), 3)
-    with pytest.raises(ValueError, match=message):
-        spent(state, mechanism, clients_per_round=clients_per_round)
+    ):
+        with pytest.raises(ValueError, match=message):
+            spent(state, mechanism, clients_per_round=clients_per_round)
     with pytest.raises(ValueError, match="history"):
         spent(state._replace(rounds=4), fixed(1.0))
 

@@ -24,11 +24,9 @@ def _query(mechanism):
 
 def _history(mechanism, rounds, **where):
     where = {**_CYCLIC, **where}
-    history = accounting.PrivacyAccountant()
-    for t in range(rounds):
-        event = mechanism.round_event(t, Deployment(**where))
-        history.add(accounting.RoundCharge(**where, event=event))
-    return history
+    events = (mechanism.round_event(t, Deployment(**where)) for t in range(rounds))
+    charges = (accounting.RoundCharge(**where, event=event) for event in events)
+    return accounting.PrivacyAccountant(charges)
 
 
 def test_after_the_last_round_the_memory_is_empty():

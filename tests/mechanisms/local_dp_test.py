@@ -26,12 +26,10 @@ def _noise(deployment, **arguments):
 @pytest.mark.parametrize("count", [1, 10])
 def test_basic_splits_epsilon_and_delta_by_the_rounds(epsilon, delta, count):
     deployment = Deployment(clients_per_round=4, rounds=count)
-    for calibration, sigma in (
-        ("analytic", references.analytic_sigma),
-        ("classic", references.classic_sigma),
-    ):
+    for calibration in ("analytic", "classic"):
         options = {"calibration": calibration, "composition": "basic"}
         actual = _noise(deployment, epsilon=epsilon, delta=delta, **options)
+        sigma = getattr(references, f"{calibration}_sigma")
         expected = sigma(2.0, epsilon / count, delta / count)
         assert actual / expected == pytest.approx(1, abs=1e-6)
 
@@ -42,8 +40,7 @@ def test_rdp_composes_a_clients_own_participations(epsilon, participations):
     where = {"rounds": 50, "max_participations": participations}
     deployment = Deployment(clients_per_round=4, **where)
     actual = _noise(deployment, epsilon=epsilon, delta=1e-5)
-    # k releases of sensitivity 2 and noise sigma are one of sigma/sqrt(k). Not
-    # knowing k assumes every round.
+    # k releases are one of sigma/sqrt(k). Not knowing k assumes every round.
     root_k = math.sqrt(participations or 50)
     expected = references.analytic_sigma(2.0, epsilon, 1e-5) * root_k
     assert actual / expected == pytest.approx(1, abs=1e-6)
@@ -101,8 +98,7 @@ def test_the_mean_gives_a_central_guarantee_where_m_answer_for_sure(sampling, ev
 _NAN = float("nan")
 _WIDE = [[150, 150], [150, 150], [20000]]
 _RADII = [0.2, 1.0, 0.05]
-# What a single Gaussian at (8, 1e-5), five times, needs: sum_l (2 r_l / sigma_l)^2
-# of one release of L layers may be no more.
+# Sum_l (2 r_l / sigma_l)^2 of one of five releases at (8, 1e-5) is at most _ZETA^-2.
 _ZETA = references.analytic_sigma(1.0, 8.0, 1e-5) * math.sqrt(5)
 
 

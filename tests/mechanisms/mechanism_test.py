@@ -117,8 +117,7 @@ def test_the_noise_multiplier_follows_its_schedule():
 
 
 def test_what_is_overridden_is_not_only_scaled():
-    # Side by side a runtime that believed a wrong flag would release something
-    # else than the mechanism says.
+    # A runtime that believed a wrong flag would release something else side by side.
     class Own(tfdp_fl.FixedClipping):
         def contribution(self, update, round, client, deployment):
             return super().contribution(update, round, client, deployment)

@@ -53,8 +53,7 @@ def _found_with(norms, z, draw):
 
 @pytest.mark.parametrize("norms", [[0.1] * 3 + [9.0], [0.1], [0.1] * 5 + [9.0] * 5])
 def test_a_client_moves_every_question_by_one_half(norms):
-    # The first question is whether more than half of the norms are at
-    # most 1; its answer changes where the noise crosses minus the sum.
+    # The first: are more than half at most 1? The noise crosses minus the sum.
     def least_noise_for_yes(norms):
         for noise_on_sum in np.arange(-3.25, 4, 0.5):
             if _found_with(norms, 1.0, lambda _, n=noise_on_sum: n) < 1:

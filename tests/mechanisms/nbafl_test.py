@@ -37,9 +37,8 @@ def test_without_noise_weights_are_clipped_and_averaged_by_examples():
 @pytest.mark.parametrize("examples", [0.5, 0.99999994, 600, 2**32])
 def test_whoever_weighs_anything_has_noise_by_its_own_examples(examples):
     query, state = _bound(constant=1.3)
-    done = rounds.run_round(
-        query, state, rounds.zero_updates(1, _WIDE), num_examples=[examples]
-    )
+    updates = rounds.zero_updates(1, _WIDE)
+    done = rounds.run_round(query, state, updates, num_examples=[examples])
     assert float(done.total.weight) == np.float32(examples)
     # A record is weighted by n, and its noise goes by 1/n.
     sent = rounds.flat(done.records[0].update)

@@ -1,6 +1,6 @@
 """Runs one round of a query on given updates, as a runtime does."""
 
-from typing import Any, NamedTuple
+import collections
 
 import numpy as np
 import tensorflow as tf
@@ -10,15 +10,8 @@ from tfdp_fl.mechanisms import Client, Deployment
 SHAPES = ([3, 4], [4], [4, 2], [2])
 
 
-class Round(NamedTuple):
-    """What a round gave; `total` is the sum of the records."""
-
-    mean: list[np.ndarray]
-    total: Any
-    state: Any
-    next_state: Any
-    event: Any
-    records: list[Any]
+# What a round gave; `total` is the sum of the records.
+Round = collections.namedtuple("Round", "mean total state next_state event records")
 
 
 def updates_with_norms(norms, shapes=SHAPES, seed: int = 0):
@@ -27,7 +20,7 @@ def updates_with_norms(norms, shapes=SHAPES, seed: int = 0):
     updates = []
     for norm in norms:
         parts = [rng.normal(size=shape) for shape in shapes]
-        size = np.sqrt(sum(np.sum(part**2) for part in parts))
+        size = np.linalg.norm(flat(parts))
         updates.append([(p * norm / size).astype(np.float32) for p in parts])
     return updates
 
@@ -40,7 +33,7 @@ def bound(mechanism, clients_per_round=8, **where):
 
 def zero_updates(count: int, shapes=SHAPES):
     """Returns updates that are zero everywhere."""
-    return [[np.zeros(s, np.float32) for s in shapes] for _ in range(count)]
+    return updates_with_norms([0.0] * count, shapes)
 
 
 def run_round(

@@ -109,9 +109,8 @@ def test_the_whole_search_keeps_the_target(distribution):
 
 
 def test_candidates_that_cost_differently_keep_it_together():
-    search = _search(
-        lambda size: _wrapped(toy.dense(), size), [{"size": 5}, {"size": 100}]
-    )
+    sizes = [{"size": 5}, {"size": 100}]
+    search = _search(lambda size: _wrapped(toy.dense(), size), sizes)
     seen = {}
     remember = _trained(lambda trial: seen.update({trial.clients_per_round: trial}))
     with remember, _trials(2), _places(0, 1):
@@ -167,31 +166,23 @@ def test_two_searches_compose_and_an_interrupted_one_is_paid_for():
     assert "hyperparameter_search_not_counted" not in facts["caveats"]
 
 
-def _noise(all_clients):
-    """Returns the noise of a privately scored search, and the events charged."""
-    score = tfdp_fl.PrivateScore("accuracy", noise_multiplier=4.0)
-    search, noise = _search(score=score), []
-    train = _trained(lambda trial: noise.append(trial.mechanism.noise_multiplier))
-    with train, _trials(1):
-        _fit(search, all_clients)
-    assert search.epsilon(_DELTA) <= 4.0
-    ((charge, _),) = search._spent.charges
-    return noise[0], len(charge.event.events)
-
-
 def test_clients_are_charged_for_what_they_do():
     named = _named_clients()
     score = tfdp_fl.PrivateScore("accuracy", noise_multiplier=4.0, held_out=0.3)
     split = score.split(tfdp_fl.datasets.as_federated(named))
     training, held_out = split.training.client_ids, split.held_out.client_ids
     assert len({*training, *held_out}) == len(training) + len(held_out) == 100
-    # Held out, they are charged beside those that train, and are none of them.
-    alone, events = _noise(named)
-    assert events == 2
-    # The ids of these are places: a client more would move all after it.
-    both, events = _noise(toy.clients(100))
-    assert events == 1
-    assert both > alone
+    noise, score = [], tfdp_fl.PrivateScore("accuracy", noise_multiplier=4.0)
+    # The ids of the others are places: a client more would move all after it.
+    for clients, events in ((named, 2), (toy.clients(100), 1)):
+        search = _search(score=score)
+        train = _trained(lambda trial: noise.append(trial.mechanism.noise_multiplier))
+        with train, _trials(1):
+            _fit(search, clients)
+        assert search.epsilon(_DELTA) <= 4.0
+        ((charge, _),) = search._spent.charges
+        assert len(charge.event.events) == events
+    assert noise[1] > noise[0]
 
 
 def test_a_private_score_runs_and_its_noise_is_fresh_in_every_trial():
@@ -243,22 +234,19 @@ def test_clients_examples_are_not_public():
 _SCHEDULED = tfdp_fl.FixedClipping(clip_norm=1, noise_multiplier=(1.0, 2.0))
 
 
+_MEDIAN = tfdp_fl.MedianClipping(noise_multiplier=1.0)
+
+
 @pytest.mark.parametrize(
     "make, message",
     [
         (lambda: None, "build.*NoneType"),
-        (
-            lambda: tfdp_fl.DPFederatedModel(toy.dense(), _SCHEDULED, 5),
-            "compile must be called before build returns",
-        ),
+        (lambda: tfdp_fl.DPFederatedModel(toy.dense(), _MEDIAN, 5), "compile must be"),
         (lambda: _build(0.1, sampling="fixed_size"), "sampling='poisson'"),
         (lambda: _build(0.1, tfdp_fl.NoPrivacy()), "central mechanism"),
         (lambda: _build(0.1, tfdp_fl.LocalDP(**_FIXED)), "central mechanism"),
         (lambda: _build(0.1, _SCHEDULED), "constant noise_multiplier"),
-        (
-            lambda: _build(0.1, tfdp_fl.MedianClipping(noise_multiplier=1.0)),
-            "exact median",
-        ),
+        (lambda: _build(0.1, _MEDIAN), "exact median"),
     ],
 )
 def test_what_cannot_be_counted_is_refused(make, message):
@@ -321,32 +309,29 @@ def test_a_trial_begins_as_its_candidate_began_and_traces_nothing_anew():
         compiled["metrics"] = ["accuracy"]
         return toy.federated(mechanism, toy.dropout, 10, "poisson", compiled)
 
-    seen, engines, fit = [], set(), tfdp_fl.DPFederatedModel.fit
+    seen, fit = [], tfdp_fl.DPFederatedModel.fit
 
     def watched(self, *args, **kwargs):
         before = [v.numpy() for v in self.model.variables]
         assert self.engine is None or not self.engine.has_trained
         history = fit(self, *args, **kwargs)
-        engines.add(self.engine)
-        slots = [v.numpy() for v in self.engine.server.state]
-        seen.append((before, history.history["clip_norm"][0], slots))
+        iterations = int(self.engine.server.state[0].numpy())
+        facts = history.history["clip_norm"][0], iterations, self.engine
+        seen.append((before, facts))
         return history
 
     with mock.patch.object(tfdp_fl.DPFederatedModel, "fit", watched), _trials(3):
         _fit(_search(build))
-    assert len(engines) == 1
     assert len(seen) == 3
-    for before, clip, slots in seen:
+    for before, facts in seen:
         toy.assert_same(before, seen[0][0])
-        assert clip == seen[0][1]
-        assert int(slots[0]) == 2  # Iterations: of this trial alone.
+        assert facts == seen[0][1]
+    assert facts[1] == 2  # Iterations: of this trial alone.
 
 
 def _everything_seen(number, folder):
     """Returns all that a search of so many trials leaves to be seen."""
-    printed, records = io.StringIO(), []
-    handler = logging.Handler()
-    handler.emit = records.append
+    printed, handler = io.StringIO(), mock.Mock(level=0)
 
     def train(trial):
         print("trial")
@@ -366,7 +351,7 @@ def _everything_seen(number, folder):
     logging.getLogger().removeHandler(handler)
     assert getattr(model, "history", None) is None
     files = {path.name: path.stat().st_size for path in folder.iterdir()}
-    return printed.getvalue(), len(records), len(warned), files
+    return printed.getvalue(), handler.handle.call_count, len(warned), files
 
 
 def test_the_number_of_trials_is_nowhere(tmp_path):
@@ -408,11 +393,8 @@ def test_nothing_of_another_trial_can_be_had():
     "error, number", [(RuntimeError("x"), 3), (MemoryError(), 3), (None, 0)]
 )
 def test_trials_that_fail_or_none_are_the_untrained_model(error, number):
-    def train(trial):
-        raise error
-
     search = _search(distribution="poisson")
-    with _trained(train), _trials(number):
+    with _trained(mock.Mock(side_effect=error)), _trials(number):
         model = _fit(search)
     assert search.best is None
     toy.assert_same(model, _build(0.1))
@@ -575,17 +557,16 @@ def test_what_is_changed_on_resume_is_refused(tmp_path, monkeypatch):
 def test_a_ledger_that_is_not_that_of_the_search_alone(tmp_path, how):
     assert _broken(_search(), directory=tmp_path)
     ledger, lines = tmp_path / "ledger.jsonl", _lines(tmp_path)
-    with contextlib.ExitStack() as stack:
-        error = accounting.LedgerTamperedError
-        if how == "in use":  # By another process.
-            stack.enter_context(accounting.PrivacyLedger(ledger, mode="append"))
-            error = accounting.LedgerInUseError
-        else:
-            ledger.unlink()
-        if how == "cut":
-            ledger.write_text(lines[0])
-        with pytest.raises(error):
-            _fit(_search(), resume_from=tmp_path)
+    held, error = contextlib.nullcontext(), accounting.LedgerTamperedError
+    if how == "in use":  # By another process.
+        held = accounting.PrivacyLedger(ledger, mode="append")
+        error = accounting.LedgerInUseError
+    elif how == "cut":
+        ledger.write_text(lines[0])
+    else:
+        ledger.unlink()
+    with held, pytest.raises(error):
+        _fit(_search(), resume_from=tmp_path)
 
 
 def test_a_crash_before_the_charge_is_charged_on_resume(tmp_path):

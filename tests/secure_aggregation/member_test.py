@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import re
 import struct
 
@@ -192,7 +191,7 @@ def test_a_fault_fails_those_who_miss_something(fault, reasons):
 
 
 _SENT = Message(
-    **{"kind": "share", "session": "s", "sender": 3, "recipient": "ann"},
+    **{"kind": "share", "session": "s", "sender": 7, "recipient": "ann"},
     tensors=(np.ones((2, 3), "<u8"), np.zeros((0, 5), "<u4"), np.array(-1.5)),
 )
 
@@ -210,43 +209,23 @@ def test_messages_in_bytes_and_every_truncation_and_extension():
             Message.from_bytes(wrong)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *({"tensors": [["<u8", shape]]} for shape in ([-1], [2**62, 4], "x", [1.9])),
-        *({"tensors": [["<u8", shape]]} for shape in ([True], [0, 2**70], [0] * 33)),
-        *({"sender": True}, {"kind": "shrug"}, {"session": 7}, {"recipient": [1]}),
-        {"tensors": [["|O", [1]]]},
-        {"kind": None, "tensors": 3},
-    ],
-)
-def test_bad_headers_are_refused(changes):
-    header = {"kind": "share", "session": "s", "sender": 1, "recipient": 2}
-    text = json.dumps({**header, "tensors": [], **changes}).encode()
-    magic = _SENT.to_bytes()[:16]
-    with pytest.raises(RejectedMessageError):
-        Message.from_bytes(magic + struct.pack("<I", len(text)) + text)
-
-
-def test_mutated_messages_are_read_or_refused():
-    # Whatever a header holds, nothing but the documented error comes out, and what
-    # is read can be handed to a member. (Of any bytes: `stress/fuzz_stress.py`.)
+def test_of_a_changed_header_only_names_are_taken():
+    # Nothing else than the documented error. (Of any bytes: `stress/fuzz_stress.py`.)
     data = _SENT.to_bytes()
     (length,) = struct.unpack_from("<I", data, 16)
     header, rest = data[20 : 20 + length].decode(), data[20 + length :]
-    spans = [each.span() for each in re.finditer(r"[^][{}:, ]+", header)]
+    names = ('"x"', "-1", "18446744073709551616")
     junk = (
-        *("1.9", "-1", "1e999", "NaN", "null", "true", '"x"', "[]", "{}"),
-        *("18446744073709551616", "9" * 5000, "[" * 3000, "\\ud800"),
+        *(*names, "1.9", "1e999", "NaN", "null", "true", "[]", "{}", "9" * 5000),
+        *("[" * 3000, "\\ud800", f"0, {2**70}", "0, " * 32 + "0"),
     )
-    refused = 0
-    for (start, end), part in itertools.product(spans, junk):
-        text = (header[:start] + part + header[end:]).encode()
+    taken = {'"s"': ('"x"',), "7": names, '"ann"': names}
+    member = _member()
+    member.begin(0.0)
+    for token, part in itertools.product(re.finditer(r"[^][{}:, ]+", header), junk):
+        text = (header[: token.start()] + part + header[token.end() :]).encode()
         changed = data[:16] + struct.pack("<I", len(text)) + text + rest
-        member = _member(update=np.zeros([2, 3]), members=[3, "ann", "bob"])
-        member.begin(0.0)
-        try:
+        with pytest.raises(RejectedMessageError) as refusal:
             member.receive(Message.from_bytes(changed), 0.0)
-        except RejectedMessageError:
-            refused += 1
-    assert refused > 0.9 * len(spans) * len(junk)
+        is_read = "receive" in [entry.name for entry in refusal.traceback]
+        assert is_read == (part in taken.get(token[0], ())), (token[0], part)
