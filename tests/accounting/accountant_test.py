@@ -140,10 +140,11 @@ def test_k_passes_are_one_gaussian_of_z_over_root_k(k):
 
 
 def test_two_orders_never_share_a_pass():
-    place = {"pass_index": 0, "pass_offset": 0}
-    orders = [_charge("shuffled", **place, partition=name) for name in ("a", "b")]
-    twice = _history((_charge("shuffled"), 2)).epsilon(1e-5)
-    assert _history(*orders).epsilon(1e-5) == twice
+    history = _history()
+    for offset, order in ((0, "a"), (100, "b")):
+        place = {"pass_index": 0, "pass_offset": offset, "partition": order}
+        history.add(_charge("shuffled", **place))
+    assert history.epsilon(1e-5) == _history((_charge("shuffled"), 2)).epsilon(1e-5)
 
 
 _N = 12

@@ -500,7 +500,7 @@ def test_a_search_that_is_resumed_until_it_likes_the_result(tmp_path):
     assert len(trained) == 3  # Each was run once, and never again.
     assert last.best is None
     assert last.epsilon(_DELTA) == search.epsilon(_DELTA)
-    with pytest.raises(ValueError, match="interrupted search"):
+    with _trained(), pytest.raises(ValueError, match="interrupted search"):
         _fit(_search(), resume_from=tmp_path)
     assert len(_lines(tmp_path)) == 2
     assert os.listdir(tmp_path) == ["ledger.jsonl"]
@@ -544,12 +544,12 @@ def test_what_is_changed_on_resume_is_refused(tmp_path, monkeypatch):
         ({}, {"shuffle": True}, "shuffle"),
         ({"build": lambda rate: _wrapped(toy.dense())}, {}, "build"),
     ):
-        search = _search(**made)
-        with pytest.raises(ValueError, match=f"{name} must be as in the inter"):
+        search, message = _search(**made), f"{name} must be as in the inter"
+        with _trained(), pytest.raises(ValueError, match=message):
             _fit(search, resume_from=tmp_path, **given)
         assert search.epsilon(_DELTA) == 0.0
     # Nor does a new search take its place.
-    with pytest.raises(ValueError, match="resume_from"):
+    with _trained(), pytest.raises(ValueError, match="resume_from"):
         _fit(_search(), directory=tmp_path)
 
 
@@ -565,18 +565,16 @@ def test_a_ledger_that_is_not_that_of_the_search_alone(tmp_path, how):
         ledger.write_text(lines[0])
     else:
         ledger.unlink()
-    with held, pytest.raises(error):
+    with held, _trained(), pytest.raises(error):
         _fit(_search(), resume_from=tmp_path)
 
 
 def test_a_crash_before_the_charge_is_charged_on_resume(tmp_path):
-    interrupted = mock.patch.object(
-        SearchDirectory, "record", side_effect=KeyboardInterrupt
-    )
-    with interrupted, pytest.raises(KeyboardInterrupt):
-        _fit(_search(), directory=tmp_path)
-    search = _search()
+    error, search = KeyboardInterrupt, _search()
+    interrupted = mock.patch.object(SearchDirectory, "record", side_effect=error)
     with _trained():
+        with interrupted, pytest.raises(error):
+            _fit(_search(), directory=tmp_path)
         _fit(search, resume_from=tmp_path)
     assert _told(tmp_path) == search.epsilon(_DELTA) > 3.9
 
