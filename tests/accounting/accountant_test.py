@@ -22,7 +22,6 @@ from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import gaussian
 
 _G = dp_accounting.GaussianDpEvent
-_RELATIONS = dp_accounting.NeighboringRelation
 
 
 # What was reported at the commit that it names, before dp-accounting's accountants.
@@ -85,7 +84,7 @@ def test_poisson_by_rdp(n, share, z, rounds, log_delta):
 
 
 def test_mixed_rounds_by_pld():
-    direct = pld.PLDAccountant(_RELATIONS.ADD_OR_REMOVE_ONE)
+    direct = pld.PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
     direct.compose(dp_accounting.PoissonSampledDpEvent(0.05, _G(2.0)), 7)
     direct.compose(_G(4.0), 2)
     first, last = _charge(m=50, z=2.0), _charge("shuffled", m=10, z=4.0)
@@ -153,7 +152,7 @@ _COHORT = st.tuples(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(_COHORT, max_size=10))
 def test_a_pass_costs_what_its_most_exposed_client_met(cohorts):
     history, spent = accountant_lib.PrivacyAccountant(), np.zeros(_N)

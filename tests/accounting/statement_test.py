@@ -8,20 +8,15 @@ import pytest
 from tfdp_fl import accounting, mechanisms  # noqa: F401 - it adds caveats.
 from tfdp_fl.accounting import statement
 
-_FACTS = {
-    **{"guarantee": "central", "mechanism": "FixedClipping", "sampling": "poisson"},
-    "mechanism_description": "updates are clipped and their sum is noised",
-    "mechanism_parameters": {"clip_norm": 0.1, "noise_multiplier": 1.0},
-    **{"num_clients": 1000, "clients_per_round": 100, "rounds": 3},
-    "cohort_sizes": [97, 103, 88],
-    **{"epsilon_rdp": 2.12341, "epsilon_pld": 1.99995},
-}
+_FACTS = {"guarantee": "central", "mechanism": "FixedClipping", "sampling": "poisson"}
+_FACTS |= {"mechanism_description": "updates are clipped and their sum is noised"}
+_FACTS |= {"mechanism_parameters": {"clip_norm": 0.1, "noise_multiplier": 1.0}}
+_FACTS |= {"num_clients": 1000, "clients_per_round": 100, "cohort_sizes": [97, 103, 88]}
+_FACTS |= {"rounds": 3, "epsilon_rdp": 2.12341, "epsilon_pld": 1.99995}
 _NO_CENTRAL = {"epsilon_rdp": None, "epsilon_pld": None}
 _RECORD = {"guarantee": "record", "mechanism": "NbAFL", "unit": "record"}
-_LOCAL = {
-    **{"guarantee": "local", "mechanism": "LocalDP", "caveats": ("layers_joint",)},
-    **{"epsilon_local": 9.5, "central_epsilon": 1.25, "max_participations": 4},
-}
+_LOCAL = {"guarantee": "local", "mechanism": "LocalDP", "caveats": ("layers_joint",)}
+_LOCAL |= {"epsilon_local": 9.5, "central_epsilon": 1.25, "max_participations": 4}
 _IMPLIED = {"epsilon_local": 30.0, "implied_epsilon": 10.0, "implied_delta": 0.1691}
 
 

@@ -121,8 +121,9 @@ def _secure_sums():
 
 @pytest.mark.usefixtures("secure_sums")
 def test_sums_records_securely():
+    given = {"noise_multiplier": 0.0, "clients_per_round": 2, "noise_site": "client"}
     process = aggregators.AdaptiveClippingFactory(
-        **{"noise_multiplier": 0.0, "clients_per_round": 2, "noise_site": "client"},
+        **given,
         initial_clip_norm=1.0,
         inner_factory=tff.aggregators.SecureSumFactory(4.0, -4.0),
         scalars_factory=tff.aggregators.SecureSumFactory(64.0, -64.0),

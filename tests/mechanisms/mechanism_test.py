@@ -8,6 +8,8 @@ import pytest
 import tfdp_fl
 from tfdp_fl.mechanisms import Deployment
 
+_CORRELATED = {"clip_norm": 0.5, "noise_multiplier": 1.0, "strategy": "blt:2"}
+_CORRELATED |= {"rounds": 12, "min_separation": 4}
 _GOOD = {
     tfdp_fl.NoPrivacy: {},
     tfdp_fl.FixedClipping: {"clip_norm": 1.0, "noise_multiplier": 1.5},
@@ -16,10 +18,7 @@ _GOOD = {
     tfdp_fl.LocalDP: {"clip_norm": 1.0, "epsilon": 8.0, "delta": 1e-5},
     tfdp_fl.AdaptiveLocalDP: {"epsilon": 8.0, "delta": 1e-5},
     tfdp_fl.NbAFL: {"epsilon": 10.0, "constant": 1.0, "weight_clip": 1.0},
-    tfdp_fl.CorrelatedNoise: {
-        **{"clip_norm": 0.5, "noise_multiplier": 1.0, "strategy": "blt:2"},
-        **{"rounds": 12, "min_separation": 4},
-    },
+    tfdp_fl.CorrelatedNoise: _CORRELATED,
 }
 
 

@@ -190,10 +190,9 @@ def test_a_fault_fails_those_who_miss_something(fault, reasons):
             assert outcome.members == (name,)
 
 
-_SENT = Message(
-    **{"kind": "share", "session": "s", "sender": 7, "recipient": "ann"},
-    tensors=(np.ones((2, 3), "<u8"), np.zeros((0, 5), "<u4"), np.array(-1.5)),
-)
+_FIELDS = {"kind": "share", "session": "s", "sender": 7, "recipient": "ann"}
+_TENSORS = (np.ones((2, 3), "<u8"), np.zeros((0, 5), "<u4"), np.array(-1.5))
+_SENT = Message(**_FIELDS, tensors=_TENSORS)
 
 
 def test_messages_in_bytes_and_every_truncation_and_extension():
