@@ -51,9 +51,23 @@ def _table(path):
         return list(csv.DictReader(file))
 
 
-def test_a_sweep_goes_on_where_it_was_cut_short(tmp_path):
+def test_a_sweep_goes_on_past_what_fails_and_where_it_was_cut_short(tmp_path):
     def sweep(config=_CONFIG):
         return sweeps.run_sweep(config, tmp_path, say=lambda line: None)
+
+    def prepare(settings, original=training.prepare):
+        if settings.mechanism == "fixed":
+            raise RuntimeError("out of luck")
+        return original(settings)
+
+    grid = {"mechanism": ["fixed", "none"]}
+    with mock.patch.object(training, "prepare", prepare):
+        failed = sweep({**_CONFIG, "grid": grid, "seeds": [0]})
+    assert failed == ["mechanism=fixed/seed=0: out of luck"]
+    (row,) = _table(tmp_path / "runs.csv")
+    assert row["mechanism"] == "none"
+    # Nobody but a local mechanism has two epsilons.
+    assert row["central_epsilon"] == ""
 
     assert sweep() == []
     rows = _table(tmp_path / "runs.csv")
@@ -63,7 +77,6 @@ def test_a_sweep_goes_on_where_it_was_cut_short(tmp_path):
     mean = sum(float(row["accuracy"]) for row in rows) / 2
     assert float(summary["accuracy"]) == pytest.approx(mean, abs=1e-5)
     assert summary["delta"] == rows[0]["delta"]
-    # A local mechanism has two epsilons.
     assert float(summary["central_epsilon"]) < float(summary["epsilon"]) <= 16.0
 
     lost = tmp_path / "mechanism=local" / "seed=1"
@@ -78,22 +91,3 @@ def test_a_sweep_goes_on_where_it_was_cut_short(tmp_path):
     changed = {**_CONFIG, "base": {**_CONFIG["base"], "batch_size": 4}}
     with pytest.raises(ValueError, match="batch_size=10"):
         sweep(changed)
-
-
-def test_a_run_that_fails_does_not_end_the_sweep(tmp_path):
-    original = training.prepare
-
-    def prepare(settings):
-        if settings.mechanism == "fixed":
-            raise RuntimeError("out of luck")
-        return original(settings)
-
-    grid = {"mechanism": ["fixed", "none"]}
-    config = {**_CONFIG, "grid": grid, "seeds": [0]}
-    with mock.patch.object(training, "prepare", prepare):
-        failed = sweeps.run_sweep(config, tmp_path, say=lambda line: None)
-    assert failed == ["mechanism=fixed/seed=0: out of luck"]
-    rows = _table(tmp_path / "runs.csv")
-    assert [row["mechanism"] for row in rows] == ["none"]
-    # Nobody but a local mechanism has two epsilons.
-    assert [row["central_epsilon"] for row in rows] == [""]
