@@ -28,7 +28,7 @@ from typing import Any
 import dp_accounting
 
 from tfdp_fl._on_use import tf
-from tfdp_fl.mechanisms import client_weighting, clipping, noise
+from tfdp_fl.mechanisms import clipping, noise
 from tfdp_fl.mechanisms.contribution import (
     NUM_DIAGNOSTICS,
     Client,
@@ -54,7 +54,7 @@ class CohortQuery:
     """
 
     def __init__(self, mechanism: Any, deployment: Deployment):
-        client_weighting.check(deployment.client_weighting, mechanism)
+        mechanism.check_weighting(deployment.client_weighting)
         self.mechanism = mechanism
         self.deployment = deployment
 

@@ -27,6 +27,7 @@ from tfdp_fl import _validate, schedules
 from tfdp_fl._on_use import tf
 from tfdp_fl.accounting import statement as caveats_lib
 from tfdp_fl.mechanisms import clipping, cohort_query, grid, noise, parameters
+from tfdp_fl.mechanisms.client_weighting import ClientWeighting
 from tfdp_fl.mechanisms.contribution import (
     Client,
     Contribution,
@@ -154,6 +155,29 @@ class Mechanism(abc.ABC):
                 "noise_site='client' needs sampling='fixed_size', because the "
                 "noise is complete only if exactly clients_per_round clients "
                 f"answer, got sampling={deployment.sampling!r}."
+            )
+
+    def check_weighting(self, weighting: ClientWeighting | None) -> None:
+        """Raises unless clients may count differently.
+
+        Allowed is whatever multiplies an update by one number, its clip, and adds
+        noise to the sum as a whole ("server"), or in shares that do not depend on
+        the weight ("client"): then a factor of at most 1 keeps the bound.
+        """
+        if weighting is None:
+            return
+        _validate.instance_of(ClientWeighting, client_weighting=weighting)
+        if not (
+            self.scales_updates
+            and self.guarantee in ("central", "none")
+            and self.noise_site in ("server", "client")
+            and not self.releases_weights
+        ):
+            raise ValueError(
+                f"client_weighting must be None with {self.name}: it is for "
+                "mechanisms that clip whole updates and protect their sum "
+                "(AdaptiveClipping, CorrelatedNoise, FixedClipping, MedianClipping, "
+                f"or NoPrivacy), got {weighting!r}."
             )
 
     def bind(self, deployment: Deployment) -> cohort_query.CohortQuery:
