@@ -51,10 +51,8 @@ def test_padding_that_is_masked_changes_nothing():
         inputs = layers.Input((None,), dtype="int64")
         return tf.keras.Sequential([inputs, embedding, *pooling])
 
-    clients = {
-        name: (rows, np.arange(len(rows)) % 2)
-        for name, rows in {**_TEXTS, "c": [[7], [8, 1, 1, 1]]}.items()
-    }
+    texts = {**_TEXTS, "c": [[7], [8, 1, 1, 1]]}
+    clients = {name: (x, np.arange(len(x)) % 2) for name, x in texts.items()}
     streamed = FederatedDataset.from_tf_datasets(
         {k: slices((tf.ragged.constant(x), y)) for k, (x, y) in clients.items()}
     )

@@ -26,8 +26,7 @@ _ALLOWED = _S * (1 + 1e-5)
 _PATHS = ("side by side", "a few at a time", "one by one", "xla", "streamed")
 
 
-# No round is released, so one model of a kind serves all tests, and one engine a
-# model, path and loss.
+# No round is released: one model of a kind serves all tests, and one engine a path.
 _networks: dict[tuple, tf.keras.Model] = {}
 _engines: dict[tuple, tuple] = {}
 
@@ -156,8 +155,10 @@ def test_products_of_fewer_bits_are_not_trusted(options, environment):
             set_options(dict.fromkeys(options, False))
 
 
-@pytest.mark.parametrize("path", _PATHS)
-@pytest.mark.parametrize("output", [None, "float32"])
+@pytest.mark.parametrize(
+    ("path", "output"),
+    [*((path, "float32") for path in _PATHS), *((path, None) for path in _PATHS[::2])],
+)
 def test_in_bfloat16(path, output):
     with cohorts.policy("mixed_bfloat16"):
         for exponent, activation in (
@@ -202,7 +203,7 @@ def test_factors_whose_squares_vanish(path):
     twins=st.booleans(),
     size=st.floats(-3, 18),
     small=st.floats(0, 14),
-    examples=st.sampled_from([2, 6, 16]),
+    examples=st.sampled_from([6, 16]),
     batch_size=st.sampled_from([3, 16]),
     rate=st.sampled_from([1e-2, 1.0, 100.0]),
     seed=st.integers(0, 9),
@@ -237,12 +238,10 @@ def test_a_model_of_few_bits_hands_in_more(dtype):
 
 def test_honest_clients_are_cut_a_thousandth_too_short_at_most():
     clients, _ = tfdp_fl.datasets.load_digits(num_clients=100)
-    tf.keras.utils.set_random_seed(0)
-    model = cohorts.sequential(
-        [64], _layers.Dense(128, "relu"), _layers.Dense(10, "softmax")
-    )
+    stack = _layers.Dense(128, "relu"), _layers.Dense(10, "softmax")
     options = {"batch_size": 10, "learning_rate": 0.2}
     options["loss"] = "sparse_categorical_crossentropy"
+    model = cohorts.sequential([64], *stack)
     norms = [
         _added(model, clients.client(client), "side by side", **options)[0]
         for client in list(clients.client_ids)[:20]
@@ -259,9 +258,9 @@ def test_nobody_else_is_swallowed():
         return x, rng.integers(0, 2, 10).astype(np.float32)
 
     others = {k: client() for k in range(1, 6)}
-    model, sums = network(300, (32,)), []
+    sums = []
     for clients in ({0: cancelling(300, 10, 1000.0), **others}, others):
-        pending = _collected(model, clients, "side by side", batch_size=10)
+        pending = _collected(network(300, (32,)), clients, _PATHS[0], batch_size=10)
         sums.append(cohorts.update_of(pending))
     moved = [a.astype(np.float64) - b for a, b in zip(*sums, strict=True)]
     assert references.l2_norm(moved) <= _ALLOWED

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.engine import cohorts
+from tests.mechanisms.rounds import flat
 from tfdp_fl import secure_aggregation
 from tfdp_fl.engine import release, secure_sum
 
@@ -23,9 +24,8 @@ def _fixed(clip_norm=_CLIP, **options):
 
 def _collected(mechanism, noise_multiplier, sizes=(7, 3, 5)):
     dataset = cohorts.dataset(sizes)
-    engine = cohorts.make_engine(
-        cohorts.mlp(), dataset, mechanism=mechanism, collect_records=True
-    )
+    options = {"mechanism": mechanism, "collect_records": True}
+    engine = cohorts.make_engine(cohorts.mlp(), dataset, **options)
     inputs = {"batch_size": 2, "local_epochs": 1, "noise_multiplier": noise_multiplier}
     return engine, cohorts.collect(engine, dataset, **inputs)
 
@@ -33,17 +33,14 @@ def _collected(mechanism, noise_multiplier, sizes=(7, 3, 5)):
 def _sent(mechanism, protocol, noise_multiplier=1.0):
     """Returns the vectors that a cohort sends, as they are on the grid."""
     engine, pending = _collected(mechanism, noise_multiplier)
-    sent = []
-    really = secure_aggregation.sum_in_groups
+    sent, encode = [], _SHARING.encode
 
-    def spy(updates, protocol, group_size=None, *, num_members=None):
-        rows = updates
-        if callable(updates):
-            rows = [updates(index) for index in range(num_members)]
-        sent.extend(protocol.decode(protocol.encode(row)) for row in rows)
-        return really(rows, protocol, group_size)
+    def spy(self, update, *name):
+        encoded = encode(self, update, *name)
+        sent.append(self.decode(encoded))
+        return encoded
 
-    with mock.patch.object(secure_sum.secure_aggregation, "sum_in_groups", spy):
+    with mock.patch.object(_SHARING, "encode", spy):
         assert secure_sum.sum_securely(engine, pending, protocol) == ()
     return sent
 
@@ -79,8 +76,7 @@ def test_a_discarded_client_is_not_in_the_mean_of_those_that_answered():
     assert float(total.contribution.weight) == pytest.approx(3.0, abs=1e-5)
     assert pending.without_noise == 1
     others = np.delete(updates, 1, axis=0).sum(axis=0)
-    got = np.concatenate([part.ravel() for part in cohorts.update_of(pending)])
-    np.testing.assert_allclose(got, others, atol=1e-5)
+    np.testing.assert_allclose(flat(cohorts.update_of(pending)), others, atol=1e-5)
 
 
 def test_a_cohort_that_cannot_be_split_has_failed():

@@ -5,7 +5,6 @@ A planted fault that this found: a ledger that writes each line one round late.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import signal
@@ -29,15 +28,10 @@ def _weights(directory):
     return fed.get_weights()
 
 
-def _start(directory, mode):
-    directory.mkdir(exist_ok=True)
-    return killed_run.start(directory, mode)
-
-
 def _kill(directory, mode, rng):
     """Kills a run at a random moment; False if it was faster."""
     rounds = len(killed_run.seen(directory, mode)) + rng.randrange(8)
-    process = _start(directory, mode)
+    process = killed_run.start(directory, mode)
     if rng.random() < 0.15:  # As it starts, resumes or traces.
         time.sleep(rng.random() * 3)
     else:
@@ -80,14 +74,14 @@ def _check(directory, mode, kills):
 
 @pytest.mark.parametrize("mode", killed_run.MODES)
 def test_every_released_round_is_charged(tmp_path, mode):
-    if mode == "workers" and importlib.util.find_spec("ray") is None:
-        pytest.skip("Ray is not installed.")
+    if mode == "workers":
+        pytest.importorskip("ray")
     rng = random.Random(16)
     killed, runs, charged, seen = 0, 0, 0, 0
     resumes = mode != "ledger"  # It saves nothing to go on from.
     whole = tmp_path / "whole"
     if mode in killed_run.SAME:
-        killed_run.join(_start(whole, mode))
+        killed_run.join(killed_run.start(whole, mode))
     while killed < _KILLS:
         directory = tmp_path / f"run-{runs}"
         runs += 1
@@ -98,7 +92,7 @@ def test_every_released_round_is_charged(tmp_path, mode):
             if not resumes:
                 break
         if resumes:
-            process = _start(directory, mode)
+            process = killed_run.start(directory, mode)
             killed_run.join(process)
             assert process.exitcode == 0
             assert set(killed_run.seen(directory, mode)) == _ROUNDS

@@ -18,14 +18,12 @@ from tfdp_fl.experiments import Settings, run_directory, training
 from tfdp_fl.keras import callbacks
 
 ROUNDS = 40
-# A run that is let go on ends in a minute of a core. On a machine that is busy
-# with more important things that is many minutes.
+# A run ends in a minute of a core: on a busy machine that is many minutes.
 LONGEST_CORE_SECONDS, LONGEST_SECONDS = 300, 3600
 DELTA = 1e-3
 WITNESS, LEDGER, CHECKPOINTS = "witness.txt", "own.jsonl", "saved"
 FINAL = "final.weights.h5"
-# What runs: train.py's own way, a ledger, checkpoints, both, checkpoints of local
-# noise, of a run on workers, and of one whose noise is correlated.
+# train.py's own way, a ledger, checkpoints, both, and checkpoints of other runs.
 MODES = ("plain", "ledger", "checkpoint", "both", "local", "workers", "correlated")
 # Those that end in the same weights, however often they were killed.
 SAME = ("checkpoint", "local")
@@ -69,10 +67,10 @@ class _Witness(callbacks.FederatedCallback):
 
 def start(directory: pathlib.Path, mode: str, as_the_script: bool = False) -> Any:
     """Starts a run, forked from one process that has imported everything, once."""
+    directory.mkdir(exist_ok=True)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.stress.killed_run"])
-    arguments = (str(directory), mode, as_the_script)
-    process = context.Process(target=run, args=arguments)
+    process = context.Process(target=run, args=(directory, mode, as_the_script))
     process.start()
     return process
 
@@ -101,13 +99,12 @@ def ledgers(directory: pathlib.Path, mode: str) -> list[pathlib.Path]:
     return {"ledger": [own], "both": [checkpoints, own]}.get(mode, [checkpoints])
 
 
-def run(directory: str, mode: str, as_the_script: bool) -> None:
+def run(path: pathlib.Path, mode: str, as_the_script: bool) -> None:
     """Trains to the end, from where an earlier process was killed."""
     faulthandler.register(signal.SIGUSR1)
     if as_the_script:  # Which takes SIGTERM for Ctrl-C.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.default_int_handler)
-    path = pathlib.Path(directory)
     if mode == "plain":
         _train_as_the_script(path)
         return
