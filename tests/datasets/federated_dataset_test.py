@@ -158,7 +158,6 @@ def _of_rows(indices, ids=None):
 
 
 def _of_slices(*clients):
-    """Makes tf.data of what is none, by client."""
     clients = [_slices(each) if isinstance(each, tuple) else each for each in clients]
     return FederatedDataset.from_tf_datasets(dict(zip("ab", clients, strict=False)))
 

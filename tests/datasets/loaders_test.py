@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from unittest import mock
@@ -218,11 +219,14 @@ def test_a_role_may_be_several_clients(play):
             np.testing.assert_array_equal(array, np.concatenate(own))
 
 
+_partition = functools.partial(datasets.partition, _labels(600), 3)
+
+
 @pytest.mark.parametrize(
     "load, options, message",
     [
-        (datasets.partition, {"examples_per_client": 601}, "client must be at most"),
-        (datasets.partition, {"examples_per_client": 21}, "of shards_per_client"),
+        (_partition, {"examples_per_client": 601}, "client must be at most"),
+        (_partition, {"examples_per_client": 21}, "of shards_per_client"),
         (datasets.load_digits, {"test_fraction": 1.0}, "test_fraction must be"),
         (datasets.load_digits, {"validation_examples": 1437}, "must be less"),
         (datasets.load_mnist, {"x": np.ones(3)}, "path must be Keras's mnist"),
@@ -239,9 +243,6 @@ def test_a_role_may_be_several_clients(play):
 )
 def test_what_is_refused(play, mnist, tmp_path, load, options, message):
     given, arrays = mnist
-    if load is datasets.partition:
-        sizes = {"num_clients": 3, "examples_per_client": 20}
-        options = {"labels": _labels(600), **sizes, **options}
     if load is datasets.load_mnist:
         content = options if "x" in options else {**arrays, **options}
         np.savez(tmp_path / "other.npz", **content)

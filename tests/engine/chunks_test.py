@@ -150,15 +150,10 @@ def test_wrong_labels_are_left_out_of_a_chunk_and_nothing_else(
         assert not np.asarray(chunk.x)[len(chunk.rows) :].any()
 
 
-class _Stop(tf.keras.callbacks.Callback):
-    def on_epoch_end(self, epoch, logs=None):
-        self.model.stop_training = True
-
-
 def test_a_training_that_stops_early():
     files = _Files()
     fed, other = (toy.federated(clients_per_round=4) for _ in range(2))
-    toy.fit(fed, 9, [_Stop()], files.dataset(), seed=1)
+    toy.fit(fed, 9, [toy.stop(fed)], files.dataset(), seed=1)
     files.assert_quiet()
     assert len(files.read) <= 8
     # What was drawn for nothing changes nothing of what comes, and after the last

@@ -27,8 +27,7 @@ _PATHS = ("side by side", "a few at a time", "one by one", "xla", "streamed")
 
 
 # No round is released: one model of a kind serves all tests, and one engine a path.
-_networks: dict[tuple, tf.keras.Model] = {}
-_engines: dict[tuple, tuple] = {}
+_networks, _engines = {}, {}
 
 
 def network(features, widths, activation="linear", twins=True, seed=0, output=None):
@@ -48,10 +47,7 @@ def network(features, widths, activation="linear", twins=True, seed=0, output=No
 
 
 def _collected(model, clients, path, *, loss=None, refused=False, **inputs):
-    """Returns a round of clients that is not released.
-
-    `refused`: whether they train one by one, whatever the path says.
-    """
+    """`refused`: whether clients train one by one, whatever the path says."""
     dataset = cohorts.from_arrays(clients)
     if path == "streamed":
         slices = tf.data.Dataset.from_tensor_slices
@@ -84,12 +80,9 @@ def _added(model, data, path, **options):
 
 
 def cancelling(features, examples, size):
-    """Returns data whose small parts add up, and vanish beside large ones.
-
-    Two features of the given size cancel in the logits. In a float32 Gram
-    matrix their squares swallow those of all others, which have the sign of
-    the label, and whose gradients add up.
-    """
+    # Two features of the given size cancel in the logits. In a float32 Gram matrix
+    # their squares swallow those of all others, which have the sign of the label, and
+    # whose gradients add up.
     sign = np.where(np.arange(examples) % 2, 1.0, -1.0)
     x = np.empty([examples, features])
     x[:, 2:] = size * 2.0**-12 * 0.99 * sign[:, None]
@@ -98,7 +91,6 @@ def cancelling(features, examples, size):
 
 
 def _assert_clipped(model, path, exponent):
-    """Features that cancel do not move the sum too far, nor not at all."""
     data = cancelling(model.input_shape[1], 8, 10.0**exponent)
     norm, discarded = _added(model, data, path, batch_size=4)
     assert norm <= _ALLOWED

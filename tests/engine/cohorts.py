@@ -33,12 +33,10 @@ def client_arrays(sizes=SIZES, seed: int = 0):
 
 
 def dataset(sizes=SIZES) -> FederatedDataset:
-    """Returns `client_arrays` as a dataset."""
     return from_arrays(client_arrays(sizes))
 
 
 def sequential(shape, *layers, **options: Any) -> tf.keras.Sequential:
-    """Returns a built model of layers."""
     return tf.keras.Sequential([tf.keras.Input(shape, **options), *layers])
 
 
@@ -50,7 +48,6 @@ def mlp(units: int = 6) -> tf.keras.Sequential:
 
 
 def cross_entropy(**options: Any) -> tf.keras.losses.Loss:
-    """Returns the loss that goes with `mlp`."""
     return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
 
 
@@ -103,7 +100,6 @@ def inputs(dataset: FederatedDataset, **changes: Any) -> engine.RoundInputs:
 
 
 def collect(cohort_engine, dataset: FederatedDataset, **changes: Any):
-    """Returns a round of all clients that is not released."""
     return cohort_engine.collect(dataset, inputs(dataset, **changes))
 
 
@@ -114,7 +110,6 @@ def update_of(pending) -> list[np.ndarray]:
 
 
 def run_round(cohort_engine, dataset, **changes: Any) -> dict[str, float]:
-    """Runs one round; returns its logs."""
     return cohort_engine.release(collect(cohort_engine, dataset, **changes))
 
 
@@ -135,7 +130,6 @@ def side_by_side(beside: bool = True, few: bool | None = None):
 
 @contextlib.contextmanager
 def policy(name: str):
-    """Makes models of another precision."""
     tf.keras.mixed_precision.set_global_policy(name)
     try:
         yield
@@ -144,7 +138,6 @@ def policy(name: str):
 
 
 def assert_close(one: Any, other: Any, rtol: float = 1e-6, atol: float = 1e-6):
-    """Compares nests of arrays."""
     for a, b in zip(tf.nest.flatten(one), tf.nest.flatten(other), strict=True):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
 

@@ -132,7 +132,6 @@ def test_compiled_by_xla_or_not():
 
 
 def _both(dataset, name="fixed", **options):
-    """Returns a round side by side, and one by one."""
     results = []
     with cohorts.side_by_side():
         for jit_compile in (None, False):
@@ -213,7 +212,6 @@ def test_cohorts_of_changing_size_trace_once():
 
 
 def _reference_updates(units=6):
-    """Returns each client's update, by a plain Keras loop."""
     how = tf.keras.optimizers.SGD(0.1), cohorts.cross_entropy()
     clients = cohorts.client_arrays().values()
     return [cohorts.reference_update(cohorts.mlp(units), c, *how) for c in clients]

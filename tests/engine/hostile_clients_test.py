@@ -139,7 +139,6 @@ def test_labels_of_an_ignored_class_or_of_a_client_left_out_are_allowed():
 
 
 def _words(*stack, **options):
-    """Returns a model of two words."""
     embedding = _layers.Embedding(4, 3, **options)
     return cohorts.sequential([2], embedding, *stack, _layers.Dense(3), dtype="int32")
 

@@ -41,7 +41,6 @@ def _pair(model):
 
 
 def _output_and_gradients(model, x, shape=None, xla=False):
-    """As `Trainer.step` does: the tape watches what it is told to."""
 
     @tf.function(input_signature=[tf.TensorSpec(shape or x.shape)], jit_compile=xla)
     def compute(x):
@@ -59,7 +58,6 @@ def _output_and_gradients(model, x, shape=None, xla=False):
 
 
 def _assert_same(actual, expected, tolerance=1e-5):
-    """Compares tensors relative to the largest element of each."""
     assert max(np.abs(each).max() for each in expected) > 0
     for one, other in zip(actual, expected, strict=True):
         assert one.shape == other.shape

@@ -40,8 +40,6 @@ def _dataset(first=None):
 
 
 class _Tied(_layers.Layer):
-    """Uses all rows of a table."""
-
     def __init__(self, table):
         super().__init__()
         self.table = table

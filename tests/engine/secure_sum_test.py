@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from unittest import mock
 
 import numpy as np
@@ -103,10 +104,6 @@ def test_a_grid_that_is_too_coarse_is_refused():
         _sent(_fixed(1e-5, noise_site="client"), _SHARING(bits=32))
 
 
-def _variable(value, name="kernel"):
-    return tf.keras.Variable(value, name=name)
-
-
 _MEANS = [([0.5, -1.0], [[2.0]]), ([-0.25, 3.0], [[0.0]]), ([1.0, 0.5], [[-1.0]])]
 
 
@@ -116,7 +113,7 @@ _MEANS = [([0.5, -1.0], [[2.0]]), ([-0.25, 3.0], [[0.0]]), ([1.0, 0.5], [[-1.0]]
 )
 def test_fedavg_and_fedavgm(optimizer, rate, momentum):
     # The update rules of Reddi et al. (2021), Algorithm 2.
-    variables = [_variable([1.0, 2.0]), _variable([[3.0]])]
+    variables = [tf.keras.Variable(value) for value in ([1.0, 2.0], [[3.0]])]
     update = release.ServerUpdate(variables, [], optimizer)
     expected, steps = [v.numpy() for v in variables], [0.0, 0.0]
     for mean in _MEANS:
@@ -128,9 +125,10 @@ def test_fedavg_and_fedavgm(optimizer, rate, momentum):
 
 
 def test_state_moves_by_the_mean_and_noise_does_not_make_a_variance_negative():
-    state = [_variable([1.0, 1.0], f"moving_{name}") for name in ("mean", "variance")]
+    variable = functools.partial(tf.keras.Variable, [1.0, 1.0])
+    state = [variable(name=f"moving_{name}") for name in ("mean", "variance")]
     with tf.name_scope("variance_head"):
-        weight = _variable([1.0, 1.0])
+        weight = variable()
     update = release.ServerUpdate([weight], state, tf.keras.optimizers.SGD(100.0))
     change = tf.constant([-3.0, 1.0])
 

@@ -18,7 +18,6 @@ _net = cohorts.sequential
 
 
 def _arrays(make_x, make_y=lambda rng, n: rng.integers(0, 3, n)):
-    """Returns clients of functions of (random generator, size)."""
     rng = np.random.default_rng(0)
     return {k: (make_x(rng, n), make_y(rng, n)) for k, n in enumerate((4, 6))}
 
@@ -41,8 +40,7 @@ class _Subclassed(tf.keras.Model):
 
 
 def _squared(y, predicted):
-    one_hot = tf.one_hot(tf.cast(y, tf.int32), 3)
-    return tf.reduce_mean((one_hot - predicted) ** 2, -1)
+    return tf.reduce_mean((tf.one_hot(tf.cast(y, tf.int32), 3) - predicted) ** 2, -1)
 
 
 def _of_dtype(dtype):

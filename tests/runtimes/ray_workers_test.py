@@ -37,14 +37,12 @@ def _in_rows(x, y, num_clients=_NUM_CLIENTS, **options):
 
 
 def _uneven():
-    """Clients of 0 to 9 examples, some of which are of several clients."""
     rng = np.random.default_rng(1)
     rows = [rng.integers(0, 60, size) for size in [0, 9, 1, 4, 8, 3, 6] * 2]
     return FederatedDataset.from_indices(*toy.arrays(60), rows)
 
 
 def _streamed():
-    """Clients that are read one by one, of which two cannot be."""
 
     def read(client):
         if client in (3, 8):
@@ -81,8 +79,6 @@ def _noisy(weights, seed):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Case:
-    """`small`: whether a cohort is not worth a second worker."""
-
     clients: object = lambda: toy.clients(_NUM_CLIENTS, 8)  # Two full batches each.
     model: object = toy.two_layers
     mechanism: object = dataclasses.field(default_factory=_fixed)

@@ -93,7 +93,6 @@ class _Listener(callbacks.FederatedCallback):
 
 
 def _run(directory, round_index=None, limit=None):
-    """Returns the weights, what was released, and the error, if there was one."""
     fed = toy.federated(tfdp_fl.AdaptiveClipping(noise_multiplier=1.0))
     saved, error = directory / "saved", None
     listener = _Listener(round_index, limit)

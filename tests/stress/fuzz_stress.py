@@ -160,7 +160,6 @@ _VALUES = (
 
 
 def _value(rng: random.Random) -> Any:
-    """Returns what somebody may give as an argument."""
     (number,) = struct.unpack("d", rng.randbytes(8))
     return rng.choice([number, rng.randint(-3, 5), *[rng.choice(_VALUES)] * 4])
 
