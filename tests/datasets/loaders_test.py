@@ -105,8 +105,6 @@ _SIZES = {"f0000_14": 3, "f0001_41": 1, "f0005_26": 2}
 
 
 def _writers(factor: int):
-    """Returns client data in the format of TFF's EMNIST."""
-
     def create(client_id):
         n, place = _SIZES[client_id] * factor, list(_SIZES).index(client_id) / 4
         pixels = np.full((n, 28, 28), place, np.float32)

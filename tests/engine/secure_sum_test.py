@@ -32,7 +32,6 @@ def _collected(mechanism, noise_multiplier, sizes=(7, 3, 5)):
 
 
 def _sent(mechanism, protocol, noise_multiplier=1.0):
-    """Returns the vectors that a cohort sends, as they are on the grid."""
     engine, pending = _collected(mechanism, noise_multiplier)
     sent, encode = [], _SHARING.encode
 
