@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
 import os
-import sys
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -136,21 +132,3 @@ def test_a_start_is_quiet_unless_it_fails(capfd):
         os.write(2, b"oneDNN is on\n")
         raise ImportError("no cuDNN")
     assert "oneDNN is on\n" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "program, word, title",
-    [
-        ("train.py", "--help", "python scripts/train.py"),
-        ("train.py", "--helpfull", "python scripts/train.py"),
-        ("tfdp-fl-train", "-h", "tfdp-fl-train\n"),  # It is installed.
-    ],
-)
-def test_help_is_no_error_and_shows_the_flags(monkeypatch, program, word, title):
-    monkeypatch.setattr(sys, "argv", [program, word])
-    out, main = io.StringIO(), mock.Mock(__module__="x")
-    with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as end:
-        _console.run(main, "python scripts/train.py", "absl.logging")
-    assert end.value.code == 0
-    assert "--verbosity" in out.getvalue()
-    assert out.getvalue().startswith(title)
