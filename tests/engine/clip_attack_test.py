@@ -147,10 +147,8 @@ def test_products_of_fewer_bits_are_not_trusted(options, environment):
             set_options(dict.fromkeys(options, False))
 
 
-@pytest.mark.parametrize(
-    ("path", "output"),
-    [*((path, "float32") for path in _PATHS), *((path, None) for path in _PATHS[::2])],
-)
+@pytest.mark.parametrize("path", _PATHS)
+@pytest.mark.parametrize("output", [None, "float32"])
 def test_in_bfloat16(path, output):
     with cohorts.policy("mixed_bfloat16"):
         for exponent, activation in (
@@ -195,7 +193,7 @@ def test_factors_whose_squares_vanish(path):
     twins=st.booleans(),
     size=st.floats(-3, 18),
     small=st.floats(0, 14),
-    examples=st.sampled_from([6, 16]),
+    examples=st.sampled_from([2, 6, 16]),
     batch_size=st.sampled_from([3, 16]),
     rate=st.sampled_from([1e-2, 1.0, 100.0]),
     seed=st.integers(0, 9),
