@@ -1,7 +1,5 @@
 """The names of Flower's older API: what they ask, hand on, and translate."""
 
-from __future__ import annotations
-
 import copy
 import math
 

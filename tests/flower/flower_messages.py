@@ -4,8 +4,6 @@ The messages are the real ones where they are; flwr 1.12, which the TFF stack ha
 knows none: there, classes of the same shape stand in for them.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import io

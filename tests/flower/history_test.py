@@ -1,7 +1,5 @@
 """A server that restarts, a ledger that cannot be written, a budget."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading

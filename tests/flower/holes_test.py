@@ -1,7 +1,5 @@
 """What was found wrong once: mods, replies, cohorts."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import dataclasses
