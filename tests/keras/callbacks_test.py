@@ -1,7 +1,5 @@
 """Budget, ledger, checkpoints and report as callbacks of a training."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import html

@@ -1,7 +1,5 @@
 """Checkpoints on disk: whole or not there, verified, one writer at a time."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import stat

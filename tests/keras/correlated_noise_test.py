@@ -1,7 +1,5 @@
 """Training with noise that is correlated across rounds."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Validation, metrics client by client, and what `validate` finds."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

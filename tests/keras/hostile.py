@@ -19,8 +19,6 @@ chance of 1e-9. In secure aggregation half a step of its grid is added for each
 client and element.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -50,24 +48,14 @@ Client = tuple[np.ndarray, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A mechanism, and what one client can do to it.
-
-    Attributes:
-      make: Makes the mechanism.
-      reach: c, the most that one client changes in the sum; NaN: the clip norm of
-        the round, which is measured.
-      sampling: How cohorts of all clients are drawn.
-      noise: What a client that drops out takes along: the stddev of the noise
-        that it would have added, for each element of the sum; NaN: as measured.
-      averages: Whether weights are averaged, so that a client without
-        examples is none.
-    """
+    """A mechanism, and what one client can do to it."""
 
     make: Callable[[], Any]
-    reach: float = CLIP
+    reach: float = CLIP  # c; NaN: the clip norm of the round, which is measured.
     sampling: str = "fixed_size"
+    # The stddev of what a client that drops out takes along; NaN: as measured.
     noise: float = 0.0
-    averages: bool = False
+    averages: bool = False  # Weights: a client without examples is none.
 
 
 def _case(kind: type, options: dict[str, Any], **case: Any) -> Case:
@@ -108,9 +96,7 @@ def _filled(value: float) -> Callable[[Client], Client]:
 
 
 def _one_nan(client):
-    x, y = client[0].copy(), client[1]
-    x[-1, -1] = np.nan
-    return x, y
+    return np.where(np.arange(FEATURES) == 2, np.float32(np.nan), client[0]), client[1]
 
 
 def _cancelling(client):
@@ -198,6 +184,28 @@ WAYS = (
 )
 
 
+def jit_compile(way: str) -> bool | None:
+    """Returns what `compile` is told for a way."""
+    return None if way.endswith("side_by_side") else way.endswith("xla")
+
+
+def fit(fed: Any, way: str, clients: Any, runtime: Any = None, **options: Any) -> Any:
+    """Trains clients in one way; what is streamed is not a mapping any more."""
+    beside = way.endswith("side_by_side")
+    changes = {
+        "is_worthwhile": lambda *_: beside,
+        "is_small": lambda *_: "few" in way,
+        **({"clients_at_once": lambda *_: 2} if "groups" in way else {}),
+    }
+    if way.startswith("streamed") and isinstance(clients, dict):
+        clients = FederatedDataset.from_client_fn(list(clients), clients.__getitem__)
+    runtime = HereWorkers() if "sharded" in way else runtime
+    with mock.patch.multiple(dense_models, **changes):
+        history = toy.fit(fed, data=clients, runtime=runtime, **options).history
+    assert fed.engine.has_trained_side_by_side == beside
+    return history
+
+
 def model() -> tf.keras.Model:
     """Returns a small dense model that always starts the same."""
     tf.keras.utils.set_random_seed(1)
@@ -217,28 +225,23 @@ class Trainer:
     """Trains one round again and again, from the same weights and seed."""
 
     def __init__(self, case: Case, way: str, runtime: Any = None):
-        self.case, self.way = case, way
-        self._runtime = HereWorkers() if "sharded" in way else runtime
-        self._beside = way.endswith("side_by_side")
+        self.case, self.way, self._runtime = case, way, runtime
         protocol = None
         if way.startswith("secure"):
             mode = "float" if way.endswith("float") else "ring"
             protocol = secure_aggregation.AdditiveSecretSharing(mode=mode)
         compiled = {"optimizer": tf.keras.optimizers.SGD(0.5), "metrics": ["accuracy"]}
-        compiled["jit_compile"] = None if self._beside else way.endswith("xla")
+        compiled["jit_compile"] = jit_compile(way)
         self.fed = toy.federated(
-            *(case.make(), model(), CLIENTS, case.sampling, compiled),
+            *(case.make(), model, CLIENTS, case.sampling, compiled),
             secure_aggregation=protocol,
         )
-        self._start = self.fed.get_weights()
+        self._weights = self.fed.get_weights()
+        self.start = toy.flat(self._weights)
 
-    def start(self) -> np.ndarray:
-        """Returns the weights that every round starts from."""
-        return toy.flat(self._start)
-
-    def round(self, change: Callable[[Client], Any], others=lambda c: c) -> Outcome:
-        """Trains one round, of changed data of the hostile client and of others."""
-        data = {k: others(client) for k, client in clients().items()}
+    def round(self, change: Callable[[Client], Any]) -> Outcome:
+        """Trains one round, of changed data of the hostile client."""
+        data: Any = clients()
         if self.way.startswith("streamed"):
 
             def read(client):
@@ -246,15 +249,11 @@ class Trainer:
 
             dataset = FederatedDataset.from_client_fn(range(CLIENTS), read)
         else:
-            data[HOSTILE] = change(data[HOSTILE])
-            dataset = FederatedDataset.from_client_arrays(data)
-        self.fed.set_weights(self._start)
+            dataset = {**data, HOSTILE: change(data[HOSTILE])}
+        self.fed.set_weights(self._weights)
         self.fed._forget_run()  # The same noise again.
-        beside, few = self._beside, "few" in self.way
-        chosen = {"is_worthwhile": lambda *_: beside, "is_small": lambda *_: few}
-        fit = {"batch_size": EXAMPLES // 2, "seed": 5, "runtime": self._runtime}
-        with mock.patch.multiple(dense_models, **chosen):
-            history = toy.fit(self.fed, data=dataset, **fit).history
+        options = {"batch_size": EXAMPLES // 2, "seed": 5}
+        history = fit(self.fed, self.way, dataset, self._runtime, **options)
         history = {name: values[-1] for name, values in history.items()}
         return Outcome(toy.flat(self.fed), history)
 
@@ -264,17 +263,13 @@ class Trainer:
         return self.round(lambda client: client if usual else without_examples(client))
 
     def bound(self, without: Outcome, dropped_out: bool = False) -> float:
-        """Returns how far the hostile client may move the model.
-
-        That is, from where it would be without it, or if it failed and took its own
-        noise along.
-        """
+        """Returns how far the hostile client may move the model from there."""
         reach, noise, history = self.case.reach, self.case.noise, without.history
         if math.isnan(reach):
             reach = history["clip_norm"]
         if math.isnan(noise):
             noise = history["noise_stddev"] / CLIENTS**0.5
-        weights, size = np.linalg.norm(self.start()), self.start().size
+        weights, size = np.linalg.norm(self.start), self.start.size
         # |N(0, I)| of d elements is above sqrt(d) + 6.5 with less than 1e-9
         # (Laurent and Massart 2000, Lemma 1).
         length = size**0.5 + 6.5

@@ -4,8 +4,6 @@ What is too long for here, every way with every mechanism, is in
 `tests/stress/hostile_stress.py`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -35,7 +33,7 @@ def check_failure(trainer, without, name):
     if trainer.case.make().needs_exact_cohort:
         # Without its share the noise would fall short.
         assert outcome.history["abandoned_rounds"] == 1, name
-        np.testing.assert_array_equal(outcome.weights, trainer.start())
+        np.testing.assert_array_equal(outcome.weights, trainer.start)
         return
     most = trainer.bound(without, dropped_out=True)
     assert hostile.moved(outcome, without) <= most, name

@@ -1,7 +1,5 @@
 """`make_private` finds the smallest noise that keeps a target."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

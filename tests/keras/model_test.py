@@ -1,7 +1,5 @@
 """`DPFederatedModel` is trained and used like any Keras model."""
 
-from __future__ import annotations
-
 import inspect
 import math
 

@@ -5,8 +5,6 @@ variable is compared with the formula. More of it, every mechanism and runtime,
 is in `tests/stress/noise_stress.py`.
 """
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """No way of calling `fit` has rounds that epsilon leaves out."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import signal

@@ -1,7 +1,5 @@
 """The private means of clients' metrics: bound, noise, and charged first."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

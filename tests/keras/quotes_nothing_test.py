@@ -1,7 +1,5 @@
 """No error, warning or line of output quotes anybody's examples."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -4,8 +4,6 @@ But for the draws of seeded rounds, which a resumed run makes anew; see
 `toy.same_draws_when_resumed`.
 """
 
-from __future__ import annotations
-
 import shutil
 from unittest import mock
 
@@ -28,11 +26,12 @@ def _fit(fed, rounds=_ROUNDS, callbacks=(), **options):
 
 
 def _adaptive():
+    averaging = _SGD(1.0, momentum=0.9, use_ema=True, ema_momentum=0.6)
     return toy.federated(
         tfdp_fl.AdaptiveClipping(noise_multiplier=0.8),
         *(toy.dropout, 15, "shuffled"),
         num_replicas=2,
-        compile_options={"server_optimizer": _SGD(1.0, momentum=0.9)},
+        compile_options={"server_optimizer": averaging},
     )
 
 
@@ -44,18 +43,11 @@ def _local():
 
 
 def _median():
-    noise = tuple(0.5 + t / 10 for t in range(_ROUNDS))
+    noise = (0.5, 0.7, 0.5) * 2
     return toy.federated(
         tfdp_fl.MedianClipping(noise_multiplier=noise, median_noise_multiplier=2.0),
-        *(toy.normalized, lambda t: 10 + t, "poisson"),
+        *(toy.normalized, lambda t: 10 + t % 2, "poisson"),
         compile_options={"server_optimizer": _ADAM(0.05)},
-    )
-
-
-def _averaged():
-    averaging = _SGD(1.0, use_ema=True, ema_momentum=0.6)
-    return toy.federated(
-        sampling="shuffled", compile_options={"server_optimizer": averaging}
     )
 
 
@@ -71,7 +63,7 @@ def _copy_as_of(directory, round_index):
     return copy
 
 
-@pytest.mark.parametrize("make", [_adaptive, _local, _median, _averaged])
+@pytest.mark.parametrize("make", [_adaptive, _local, _median])
 @toy.same_draws_when_resumed()
 def test_a_resumed_run_ends_in_the_same_weights(tmp_path, make):
     whole = make()
@@ -151,7 +143,7 @@ def test_rounds_that_only_another_ledger_tells_of_are_counted(tmp_path, make):
 
 
 def test_a_resume_that_fails_leaves_the_run_where_it_was(tmp_path):
-    groups = {"strategy": "blt:2", "rounds": 12, "min_separation": 2}
+    groups = {"strategy": "banded:1", "rounds": 12, "min_separation": 2}
     mechanism = tfdp_fl.CorrelatedNoise(clip_norm=1, noise_multiplier=1, **groups)
     fed = toy.federated(mechanism, None, 10, "cyclic")
     _fit(fed, 3, [RoundCheckpoint(tmp_path, every=2, keep=9)])

@@ -3,8 +3,6 @@
 All other clients are empty and there is no noise: what moves is the hostile file.
 """
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Draws: the next round's is made while one trains, and none is made twice."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import os

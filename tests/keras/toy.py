@@ -1,7 +1,5 @@
 """A small training problem for the tests of the Keras front."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import inspect
