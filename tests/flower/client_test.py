@@ -99,9 +99,6 @@ def test_the_noise_has_the_stddev_sent_and_is_new_in_each_call_and_array():
     statistics.assert_uncorrelated(*arrays)
 
 
-# The mod.
-
-
 def _message(record, message_type="train", **config):
     config = {"dpfedavg_clip_norm": 0.5, **config}
     config = {k: v for k, v in config.items() if v is not None}
@@ -179,7 +176,7 @@ def test_what_was_received_is_not_changed():
         content["arrays"] = fm.model(np.full(2, 9.0))
         return fm.Message(content, reply_to=message)
 
-    reply = private_mod(_message(fm.model(np.zeros(2))), None, echo)
+    reply = private_mod(_message(_TWO), None, echo)
     (sent,) = fm.arrays(reply.content["arrays"])
     assert np.linalg.norm(sent) == pytest.approx(0.5)
     expected = {"num-examples": 1, **_applied(0.5)}
@@ -210,9 +207,6 @@ def test_other_arrays_do_not_leave():
     client.fit = lambda parameters, config: ([np.zeros(2)], 1, {})
     with pytest.raises(ValueError, match="shapes"):
         _fit(client, _random(0))
-
-
-# What rounding to the model's dtype leaves of clips and noise.
 
 
 def _sent(received, update, clip_norm, stddev):

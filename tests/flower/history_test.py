@@ -1,8 +1,8 @@
 """A server that restarts, a ledger that cannot be written, a budget."""
 
+import concurrent.futures
 import copy
 import pickle
-import threading
 from unittest import mock
 
 import dp_accounting
@@ -138,11 +138,8 @@ def test_runs_with_one_ledger_have_one_budget(path):
 def test_threads_share_a_budget(path):
     with accounting.PrivacyLedger(path) as ledger:
         strategies = [_private(ledger=ledger, **_target(3)) for _ in range(4)]
-        threads = [threading.Thread(target=_run, args=[s, 3]) for s in strategies]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            list(pool.map(_run, strategies, [3] * 4))
     assert sum(len(s.strategy.handed) for s in strategies) == 3
     assert accounting.epsilon_from_ledger(path, _DELTA) <= _central(3) + 1e-6
 

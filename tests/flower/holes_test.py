@@ -27,9 +27,6 @@ def _round(strategy, grid, number=1):
     return fm.a_round(strategy, grid, fm.model(np.zeros(3)), number)
 
 
-# A client started without `mods=[private_mod]` sends its plain model.
-
-
 def test_of_clients_without_the_mod_nothing_is_released(caplog):
     strategy = _private(fm.SHARES)
     assert _round(strategy, _grid(mod=None)) == (None, None)
@@ -85,9 +82,6 @@ def test_a_mod_that_makes_updates_longer(mechanism):
         assert np.linalg.norm(fm.arrays(got)[0]) <= 0.5 * (1 + 1e-6)
 
 
-# What one client may not end, for itself or for the others.
-
-
 def _renamed(replies):
     # For each client, as nobody knows of which reply names are taken.
     for reply in replies:
@@ -97,27 +91,18 @@ def _renamed(replies):
     return replies
 
 
-def _twice_more(replies):
-    return [*replies, replies[0], replies[0]]
-
-
-def _more(replies, **claims):
-    more = copy.deepcopy(replies[0])
-    both = {**claims, **{f"_{name}": value for name, value in claims.items()}}
-    more.metadata.__dict__.update(both)
-    return [more, *replies]
-
-
-def _late(replies):
-    return _more(replies, reply_to_message_id="old")
-
-
-def _unasked(replies):
-    return _more(replies, src_node_id=99)
+def _one_more(**claims):
+    return lambda replies: [fm.claim(copy.deepcopy(replies[0]), **claims), *replies]
 
 
 @pytest.mark.parametrize(
-    "change, rejected", [(_renamed, 0), (_twice_more, 2), (_late, 1), (_unasked, 1)]
+    "change, rejected",
+    [
+        (_renamed, 0),
+        (lambda replies: [*replies, replies[0], replies[0]], 2),
+        (_one_more(reply_to_message_id="old"), 1),
+        (_one_more(src_node_id=99), 1),
+    ],
 )
 @pytest.mark.parametrize(
     "mechanism, on_client_failure",

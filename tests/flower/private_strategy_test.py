@@ -83,9 +83,6 @@ def test_whole_numbers_and_float16_do_not_undo_the_clip():
     assert np.linalg.norm([counts, weights]) <= 0.5
 
 
-# One client sends what no honest one does.
-
-
 def _replace(message, **fields):
     array = message.content["arrays"]["0"]
     whole = {name: getattr(array, name) for name in ("dtype", "shape", "stype", "data")}
@@ -101,9 +98,7 @@ def _put(value):
 
 
 def _claims(**fields):
-    """A reply with other metadata."""
-    both = {**fields, **{f"_{name}": value for name, value in fields.items()}}
-    return lambda message: message.metadata.__dict__.update(both)
+    return lambda message: fm.claim(message, **fields)
 
 
 _FOUR = np.zeros(4)
@@ -183,8 +178,6 @@ def test_one_client_moves_the_count_by_one():
         assert strategy.rejected_replies == 1
 
 
-# Clients that fail.
-
 _SILENT = {11: None, 12: OSError("no disk")}
 
 
@@ -231,9 +224,6 @@ def test_replies_without_their_round_are_refused():
     # A round without clients is none.
     with mock.patch.object(strategy.strategy, "configure_train", lambda *_: []):
         assert fm.a_round(strategy, _grid([]), start, 2) == (None, None)
-
-
-# What it costs, and what is said of it.
 
 
 _CORRELATED = {"clip_norm": 1.0, "noise_multiplier": 1.0}

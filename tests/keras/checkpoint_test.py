@@ -59,12 +59,6 @@ def test_what_is_read_is_what_was_written(directory):
     made = checkpoint.Checkpoint(round_index=1, state=half)
     found = checkpoint.Checkpoint.from_bytes(1, made.to_bytes())
     _same(found.state["half"], np.float32([1.5, -2.0]))
-    for state, error, message in (
-        ({"a": {1, 2}}, TypeError, "got one of type set"),
-        ({"a": [{"place of an array": 1}, np.ones(1)]}, ValueError, "no key 'place"),
-    ):
-        with pytest.raises(error, match=message):
-            checkpoint.Checkpoint(round_index=1, state=state).to_bytes()
 
 
 def test_a_truncated_one_or_a_flipped_bit_is_never_read_as_data(directory):
@@ -108,18 +102,16 @@ def test_two_writers_are_refused_and_leftovers_of_a_killed_one_removed(directory
     assert not leftover.exists()
 
 
-@pytest.mark.parametrize("limit", [0, 500])
-def test_a_full_disk_leaves_what_was_there(directory, limit):
+def test_a_full_disk_leaves_what_was_there(directory):
     _write(directory, 1, 2)
     error = checkpoint.CheckpointWriteError
-    with (
-        toy.full_disk(limit),
-        pytest.raises(error, match="cannot be written: File too"),
-    ):
-        _write(directory, 3, keep=1)
-    assert directory.rounds() == [2, 1]
-    _assert_is(directory.newest(), 2)
-    assert not [*directory.path.glob(".writing*")]
+    for limit in (0, 500):
+        full = pytest.raises(error, match="cannot be written: File too")
+        with toy.full_disk(limit), full:
+            _write(directory, 3, keep=1)
+        assert directory.rounds() == [2, 1]
+        _assert_is(directory.newest(), 2)
+        assert not [*directory.path.glob(".writing*")]
     _write(directory, 3)
     _assert_is(directory.newest(), 3)
     # Nor can a directory be made in the place of a file.

@@ -1,29 +1,24 @@
 """One client that wants to do harm, in a round of four, on every way to train.
 
 The same seed with its data and without (no examples, or for weights that are
-averaged: usual ones) gives the same cohort and the same noise, so what is left
-between the two models is what the client did.
-
-How far that may be. Let c be the most that one client can change in the sum
-(`REACH`: the clip S, against nothing). The mean is divided by m, so the model
-moves by at most c / m in exact arithmetic. Added to it is
+averaged: usual ones) gives the same cohort and noise: what is left between the two
+models is what the client did. If it changes the sum by c at most (`reach`), and the
+mean is divided by m, the model moves by at most c / m in exact arithmetic, and
 
     1e-5 c / m                            of the clip itself (docs/clipping.md)
     (K + 6) u (|w| + |sum| + |noise|)     u = 2^-24
 
-K + 6 roundings to float32, each of at most u times what it is a rounding of:
-K - 1 additions of clients, the noise, the division, and the addition to the
-weights, in both models (Higham 2002, section 3.1, gamma_n). The sum is at most
-K c, and the noise (stddev s, d elements) at most s (sqrt(d) + 6.5), but for a
-chance of 1e-9. In secure aggregation half a step of its grid is added for each
-client and element.
+for K + 6 roundings to float32, each at most u times what it is a rounding of: K - 1
+additions of clients, the noise, the division, and the addition to the weights, in
+both models (Higham 2002, section 3.1, gamma_n). The sum is at most K c, and the
+noise (stddev s, d elements) at most s (sqrt(d) + 6.5), but for a chance of 1e-9.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -50,44 +45,46 @@ Client = tuple[np.ndarray, np.ndarray]
 class Case:
     """A mechanism, and what one client can do to it."""
 
-    make: Callable[[], Any]
+    kind: Any
+    options: dict[str, Any]
     reach: float = CLIP  # c; NaN: the clip norm of the round, which is measured.
     sampling: str = "fixed_size"
     # The stddev of what a client that drops out takes along; NaN: as measured.
     noise: float = 0.0
     averages: bool = False  # Weights: a client without examples is none.
 
+    def make(self) -> tfdp_fl.Mechanism:
+        return self.kind(**self.options)
 
-def _case(kind: type, options: dict[str, Any], **case: Any) -> Case:
-    return Case(lambda: kind(**options), **case)
+
+def _somebodys_own(**options: Any) -> tfdp_fl.Mechanism:
+    return smooth_clipping()(**options)
 
 
 _Z = {"noise_multiplier": 0.5}
 _CLIPPED = {"clip_norm": CLIP, **_Z}
 _ADAPTIVE = {"initial_clip_norm": CLIP, "count_noise_stddev": 1.0, **_Z}
-_CORRELATED = {**_CLIPPED, "strategy": "blt:2", "rounds": 4, "min_separation": 1}
+_BLT = tfdp_fl.BLT(theta=(0.6, 0.1), theta_hat=(0.2, 0.05))
+_CORRELATED = {**_CLIPPED, "strategy": _BLT, "rounds": 4, "min_separation": 1}
 _DISCO = {"epsilon": 100.0, "delta": 1e-3, "clipping_radius": CLIP}
 _NBAFL = {"epsilon": 500.0, "constant": 3.0, "weight_clip": 3.0}
-_AT_CLIENTS = {"noise_site": "client"}
+_PRIVATE_MEDIAN = {**_Z, "median_noise_multiplier": 0.01}
+_AT_CLIENTS, _SEEN = {"noise_site": "client"}, math.nan
 # The clients but the hostile one are alike, so that the median is theirs with one
 # more or less. DISCO has a radius for each of four variables. NbAFL's weights may
 # turn right round, and are weighted by the examples: 1/4 of the mean is 2 C.
 CASES = {
-    "fixed": _case(tfdp_fl.FixedClipping, _CLIPPED),
-    "fixed_client": _case(tfdp_fl.FixedClipping, _CLIPPED | _AT_CLIENTS),
-    "adaptive": _case(tfdp_fl.AdaptiveClipping, _ADAPTIVE),
-    "adaptive_client": _case(tfdp_fl.AdaptiveClipping, _ADAPTIVE | _AT_CLIENTS),
-    "median": _case(
-        tfdp_fl.MedianClipping, {**_Z, "median_noise_multiplier": 0.01}, reach=math.nan
-    ),
-    "exact_median": _case(tfdp_fl.MedianClipping, _Z, reach=math.nan),
-    "correlated": _case(tfdp_fl.CorrelatedNoise, _CORRELATED, sampling="cyclic"),
-    "local": _case(tfdp_fl.LocalDP, _CLIPPED, noise=0.5 * CLIP),
-    "adaptive_local": _case(
-        tfdp_fl.AdaptiveLocalDP, _DISCO, reach=2 * CLIP, noise=math.nan
-    ),
-    "nbafl": _case(tfdp_fl.NbAFL, _NBAFL, reach=6.0, averages=True, noise=math.nan),
-    "somebodys_own": Case(lambda: smooth_clipping()(start_norm=CLIP, **_Z)),
+    "fixed": Case(tfdp_fl.FixedClipping, _CLIPPED),
+    "fixed_client": Case(tfdp_fl.FixedClipping, _CLIPPED | _AT_CLIENTS),
+    "adaptive": Case(tfdp_fl.AdaptiveClipping, _ADAPTIVE),
+    "adaptive_client": Case(tfdp_fl.AdaptiveClipping, _ADAPTIVE | _AT_CLIENTS),
+    "median": Case(tfdp_fl.MedianClipping, _PRIVATE_MEDIAN, _SEEN),
+    "exact_median": Case(tfdp_fl.MedianClipping, _Z, _SEEN),
+    "correlated": Case(tfdp_fl.CorrelatedNoise, _CORRELATED, sampling="cyclic"),
+    "local": Case(tfdp_fl.LocalDP, _CLIPPED, noise=0.5 * CLIP),
+    "adaptive_local": Case(tfdp_fl.AdaptiveLocalDP, _DISCO, 2 * CLIP, noise=_SEEN),
+    "nbafl": Case(tfdp_fl.NbAFL, _NBAFL, 6.0, noise=_SEEN, averages=True),
+    "somebodys_own": Case(_somebodys_own, {"start_norm": CLIP, **_Z}),
 }
 
 
@@ -213,8 +210,7 @@ def model() -> tf.keras.Model:
     return tf.keras.Sequential([tf.keras.layers.Input((FEATURES,)), *layers])
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a round left: the weights in float64, and its history."""
 
     weights: np.ndarray
