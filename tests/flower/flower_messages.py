@@ -55,9 +55,6 @@ else:
             self.dtype, self.shape = dtype, shape
             self.stype, self.data = stype, data
 
-        def __eq__(self, other):
-            return self.__dict__ == other.__dict__
-
         def numpy(self):
             return np.load(io.BytesIO(self.data), allow_pickle=False)
 

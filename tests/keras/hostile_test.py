@@ -160,20 +160,6 @@ def test_every_round_moves_by_the_clip_at_most(tmp_path, cap, when, xla):
     assert clients.element_spec == spec
 
 
-def test_a_file_that_is_gone(tmp_path):
-    for name, client in zip("abcd", hostile.clients().values(), strict=True):
-        (tmp_path / f"{name}.npz").write_bytes(_npz(*client))
-    fed, clients = _noise_free(), _read_files(tmp_path)
-    toy.fit(fed, data=clients)
-    before = fed.get_weights()
-    for file in tmp_path.iterdir():
-        file.unlink()
-    history = toy.fit(fed, 2, data=clients).history
-    assert history["failed_clients"] == [4.0, 4.0]
-    toy.assert_same(before, fed)
-    assert fed.spending.rounds == 3
-
-
 def test_arrays_that_are_mapped_from_a_file_are_read_once(tmp_path):
     x, y = map(np.concatenate, zip(*hostile.clients().values(), strict=True))
     rows = np.arange(len(y)).reshape(hostile.CLIENTS, -1)

@@ -213,9 +213,7 @@ def test_medians_bits_and_means_without_privacy():
 
 
 def test_the_noise_and_its_price_are_the_same_and_the_statement_says_what_counts():
-    # Noise of stddev z S on the sum, over m * mean_weight. 10 000 numbers
-    # tell 2 % of a stddev at 5e-8 (chi-squared, normal approximation:
-    # 5.45 stddevs of 0.7 % are 3.9 %), and a tenth is far beyond.
+    # Of 10 000 numbers 4 % are 5.5 standard deviations of their own: 5e-8.
     x, y = toy.arrays(4)
     clients = dict.fromkeys(range(4), (x[:1], y[:1]))
     mechanism = tfdp_fl.FixedClipping(clip_norm=1e-3, noise_multiplier=50.0)

@@ -49,10 +49,6 @@ def _frame(**options: Any) -> Any:
     return FederatedDataset.from_dataframe(frame, **options)
 
 
-def _noisy(**options: Any) -> Any:
-    return tfdp_fl.FixedClipping(**{"clip_norm": 1.0, "noise_multiplier": 1, **options})
-
-
 def _not_compiled() -> Any:
     fed = tfdp_fl.DPFederatedModel(toy.dense(), tfdp_fl.NoPrivacy(), 5)
     return fed.fit(toy.clients())
@@ -82,11 +78,6 @@ _OF_ONE: dict[Any, list[tuple[str, Any, str]]] = {
         ("rounds", 0, "at least 1"),
         ("sampling", "uniform", "'poisso"),
         ("accountant", "moments", "'rdp', 'pld'"),
-    ],
-    _noisy: [
-        ("noise_multiplier", -1, "at least 0"),
-        ("clip_norm", -1, "positive"),
-        ("noise_site", "sever", "'server', 'client'"),
     ],
     _compiled: [
         ("loss", "sparse_categorical", "sparse_categorical_crossentropy"),

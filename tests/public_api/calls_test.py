@@ -228,17 +228,11 @@ def _tff() -> Calls:
     yield _usual(tfdp_fl.learning.build_dp_fed_avg, **fixed, **own)
 
 
+_OF = (_mechanisms, _accounting, _datasets, _flower, _keras, _training, _tff)
 # By what they are of; those of `training` take time.
-ROOMS: dict[str, Callable[[], Calls]] = {
-    "mechanisms": _mechanisms,
-    "accounting": _accounting,
-    "datasets": _datasets,
-    "flower": _flower,
-    "keras": _keras,
-    "training": _training,
-}
-if importlib.util.find_spec("tensorflow_federated"):
-    ROOMS["tff"] = _tff
+ROOMS = {make.__name__[1:]: make for make in _OF}
+if not importlib.util.find_spec("tensorflow_federated"):
+    del ROOMS["tff"]
 
 
 @functools.cache
