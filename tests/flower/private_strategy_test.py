@@ -14,9 +14,8 @@ import tfdp_fl
 from tests.flower import flower_messages as fm
 from tests.mechanisms import statistics
 from tests.outside.loading import smooth_clipping
-from tfdp_fl import accounting
+from tfdp_fl import accounting, mechanisms
 from tfdp_fl.flower import RoundNotConfiguredError, RoundsAbandonedError
-from tfdp_fl.mechanisms import tf_privacy
 
 _ZEROS = np.zeros([200, 200])
 
@@ -245,6 +244,16 @@ def test_the_report_has_the_mechanisms_caveats_in_the_statements_words():
         assert (accounting.CAVEATS["exact_median"] in said) == exact
 
 
+class _Elsewhere(mechanisms.Mechanism):
+    """As TF-Privacy's queries: with no noise of ours, and the cost that it states."""
+
+    scales_updates = False
+    describe = bind = None
+
+    def round_event(self, round_index, deployment):
+        return dp_accounting.GaussianDpEvent(1.0)
+
+
 class _Laplace(tfdp_fl.FixedClipping):
     """Its cost is no Gaussian's, though its event has a noise multiplier."""
 
@@ -254,14 +263,12 @@ class _Laplace(tfdp_fl.FixedClipping):
 
 def test_only_central_mechanisms_that_cost_a_gaussian_are_taken():
     central, at_clients = "mechanism must be a central", {"noise_site": "client"}
-    gaussian = dp_accounting.GaussianDpEvent(1.0)
-    query = tf_privacy.GaussianSumQuery(1.0, 1.0)
     too_long = tfdp_fl.CorrelatedNoise(**_CORRELATED, rounds=8, min_separation=6)
     for mechanism, pattern in (
         (tfdp_fl.NoPrivacy(), central),
         (tfdp_fl.LocalDP(**_CORRELATED), central),
         (tfdp_fl.MedianClipping(noise_multiplier=1.0, **at_clients), central),
-        (tfdp_fl.QueryMechanism(query=query, dp_event=gaussian), central),
+        (_Elsewhere(), central),
         (_Laplace(**_CORRELATED), "costs a Gaussian"),
         (too_long, "min_separation"),
         # m / 20 on the count is too little.

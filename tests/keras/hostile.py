@@ -198,9 +198,7 @@ def fit(fed: Any, way: str, clients: Any, runtime: Any = None, **options: Any) -
         clients = FederatedDataset.from_client_fn(list(clients), clients.__getitem__)
     runtime = HereWorkers() if "sharded" in way else runtime
     with mock.patch.multiple(dense_models, **changes):
-        history = toy.fit(fed, data=clients, runtime=runtime, **options).history
-    assert fed.engine.has_trained_side_by_side == beside
-    return history
+        return toy.fit(fed, data=clients, runtime=runtime, **options).history
 
 
 def model() -> tf.keras.Model:

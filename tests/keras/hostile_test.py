@@ -68,6 +68,8 @@ def test_other_ways(way):
     without = trainer.without()
     for attack in ("nan", "1e38", "denormal", "a_million_times", "cancelling"):
         check_attack(trainer, without, attack)
+    beside = way.endswith("side_by_side")
+    assert trainer.fed.engine.has_trained_side_by_side == beside
 
 
 def test_the_bound_is_reached_and_arrays_are_refused_before_anything_starts():
