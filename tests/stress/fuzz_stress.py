@@ -22,7 +22,7 @@ import tensorflow as tf
 import tfdp_fl
 from tests.accounting.charges import charge
 from tests.flower import flower_messages as fm
-from tests.public_api import calls
+from tests.public_api import calls_test as calls
 from tfdp_fl import accounting, secure_aggregation
 from tfdp_fl.keras import checkpoint
 
