@@ -1,7 +1,5 @@
 """Losses and layers of features, against their definitions in float64."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

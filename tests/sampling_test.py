@@ -1,7 +1,5 @@
 """Who is drawn, how often, and whether anybody could have known."""
 
-from __future__ import annotations
-
 import json
 
 import dp_accounting
@@ -141,9 +139,6 @@ def test_how_often_one_client_can_be_drawn(name, groups, most):
         assert sampler.max_participations(2, 2) == 2
 
 
-# Fixed groups in turn.
-
-
 @pytest.mark.parametrize("n", [40, 43])
 @pytest.mark.parametrize("seed", [None, 3])
 def test_a_client_s_released_rounds_are_far_enough_apart(seed, n):
@@ -196,9 +191,6 @@ def test_too_early_a_client_raises():
         _make("cyclic", 20, 5, num_groups=3).restore(state)
 
 
-# What is charged.
-
-
 @_all
 def test_charges_are_the_plan_s_and_of_the_size_that_was_drawn(name):
     def sizes(t):
@@ -249,9 +241,6 @@ def test_the_state_is_json_and_resumes(name, seed):
     ):
         with pytest.raises(ValueError, match=wrong):
             _make(*arguments).restore(state)
-
-
-# What is refused.
 
 
 @_all

@@ -1,7 +1,5 @@
 """What all packages share: checks of arguments, schedules, files, a quiet start."""
 
-from __future__ import annotations
-
 import math
 import os
 
@@ -9,8 +7,6 @@ import numpy as np
 import pytest
 
 from tfdp_fl import _console, _files, _validate, schedules
-
-# Checks of arguments.
 
 
 @pytest.mark.parametrize(
@@ -37,9 +33,6 @@ def test_numbers(check, good, bad):
     for value in ("1", None, True, 1.0 if whole else [1]):
         with pytest.raises(TypeError, match=r"^rounds must be .* got"):
             check(rounds=value)
-
-
-# Schedules.
 
 
 def _checked(schedule):
@@ -92,9 +85,6 @@ def test_a_callable_is_asked_once_for_each_round_and_gives_a_number():
         schedules.value_at([1.0, 2.0], 2, "m")
 
 
-# Files.
-
-
 @pytest.mark.parametrize("sync", [False, True])
 def test_readers_see_the_old_file_until_the_new_one_is_whole(tmp_path, sync):
     path = tmp_path / "file.txt"
@@ -119,9 +109,6 @@ def test_readers_see_the_old_file_until_the_new_one_is_whole(tmp_path, sync):
             assert (tmp_path / oct(mode)).stat().st_mode & 0o777 == made
     finally:
         os.umask(before)
-
-
-# Programs.
 
 
 def test_a_start_is_quiet_unless_it_fails(capfd):

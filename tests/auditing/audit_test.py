@@ -203,9 +203,6 @@ def test_the_same_noise_in_two_rounds_is_found():
     assert found.low > fed.epsilon(_DELTA)
 
 
-# Arguments.
-
-
 def test_what_is_refused():
     at_clients = dataclasses.replace(_fixed(), noise_site="client")
     local = tfdp_fl.LocalDP(clip_norm=1.0, epsilon=1.0, delta=1e-3)

@@ -4,8 +4,6 @@ Every runtime is brought to hand its clients' updates to the mechanism exactly a
 test gives them. A new runtime is one more function in `RUNTIMES`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.util

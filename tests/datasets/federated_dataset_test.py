@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pickle
 import types
 
@@ -313,9 +311,6 @@ def test_map():
     dataset = FederatedDataset.from_tf_datasets(clients).map(halved)
     for _ in range(2):  # Nothing of it stays.
         np.testing.assert_array_equal(dataset.client(0)[0], x / 2)
-
-
-# What clients are known by.
 
 
 def test_ids_and_their_order_or_else_what_clients_hold_are_told_apart():

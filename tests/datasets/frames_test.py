@@ -1,7 +1,5 @@
 """Clients from pandas frames, tables with a person for each row, unequal lengths."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import pytest

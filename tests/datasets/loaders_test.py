@@ -1,7 +1,5 @@
 """Digits, MNIST, EMNIST and Shakespeare, and how examples are dealt to clients."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import types
@@ -20,9 +18,6 @@ def _labels(n: int) -> np.ndarray:
 
 def _bytes(rows) -> set[bytes]:
     return {row.tobytes() for row in np.asarray(rows)}
-
-
-# How examples are dealt.
 
 
 @pytest.mark.parametrize("iid", [True, False])
@@ -44,9 +39,6 @@ def test_shards_bound_the_labels_of_a_client(shards):
     # Local training takes batches in order: labels of a client are mixed.
     changes = np.sum(np.diff(clients) != 0, axis=1)
     assert np.sum(changes <= 1) < (20 if shards > 1 else 101)
-
-
-# Digits and MNIST.
 
 
 def test_no_test_example_of_digits_is_with_a_client():
@@ -99,8 +91,6 @@ def test_images_of_mnist_are_scaled(mnist, flatten, shape):
     assert not held & seen
 
 
-# EMNIST.
-
 _SIZES = {"f0000_14": 3, "f0001_41": 1, "f0005_26": 2}
 
 
@@ -147,8 +137,6 @@ def test_emnist_that_cannot_be_loaded(emnist, monkeypatch):
     with pytest.raises(ImportError, match="load_emnist needs tensorflow-federated"):
         datasets.load_emnist()
 
-
-# Shakespeare.
 
 _PLAY = """\
 First Witch:

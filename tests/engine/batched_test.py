@@ -1,7 +1,5 @@
 """Where clients train, and a batch of them as one program: what one by one gives."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Cohorts are read ahead and laid out, and what comes out is the same."""
 
-from __future__ import annotations
-
 import threading
 from unittest import mock
 

@@ -3,8 +3,6 @@
 The norm is measured in float64, of what the engine added to the sum.
 """
 
-from __future__ import annotations
-
 import os
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Small cohorts for the engine, and the same training in a plain Keras loop."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """What may train side by side is a function of single rows, or a sum of them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """Whole rounds: denominators, threads, XLA, chunks, hooks, traces."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import functools
 import threading

@@ -1,7 +1,5 @@
 """One client's data can end no round, and pass nothing on to the next one."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

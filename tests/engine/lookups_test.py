@@ -1,7 +1,5 @@
 """Tables of which a client trains only its rows: the same update, and no more rows."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One pure program for all threads: nothing passes by it, from nobody to nobody."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import functools
 import itertools

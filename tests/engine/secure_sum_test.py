@@ -1,7 +1,5 @@
 """What becomes of updates: the sums of secure aggregation, and the server's step."""
 
-from __future__ import annotations
-
 import functools
 from unittest import mock
 

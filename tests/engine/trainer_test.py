@@ -1,7 +1,5 @@
 """Local training in the engine is what a plain Keras loop does."""
 
-from __future__ import annotations
-
 import contextlib
 
 import numpy as np

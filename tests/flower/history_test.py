@@ -209,9 +209,6 @@ def test_a_ledger_of_another_relation_is_refused_and_let_go(path):
             strategy.privacy_epsilon(_DELTA)
 
 
-# What was found wrong once: mods, replies, cohorts.
-
-
 def _of_four(mechanism=fm.NOISY, n=8, **options):
     return fm.private(mechanism, 4, n, **options)
 

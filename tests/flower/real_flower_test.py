@@ -140,9 +140,6 @@ def test_what_does_not_average_is_refused_by_name():
         DPFedAvgFixed(Median(), 2, 1.0)
 
 
-# The message API: its strategies, mods and ClientApps.
-
-
 def _of_messages(name="FedAvg", m=3):
     from flwr.serverapp import strategy
 

@@ -289,9 +289,6 @@ def test_a_run_that_went_on_elsewhere_is_not_gone_back_to(tmp_path):
         toy.fit(fed, 4, resume_from=path)
 
 
-# Checkpoints on disk: verified, one writer at a time.
-
-
 def _checkpoint(round_index: int) -> checkpoint.Checkpoint:
     rng = np.random.default_rng(round_index)
     state = {

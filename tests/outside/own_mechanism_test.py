@@ -1,7 +1,5 @@
 """A mechanism from outside of the package is used like those inside."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

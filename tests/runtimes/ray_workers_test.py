@@ -1,7 +1,5 @@
 """A model that is trained on Ray's workers is the one that is trained here."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import pickle

@@ -1,7 +1,5 @@
 """A search is charged as a whole, and tells of nothing but its best trial."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -3,8 +3,6 @@
 What the audit finds where something is broken is in `tests/auditing/audit_test.py`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -4,8 +4,6 @@
 `tests/accounting/ledger_test.py` and `tests/keras/resuming_test.py`.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import os

@@ -4,8 +4,6 @@ And arguments that no one should give, two at a time, to whatever is public
 (`tests/public_api/`): documented errors, in no time, with a message.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import os

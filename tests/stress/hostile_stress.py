@@ -5,8 +5,6 @@ arrive, in TFF or at Flower, may be anything: `tests/conformance` and
 `tests/flower/private_strategy_test.py` attack by those.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -3,8 +3,6 @@
 A planted fault that this found: a ledger that writes each line one round late.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Training runs in processes of their own, to be killed in every mode."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import multiprocessing

@@ -6,8 +6,6 @@ The conformance suite with 200 000 elements in place of 20 000:
 DISCO's as published.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
