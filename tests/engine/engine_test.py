@@ -131,7 +131,7 @@ def test_compiled_by_xla_or_not():
 
 def _both(dataset, name="fixed", **options):
     results = []
-    with cohorts.side_by_side():
+    with cohorts.side_by_side(few=False):
         for jit_compile in (None, False):
             engine = _engine(name, num_replicas=2, jit_compile=jit_compile)
             results.append(_round(dataset, engine=engine, **options))
