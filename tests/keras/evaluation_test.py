@@ -286,7 +286,7 @@ def test_it_is_in_epsilon(sampling):
         assert fed.epsilon(_DELTA, by) == pytest.approx(own.epsilon(_DELTA, by))
     if sampling == "shuffled":
         statement = fed.privacy_statement(_DELTA)
-        assert "What evaluate_clients released" in statement
+        assert "that evaluate_clients released" in statement
         assert "Philox4x64-10" in statement  # Also where the rounds' noise is exact.
     assert fed.rounds == 2
     toy.fit(fed, 1)  # Training goes on with it.
@@ -371,7 +371,7 @@ def test_within_a_fit_the_directory_stays_locked_and_a_resumed_run_knows(tmp_pat
     toy.fit(fed, 3, [saved, toy.at_end(evaluate, 1), toy.stop(fed, 1)], seed=1)
     _evaluated(fed)
     statement = (path / "privacy.txt").read_text("utf-8")
-    assert "What evaluate_clients released" in statement
+    assert "that evaluate_clients released" in statement
     cut = shutil.copytree(path, tmp_path / "cut") / "ledger.jsonl"
     cut.write_bytes(b"".join(cut.read_bytes().splitlines(keepends=True)[:-1]))
     with pytest.raises(accounting.LedgerTamperedError):

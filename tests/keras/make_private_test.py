@@ -144,7 +144,7 @@ def test_other_numbers_or_more_rounds_than_planned():
     assert fed.rounds == 4
     # Cohorts that are not known may allow more, until somebody is drawn thrice.
     fed = toy.private(8.0, 3, mechanism="local", clip_norm=0.5)
-    message = "at least 3 of the 40 rounds .* may end there"
+    message = "at least 3 of the 40 rounds .* may end after those"
     with pytest.warns(RuntimeWarning, match=message):
         toy.fit(fed, 40)
     assert 3 <= fed.rounds <= 12
