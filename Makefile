@@ -146,7 +146,7 @@ notebooks: $(STAMP)
 # Strict: a link that leads nowhere is an error. NO_MKDOCS_2_WARNING: of the
 # theme, about its successor.
 docs: $(DOCS_VENV)/.installed
-	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build
 	@echo "The site is in site/; make docs-serve shows it."
 
 docs-serve: $(DOCS_VENV)/.installed
