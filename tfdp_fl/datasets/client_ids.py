@@ -46,8 +46,8 @@ def distinct(client_ids: Sequence[Any]) -> Sequence[Any]:
         if other is not client_id:
             warnings.warn(
                 f"client_ids has {other!r} and {client_id!r}, which differ only in "
-                "type, Unicode form, spaces or a '.0'. If both are one client, the guarantee "
-                "does not cover that client: make their ids equal.",
+                "type, Unicode form, spaces or a '.0'. If both are one client, the "
+                "guarantee does not cover that client: make their ids equal.",
                 RuntimeWarning,
                 stacklevel=4,
             )

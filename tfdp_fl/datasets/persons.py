@@ -194,12 +194,15 @@ def _row_ids(client_ids: Any, x: Any, y: Any) -> list[Any]:
     if not num_rows:
         raise ValueError("x must have rows, got none.")
     ids = np.asarray(client_ids)
-    if isinstance(client_ids, list | tuple) and ids.dtype.kind in "US":
-        if not all(isinstance(value, str | bytes) for value in client_ids):
-            # NumPy would write numbers out: 1 and 1.0 would be two persons.
-            raise ValueError(
-                "client_ids must be numbers alone or strings alone, got a list of both."
-            )
+    if (
+        isinstance(client_ids, list | tuple)
+        and ids.dtype.kind in "US"
+        and not all(isinstance(value, str | bytes) for value in client_ids)
+    ):
+        # NumPy has written numbers out: 1 and 1.0 would be two persons.
+        raise ValueError(
+            "client_ids must be numbers alone or strings alone, got a list of both."
+        )
     if ids.ndim != 1 or len(ids) != num_rows:
         raise ValueError(
             f"client_ids must be a vector with one id for each of the {num_rows} "
