@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
+import pathlib
 import stat
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -67,6 +70,26 @@ def test_what_is_read_is_what_was_written(directory):
     ):
         with pytest.raises(error, match=message):
             checkpoint.Checkpoint(round_index=1, state=state).to_bytes()
+
+
+def test_it_is_on_the_disk_before_it_takes_its_place(directory):
+    done, sync, replace = [], os.fsync, pathlib.Path.replace
+
+    def synced(descriptor):
+        folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        done.append("folder" if folder else "file")
+        sync(descriptor)
+
+    def replaced(file, target):
+        done.append("replaced")
+        return replace(file, target)
+
+    with (
+        mock.patch.object(os, "fsync", synced),
+        mock.patch.object(pathlib.Path, "replace", replaced),
+    ):
+        _write(directory, 1)
+    assert done == ["file", "replaced", "folder"]
 
 
 def test_a_truncated_one_or_a_flipped_bit_is_never_read_as_data(directory):
