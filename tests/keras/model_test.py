@@ -261,6 +261,16 @@ def test_a_value_too_large_to_share_does_not_end_the_training():
     assert fed.central_epsilon(_DELTA) == math.inf
 
 
+def test_a_later_fit_is_checked_for_its_own_rounds():
+    adaptive = tfdp_fl.AdaptiveClipping(noise_multiplier=1.0)
+    fed = toy.federated(adaptive, None, [20, 20, 5], "poisson")
+    toy.fit(fed, 2)
+    before = fed.run
+    with pytest.raises(ValueError, match="count_noise_stddev"):
+        toy.fit(fed, 1)
+    assert fed.run is before  # Before anybody was drawn or trained.
+
+
 def test_what_is_refused_changes_nothing():
     query = tfdp_fl.QueryMechanism(
         query=tfp.QuantileAdaptiveClipSumQuery(1.0, 1.0, 0.5, 0.2, 2.0, 7.0),
