@@ -39,7 +39,6 @@ def _is_there(module: str) -> bool:
 
 
 def _is_tff_stack() -> bool:
-    """Returns True on TensorFlow 2.14, which TFF 0.87 pins."""
     return importlib.metadata.version("tensorflow").startswith("2.14.")
 
 
@@ -56,7 +55,6 @@ class _SkippedModule(pytest.Module):
 
 
 def pytest_pycollect_makemodule(module_path, parent):
-    """Skips, with the reason, what is about TFF where there can be none."""
     if _is_tff_stack() or _is_there(_TFF):
         return None
     name = module_path.relative_to(_ROOT).as_posix()
@@ -66,8 +64,6 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 
 def pytest_collection_modifyitems(items):
-    """Begins with what takes longest."""
-
     def place(item):
         begins = (n for n, name in enumerate(_FIRST) if item.nodeid.startswith(name))
         return next(begins, len(_FIRST))
@@ -77,7 +73,6 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Runs the tests of a file in one process."""
     from xdist import scheduler
 
     class ByFile(scheduler.LoadFileScheduling):
@@ -92,7 +87,6 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_configure(config):
-    """Sees to it that the TFF stack skips nothing for want of a package."""
     missing = [each for each in (_TFF, _FLOWER) if not _is_there(each)]
     if missing and _is_tff_stack():
         raise pytest.UsageError(
@@ -102,22 +96,15 @@ def pytest_configure(config):
 
 
 def pytest_sessionstart(session):
-    """Lets TFF end its workers although the run is in the background.
-
-    A shell starts background jobs with SIGINT ignored, and children inherit
-    that. TFF ends its worker with SIGINT and then waits for it: for ever.
-    """
+    # A shell starts background jobs with SIGINT ignored, and children inherit that.
+    # TFF ends its worker with SIGINT and then waits for it: for ever.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_sessionfinish(session, exitstatus):
-    """Ends TFF's worker process, which would outlive the test run otherwise.
-
-    TFF's default context starts a `worker_binary`. It ends with the context;
-    left alone it becomes an orphan that keeps the run's output open, and a
-    pipe behind pytest waits for it for ever.
-    """
+    # TFF's default context starts a `worker_binary`. It ends with the context; left
+    # alone it keeps the run's output open, and a pipe behind pytest waits for ever.
     tff = sys.modules.get("tensorflow_federated")
     if tff is None:
         return

@@ -1,8 +1,6 @@
 """What is installed, how packages depend on each other, and light imports."""
 
 import ast
-import fnmatch
-import itertools
 import json
 import os
 import pathlib
@@ -59,13 +57,9 @@ def _text(name: str) -> str:
 
 def _tracked(*patterns: str, others: bool = False) -> list[str]:
     more = ["--cached", "--others", "--exclude-standard"] if others else []
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", *more, *patterns],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["git", "ls-files", "-z", *more, *patterns]
+    how = {"capture_output": True, "text": True, "check": False}
+    listed = subprocess.run(command, cwd=_ROOT, **how)
     if listed.returncode:
         pytest.skip("the sources are in no git repository")
     return [each for each in listed.stdout.split("\0") if (_ROOT / each).is_file()]
@@ -73,15 +67,10 @@ def _tracked(*patterns: str, others: bool = False) -> list[str]:
 
 def _wanted(*names: str) -> set[str]:
     """Returns the distributions that files of requirements/ ask for."""
-    lines = (
-        line.split("#")[0].strip()
-        for name in names
-        for line in _text(f"requirements/{name}").splitlines()
-    )
+    text = "".join(_text(f"requirements/{name}") for name in names)
+    lines = re.findall(r"^[^#\s-][^#\n]*", text, re.M)
     return {
-        utils.canonicalize_name(requirements.Requirement(line).name)
-        for line in lines
-        if line and not line.startswith("-r")
+        utils.canonicalize_name(requirements.Requirement(line).name) for line in lines
     }
 
 
@@ -130,11 +119,7 @@ def test_imported_packages_are_declared():
 
 @pytest.mark.parametrize("name", ["requirements-full.txt", "requirements-current.txt"])
 def test_every_pinned_line_has_a_version_and_hashes_and_no_address(name):
-    lines = [
-        line
-        for line in _text(name).replace("\\\n", " ").splitlines()
-        if line.strip() and not line.strip().startswith("#")
-    ]
+    lines = re.findall(r"^ *[^#\s].*", _text(name).replace("\\\n", " "), re.M)
     assert len(lines) > 30
     right = r"[a-z0-9-]+==[\w.]+( ; [^:]+?)?( +--hash=sha256:\w{64})+"
     assert [line for line in lines if not re.fullmatch(right, line)] == []
@@ -149,62 +134,29 @@ def test_a_package_imports_only_from_those_below_it():
             assert layer[name] < layer[other], f"{name} imports {other}"
 
 
-def _targets(build: str) -> dict[str, list[str]]:
-    """Evaluates a BUILD file as Bazel would; returns its targets' sources."""
-    folder, here = (_ROOT / build).parent, pathlib.PurePosixPath(build).parent
-    targets: dict[str, list[str]] = {}
-
-    def declare(name, srcs=(), **_):
-        assert name not in targets, f"{build}: {name} is declared twice"
-        targets[name] = [(here / src).as_posix() for src in srcs]
-
-    def glob(patterns, exclude=()):
-        files = (
-            path.relative_to(folder).as_posix()
-            for pattern in patterns
-            for path in folder.glob(pattern + "/*" * pattern.endswith("**"))
-            if path.is_file()
-        )
-        return [f for f in files if not any(fnmatch.fnmatch(f, e) for e in exclude)]
-
-    module = starlark.Module()
-    for rule in ("py_library", "py_binary", "py_test", "filegroup"):
-        module.add_callable(rule, declare)
-    for ignored in ("licenses", "package", "exports_files"):
-        module.add_callable(ignored, lambda *_, **__: None)
-    module.add_callable("glob", glob)
-    source = re.sub(r"^load\(.*\n", "", _text(build), flags=re.MULTILINE)
-    parsed = starlark.parse(build, source, starlark.Dialect.extended())
-    starlark.eval(module, parsed, starlark.Globals.standard())
-    return targets
-
-
 def test_every_python_file_is_a_source_of_a_bazel_target():
-    folders = {build: _targets(build) for build in _tracked("BUILD", "*/BUILD")}
-    lists = [files for targets in folders.values() for files in targets.values()]
-    assert {*_tracked("*.py")} - {*itertools.chain(*lists)} == set()
-    tests = folders["tests/BUILD"]
-    declared = [tests[name][0] for name in tests.keys() - {"helpers"}]
-    assert sorted(declared) == sorted(_tracked("tests/*_test.py"))
+    builds = {build: _text(build) for build in _tracked("BUILD", "*/BUILD")}
+    sources = {
+        path.relative_to(_ROOT).as_posix()
+        for build, text in builds.items()
+        for pattern in re.findall(r'"([^":]*(?:\.py|\*\*))"', text)
+        for path in (_ROOT / build).parent.glob(pattern + "/*" * pattern.endswith("**"))
+    }
+    assert {*_tracked("*.py")} - sources == set()
+    for build, text in builds.items():
+        starlark.parse(build, text, starlark.Dialect.extended())
 
 
-@pytest.fixture(name="built", scope="module")
-def _built(tmp_path_factory):
-    """The folder of an sdist and a wheel, built from a copy of the sources."""
-    folder = tmp_path_factory.mktemp("built")
+def test_the_sdist_builds_and_the_wheel_runs_from_a_folder_of_its_own(tmp_path):
     # The tests' own stand-ins for environments and results stay behind.
+    source, out = tmp_path / "in", tmp_path / "out"
     for each in _tracked(others=True):
-        (folder / "in" / each).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(_ROOT / each, folder / "in" / each)
-    out = str(folder / "out")
+        (source / each).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(_ROOT / each, source / each)
     for command in ("sdist", "bdist_wheel"):
-        done = _python("setup.py", command, "--dist-dir", out, cwd=folder / "in")
+        done = _python("setup.py", command, "--dist-dir", str(out), cwd=source)
         assert done.returncode == 0, done.stderr
-    return folder / "out"
-
-
-def test_the_sdist_has_what_is_needed_to_build_and_to_run(built):
-    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+    with tarfile.open(next(out.glob("*.tar.gz"))) as archive:
         held = {name.split("/", 1)[-1] for name in archive.getnames()}
     wanted = {
         each
@@ -212,12 +164,8 @@ def test_the_sdist_has_what_is_needed_to_build_and_to_run(built):
         if each.startswith(("tfdp_fl/", "scripts/", "requirements", "re"))
         and not each.endswith((".png", ".ipynb"))
     }
-    assert "scripts/configs/digits_epsilon.json" in wanted
     assert wanted - held == set()
-
-
-def test_the_wheel_runs_from_a_folder_of_its_own(built, tmp_path):
-    with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
+    with zipfile.ZipFile(next(out.glob("*.whl"))) as archive:
         archive.extractall(tmp_path)
         held = set(archive.namelist())
     assert held >= {"tfdp_fl_scripts/configs/digits_epsilon.json", "tfdp_fl/py.typed"}
@@ -226,11 +174,11 @@ def test_the_wheel_runs_from_a_folder_of_its_own(built, tmp_path):
     lines = re.findall(r"^(tfdp-fl-\w+) = ([\w.]+):(\w+)$", entries.read_text(), re.M)
     assert len(lines) == 3
     name, module, function = lines[0]  # Each imports TensorFlow.
-    source = (
+    program = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r});"
         f"sys.argv = [{name!r}, '--help']; import {module} as m; m.{function}()"
     )
-    done = _python("-c", source, cwd=built, env={**os.environ, "PYTHONPATH": ""})
+    done = _python("-c", program, cwd=out, env={**os.environ, "PYTHONPATH": ""})
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"\ntfdp_fl_scripts.\w+:\n  --", done.stdout)
 

@@ -1,20 +1,12 @@
 """What all packages share: checks of arguments, schedules, files, a quiet start."""
 
-from __future__ import annotations
-
-import contextlib
-import io
 import math
 import os
-import sys
-from unittest import mock
 
 import numpy as np
 import pytest
 
 from tfdp_fl import _console, _files, _validate, schedules
-
-# Checks of arguments.
 
 
 @pytest.mark.parametrize(
@@ -41,9 +33,6 @@ def test_numbers(check, good, bad):
     for value in ("1", None, True, 1.0 if whole else [1]):
         with pytest.raises(TypeError, match=r"^rounds must be .* got"):
             check(rounds=value)
-
-
-# Schedules.
 
 
 def _checked(schedule):
@@ -96,9 +85,6 @@ def test_a_callable_is_asked_once_for_each_round_and_gives_a_number():
         schedules.value_at([1.0, 2.0], 2, "m")
 
 
-# Files.
-
-
 @pytest.mark.parametrize("sync", [False, True])
 def test_readers_see_the_old_file_until_the_new_one_is_whole(tmp_path, sync):
     path = tmp_path / "file.txt"
@@ -125,9 +111,6 @@ def test_readers_see_the_old_file_until_the_new_one_is_whole(tmp_path, sync):
         os.umask(before)
 
 
-# Programs.
-
-
 def test_a_start_is_quiet_unless_it_fails(capfd):
     with _console.quiet_start():
         os.write(2, b"oneDNN is on\n")
@@ -136,21 +119,3 @@ def test_a_start_is_quiet_unless_it_fails(capfd):
         os.write(2, b"oneDNN is on\n")
         raise ImportError("no cuDNN")
     assert "oneDNN is on\n" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "program, word, title",
-    [
-        ("train.py", "--help", "python scripts/train.py"),
-        ("train.py", "--helpfull", "python scripts/train.py"),
-        ("tfdp-fl-train", "-h", "tfdp-fl-train\n"),  # It is installed.
-    ],
-)
-def test_help_is_no_error_and_shows_the_flags(monkeypatch, program, word, title):
-    monkeypatch.setattr(sys, "argv", [program, word])
-    out, main = io.StringIO(), mock.Mock(__module__="x")
-    with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as end:
-        _console.run(main, "python scripts/train.py", "absl.logging")
-    assert end.value.code == 0
-    assert "--verbosity" in out.getvalue()
-    assert out.getvalue().startswith(title)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import abc
 import secrets
-from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
 import dp_accounting
@@ -103,12 +102,9 @@ class CohortSampler(abc.ABC):
             seed = _validate.non_negative_integer(seed=seed)
         self._seed = seed
         self._order: tuple[tuple[int, ...], np.ndarray] | None = None
-        clients_per_round = self._clients_per_round = schedules.fixed(clients_per_round)
-        if schedules.is_constant(clients_per_round):
-            self._checked(clients_per_round)
-        elif isinstance(clients_per_round, Sequence):
-            for t in range(len(clients_per_round)):
-                self._nominal_size(t)
+        self._clients_per_round = schedules.checked(
+            schedules.fixed(clients_per_round), self._checked, "clients_per_round"
+        )
 
     @property
     def num_clients(self) -> int:
@@ -194,8 +190,10 @@ class CohortSampler(abc.ABC):
             setattr(self, f"_{name}", state[name])
         self._order = None
 
-    def _checked(self, size: Any) -> float:
-        return charge_lib.checked_size(size, self._num_clients, self._fractional_sizes)
+    def _checked(self, clients_per_round: Any) -> float:
+        return charge_lib.checked_size(
+            clients_per_round, self._num_clients, self._fractional_sizes
+        )
 
     def _nominal_size(self, round_index: int) -> float:
         return self._checked(

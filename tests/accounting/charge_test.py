@@ -12,6 +12,7 @@ from tests.accounting.charges import charge as _charge
 from tfdp_fl.accounting import charge as charge_lib
 
 _G = dp_accounting.GaussianDpEvent
+_NOTHING = dp_accounting.NonPrivateDpEvent()
 _LAPLACE = dp_accounting.LaplaceDpEvent(1.0)
 _SAMPLED = dp_accounting.PoissonSampledDpEvent(0.1, _G(1.0))
 # Twice the sensitivity, which PLD's event doubles itself.
@@ -27,19 +28,13 @@ _OF_PLD = dp_accounting.TruncatedSubsampledGaussianDpEvent(1000, 1.0, 100, 1.0)
         (_charge(m=2000.5), "ADD_OR_REMOVE_ONE", _G(1.0), _G(1.0)),
         (_charge("fixed_size"), "REPLACE_ONE", _OF_RDP, _OF_PLD),
         (_charge("shuffled"), "ADD_OR_REMOVE_ONE", _G(1.0), _G(1.0)),
+        (_charge(z=0.0), "ADD_OR_REMOVE_ONE", _NOTHING, _NOTHING),
+        (_charge("fixed_size", event=_NOTHING), "REPLACE_ONE", _NOTHING, _NOTHING),
     ],
 )
 def test_what_each_sampling_costs(charge, relation, by_rdp, by_pld):
     assert charge.relation.name == relation
     assert (charge.dp_event("rdp"), charge.dp_event("pld")) == (by_rdp, by_pld)
-
-
-@pytest.mark.parametrize("sampling", charge_lib.SAMPLINGS)
-@pytest.mark.parametrize("accountant", charge_lib.ACCOUNTANTS)
-def test_no_noise_is_no_privacy(sampling, accountant):
-    nothing = dp_accounting.NonPrivateDpEvent()
-    for event in (_G(0.0), nothing):
-        assert _charge(sampling, event=event).dp_event(accountant) == nothing
 
 
 @settings(max_examples=60, deadline=None)
@@ -63,23 +58,21 @@ def test_json_round_trip_is_exact(sampling, n, share, z, index):
 
 
 @pytest.mark.parametrize(
-    "arguments, error, name",
+    "arguments, name",
     [
-        ({"sampling": "bernoulli"}, ValueError, "sampling"),
-        ({"n": 0}, ValueError, "num_clients"),
-        ({"m": 0}, ValueError, "clients_per_round"),
-        ({"sampling": "fixed_size", "m": 1001}, ValueError, "clients_per_round"),
-        ({"sampling": "fixed_size", "m": 10.5}, ValueError, "clients_per_round"),
-        ({"event": _G(-1.0)}, ValueError, "noise multiplier"),
-        ({"event": "Gaussian"}, TypeError, "event"),
-        ({"event": _G(math.nan)}, ValueError, "NaN"),
-        ({"pass_index": 1}, ValueError, "pass_index"),
-        ({"sampling": "shuffled", "pass_index": 1}, ValueError, "together"),
-        ({"sampling": "fixed_size", "event": _LAPLACE}, ValueError, "GaussianDpEvent"),
+        ({"sampling": "bernoulli"}, "sampling"),
+        ({"n": 0}, "num_clients"),
+        *(({"sampling": "fixed_size", "m": m}, "clients_p") for m in (0, 1001, 10.5)),
+        ({"event": _G(-1.0)}, "noise multiplier"),
+        ({"event": "Gaussian"}, "event"),
+        ({"event": _G(math.nan)}, "NaN"),
+        ({"pass_index": 1}, "pass_index"),
+        ({"sampling": "shuffled", "pass_index": 1}, "together"),
+        ({"sampling": "fixed_size", "event": _LAPLACE}, "GaussianDpEvent"),
     ],
 )
-def test_errors_name_the_argument(arguments, error, name):
-    with pytest.raises(error, match=name):
+def test_errors_name_the_argument(arguments, name):
+    with pytest.raises((TypeError, ValueError), match=name):
         _charge(**arguments)
 
 
@@ -91,7 +84,7 @@ _TWO_KINDS = [_G(2.0), dp_accounting.SelfComposedDpEvent(_G(3.0), 4)]
     "event, expected",
     [
         (dp_accounting.ComposedDpEvent(_TWO_KINDS), (2**-2 + 4 * 3**-2) ** -0.5),
-        (dp_accounting.NonPrivateDpEvent(), 0.0),
+        (_NOTHING, 0.0),
         (dp_accounting.ComposedDpEvent([_G(1.0), _G(0.0)]), 0.0),
         (dp_accounting.LaplaceDpEvent(0.0), 0.0),
         (dp_accounting.NoOpDpEvent(), math.inf),

@@ -66,9 +66,6 @@ def test_epsilon_inverts_delta(z, wanted, log_delta):
     assert gaussian.gaussian_delta(found * (1 - 1e-6), wanted) > delta
 
 
-# Renyi curves.
-
-
 def _curve(q, z, most=64):
     """Returns the orders up to the most, and the divergences at them."""
     event = dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z))
@@ -108,8 +105,5 @@ def test_the_curve_rises_with_the_order_and_sampling_never_costs(q, z):
     orders, curve = _curve(q, z)
     assert np.all(np.diff(curve) >= -1e-9 * curve[1:] - 1e-12)
     assert np.all(curve <= orders / (2 * z * z) * (1 + 1e-12))
-
-
-def test_rounding_never_makes_a_round_free():
     # It was 0 in floating point, and so was epsilon, for any number of rounds.
     assert np.all(_curve(1e-9, 100.0)[1] > 0)

@@ -27,11 +27,8 @@ def test_noise_out_of_reach_is_taken_for_less(sampling, accountant):
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 def test_equal_rounds_are_the_constant(sampling, accountant):
     constant = accounting.epsilon(4.0, sampling, 100, 20, 12, 1e-5, accountant)
-    for noise, sizes in (
-        ([4.0] * 12, 20),
-        (lambda t: 4.0, lambda t: 20),
-        (4.0, tuple([20] * 12)),
-    ):
+    schedules = (lambda t: 4.0, lambda t: 20)
+    for noise, sizes in (([4.0] * 12, 20), schedules, (4.0, tuple([20] * 12))):
         found = accounting.epsilon(noise, sampling, 100, sizes, 12, 1e-5, accountant)
         assert found == constant
     delta = accounting.delta(4.0, sampling, 100, 20, 12, constant, accountant)
@@ -48,26 +45,15 @@ def test_passes_over_shuffled_clients():
     assert five == pytest.approx(accounting.gaussian_epsilon(0.5**0.5, 1e-5))
 
 
-@pytest.mark.parametrize(
-    "place, name, value",
-    [
-        (0, "noise_multiplier", -1.0),
-        (0, "noise_multiplier", [1.0]),
-        (1, "sampling", "none"),
-        (2, "num_clients", 0),
-        (3, "clients_per_round", 101),
-        (3, "clients_per_round", [10, 10]),
-        (4, "rounds", -1),
-        (5, "delta", 0.0),
-        (5, "delta", 1.0),
-        (6, "accountant", "moments"),
-    ],
-)
-def test_errors_name_the_argument(place, name, value):
-    arguments = [1.0, "poisson", 100, 10, 5, 1e-5, "rdp"]
-    arguments[place] = value
-    with pytest.raises((ValueError, TypeError), match=name):
-        accounting.epsilon(*arguments)
+def test_errors_name_the_argument():
+    wrong = {"noise_multiplier": (-1.0, [1.0]), "sampling": ("none",), "rounds": (-1,)}
+    wrong |= {"num_clients": (0,), "clients_per_round": (101, [10, 10])}
+    wrong |= {"delta": (0.0, 1.0), "accountant": ("moments",)}
+    usual = {"noise_multiplier": 1.0, "sampling": "poisson", "num_clients": 100}
+    usual |= {"clients_per_round": 10, "rounds": 5, "delta": 1e-5}
+    for name, value in [(key, each) for key in wrong for each in wrong[key]]:
+        with pytest.raises((ValueError, TypeError), match=name):
+            accounting.epsilon(**{**usual, name: value})
 
 
 @settings(max_examples=8, deadline=None)
@@ -113,27 +99,18 @@ def test_calibration_of_any_charges():
         accounting.calibrate(lambda z: [charge(z=0.0)], 2.0, 1e-5)
 
 
-@pytest.mark.parametrize(
-    "sampling, accountant, scheduled",
-    [
-        ("poisson", "rdp", False),
-        ("poisson", "rdp", True),
-        ("poisson", "pld", False),
-        ("fixed_size", "rdp", False),
-        ("shuffled", "rdp", True),
-        ("shuffled", "pld", False),
-    ],
-)
-def test_one_round_more_overspends(sampling, accountant, scheduled):
-    z = (lambda t: 2.0 + 0.01 * t) if scheduled else 2.0
-    m = (lambda t: 20 + t % 2) if scheduled else 20
-    found = accounting.max_rounds(z, sampling, 100, m, 5.0, 1e-5, accountant)
-
-    def epsilon(rounds):
-        return accounting.epsilon(z, sampling, 100, m, rounds, 1e-5, accountant)
-
-    assert found > 0
-    assert epsilon(found) <= 5.0 < epsilon(found + 1)
+@pytest.mark.parametrize("sampling", ["poisson", "fixed_size", "shuffled"])
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_one_round_more_overspends(sampling, accountant):
+    constant, scheduled = (2.0, 20), (lambda t: 2.0 + 0.01 * t, lambda t: 20 + t % 2)
+    for z, m in (constant, scheduled) if accountant == "rdp" else (constant,):
+        found = accounting.max_rounds(z, sampling, 100, m, 5.0, 1e-5, accountant)
+        assert found > 0
+        within, over = (
+            accounting.epsilon(z, sampling, 100, m, rounds, 1e-5, accountant)
+            for rounds in (found, found + 1)
+        )
+        assert within <= 5.0 < over
 
 
 def test_the_ends_of_max_rounds():

@@ -8,29 +8,15 @@ import pytest
 from tfdp_fl import accounting, mechanisms  # noqa: F401 - it adds caveats.
 from tfdp_fl.accounting import statement
 
-_FACTS = {
-    "guarantee": "central",
-    "mechanism": "FixedClipping",
-    "mechanism_description": "updates are clipped and their sum is noised",
-    "mechanism_parameters": {"clip_norm": 0.1, "noise_multiplier": 1.0},
-    "sampling": "poisson",
-    "num_clients": 1000,
-    "clients_per_round": 100,
-    "cohort_sizes": [97, 103, 88],
-    "rounds": 3,
-    "epsilon_rdp": 2.12341,
-    "epsilon_pld": 1.99995,
-}
+_FACTS = {"guarantee": "central", "mechanism": "FixedClipping", "sampling": "poisson"}
+_FACTS |= {"mechanism_description": "updates are clipped and their sum is noised"}
+_FACTS |= {"mechanism_parameters": {"clip_norm": 0.1, "noise_multiplier": 1.0}}
+_FACTS |= {"num_clients": 1000, "clients_per_round": 100, "cohort_sizes": [97, 103, 88]}
+_FACTS |= {"rounds": 3, "epsilon_rdp": 2.12341, "epsilon_pld": 1.99995}
 _NO_CENTRAL = {"epsilon_rdp": None, "epsilon_pld": None}
 _RECORD = {"guarantee": "record", "mechanism": "NbAFL", "unit": "record"}
-_LOCAL = {
-    "guarantee": "local",
-    "mechanism": "LocalDP",
-    "epsilon_local": 9.5,
-    "central_epsilon": 1.25,
-    "max_participations": 4,
-    "caveats": ("layers_joint",),
-}
+_LOCAL = {"guarantee": "local", "mechanism": "LocalDP", "caveats": ("layers_joint",)}
+_LOCAL |= {"epsilon_local": 9.5, "central_epsilon": 1.25, "max_participations": 4}
 _IMPLIED = {"epsilon_local": 30.0, "implied_epsilon": 10.0, "implied_delta": 0.1691}
 
 
@@ -51,8 +37,7 @@ def _content(delta=1e-5, **changes):
             (
                 *("per client", "3 rounds", "one client is added or removed"),
                 *("delta = 1e-05", "N = 1000 and m = 100", "88 to 103 clients"),
-                "by Renyi accounting 2.124",
-                "by privacy loss distributions 2",
+                *("by Renyi accounting 2.124", "by privacy loss distributions 2"),
                 *("FixedClipping", "clip_norm = 0.1"),
             ),
             # The stated population is not protected.
@@ -72,10 +57,8 @@ def _content(delta=1e-5, **changes):
         (
             {**_LOCAL, **_NO_CENTRAL},
             (
-                "Local differential privacy per client",
-                "it took part in 4 rounds",
-                "(9.5, 1e-05)-differentially private",
-                "a central epsilon of 1.25",
+                *("Local differential privacy per client", "it took part in 4 rounds"),
+                *("(9.5, 1e-05)-differentially private", "a central epsilon of 1.25"),
             ),
             ("local_not_central", "layers_joint", "start_and_callbacks_trusted"),
         ),
@@ -84,16 +67,8 @@ def _content(delta=1e-5, **changes):
             ("per record", "epsilon = 10 and a constant that implies delta = 0.169"),
             ("per_record", "epsilon_large"),
         ),
-        (
-            {"rounds_of_others": 4},
-            ("after 3 rounds of training and 4 of other runs",),
-            (),
-        ),
-        (
-            {"populations": [1000, 500]},
-            ("with N = 1000, then 500 and m = 100",),
-            (),
-        ),
+        ({"rounds_of_others": 4}, ("3 rounds of training and 4 of other runs",), ()),
+        ({"populations": [1000, 500]}, ("N = 1000, then 500 and m = 100",), ()),
         # Every caveat is a sentence of the statement.
         ({"caveats": tuple(statement.CAVEATS)}, (), tuple(statement.CAVEATS)),
     ],
@@ -107,20 +82,11 @@ def test_what_holds_is_said(changes, words, keys):
         assert (sentence in text) == (not key.startswith("!")), key
 
 
-@pytest.mark.parametrize(
-    "epsilon, written",
-    [
-        (2.0, "2"),
-        (1.99995, "2"),
-        (1.2341, "1.235"),
-        (0.012341, "0.01235"),
-        (83.936917, "83.94"),
-        (12345.1, "12350"),
-    ],
-)
-def test_an_epsilon_is_never_rounded_down(epsilon, written):
-    text = _text(epsilon_pld=None, epsilon_rdp=epsilon)
-    assert f"epsilon = {written} at" in text
+def test_an_epsilon_is_never_rounded_down():
+    written = {2.0: "2", 1.99995: "2", 1.2341: "1.235", 0.012341: "0.01235"}
+    for epsilon, said in (written | {83.936917: "83.94", 12345.1: "12350"}).items():
+        text = _text(epsilon_pld=None, epsilon_rdp=epsilon)
+        assert f"epsilon = {said} at" in text
 
 
 @pytest.mark.parametrize(
@@ -156,18 +122,11 @@ def test_a_large_delta_is_pointed_out():
     assert "delta_not_below_one_over_records" in content["caveats"]
 
 
-@pytest.mark.parametrize(
-    "changes, name",
-    [
-        ({"guarantee": "strong"}, "guarantee"),
-        ({"caveats": ("no_such",)}, "caveats"),
-        ({"delta": 0.0}, "delta"),
-        ({"format": "html"}, "format"),
-    ],
-)
-def test_errors_name_the_argument(changes, name):
-    with pytest.raises(ValueError, match=name):
-        _text(**changes)
+def test_errors_name_the_argument():
+    wrong = {"guarantee": "strong", "caveats": ("no_such",), "delta": 0.0}
+    for name, value in (wrong | {"format": "html"}).items():
+        with pytest.raises(ValueError, match=name):
+            _text(**{name: value})
 
 
 @pytest.mark.parametrize(

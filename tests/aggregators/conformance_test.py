@@ -3,6 +3,9 @@
 A false alarm of all of this file together has a probability below 1e-6.
 """
 
+import json
+import math
+
 import dp_accounting
 import numpy as np
 import pytest
@@ -25,14 +28,8 @@ FREE = dp_accounting.NonPrivateDpEvent()
 _NBAFL = {"num_clients": 4, "rounds": 3}
 
 
-ADAPTIVE_QUERY = tfp.QuantileAdaptiveClipSumQuery(
-    initial_l2_norm_clip=1.0,
-    noise_multiplier=0.0,
-    target_unclipped_quantile=0.5,
-    learning_rate=0.2,
-    clipped_count_stddev=0.0,
-    expected_num_records=3.0,
-)
+# Clip, noise multiplier, quantile, learning rate, noise on the count, records.
+ADAPTIVE_QUERY = tfp.QuantileAdaptiveClipSumQuery(1.0, 0.0, 0.5, 0.2, 0.0, 3.0)
 QUIET = {
     "adaptive": tfdp_fl.AdaptiveClipping(noise_multiplier=0.0, initial_clip_norm=0.4),
     "nbafl": tfdp_fl.NbAFL(epsilon=1e14, constant=1.0, weight_clip=2.0),
@@ -58,13 +55,8 @@ def test_is_what_its_query_computes(name):
     for values in (VALUES, [3 * value for value in VALUES], [bad, *VALUES[1:]]):
         weights = [examples] if examples else []
         output = process.next(state, values, *weights)
-        done = rounds.run_round(
-            query,
-            query_state,
-            [[value] for value in values],
-            clients_per_round=M,
-            num_examples=examples,
-        )
+        records = [[value] for value in values]
+        done = rounds.run_round(query, query_state, records, num_examples=examples)
         np.testing.assert_allclose(output.result, done.mean[0], rtol=1e-5, atol=1e-6)
         measured = output.measurements
         if "clip_norm" in measured:
@@ -90,16 +82,12 @@ def test_a_round_without_anything_usable_fails():
 
 def test_an_event_that_is_no_gaussian_stays_what_it_is():
     event = dp_accounting.LaplaceDpEvent(0.125)
-    query = tfp.GaussianSumQuery(1.0, 1.0)
-    factory = aggregators.QueryFactory(
-        query=query, dp_event=event, clients_per_round=[3, 2]
-    )
+    given = {"query": tfp.GaussianSumQuery(1.0, 1.0), "dp_event": event}
+    factory = aggregators.QueryFactory(**given, clients_per_round=[3, 2])
     process = factory.create(VECTOR)
     state = process.next(process.initialize(), VALUES[:3]).state
-    declared = {"num_clients": 10, "clients_per_round": [3, 2]}
-    (charge,) = learning.privacy_charges(
-        state, factory.mechanism, sampling="poisson", **declared
-    )
+    declared = {"sampling": "poisson", "num_clients": 10, "clients_per_round": [3, 2]}
+    (charge,) = learning.privacy_charges(state, factory.mechanism, **declared)
     assert charge.event == event
 
 
@@ -111,32 +99,15 @@ def test_scale_and_independence():
     process, again = factory.create(VALUE), factory.create(VALUE)
     zeros = [[np.zeros(SIZE // 2, np.float32)] * 2] * M
     first = process.next(process.initialize(), zeros)
-    outputs = [
-        first,
-        process.next(first.state, zeros),
-        process.next(first.state, zeros),  # The same round once more.
-        again.next(again.initialize(), zeros),
-    ]
+    outputs = [first, again.next(again.initialize(), zeros)]
+    # The second one is run twice.
+    outputs += [process.next(first.state, zeros) for _ in range(2)]
     draws = [np.concatenate(one.result).astype(np.float64) for one in outputs]
     for place, draw in enumerate(draws):
         statistics.assert_gaussian(draw, stddev)
         statistics.assert_uncorrelated(*np.split(draw, 2))  # The two tensors.
         for other in draws[:place]:
             statistics.assert_uncorrelated(draw, other)
-
-
-def test_noise_of_both_channels():
-    mechanism = tfdp_fl.NbAFL(epsilon=10.0, constant=1.5, weight_clip=200.0)
-    facts = {"num_clients": 4, "rounds": 30, "min_examples": 10}
-    factory = aggregators.NbAFLFactory(mechanism, clients_per_round=2, **facts)
-    # Two clients with 20 examples each: the mean has 1/sqrt(2) of it.
-    uplink = references.nbafl_uplink_sigma(200.0, 1.5, 30, 20, 10.0) / 2**0.5
-    downlink = references.nbafl_downlink_sigma(200.0, 1.5, 30, 2, 4, 10, 10.0)
-    process = factory.create(tff.TensorType(np.float32, [SIZE]), EXAMPLES)
-    zeros = [np.zeros(SIZE, np.float32)] * 2
-    result = process.next(process.initialize(), zeros, [20.0, 20.0]).result
-    # The mean's elements are cut at +-200, some 4 sigma away.
-    statistics.assert_gaussian(result, np.hypot(uplink, downlink))
 
 
 @pytest.fixture(name="secure_sums")
@@ -150,11 +121,10 @@ def _secure_sums():
 
 @pytest.mark.usefixtures("secure_sums")
 def test_sums_records_securely():
+    given = {"noise_multiplier": 0.0, "clients_per_round": 2, "noise_site": "client"}
     process = aggregators.AdaptiveClippingFactory(
-        noise_multiplier=0.0,
-        clients_per_round=2,
+        **given,
         initial_clip_norm=1.0,
-        noise_site="client",
         inner_factory=tff.aggregators.SecureSumFactory(4.0, -4.0),
         scalars_factory=tff.aggregators.SecureSumFactory(64.0, -64.0),
     ).create(VECTOR)
@@ -166,3 +136,94 @@ def test_sums_records_securely():
     # One of two was not clipped, which is the target: the clip stays.
     assert output.state.query_state.clip_norm == pytest.approx(1.0, abs=1e-5)
     assert "inner" in output.measurements
+
+
+_ZEROS = [np.zeros(shape, np.float32) for shape in ([10, 12], [10])]
+_TYPE = tff.to_type([tff.TensorType(np.float32, zeros.shape) for zeros in _ZEROS])
+_ROUNDS = 5
+
+
+def _correlated(strategy="banded", noise_multiplier=2.0, **options):
+    return tfdp_fl.CorrelatedNoise(
+        clip_norm=0.5,
+        noise_multiplier=noise_multiplier,
+        strategy=strategy,
+        **{"rounds": _ROUNDS, "min_separation": 2, **options},
+    )
+
+
+def _process(mechanism, **options):
+    return aggregators.from_mechanism(mechanism, 2, **options).create(_TYPE)
+
+
+def _run(process, rounds):
+    state = process.initialize()
+    for _ in range(rounds):
+        state = process.next(state, [_ZEROS] * 2).state
+    return state
+
+
+def _epsilon(state, mechanism, sampling="cyclic", **options):
+    sizes = {"num_clients": 4, "clients_per_round": 2}
+    options = {"sampling": sampling, **sizes, "delta": 1e-5, **options}
+    return learning.epsilon(state, mechanism, **options)
+
+
+@pytest.mark.parametrize("strategy", ["blt:2", "banded"])
+def test_every_round_is_written_down_with_its_own_charge(strategy):
+    mechanism = _correlated(strategy, max_participations=2)
+    process = _process(mechanism)
+    state = _run(process, _ROUNDS)
+    events = [json.loads(line)["event"] for line in state.history.lines]
+    costs = [event.get("noise_multiplier", math.inf) for event in events]
+    with np.errstate(divide="ignore"):
+        expected = 2.0 / mechanism.generator.charges
+    np.testing.assert_allclose(costs, expected, rtol=1e-12)
+    spent = _epsilon(state, mechanism, accountant="pld")
+    whole = tfdp_fl.accounting.gaussian_epsilon(
+        2.0 / mechanism.generator.sensitivity, 1e-5
+    )
+    assert float(spent) == pytest.approx(whole, abs=5e-7)
+    assert "correlated_noise_secret" in spent.facts.caveats
+    # Past the last round nothing comes out.
+    with pytest.raises(Exception, match="lies past its end"):
+        process.next(state, [_ZEROS] * 2)
+
+
+def test_what_is_not_as_declared_is_refused():
+    mechanism = _correlated()
+    state = _run(_process(mechanism), 1)
+    for sampling in ("poisson", "fixed_size", "shuffled"):
+        with pytest.raises(ValueError, match="sampling must be 'cyclic'"):
+            _process(mechanism, sampling=sampling)
+        with pytest.raises(ValueError, match="sampling must be 'cyclic'"):
+            _epsilon(state, mechanism, sampling)
+    # A state of other noise.
+    changes = {"noise_multiplier": 3.0, "strategy": "blt:2", "rounds": _ROUNDS + 1}
+    changes |= {"min_separation": 3, "max_participations": 1}
+    for name, value in changes.items():
+        with pytest.raises(ValueError):
+            _epsilon(state, _correlated(**{name: value}))
+    # Clients that take part too often.
+    mechanism = _correlated(max_participations=1)
+    state = _run(_process(mechanism), 1)
+    _epsilon(state, mechanism, max_participations=1)
+    with pytest.raises(ValueError, match="max_participations"):
+        _epsilon(state, mechanism, max_participations=2)
+    # Values of unknown shape.
+    factory = aggregators.from_mechanism(mechanism, 2)
+    with pytest.raises(ValueError, match="shapes"):
+        factory.create(tff.TensorType(np.float32, [None]))
+
+
+def test_clients_that_come_as_they_like():
+    mechanism = _correlated()
+    state = _run(_process(mechanism, sampling="separated"), 2)
+    declared = _epsilon(state, mechanism, "separated")
+    plain = _run(_process(mechanism), 2)
+    assert float(declared) == float(_epsilon(plain, mechanism))
+    assert "nobody checked it" in declared.statement
+    assert "fixed groups" not in declared.statement
+    assert "Clients came as they liked" in declared.statement
+    with pytest.raises(ValueError, match="min_separation"):
+        _process(mechanism, sampling="separated", num_clients=3)

@@ -19,34 +19,25 @@ def ours(**sums):
 
 
 def learning_state(aggregator=STATE, client_work=(), **parts):
-    return tff.learning.templates.LearningAlgorithmState(
-        **{
-            "global_model_weights": (np.zeros(3),),
-            "distributor": (),
-            "client_work": client_work,
-            "aggregator": aggregator,
-            "finalizer": collections.OrderedDict(learning_rate=1.0),
-            **parts,
-        }
-    )
+    usual = {"global_model_weights": (np.zeros(3),), "distributor": ()}
+    usual |= {"client_work": client_work, "aggregator": aggregator}
+    usual["finalizer"] = collections.OrderedDict(learning_rate=1.0)
+    return tff.learning.templates.LearningAlgorithmState(**{**usual, **parts})
 
 
-@pytest.mark.parametrize(
-    "client_work",
-    [(), collections.OrderedDict(learning_rate=np.float32(0.1)), np.int32(3)],
-)
-def test_federated_averaging(client_work):
-    state = learning_state(client_work=client_work)
-    assert state_lib.accountable_state(state) is STATE
+def test_federated_averaging():
+    rate = collections.OrderedDict(learning_rate=np.float32(0.1))
+    for client_work in ((), rate, np.int32(3)):
+        state = learning_state(client_work=client_work)
+        assert state_lib.accountable_state(state) is STATE
 
 
 def test_what_is_constant_around_the_mechanism_and_in_it():
     clipping = tff.aggregators.clipping_factory(1.0, ours())
-    factory = tff.aggregators.zeroing_factory(5.0, clipping)
-    state = factory.create(SCALAR).initialize()
+    process = tff.aggregators.zeroing_factory(5.0, clipping).create(SCALAR)
+    state = process.next(process.initialize(), [7.0, 2.0]).state
     for each in (state, learning_state(state)):
-        found = state_lib.accountable_state(each)
-        assert isinstance(found, state_lib.AggregatorState)
+        assert state_lib.accountable_state(each).rounds == 1
     constant = {
         "inner_factory": tff.aggregators.SecureSumFactory(4.0, -4.0),
         "scalars_factory": tff.aggregators.SecureSumFactory(99.0),
@@ -80,28 +71,16 @@ def test_what_follows_the_clients_around_the_mechanism_is_refused(wrapped, messa
         state_lib.accountable_state(learning_state(state))
 
 
-@pytest.mark.parametrize(
-    "inner",
-    [
-        ours(),
-        tff.aggregators.UnweightedMeanFactory(),
-        tff.aggregators.DifferentiallyPrivateFactory.gaussian_fixed(1.0, 10, 1.0),
-    ],
-)
-def test_what_is_no_sum_is_refused(inner):
-    with pytest.raises(ValueError, match=r"inner_factory.*a sum"):
-        ours(inner_factory=inner)
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
+def test_what_is_no_sum_and_what_else_may_be_released_is_refused():
+    theirs = tff.aggregators.DifferentiallyPrivateFactory.gaussian_fixed(1.0, 10, 1.0)
+    for inner in (ours(), tff.aggregators.UnweightedMeanFactory(), theirs):
+        with pytest.raises(ValueError, match=r"inner_factory.*a sum"):
+            ours(inner_factory=inner)
+    for parts in (
         {"client_work": ((np.zeros(3),), ())},
         {"client_work": {"momentum": np.zeros(3)}},
         {"distributor": (STATE,)},
         {"aggregator": ()},
-    ],
-)
-def test_what_else_may_be_released_is_refused(parts):
-    with pytest.raises(ValueError, match="build_dp_fed_avg"):
-        state_lib.accountable_state(learning_state(**parts))
+    ):
+        with pytest.raises(ValueError, match="build_dp_fed_avg"):
+            state_lib.accountable_state(learning_state(**parts))

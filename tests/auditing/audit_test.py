@@ -1,10 +1,11 @@
 """Tests of the audit: what it finds, in sound training and in broken one.
 
-The figures that are compared are epsilons at delta = 1e-5 of one or a few
-Gaussian releases. A canary's score has a standard deviation of 1 in its own
-unit, so the mean of 2000 is off by 0.022; bounds are five times that or more.
+The figures that are compared are epsilons at delta = 1e-5 of one or a few Gaussian
+releases. Those of faults are 1.8 to 2.2 times the claim, with standard deviations of
+0.04 to 0.06 in 20 runs: ten of them above 1.2.
 """
 
+import dataclasses
 from unittest import mock
 
 import numpy as np
@@ -20,25 +21,25 @@ from tfdp_fl.engine import cohort
 from tfdp_fl.mechanisms import noise
 
 _DELTA = 1e-5
-_CANARIES = 2000
-# By how much an audit's lower end may pass the claim. It is 0.89 of it in the
-# mean where it spreads most (server momentum: standard deviation 0.047 in 38
-# runs): this is more than six of these away, a chance below 1e-9.
+_CANARIES, _WIDTH = 2000, 250
+# By how much an audit's lower end may pass the claim. It is 0.94 of it in the mean
+# at most (standard deviation 0.028 in 20 runs), and 0.79 where it spreads most (server
+# momentum: 0.035): this is more than nine of these away.
 _MARGIN = 1.2
 
 
 def _model() -> tf.keras.Model:
     tf.keras.utils.set_random_seed(1)
     dense = tf.keras.layers.Dense
-    return tf.keras.Sequential([tf.keras.layers.Input((8,)), dense(1000), dense(3)])
+    return tf.keras.Sequential([tf.keras.layers.Input((8,)), dense(_WIDTH), dense(3)])
 
 
-def _audited(mechanism, audit, rounds=1, sampling="shuffled", **options):
+def _audited(mechanism, audit, rounds=1, sampling="shuffled", model=_model, **options):
     """Trains on eight clients, all of them in every round if shuffled."""
     m, server = options.pop("clients_per_round", 8), options.pop("server", None)
-    fed = tfdp_fl.DPFederatedModel(_model(), mechanism, m, sampling, num_replicas=1)
-    fed.compile(tf.keras.optimizers.SGD(0.01), toy.loss(), server_optimizer=server)
-    fed.fit(toy.clients(8), rounds=rounds, verbose=0, audit=audit, **options)
+    compiled = {"optimizer": tf.keras.optimizers.SGD(0.01), "server_optimizer": server}
+    fed = toy.federated(mechanism, model, m, sampling, compiled)
+    toy.fit(fed, rounds, data=toy.clients(8), audit=audit, **options)
     return fed
 
 
@@ -58,27 +59,27 @@ def _trained(mechanism, *args, audit=None, **options):
 
 @pytest.mark.parametrize("z", [0.5, 2.0])
 def test_one_release_is_found_within_fifteen_percent(z):
-    # As a release is: 4000 canaries and noise, d = 20 000.
-    rng, size, count = np.random.default_rng(1), 20_000, 4000
-    drawn = audit.Canaries(count, size, seed=2)
+    # As a release is: 4000 canaries and noise, d = 5000.
+    rng, size, count = np.random.default_rng(1), 5000, 4000
+    drawn, some = audit.Canaries(count, size, seed=2), np.arange(5)
     added = drawn.sum_of(np.arange(count))
-    observed = audit.scores(
-        drawn, added + rng.normal(0, z, size), added, np.ones(count)
-    )
+    noisy = added + rng.normal(0, z, size)
+    observed = audit.scores(drawn, noisy, added, np.ones(count))
     scores = estimate.Scores(observed=observed, null_std=size**-0.5)
     found = estimate.estimate(scores, _DELTA)
     exact = gaussian.gaussian_epsilon(z, _DELTA)
     assert found.epsilon / exact == pytest.approx(1, abs=0.15)
     assert found.low <= found.epsilon <= found.high
-
-
-def test_of_those_who_did_not_take_part_nothing_is_found():
-    rng, size = np.random.default_rng(1), 20_000
-    drawn = audit.Canaries(_CANARIES, size, seed=2)
-    update, nothing = rng.normal(size=size), np.zeros(size)
-    found = audit.scores(drawn, update, nothing, np.zeros(_CANARIES))
+    # Of those who did not take part nothing is found.
+    found = audit.scores(drawn, noisy - added, 0 * added, np.zeros(count))
     assert found.mean() * size**0.5 == pytest.approx(0, abs=0.11)
     assert found.std() * size**0.5 == pytest.approx(1, abs=0.08)
+    # Canaries are the same whenever they are made.
+    each = np.stack([drawn.sum_of(some[k : k + 1]) for k in some])
+    close = {"rtol": 1e-4, "atol": 1e-6}
+    np.testing.assert_allclose((each**2).sum(axis=1), 1, rtol=1e-5)
+    np.testing.assert_allclose(drawn.sum_of(some), each.sum(axis=0), **close)
+    np.testing.assert_allclose(drawn.projections(each[2])[:5], each @ each[2], **close)
 
 
 def test_thresholds_too_are_no_surer_than_the_unit():
@@ -89,26 +90,10 @@ def test_thresholds_too_are_no_surer_than_the_unit():
     assert found.epsilon > 10.0
 
 
-def test_canaries_are_the_same_whenever_they_are_made():
-    drawn = audit.Canaries(5, 300, seed=1)
-    each = np.stack([drawn.sum_of(np.array([i])) for i in range(5)])
-    close = {"rtol": 1e-4, "atol": 1e-6}
-    np.testing.assert_allclose((each**2).sum(axis=1), 1, rtol=1e-5)
-    np.testing.assert_allclose(drawn.sum_of(np.arange(5)), each.sum(axis=0), **close)
-    np.testing.assert_allclose(drawn.projections(each[2]), each @ each[2], **close)
-
-
-# In training, and nothing is found above what is claimed.
+# In training, and nothing is found above what is claimed (all mechanisms: `stress`).
 
 _ADAPTIVE = tfdp_fl.AdaptiveClipping(noise_multiplier=1.0, count_noise_stddev=5.0)
 _MOMENTUM = tf.keras.optimizers.SGD(1.0, momentum=0.5)
-_CORRELATED = tfdp_fl.CorrelatedNoise(
-    clip_norm=0.1,
-    noise_multiplier=2.0,
-    strategy=tfdp_fl.BLT(2),
-    rounds=8,
-    min_separation=4,
-)
 
 
 @pytest.mark.parametrize(
@@ -116,24 +101,25 @@ _CORRELATED = tfdp_fl.CorrelatedNoise(
     [
         (_ADAPTIVE, 1, "shuffled", {}),
         (_fixed(), 4, "fixed_size", {"clients_per_round": 4}),
-        (_CORRELATED, 8, "cyclic", {"clients_per_round": 2}),
         (_fixed(3.0), 3, "shuffled", {"server": _MOMENTUM}),
     ],
-    ids=["adaptive", "fixed_size", "correlated", "server_momentum"],
+    ids=["adaptive", "fixed_size", "server_momentum"],
 )
 def test_estimate_is_not_above_the_claim(mechanism, rounds, sampling, options):
     found, fed = _trained(mechanism, rounds, sampling, **options)
     assert found.low < fed.epsilon(_DELTA, "pld") * _MARGIN
 
 
+# Twice as many: then 0.15 is more than five standard deviations (seen in 20 runs:
+# 0.028, and 0.035 with "all"), which chance passes less than once in 1e7.
 @pytest.mark.parametrize("iterates, off", [("final", 0.15), ("all", 0.2)])
 def test_one_release_is_found_in_training(iterates, off):
-    found, fed = _trained(_fixed(), audit=CanaryAudit(_CANARIES, iterates))
-    assert found.epsilon / fed.epsilon(_DELTA) == pytest.approx(1, abs=off)
-    assert found.num_canaries == _CANARIES
+    found, fed = _trained(_fixed(), audit=CanaryAudit(2 * _CANARIES, iterates))
+    assert found.epsilon / fed.epsilon(_DELTA, "pld") == pytest.approx(1, abs=off)
+    assert found.num_canaries == 2 * _CANARIES
     fed.fit(toy.clients(8), rounds=2, verbose=0)
     text = fed.privacy_statement(_DELTA)
-    assert f"audit with {_CANARIES} canary clients in 1 of the rounds" in text
+    assert f"audit with {2 * _CANARIES} canary clients in 1 of the rounds" in text
     assert f"as {found.epsilon:.3g} " in text
 
 
@@ -161,9 +147,10 @@ def test_canaries_add_their_clipped_updates_and_nothing_else(mechanism):
     (one,) = handed_in
     assert not np.any(one.scalars())
     added = flat(one.update)
-    # A squared norm of 200 S^2 with a standard deviation of 2.6 S^2.
+    # A squared norm of 200 S^2 with a standard deviation of 200 S^2 sqrt(2 / d), 2.6 %:
+    # 15 % are 5.8 of them.
     clip = fed.model.history.history["clip_norm"][0]
-    assert np.sum(added**2) / (200 * clip**2) == pytest.approx(1, abs=0.1)
+    assert np.sum(added**2) / (200 * clip**2) == pytest.approx(1, abs=0.15)
     moved = flat(fed.model.weights) - flat(plain.model.weights)
     np.testing.assert_allclose(moved, added / 8, atol=1e-6)
     # The clip goes its way as without canaries. One client's bit is 2.5 % of it.
@@ -180,18 +167,6 @@ def test_canaries_add_their_clipped_updates_and_nothing_else(mechanism):
 # What is broken looks larger than the epsilon that is claimed.
 
 
-def _half_the_noise(add):
-    return lambda update, stddev: add(update, stddev / 2)
-
-
-def _one_variable_without_noise(add):
-    return lambda update, stddev: [update[0], *add(update[1:], stddev)]
-
-
-def _one_client_twice_in_the_sum(add):
-    return lambda pending, one: (add(pending, one), add(pending, one))
-
-
 def _a_layer_that_is_not_clipped(unflatten):
     def loose(spec, flat):
         first, *rest = unflatten(spec, flat)
@@ -203,15 +178,19 @@ def _a_layer_that_is_not_clipped(unflatten):
 @pytest.mark.parametrize(
     "owner, name, fault",
     [
-        (noise, "add_normal", _half_the_noise),
-        (noise, "add_normal", _one_variable_without_noise),
-        (cohort.PendingRound, "add_contribution", _one_client_twice_in_the_sum),
+        # Half the noise, a variable without noise, a client twice in the sum.
+        (noise, "add_normal", lambda add: lambda u, stddev: add(u, stddev / 2)),
+        (noise, "add_normal", lambda add: lambda u, s: [u[0], *add(u[1:], s)]),
+        (
+            *(cohort.PendingRound, "add_contribution"),
+            lambda add: lambda pending, one: (add(pending, one), add(pending, one)),
+        ),
         (cohort.UpdateSpec, "unflatten", _a_layer_that_is_not_clipped),
     ],
 )
 def test_a_planted_fault_is_found(owner, name, fault):
     with mock.patch.object(owner, name, fault(getattr(owner, name))):
-        found, fed = _trained(_fixed())
+        found, fed = _trained(_fixed(), model=_model())  # Traced, and not lent.
     assert found.low > fed.epsilon(_DELTA, "pld") * 1.2
 
 
@@ -224,28 +203,18 @@ def test_the_same_noise_in_two_rounds_is_found():
     assert found.low > fed.epsilon(_DELTA)
 
 
-# Arguments.
-
-
-@pytest.mark.parametrize(
-    "mechanism",
-    [
-        tfdp_fl.NoPrivacy(),
-        tfdp_fl.LocalDP(clip_norm=1.0, epsilon=1.0, delta=1e-3),
-        tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0, noise_site="client"),
-    ],
-)
-def test_what_is_not_audited(mechanism):
-    with pytest.raises(ValueError, match="audit must be None"):
-        _audited(mechanism, CanaryAudit(10), sampling="fixed_size")
-
-
-def test_once_only_and_after_the_run():
+def test_what_is_refused():
+    at_clients = dataclasses.replace(_fixed(), noise_site="client")
+    local = tfdp_fl.LocalDP(clip_norm=1.0, epsilon=1.0, delta=1e-3)
+    for mechanism in (tfdp_fl.NoPrivacy(), local, at_clients):
+        with pytest.raises(ValueError, match="audit must be None"):
+            _audited(mechanism, CanaryAudit(10), sampling="fixed_size")
     with pytest.raises(TypeError, match="audit"):
         _audited(_fixed(), "yes")
     for number in (0, 1, -3):
         with pytest.raises(ValueError, match="num_canaries"):
             CanaryAudit(number)
+    # Once only, and after the run.
     audit = CanaryAudit(10)
     with pytest.raises(ValueError, match="given to a fit"):
         audit.estimate(_DELTA)

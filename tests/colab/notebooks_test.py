@@ -1,7 +1,5 @@
 """Every notebook in colab/ runs from top to bottom."""
 
-from __future__ import annotations
-
 import pathlib
 import re
 

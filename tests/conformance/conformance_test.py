@@ -4,8 +4,6 @@ A cell that is left out says why: `pytest -rs tests/conformance` lists them. A
 false alarm of the noise's tests has a probability below 1e-6 (`statistics`).
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

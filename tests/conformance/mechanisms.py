@@ -3,8 +3,6 @@
 A new mechanism is one more `Case` in `CASES`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

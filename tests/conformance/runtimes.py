@@ -4,8 +4,6 @@ Every runtime is brought to hand its clients' updates to the mechanism exactly a
 test gives them. A new runtime is one more function in `RUNTIMES`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.util
@@ -49,7 +47,9 @@ def _sampling(mechanism):
     return "cyclic" if mechanism.name == "CorrelatedNoise" else "fixed_size"
 
 
-def _keras(executor: str, runtime: Callable[[], Any] | None = None) -> Run:
+def _keras(
+    executor: str, runtime: Callable[[], Any] | None = None, **options: Any
+) -> Run:
     """Returns the runtime of `DPFederatedModel.fit` with an executor.
 
     Clients' updates are their examples: of w in |w x - 10^6| the gradient is -x, so
@@ -67,7 +67,9 @@ def _keras(executor: str, runtime: Callable[[], Any] | None = None) -> Run:
         dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
         model = keras.Sequential([keras.Input([size]), dense])
         how = (clients_per_round, _sampling(mechanism))
-        federated = tfdp_fl.DPFederatedModel(model, mechanism, *how, num_replicas=2)
+        federated = tfdp_fl.DPFederatedModel(
+            model, mechanism, *how, num_replicas=2, **options
+        )
         federated.compile(
             keras.optimizers.SGD(1.0),
             keras.losses.MeanAbsoluteError(),

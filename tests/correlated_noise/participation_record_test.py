@@ -4,7 +4,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tests.correlated_noise import references
+from tests.mechanisms import references
 from tfdp_fl import correlated_noise
 from tfdp_fl.correlated_noise import Participation, ParticipationRecord
 

@@ -1,6 +1,5 @@
-from __future__ import annotations
-
 import pickle
+import types
 
 import numpy as np
 import pytest
@@ -38,22 +37,20 @@ def _indexed() -> FederatedDataset:
     return FederatedDataset.from_indices(x, y, rows)
 
 
-class _ClientData:
-    """As a `tff.simulation.datasets.ClientData` looks from outside."""
+def _client_data(client_ids=("w1", "w2"), names=("pixels", "label")):
+    """Returns what a `tff.simulation.datasets.ClientData` looks like from outside."""
 
-    def __init__(self, client_ids=("w1", "w2"), names=("pixels", "label")):
-        self.client_ids = client_ids
-        self._names = names
-
-    def create_tf_dataset_for_client(self, client_id):
-        n = {"w1": 3, "w2": 1}.get(client_id, 2)
-        x, y = self._names
+    def create(client_id):
+        n, (x, y) = {"w1": 3, "w2": 1}.get(client_id, 2), names
         return _slices({y: np.arange(n), x: np.ones((n, 2, 2), np.float32)})
+
+    made = {"client_ids": client_ids, "create_tf_dataset_for_client": create}
+    return types.SimpleNamespace(**made)
 
 
 def _of_tff(client_ids=("w1", "w2")):
     return FederatedDataset.from_client_data(
-        _ClientData(client_ids),
+        _client_data(client_ids),
         lambda clients: clients.map(lambda e: (e["pixels"], e["label"])),
     )
 
@@ -150,15 +147,6 @@ def test_a_client_is_its_rows_in_its_order(indices, client_ids):
         np.testing.assert_array_equal(second[1], [1, 9])
 
 
-@pytest.mark.parametrize("method", ["client_rows", "read_clients", "client_sizes"])
-def test_positions_out_of_range_are_no_client(method):
-    for positions in ([3], [-1], [0, 7]):
-        with pytest.raises(ValueError, match="positions must be from 0"):
-            getattr(_indexed(), method)(positions)
-    with pytest.raises(TypeError, match="positions must be a 1-D array"):
-        getattr(_indexed(), method)([0.5])
-
-
 _Y = np.array([1, 2])
 _SPARSE = tf.sparse.from_dense([[1], [2]])
 
@@ -168,7 +156,6 @@ def _of_rows(indices, ids=None):
 
 
 def _of_slices(*clients):
-    """Makes tf.data of what is none, by client."""
     clients = [_slices(each) if isinstance(each, tuple) else each for each in clients]
     return FederatedDataset.from_tf_datasets(dict(zip("ab", clients, strict=False)))
 
@@ -200,7 +187,11 @@ _REFUSED = [
     (_of_slices, [_slices(_examples(4)).repeat()], "'a': .*must end"),
     (_of_slices, [(_TWO, _Y), (_Y, _Y)], "Client 'b': x must be of the same names"),
     (_of_slices, [(_SPARSE, _Y)], "Client 'a': .* must be dense tensors"),
-    (FederatedDataset.from_client_data, [_ClientData()], "preprocess_fn can make them"),
+    (
+        FederatedDataset.from_client_data,
+        [_client_data()],
+        "preprocess_fn can make",
+    ),
     (FederatedDataset.from_client_data, [{}], "client_data must be a tff"),
     (_map, [lambda x, y: (x[:2], y[:2])], "fn must return as many"),
     (_map, [lambda x, y: x], r"fn must return \(x, y\) or"),
@@ -253,65 +244,54 @@ def test_one_client_that_cannot_be_read_does_not_stop_the_others():
         _ = dataset.take([0]).map(lambda x, y: (x, y)).element_spec
 
 
-def _read(given):
-    """Returns what is read of a client whose examples come in some way."""
-    dataset = _from_fn(["a"], lambda _: given(*_examples(4)), _SPEC)
-    (client,) = dataset.read_clients(np.array([0]))
-    return client
-
-
 @pytest.mark.parametrize(
-    "given",
+    "fits, given",
     [
-        lambda x, y: (x.astype(np.float64), y),
-        lambda x, y: (x.astype(">f4"), y),
-        lambda x, y: (x.tolist(), y),
-        lambda x, y: (tf.constant(x), y),
-        lambda x, y: (np.ma.masked_array(x), y),
-        lambda x, y: (x, y, None),
+        (True, lambda x, y: (x.astype(np.float64), y)),
+        (True, lambda x, y: (x.astype(">f4"), y)),
+        (True, lambda x, y: (x.tolist(), y)),
+        (True, lambda x, y: (tf.constant(x), y)),
+        (True, lambda x, y: (np.ma.masked_array(x), y)),
+        (True, lambda x, y: (x, y, None)),
+        (False, lambda x, y: (x, y[1:])),
+        (False, lambda x, y: (x[:, :2], y)),
+        (False, lambda x, y: (x[..., None], y)),
+        (False, lambda x, y: (x, y.astype(np.int32))),
+        (False, lambda x, y: (x, y, y)),
+        (False, lambda x, y: [x, y]),
+        (False, lambda x, y: (x,)),
+        (False, lambda x, y: (x[0, 0], y[0])),
     ],
 )
-def test_examples_are_the_same_however_they_come(given):
-    client = _read(given)
-    for array, expected in zip((client.x, client.y), _examples(4), strict=True):
+def test_examples_are_the_same_however_they_come_or_are_not_of_the_spec(fits, given):
+    dataset = _from_fn(["a"], lambda _: given(*_examples(4)), _SPEC)
+    (client,) = dataset.read_clients(np.array([0]))
+    assert isinstance(client, ClientFailure) != fits
+    read = zip((client.x, client.y), _examples(4), strict=True) if fits else ()
+    for array, expected in read:
         assert type(array) is np.ndarray
         assert array.dtype.newbyteorder("=") == expected.dtype
         np.testing.assert_array_equal(array, expected)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        *(lambda x, y: (x, y[1:]), lambda x, y: (x[:, :2], y)),
-        *(lambda x, y: (x[..., None], y), lambda x, y: (x, y.astype(np.int32))),
-        *(lambda x, y: (x, y, y), lambda x, y: [x, y], lambda x, y: (x,)),
-        lambda x, y: (x[0, 0], y[0]),
-    ],
-)
-def test_what_is_not_of_the_spec_fails(given):
-    assert isinstance(_read(given), ClientFailure)
-
-
-def test_client_data_of_tff():
-    dataset = _of_tff()
-    assert list(dataset.client_ids) == ["w1", "w2"]
-    assert dataset.element_spec == (tf.TensorSpec([2, 2]), _SPEC[1])
-    assert dataset.client_sizes().tolist() == [3, 1]
-    assert dataset.client("w1")[1].tolist() == [0, 1, 2]
-
-
-def test_subsets_keep_ids():
+def test_subsets_keep_ids_and_positions_out_of_range_are_no_client():
     rows = np.arange(100)[:, None] % 10
-    hundred = FederatedDataset.from_indices(*_examples(10), rows)
+    hundred = _of_rows(rows)
     taken = hundred.take([7, 3]).take([1])
     assert list(taken.client_ids) == [3]
     assert taken.client(3)[1].tolist() == [3]
     for dataset, unknown in ((taken, 7), (hundred, 100), (hundred, "a")):
         with pytest.raises(KeyError):
             dataset.client(unknown)
-    for positions, message in (([1, 1], "distinct"), ([], "at least"), ([-1], "from")):
+    for positions, message in (([1, 1], "distinct"), ([], "at least")):
         with pytest.raises(ValueError, match=f"positions must .*{message}"):
             hundred.take(positions)
+    for name in ("take", "client_rows", "read_clients", "client_sizes"):
+        for positions in ([100], [-1], [0, 107]):
+            with pytest.raises(ValueError, match="positions must be from 0"):
+                getattr(hundred, name)(positions)
+        with pytest.raises(TypeError, match="positions must be a 1-D array"):
+            getattr(hundred, name)([0.5])
 
 
 def test_map():
@@ -333,25 +313,19 @@ def test_map():
         np.testing.assert_array_equal(dataset.client(0)[0], x / 2)
 
 
-# What clients are known by.
-
-
-def test_ids_and_their_order_are_told_apart():
-    def digest(ids):
-        rows = np.zeros([len(ids), 1], np.int32)
-        return FederatedDataset.from_indices(*_examples(1), rows, ids).client_ids_digest
+def test_ids_and_their_order_or_else_what_clients_hold_are_told_apart():
+    def of_ids(ids):
+        return _of_rows([[0]] * len(ids), ids).client_ids_digest
 
     given = [
         *(["a", "b"], ["b", "a"], ["a"], ["ab"], ["a str 'b'", "c"], ["a", "str 'b'c"]),
         *([1, 2], ["1", "2"], [1.0, 2.0], [(1, 2), 3]),
     ]
-    assert len({digest(ids) for ids in given}) == len(given)
-    assert digest(range(9000)) == digest(list(range(9000)))
-    assert digest([np.int64(3), np.str_("a")]) == digest([3, "a"])
-
-
-def test_clients_without_names_are_known_by_what_they_hold():
-    x, y = np.arange(12, dtype=np.float32).reshape(6, 2), np.arange(6)
+    assert len({of_ids(ids) for ids in given}) == len(given)
+    assert of_ids(range(9000)) == of_ids(list(range(9000)))
+    assert of_ids([np.int64(3), np.str_("a")]) == of_ids([3, "a"])
+    # Clients without names are known by what they hold.
+    x, y = _examples(6)
     other_x, other_y = x.copy(), y.copy()
     other_x[5, 1] += 1
     other_y[0] += 1
@@ -366,11 +340,10 @@ def test_clients_without_names_are_known_by_what_they_hold():
     )
     others = {*map(digest, changed), digest(rows, other_x), digest(rows, x, other_y)}
     assert len(others) == 7
-    # The same data has the same one, however it is stored.
+    # The same data has the same one, however it is stored; lists go by their places.
     parts = [(x[r], y[r]) for r in rows]
     packed = _from_arrays(dict(enumerate(parts)))
     assert packed.with_ids(range(3)).clients_digest == digest(rows)
-    # Lists are known by their places.
     listed = as_federated(parts).clients_digest
     assert as_federated(tuple(parts)).clients_digest == listed
     assert as_federated(parts[::-1]).clients_digest != listed
@@ -383,7 +356,7 @@ def test_clients_without_names_are_known_by_what_they_hold():
     "make",
     [
         _of_tff,
-        lambda ids: as_federated(_ClientData(ids, ("x", "y"))),
+        lambda ids: as_federated(_client_data(ids, ("x", "y"))),
         lambda ids: _from_fn(ids, lambda _: _examples(2)),
         lambda ids: _of_rows([[i] for i in range(4)], ids),
         lambda ids: FederatedDataset(_streamed()._source, ids[1:]),
@@ -411,7 +384,11 @@ def test_clients_as_they_are():
         ([one, other], [0, 1]),
         ([_slices(one), _slices(other)], [0, 1]),
         ({5: _slices(one), 6: _slices(other)}, [5, 6]),
+        (_of_tff(), ["w1", "w2"]),
     ):
         dataset = as_federated(clients)
         assert list(dataset.client_ids) == ids
-        np.testing.assert_array_equal(dataset.client(ids[1])[0], other[0])
+        x = other[0] if clients != dataset else np.ones([1, 2, 2])
+        np.testing.assert_array_equal(dataset.client(ids[1])[0], x)
+    assert dataset.client_sizes().tolist() == [3, 1]
+    assert dataset.element_spec == (tf.TensorSpec([2, 2]), _SPEC[1])

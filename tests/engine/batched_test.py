@@ -1,11 +1,6 @@
 """Where clients train, and a batch of them as one program: what one by one gives."""
 
-from __future__ import annotations
-
-import itertools
-import json
 import os
-import pathlib
 import subprocess
 import sys
 from unittest import mock
@@ -28,52 +23,34 @@ _MECHANISMS = {
 }
 
 
-def _with_state():
-    stack = _layers.Dense(5), _layers.BatchNormalization(), _layers.Dropout(0.3)
-    return cohorts.sequential([cohorts.FEATURES], *stack, _layers.Dense(3))
-
-
 def _convolutions():
-    stack = _layers.Conv2D(4, 3, activation="relu"), _layers.BatchNormalization()
-    more = _layers.MaxPool2D(), _layers.Flatten(), _layers.Dense(3)
-    return cohorts.sequential([6, 6, 2], *stack, *more)
-
-
-def _engine(dataset, at_once, model, **options):
-    with mock.patch.object(devices, "clients_at_once", lambda *_: at_once):
-        return cohorts.make_engine(model, dataset, **options)
-
-
-def _images(*sizes):
-    rng = np.random.default_rng(0)
-    return {
-        k: (rng.normal(size=[n, 6, 6, 2]).astype("f4"), rng.integers(0, 3, n))
-        for k, n in enumerate(sizes)
-    }
+    stack = _layers.Conv2D(4, 2, activation="relu", padding="same"), _layers.MaxPool2D()
+    more = _layers.BatchNormalization(), _layers.Flatten(), _layers.Dropout(0.3)
+    image = _layers.Reshape([2, 2, 1])
+    return cohorts.sequential([4], image, *stack, *more, _layers.Dense(3))
 
 
 @pytest.mark.parametrize(
-    ("make_model", "name", "clients"),
+    ("make_model", "name", "sizes"),
     [
         # Of every size: no example, short and full batches, two epochs.
-        (_with_state, "fixed", cohorts.client_arrays(_SIZES)),
-        (cohorts.mlp, "windows", cohorts.client_arrays(_SIZES)),
-        (_convolutions, "fixed", _images(5, 8, 10, 3)),
-        (_convolutions, "fixed", _images(3)),  # A client without company.
+        (cohorts.mlp, "windows", _SIZES),
+        (_convolutions, "fixed", _SIZES),
+        (_convolutions, "fixed", (3,)),  # A client without company.
     ],
 )
-def test_it_is_one_by_one_to_rounding(make_model, name, clients):
-    dataset, found, windows = cohorts.from_arrays(clients), [], None
+def test_it_is_one_by_one_to_rounding(make_model, name, sizes):
+    dataset, found, windows = cohorts.dataset(sizes), [], None
     options = {"mechanism": _MECHANISMS[name], "moments": name == "fixed"}
     options["training"] = {"metrics": ["accuracy"]}
     for at_once in (None, 3):
         tf.keras.utils.set_random_seed(2)
         model = make_model()
-        engine = _engine(dataset, at_once, model, **options)
+        engine = cohorts.make_engine(model, dataset, at_once=at_once, **options)
         if name == "windows":
             windows = np.full([len(_SIZES), 3, engine.num_variables], np.nan)
         logs = cohorts.run_round(engine, dataset, windows=windows)
-        batched = at_once == 3 and len(clients) > 1
+        batched = at_once == 3 and len(sizes) > 1
         assert ("batches of 3" in engine.executor) == batched
         found.append((model.get_weights(), logs))
     (one, logs), (batched, logs_batched) = found
@@ -83,7 +60,9 @@ def test_it_is_one_by_one_to_rounding(make_model, name, clients):
 
 def test_a_batch_without_room_is_halved():
     dataset = cohorts.dataset((5,) * 9)
-    whole, halved = (_engine(dataset, 8, cohorts.mlp()) for _ in range(2))
+    whole, halved = (
+        cohorts.make_engine(cohorts.mlp(), dataset, at_once=8) for _ in range(2)
+    )
     expected = cohorts.run_round(whole, dataset)
     train = halved._train
     sizes = []
@@ -98,23 +77,6 @@ def test_a_batch_without_room_is_halved():
     cohorts.assert_close(cohorts.run_round(halved, dataset), expected, rtol=1e-5)
     assert halved.layout.at_once == 2
     assert sum(size for size in sizes if size <= 2) == 9
-
-
-def _words(*stack, **options):
-    """Returns a model of two words, and four clients."""
-    embedding = _layers.Embedding(4, 3, **options)
-    model = cohorts.sequential([2], embedding, *stack, _layers.Dense(3), dtype="int32")
-    x, y = np.array([[0, 1], [2, 3]], np.int32), np.array([0, 1])
-    return model, dict.fromkeys(range(4), (x, y))
-
-
-def test_who_raises_has_failed_alone():
-    model, clients = _words(_layers.Flatten())
-    clients[2] = (np.array([[0, 99], [1, 1]], np.int32), clients[2][1])
-    dataset = cohorts.from_arrays(clients)
-    pending = cohorts.collect(_engine(dataset, 4, model), dataset)
-    assert [each.position for each in pending.failures] == [2]
-    assert float(pending.sums[0].contribution.weight) == 3.0
 
 
 class _Segments(_layers.Layer):
@@ -136,7 +98,8 @@ def test_nobody_writes_into_the_segments_of_another_client():
         dataset = cohorts.from_arrays({k: (x[k], np.array([0, 1])) for k in range(3)})
         tf.keras.utils.set_random_seed(2)
         model = cohorts.sequential([2, 2], _Segments(), _layers.Dense(3))
-        engine = _engine(dataset, 3, model, mechanism=_MECHANISMS["fixed"])
+        options = {"mechanism": _MECHANISMS["fixed"], "at_once": 3}
+        engine = cohorts.make_engine(model, dataset, **options)
         # Vectorized, an index out of range would be another client's.
         assert engine.layout.at_once is None
         assert "UnsortedSegmentSum cannot be batched" in engine.executor
@@ -145,36 +108,23 @@ def test_nobody_writes_into_the_segments_of_another_client():
     assert np.linalg.norm(updates[1] - updates[0]) <= 2 * 0.1 * (1 + 1e-5)
 
 
-def test_what_cannot_be_batched_trains_one_by_one():
-    # TensorFlow cannot vectorize the gradient of a recurrent layer's mask.
-    model, clients = _words(_layers.LSTM(2), mask_zero=True)
-    dataset = cohorts.from_arrays(clients)
-    engine = _engine(dataset, 3, model)
-    for _ in range(2):
-        pending = cohorts.collect(engine, dataset)
-        assert float(pending.sums[0].contribution.weight) == 4.0
-    assert "one by one" in engine.executor
-    assert "not in batches: TensorFlow cannot vectorize" in engine.executor
-
-
 # Two logical CPUs have to be asked for before TensorFlow starts.
 _PROGRAM = """
-import sys
 import tensorflow as tf
 
 (cpu,) = tf.config.list_physical_devices("CPU")
 two = [tf.config.LogicalDeviceConfiguration()] * 2
 tf.config.set_logical_device_configuration(cpu, two)
 from tests.engine import batched_test
-batched_test.write_what_is_found_on_two_devices(sys.argv[1])
+batched_test.compute_on_the_second_device()
 """
 
 
-def write_what_is_found_on_two_devices(path):
-    dataset, found = cohorts.dataset((5, 3, 7, 5)), []
-    for device, beside in itertools.product(("/CPU:0", "/CPU:1"), (True, False)):
+def compute_on_the_second_device():
+    dataset = cohorts.dataset((5, 3, 7, 5))
+    for beside in (True, False):
         seen = set()
-        with tf.device(device):
+        with tf.device("/CPU:1"):
             net = cohorts.mlp()
         # Where the cohort sets the clip, all are clipped on one device.
         mechanism = _MECHANISMS["fixed" if beside else "median"]
@@ -184,24 +134,16 @@ def write_what_is_found_on_two_devices(path):
             for _ in range(2):
                 pending = cohorts.collect(engine, dataset, noise_multiplier=0.5)
                 leaves = tf.nest.flatten((pending.sums, pending.sent))
-                seen.update(leaf.device for leaf in leaves)
+                seen.update(leaf.device[-5:] for leaf in leaves)
                 engine.release(pending)
         assert engine.has_trained_side_by_side == beside
-        found.append([[each.tolist() for each in net.get_weights()], sorted(seen)])
-    pathlib.Path(path).write_text(json.dumps(found), encoding="utf-8")
+        assert seen == {"CPU:1"}
 
 
-def test_everything_is_computed_where_the_model_is(tmp_path):
-    path = tmp_path / "found.json"
+def test_everything_is_computed_where_the_model_is():
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [sys.executable, "-c", _PROGRAM, str(path)]
+    command = [sys.executable, "-c", _PROGRAM]
     subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=300)
-    found = json.loads(path.read_text(encoding="utf-8"))
-    for (weights, first), (others, second) in zip(found[:2], found[2:], strict=True):
-        assert weights == others
-        assert [len(first), len(second)] == [1, 1]
-        assert first[0].endswith("CPU:0")
-        assert second[0].endswith("CPU:1")
 
 
 def test_anything_else_than_a_cpu_batches():

@@ -1,7 +1,5 @@
 """Cohorts are read ahead and laid out, and what comes out is the same."""
 
-from __future__ import annotations
-
 import threading
 from unittest import mock
 
@@ -41,10 +39,6 @@ class _Files:
         spec = (tf.TensorSpec(x.shape[1:]), tf.TensorSpec([], y.dtype))
         return FederatedDataset.from_client_fn(list(self.arrays), self, spec)
 
-    def wait_for(self, count):
-        with self.reading:
-            assert self.reading.wait_for(lambda: len(self.read) >= count, 60)
-
     def side(self, column, clients):
         return np.concatenate([self.arrays[k][column] for k in clients])
 
@@ -52,24 +46,26 @@ class _Files:
         assert not any(thread.is_alive() for thread in self.threads)
 
 
+def _inputs(dataset, positions):
+    return cohorts.inputs(dataset, positions=np.asarray(positions))
+
+
 def _pending(dataset, positions):
-    inputs = cohorts.inputs(dataset, positions=np.asarray(positions))
-    return cohort.PendingRound(
-        inputs=inputs, state=(), tensors=inputs.tensors(), sums=[None]
-    )
+    options = {"state": (), "tensors": (), "sums": [None]}
+    return cohort.PendingRound(inputs=_inputs(dataset, positions), **options)
 
 
 def _expect(reader, dataset, positions):
-    reader.expect(lambda: _pending(dataset, positions).inputs)
+    reader.expect(lambda: _inputs(dataset, positions))
 
 
 @pytest.fixture
 def make_reader():
     readers = []
 
-    def make(dataset, label_ranges=()):
-        options = {"element_spec": dataset.element_spec}
-        readers.append(chunks.Reader(label_ranges=list(label_ranges), **options))
+    def make(dataset, *label_ranges):
+        spec = dataset.element_spec
+        readers.append(chunks.Reader(label_ranges=[*label_ranges], element_spec=spec))
         return readers[-1]
 
     yield make
@@ -98,7 +94,8 @@ def test_the_next_round_is_read_while_this_one_trains(make_reader):
     for chunk in reader(dataset, first):
         assert list(chunk.members) == [0, 1]
         reader.read_ahead()
-        files.wait_for(5)  # Before the first round's chunk is done with.
+        with files.reading:  # Before the first round's chunk is done with.
+            assert files.reading.wait_for(lambda: len(files.read) >= 5, 60)
     assert first.failures == []
     second = _pending(dataset, [3, 4, 5])
     (chunk,) = reader(dataset, second)
@@ -114,20 +111,15 @@ def test_the_next_round_is_read_while_this_one_trains(make_reader):
         (chunk,) = reader(data, _pending(dataset, positions))
         np.testing.assert_array_equal(chunk.x, files.side(0, positions))
     assert other.read == [3, 4]
-
-
-def test_closed_in_the_middle(make_reader):
-    files = _Files()
-    dataset = files.dataset()
-    reader = make_reader(dataset)
+    # Closed in the middle.
     _expect(reader, dataset, np.arange(3, 12))
     reading = reader(dataset, _pending(dataset, [0, 1]))
     next(reading)
     reader.close()
     files.assert_quiet()
     # And used again.
-    (chunk,) = reader(dataset, _pending(dataset, [3, 4]))
-    assert list(chunk.lengths) == [5, 4]
+    (chunk,) = reader(dataset, _pending(dataset, [3, 5]))
+    assert list(chunk.lengths) == [5, 5]
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 200, chunks.CHUNK_BYTES])
@@ -141,7 +133,7 @@ def test_wrong_labels_are_left_out_of_a_chunk_and_nothing_else(
         files.arrays[client] = x, np.where(np.arange(len(y)) == 2, label, y)
     dataset = files.dataset()
     good = [k for k in range(12) if k not in wrong and k != 5]
-    reader = make_reader(dataset, [labels.LabelRange(0, 3, None)])
+    reader = make_reader(dataset, labels.LabelRange(0, 3, None))
     pending = _pending(dataset, np.arange(12))
     with mock.patch.object(chunks, "CHUNK_BYTES", chunk_bytes):
         read = list(reader(dataset, pending))
@@ -156,15 +148,10 @@ def test_wrong_labels_are_left_out_of_a_chunk_and_nothing_else(
         assert not np.asarray(chunk.x)[len(chunk.rows) :].any()
 
 
-class _Stop(tf.keras.callbacks.Callback):
-    def on_epoch_end(self, epoch, logs=None):
-        self.model.stop_training = True
-
-
 def test_a_training_that_stops_early():
     files = _Files()
     fed, other = (toy.federated(clients_per_round=4) for _ in range(2))
-    toy.fit(fed, 9, [_Stop()], files.dataset(), seed=1)
+    toy.fit(fed, 9, [toy.stop(fed)], files.dataset(), seed=1)
     files.assert_quiet()
     assert len(files.read) <= 8
     # What was drawn for nothing changes nothing of what comes, and after the last

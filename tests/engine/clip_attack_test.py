@@ -3,8 +3,6 @@
 The norm is measured in float64, of what the engine added to the sum.
 """
 
-from __future__ import annotations
-
 import os
 from unittest import mock
 
@@ -26,10 +24,8 @@ _ALLOWED = _S * (1 + 1e-5)
 _PATHS = ("side by side", "a few at a time", "one by one", "xla", "streamed")
 
 
-# No round is released, so one model of a kind serves all tests, and one engine a
-# model, path and loss.
-_networks: dict[tuple, tf.keras.Model] = {}
-_engines: dict[tuple, tuple] = {}
+# No round is released: one model of a kind serves all tests, and one engine a path.
+_networks, _engines = {}, {}
 
 
 def network(features, widths, activation="linear", twins=True, seed=0, output=None):
@@ -49,10 +45,7 @@ def network(features, widths, activation="linear", twins=True, seed=0, output=No
 
 
 def _collected(model, clients, path, *, loss=None, refused=False, **inputs):
-    """Returns a round of clients that is not released.
-
-    `refused`: whether they train one by one, whatever the path says.
-    """
+    """`refused`: whether clients train one by one, whatever the path says."""
     dataset = cohorts.from_arrays(clients)
     if path == "streamed":
         slices = tf.data.Dataset.from_tensor_slices
@@ -85,12 +78,9 @@ def _added(model, data, path, **options):
 
 
 def cancelling(features, examples, size):
-    """Returns data whose small parts add up, and vanish beside large ones.
-
-    Two features of the given size cancel in the logits. In a float32 Gram
-    matrix their squares swallow those of all others, which have the sign of
-    the label, and whose gradients add up.
-    """
+    # Two features of the given size cancel in the logits. In a float32 Gram matrix
+    # their squares swallow those of all others, which have the sign of the label, and
+    # whose gradients add up.
     sign = np.where(np.arange(examples) % 2, 1.0, -1.0)
     x = np.empty([examples, features])
     x[:, 2:] = size * 2.0**-12 * 0.99 * sign[:, None]
@@ -99,7 +89,6 @@ def cancelling(features, examples, size):
 
 
 def _assert_clipped(model, path, exponent):
-    """Features that cancel do not move the sum too far, nor not at all."""
     data = cancelling(model.input_shape[1], 8, 10.0**exponent)
     norm, discarded = _added(model, data, path, batch_size=4)
     assert norm <= _ALLOWED
@@ -237,12 +226,10 @@ def test_a_model_of_few_bits_hands_in_more(dtype):
 
 def test_honest_clients_are_cut_a_thousandth_too_short_at_most():
     clients, _ = tfdp_fl.datasets.load_digits(num_clients=100)
-    tf.keras.utils.set_random_seed(0)
-    model = cohorts.sequential(
-        [64], _layers.Dense(128, "relu"), _layers.Dense(10, "softmax")
-    )
+    stack = _layers.Dense(128, "relu"), _layers.Dense(10, "softmax")
     options = {"batch_size": 10, "learning_rate": 0.2}
     options["loss"] = "sparse_categorical_crossentropy"
+    model = cohorts.sequential([64], *stack)
     norms = [
         _added(model, clients.client(client), "side by side", **options)[0]
         for client in list(clients.client_ids)[:20]
@@ -259,9 +246,9 @@ def test_nobody_else_is_swallowed():
         return x, rng.integers(0, 2, 10).astype(np.float32)
 
     others = {k: client() for k in range(1, 6)}
-    model, sums = network(300, (32,)), []
+    sums = []
     for clients in ({0: cancelling(300, 10, 1000.0), **others}, others):
-        pending = _collected(model, clients, "side by side", batch_size=10)
+        pending = _collected(network(300, (32,)), clients, _PATHS[0], batch_size=10)
         sums.append(cohorts.update_of(pending))
     moved = [a.astype(np.float64) - b for a, b in zip(*sums, strict=True)]
     assert references.l2_norm(moved) <= _ALLOWED

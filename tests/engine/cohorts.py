@@ -1,7 +1,5 @@
 """Small cohorts for the engine, and the same training in a plain Keras loop."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 from unittest import mock
@@ -11,7 +9,7 @@ import tensorflow as tf
 
 from tfdp_fl import engine
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import dense_models
+from tfdp_fl.engine import dense_models, devices
 from tfdp_fl.mechanisms import ClientWeighting, Deployment, NoPrivacy
 
 SIZES = (7, 0, 3, 5)
@@ -33,12 +31,10 @@ def client_arrays(sizes=SIZES, seed: int = 0):
 
 
 def dataset(sizes=SIZES) -> FederatedDataset:
-    """Returns `client_arrays` as a dataset."""
     return from_arrays(client_arrays(sizes))
 
 
 def sequential(shape, *layers, **options: Any) -> tf.keras.Sequential:
-    """Returns a built model of layers."""
     return tf.keras.Sequential([tf.keras.Input(shape, **options), *layers])
 
 
@@ -50,7 +46,6 @@ def mlp(units: int = 6) -> tf.keras.Sequential:
 
 
 def cross_entropy(**options: Any) -> tf.keras.losses.Loss:
-    """Returns the loss that goes with `mlp`."""
     return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
 
 
@@ -62,28 +57,28 @@ def make_engine(
     loss: Any = None,
     training: dict[str, Any] | None = None,
     client_weighting: ClientWeighting | None = None,
+    at_once: int | None = None,
     **options: Any,
 ) -> engine.CohortEngine:
-    """Returns an engine, for cohorts of a fixed size."""
+    """Returns an engine, for cohorts of a fixed size; `at_once`: as on a GPU."""
     usual = {"mechanism": NoPrivacy(), "num_replicas": 1, "jit_compile": False}
-    return engine.CohortEngine(
-        model=model,
-        training=engine.LocalTraining(
-            optimizer=optimizer or tf.keras.optimizers.SGD(0.1),
-            loss=cross_entropy() if loss is None else loss,
-            **(training or {}),
-        ),
-        deployment=Deployment(
-            clients_per_round=dataset.num_clients,
-            num_clients=dataset.num_clients,
-            sampling="fixed_size",
-            rounds=3,
-            min_examples=1,
-            client_weighting=client_weighting,
-        ),
-        element_spec=dataset.element_spec,
-        **{**usual, **options},
+    made = engine.LocalTraining(
+        optimizer=optimizer or tf.keras.optimizers.SGD(0.1),
+        loss=cross_entropy() if loss is None else loss,
+        **(training or {}),
     )
+    deployment = Deployment(
+        clients_per_round=dataset.num_clients,
+        num_clients=dataset.num_clients,
+        sampling="fixed_size",
+        rounds=3,
+        min_examples=1,
+        client_weighting=client_weighting,
+    )
+    how = {"training": made, "deployment": deployment, **usual, **options}
+    spec = dataset.element_spec
+    with mock.patch.object(devices, "clients_at_once", lambda *_: at_once):
+        return engine.CohortEngine(model=model, element_spec=spec, **how)
 
 
 def inputs(dataset: FederatedDataset, **changes: Any) -> engine.RoundInputs:
@@ -103,7 +98,6 @@ def inputs(dataset: FederatedDataset, **changes: Any) -> engine.RoundInputs:
 
 
 def collect(cohort_engine, dataset: FederatedDataset, **changes: Any):
-    """Returns a round of all clients that is not released."""
     return cohort_engine.collect(dataset, inputs(dataset, **changes))
 
 
@@ -114,7 +108,6 @@ def update_of(pending) -> list[np.ndarray]:
 
 
 def run_round(cohort_engine, dataset, **changes: Any) -> dict[str, float]:
-    """Runs one round; returns its logs."""
     return cohort_engine.release(collect(cohort_engine, dataset, **changes))
 
 
@@ -135,7 +128,6 @@ def side_by_side(beside: bool = True, few: bool | None = None):
 
 @contextlib.contextmanager
 def policy(name: str):
-    """Makes models of another precision."""
     tf.keras.mixed_precision.set_global_policy(name)
     try:
         yield
@@ -144,7 +136,6 @@ def policy(name: str):
 
 
 def assert_close(one: Any, other: Any, rtol: float = 1e-6, atol: float = 1e-6):
-    """Compares nests of arrays."""
     for a, b in zip(tf.nest.flatten(one), tf.nest.flatten(other), strict=True):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
 
@@ -161,31 +152,30 @@ def reference_update(
     proximal_weight: float = 0.0,
     grad_clip: float = 0.0,
 ) -> list[np.ndarray]:
-    """Returns what one client's training changes, by a plain Keras loop.
+    """Returns what one client's training changes, by Keras's own steps.
 
     The model is put back, and the optimizer's slots are fresh.
     """
-    x, y = client
-    size = len(tf.nest.flatten(y)[0])
-    before, variables = model.get_weights(), model.trainable_variables
-    received = [tf.identity(v) for v in variables]
+    before = model.get_weights()
+    received = [tf.identity(v) for v in model.trainable_variables]
     own = type(optimizer).from_config(optimizer.get_config())
-    model.compile(optimizer=own, loss=loss, loss_weights=loss_weights)
-    for start in [*range(0, size, batch_size)] * local_epochs:
-        batch_x, batch_y = tf.nest.map_structure(
-            lambda a, s=start: tf.constant(a[s : s + batch_size]), (x, y)
-        )
-        with tf.GradientTape() as tape:
-            value = model.compute_loss(batch_x, batch_y, model(batch_x, training=True))
+    apply = own.apply
+
+    def limited(gradients, variables):
         gradients = [
-            tf.convert_to_tensor(g) + tf.cast(proximal_weight, w.dtype) * (w - w0)
-            for g, w, w0 in zip(
-                tape.gradient(value, variables), variables, received, strict=True
-            )
+            tf.convert_to_tensor(g) + proximal_weight * (w - w0)
+            for g, w, w0 in zip(gradients, variables, received, strict=True)
         ]
         if grad_clip:
             gradients, _ = tf.clip_by_global_norm(gradients, grad_clip)
-        own.apply_gradients(zip(gradients, variables, strict=True))
+        apply(gradients, variables)
+
+    own.apply = limited
+    model.compile(own, loss, loss_weights=loss_weights, run_eagerly=True)
+    size = len(tf.nest.flatten(client)[0])
+    for start in [*range(0, size, batch_size)] * local_epochs:
+        batch = slice(start, start + batch_size)
+        model.train_on_batch(*tf.nest.map_structure(lambda a, b=batch: a[b], client))
     after = model.get_weights()
     model.set_weights(before)
     return [b - a for a, b in zip(before, after, strict=True)]

@@ -1,13 +1,12 @@
 """What may train side by side is a function of single rows, or a sum of them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import tfdp_fl
 from tests.engine import cohorts
+from tests.mechanisms import rounds
 from tfdp_fl import keras_versions
 from tfdp_fl import losses as our_losses
 from tfdp_fl.engine import dense_models, trainer
@@ -33,9 +32,7 @@ def _batch(name):
 
 
 def _rows(*arrays):
-    """Yields the rows of a batch as batches of one."""
-    for k in range(_ROWS):
-        yield [array[k : k + 1] for array in arrays]
+    return ([array[k : k + 1] for array in arrays] for k in range(_ROWS))
 
 
 def _model(layers=(), activation="tanh"):
@@ -45,9 +42,8 @@ def _model(layers=(), activation="tanh"):
 
 
 def _is_supported(loss="mse", metrics=None, **options):
-    training = trainer.LocalTraining(
-        optimizer=tf.keras.optimizers.SGD(0.1), loss=loss, metrics=metrics
-    )
+    sgd = tf.keras.optimizers.SGD(0.1)
+    training = trainer.LocalTraining(optimizer=sgd, loss=loss, metrics=metrics)
     query = tfdp_fl.NoPrivacy().bind(Deployment(clients_per_round=3))
     return dense_models.supports(_model(**options), training, query)
 
@@ -134,16 +130,16 @@ def test_one_clients_labels_do_not_move_anothers_update():
     dataset = cohorts.from_arrays(clients)
     engine = cohorts.make_engine(_model(), dataset, loss=loss, jit_compile=None)
 
-    def updates(clients):
-        dataset = cohorts.from_arrays(clients)
+    def update(*clients):
+        dataset = cohorts.from_arrays(dict(enumerate(clients)))
         with cohorts.side_by_side():
-            return cohorts.update_of(cohorts.collect(engine, dataset, local_epochs=1))
+            pending = cohorts.collect(engine, dataset, local_epochs=1)
+        return rounds.flat(cohorts.update_of(pending))
 
-    alone = updates({1: clients[1]})
+    alone = update(clients[1])
     assert not engine.has_trained_side_by_side
     x, y = clients[0]
     for labels in (np.zeros_like(y), np.ones_like(y)):
-        both = updates({0: (x, labels), 1: clients[1]})
-        first = updates({0: (x, labels)})
-        for b, f, wanted in zip(both, first, alone, strict=True):
-            cohorts.assert_close(b - f, wanted, atol=1e-5)
+        first = x, labels
+        moved = update(first, clients[1]) - update(first)
+        cohorts.assert_close(moved, alone, atol=1e-5)

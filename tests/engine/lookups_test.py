@@ -1,7 +1,5 @@
 """Tables of which a client trains only its rows: the same update, and no more rows."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import numpy as np
@@ -40,8 +38,6 @@ def _dataset(first=None):
 
 
 class _Tied(_layers.Layer):
-    """Uses all rows of a table."""
-
     def __init__(self, table):
         super().__init__()
         self.table = table
@@ -61,12 +57,10 @@ class _Constant(_layers.Layer):
 def _model(kind="plain"):
     """Two tables share a feature, and a third one has several places an example."""
     tf.keras.utils.set_random_seed(3)
-    inputs = {
-        "item": tf.keras.Input((1,), dtype="int32", name="item"),
-        "tags": tf.keras.Input((4,), dtype="int64", name="tags"),
-        "facts": tf.keras.Input((3,), name="facts"),
-    }
-    item, tags, facts = inputs.values()
+    item = tf.keras.Input((1,), dtype="int32", name="item")
+    tags = tf.keras.Input((4,), dtype="int64", name="tags")
+    facts = tf.keras.Input((3,), name="facts")
+    inputs = {"item": item, "tags": tags, "facts": facts}
     more, flat, ops = [], _layers.Flatten(), tf.keras.ops
     if kind == "beside other variables":
         facts = _layers.BatchNormalization()(facts)
@@ -98,7 +92,6 @@ def _engine(dataset, model, least=1, **options):
 @pytest.mark.parametrize(
     ("kind", "num_tables", "options"),
     [
-        ("plain", 3, {}),
         ("plain", 3, _WEIGHTED),
         ("plain", 3, {"mechanism": _ADAPTIVE, "training": _LIMITED}),
         # Negative places count from the end, as in Keras.

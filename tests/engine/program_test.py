@@ -1,11 +1,8 @@
 """One pure program for all threads: nothing passes by it, from nobody to nobody."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import functools
 import itertools
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +10,7 @@ import tensorflow as tf
 
 from tests.engine import cohorts
 from tfdp_fl import mechanisms
-from tfdp_fl.engine import allowed_operations, devices, program
+from tfdp_fl.engine import allowed_operations, program
 from tfdp_fl.mechanisms import clipping
 
 _layers = tf.keras.layers
@@ -23,7 +20,7 @@ def _spec(*shape, dtype=tf.float32):
     return tf.TensorSpec(shape, dtype)
 
 
-def test_large_sums_of_threads_do_not_meet():
+def test_large_sums_and_clips_of_threads_do_not_meet():
     # As `AddN` they would: TensorFlow's memory optimizer adds up in a variable
     # that it finds by the operation's name.
     def function(x):
@@ -45,14 +42,10 @@ def test_large_sums_of_threads_do_not_meet():
             cohorts.assert_close([*pool.map(traced, inputs)], alone, rtol=0, atol=0)
     x = inputs[0].astype(np.float64)
     cohorts.assert_close(alone[0][0], 4 * x + np.cos(x) + 1, rtol=1e-5, atol=1e-5)
-
-
-def test_clips_of_threads_do_not_meet_either():
-    # Where the cohort sets the clip, threads clip by a function of their own.
-    traced = tf.function(clipping.global_norm).get_concrete_function(
-        [_spec(3), _spec(2), _spec(4), _spec(5)]
-    )
-    assert "AddN" not in {node.op for node in traced.graph.as_graph_def().node}
+    # Nor clips: where the cohort sets it, threads clip by a function of their own.
+    clip = tf.function(clipping.global_norm)
+    graph = clip.get_concrete_function([_spec(n) for n in (3, 2, 4, 5)]).graph
+    assert "AddN" not in {node.op for node in graph.as_graph_def().node}
 
 
 def test_dropout_inside_of_an_operation_and_reading_a_variable_are_refused():
@@ -77,15 +70,14 @@ def _with_state():
 @functools.cache
 def _engine(executor, make_model=_with_state):
     """Returns an engine that keeps each client's update."""
-    at_once = 4 if executor == "batched" else None
-    with mock.patch.object(devices, "clients_at_once", lambda *_: at_once):
-        return cohorts.make_engine(
-            cohorts.mlp() if executor == "XLA" else make_model(),
-            cohorts.dataset(),
-            mechanism=mechanisms.MedianClipping(noise_multiplier=0.0),
-            num_replicas=1 if executor == "one thread" else 2,
-            jit_compile=executor == "XLA",
-        )
+    return cohorts.make_engine(
+        cohorts.mlp() if executor == "XLA" else make_model(),
+        cohorts.dataset(),
+        mechanism=mechanisms.MedianClipping(noise_multiplier=0.0),
+        num_replicas=1 if executor == "one thread" else 2,
+        jit_compile=executor == "XLA",
+        at_once=4 if executor == "batched" else None,
+    )
 
 
 def _rows(clients, *arguments):
@@ -150,8 +142,7 @@ class _Noting(_layers.Layer):
 
 def test_a_layer_that_writes_a_python_attribute():
     def model():
-        inner = _layers.Dense(3, "tanh"), _Noting(), _layers.Dense(3)
-        return cohorts.sequential([4], *inner)
+        return cohorts.sequential([4], _layers.Dense(3, "tanh"), _Noting())
 
     clients = cohorts.client_arrays((5, 5))
     try:

@@ -1,7 +1,6 @@
 """What becomes of updates: the sums of secure aggregation, and the server's step."""
 
-from __future__ import annotations
-
+import functools
 from unittest import mock
 
 import numpy as np
@@ -10,6 +9,7 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.engine import cohorts
+from tests.mechanisms.rounds import flat
 from tfdp_fl import secure_aggregation
 from tfdp_fl.engine import release, secure_sum
 
@@ -23,27 +23,22 @@ def _fixed(clip_norm=_CLIP, **options):
 
 def _collected(mechanism, noise_multiplier, sizes=(7, 3, 5)):
     dataset = cohorts.dataset(sizes)
-    engine = cohorts.make_engine(
-        cohorts.mlp(), dataset, mechanism=mechanism, collect_records=True
-    )
+    options = {"mechanism": mechanism, "collect_records": True}
+    engine = cohorts.make_engine(cohorts.mlp(), dataset, **options)
     inputs = {"batch_size": 2, "local_epochs": 1, "noise_multiplier": noise_multiplier}
     return engine, cohorts.collect(engine, dataset, **inputs)
 
 
 def _sent(mechanism, protocol, noise_multiplier=1.0):
-    """Returns the vectors that a cohort sends, as they are on the grid."""
     engine, pending = _collected(mechanism, noise_multiplier)
-    sent = []
-    really = secure_aggregation.sum_in_groups
+    sent, encode = [], _SHARING.encode
 
-    def spy(updates, protocol, group_size=None, *, num_members=None):
-        rows = updates
-        if callable(updates):
-            rows = [updates(index) for index in range(num_members)]
-        sent.extend(protocol.decode(protocol.encode(row)) for row in rows)
-        return really(rows, protocol, group_size)
+    def spy(self, update, *name):
+        encoded = encode(self, update, *name)
+        sent.append(self.decode(encoded))
+        return encoded
 
-    with mock.patch.object(secure_sum.secure_aggregation, "sum_in_groups", spy):
+    with mock.patch.object(_SHARING, "encode", spy):
         assert secure_sum.sum_securely(engine, pending, protocol) == ()
     return sent
 
@@ -79,8 +74,7 @@ def test_a_discarded_client_is_not_in_the_mean_of_those_that_answered():
     assert float(total.contribution.weight) == pytest.approx(3.0, abs=1e-5)
     assert pending.without_noise == 1
     others = np.delete(updates, 1, axis=0).sum(axis=0)
-    got = np.concatenate([part.ravel() for part in cohorts.update_of(pending)])
-    np.testing.assert_allclose(got, others, atol=1e-5)
+    np.testing.assert_allclose(flat(cohorts.update_of(pending)), others, atol=1e-5)
 
 
 def test_a_cohort_that_cannot_be_split_has_failed():
@@ -107,10 +101,6 @@ def test_a_grid_that_is_too_coarse_is_refused():
         _sent(_fixed(1e-5, noise_site="client"), _SHARING(bits=32))
 
 
-def _variable(value, name="kernel"):
-    return tf.keras.Variable(value, name=name)
-
-
 _MEANS = [([0.5, -1.0], [[2.0]]), ([-0.25, 3.0], [[0.0]]), ([1.0, 0.5], [[-1.0]])]
 
 
@@ -120,7 +110,7 @@ _MEANS = [([0.5, -1.0], [[2.0]]), ([-0.25, 3.0], [[0.0]]), ([1.0, 0.5], [[-1.0]]
 )
 def test_fedavg_and_fedavgm(optimizer, rate, momentum):
     # The update rules of Reddi et al. (2021), Algorithm 2.
-    variables = [_variable([1.0, 2.0]), _variable([[3.0]])]
+    variables = [tf.keras.Variable(value) for value in ([1.0, 2.0], [[3.0]])]
     update = release.ServerUpdate(variables, [], optimizer)
     expected, steps = [v.numpy() for v in variables], [0.0, 0.0]
     for mean in _MEANS:
@@ -132,9 +122,10 @@ def test_fedavg_and_fedavgm(optimizer, rate, momentum):
 
 
 def test_state_moves_by_the_mean_and_noise_does_not_make_a_variance_negative():
-    state = [_variable([1.0, 1.0], f"moving_{name}") for name in ("mean", "variance")]
+    variable = functools.partial(tf.keras.Variable, [1.0, 1.0])
+    state = [variable(name=f"moving_{name}") for name in ("mean", "variance")]
     with tf.name_scope("variance_head"):
-        weight = _variable([1.0, 1.0])
+        weight = variable()
     update = release.ServerUpdate([weight], state, tf.keras.optimizers.SGD(100.0))
     change = tf.constant([-3.0, 1.0])
 

@@ -1,7 +1,5 @@
 """In TFF's environment: Keras 2 by TFF's functional models."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """Settings: defaults that go together, schedules, refusals; and the models."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -122,9 +120,6 @@ def test_json_survives(tmp_path):
     assert Settings.read(path) == settings
     with pytest.raises(ValueError, match="setting must be one of"):
         Settings.from_dict({"learning_rate": 1})
-
-
-# The models.
 
 
 @pytest.mark.parametrize("shape", [(36,), (6, 6, 1)])

@@ -1,7 +1,5 @@
 """What settings become: the loss, the server's schedule, what is reported."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from unittest import mock
@@ -123,9 +121,6 @@ _PLAYS = {"dataset": "shakespeare", "data_path": __file__, "num_clients": None}
 def test_refused(options, flag):
     with pytest.raises(ValueError, match=flag):
         _prepared(**options)
-
-
-# Ctrl-C: what ran is saved, and no round is charged twice.
 
 
 def _interrupted(path, broken_off):

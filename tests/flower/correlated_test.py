@@ -1,7 +1,5 @@
 """Correlated noise in Flower: clients that come as they like."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The names of Flower's older API: what they ask, hand on, and translate."""
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -85,25 +83,6 @@ def test_without_noise_it_is_the_mean_of_clipped_updates(by_server):
     assert (handed.num_examples, handed.metrics) == (1, {})
     assert strategy.evaluate(4, None) == (0.5, {"round": 4})
     assert not hasattr(strategy, "configure_evaluate")
-
-
-def test_abort_is_the_users_choice(caplog):
-    for change in (
-        lambda results: results[:2],
-        lambda r: setattr(r[1][1], "parameters", older_api.parameters(0)),
-        lambda results: [("nobody", None)],
-    ):
-        inner = older_api.Strategy()
-        strategy = DPFedAvgFixed(inner, 3, 0.5, on_client_failure="abort")
-        manager = older_api.Manager(older_api.Trainer(each) for each in _updates(3))
-        results = older_api.fit(strategy.configure_fit(1, _SENT, manager))
-        got, _ = strategy.aggregate_fit(1, change(results) or results, [])
-        assert got is None
-        assert "Round 1 is abandoned" in caplog.text
-        assert inner.handed == []
-        assert strategy.privacy_epsilon(1e-5) == 0.0
-        older_api.a_round(strategy, _MODEL, _updates(3), 2)
-        assert [r.server_round for r in strategy.released_rounds] == [2]
 
 
 def test_the_count_is_noised():

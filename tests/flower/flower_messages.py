@@ -4,8 +4,6 @@ The messages are the real ones where they are; flwr 1.12, which the TFF stack ha
 knows none: there, classes of the same shape stand in for them.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import io
@@ -56,9 +54,6 @@ else:
                 stype, data = "numpy.ndarray", buffer.getvalue()
             self.dtype, self.shape = dtype, shape
             self.stype, self.data = stype, data
-
-        def __eq__(self, other):
-            return self.__dict__ == other.__dict__
 
         def numpy(self):
             return np.load(io.BytesIO(self.data), allow_pickle=False)
@@ -222,6 +217,13 @@ def adds(update: Sequence[Any], num_examples: int = 7, **metrics: float) -> Trai
 
 def _record(named: Mapping[str, Any]) -> Any:
     return ArrayRecord({name: Array(np.asarray(a)) for name, a in named.items()})
+
+
+def claim(message: Any, **metadata: Any) -> Any:
+    """Has a message say other things of itself."""
+    both = {**metadata, **{f"_{name}": value for name, value in metadata.items()}}
+    message.metadata.__dict__.update(both)
+    return message
 
 
 def model(*arrays: Any) -> Any:

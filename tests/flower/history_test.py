@@ -1,10 +1,11 @@
-"""A server that restarts, a ledger that cannot be written, a budget."""
+"""Rounds of a server: its ledger, budget and restarts, its cohorts, strange mods."""
 
-from __future__ import annotations
-
+import collections
+import concurrent.futures
 import copy
+import dataclasses
 import pickle
-import threading
+import random
 from unittest import mock
 
 import dp_accounting
@@ -62,6 +63,12 @@ def test_epsilon_is_that_of_the_rounds_released():
     assert strategy.privacy_epsilon(_DELTA) == 0.0
     _run(strategy, 5)
     assert strategy.privacy_epsilon(_DELTA) == pytest.approx(_central(5))
+    # Somebody who knows the cohorts is told another one.
+    report = strategy.privacy_report(_DELTA)
+    known = accounting.epsilon(1.0, "fixed_size", 3, 3, 5, _DELTA)
+    assert report["epsilon"] == pytest.approx(_central(5))
+    assert report["epsilon_if_cohorts_are_known"] == pytest.approx(known)
+    assert "must stay secret" in " ".join(report["caveats"])
     # A private median: both of its releases.
     both = {"noise_multiplier": 2.0, "median_noise_multiplier": 2.0}
     strategy = _private(tfdp_fl.MedianClipping(**both))
@@ -140,11 +147,8 @@ def test_runs_with_one_ledger_have_one_budget(path):
 def test_threads_share_a_budget(path):
     with accounting.PrivacyLedger(path) as ledger:
         strategies = [_private(ledger=ledger, **_target(3)) for _ in range(4)]
-        threads = [threading.Thread(target=_run, args=[s, 3]) for s in strategies]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            list(pool.map(_run, strategies, [3] * 4))
     assert sum(len(s.strategy.handed) for s in strategies) == 3
     assert accounting.epsilon_from_ledger(path, _DELTA) <= _central(3) + 1e-6
 
@@ -203,3 +207,164 @@ def test_a_ledger_of_another_relation_is_refused_and_let_go(path):
         ledger.record(1, None, 3, local={"mu_squared": 4.0, "max_mu_squared": 4.0})
         with pytest.raises(ValueError, match="with a central charge only"):
             strategy.privacy_epsilon(_DELTA)
+
+
+def _of_four(mechanism=fm.NOISY, n=8, **options):
+    return fm.private(mechanism, 4, n, **options)
+
+
+def _grid(n=8, change=None, **options):
+    return fm.Grid({i: fm.adds([np.zeros(3)]) for i in range(n)}, change, **options)
+
+
+def _round(strategy, grid, number=1):
+    return fm.a_round(strategy, grid, fm.model(np.zeros(3)), number)
+
+
+def test_of_clients_without_the_mod_nothing_is_released(caplog):
+    strategy = _of_four(fm.SHARES)
+    assert _round(strategy, _grid(mod=None)) == (None, None)
+    assert strategy.rejected_replies == 4
+    assert strategy.strategy.handed == []
+
+    def mod(message, context, call_next):
+        if message.metadata.dst_node_id == grid.sent[0].metadata.dst_node_id:
+            return call_next(message, context)
+        return tfdp_fl.flower.private_mod(message, context, call_next)
+
+    # One client alone is not in the mean.
+    strategy, grid = _of_four(fm.SHARES), _grid(mod=mod)
+    new, _ = _round(strategy, grid)
+    assert new is not None
+    assert "applied" in caplog.text
+    assert strategy.rejected_replies == 1
+
+
+@pytest.mark.parametrize("value", [0.0, 0.4999, float("nan"), "0.5", [0.5]])
+def test_without_the_mods_word_for_clip_and_noise(value):
+    for name in ("dpfedavg_applied_clip_norm", "dpfedavg_applied_noise_stddev"):
+
+        def changed(replies, name=name):
+            for reply in replies:
+                metrics = reply.content["metrics"]
+                # Past Flower's own check of types.
+                kept = metrics.__dict__["_data"] if fm.INSTALLED else metrics
+                kept[name] = value
+            return replies
+
+        strategy = _of_four(fm.SHARES)
+        assert _round(strategy, _grid(change=changed)) == (None, None)
+        assert strategy.rejected_replies == 4
+
+
+@pytest.mark.parametrize("mechanism", [fm.NOISY, fm.SHARES])
+def test_a_mod_that_makes_updates_longer(mechanism):
+    def longer(message, context, call_next):
+        reply = call_next(message, context)
+        reply.content["arrays"] = fm.model(np.full(3, 1e6))
+        return reply
+
+    quiet = dataclasses.replace(mechanism, noise_multiplier=1e-9)
+    mods = longer, tfdp_fl.flower.private_mod
+    for outer, inner in (mods, mods[::-1]):
+
+        def mod(message, context, call_next, outer=outer, inner=inner):
+            return outer(message, context, lambda m, c: inner(m, c, call_next))
+
+        # The context of a `ClientApp`, where state would be, is None here.
+        got, _ = _round(_of_four(quiet), _grid(mod=mod))
+        assert np.linalg.norm(fm.arrays(got)[0]) <= 0.5 * (1 + 1e-6)
+
+
+def _renamed(replies):
+    # For each client, as nobody knows of which reply names are taken.
+    for reply in replies:
+        metrics, model = reply.content.pop("metrics"), reply.content.pop("arrays")
+        reply.content["arrays "] = model
+        reply.content["arrays"] = metrics
+    return replies
+
+
+def _one_more(**claims):
+    return lambda replies: [fm.claim(copy.deepcopy(replies[0]), **claims), *replies]
+
+
+@pytest.mark.parametrize(
+    "change, rejected",
+    [
+        (_renamed, 0),
+        (lambda replies: [*replies, replies[0], replies[0]], 2),
+        (_one_more(reply_to_message_id="old"), 1),
+        (_one_more(src_node_id=99), 1),
+    ],
+)
+@pytest.mark.parametrize(
+    "mechanism, on_client_failure",
+    [(fm.FIXED, "exclude"), (fm.FIXED, "abort"), (fm.SHARES, "abort")],
+)
+def test_a_reply_beside_all_others(change, rejected, mechanism, on_client_failure):
+    strategy = _of_four(mechanism, on_client_failure=on_client_failure)
+    got, _ = _round(strategy, _grid(change=change))
+    assert got is not None
+    assert strategy.rejected_replies == rejected
+    (released,) = strategy.released_rounds
+    assert (released.num_replies, released.clients_per_round) == (4, 4)
+
+
+def test_the_strategy_is_handed_the_mean_alone():
+    def secret(i):
+        return fm.adds([np.full(3, float(i))], 10**i, loss=float(i), secret=9.0 * i)
+
+    strategy = _of_four()
+    got, _ = _round(strategy, fm.Grid({i: secret(i) for i in range(8)}))
+    ((handed,),) = strategy.strategy.handed
+    assert dict(handed.content["metrics"]) == {"num-examples": 1}
+    (mean,) = fm.arrays(handed.content["arrays"])
+    np.testing.assert_allclose(mean, fm.arrays(got)[0])
+    assert len(dict(handed.content)) == 2
+    # A function for the clients' metrics would be handed theirs.
+    inner = fm.Strategy(4)
+    inner.train_metrics_aggr_fn = lambda contents, key: contents[0]
+    with pytest.raises(ValueError, match="train_metrics_aggr_fn"):
+        _of_four(strategy=inner)
+
+
+def _cohorts(rounds, n=8, **options):
+    random.seed(42)
+    strategy, grid, model = _of_four(n=n, **options), _grid(n), fm.model(np.zeros(3))
+    told = [fm.configured(strategy, grid, model, number) for number in range(rounds)]
+    return [sorted(m.metadata.dst_node_id for m in messages) for messages in told]
+
+
+def test_pythons_seed_or_a_strategy_that_prefers_some_nodes_foretells_no_cohort():
+    # The same 9 cohorts of 70 by chance: 70^-9, less than 3e-17.
+    assert _cohorts(9) != _cohorts(9)
+
+    class Stubborn(fm.Strategy):
+        def configure_train(self, server_round, arrays, config, grid):
+            content = fm.RecordDict({"arrays": arrays, "config": config})
+            return [fm.Message(content, node, "train") for node in (0, 1)]
+
+    cohorts = _cohorts(40, strategy=Stubborn(2))
+    assert {len(set(cohort)) for cohort in cohorts} == {4}
+    assert set().union(*cohorts) == set(range(8))
+
+
+def test_cohorts_are_uniform():
+    # 4 of 6: 15 cohorts, 1500 rounds, chi squared with 14 degrees of freedom
+    # is above 90 with a probability below 1e-12.
+    counts = collections.Counter(map(tuple, _cohorts(1500, 6)))
+    assert len(counts) == 15
+    assert sum((c - 100) ** 2 / 100 for c in counts.values()) < 90
+
+
+def test_fewer_nodes_than_declared():
+    strategy, few = _of_four(n=9, max_abandoned_rounds=2), _grid(8)
+    with pytest.raises(ValueError, match=r"num_clients .* 8, got 9"):
+        _round(strategy, _grid(8))
+    _round(strategy, _grid(9), 2)
+    assert _round(strategy, few, 3) == (None, None)
+    assert few.sent == []
+    with pytest.raises(tfdp_fl.flower.RoundsAbandonedError, match="8, got 9"):
+        _round(strategy, few, 4)
+    assert len(strategy.released_rounds) == 1

@@ -1,7 +1,5 @@
 """The server wrapper of the message API, without a network."""
 
-from __future__ import annotations
-
 import pathlib
 import subprocess
 import sys
@@ -85,20 +83,6 @@ def test_whole_numbers_and_float16_do_not_undo_the_clip():
     assert np.linalg.norm([counts, weights]) <= 0.5
 
 
-def test_all_else_is_the_wrapped_strategys():
-    strategy = fm.private()
-    grid = _grid([[1.0, 0.0]] * 3)
-    got = strategy.start(grid, fm.model(np.zeros(2)), num_rounds=4)
-    np.testing.assert_allclose(fm.arrays(got)[0], [4 * 0.5, 0])
-    assert len(strategy.released_rounds) == 4
-    assert strategy.sampled == 3
-    # Replies to an evaluation end no run.
-    assert strategy.aggregate_evaluate(1, []) is None
-
-
-# One client sends what no honest one does.
-
-
 def _replace(message, **fields):
     array = message.content["arrays"]["0"]
     whole = {name: getattr(array, name) for name in ("dtype", "shape", "stype", "data")}
@@ -114,9 +98,7 @@ def _put(value):
 
 
 def _claims(**fields):
-    """A reply with other metadata."""
-    both = {**fields, **{f"_{name}": value for name, value in fields.items()}}
-    return lambda message: message.metadata.__dict__.update(both)
+    return lambda message: fm.claim(message, **fields)
 
 
 _FOUR = np.zeros(4)
@@ -153,16 +135,13 @@ def test_a_hostile_reply_is_left_out_and_the_others_stay(change):
     assert len(strategy.strategy.handed[0]) == 1
 
 
-def test_what_is_not_finite_is_zero():
+def test_what_is_not_finite_is_zero_and_weights_are_not_believed():
     for value in (np.nan, np.inf, -np.inf):
         strategy = fm.private(m=2)
         got = _moved(strategy, [[1.0, 0]] * 2, _put(np.array([value, 1.0])))
         np.testing.assert_allclose(got, [0.25, 0])
         assert strategy.discarded_updates == 1
-
-
-def test_the_weight_it_claims_is_not_looked_at():
-    for weight in (0, -3, 1e300, np.nan):
+    for weight in (0, -3, 1e300, np.nan):  # The weight it claims is not looked at.
 
         def changed(message, weight=weight):
             assert message.content["metrics"]["num-examples"] == 1
@@ -192,16 +171,12 @@ def test_one_client_moves_the_count_by_one():
     fm.a_round(strategy, _grid([[1.0]] * 2, changed), fm.model(np.zeros(1)))
     assert strategy.clip_norm == 1.0
 
-    def strange(message):
-        message.content["metrics"]["dpfedavg_norm_bit"] = [1.0]
-
-    for change in (_without_bit, strange):
+    strange = {"num-examples": 1, "dpfedavg_norm_bit": [1.0]}
+    for change in (_without_bit, _sets(metrics=fm.MetricRecord(strange))):
         strategy = fm.private(_adaptive(0.5), 4)
         _moved(strategy, np.eye(4), change)
         assert strategy.rejected_replies == 1
 
-
-# Clients that fail.
 
 _SILENT = {11: None, 12: OSError("no disk")}
 
@@ -249,9 +224,6 @@ def test_replies_without_their_round_are_refused():
     # A round without clients is none.
     with mock.patch.object(strategy.strategy, "configure_train", lambda *_: []):
         assert fm.a_round(strategy, _grid([]), start, 2) == (None, None)
-
-
-# What it costs, and what is said of it.
 
 
 _CORRELATED = {"clip_norm": 1.0, "noise_multiplier": 1.0}
@@ -317,6 +289,12 @@ def test_one_model_for_all():
 
     with pytest.raises(ValueError, match="one model only"):
         _moved(fm.private(strategy=Two(3)), [np.zeros(2)] * 3)
+    # All else is the wrapped strategy's; replies to an evaluation end no run.
+    strategy = fm.private()
+    got = strategy.start(_grid([[1.0, 0.0]] * 3), fm.model([0.0, 0.0]), num_rounds=4)
+    np.testing.assert_allclose(fm.arrays(got)[0], [4 * 0.5, 0])
+    assert (len(strategy.released_rounds), strategy.sampled) == (4, 3)
+    assert strategy.aggregate_evaluate(1, []) is None
     with pytest.raises(ValueError, match="real numbers"):
         fm.a_round(fm.private(), _grid([np.zeros(2)] * 3), fm.model(np.array(["a"])))
 
@@ -324,15 +302,13 @@ def test_one_model_for_all():
 _LIGHT = """
 import sys
 sys.modules["flwr"] = None  # Flower 1.12 itself imports TensorFlow.
-sys.path.insert(0, "tests/flower")
-import flower_messages as fm
-import numpy as np
 import tfdp_fl
+from tests.flower import flower_messages as fm
 adaptive = tfdp_fl.AdaptiveClipping(noise_multiplier=1.0, count_noise_stddev=5.0)
 for mechanism in (fm.SHARES, adaptive):
     strategy = fm.private(mechanism, 3, 5, target_epsilon=1e3, target_delta=1e-5)
-    grid = fm.Grid({i: fm.adds([np.ones(3)]) for i in range(5)})
-    strategy.start(grid, fm.model(np.zeros(3)), num_rounds=2)
+    grid = fm.Grid({i: fm.adds([1.0]) for i in range(5)})
+    strategy.start(grid, fm.model(1.0), num_rounds=2)
     assert len(strategy.released_rounds) == 2, mechanism
     strategy.privacy_report(1e-5)
 print(sorted({"tensorflow", "keras", "tf_keras"} & set(sys.modules)))
@@ -340,7 +316,6 @@ print(sorted({"tensorflow", "keras", "tf_keras"} & set(sys.modules)))
 
 
 def test_a_server_whose_clients_clip_imports_no_tensorflow():
-    folder = pathlib.Path(__file__).resolve().parents[2]
-    said = {"capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, "-c", _LIGHT], cwd=folder, **said)
+    said = {"cwd": pathlib.Path(__file__).parents[2], "capture_output": True}
+    done = subprocess.run([sys.executable, "-c", _LIGHT], **said, text=True)
     assert done.stdout.strip() == "[]", done.stderr

@@ -1,7 +1,5 @@
 """Budget, ledger, checkpoints and report as callbacks of a training."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import html
@@ -11,7 +9,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import tfdp_fl
 from tests.keras import toy
@@ -30,19 +27,6 @@ _DELTA = 1e-3
 _LOCAL = tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=2.0)
 
 
-class _Lines(FederatedCallback):
-    """Notes in which order things happen, and the model's weights then."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-        for name in ("rounds_planned", "round_charged", "round_released", "fit_end"):
-            setattr(self, f"on_{name}", functools.partial(self._note, name))
-
-    def _note(self, kind, *_):
-        self.seen.append((kind, self.federated_model.get_weights()[0].copy()))
-
-
 def _raises(place, error):
     """Returns a callback that raises in one of the places where it is asked."""
     callback = FederatedCallback()
@@ -51,12 +35,18 @@ def _raises(place, error):
 
 
 def test_a_round_is_charged_before_the_model_changes():
-    fed, lines = toy.federated(), _Lines()
+    fed, seen, lines = toy.federated(), [], FederatedCallback()
+
+    def note(name, *_):
+        seen.append((name, fed.get_weights()[0].copy()))
+
+    for name in ("rounds_planned", "round_charged", "round_released", "fit_end"):
+        setattr(lines, f"on_{name}", functools.partial(note, name))
     toy.fit(fed, 2, [lines])
-    kinds = [kind for kind, _ in lines.seen]
+    kinds = [kind for kind, _ in seen]
     rounds = ["round_charged", "round_released"] * 2
     assert kinds == ["rounds_planned", *rounds, "fit_end"]
-    start, charged, released, again, *_ = (weights for _, weights in lines.seen)
+    start, charged, released, again, *_ = (weights for _, weights in seen)
     np.testing.assert_array_equal(charged, start)
     assert np.abs(released - start).max() > 1e-6
     np.testing.assert_array_equal(again, released)
@@ -67,7 +57,7 @@ def test_a_round_is_charged_before_the_model_changes():
         toy.fit(fed, 2, [refuses, lines])
     toy.assert_same(before, fed)
     assert (fed.epsilon(_DELTA), fed.rounds) == (spent, 2)
-    assert lines.seen[-1][0] == "fit_end"
+    assert seen[-1][0] == "fit_end"
 
 
 def test_a_budget_stops_before_the_round_that_would_overspend():
@@ -99,8 +89,8 @@ def test_a_budget_stops_before_the_round_that_would_overspend():
     epsilon = accounting.epsilon_of_mu_squared(3.5 * once, _DELTA)
     toy.fit(fed, 9, [PrivacyBudget(epsilon, _DELTA)])
     assert fed.rounds == 3
-    without_noise = toy.federated(tfdp_fl.NoPrivacy())
-    assert toy.fit(without_noise, 3, [PrivacyBudget(100.0, _DELTA)]).epoch == []
+    quiet = toy.federated(tfdp_fl.NoPrivacy())
+    assert toy.fit(quiet, 3, [PrivacyBudget(100.0, _DELTA)]).epoch == []
 
 
 _read = accounting.PrivacyLedger.read
@@ -111,12 +101,12 @@ def path(tmp_path):
     return tmp_path / "ledger.jsonl"
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("disk full")])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_an_error_at_the_end_of_fit_leaves_no_ledger_locked(path, error):
     fed, ledger, at_end = toy.federated(), Ledger(path), _raises("on_fit_end", error)
     if error is KeyboardInterrupt:
         at_end.on_fit_end = lambda *_: signal.raise_signal(signal.SIGINT)
-    with pytest.raises(type(error) if error is not KeyboardInterrupt else error):
+    with pytest.raises(error):
         toy.fit(fed, 1, [at_end, ledger])
     with accounting.PrivacyLedger(path, "append") as opened:
         assert opened.rounds == 1
@@ -132,22 +122,11 @@ def test_a_ledger_holds_every_round_of_several_fits(path):
     assert {e.cohort_size for e in contents.entries} == {20}
     assert contents.entries[0].details == {"noise_multiplier": 1.0}
     assert contents.epsilon(_DELTA) == fed.epsilon(_DELTA)
-    # Rounds that were run without it are made up for, by a new one too.
-    other = Ledger(path.with_name("other.jsonl"))
-    toy.fit(fed, 2)
-    toy.fit(fed, 1, [ledger, other])
-    for each in (ledger, other):
-        contents = _read(each.path)
-        assert len(contents.entries) == 6
-        assert contents.epsilon(_DELTA) == fed.epsilon(_DELTA)
     # Another run is refused, unless told to append.
     new = toy.federated()
     with pytest.raises(ValueError, match="ledger of another run"):
         toy.fit(new, 1, [ledger])
     assert new.rounds == 0
-    toy.fit(new, 1, [Ledger(path, append=True)])
-    assert len(_read(path).entries) == 7
-    assert _read(path).epsilon(_DELTA) == pytest.approx(new.epsilon(_DELTA))
 
 
 @pytest.mark.parametrize(
@@ -158,10 +137,12 @@ def test_a_ledger_of_two_runs_tells_what_all_rounds_cost(path, options, known):
     delta, make = 1e-5, functools.partial(toy.federated, *options)
     first, second, resumed = make(), make(), make()
     toy.fit(first, 10, [Ledger(path, append=True)])
-    # Rounds that nobody wrote down, and then as many with the ledger.
+    # Rounds that nobody wrote down, and then as many with the ledger, and a new one.
     toy.fit(second, 10)
     assert second.epsilon(delta) == first.epsilon(delta)
-    toy.fit(second, 10, [Ledger(path, append=True)])
+    new = Ledger(path.with_name("new"))
+    toy.fit(second, 10, [Ledger(path, append=True), new])
+    assert len(_read(new.path).entries) == 20
     spent, contents = second.epsilon(delta), _read(path)
     assert spent == pytest.approx(known, abs=0.005)
     assert contents.epsilon(delta) == pytest.approx(spent, abs=1e-9)
@@ -243,35 +224,18 @@ def test_what_a_directory_of_checkpoints_holds(tmp_path):
     before, new = contents(), toy.federated(sampling="shuffled")
     with pytest.raises(ValueError, match="not hold the checkpoints of another run"):
         toy.fit(new, 1, [keeper])
-    holder = checkpoint.CheckpointDirectory(path)
-    holder.acquire()
-    with pytest.raises(checkpoint.CheckpointInUseError):
-        toy.fit(fed, 1, [keeper])
-    holder.release()
     error = checkpoint.CheckpointWriteError
     with toy.full_disk(100), pytest.raises(error, match="cannot be written"):
         toy.fit(fed, 1, [keeper])
     assert (fed.rounds, new.rounds) == (7, 0)
     assert before == contents()
     # At the end of a training it is raised, also where another error was handled.
-    writes = mock.patch.object(checkpoint.CheckpointDirectory, "write")
-    with writes as write, pytest.raises(error):
-        write.side_effect = None, error
-        try:
-            raise RuntimeError("the first try")
-        except RuntimeError:
-            toy.fit(new, 2, [RoundCheckpoint(tmp_path, every=100)])
-
-
-def test_early_stopping_ends_with_the_best_weights_saved(tmp_path):
-    fed, keras = toy.federated(sampling="shuffled"), tf.keras.callbacks
-    best = {"min_delta": 99.0, "restore_best_weights": True}
-    stop = keras.EarlyStopping("loss", mode="max", **best)
-    toy.fit(fed, 9, [RoundCheckpoint(tmp_path, delta=_DELTA), stop])
-    assert fed.rounds == 2
-    saved = checkpoint.CheckpointDirectory(tmp_path).newest().state["weights"]
-    toy.assert_same(saved, fed)
-    toy.assert_same(stop.best_weights, fed)
+    writes = mock.patch.object(
+        checkpoint.CheckpointDirectory, "write", side_effect=[None, error]
+    )
+    with writes, pytest.raises(error), contextlib.ExitStack() as handled:
+        handled.callback(toy.fit, new, 2, [RoundCheckpoint(tmp_path, every=100)])
+        raise RuntimeError("the first try")
 
 
 def _page(path, fed, callbacks=(), **options):
@@ -282,8 +246,7 @@ def _page(path, fed, callbacks=(), **options):
 
 
 def test_a_report_is_one_file_with_everything(tmp_path):
-    compiled = {"metrics": ["accuracy"]}
-    fed = toy.federated(sampling="shuffled", delta=1e-2, compile_options=compiled)
+    fed = toy.federated(sampling="shuffled", delta=1e-2)
     page = _page(tmp_path, fed, rounds=2, validation_data=toy.arrays(20))
     assert not re.search(r"(src|href)=.(?!#)", page)
     text = " ".join(html.unescape(re.sub("<[^>]*>", " ", page)).split())
@@ -293,21 +256,19 @@ def test_a_report_is_one_file_with_everything(tmp_path):
         assert " ".join(part.split()) in text
     assert "<td>SGD</td>" in page
     assert "broken off" not in text
-    assert page.count("<svg") >= 4
+    assert page.count("<svg") >= 3
     shown = float(re.search(r"<b>([0-9.]+)</b>epsilon", page)[1])
     assert facts["epsilon"] <= shown <= facts["epsilon"] + 0.001
     # Also where the user ends the training; names are text; charts need matplotlib.
     settings = {"optimizer": "<script>alert(1)</script>"}
-    stop = _raises("on_round_released", KeyboardInterrupt)
+    fed, stop = toy.federated(), _raises("on_round_released", KeyboardInterrupt)
     with (
         mock.patch.object(report.resuming, "settings", lambda *_: settings),
         mock.patch.dict("sys.modules", {"matplotlib": None}),
     ):
-        page = _page(tmp_path, toy.federated(tfdp_fl.NoPrivacy()), [stop])
-    parts = "broken off", "&lt;script&gt;", 'pip install "tfdp_fl[plots]"'
-    for part in (*parts, "<b>none</b>"):
+        page = _page(tmp_path, fed, [stop])
+    for part in ("broken off", "&lt;script&gt;", 'pip install "tfdp_fl[plots]"'):
         assert part in page
-    assert "<script>" not in page
-    assert "<svg" not in page
+    assert not re.search("<script>|<svg", page)
     with pytest.raises(ValueError, match="path must name a file"):
         Report(tmp_path)

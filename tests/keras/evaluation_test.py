@@ -1,16 +1,23 @@
-"""Validation, metrics client by client, and what `validate` finds."""
+"""Validation, metrics of clients, private means of them, what `validate` finds."""
 
-from __future__ import annotations
-
+import math
+import os
+import shutil
+import signal
 import warnings
+from unittest import mock
 
+import dp_accounting
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import tfdp_fl
 from tests.keras import toy
+from tfdp_fl import accounting
 from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.keras import checkpoint, client_metrics
+from tfdp_fl.keras.client_metrics import PrivateMetrics
 
 _HELD_OUT = "Some clients were held out for validation"
 
@@ -33,8 +40,9 @@ def test_clients_held_out_are_read_for_validation_alone():
     assert _HELD_OUT in fed.privacy_statement(1e-2)
     assert fed.run.spending.clients.num_clients == 10 - held.num_clients
     # Clients that trained at some time are not stated as held out.
-    for splits in ((0.0, 0.25), (0.25, 0.0), (0.25, 0.5)):
-        fed = toy.federated(tfdp_fl.NoPrivacy(), clients_per_round=5)
+    fed = toy.federated(tfdp_fl.NoPrivacy(), clients_per_round=5)
+    for splits in ((0.0, 0.25), (0.25, 0.5)):
+        fed._forget_run()
         for split in splits:
             toy.fit(fed, data=_named(), validation_split=split)
         assert _HELD_OUT not in fed.privacy_statement(1e-2)
@@ -52,19 +60,15 @@ def test_one_client_more_moves_no_other_to_the_other_side():
         others = [name for name in names if name != without]
         for one, other in zip(sides(names), sides(others), strict=True):
             assert one - {without} == other
-    # The share is about what was asked for: of ids, 4.4 standard deviations.
-    for fraction in (0.1, 0.5, 0.9):
-        far = 4.4 * (2000 * fraction * (1 - fraction)) ** 0.5
-        assert abs(len(sides(range(2000), fraction)[1]) - 2000 * fraction) < far
+    # The share is about what was asked for: 4.4 standard deviations.
+    assert abs(len(sides(range(2000), 0.1)[1]) - 200) < 4.4 * 180**0.5
     for fraction in (1e-6, 1 - 1e-6):
         assert [len(side) for side in sides([3, 4], fraction)] == [1, 1]
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_metrics_of_clients_held_out_are_those_of_their_examples(streamed):
-    clients = _named()
+def test_metrics_of_clients_held_out_are_those_of_their_examples():
+    clients = toy.streamed(_named())
     _, held = clients.split_by_id(0.25)
-    clients = toy.streamed(clients) if streamed else clients
     compiled = {"metrics": ["accuracy"]}
     fed = toy.federated(None, toy.normalized, 5, compile_options=compiled)
     split = {"validation_split": 0.25, "validation_batch_size": 7}
@@ -133,13 +137,11 @@ class _Vector(tf.keras.metrics.Metric):
 
 def test_a_metric_of_several_numbers_and_other_validation_are_refused():
     message = "metrics must give one number each, got 'by_class'"
-    for argument in ("metrics", "weighted_metrics"):
-        fed = toy.federated(
-            compile_options={argument: ["accuracy", _Vector(name="by_class")]}
-        )
-        with pytest.raises(ValueError, match=message):
-            toy.fit(fed)
-        assert fed.run is None
+    vector = [_Vector(name="by_class")]
+    fed = toy.federated(compile_options={"weighted_metrics": ["accuracy", *vector]})
+    with pytest.raises(ValueError, match=message):
+        toy.fit(fed)
+    assert fed.run is None
     fed = toy.federated()
     both = {"validation_split": 0.1, "validation_data": toy.arrays(3)}
     with pytest.raises(ValueError, match="validation_split must be 0 where v"):
@@ -147,7 +149,7 @@ def test_a_metric_of_several_numbers_and_other_validation_are_refused():
     with pytest.raises((TypeError, ValueError), match="validation_data must be"):
         toy.fit(fed, validation_data=[1])
     toy.fit(fed)
-    fed.compile("sgd", toy.loss(), metrics=[_Vector(name="by_class")])
+    fed.compile("sgd", toy.loss(), metrics=vector)
     private = tfdp_fl.PrivateMetrics(bounds={"by_class": (0, 1)}, noise_multiplier=1.0)
     for given in (None, private):
         with pytest.raises(ValueError, match=message):
@@ -156,19 +158,260 @@ def test_a_metric_of_several_numbers_and_other_validation_are_refused():
 
 
 def test_validate_names_a_problem():
-    frozen = toy.dense()
-    frozen.trainable = False
-    unbuilt = tf.keras.Sequential([tf.keras.layers.Dense(1)])
-    for model, message in (
-        (unbuilt, "input shape"),
-        (frozen, "must have trainable variables"),
-    ):
-        (problem,) = tfdp_fl.validate(model)
-        assert message in problem
-        with pytest.raises(ValueError, match=message):
-            tfdp_fl.validate(model, strict=True)
     model, loss, (x, y) = toy.dense(), toy.loss(), toy.arrays(10)
     assert tfdp_fl.validate(model) == []
     assert tfdp_fl.validate(model, clients=toy.clients(), loss=loss) == []
     (problem,) = tfdp_fl.validate(model, clients={"a": (x, y + 7)}, loss=loss)
     assert "label" in problem
+    model.trainable = False
+    (problem,) = tfdp_fl.validate(model)
+    assert "must have trainable variables" in problem
+    with pytest.raises(ValueError, match="input shape"):
+        tfdp_fl.validate(tf.keras.Sequential([tf.keras.layers.Dense(1)]), strict=True)
+
+
+# The private means: bound, noise, and charged first.
+
+_BOUNDS = {"loss": (0.0, 3.0), "accuracy": (0.0, 1.0)}
+_DELTA = 1e-3
+_Ledger = tfdp_fl.callbacks.Ledger
+
+
+def _private(**changes):
+    return PrivateMetrics(**{"bounds": _BOUNDS, "noise_multiplier": 4.0, **changes})
+
+
+def _trained(sampling="fixed_size", rounds=1, callbacks=(), data=None, **options):
+    compiled = {"metrics": ["accuracy"]}
+    fed = toy.federated(sampling=sampling, compile_options=compiled, **options)
+    if rounds:
+        toy.fit(fed, rounds, callbacks, data)
+    return fed
+
+
+def _evaluated(fed, private=None, clients=None):
+    clients = toy.clients() if clients is None else clients
+    private = _private() if private is None else private
+    return fed.evaluate_clients(clients, private=private, verbose=0)
+
+
+def test_a_client_contributes_at_most_one():
+    ends = [0.0, 1.0, 3.0, -1e308, 1e308, np.nan, np.inf, -np.inf]
+    ends += [5e-324, np.nextafter(3.0, 4), np.nextafter(1.0, 0), 0.5, 1.5]
+    loss, accuracy = map(np.ravel, np.meshgrid(ends, ends))
+    each = _private().contributions({"loss": loss, "accuracy": accuracy})
+    norms = np.linalg.norm(each, axis=1)
+    # The bound is met: the noise is not measured against too much.
+    assert 1 - 1e-12 < norms.max() <= 1 + 1e-12
+    unusable = ~(np.isfinite(loss) & np.isfinite(accuracy))
+    assert norms[unusable].max() == 0.0
+    # One client replaced by any other moves the sum by at most two.
+    apart = each[:, None] - each[None]
+    assert np.linalg.norm(apart, axis=2).max() <= 2 + 1e-12
+    wide = _private(bounds={"loss": (-8e307, 8e307)})
+    each = wide.contributions({"loss": np.array([-1e308, 0.0, 1e308])})
+    assert np.linalg.norm(each, axis=1).max() <= 1 + 1e-12
+
+
+def test_noise_has_its_standard_deviation_and_the_sum_is_all_that_is_used():
+    # Of 10,000 normal numbers 5 % are 7 standard deviations of their own deviation.
+    private, generator = _private(noise_multiplier=2.5), np.random.default_rng(7)
+    values = {n: generator.uniform(*bounds, 500) for n, bounds in _BOUNDS.items()}
+    results = [private.released(values, generator) for _ in range(10_000)]
+    for name in _BOUNDS:
+        means = [each[name]["mean"] for each in results]
+        assert abs(np.std(means) / results[0][name]["noise_stddev"] - 1) < 0.05
+    counts = [each["num_clients"] for each in results]
+    assert abs(np.std(counts) / (2.5 * 3**0.5) - 1) < 0.05
+    assert results[0]["num_clients_stddev"] == pytest.approx(2.5 * 3**0.5)
+    total = private.contributions(values).sum(axis=0)
+    with mock.patch.object(PrivateMetrics, "contributions", lambda *_: total[None]):
+        one = private.released({}, np.random.default_rng(1))
+    assert one == private.released(values, np.random.default_rng(1))
+
+
+def test_without_noise_it_is_the_clients_own_and_with_it_each_time_another():
+    fed = _trained()
+    exact = fed.evaluate_clients(toy.clients(), verbose=0)
+    one, other = (_evaluated(fed) for _ in range(2))
+    assert one["num_clients"] != other["num_clients"]
+    released = _evaluated(fed, _private(noise_multiplier=0.0))
+    assert released["num_clients"] == pytest.approx(toy.NUM_CLIENTS)
+    for name in _BOUNDS:
+        assert released[name]["mean"] == pytest.approx(exact[name].mean(), abs=1e-6)
+        assert released[name]["noise_stddev"] == 0.0
+    assert fed.epsilon(_DELTA) == math.inf
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_label_that_is_no_class_ends_nothing():
+    # An error would tell of one client's data, and cost nothing.
+    clients = {k: toy.clients().client(k) for k in range(toy.NUM_CLIENTS)}
+    fed, quiet = _trained(data=clients), _private(noise_multiplier=1e-3)
+    for label in (toy.NUM_CLASSES, -1):
+        x, y = (np.array(leaf) for leaf in clients[3])
+        y[2] = label
+        bad = {**clients, 3: (x, y)}
+        # Kernels of a GPU say NaN, those of a CPU raise.
+        found = _evaluated(fed, quiet, bad)["num_clients"]
+        assert abs(found - (toy.NUM_CLIENTS - 1)) < 0.1
+        # Nor do clients of which not one can be evaluated on; a warning would name one.
+        for each in ({3: (x, y)}, {3: (x[:0], y[:0])}):
+            assert abs(_evaluated(fed, quiet, each)["num_clients"]) < 0.1
+    assert fed.spending.evaluations == 6
+
+
+def _rounds(fed):
+    """Returns what the rounds alone cost."""
+    account = accounting.PrivacyAccountant()
+    for charge, count in fed.spending.charges:
+        account.add(charge, count)
+    return account
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed_size", "shuffled"])
+def test_it_is_in_epsilon(sampling):
+    fed = _trained(sampling, 2)
+    before, own = fed.epsilon(_DELTA), _rounds(fed)
+    assert own.epsilon(_DELTA) == pytest.approx(before)
+    for _ in range(2):
+        _evaluated(fed)
+    kind = "fixed_size" if sampling == "fixed_size" else "poisson"
+    all_of_them = {"num_clients": toy.NUM_CLIENTS, "clients_per_round": toy.NUM_CLIENTS}
+    event = dp_accounting.GaussianDpEvent(4.0)
+    own.add(accounting.RoundCharge(sampling=kind, event=event, **all_of_them), 2)
+    assert fed.epsilon(_DELTA) > before + 1e-3
+    # PLD takes seconds for cohorts of a fixed size.
+    for by in ("rdp",) if sampling == "fixed_size" else ("rdp", "pld"):
+        assert fed.epsilon(_DELTA, by) == pytest.approx(own.epsilon(_DELTA, by))
+    if sampling == "shuffled":
+        statement = fed.privacy_statement(_DELTA)
+        assert "that evaluate_clients released" in statement
+        assert "Philox4x64-10" in statement  # Also where the rounds' noise is exact.
+    assert fed.rounds == 2
+    toy.fit(fed, 1)  # Training goes on with it.
+    assert fed.epsilon(_DELTA) > own.epsilon(_DELTA)
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    return _Ledger(tmp_path / "a.jsonl")
+
+
+def _told(ledger):
+    """Returns the epsilon of a ledger's file, to compare."""
+    told = accounting.PrivacyLedger.read(ledger.path).epsilon(_DELTA)
+    return pytest.approx(told, abs=1e-9)
+
+
+def test_the_line_comes_first_and_the_run_goes_on(tmp_path, ledger):
+    also, saved = _Ledger(tmp_path / "b.jsonl"), tmp_path / "run"
+    fed, order = _trained("shuffled", rounds=0), []
+    toy.fit(fed, 2, [ledger])
+    released = lambda *_: order.append(_told(ledger))  # noqa: E731
+    with mock.patch.object(PrivateMetrics, "released", released):
+        _evaluated(fed)
+    after = fed.epsilon(_DELTA)
+    assert order == [after]
+    # One that is in the first ledger only; then one of before the checkpoints.
+    keeps = [[ledger, also], [tfdp_fl.callbacks.RoundCheckpoint(saved)]]
+    for released, callbacks in enumerate(keeps, 1):
+        toy.fit(fed, 1, callbacks)
+        # In two files, and counted once.
+        assert fed.spending.evaluations == released
+        for each in callbacks:
+            assert fed.epsilon(_DELTA) == _told(each)
+        _evaluated(fed)
+    assert fed.epsilon(_DELTA) > after
+
+
+def test_what_cannot_be_written_or_afforded_is_not_released(ledger):
+    fed = _trained(callbacks=[ledger])
+    os.unlink(ledger.path)
+    ledger.path.mkdir()
+    unwritten = pytest.raises((accounting.LedgerError, OSError))
+    with mock.patch.object(PrivateMetrics, "released") as released, unwritten:
+        _evaluated(fed)
+    released.assert_not_called()
+    fed = toy.private(3.0, 3, ["accuracy"])
+    toy.fit(fed, 3)
+    before = fed.epsilon(_DELTA)
+    message = r"epsilon to \d.*epsilon=3 of the target of make_private"
+    unpaid = pytest.raises(ValueError, match=message)
+    with mock.patch.object(client_metrics, "evaluate") as called, unpaid:
+        _evaluated(fed)
+    called.assert_not_called()
+    assert fed.epsilon(_DELTA) == before
+
+
+def test_what_other_runs_wrote_meanwhile_counts_before_a_release(tmp_path):
+    path, budget = tmp_path / "all.jsonl", tfdp_fl.callbacks.PrivacyBudget
+    first, second = _trained(rounds=0), _trained(rounds=0)
+    toy.fit(first, 1, [budget(1e3, _DELTA), _Ledger(path, append=True)])
+    alone = first.epsilon(_DELTA)
+    toy.fit(second, 2, [_Ledger(path, append=True)])
+    _evaluated(first)
+    told = accounting.epsilon_from_ledger(path, _DELTA)
+    assert first.epsilon(_DELTA) == pytest.approx(told, abs=1e-9)
+    first.federated_callbacks[0].epsilon = told  # It is spent, if all are counted.
+    with pytest.raises(ValueError, match="of the PrivacyBudget"):
+        _evaluated(first)
+    assert accounting.epsilon_from_ledger(path, _DELTA) == told > alone
+
+
+def test_an_interrupt_leaves_no_line_that_the_run_knows_not_of(ledger):
+    fed, record = _trained(callbacks=[ledger]), accounting.PrivacyLedger.record
+
+    def interrupted(*args, **kwargs):
+        record(*args, **kwargs)
+        signal.raise_signal(signal.SIGINT)
+
+    patch = mock.patch.object(accounting.PrivacyLedger, "record", interrupted)
+    with patch, pytest.raises(KeyboardInterrupt):
+        _evaluated(fed)
+    assert fed.spending.evaluations == 1
+    toy.fit(fed, 1, [ledger])
+    assert fed.epsilon(_DELTA) == _told(ledger)
+
+
+def test_within_a_fit_the_directory_stays_locked_and_a_resumed_run_knows(tmp_path):
+    path, (fed, other) = tmp_path / "run", (_trained("shuffled", 0) for _ in range(2))
+    saved = tfdp_fl.callbacks.RoundCheckpoint(path)
+
+    def evaluate():
+        _evaluated(fed)
+        with pytest.raises(checkpoint.CheckpointInUseError):
+            checkpoint.CheckpointDirectory(path).acquire()
+
+    toy.fit(fed, 3, [saved, toy.at_end(evaluate, 1), toy.stop(fed, 1)], seed=1)
+    _evaluated(fed)
+    statement = (path / "privacy.txt").read_text("utf-8")
+    assert "that evaluate_clients released" in statement
+    cut = shutil.copytree(path, tmp_path / "cut") / "ledger.jsonl"
+    cut.write_bytes(b"".join(cut.read_bytes().splitlines(keepends=True)[:-1]))
+    with pytest.raises(accounting.LedgerTamperedError):
+        toy.fit(other, 3, seed=1, resume_from=cut.parent)
+    toy.fit(other, 3, seed=1, resume_from=path)
+    assert other.spending.evaluations == 2
+    assert "rounds_charged_twice" not in other.run.caveats
+    rounds = _rounds(other)
+    assert rounds.rounds == 3
+    rounds.add(_private().charge("shuffled", toy.NUM_CLIENTS), 2)
+    assert other.epsilon(_DELTA) == pytest.approx(rounds.epsilon(_DELTA), abs=1e-6)
+    assert other.epsilon(_DELTA) > fed.epsilon(_DELTA)
+
+
+def test_what_is_refused():
+    fed = _trained(rounds=0)
+    with pytest.raises(ValueError, match="before the first fit"):
+        _evaluated(fed)
+    toy.fit(fed)
+    before, unknown = fed.epsilon(_DELTA), _private(bounds={"f1": (0, 1)})
+    with pytest.raises(TypeError, match="private must be a PrivateMetrics"):
+        _evaluated(fed, 3)
+    with pytest.raises(ValueError, match=r"compiled \(.*'accuracy'.*got 'f1'"):
+        _evaluated(fed, unknown)
+    assert fed.epsilon(_DELTA) == before
+    local = tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=1.0)
+    with pytest.raises(ValueError, match="guarantee is local"):
+        _evaluated(_trained(mechanism=local))

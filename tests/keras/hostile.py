@@ -1,31 +1,24 @@
 """One client that wants to do harm, in a round of four, on every way to train.
 
 The same seed with its data and without (no examples, or for weights that are
-averaged: usual ones) gives the same cohort and the same noise, so what is left
-between the two models is what the client did.
-
-How far that may be. Let c be the most that one client can change in the sum
-(`REACH`: the clip S, against nothing). The mean is divided by m, so the model
-moves by at most c / m in exact arithmetic. Added to it is
+averaged: usual ones) gives the same cohort and noise: what is left between the two
+models is what the client did. If it changes the sum by c at most (`reach`), and the
+mean is divided by m, the model moves by at most c / m in exact arithmetic, and
 
     1e-5 c / m                            of the clip itself (docs/clipping.md)
     (K + 6) u (|w| + |sum| + |noise|)     u = 2^-24
 
-K + 6 roundings to float32, each of at most u times what it is a rounding of:
-K - 1 additions of clients, the noise, the division, and the addition to the
-weights, in both models (Higham 2002, section 3.1, gamma_n). The sum is at most
-K c, and the noise (stddev s, d elements) at most s (sqrt(d) + 6.5), but for a
-chance of 1e-9. In secure aggregation half a step of its grid is added for each
-client and element.
+for K + 6 roundings to float32, each at most u times what it is a rounding of: K - 1
+additions of clients, the noise, the division, and the addition to the weights, in
+both models (Higham 2002, section 3.1, gamma_n). The sum is at most K c, and the
+noise (stddev s, d elements) at most s (sqrt(d) + 6.5), but for a chance of 1e-9.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -50,56 +43,48 @@ Client = tuple[np.ndarray, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A mechanism, and what one client can do to it.
+    """A mechanism, and what one client can do to it."""
 
-    Attributes:
-      make: Makes the mechanism.
-      reach: c, the most that one client changes in the sum; NaN: the clip norm of
-        the round, which is measured.
-      sampling: How cohorts of all clients are drawn.
-      noise: What a client that drops out takes along: the stddev of the noise
-        that it would have added, for each element of the sum; NaN: as measured.
-      averages: Whether weights are averaged, so that a client without
-        examples is none.
-    """
-
-    make: Callable[[], Any]
-    reach: float = CLIP
+    kind: Any
+    options: dict[str, Any]
+    reach: float = CLIP  # c; NaN: the clip norm of the round, which is measured.
     sampling: str = "fixed_size"
+    # The stddev of what a client that drops out takes along; NaN: as measured.
     noise: float = 0.0
-    averages: bool = False
+    averages: bool = False  # Weights: a client without examples is none.
+
+    def make(self) -> tfdp_fl.Mechanism:
+        return self.kind(**self.options)
 
 
-def _case(kind: type, options: dict[str, Any], **case: Any) -> Case:
-    return Case(lambda: kind(**options), **case)
+def _somebodys_own(**options: Any) -> tfdp_fl.Mechanism:
+    return smooth_clipping()(**options)
 
 
 _Z = {"noise_multiplier": 0.5}
 _CLIPPED = {"clip_norm": CLIP, **_Z}
 _ADAPTIVE = {"initial_clip_norm": CLIP, "count_noise_stddev": 1.0, **_Z}
-_CORRELATED = {**_CLIPPED, "strategy": "blt:2", "rounds": 4, "min_separation": 1}
+_BLT = tfdp_fl.BLT(theta=(0.6, 0.1), theta_hat=(0.2, 0.05))
+_CORRELATED = {**_CLIPPED, "strategy": _BLT, "rounds": 4, "min_separation": 1}
 _DISCO = {"epsilon": 100.0, "delta": 1e-3, "clipping_radius": CLIP}
 _NBAFL = {"epsilon": 500.0, "constant": 3.0, "weight_clip": 3.0}
-_AT_CLIENTS = {"noise_site": "client"}
+_PRIVATE_MEDIAN = {**_Z, "median_noise_multiplier": 0.01}
+_AT_CLIENTS, _SEEN = {"noise_site": "client"}, math.nan
 # The clients but the hostile one are alike, so that the median is theirs with one
 # more or less. DISCO has a radius for each of four variables. NbAFL's weights may
 # turn right round, and are weighted by the examples: 1/4 of the mean is 2 C.
 CASES = {
-    "fixed": _case(tfdp_fl.FixedClipping, _CLIPPED),
-    "fixed_client": _case(tfdp_fl.FixedClipping, _CLIPPED | _AT_CLIENTS),
-    "adaptive": _case(tfdp_fl.AdaptiveClipping, _ADAPTIVE),
-    "adaptive_client": _case(tfdp_fl.AdaptiveClipping, _ADAPTIVE | _AT_CLIENTS),
-    "median": _case(
-        tfdp_fl.MedianClipping, {**_Z, "median_noise_multiplier": 0.01}, reach=math.nan
-    ),
-    "exact_median": _case(tfdp_fl.MedianClipping, _Z, reach=math.nan),
-    "correlated": _case(tfdp_fl.CorrelatedNoise, _CORRELATED, sampling="cyclic"),
-    "local": _case(tfdp_fl.LocalDP, _CLIPPED, noise=0.5 * CLIP),
-    "adaptive_local": _case(
-        tfdp_fl.AdaptiveLocalDP, _DISCO, reach=2 * CLIP, noise=math.nan
-    ),
-    "nbafl": _case(tfdp_fl.NbAFL, _NBAFL, reach=6.0, averages=True, noise=math.nan),
-    "somebodys_own": Case(lambda: smooth_clipping()(start_norm=CLIP, **_Z)),
+    "fixed": Case(tfdp_fl.FixedClipping, _CLIPPED),
+    "fixed_client": Case(tfdp_fl.FixedClipping, _CLIPPED | _AT_CLIENTS),
+    "adaptive": Case(tfdp_fl.AdaptiveClipping, _ADAPTIVE),
+    "adaptive_client": Case(tfdp_fl.AdaptiveClipping, _ADAPTIVE | _AT_CLIENTS),
+    "median": Case(tfdp_fl.MedianClipping, _PRIVATE_MEDIAN, _SEEN),
+    "exact_median": Case(tfdp_fl.MedianClipping, _Z, _SEEN),
+    "correlated": Case(tfdp_fl.CorrelatedNoise, _CORRELATED, sampling="cyclic"),
+    "local": Case(tfdp_fl.LocalDP, _CLIPPED, noise=0.5 * CLIP),
+    "adaptive_local": Case(tfdp_fl.AdaptiveLocalDP, _DISCO, 2 * CLIP, noise=_SEEN),
+    "nbafl": Case(tfdp_fl.NbAFL, _NBAFL, 6.0, noise=_SEEN, averages=True),
+    "somebodys_own": Case(_somebodys_own, {"start_norm": CLIP, **_Z}),
 }
 
 
@@ -108,9 +93,7 @@ def _filled(value: float) -> Callable[[Client], Client]:
 
 
 def _one_nan(client):
-    x, y = client[0].copy(), client[1]
-    x[-1, -1] = np.nan
-    return x, y
+    return np.where(np.arange(FEATURES) == 2, np.float32(np.nan), client[0]), client[1]
 
 
 def _cancelling(client):
@@ -198,6 +181,26 @@ WAYS = (
 )
 
 
+def jit_compile(way: str) -> bool | None:
+    """Returns what `compile` is told for a way."""
+    return None if way.endswith("side_by_side") else way.endswith("xla")
+
+
+def fit(fed: Any, way: str, clients: Any, runtime: Any = None, **options: Any) -> Any:
+    """Trains clients in one way; what is streamed is not a mapping any more."""
+    beside = way.endswith("side_by_side")
+    changes = {
+        "is_worthwhile": lambda *_: beside,
+        "is_small": lambda *_: "few" in way,
+        **({"clients_at_once": lambda *_: 2} if "groups" in way else {}),
+    }
+    if way.startswith("streamed") and isinstance(clients, dict):
+        clients = FederatedDataset.from_client_fn(list(clients), clients.__getitem__)
+    runtime = HereWorkers() if "sharded" in way else runtime
+    with mock.patch.multiple(dense_models, **changes):
+        return toy.fit(fed, data=clients, runtime=runtime, **options).history
+
+
 def model() -> tf.keras.Model:
     """Returns a small dense model that always starts the same."""
     tf.keras.utils.set_random_seed(1)
@@ -205,8 +208,7 @@ def model() -> tf.keras.Model:
     return tf.keras.Sequential([tf.keras.layers.Input((FEATURES,)), *layers])
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a round left: the weights in float64, and its history."""
 
     weights: np.ndarray
@@ -217,28 +219,23 @@ class Trainer:
     """Trains one round again and again, from the same weights and seed."""
 
     def __init__(self, case: Case, way: str, runtime: Any = None):
-        self.case, self.way = case, way
-        self._runtime = HereWorkers() if "sharded" in way else runtime
-        self._beside = way.endswith("side_by_side")
+        self.case, self.way, self._runtime = case, way, runtime
         protocol = None
         if way.startswith("secure"):
             mode = "float" if way.endswith("float") else "ring"
             protocol = secure_aggregation.AdditiveSecretSharing(mode=mode)
         compiled = {"optimizer": tf.keras.optimizers.SGD(0.5), "metrics": ["accuracy"]}
-        compiled["jit_compile"] = None if self._beside else way.endswith("xla")
+        compiled["jit_compile"] = jit_compile(way)
         self.fed = toy.federated(
-            *(case.make(), model(), CLIENTS, case.sampling, compiled),
+            *(case.make(), model, CLIENTS, case.sampling, compiled),
             secure_aggregation=protocol,
         )
-        self._start = self.fed.get_weights()
+        self._weights = self.fed.get_weights()
+        self.start = toy.flat(self._weights)
 
-    def start(self) -> np.ndarray:
-        """Returns the weights that every round starts from."""
-        return toy.flat(self._start)
-
-    def round(self, change: Callable[[Client], Any], others=lambda c: c) -> Outcome:
-        """Trains one round, of changed data of the hostile client and of others."""
-        data = {k: others(client) for k, client in clients().items()}
+    def round(self, change: Callable[[Client], Any]) -> Outcome:
+        """Trains one round, of changed data of the hostile client."""
+        data: Any = clients()
         if self.way.startswith("streamed"):
 
             def read(client):
@@ -246,15 +243,11 @@ class Trainer:
 
             dataset = FederatedDataset.from_client_fn(range(CLIENTS), read)
         else:
-            data[HOSTILE] = change(data[HOSTILE])
-            dataset = FederatedDataset.from_client_arrays(data)
-        self.fed.set_weights(self._start)
+            dataset = {**data, HOSTILE: change(data[HOSTILE])}
+        self.fed.set_weights(self._weights)
         self.fed._forget_run()  # The same noise again.
-        beside, few = self._beside, "few" in self.way
-        chosen = {"is_worthwhile": lambda *_: beside, "is_small": lambda *_: few}
-        fit = {"batch_size": EXAMPLES // 2, "seed": 5, "runtime": self._runtime}
-        with mock.patch.multiple(dense_models, **chosen):
-            history = toy.fit(self.fed, data=dataset, **fit).history
+        options = {"batch_size": EXAMPLES // 2, "seed": 5}
+        history = fit(self.fed, self.way, dataset, self._runtime, **options)
         history = {name: values[-1] for name, values in history.items()}
         return Outcome(toy.flat(self.fed), history)
 
@@ -264,17 +257,13 @@ class Trainer:
         return self.round(lambda client: client if usual else without_examples(client))
 
     def bound(self, without: Outcome, dropped_out: bool = False) -> float:
-        """Returns how far the hostile client may move the model.
-
-        That is, from where it would be without it, or if it failed and took its own
-        noise along.
-        """
+        """Returns how far the hostile client may move the model from there."""
         reach, noise, history = self.case.reach, self.case.noise, without.history
         if math.isnan(reach):
             reach = history["clip_norm"]
         if math.isnan(noise):
             noise = history["noise_stddev"] / CLIENTS**0.5
-        weights, size = np.linalg.norm(self.start()), self.start().size
+        weights, size = np.linalg.norm(self.start), self.start.size
         # |N(0, I)| of d elements is above sqrt(d) + 6.5 with less than 1e-9
         # (Laurent and Massart 2000, Lemma 1).
         length = size**0.5 + 6.5

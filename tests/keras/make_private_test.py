@@ -1,7 +1,5 @@
 """`make_private` finds the smallest noise that keeps a target."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np
@@ -80,15 +78,9 @@ def test_schedules_are_scaled_as_a_whole_and_calibrated_as_they_will_run():
 )
 def test_local_targets_hold_for_the_client_seen_most(mechanism, options):
     made = _make(8.0, mechanism=mechanism, **options).mechanism
-    deployment = Deployment(
-        clients_per_round=100,
-        num_clients=_CLIENTS,
-        sampling="poisson",
-        rounds=30,
-        max_participations=30,
-        num_variables=2,
-    )
-    spent = 30 * made.mu_squared(deployment)
+    planned = {"rounds": 30, "max_participations": 30, "num_variables": 2}
+    cohorts = {"clients_per_round": 100, "num_clients": _CLIENTS, "sampling": "poisson"}
+    spent = 30 * made.mu_squared(Deployment(**cohorts, **planned))
     _assert_used_up(accounting.epsilon_of_mu_squared(spent, _DELTA), 8.0)
     # Nor do clients get a fresh target for every fit.
     fed = toy.private(8.0, 6, mechanism=mechanism, sampling="shuffled", **options)
@@ -150,10 +142,9 @@ def test_other_numbers_or_more_rounds_than_planned():
     with pytest.warns(RuntimeWarning, match="allows 0 of the 1 rounds"):
         assert toy.fit(fed, 1).epoch == []
     assert fed.rounds == 4
-    # Cohorts that are not known may allow more: 40 clients are drawn half of the
-    # time, and somebody is soon drawn thrice.
+    # Cohorts that are not known may allow more, until somebody is drawn thrice.
     fed = toy.private(8.0, 3, mechanism="local", clip_norm=0.5)
-    message = "at least 3 of the 40 rounds .* may end there"
+    message = "at least 3 of the 40 rounds .* may end after those"
     with pytest.warns(RuntimeWarning, match=message):
         toy.fit(fed, 40)
     assert 3 <= fed.rounds <= 12

@@ -1,7 +1,6 @@
 """No way of calling `fit` has rounds that epsilon leaves out."""
 
-from __future__ import annotations
-
+import concurrent.futures
 import copy
 import pickle
 import signal
@@ -23,19 +22,6 @@ _TRAINED = "already trained on clients"
 _PRIVATE = tfdp_fl.PrivateMetrics(bounds={"loss": (0.0, 5.0)}, noise_multiplier=1.0)
 
 
-class _Do(tf.keras.callbacks.Callback):
-    """Calls a function once, when a round begins or ends."""
-
-    def __init__(self, function, when="on_epoch_end", round_index=0):
-        super().__init__()
-        self._function, self._rounds = function, (None, {}, round_index)
-        setattr(self, when, self._called)
-
-    def _called(self, round_index=0, logs=None):
-        if round_index in self._rounds:  # Or `logs`, before training.
-            self._function()
-
-
 def _evaluate(fed):
     fed.evaluate_clients(toy.clients(), verbose=0, private=_PRIVATE)
 
@@ -46,9 +32,8 @@ def _evaluate(fed):
 def test_weights_that_a_callback_brings_are_refused(when):
     trained, fed = toy.federated(), toy.federated()
     toy.fit(trained, 2)
-    brings = _Do(lambda: fed.set_weights(trained.get_weights()), when)
-    if when == "set_model":
-        brings.set_model = lambda model: model.set_weights(trained.get_weights())
+    brings, weights = tf.keras.callbacks.LambdaCallback(), trained.get_weights()
+    setattr(brings, when, lambda *_, **__: fed.set_weights(weights))
     with pytest.raises(ValueError, match="must not change the model's weights"):
         toy.fit(fed, 2, callbacks=[brings])
     assert fed.epsilon(_DELTA) == 0.0
@@ -56,8 +41,8 @@ def test_weights_that_a_callback_brings_are_refused(when):
 
 def test_only_weights_of_this_run_may_be_restored(tmp_path):
     fed, kept = toy.federated(), []
-    keep = _Do(lambda: kept.extend(fed.get_weights()))
-    restore = _Do(lambda: fed.set_weights(kept), "on_epoch_begin", round_index=2)
+    keep = toy.at_end(lambda: kept.extend(fed.get_weights()), 0)
+    restore = toy.at_end(lambda: fed.set_weights(kept), 2, "on_epoch_begin")
     toy.fit(fed, 3, callbacks=[keep, restore])
     assert fed.rounds == 3
     fed, backup = toy.federated(), tf.keras.callbacks.BackupAndRestore(tmp_path)
@@ -67,7 +52,7 @@ def test_only_weights_of_this_run_may_be_restored(tmp_path):
 
 
 def test_an_interrupt_while_a_run_is_resumed(tmp_path):
-    fed, resumed = toy.federated(), toy.federated()
+    fed, resumed = (toy.federated(sampling="shuffled") for _ in range(2))
     keep = tfdp_fl.callbacks.RoundCheckpoint(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         toy.fit(fed, 3, [keep, toy.at_end(toy.interrupt, 1)])
@@ -84,7 +69,7 @@ def test_an_interrupt_while_a_run_is_resumed(tmp_path):
     toy.assert_same(fed, resumed)
     assert resumed.epsilon(_DELTA) == fed.epsilon(_DELTA)
     # A wrapper that resumes brings the cost along.
-    second = toy.federated(model=fed.model)
+    second = toy.federated(model=fed.model, sampling="shuffled")
     toy.fit(second, 3, resume_from=tmp_path)
     assert second.spending.rounds == 3
     for use in (
@@ -99,21 +84,18 @@ def test_an_interrupt_while_a_run_is_resumed(tmp_path):
 
 
 def test_fits_at_once():
-    fed, errors, start = toy.federated(), [], threading.Barrier(4)
+    fed, start = toy.federated(), threading.Barrier(4)
     toy.fit(fed, 1)
 
-    def train():
+    def train(_):
         start.wait()
         try:
             toy.fit(fed, 20)
         except RuntimeError as error:
-            errors.append(str(error))
+            return str(error)
 
-    threads = [threading.Thread(target=train) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        errors = [error for error in pool.map(train, range(4)) if error]
     assert fed.spending.rounds == fed.rounds == 1 + 20 * (4 - len(errors))
     assert all("fit" in error for error in errors)
 
@@ -129,7 +111,7 @@ def test_a_fit_or_compile_inside_a_fit(kind):
         toy.fit(inner, 2)
 
     with pytest.raises(RuntimeError, match="while a fit of the same Keras model"):
-        toy.fit(fed, 2, callbacks=[_Do(inside)])
+        toy.fit(fed, 2, callbacks=[toy.at_end(inside, 0)])
     assert fed.spending.rounds == 1
     toy.fit(fed, 2)  # The failed one has let go.
 
@@ -205,7 +187,7 @@ def test_a_budget_is_asked_in_the_act_of_charging(tmp_path, when, most):
     fed = toy.federated()
     budget = tfdp_fl.callbacks.PrivacyBudget(most, _DELTA)
     ledger = tfdp_fl.callbacks.Ledger(tmp_path / "ledger")
-    evaluates = _Do(lambda: _evaluate(fed), when, round_index=1)
+    evaluates = toy.at_end(lambda: _evaluate(fed), 1, when)
     toy.fit(fed, 4, [budget, ledger, evaluates])
     assert fed.spending.evaluations == 1
     assert fed.rounds < 4
@@ -228,7 +210,7 @@ def test_a_budget_or_target_counts_what_is_charged_while_it_plans(most):
         toy.fit(fed, 3, [tfdp_fl.callbacks.PrivacyBudget(most, _DELTA)])
     assert fed.epsilon(_DELTA) <= most
     fed = toy.private(60.0, 4)
-    toy.fit(fed, 4, [_Do(lambda: _evaluate(fed), "on_epoch_begin", round_index=1)])
+    toy.fit(fed, 4, [toy.at_end(lambda: _evaluate(fed), 1, "on_epoch_begin")])
     assert fed.epsilon(_DELTA) <= 60.0 * (1 + 1e-6)
     assert fed.rounds < 4
 
@@ -236,7 +218,7 @@ def test_a_budget_or_target_counts_what_is_charged_while_it_plans(most):
 def test_a_budget_serves_one_fit_at_a_time_and_its_model_s_evaluations():
     fed, other = toy.federated(), toy.federated()
     budget = tfdp_fl.callbacks.PrivacyBudget(100.0, _DELTA)
-    inside = _Do(lambda: toy.fit(other, 1, [budget]))
+    inside = toy.at_end(lambda: toy.fit(other, 1, [budget]), 0)
     with pytest.raises(RuntimeError, match="the PrivacyBudget of a fit that"):
         toy.fit(fed, 2, [budget, inside])
     toy.fit(fed, 1, callbacks=[budget])

@@ -4,8 +4,6 @@ The noise is correlated across rounds: that of later rounds depends on what its
 memory knows to be released.
 """
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os
@@ -23,8 +21,14 @@ from tfdp_fl import _files, accounting
 from tfdp_fl.engine import engine as engine_lib
 from tfdp_fl.keras import callbacks, checkpoint, resuming, round_loop
 
-_ROUNDS, _EVERY, _COHORT = 8, 2, 10
-_CLIP, _NOISE = 0.5, 2.0
+_ROUNDS, _EVERY, _COHORT, _CLIP, _NOISE = 8, 2, 10, 0.5, 2.0
+_CORRELATED = tfdp_fl.CorrelatedNoise(
+    clip_norm=_CLIP,
+    noise_multiplier=_NOISE,
+    strategy=tfdp_fl.BLT(theta=(0.6, 0.1), theta_hat=(0.2, 0.05)),
+    rounds=_ROUNDS,
+    min_separation=4,
+)
 # Where a process dies, in the order in which a round passes it: the point, the round
 # (counted from 0), and how many rounds were charged and saved by then.
 _DEATHS = (
@@ -38,10 +42,7 @@ _DEATHS = (
 
 
 def _federated(**options):
-    mechanism = {"strategy": "blt:2", "rounds": _ROUNDS, "min_separation": 4}
-    mechanism |= {"clip_norm": _CLIP, "noise_multiplier": _NOISE}
-    made = tfdp_fl.CorrelatedNoise(**mechanism)
-    return toy.federated(made, None, _COHORT, "cyclic", **options)
+    return toy.federated(_CORRELATED, None, _COHORT, "cyclic", **options)
 
 
 def _die() -> None:
@@ -56,8 +57,7 @@ class _Witness(callbacks.FederatedCallback):
         self._prefix, self._last = prefix, last
 
     def on_round_released(self, round_index, logs):
-        weights = toy.flat(self.federated_model)
-        np.save(f"{self._prefix}-{round_index}.npy", weights)
+        np.save(f"{self._prefix}-{round_index}.npy", toy.flat(self.federated_model))
         if round_index == self._last:
             _die()
 
@@ -117,14 +117,10 @@ def _run(path: pathlib.Path, process: str, point: str | None, round_index: int) 
     buffers = [b.numpy().reshape([b.shape[0], -1]) for b in memory.buffers]
     np.savez(
         path / "end.npz",
-        spent=_mu_squared(c for c, n in fed.spending.charges for _ in range(n)),
+        spent=sum(n * c.noise_multiplier**-2 for c, n in fed.spending.charges),
         position=memory.position.numpy(),
         buffers=np.concatenate(buffers, 1),
     )
-
-
-def _mu_squared(charges) -> float:
-    return sum(charge.noise_multiplier**-2 for charge in charges)
 
 
 def _entries(path):
@@ -178,10 +174,10 @@ def test_what_was_seen_is_charged_and_the_noise_goes_on_right(
     if point in ("seen", "half a checkpoint", "saved"):
         assert len(first) == round_index + 1
 
-    assert processes(path, "second") == [0]
+    _run(path, "second", None, 0)
     second = _noise(path, "second")
     assert sorted(second) == list(range(saved, _ROUNDS))
-    generator = _federated().mechanism.generator
+    generator = _CORRELATED.generator
     squares = (generator.charges / _NOISE) ** 2
     end = np.load(path / "end.npz")
     if charged == saved:  # Nothing is lost: one segment.
@@ -192,8 +188,8 @@ def test_what_was_seen_is_charged_and_the_noise_goes_on_right(
         spent = squares[:charged].sum() + squares[: _ROUNDS - saved].sum()
     segment += [second[t] for t in range(saved, _ROUNDS)]
     assert float(end["spent"]) == pytest.approx(spent)
-    written = _mu_squared(entry.charge for entry in _entries(path))
-    assert written == pytest.approx(spent)
+    written = [entry.charge.noise_multiplier for entry in _entries(path)]
+    assert sum(z**-2 for z in written) == pytest.approx(spent)
     assert int(end["position"]) == len(segment)
     # The buffers hold the noise of the segment, all of it and no other.
     buffers = np.zeros_like(end["buffers"])

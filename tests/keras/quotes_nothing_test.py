@@ -1,10 +1,9 @@
 """No error, warning or line of output quotes anybody's examples."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re
+import traceback
 import warnings
 
 import numpy as np
@@ -42,11 +41,7 @@ def _said(function) -> str:
         try:
             function()
         except Exception as error:
-            each: BaseException | None = error
-            while each is not None:
-                said.write(f"{type(each).__name__}: {each}\n")
-                hidden = None if each.__suppress_context__ else each.__context__
-                each = each.__cause__ or hidden
+            said.write("".join(traceback.format_exception(error)))
     return said.getvalue() + "".join(str(each.message) for each in seen)
 
 

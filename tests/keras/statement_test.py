@@ -1,7 +1,5 @@
 """The privacy statement says what ran, and every caveat that holds."""
 
-from __future__ import annotations
-
 import pytest
 
 import tfdp_fl

@@ -1,9 +1,6 @@
 """A small training problem for the tests of the Keras front."""
 
-from __future__ import annotations
-
 import contextlib
-import dataclasses
 import inspect
 import os
 import resource
@@ -38,49 +35,36 @@ def arrays(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return x, y
 
 
-def dense(dropout: float = 0.0) -> tf.keras.Model:
-    """Returns a model of 8 -> 3 that always starts the same."""
+def dense(*inner: Callable[[], Any]) -> tf.keras.Model:
+    """Returns layers, and then 8 -> 3 or what there is, that always start the same."""
     tf.keras.utils.set_random_seed(1)
-    model = tf.keras.Sequential([tf.keras.layers.Input((8,))])
-    if dropout:
-        model.add(tf.keras.layers.Dropout(dropout))
-    model.add(tf.keras.layers.Dense(NUM_CLASSES))
-    return model
+    layers = [make() for make in inner]
+    layers = [tf.keras.layers.Input((8,)), *layers, tf.keras.layers.Dense(NUM_CLASSES)]
+    return tf.keras.Sequential(layers)
 
 
 def dropout() -> tf.keras.Model:
     """Returns `dense` behind a dropout."""
-    return dense(dropout=0.5)
+    return dense(lambda: tf.keras.layers.Dropout(0.5))
 
 
 def normalized() -> tf.keras.Model:
     """Returns `dense` behind a normalization and a dropout."""
-    tf.keras.utils.set_random_seed(1)
-    layers = [tf.keras.layers.BatchNormalization(), tf.keras.layers.Dropout(0.3)]
-    return tf.keras.Sequential(
-        [tf.keras.layers.Input((8,)), *layers, tf.keras.layers.Dense(NUM_CLASSES)]
+    return dense(
+        tf.keras.layers.BatchNormalization, lambda: tf.keras.layers.Dropout(0.3)
     )
 
 
 def two_layers() -> tf.keras.Model:
     """Returns a model of 8 -> 5 -> 3 that always starts the same."""
-    tf.keras.utils.set_random_seed(1)
-    layers = [tf.keras.layers.Dense(5, "tanh"), tf.keras.layers.Dense(NUM_CLASSES)]
-    return tf.keras.Sequential([tf.keras.layers.Input((8,)), *layers])
+    return dense(lambda: tf.keras.layers.Dense(5, "tanh"))
 
 
 def private(epsilon: float, rounds: int, metrics: Any = None, **options: Any):
     """Returns a compiled model of `make_private`, by RDP, which is quick."""
-    usual = {
-        "target_epsilon": epsilon,
-        "target_delta": 1e-3,
-        "num_clients": NUM_CLIENTS,
-        "clients_per_round": 20,
-        "rounds": rounds,
-        "accountant": "rdp",
-        "num_replicas": 1,
-    }
-    fed = tfdp_fl.make_private(dense(), **{**usual, **options})
+    usual = {"target_delta": 1e-3, "num_clients": NUM_CLIENTS, "clients_per_round": 20}
+    usual |= {"accountant": "rdp", "num_replicas": 1, **options}
+    fed = tfdp_fl.make_private(dense(), target_epsilon=epsilon, rounds=rounds, **usual)
     fed.compile("sgd", loss(), metrics, jit_compile=False)
     return fed
 
@@ -107,14 +91,16 @@ def assert_same(one: Any, other: Any) -> None:
     np.testing.assert_array_equal(flat(one), flat(other))
 
 
-def at_end(function: Callable[[], Any], round_index: int | None = None):
-    """Returns a callback that calls something after a round, or after each."""
+def at_end(
+    function: Callable[[], Any], round_index: int | None = None, when="on_epoch_end"
+):
+    """Returns a callback that calls something at a place of a round, or of each."""
 
-    def called(epoch, _):
-        if round_index in (None, epoch):
+    def called(place=None, *_):
+        if round_index in (None, place) or not isinstance(place, int):
             function()
 
-    return tf.keras.callbacks.LambdaCallback(on_epoch_end=called)
+    return tf.keras.callbacks.LambdaCallback(**{when: called})
 
 
 def interrupt(*_: Any, **__: Any) -> None:
@@ -161,17 +147,14 @@ def full_disk(limit: int = 0) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, ignored)
 
 
-@dataclasses.dataclass
 class _Loan:
     """A model of `federated`, the test that has it, and what it began with."""
 
-    fed: tfdp_fl.DPFederatedModel
-    test: str
-
-    def __post_init__(self) -> None:
-        self.compiled = self.fed.require_compiled("the loan")
+    def __init__(self, fed: tfdp_fl.DPFederatedModel, test: str):
+        self.fed, self.test = fed, test
+        self.compiled = fed.require_compiled("the loan")
         self._rate = self.compiled.learning_rate
-        self._values = [variable.numpy() for variable in self.fed.model.variables]
+        self._values = [variable.numpy() for variable in fed.model.variables]
 
     def renewed(self, test: str) -> tfdp_fl.DPFederatedModel:
         """Returns a wrapper of the model, as new but for its programs."""
@@ -215,9 +198,7 @@ def federated(
     given = {"mechanism": mechanism, "clients_per_round": clients_per_round}
     given |= {"sampling": sampling, "num_replicas": 1, **options}
     described = {
-        name: (type(value), value.get_config())
-        if hasattr(value, "get_config")
-        else value
+        name: (type(value), getattr(value, "get_config", lambda value=value: value)())
         for name, value in chosen.items()
     }
     key = repr((getattr(make, "__qualname__", " at 0x"), given, described))

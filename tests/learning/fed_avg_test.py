@@ -5,32 +5,23 @@ import pytest
 import tensorflow as tf
 import tensorflow_federated as tff
 
-from tfdp_fl import aggregators, datasets, learning, mechanisms
+from tfdp_fl import aggregators, learning, mechanisms
 from tfdp_fl.aggregators import accountable_state
 from tfdp_fl.learning import fed_avg
 
 CLIENTS = 4
 OPTIMIZER = tff.learning.optimizers.build_sgdm(0.1)
-DECLARED = {
-    "sampling": "poisson",
-    "num_clients": 100,
-    "clients_per_round": CLIENTS,
-    "delta": 1e-5,
-}
+DECLARED = {"sampling": "poisson", "num_clients": 100, "clients_per_round": CLIENTS}
 
 
 @pytest.fixture(name="cohort", scope="module")
 def _cohort():
-    """Handwritten digits, four clients with 20 examples each."""
-    data, _ = datasets.load_digits(num_clients=40)
-
-    def dataset(name):
-        x, y = data.client(name)
-        x = np.reshape(x, [len(x), -1]).astype(np.float32)
-        examples = (x[:20], y[:20].astype(np.int32))
-        return tf.data.Dataset.from_tensor_slices(examples).batch(10)
-
-    return [dataset(name) for name in data.client_ids[:CLIENTS]]
+    """Four clients with 20 examples each."""
+    rng = np.random.default_rng(0)
+    x = rng.uniform(size=[CLIENTS, 20, 64]).astype(np.float32)
+    y = np.argmax(x[:, :, :10], axis=2).astype(np.int32)
+    sliced = tf.data.Dataset.from_tensor_slices
+    return [sliced(examples).batch(10) for examples in zip(x, y, strict=True)]
 
 
 def keras_model():
@@ -47,14 +38,8 @@ def model_fn():
     return tff.learning.models.from_keras_model(keras_model(), LOSS, SPEC)
 
 
-MODELS = pytest.mark.parametrize(
-    "model",
-    [
-        model_fn,
-        tff.learning.models.functional_model_from_keras(keras_model, LOSS, SPEC),
-    ],
-    ids=["keras", "functional"],
-)
+FUNCTIONAL = tff.learning.models.functional_model_from_keras(keras_model, LOSS, SPEC)
+MODELS = pytest.mark.parametrize("model", [model_fn, FUNCTIONAL], ids=["of Keras", "f"])
 FIXED = mechanisms.FixedClipping(clip_norm=1.0, noise_multiplier=1.0)
 
 
@@ -84,11 +69,10 @@ def test_equals_unweighted_fed_avg_without_clip_and_noise(model, cohort):
     ours = build(free, model=model, server_optimizer_fn=server)
     theirs = tff.learning.algorithms.build_unweighted_fed_avg(model, OPTIMIZER, server)
     assert isinstance(ours, tff.learning.templates.LearningProcess)
-    for find in (
-        lambda process: process.get_model_weights.type_signature.result,
-        lambda process: process.next.type_signature.parameter[1],
-    ):
-        assert find(ours) == find(theirs)
+    one, other = (each.get_model_weights.type_signature for each in (ours, theirs))
+    assert one.result == other.result
+    one, other = ours.next.type_signature, theirs.next.type_signature
+    assert one.parameter[1] == other.parameter[1]
     state, metrics = run(ours, [cohort] * 3)
     expected, _ = run(theirs, [cohort] * 3)
     assert_close(ours.get_model_weights(state), theirs.get_model_weights(expected))
@@ -133,9 +117,8 @@ def test_failed_client_programs_and_epsilon(cohort, tmp_path):
 def test_a_state_that_two_processes_made_costs_what_both_cost(cohort):
     def made(z, clients_per_round=CLIENTS, num_clients=100):
         fixed = mechanisms.FixedClipping(clip_norm=1.0, noise_multiplier=z)
-        return build(
-            fixed, clients_per_round, sampling="poisson", num_clients=num_clients
-        )
+        facts = {"sampling": "poisson", "num_clients": num_clients}
+        return build(fixed, clients_per_round, **facts)
 
     first = made(0.1)
     state, _ = run(first, [cohort] * 2)
@@ -143,7 +126,7 @@ def test_a_state_that_two_processes_made_costs_what_both_cost(cohort):
     after = made(5.0)
     state = after.next(state, cohort).state
     assert after.epsilon(state, delta=1e-5) >= alone > 100
-    bare = learning.epsilon(state, after.mechanism, **DECLARED)
+    bare = learning.epsilon(state, after.mechanism, delta=1e-5, **DECLARED)
     assert bare == after.epsilon(state, delta=1e-5)
     # The same of m, and of N, of which a process may have been told less.
     wide = made(5.0, clients_per_round=1)
@@ -155,26 +138,22 @@ def test_a_state_that_two_processes_made_costs_what_both_cost(cohort):
 
 
 def test_releases_past_the_mechanism_have_no_epsilon(cohort):
-    factory = aggregators.from_mechanism(FIXED, CLIENTS)
+    given = {"model_aggregator": aggregators.from_mechanism(FIXED, CLIENTS)}
     momentum = tff.learning.optimizers.build_sgdm(0.1, momentum=0.9)
     algorithms = tff.learning.algorithms
-    mime = algorithms.build_unweighted_mime_lite(
-        model_fn, momentum, model_aggregator=factory
-    )
-    plain = algorithms.build_unweighted_fed_avg(
-        model_fn, OPTIMIZER, model_aggregator=factory
-    )
+    mime = algorithms.build_unweighted_mime_lite(model_fn, momentum, **given)
+    plain = algorithms.build_unweighted_fed_avg(model_fn, OPTIMIZER, **given)
     state, _ = run(mime, [cohort])
     with pytest.raises(ValueError, match="full gradients"):
-        learning.epsilon(state, FIXED, **DECLARED)
+        learning.epsilon(state, FIXED, delta=1e-5, **DECLARED)
     state, _ = run(plain, [cohort])
-    value = learning.epsilon(state, FIXED, **DECLARED)
+    value = learning.epsilon(state, FIXED, delta=1e-5, **DECLARED)
     assert value > 0
     assert "what else" in value.statement
 
 
-def nbafl_of(epsilon, constant=1.0, weight_clip=50.0, mu=0.0):
-    options = {"constant": constant, "weight_clip": weight_clip, "mu": mu}
+def nbafl_of(epsilon, constant=1.0, weight_clip=50.0, **options):
+    options |= {"constant": constant, "weight_clip": weight_clip}
     return mechanisms.NbAFL(epsilon=epsilon, **options)
 
 
@@ -190,18 +169,10 @@ def nbafl_of(epsilon, constant=1.0, weight_clip=50.0, mu=0.0):
     ],
 )
 def test_arguments(changes, name):
-    arguments = {
-        "model_fn": model_fn,
-        "mechanism": nbafl_of(1.0),
-        "clients_per_round": 4,
-        "client_optimizer_fn": OPTIMIZER,
-        "rounds": 3,
-    }
+    arguments = {"model_fn": model_fn, "mechanism": nbafl_of(1.0), "rounds": 3}
+    arguments |= {"clients_per_round": 4, "client_optimizer_fn": OPTIMIZER}
     with pytest.raises((TypeError, ValueError), match=name):
         learning.build_dp_fed_avg(**{**arguments, **changes})
-
-
-# NbAFL.
 
 
 @pytest.fixture(name="unequal")
@@ -240,13 +211,11 @@ def test_downlink_noise_is_seen_once_and_the_same_by_all(unequal):
     state = process.next(state, unequal[:1]).state
     seen = process.get_model_weights(state)
     assert_close(seen, state.global_model_weights, atol=0)
-    noise = np.concatenate(
-        [np.ravel(a - b) for a, b in zip(seen.trainable, first.trainable, strict=True)]
-    )
-    # 650 coordinates: 20 % are 7 standard deviations of the estimate (false alarm
-    # below 1e-11). The client's own noise, of 20 examples, is a fifth of it.
+    moved = map(np.subtract, seen.trainable, first.trainable)
+    stddev = np.std(np.concatenate([np.ravel(part) for part in moved]))
+    # 650 coordinates: 20 % are 7 standard deviations (false alarm below 1e-11).
     down = 2 * 50 * (50**2 - CLIENTS) ** 0.5 / (CLIENTS * 100)
-    assert noise.std() / np.hypot(down, 2.5) == pytest.approx(1, abs=0.2)
+    assert stddev / np.hypot(down, 2.5) == pytest.approx(1, abs=0.2)
     # Per record: mu^2 = (epsilon / (T c))^2 a round.
     assert process.epsilon(state, delta=0.5, sampling="poisson") > 0
 

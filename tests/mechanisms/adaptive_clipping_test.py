@@ -55,9 +55,7 @@ def test_updates_are_noised_with_z_delta_and_this_rounds_clip():
 @pytest.mark.parametrize("noise_site", ["server", "client"])
 def test_the_count_is_noised_with_sigma_b_in_all(noise_site, sigma_b):
     m, z = 16, 0.5
-    query, state = _query(
-        m, noise_multiplier=z, noise_site=noise_site, count_noise_stddev=sigma_b
-    )
+    query, state = _query(m, z, noise_site=noise_site, count_noise_stddev=sigma_b)
     begun = query.begin_round(state, z, m)
     params = query.derive_sample_params(begun)
     # One stddev in the place of each draw; of what is added to a list, none.
@@ -72,20 +70,16 @@ def test_the_count_is_noised_with_sigma_b_in_all(noise_site, sigma_b):
     # The clip moves by exp(-rate b), b = (what is added to the count) / m.
     by_server = -m * math.log(float(after.clip_norm) / 0.1) / 0.2
     by_client = float(record.sums["below_clip"]) - 0.5
-    expected = {"server": (1.0, 0.0), "client": (0.0, 1 / math.sqrt(m))}
-    np.testing.assert_allclose(
-        [by_server, by_client],
-        np.multiply(expected[noise_site], sigma_b or m / 20),
-        atol=1e-5,
-    )
+    shares = {"server": (1.0, 0.0), "client": (0.0, 1 / math.sqrt(m))}[noise_site]
+    expected = np.multiply(shares, sigma_b or m / 20)
+    np.testing.assert_allclose([by_server, by_client], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("sigma_b", [0.3, 1.0, 37.0])
 def test_z_delta_of_what_is_allowed_is_right_in_float32(sigma_b):
     # Closer to 2 sigma_b the noise would be wrong, and infinite at last.
-    mechanism = tfdp_fl.AdaptiveClipping(
-        noise_multiplier=0.1, count_noise_stddev=sigma_b
-    )
+    given = {"noise_multiplier": 0.1, "count_noise_stddev": sigma_b}
+    mechanism = tfdp_fl.AdaptiveClipping(**given)
     # m / 20 follows the schedule of m, where sigma_b is not given.
     deployment = Deployment(clients_per_round=5)
     other = Deployment(clients_per_round=lambda t: 10 * (t + 1))

@@ -13,16 +13,9 @@ _DEPLOYMENT = Deployment(**_CYCLIC)
 
 
 def _mechanism(strategy="blt:2", **options):
-    return tfdp_fl.CorrelatedNoise(
-        **{
-            "clip_norm": 0.5,
-            "noise_multiplier": 1.0,
-            "strategy": strategy,
-            "rounds": 12,
-            "min_separation": 4,
-            **options,
-        }
-    )
+    usual = {"clip_norm": 0.5, "noise_multiplier": 1.0, "strategy": strategy}
+    usual |= {"rounds": 12, "min_separation": 4}
+    return tfdp_fl.CorrelatedNoise(**{**usual, **options})
 
 
 def _query(mechanism):
@@ -31,11 +24,9 @@ def _query(mechanism):
 
 def _history(mechanism, rounds, **where):
     where = {**_CYCLIC, **where}
-    history = accounting.PrivacyAccountant()
-    for t in range(rounds):
-        event = mechanism.round_event(t, Deployment(**where))
-        history.add(accounting.RoundCharge(**where, event=event))
-    return history
+    events = (mechanism.round_event(t, Deployment(**where)) for t in range(rounds))
+    charges = (accounting.RoundCharge(**where, event=event) for event in events)
+    return accounting.PrivacyAccountant(charges)
 
 
 def test_after_the_last_round_the_memory_is_empty():
@@ -111,10 +102,9 @@ def test_what_is_charged_is_where_the_memory_stands():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        *(
-            ({"sampling": other}, "sampling must be 'cyclic'")
-            for other in ("poisson", "fixed_size", "shuffled")
-        ),
+        ({"sampling": "poisson"}, "sampling must be 'cyclic'"),
+        ({"sampling": "fixed_size"}, "sampling must be 'cyclic'"),
+        ({"sampling": "shuffled"}, "sampling must be 'cyclic'"),
         ({"clients_per_round": (4, 5)}, "clients_per_round"),
         # 4 cohorts of 4 clients need 16.
         ({"num_clients": 15}, r"at most .* 15 / 4"),

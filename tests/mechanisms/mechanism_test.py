@@ -8,6 +8,8 @@ import pytest
 import tfdp_fl
 from tfdp_fl.mechanisms import Deployment
 
+_CORRELATED = {"clip_norm": 0.5, "noise_multiplier": 1.0, "strategy": "blt:2"}
+_CORRELATED |= {"rounds": 12, "min_separation": 4}
 _GOOD = {
     tfdp_fl.NoPrivacy: {},
     tfdp_fl.FixedClipping: {"clip_norm": 1.0, "noise_multiplier": 1.5},
@@ -16,13 +18,7 @@ _GOOD = {
     tfdp_fl.LocalDP: {"clip_norm": 1.0, "epsilon": 8.0, "delta": 1e-5},
     tfdp_fl.AdaptiveLocalDP: {"epsilon": 8.0, "delta": 1e-5},
     tfdp_fl.NbAFL: {"epsilon": 10.0, "constant": 1.0, "weight_clip": 1.0},
-    tfdp_fl.CorrelatedNoise: {
-        "clip_norm": 0.5,
-        "noise_multiplier": 1.0,
-        "strategy": "blt:2",
-        "rounds": 12,
-        "min_separation": 4,
-    },
+    tfdp_fl.CorrelatedNoise: _CORRELATED,
 }
 
 
@@ -82,11 +78,10 @@ def test_what_is_not_allowed_is_refused_by_its_name(kind):
 
 @pytest.mark.parametrize("clip, noise", [(1e-10, 1e-20), (1e18, 1e18), (1.0, 1e38)])
 def test_noise_that_float32_cannot_keep_is_refused(clip, noise):
-    for schedule in (noise, [noise], lambda _: noise):
+    for z in (noise, [noise], lambda _: noise):
         with pytest.raises(ValueError, match="noise_multiplier times the clip"):
-            tfdp_fl.FixedClipping(
-                clip_norm=clip, noise_multiplier=schedule
-            ).noise_multiplier_at(0)
+            made = tfdp_fl.FixedClipping(clip_norm=clip, noise_multiplier=z)
+            made.noise_multiplier_at(0)
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "shuffled"])
@@ -121,8 +116,7 @@ def test_the_noise_multiplier_follows_its_schedule():
 
 
 def test_what_is_overridden_is_not_only_scaled():
-    # Side by side a runtime that believed a wrong flag would release something
-    # else than the mechanism says.
+    # A runtime that believed a wrong flag would release something else side by side.
     class Own(tfdp_fl.FixedClipping):
         def contribution(self, update, round, client, deployment):
             return super().contribution(update, round, client, deployment)

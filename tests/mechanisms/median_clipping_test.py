@@ -12,37 +12,24 @@ from tfdp_fl.mechanisms import Deployment, median_clipping, noise
 _WIDE = [[100, 100], [100, 100], [5000]]
 
 
-def _mechanism(median_noise_multiplier=None, noise_multiplier=1.0):
-    return tfdp_fl.MedianClipping(
-        noise_multiplier=noise_multiplier,
-        median_noise_multiplier=median_noise_multiplier,
-    )
+def _mechanism(z_median=None, z=1.0):
+    return tfdp_fl.MedianClipping(noise_multiplier=z, median_noise_multiplier=z_median)
 
 
-def _query(median_noise_multiplier=None):
-    return rounds.bound(_mechanism(median_noise_multiplier), 4, sampling="fixed_size")
+def _query(z_median=None):
+    return rounds.bound(_mechanism(z_median), 4, sampling="fixed_size")
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_without_noise_is_algorithm_1(count):
     query, state = _query()
     norms = np.random.default_rng(count).exponential(size=count)
+    norms[norms > np.median(norms)] *= 1e6
     updates = rounds.updates_with_norms(norms)
     done = rounds.run_round(query, state, updates, clients_per_round=6)
     wanted, bound = references.median_clipping_mean(updates, 6)
     np.testing.assert_allclose(done.state.clip_norm, bound, rtol=1e-5)
     rounds.assert_close(done.mean, wanted, rtol=1e-4, atol=1e-7)
-
-
-def test_a_huge_client_moves_the_mean_by_at_most_s_over_m():
-    query, state = _query()
-    updates = rounds.updates_with_norms([0.5, 1, 2, 8, 9])
-    before = rounds.run_round(query, state, updates)
-    updates[4] = [v * np.float32(1e6) for v in updates[4]]
-    after = rounds.run_round(query, state, updates)
-    moved = rounds.flat(after.mean) - rounds.flat(before.mean)
-    assert np.linalg.norm(moved) <= 2.0 / 5
-    np.testing.assert_allclose(after.state.clip_norm, 2.0, rtol=1e-5)
 
 
 def test_an_empty_cohort_keeps_the_last_median():
@@ -66,8 +53,7 @@ def _found_with(norms, z, draw):
 
 @pytest.mark.parametrize("norms", [[0.1] * 3 + [9.0], [0.1], [0.1] * 5 + [9.0] * 5])
 def test_a_client_moves_every_question_by_one_half(norms):
-    # The first question is whether more than half of the norms are at
-    # most 1; its answer changes where the noise crosses minus the sum.
+    # The first: are more than half at most 1? The noise crosses minus the sum.
     def least_noise_for_yes(norms):
         for noise_on_sum in np.arange(-3.25, 4, 0.5):
             if _found_with(norms, 1.0, lambda _, n=noise_on_sum: n) < 1:
@@ -118,7 +104,7 @@ def test_a_private_median_is_composed_into_the_round(z, z_median):
 
 
 def test_a_private_one_is_what_the_round_clips_with():
-    query, state = _query(median_noise_multiplier=0.001)
+    query, state = _query(0.001)
     updates = rounds.updates_with_norms([0.5, 1, 1, 2, 8])
     done = rounds.run_round(query, state, updates)
     np.testing.assert_allclose(done.state.clip_norm, 1.0, rtol=0.01)

@@ -4,10 +4,11 @@ An update is a list of arrays, one for each variable. Nothing of `tfdp_fl` is
 used here.
 """
 
+import itertools
 import math
 
 import numpy as np
-from scipy import optimize, stats
+from scipy import linalg, optimize, stats
 
 
 def l2_norm(update) -> float:
@@ -24,10 +25,7 @@ def clipped(update, bound: float):
 
 def total(updates):
     """Returns the sum of updates, variable by variable."""
-    return [
-        np.sum([np.asarray(u[i], float) for u in updates], axis=0)
-        for i in range(len(updates[0]))
-    ]
+    return [np.sum(parts, axis=0, dtype=float) for parts in zip(*updates, strict=True)]
 
 
 def fixed_clipping_mean(updates, bound: float, clients_per_round: float):
@@ -39,11 +37,7 @@ def fixed_clipping_mean(updates, bound: float, clients_per_round: float):
 def median_clipping_mean(updates, clients_per_round: float):
     """Geyer et al. (2017), Algorithm 1, lines 9 and 10, without noise."""
     bound = float(np.median([l2_norm(update) for update in updates]))
-    scaled = [
-        [np.asarray(v, float) / max(1.0, l2_norm(update) / bound) for v in update]
-        for update in updates
-    ]
-    return [v / clients_per_round for v in total(scaled)], bound
+    return fixed_clipping_mean(updates, bound, clients_per_round), bound
 
 
 def next_clip(bound, norms, quantile, rate, clients_per_round, noise=0.0):
@@ -80,18 +74,6 @@ def classic_sigma(sensitivity: float, epsilon: float, delta: float) -> float:
     return sensitivity * math.sqrt(2 * math.log(1.25 / delta)) / epsilon
 
 
-def disco_radius(previous_norms, clipping_radius: float) -> float:
-    """DISCO: the mean of the last three norms, at most the bound."""
-    if not previous_norms:
-        return clipping_radius
-    return min(float(np.mean(previous_norms[-3:])), clipping_radius)
-
-
-def disco_sigma(radius, epsilon, delta, rounds) -> float:
-    """DISCO: 2 r sqrt(2 ln(1.25 / delta_r)) / epsilon_r."""
-    return classic_sigma(2 * radius, epsilon / rounds, delta / rounds)
-
-
 def nbafl_uplink_sigma(clip, constant, rounds, examples, epsilon) -> float:
     """Wei et al. (2020), as `inject_noise_in_upload` in FederatedScope."""
     return clip * rounds * 2 * constant / examples / epsilon
@@ -107,12 +89,31 @@ def nbafl_downlink_sigma(
     return 2 * clip * constant * root / (least * num_clients * epsilon)
 
 
-def nbafl_server_clip(weights, clip: float):
-    """FederatedScope: p / max(1, |p| / C) for every element."""
-    return [np.asarray(v, float) / np.maximum(1.0, np.abs(v) / clip) for v in weights]
-
-
 def variance_and_scale(updates) -> tuple[float, float]:
     """Geyer et al. (2017), Section 3: V_c and U_s over all parameters."""
     flat = np.array([np.concatenate([np.ravel(v) for v in u]) for u in updates], float)
     return float(flat.var(axis=0).mean()), float(np.mean(flat.mean(axis=0) ** 2))
+
+
+def dense(coefficients, rounds):
+    """Returns C, lower-triangular Toeplitz."""
+    column = np.zeros(rounds)
+    column[: len(coefficients)] = coefficients[:rounds]
+    return linalg.toeplitz(column, np.zeros(rounds))
+
+
+def worst_by_count(strategy, min_separation):
+    """Returns max over patterns of sum |(C'C)_ij|, by how many rounds.
+
+    Entry k is for at most k participations, at least `min_separation` apart.
+    """
+    rounds = strategy.shape[1]
+    products = np.abs(strategy.T @ strategy)
+    worst = np.zeros(rounds + 1)
+    for count in range(1, -(-rounds // min_separation) + 1):
+        slack = rounds - (count - 1) * (min_separation - 1)
+        for places in itertools.combinations(range(slack), count):
+            pattern = np.array(places) + np.arange(count) * (min_separation - 1)
+            value = products[np.ix_(pattern, pattern)].sum()
+            worst[count] = max(worst[count], value)
+    return np.maximum.accumulate(worst)

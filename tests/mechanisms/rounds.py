@@ -1,24 +1,17 @@
 """Runs one round of a query on given updates, as a runtime does."""
 
-from typing import Any, NamedTuple
+import collections
 
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl.mechanisms import Client, Deployment, noise
+from tfdp_fl.mechanisms import Client, Deployment
 
 SHAPES = ([3, 4], [4], [4, 2], [2])
 
 
-class Round(NamedTuple):
-    """What a round gave: the mean, the sum of records, and the states."""
-
-    mean: list[np.ndarray]
-    total: Any
-    state: Any
-    next_state: Any
-    event: Any
-    records: list[Any]
+# What a round gave; `total` is the sum of the records.
+Round = collections.namedtuple("Round", "mean total state next_state event records")
 
 
 def updates_with_norms(norms, shapes=SHAPES, seed: int = 0):
@@ -27,7 +20,7 @@ def updates_with_norms(norms, shapes=SHAPES, seed: int = 0):
     updates = []
     for norm in norms:
         parts = [rng.normal(size=shape) for shape in shapes]
-        size = np.sqrt(sum(np.sum(part**2) for part in parts))
+        size = np.linalg.norm(flat(parts))
         updates.append([(p * norm / size).astype(np.float32) for p in parts])
     return updates
 
@@ -40,7 +33,7 @@ def bound(mechanism, clients_per_round=8, **where):
 
 def zero_updates(count: int, shapes=SHAPES):
     """Returns updates that are zero everywhere."""
-    return [[np.zeros(s, np.float32) for s in shapes] for _ in range(count)]
+    return updates_with_norms([0.0] * count, shapes)
 
 
 def run_round(
@@ -48,49 +41,31 @@ def run_round(
     state,
     updates,
     *,
-    noise_multiplier: float = 0.0,
-    clients_per_round: float | None = None,
+    noise_multiplier=0.0,
+    clients_per_round=None,
     num_examples=None,
     windows=None,
-    seed=None,
     template=None,
 ) -> Round:
     """Runs the methods in the order that `mechanism.py` gives."""
-    if clients_per_round is None:
-        clients_per_round = len(updates)
-    if template is None:
-        template = updates[0]
+    m = len(updates) if clients_per_round is None else clients_per_round
+    template = tf.nest.map_structure(tf.constant, template or updates[0])
     updates = [[tf.constant(v) for v in update] for update in updates]
-    state = query.begin_round(state, noise_multiplier, clients_per_round)
-
-    def stream(number):
-        if seed is None:
-            return noise.seeded(noise.next_seed())
-        return noise.seeded(tf.constant([seed, number], tf.int64))
-
+    state = query.begin_round(state, noise_multiplier, m)
     if query.two_phase:
         norms = [query.record_norm(update) for update in updates]
-        with stream(-2):
-            state = query.clip_to_cohort(
-                state, tf.stack(norms) if norms else tf.zeros([0])
-            )
+        norms = tf.stack(norms) if norms else tf.zeros([0])
+        state = query.clip_to_cohort(state, norms)
     params = query.derive_sample_params(state)
-    total = query.initial_sample_state([tf.constant(v) for v in template])
-    records = []
+    total, records = query.initial_sample_state(template), []
     for k, update in enumerate(updates):
-        client = Client(
-            None if num_examples is None else tf.constant(num_examples[k]),
-            None if windows is None else tf.constant(windows[k]),
-        )
-        with stream(k):
-            record = query.preprocess_record(params, update, client)
-        records.append(record)
-        total = query.accumulate_preprocessed_record(total, record)
-    with stream(-1):
-        mean, next_state, event = query.get_noised_result(total, state)
-    return Round(
-        [np.asarray(v) for v in mean], total, state, next_state, event, records
-    )
+        told = [each and tf.constant(each[k]) for each in (num_examples, windows)]
+        client = Client(*told)
+        records.append(query.preprocess_record(params, update, client))
+        total = query.accumulate_preprocessed_record(total, records[-1])
+    mean, next_state, event = query.get_noised_result(total, state)
+    mean = [np.asarray(v) for v in mean]
+    return Round(mean, total, state, next_state, event, records)
 
 
 def assert_close(tensors, expected, **tolerances) -> None:

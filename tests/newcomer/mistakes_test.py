@@ -4,8 +4,6 @@ Every message names the argument, shows the value and says what is allowed, and
 comes before anything is trained, charged or written.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 from unittest import mock
@@ -51,13 +49,17 @@ def _frame(**options: Any) -> Any:
     return FederatedDataset.from_dataframe(frame, **options)
 
 
-def _noisy(**options: Any) -> Any:
-    return tfdp_fl.FixedClipping(**{"clip_norm": 1.0, "noise_multiplier": 1, **options})
-
-
 def _not_compiled() -> Any:
     fed = tfdp_fl.DPFederatedModel(toy.dense(), tfdp_fl.NoPrivacy(), 5)
     return fed.fit(toy.clients())
+
+
+def _table() -> Any:
+    return toy.federated().fit(pd.DataFrame({"who": [1]}))
+
+
+def _on_batch() -> Any:
+    return toy.federated().train_on_batch(_X, _Y)
 
 
 def _unbuilt() -> Any:
@@ -65,116 +67,70 @@ def _unbuilt() -> Any:
     return _private(model=tf.keras.Sequential(layers, name="empty"))
 
 
+# Of one argument: its value, and what the message says is allowed beside both.
+_OF_ONE: dict[Any, list[tuple[str, Any, str]]] = {
+    _private: [
+        ("target_epsilon", -1, "positive"),
+        ("target_delta", 2, "0 and 1"),
+        ("mechanism", "adaptiv", "'adaptive'"),
+        ("num_clients", 0, "at least 1"),
+        ("clients_per_round", 50, "at most num_clients=40"),
+        ("rounds", 0, "at least 1"),
+        ("sampling", "uniform", "'poisso"),
+        ("accountant", "moments", "'rdp', 'pld'"),
+    ],
+    _compiled: [
+        ("loss", "sparse_categorical", "sparse_categorical_crossentropy"),
+        ("loss", None, "given"),
+        ("metrics", ["acuracy"], "accuracy, acc"),
+        ("optimizer", "sdg", "'sgd'"),
+        ("server_optimizer", "adan", "'sgd'"),
+    ],
+    _fit: [
+        ("batch_size", 0, "at least 1"),
+        ("seed", 1.5, "integer"),
+        ("runtime", "tff", "RayWorkers"),
+        ("verbose", "loud", "0, 1, 2"),
+        ("validation_split", 20, "between 0 and 1"),
+    ],
+    lambda **options: toy.federated().epsilon(**options): [("delta", 3, "0 and 1")],
+}
+_WRONG_SHAPE = "clients|float32[7] for each example of client 'ben'|float32[8]"
+_LABELS = "clients (client 'ben'): labels"
+_FIXED_SIZE = {"sampling": "fixed_size"}
+_FRAME = {"client": "who", "features": ["city"], "label": "sick"}
 # What is called, with which arguments, and what the message has.
 _MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
-    (_private, {"target_epsilon": -1}, "target_epsilon|-1|positive"),
-    (_private, {"target_delta": 2}, "target_delta|2|0 and 1"),
-    (
-        _private,
-        {"model": "model.keras", "target_epsilon": -1},
-        "model|'model.keras' of type str|Model",
+    *(
+        (call, {name: value}, f"{name}|{str([value]).strip('[]')}|{allowed}")
+        for call, rows in _OF_ONE.items()
+        for name, value, allowed in rows
     ),
-    (
-        _private,
-        {"mechanism": "adaptiv", "target_epsilon": -1},
-        "mechanism|'adaptiv'|'adaptive'",
-    ),
-    (_private, {"num_clients": 0}, "num_clients|0|at least 1"),
-    (
-        _private,
-        {"clients_per_round": 50},
-        "clients_per_round|50|at most num_clients=40",
-    ),
-    (
-        _private,
-        {"clients_per_round": 12.5, "sampling": "fixed_size"},
-        "clients_per_round|12.5|whole number",
-    ),
-    (_private, {"rounds": 0}, "rounds|0|at least 1"),
-    (_private, {"sampling": "uniform"}, "sampling|'uniform'|'poisso"),
-    (_private, {"accountant": "moments"}, "accountant|'moments'|'rdp', 'pld'"),
+    (_private, {"model": "model.keras"}, "model|'model.keras' of type str|Model"),
+    (_private, {"clients_per_round": 12.5, **_FIXED_SIZE}, "_per_round|12.5|whole"),
     (_private, {"clip_norm": 1.0}, "clip_norm|initial_clip_norm"),
     (_private, {"mechanism": "fixed"}, "clip_norm|missing"),
-    (_private, {"mechanism": "fixed", "clip_norm": -1}, "clip_norm|-1|positive"),
-    (_noisy, {"noise_multiplier": -1}, "noise_multiplier|-1|at least 0"),
-    (_noisy, {"noise_site": "sever"}, "noise_site|'sever'|'server', 'client'"),
     (_unbuilt, {}, "model|'empty'|must be built"),
-    (
-        _compiled,
-        {"loss": "sparse_categorical"},
-        "loss|'sparse_categorical'|sparse_categorical_crossentropy",
-    ),
-    (_compiled, {"loss": None}, "loss|None|given"),
-    (_compiled, {"metrics": ["acuracy"]}, "metrics|'acuracy'|accuracy, acc"),
-    (_compiled, {"optimizer": "sdg"}, "optimizer|'sdg'|'sgd'"),
-    (_compiled, {"server_optimizer": "adan"}, "server_optimizer|'adan'|'sgd'"),
     (_not_compiled, {}, "compile|before fit"),
-    (
-        lambda: toy.federated().fit(pd.DataFrame({"who": [1]})),
-        *({}, "clients|DataFrame|from_dataframe"),
-    ),
-    (
-        lambda: toy.federated().fit(_X, _Y),
-        *({}, "client_ids|whose row each is|client_ids=ids"),
-    ),
-    (
-        _after_nobody,
-        {"x": _X[:, :7], "y": _Y},
-        "clients|float32[7] for each example of client 'ben'|float32[8]",
-    ),
-    (
-        _streamed,
-        {"x": _X[:, :7]},
-        "clients|float32[7] for each example of client 'ben'|float32[8]",
-    ),
+    (_table, {}, "clients|DataFrame|from_dataframe"),
+    (lambda: toy.federated().fit(_X, _Y), {}, "client_ids|whose row each is|=ids"),
+    (_after_nobody, {"x": _X[:, :7], "y": _Y}, _WRONG_SHAPE),
+    (_streamed, {"x": _X[:, :7]}, _WRONG_SHAPE),
     (_after_nobody, {"x": _X, "y": _Y + 7}, "labels|client 'ben'|from 0 to 2"),
-    (
-        _after_nobody,
-        {"x": _X, "y": np.eye(4)[_Y]},
-        "clients (client 'ben'): labels|(4,)|have the shape ()",
-    ),
-    (
-        _after_nobody,
-        {"x": _X, "y": _Y.astype(str)},
-        "clients (client 'ben'): labels|strings|StringLookup",
-    ),
-    (
-        _fit,
-        {"clients": {"ben": (_X, _Y[:9])}},
-        "Client 'ben'|10 in x and 9 in y|same number of examples",
-    ),
+    (_after_nobody, {"x": _X, "y": np.eye(4)[_Y]}, f"{_LABELS}|(4,)|have the shape ()"),
+    (_after_nobody, {"x": _X, "y": _Y.astype(str)}, f"{_LABELS}|strings|StringLookup"),
+    (_fit, {"clients": {"ben": (_X, _Y[:9])}}, "Client 'ben'|10 in x and 9 in y|same"),
     (_frame, {"client": "user", "label": "sick"}, "client|'user'|'who', 'age'"),
-    (
-        _frame,
-        {"client": "who", "features": ["city"], "label": "sick"},
-        "features|'city'|numbers",
-    ),
+    (_frame, _FRAME, "features|'city'|numbers"),
     (_fit, {"epochs": 3}, "epochs|rounds"),
-    (
-        _fit,
-        {"clients": toy.clients(12), "m": 20},
-        "clients_per_round|got 20.|num_clients=12",
-    ),
-    (_fit, {"batch_size": 0}, "batch_size|0|at least 1"),
-    (_fit, {"seed": 1.5}, "seed|1.5|integer"),
-    (_fit, {"runtime": "tff"}, "runtime|'tff'|RayWorkers"),
-    (_fit, {"verbose": "loud"}, "verbose|'loud'|0, 1, 2"),
+    (_fit, {"clients": toy.clients(12), "m": 20}, "_per_round|got 20.|num_clients=12"),
     (_fit, {"callbacks": ["early"]}, "callbacks|a str|tf.keras.callbacks.Callback"),
-    (
-        _fit,
-        {"validation_data": (_X[:, :7], _Y)},
-        "validation_data|float32[7]|float32[8]",
-    ),
-    (_fit, {"validation_split": 20}, "validation_split|20|between 0 and 1"),
+    (_fit, {"validation_data": (_X[:, :7], _Y)}, "validation_data|t32[7]|t32[8]"),
     (_fit, {"class_weight": {3: 1.0}}, "class_weight|3|from 0 to 2"),
     (_fit, {"resume_from": "gone"}, "resume|gone|no checkpoint"),
     (_fit, {"target_epsilon": 2.0}, "target_epsilon|make_private"),
-    (lambda: toy.federated().epsilon(delta=3), {}, "delta|3|0 and 1"),
     (lambda: toy.federated().privacy_statement(), {}, "fit|before privacy"),
-    (
-        lambda: toy.federated().train_on_batch(_X, _Y),
-        *({}, "train_on_batch|fit(clients, rounds="),
-    ),
+    (_on_batch, {}, "train_on_batch|fit(clients, rounds="),
 ]
 _ERRORS = (ValueError, TypeError, AttributeError, FileNotFoundError)
 

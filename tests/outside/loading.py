@@ -1,7 +1,5 @@
 """Loads the mechanism from outside for one test module, and forgets it."""
 
-from __future__ import annotations
-
 import pathlib
 import sys
 import unittest

@@ -1,7 +1,5 @@
 """A mechanism from outside of the package is used like those inside."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -24,11 +22,6 @@ def _fed(**options):
     return tfdp_fl.DPFederatedModel(model, mechanism, 4, "fixed_size", **options)
 
 
-def _clients(count):
-    arrays = cohorts.client_arrays((5,) * count)
-    return tfdp_fl.datasets.FederatedDataset.from_client_arrays(arrays)
-
-
 def test_trains_by_name_and_says_what_it_is():
     smooth_clipping()
     sizes = {"num_clients": 20, "clients_per_round": 5, "rounds": 3}
@@ -37,7 +30,9 @@ def test_trains_by_name_and_says_what_it_is():
     fed = tfdp_fl.make_private(_fed().model, **target, **chosen)
     assert isinstance(fed.mechanism, smooth_clipping())
     fed.compile("sgd", cohorts.cross_entropy())
-    history = fed.fit(_clients(20), rounds=3, batch_size=5, verbose=0).history
+    history = fed.fit(
+        cohorts.dataset((5,) * 20), rounds=3, batch_size=5, verbose=0
+    ).history
     first, second, third = history["clip_norm"]
     assert first == pytest.approx(0.3, abs=1e-6)
     assert third != second
@@ -54,7 +49,9 @@ def test_ways_to_train_are_the_same():
     def trained(jit_compile=None, protocol=None):
         fed = _fed(secure_aggregation=protocol)
         fed.compile("sgd", cohorts.cross_entropy(), jit_compile=jit_compile)
-        history = fed.fit(_clients(4), rounds=2, batch_size=5, verbose=0).history
+        history = fed.fit(
+            cohorts.dataset((5,) * 4), rounds=2, batch_size=5, verbose=0
+        ).history
         return rounds.flat(fed.get_weights()), history["clip_norm"][1]
 
     side_by_side, clip = trained()

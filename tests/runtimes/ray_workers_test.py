@@ -1,7 +1,5 @@
 """A model that is trained on Ray's workers is the one that is trained here."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import pickle
@@ -20,16 +18,124 @@ from tests.engine import clip_attack_test
 from tests.engine.cohorts import policy, sequential, side_by_side
 from tests.keras import toy
 from tests.mechanisms import references
-from tests.runtimes import cohorts
-from tfdp_fl import runtimes
+from tfdp_fl import runtimes, secure_aggregation
+from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import program
 from tfdp_fl.runtimes import ray_workers
 from tfdp_fl.runtimes import workers as workers_lib
 
-_layers = tf.keras.layers
-_ONE_BY_ONE = cohorts.CASES["one_by_one"]
-_SIDE_BY_SIDE = cohorts.CASES["side_by_side"]
 pytest.importorskip("ray", reason="ray is not installed (tests only)")
+_layers = tf.keras.layers
+_NUM_CLIENTS, _ROUNDS = 14, 2
+
+
+def _in_rows(x, y, num_clients=_NUM_CLIENTS, **options):
+    rows = np.arange(len(y)).reshape(num_clients, -1)
+    return FederatedDataset.from_indices(x, y, rows, **options)
+
+
+def _uneven():
+    rng = np.random.default_rng(1)
+    rows = [rng.integers(0, 60, size) for size in [0, 9, 1, 4, 8, 3, 6] * 2]
+    return FederatedDataset.from_indices(*toy.arrays(60), rows)
+
+
+def _streamed():
+
+    def read(client):
+        if client in (3, 8):
+            raise OSError("gone")
+        return toy.arrays(5 + client % 3, seed=client)
+
+    return FederatedDataset.from_client_fn(range(_NUM_CLIENTS), read)
+
+
+def _nested():
+    x, y = toy.arrays(8 * _NUM_CLIENTS)
+    return _in_rows({"z": x, "a": np.arange(len(x), dtype=np.uint8)[:, None]}, y)
+
+
+def _weighted():
+    weight = np.random.default_rng(2).exponential(size=8 * _NUM_CLIENTS)
+    return _in_rows(*toy.arrays(8 * _NUM_CLIENTS), sample_weight=weight)
+
+
+def _two_inputs():
+    a, z = _layers.Input((1,), name="a"), _layers.Input((8,), name="z")
+    both = _layers.concatenate([_layers.Rescaling(0.01)(a), z])
+    return tf.keras.Model({"z": z, "a": a}, _layers.Dense(3)(both))
+
+
+def _fixed(**changes):
+    values = {"clip_norm": 0.05, "noise_multiplier": 0.0, **changes}
+    return tfdp_fl.FixedClipping(**values)
+
+
+def _noisy(weights, seed):
+    return [w + 0.01 * tf.random.stateless_normal(w.shape, seed) for w in weights]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Case:
+    clients: object = lambda: toy.clients(_NUM_CLIENTS, 8)  # Two full batches each.
+    model: object = toy.two_layers
+    mechanism: object = dataclasses.field(default_factory=_fixed)
+    sampling: str = "fixed_size"
+    options: dict = dataclasses.field(default_factory=dict)
+    compiled: dict = dataclasses.field(default_factory=dict)
+    fit: dict = dataclasses.field(default_factory=dict)
+    side_by_side: bool = False
+    small: bool = False
+
+    def federated(self):
+        tf.keras.utils.set_random_seed(1)
+        compiled = {"optimizer": tf.keras.optimizers.SGD(0.2), "metrics": ["accuracy"]}
+        compiled |= {"jit_compile": None if self.side_by_side else False}
+        how = (self.mechanism, self.model(), 7, self.sampling, compiled | self.compiled)
+        return toy.federated(*how, **self.options)
+
+    def train(self, federated, clients=None, **arguments):
+        clients = self.clients() if clients is None else clients
+        options = {"rounds": _ROUNDS, "batch_size": 4, "seed": 5, **self.fit}
+        with side_by_side(self.side_by_side, self.small):
+            return toy.fit(federated, data=clients, **options, **arguments)
+
+
+_SIDE_BY_SIDE = _Case(side_by_side=True)
+_SMALL = _Case(side_by_side=True, small=True)
+_ONE_BY_ONE = _Case(
+    clients=_uneven, sampling="poisson", fit={"shuffle": True, "local_epochs": 2}
+)
+_CASES = {
+    "side_by_side": _SIDE_BY_SIDE,
+    "small": _SMALL,
+    "one_by_one": _ONE_BY_ONE,
+    "batch_normalization_and_dropout": _Case(model=toy.normalized),
+    "nested_features": _Case(clients=_nested, model=_two_inputs),
+    "weights": _Case(
+        clients=_weighted, fit={"class_weight": {0: 0.1, 1: 4.0}}, side_by_side=True
+    ),
+    # With a seed, each client's own noise is the same wherever it trains.
+    "windows": _Case(
+        mechanism=tfdp_fl.AdaptiveLocalDP(
+            epsilon=100.0, delta=1e-5, clipping_radius=0.05
+        )
+    ),
+    "median": _Case(
+        mechanism=tfdp_fl.MedianClipping(noise_multiplier=0.5), clients=_uneven
+    ),
+    "secure_aggregation": _Case(
+        options={"secure_aggregation": secure_aggregation.AdditiveSecretSharing()}
+    ),
+    "hooks_variance_and_xla_here": _Case(
+        fit={"between_client_variance": True},
+        compiled={
+            "jit_compile": True,
+            "broadcast_hook": _noisy,
+            "upload_hook": lambda tensors: [2.0 * each for each in tensors],
+        },
+    ),
+}
 
 
 @pytest.fixture
@@ -88,8 +194,7 @@ def _compare(case, workers, clients=None):
     expected = case.train(here, clients).history
     actual = case.train(there, clients, runtime=workers).history
     assert np.abs(start[0] - here.get_weights()[0]).max() > 1e-3
-    for a, b in zip(here.get_weights(), there.get_weights(), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+    np.testing.assert_allclose(toy.flat(here), toy.flat(there), atol=1e-5)
     assert list(expected) == list(actual)
     for name, values in expected.items():
         np.testing.assert_allclose(actual[name], values, atol=1e-4, rtol=1e-4)
@@ -101,9 +206,9 @@ def _compare(case, workers, clients=None):
     return there
 
 
-@pytest.mark.parametrize("name", cohorts.CASES)
+@pytest.mark.parametrize("name", _CASES)
 def test_whatever_is_trained_is_the_same(workers, name):
-    case = cohorts.CASES[name]
+    case = _CASES[name]
     with mock.patch.object(workers, "run", wraps=workers.run) as run:
         _compare(case, workers)
     # All workers, or one where the cohort is small, had a shard.
@@ -114,27 +219,24 @@ def test_whatever_is_trained_is_the_same(workers, name):
 def test_several_shards_of_large_arrays_that_ray_stores(workers, monkeypatch):
     monkeypatch.setattr(workers, "shards_per_worker", 2)
     monkeypatch.setattr(ray_workers, "_INLINE_BYTES", 0)
-    _compare(cohorts.ADAPTIVE, workers)
+    mechanism = tfdp_fl.AdaptiveClipping(noise_multiplier=0.0, initial_clip_norm=0.05)
+    _compare(dataclasses.replace(_SIDE_BY_SIDE, mechanism=mechanism), workers)
 
 
-def test_requests_of_bounded_size(workers):
+def test_requests_of_bounded_size(workers, monkeypatch):
     # Of a dataset in memory Ray has all examples, once.
-    limit = 5 * 4 * (cohorts.FEATURES + 1)  # 5 examples.
-    with (
-        mock.patch.object(workers_lib, "MESSAGE_BYTES", limit),
-        mock.patch.object(workers, "run", wraps=workers.run) as run,
-    ):
-        _compare(cohorts.STREAMED, workers)
-    assert run.call_count > 2 * cohorts.ROUNDS
+    limit = 5 * 4 * (8 + 1)  # 5 examples.
+    monkeypatch.setattr(workers_lib, "MESSAGE_BYTES", limit)
+    with mock.patch.object(workers, "run", wraps=workers.run) as run:
+        _compare(_Case(clients=_streamed), workers)
+    assert run.call_count > 2 * _ROUNDS
 
 
 def test_a_nan_of_one_client_takes_nobody_with_it(workers):
-    x, y = cohorts.arrays()
+    x, y = toy.arrays(8 * _NUM_CLIENTS)
     x[8 * 3, 0] = np.nan
-    case = dataclasses.replace(
-        cohorts.CASES["small"], sampling="poisson", fit={"rounds": 6}
-    )
-    there = _compare(case, workers, cohorts.in_rows(x, y))
+    case = dataclasses.replace(_SMALL, sampling="poisson", fit={"rounds": 6})
+    there = _compare(case, workers, _in_rows(x, y))
     assert np.isfinite(there.get_weights()[0]).all()
     # Cohorts of any size are one program.
     assert len(set(there.model.history.history["cohort_size"])) > 3
@@ -147,7 +249,7 @@ def test_the_clip_holds_for_data_that_an_adversary_would_choose(workers, name):
     with policy(name):
         model = clip_attack_test.network(400, (128,))
         federated = tfdp_fl.DPFederatedModel(
-            *(model, cohorts.fixed(clip_norm=clip), 1, "fixed_size"), num_replicas=1
+            *(model, _fixed(clip_norm=clip), 1, "fixed_size"), num_replicas=1
         )
         loss = tf.keras.losses.BinaryCrossentropy(from_logits=True)
         federated.compile(tf.keras.optimizers.SGD(50.0), loss)
@@ -173,38 +275,35 @@ def test_the_clip_holds_for_data_that_an_adversary_would_choose(workers, name):
 def test_a_client_that_passes_all_bounds_leaves_the_history_in_them(
     loss, batch_size, on_ray
 ):
-    x, _ = cohorts.arrays(7 * 7)
-    y = np.full([len(x), cohorts.CLASSES], 2.0, np.float32)
-    options = {
-        "kernel_initializer": "glorot_uniform" if "error" in loss else "zeros",
-        "bias_initializer": tf.keras.initializers.Constant(0.5),
-    }
-    found = {}
-    for name, size, weight in (("usual", 1.0, 1.0), ("high", 1e18, 1e8)):
-        own = np.where(np.arange(len(x))[:, None] // 7 == 3, size, x).astype("f4")
-        weights = np.where(own[:, 0] == size, weight, 1.0)
-        dense = _layers.Dense(cohorts.CLASSES, **options)
+    x = np.random.default_rng(0).normal(size=[49, 40])
+    y, hostile = (
+        np.full([49, 3], 2.0, np.float32),
+        np.arange(49) // 7 == 3,
+    )
+    start = "glorot_uniform" if "error" in loss else "zeros"
+    bias, found = tf.keras.initializers.Constant(0.5), []
+    for size, weight in ((x, 1.0), (1e18, 1e8)):
+        own = np.where(hostile[:, None], size, x).astype("f4")
+        clients = _in_rows(own, y, 7, sample_weight=np.where(hostile, weight, 1.0))
+        dense = _layers.Dense(3, None, True, start, bias)
         cosine = tf.keras.metrics.CosineSimilarity(name="cosine")
-        case = cohorts.Case(
-            clients=lambda o=own, w=weights: cohorts.in_rows(o, y, 7, sample_weight=w),
-            model=lambda d=dense: sequential([cohorts.FEATURES], d),
-            compiled={"loss": loss, "metrics": [cosine], "jit_compile": None},
+        case = _Case(
+            model=lambda d=dense: sequential([40], d),
+            compiled={"loss": loss, "metrics": [cosine]},
+            side_by_side=True,
             fit={"rounds": 1, "batch_size": batch_size, "seed": 3},
         )
-        with side_by_side():
-            runtime = shared_workers() if on_ray else None
-            found[name] = case.train(case.federated(), runtime=runtime).history
-    high = found["high"]
+        runtime = shared_workers() if on_ray else None
+        found.append(case.train(case.federated(), clients, runtime=runtime).history)
+    usual, high = found
     assert high["discarded_clients"] == [0.0]
     assert abs(high["cosine"][0]) <= 1.0 + 1e-6
     assert 1e6 <= high["loss"][0] <= 1e25
-    assert 0.1 <= found["usual"]["loss"][0] <= 10.0
+    assert 0.1 <= usual["loss"][0] <= 10.0
 
 
 def test_a_cohort_without_clients(workers):
-    case = cohorts.Case(
-        sampling="poisson", mechanism=lambda: cohorts.fixed(noise_multiplier=1.0)
-    )
+    case = _Case(sampling="poisson", mechanism=_fixed(noise_multiplier=1.0))
     there, here = case.federated(), case.federated()
     for each in there, here:
         each._setup = dataclasses.replace(each.setup, clients_per_round=0.01)
@@ -213,8 +312,7 @@ def test_a_cohort_without_clients(workers):
     run.assert_not_called()
     case.train(here)
     assert set(history.history["cohort_size"]) == {0.0}
-    for a, b in zip(here.get_weights(), there.get_weights(), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+    np.testing.assert_allclose(toy.flat(here), toy.flat(there), atol=1e-5)
 
 
 def _trained(workers, kill):
@@ -243,8 +341,8 @@ def test_the_shard_of_a_lost_worker_is_repeated_and_the_model_is_the_same(worker
 
 def test_a_program_that_no_worker_can_take_over_ends_the_round(workers):
     # A program that no other test has.
-    stack = _layers.Dense(3), _layers.Dense(cohorts.CLASSES)
-    case = cohorts.Case(model=lambda: sequential([cohorts.FEATURES], *stack))
+    stack = _layers.Dense(3), _layers.Dense(3)
+    case = _Case(model=lambda: sequential([8], *stack))
     federated = case.federated()
     of = ray_workers._Message.of
 
@@ -274,7 +372,7 @@ def test_else_the_round_is_abandoned_and_nothing_is_charged(workers, monkeypatch
 
 
 def test_what_is_refused():
-    case = cohorts.Case()
+    case = _Case()
     with pytest.raises(TypeError, match=r"runtime .*'local'"):
         case.train(case.federated(), runtime="local")
     with pytest.raises(TypeError, match="float32_products"):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import re
 import struct
 
@@ -18,25 +17,20 @@ from tfdp_fl.secure_aggregation import (
 )
 
 _NAMES = ("ann", "bob", "cat")
-
-
 _UPDATES = {
     name: [np.full([3, 2], 1.1**n, np.float32), np.array(-0.3 * n)]
     for n, name in enumerate(_NAMES)
 }
+_NOTHING = np.zeros(2)
+
+
+def _member(name="ann", update=_NOTHING, members=_NAMES, **protocol):
+    sharing = AdditiveSecretSharing(**protocol)
+    return Member(sharing, name, update, members=members, session="s")
 
 
 def _members(**protocol) -> dict[str, Member]:
-    sharing = AdditiveSecretSharing(**protocol)
-    return {
-        name: Member(sharing, name, update, members=_NAMES, session="s")
-        for name, update in _UPDATES.items()
-    }
-
-
-def _alone(update=(0.0, 0.0), **protocol) -> Member:
-    sharing = AdditiveSecretSharing(**protocol)
-    return Member(sharing, "ann", np.array(update), members=_NAMES, session="s")
+    return {name: _member(name, each, **protocol) for name, each in _UPDATES.items()}
 
 
 @pytest.mark.parametrize("mode", ["ring", "float"])
@@ -109,7 +103,7 @@ def test_duplicates_are_rejected(kind):
 
 def test_after_the_deadline_the_own_update_is_the_outcome():
     update = np.array([1.0, 2.0], np.float32)
-    member = _alone(update, deadline_seconds=5.0)
+    member = _member(update=update, deadline_seconds=5.0)
     (to_bob, _) = member.begin(100.0)
     assert member.deadline == 105.0
     member.check_deadline(105.0)
@@ -134,7 +128,7 @@ def test_after_the_deadline_the_own_update_is_the_outcome():
 )
 def test_errors_at_construction(update, members, pattern):
     with pytest.raises(ValueError, match=pattern):
-        Member(AdditiveSecretSharing(), "ann", update, members=members, session="s")
+        _member(update=update, members=members)
 
 
 def test_a_member_takes_part_once_and_not_before_it_begins():
@@ -142,20 +136,17 @@ def test_a_member_takes_part_once_and_not_before_it_begins():
     with pytest.raises(ValueError, match="once"):
         members["ann"].begin(0.0)
     with pytest.raises(RejectedMessageError, match="not begun"):
-        _alone().receive(share, 0.0)
+        _member().receive(share, 0.0)
     # Members with other shapes fail.
     outcomes = Network().run({**_FOUR, "eve": np.zeros(6)}, _PROTOCOL)
     assert not any(one.succeeded for one in outcomes.values())
     # Float tensors must be finite.
-    member = _alone(mode="float")
+    member = _member(mode="float")
     message, _ = member.begin(0.0)
-    bad = {"tensors": (np.array([0.0, np.nan]),), "recipient": "ann"}
-    message = dataclasses.replace(message, sender="bob", **bad)
+    bad = {"tensors": (np.array([0.0, np.nan]),), "recipient": "ann", "sender": "bob"}
     with pytest.raises(RejectedMessageError, match="not finite"):
-        member.receive(message, 0.0)
+        member.receive(dataclasses.replace(message, **bad), 0.0)
 
-
-# Faults and deadlines: every miss gives back the own update, and says so.
 
 _PROTOCOL = AdditiveSecretSharing(deadline_seconds=10.0)
 _GROUP = ("ann", "bob", "cat", "dan")
@@ -175,16 +166,10 @@ _SHARES, _SUMS = "shares from", "sums from"
         (Fault("crash", "partial_sum", "bob"), (f"{_SUMS} 'bob'", None, _SUMS, _SUMS)),
         (Fault("delay", "share", "ann", seconds=10.1), (_SUMS, *[_SHARES] * 3)),
         # bob lacks ann's share; without it he has no partial sum for the rest.
-        (
-            Fault("drop", "share", "ann", "bob"),
-            (f"{_SUMS} 'bob'", f"{_SHARES} 'ann'", *[f"{_SUMS} 'bob'"] * 2),
-        ),
+        (Fault("drop", "share", "ann", "bob"), (_SUMS, _SHARES, _SUMS, _SUMS)),
         # Only the one who misses a sum fails: nobody can tell the others.
         (Fault("drop", "partial_sum", "ann", "bob"), ("", f"{_SUMS} 'ann'", "", "")),
-        (
-            Fault("delay", "partial_sum", "ann", "bob", 10.1),
-            ("", f"{_SUMS} 'ann'", "", ""),
-        ),
+        (Fault("delay", "partial_sum", "ann", "bob", 10.1), ("", _SUMS, "", "")),
         # A delay within the deadline does no harm.
         (Fault("delay", "share", "ann", "bob", 9.9), ("",) * 4),
         (Fault("delay", "partial_sum", "ann", "bob", 9.9), ("",) * 4),
@@ -205,19 +190,13 @@ def test_a_fault_fails_those_who_miss_something(fault, reasons):
             assert outcome.members == (name,)
 
 
-# On the way: messages survive bytes, and bad bytes are refused.
-
-
-def _message() -> Message:
-    first = np.arange(6, dtype="<u8").reshape(2, 3)
-    tensors = (first, np.zeros((0, 5), "<u4"), np.array(-1.5))
-    said = {"kind": "share", "session": "s1", "sender": 3, "recipient": "ann"}
-    return Message(**said, tensors=tensors)
+_FIELDS = {"kind": "share", "session": "s", "sender": 7, "recipient": "ann"}
+_TENSORS = (np.ones((2, 3), "<u8"), np.zeros((0, 5), "<u4"), np.array(-1.5))
+_SENT = Message(**_FIELDS, tensors=_TENSORS)
 
 
 def test_messages_in_bytes_and_every_truncation_and_extension():
-    sent = _message()
-    data = sent.to_bytes()
+    sent, data = _SENT, _SENT.to_bytes()
     got = Message.from_bytes(data)
     for name in ("kind", "session", "sender", "recipient"):
         assert getattr(got, name) == getattr(sent, name)
@@ -229,44 +208,23 @@ def test_messages_in_bytes_and_every_truncation_and_extension():
             Message.from_bytes(wrong)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *({"tensors": [["<u8", shape]]} for shape in ([-1], [2**62, 4], "x", [1.9])),
-        *({"tensors": [["<u8", shape]]} for shape in ([True], [0, 2**70], [0] * 33)),
-        *({"sender": True}, {"kind": "shrug"}, {"session": 7}, {"recipient": [1]}),
-        {"tensors": [["|O", [1]]]},
-        {"kind": None, "tensors": 3},
-    ],
-)
-def test_bad_headers_are_refused(changes):
-    header = {"kind": "share", "session": "s", "sender": 1, "recipient": 2}
-    text = json.dumps({**header, "tensors": [], **changes}).encode()
-    magic = _message().to_bytes()[:16]
-    with pytest.raises(RejectedMessageError):
-        Message.from_bytes(magic + struct.pack("<I", len(text)) + text)
-
-
-def test_mutated_messages_are_read_or_refused():
-    # Whatever a header holds, nothing but the documented error comes out, and what
-    # is read can be handed to a member. (Of any bytes: `stress/fuzz_stress.py`.)
-    data = _message().to_bytes()
+def test_of_a_changed_header_only_names_are_taken():
+    # Nothing else than the documented error. (Of any bytes: `stress/fuzz_stress.py`.)
+    data = _SENT.to_bytes()
     (length,) = struct.unpack_from("<I", data, 16)
     header, rest = data[20 : 20 + length].decode(), data[20 + length :]
-    spans = [each.span() for each in re.finditer(r"[^][{}:, ]+", header)]
+    names = ('"x"', "-1", "18446744073709551616")
     junk = (
-        *("1.9", "-1", "1e999", "NaN", "null", "true", '"x"', "[]", "{}"),
-        *("18446744073709551616", "9" * 5000, "[" * 3000, "\\ud800"),
+        *(*names, "1.9", "1e999", "NaN", "null", "true", "[]", "{}", "9" * 5000),
+        *("[" * 3000, "\\ud800", f"0, {2**70}", "0, " * 32 + "0"),
     )
-    members = {"members": [3, "ann", "bob"], "session": "s1"}
-    refused = 0
-    for (start, end), part in itertools.product(spans, junk):
-        text = (header[:start] + part + header[end:]).encode()
+    taken = {'"s"': ('"x"',), "7": names, '"ann"': names}
+    member = _member()
+    member.begin(0.0)
+    for token, part in itertools.product(re.finditer(r"[^][{}:, ]+", header), junk):
+        text = (header[: token.start()] + part + header[token.end() :]).encode()
         changed = data[:16] + struct.pack("<I", len(text)) + text + rest
-        member = Member(AdditiveSecretSharing(), "ann", np.zeros([2, 3]), **members)
-        member.begin(0.0)
-        try:
+        with pytest.raises(RejectedMessageError) as refusal:
             member.receive(Message.from_bytes(changed), 0.0)
-        except RejectedMessageError:
-            refused += 1
-    assert refused > 0.9 * len(spans) * len(junk)
+        is_read = "receive" in [entry.name for entry in refusal.traceback]
+        assert is_read == (part in taken.get(token[0], ())), (token[0], part)

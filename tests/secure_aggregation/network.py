@@ -9,10 +9,10 @@ from tfdp_fl.secure_aggregation import Member, RejectedMessageError
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong with the messages of one kind and sender.
+    """What goes wrong with the messages of one kind and sender.
 
-    They are lost ("drop"), take `seconds` more ("delay"), arrive twice
-    ("duplicate"), or the sender stops for good before the first ("crash").
+    They "drop", take `seconds` more ("delay"), arrive twice ("duplicate"), or the
+    sender stops for good before the first ("crash").
     """
 
     action: str
@@ -33,8 +33,7 @@ class Network:
     def __init__(self, *faults: Fault):
         self.delivered, self.rejected = [], []
         self._faults, self._crashed = faults, set()
-        self._in_flight: list = []
-        self._order = itertools.count()
+        self._in_flight, self._order = [], itertools.count()
 
     def run(self, updates, protocol):
         """Returns each member's outcome; None of one that crashed."""
@@ -64,9 +63,7 @@ class Network:
 
     def _send(self, outgoing, now: float) -> None:
         for message in outgoing:
-            hits = {
-                fault.action: fault for fault in self._faults if fault.hits(message)
-            }
+            hits = {each.action: each for each in self._faults if each.hits(message)}
             if "crash" in hits:
                 self._crashed.add(message.sender)
             if message.sender in self._crashed or "drop" in hits:

@@ -3,8 +3,6 @@
 What the audit finds where something is broken is in `tests/auditing/audit_test.py`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -14,12 +12,8 @@ from tfdp_fl.auditing import audit, estimate
 from tfdp_fl.experiments import Settings, training
 
 _MECHANISMS = (
-    {"mechanism": "fixed"},
-    {"mechanism": "fixed", "sampling": "fixed_size"},
-    {"mechanism": "fixed", "sampling": "shuffled"},
-    {"mechanism": "adaptive"},
-    {"mechanism": "median"},
-    {"mechanism": "correlated"},
+    *({"mechanism": name} for name in ("fixed", "adaptive", "median", "correlated")),
+    *({"mechanism": "fixed", "sampling": way} for way in ("fixed_size", "shuffled")),
 )
 _SMALL = {"num_clients": 200, "clients_per_round": 40, "rounds": 5}
 
@@ -60,11 +54,8 @@ def _estimates(releases, count, size, rounds=1, measured=False):
 
 
 def test_the_lower_end_for_a_model_of_ten_weights():
-    """Above the truth in 2.5 % of releases; a symmetric 1/chi: 4.3 %.
-
-    More than 78 of 2000 have a probability of 6e-5 at 2.5 %; the figures are
-    those of one seed, which does not change.
-    """
+    # Above the truth in 2.5 % of releases; a symmetric 1/chi: 4.3 %. More than 78 of
+    # 2000 have a probability of 6e-5 at 2.5 %; the seed does not change.
     assert sum(found.low > _TRUTH for found in _estimates(2000, 20, 10)) < 78
 
 
@@ -73,12 +64,9 @@ def test_the_lower_end_for_a_model_of_ten_weights():
     [(500, 256, 1, False), (500, 256, 8, False), (200, 2000, 1, True)],
 )
 def test_an_interval_misses_no_more_than_it_says(count, size, rounds, measured):
-    """How often the truth is outside of it, in 60 releases.
-
-    Nominally 3 times. A good interval misses more than 18 of them less than
-    once in 5 million tests, even if it misses 8 % (Binomial(60, 0.08)). One
-    that leaves out an error of the unit misses 30 or more: of the norm in the
-    first two, of the measured spread in the last.
-    """
+    # In 60 releases it is nominally missed 3 times. A good interval misses more than 18
+    # less than once in 5 million tests, even if it misses 8 % (Binomial(60, 0.08)). One
+    # that leaves out an error of the unit misses 30 or more: of the norm in the first
+    # two, of the measured spread in the last.
     every = _estimates(60, count, size, rounds, measured)
     assert sum(not each.low <= _TRUTH <= each.high for each in every) <= 18

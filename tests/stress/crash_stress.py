@@ -4,11 +4,8 @@
 `tests/accounting/ledger_test.py` and `tests/keras/resuming_test.py`.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
-import importlib.util
 import os
 import random
 import signal
@@ -94,7 +91,6 @@ class _Listener(callbacks.FederatedCallback):
 
 
 def _run(directory, round_index=None, limit=None):
-    """Returns the weights, what was released, and the error, if there was one."""
     fed = toy.federated(tfdp_fl.AdaptiveClipping(noise_multiplier=1.0))
     saved, error = directory / "saved", None
     listener = _Listener(round_index, limit)
@@ -110,14 +106,6 @@ def _run(directory, round_index=None, limit=None):
     return fed.get_weights(), listener.released, error
 
 
-def _check(directory, released):
-    for path in (directory / "own.jsonl", directory / "saved" / "ledger.jsonl"):
-        entries = read(path).entries if path.exists() else ()
-        charged = [each.round_index for each in entries]
-        assert len(released) <= len(charged), path
-        assert set(released) <= set(charged)
-
-
 @toy.same_draws_when_resumed()
 def test_a_disk_that_is_full_at_any_byte(tmp_path):
     failed = 0
@@ -125,15 +113,20 @@ def test_a_disk_that_is_full_at_any_byte(tmp_path):
     whole, _, _ = _run(tmp_path / "whole")
     for round_index in range(6):
         for limit in (0, 100, 900, 1500, 2500, 4000, 6000, 9000):
-            directory = tmp_path / f"{round_index}-{limit}"
+            directory, released = tmp_path / f"{round_index}-{limit}", []
             directory.mkdir()
-            _, released, error = _run(directory, round_index, limit)
-            failed += error is not None
-            _check(directory, released)
-            again, more, error = _run(directory)
+            for full in ((round_index, limit), ()):
+                weights, more, error = _run(directory, *full)
+                released += more
+                for name in ("own.jsonl", "saved/ledger.jsonl"):
+                    path = directory / name
+                    entries = read(path).entries if path.exists() else ()
+                    charged = [each.round_index for each in entries]
+                    assert len(released) <= len(charged), path
+                    assert set(released) <= set(charged)
+                failed += bool(full) and error is not None
             assert error is None
-            _check(directory, released + more)
-            toy.assert_same(whole, again)
+            toy.assert_same(whole, weights)
     assert failed > 20
 
 
@@ -171,11 +164,8 @@ for each in pathlib.Path("/proc").glob("[0-9]*/stat"):
 """
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("tensorflow_federated") is None,
-    reason="TensorFlow Federated is not installed.",
-)
 def test_a_worker_of_tff_ends_with_the_program(tmp_path):
+    pytest.importorskip("tensorflow_federated")
     options = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
     with (tmp_path / "out").open("w") as out:  # The worker would hold a pipe open.
         options |= {"stdout": out, "stderr": subprocess.DEVNULL, "check": True}

@@ -4,8 +4,6 @@ And arguments that no one should give, two at a time, to whatever is public
 (`tests/public_api/`): documented errors, in no time, with a message.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import os
@@ -22,7 +20,7 @@ import tensorflow as tf
 import tfdp_fl
 from tests.accounting.charges import charge
 from tests.flower import flower_messages as fm
-from tests.public_api import calls
+from tests.public_api import calls_test as calls
 from tfdp_fl import accounting, secure_aggregation
 from tfdp_fl.keras import checkpoint
 
@@ -37,26 +35,16 @@ _INTERESTING = (
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
     """Returns other bytes: one to three changes of any kind."""
-    found = bytearray(data)
     for _ in range(rng.randint(1, 3)):
-        place = rng.randrange(len(found) + 1)
-        end = min(len(found), place + rng.choice([1, 2, 8, 100, 5000]))
-        kind = rng.randrange(7)
-        if kind == 0 and place < len(found):
-            found[place] ^= 1 << rng.randrange(8)
-        elif kind == 1:
-            del found[place:]
-        elif kind == 2:
-            del found[place:end]
-        elif kind == 3:
-            found[place:place] = rng.choice(_INTERESTING)
-        elif kind == 4:
-            found[place:end] = rng.choice(_INTERESTING)
-        elif kind == 5:
-            found[place:place] = found[place:end]
-        else:
-            found[place:end] = rng.randbytes(end - place)
-    return bytes(found)
+        place = rng.randrange(len(data) + 1)
+        end = min(len(data), place + rng.choice([1, 2, 8, 100, 5000]))
+        before, within, after = data[:place], data[place:end], data[end:]
+        first = bytes(byte ^ 1 << rng.randrange(8) for byte in within[:1])
+        other, noise = rng.choice(_INTERESTING), rng.randbytes(end - place)
+        cut = [before, before + after, before + other + within + after]
+        swaps = (first + within[1:], other, within + within, noise)
+        data = rng.choice([*cut, *(before + swap + after for swap in swaps)])
+    return data
 
 
 def test_of_ledgers(tmp_path):
@@ -170,7 +158,6 @@ _VALUES = (
 
 
 def _value(rng: random.Random) -> Any:
-    """Returns what somebody may give as an argument."""
     (number,) = struct.unpack("d", rng.randbytes(8))
     return rng.choice([number, rng.randint(-3, 5), *[rng.choice(_VALUES)] * 4])
 

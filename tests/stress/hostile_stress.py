@@ -5,24 +5,14 @@ arrive, in TFF or at Flower, may be anything: `tests/conformance` and
 `tests/flower/private_strategy_test.py` attack by those.
 """
 
-from __future__ import annotations
-
 import dataclasses
-import importlib.util
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.keras import hostile, hostile_test
-
-_with_tff = pytest.mark.skipif(
-    importlib.util.find_spec("tensorflow_federated") is None,
-    reason="TensorFlow Federated is not installed.",
-)
-_with_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="Ray is not installed."
-)
+from tests.keras import hostile, hostile_test, toy
+from tfdp_fl import runtimes
 
 
 def _attack(way, runtime=None):
@@ -42,20 +32,16 @@ def test_in_this_process(way):
     _attack(way)
 
 
-@_with_ray
 def test_on_ray_workers():
-    from tfdp_fl import runtimes
-
+    pytest.importorskip("ray")
     with runtimes.RayWorkers(num_workers=2) as workers:
         _attack("ray_workers", workers)
 
 
-@_with_tff
 @pytest.mark.parametrize("name", ["fixed", "adaptive", "median", "correlated"])
 def test_by_tff_learning(name):
     """`build_dp_fed_avg`, without noise that could be seen beside."""
-    import tensorflow_federated as tff
-
+    tff = pytest.importorskip("tensorflow_federated")
     from tfdp_fl import learning
 
     exact = {"median_noise_multiplier": None} if name == "median" else {}
@@ -64,15 +50,13 @@ def test_by_tff_learning(name):
 
     def batches(client):
         x, y = client
-        slices = (x.astype(np.float32), y.astype(np.int32))
-        rows = tf.data.Dataset.from_tensor_slices(slices)
-        return rows.batch(hostile.EXAMPLES // 2)
+        slices = x.astype(np.float32), y.astype(np.int32)
+        return tf.data.Dataset.from_tensor_slices(slices).batch(hostile.EXAMPLES // 2)
 
     spec = batches(hostile.clients()[0]).element_spec
-    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     process = learning.build_dp_fed_avg(
         lambda: tff.learning.models.from_keras_model(
-            hostile.model(), loss=loss, input_spec=spec
+            hostile.model(), loss=toy.loss(), input_spec=spec
         ),
         mechanism,
         clients_per_round=hostile.CLIENTS,
@@ -85,8 +69,7 @@ def test_by_tff_learning(name):
         data[hostile.HOSTILE] = change(data[hostile.HOSTILE])
         output = process.next(state, [batches(c) for c in data.values()])
         weights = process.get_model_weights(output.state).trainable
-        flat = np.concatenate([np.ravel(w) for w in weights])
-        return flat, output.metrics["aggregator"]
+        return toy.flat([*weights]), output.metrics["aggregator"]
 
     without, seen = run(hostile.without_examples)
     bound = seen["clip_norm"] / hostile.CLIENTS * (1 + 1e-5) + 1e-5

@@ -1,7 +1,5 @@
 """Training runs in processes of their own, to be killed in every mode."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import multiprocessing
@@ -12,27 +10,26 @@ import time
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl.experiments import Settings, run_directory, training
 from tfdp_fl.keras import callbacks
 
 ROUNDS = 40
-# A run that is let go on ends in a minute of a core. On a machine that is busy
-# with more important things that is many minutes.
+# A run ends in a minute of a core: on a busy machine that is many minutes.
 LONGEST_CORE_SECONDS, LONGEST_SECONDS = 300, 3600
 DELTA = 1e-3
 WITNESS, LEDGER, CHECKPOINTS = "witness.txt", "own.jsonl", "saved"
-FINAL = "final.weights.h5"
-# What runs: train.py's own way, a ledger, checkpoints, both, checkpoints of local
-# noise, of a run on workers, and of one whose noise is correlated.
+FINAL = "final.npy"
+# train.py's own way, a ledger, checkpoints, both, and checkpoints of other runs.
 MODES = ("plain", "ledger", "checkpoint", "both", "local", "workers", "correlated")
 # Those that end in the same weights, however often they were killed.
 SAME = ("checkpoint", "local")
 
 
 def processor_seconds(pid: int) -> float:
-    """Returns what a process has used of processors; 0 if it is gone."""
     try:
         stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -55,8 +52,6 @@ def join(process: Any) -> None:
 
 
 class _Witness(callbacks.FederatedCallback):
-    """Writes down what an outsider has seen, as soon as it can be seen."""
-
     def __init__(self, path: pathlib.Path):
         super().__init__()
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -69,16 +64,15 @@ class _Witness(callbacks.FederatedCallback):
 
 def start(directory: pathlib.Path, mode: str, as_the_script: bool = False) -> Any:
     """Starts a run, forked from one process that has imported everything, once."""
+    directory.mkdir(exist_ok=True)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.stress.killed_run"])
-    arguments = (str(directory), mode, as_the_script)
-    process = context.Process(target=run, args=arguments)
+    process = context.Process(target=run, args=(directory, mode, as_the_script))
     process.start()
     return process
 
 
 def witness(directory: pathlib.Path, mode: str) -> pathlib.Path:
-    """Returns the file of what an outsider has seen."""
     if mode == "plain":  # It empties its directory.
         return directory.parent / f"{directory.name}-{WITNESS}"
     return directory / WITNESS
@@ -92,7 +86,6 @@ def seen(directory: pathlib.Path, mode: str) -> dict[int, float]:
 
 
 def ledgers(directory: pathlib.Path, mode: str) -> list[pathlib.Path]:
-    """Returns where a mode keeps its books."""
     checkpoints, own = directory / CHECKPOINTS / "ledger.jsonl", directory / LEDGER
     if mode == "plain":
         ended = directory / run_directory.LEDGER
@@ -101,13 +94,12 @@ def ledgers(directory: pathlib.Path, mode: str) -> list[pathlib.Path]:
     return {"ledger": [own], "both": [checkpoints, own]}.get(mode, [checkpoints])
 
 
-def run(directory: str, mode: str, as_the_script: bool) -> None:
+def run(path: pathlib.Path, mode: str, as_the_script: bool) -> None:
     """Trains to the end, from where an earlier process was killed."""
     faulthandler.register(signal.SIGUSR1)
     if as_the_script:  # Which takes SIGTERM for Ctrl-C.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.default_int_handler)
-    path = pathlib.Path(directory)
     if mode == "plain":
         _train_as_the_script(path)
         return
@@ -140,7 +132,7 @@ def run(directory: str, mode: str, as_the_script: bool) -> None:
     options = {"batch_size": 10, "seed": 3, "resume_from": resume, "runtime": runtime}
     with same:
         toy.fit(fed, ROUNDS, listeners, **options)
-    fed.save_weights(path / FINAL)
+    np.save(path / FINAL, toy.flat(fed))
 
 
 def _train_as_the_script(path: pathlib.Path) -> None:

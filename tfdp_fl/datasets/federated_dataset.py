@@ -1,8 +1,8 @@
-"""Data that lies with many clients, the input of federated training.
+"""Data held by many clients, the input of federated training.
 
-The file is long because its subject is one, the class that users see: how it is
-made, what it holds, what is made of it, and how the engine reads it. What it
-rests on is in `sources` (examples), `client_ids` and `tf_datasets`.
+The file is long because it has one subject, the class that users see: how it is
+made, what it holds, what can be made of it, and how the engine reads it. It
+rests on `sources` (examples), `client_ids` and `tf_datasets`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class FederatedDataset:
     that Keras takes: an array, or a dict, tuple or list of nests. Beside the
     labels there may be weights of examples, as Keras's `sample_weight`: a
     client is then `(x, y, sample_weight)`. Sequences of unequal length (a
-    `tf.RaggedTensor`, a list of lists, an array of lists) are filled up with
-    zeros, or empty strings, after their end; a layer's `mask_zero` leaves
-    those out.
+    `tf.RaggedTensor`, a list of lists, an array of lists) are padded with
+    zeros, or empty strings, at the end; a layer's `mask_zero` leaves those
+    out.
 
     Made from arrays (`from_client_arrays`, `from_indices`), a dataset is
     *indexed*: every example is held once, in flat CPU tensors which the
@@ -42,10 +42,10 @@ class FederatedDataset:
     32-bit, every other dtype is kept. Made from what must be read first
     (`from_tf_datasets`, `from_client_data`, `from_client_fn`), it is
     *streamed*: nothing is held, a client is read when it takes part in a round,
-    and one that cannot be read fails alone. `in_memory()` makes the first of
-    the second.
+    and one that cannot be read fails alone. `in_memory()` turns a streamed
+    dataset into an indexed one.
 
-    A dataset does not change after it was made.
+    A dataset never changes.
 
     Attributes:
       has_names: Whether the ids are more than places (0 is the first client).
@@ -89,7 +89,7 @@ class FederatedDataset:
     def from_client_arrays(
         cls, clients: Mapping[Any, tuple[Nest, ...]]
     ) -> FederatedDataset:
-        """Makes a dataset of every client's own arrays.
+        """Makes a dataset from every client's own arrays.
 
         The arrays of all clients are packed into one, so this holds one copy
         of the data beside the caller's.
@@ -137,7 +137,7 @@ class FederatedDataset:
 
         Raises:
           TypeError, ValueError: If x and y do not fit together, if an index is
-            no integer or out of range, or if there is no client.
+            not an integer or out of range, or if there is no client.
         """
         x, y = nests.pair((x, y, sample_weight))
         x = nests.as_tensors(x, "x")
@@ -171,7 +171,7 @@ class FederatedDataset:
         sample_weight: str | None = None,
         vocabulary: frames.Vocabulary = None,
     ) -> FederatedDataset:
-        """Makes a dataset of a pandas frame with a column that names clients.
+        """Makes a dataset from a pandas frame with a column that names clients.
 
         The columns are copied once; clients are in the order in which they
         first appear, and a client's examples in the frame's.
@@ -189,14 +189,14 @@ class FederatedDataset:
           sample_weight: The column of what each example counts in the loss;
             None: all count 1.
           vocabulary: Maps a column of text or categories to the values it may have,
-            declared without looking at the clients. Alone the column is int64, a
-            value's place in the list; in a list of features it is as many columns of
-            zeros and ones.
+            declared without looking at the clients. Alone, the column is int64, each
+            value's index in that list; in a list of features it becomes zeros and
+            ones, one column per value.
 
         Raises:
-          TypeError: `frame` is no frame.
-          ValueError: A column is not there, holds something else than finite
-            numbers or declared values, or has missing values (the message has the
+          TypeError: `frame` is not a frame.
+          ValueError: A column is not there, holds something other than finite
+            numbers or declared values, or has missing values (the message names the
             column and the row); or a feature is the client column.
         """
         x, y, rows, weight = frames.split(
@@ -208,7 +208,7 @@ class FederatedDataset:
     def from_parquet(
         cls, path: str | os.PathLike[str], *columns: Any, **named: Any
     ) -> FederatedDataset:
-        """Makes a dataset of a Parquet file with a column that names clients.
+        """Makes a dataset from a Parquet file with a column that names clients.
 
         The file is read once, a row group at a time, to find the clients and to check
         all values. Where it is sorted by clients, a client is then read when it takes
@@ -236,7 +236,7 @@ class FederatedDataset:
     def from_tf_datasets(
         cls, clients: Mapping[Any, tf.data.Dataset]
     ) -> FederatedDataset:
-        """Makes a dataset of every client's own `tf.data.Dataset`.
+        """Makes a dataset from every client's own `tf.data.Dataset`.
 
         Args:
           clients: Maps a client's id to a finite dataset whose elements are
@@ -244,7 +244,7 @@ class FederatedDataset:
             a dict of `x`, `y` and perhaps `sample_weight`.
 
         Raises:
-          TypeError, ValueError: If elements are no such pairs, are batches,
+          TypeError, ValueError: If elements are not such pairs, are batches,
             differ between clients or never end, or if there is no client.
         """
         _validate.instance_of(Mapping, clients=clients)
@@ -257,7 +257,7 @@ class FederatedDataset:
         client_data: Any,
         preprocess_fn: Callable[[tf.data.Dataset], tf.data.Dataset] | None = None,
     ) -> FederatedDataset:
-        """Makes a dataset of a `tff.simulation.datasets.ClientData`.
+        """Makes a dataset from a `tff.simulation.datasets.ClientData`.
 
         Clients stay where the client data has them (on disk, for TFF's own)
         and are read when they take part.
@@ -269,8 +269,8 @@ class FederatedDataset:
             then single examples, as `from_tf_datasets` takes them.
 
         Raises:
-          TypeError, ValueError: If this is no client data, if its first
-            client's elements are no such examples, or if it has no client.
+          TypeError, ValueError: If this is not client data, if its first
+            client's elements are not such examples, or if it has no client.
         """
         source, client_ids = tf_datasets.source_of_client_data(
             client_data, preprocess_fn
@@ -295,7 +295,7 @@ class FederatedDataset:
             trains on one; so do threads and processes that it starts then.
           element_spec: A tuple of such nests of `tf.TensorSpec` of one example,
             without a leading dimension; None: that of the first client that
-            can be read, found out by reading when it is needed.
+            can be read, which is read when it is needed.
 
         Raises:
           TypeError, ValueError: If `fn` cannot be called, if ids repeat, or if
@@ -424,13 +424,12 @@ class FederatedDataset:
         return self._with(self._source.take(positions), taken)
 
     def split_by_id(self, fraction: float) -> tuple[FederatedDataset, FederatedDataset]:
-        """Splits the clients by their ids alone, each for itself.
+        """Splits the clients by their ids alone, each by itself.
 
-        On which side a client is does not change when others come or go. So
-        neighbouring datasets (one client more)
-        have neighbouring sides, and a guarantee of those who train is one of
-        all clients. About the share of them is held out: each is with that
-        chance, over the hashes of ids.
+        A client's side does not change when others come or go. So neighbouring
+        datasets (one client more) have neighbouring sides, and a guarantee for
+        those who train is one for all clients. The share is approximate: each
+        client is held out with that chance, over the hashes of ids.
 
         Args:
           fraction: The share of the clients in the second dataset, between 0

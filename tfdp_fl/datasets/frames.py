@@ -121,7 +121,7 @@ def array(
     if kind not in "biuf" and declared is None:
         raise ValueError(
             f"{argument} must be numbers, got column {name!r} of {column.dtype}. "
-            "Declare the values that text or categories may have, known beforehand: "
+            "Declare beforehand which values text or categories may have: "
             f"from_dataframe(..., vocabulary={{{name!r}: [...]}})."
         )
     _check_none_missing(column, argument, "have a value in every row")
@@ -165,7 +165,7 @@ def _check_none_missing(column: Any, argument: str, what: str) -> None:
             f"{argument} must {what}, got column {column.name!r} with "
             f"{int(missing.sum())} missing, the first in row "
             f"{int(np.argmax(missing))}. Leave those rows out, or fill them in with "
-            "what is not computed from clients."
+            "values that are not computed from clients."
         )
 
 
@@ -182,7 +182,7 @@ def _codes(column: Any, name: str, values: Sequence[Any]) -> np.ndarray:
     unknown = np.flatnonzero(codes < 0)
     if len(unknown):
         raise ValueError(
-            f"vocabulary must have all values of column {name!r}, got {len(unknown)} "
+            f"vocabulary must list all values of column {name!r}, got {len(unknown)} "
             f"rows with others, the first in row {unknown[0]}."
         )
     return codes

@@ -67,7 +67,7 @@ class CohortSum(NamedTuple):
     loss: tf.Tensor
     examples: tf.Tensor
     metrics: list[tf.Tensor]
-    moments: Any = ()
+    moments: Moments | tuple[()] = ()
 
     @classmethod
     def of_nobody(cls, metrics: list[tf.Tensor]) -> CohortSum:
@@ -203,7 +203,7 @@ class PendingRound:
     """
 
     inputs: RoundInputs
-    state: Any
+    state: contribution.Round
     tensors: tuple[tf.Tensor, tf.Tensor]
     sums: list[Any]
     sent: tuple[list[tf.Tensor], list[tf.Tensor]] = ([], [])

@@ -356,7 +356,8 @@ class CohortEngine:
                     f"TensorFlow cannot vectorize them ({type(error).__name__})"
                 )
                 return self._traced(pending, self._laid_out(chunk, pending.inputs))
-            if len(chunk.groups) > 1 and not (program.has_run or part.strategy.xla):
+            alone = layout.Strategy(layout.ONE_BY_ONE, False)
+            if len(chunk.groups) > 1 and part.strategy == alone and not program.has_run:
                 # TensorFlow optimises a program in its first call, and again in
                 # every thread that calls it meanwhile.
                 nobody = layout.select(part.table, np.array([], np.int64))

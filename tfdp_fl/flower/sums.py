@@ -221,12 +221,12 @@ def _mechanisms_clip(
         this = this._replace(clip_norm=float(clip))
     usable = tf.constant([not change.discarded for change in changes])
     contribution = mechanism.contribution_of_norm(norms, usable, tensors())
-    factors = contribution.update.numpy().astype(np.float64) * (1 - _ROUNDING)
+    factors = np.asarray(contribution.update, np.float64) * (1 - _ROUNDING)
     sums = {
         name: float(np.sum(value.numpy(), dtype=np.float64))
         for name, value in contribution.sums.items()
     }
-    return this, factors, sums
+    return this, factors.tolist(), sums
 
 
 def _correlated(

@@ -43,13 +43,13 @@ def make_private(
     The noise multiplier is calibrated for the rounds, the population and the
     sampling that are given here; `epsilon` of the returned model is computed
     from the rounds that really ran. The target is kept over all calls of
-    `fit`, however many rounds they ask for. (Clients that add their own noise
-    set it for the `rounds` given here.)
+    `fit`, however many rounds they ask for. (Where clients add their own
+    noise, it is set for the `rounds` given here.)
 
     Args:
       model: A built Keras model.
       target_epsilon: The most that `rounds` rounds may cost.
-      target_delta: At this delta.
+      target_delta: The delta of that cost.
       num_clients: The population N.
       clients_per_round: The expected cohort size m, constant or a schedule.
       rounds: T.
@@ -234,8 +234,8 @@ def _check_mechanism(
     if isinstance(mechanism, mechanisms.Mechanism):
         if options:
             raise TypeError(
-                f"{sorted(options)} cannot be given with a mechanism that is already "
-                "made."
+                f"{sorted(options)} cannot be given with a ready-made mechanism; give "
+                "them to the mechanism."
             )
         has_noise = "noise_multiplier" in mechanism.parameters()
         if mechanism.guarantee != "central" or not has_noise:

@@ -53,8 +53,8 @@ class DPFederatedModel:
 
     Every round draws a cohort, trains each of its clients from the current
     weights, clips and adds up their updates as the mechanism says, adds its
-    noise, and moves the model by the mean. What that cost is accounted for
-    from what really ran.
+    noise, and moves the model by the mean. The cost is computed from what
+    really ran.
 
     Non-trainable state that training changes (the moving statistics of batch
     normalization) is part of a client's update by default: clipped and noised
@@ -87,8 +87,8 @@ class DPFederatedModel:
           mechanism: A `tfdp_fl` mechanism.
           clients_per_round: The expected cohort size m, constant, a sequence
             with one value a round, or a callable of the round (from 0). A
-            callable, here or in the mechanism, is asked once for each round:
-            what it says then is what is used and what is charged.
+            callable, here or in the mechanism, is called once for each round:
+            what it returns is used and charged.
           sampling: "poisson": every client takes part with probability m/N;
             "fixed_size": m of N without replacement; "shuffled": every client
             once per pass; "cyclic": fixed groups in turn, m of the group (see
@@ -105,19 +105,19 @@ class DPFederatedModel:
           non_trainable_state: "aggregate" or "keep".
           secure_aggregation: An `AdditiveSecretSharing`, through which the
             clients' records are summed; None sums them in the engine.
-          num_replicas: How many clients train at once; None: one a core.
-            Another number adds up in another order: the last bits are others.
+          num_replicas: How many clients train at once; None: one per core.
+            Another number adds up in another order, so the last bits differ.
           noise_generator: What the noise is drawn from: "philox", which is
-            fast; or "exact", of `FixedClipping` with the server's noise: updates
+            fast; or "exact", for `FixedClipping` with the server's noise: updates
             are added on a grid, and the noise is the ideal Gaussian rounded to it,
             from the operating system's random bits and without floating point's
-            errors. It takes no `seed`, and several times as long.
+            errors. It allows no `seed`, and takes several times as long.
           target: What the noise was calibrated for; kept in every `fit`.
             `make_private` gives it.
           client_weighting: What clients count in the mean, such as
             `tfdp_fl.ClientWeighting.num_examples(cap=100)`; None: 1 each. The
-            noise and its cost are the same. With mechanisms that clip whole
-            updates and protect their sum, and summed without secure
+            noise and its cost are the same. Only with mechanisms that clip
+            whole updates and protect their sum, and without secure
             aggregation.
 
         Raises:
@@ -169,7 +169,7 @@ class DPFederatedModel:
     # Keras's own methods.
 
     def __getattr__(self, name: str) -> Any:
-        """Returns what the Keras model calls by a name, if it is handed on."""
+        """Returns an attribute of the Keras model, if it is handed on."""
         if name not in keras_names.HANDED_ON:
             raise AttributeError(keras_names.missing(name))
         return getattr(self.model, name)
@@ -182,9 +182,9 @@ class DPFederatedModel:
             super().__setattr__(name, value)
         else:
             raise AttributeError(
-                f"{name} cannot be set: it is the Keras model's own, or what the "
-                "weights cost is counted by it. For another one, wrap a Keras model "
-                "that was built anew."
+                f"{name} cannot be set: it belongs to the Keras model, or the cost of "
+                "the weights is counted by it. To change it, wrap a newly built Keras "
+                "model."
             )
 
     def __dir__(self) -> list[str]:
@@ -213,7 +213,7 @@ class DPFederatedModel:
           optimizer: The clients' Keras optimizer. Every client starts with a
             new one in every round, so momentum and the averages of Adam begin
             at zero each time: with few local steps, plain SGD is usually better,
-            and Adam belongs into `server_optimizer`. `LearningRateScheduler`
+            and Adam belongs in `server_optimizer`. `LearningRateScheduler`
             changes its rate by round.
           loss: As in Keras's `compile`.
           metrics: As in Keras's `compile`; training metrics are not noised.
@@ -222,13 +222,13 @@ class DPFederatedModel:
             None adds the mean update (FedAvg). With `use_ema` the model has
             the averaged weights when `fit` ends, as with Keras. Before the
             first round SGD's momentum chooses how `CorrelatedNoise` is
-            correlated, unless it was told (`server_momentum`): `mechanism` has
-            what was chosen. With a target the noise multiplier follows, so that
+            correlated, unless `server_momentum` was given; `mechanism` has what
+            was chosen. With a target the noise multiplier follows, so that
             the run costs the same.
           jit_compile: Whether XLA compiles the clients' training; None decides
             by the model.
-          weighted_metrics: As in Keras's `compile`: those that weights of
-            examples are to count in.
+          weighted_metrics: As in Keras's `compile`: metrics in which the
+            weights of examples count.
           loss_weights: As in Keras's `compile`.
           grad_clip: Each local gradient is scaled down to this L2 norm; off if
             it is 0 or less.
@@ -320,8 +320,8 @@ class DPFederatedModel:
           without examples, or whose data cannot be read or evaluated on (a
           label that is no class). With `private`:
           "num_clients" (noisy, with "num_clients_stddev"), and for each metric
-          of its bounds "mean" and "noise_stddev" (of the mean, by the noise alone,
-          about).
+          of its bounds "mean" and "noise_stddev" (roughly, of the mean, by the
+          noise alone).
 
         Raises:
           ValueError: An argument is not allowed; or `private`, before `fit`,
@@ -391,11 +391,11 @@ class DPFederatedModel:
           clients: The clients' data: a `FederatedDataset`, a mapping or list
             of `(x, y)`, of `(x, y, sample_weight)` or of `tf.data.Dataset`s,
             or a TFF `ClientData` (see
-            `tfdp_fl.datasets.as_federated`). Where what was spent is kept for
+            `tfdp_fl.datasets.as_federated`). Where spending is counted for
             each client (local and per-record guarantees), and within a pass
-            over shuffled ones, they are the same clients in the same order as
-            before; elsewhere they may be others, and the statement names all
-            their numbers. With `client_ids`: the features of all rows of one table,
+            over shuffled clients, they must be the same clients in the same
+            order as before; elsewhere they may be others, and the statement
+            names every N. With `client_ids`: the features of all rows of one table,
             [n, ...], as arrays or a pandas frame.
           y: With `client_ids`: the labels of all rows. (A number without them is
             `rounds`.)
@@ -409,10 +409,10 @@ class DPFederatedModel:
           validation_freq: Validate every so many rounds.
           callbacks: Keras callbacks (a round is an epoch to them) and
             `tfdp_fl.callbacks`.
-          verbose: 0 silent, 1 or "auto" a progress bar, 2 a line a round.
+          verbose: 0 silent, 1 or "auto" a progress bar, 2 a line per round.
           seed: Makes cohorts, order and noise of a whole training repeat bit
-            for bit. A resumed one goes on with fresh noise, and so does a round
-            that was broken off. Anyone with the seed can undo the noise, and
+            for bit. A resumed training continues with fresh noise, and so does an
+            interrupted round. Anyone with the seed can undo the noise, and
             the statement says so. None: fresh entropy from the operating
             system.
           runtime: Where cohorts are trained: None for this process, or a
@@ -425,13 +425,13 @@ class DPFederatedModel:
           shuffle: Whether clients shuffle their examples for every epoch.
           class_weight: What each class counts in the loss, by its number, as
             in Keras's `fit`; times the weight of the example, if it has one.
-            Weights change what a client trains; its update is clipped as ever,
-            so they change no guarantee.
+            Weights change what a client trains; its update is clipped as
+            always, so they change no guarantee.
           validation_split: The share of the clients that are held out, whole,
-            as validation data: they are in no cohort. Each client's id says
-            whether it is one of them (so that the share is about that), in
-            every `fit` alike, whatever other clients there are. The metrics on them are
-            exact, and epsilon does not cover them.
+            as validation data: they are in no cohort. A client's id alone
+            decides whether it is one of them (so the share is approximate), in
+            every `fit` and whatever other clients there are. The metrics on
+            them are exact, and epsilon does not cover them.
           resume_from: A directory that `RoundCheckpoint` wrote.
           between_client_variance: Whether to report Geyer's V_c and U_s; costs
             a pass over each update.
@@ -471,7 +471,7 @@ class DPFederatedModel:
             if self.setup.noise_generator != noise.PHILOX:
                 raise ValueError(
                     f"seed must be None with {self.setup.noise_generator!r} noise, "
-                    f"whose keys are the operating system's, got {seed!r}."
+                    f"whose keys come from the operating system, got {seed!r}."
                 )
         if runtime is not None and not hasattr(runtime, "collector"):
             raise TypeError(
@@ -482,8 +482,8 @@ class DPFederatedModel:
             _validate.instance_of(auditing.CanaryAudit, audit=audit)
             if resume_from is not None:
                 raise ValueError(
-                    "audit must be None with resume_from: the rounds before had no "
-                    "canaries, or others, which no checkpoint keeps."
+                    "audit must be None with resume_from: the earlier rounds had no "
+                    "canaries, or other ones, which no checkpoint keeps."
                 )
         self._verbose = _checked_verbose(verbose)
         callbacks = callbacks_lib.checked(callbacks)
@@ -514,7 +514,7 @@ class DPFederatedModel:
         engine = self._prepared.engine
         engine.state = run.mechanism_state
         with _interrupts.after_the_block():
-            # Broken off between, the weights come back without what they cost.
+            # Interrupted between, the weights come back without what they cost.
             if interrupted is not None:
                 run = interrupted.restore(self, engine, run)
                 model_history.claim(self, engine.server.variables)
@@ -601,7 +601,7 @@ class DPFederatedModel:
         """Returns the epsilon at delta of the rounds that ran.
 
         For a central guarantee it is composed under the sampling that ran; for
-        a local one (and one per record) it is that of the client that was seen
+        a local one (and one per record) it is that of the client that took part
         most. Infinite without a guarantee, 0 before the first round.
 
         Args:
@@ -618,8 +618,8 @@ class DPFederatedModel:
         """Returns the epsilon against those who see the model only.
 
         For a local mechanism it is what the clients' noise adds up to; where
-        nothing is claimed (a Poisson cohort has no fixed number of noises) it
-        is infinite, and the local epsilon is the bound.
+        nothing is claimed (a Poisson cohort has no fixed number of noise terms)
+        it is infinite, and the local epsilon is the bound.
         """
         delta = _validate.inside_unit_interval(delta=delta)
         model_history.check_owner(self)

@@ -28,7 +28,7 @@ from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.auditing import CanaryAudit
 from tfdp_fl.keras.training_setup import TrainingSetup
 from tfdp_fl.keras.validation import Validation
-from tfdp_fl.mechanisms import Deployment, noise
+from tfdp_fl.mechanisms import Deployment, Round, noise
 
 # What each stream of random numbers is for; cohorts have their own (sampling).
 NOISE_STREAM, SHUFFLE_STREAM = 1, 2
@@ -176,7 +176,7 @@ class Run:
     populations: list[Population] = dataclasses.field(default_factory=list)
     num_records: int | None = None
     calibration: dict[str, int] | None = None
-    mechanism_state: Any = None
+    mechanism_state: Round
     windows: np.ndarray | None = None
     cohort_sizes: list[int] = dataclasses.field(default_factory=list)
     log_names: list[str] = dataclasses.field(default_factory=lambda: ["loss"])

@@ -16,7 +16,6 @@ from tfdp_fl.mechanisms import (
     Deployment,
     FixedClipping,
     Mechanism,
-    client_weighting,
     noise,
 )
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
@@ -101,7 +100,7 @@ class TrainingSetup:
             "on_client_failure": self._failure_rule(),
         }.items():
             object.__setattr__(self, name, value)
-        client_weighting.check(self.client_weighting, mechanism)
+        mechanism.check_weighting(self.client_weighting)
         mechanism.check(
             Deployment(clients_per_round=self.clients_per_round, sampling=self.sampling)
         )

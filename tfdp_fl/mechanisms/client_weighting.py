@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
 
 from tfdp_fl import _validate
 from tfdp_fl._on_use import tf
-
-if TYPE_CHECKING:
-    from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
 NUM_EXAMPLES, SAMPLE_WEIGHT = "num_examples", "sample_weight"
 _MEASURES = (NUM_EXAMPLES, SAMPLE_WEIGHT)
@@ -126,31 +122,4 @@ class ClientWeighting:
             f"A client's clipped update counts by {what} n, as min(n / "
             f"{self.cap:g}, 1), so that none counts more than 1 and the clip "
             "bounds what one client adds to the sum as without weights."
-        )
-
-
-def check(
-    weighting: ClientWeighting | None, mechanism: mechanism_lib.Mechanism
-) -> None:
-    """Raises unless a mechanism's clients may count differently.
-
-    Allowed is whatever multiplies an update by one number, its clip, and adds
-    noise to the sum as a whole ("server"), or in shares that do not depend on
-    the weight ("client"): then a factor of at most 1 keeps the bound.
-    """
-    if weighting is None:
-        return
-    _validate.instance_of(ClientWeighting, client_weighting=weighting)
-    if not (
-        mechanism.scales_updates
-        and mechanism.guarantee in ("central", "none")
-        and mechanism.noise_site in ("server", "client")
-        and not mechanism.releases_weights
-    ):
-        raise ValueError(
-            "client_weighting must be None with "
-            f"{mechanism.name}: it is for mechanisms that clip whole updates "
-            "and protect their sum (AdaptiveClipping, CorrelatedNoise, "
-            "FixedClipping, MedianClipping, or NoPrivacy), got "
-            f"{weighting!r}."
         )

@@ -28,7 +28,7 @@ from typing import Any
 import dp_accounting
 
 from tfdp_fl._on_use import tf
-from tfdp_fl.mechanisms import client_weighting, clipping, noise
+from tfdp_fl.mechanisms import clipping, noise
 from tfdp_fl.mechanisms.contribution import (
     NUM_DIAGNOSTICS,
     Client,
@@ -37,9 +37,6 @@ from tfdp_fl.mechanisms.contribution import (
     Round,
     Tensors,
 )
-
-# A query's state is its own: a `Round`, or that of a query of TF-Privacy.
-State = Any
 
 
 class CohortQuery:
@@ -54,7 +51,7 @@ class CohortQuery:
     """
 
     def __init__(self, mechanism: Any, deployment: Deployment):
-        client_weighting.check(deployment.client_weighting, mechanism)
+        mechanism.check_weighting(deployment.client_weighting)
         self.mechanism = mechanism
         self.deployment = deployment
 
@@ -117,7 +114,7 @@ class CohortQuery:
         weighting = self.deployment.client_weighting
         return None if weighting is None else weighting.weight(measured)
 
-    def initial_global_state(self) -> State:
+    def initial_global_state(self) -> Round:
         """Returns the state before the first round."""
         return Round(
             clip_norm=tf.constant(self.mechanism.first_clip_norm(), tf.float32),
@@ -126,7 +123,7 @@ class CohortQuery:
             memory=self.mechanism.first_memory(self.deployment),
         )
 
-    def new_segment(self, state: State) -> State:
+    def new_segment(self, state: Round) -> Round:
         """Returns a state that has forgotten the rounds before, but its clip.
 
         Where a round may have been released that the state knows nothing of,
@@ -136,10 +133,10 @@ class CohortQuery:
 
     def begin_round(
         self,
-        state: State,
+        state: Round,
         noise_multiplier: tf.Tensor | float,
         clients_per_round: tf.Tensor | float,
-    ) -> State:
+    ) -> Round:
         """Returns the state with the values that hold for this round."""
         return state._replace(
             noise_multiplier=tf.cast(noise_multiplier, tf.float32),
@@ -150,11 +147,11 @@ class CohortQuery:
         """Returns the norm (float32 scalar) of a client's unclipped update."""
         return clipping.usable_norm(record)[0]
 
-    def clip_to_cohort(self, state: State, norms: tf.Tensor) -> State:
+    def clip_to_cohort(self, state: Round, norms: tf.Tensor) -> Round:
         """Returns the state with the clip that the cohort's norms give."""
         return state._replace(clip_norm=self.mechanism.clip_to_cohort(norms, state))
 
-    def derive_sample_params(self, state: State) -> State:
+    def derive_sample_params(self, state: Round) -> Round:
         """Returns what every client of a round gets to know: not the memory."""
         return state._replace(memory=())
 
@@ -171,7 +168,7 @@ class CohortQuery:
 
     def preprocess_record(
         self,
-        params: State,
+        params: Round,
         record: Tensors,
         client: Client = Client(),  # noqa: B008
     ) -> Contribution:
@@ -187,7 +184,7 @@ class CohortQuery:
             return one._replace(update=noise.add_normal(one.update, stddev))
         return one
 
-    def noise_shares(self, params: State) -> dict[str, tf.Tensor]:
+    def noise_shares(self, params: Round) -> dict[str, tf.Tensor]:
         """Returns what each of m clients adds: the mth part of a variance."""
         stddevs = self.mechanism.noise_stddevs(params, self.deployment)
         return {
@@ -195,7 +192,7 @@ class CohortQuery:
             for name, stddev in stddevs.items()
         }
 
-    def largest_norm(self, state: State) -> tf.Tensor | float:
+    def largest_norm(self, state: Round) -> tf.Tensor | float:
         """Returns what no client's record is larger than, before noise."""
         return self.mechanism.largest_norm(state)
 
@@ -206,14 +203,14 @@ class CohortQuery:
         return tf.nest.map_structure(tf.add, sample_state, preprocessed_record)
 
     def add_noise(
-        self, update: Tensors, stddev: Any, state: State
+        self, update: Tensors, stddev: Any, state: Round
     ) -> tuple[Tensors, Any]:
         """Adds the server's noise to a sum; returns it and the next memory."""
         return self.mechanism.add_noise(update, stddev, state.memory)
 
     def get_noised_result(
-        self, sample_state: Contribution, global_state: State
-    ) -> tuple[Tensors, State, dp_accounting.DpEvent]:
+        self, sample_state: Contribution, global_state: Round
+    ) -> tuple[Tensors, Round, dp_accounting.DpEvent]:
         """Returns the noised mean, and the state before the next round.
 
         The noise goes by the clip that the clients of this round used.
@@ -230,7 +227,7 @@ class CohortQuery:
         after = state._replace(clip_norm=clip_norm, memory=memory)
         return mean, after, mechanism.query_event(state)
 
-    def derive_metrics(self, state: State) -> collections.OrderedDict:
+    def derive_metrics(self, state: Round) -> collections.OrderedDict:
         """Returns `clip_norm` and `noise_stddev` (on the sum) of a round."""
         stddev = self.mechanism.noise_stddevs(state, self.deployment)["update"]
         return collections.OrderedDict(

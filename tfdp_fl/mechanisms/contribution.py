@@ -12,6 +12,7 @@ from tfdp_fl.mechanisms.client_weighting import ClientWeighting
 
 # One tensor for each variable of the model.
 Tensors: TypeAlias = "list[tf.Tensor]"
+Scalar: TypeAlias = "float | tf.Tensor"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,10 +67,10 @@ class Round(NamedTuple):
         that later noise is correlated with: a nest of tensors, () for nothing.
     """
 
-    clip_norm: Any
-    noise_multiplier: Any
-    clients_per_round: Any
-    memory: Any = ()
+    clip_norm: Scalar
+    noise_multiplier: Scalar
+    clients_per_round: Scalar
+    memory: tuple[()] | list[Any] | dict[str, Any] = ()
 
 
 class Client(NamedTuple):
@@ -82,9 +83,9 @@ class Client(NamedTuple):
       weight: Float32 scalar in [0, 1], what it counts; None: 1.
     """
 
-    num_examples: Any = None
-    window: Any = None
-    weight: Any = None
+    num_examples: tf.Tensor | None = None
+    window: tf.Tensor | None = None
+    weight: tf.Tensor | None = None
 
 
 class Contribution(NamedTuple):
@@ -104,7 +105,7 @@ class Contribution(NamedTuple):
     not covered by the guarantee.
     """
 
-    update: Any
+    update: Tensors | tf.Tensor
     sums: Mapping[str, tf.Tensor]
     weight: tf.Tensor
     norm: tf.Tensor

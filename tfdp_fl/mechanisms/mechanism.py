@@ -27,6 +27,7 @@ from tfdp_fl import _validate, schedules
 from tfdp_fl._on_use import tf
 from tfdp_fl.accounting import statement as caveats_lib
 from tfdp_fl.mechanisms import clipping, cohort_query, grid, noise, parameters
+from tfdp_fl.mechanisms.client_weighting import ClientWeighting
 from tfdp_fl.mechanisms.contribution import (
     Client,
     Contribution,
@@ -73,19 +74,13 @@ class Mechanism(abc.ABC):
       released_sums: The names of `Contribution.sums`.
       releases_weights: Whether clients hand in weights and not updates, which
         then replace the model.
-      proximal_weight: mu of the term (mu/2) ||w - w_received||^2 in local
-        training.
       max_participations: After so many rounds a client sits out, if not None.
       min_separation: So many rounds at least are from one round of a client to
         its next, if not None; cyclic sampling has as many groups.
-      event_period: After so many released rounds `round_event` begins anew;
-        None: it changes with schedules alone.
       clip_norm: S of the first round, where it is a parameter.
       noise_multiplier: z, where it is a parameter.
       epsilon: A budget that the noise is calibrated to, where it is a
         parameter.
-      implied_delta: The delta that goes with it, where that follows from
-        parameters.
       noise_limit_reason: What `make_private` says of `noise_limit`.
       noise_site: Who adds the noise: "server"; "client", each of m clients its
         share, so that exactly m have to answer; or "every client", each for
@@ -99,19 +94,17 @@ class Mechanism(abc.ABC):
 
     registered_name: ClassVar[str] = ""
     guarantee: ClassVar[str] = "central"
-    released_sums: ClassVar[Any] = ()
+    released_sums: ClassVar[tuple[str, ...]] = ()
     releases_weights: ClassVar[bool] = False
     suggested_run: ClassVar[Mapping[str, Any]] = {"target_epsilon": 8.0}
-    proximal_weight: ClassVar[Any] = 0.0
-    max_participations: ClassVar[Any] = None
-    min_separation: ClassVar[Any] = None
-    event_period: ClassVar[Any] = None
-    clip_norm: ClassVar[Any] = 0.0
+    max_participations: ClassVar[int | None] = None
+    min_separation: ClassVar[int | None] = None
+    clip_norm: ClassVar[float] = 0.0
+    # A schedule; mypy would take one that is callable for a method.
     noise_multiplier: ClassVar[Any] = 0.0
-    noise_site: ClassVar[Any] = "server"
-    window: ClassVar[Any] = None
-    epsilon: ClassVar[Any] = None
-    implied_delta: ClassVar[Any] = None
+    noise_site: ClassVar[str] = "server"
+    window: ClassVar[int | None] = None
+    epsilon: ClassVar[float | None] = None
     noise_limit_reason: ClassVar[str] = ""
     draws_noise_itself: ClassVar[bool] = False
     own_caveats: ClassVar[Mapping[str, str]] = {}
@@ -124,7 +117,7 @@ class Mechanism(abc.ABC):
     # client_noise(round, client, deployment) -> stddev of what a client adds to
     # its own update, where noise_site is "every client": a float32 scalar, or
     # a list of one for each variable.
-    client_noise: ClassVar[Callable[..., Any] | None] = None
+    client_noise: ClassVar[Callable[..., tf.Tensor | Tensors] | None] = None
     # window_norms(update) -> float32 [L], what a client remembers of this
     # round, in a window of `window` rounds.
     window_norms: ClassVar[Callable[..., tf.Tensor] | None] = None
@@ -154,6 +147,29 @@ class Mechanism(abc.ABC):
                 "noise_site='client' needs sampling='fixed_size', because the "
                 "noise is complete only if exactly clients_per_round clients "
                 f"answer, got sampling={deployment.sampling!r}."
+            )
+
+    def check_weighting(self, weighting: ClientWeighting | None) -> None:
+        """Raises unless clients may count differently.
+
+        Allowed is whatever multiplies an update by one number, its clip, and adds
+        noise to the sum as a whole ("server"), or in shares that do not depend on
+        the weight ("client"): then a factor of at most 1 keeps the bound.
+        """
+        if weighting is None:
+            return
+        _validate.instance_of(ClientWeighting, client_weighting=weighting)
+        if not (
+            self.scales_updates
+            and self.guarantee in ("central", "none")
+            and self.noise_site in ("server", "client")
+            and not self.releases_weights
+        ):
+            raise ValueError(
+                f"client_weighting must be None with {self.name}: it is for "
+                "mechanisms that clip whole updates and protect their sum "
+                "(AdaptiveClipping, CorrelatedNoise, FixedClipping, MedianClipping, "
+                f"or NoPrivacy), got {weighting!r}."
             )
 
     def bind(self, deployment: Deployment) -> cohort_query.CohortQuery:
@@ -401,6 +417,24 @@ class Mechanism(abc.ABC):
     def name(self) -> str:
         """The mechanism's name in reports."""
         return type(self).__name__
+
+    @property
+    def proximal_weight(self) -> float:
+        """Weight mu of (mu/2) ||w - w_received||^2 in local training."""
+        return 0.0
+
+    @property
+    def event_period(self) -> int | None:
+        """After so many released rounds `round_event` begins anew.
+
+        None: it changes with schedules alone.
+        """
+        return None
+
+    @property
+    def implied_delta(self) -> float | None:
+        """The delta that goes with `epsilon`, if it follows from parameters."""
+        return None
 
     @property
     def scales_updates(self) -> bool:

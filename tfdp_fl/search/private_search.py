@@ -1,9 +1,9 @@
 """A search over settings that is charged as a whole.
 
-Every figure of private training is reached by trying settings on clients' data, and
-hardly anybody counts the tries. Here a secret, random number of trials is run, each
+Settings of private training are often found by trying them on clients' data, without
+counting the tries. Here a secret, random number of trials is run, each
 with a candidate drawn at random; the best one's model is all that is released. Each
-trial gets so much noise that the whole search keeps the target.
+trial gets enough noise for the whole search to keep the target.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class PrivateSearch:
 
     Runs a random number of trials, each a training with a candidate that is drawn
     at random, with replacement, and returns the model of the best. The target holds
-    for all that is released: the candidate and its model. How many trials there were,
-    and how the others did, stays secret: trials are silent, no callback hears of
-    them, and one that fails counts as the worst. The running time is not hidden.
+    for all that is released: the candidate and its model. The number of trials, and the
+    other trials' results, stay secret: trials are silent, no callback is called, and
+    a trial that fails counts as the worst. The running time is not hidden.
 
-    Trials are by Poisson cohorts and mechanisms of the server's noise. Papernot &
+    Trials use Poisson cohorts, and mechanisms whose noise the server adds. Papernot &
     Steinke (2022), https://arxiv.org/abs/2110.03620; Koskela, Redberg & Wang (2024),
     https://arxiv.org/abs/2402.06701.
 
     Attributes:
       candidates: The settings to choose from.
-      best: The chosen candidate of the last `fit`; None if no trial had a score, and
-        the model that was returned is untrained.
+      best: The chosen candidate of the last `fit`; None if no trial had a score: the
+        model that was returned is then untrained.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class PrivateSearch:
             chosen without looking at the clients.
           expected_trials: The expected number of trials, at least 1.
           target_epsilon: The most that one `fit` may cost.
-          target_delta: At this delta.
-          score: By what trials are compared: on public data, or on clients that do
-            not train.
+          target_delta: The delta of that cost.
+          score: How trials are compared: on public data, or on clients that do not
+            train.
           distribution: Of the number of trials. "poisson": there may be none, and
             then the untrained model is returned; "geometric", "logarithmic" or a
             number, the shape of a truncated negative binomial distribution: there is
@@ -126,15 +126,15 @@ class PrivateSearch:
           shuffle: Likewise.
           class_weight: Likewise.
           directory: Where `ledger.jsonl` is kept, which holds the search as one line;
-            other runs that it tells of count as well. Until the search has ended the
+            other runs in it count as well. Until the search has ended the
             directory also holds its state, which is secret. None: nothing is kept.
           resume_from: The `directory` of a search that was interrupted. It goes on
-            with as many trials as were left; one that was broken off counts as
-            failed. All other arguments are as they were.
+            with as many trials as were left; an interrupted one counts as failed.
+            All other arguments must be as they were.
 
         Returns:
-          The model; it is trained no further, as its cost is counted here. Untrained
-          if no trial had a score: `best` is None then.
+          The model; it cannot be trained further, as its cost is counted here. It is
+          untrained if no trial had a score: `best` is then None.
 
         Raises:
           ValueError, TypeError: An argument is not allowed; the message names it.
@@ -303,8 +303,8 @@ class PrivateSearch:
             for name, value in plan.items():
                 if state.plan.get(name) != value:
                     raise ValueError(
-                        f"{name} must be as in the interrupted search, got something "
-                        "else."
+                        f"{name} must be as in the interrupted search, got another "
+                        "value."
                     )
             for trial, initial in zip(trials, state.initial, strict=True):
                 trial.initial = initial
@@ -328,7 +328,7 @@ class PrivateSearch:
         now = directory.read()
         if now.run_id != state.run_id:
             raise ValueError(
-                "resume_from must be the directory of an interrupted search, and "
+                "resume_from must be the directory of an interrupted search, but "
                 "another process has begun a new one there."
             )
         return now
@@ -343,7 +343,7 @@ class PrivateSearch:
         """Runs the trials that are left; the state has the best of all."""
         try:
             while state.begun < state.trials:
-                # Noted first: one that is broken off is not run again.
+                # Noted first: an interrupted one is not run again.
                 state.begun += 1
                 directory.write(state)
                 place = secrets.randbelow(len(trials))
@@ -377,8 +377,8 @@ class PrivateSearch:
             )
             if told.total() < len(entries):
                 raise ValueError(
-                    "directory must have a ledger of central guarantees alone, "
-                    f"got one with a round of run {run_id} that has none."
+                    "directory must have a ledger of central guarantees only, got "
+                    f"one with a round of run {run_id} that has none."
                 )
             known = counted.get(run_id, collections.Counter())
             for one, count in (told - known).items():  # Those that came since.

@@ -172,7 +172,7 @@ class PrivacyBudget(FederatedCallback):
             self._say_what_is_allowed(
                 f"{self._name}: epsilon={self.epsilon:g} at delta={self.delta:g} "
                 f"allows {'at least ' * at_least}{allowed} of the {asked} rounds "
-                f"asked for; training {'may' if at_least else 'will'} end there."
+                f"asked for; training {'may' if at_least else 'will'} end after those."
             )
 
     def _say_what_is_allowed(self, message: str) -> None:

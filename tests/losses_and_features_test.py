@@ -1,4 +1,4 @@
-"""Histograms of oriented gradients."""
+"""Losses and layers of features, against their definitions in float64."""
 
 import math
 
@@ -8,6 +8,38 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.keras import toy
+
+_Balanced = tfdp_fl.losses.BalancedSoftmaxCrossentropy
+
+
+@pytest.mark.parametrize("smoothing", [1e-4, 0.01, 0.5])
+def test_is_its_definition(smoothing):
+    labels = np.array([3, 3, 1, 3, 1, 1, 1])
+    logits = np.random.default_rng(0).normal(size=(7, 5), scale=2).astype(np.float32)
+    counts = np.bincount(labels, minlength=5)
+    prior = (counts / len(labels) + smoothing) / (1 + 5 * smoothing)
+    weighted = prior * np.exp(logits.astype(np.float64))
+    expected = -np.log(weighted[np.arange(7), labels] / weighted.sum(-1))
+    loss = _Balanced(smoothing)
+    close = {"rtol": 1e-5}
+    np.testing.assert_allclose(loss.call(labels, logits), expected, **close)
+    mean = loss(labels[:, None], logits)
+    np.testing.assert_allclose(mean, expected.mean(), **close)
+    sequences = loss.call(labels[None], logits[None])
+    np.testing.assert_allclose(sequences, expected[None], **close)
+
+
+def test_comes_back_from_its_configuration():
+    loss = _Balanced(0.2, name="b")
+    again = tf.keras.losses.deserialize(tf.keras.losses.serialize(loss))
+    assert isinstance(again, _Balanced)
+    assert again.get_config() == loss.get_config()
+    for smoothing in (0, -1.0, float("nan"), "much"):
+        with pytest.raises((ValueError, TypeError), match="smoothing"):
+            _Balanced(smoothing)
+
+
+# Histograms of oriented gradients.
 
 _Layer = tfdp_fl.features.OrientedGradients
 
@@ -20,19 +52,19 @@ def _reference(image, cell, directions):
     for row, column in np.ndindex(height, width):
         across = padded[row + 1, column + 2] - padded[row + 1, column]
         down = padded[row + 2, column + 1] - padded[row, column + 1]
-        length = math.hypot(across, down) / 2
         place = math.atan2(down, across) / math.tau * directions
-        low = math.floor(place)
+        low, length = math.floor(place), math.hypot(across, down) / 2
         histogram = cells[row // cell, column // cell]
         histogram[low % directions] += length * (1 - (place - low))
         histogram[(low + 1) % directions] += length * (place - low)
     cells /= cell**2
-    blocks, norms = (cells**2).sum(axis=-1), np.empty(cells.shape[:2])
-    for r, c in np.ndindex(*norms.shape):  # Beginning at the cell, and ending there.
-        norms[r, c] = blocks[r : r + 2, c : c + 2].mean()
-    blocks = norms.copy()
-    for r, c in np.ndindex(*norms.shape):
-        norms[r, c] = blocks[max(0, r - 1) : r + 1, max(0, c - 1) : c + 1].mean()
+    norms = (cells**2).sum(axis=-1)
+    for before in (0, 1):  # Blocks that begin at the cell, and that end there.
+        blocks = norms.copy()
+        for r, c in np.ndindex(*norms.shape):
+            rows = slice(max(0, r - before), r + 2 - before)
+            columns = slice(max(0, c - before), c + 2 - before)
+            norms[r, c] = blocks[rows, columns].mean()
     return (cells / np.sqrt(norms + 1e-6)[..., None]).ravel()
 
 

@@ -1,0 +1,147 @@
+"""The directory that a run writes; sweeps: what they run, and going on with one."""
+
+import csv
+import json
+import math
+from unittest import mock
+
+import pytest
+
+from tfdp_fl.experiments import run_directory, sweeps, training
+from tfdp_fl.experiments.run_directory import Run
+from tfdp_fl.experiments.settings import Settings
+
+
+@pytest.fixture(name="path")
+def _path(tmp_path):
+    """A run of four rounds that was evaluated in every second one."""
+    path = tmp_path / "run"
+    path.mkdir()
+    run_directory.write_json(path / "config.json", Settings().resolved().to_dict())
+    history = run_directory.HistoryFile(path / "history.csv")
+    for t in range(4):
+        logs = {"loss": 1.0, "epsilon": t + 1.0}
+        history.on_epoch_end(t, {**logs, "val_accuracy": t / 4} if t % 2 else logs)
+    result = {"accuracy": 0.75, "epsilon": 4.0, "delta": 1e-3, "guarantee": "central"}
+    run_directory.write_json(path / "result.json", result)
+    return path
+
+
+def test_columns_that_come_later_have_empty_cells_before(path):
+    lines = (path / "history.csv").read_text().splitlines()
+    assert lines[:3] == ["round,loss,epsilon,val_accuracy", "1,1,1,", "2,1,2,0.25"]
+    assert Run.read(path).history["val_accuracy"] == ([2, 4], [0.25, 0.75])
+
+
+def test_a_resumed_run_replaces_the_rounds_it_repeats(path):
+    again = run_directory.HistoryFile(path / "history.csv")
+    again.on_rounds_planned(2, 4)
+    again.on_epoch_end(2, {"loss": 7.0})
+    history = Run.read(path).history
+    assert history["loss"] == ([1, 2, 3], [1.0, 1.0, 7.0])
+    assert history["val_accuracy"] == ([2], [0.25])
+
+
+def test_only_a_runs_own_files_are_ever_removed(path):
+    (path / "checkpoint").mkdir()
+    (path / "thesis.tex").write_text("do not lose me")
+    with pytest.raises(ValueError, match="is not empty"):
+        run_directory.check(path)
+    with pytest.raises(ValueError, match=r"thesis\.tex"):
+        run_directory.check(path, overwrite=True)
+    run_directory.clear(path)
+    assert [each.name for each in path.iterdir()] == ["thesis.tex"]
+    with pytest.raises(ValueError, match="no interrupted run"):
+        run_directory.check(path, resume=True)
+    with pytest.raises(ValueError, match="holds no run"):
+        Run.read(path)
+
+
+def test_what_is_not_finite_is_null(tmp_path):
+    path = tmp_path / "x.json"
+    run_directory.write_json(path, {"a": [math.inf, 1.0], "b": math.nan})
+    assert json.loads(path.read_text()) == {"a": [None, 1], "b": None}
+
+
+_CONFIG = {
+    "base": {
+        "dataset": "digits",
+        "num_clients": 20,
+        # All of them: to count what is not amplified takes no time.
+        "clients_per_round": 20,
+        "model": "linear",
+        "rounds": 2,
+    },
+    "grid": {"mechanism": ["local"]},
+    "seeds": [0, 1],
+}
+
+
+def test_grid_times_seeds():
+    grid = {"mechanism": ["fixed", "none"], "batch_size": [5, 7]}
+    trials = sweeps.expand({"base": {"rounds": 5}, "grid": grid, "seeds": [3, 4]})
+    assert len(trials) == 8
+    assert trials[3].name == "mechanism=fixed,batch_size=7"
+    assert trials[3].directory == "mechanism=fixed,batch_size=7/seed=4"
+    settings = trials[3].settings
+    assert (settings.rounds, settings.batch_size, settings.seed) == (5, 7, 4)
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"grid": {"clip_norm": [3.0]}}, r"clip_norm=3.*no parameter"),
+        ({"seed": 3}, "part must be one of"),
+        ({"seeds": [1, 1]}, "the same"),
+    ],
+)
+def test_a_bad_run_is_refused_before_any_is_run(config, message):
+    with pytest.raises(ValueError, match=message):
+        sweeps.expand(config)
+
+
+def _table(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_sweep_goes_on_past_what_fails_and_where_it_was_cut_short(tmp_path):
+    def sweep(config=_CONFIG):
+        return sweeps.run_sweep(config, tmp_path, say=lambda line: None)
+
+    def prepare(settings, original=training.prepare):
+        if settings.mechanism == "fixed":
+            raise RuntimeError("out of luck")
+        return original(settings)
+
+    grid = {"mechanism": ["fixed", "none"]}
+    with mock.patch.object(training, "prepare", prepare):
+        failed = sweep({**_CONFIG, "grid": grid, "seeds": [0]})
+    assert failed == ["mechanism=fixed/seed=0: out of luck"]
+    (row,) = _table(tmp_path / "runs.csv")
+    assert row["mechanism"] == "none"
+    # Nobody but a local mechanism has two epsilons.
+    assert row["central_epsilon"] == ""
+
+    assert sweep() == []
+    rows = _table(tmp_path / "runs.csv")
+    named = [(row["mechanism"], row["seed"]) for row in rows]
+    assert named == [("local", "0"), ("local", "1")]
+    (summary,) = _table(tmp_path / "summary.csv")
+    mean = sum(float(row["accuracy"]) for row in rows) / 2
+    assert float(summary["accuracy"]) == pytest.approx(mean, abs=1e-5)
+    assert summary["delta"] == rows[0]["delta"]
+    assert float(summary["central_epsilon"]) < float(summary["epsilon"]) <= 16.0
+
+    lost = tmp_path / "mechanism=local" / "seed=1"
+    (lost / run_directory.RESULT).unlink()
+    with mock.patch.object(training, "run", wraps=training.run) as run:
+        assert sweep() == []
+    run.assert_called_once()
+    again = _table(tmp_path / "runs.csv")
+    # The same seed, the same run.
+    assert [r["accuracy"] for r in again] == [r["accuracy"] for r in rows]
+
+    changed = {**_CONFIG, "base": {**_CONFIG["base"], "batch_size": 4}}
+    with pytest.raises(ValueError, match="batch_size=10"):
+        sweep(changed)
