@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from unittest import mock
 
 import dp_accounting
 import numpy as np
@@ -10,6 +11,7 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.keras import toy
+from tfdp_fl import engine
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import callbacks, checkpoint, keras_names
 from tfdp_fl.mechanisms import tf_privacy as tfp
@@ -335,7 +337,11 @@ def test_a_round_is_charged_for_the_noise_and_cohort_it_had():
     fed = toy.federated(mechanism, None, lambda t: 5 + next(draws) % 11)
     watch = callbacks.FederatedCallback()
     watch.on_round_charged = lambda _, *charge: charged.append(charge)
-    history = toy.fit(fed, 6, [watch]).history
+    spy = {"autospec": True, "side_effect": engine.CohortEngine.collect}
+    with mock.patch.object(engine.CohortEngine, "collect", **spy) as collect:
+        history = toy.fit(fed, 6, [watch]).history
+    sizes = [call.args[2].clients_per_round for call in collect.mock_calls]
+    assert sizes == [charge.clients_per_round for charge, _ in charged]
     for t, (charge, details) in enumerate(charged):
         z = charge.noise_multiplier
         assert details["noise_multiplier"] == z
