@@ -369,7 +369,8 @@ def test_repeated_ids_are_refused(make):
     with pytest.raises(ValueError, match="missing value"):
         make(["b", "a", float("nan"), "c"])
     # Those that only a program tells apart are warned of.
-    for one, other in ((1, "1"), ("a", b"a"), ("x", " x"), ("A\u0301 1", "\u00c1  1")):
+    alike = ((1, "1"), (1.0, "1"), ("7", "7.0"), ("a", b"a"), ("x", " x"))
+    for one, other in (*alike, ("A\u0301 1", "\u00c1  1")):
         with pytest.warns(RuntimeWarning, match="differ only in type, Unicode"):
             make(["d", "c", one, other])
 

@@ -126,6 +126,10 @@ def test_a_sorted_file_is_read_client_by_client(tmp_path, weight):
             streamed.client(client_id), held.client(client_id), strict=True
         ):
             np.testing.assert_array_equal(np.sort(one, 0), np.sort(other, 0))
+    # Another file in its place: nobody is given another's rows.
+    whole.sort_values("who", ascending=False).to_parquet(path, row_group_size=4)
+    with pytest.raises(ValueError, match="rows of other clients"):
+        streamed.client("a0")
     whole.loc[whole.who == "b5", "age"] = None
     whole.sort_values("who").to_parquet(path, row_group_size=4)
     with pytest.raises(ValueError, match=r"'age' with.*Row 0 is row \d+ of"):
@@ -163,6 +167,8 @@ def test_fit_is_that_of_the_clients_with_all_their_rows():
     for wrong, message in (((x, y), "must say whose"), (((x, y),), r"fit\(x, y, cl")):
         with pytest.raises(TypeError, match=message):
             one.fit(*wrong, rounds=1)
+    with pytest.raises(TypeError, match="x must be None"):
+        one.fit(clients, x=clients)
 
 
 def _with_a_gap(x, *_):
@@ -178,6 +184,9 @@ def _with_a_gap(x, *_):
         (lambda x, y, i: (x, y[:-1], i), "59|60"),
         (lambda x, y, i: (x, y, [None, *i[1:]]), "NoneType.* row 0"),
         (lambda x, y, i: (x, y, np.where(i == "anna 1", np.nan, 1.0)), "row 1"),
+        (lambda x, y, i: (x, y, [1, 1.0, *i[2:]]), "list of both"),
+        (lambda x, y, i: (x, y, [float("nan"), *i[1:]]), "list of both"),
+        (lambda x, y, i: (x[:0], y[:0], i[:0]), "x must have rows"),
         (lambda x, y, i: (_with_a_gap(x), y, i), "column 2 of row 7"),
         (
             lambda x, y, i: (pd.DataFrame(_with_a_gap(x)).add_prefix("c"), y, i),

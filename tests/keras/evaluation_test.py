@@ -344,6 +344,21 @@ def test_what_cannot_be_written_or_afforded_is_not_released(ledger):
     assert fed.epsilon(_DELTA) == before
 
 
+def test_what_other_runs_wrote_meanwhile_counts_before_a_release(tmp_path):
+    path, budget = tmp_path / "all.jsonl", tfdp_fl.callbacks.PrivacyBudget
+    first, second = _trained(rounds=0), _trained(rounds=0)
+    toy.fit(first, 1, [budget(1e3, _DELTA), _Ledger(path, append=True)])
+    alone = first.epsilon(_DELTA)
+    toy.fit(second, 2, [_Ledger(path, append=True)])
+    _evaluated(first)
+    told = accounting.epsilon_from_ledger(path, _DELTA)
+    assert first.epsilon(_DELTA) == pytest.approx(told, abs=1e-9)
+    first.federated_callbacks[0].epsilon = told  # It is spent, if all are counted.
+    with pytest.raises(ValueError, match="of the PrivacyBudget"):
+        _evaluated(first)
+    assert accounting.epsilon_from_ledger(path, _DELTA) == told > alone
+
+
 def test_an_interrupt_leaves_no_line_that_the_run_knows_not_of(ledger):
     fed, record = _trained(callbacks=[ledger]), accounting.PrivacyLedger.record
 

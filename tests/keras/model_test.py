@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from unittest import mock
 
 import dp_accounting
 import numpy as np
@@ -10,6 +11,7 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.keras import toy
+from tfdp_fl import engine
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import callbacks, checkpoint, keras_names
 from tfdp_fl.mechanisms import tf_privacy as tfp
@@ -255,6 +257,16 @@ def test_a_value_too_large_to_share_does_not_end_the_training():
     assert fed.central_epsilon(_DELTA) == math.inf
 
 
+def test_a_later_fit_is_checked_for_its_own_rounds():
+    adaptive = tfdp_fl.AdaptiveClipping(noise_multiplier=1.0)
+    fed = toy.federated(adaptive, None, [20, 20, 5], "poisson")
+    toy.fit(fed, 2)
+    before = fed.run
+    with pytest.raises(ValueError, match="count_noise_stddev"):
+        toy.fit(fed, 1)
+    assert fed.run is before  # Before anybody was drawn or trained.
+
+
 def test_what_is_refused_changes_nothing():
     query = tfdp_fl.QueryMechanism(
         query=tfp.QuantileAdaptiveClipSumQuery(1.0, 1.0, 0.5, 0.2, 2.0, 7.0),
@@ -325,7 +337,11 @@ def test_a_round_is_charged_for_the_noise_and_cohort_it_had():
     fed = toy.federated(mechanism, None, lambda t: 5 + next(draws) % 11)
     watch = callbacks.FederatedCallback()
     watch.on_round_charged = lambda _, *charge: charged.append(charge)
-    history = toy.fit(fed, 6, [watch]).history
+    spy = {"autospec": True, "side_effect": engine.CohortEngine.collect}
+    with mock.patch.object(engine.CohortEngine, "collect", **spy) as collect:
+        history = toy.fit(fed, 6, [watch]).history
+    sizes = [call.args[2].clients_per_round for call in collect.mock_calls]
+    assert sizes == [charge.clients_per_round for charge, _ in charged]
     for t, (charge, details) in enumerate(charged):
         z = charge.noise_multiplier
         assert details["noise_multiplier"] == z

@@ -6,6 +6,8 @@ But for the draws of seeded rounds, which a resumed run makes anew; see
 
 import hashlib
 import io
+import os
+import pathlib
 import shutil
 import stat
 from unittest import mock
@@ -336,6 +338,26 @@ def test_what_is_read_is_what_was_written(directory):
     made = checkpoint.Checkpoint(round_index=1, state=half)
     found = checkpoint.Checkpoint.from_bytes(1, made.to_bytes())
     _same(found.state["half"], np.float32([1.5, -2.0]))
+
+
+def test_it_is_on_the_disk_before_it_takes_its_place(directory):
+    done, sync, replace = [], os.fsync, pathlib.Path.replace
+
+    def synced(descriptor):
+        folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        done.append("folder" if folder else "file")
+        sync(descriptor)
+
+    def replaced(file, target):
+        done.append("replaced")
+        return replace(file, target)
+
+    with (
+        mock.patch.object(os, "fsync", synced),
+        mock.patch.object(pathlib.Path, "replace", replaced),
+    ):
+        _write(directory, 1)
+    assert done == ["file", "replaced", "folder"]
 
 
 def test_a_truncated_one_or_a_flipped_bit_is_never_read_as_data(directory):

@@ -70,6 +70,9 @@ def test_a_local_guarantee_is_that_of_one_client():
     assert three < 5.0
     assert "Local differential privacy" in three.statement
     assert "3 rounds" in three.statement
+    for wrong in (-1, 0, 2.5):
+        with pytest.raises((TypeError, ValueError), match="max_participations"):
+            after(10, max_participations=wrong)
 
 
 def test_each_round_costs_what_it_cost_when_it_was_run():

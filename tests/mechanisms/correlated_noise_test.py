@@ -42,6 +42,12 @@ def test_after_the_last_round_the_memory_is_empty():
     assert positions == [1, 2, 3, 1]
     for one, other in zip(made[0], made[3], strict=True):
         np.testing.assert_array_equal(one, other)
+    # The first round's noise is the fresh one, of its full scale.
+    fresh = noise.standard_normals(
+        update, noise.fold_in(tf.constant([1, 2], tf.int64), 1)
+    )
+    for one, other in zip(made[0], fresh, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
 def test_a_new_segment_forgets_all_but_the_clip():

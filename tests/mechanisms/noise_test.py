@@ -38,6 +38,19 @@ def test_one_stddev_for_each_tensor_of_a_shape_known_when_it_runs():
         np.testing.assert_array_equal(value, same)
 
 
+def test_a_sum_has_no_digits_below_its_noise():
+    sums = [tf.fill([5], tf.constant(1 / 3, tf.float64))]
+    (noised,) = noise.add_normal(sums, tf.constant(2.0))
+    draws = tf.constant([1.5], tf.float32)
+    one = noise.under(sums[0][:1], draws, tf.constant(2.0))  # Of correlated noise.
+    for each in (noised.numpy(), one.numpy()):
+        assert each.dtype == np.float64
+        np.testing.assert_array_equal(each, each.astype(np.float32))
+    assert np.isnan(noise.under(sums[0][:1], draws, tf.constant(np.nan))).all()
+    # Without noise nothing is rounded.
+    np.testing.assert_array_equal(noise.add_normal(sums, tf.constant(0.0)), sums)
+
+
 _WORDS = (0, 1, -1, 6, -7, 2**20, 2**30, -(2**30), 2**31 - 1, -(2**31))
 
 

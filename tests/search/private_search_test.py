@@ -137,6 +137,23 @@ def test_a_whole_search_learns_with_the_noise_that_was_charged():
     assert trained.events[0].count == 8
 
 
+def test_the_statement_says_how_trials_are_set():
+    def build(rate):
+        weighting = tfdp_fl.ClientWeighting.num_examples(cap=5)
+        mechanism = tfdp_fl.FixedClipping(**_FIXED)
+        fed = tfdp_fl.DPFederatedModel(
+            toy.normalized(), mechanism, 10, client_weighting=weighting
+        )
+        fed.compile(keras.optimizers.SGD(rate), toy.loss(), ["accuracy"])
+        return fed
+
+    search = _search(build, _CANDIDATES[:1])
+    with _trials(0):
+        _fit(search)
+    said = search.privacy_statement(format="dict")["caveats"]
+    assert said.keys() >= {"client_weighting_given", "non_trainable_released"}
+
+
 def test_two_searches_compose_and_an_interrupted_one_is_paid_for():
     search = _search(candidates=_CANDIDATES)
     with pytest.raises(ValueError, match="before privacy_statement"):

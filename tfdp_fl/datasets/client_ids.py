@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import unicodedata
 import warnings
 from collections.abc import Sequence
@@ -45,8 +46,8 @@ def distinct(client_ids: Sequence[Any]) -> Sequence[Any]:
         if other is not client_id:
             warnings.warn(
                 f"client_ids has {other!r} and {client_id!r}, which differ only in "
-                "type, Unicode form or spaces. If both are one client, the guarantee "
-                "does not cover that client: make their ids equal.",
+                "type, Unicode form, spaces or a '.0'. If both are one client, the "
+                "guarantee does not cover that client: make their ids equal.",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -58,7 +59,9 @@ def _as_read(client_id: Any) -> str:
     text = (
         client_id.decode("latin-1") if isinstance(client_id, bytes) else str(client_id)
     )
-    return "".join(unicodedata.normalize("NFKC", text).split())
+    text = "".join(unicodedata.normalize("NFKC", text).split())
+    # A column of whole numbers with a gap is one of floats.
+    return re.sub(r"^([+-]?\d+)\.0+$", r"\1", text)
 
 
 def digest(client_ids: Sequence[Any]) -> str:

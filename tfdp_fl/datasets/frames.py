@@ -251,7 +251,9 @@ def parquet_clients(
         import pandas
 
         own = [group(number).iloc[rows] for number, rows in pieces[client_id]]
-        x, y, _, weights = split(pandas.concat(own), *columns, **named)
+        x, y, found, weights = split(pandas.concat(own), *columns, **named)
+        if list(found) != [client_id]:  # They would count as this one's.
+            raise ValueError(f"{path} has changed: rows of other clients are there.")
         return (x, y) if weights is None else (x, y, weights)
 
     return list(pieces), read

@@ -191,7 +191,18 @@ def _from_pandas(value: Any, argument: str) -> Nest:
 def _row_ids(client_ids: Any, x: Any, y: Any) -> list[Any]:
     """Returns whose each row of x and y is."""
     num_rows = nests.common_length(_arrays(x), _arrays(y))
+    if not num_rows:
+        raise ValueError("x must have rows, got none.")
     ids = np.asarray(client_ids)
+    if (
+        isinstance(client_ids, list | tuple)
+        and ids.dtype.kind in "US"
+        and not all(isinstance(value, str | bytes) for value in client_ids)
+    ):
+        # NumPy has written numbers out: 1 and 1.0 would be two persons.
+        raise ValueError(
+            "client_ids must be numbers alone or strings alone, got a list of both."
+        )
     if ids.ndim != 1 or len(ids) != num_rows:
         raise ValueError(
             f"client_ids must be a vector with one id for each of the {num_rows} "

@@ -282,7 +282,8 @@ def _check(fed: DPFederatedModel, charge: charge_lib.RoundCharge) -> None:
             "metrics first, so it has a central guarantee."
         )
     spending.central.would_be(charge)  # Of the same neighbouring relation.
-    for callback in fed.federated_callbacks:
+    # Ledgers first: what they tell counts against every budget.
+    for callback in sorted(fed.federated_callbacks, key=lambda one: one.order):
         if callback.federated_model is not fed:
             raise ValueError(
                 f"private must be None where the {type(callback).__name__} of the last "

@@ -452,6 +452,8 @@ class DPFederatedModel:
         self.require_compiled("fit")
         if client_ids is None and isinstance(y, int | np.integer) and rounds == 1:
             y, rounds = None, y
+        if clients is not None and x is not None:
+            raise TypeError("x must be None where clients is given, whose name it is.")
         clients = persons.of_fit(
             clients if x is None else x, y, client_ids, sample_weight
         )

@@ -65,6 +65,8 @@ def prepare(
         max_participations=calibrated["max_participations"],
     )
     mechanism.check(deployment)
+    if not _noise_depends_on_rounds(mechanism):  # Schedules go on where they were.
+        mechanism.check(dataclasses.replace(deployment, rounds=plan.last_round))
     prepared = _engine(fed, clients, plan, deployment, before, **training)
     cohort_engine = prepared.engine
     cohort_engine.check_labels(clients)

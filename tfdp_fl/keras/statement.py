@@ -123,27 +123,39 @@ _OF_ANY_RUN = {
 }
 
 
-def _caveats(
-    setup: TrainingSetup, run: run_lib.Run, cohort_engine: engine.CohortEngine
-) -> tuple[str, ...]:
-    mechanism, spending = setup.mechanism, run.spending
-    private = spending.guarantee != spending_lib.NONE
+def caveats_of_setup(
+    setup: TrainingSetup, cohort_engine: engine.CohortEngine
+) -> dict[str, bool]:
+    """Returns which caveats hold of a training by how it is set, ran or not."""
+    mechanism = setup.mechanism
+    private = mechanism.guarantee != spending_lib.NONE
+    by_client = mechanism.guarantee in (spending_lib.LOCAL, spending_lib.RECORD)
     at_clients = mechanism.noise_site == "client"
     securely = setup.secure_aggregation is not None
-    other_runs = len(spending.others) > spending.evaluations
-    holds = {
-        "unnoised_metrics": private,
+    return {
         "client_noise_needs_honest_clients": at_clients,
         "secure_aggregation": securely,
         "secure_aggregation_group_noise": securely and at_clients,
         "secure_aggregation_unnoised_groups": securely
         and not at_clients
-        and not spending.by_client
+        and not by_client
         and private,
         "secure_aggregation_norms_seen": securely and cohort_engine.query.two_phase,
         "non_trainable_released": private and cohort_engine.server.has_non_trainable,
         "non_trainable_kept": cohort_engine.keeps_non_trainable,
         "client_weighting_given": private and setup.client_weighting is not None,
+    }
+
+
+def _caveats(
+    setup: TrainingSetup, run: run_lib.Run, cohort_engine: engine.CohortEngine
+) -> tuple[str, ...]:
+    mechanism, spending = setup.mechanism, run.spending
+    private = spending.guarantee != spending_lib.NONE
+    other_runs = len(spending.others) > spending.evaluations
+    holds = {
+        **caveats_of_setup(setup, cohort_engine),
+        "unnoised_metrics": private,
         "validation_clients_held_out": bool(run.held_out),
         "hyperparameter_search_not_counted": private and not other_runs,
         "only_runs_in_ledgers_counted": private and other_runs,

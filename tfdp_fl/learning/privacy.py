@@ -162,6 +162,8 @@ def epsilon(
         it may hold releases that are not the mechanism's.
     """
     _validate.instance_of(mechanism_lib.Mechanism, mechanism=mechanism)
+    if max_participations is not None:
+        _validate.positive_integer(max_participations=max_participations)
     declared: dict[str, Any] = {
         "sampling": sampling,
         "num_clients": num_clients,

@@ -232,7 +232,7 @@ class CorrelatedNoise(mechanism.Mechanism):
         made, memory = self.generator.noise(memory, fresh)
         scale = tf.cast(stddev, tf.float32)
         noised = [
-            tensor + tf.cast(each * scale, tensor.dtype)
+            noise.under(tensor, each, scale)
             for tensor, each in zip(update, made, strict=True)
         ]
         return noised, memory

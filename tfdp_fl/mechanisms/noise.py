@@ -273,8 +273,25 @@ def add_normal(
         return []
     stddevs = stddev if isinstance(stddev, list) else [stddev] * len(tensors)
     return [
-        tensor + tf.cast(draw * tf.cast(scale, tf.float32), tensor.dtype)
+        under(tensor, draw, tf.cast(scale, tf.float32))
         for tensor, draw, scale in zip(
             tensors, standard_normals(tensors, next_seed()), stddevs, strict=True
         )
     ]
+
+
+def under(tensor: tf.Tensor, draw: tf.Tensor, stddev: tf.Tensor) -> tf.Tensor:
+    """Returns tensor + stddev draw, with no more digits than the noise has.
+
+    A float64 sum has digits below those of float32 noise, which would show without
+    any noise what was added up.
+
+    Args:
+      tensor: Of any float dtype; kept as it is where stddev is 0.
+      draw: Float32, of the same shape.
+      stddev: Float32 scalar.
+    """
+    if tensor.dtype != tf.float64:
+        return tensor + tf.cast(draw * stddev, tensor.dtype)
+    noised = tf.cast(tf.cast(tensor, tf.float32) + draw * stddev, tf.float64)
+    return tf.where(tf.equal(stddev, 0.0), tensor, noised)

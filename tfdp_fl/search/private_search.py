@@ -213,7 +213,7 @@ class PrivateSearch:
             raise ValueError("fit must be called before privacy_statement.")
         delta = self._target[1] if delta is None else delta
         split, trials = self._last
-        caveats = {name for trial in trials for name in trial.mechanism.caveats()}
+        caveats = set().union(*(trial.caveats() for trial in trials))
         scored = "public data"
         if split.held_out is not None:
             scored = f"{split.held_out.num_clients} clients, with noise, and charged"

@@ -19,7 +19,13 @@ from tfdp_fl import accounting, keras_versions, sampling, schedules
 from tfdp_fl.accounting.search import BestOfTrialsDpEvent, TrialCount
 from tfdp_fl.datasets import FederatedDataset, nests
 from tfdp_fl.engine import trainer
-from tfdp_fl.keras import DPFederatedModel, model_history, preparation, validation
+from tfdp_fl.keras import (
+    DPFederatedModel,
+    model_history,
+    preparation,
+    statement,
+    validation,
+)
 from tfdp_fl.keras.make_private import charged, largest_noise
 from tfdp_fl.keras.run import FitPlan
 from tfdp_fl.mechanisms import Deployment, Mechanism
@@ -144,6 +150,14 @@ class Trial:
             sampling="poisson",
             rounds=rounds,
         )
+
+    def caveats(self) -> set[str]:
+        """Returns the caveats that hold of its trainings; after `prepare`."""
+        caveats = set(self.mechanism.caveats())
+        if self._fed is not None and self._fed.engine is not None:
+            holds = statement.caveats_of_setup(self._fed.setup, self._fed.engine)
+            caveats |= {name for name, true in holds.items() if true}
+        return caveats
 
     def prepare(
         self, clients: FederatedDataset, rounds: int, options: dict[str, Any]

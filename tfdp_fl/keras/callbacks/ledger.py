@@ -46,6 +46,9 @@ class Ledger(FederatedCallback):
         self._append = append
         self._opened: accounting.PrivacyLedger | None = None
         self._elsewhere = 0.0
+        # Up to which line budgets knew what others spent, when last asked outside of
+        # a `fit`; None: there was no file.
+        self._counted_head: str | None = None
 
     @property
     def head(self) -> str | None:
@@ -176,6 +179,16 @@ class Ledger(FederatedCallback):
         self._opened.record(round_index, charge, **{**details, "local": local})
         self._run.known_ledgers[self._key] = self._opened.head
 
+    def check_release(self, charge: accounting.RoundCharge) -> None:
+        """Counts what others have written since `fit`, before budgets are asked."""
+        del charge
+        if self._opened is None and self.path.exists():
+            run = self._run
+            head = run.known_ledgers.get(self._key) or None
+            contents = accounting.PrivacyLedger.read(self.path, expected_head=head)
+            run.spending.absorb(contents, run.run_id, self._key)
+            self._counted_head = contents.head
+
     def on_release_charged(self, name: str, charge: accounting.RoundCharge) -> None:
         """Writes what is released beside the rounds."""
         known = self._run.known_ledgers
@@ -185,6 +198,11 @@ class Ledger(FederatedCallback):
                 head = known.get(self._key) or None
                 ledger = stack.enter_context(
                     accounting.PrivacyLedger(self.path, "append", expected_head=head)
+                )
+            if ledger is not self._opened and ledger.head != self._counted_head:
+                raise accounting.LedgerError(
+                    f"Another run wrote to {self.path} while this release was "
+                    "prepared. Nothing was released: ask again."
                 )
             is_known = ledger.head == known.get(self._key)
             self._record_release(ledger, name, charge)
