@@ -79,6 +79,12 @@ def test_is_the_reference(cell, directions):
     wanted = [_reference(image, cell, directions) for image in images]
     np.testing.assert_allclose(layer(images), wanted, atol=2e-4)
     np.testing.assert_allclose(layer(images[..., None]), wanted, atol=2e-4)
+    for shape in ([1, 8, 8, 3], [1, 9, 8], [1, 64]):
+        with pytest.raises(ValueError, match=f"be images .* multiples of {cell=}"):
+            _Layer(cell)(np.zeros(shape, np.float32))
+    for wrong in ({"cell": 0}, {"directions": 1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            _Layer(**wrong)
 
 
 def _model(layers, shape):
@@ -109,18 +115,3 @@ def test_trains_inside_a_model_and_before_it_and_is_saved(tmp_path):
     model.save(tmp_path / "model.keras")
     loaded = tf.keras.models.load_model(tmp_path / "model.keras", compile=False)
     np.testing.assert_allclose(loaded(x), model(x), rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "arguments, shape, message",
-    [
-        ({"cell": 0}, (1, 8, 8), "cell"),
-        ({"directions": 1}, (1, 8, 8), "directions"),
-        ({}, (1, 9, 8), "multiples of cell=4"),
-        ({}, (1, 8, 8, 3), "inputs must be images"),
-        ({}, (1, 64), "inputs must be images"),
-    ],
-)
-def test_arguments(arguments, shape, message):
-    with pytest.raises(ValueError, match=message):
-        _Layer(**arguments)(np.zeros(shape, np.float32))

@@ -41,23 +41,6 @@ def test_what_is_given_is_kept():
 
 
 @pytest.mark.parametrize(
-    "values, rounds, optimizer, momentum",
-    [
-        ({}, 100, "sgd", 0.9),
-        ({"server_optimizer": "none"}, 100, "none", 0.0),
-        ({"mechanism": "fixed"}, 60, "none", 0.0),
-        ({"model": "linear"}, 60, "none", 0.0),
-        ({"dataset": "digits"}, 60, "none", 0.0),
-    ],
-)
-def test_what_was_tuned_together(values, rounds, optimizer, momentum):
-    resolved = Settings(**{"dataset": "mnist", **values}).resolved()
-    assert resolved.rounds == rounds
-    assert resolved.server_optimizer == optimizer
-    assert resolved.server_momentum == momentum
-
-
-@pytest.mark.parametrize(
     "text, expected",
     [
         ("100", 100.0),
@@ -77,24 +60,25 @@ def test_schedules(text, expected):
         settings.schedule("clients_per_round")
 
 
-def test_delta():
+def test_delta_and_the_median():
     assert Settings().delta(1000) == pytest.approx(1000**-1.1)
     assert Settings(target_delta=1e-4).delta(1000) == 1e-4
     nbafl = Settings(mechanism="nbafl", constant=3.0)
     assert nbafl.delta(1000) == pytest.approx(0.0139, abs=5e-5)
-
-
-@pytest.mark.parametrize("value, meant", [("exact", None), ("4.5", 4.5), (4.5, 4.5)])
-def test_median(value, meant):
-    settings = Settings(mechanism="median", median_noise_multiplier=value)
-    assert settings.mechanism_options() == {"median_noise_multiplier": meant}
     assert Settings(mechanism="median").mechanism_options() == {}
+    for value, meant in (("exact", None), ("4.5", 4.5), (4.5, 4.5)):
+        settings = Settings(mechanism="median", median_noise_multiplier=value)
+        assert settings.mechanism_options() == {"median_noise_multiplier": meant}
 
 
 @pytest.mark.parametrize(
     "values, word",
     [
         ({"mechanism": "magic"}, "--mechanism"),
+        ({"mechanism": "none", "target_epsilon": 1.0}, "--target_epsilon"),
+        ({"mechanism": "nbafl", "target_delta": 1e-3}, "--target_delta"),
+        ({"model": "linear", "hidden_units": "3"}, "--hidden_units"),
+        ({"sequence_length": 3}, "--sequence_length"),
         ({"rounds": 2.5}, "--rounds"),
         ({"rounds": -1}, "--rounds"),
         ({"clip_norm": "wide", "mechanism": "fixed"}, "--clip_norm"),

@@ -112,7 +112,6 @@ _PLAYS = {"dataset": "shakespeare", "data_path": __file__, "num_clients": None}
         ({"input_shifts": 8}, "input_shifts"),
         ({**_PLAYS, "model": None, "input_shifts": 1}, "--input_shifts"),
         ({"prior_smoothing": 0.1}, "--client_loss=balanced"),
-        ({"server_schedule": "linear"}, "--server_optimizer"),
         ({"model": "cnn", "input_pooling": 2}, "--input_pooling"),
         ({"input_pooling": 2, **_GRADIENTS}, "--input_features"),
         ({"model": "cnn", **_GRADIENTS}, "--input_features"),

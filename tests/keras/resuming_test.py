@@ -341,23 +341,19 @@ def test_what_is_read_is_what_was_written(directory):
 
 
 def test_it_is_on_the_disk_before_it_takes_its_place(directory):
-    done, sync, replace = [], os.fsync, pathlib.Path.replace
-
-    def synced(descriptor):
-        folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
-        done.append("folder" if folder else "file")
-        sync(descriptor)
+    done, replace = mock.Mock(), pathlib.Path.replace
 
     def replaced(file, target):
-        done.append("replaced")
+        done.replace()
         return replace(file, target)
 
     with (
-        mock.patch.object(os, "fsync", synced),
+        mock.patch.object(os, "fsync", done.sync),
         mock.patch.object(pathlib.Path, "replace", replaced),
     ):
         _write(directory, 1)
-    assert done == ["file", "replaced", "folder"]
+    # The file before, and the folder after.
+    assert [name for name, *_ in done.mock_calls] == ["sync", "replace", "sync"]
 
 
 def test_a_truncated_one_or_a_flipped_bit_is_never_read_as_data(directory):

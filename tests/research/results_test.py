@@ -8,7 +8,6 @@ import re
 import numpy as np
 import pytest
 
-from research import benchmark
 from research import reproduce_geyer as geyer
 from research.benchmarking import engine_side, workloads
 from tfdp_fl.experiments import sweeps
@@ -54,13 +53,6 @@ def test_every_configuration_is_geyers_setting(tmp_path, name):
 
 # The benchmark, of tiny cases; no timing.
 _TINY = dataclasses.replace(workloads.WORKLOADS["mlp_small"], clients=4)
-
-
-def test_what_was_measured_is_printed_without_measuring(capsys):
-    benchmark.main(["--rows="])
-    printed = capsys.readouterr().out
-    for text in ("MLP 64-128-10", "FedJAX", "sharded_ray: mlp"):
-        assert text in printed
 
 
 @pytest.fixture(name="side")
