@@ -39,8 +39,6 @@ def test_comes_back_from_its_configuration():
             _Balanced(smoothing)
 
 
-# Histograms of oriented gradients.
-
 _Layer = tfdp_fl.features.OrientedGradients
 
 

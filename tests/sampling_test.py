@@ -9,7 +9,6 @@ from scipy import stats
 
 from tfdp_fl import accounting, sampling
 
-# The cyclic ones have tests of their own.
 _SAMPLINGS = ("poisson", "fixed_size", "shuffled")
 _EVENT = dp_accounting.GaussianDpEvent(1.0)
 _make = sampling.make_sampler

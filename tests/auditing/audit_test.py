@@ -54,9 +54,6 @@ def _trained(mechanism, *args, audit=None, **options):
     return audit.estimate(_DELTA), fed
 
 
-# What is made of the scores.
-
-
 @pytest.mark.parametrize("z", [0.5, 2.0])
 def test_one_release_is_found_within_fifteen_percent(z):
     # As a release is: 4000 canaries and noise, d = 5000.
@@ -162,9 +159,6 @@ def test_canaries_add_their_clipped_updates_and_nothing_else(mechanism):
     assert len(audited["clip_norm"]) == 6
     for name in ("clip_norm", "noise_stddev"):
         np.testing.assert_allclose(audited[name], plain[name], rtol=0.15)
-
-
-# What is broken looks larger than the epsilon that is claimed.
 
 
 def _a_layer_that_is_not_clipped(unflatten):

@@ -161,7 +161,6 @@ def _of_slices(*clients):
 
 
 _map = _from_arrays(_UNEVEN).map
-# Calls, their arguments, and what the error says.
 _REFUSED = [
     (_from_arrays, [{}], "clients must hold at least one client"),
     (_from_arrays, [{"a": ({"u": np.ones(3), "v": _TWO}, np.ones(3))}], "'a': .* 2 in"),
@@ -198,7 +197,6 @@ _REFUSED = [
     (_map, [None], "fn must be callable"),
     (_from_fn, [[], len], "client_ids must hold"),
     (_from_fn, [[1], len, tf.TensorSpec([])], "element_spec must be"),
-    # What `fit` and its neighbours take.
     (as_federated, [_examples(3)], "client_ids=ids"),
     (as_federated, [type("DataFrame", (), {})()], "from_dataframe"),
     (as_federated, [3], "got int"),
@@ -347,9 +345,6 @@ def test_ids_and_their_order_or_else_what_clients_hold_are_told_apart():
     listed = as_federated(parts).clients_digest
     assert as_federated(tuple(parts)).clients_digest == listed
     assert as_federated(parts[::-1]).clients_digest != listed
-
-
-# A client under two ids would be in a sum twice.
 
 
 @pytest.mark.parametrize(

@@ -217,8 +217,6 @@ def test_nobody_keeps_more_rows_than_the_bound(choose):
             tfdp_fl.bound_rows(*_table(), **{"most": 2, name: value})
 
 
-# Sequences of unequal length, such as texts.
-
 _TEXTS = {"a": [[1, 2, 3], [4]], "b": [[5, 6]]}
 
 

@@ -126,9 +126,6 @@ def test_compiled_by_xla_or_not():
     _assert_same(_round(toy.streamed(dataset), count=2, engine=compiled), usual)
 
 
-# Dense models, all clients side by side: the same local SGD.
-
-
 def _both(dataset, name="fixed", **options):
     results = []
     with cohorts.side_by_side(few=False):

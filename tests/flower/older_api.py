@@ -96,9 +96,6 @@ def a_round(
     return arrays(wrapper.aggregate_fit(server_round, fit(told), [])[0])
 
 
-# The real one.
-
-
 def client(update: Sequence[Any], num_examples: int = 1, wrapped: bool = True) -> Any:
     """A Flower client that adds the same update to whatever it is sent."""
     import flwr

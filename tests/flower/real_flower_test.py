@@ -19,7 +19,6 @@ from tfdp_fl.flower import (
 pytestmark = older_api.NEEDS_FLOWER
 # Half a step of SecAgg+'s fixed point: 2 * 8 / 2^22.
 _STEP = 16 / 2**22
-# Clients that clip: wrapped, or with the mod.
 _WRAPPED = {"wrapped": True}
 _WITH_MOD = {"wrapped": False, "mods": [private_mod]}
 _BOTH = pytest.mark.parametrize(

@@ -170,8 +170,6 @@ def test_validate_names_a_problem():
         tfdp_fl.validate(tf.keras.Sequential([tf.keras.layers.Dense(1)]), strict=True)
 
 
-# The private means: bound, noise, and charged first.
-
 _BOUNDS = {"loss": (0.0, 3.0), "accuracy": (0.0, 1.0)}
 _DELTA = 1e-3
 _Ledger = tfdp_fl.callbacks.Ledger

@@ -117,9 +117,6 @@ def test_an_error_of_drawing_is_the_rounds_own():
     assert (fed.rounds, fed.spending.rounds) == (2, 2)
 
 
-# A round that is run again has other noise.
-
-
 def test_every_attempt_has_a_seed_of_its_own():
     attempts = run_lib.Attempts()
     taken = [attempts.take() for _ in range(3)]

@@ -99,7 +99,6 @@ _WRONG_SHAPE = "clients|float32[7] for each example of client 'ben'|float32[8]"
 _LABELS = "clients (client 'ben'): labels"
 _FIXED_SIZE = {"sampling": "fixed_size"}
 _FRAME = {"client": "who", "features": ["city"], "label": "sick"}
-# What is called, with which arguments, and what the message has.
 _MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     *(
         (call, {name: value}, f"{name}|{str([value]).strip('[]')}|{allowed}")

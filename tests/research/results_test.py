@@ -51,7 +51,6 @@ def test_every_configuration_is_geyers_setting(tmp_path, name):
             assert exact == ("as_published" in name)
 
 
-# The benchmark, of tiny cases; no timing.
 _TINY = dataclasses.replace(workloads.WORKLOADS["mlp_small"], clients=4)
 
 

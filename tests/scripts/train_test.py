@@ -1,5 +1,6 @@
 """The programs train and sweep: what they leave, and what they refuse."""
 
+import itertools
 import json
 
 import numpy as np
@@ -163,7 +164,7 @@ def test_bad_flags_are_refused_before_anything_starts(folder, outcomes, number):
 
 def test_sweep(tmp_path):
     small = {"dataset": "digits", "num_clients": 20, "model": "linear"}
-    grid = {"mechanism": ["none", "fixed"]}
+    grid = {"mechanism": ["none", "fixed"], "batch_size": [5, 7]}
     one, right, bad = (tmp_path / f"{name}.json" for name in ("one", "right", "bad"))
     one.write_text(json.dumps({"base": small, "seeds": [0]}))
     right.write_text(json.dumps({"base": small, "grid": grid, "seeds": [0]}))
@@ -181,7 +182,8 @@ def test_sweep(tmp_path):
             # Wherever the data lies; it is not read.
             lines[config.stem].append(f"--set=data_path={config}")
     outcomes = _run_all("sweep", lines)
-    listed = [f"mechanism={name}/seed=0" for name in grid["mechanism"]]
+    pairs = itertools.product(*grid.values())
+    listed = [f"mechanism={name},batch_size={n}/seed=0" for name, n in pairs]
     assert _well(outcomes["dry"]).splitlines() == listed
     assert _well(outcomes["run"]).count("accuracy 0.") == 1
     assert len((tmp_path / "runs" / "runs.csv").read_text().splitlines()) == 2
