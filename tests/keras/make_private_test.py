@@ -160,3 +160,5 @@ def test_one_epsilon_everywhere():
     assert 2.0 * (1 - 1e-3) <= epsilon <= 2.0
     assert fed.privacy_statement(1e-3, "dict")["epsilon"] == epsilon
     assert fed.epsilon(1e-3, "rdp") > 2.05
+    fed = toy.private(2.0, 4, accountant=None, target_delta=1e-16)
+    assert 1.0 < fed.mechanism.noise_multiplier < 100.0  # By PLD: 10 000.

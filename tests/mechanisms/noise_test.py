@@ -30,7 +30,6 @@ def test_one_stddev_for_each_tensor_of_a_shape_known_when_it_runs():
     statistics.assert_gaussian(third, 3.0)
     with pytest.raises(ValueError):
         _noise([1.0])
-    # In its place, and with its dtype.
     values = [tf.random.normal(shape) for shape in _LONG]
     values += [tf.ones([2, 3], tf.float64), tf.ones([], tf.float16)]
     for value, same in zip(values, noise.add_normal(values, 0.0), strict=True):

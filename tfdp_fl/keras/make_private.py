@@ -129,7 +129,8 @@ def make_private(
             return charged(make(noise), sampler, deployment).items()
 
         limit = largest_noise(make, deployment)
-        if accountant is None:
+        # (PLD cuts off tails of about 1e-15.)
+        if accountant is None and target_delta >= 1e-12:
             kinds = charges(1.0 if limit is None else min(1.0, limit))
             tightest = accounting.tightest(charge for charge, _ in kinds)
             target = dataclasses.replace(target, accountant=tightest)

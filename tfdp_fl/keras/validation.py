@@ -50,6 +50,7 @@ def validate(
         training_setup.check_model(model)
         if clients is not None:
             dataset = datasets.as_federated(clients)
+            check_features(model, dataset.element_spec[0], "clients")
             optimizer = tf.keras.optimizers.SGD(0.0)
             CohortEngine(
                 model=model,
