@@ -13,7 +13,6 @@ from tfdp_fl.experiments import settings
 from tfdp_fl.experiments.run_directory import Run
 
 _CHANCE = 0.1
-# Few rounds where the defaults have many; the rest is --mechanism's own.
 _SHORT = {
     "adaptive": ["--rounds=12", "--accountant=rdp"],
     "local": ["--rounds=4"],
@@ -33,9 +32,7 @@ _REFUSED = (
     (["--clients_per_round=501"], "clients_per_round"),
     (["--model=lstm"], "--model=lstm"),
     (["--dataset=mnist", "--data_path=nowhere.npz"], "--data_path"),
-    (["--dataset=shakespeare"], "--data_path"),
     (["--overwrite", "--resume"], "--overwrite"),
-    (["--resume"], "--resume"),
     (["surplus"], "surplus"),
 )
 
