@@ -216,7 +216,10 @@ class PrivateSearch:
         caveats = set().union(*(trial.caveats() for trial in trials))
         scored = "public data"
         if split.held_out is not None:
-            scored = f"{split.held_out.num_clients} clients, with noise, and charged"
+            scored = (
+                f"{split.held_out.num_clients} clients (held out by their ids; of a "
+                "list, by their places in it), with noise, and charged"
+            )
         accounted = self._trials.theorem
         if self._spent.is_one_search:
             accounted += (
