@@ -105,7 +105,6 @@ def test_a_sweep_goes_on_past_what_fails_and_where_it_was_cut_short(tmp_path):
     assert failed == ["mechanism=fixed/seed=0: out of luck"]
     (row,) = _table(tmp_path / "runs.csv")
     assert row["mechanism"] == "none"
-    # Nobody but a local mechanism has two epsilons.
     assert row["central_epsilon"] == ""
 
     assert sweep() == []

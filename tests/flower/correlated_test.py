@@ -62,6 +62,13 @@ def _assert_apart(asked):
             assert not set(cohort) & set(other)
 
 
+def test_a_sum_has_no_digits_below_its_noise():
+    grid = fm.Grid({100 + i: fm.adds([np.full(4, 1 / 30)]) for i in range(_N)})
+    total = fm.arrays(_run(_private(), grid, 1)[1])[0] * _M
+    assert total.dtype == np.float64
+    np.testing.assert_array_equal(total, np.float32(total))
+
+
 def test_nobody_comes_again_too_soon():
     made = _private(num_clients=20)
     asked, _ = _run(made, _grid(range(20)), 3 * _T)

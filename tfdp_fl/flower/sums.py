@@ -239,13 +239,10 @@ def _correlated(
 
     Every call takes its randomness anew from the operating system.
     """
-    zeros = [tf.zeros(array.shape) for array in total]
     with noise.seeded(tf.constant(noise.fresh_seed())):
-        made, memory = mechanism.add_noise(
-            zeros, tf.constant(stddev, tf.float32), memory
+        noised, memory = mechanism.add_noise(
+            [tf.constant(array) for array in total],
+            tf.constant(stddev, tf.float32),
+            memory,
         )
-    added = [
-        array + draw.numpy().astype(np.float64)
-        for array, draw in zip(total, made, strict=True)
-    ]
-    return added, memory
+    return [array.numpy() for array in noised], memory

@@ -153,7 +153,7 @@ def _uniform(
     """Draws integers of all bits, from a seed that is int64 [2].
 
     They are those of `tf.random.stateless_uniform(..., alg="philox")`, which takes
-    four times as many operations: a third of the time before a first round.
+    three times as many operations, and that is noticed before a first round.
     """
     draw = functools.partial(tf.raw_ops.StatelessRandomUniformFullIntV2, alg=_PHILOX)
     key = tf.constant([_SCRAMBLE], tf.uint64)
