@@ -136,6 +136,8 @@ def run(path: pathlib.Path, mode: str, as_the_script: bool) -> None:
 
 
 def _train_as_the_script(path: pathlib.Path) -> None:
+    if (path / run_directory.LEDGER).exists():  # Killed after its end.
+        return
     sizes = {"num_clients": 40, "clients_per_round": 10, "rounds": ROUNDS}
     chosen = {"mechanism": "fixed", "noise_multiplier": 1.0, "model": "linear"}
     prepared = training.prepare(Settings(**chosen, **sizes))

@@ -12,9 +12,6 @@ The way of a client's update, from the dataset to the released model:
       complete                  a clip that depends on the whole cohort
     release                     Release: get_noised_result (noise, mean),
                                   ServerUpdate.apply (the model moves)
-
-The cohort of the round after it is read and laid out while this one trains (see
-`chunks`).
 """
 
 from __future__ import annotations
@@ -267,9 +264,7 @@ class CohortEngine:
           A `PendingRound`; the model and the state have not changed.
         """
         pending = self.empty_round(inputs)
-        # The norms of the coming round's clients are not known ahead.
-        ahead = None if self.query.keeps_window else self._laid_out
-        for chunk in self.read_chunks(dataset, pending, ahead):
+        for chunk in self.read_chunks(dataset, pending):
             self.train_chunk(pending, chunk)
         self.complete(pending)
         return pending
@@ -294,27 +289,14 @@ class CohortEngine:
         )
 
     @devices.at_home
-    def _laid_out(
-        self, chunk: chunks.CohortChunk, inputs: cohort.RoundInputs
-    ) -> chunks.CohortChunk:
-        """Returns a chunk with its `groups`, for training here."""
-        groups = self.layout.lay_out(chunk, inputs, self.num_replicas)
-        return dataclasses.replace(chunk, groups=groups)
-
-    @devices.at_home
     def train_chunk(
         self, pending: cohort.PendingRound, chunk: chunks.CohortChunk
     ) -> None:
         """Trains a chunk's clients here; adds to `pending`."""
-        if chunk.groups is None:
-            chunk = self._laid_out(chunk, pending.inputs)
-        groups = self._traced(pending, chunk).groups
+        groups = self._traced(pending, chunk)
         raised: list[tuple[layout.Part, Exception]] = []
-        begun = itertools.count(1)
 
         def run(thread: int) -> None:
-            if next(begun) == len(groups):
-                self.read_chunks.read_ahead()
             waiting = groups[thread][::-1]
             while waiting:
                 part = waiting.pop()
@@ -343,10 +325,11 @@ class CohortEngine:
 
     def _traced(
         self, pending: cohort.PendingRound, chunk: chunks.CohortChunk
-    ) -> chunks.CohortChunk:
-        """Has a chunk's programs made ready, in one thread; returns what trains."""
+    ) -> list[list[layout.Part]]:
+        """Lays a chunk out; has its programs made ready, in one thread."""
         fixed = pending.fixed_arguments
-        for part in itertools.chain.from_iterable(chunk.groups):
+        groups = self.layout.lay_out(chunk, pending.inputs, self.num_replicas)
+        for part in itertools.chain.from_iterable(groups):
             try:
                 program = self.programs.program(fixed, part)
             except Exception as error:
@@ -355,15 +338,15 @@ class CohortEngine:
                 self._train_one_by_one(
                     f"TensorFlow cannot vectorize them ({type(error).__name__})"
                 )
-                return self._traced(pending, self._laid_out(chunk, pending.inputs))
+                return self._traced(pending, chunk)
             alone = layout.Strategy(layout.ONE_BY_ONE, False)
-            if len(chunk.groups) > 1 and part.strategy == alone and not program.has_run:
+            if len(groups) > 1 and part.strategy == alone and not program.has_run:
                 # TensorFlow optimises a program in its first call, and again in
                 # every thread that calls it meanwhile.
                 nobody = layout.select(part.table, np.array([], np.int64))
                 with tf.device(self.device):
                     program(*fixed, chunk.x, chunk.y, nobody)
-        return chunk
+        return groups
 
     def _train(
         self,

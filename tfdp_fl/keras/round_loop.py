@@ -11,7 +11,6 @@ what they sent.)
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import math
 import time
@@ -61,8 +60,6 @@ class RoundLoop:
         self.setup, self.costs = fed.setup, fed.costs
         # The model before any callback was called; None after the first round.
         self._begun_with: bytes | None = digest(fed.model)
-        # A round that was drawn ahead, with its index and the attempt.
-        self._ahead: tuple[tuple[int, run_lib.Attempt], RoundInputs] | None = None
         self.federated = [
             callback
             for callback in callbacks
@@ -130,7 +127,6 @@ class RoundLoop:
             with _interrupts.after_the_block(), contextlib.ExitStack() as ending:
                 for callback in reversed(self.federated):
                     ending.callback(callback.on_fit_end)
-                self.engine.read_chunks.close()
         return self._history
 
     def _is_allowed(self, round_index: int) -> bool:
@@ -207,58 +203,23 @@ class RoundLoop:
 
     def _draw(self, round_index: int) -> RoundInputs:
         """Returns what is decided about a round before anybody trains."""
-        run = self.run
-        attempt = run.attempts.take()
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == (round_index, attempt):
-            inputs = ahead[1]
-        else:
-            inputs = self._drawn(round_index, attempt)
-        following = round_index + 1
-        if (
-            following < run.plan.last_round
-            and not run.sampler.goes_by_releases
-            and self.setup.mechanism.max_participations is None
-        ):
-            self._draw_following(following)
-        return dataclasses.replace(
-            inputs,
-            learning_rate=self.fed.require_compiled("fit").learning_rate,
-            windows=None if run.windows is None else run.windows[inputs.positions],
-        )
-
-    def _draw_following(self, following: int) -> None:
-        """Has the round after this one drawn while this one trains.
-
-        On another thread, which is done with it before this round's cohort is
-        collected, so that nothing else uses the sampler meanwhile.
-        """
-        attempt = self.run.attempts.coming
-
-        def draw() -> RoundInputs:
-            inputs = self._drawn(following, attempt)
-            self._ahead = (following, attempt), inputs
-            return inputs
-
-        self.engine.read_chunks.expect(draw)
-
-    def _drawn(self, round_index: int, attempt: run_lib.Attempt) -> RoundInputs:
-        """Returns a round's inputs but for what only the last one decides."""
         run, plan = self.run, self.run.plan
-        run.sampler.attempt = attempt
+        run.sampler.attempt = attempt = run.attempts.take()
+        positions = self.costs.draw(round_index)
         return RoundInputs(
             round_index=round_index,
-            positions=self.costs.draw(round_index),
+            positions=positions,
             # The fixed m, also for the last, smaller cohort of a pass.
             clients_per_round=run.deployment.cohort_size(round_index),
             noise_multiplier=self.setup.mechanism.noise_multiplier_at(round_index),
             batch_size=plan.batch_size,
             local_epochs=plan.local_epochs,
-            learning_rate=math.nan,
+            learning_rate=self.fed.require_compiled("fit").learning_rate,
             seed=run_lib.round_seed(plan.seed, attempt),
             shuffle=run_lib.shuffle_generator(plan.seed, attempt)
             if plan.shuffle
             else None,
+            windows=None if run.windows is None else run.windows[positions],
         )
 
     def _charge(self, inputs: RoundInputs, silent: int = 0) -> None:

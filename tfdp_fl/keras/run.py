@@ -53,25 +53,16 @@ class Attempts:
         self._taken = 0
         self._entropy: tuple[int, ...] = ()
 
-    @property
-    def coming(self) -> Attempt:
-        """The next attempt, unless another draw takes it first."""
-        self._renew_in_a_fork()
-        return (self._taken, *self._entropy)
-
     def take(self) -> Attempt:
         """Returns an attempt that nothing had before, nor has afterwards."""
-        self._renew_in_a_fork()
-        with self._lock:
-            attempt = (self._taken, *self._entropy)
-            self._taken += 1
-        return attempt
-
-    def _renew_in_a_fork(self) -> None:
         if os.getpid() != self._process:
             # Another thread of the parent may have held the lock.
             self._process, self._lock = os.getpid(), threading.Lock()
             self.renew()
+        with self._lock:
+            attempt = (self._taken, *self._entropy)
+            self._taken += 1
+        return attempt
 
     def renew(self) -> None:
         """Sets all later attempts apart from those of any other process."""

@@ -382,7 +382,7 @@ class RayWorkers:
             self._stored = {key: (examples, _ray().put(examples))}
         return self._stored[key][1]
 
-    def run(self, work: Work, begun: Callable[[], None]) -> list[Arrays]:
+    def run(self, work: Work) -> list[Arrays]:
         """Runs a program on every shard; see `workers.Workers.run`.
 
         The workers' sums are added in the order of the workers, so that the
@@ -405,7 +405,7 @@ class RayWorkers:
                 work.program.name, sent, examples, shards[place], work.by_sum
             )
 
-        results = self._answers(work.program, list(shards), ask, begun)
+        results = self._answers(work.program, list(shards), ask)
         ordered = [each for place in sorted(results) for each in results[place]]
         return [functools.reduce(_added, ordered)] if work.by_sum else ordered
 
@@ -414,7 +414,6 @@ class RayWorkers:
         traced: program.Program,
         places: list[int],
         ask: Callable[[int], Any],
-        begun: Callable[[], None],
     ) -> dict[int, Any]:
         """Has every place do its work, some of it again if need be."""
         ray, start = _ray(), time.monotonic()
@@ -422,7 +421,6 @@ class RayWorkers:
         made: dict[int, Any] = {}
         lost: list[int] = []
         asked = {place: ask(place) for place in places}
-        begun()
         while asked:
             limit = None
             if self._round_timeout is not None:

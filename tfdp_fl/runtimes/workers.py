@@ -13,7 +13,7 @@ client, and the engine goes on with those.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -86,13 +86,8 @@ class Workers(Protocol):
     def float32_products(self) -> bool:
         """See above."""
 
-    def run(self, work: Work, begun: Callable[[], None]) -> list[Arrays]:
+    def run(self, work: Work) -> list[Arrays]:
         """Runs a program on every shard.
-
-        Args:
-          work: The program and the shards.
-          begun: Called when nothing is left to do here until a worker has
-            finished.
 
         Returns:
           The flattened results of each shard, or of their sum alone.
@@ -140,8 +135,7 @@ class ShardedCohorts:
             the state are as before, as if nothing had been done.
         """
         pending = self._engine.empty_round(inputs)
-        ahead = None if self._engine.query.keeps_window else self._laid_out
-        for chunk in self._engine.read_chunks(dataset, pending, ahead):
+        for chunk in self._engine.read_chunks(dataset, pending):
             if not len(chunk.lengths):  # Nothing to send to anybody.
                 self._engine.train_chunk(pending, chunk)
                 continue
@@ -149,29 +143,6 @@ class ShardedCohorts:
                 self._run_chunk(pending, piece)
         self._engine.complete(pending)
         return pending
-
-    def _laid_out(
-        self, chunk: chunks.CohortChunk, inputs: engine.RoundInputs
-    ) -> chunks.CohortChunk:
-        """Returns a chunk with its `groups`, ahead of its training.
-
-        As it is where there is nobody, or where examples are sent: it is cut into
-        messages first.
-        """
-        if self._examples is None or not len(chunk.lengths):
-            return chunk
-        return dataclasses.replace(chunk, groups=self._groups(chunk, inputs))
-
-    def _groups(
-        self, chunk: chunks.CohortChunk, inputs: engine.RoundInputs
-    ) -> list[list[layout.Part]]:
-        return self._engine.layout.lay_out(
-            chunk,
-            inputs,
-            self._workers.num_workers * self._workers.shards_per_worker,
-            for_workers=True,
-            float32_products=self._workers.float32_products,
-        )
 
     def _sendable(self, chunk: chunks.CohortChunk) -> Iterator[chunks.CohortChunk]:
         """Yields pieces of a chunk whose examples fit into messages."""
@@ -200,7 +171,13 @@ class ShardedCohorts:
         self, pending: engine.PendingRound, chunk: chunks.CohortChunk
     ) -> None:
         """Trains a chunk's clients, those of one part of each group at a time."""
-        groups = chunk.groups or self._groups(chunk, pending.inputs)
+        groups = self._engine.layout.lay_out(
+            chunk,
+            pending.inputs,
+            self._workers.num_workers * self._workers.shards_per_worker,
+            for_workers=True,
+            float32_products=self._workers.float32_products,
+        )
         for place in range(max(map(len, groups))):
             parts = [group[place] for group in groups if place < len(group)]
             self._run_parts(parts, pending, chunk)
@@ -226,7 +203,7 @@ class ShardedCohorts:
             shards=[self._shard(chunk, part) for part in parts],
             by_sum=self._by_sum,
         )
-        flat = self._workers.run(work, self._engine.read_chunks.read_ahead)
+        flat = self._workers.run(work)
         results = [
             tf.nest.pack_sequence_as(traced.structure, list(map(tf.constant, arrays)))
             for arrays in flat
