@@ -164,8 +164,7 @@ class HereWorkers:
     def collector(self, cohort_engine, clients):
         return workers_lib.ShardedCohorts(cohort_engine, clients, self)
 
-    def run(self, work, begun):
-        begun()
+    def run(self, work):
         program = ray_workers._Message.of(work.program).runnable()
         sent = [*work.sent, *(work.examples or ())]
         results = [program([*sent, *shard]) for shard in work.shards]

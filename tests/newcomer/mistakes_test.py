@@ -125,7 +125,7 @@ _MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (_fit, {"clients": toy.clients(12), "m": 20}, "_per_round|got 20.|num_clients=12"),
     (_fit, {"callbacks": ["early"]}, "callbacks|a str|tf.keras.callbacks.Callback"),
     (_fit, {"validation_data": (_X[:, :7], _Y)}, "validation_data|t32[7]|t32[8]"),
-    (_fit, {"class_weight": {3: 1.0}}, "class_weight|3|from 0 to 2"),
+    (_fit, {"class_weight": {3: 1.0}}, "class_weight|sample_weight"),
     (_fit, {"resume_from": "gone"}, "resume|gone|no checkpoint"),
     (_fit, {"target_epsilon": 2.0}, "target_epsilon|make_private"),
     (lambda: toy.federated().privacy_statement(), {}, "fit|before privacy"),

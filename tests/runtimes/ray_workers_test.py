@@ -112,9 +112,7 @@ _CASES = {
     "one_by_one": _ONE_BY_ONE,
     "batch_normalization_and_dropout": _Case(model=toy.normalized),
     "nested_features": _Case(clients=_nested, model=_two_inputs),
-    "weights": _Case(
-        clients=_weighted, fit={"class_weight": {0: 0.1, 1: 4.0}}, side_by_side=True
-    ),
+    "weights": _Case(clients=_weighted, side_by_side=True),
     # With a seed, each client's own noise is the same wherever it trains.
     "windows": _Case(
         mechanism=tfdp_fl.AdaptiveLocalDP(

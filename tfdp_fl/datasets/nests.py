@@ -79,6 +79,11 @@ def weights_of(y: Nest) -> Nest | None:
     return y.sample_weight if isinstance(y, Weighted) else None
 
 
+def labels_and_weights(y: Nest) -> tuple[Nest, Nest | None]:
+    """Returns labels, and what the examples count: None, all the same."""
+    return labels_of(y), weights_of(y)
+
+
 def as_tensor(leaf: Any, name: str) -> tf.Tensor:
     """Returns an immutable CPU tensor that owns its numbers.
 

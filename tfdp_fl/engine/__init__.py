@@ -2,7 +2,6 @@
 
 from tfdp_fl.engine.cohort import PendingRound, RoundInputs
 from tfdp_fl.engine.engine import CLIENT_ERRORS, CohortEngine
-from tfdp_fl.engine.labels import checked_class_weight
 from tfdp_fl.engine.trainer import LocalTraining
 
 __all__ = [
@@ -11,5 +10,4 @@ __all__ = [
     "LocalTraining",
     "PendingRound",
     "RoundInputs",
-    "checked_class_weight",
 ]

@@ -258,7 +258,7 @@ class SideBySide:
             valid, mean = tf.reshape(valid, [-1]), tf.reshape(mean, [-1])
         outputs: list[tf.Tensor] = []
         h = None
-        y, weight = self._trainer.labels_and_weights(y)
+        y, weight = nests.labels_and_weights(y)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             for layer in layers:
                 if not isinstance(layer, _DenseLayer):

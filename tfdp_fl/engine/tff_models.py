@@ -57,10 +57,9 @@ class FunctionalTrainer(trainer.Trainer):
         if (
             training.weighted_metrics is not None
             or training.loss_weights is not None
-            or training.class_weight is not None
             or nests.weights_of(element_spec[1]) is not None
         ):
-            raise _refused("weights of examples, classes or outputs")
+            raise _refused("weights of examples or outputs")
         loss = _loss_object(training.loss)
         metrics = collections.OrderedDict(
             _named_metric(metric, loss)

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
+from tfdp_fl.datasets import nests
 from tfdp_fl.engine import cohort, labels, layers, lookups
 from tfdp_fl.mechanisms import noise
 
@@ -31,8 +32,6 @@ class LocalTraining:
       metrics: What Keras's `compile` takes as `metrics`.
       weighted_metrics: What Keras's `compile` takes as `weighted_metrics`.
       loss_weights: What Keras's `compile` takes as `loss_weights`.
-      class_weight: What each class counts in the loss, by its number, as
-        Keras's `fit` takes it; those not named count 1.
       proximal_weight: Half of it times ||w - w_received||^2 is added to the
         loss (NbAFL, FedProx).
       grad_clip: Each step's gradient is scaled down to this L2 norm over all
@@ -46,7 +45,6 @@ class LocalTraining:
     metrics: Any = None
     weighted_metrics: Any = None
     loss_weights: Any = None
-    class_weight: Mapping[int, float] | None = None
     proximal_weight: float = 0.0
     grad_clip: float = -1.0
     upload_hook: UploadHook | None = None
@@ -132,8 +130,7 @@ class Trainer:
         own = [(variable, variable) for variable in self._every_variable()]
         with keras_versions.stateless(own):
             predicted = model(x, training=False)
-        labels.check_class_weight(element_spec[1], predicted, training.class_weight)
-        y, weight = self.labels_and_weights(y)
+        y, weight = nests.labels_and_weights(y)
         flat = tf.nest.flatten(y)
         places = tf.nest.pack_sequence_as(y, range(len(flat)))
         outputs = keras_versions.outputs_with_losses(
@@ -166,7 +163,7 @@ class Trainer:
             learning_rate=tf.zeros([]),
             seed=tf.zeros([2], tf.uint64),
         )
-        y, weight = self.labels_and_weights(y)
+        y, weight = nests.labels_and_weights(y)
         state = self.start(received, received.seed)
         _, predicted, _ = self._forward(state, x, y, weight)
         self.with_batch(self.no_metrics(), y, predicted, weight)
@@ -229,7 +226,7 @@ class Trainer:
           metrics' next state.
         """
         training, count = self._training, len(self.model.trainable_weights)
-        y, weight = self.labels_and_weights(y)
+        y, weight = nests.labels_and_weights(y)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             trainable = state.values[:count]
             tape.watch(trainable)
@@ -266,7 +263,7 @@ class Trainer:
           y: Nest of labels, perhaps with weights beside them.
           metrics: The metrics' state.
         """
-        y, weight = self.labels_and_weights(y)
+        y, weight = nests.labels_and_weights(y)
         state = self.start(received, received.seed)
         loss, predicted, _ = self._forward(state, x, y, weight, training=False)
         metrics = self.with_batch(metrics, y, predicted, weight)
@@ -317,14 +314,6 @@ class Trainer:
 
         tf.function(forward_pass, autograph=False).get_concrete_function()
         return changed
-
-    def labels_and_weights(self, y: Any) -> tuple[Any, Any]:
-        """Returns labels, and what the examples count: None, all the same.
-
-        Args:
-          y: Nest of labels, perhaps with weights beside them.
-        """
-        return labels.split_weights(y, self._training.class_weight)
 
     def with_batch(
         self, metrics: list[tf.Tensor], y: Any, predicted: Any, weight: Any = None

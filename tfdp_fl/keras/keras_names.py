@@ -36,6 +36,7 @@ _INSTEAD = {
     "initial_epoch": "resume_from (a directory that RoundCheckpoint wrote)",
     "steps_per_epoch": "rounds, and clients_per_round of the model",
     "validation_steps": "validation_data with as many batches",
+    "class_weight": "sample_weight, what its class counts for each example",
     "auto_scale_loss": "nothing: take mixed_bfloat16, which needs no scale",
     **dict.fromkeys(["max_queue_size", "use_multiprocessing", "workers"], _RUNTIME),
     **dict.fromkeys(["run_eagerly", "steps_per_execution"], _COMPILED),

@@ -8,7 +8,7 @@ lasts), `statement`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -372,7 +372,6 @@ class DPFederatedModel:
         client_ids: Any = None,
         sample_weight: Any = None,
         shuffle: bool = False,
-        class_weight: Mapping[int, float] | None = None,
         validation_split: float = 0.0,
         resume_from: str | os.PathLike[str] | None = None,
         between_client_variance: bool = False,
@@ -423,10 +422,6 @@ class DPFederatedModel:
             whole.
           sample_weight: With `client_ids`: what each row counts in the loss, [n].
           shuffle: Whether clients shuffle their examples for every epoch.
-          class_weight: What each class counts in the loss, by its number, as
-            in Keras's `fit`; times the weight of the example, if it has one.
-            Weights change what a client trains; its update is clipped as
-            always, so they change no guarantee.
           validation_split: The share of the clients that are held out, whole,
             as validation data: they are in no cohort. A client's id alone
             decides whether it is one of them (so the share is approximate), in
@@ -508,7 +503,6 @@ class DPFederatedModel:
             plan,
             before=self._prepared,
             calibration=calibration,
-            class_weight=class_weight,
             moments=between_client_variance,
         )
         engine = self._prepared.engine

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -231,21 +230,19 @@ def _engine(
     deployment: Deployment,
     before: PreparedEngine | None,
     *,
-    class_weight: Mapping[int, float] | None,
     moments: bool,
 ) -> PreparedEngine:
     setup, compiled = fed.setup, fed.require_compiled("fit")
     bound_to = deployment
     if not _noise_depends_on_rounds(fed.mechanism):
         bound_to = dataclasses.replace(deployment, rounds=None, max_participations=None)
-    class_weight = engine.checked_class_weight(class_weight)
-    key = repr((bound_to, clients.element_spec, moments, class_weight))
+    key = repr((bound_to, clients.element_spec, moments))
     if before is not None and before.key == key:
         return before
     with validation.checked_features(fed.model, clients):
         made = engine.CohortEngine(
             model=fed.model,
-            training=dataclasses.replace(compiled.training, class_weight=class_weight),
+            training=compiled.training,
             mechanism=fed.mechanism,
             deployment=deployment,
             element_spec=clients.element_spec,

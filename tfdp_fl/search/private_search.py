@@ -109,7 +109,6 @@ class PrivateSearch:
         local_epochs: int = 1,
         *,
         shuffle: bool = False,
-        class_weight: Mapping[int, float] | None = None,
         directory: str | os.PathLike[str] | None = None,
         resume_from: str | os.PathLike[str] | None = None,
     ) -> tf.keras.Model:
@@ -124,7 +123,6 @@ class PrivateSearch:
           batch_size: As in `DPFederatedModel.fit`.
           local_epochs: Likewise.
           shuffle: Likewise.
-          class_weight: Likewise.
           directory: Where `ledger.jsonl` is kept, which holds the search as one line;
             other runs in it count as well. Until the search has ended the
             directory also holds its state, which is secret. None: nothing is kept.
@@ -149,7 +147,6 @@ class PrivateSearch:
                 "batch_size": _validate.positive_integer(batch_size=batch_size),
                 "local_epochs": _validate.positive_integer(local_epochs=local_epochs),
                 "shuffle": bool(shuffle),
-                "class_weight": class_weight,
             }
             if None not in (directory, resume_from):
                 raise ValueError(

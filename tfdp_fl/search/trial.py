@@ -176,15 +176,12 @@ class Trial:
                 server, self.model.trainable_variables
             )
             self._server = [(variable, variable.numpy()) for variable in state]
-        told = dict(options)
-        class_weight = told.pop("class_weight")
         _, self._fed._prepared = preparation.prepare(
             self._fed,
             clients,
-            FitPlan(first_round=0, last_round=rounds, seed=None, **told),
+            FitPlan(first_round=0, last_round=rounds, seed=None, **options),
             before=None,
             calibration=None,
-            class_weight=class_weight,
             moments=False,
         )
 
