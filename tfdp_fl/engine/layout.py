@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _products
 from tfdp_fl.datasets import nests
-from tfdp_fl.engine import chunks, cohort, dense_models
+from tfdp_fl.engine import chunks, cohort, dense_models, devices
 from tfdp_fl.mechanisms import ClientWeighting, client_weighting
 
 # One client after the other; dense models without a model for each client
@@ -290,7 +289,7 @@ class Layout:
         kernels = self.kernels
         if (
             kernels is None
-            or not (float32_products and _products.are_float32())
+            or not (float32_products and devices.products_are_float32())
             or not dense_models.is_worthwhile(
                 kernels, chunk.lengths, inputs.batch_size, inputs.local_epochs
             )

@@ -17,9 +17,9 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfdp_fl import _on_use, _products, _validate, engine
+from tfdp_fl import _on_use, _validate, engine
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import program
+from tfdp_fl.engine import devices, program
 from tfdp_fl.runtimes.workers import (
     Arrays,
     ShardedCohorts,
@@ -309,7 +309,8 @@ class RayWorkers:
         if self._float32_products is not None:
             return self._float32_products
         return (
-            self._cluster.is_here and _products.are_float32_in_processes_started_here()
+            self._cluster.is_here
+            and devices.products_are_float32_in_processes_started_here()
         )
 
     def open(self) -> RayWorkers:

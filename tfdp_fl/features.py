@@ -1,4 +1,4 @@
-"""Histograms of oriented gradients."""
+"""Fixed, public features: Keras layers with nothing to learn."""
 
 from __future__ import annotations
 
