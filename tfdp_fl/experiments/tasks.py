@@ -20,9 +20,9 @@ _layers = tf.keras.layers
 _EMBEDDING_SIZE = 8
 # The settings that decide what the data are.
 _OF_DATA = (
-    *("dataset", "data_path", "num_clients", "iid", "shards_per_client"),
-    *("examples_per_client", "validation_examples", "sequence_length"),
-    *("clients_per_role", "input_features", "input_shifts"),
+    *("dataset", "data_path", "num_clients", "iid", "examples_per_client"),
+    *("validation_examples", "sequence_length", "clients_per_role"),
+    *("input_features", "input_shifts"),
 )
 
 

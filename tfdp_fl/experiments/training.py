@@ -8,7 +8,6 @@ import math
 import os
 import pathlib
 import time
-import warnings
 from typing import Any
 
 import tensorflow as tf
@@ -69,7 +68,6 @@ def prepare(settings: Settings) -> Prepared:
     settings = settings.resolved()
     task = tasks.load_task(settings)
     num_clients = task.clients.num_clients
-    settings = settings.for_population(num_clients)
     # Nothing else looks at N before the first round.
     sampling_lib.make_sampler(
         settings.sampling, num_clients, settings.schedule("clients_per_round")
@@ -81,9 +79,8 @@ def prepare(settings: Settings) -> Prepared:
         settings, tasks.build_model(settings, task), num_clients, delta
     )
     loss: Any = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    if settings.client_loss == "balanced":
-        given = settings.prior_smoothing
-        loss = losses.BalancedSoftmaxCrossentropy(0.01 if given is None else given)
+    if settings.prior_smoothing is not None:
+        loss = losses.BalancedSoftmaxCrossentropy(settings.prior_smoothing)
     federated_model.compile(
         optimizer=tf.keras.optimizers.SGD(settings.client_learning_rate),
         loss=loss,
@@ -141,7 +138,7 @@ def _federated_model(
 
 
 def _server_optimizer(settings: Settings) -> Any:
-    if settings.server_optimizer == "none":
+    if not any(getattr(settings, name) for name in settings_lib.SERVER):
         return None
     rate: Any = float(settings.server_learning_rate or 1.0)
     if settings.server_schedule == "linear":
@@ -150,7 +147,7 @@ def _server_optimizer(settings: Settings) -> Any:
     average: dict[str, Any] = {}
     if settings.server_ema:
         average = {"use_ema": True, "ema_momentum": settings.server_ema}
-    return tf.keras.optimizers.SGD(rate, settings.server_momentum, **average)
+    return tf.keras.optimizers.SGD(rate, settings.server_momentum or 0.0, **average)
 
 
 def run(
@@ -284,10 +281,4 @@ def _leave_files(
     if mechanism.guarantee == mechanisms.LocalDP.guarantee:
         result["central_epsilon"] = federated_model.central_epsilon(prepared.delta, by)
     run_directory.write_json(path / run_directory.RESULT, result)
-    if not federated_model.rounds:
-        return result  # There is nothing to draw.
-    try:
-        run_directory.Run.read(path).draw()
-    except ImportError as error:  # Everything else is there.
-        warnings.warn(str(error), stacklevel=2)
     return result
