@@ -92,21 +92,25 @@ def read_runs(root: pathlib.Path) -> pd.DataFrame:
     found = []
     for name in names():
         for path in sorted((root / name).rglob(run_directory.RESULT)):
-            run = run_directory.Run.read(path.parent)
+            result, chosen, statement = (
+                json.loads((path.parent / each).read_text("utf-8"))
+                for each in ("result.json", "config.json", "privacy.json")
+            )
+            history = pd.read_csv(path.parent / run_directory.HISTORY)
             k, row = name[1:].split("_", 1)
             known = {"K": int(k), "row": row.replace("_", " ")}
-            result, private = run.result, run.settings.mechanism != "none"
+            private = chosen["mechanism"] != "none"
             epsilons = ("delta", "epsilon_rdp", "epsilon_pld")
             found.append(
                 {
                     **known,
-                    "seed": run.settings.seed,
+                    "seed": chosen["seed"],
                     "accuracy": result["accuracy"],
                     "rounds": result["rounds"],
-                    "models_sent": sum(run.history["cohort_size"][1]),
+                    "models_sent": history["cohort_size"].sum(),
                     **{each: result[each] for each in epsilons if private},
                     "minutes": result["seconds"] / 60,
-                    "caveats": " ".join(run.caveats if private else ()),
+                    "caveats": " ".join(statement["caveats"] if private else ()),
                 }
             )
     return pd.DataFrame(found)

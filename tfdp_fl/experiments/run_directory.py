@@ -1,4 +1,4 @@
-"""The directory that a run writes, and what is read back from it.
+"""The directory that a run writes.
 
 config.json   the settings, every open choice filled in
 history.csv   a row a round
@@ -12,7 +12,6 @@ result.json   the figures that a sweep compares; written last
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
 import json
 import os
@@ -21,7 +20,6 @@ import shutil
 from typing import Any
 
 from tfdp_fl import _files, _json
-from tfdp_fl.experiments.settings import Settings
 from tfdp_fl.keras import callbacks
 
 CONFIG = "config.json"
@@ -128,54 +126,3 @@ def _read_rows(path: pathlib.Path) -> list[dict[str, str]]:
             {name: cell for name, cell in row.items() if cell != ""}
             for row in csv.DictReader(file)
         ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A run that was read back.
-
-    Attributes:
-      path: Its directory.
-      settings: Its settings.
-      history: Its columns: for each name the rounds in which it has a value,
-        and the values.
-      result: What `result.json` says; empty if the run did not end.
-      caveats: What its privacy statement says that epsilon does not cover, by
-        name; empty if the run did not end.
-    """
-
-    path: pathlib.Path
-    settings: Settings
-    history: dict[str, tuple[list[int], list[float]]]
-    result: dict[str, Any]
-    caveats: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Run:
-        """Reads a run's directory.
-
-        Raises:
-          ValueError: It holds no run.
-        """
-        path = pathlib.Path(path)
-        if not (path / CONFIG).is_file():
-            raise ValueError(f"{path} holds no run: it has no {CONFIG}.")
-        columns: dict[str, tuple[list[int], list[float]]] = {}
-        for row in _read_rows(path / HISTORY):
-            for name, cell in row.items():
-                rounds, values = columns.setdefault(name, ([], []))
-                rounds.append(int(row["round"]))
-                values.append(float(cell))
-        result, statement = (
-            json.loads((path / name).read_text("utf-8"))
-            if (path / name).is_file()
-            else {}
-            for name in (RESULT, STATEMENT_JSON)
-        )
-        return cls(
-            path,
-            Settings.read(path / CONFIG),
-            columns,
-            result,
-            statement.get("caveats", {}),
-        )
