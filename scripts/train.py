@@ -15,6 +15,7 @@ as one page), config.json and result.json.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import signal
@@ -121,7 +122,7 @@ def _print_settings(settings: Settings) -> None:
     defaults = Settings()
     chosen = [
         f"--{name}={value}"
-        for name, value in settings.to_dict().items()
+        for name, value in dataclasses.asdict(settings).items()
         if value != getattr(defaults, name) and name != "data_path"
     ]
     print("Settings: " + " ".join(chosen))
@@ -129,8 +130,7 @@ def _print_settings(settings: Settings) -> None:
 
 def _print_result(result: dict, output_dir: str) -> None:
     print(
-        f"\nAccuracy: {result['accuracy']:.4f} on {result['num_evaluated']} "
-        f"{result['evaluated_on']}, after {result['rounds']} rounds in "
+        f"\nAccuracy: {result['accuracy']:.4f}, after {result['rounds']} rounds in "
         f"{result['seconds']:.0f} s"
         + (f" ({result['stopped']})." if result["stopped"] else ".")
     )

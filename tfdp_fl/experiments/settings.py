@@ -12,7 +12,6 @@ import dataclasses
 import json
 import pathlib
 import re
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from absl import flags
@@ -256,24 +255,9 @@ class Settings(_Options):
     """
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Settings:
-        """Returns the settings that a mapping (of JSON) names.
-
-        Raises:
-          ValueError: A name is no field.
-        """
-        for name in values:
-            _validate.one_of(OPTIONS, setting=name)
-        return cls(**values)
-
-    @classmethod
     def read(cls, path: str | pathlib.Path) -> Settings:
         """Returns the settings that a run's `config.json` holds."""
-        return cls.from_dict(json.loads(pathlib.Path(path).read_text("utf-8")))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the settings as JSON takes them."""
-        return dataclasses.asdict(self)
+        return cls(**json.loads(pathlib.Path(path).read_text("utf-8")))
 
     def resolved(self) -> Settings:
         """Returns the settings, checked, with every open choice filled in.
@@ -328,16 +312,13 @@ class Settings(_Options):
             return text
         values: list[float] = []
         for part in str(text).split(","):
-            match = re.fullmatch(r"\s*(?:(\d+)x)?([-+.\deE]+)\s*", part)
-            try:
-                if match is None:
-                    raise ValueError(part)
-                values += [float(match[2])] * int(match[1] or 1)
-            except ValueError as error:
+            match = re.fullmatch(r"\s*(?:(\d+)x)?(\d+(\.\d*)?([eE][-+]?\d+)?)\s*", part)
+            if match is None:
                 raise ValueError(
                     f"--{name} must be a number, or one value a round as in "
                     f"30x50,30x100, got {text!r}."
-                ) from error
+                )
+            values += [float(match[2])] * int(match[1] or 1)
         if len(values) == 1 and "x" not in str(text):
             return values[0]
         if self.rounds is not None and len(values) < self.rounds:

@@ -80,8 +80,8 @@ def expand(config: Mapping[str, Any]) -> list[Trial]:
         for seed in config.get("seeds", [None]):
             values = {**config.get("base", {}), **varied, "seed": seed}
             try:
-                settings = Settings.from_dict(values).resolved()
-            except ValueError as error:
+                settings = Settings(**values).resolved()
+            except (TypeError, ValueError) as error:
                 raise ValueError(f"Run {name!r}: {error}") from error
             trials.append(Trial(name, varied, settings))
     names = [trial.directory for trial in trials]
@@ -135,7 +135,7 @@ def _check_unchanged(path: pathlib.Path, trial: Trial) -> None:
     if not (path / run_directory.CONFIG).is_file():
         return
     before = Settings.read(path / run_directory.CONFIG)
-    for name, value in trial.settings.to_dict().items():
+    for name, value in dataclasses.asdict(trial.settings).items():
         if getattr(before, name) != value:
             raise ValueError(
                 f"{path} holds a run with {name}={getattr(before, name)!r}, "

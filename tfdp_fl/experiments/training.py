@@ -183,7 +183,9 @@ def run(
     if not resume:
         path.mkdir(parents=True, exist_ok=True)
         run_directory.clear(path)
-        run_directory.write_json(path / run_directory.CONFIG, settings.to_dict())
+        run_directory.write_json(
+            path / run_directory.CONFIG, dataclasses.asdict(settings)
+        )
     federated_model, delta = prepared.federated_model, prepared.delta
     listeners: list[tf.keras.callbacks.Callback] = [
         run_directory.HistoryFile(path / run_directory.HISTORY),
@@ -256,10 +258,6 @@ def _leave_files(
     result = {
         "accuracy": scores["accuracy"],
         "loss": scores["loss"],
-        "evaluated_on": "validation examples"
-        if settings.validation_examples
-        else "test examples",
-        "num_evaluated": len(prepared.task.test[1]),
         "guarantee": mechanism.guarantee,
         "epsilon": federated_model.epsilon(prepared.delta, by),
         "delta": prepared.delta,
