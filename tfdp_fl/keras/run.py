@@ -271,7 +271,7 @@ class RoundCosts:
     run: Run
 
     def draw(
-        self, round_index: int, account: accounting.LocalAccount | None = None
+        self, round_index: int, account: spending_lib.LocalAccount | None = None
     ) -> np.ndarray:
         """Returns the positions (int64 [K]) of a round's clients.
 
