@@ -1,8 +1,6 @@
 """The directory that a run writes; sweeps: what they run, and going on with one."""
 
 import csv
-import json
-import math
 from unittest import mock
 
 import pandas as pd
@@ -49,12 +47,6 @@ def test_only_a_runs_own_files_are_ever_removed(path):
     assert [each.name for each in path.iterdir()] == ["thesis.tex"]
     with pytest.raises(ValueError, match="no interrupted run"):
         run_directory.check(path, resume=True)
-
-
-def test_what_is_not_finite_is_null(tmp_path):
-    path = tmp_path / "x.json"
-    run_directory.write_json(path, {"a": [math.inf, 1.0], "b": math.nan})
-    assert json.loads(path.read_text()) == {"a": [None, 1], "b": None}
 
 
 _CONFIG = {

@@ -1,8 +1,5 @@
 """Settings: defaults that go together, schedules, refusals; and the models."""
 
-import dataclasses
-import json
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -71,6 +68,10 @@ def test_delta_and_the_median():
         assert settings.mechanism_options() == {"median_noise_multiplier": meant}
 
 
+_GRADIENTS = {"input_features": "oriented_gradients"}
+_PLAYS = {"dataset": "shakespeare", "data_path": __file__}
+
+
 @pytest.mark.parametrize(
     "values, word",
     [
@@ -79,6 +80,10 @@ def test_delta_and_the_median():
         ({"mechanism": "nbafl", "target_delta": 1e-3}, "--target_delta"),
         ({"model": "linear", "hidden_units": "3"}, "--hidden_units"),
         ({"sequence_length": 3}, "--sequence_length"),
+        ({**_PLAYS, "input_shifts": 1}, "--input_shifts"),
+        ({"model": "cnn", "input_pooling": 2}, "--input_pooling"),
+        ({"model": "mlp", "input_pooling": 2, **_GRADIENTS}, "--input_features"),
+        ({"model": "cnn", **_GRADIENTS}, "--input_features"),
         ({"clip_norm": "wide", "mechanism": "fixed"}, "--clip_norm"),
         ({"median_noise_multiplier": "some", "mechanism": "median"}, "exact"),
     ],
@@ -86,15 +91,6 @@ def test_delta_and_the_median():
 def test_what_does_not_go_together(values, word):
     with pytest.raises((TypeError, ValueError), match=word):
         Settings(**values).resolved()
-
-
-def test_json_survives(tmp_path):
-    settings = Settings(mechanism="local", hidden_units="3,4", model="mlp")
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(dataclasses.asdict(settings)))
-    assert Settings.read(path) == settings
-    with pytest.raises(TypeError, match="learning_rate"):
-        Settings(learning_rate=1)
 
 
 def test_pooled_images_keep_their_norm():

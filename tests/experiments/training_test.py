@@ -69,6 +69,8 @@ def test_features_are_computed_once_and_the_saved_model_takes_images(tmp_path):
 
 
 def test_shifted_images_are_the_clients_own():
+    with pytest.raises(ValueError, match="input_shifts"):
+        _prepared(input_shifts=8)
     original, task = _prepared().task, _prepared(input_shifts=1, **_GRADIENTS).task
     layer = features.OrientedGradients()
     counts = np.zeros(5)
@@ -90,24 +92,6 @@ def test_shifted_images_are_the_clients_own():
     np.testing.assert_array_equal(task.test[1], original.test[1])
     wanted = layer(np.reshape(original.test[0], [-1, 8, 8])).numpy().ravel()
     np.testing.assert_allclose(np.ravel(task.test[0]), wanted, atol=1e-6)
-
-
-_PLAYS = {"dataset": "shakespeare", "data_path": __file__, "num_clients": None}
-
-
-@pytest.mark.parametrize(
-    "options, flag",
-    [
-        ({"input_shifts": 8}, "input_shifts"),
-        ({**_PLAYS, "model": None, "input_shifts": 1}, "--input_shifts"),
-        ({"model": "cnn", "input_pooling": 2}, "--input_pooling"),
-        ({"input_pooling": 2, **_GRADIENTS}, "--input_features"),
-        ({"model": "cnn", **_GRADIENTS}, "--input_features"),
-    ],
-)
-def test_refused(options, flag):
-    with pytest.raises(ValueError, match=flag):
-        _prepared(**options)
 
 
 def _interrupted(path, broken_off):
