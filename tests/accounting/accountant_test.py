@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import pathlib
+import unittest.mock
 
 import dp_accounting
 import numpy as np
@@ -192,6 +193,14 @@ def test_two_relations_are_refused_and_nothing_is_added():
     assert (history.rounds, len(history.charges)) == (1, 1)
     history.add(_charge("shuffled"))
     assert history.rounds == 2
+
+
+def test_a_huge_epsilon_gets_coarser_cells_and_stays_above():
+    charge = _charge(n=100, m=10, z=1.5)
+    fine = _history((charge, 40)).epsilon(1e-5, "pld")
+    with unittest.mock.patch.object(accountant_lib, "_PLD_MAX_CELLS", 2_000):
+        coarse = _history((charge, 40)).epsilon(1e-5, "pld")
+    assert fine <= coarse <= 1.01 * fine
 
 
 @pytest.mark.parametrize("sampling, moved", [("poisson", 1), ("fixed_size", 2)])
