@@ -246,10 +246,8 @@ def _leave_files(
         path / run_directory.STATEMENT,
         f"{federated_model.privacy_statement(prepared.delta)}\n",
     )
-    run_directory.write_json(
-        path / run_directory.STATEMENT_JSON,
-        federated_model.privacy_statement(prepared.delta, format="dict"),
-    )
+    statement: Any = federated_model.privacy_statement(prepared.delta, format="dict")
+    run_directory.write_json(path / run_directory.STATEMENT_JSON, statement)
     scores = federated_model.evaluate(
         *prepared.task.test, batch_size=1024, verbose=0, return_dict=True
     )
@@ -265,12 +263,7 @@ def _leave_files(
         "rounds": federated_model.rounds,
         "stopped": stopped,
         "mechanism": mechanism.name,
-        "mechanism_parameters": {
-            name: value if isinstance(value, int | float | str) else str(value)
-            for name, value in mechanism.parameters().items()
-            if value is not None
-        },
-        "num_clients": prepared.task.clients.num_clients,
+        "mechanism_parameters": statement["mechanism_parameters"],
         "seconds": round(seconds, 2),
     }
     if settings.mechanism in settings_lib.CENTRAL:
