@@ -15,7 +15,6 @@ import json
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from tfdp_fl import _console
 
@@ -44,14 +43,9 @@ flags.DEFINE_string(
     None,
     "A Python file or module that registers mechanisms of your own.",
 )
-_SET = flags.DEFINE_multi_string(
-    "set",
-    [],
-    "name=value: replaces what the configuration's base has, such as "
-    "--set=data_path=mnist.npz; several may be given.",
+_DATA_PATH = flags.DEFINE_string(
+    "data_path", None, "mnist.npz of Keras, or Shakespeare's text."
 )
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check and list the runs, and run none.")
-_VERBOSE = flags.DEFINE_integer("verbose", 0, "1 a progress bar, 2 a line a round.")
 
 # Those that come with the program.
 _SHIPPED = pathlib.Path(__file__).parent / "configs"
@@ -68,35 +62,11 @@ def main(argv: Sequence[str]) -> None:
     training.use_one_thread_per_operation()
     try:
         config = json.loads(path.read_text("utf-8"))
-        config["base"] = {**config.get("base", {}), **_replaced()}
-        trials = sweeps.expand(config)
-        if _DRY_RUN.value:
-            print("\n".join(trial.directory for trial in trials))
-            return
-        failed = sweeps.run_sweep(
-            config,
-            _OUTPUT_DIR.value or pathlib.Path("runs") / path.stem,
-            say=lambda line: print(line, flush=True),
-            verbose=_VERBOSE.value,
-        )
+        if _DATA_PATH.value:
+            config["base"] = {**config.get("base", {}), "data_path": _DATA_PATH.value}
+        sweeps.run_sweep(config, _OUTPUT_DIR.value or pathlib.Path("runs") / path.stem)
     except (ImportError, OSError, ValueError) as error:
         sys.exit(f"{_console.name()}: {error}")
-    if failed:
-        sys.exit(f"{_console.name()}: {len(failed)} of {len(trials)} runs failed.")
-
-
-def _replaced() -> dict[str, Any]:
-    """Returns what --set gives, numbers and words as JSON has them."""
-    values = {}
-    for text in _SET.value:
-        name, separator, value = text.partition("=")
-        if not separator:
-            raise ValueError(f"--set must be name=value, got {text!r}.")
-        try:
-            values[name] = json.loads(value)
-        except ValueError:
-            values[name] = value
-    return values
 
 
 def run() -> None:

@@ -9,12 +9,13 @@ r"""Trains a Keras model on many clients with a client-level guarantee.
 The flags are the fields of `tfdp_fl.experiments.Settings`; a choice that is
 left open is made by the data set and the mechanism, and printed. The output
 directory receives history.csv (a row a round), model.keras (loads without this
-package), privacy.txt and privacy.json (the statement), accuracy.png,
-report.html (all of it as one page), config.json and result.json.
+package), privacy.txt and privacy.json (the statement), report.html (all of it
+as one page), config.json and result.json.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import signal
@@ -121,7 +122,7 @@ def _print_settings(settings: Settings) -> None:
     defaults = Settings()
     chosen = [
         f"--{name}={value}"
-        for name, value in settings.to_dict().items()
+        for name, value in dataclasses.asdict(settings).items()
         if value != getattr(defaults, name) and name != "data_path"
     ]
     print("Settings: " + " ".join(chosen))
@@ -129,8 +130,7 @@ def _print_settings(settings: Settings) -> None:
 
 def _print_result(result: dict, output_dir: str) -> None:
     print(
-        f"\nAccuracy: {result['accuracy']:.4f} on {result['num_evaluated']} "
-        f"{result['evaluated_on']}, after {result['rounds']} rounds in "
+        f"\nAccuracy: {result['accuracy']:.4f}, after {result['rounds']} rounds in "
         f"{result['seconds']:.0f} s"
         + (f" ({result['stopped']})." if result["stopped"] else ".")
     )

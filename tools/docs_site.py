@@ -92,7 +92,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     ),
     "charges": (
         "Charges and accountants",
-        "tfdp_fl.accounting: RoundCharge PrivacyAccountant LocalAccount",
+        "tfdp_fl.accounting: RoundCharge PrivacyAccountant",
     ),
     "ledger": (
         "The ledger",

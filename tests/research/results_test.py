@@ -14,7 +14,11 @@ from tfdp_fl.experiments import sweeps
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _CLAIMS = json.loads((_ROOT / "research" / "claims.json").read_text("utf-8"))
-_CONFIGS = sorted((_ROOT / "research" / "configs").rglob("*.json"))
+_CONFIGS = sorted(
+    path
+    for each in ("research", "scripts")
+    for path in (_ROOT / each / "configs").rglob("*.json")
+)
 
 
 @pytest.mark.parametrize("claim", _CLAIMS, ids=lambda claim: claim["text"])
@@ -43,7 +47,7 @@ def test_every_configuration_is_geyers_setting(tmp_path, name):
     for trial in sweeps.expand(geyer.read_config(name, path)):
         chosen = trial.settings
         assert (chosen.dataset, chosen.num_clients) == ("mnist", k)
-        assert (chosen.examples_per_client, chosen.shards_per_client) == (600, 2)
+        assert (chosen.examples_per_client, chosen.iid) == (600, False)
         if name != "k100_non_private":
             delta = {100: 1e-3, 1000: 1e-5, 10000: 1e-6}[k]
             assert (chosen.target_epsilon, chosen.target_delta) == (8, delta)

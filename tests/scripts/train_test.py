@@ -1,16 +1,15 @@
 """The programs train and sweep: what they leave, and what they refuse."""
 
-import itertools
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 import tensorflow as tf
 
 from tests.scripts import programs
 from tfdp_fl import datasets
 from tfdp_fl.experiments import settings
-from tfdp_fl.experiments.run_directory import Run
 
 _CHANCE = 0.1
 _SHORT = {
@@ -20,7 +19,7 @@ _SHORT = {
 _SMALL = ["--model=linear", "--num_clients=20", "--rounds=4"]
 _FILES = (
     *("history.csv", "model.keras", "privacy.txt", "privacy.json"),
-    *("accuracy.png", "report.html", "config.json", "result.json"),
+    *("report.html", "config.json", "result.json"),
 )
 _REFUSED = (
     (["--dataset=cifar"], "dataset"),
@@ -32,6 +31,12 @@ _REFUSED = (
     (["--overwrite", "--resume"], "--overwrite"),
     (["surplus"], "surplus"),
 )
+
+
+def _read(path):
+    """Returns a run's result, and its history."""
+    result = json.loads((path / "result.json").read_text())
+    return result, pd.read_csv(path / "history.csv")
 
 
 def _run_all(program, lines):
@@ -87,7 +92,7 @@ def _well(outcome):
 @pytest.mark.parametrize("mechanism", _SHORT)
 def test_central_and_local_mechanisms_learn_digits(folder, outcomes, mechanism):
     _well(outcomes[mechanism])
-    result = Run.read(folder / mechanism).result
+    result, _ = _read(folder / mechanism)
     # 360 test examples: by chance 0.1, with a stddev of 0.016.
     assert result["accuracy"] > 3 * _CHANCE
     assert result["epsilon"] > 0
@@ -102,13 +107,12 @@ def test_it_leaves_its_files_and_says_so(folder, outcomes):
     for name in _FILES:
         assert name in out
         assert (path / name).stat().st_size > 0, name
-    run = Run.read(path)
-    result, history = run.result, run.history
+    result, history = _read(path)
     for words in (f"Accuracy: {result['accuracy']:.4f}", "Epsilon:  ", str(path)):
         assert words in out
-    assert history["round"][0] == list(range(1, 13))
-    assert history["val_accuracy"][0] == list(range(2, 13, 2))
-    assert history["epsilon"][1][-1] == pytest.approx(result["epsilon"], abs=1e-5)
+    assert history["round"].tolist() == [*range(1, 13)]
+    assert history["val_accuracy"].notna().tolist() == [False, True] * 6
+    assert history["epsilon"].iloc[-1] == pytest.approx(result["epsilon"], abs=1e-5)
     assert result["epsilon"] <= 8.0
     assert "differentially private" in (path / "privacy.txt").read_text()
     # The saved model is the one that was measured.
@@ -120,13 +124,12 @@ def test_it_leaves_its_files_and_says_so(folder, outcomes):
 
 def test_it_stops_before_the_round_that_would_overspend(folder, outcomes):
     _well(outcomes["budget"])
-    run = Run.read(folder / "budget")
-    assert run.result["stopped"] == "budget"
-    assert 0 < run.result["rounds"] < 4
-    assert run.result["epsilon"] <= 1.5
-    assert run.result["accountant"] == "pld"
+    result, history = _read(folder / "budget")
+    assert (result["stopped"], result["accountant"]) == ("budget", "pld")
+    assert 0 < result["rounds"] < 4
+    assert result["epsilon"] <= 1.5
     # On the way epsilon may be a bound that is a little larger.
-    assert run.history["epsilon"][1][-1] >= run.result["epsilon"] - 1e-5
+    assert history["epsilon"].iloc[-1] >= result["epsilon"] - 1e-5
 
 
 def test_a_full_directory_is_refused_unless_told_otherwise(folder, outcomes):
@@ -144,9 +147,9 @@ def test_a_full_directory_is_refused_unless_told_otherwise(folder, outcomes):
     assert len(first) == 2
     assert first == again
     _well(outcomes["overwritten"])
-    run = Run.read(folder / "checkpoints")
-    assert run.history["round"][0] == [1]
-    assert not (run.path / "checkpoint").exists()
+    _, history = _read(folder / "checkpoints")
+    assert history["round"].tolist() == [1]
+    assert not (folder / "checkpoints" / "checkpoint").exists()
 
 
 @pytest.mark.parametrize("number", range(len(_REFUSED)))
@@ -157,32 +160,19 @@ def test_bad_flags_are_refused_before_anything_starts(folder, outcomes, number):
 
 
 def test_sweep(tmp_path):
-    small = {"dataset": "digits", "num_clients": 20, "model": "linear"}
-    grid = {"mechanism": ["none", "fixed"], "batch_size": [5, 7]}
-    one, right, bad = (tmp_path / f"{name}.json" for name in ("one", "right", "bad"))
-    one.write_text(json.dumps({"base": small, "seeds": [0]}))
-    right.write_text(json.dumps({"base": small, "grid": grid, "seeds": [0]}))
-    bad.write_text(json.dumps({"grid": {"clip_norm": [1.0]}}))
-    into = f"--output_dir={tmp_path / 'runs'}"
-    only = ["--set=rounds=1", "--set=clients_per_round=20", '--set=mechanism="none"']
-    dry = ["--dry_run", f"--config={right}"]
-    refused = {"--config": [], "--clip_norm": [f"--config={bad}"]}
-    refused["--set"] = [*dry, "--set=rounds"]
-    lines = {"dry": dry, "run": [f"--config={one}", *only, into], **refused}
-    configs = sorted((programs.ROOT / "scripts" / "configs").glob("*.json"))
-    for config in configs:
-        lines[config.stem] = ["--dry_run", f"--config={config}"]
-        if json.loads(config.read_text())["base"]["dataset"] != "digits":
-            # Wherever the data lies; it is not read.
-            lines[config.stem].append(f"--set=data_path={config}")
-    outcomes = _run_all("sweep", lines)
-    pairs = itertools.product(*grid.values())
-    listed = [f"mechanism={name},batch_size={n}/seed=0" for name, n in pairs]
-    assert _well(outcomes["dry"]).splitlines() == listed
+    small = {"dataset": "digits", "num_clients": 20, "model": "linear", "rounds": 1}
+    small |= {"mechanism": "none", "clients_per_round": 20}
+    for name, grid in {"right": {}, "bad": {"clip_norm": [1.0]}}.items():
+        config = {"base": small, "grid": grid, "seeds": [0]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+    refused = {
+        "--config": [],
+        "--clip_norm": [f"--config={tmp_path / 'bad.json'}"],
+        "--data_path": ["--config=digits_epsilon", "--data_path=nowhere.npz"],
+    }
+    run = [f"--config={tmp_path / 'right.json'}", f"--output_dir={tmp_path / 'runs'}"]
+    outcomes = _run_all("sweep", {"run": run, **refused})
     assert _well(outcomes["run"]).count("accuracy 0.") == 1
     assert len((tmp_path / "runs" / "runs.csv").read_text().splitlines()) == 2
     for word in refused:
         _assert_one_sentence(outcomes[word], word)
-    assert configs
-    for config in configs:
-        assert _well(outcomes[config.stem]).splitlines()

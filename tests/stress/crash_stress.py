@@ -6,6 +6,7 @@
 
 import concurrent.futures
 import contextlib
+import json
 import os
 import random
 import signal
@@ -26,6 +27,10 @@ from tfdp_fl.keras import callbacks, checkpoint
 _SIGNALS = int(os.environ.get("TFDP_FL_SIGNALS", "40"))
 _DOCUMENTED = (accounting.LedgerError, checkpoint.CheckpointError, OSError)
 read = accounting.PrivacyLedger.read
+
+
+def _result(directory):
+    return json.loads((directory / run_directory.RESULT).read_text())
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -51,14 +56,14 @@ def test_a_signal_leaves_a_run_that_goes_on(tmp_path, first):
             process.join(0.02)
         slowest = max(slowest, after - before)
         assert process.exitcode == 0
-        result = run_directory.Run.read(directory).result
+        result = _result(directory)
         if result["stopped"] != "interrupted":
             continue  # It was faster.
         in_the_first += result["rounds"] == 0
         process = killed_run.start(directory, "plain", as_the_script=True)
         killed_run.join(process)
         assert process.exitcode == 0
-        assert run_directory.Run.read(directory).result["rounds"] == killed_run.ROUNDS
+        assert _result(directory)["rounds"] == killed_run.ROUNDS
         # In the middle of a charge and its release, one is charged again.
         charged = len(read(directory / run_directory.LEDGER).entries)
         assert charged - killed_run.ROUNDS in (0, 1)

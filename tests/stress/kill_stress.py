@@ -13,7 +13,7 @@ import pytest
 
 from tests.stress import killed_run
 from tfdp_fl import accounting
-from tfdp_fl.experiments import run_directory
+from tfdp_fl.experiments import Settings, run_directory
 from tfdp_fl.keras import checkpoint
 
 _KILLS = int(os.environ.get("TFDP_FL_KILLS", "50"))
@@ -60,7 +60,7 @@ def _check(directory, mode, kills):
     if any(saved.glob("round-*.npz")):
         checkpoint.CheckpointDirectory(saved).newest()
     if mode == "plain" and (directory / run_directory.CONFIG).exists():
-        run_directory.Run.read(directory)
+        Settings.read(directory / run_directory.CONFIG)
     return charged
 
 

@@ -30,7 +30,6 @@ from tfdp_fl.accounting.planning import (
     epsilon,
     max_rounds,
 )
-from tfdp_fl.accounting.spending import LocalAccount
 from tfdp_fl.accounting.statement import CAVEATS, StatementFacts, privacy_statement
 
 __all__ = [
@@ -46,7 +45,6 @@ __all__ = [
     "LedgerMovedError",
     "LedgerTamperedError",
     "LedgerWriteError",
-    "LocalAccount",
     "PrivacyAccountant",
     "PrivacyLedger",
     "RoundCharge",

@@ -97,12 +97,10 @@ class PrivacyAccountant:
             setattr(other, name, dict(getattr(self, name)))
         return other
 
-    def would_be(
-        self, charge: charge_lib.RoundCharge, count: int = 1
-    ) -> PrivacyAccountant:
+    def would_be(self, charge: charge_lib.RoundCharge) -> PrivacyAccountant:
         """Returns a copy with the charge added; this one stays as it is."""
         other = self.copy()
-        other.add(charge, count)
+        other.add(charge)
         return other
 
     def add(self, charge: charge_lib.RoundCharge, count: int = 1) -> None:

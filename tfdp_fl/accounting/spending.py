@@ -76,47 +76,28 @@ class LocalAccount:
         """The largest sum of mu^2 over the clients."""
         return float(self._mu_squared.max())
 
-    def add(self, positions: np.ndarray, mu_squared: float | np.ndarray) -> None:
+    def add(self, positions: np.ndarray, mu_squared: float) -> None:
         """Charges one release to each of a cohort's clients.
 
         Args:
-          positions: int [m], the clients' positions; a client listed twice is
+          positions: Int64 [m], the clients' positions; a client listed twice is
             charged twice.
-          mu_squared: (sensitivity / sigma)^2 of the release, one number or
-            float [m]; infinity for a release without noise.
+          mu_squared: (sensitivity / sigma)^2 of the release; infinity for one
+            without noise.
 
         Raises:
-          TypeError, ValueError: If anything is out of range; nothing is charged
-            then.
+          ValueError: `mu_squared` is negative or NaN; nothing is charged then.
         """
-        positions, added = np.asarray(positions), np.asarray(mu_squared, np.float64)
-        if positions.size and positions.dtype.kind not in "iu":
-            raise TypeError(f"positions must be integers, got {positions.dtype}.")
-        if not np.all((positions >= 0) & (positions < self.num_clients)):
+        if not mu_squared >= 0:
             raise ValueError(
-                f"positions must be from 0 to {self.num_clients - 1}, got "
-                f"{positions.min()} to {positions.max()}."
+                f"mu_squared must be a number of at least 0, got {mu_squared!r}."
             )
-        if added.shape not in ((), positions.shape) or not np.all(added >= 0):
-            raise ValueError(
-                "mu_squared must be one number of at least 0, or one per position, "
-                f"got {mu_squared!r} for {len(positions)} positions."
-            )
-        positions = positions.astype(np.int64)
-        np.add.at(self._mu_squared, positions, added)
+        np.add.at(self._mu_squared, positions, mu_squared)
         np.add.at(self._participations, positions, 1)
 
     def copy(self) -> LocalAccount:
         """Returns an independent copy."""
         return copy.deepcopy(self)
-
-    def max_mu_squared_after(
-        self, positions: np.ndarray, mu_squared: float | np.ndarray
-    ) -> float:
-        """Returns what `max_mu_squared` would be after `add`."""
-        after = self.copy()
-        after.add(positions, mu_squared)
-        return after.max_mu_squared
 
     def max_mu_squared_after_draws(
         self,
@@ -140,10 +121,6 @@ class LocalAccount:
         # What is not drawn costs nothing, also where a draw has no noise.
         added = np.multiply(more, mu_squared, where=more > 0, out=np.zeros(len(more)))
         return float((self._mu_squared + added).max())
-
-    def epsilon(self, delta: float) -> float:
-        """Returns the exact epsilon of the client that spent most."""
-        return epsilon_of_mu_squared(self.max_mu_squared, delta)
 
 
 class Spending:
@@ -328,22 +305,6 @@ class Spending:
         if self.by_client:
             return epsilon_of_mu_squared(self.max_mu_squared, delta)
         return self.central.epsilon(delta, accountant, coarse)
-
-    def epsilon_after(
-        self,
-        charge: charge_lib.RoundCharge,
-        mu_squared: float,
-        delta: float,
-        accountant: str = "rdp",
-    ) -> float:
-        """Returns what epsilon would be after one more round.
-
-        Which clients the round will draw is not known yet: the client that was
-        seen most is taken to be among them.
-        """
-        if self.by_client:
-            return epsilon_of_mu_squared(self.max_mu_squared + mu_squared, delta)
-        return self.central.would_be(charge).epsilon(delta, accountant)
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint must keep: JSON values and arrays."""

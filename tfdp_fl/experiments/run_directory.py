@@ -1,11 +1,10 @@
-"""The directory that a run writes, and what is read back from it.
+"""The directory that a run writes.
 
 config.json   the settings, every open choice filled in
 history.csv   a row a round
 model.keras   the trained Keras model
 privacy.txt   the privacy statement
 privacy.json  the same, for programs
-accuracy.png  accuracy and epsilon against rounds
 report.html   all of it as one page
 result.json   the figures that a sweep compares; written last
 """
@@ -13,18 +12,14 @@ result.json   the figures that a sweep compares; written last
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
 import json
-import math
 import os
 import pathlib
 import shutil
-from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from tfdp_fl import _files, _json, _on_use
-from tfdp_fl.experiments.settings import Settings
+from tfdp_fl import _files, _json
 from tfdp_fl.keras import callbacks
 
 CONFIG = "config.json"
@@ -32,7 +27,6 @@ HISTORY = "history.csv"
 MODEL = "model.keras"
 STATEMENT = "privacy.txt"
 STATEMENT_JSON = "privacy.json"
-CHART = "accuracy.png"
 REPORT = "report.html"
 RESULT = "result.json"
 LEDGER = "ledger.jsonl"
@@ -40,7 +34,7 @@ CHECKPOINT = "checkpoint"
 
 _OWNED = (
     *(CONFIG, HISTORY, MODEL, STATEMENT, STATEMENT_JSON),
-    *(CHART, REPORT, RESULT, LEDGER, CHECKPOINT),
+    *(REPORT, RESULT, LEDGER, CHECKPOINT),
 )
 
 
@@ -86,26 +80,6 @@ def keep_ledger_alone(path: str | os.PathLike[str]) -> None:
     shutil.rmtree(path / CHECKPOINT)
 
 
-def write_csv(
-    path: pathlib.Path, rows: Sequence[Mapping[str, Any]], columns: Collection[str]
-) -> None:
-    """Writes a table; floats have seven digits, and JSON's null is inf."""
-    text = io.StringIO(newline="")
-    writer: csv.DictWriter[str] = csv.DictWriter(
-        text, columns, restval="", lineterminator="\n"
-    )
-    writer.writeheader()
-    for row in rows:
-        writer.writerow({name: _cell(value) for name, value in row.items()})
-    _files.write_text(path, text.getvalue())
-
-
-def _cell(value: Any) -> Any:
-    if value is None:
-        return "inf"
-    return value if isinstance(value, str | int) else f"{float(value):.7g}"
-
-
 def write_json(path: pathlib.Path, value: Any) -> None:
     """Writes JSON; what is not finite becomes null."""
     value = _json.finite(_json.plain(value))
@@ -123,98 +97,32 @@ class HistoryFile(callbacks.FederatedCallback):
     def __init__(self, path: str | os.PathLike[str]):
         super().__init__()
         self._path = pathlib.Path(path)
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[dict[str, str]] = []
 
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
         """Keeps the rows of the rounds that were already run."""
         del last_round
-        if self._path.exists():
-            self._rows = [
-                row for row in read_rows(self._path) if int(row["round"]) <= first_round
-            ]
+        rows = _read_rows(self._path)
+        self._rows = [row for row in rows if int(row["round"]) <= first_round]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Adds a round's row; rounds are counted from 1, as printed."""
-        self._rows.append({"round": epoch + 1, **(logs or {})})
+        row = {"round": epoch + 1, **(logs or {})}
+        self._rows.append({name: f"{value:.7g}" for name, value in row.items()})
         columns = dict.fromkeys(name for row in self._rows for name in row)
-        write_csv(self._path, self._rows, columns)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, [*columns], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self._rows)
+        _files.write_text(self._path, text.getvalue())
 
 
-def read_rows(path: str | os.PathLike[str]) -> list[dict[str, str]]:
+def _read_rows(path: pathlib.Path) -> list[dict[str, str]]:
     """Returns the rows of a `history.csv`, as text, empty cells left out."""
-    with open(path, newline="", encoding="utf-8") as file:
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
         return [
             {name: cell for name, cell in row.items() if cell != ""}
             for row in csv.DictReader(file)
         ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A run that was read back.
-
-    Attributes:
-      path: Its directory.
-      settings: Its settings.
-      history: Its columns: for each name the rounds in which it has a value,
-        and the values.
-      result: What `result.json` says; empty if the run did not end.
-      caveats: What its privacy statement says that epsilon does not cover, by
-        name; empty if the run did not end.
-    """
-
-    path: pathlib.Path
-    settings: Settings
-    history: dict[str, tuple[list[int], list[float]]]
-    result: dict[str, Any]
-    caveats: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Run:
-        """Reads a run's directory.
-
-        Raises:
-          ValueError: It holds no run.
-        """
-        path = pathlib.Path(path)
-        if not (path / CONFIG).is_file():
-            raise ValueError(f"{path} holds no run: it has no {CONFIG}.")
-        columns: dict[str, tuple[list[int], list[float]]] = {}
-        rows = read_rows(path / HISTORY) if (path / HISTORY).exists() else []
-        for row in rows:
-            for name, cell in row.items():
-                rounds, values = columns.setdefault(name, ([], []))
-                rounds.append(int(row["round"]))
-                values.append(float(cell))
-        result, statement = (
-            json.loads((path / name).read_text("utf-8"))
-            if (path / name).is_file()
-            else {}
-            for name in (RESULT, STATEMENT_JSON)
-        )
-        return cls(
-            path,
-            Settings.read(path / CONFIG),
-            columns,
-            result,
-            statement.get("caveats", {}),
-        )
-
-    def draw(self) -> None:
-        """Draws accuracy (left axis) and epsilon (right) against rounds."""
-        with _on_use.needed("matplotlib", "A chart"):
-            from matplotlib import figure
-
-        settings = self.settings
-        drawn = figure.Figure(figsize=(7, 4), layout="constrained")
-        left = drawn.add_subplot(xlabel="round", ylabel="accuracy", ylim=(0, 1))
-        left.set_title(f"{settings.dataset}, {settings.model}, {settings.mechanism}")
-        left.plot(*self.history.get("val_accuracy", ([], [])))
-        left.grid(alpha=0.3)
-        rounds, epsilons = self.history.get("epsilon", ([], []))
-        if epsilons and math.isfinite(epsilons[-1]):
-            right = left.twinx()
-            right.plot(rounds, epsilons, "--", color="#D55E00")
-            right.set_ylabel(f"epsilon at delta = {self.result['delta']:.2g} (dashed)")
-            right.set_ylim(bottom=0)
-        drawn.savefig(self.path / CHART, dpi=100)

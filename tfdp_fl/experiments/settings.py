@@ -12,7 +12,6 @@ import dataclasses
 import json
 import pathlib
 import re
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from absl import flags
@@ -35,8 +34,8 @@ _DATASETS = ("digits", "mnist", "shakespeare")
 # --dataset=mnist --validation_examples=5000.
 _TUNED_FOR = ("mnist", "adaptive")
 _TUNED = {"rounds": 100, "initial_clip_norm": 0.4}
+SERVER = ("server_learning_rate", "server_momentum", "server_schedule", "server_ema")
 _TUNED_SERVER = {
-    "server_optimizer": "sgd",
     "server_learning_rate": 0.5,
     "server_momentum": 0.9,
     "server_schedule": "linear",
@@ -64,7 +63,6 @@ _IMAGES = ("dataset", "digits", "mnist")
 _ROLES = ("dataset", "shakespeare")
 _FILES = ("dataset", "mnist", "shakespeare")
 _DENSE = ("model", "linear", "mlp")
-_STEPS = ("server_optimizer", "sgd")
 
 _OWN = {
     # The data.
@@ -74,10 +72,10 @@ _OWN = {
     ),
     "num_clients": Option([500, 1000, None], int, "N, how many clients.", _IMAGES),
     "iid": Option(
-        [True, False, None], bool, "Clients hold random examples, or shards.", _IMAGES
-    ),
-    "shards_per_client": Option(
-        [2, 2, None], int, "Label shards of a client.", ("iid", False)
+        [True, False, None],
+        bool,
+        "Clients hold random examples, or two label shards each.",
+        _IMAGES,
     ),
     "examples_per_client": Option(
         [20, 600, None], int, "How many each client holds.", _IMAGES
@@ -137,7 +135,9 @@ _OWN = {
         "How a cohort is drawn, unless the mechanism needs another.",
     ),
     "clients_per_round": Option(
-        [100, 100, 50], str, "m: a number, all, or values as in 30x50,30x100."
+        [100, 100, 50],
+        str,
+        "m: a number, all (not of roles), or values as in 30x50,30x100.",
     ),
     "rounds": Option([60, 60, 100], int, "T, how many rounds."),
     # Local training and the server.
@@ -145,30 +145,19 @@ _OWN = {
     "batch_size": Option([10, 60, 10], int, "Examples in a local batch."),
     "shuffle": Option(False, bool, "Clients shuffle their examples in each epoch."),
     "client_learning_rate": Option([0.2, 0.1, 1.0], float, "The clients' rate."),
-    "client_loss": Option(
-        "cross_entropy",
-        ("cross_entropy", "balanced"),
-        "balanced: tfdp_fl.losses, for clients with few of the classes.",
-    ),
     "prior_smoothing": Option(
         None,
         float,
-        "Added to a client's share of a class (0.01).",
-        ("client_loss", "balanced"),
+        "Trains with tfdp_fl.losses' balanced softmax, for clients with few of the "
+        "classes; this is added to a client's share of a class (0.01, say).",
     ),
-    "server_optimizer": Option(
-        None, ("none", "sgd"), "What the server does with the mean update."
-    ),
-    "server_learning_rate": Option(None, float, "1 unless given.", _STEPS),
-    "server_momentum": Option(0.0, float, "The server's momentum.", _STEPS),
+    "server_learning_rate": Option(None, float, "The server's rate (1)."),
+    "server_momentum": Option(None, float, "The server's momentum (0)."),
     "server_schedule": Option(
-        "constant",
-        ("constant", "linear"),
-        "Whether the server's rate ends at 0.",
-        _STEPS,
+        None, ("constant", "linear"), "Whether the server's rate ends at 0."
     ),
     "server_ema": Option(
-        0.0, float, "If not 0, the model is the rounds' average (0.95, say).", _STEPS
+        None, float, "The model is the rounds' average, with this memory (0.95, say)."
     ),
     # How it runs; nothing here changes the guarantee, except a seed.
     "between_client_variance": Option(
@@ -266,24 +255,9 @@ class Settings(_Options):
     """
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Settings:
-        """Returns the settings that a mapping (of JSON) names.
-
-        Raises:
-          ValueError: A name is no field.
-        """
-        for name in values:
-            _validate.one_of(OPTIONS, setting=name)
-        return cls(**values)
-
-    @classmethod
     def read(cls, path: str | pathlib.Path) -> Settings:
         """Returns the settings that a run's `config.json` holds."""
-        return cls.from_dict(json.loads(pathlib.Path(path).read_text("utf-8")))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the settings as JSON takes them."""
-        return dataclasses.asdict(self)
+        return cls(**json.loads(pathlib.Path(path).read_text("utf-8")))
 
     def resolved(self) -> Settings:
         """Returns the settings, checked, with every open choice filled in.
@@ -295,11 +269,6 @@ class Settings(_Options):
         self._check_kinds()
         self._check_dataset()
         self._check_mechanism()
-        if not 0 <= self.server_ema < 1:
-            raise ValueError(
-                "--server_ema must be at least 0 and less than 1, got "
-                f"{self.server_ema!r}."
-            )
         place = _DATASETS.index(self.dataset)
         by_dataset = {
             name: option.default[place]
@@ -311,13 +280,14 @@ class Settings(_Options):
             **MECHANISMS[self.mechanism].suggested_run,
             **_starts(self.mechanism),
         }
-        server: dict[str, Any] = {"server_optimizer": "none"}
         usual = self.model is None and not self.input_features
         if usual and (self.dataset, self.mechanism) == _TUNED_FOR:
             defaults.update(_TUNED)
-            server = _TUNED_SERVER
-        if self.dataset == "shakespeare":
-            defaults["model"] = by_dataset["model"]
+            if not any(getattr(self, name) for name in SERVER):
+                defaults.update(_TUNED_SERVER)
+        if self.dataset == "shakespeare":  # Other models, and N is not known yet.
+            for name in ("model", "clients_per_round"):
+                defaults[name] = by_dataset[name]
         if self.noise_multiplier is not None:
             defaults.pop("target_epsilon", None)
         if (self.model or defaults["model"]) != by_dataset["model"]:
@@ -325,41 +295,30 @@ class Settings(_Options):
         changes = {n: v for n, v in defaults.items() if getattr(self, n) is None}
         filled = dataclasses.replace(self, **changes)
         self._check_only_with(filled)
-        if self.server_optimizer is None:
-            filled = dataclasses.replace(filled, **server)
+        if filled.clients_per_round == "all" and filled.num_clients:
+            filled = dataclasses.replace(filled, clients_per_round=filled.num_clients)
         if filled.input_features and filled.input_pooling:
             raise ValueError("--input_features is without --input_pooling.")
-        if filled.iid:
-            filled = dataclasses.replace(filled, shards_per_client=None)
         # Read now, so that a bad one is refused before anything starts.
         filled.schedule("clients_per_round")
         filled.schedule("noise_multiplier")
         filled.units()
         return filled
 
-    def for_population(self, num_clients: int) -> Settings:
-        """Returns the settings with `clients_per_round` for N clients."""
-        if self.clients_per_round == "all":
-            return dataclasses.replace(self, clients_per_round=num_clients)
-        return self
-
     def schedule(self, name: str) -> Any:
         """Returns a number, or one value a round, from a setting's text."""
         text = getattr(self, name)
-        if text is None or text == "all" or isinstance(text, int | float):
+        if text is None or isinstance(text, int | float):
             return text
         values: list[float] = []
         for part in str(text).split(","):
-            match = re.fullmatch(r"\s*(?:(\d+)x)?([-+.\deE]+)\s*", part)
-            try:
-                if match is None:
-                    raise ValueError(part)
-                values += [float(match[2])] * int(match[1] or 1)
-            except ValueError as error:
+            match = re.fullmatch(r"\s*(?:(\d+)x)?(\d+(\.\d*)?([eE][-+]?\d+)?)\s*", part)
+            if match is None:
                 raise ValueError(
                     f"--{name} must be a number, or one value a round as in "
                     f"30x50,30x100, got {text!r}."
-                ) from error
+                )
+            values += [float(match[2])] * int(match[1] or 1)
         if len(values) == 1 and "x" not in str(text):
             return values[0]
         if self.rounds is not None and len(values) < self.rounds:

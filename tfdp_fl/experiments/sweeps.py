@@ -19,27 +19,25 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import os
 import pathlib
 import re
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp_fl import _validate
+from tfdp_fl import _files, _on_use, _validate
 from tfdp_fl.experiments import run_directory, training
-from tfdp_fl.experiments.run_directory import Run
 from tfdp_fl.experiments.settings import Settings
 
 _PARTS = ("description", "base", "grid", "runs", "seeds")
-# What may differ between the seeds, and is given as their mean.
-_MEANS = ("rounds", "seconds")
-# What a table of runs says of each, by its name in `result.json`.
-FIGURES = ("accuracy", "loss", "epsilon", "delta", "central_epsilon", *_MEANS)
-RUNS_TABLE = "runs.csv"
-SUMMARY_TABLE = "summary.csv"
+# What the tables say of a run, by its name in `result.json`.
+_FIGURES = (
+    *("accuracy", "loss", "epsilon", "delta", "central_epsilon"),
+    *("rounds", "seconds"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +80,8 @@ def expand(config: Mapping[str, Any]) -> list[Trial]:
         for seed in config.get("seeds", [None]):
             values = {**config.get("base", {}), **varied, "seed": seed}
             try:
-                settings = Settings.from_dict(values).resolved()
-            except ValueError as error:
+                settings = Settings(**values).resolved()
+            except (TypeError, ValueError) as error:
                 raise ValueError(f"Run {name!r}: {error}") from error
             trials.append(Trial(name, varied, settings))
     names = [trial.directory for trial in trials]
@@ -95,10 +93,7 @@ def expand(config: Mapping[str, Any]) -> list[Trial]:
 def run_sweep(
     config: Mapping[str, Any],
     output_dir: str | os.PathLike[str],
-    *,
-    say: Callable[[str], None] = print,
-    verbose: int = 0,
-) -> list[str]:
+) -> None:
     """Runs what is not there yet, one after the other, in this process.
 
     Each run leaves its files in a directory of its own, and after each the
@@ -109,55 +104,39 @@ def run_sweep(
     Args:
       config: See this module.
       output_dir: Where the runs are kept; may hold earlier ones of this sweep.
-      say: Called with a line for each run.
-      verbose: As in `fit`.
-
-    Returns:
-      The runs that failed, with their errors; empty if all went well.
 
     Raises:
       ValueError: The configuration is refused, or the directory holds a run
         of the same name with other settings.
+      ImportError: pandas is not installed.
     """
     root = pathlib.Path(output_dir)
     trials = expand(config)
     for trial in trials:
-        _check_unchanged(root, trial)
-    failed = []
+        _check_unchanged(root / trial.directory, trial)
+    write_tables(root, trials)
     for number, trial in enumerate(trials, 1):
         path = root / trial.directory
         head = f"[{number}/{len(trials)}] {trial.directory}"
         if (path / run_directory.RESULT).is_file():
-            say(f"{head}: there already")
+            print(f"{head}: there already", flush=True)
             continue
-        try:
-            result = _run(trial, path, verbose)
-        except Exception as error:
-            # One bad corner of a search must not lose the rest of it.
-            failed.append(f"{trial.directory}: {error}")
-            say(f"{head}: failed: {error}")
-            continue
-        say(
+        result = _run(trial, path)
+        print(
             f"{head}: accuracy {result['accuracy']:.4f}, epsilon "
             f"{result['epsilon']:.4g}, {result['rounds']} rounds, "
-            f"{result['seconds']:.0f} s"
+            f"{result['seconds']:.0f} s",
+            flush=True,
         )
         write_tables(root, trials)
-    write_tables(root, trials)
-    return failed
 
 
-def _check_unchanged(root: pathlib.Path, trial: Trial) -> None:
-    path = root / trial.directory
+def _check_unchanged(path: pathlib.Path, trial: Trial) -> None:
     if not (path / run_directory.CONFIG).is_file():
         return
-    num_clients = Run.read(path).result.get("num_clients")
-    settings = trial.settings
-    if num_clients is not None:
-        settings = settings.for_population(num_clients)
     before = Settings.read(path / run_directory.CONFIG)
-    for name, value in settings.to_dict().items():
-        if value != "all" and getattr(before, name) != value:
+    for name, value in dataclasses.asdict(trial.settings).items():
+        if getattr(before, name) != value:
             raise ValueError(
                 f"{path} holds a run with {name}={getattr(before, name)!r}, "
                 f"where the configuration has {value!r}; give the sweep "
@@ -165,7 +144,7 @@ def _check_unchanged(root: pathlib.Path, trial: Trial) -> None:
             )
 
 
-def _run(trial: Trial, path: pathlib.Path, verbose: int) -> dict[str, Any]:
+def _run(trial: Trial, path: pathlib.Path) -> dict[str, Any]:
     tf.keras.backend.clear_session()
     resume = trial.settings.checkpoint_every > 0 and any(
         (path / run_directory.CHECKPOINT).glob("*.npz")
@@ -176,7 +155,7 @@ def _run(trial: Trial, path: pathlib.Path, verbose: int) -> dict[str, Any]:
         path,
         overwrite=path.exists() and not resume,
         resume=resume,
-        verbose=verbose,
+        verbose=0,
     )
     if result["stopped"] == "interrupted":
         (path / run_directory.RESULT).unlink()
@@ -186,37 +165,35 @@ def _run(trial: Trial, path: pathlib.Path, verbose: int) -> dict[str, Any]:
 
 def write_tables(root: pathlib.Path, trials: Sequence[Trial]) -> None:
     """Writes `runs.csv` and `summary.csv` from the results there are."""
-    varied = list(dict.fromkeys(k for t in trials for k in t.varied))
+    with _on_use.needed("pandas", "A sweep"):
+        import pandas as pd
+
     rows: list[dict[str, Any]] = []
-    groups: dict[str, tuple[Trial, list[dict[str, Any]]]] = {}
     for trial in trials:
         path = root / trial.directory / run_directory.RESULT
         if path.is_file():
             result = json.loads(path.read_text("utf-8"))
-            figures = {name: result[name] for name in FIGURES if name in result}
-            seed = {"seed": "" if trial.settings.seed is None else trial.settings.seed}
+            figures = {
+                # JSON's null is an epsilon that is not finite.
+                name: math.inf if result[name] is None else result[name]
+                for name in _FIGURES
+                if name in result
+            }
+            seed = {"run": trial.name, "seed": trial.settings.seed}
             rows.append({**trial.varied, **seed, **figures})
-            groups.setdefault(trial.name, (trial, []))[1].append(result)
+    varied = list(dict.fromkeys(name for trial in trials for name in trial.varied))
+    runs = pd.DataFrame(rows, columns=[*varied, "run", "seed", *_FIGURES])
+    by_run = runs.groupby("run", sort=False)
+    summary = by_run[varied].first()
+    summary["runs"] = by_run.size()
+    summary["accuracy"] = by_run["accuracy"].mean()
+    summary["stddev"] = by_run["accuracy"].std()
+    # The worst of the seeds.
+    summary[["epsilon", "delta", "central_epsilon"]] = by_run[
+        ["epsilon", "delta", "central_epsilon"]
+    ].max()
+    summary[["rounds", "seconds"]] = by_run[["rounds", "seconds"]].mean()
     root.mkdir(parents=True, exist_ok=True)
-    run_directory.write_csv(root / RUNS_TABLE, rows, [*varied, "seed", *FIGURES])
-    summary = []
-    for trial, results in groups.values():
-        accuracies = [result["accuracy"] for result in results]
-        row = {
-            **trial.varied,
-            "runs": len(results),
-            "accuracy": statistics.fmean(accuracies),
-            "delta": results[0]["delta"],
-        }
-        if len(results) > 1:
-            row["stddev"] = statistics.stdev(accuracies)
-        for name in ("epsilon", "central_epsilon"):  # The worst of the seeds.
-            found = [result[name] for result in results if name in result]
-            if found:
-                row[name] = None if None in found else max(found)
-        for name in _MEANS:
-            row[name] = statistics.fmean(result[name] for result in results)
-        summary.append(row)
-    columns = [*varied, "runs", "accuracy", "stddev"]
-    columns += ["epsilon", "delta", "central_epsilon", *_MEANS]
-    run_directory.write_csv(root / SUMMARY_TABLE, summary, columns)
+    for name, table in (("runs", runs.drop(columns="run")), ("summary", summary)):
+        text = table.to_csv(index=False, float_format="%.7g")
+        _files.write_text(root / f"{name}.csv", text)

@@ -20,9 +20,9 @@ _layers = tf.keras.layers
 _EMBEDDING_SIZE = 8
 # The settings that decide what the data are.
 _OF_DATA = (
-    *("dataset", "data_path", "num_clients", "iid", "shards_per_client"),
-    *("examples_per_client", "validation_examples", "sequence_length"),
-    *("clients_per_role", "input_features", "input_shifts"),
+    *("dataset", "data_path", "num_clients", "iid", "examples_per_client"),
+    *("validation_examples", "sequence_length", "clients_per_role"),
+    *("input_features", "input_shifts"),
 )
 
 
@@ -76,10 +76,9 @@ def _load(chosen: str) -> Task:
         clients = _with_shifts(clients, pixels)
     if not has_features:
         return dataclasses.replace(task, clients=clients)
-    shape = clients.element_spec[0].shape
-    to_image = [_as_image(shape, "input_features")] if len(shape) == 1 else []
+    (size,) = clients.element_spec[0].shape
     layer = tf.keras.Sequential(
-        [tf.keras.Input(shape), *to_image, features.OrientedGradients()]
+        [tf.keras.Input((size,)), _as_image(size), features.OrientedGradients()]
     )
 
     def computed(x: Any) -> np.ndarray:
@@ -109,24 +108,18 @@ def shifted(images: np.ndarray, pixels: int) -> list[np.ndarray]:
     """Returns images as they are, and moved up, down, left and right.
 
     Args:
-      images: [n, height, width, channels], or [n, m] of square grey images of
-        m pixels.
+      images: [n, m], square grey images of m pixels.
       pixels: By how many; what comes in at the other side is 0.
     """
-    grid = images
-    if images.ndim == 2:
-        side = math.isqrt(images.shape[1])
-        grid = images.reshape(-1, side, side)
-    if pixels >= min(grid.shape[1:3]):
+    side = math.isqrt(images.shape[1])
+    if pixels >= side:
         raise ValueError(
-            "input_shifts must be less than the images' sides, got "
-            f"{pixels} for {list(images.shape[1:])}."
+            f"input_shifts must be less than the images' side {side}, got {pixels}."
         )
+    grid = images.reshape(-1, side, side)
     steps = [(0, 0), (pixels, 0), (-pixels, 0), (0, pixels), (0, -pixels)]
-    rest = (0,) * (grid.ndim - 3)
     return [
-        ndimage.shift(grid, (0, *step, *rest), order=0).reshape(images.shape)
-        for step in steps
+        ndimage.shift(grid, (0, *step), order=0).reshape(images.shape) for step in steps
     ]
 
 
@@ -139,11 +132,11 @@ def build_model(settings: Settings, task: Task) -> tf.keras.Model:
     units, classes = settings.units(), task.num_classes
     if settings.model == "lstm":
         return lstm(classes, units or (128, 128))
-    shape = task.clients.element_spec[0].shape
+    (size,) = task.clients.element_spec[0].shape
     if settings.model == "cnn":
-        return cnn(shape, classes, units or (512,))
+        return cnn(size, classes, units or (512,))
     hidden = () if settings.model == "linear" else units or (128,)
-    return mlp(shape, classes, hidden, settings.input_pooling or 1)
+    return mlp(size, classes, hidden, settings.input_pooling or 1)
 
 
 def whole_model(task: Task, model: tf.keras.Model) -> tf.keras.Model:
@@ -165,7 +158,7 @@ def whole_model(task: Task, model: tf.keras.Model) -> tf.keras.Model:
 
 
 def mlp(
-    input_shape: Sequence[int],
+    input_size: int,
     num_classes: int,
     hidden_units: Sequence[int] = (128,),
     pooling: int = 1,
@@ -173,31 +166,23 @@ def mlp(
     """Returns a dense network with ReLU, whose outputs are logits.
 
     Args:
-      input_shape: One example's shape; flattened if need be.
+      input_size: How many numbers an example has.
       num_classes: How many logits.
       hidden_units: The widths of the hidden layers.
-      pooling: If not 1, images come in as the means of squares of so many
-        pixels' side, times that side, which keeps their L2 norm about the
+      pooling: If not 1, square images come in as the means of squares of so
+        many pixels' side, times that side, which keeps their L2 norm about the
         same: fewer weights for noise to fall on.
-
-    Raises:
-      ValueError: The examples are to be pooled, and are no images.
     """
-    layers = [tf.keras.Input(tuple(input_shape))]
+    layers = [tf.keras.Input((input_size,))]
     if pooling != 1:
-        if len(input_shape) == 1:
-            layers.append(_as_image(input_shape, "pooling"))
-        layers += [_layers.AveragePooling2D(pooling), _layers.Rescaling(pooling)]
-    if pooling != 1 or len(input_shape) != 1:
-        layers.append(_layers.Flatten())
+        layers += [_as_image(input_size), _layers.AveragePooling2D(pooling)]
+        layers += [_layers.Rescaling(pooling), _layers.Flatten()]
     layers += [_layers.Dense(units, activation="relu") for units in hidden_units]
     return tf.keras.Sequential([*layers, _layers.Dense(num_classes)])
 
 
 def cnn(
-    input_shape: Sequence[int],
-    num_classes: int,
-    hidden_units: Sequence[int] = (512,),
+    pixels: int, num_classes: int, hidden_units: Sequence[int] = (512,)
 ) -> tf.keras.Model:
     """Returns the convolutional network of McMahan et al. (2017) for images.
 
@@ -205,17 +190,11 @@ def cnn(
     dense layers.
 
     Args:
-      input_shape: `[height, width, channels]`, or `[n]` for a square image of
-        n grey pixels.
+      pixels: Of a square grey image.
       num_classes: How many logits.
       hidden_units: The widths of the dense layers.
-
-    Raises:
-      ValueError: The examples are no images.
     """
-    layers = [tf.keras.Input(tuple(input_shape))]
-    if len(input_shape) == 1:
-        layers.append(_as_image(input_shape, "model='cnn'"))
+    layers = [tf.keras.Input((pixels,)), _as_image(pixels)]
     for channels in (32, 64):
         layers.append(_layers.Conv2D(channels, 5, padding="same", activation="relu"))
         layers.append(_layers.MaxPooling2D())
@@ -224,12 +203,8 @@ def cnn(
     return tf.keras.Sequential([*layers, _layers.Dense(num_classes)])
 
 
-def _as_image(input_shape: Sequence[int], what: str) -> tf.keras.layers.Layer:
-    side = math.isqrt(input_shape[0])
-    if side**2 != input_shape[0]:
-        raise ValueError(
-            f"{what} must be given images, got examples of shape {list(input_shape)}."
-        )
+def _as_image(pixels: int) -> tf.keras.layers.Layer:
+    side = math.isqrt(pixels)
     return _layers.Reshape((side, side, 1))
 
 

@@ -8,7 +8,6 @@ import math
 import os
 import pathlib
 import time
-import warnings
 from typing import Any
 
 import tensorflow as tf
@@ -69,7 +68,6 @@ def prepare(settings: Settings) -> Prepared:
     settings = settings.resolved()
     task = tasks.load_task(settings)
     num_clients = task.clients.num_clients
-    settings = settings.for_population(num_clients)
     # Nothing else looks at N before the first round.
     sampling_lib.make_sampler(
         settings.sampling, num_clients, settings.schedule("clients_per_round")
@@ -81,9 +79,8 @@ def prepare(settings: Settings) -> Prepared:
         settings, tasks.build_model(settings, task), num_clients, delta
     )
     loss: Any = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    if settings.client_loss == "balanced":
-        given = settings.prior_smoothing
-        loss = losses.BalancedSoftmaxCrossentropy(0.01 if given is None else given)
+    if settings.prior_smoothing is not None:
+        loss = losses.BalancedSoftmaxCrossentropy(settings.prior_smoothing)
     federated_model.compile(
         optimizer=tf.keras.optimizers.SGD(settings.client_learning_rate),
         loss=loss,
@@ -141,7 +138,7 @@ def _federated_model(
 
 
 def _server_optimizer(settings: Settings) -> Any:
-    if settings.server_optimizer == "none":
+    if not any(getattr(settings, name) for name in settings_lib.SERVER):
         return None
     rate: Any = float(settings.server_learning_rate or 1.0)
     if settings.server_schedule == "linear":
@@ -150,7 +147,7 @@ def _server_optimizer(settings: Settings) -> Any:
     average: dict[str, Any] = {}
     if settings.server_ema:
         average = {"use_ema": True, "ema_momentum": settings.server_ema}
-    return tf.keras.optimizers.SGD(rate, settings.server_momentum, **average)
+    return tf.keras.optimizers.SGD(rate, settings.server_momentum or 0.0, **average)
 
 
 def run(
@@ -186,7 +183,9 @@ def run(
     if not resume:
         path.mkdir(parents=True, exist_ok=True)
         run_directory.clear(path)
-        run_directory.write_json(path / run_directory.CONFIG, settings.to_dict())
+        run_directory.write_json(
+            path / run_directory.CONFIG, dataclasses.asdict(settings)
+        )
     federated_model, delta = prepared.federated_model, prepared.delta
     listeners: list[tf.keras.callbacks.Callback] = [
         run_directory.HistoryFile(path / run_directory.HISTORY),
@@ -247,10 +246,8 @@ def _leave_files(
         path / run_directory.STATEMENT,
         f"{federated_model.privacy_statement(prepared.delta)}\n",
     )
-    run_directory.write_json(
-        path / run_directory.STATEMENT_JSON,
-        federated_model.privacy_statement(prepared.delta, format="dict"),
-    )
+    statement: Any = federated_model.privacy_statement(prepared.delta, format="dict")
+    run_directory.write_json(path / run_directory.STATEMENT_JSON, statement)
     scores = federated_model.evaluate(
         *prepared.task.test, batch_size=1024, verbose=0, return_dict=True
     )
@@ -259,10 +256,6 @@ def _leave_files(
     result = {
         "accuracy": scores["accuracy"],
         "loss": scores["loss"],
-        "evaluated_on": "validation examples"
-        if settings.validation_examples
-        else "test examples",
-        "num_evaluated": len(prepared.task.test[1]),
         "guarantee": mechanism.guarantee,
         "epsilon": federated_model.epsilon(prepared.delta, by),
         "delta": prepared.delta,
@@ -270,12 +263,7 @@ def _leave_files(
         "rounds": federated_model.rounds,
         "stopped": stopped,
         "mechanism": mechanism.name,
-        "mechanism_parameters": {
-            name: value if isinstance(value, int | float | str) else str(value)
-            for name, value in mechanism.parameters().items()
-            if value is not None
-        },
-        "num_clients": prepared.task.clients.num_clients,
+        "mechanism_parameters": statement["mechanism_parameters"],
         "seconds": round(seconds, 2),
     }
     if settings.mechanism in settings_lib.CENTRAL:
@@ -284,10 +272,4 @@ def _leave_files(
     if mechanism.guarantee == mechanisms.LocalDP.guarantee:
         result["central_epsilon"] = federated_model.central_epsilon(prepared.delta, by)
     run_directory.write_json(path / run_directory.RESULT, result)
-    if not federated_model.rounds:
-        return result  # There is nothing to draw.
-    try:
-        run_directory.Run.read(path).draw()
-    except ImportError as error:  # Everything else is there.
-        warnings.warn(str(error), stacklevel=2)
     return result

@@ -231,7 +231,9 @@ class RoundLoop:
         charge = self.costs.charge(inputs.round_index, len(positions) - silent)
         mu_squared, local = self.costs.mu_squared, None
         if spending.by_client:
-            most = spending.clients.max_mu_squared_after(positions, mu_squared)
+            after = spending.clients.copy()
+            after.add(positions, mu_squared)
+            most = after.max_mu_squared
             local = {"mu_squared": mu_squared, "max_mu_squared": most}
         details: dict[str, Any] = {
             "cohort_size": len(positions),

@@ -262,7 +262,7 @@ class RoundCosts:
     run: Run
 
     def draw(
-        self, round_index: int, account: accounting.LocalAccount | None = None
+        self, round_index: int, account: spending_lib.LocalAccount | None = None
     ) -> np.ndarray:
         """Returns the positions (int64 [K]) of a round's clients.
 
@@ -325,12 +325,8 @@ class RoundCosts:
         if self.run.spending.by_client:
             (spent,) = self._mu_squared_after(1)
             return accounting.epsilon_of_mu_squared(spent, delta)
-        return self.run.spending.epsilon_after(
-            self.charge(round_index),
-            self.mu_squared,
-            delta,
-            accountant or self.setup.accountant,
-        )
+        after = self.run.spending.central.would_be(self.charge(round_index))
+        return after.epsilon(delta, accountant or self.setup.accountant)
 
     def affordable_rounds(
         self, epsilon: float, delta: float, rounds: int, accountant: str | None = None

@@ -197,9 +197,8 @@ class PrivacyBudget(FederatedCallback):
     def check_release(self, charge: RoundCharge) -> None:
         """Raises ValueError if a release would overspend the budget."""
         fed = self.federated_model
-        after = fed.run.spending.epsilon_after(
-            charge, 0.0, self.delta, self.accountant or fed.setup.accountant
-        )
+        spent = fed.run.spending.central.would_be(charge)
+        after = spent.epsilon(self.delta, self.accountant or fed.setup.accountant)
         if after > self.epsilon:
             # Rounded up to three decimals.
             rounded = math.ceil(after * 1000) / 1000 if after < math.inf else after
