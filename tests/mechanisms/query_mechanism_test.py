@@ -5,9 +5,9 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.mechanisms import references, rounds, statistics
+from tfdp_fl._on_use import tfp
 from tfdp_fl.accounting import statement
 from tfdp_fl.mechanisms import Deployment
-from tfdp_fl.mechanisms import tf_privacy as tfp
 
 _WIDE = [[100, 100], [100, 100], [5000]]
 _G = dp_accounting.GaussianDpEvent

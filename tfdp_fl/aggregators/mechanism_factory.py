@@ -253,11 +253,6 @@ class MechanismFactory(BoundFactory, tff.aggregators.UnweightedAggregationFactor
     bounds in each coordinate.) Others, such as `EncodedSumFactory`, which
     rounds up as well as down, are for mechanisms with no guarantee to lose, or
     with one that each client's own noise gives.
-    The factory itself can be the inner one of `tff.aggregators.
-    clipping_factory` and `zeroing_factory` with a constant norm. (A norm that
-    follows the clients' values lets one client change what others contribute;
-    a mean around it divides once more: those have no epsilon.)
-
     Measurements of a round, as an `OrderedDict`: `clip_norm` and
     `noise_stddev` (on the sum) that held in this round, `clipped_fraction`,
     `mean_update_norm`, `discarded_clients` (a NaN or an Inf; their update was

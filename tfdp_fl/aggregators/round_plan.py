@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeAlias, cast
 
 import tensorflow as tf
@@ -36,9 +36,6 @@ def tabulated(
     Raises:
       ValueError: A callable, and `rounds` is not known.
     """
-    schedule = schedules.checked(schedule, check, name)
-    if schedules.is_constant(schedule):
-        return float(schedule)
     if callable(schedule):
         if rounds is None:
             raise ValueError(
@@ -46,13 +43,8 @@ def tabulated(
                 "when it runs: pass rounds=, the number of rounds for which "
                 "to tabulate it, or a sequence with one value a round."
             )
-        count = rounds
-    else:
-        count = len(cast(Sequence[float], schedule))
-    return tuple(
-        check(**{name: schedules.value_at(schedule, index, name)})
-        for index in range(count)
-    )
+        schedule = [schedules.value_at(schedule, t, name) for t in range(rounds)]
+    return cast(Table, schedules.checked(schedule, check, name))
 
 
 def distinct(table: Table) -> set[float]:

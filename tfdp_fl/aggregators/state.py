@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import attrs
 import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
@@ -86,28 +85,6 @@ class AggregatorState(NamedTuple):
     history: Any
 
 
-def _states_in(state: Any) -> Iterator[AggregatorState]:
-    if isinstance(state, AggregatorState):
-        yield state
-        return
-    if isinstance(state, dict):
-        children = list(state.values())
-    elif isinstance(state, (list, tuple)):
-        children = list(state)
-    elif attrs.has(type(state)):
-        names = [field.name for field in attrs.fields(type(state))]
-        children = [getattr(state, name) for name in names]
-    else:
-        return
-    for child in children:
-        yield from _states_in(child)
-
-
-# What `tff.aggregators.zeroing_factory` and `clipping_factory` keep.
-_ROBUST_STATES = {
-    ("clipping_norm", "inner_agg", "clipped_count_agg"): "clipping",
-    ("zeroing_norm", "inner_agg", "zeroed_count_agg"): "zeroing",
-}
 _BUILD_INSTEAD = (
     "Build the process with tfdp_fl.learning.build_dp_fed_avg, or hand the "
     "mechanism's factory itself to tff.learning.algorithms."
@@ -115,13 +92,20 @@ _BUILD_INSTEAD = (
 )
 
 
+def _holds_mechanism(state: Any) -> bool:
+    children = state.values() if isinstance(state, Mapping) else state
+    return isinstance(state, AggregatorState) or (
+        isinstance(state, (Mapping, list, tuple))
+        and any(map(_holds_mechanism, children))
+    )
+
+
 def accountable_state(state: Any) -> AggregatorState:
     """Returns the mechanism's state, if all of a state can be accounted for.
 
     Known are the states of `tff.learning`'s federated averaging whose
-    aggregator is the mechanism's, alone or inside zeroing and clipping with
-    constant norms, which are one client's own business, and whose sums (the
-    mechanism's `inner_factory` and `scalars_factory`) keep no state.
+    aggregator is the mechanism's, and whose sums (the mechanism's
+    `inner_factory` and `scalars_factory`) keep no state.
 
     Args:
       state: A `LearningAlgorithmState`, or the state of such an aggregator.
@@ -130,22 +114,32 @@ def accountable_state(state: Any) -> AggregatorState:
       ValueError: The state is of another kind: something beside the mechanism,
         or around it, may release what no epsilon here counts.
     """
-    if isinstance(state, (AggregatorState, Mapping)):
-        return _inside_robust(state)
-    if not isinstance(state, tff.learning.templates.LearningAlgorithmState):
-        raise ValueError(
-            "state must be the state of a learning process "
-            "(LearningAlgorithmState) or of a mechanism's aggregator "
-            f"(AggregatorState), got {type(state).__name__}. {_BUILD_INSTEAD}"
-        )
-    _check_client_work(state.client_work)
-    for name in ("distributor", "finalizer", "global_model_weights"):
-        if list(_states_in(getattr(state, name))):
+    if isinstance(state, tff.learning.templates.LearningAlgorithmState):
+        _check_client_work(state.client_work)
+        if _holds_mechanism(state.distributor) or _holds_mechanism(state.finalizer):
             raise ValueError(
-                "state must hold one mechanism, at its aggregator, got another "
-                f"in its {name}. {_BUILD_INSTEAD}"
+                "state must hold one mechanism, at its aggregator, got another in "
+                f"its distributor or finalizer. {_BUILD_INSTEAD}"
             )
-    return _inside_robust(state.aggregator)
+        state = state.aggregator
+    if not isinstance(state, AggregatorState):
+        raise ValueError(
+            "state must be that of a learning process (LearningAlgorithmState) whose "
+            "aggregator is the mechanism's own, or of that (AggregatorState), got "
+            f"{type(state).__name__}: an aggregator around it may release more than "
+            "the mechanism does (a mean divides once more, by a count or by weights "
+            "without noise; a norm that follows the clients' values lets one client "
+            f"change what others contribute). {_BUILD_INSTEAD}"
+        )
+    if tf.nest.flatten(state.sum_state):
+        raise ValueError(
+            "state must come from a sum that is the same in every round "
+            "(inner_factory and scalars_factory without a state), got one "
+            "that keeps a state, as secure sums and zeroing with adaptive "
+            "bounds do: one client then changes what others contribute, "
+            f"after the clip. {_BUILD_INSTEAD}"
+        )
+    return state
 
 
 def _check_client_work(state: Any) -> None:
@@ -164,35 +158,3 @@ def _check_client_work(state: Any) -> None:
             "keeps a state of its own, as Mime's keeps full gradients: what "
             f"that releases has no noise of the mechanism's. {_BUILD_INSTEAD}"
         )
-
-
-def _inside_robust(state: Any) -> AggregatorState:
-    if isinstance(state, AggregatorState):
-        if tf.nest.flatten(state.sum_state):
-            raise ValueError(
-                "state must come from a sum that is the same in every round "
-                "(inner_factory and scalars_factory without a state), got one "
-                "that keeps a state, as secure sums and zeroing with adaptive "
-                "bounds do: one client then changes what others contribute, "
-                f"after the clip. {_BUILD_INSTEAD}"
-            )
-        return state
-    names = tuple(state) if isinstance(state, Mapping) else None
-    if names not in _ROBUST_STATES:
-        raise ValueError(
-            "state must have the mechanism's own aggregator, alone or inside "
-            "zeroing or clipping with constant norms, got "
-            + (f"one with {list(names)}" if names else type(state).__name__)
-            + ": an aggregator around it (a mean, for one, divides once more, "
-            "by a count or by weights without noise) may release more than "
-            f"the mechanism does. {_BUILD_INSTEAD}"
-        )
-    norm = state[names[0]]
-    if tf.nest.flatten(norm):
-        raise ValueError(
-            f"state must come from {_ROBUST_STATES[names]} with a constant "
-            "norm, got one whose norm follows the clients' values: one client "
-            "then changes what others contribute, and epsilon does not hold. "
-            f"{_BUILD_INSTEAD}"
-        )
-    return _inside_robust(state["inner_agg"])
