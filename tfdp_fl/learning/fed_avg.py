@@ -143,7 +143,7 @@ def build_dp_fed_avg(
         `tff.learning.models.VariableModel` (such as
         `tff.learning.models.from_keras_model`), or a `FunctionalModel`.
       mechanism: Any mechanism. `AdaptiveLocalDP` runs with empty windows,
-        because TFF's clients have no memory (see `AdaptiveLocalDPFactory`).
+        because TFF's clients have no memory.
       clients_per_round: m, the expected cohort size: a number, a sequence with
         one value a round, or (with `rounds`) a callable of the round.
       client_optimizer_fn: A `tff.learning.optimizers.Optimizer`.

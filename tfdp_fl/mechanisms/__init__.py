@@ -2,11 +2,11 @@
 
 from tfdp_fl.mechanisms.adaptive_clipping import AdaptiveClipping
 from tfdp_fl.mechanisms.adaptive_local_dp import AdaptiveLocalDP
-from tfdp_fl.mechanisms.client_weighting import ClientWeighting
 from tfdp_fl.mechanisms.cohort_query import CohortQuery
 from tfdp_fl.mechanisms.contribution import (
     NUM_DIAGNOSTICS,
     Client,
+    ClientWeighting,
     Contribution,
     Deployment,
     Round,

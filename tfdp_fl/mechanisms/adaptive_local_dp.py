@@ -40,6 +40,9 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
     noise follows its own radius, the sum of the noises has no bound in terms of the
     largest radius: no central guarantee is claimed beyond the local one.
 
+    A TFF client has neither a name nor a state, so there the window is empty in
+    every round, and every layer's radius is `clipping_radius`.
+
     Attributes:
       epsilon: The budget of one client over the training.
       delta: In (0, 1).

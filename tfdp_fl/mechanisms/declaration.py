@@ -50,7 +50,6 @@ def register(name: str) -> Callable[[_T], _T]:
                 "has already."
             )
         _by_name[name] = cls
-        cls.registered_name = name
         return cls
 
     return known

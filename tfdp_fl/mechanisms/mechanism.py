@@ -27,9 +27,9 @@ from tfdp_fl import _validate, schedules
 from tfdp_fl._on_use import tf
 from tfdp_fl.accounting import statement as caveats_lib
 from tfdp_fl.mechanisms import clipping, cohort_query, declaration, grid, noise
-from tfdp_fl.mechanisms.client_weighting import ClientWeighting
 from tfdp_fl.mechanisms.contribution import (
     Client,
+    ClientWeighting,
     Contribution,
     Deployment,
     Round,
@@ -67,7 +67,6 @@ class Mechanism(abc.ABC):
     the expected cohort size m. A mechanism overrides what it does otherwise.
 
     Class attributes:
-      registered_name: What it is called by, "" if it has no such name.
       guarantee: What is protected against whom: "central" (the server is
         trusted), "local" (nobody is), "record" (one example, not one client)
         or "none".
@@ -92,7 +91,6 @@ class Mechanism(abc.ABC):
       suggested_run: What `train.py` does unless told otherwise, by flag.
     """
 
-    registered_name: ClassVar[str] = ""
     guarantee: ClassVar[str] = "central"
     released_sums: ClassVar[tuple[str, ...]] = ()
     releases_weights: ClassVar[bool] = False

@@ -91,19 +91,6 @@ class WrappedQuery(cohort_query.CohortQuery):
             discarded=tf.cast(~usable, tf.float32),
         )
 
-    def accumulate_preprocessed_record(
-        self, sample_state: Any, preprocessed_record: Any
-    ) -> Any:
-        """Implements `SumAggregationDPQuery.accumulate_preprocessed_record`."""
-        update = self._query.accumulate_preprocessed_record(
-            sample_state.update, preprocessed_record.update
-        )
-        rest = super().accumulate_preprocessed_record(
-            sample_state._replace(update=()),
-            preprocessed_record._replace(update=()),
-        )
-        return rest._replace(update=update)
-
     def get_noised_result(
         self, sample_state: Contribution, global_state: Round
     ) -> tuple[Tensors, Round, dp_accounting.DpEvent]:
@@ -145,7 +132,8 @@ class QueryMechanism(mechanism.Mechanism):
     `QuantileAdaptiveClipSumQuery`, `NoPrivacySumQuery`, and `NormalizedQuery`
     and `NestedSumQuery` of them. A query of your own is tried on zeros of the
     model's shapes before it is used: its state must keep its shape, its noise must
-    be there, and `dp_event` must not cost less than the event that it reports.
+    be there, and `dp_event` must not cost less than the event that it reports. Its
+    records are added up as TF-Privacy's are.
 
     Attributes:
       query: A `tfp.SumAggregationDPQuery` over a list of tensors, one for
@@ -294,6 +282,13 @@ def _check_classes(query: Any) -> None:
         raise ValueError(
             "query must be one whose state and cost are known here, got "
             f"{type(query).__name__}; {_USE_INSTEAD}."
+        )
+    adds_up = type(query).accumulate_preprocessed_record
+    if not adds_up.__module__.startswith("tensorflow_privacy."):
+        raise ValueError(
+            "query must leave it to TF-Privacy to add up its records, as runtimes add "
+            f"up sums of them, got {type(query).__name__} with an "
+            "accumulate_preprocessed_record of its own."
         )
     if isinstance(query, tfp.NormalizedQuery):
         _check_classes(query._numerator)
