@@ -163,9 +163,6 @@ class PrivateRounds:
                 "(noise_site='client', server_side_noising=False), got 'exclude'."
             )
         self.on_client_failure = failure
-        self.accountant = _validate.one_of(
-            charge_lib.ACCOUNTANTS, accountant=accountant
-        )
         budget = None
         if target_epsilon is not None or target_delta is not None:
             budget = ledger_lib.Budget(
