@@ -22,10 +22,10 @@ _console.load_tensorflow()
 
 from absl import flags
 
-from tfdp_fl.mechanisms import registry
+from tfdp_fl.mechanisms import declaration
 
 # Flags are made of the mechanisms that are known by then.
-registry.load_named_in(sys.argv[1:], "mechanism_module")
+declaration.load_named_in(sys.argv[1:], "mechanism_module")
 
 from tfdp_fl.experiments import sweeps, training
 

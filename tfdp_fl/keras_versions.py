@@ -251,13 +251,6 @@ def learning_rate(optimizer: Any) -> Any:
     return None if callable(rate) else rate
 
 
-def momentum(optimizer: Any) -> float:
-    """Returns the momentum of SGD, 0 of others."""
-    if not isinstance(optimizer, tf.keras.optimizers.SGD):
-        return 0.0
-    return float(optimizer.get_config().get("momentum") or 0.0)
-
-
 def stateless_optimizer(optimizer: Any, variables: list[Any]) -> Any:
     """Returns a copy of an optimizer of Keras 3 with a `stateless_apply`.
 

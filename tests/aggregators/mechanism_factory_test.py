@@ -9,7 +9,7 @@ import tensorflow_federated as tff
 import tensorflow_privacy as tfp
 
 from tfdp_fl import aggregators, learning, mechanisms
-from tfdp_fl.aggregators import round_plan
+from tfdp_fl.aggregators import state as state_lib
 
 SCALAR = tff.TensorType(np.float32)
 NESTED = tff.types.to_type(
@@ -189,7 +189,7 @@ def test_a_secure_sum_that_rounds_beside_the_clip_is_refused():
 
 def test_a_clip_that_falls_below_a_secure_sums_rounding():
     plan = {"noise_multiplier": 1.0, "clients_per_round": 4.0, "smallest_clip": 0.25}
-    check = round_plan.RoundPlan(**plan, lines="")
+    check = state_lib.RoundPlan(**plan, lines="")
     four = tf.constant(4.0)
     assert check.checked(four, four, four, clip_norm=0.25) == 4
     with pytest.raises(tf.errors.InvalidArgumentError, match="counts beside"):

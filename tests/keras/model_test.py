@@ -12,9 +12,9 @@ import tensorflow as tf
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import engine
+from tfdp_fl._on_use import tfp
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import callbacks, checkpoint, keras_names
-from tfdp_fl.mechanisms import tf_privacy as tfp
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
 _DELTA = 1e-3

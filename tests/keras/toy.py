@@ -170,7 +170,7 @@ class _Loan:
         model.reset_metrics()
         model.history, model.stop_training = None, False
         self.compiled.set_learning_rate(self._rate)
-        self.fed = fed = before.with_setup(mechanism=before._given_mechanism)
+        self.fed = fed = before.with_setup(mechanism=before.setup.mechanism)
         fed._setup, fed._prepared, self.test = before.setup, before._prepared, test
         fed._forget_run()
         model_history.claim(fed, keras_versions.tf_variables(model.variables))

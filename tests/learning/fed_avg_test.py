@@ -39,7 +39,6 @@ def model_fn():
 
 
 FUNCTIONAL = tff.learning.models.functional_model_from_keras(keras_model, LOSS, SPEC)
-MODELS = pytest.mark.parametrize("model", [model_fn, FUNCTIONAL], ids=["of Keras", "f"])
 FIXED = mechanisms.FixedClipping(clip_norm=1.0, noise_multiplier=1.0)
 
 
@@ -62,7 +61,7 @@ def assert_close(first, second, atol=1e-5):
         np.testing.assert_allclose(one, other, atol=atol)
 
 
-@MODELS
+@pytest.mark.parametrize("model", [model_fn, FUNCTIONAL], ids=["of Keras", "f"])
 def test_equals_unweighted_fed_avg_without_clip_and_noise(model, cohort):
     server = tff.learning.optimizers.build_sgdm(0.7, momentum=0.5)
     free = mechanisms.FixedClipping(clip_norm=1e6, noise_multiplier=0.0)
@@ -180,11 +179,10 @@ def _unequal(cohort):
     return [cohort[0], *(data.take(1) for data in cohort[1:])]
 
 
-@MODELS
-def test_nbafl_without_noise_is_weighted_fed_avg_of_weights(model, unequal):
+def test_nbafl_without_noise_is_weighted_fed_avg_of_weights(unequal):
     facts = {"rounds": 3, "num_clients": CLIENTS, "local_epochs": 2}
-    ours = build(nbafl_of(1e12), model=model, **facts)
-    theirs = tff.learning.algorithms.build_weighted_fed_avg(model, OPTIMIZER)
+    ours = build(nbafl_of(1e12), model=FUNCTIONAL, **facts)
+    theirs = tff.learning.algorithms.build_weighted_fed_avg(FUNCTIONAL, OPTIMIZER)
     state, metrics = run(ours, [unequal] * 2)
     expected, _ = run(theirs, [[data.repeat(2) for data in unequal]] * 2)
     assert_close(ours.get_model_weights(state), theirs.get_model_weights(expected))

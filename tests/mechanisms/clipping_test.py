@@ -9,8 +9,8 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.mechanisms import references, rounds
+from tfdp_fl._on_use import tfp
 from tfdp_fl.mechanisms import Client, Deployment, Round, clipping
-from tfdp_fl.mechanisms import tf_privacy as tfp
 
 
 def _clipped(update, clip_norm=1.0):

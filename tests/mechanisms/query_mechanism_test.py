@@ -5,9 +5,9 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.mechanisms import references, rounds, statistics
+from tfdp_fl._on_use import tfp
 from tfdp_fl.accounting import statement
 from tfdp_fl.mechanisms import Deployment
-from tfdp_fl.mechanisms import tf_privacy as tfp
 
 _WIDE = [[100, 100], [100, 100], [5000]]
 _G = dp_accounting.GaussianDpEvent
@@ -107,6 +107,12 @@ class _Own(tfp.SumAggregationDPQuery):
         return noised, tf.concat([global_state] * (1 + grows), 0), reported
 
 
+class _Largest(_Own):
+    def accumulate_preprocessed_record(self, sample_state, preprocessed_record):
+        pairs = zip(sample_state, preprocessed_record, strict=True)
+        return [tf.maximum(*pair) for pair in pairs]
+
+
 def _tree():
     return tfp.TreeResidualSumQuery.build_l2_gaussian_query(
         1.0, 1.0, [tf.TensorSpec([4])]
@@ -134,6 +140,7 @@ _NEVER = r"query must.*FixedClipping"
         *((_Own(reported), _G(1.0), "") for reported in (_UNKNOWN, _G(0.5))),
         (_Own(_G(1.0), stddev=0.0), _G(1.0), ""),
         (_Own(_G(1.0), grows=True), _G(1.0), ""),
+        (_Largest(_G(1.0)), _G(1.0), "add up"),
         # Queries that cannot be charged.
         (_tree, _G(1.0), _NEVER),
         (lambda: tfp.NormalizedQuery(_tree(), 8.0), _G(1.0), _NEVER),

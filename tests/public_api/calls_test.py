@@ -25,7 +25,7 @@ from tests.accounting.charges import charge
 from tests.flower import flower_messages as fm
 from tests.keras import toy
 from tfdp_fl import accounting, datasets
-from tfdp_fl.mechanisms import tf_privacy
+from tfdp_fl._on_use import tfp
 
 _FIXED = {"clip_norm": 1.0, "noise_multiplier": 1.0}
 _LOCAL = {"epsilon": 5.0, "delta": 1e-3}
@@ -80,7 +80,7 @@ def _mechanisms() -> Calls:
     # Another strategy is optimized, which takes a second.
     correlated = {"rounds": 4, "min_separation": 2, "strategy": "banded:1"}
     yield _usual(m.CorrelatedNoise, **_FIXED, **correlated)
-    query = tf_privacy.GaussianSumQuery(1.0, 1.0)
+    query = tfp.GaussianSumQuery(1.0, 1.0)
     yield _usual(m.QueryMechanism, query=query, dp_event=_GAUSSIAN)
     yield _usual(m.ClientWeighting, measure="num_examples", cap=5.0)
     yield _usual(m.BLT, num_buffers=2)
@@ -210,7 +210,7 @@ def _tff() -> Calls:
     a = tfdp_fl.aggregators
     size, budget = {"clients_per_round": 3}, {**_LOCAL, "rounds": 4}
     noise = {"noise_multiplier": 1.0, **size}
-    query = {"query": tf_privacy.GaussianSumQuery(1.0, 1.0), "dp_event": _GAUSSIAN}
+    query = {"query": tfp.GaussianSumQuery(1.0, 1.0), "dp_event": _GAUSSIAN}
     fixed = {"mechanism": tfdp_fl.FixedClipping(**_FIXED), **size}
     correlated = {"rounds": 4, "min_separation": 2, "clip_norm": 1.0}
     nbafl = {"constant": 3.0, "weight_clip": 1.0, "num_clients": 9, "rounds": 2}

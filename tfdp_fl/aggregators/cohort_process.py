@@ -25,13 +25,13 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 
-from tfdp_fl.aggregators import round_plan, state, values
+from tfdp_fl.aggregators import state, values
 from tfdp_fl.mechanisms import cohort_query, contribution
 
 
 def create_cohort_process(
     query: cohort_query.CohortQuery,
-    plan: round_plan.RoundPlan,
+    plan: state.RoundPlan,
     value_type: tff.types.Type,
     weight_type: tff.types.Type | None = None,
     *,
@@ -181,7 +181,7 @@ def _create_preprocess_record(
 
 def _create_noised_result(
     query: cohort_query.CohortQuery,
-    plan: round_plan.RoundPlan,
+    plan: state.RoundPlan,
     total_type: tff.types.Type,
     state_types: tuple[Any, Any, Any],
     value_type: tff.types.Type,

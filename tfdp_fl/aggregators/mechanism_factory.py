@@ -11,7 +11,7 @@ import tensorflow_federated as tff
 
 from tfdp_fl import _validate, mechanisms, schedules
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.aggregators import cohort_process, round_plan, state, values
+from tfdp_fl.aggregators import cohort_process, state, values
 from tfdp_fl.mechanisms import contribution, nbafl
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
@@ -73,10 +73,10 @@ class BoundFactory:
             _validate.one_of(_SAMPLINGS, sampling=sampling)
         # Schedules as tables: a TFF computation cannot call a callable.
         rounds = numbers.pop("rounds", None)
-        clients = round_plan.tabulated(
+        clients = state.tabulated(
             clients_per_round, "clients_per_round", rounds, _validate.positive
         )
-        self._noise = round_plan.tabulated(
+        self._noise = state.tabulated(
             mechanism.noise_multiplier or 0.0,
             "noise_multiplier",
             rounds,
@@ -104,7 +104,7 @@ class BoundFactory:
         )
         mechanism.bind(self.deployment)
         whole = mechanism.needs_exact_cohort or self._has_whole_cohorts
-        for size in round_plan.distinct(clients):
+        for size in state.distinct(clients):
             most = self.deployment.num_clients or 2**63
             charge_lib.checked_size(size, most, fractional=not whole)
         self._factories = {
@@ -119,8 +119,8 @@ class BoundFactory:
         return self.deployment.sampling not in ("poisson", None)
 
     @property
-    def _clients(self) -> round_plan.Table:
-        return cast(round_plan.Table, self.deployment.clients_per_round)
+    def _clients(self) -> state.Table:
+        return cast(state.Table, self.deployment.clients_per_round)
 
     def _check_sum(self, name: str, factory: Any) -> None:
         """Raises unless a factory is None or one whose sum keeps the guarantee."""
@@ -177,8 +177,8 @@ class BoundFactory:
         rounding = self._rounding_of_sums(shapes)
         at_most = deployment.num_clients
         if at_most is not None and deployment.sampling == "poisson":
-            at_most = round_plan.largest_poisson_cohort(
-                at_most, max(round_plan.distinct(self._clients))
+            at_most = state.largest_poisson_cohort(
+                at_most, max(state.distinct(self._clients))
             )
         # Where there is a schedule, its length is known.
         count = cast(int, deployment.rounds) if self._is_scheduled else 1
@@ -188,7 +188,7 @@ class BoundFactory:
         )
         return cohort_process.create_cohort_process(
             self.mechanism.bind(deployment),
-            round_plan.RoundPlan(
+            state.RoundPlan(
                 noise_multiplier=self._noise,
                 clients_per_round=self._clients,
                 lines=lines if self._is_scheduled else lines[0],
@@ -253,11 +253,6 @@ class MechanismFactory(BoundFactory, tff.aggregators.UnweightedAggregationFactor
     bounds in each coordinate.) Others, such as `EncodedSumFactory`, which
     rounds up as well as down, are for mechanisms with no guarantee to lose, or
     with one that each client's own noise gives.
-    The factory itself can be the inner one of `tff.aggregators.
-    clipping_factory` and `zeroing_factory` with a constant norm. (A norm that
-    follows the clients' values lets one client change what others contribute;
-    a mean around it divides once more: those have no epsilon.)
-
     Measurements of a round, as an `OrderedDict`: `clip_norm` and
     `noise_stddev` (on the sum) that held in this round, `clipped_fraction`,
     `mean_update_norm`, `discarded_clients` (a NaN or an Inf; their update was
@@ -397,17 +392,3 @@ LocalDPFactory = factory_of(mechanisms.LocalDP)
 MedianClippingFactory = factory_of(mechanisms.MedianClipping)
 NoPrivacyFactory = factory_of(mechanisms.NoPrivacy)
 QueryFactory = factory_of(mechanisms.QueryMechanism)
-
-AdaptiveLocalDPFactory.__doc__ = """DISCO's local DP, without a memory.
-
-    See `AdaptiveLocalDP`. A TFF client has neither a name nor a state, so its
-    window of earlier norms is empty in every round, and every layer's radius is
-    `clipping_radius`: a local mechanism with a fixed radius for each layer.
-    """
-QueryFactory.__doc__ = """A sum query of TF-Privacy (see `QueryMechanism`).
-
-    Next to `tff.aggregators.DifferentiallyPrivateFactory(query)`: a NaN or an
-    Inf is replaced by zero first, the result is the mean, and the event that
-    is charged is the one given here. Records are added up by the inner factory;
-    a query whose `accumulate_preprocessed_record` is not a sum cannot be used.
-    """

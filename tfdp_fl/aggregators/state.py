@@ -1,19 +1,27 @@
-"""What an aggregation process of a mechanism carries from round to round."""
+"""What an aggregation process plans for its rounds, and what it carries on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import attrs
 import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
+from scipy import stats
 
-from tfdp_fl import _json
+from tfdp_fl import _json, schedules
 from tfdp_fl.accounting import charge
 from tfdp_fl.mechanisms import contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
+
+# One number for all rounds, or one for each.
+Table: TypeAlias = float | tuple[float, ...]
+
+# How often a cohort that was drawn as declared is refused.
+_REFUSED_BY_CHANCE = 1e-12
 
 
 class RoundHistory(NamedTuple):
@@ -70,6 +78,167 @@ def history_line(
     return _json.canonical(line)
 
 
+def tabulated(
+    schedule: schedules.Schedule,
+    name: str,
+    rounds: int | None,
+    check: Callable[..., float],
+) -> Table:
+    """Returns a schedule as a number, or as one number for each round.
+
+    Args:
+      schedule: A number, a sequence, or a callable of the round.
+      name: The argument that the schedule came from.
+      rounds: How many rounds are planned, which a callable needs.
+      check: A function of `_validate`, for each value.
+
+    Raises:
+      ValueError: A callable, and `rounds` is not known.
+    """
+    if callable(schedule):
+        if rounds is None:
+            raise ValueError(
+                f"{name} is a callable, which a TFF computation cannot call "
+                "when it runs: pass rounds=, the number of rounds for which "
+                "to tabulate it, or a sequence with one value a round."
+            )
+        schedule = [schedules.value_at(schedule, t, name) for t in range(rounds)]
+    return cast(Table, schedules.checked(schedule, check, name))
+
+
+def distinct(table: Table) -> set[float]:
+    """Returns every value that occurs."""
+    return set(table) if isinstance(table, tuple) else {table}
+
+
+def _at(
+    table: Table | str | tuple[str, ...], round_index: tf.Tensor, dtype: tf.DType
+) -> tf.Tensor:
+    """Returns the scalar of a round; past the end the round fails."""
+    if not isinstance(table, tuple):
+        return tf.constant(table, dtype)
+    in_range = tf.debugging.assert_less(
+        round_index,
+        len(table),
+        message=(
+            f"There is a plan for {len(table)} rounds, and this round lies past its "
+            "end."
+        ),
+    )
+    with tf.control_dependencies([in_range]):
+        return tf.gather(tf.constant(table, dtype), tf.identity(round_index))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundPlan:
+    """What holds in a round because of its number, and what is asked of its cohort.
+
+    A round with a cohort that is not allowed fails as a whole: `next` raises,
+    nothing is released, and the state stays what it was.
+
+    Attributes:
+      noise_multiplier: The mechanism's z.
+      clients_per_round: m.
+      lines: See `RoundHistory`: one for all rounds, or one for each.
+      exact: Whether exactly m have to answer, because each adds its share of the
+        noise.
+      at_most_expected: Whether no more than m may answer, as under fixed-size
+        sampling.
+      at_most: No more than so many may answer (the population), or None.
+      some_weight: Whether somebody has to answer with something usable, because
+        the answers replace the model.
+      smallest_clip: The clip must be at least this, or a secure sum's rounding
+        would count beside it.
+    """
+
+    noise_multiplier: Table
+    clients_per_round: Table
+    lines: str | tuple[str, ...]
+    exact: bool = False
+    at_most_expected: bool = False
+    at_most: int | None = None
+    some_weight: bool = False
+    smallest_clip: float = 0.0
+
+    def values(self, round_index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns z and m of a round, float32 scalars."""
+        return (
+            _at(self.noise_multiplier, round_index, tf.float32),
+            _at(self.clients_per_round, round_index, tf.float32),
+        )
+
+    def written_down(
+        self, history: RoundHistory, round_index: tf.Tensor, answered: tf.Tensor
+    ) -> RoundHistory:
+        """Returns a history with one more round, and how many were in its sum."""
+        line = _at(self.lines, round_index, tf.string)
+        answered = tf.cast(answered, tf.float64)
+        return RoundHistory(
+            lines=tf.concat([history.lines, [line]], axis=0),
+            answered=tf.concat([history.answered, [answered]], axis=0),
+        )
+
+    def checked(
+        self,
+        size: tf.Tensor,
+        expected: tf.Tensor,
+        weight: tf.Tensor,
+        clip_norm: tf.Tensor | float,
+    ) -> tf.Tensor:
+        """Returns a cohort's size, once it was found to be allowed.
+
+        Args:
+          size: Float32 scalar, the number of clients that answered.
+          expected: Float32 scalar, m.
+          weight: Float32 scalar, the sum of the weights of the clients.
+          clip_norm: Float32 scalar, the largest norm of a client's share.
+        """
+        checks = []
+
+        def require(holds: tf.Tensor, otherwise: str) -> None:
+            text = f"{otherwise}; the round is abandoned."
+            checks.append(tf.debugging.Assert(holds, [text]))
+
+        if self.exact:
+            require(
+                tf.equal(size, expected),
+                "cohort size differs from clients_per_round: with noise_site='client' "
+                "the noise is complete only if exactly clients_per_round answer",
+            )
+        if self.at_most_expected:
+            require(
+                size <= expected,
+                "cohort size exceeds clients_per_round, against the declared sampling",
+            )
+        if self.at_most is not None:
+            require(
+                size <= float(self.at_most),
+                f"cohort size exceeds {self.at_most}, the most of what was declared",
+            )
+        if self.some_weight:
+            require(weight > 0, "cohort has nothing usable to replace the model by")
+        if self.smallest_clip:
+            require(
+                tf.cast(clip_norm, tf.float32) >= self.smallest_clip,
+                "the clip has become so small that the secure sum's rounding counts "
+                "beside it: give its inner_factory closer bounds",
+            )
+        # Eagerly a check that holds is None.
+        with tf.control_dependencies([check for check in checks if check is not None]):
+            return tf.identity(size)
+
+
+def largest_poisson_cohort(num_clients: int, clients_per_round: float) -> int:
+    """Returns the size that Poisson sampling passes with probability below 1e-12.
+
+    Args:
+      num_clients: N.
+      clients_per_round: m, the expected size: Binomial(N, m / N).
+    """
+    rate = clients_per_round / num_clients
+    return int(stats.binom.isf(_REFUSED_BY_CHANCE, num_clients, rate))
+
+
 class AggregatorState(NamedTuple):
     """The server's state of an aggregation process.
 
@@ -86,28 +255,6 @@ class AggregatorState(NamedTuple):
     history: Any
 
 
-def _states_in(state: Any) -> Iterator[AggregatorState]:
-    if isinstance(state, AggregatorState):
-        yield state
-        return
-    if isinstance(state, dict):
-        children = list(state.values())
-    elif isinstance(state, (list, tuple)):
-        children = list(state)
-    elif attrs.has(type(state)):
-        names = [field.name for field in attrs.fields(type(state))]
-        children = [getattr(state, name) for name in names]
-    else:
-        return
-    for child in children:
-        yield from _states_in(child)
-
-
-# What `tff.aggregators.zeroing_factory` and `clipping_factory` keep.
-_ROBUST_STATES = {
-    ("clipping_norm", "inner_agg", "clipped_count_agg"): "clipping",
-    ("zeroing_norm", "inner_agg", "zeroed_count_agg"): "zeroing",
-}
 _BUILD_INSTEAD = (
     "Build the process with tfdp_fl.learning.build_dp_fed_avg, or hand the "
     "mechanism's factory itself to tff.learning.algorithms."
@@ -115,13 +262,24 @@ _BUILD_INSTEAD = (
 )
 
 
+def _holds_mechanism(state: Any) -> bool:
+    if isinstance(state, AggregatorState):
+        return True
+    if isinstance(state, Mapping):
+        state = state.values()
+    elif attrs.has(type(state)):
+        state = attrs.astuple(state, recurse=False)
+    elif not isinstance(state, (list, tuple)):
+        return False
+    return any(map(_holds_mechanism, state))
+
+
 def accountable_state(state: Any) -> AggregatorState:
     """Returns the mechanism's state, if all of a state can be accounted for.
 
     Known are the states of `tff.learning`'s federated averaging whose
-    aggregator is the mechanism's, alone or inside zeroing and clipping with
-    constant norms, which are one client's own business, and whose sums (the
-    mechanism's `inner_factory` and `scalars_factory`) keep no state.
+    aggregator is the mechanism's, and whose sums (the mechanism's
+    `inner_factory` and `scalars_factory`) keep no state.
 
     Args:
       state: A `LearningAlgorithmState`, or the state of such an aggregator.
@@ -130,22 +288,32 @@ def accountable_state(state: Any) -> AggregatorState:
       ValueError: The state is of another kind: something beside the mechanism,
         or around it, may release what no epsilon here counts.
     """
-    if isinstance(state, (AggregatorState, Mapping)):
-        return _inside_robust(state)
-    if not isinstance(state, tff.learning.templates.LearningAlgorithmState):
-        raise ValueError(
-            "state must be the state of a learning process "
-            "(LearningAlgorithmState) or of a mechanism's aggregator "
-            f"(AggregatorState), got {type(state).__name__}. {_BUILD_INSTEAD}"
-        )
-    _check_client_work(state.client_work)
-    for name in ("distributor", "finalizer", "global_model_weights"):
-        if list(_states_in(getattr(state, name))):
+    if isinstance(state, tff.learning.templates.LearningAlgorithmState):
+        _check_client_work(state.client_work)
+        if _holds_mechanism(state.distributor) or _holds_mechanism(state.finalizer):
             raise ValueError(
-                "state must hold one mechanism, at its aggregator, got another "
-                f"in its {name}. {_BUILD_INSTEAD}"
+                "state must hold one mechanism, at its aggregator, got another in "
+                f"its distributor or finalizer. {_BUILD_INSTEAD}"
             )
-    return _inside_robust(state.aggregator)
+        state = state.aggregator
+    if not isinstance(state, AggregatorState):
+        raise ValueError(
+            "state must be that of a learning process (LearningAlgorithmState) whose "
+            "aggregator is the mechanism's own, or of that (AggregatorState), got "
+            f"{type(state).__name__}: an aggregator around it may release more than "
+            "the mechanism does (a mean divides once more, by a count or by weights "
+            "without noise; a norm that follows the clients' values lets one client "
+            f"change what others contribute). {_BUILD_INSTEAD}"
+        )
+    if tf.nest.flatten(state.sum_state):
+        raise ValueError(
+            "state must come from a sum that is the same in every round "
+            "(inner_factory and scalars_factory without a state), got one "
+            "that keeps a state, as secure sums and zeroing with adaptive "
+            "bounds do: one client then changes what others contribute, "
+            f"after the clip. {_BUILD_INSTEAD}"
+        )
+    return state
 
 
 def _check_client_work(state: Any) -> None:
@@ -164,35 +332,3 @@ def _check_client_work(state: Any) -> None:
             "keeps a state of its own, as Mime's keeps full gradients: what "
             f"that releases has no noise of the mechanism's. {_BUILD_INSTEAD}"
         )
-
-
-def _inside_robust(state: Any) -> AggregatorState:
-    if isinstance(state, AggregatorState):
-        if tf.nest.flatten(state.sum_state):
-            raise ValueError(
-                "state must come from a sum that is the same in every round "
-                "(inner_factory and scalars_factory without a state), got one "
-                "that keeps a state, as secure sums and zeroing with adaptive "
-                "bounds do: one client then changes what others contribute, "
-                f"after the clip. {_BUILD_INSTEAD}"
-            )
-        return state
-    names = tuple(state) if isinstance(state, Mapping) else None
-    if names not in _ROBUST_STATES:
-        raise ValueError(
-            "state must have the mechanism's own aggregator, alone or inside "
-            "zeroing or clipping with constant norms, got "
-            + (f"one with {list(names)}" if names else type(state).__name__)
-            + ": an aggregator around it (a mean, for one, divides once more, "
-            "by a count or by weights without noise) may release more than "
-            f"the mechanism does. {_BUILD_INSTEAD}"
-        )
-    norm = state[names[0]]
-    if tf.nest.flatten(norm):
-        raise ValueError(
-            f"state must come from {_ROBUST_STATES[names]} with a constant "
-            "norm, got one whose norm follows the clients' values: one client "
-            "then changes what others contribute, and epsilon does not hold. "
-            f"{_BUILD_INSTEAD}"
-        )
-    return _inside_robust(state["inner_agg"])

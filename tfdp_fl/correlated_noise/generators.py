@@ -110,13 +110,13 @@ class Generator(abc.ABC):
         """How far one client moves C x, in clip norms."""
         return float(np.sqrt(np.sum(self.charges**2)))
 
-    def squared_errors(self, momentum: float = 0.0) -> np.ndarray:
+    def squared_errors(self) -> np.ndarray:
         """Returns each model's noise variance for z of variance 1, [T].
 
         After round t it is the sum over s of B_ts^2.
         """
-        model = toeplitz.workload(self.participation.rounds, momentum)
-        return np.cumsum(signal.lfilter([1.0], self.coefficients, model) ** 2)
+        prefix_sum = np.ones(self.participation.rounds)
+        return np.cumsum(signal.lfilter([1.0], self.coefficients, prefix_sum) ** 2)
 
 
 def _as_float32(values: Numbers) -> np.ndarray:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import abc
-import ast
 import dataclasses
 import functools
-from typing import Any
 
 import numpy as np
 
 from tfdp_fl import _validate
-from tfdp_fl.correlated_noise import generators, optimisation, toeplitz
+from tfdp_fl.correlated_noise import generators, toeplitz
 from tfdp_fl.correlated_noise.participation import Participation
 
 # Poles and zeros that are closer than this cancel out.
@@ -22,40 +20,23 @@ _SAME = 1e-6
 class Strategy(abc.ABC):
     """How the noise of one round is correlated with that of others.
 
-    Privacy depends on it and on who takes part when (`Participation`), never
-    on the server's momentum, which only chooses among strategies.
+    Privacy depends on it and on which clients take part when (`Participation`).
     """
 
-    def generator(
-        self, participation: Participation, momentum: float = 0.0
-    ) -> generators.Generator:
+    @abc.abstractmethod
+    def generator(self, participation: Participation) -> generators.Generator:
         """Returns the noise of one run; kept, so that it is optimised once.
 
         Args:
           participation: (k, b) and T.
-          momentum: The server optimizer's.
 
         Raises:
           ValueError: The strategy's sensitivity is not known there.
         """
-        return _generator(self, participation, momentum)
-
-    @abc.abstractmethod
-    def make(
-        self, participation: Participation, momentum: float
-    ) -> generators.Generator:
-        """Makes what `generator` keeps."""
 
     @abc.abstractmethod
     def describe(self) -> str:
         """Returns a few words for the privacy statement."""
-
-
-@functools.lru_cache(maxsize=64)
-def _generator(
-    strategy: Strategy, participation: Participation, momentum: float
-) -> generators.Generator:
-    return strategy.make(participation, momentum)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,14 +70,13 @@ class BandedToeplitz(Strategy):
             bands = _validate.positive_integer(bands=self.bands)
             object.__setattr__(self, "bands", bands)
 
-    def make(
-        self, participation: Participation, momentum: float
-    ) -> generators.BandedGenerator:
+    @functools.lru_cache(maxsize=64)  # noqa: B019
+    def generator(self, participation: Participation) -> generators.BandedGenerator:
         """See base class."""
         if self.coefficients is not None:
             return generators.BandedGenerator(self.coefficients, participation)
         bands = min(self.bands or participation.min_separation, participation.rounds)
-        best = optimisation.banded(bands, participation, momentum)
+        best = toeplitz.banded(bands, participation)
         return generators.BandedGenerator(best, participation)
 
     def describe(self) -> str:
@@ -149,13 +129,12 @@ class BLT(Strategy):
             )
         object.__setattr__(self, "num_buffers", buffers)
 
-    def make(
-        self, participation: Participation, momentum: float
-    ) -> generators.BLTGenerator:
+    @functools.lru_cache(maxsize=64)  # noqa: B019
+    def generator(self, participation: Participation) -> generators.BLTGenerator:
         """See base class."""
         if self.theta is not None and self.theta_hat is not None:
             return generators.BLTGenerator(self.theta, self.theta_hat, participation)
-        best = optimisation.blt(self.num_buffers, participation, momentum)
+        best = toeplitz.blt(self.num_buffers, participation)
         return generators.BLTGenerator(*without_pairs(*best), participation)
 
     def describe(self) -> str:
@@ -196,26 +175,15 @@ def checked(**checked: Strategy | str) -> Strategy:
     """Returns a strategy, or what a text stands for, or raises.
 
     The text is "blt" or "banded", with a colon and the number of buffers or of bands,
-    as in "blt:2"; or the `repr` of a strategy.
+    as in "blt:2".
     """
     ((name, value),) = checked.items()
     if isinstance(value, Strategy):
         return value
-    if not isinstance(value, str):
-        raise TypeError(
-            f"{name} must be a BandedToeplitz or a BLT, or a text that stands for "
-            f"one, got {value!r}."
-        )
-    word, colon, number = value.partition(":")
+    word, colon, number = str(value).partition(":")
     if word in _BY_WORD and (number.isdigit() if colon else True):
         return _BY_WORD[word](*([int(number)] if colon else []))
-    try:
-        call: Any = ast.parse(value, mode="eval").body
-        kinds = {kind.__name__: kind for kind in _BY_WORD.values()}
-        options = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
-        return kinds[call.func.id](*call.args, **options)
-    except (AttributeError, KeyError, SyntaxError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{name} must be blt or banded, or one of them with a number, as in "
-            f"blt:2, or the repr of a strategy, got {value!r}: {error}"
-        ) from error
+    raise ValueError(
+        f"{name} must be a BandedToeplitz or a BLT, or a text that stands for one "
+        f"(blt or banded, or one of them with a number, as in blt:2), got {value!r}."
+    )

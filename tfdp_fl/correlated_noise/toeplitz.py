@@ -1,28 +1,31 @@
-"""Sensitivity and error of a lower-triangular Toeplitz strategy.
+"""A lower-triangular Toeplitz strategy: its sensitivity, and which one is best.
 
 A strategy C (c_0 = 1) adds n = C^-1 z to the sums of all rounds, with z fresh
 Gaussian noise. That is as private as C x + z, and the models A x get the noise
-B z, B = A C^-1. Everything here is float64; T is the number of rounds.
+B z, B = A C^-1, where A adds up the rounds. Everything here is float64; T is the
+number of rounds.
+
+The best coefficients of a run are found by L-BFGS with exact gradients. What is
+minimised is error^2 times sensitivity^2: the variance of the models' noise at a
+given privacy. The error is that of the last model, the largest one. No constraint
+is left to the optimiser: both parametrisations below make coefficients that are at
+least 0 and do not rise, whatever they are given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
-from scipy import signal
+from scipy import optimize, signal, special
 
 from tfdp_fl.correlated_noise.participation import Participation
 
+# A loss (a logarithm, so relative) and its gradient.
+_Loss = Callable[[np.ndarray], tuple[float, np.ndarray]]
 
-def workload(rounds: int, momentum: float = 0.0) -> np.ndarray:
-    """Returns the first column of A, float64 [rounds].
-
-    Row t of A says what the model after round t holds of each round's sum. That is
-    the prefix sum, ones; with a server momentum beta (1 - beta^(j+1)) / (1 - beta).
-    It decides which noise is best, and has no part in what the noise guarantees.
-    """
-    return signal.lfilter([1.0], [1.0, -momentum], np.ones(rounds))
+# Where sigmoids stop being distinguishable from 1, or from 0.
+_FARTHEST = 30.0
 
 
 def checked(coefficients: Sequence[float] | np.ndarray) -> np.ndarray:
@@ -82,3 +85,141 @@ def charges(coefficients: np.ndarray, participation: Participation) -> np.ndarra
         part = coefficients[: participation.rounds - start]
         total[start : start + len(part)] += part
     return total
+
+
+def banded(bands: int, participation: Participation) -> np.ndarray:
+    """Returns the best c_0, ..., c_(bands-1), float64 [bands].
+
+    Choquette-Choo et al. (2023), section 3, for Toeplitz matrices.
+
+    Args:
+      bands: At most T.
+      participation: (k, b) and T.
+    """
+    if bands == 1:
+        return np.ones(1)
+    # 1 / sqrt(1 - x), whose square is the prefix sum.
+    steps = np.arange(1, bands)
+    start = special.logit((2 * steps - 1) / (2 * steps))
+    found = _best(banded_loss(bands, participation), [start])
+    return _products_of_sigmoids(found)
+
+
+def _products_of_sigmoids(free: np.ndarray) -> np.ndarray:
+    """Returns c_0 = 1, c_j = c_(j-1) sigmoid(free_j), float64."""
+    return np.concatenate([[1.0], np.cumprod(special.expit(free))])
+
+
+def banded_loss(bands: int, participation: Participation) -> _Loss:
+    """Returns log(error^2 sensitivity^2) of c = `_products_of_sigmoids`."""
+    prefix_sum = np.ones(participation.rounds)
+
+    def loss(free: np.ndarray) -> tuple[float, np.ndarray]:
+        c = _products_of_sigmoids(free)
+        columns = charges(c, participation)
+        square = float(columns @ columns)
+        by_c = 2 * _backwards(columns, participation, bands) / square
+        output = signal.lfilter([1.0], c, prefix_sum)
+        error = float(output @ output)
+        # C b = A's column, so db = -C^-1 (dC) b: solve with C' first.
+        solved = signal.lfilter([1.0], c, 2 * output[::-1])[::-1]
+        by_c -= signal.correlate(solved, output)[len(output) - 1 :][:bands] / error
+        by_log = (c * by_c)[1:]
+        by_free = special.expit(-free) * np.cumsum(by_log[::-1])[::-1]
+        return np.log(error) + np.log(square), by_free
+
+    return loss
+
+
+def _backwards(
+    columns: np.ndarray, participation: Participation, count: int
+) -> np.ndarray:
+    """Returns the transpose of `charges` at col: [count]."""
+    gradient = np.zeros(count)
+    for i in range(participation.most):
+        start = i * participation.min_separation
+        part = columns[start : start + count]
+        gradient[: len(part)] += part
+    return gradient
+
+
+def blt(
+    num_buffers: int, participation: Participation
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the best theta and theta_hat, float64 [num_buffers] each.
+
+    McMahan et al. (2024), "A Hassle-free Algorithm for Private Learning in
+    Practice" (https://arxiv.org/abs/2408.08868), for the (T, k, b) at hand.
+
+    Args:
+      num_buffers: d, at least 1.
+      participation: (k, b) and T.
+    """
+    found = _best(blt_loss(participation), _blt_starts(num_buffers, participation))
+    values = np.cumprod(special.expit(found))
+    return values[::2], values[1::2]
+
+
+def _blt_starts(num_buffers: int, participation: Participation) -> Iterable[np.ndarray]:
+    """Yields poles and zeros whose distances from 1 grow geometrically."""
+    for reach in sorted({participation.rounds, participation.min_separation, 8}):
+        for lowest in (0.3, 0.8):
+            distances = np.geomspace(0.5 / (reach + 1), lowest, 2 * num_buffers)
+            values = 1 - distances
+            ratios = values / np.concatenate([[1.0], values[:-1]])
+            yield special.logit(ratios)
+
+
+def blt_loss(participation: Participation) -> _Loss:
+    """Returns log(error^2 sensitivity^2) of 1 > t_1 > t^_1 > t_2 ... > 0.
+
+    The values, theta and theta_hat by turns, are cumulative products of
+    sigmoids. C = product of (1 - t^_i x) / (1 - t_i x).
+    """
+    rounds = participation.rounds
+    visits, prefix_sum = np.zeros(rounds), np.ones(rounds)
+    last = participation.most * participation.min_separation
+    visits[: last : participation.min_separation] = 1.0
+
+    def loss(free: np.ndarray) -> tuple[float, np.ndarray]:
+        values = np.cumprod(special.expit(free))
+        columns, output = visits, prefix_sum
+        for theta, theta_hat in zip(values[::2], values[1::2], strict=True):
+            columns = _ratio(theta_hat, theta, columns)
+            output = _ratio(theta, theta_hat, output)
+        square, error = float(columns @ columns), float(output @ output)
+        by_values = np.empty_like(values)
+        for i, value in enumerate(values):
+            # d/dv of log(1 - vx) is -x / (1 - vx): a delayed filter.
+            of_columns = signal.lfilter([0.0, 1.0], [1.0, -value], columns)
+            of_output = signal.lfilter([0.0, 1.0], [1.0, -value], output)
+            sign = 1 if i % 2 == 0 else -1
+            by_values[i] = (
+                2 * sign * (columns @ of_columns / square - output @ of_output / error)
+            )
+        by_log = values * by_values
+        by_free = special.expit(-free) * np.cumsum(by_log[::-1])[::-1]
+        return np.log(error) + np.log(square), by_free
+
+    return loss
+
+
+def _ratio(zero: float, pole: float, values: np.ndarray) -> np.ndarray:
+    """Returns values filtered by (1 - zero x) / (1 - pole x)."""
+    return signal.lfilter([1.0, -zero], [1.0, -pole], values)
+
+
+def _best(loss: _Loss, starts: Iterable[np.ndarray]) -> np.ndarray:
+    """Returns the lowest of the minima found from some starts."""
+    minima = (
+        optimize.minimize(
+            loss,
+            np.clip(start, -_FARTHEST, _FARTHEST),
+            jac=True,
+            method="L-BFGS-B",
+            bounds=[(-_FARTHEST, _FARTHEST)] * len(start),
+            options={"maxiter": 500, "maxcor": 20, "ftol": 1e-12, "gtol": 1e-9},
+        )
+        for start in starts
+    )
+    return min(minima, key=lambda found: found.fun).x

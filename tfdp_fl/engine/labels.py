@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfdp_fl import keras_versions
 from tfdp_fl.datasets import FederatedDataset, nests
-from tfdp_fl.mechanisms import ClientWeighting, client_weighting
+from tfdp_fl.mechanisms import ClientWeighting, contribution
 
 ClassWeight = Mapping[int, float]
 
@@ -136,7 +136,7 @@ def check_clients(dataset: FederatedDataset, allowed: list[LabelRange]) -> None:
 
 def check_client_weighting(label_spec: Any, weighting: ClientWeighting | None) -> None:
     """Raises ValueError if clients cannot count by their examples' weights."""
-    if weighting is None or weighting.measure != client_weighting.SAMPLE_WEIGHT:
+    if weighting is None or weighting.measure != contribution.SAMPLE_WEIGHT:
         return
     if nests.weights_of(label_spec) is None or not are_numbers_of_rows(label_spec):
         raise ValueError(

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdp_fl.datasets import nests
 from tfdp_fl.engine import chunks, cohort, dense_models, devices
-from tfdp_fl.mechanisms import ClientWeighting, client_weighting
+from tfdp_fl.mechanisms import ClientWeighting, contribution
 
 # One client after the other; dense models without a model for each client
 # (`side_by_side`); all of a chunk as one batched program, for a GPU.
@@ -136,7 +136,7 @@ def measure(
       rows: Int [sum of lengths], the rows of these examples.
       y: Nest of labels, perhaps with weights beside them.
     """
-    if weighting.measure == client_weighting.NUM_EXAMPLES:
+    if weighting.measure == contribution.NUM_EXAMPLES:
         return np.asarray(lengths, np.float32)
     (weights,) = map(nests.view, tf.nest.flatten(nests.weights_of(y)))
     weights = weights.reshape(-1)[rows].astype(np.float64)

@@ -18,7 +18,7 @@ from absl import flags
 
 from tfdp_fl import _validate, mechanisms
 from tfdp_fl.accounting.charge import SAMPLINGS
-from tfdp_fl.mechanisms import parameters
+from tfdp_fl.mechanisms import declaration
 
 MECHANISMS: dict[str, type[mechanisms.Mechanism]] = {
     name: mechanisms.by_name(name) for name in mechanisms.names()
@@ -208,7 +208,7 @@ def _parameters() -> dict[str, Option]:
 
 def _kind(field: dataclasses.Field[Any]) -> Any:
     check = field.metadata.get("check")
-    if isinstance(check, parameters.OneOf):
+    if isinstance(check, declaration.OneOf):
         return tuple(check.words)
     if field.metadata.get("none_word") is not None:
         return str

@@ -163,9 +163,6 @@ class PrivateRounds:
                 "(noise_site='client', server_side_noising=False), got 'exclude'."
             )
         self.on_client_failure = failure
-        self.accountant = _validate.one_of(
-            charge_lib.ACCOUNTANTS, accountant=accountant
-        )
         budget = None
         if target_epsilon is not None or target_delta is not None:
             budget = ledger_lib.Budget(
@@ -305,7 +302,15 @@ class PrivateRounds:
 
     def _caveats(self, epsilon: float, known: float) -> list[str]:
         """Returns the sentences that hold; each stands by itself."""
-        said = [statement.CAVEATS[key] for key in self.mechanism.caveats()]
+        keys = [*self.mechanism.caveats(), "floating_point_noise"]
+        if not self._history.num_from_ledger:
+            keys.append("hyperparameter_search_not_counted")
+        said = [statement.CAVEATS[key] for key in keys]
+        said.append(
+            "The noise came from pseudo-random generators (NumPy's PCG64, and Philox "
+            "where TensorFlow draws it) with 128 secret bits of the operating system; "
+            "they are not made for cryptography."
+        )
         if self._correlation is not None:
             checked = self.mechanism.own_caveats["participations_checked"]
             names = "names that the server gave to nodes"

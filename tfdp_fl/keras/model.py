@@ -129,7 +129,6 @@ class DPFederatedModel:
         training_setup.check_model(model)
         self._model = model
         self._setup = TrainingSetup(**arguments)
-        self._given_mechanism = self.setup.mechanism
         self._run: Run | None = None
         # Whether clients' metrics were shown without noise.
         self._showed_metrics = False
@@ -220,11 +219,7 @@ class DPFederatedModel:
           server_optimizer: A Keras optimizer that takes the negated mean
             update as its gradient (SGD with momentum: FedAvgM; Adam: FedAdam).
             None adds the mean update (FedAvg). With `use_ema` the model has
-            the averaged weights when `fit` ends, as with Keras. Before the
-            first round SGD's momentum chooses how `CorrelatedNoise` is
-            correlated, unless `server_momentum` was given; `mechanism` has what
-            was chosen. With a target the noise multiplier follows, so that
-            the run costs the same.
+            the averaged weights when `fit` ends, as with Keras.
           jit_compile: Whether XLA compiles the clients' training; None decides
             by the model.
           weighted_metrics: As in Keras's `compile`: metrics in which the
@@ -284,8 +279,6 @@ class DPFederatedModel:
             jit_compile=jit_compile,
         )
         self._prepared = None  # A new engine; the run goes on.
-        if self.run is None:
-            self._setup = self.setup.for_server(self._given_mechanism, server_optimizer)
         self.model.compile(**as_keras)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:

@@ -150,16 +150,6 @@ class TrainingSetup:
             )
         return rule
 
-    def for_server(self, mechanism: Mechanism, optimizer: Any) -> TrainingSetup:
-        """Returns the setup with a mechanism that suits the server's optimizer."""
-        momentum = 0.0
-        if optimizer is not None:
-            momentum = keras_versions.momentum(optimizer)
-        charged = None if self.target is None else self.target.rounds
-        return dataclasses.replace(
-            self, mechanism=mechanism.for_server(momentum, charged)
-        )
-
     @property
     def aborts_on_failure(self) -> bool:
         """Whether a round in which somebody's data fails is abandoned."""

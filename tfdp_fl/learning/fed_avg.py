@@ -113,11 +113,6 @@ def build_dp_fed_avg(
     client_optimizer_fn: tff.learning.optimizers.Optimizer,
     server_optimizer_fn: tff.learning.optimizers.Optimizer | None = None,
     *,
-    model_distributor: tff.learning.templates.DistributionProcess | None = None,
-    metrics_aggregator: Any = None,
-    loop_implementation: tff.learning.LoopImplementation = (
-        tff.learning.LoopImplementation.DATASET_ITERATOR
-    ),
     local_epochs: int = 1,
     inner_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
     scalars_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
@@ -148,16 +143,12 @@ def build_dp_fed_avg(
         `tff.learning.models.VariableModel` (such as
         `tff.learning.models.from_keras_model`), or a `FunctionalModel`.
       mechanism: Any mechanism. `AdaptiveLocalDP` runs with empty windows,
-        because TFF's clients have no memory (see `AdaptiveLocalDPFactory`).
+        because TFF's clients have no memory.
       clients_per_round: m, the expected cohort size: a number, a sequence with
         one value a round, or (with `rounds`) a callable of the round.
       client_optimizer_fn: A `tff.learning.optimizers.Optimizer`.
       server_optimizer_fn: The same for the server; None: SGD with learning
         rate 1, which adds the mean update.
-      model_distributor: How the model gets to the clients; None: broadcast.
-      metrics_aggregator: See `tff.learning.algorithms.build_weighted_fed_avg`.
-      loop_implementation: How the local loop is compiled; the default is the
-        faster one on CPUs.
       local_epochs: How often each client goes through its data set.
       inner_factory: Sums the updates (see `MechanismFactory`).
       scalars_factory: Sums the other numbers (see `MechanismFactory`).
@@ -180,9 +171,6 @@ def build_dp_fed_avg(
     optimizer = tff.learning.optimizers.Optimizer
     _validate.instance_of(mechanism_lib.Mechanism, mechanism=mechanism)
     _validate.instance_of(optimizer, client_optimizer_fn=client_optimizer_fn)
-    _validate.instance_of(
-        tff.learning.LoopImplementation, loop_implementation=loop_implementation
-    )
     if server_optimizer_fn is not None:
         _validate.instance_of(optimizer, server_optimizer_fn=server_optimizer_fn)
     local_epochs = _validate.positive_integer(local_epochs=local_epochs)
@@ -219,20 +207,16 @@ def build_dp_fed_avg(
             server_optimizer_fn or tff.learning.optimizers.build_sgdm(1.0),
             weights_type,
         )
-    if model_distributor is None:
-        model_distributor = tff.learning.templates.build_broadcast_process(weights_type)
     work = build_local_training(
         model_fn,
         client_optimizer_fn,
         as_weights=mechanism.releases_weights,
-        metrics_aggregator=metrics_aggregator,
-        loop_implementation=loop_implementation,
         local_epochs=local_epochs,
     )
     result_type = work.next.type_signature.result.result.member
     composed = tff.learning.templates.compose_learning_process(
         initial_weights,
-        model_distributor,
+        tff.learning.templates.build_broadcast_process(weights_type),
         work,
         weighted.create(result_type.update, result_type.update_weight),
         finalizer,
@@ -274,8 +258,6 @@ def build_local_training(
     optimizer: tff.learning.optimizers.Optimizer,
     *,
     as_weights: bool,
-    metrics_aggregator: Any,
-    loop_implementation: tff.learning.LoopImplementation,
     local_epochs: int,
 ) -> tff.learning.templates.ClientWorkProcess:
     """Returns TFF's local training, in which a failed one hands in NaN.
@@ -290,8 +272,6 @@ def build_local_training(
       optimizer: The clients' optimizer.
       as_weights: Whether the weights after training are handed in, and the number
         of examples with them, in the place of the update.
-      metrics_aggregator: See `tff.learning.algorithms.build_weighted_fed_avg`.
-      loop_implementation: The same.
       local_epochs: How often each client goes through its data set. The number of
         examples counts each once.
     """
@@ -303,8 +283,8 @@ def build_local_training(
         **{name: model_fn},
         optimizer=optimizer,
         client_weighting=weighting.NUM_EXAMPLES if as_weights else weighting.UNIFORM,
-        metrics_aggregator=metrics_aggregator,
-        loop_implementation=loop_implementation,
+        # The faster loop on CPUs.
+        loop_implementation=tff.learning.LoopImplementation.DATASET_ITERATOR,
     )
     state_type, weights_type, data_type = work.next.type_signature.parameter
     result_type = work.next.type_signature.result.result.member

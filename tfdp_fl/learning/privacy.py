@@ -17,7 +17,6 @@ from tfdp_fl import _validate, accounting, schedules
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting.charge import SEPARATED
 from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
-from tfdp_fl.aggregators import round_plan
 from tfdp_fl.aggregators import state as state_lib
 from tfdp_fl.mechanisms import CorrelatedNoise, contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
@@ -273,7 +272,7 @@ def _check_answered(
     population = cast(int, deployment.num_clients)
     most = planned = line["clients_per_round"]
     if deployment.sampling == "poisson":
-        most = round_plan.largest_poisson_cohort(population, min(planned, population))
+        most = state_lib.largest_poisson_cohort(population, min(planned, population))
     if answered > most:
         raise ValueError(
             f"sampling={deployment.sampling!r} gives cohorts of at most {most:g} "

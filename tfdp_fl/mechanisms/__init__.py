@@ -2,16 +2,17 @@
 
 from tfdp_fl.mechanisms.adaptive_clipping import AdaptiveClipping
 from tfdp_fl.mechanisms.adaptive_local_dp import AdaptiveLocalDP
-from tfdp_fl.mechanisms.client_weighting import ClientWeighting
 from tfdp_fl.mechanisms.cohort_query import CohortQuery
 from tfdp_fl.mechanisms.contribution import (
     NUM_DIAGNOSTICS,
     Client,
+    ClientWeighting,
     Contribution,
     Deployment,
     Round,
 )
 from tfdp_fl.mechanisms.correlated_noise import CorrelatedNoise
+from tfdp_fl.mechanisms.declaration import by_name, names, parameter, register
 from tfdp_fl.mechanisms.fixed_clipping import FixedClipping, NoPrivacy
 from tfdp_fl.mechanisms.local_dp import LocalDP
 from tfdp_fl.mechanisms.mechanism import Mechanism, Target
@@ -20,9 +21,7 @@ from tfdp_fl.mechanisms.median_clipping import (
     default_median_noise_multiplier,
 )
 from tfdp_fl.mechanisms.nbafl import NbAFL
-from tfdp_fl.mechanisms.parameters import parameter
 from tfdp_fl.mechanisms.query_mechanism import QueryMechanism
-from tfdp_fl.mechanisms.registry import by_name, names, register
 
 __all__ = [
     "NUM_DIAGNOSTICS",

@@ -16,7 +16,7 @@ import numpy as np
 
 from tfdp_fl import _validate, schedules
 from tfdp_fl._on_use import tf
-from tfdp_fl.mechanisms import fixed_clipping, mechanism, parameters, registry
+from tfdp_fl.mechanisms import declaration, fixed_clipping, mechanism
 from tfdp_fl.mechanisms.contribution import Deployment, Round
 
 # The name of the released sum of bits.
@@ -53,7 +53,7 @@ def _choose(condition: Any, one: Any, other: Any) -> Any:
     return tf.where(condition, one, other)
 
 
-@registry.register("adaptive")
+@declaration.register("adaptive")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptiveClipping(mechanism.Mechanism):
     """DP-FedAvg with a clip that follows a quantile of the update norms.
@@ -90,19 +90,19 @@ class AdaptiveClipping(mechanism.Mechanism):
     )
 
     noise_multiplier: schedules.Schedule = fixed_clipping.noise_multiplier_parameter()
-    initial_clip_norm: float = parameters.parameter(
-        parameters.clip, "the clip of the first round.", default=0.1
+    initial_clip_norm: float = declaration.parameter(
+        declaration.clip, "the clip of the first round.", default=0.1
     )
-    target_quantile: float = parameters.parameter(
+    target_quantile: float = declaration.parameter(
         _validate.probability,
         "the fraction of clients that should remain unclipped.",
         default=0.5,
     )
-    clip_learning_rate: float = parameters.parameter(
+    clip_learning_rate: float = declaration.parameter(
         _validate.non_negative, "how fast the clip follows.", default=0.2
     )
-    count_noise_stddev: float | None = parameters.parameter(
-        parameters.optional(_validate.non_negative),
+    count_noise_stddev: float | None = declaration.parameter(
+        declaration.optional(_validate.non_negative),
         "noise on the count of unclipped clients; m / 20 unless given.",
         default=None,
     )
@@ -207,7 +207,10 @@ class AdaptiveClipping(mechanism.Mechanism):
             moved = round.clip_norm * math.exp(min(float(power), 700.0))
         else:
             moved = round.clip_norm * tf.exp(power)
-        smallest, largest = parameters.SMALLEST_CLIP_NORM, parameters.LARGEST_CLIP_NORM
+        smallest, largest = (
+            declaration.SMALLEST_CLIP_NORM,
+            declaration.LARGEST_CLIP_NORM,
+        )
         moved = _choose(moved > smallest, moved, smallest)
         return _choose(moved < largest, moved, largest)
 

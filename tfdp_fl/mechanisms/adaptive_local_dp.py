@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from tfdp_fl import _validate
 from tfdp_fl._on_use import tf
-from tfdp_fl.mechanisms import clipping, local_dp, parameters, registry
+from tfdp_fl.mechanisms import clipping, declaration, local_dp
 from tfdp_fl.mechanisms.contribution import (
     Client,
     Contribution,
@@ -19,7 +19,7 @@ from tfdp_fl.mechanisms.contribution import (
 )
 
 
-@registry.register("adaptive_local")
+@declaration.register("adaptive_local")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptiveLocalDP(local_dp.LocalMechanism):
     """DISCO's local DP, whose radius follows the client's own last updates.
@@ -39,6 +39,9 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
     something that epsilon does not cover; the statement says so. As each client's
     noise follows its own radius, the sum of the noises has no bound in terms of the
     largest radius: no central guarantee is claimed beyond the local one.
+
+    A TFF client has neither a name nor a state, so there the window is empty in
+    every round, and every layer's radius is `clipping_radius`.
 
     Attributes:
       epsilon: The budget of one client over the training.
@@ -66,20 +69,20 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         ),
     }
 
-    epsilon: float = parameters.parameter(
+    epsilon: float = declaration.parameter(
         _validate.positive, "the budget of one client over the training."
     )
-    delta: float = parameters.parameter(_validate.inside_unit_interval, "its delta.")
-    clipping_radius: float = parameters.parameter(
-        parameters.clip, "the most that a layer's radius may be.", default=1.0
+    delta: float = declaration.parameter(_validate.inside_unit_interval, "its delta.")
+    clipping_radius: float = declaration.parameter(
+        declaration.clip, "the most that a layer's radius may be.", default=1.0
     )
-    window: int = parameters.parameter(
+    window: int = declaration.parameter(
         _validate.positive_integer,
         "how many of its own last norms a client averages.",
         default=3,
     )
-    layers: str = parameters.parameter(
-        parameters.OneOf("joint", "separate"),
+    layers: str = declaration.parameter(
+        declaration.OneOf("joint", "separate"),
         "whether a round's layers are one release or charged one by one.",
         default="joint",
     )

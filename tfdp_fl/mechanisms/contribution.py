@@ -1,18 +1,134 @@
-"""What a round knows, what a client knows, and what a client hands in."""
+"""What a round knows, what a client knows and counts, and what it hands in."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from tfdp_fl import schedules
+from tfdp_fl import _validate, schedules
 from tfdp_fl._on_use import tf
-from tfdp_fl.mechanisms.client_weighting import ClientWeighting
 
 # One tensor for each variable of the model.
 Tensors: TypeAlias = "list[tf.Tensor]"
 Scalar: TypeAlias = "float | tf.Tensor"
+
+NUM_EXAMPLES, SAMPLE_WEIGHT = "num_examples", "sample_weight"
+_MEASURES = (NUM_EXAMPLES, SAMPLE_WEIGHT)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClientWeighting:
+    """Lets a client count by what it holds, and never more than 1.
+
+    McMahan et al. (2018), "Learning Differentially Private Recurrent Language
+    Models", section 2: client k counts w_k = min(n_k / n_hat, 1), and the mean
+    is the estimator with a fixed denominator,
+
+        f = (sum_k w_k clip(Delta_k, S) + N(0, (z S)^2 I)) / (q W),
+
+    here with q W = m * mean_weight, where m is the expected cohort size.
+
+    The bound. The update is clipped first, so ||clip(Delta_k, S)|| <= S, and
+    multiplied by w_k afterwards. w_k is a function of client k's data alone,
+    and in [0, 1] whatever these are (`weight`; NaN and Inf give 0), so
+
+        ||w_k clip(Delta_k, S)|| = w_k ||clip(Delta_k, S)|| <= 1 * S.
+
+    Adding client k, removing it, or counting it as zero therefore moves the sum
+    by at most S, and replacing it by another by at most 2 S: what it moves
+    without weights. The denominator is m * mean_weight, two numbers that were
+    given before anybody's data was seen, so it moves nothing. Noise of stddev
+    z S on the sum costs what it costs for clients who all count 1. (In floating
+    point the factor min(1, S / norm) is rounded, then multiplied by w <= 1;
+    rounding is monotone, so the product is no larger than the factor.)
+
+    What is released of a client beside its update (the bit of adaptive
+    clipping, its norm for a median clip) has a bound of its own, and counts
+    once for each client, whatever its weight.
+
+    The sum of the weights of a cohort is never divided by: it depends on who
+    is there. (`NoPrivacy`, which promises nothing, does.) Where the weights
+    add up to less than m * mean_weight, the mean is shorter by that factor, and
+    never longer than with the weights' own sum if mean_weight is 1, the
+    default. A smaller mean_weight makes the server's step, and the noise in it,
+    larger by the same factor, and changes no cost.
+
+    Attributes:
+      measure: Of what a client has: "num_examples", its number of examples, or
+        "sample_weight", the sum of the weights of its examples.
+      cap: n_hat > 0; a client with so much of it, or more, counts 1.
+      mean_weight: In (0, 1], what clients are expected to count on average:
+        W / N. A number that is known without looking at the clients' data.
+    """
+
+    measure: str
+    cap: float
+    mean_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        _validate.one_of(_MEASURES, measure=self.measure)
+        cap = _validate.positive(cap=self.cap)
+        mean_weight = _validate.positive(mean_weight=self.mean_weight)
+        if mean_weight > 1:
+            raise ValueError(
+                "mean_weight must be above 0 and at most 1, because no client "
+                f"counts more than 1, got {self.mean_weight!r}."
+            )
+        if not math.isfinite(1 / cap) or cap > 3e38:
+            raise ValueError(
+                f"cap must be a number that float32 has, got {self.cap!r}."
+            )
+        object.__setattr__(self, "cap", cap)
+        object.__setattr__(self, "mean_weight", mean_weight)
+
+    @classmethod
+    def num_examples(cls, cap: float, mean_weight: float = 1.0) -> ClientWeighting:
+        """Counts a client by its number of examples n: min(n / cap, 1).
+
+        Args:
+          cap: n_hat > 0, in examples.
+          mean_weight: See the class.
+        """
+        return cls(measure=NUM_EXAMPLES, cap=cap, mean_weight=mean_weight)
+
+    @classmethod
+    def sample_weight(cls, cap: float, mean_weight: float = 1.0) -> ClientWeighting:
+        """Counts a client by the sum of its examples' weights.
+
+        For clients of `(x, y, sample_weight)` with one number for each
+        example; a sum below 0, or of a NaN, counts 0.
+
+        Args:
+          cap: n_hat > 0, in the same unit.
+          mean_weight: See the class.
+        """
+        return cls(measure=SAMPLE_WEIGHT, cap=cap, mean_weight=mean_weight)
+
+    def weight(self, measured: tf.Tensor) -> tf.Tensor:
+        """Returns what clients count, float32 in [0, 1].
+
+        Args:
+          measured: Float32, any shape: what they have of `measure`, or any
+            other number that a client makes up.
+        """
+        share = tf.cast(measured, tf.float32) / tf.constant(self.cap, tf.float32)
+        share = tf.where(tf.math.is_finite(share), share, 0.0)
+        return tf.clip_by_value(share, 0.0, 1.0)
+
+    def describe(self) -> str:
+        """Returns one sentence for the privacy statement."""
+        what = (
+            "its number of examples"
+            if self.measure == NUM_EXAMPLES
+            else "the sum of its examples' weights"
+        )
+        return (
+            f"A client's clipped update counts by {what} n, as min(n / "
+            f"{self.cap:g}, 1), so that none counts more than 1 and the clip "
+            "bounds what one client adds to the sum as without weights."
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

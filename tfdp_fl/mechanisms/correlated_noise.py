@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -16,26 +15,11 @@ import dp_accounting
 from tfdp_fl import _validate, correlated_noise, schedules
 from tfdp_fl._on_use import tf
 from tfdp_fl.correlated_noise import generators, strategies
-from tfdp_fl.mechanisms import mechanism, noise, parameters, registry
+from tfdp_fl.mechanisms import declaration, mechanism, noise
 from tfdp_fl.mechanisms.contribution import Deployment, Tensors
 
 
-def _momentum(**checked: Any) -> float:
-    ((name, value),) = checked.items()
-    momentum = _validate.non_negative(**checked)
-    if momentum >= 1:
-        raise ValueError(f"{name} must be below 1, got {value!r}.")
-    return momentum
-
-
-def _charged(made: generators.Generator, rounds: int) -> float:
-    """Returns how far one client moves C x in so many rounds, in clips."""
-    squares = made.charges**2
-    whole, rest = divmod(rounds, len(squares))
-    return math.sqrt(whole * squares.sum() + squares[:rest].sum())
-
-
-@registry.register("correlated")
+@declaration.register("correlated")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CorrelatedNoise(mechanism.Mechanism):
     """DP-FedAvg whose noise cancels itself out in part from round to round.
@@ -67,9 +51,6 @@ class CorrelatedNoise(mechanism.Mechanism):
       min_separation: b.
       max_participations: k, after which a client sits out; None: as many as
         there is room for, ceil(T / b).
-      server_momentum: That of the server optimizer, by which C is chosen; it
-        has no part in the guarantee. None: that of the optimizer that
-        `DPFederatedModel.compile` is given, or 0.
     """
 
     # The last two are for where clients come as they like.
@@ -102,37 +83,31 @@ class CorrelatedNoise(mechanism.Mechanism):
         "sampling": "cyclic",
     }
 
-    clip_norm: float = parameters.parameter(
-        parameters.clip, "the clip S, L2 over the whole update.", start=0.5
+    clip_norm: float = declaration.parameter(
+        declaration.clip, "the clip S, L2 over the whole update.", start=0.5
     )
-    noise_multiplier: float = parameters.parameter(
+    noise_multiplier: float = declaration.parameter(
         _validate.non_negative,
         "z, stddev of the fresh noise on the sum of the clipped updates over the clip.",
     )
-    strategy: strategies.Strategy = parameters.parameter(
+    strategy: strategies.Strategy = declaration.parameter(
         strategies.checked,
         "how the noise is correlated: blt or banded, with a number of buffers "
         "or bands, as in blt:2.",
         default="blt",
     )
-    rounds: int = parameters.parameter(
+    rounds: int = declaration.parameter(
         _validate.positive_integer, "T, for which the noise is made."
     )
-    min_separation: int = parameters.parameter(
+    min_separation: int = declaration.parameter(
         _validate.positive_integer,
         "b, from one round of a client to its next: the number of groups; "
         "make_private and train.py take N / m.",
     )
-    max_participations: int | None = parameters.parameter(
-        parameters.optional(_validate.positive_integer),
+    max_participations: int | None = declaration.parameter(
+        declaration.optional(_validate.positive_integer),
         "after so many rounds a client sits out; as many as there is room for "
         "unless given.",
-        default=None,
-    )
-    server_momentum: float | None = parameters.parameter(
-        parameters.optional(_momentum),
-        "of the server optimizer, by which the noise is chosen; that of the "
-        "one that is compiled unless given.",
         default=None,
     )
 
@@ -156,24 +131,7 @@ class CorrelatedNoise(mechanism.Mechanism):
     @functools.cached_property
     def generator(self) -> generators.Generator:
         """What the strategy comes to in a segment of T rounds."""
-        momentum = self.server_momentum or 0.0
-        return self.strategy.generator(self.participation, momentum)
-
-    def for_server(
-        self, momentum: float, charged_rounds: int | None = None
-    ) -> mechanism.Mechanism:
-        """Implements `Mechanism.for_server`: chooses C for the optimizer."""
-        if self.server_momentum is not None or not momentum:
-            return self
-        made = dataclasses.replace(self, server_momentum=momentum)
-        if charged_rounds is None or made.generator is self.generator:
-            return made
-        ratio = _charged(made.generator, charged_rounds) / _charged(
-            self.generator, charged_rounds
-        )
-        # A hair more, for what floating point rounds.
-        noise_multiplier = self.noise_multiplier * ratio * (1 + 1e-9)
-        return made.with_noise_multiplier(noise_multiplier)
+        return self.strategy.generator(self.participation)
 
     @property
     def event_period(self) -> int:

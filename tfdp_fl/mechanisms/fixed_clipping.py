@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 from tfdp_fl import _validate, schedules
 from tfdp_fl._on_use import tf
-from tfdp_fl.mechanisms import clipping, mechanism, parameters, registry
+from tfdp_fl.mechanisms import clipping, declaration, mechanism
 from tfdp_fl.mechanisms.contribution import Deployment, Round, Tensors
 
 
 def noise_multiplier_parameter() -> schedules.Schedule:
     """Returns the z of a mechanism with a trusted server."""
-    return parameters.parameter(
-        parameters.scheduled(_validate.non_negative),
+    return declaration.parameter(
+        declaration.scheduled(_validate.non_negative),
         "z, noise stddev on the sum of the clipped updates over the clip; a "
         "number, or one value a round.",
     )
@@ -23,8 +23,8 @@ def noise_multiplier_parameter() -> schedules.Schedule:
 
 def noise_site_parameter() -> str:
     """Returns who adds the noise of a mechanism with a trusted server."""
-    return parameters.parameter(
-        parameters.OneOf("server", "client"),
+    return declaration.parameter(
+        declaration.OneOf("server", "client"),
         "who adds the noise; client needs fixed-size sampling.",
         default="server",
     )
@@ -37,7 +37,7 @@ def site_phrase(noise_site: str) -> str:
     ]
 
 
-@registry.register("fixed")
+@declaration.register("fixed")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FixedClipping(mechanism.Mechanism):
     """DP-FedAvg with a clip that does not move.
@@ -60,8 +60,8 @@ class FixedClipping(mechanism.Mechanism):
         N(0, (zS)^2 / m), which needs fixed-size sampling.
     """
 
-    clip_norm: float = parameters.parameter(
-        parameters.clip, "the clip S, L2 over the whole update.", start=0.5
+    clip_norm: float = declaration.parameter(
+        declaration.clip, "the clip S, L2 over the whole update.", start=0.5
     )
     noise_multiplier: schedules.Schedule = noise_multiplier_parameter()
     noise_site: str = noise_site_parameter()
@@ -75,7 +75,7 @@ class FixedClipping(mechanism.Mechanism):
         )
 
 
-@registry.register("none")
+@declaration.register("none")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoPrivacy(mechanism.Mechanism):
     """Federated averaging without clipping or noise (McMahan et al. 2017).

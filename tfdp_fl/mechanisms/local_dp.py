@@ -17,9 +17,8 @@ from tfdp_fl.accounting import gaussian
 from tfdp_fl.mechanisms import (
     clipping,
     cohort_query,
+    declaration,
     mechanism,
-    parameters,
-    registry,
 )
 from tfdp_fl.mechanisms.contribution import Client, Deployment, Round, Tensors
 
@@ -91,29 +90,24 @@ class LocalMechanism(mechanism.Mechanism):
             "it was calibrated for is not guaranteed, and the epsilon reported "
             "here was computed from the noise really added."
         ),
-        "basic_composition": (
-            "The target was split evenly over the rounds (basic composition), "
-            "which adds more noise than is needed; the epsilon reported here "
-            "is what the noise really gives."
-        ),
     }
     suggested_run: ClassVar[Mapping[str, Any]] = {
         "target_epsilon": 16.0,
         **EVERYBODY_IN_FEW_ROUNDS,
     }
 
-    calibration: str = parameters.parameter(
-        parameters.OneOf("analytic", "classic"),
+    calibration: str = declaration.parameter(
+        declaration.OneOf("analytic", "classic"),
         "analytic (Balle & Wang 2018), or the classic formula, proven for epsilon < 1.",
         default="analytic",
     )
-    composition: str = parameters.parameter(
-        parameters.OneOf("rdp", "basic"),
+    composition: str = declaration.parameter(
+        declaration.OneOf("rdp", "basic"),
         "how a client's rounds add up: rdp, or basic (epsilon / T for every round).",
         default="rdp",
     )
-    max_participations: int | None = parameters.parameter(
-        parameters.optional(_validate.positive_integer),
+    max_participations: int | None = declaration.parameter(
+        declaration.optional(_validate.positive_integer),
         "after so many rounds a client sits out, which needs less noise in each.",
         default=None,
     )
@@ -190,7 +184,7 @@ class LocalMechanism(mechanism.Mechanism):
         return ("local_not_central",)
 
 
-@registry.register("local")
+@declaration.register("local")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalDP(LocalMechanism):
     """Each client releases Delta min(1, S/||Delta||) + N(0, (z_local S)^2).
@@ -215,21 +209,21 @@ class LocalDP(LocalMechanism):
         `composition="rdp"` needs less noise; None: as often as it is drawn.
     """
 
-    clip_norm: float = parameters.parameter(
-        parameters.clip, "the clip S, L2 over the whole update.", start=1.0
+    clip_norm: float = declaration.parameter(
+        declaration.clip, "the clip S, L2 over the whole update.", start=1.0
     )
-    epsilon: float | None = parameters.parameter(
-        parameters.optional(_validate.positive),
+    epsilon: float | None = declaration.parameter(
+        declaration.optional(_validate.positive),
         "the budget of one client over the training.",
         default=None,
     )
-    delta: float | None = parameters.parameter(
-        parameters.optional(_validate.inside_unit_interval),
+    delta: float | None = declaration.parameter(
+        declaration.optional(_validate.inside_unit_interval),
         "its delta.",
         default=None,
     )
-    noise_multiplier: float | None = parameters.parameter(
-        parameters.optional(_validate.non_negative),
+    noise_multiplier: float | None = declaration.parameter(
+        declaration.optional(_validate.non_negative),
         "what one client adds, over the clip, in the place of a budget.",
         default=None,
     )

@@ -2,7 +2,7 @@
 
 A **mechanism** says what is released about a cohort of client updates and what
 that costs. It is a frozen dataclass in a file of its own: its parameters
-(`parameters.parameter`), a name (`registry.register`), and its mathematics, as
+(`declaration.parameter`), a name (`declaration.register`), and its mathematics, as
 the members of `Mechanism` that differ from plain DP-FedAvg. It knows no
 runtime. Members that say so take Python floats and TensorFlow scalars alike,
 so that the planner, Flower's strategies and the privacy statement use the same
@@ -26,10 +26,10 @@ import dp_accounting
 from tfdp_fl import _validate, schedules
 from tfdp_fl._on_use import tf
 from tfdp_fl.accounting import statement as caveats_lib
-from tfdp_fl.mechanisms import clipping, cohort_query, grid, noise, parameters
-from tfdp_fl.mechanisms.client_weighting import ClientWeighting
+from tfdp_fl.mechanisms import clipping, cohort_query, declaration, grid, noise
 from tfdp_fl.mechanisms.contribution import (
     Client,
+    ClientWeighting,
     Contribution,
     Deployment,
     Round,
@@ -67,7 +67,6 @@ class Mechanism(abc.ABC):
     the expected cohort size m. A mechanism overrides what it does otherwise.
 
     Class attributes:
-      registered_name: What it is called by, "" if it has no such name.
       guarantee: What is protected against whom: "central" (the server is
         trusted), "local" (nobody is), "record" (one example, not one client)
         or "none".
@@ -92,7 +91,6 @@ class Mechanism(abc.ABC):
       suggested_run: What `train.py` does unless told otherwise, by flag.
     """
 
-    registered_name: ClassVar[str] = ""
     guarantee: ClassVar[str] = "central"
     released_sums: ClassVar[tuple[str, ...]] = ()
     releases_weights: ClassVar[bool] = False
@@ -127,7 +125,7 @@ class Mechanism(abc.ABC):
         caveats_lib.add_caveats(cls.own_caveats)
 
     def __post_init__(self) -> None:
-        parameters.check_all(self)
+        declaration.check_all(self)
         self.check_parameters()
         if schedules.is_constant(self.noise_multiplier):
             self.noise_multiplier_at(0)
@@ -400,18 +398,6 @@ class Mechanism(abc.ABC):
             )
         changed: dict[str, Any] = {"noise_multiplier": noise_multiplier}
         return dataclasses.replace(self, **changed)
-
-    def for_server(
-        self, momentum: float, charged_rounds: int | None = None
-    ) -> Mechanism:
-        """Returns the mechanism that suits what the server does with means.
-
-        Args:
-          momentum: The server optimizer's; 0 if it has none.
-          charged_rounds: Where given, so many rounds must not cost more than
-            before: the noise multiplier follows. None: it stays.
-        """
-        return self
 
     @property
     def name(self) -> str:

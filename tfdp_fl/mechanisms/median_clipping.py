@@ -12,11 +12,10 @@ import dp_accounting
 from tfdp_fl import _validate, schedules
 from tfdp_fl._on_use import tf
 from tfdp_fl.mechanisms import (
+    declaration,
     fixed_clipping,
     mechanism,
     noise,
-    parameters,
-    registry,
 )
 from tfdp_fl.mechanisms.contribution import Deployment, Round
 
@@ -99,7 +98,7 @@ def default_median_noise_multiplier(
     return min(usual, max(reliable, least))
 
 
-@registry.register("median")
+@declaration.register("median")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MedianClipping(mechanism.Mechanism):
     """Clips to the median norm of the same round's updates.
@@ -135,8 +134,8 @@ class MedianClipping(mechanism.Mechanism):
     }
 
     noise_multiplier: schedules.Schedule = fixed_clipping.noise_multiplier_parameter()
-    median_noise_multiplier: float | None = parameters.parameter(
-        parameters.optional(_validate.positive),
+    median_noise_multiplier: float | None = declaration.parameter(
+        declaration.optional(_validate.positive),
         "noise multiplier of a private median, whose cost is included (by "
         "default 5 times --noise_multiplier, less for small cohorts); or "
         "exact: the cohort's own median as published, which is not private "
@@ -183,8 +182,8 @@ class MedianClipping(mechanism.Mechanism):
             tf.size(norms) > 0,
             lambda: tf.clip_by_value(
                 median(norms),
-                parameters.SMALLEST_CLIP_NORM,
-                parameters.LARGEST_CLIP_NORM,
+                declaration.SMALLEST_CLIP_NORM,
+                declaration.LARGEST_CLIP_NORM,
             ),
             lambda: round.clip_norm,
         )

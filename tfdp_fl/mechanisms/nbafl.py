@@ -12,11 +12,10 @@ from tfdp_fl._on_use import tf
 from tfdp_fl.mechanisms import (
     clipping,
     cohort_query,
+    declaration,
     local_dp,
     mechanism,
     noise,
-    parameters,
-    registry,
 )
 from tfdp_fl.mechanisms.contribution import (
     Client,
@@ -48,7 +47,7 @@ def _num_examples(client: Client) -> tf.Tensor:
     return tf.where(tf.math.is_finite(n) & (n > 0), n, 0.0)
 
 
-@registry.register("nbafl")
+@declaration.register("nbafl")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NbAFL(mechanism.Mechanism):
     """Noising before model aggregation in federated learning.
@@ -92,18 +91,18 @@ class NbAFL(mechanism.Mechanism):
         "rounds": 20,
     }
 
-    epsilon: float = parameters.parameter(
+    epsilon: float = declaration.parameter(
         _validate.positive, "the budget of a record over all rounds."
     )
-    constant: float = parameters.parameter(
+    constant: float = declaration.parameter(
         _validate.positive,
         "c, from which delta = 1.25 exp(-c^2/2) follows.",
         start=3.0,
     )
-    weight_clip: float = parameters.parameter(
-        parameters.clip, "C, the bound of a client's weights.", start=5.0
+    weight_clip: float = declaration.parameter(
+        declaration.clip, "C, the bound of a client's weights.", start=5.0
     )
-    mu: float = parameters.parameter(
+    mu: float = declaration.parameter(
         _validate.non_negative, "weight of the proximal term.", default=0.0
     )
 
