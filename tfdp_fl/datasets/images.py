@@ -21,7 +21,6 @@ def load_digits(
     examples_per_client: int = 20,
     shards_per_client: int = 2,
     iid: bool = True,
-    test_fraction: float = 0.2,
     validation_examples: int = 0,
     seed: int = 0,
 ) -> tuple[FederatedDataset, tuple[np.ndarray, np.ndarray]]:
@@ -39,16 +38,14 @@ def load_digits(
         see `tfdp_fl.datasets.partition`.
       iid: Whether clients hold random examples (the default: a quick start)
         or label shards.
-      test_fraction: The share of the examples that is the test set, always
-        the same one, each digit in proportion.
       validation_examples: If not 0, that many training examples, always the
         same ones, are given to no client and returned in place of the test
         set, to choose hyperparameters by.
       seed: Which client gets what.
 
     Returns:
-      The clients, and `(x_test, y_test)`: x float32[n, 64] from 0 to 1, y
-      int32[n].
+      The clients, and `(x_test, y_test)`, a fifth of the digits, always the same
+      ones, each digit in proportion: x float32[n, 64] from 0 to 1, y int32[n].
 
     Raises:
       ImportError: If scikit-learn is not installed.
@@ -57,11 +54,10 @@ def load_digits(
     with _on_use.needed("scikit-learn", "load_digits"):
         from sklearn import datasets
 
-    test_fraction = _validate.inside_unit_interval(test_fraction=test_fraction)
     digits = datasets.load_digits()
     x = (digits.data / 16).astype(np.float32)
     y = digits.target.astype(np.int32)
-    train, test = stratified_split(y, math.ceil(test_fraction * len(y)))
+    train, test = stratified_split(y, math.ceil(len(y) / 5))
     return _dealt(
         (x[train], y[train]),
         (x[test], y[test]),
@@ -76,7 +72,6 @@ def load_mnist(
     examples_per_client: int = 600,
     path: str | os.PathLike[str] | None = None,
     iid: bool = False,
-    flatten: bool = True,
     validation_examples: int = 0,
     seed: int = 0,
 ) -> tuple[FederatedDataset, tuple[np.ndarray, np.ndarray]]:
@@ -97,7 +92,6 @@ def load_mnist(
       path: Keras's `mnist.npz`; None: that in Keras's cache, downloaded to it
         if it is not there.
       iid: Whether clients hold random images instead of label shards.
-      flatten: Whether an image is float32[784] or float32[28, 28, 1].
       validation_examples: If not 0, that many training images, always the same
         ones, each digit in proportion, are given to no client and returned in
         place of the test set: choose hyperparameters by them, and leave the
@@ -106,30 +100,27 @@ def load_mnist(
       seed: Which client gets what.
 
     Returns:
-      The clients, and `(x_test, y_test)`: x float32 from 0 to 1, y int32[n].
+      The clients, and `(x_test, y_test)`: x float32[n, 784] from 0 to 1, y
+      int32[n].
 
     Raises:
       TypeError, ValueError: If an argument is out of its range, or the file
         is not MNIST.
       OSError: If the file is not there, or cannot be downloaded.
     """
-    path = None if path is None else os.fspath(path)
     x_train, y_train, x_test, y_test = _read_mnist(path)
-
-    def converted(
-        pixels: np.ndarray, labels: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        shape = (784,) if flatten else (28, 28, 1)
-        x = pixels.reshape(-1, *shape).astype(np.float32)
-        x /= 255
-        return x, labels.astype(np.int32)
-
     return _dealt(
-        converted(x_train, y_train),
-        converted(x_test, y_test),
+        (_pixels(x_train), y_train.astype(np.int32)),
+        (_pixels(x_test), y_test.astype(np.int32)),
         validation_examples,
         (num_clients, examples_per_client, shards_per_client, iid, seed),
     )
+
+
+def _pixels(images: np.ndarray) -> np.ndarray:
+    x = images.reshape(-1, 784).astype(np.float32)
+    x /= 255
+    return x
 
 
 def _dealt(
@@ -169,33 +160,18 @@ def _read_mnist(path: str | os.PathLike[str] | None) -> list[np.ndarray]:
                 "path must be given, because MNIST is not in Keras's cache "
                 f"and could not be downloaded: {error}"
             ) from error
-        arrays = [*train, *test]
-    else:
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                arrays = [file[name] for name in _ARRAYS]
-        except OSError:
-            raise
-        except Exception as error:
+        return [*train, *test]
+    with np.load(path) as file:
+        if not set(_ARRAYS) <= set(file):
             raise ValueError(
-                "path must be Keras's mnist.npz with the arrays "
-                f"{', '.join(_ARRAYS)}, got {os.fspath(path)!r} ({error!r})."
-            ) from error
-    for images, labels in (arrays[:2], arrays[2:]):
-        if images.shape != (len(labels), 28, 28) or images.dtype != np.uint8:
-            raise ValueError(
-                "path must hold uint8 images of 28x28 pixels with one label "
-                f"each, got {images.dtype}{list(images.shape)} and "
-                f"{len(labels)} labels."
+                f"path must be Keras's mnist.npz with {', '.join(_ARRAYS)}, got "
+                f"{os.fspath(path)!r} with {', '.join(file)}."
             )
-    return arrays
+        return [file[name] for name in _ARRAYS]
 
 
 def load_emnist(
     only_digits: bool = True,
-    num_clients: int | None = None,
-    flatten: bool = False,
-    cache_dir: str | None = None,
 ) -> tuple[FederatedDataset, tuple[np.ndarray, np.ndarray]]:
     """Loads TFF's federated EMNIST (Caldas et al. 2018, "LEAF").
 
@@ -205,55 +181,31 @@ def load_emnist(
 
     Args:
       only_digits: Whether 10 classes by 3383 writers, or 62 by 3400.
-      num_clients: The first so many writers; None: all.
-      flatten: Whether an image is float32[784] or float32[28, 28, 1].
-      cache_dir: Where TFF keeps its downloads; None: Keras's cache.
 
     Returns:
       The clients, and `(x_test, y_test)`, the test images of these writers: x
-      float32, TFF's pixels as they are, y int32[n].
+      float32[n, 28, 28, 1], TFF's pixels as they are, y int32[n].
 
     Raises:
       ImportError: If TFF is not installed.
-      OSError: If the data is not on disk and cannot be downloaded.
-      TypeError, ValueError: If an argument is out of its range.
     """
-    if num_clients is not None:
-        _validate.positive_integer(num_clients=num_clients)
     with _on_use.needed("tensorflow-federated", "load_emnist"):
         import tensorflow_federated as tff
-    emnist = tff.simulation.datasets.emnist
-    try:
-        train, test = emnist.load_data(only_digits=only_digits, cache_dir=cache_dir)
-    except Exception as error:  # Keras's download raises a bare Exception.
-        raise OSError(
-            "load_emnist must find TFF's EMNIST in cache_dir "
-            f"({cache_dir!r}) or be able to download it: {error}"
-        ) from error
-    writers = list(train.client_ids)
-    if num_clients is not None and num_clients > len(writers):
-        raise ValueError(
-            f"num_clients must be at most {len(writers)}, got {num_clients}."
-        )
-    writers = writers[:num_clients]
-    shape = (784,) if flatten else (28, 28, 1)
+    train, test = tff.simulation.datasets.emnist.load_data(only_digits)
     clients = FederatedDataset.from_client_fn(
-        writers,
-        lambda writer: _read_writer(train, writer, shape),
-        element_spec=(tf.TensorSpec(shape), tf.TensorSpec((), tf.int32)),
+        train.client_ids,
+        lambda writer: _read_writer(train, writer),
+        (tf.TensorSpec((28, 28, 1)), tf.TensorSpec((), tf.int32)),
     )
-    tested = set(test.client_ids)
     x_test, y_test = nests.concatenate(
-        [_read_writer(test, writer, shape) for writer in writers if writer in tested]
+        [_read_writer(test, writer) for writer in test.client_ids]
     )
     return clients, (x_test, y_test)
 
 
-def _read_writer(
-    client_data: Any, writer: str, shape: tuple[int, ...]
-) -> tuple[np.ndarray, np.ndarray]:
+def _read_writer(client_data: Any, writer: str) -> tuple[np.ndarray, np.ndarray]:
     examples = tf_datasets.read(client_data.create_tf_dataset_for_client(writer))
-    return examples["pixels"].reshape(-1, *shape), examples["label"]
+    return examples["pixels"][..., np.newaxis], examples["label"]
 
 
 def partition(

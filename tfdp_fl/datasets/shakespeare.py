@@ -36,7 +36,6 @@ def shakespeare_vocabulary() -> tuple[str, ...]:
 def load_shakespeare(
     path: str | os.PathLike[str],
     sequence_length: int = 80,
-    test_fraction: float = 0.1,
     clients_per_role: int = 1,
 ) -> tuple[FederatedDataset, tuple[np.ndarray, np.ndarray]]:
     r"""Loads plays for next-character prediction, a client per speaking role.
@@ -57,16 +56,14 @@ def load_shakespeare(
     Args:
       path: The text, in UTF-8.
       sequence_length: Characters per example, L.
-      test_fraction: The share of every role's characters, at its text's end,
-        that is not given to it and makes the test set; 0 to 1, 1 excluded.
       clients_per_role: How many clients a role is at most, each with the same
         share of its examples, one after another. What is protected is then no
         role any more, but such a part of one. A client's id is the role's
         with "/1", "/2", ... after it; a role of fewer examples is fewer.
 
     Returns:
-      The clients, and `(x_test, y_test)`: x and y int32[n, L], ids in
-      `shakespeare_vocabulary()`.
+      The clients, and `(x_test, y_test)`, the last tenth of each role's text: x
+      and y int32[n, L], ids in `shakespeare_vocabulary()`.
 
     Raises:
       TypeError, ValueError: If an argument is out of its range, or the file
@@ -75,14 +72,11 @@ def load_shakespeare(
     """
     path = os.fspath(path)  # A number would be a file that is open already.
     length = _validate.positive_integer(sequence_length=sequence_length)
-    test_fraction = _validate.non_negative(test_fraction=test_fraction)
-    if test_fraction >= 1:
-        raise ValueError(f"test_fraction must be less than 1, got {test_fraction}.")
     _validate.positive_integer(clients_per_role=clients_per_role)
     clients, test = {}, []
     for role, text in _speeches(path).items():
         ids = np.array([_ID_OF.get(each, _UNKNOWN) for each in text], np.int32)
-        end = len(ids) - int(test_fraction * len(ids))
+        end = len(ids) - len(ids) // 10
         x, y = _examples(ids[:end], length)
         parts = min(clients_per_role, max(1, len(x)))
         for part, kept in enumerate(np.array_split(np.arange(len(x)), parts)):

@@ -255,11 +255,8 @@ class _Reading:
         """Yields clients whose examples fit into one chunk; at least one chunk."""
         held: list[_Client] = []
         num_bytes, sent = 0, False
-        shapes: list[tuple[int, ...]] = []
         for member, arrays in self._clients():
-            before, shapes = shapes, [array.shape[1:] for array in arrays]
-            # Examples of another length, where the spec leaves it open, do not fit.
-            if held and (num_bytes >= CHUNK_BYTES or shapes != before):
+            if held and num_bytes >= CHUNK_BYTES:
                 yield self._chunk(held)
                 held, num_bytes, sent = [], 0, True
             held.append((member, arrays))
@@ -276,8 +273,7 @@ class _Reading:
         tensors = []
         for place, spec in enumerate(tf.nest.flatten(self.reader.element_spec)):
             if not total:
-                shape = [size or 1 for size in spec.shape]
-                tensors.append(tf.zeros([num_rows, *shape], spec.dtype))
+                tensors.append(tf.zeros([num_rows, *spec.shape], spec.dtype))
                 continue
             leaves = [arrays[place] for _, arrays in clients]
             rest = np.zeros([num_rows - total, *leaves[0].shape[1:]], leaves[0].dtype)
