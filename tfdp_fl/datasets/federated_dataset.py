@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -51,22 +52,15 @@ class FederatedDataset:
     def __init__(
         self,
         source: sources.IndexedSource | sources.StreamedSource,
-        client_ids: Sequence[Any] | None = None,
+        client_ids: Sequence[Any],
     ):
         """Use one of the `from_...` class methods instead.
 
         Args:
           source: Where the examples come from.
-          client_ids: N distinct ids; None: 0 to N - 1.
+          client_ids: N distinct ids, or the range from 0 to N - 1.
         """
-        self.has_names = client_ids is not None and not isinstance(client_ids, range)
-        if client_ids is None:
-            client_ids = range(source.num_clients)
-        if len(client_ids) != source.num_clients:
-            raise ValueError(
-                f"client_ids must have one id for each of the "
-                f"{source.num_clients} clients, got {len(client_ids)}."
-            )
+        self.has_names = not isinstance(client_ids, range)
         self._source = source
         self._client_ids = ids_lib.distinct(client_ids)
 
@@ -136,7 +130,7 @@ class FederatedDataset:
         x = nests.as_tensors(x, "x")
         y = sources.as_labels(y, nests.as_tensors)
         num_rows = nests.common_length(x, y)
-        client_ids = None
+        client_ids: Sequence[Any] = range(len(indices))
         if isinstance(indices, Mapping):
             client_ids, indices = list(indices), list(indices.values())
         sources.at_least_one_client(indices=indices)
@@ -189,7 +183,7 @@ class FederatedDataset:
 
     @classmethod
     def from_parquet(
-        cls, path: str | os.PathLike[str], *columns: Any, **named: Any
+        cls, path: str | os.PathLike[str], client: str, *columns: Any, **named: Any
     ) -> FederatedDataset:
         """Makes a dataset from a Parquet file with a column that names clients.
 
@@ -199,7 +193,8 @@ class FederatedDataset:
 
         Args:
           path: The file.
-          *columns: What follows `frame` in `from_dataframe`.
+          client: The column that names the example's client.
+          *columns: What follows in `from_dataframe`.
           **named: Likewise.
 
         Raises:
@@ -209,11 +204,18 @@ class FederatedDataset:
         with _on_use.needed("pandas pyarrow", "Reading .parquet files"):
             import pandas
             import pyarrow  # noqa: F401
-        streamed = frames.parquet_clients(path, *columns, **named)
-        if streamed is not None:
-            return cls.from_client_fn(*streamed)
-        frame = pandas.read_parquet(os.fspath(path)).reset_index(drop=True)
-        return cls.from_dataframe(frame, *columns, **named)
+        row_ids = frames.parquet_row_ids(path, client, *columns, **named)
+        clients = [client_id for client_id, _ in itertools.groupby(row_ids)]
+        if not clients or len(set(clients)) < len(clients):
+            frame = pandas.read_parquet(path).reset_index(drop=True)
+            return cls.from_dataframe(frame, client, *columns, **named)
+
+        def read(client_id: Any) -> tuple[Nest, ...]:
+            own = pandas.read_parquet(path, filters=[(client, "==", client_id)])
+            x, y, _, weights = frames.split(own, client, *columns, **named)
+            return x, y, weights
+
+        return cls.from_client_fn(clients, read)
 
     @classmethod
     def from_tf_datasets(
@@ -308,7 +310,7 @@ class FederatedDataset:
     @property
     def num_clients(self) -> int:
         """The number of clients, N."""
-        return self._source.num_clients
+        return len(self._client_ids)
 
     @property
     def client_ids(self) -> Sequence[Any]:
@@ -446,7 +448,12 @@ class FederatedDataset:
         return self._with(self._source.map(fn), self._client_ids)
 
     def with_ids(self, client_ids: Sequence[Any]) -> FederatedDataset:
-        """Returns the same clients under other ids."""
+        """Returns the same clients under other ids, one for each."""
+        if len(client_ids) != self.num_clients:
+            raise ValueError(
+                f"client_ids must have one id for each of the {self.num_clients} "
+                f"clients, got {len(client_ids)}."
+            )
         return FederatedDataset(self._source, client_ids)
 
     def in_memory(self) -> FederatedDataset:

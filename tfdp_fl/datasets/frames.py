@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import collections
-import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -202,54 +200,30 @@ def rows_by_client(row_ids: list[Any]) -> dict[Any, np.ndarray]:
     return dict(zip(place, np.split(order, ends[:-1]), strict=True))
 
 
-def parquet_clients(
-    path: str | os.PathLike[str], *columns: Any, **named: Any
-) -> tuple[list[Any], Callable[[Any], tuple[Any, ...]]] | None:
-    """Returns the clients of a sorted Parquet file, and what reads one of them.
-
-    All values are checked now, one row group at a time. None: the rows of a client are
-    not together.
+def parquet_row_ids(
+    path: str | os.PathLike[str], client: str, *columns: Any, **named: Any
+) -> Iterator[Any]:
+    """Yields the client of each row of a Parquet file, whose values it checks.
 
     Args:
-      path: The file.
-      *columns: What follows `frame` in `split`.
+      path: The file. One row group at a time is in memory.
+      client: The column that names the example's client.
+      *columns: What follows in `split`.
       **named: Likewise.
     """
     from pyarrow import parquet
 
-    @functools.lru_cache(maxsize=2)  # A client may begin in one and end in the next.
-    def group(number: int) -> Any:
-        table = parquet.ParquetFile(path).read_row_group(number)
-        return table.to_pandas().reset_index(drop=True)
-
-    metadata = parquet.read_metadata(path)
-    pieces: dict[Any, list[tuple[int, slice]]] = collections.defaultdict(list)
     first_row = 0
-    for number in range(metadata.num_row_groups):
-        size = metadata.row_group(number).num_rows
-        try:
-            _, _, rows, _ = split(group(number), *columns, **named)
-        except ValueError as error:
-            if not first_row:
-                raise
-            raise ValueError(f"{error} Row 0 is row {first_row} of {path}.") from error
-        first_row += size
-        for client_id, own in rows.items():
-            if len(own) <= own[-1] - own[0]:
-                return None
-            pieces[client_id].append((number, slice(own[0], own[-1] + 1)))
-    # Where a group ends, a client may go on in the next.
-    more = sum(map(len, pieces.values())) - len(pieces)
-    if not pieces or more >= metadata.num_row_groups:
-        return None
-
-    def read(client_id: Any) -> tuple[Any, ...]:
-        import pandas
-
-        own = [group(number).iloc[rows] for number, rows in pieces[client_id]]
-        x, y, found, weights = split(pandas.concat(own), *columns, **named)
-        if list(found) != [client_id]:  # They would count as this one's.
-            raise ValueError(f"{path} has changed: rows of other clients are there.")
-        return (x, y) if weights is None else (x, y, weights)
-
-    return list(pieces), read
+    with parquet.ParquetFile(path) as file:
+        for number in range(file.num_row_groups):
+            frame = file.read_row_group(number).to_pandas().reset_index(drop=True)
+            try:
+                split(frame, client, *columns, **named)
+            except ValueError as error:
+                if not first_row:
+                    raise
+                raise ValueError(
+                    f"{error} Row 0 is row {first_row} of {path}."
+                ) from error
+            yield from frame[client].tolist()
+            first_row += len(frame)

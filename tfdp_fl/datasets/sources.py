@@ -81,11 +81,6 @@ class IndexedSource:
     table: np.ndarray
 
     @property
-    def num_clients(self) -> int:
-        """The number of clients, N."""
-        return len(self.starts)
-
-    @property
     def element_spec(self) -> nests.Nest:
         """The `tf.TensorSpec`s (x, y) of one example."""
         return nests.spec_of((self.x, self.y))
@@ -118,7 +113,7 @@ class IndexedSource:
 
     def content_digest(self) -> str:
         """Returns a SHA-256 of all examples, and of which are whose."""
-        rows, lengths = self.rows(np.arange(self.num_clients))
+        rows, lengths = self.rows(np.arange(len(self.starts)))
         digest = hashlib.sha256(repr(self.element_spec).encode())
         for array in (lengths, rows, *tf.nest.flatten(nests.views((self.x, self.y)))):
             is_text = array.dtype.hasobject
@@ -159,11 +154,6 @@ class StreamedSource:
     keys: Sequence[Any]
     read_fn: Callable[[Any], Any]
     known_spec: nests.Nest | None
-
-    @property
-    def num_clients(self) -> int:
-        """The number of clients, N."""
-        return len(self.keys)
 
     @functools.cached_property
     def element_spec(self) -> nests.Nest:
