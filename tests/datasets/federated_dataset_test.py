@@ -392,6 +392,7 @@ def test_clients_as_they_are():
     ):
         dataset = as_federated(clients)
         assert list(dataset.client_ids) == ids
+        assert dataset.has_names != isinstance(clients, list)
         x = np.ones([1, 2, 2]) if ids == ["w1", "w2"] else other[0]
         np.testing.assert_array_equal(dataset.client(ids[1])[0], x)
     assert dataset.client_sizes().tolist() == [3, 1]

@@ -49,11 +49,7 @@ class FederatedDataset:
       has_names: Whether the ids are more than places (0 is the first client).
     """
 
-    def __init__(
-        self,
-        source: sources.IndexedSource | sources.StreamedSource,
-        client_ids: Sequence[Any],
-    ):
+    def __init__(self, source: sources.Source, client_ids: Sequence[Any]):
         """Use one of the `from_...` class methods instead.
 
         Args:
@@ -64,14 +60,10 @@ class FederatedDataset:
         self._source = source
         self._client_ids = ids_lib.distinct(client_ids)
 
-    def _with(
-        self,
-        source: sources.IndexedSource | sources.StreamedSource,
-        client_ids: Sequence[Any],
-    ) -> FederatedDataset:
+    def _with(self, source: sources.Source, ids: Sequence[Any]) -> FederatedDataset:
         """Returns a dataset of clients whose ids were found to be distinct."""
-        made = FederatedDataset(source, range(len(client_ids)))
-        made._client_ids, made.has_names = client_ids, self.has_names
+        made = FederatedDataset(source, range(len(ids)))
+        made._client_ids, made.has_names = ids, self.has_names
         return made
 
     # Construction.
@@ -235,7 +227,6 @@ class FederatedDataset:
             there is no client.
         """
         _validate.instance_of(Mapping, clients=clients)
-        sources.at_least_one_client(clients=clients)
         clients = dict(clients)
         spec = tf_datasets.common_spec(clients)
         return cls.from_client_fn(
@@ -418,8 +409,6 @@ class FederatedDataset:
           ValueError: If there are fewer than two clients.
         """
         fraction = _validate.inside_unit_interval(fraction=fraction)
-        if self.num_clients < 2:
-            raise ValueError("split_by_id must have at least two clients, got one.")
         places = np.array(
             [ids_lib.place_of(each) for each in self._client_ids], np.float64
         )

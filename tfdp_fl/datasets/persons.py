@@ -13,7 +13,6 @@ from tfdp_fl.datasets import frames, nests
 from tfdp_fl.datasets.federated_dataset import FederatedDataset
 from tfdp_fl.datasets.nests import Nest
 
-_CHOICES = ("random", "first", "last")
 _ALLOWED = (
     "a FederatedDataset, a mapping or list with (x, y), (x, y, sample_weight) or a "
     "tf.data.Dataset for each client, a tff.simulation.datasets.ClientData, or of a "
@@ -46,13 +45,11 @@ def as_federated(clients: Any) -> FederatedDataset:
         wrong = [data for data in by_id.values() if not isinstance(data, kinds)]
     if wrong:
         raise TypeError(f"clients must be {_ALLOWED}, got a {type(wrong[0]).__name__}.")
+    make: Any = FederatedDataset.from_client_arrays
     if by_id and all(isinstance(data, tf.data.Dataset) for data in by_id.values()):
-        return FederatedDataset.from_tf_datasets(by_id)
-    dataset = FederatedDataset.from_client_arrays(
-        {
-            client_id: tuple(data) if isinstance(data, list) else data
-            for client_id, data in by_id.items()
-        }
+        make = FederatedDataset.from_tf_datasets
+    dataset = make(
+        {k: tuple(v) if isinstance(v, list) else v for k, v in by_id.items()}
     )
     # Known by their places, then: see `FederatedDataset.clients_digest`.
     return dataset.with_ids(range(len(by_id))) if is_list else dataset
@@ -141,7 +138,7 @@ def bound_rows(
       TypeError, ValueError: An argument is not allowed; the message names it.
     """
     _validate.positive_integer(most=most)
-    _validate.one_of(_CHOICES, choose=choose)
+    _validate.one_of(("random", "first", "last"), choose=choose)
     generator, kept = np.random.default_rng(), []
     x, y = nests.with_array_leaves(x, "x"), nests.with_array_leaves(y, "y")
     ids = _row_ids(client_ids, nests.common_length(x, y))

@@ -219,6 +219,9 @@ class StreamedSource:
         return StreamedSource(self.keys, read, None)
 
 
+Source = IndexedSource | StreamedSource
+
+
 def _client_arrays(examples: Any) -> tuple[nests.Nest, nests.Nest, int]:
     """Returns a client's `(x, y)` as arrays, and how many examples it has."""
     if not (isinstance(examples, tuple) and len(examples) in (2, 3)):
@@ -299,7 +302,7 @@ def pack(
     """
     filled, empty, rows, start = [], [], {}, 0
     for client_id, examples in clients:
-        with _naming(client_id):
+        with naming(client_id):
             x, y, length = _client_arrays(examples)
             rows[client_id] = np.arange(start, start + length)
             start += length
@@ -317,7 +320,7 @@ def pack(
 
 
 @contextlib.contextmanager
-def _naming(client_id: Any) -> Iterator[None]:
+def naming(client_id: Any) -> Iterator[None]:
     """Has errors about a client's examples name the client."""
     try:
         yield
@@ -347,12 +350,8 @@ def row_table(
     if num_rows > np.iinfo(np.int32).max:
         raise ValueError(f"x must have at most 2**31 - 1 examples, got {num_rows}.")
     rows = [np.asarray(client) for client in indices]
-    for place, client in enumerate(rows):
-        if client.ndim != 1:
-            raise ValueError(
-                "indices must be one 1-D array per client, got "
-                f"{client.ndim} dimensions for client number {place}."
-            )
+    if any(client.ndim != 1 for client in rows):
+        raise ValueError("indices must be one 1-D array per client, got another shape.")
     lengths = np.array([len(client) for client in rows], np.int64)
     filled = [client for client in rows if len(client)]
     flat = np.concatenate(filled or [np.zeros(0, np.int32)])

@@ -7,11 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp_fl import _validate
 from tfdp_fl.datasets import nests, sources
 from tfdp_fl.datasets.nests import Nest
-
-_INT64_MAX = 2**63 - 1
 
 
 def common_spec(clients: Mapping[Any, tf.data.Dataset]) -> tuple[Nest, Nest]:
@@ -22,12 +19,10 @@ def common_spec(clients: Mapping[Any, tf.data.Dataset]) -> tuple[Nest, Nest]:
     """
     spec: Any = None
     for client_id, dataset in clients.items():
-        try:
+        with sources.naming(client_id):
             client_spec = _example_spec(dataset)
             spec = spec or client_spec
             nests.check_same_spec(client_spec, spec)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"Client {client_id!r}: {error}") from error
     return spec
 
 
@@ -41,9 +36,14 @@ def _is_batched(dataset: tf.data.Dataset) -> bool:
 
 def _example_spec(dataset: tf.data.Dataset) -> tuple[Nest, Nest]:
     """Returns the spec (x, y) of one example, as it is in a `FederatedDataset`."""
-    _validate.instance_of(tf.data.Dataset, dataset=dataset)
+    if not isinstance(dataset, tf.data.Dataset):
+        raise nests.ExamplesTypeError(
+            f"dataset must be a tf.data.Dataset, got {sources.outline(dataset)}."
+        )
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
-        raise ValueError("A client's dataset must end, got one that repeats for ever.")
+        raise nests.ExamplesValueError(
+            "A client's dataset must end, got one that repeats for ever."
+        )
     spec = _element_pair(dataset.element_spec)
     if _is_batched(dataset):
         spec = tf.nest.map_structure(
@@ -61,7 +61,7 @@ def read(dataset: tf.data.Dataset) -> Nest:
     """Reads a dataset of examples, or of batches of them, into a nest of arrays."""
     if not _is_batched(dataset):
         if int(dataset.cardinality()) > 0:  # Without an iterator, which is slower.
-            batch = dataset.batch(_INT64_MAX).get_single_element()
+            batch = dataset.batch(2**63 - 1).get_single_element()
             return nests.views(batch)
         dataset = dataset.batch(1024)
     batches = list(dataset.as_numpy_iterator())
