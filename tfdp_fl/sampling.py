@@ -345,10 +345,11 @@ class CyclicSampler(CohortSampler):
         if num_groups is None:
             num_groups = max(1, int(self._num_clients // size))
         self._num_groups = _validate.positive_integer(num_groups=num_groups)
-        if size > self.group_size:
+        smallest = self._num_clients // self._num_groups
+        if size > smallest:
             raise ValueError(
                 "clients_per_round must be at most the "
-                f"{self.group_size} clients of a group, of which there are "
+                f"{smallest} clients of a group, of which there are "
                 f"{self._num_groups} (one for every round of the min "
                 f"separation) over num_clients={self._num_clients}, got "
                 f"{size:g}."
@@ -362,11 +363,6 @@ class CyclicSampler(CohortSampler):
     def num_groups(self) -> int:
         """B, which is also the min separation of a client's rounds."""
         return self._num_groups
-
-    @property
-    def group_size(self) -> int:
-        """The number of clients in the smallest group."""
-        return self._num_clients // self._num_groups
 
     def _group(self) -> np.ndarray:
         """Returns who may be in the coming cohort: int64, in secret order."""

@@ -71,19 +71,17 @@ def _mnist(tmp_path_factory):
     return {"path": path, "examples_per_client": 20, "num_clients": 30}, arrays
 
 
-@pytest.mark.parametrize("flatten, shape", [(True, [784]), (False, [28, 28, 1])])
-def test_images_of_mnist_are_scaled(mnist, flatten, shape):
+def test_images_of_mnist_are_scaled(mnist):
     options, arrays = mnist
-    clients, (x_test, y_test) = datasets.load_mnist(**options, flatten=flatten)
+    clients, (x_test, y_test) = datasets.load_mnist(**options)
     x, y = (part.numpy() for part in clients.flat())
     for name, features, labels in (("train", x, y), ("test", x_test, y_test)):
         assert (features.dtype, labels.dtype) == (np.float32, np.int32)
-        pixels = arrays[f"x_{name}"].reshape(-1, *shape)
+        pixels = arrays[f"x_{name}"].reshape(-1, 784)
         np.testing.assert_allclose(features, pixels / 255, rtol=1e-6)
         np.testing.assert_array_equal(labels, arrays[f"y_{name}"])
     # Validation examples are nobody's, and not the test set.
-    options = {**options, "flatten": flatten, "validation_examples": 100}
-    clients, (x_val, y_val) = datasets.load_mnist(**options)
+    clients, (x_val, y_val) = datasets.load_mnist(**options, validation_examples=100)
     assert np.bincount(y_val).tolist() == [10] * 10
     held, seen = _bytes(x_val), _bytes(clients.flat()[0].numpy())
     assert len(held) == 100
@@ -105,34 +103,20 @@ def _writers(factor: int):
     return types.SimpleNamespace(**made)
 
 
-@pytest.fixture(name="emnist")
-def _emnist(monkeypatch):
+def test_a_client_of_emnist_is_a_writer(monkeypatch):
     load = mock.Mock(return_value=(_writers(2), _writers(1)))
     tff = mock.Mock(**{"simulation.datasets.emnist.load_data": load})
     monkeypatch.setitem(sys.modules, "tensorflow_federated", tff)
-    return load
-
-
-@pytest.mark.parametrize("flatten, shape", [(False, [28, 28, 1]), (True, [784])])
-def test_a_client_of_emnist_is_a_writer(emnist, flatten, shape):
-    clients, (x_test, y_test) = datasets.load_emnist(flatten=flatten)
+    clients, (x_test, y_test) = datasets.load_emnist()
     assert list(clients.client_ids) == list(_SIZES)
     assert clients.client_sizes().tolist() == [6, 2, 4]
-    assert clients.element_spec[0] == tf.TensorSpec(shape)
+    assert clients.element_spec[0] == tf.TensorSpec([28, 28, 1])
     x, y = clients.client("f0005_26")
-    assert list(x.shape) == [4, *shape]
+    assert x.shape == (4, 28, 28, 1)
     assert np.all(x == 0.5)
     assert y.tolist() == [0, 1, 2, 3]
-    assert list(x_test.shape) == [6, *shape]
+    assert x_test.shape == (6, 28, 28, 1)
     assert y_test.tolist() == [0, 1, 2, 0, 0, 1]
-
-
-def test_emnist_that_cannot_be_loaded(emnist, monkeypatch):
-    with pytest.raises(ValueError, match="num_clients must be at most 3"):
-        datasets.load_emnist(num_clients=4)
-    emnist.side_effect = Exception("URL fetch failure")
-    with pytest.raises(OSError, match=r"load_emnist must .* URL fetch"):
-        datasets.load_emnist()
     monkeypatch.setitem(sys.modules, "tensorflow_federated", None)
     with pytest.raises(ImportError, match="load_emnist needs tensorflow-federated"):
         datasets.load_emnist()
@@ -175,18 +159,15 @@ def _text(ids) -> str:
 
 
 def test_a_client_is_a_role_that_speaks_and_labels_are_the_next_characters(play):
-    clients, _ = datasets.load_shakespeare(play, sequence_length=10, test_fraction=0)
+    clients, (x_test, y_test) = datasets.load_shakespeare(play, sequence_length=10)
     assert list(clients.client_ids) == ["First Witch", "Second Witch", "CAT"]
     x, y = clients.client("First Witch")
-    assert (x.shape, x.dtype, y.dtype) == ((9, 10), np.int32, np.int32)
+    assert (x.shape, x.dtype, y.dtype) == ((8, 10), np.int32, np.int32)
     assert clients.element_spec[0].shape == [10]
-    assert (_text(x), _text(y)) == (_FIRST[:-1], _FIRST[1:])
     # The end of every role is the test set.
-    options = {"sequence_length": 5, "test_fraction": 0.2}
-    clients, (x_test, y_test) = datasets.load_shakespeare(play, **options)
-    own, others = len(_FIRST) // 5, 27 // 5
-    assert _text(clients.client("First Witch")[1]) == _FIRST[1:-own]
-    assert _text(y_test[: -(-(own - 1) // 5)]) == _FIRST[-own:][1:]
+    own, others = len(_FIRST) // 10, 27 // 10
+    assert (_text(x), _text(y)) == (_FIRST[: -own - 1], _FIRST[1:-own])
+    assert _text(y_test[:1]) == _FIRST[-own:][1:]
     assert np.sum(x_test > 0) == own - 1 + others - 1
 
 
@@ -213,26 +194,17 @@ _partition = functools.partial(datasets.partition, _labels(600), 3)
     [
         (_partition, {"examples_per_client": 601}, "client must be at most"),
         (_partition, {"examples_per_client": 21}, "of shards_per_client"),
-        (datasets.load_digits, {"test_fraction": 1.0}, "test_fraction must be"),
         (datasets.load_digits, {"validation_examples": 1437}, "must be less"),
         (datasets.load_mnist, {"x": np.ones(3)}, "path must be Keras's mnist"),
-        (
-            datasets.load_mnist,
-            {"x_train": np.ones((600, 784))},
-            "path must hold uint8 images",
-        ),
-        (datasets.load_shakespeare, {"test_fraction": 1}, "must be less than 1"),
         (datasets.load_shakespeare, {"clients_per_role": 0}, "clients_per_role must"),
         (datasets.load_shakespeare, "Once upon a time", "starts with 'Once upon a t"),
         (datasets.load_shakespeare, "GHOST:\n\n", "in which somebody speaks"),
     ],
 )
-def test_what_is_refused(play, mnist, tmp_path, load, options, message):
-    given, arrays = mnist
+def test_what_is_refused(play, tmp_path, load, options, message):
     if load is datasets.load_mnist:
-        content = options if "x" in options else {**arrays, **options}
-        np.savez(tmp_path / "other.npz", **content)
-        options = {**given, "path": tmp_path / "other.npz"}
+        np.savez(tmp_path / "other.npz", **options)
+        options = {"path": tmp_path / "other.npz"}
     if isinstance(options, str):
         play.write_text(options, encoding="utf-8")
         options = {}

@@ -61,15 +61,15 @@ def _reader(dataset, *label_ranges):
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_nothing_is_read_from_a_row_of_open_length_1(count):
-    spec = tf.TensorSpec([None], tf.int32), tf.TensorSpec([None], tf.float32)
-    empty = np.zeros([0, 0], np.int32), np.zeros([0, 0], np.float32)
+def test_nothing_is_read_from_a_row_of_zeros(count):
+    spec = tf.TensorSpec([2], tf.int32), tf.TensorSpec([2], tf.float32)
+    empty = np.zeros([0, 2], np.int32), np.zeros([0, 2], np.float32)
     dataset = FederatedDataset.from_client_fn([0], lambda _: empty, spec)
     pending = _pending(dataset, range(count))
     (chunk,) = _reader(dataset)(dataset, pending)
     assert pending.failures == []
     assert list(chunk.lengths) == [0] * count
-    assert chunk.x.shape == chunk.y.shape == (1, 1)
+    assert chunk.x.shape == chunk.y.shape == (1, 2)
 
 
 def test_the_next_chunk_is_read_while_this_one_trains():

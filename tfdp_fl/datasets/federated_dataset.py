@@ -31,10 +31,7 @@ class FederatedDataset:
     numbers of examples, and none at all. Features and labels may be any nest
     that Keras takes: an array, or a dict, tuple or list of nests. Beside the
     labels there may be weights of examples, as Keras's `sample_weight`: a
-    client is then `(x, y, sample_weight)`. Sequences of unequal length (a
-    `tf.RaggedTensor`, a list of lists, an array of lists) are padded with
-    zeros, or empty strings, at the end; a layer's `mask_zero` leaves those
-    out.
+    client is then `(x, y, sample_weight)`. All examples have one shape.
 
     Made from arrays (`from_client_arrays`, `from_indices`), a dataset is
     *indexed*: every example is held once, in flat CPU tensors which the
@@ -51,36 +48,21 @@ class FederatedDataset:
       has_names: Whether the ids are more than places (0 is the first client).
     """
 
-    def __init__(
-        self,
-        source: sources.IndexedSource | sources.StreamedSource,
-        client_ids: Sequence[Any] | None = None,
-    ):
+    def __init__(self, source: sources.Source, client_ids: Sequence[Any]):
         """Use one of the `from_...` class methods instead.
 
         Args:
           source: Where the examples come from.
-          client_ids: N distinct ids; None: 0 to N - 1.
+          client_ids: N distinct ids, or the range from 0 to N - 1.
         """
-        self.has_names = client_ids is not None and not isinstance(client_ids, range)
-        if client_ids is None:
-            client_ids = range(source.num_clients)
-        if len(client_ids) != source.num_clients:
-            raise ValueError(
-                f"client_ids must have one id for each of the "
-                f"{source.num_clients} clients, got {len(client_ids)}."
-            )
+        self.has_names = not isinstance(client_ids, range)
         self._source = source
         self._client_ids = ids_lib.distinct(client_ids)
 
-    def _with(
-        self,
-        source: sources.IndexedSource | sources.StreamedSource,
-        client_ids: Sequence[Any],
-    ) -> FederatedDataset:
+    def _with(self, source: sources.Source, ids: Sequence[Any]) -> FederatedDataset:
         """Returns a dataset of clients whose ids were found to be distinct."""
-        made = FederatedDataset(source, range(len(client_ids)))
-        made._client_ids, made.has_names = client_ids, self.has_names
+        made = FederatedDataset(source, range(len(ids)))
+        made._client_ids, made.has_names = ids, self.has_names
         return made
 
     # Construction.
@@ -98,8 +80,7 @@ class FederatedDataset:
           clients: Maps a client's id to `(x, y)` or `(x, y, sample_weight)`,
             nests of arrays whose leading dimension is the client's number of
             examples, which may be 0. The nests, and the arrays' dtypes and
-            other dimensions, are the same for all clients that have examples
-            (but for sequences: see the class).
+            other dimensions, are the same for all clients that have examples.
 
         Raises:
           TypeError, ValueError: If a client's arrays do not fit together or do
@@ -107,7 +88,7 @@ class FederatedDataset:
         """
         _validate.instance_of(Mapping, clients=clients)
         sources.at_least_one_client(clients=clients)
-        return cls(sources.pack(list(clients.items())), list(clients))
+        return cls.from_indices(*sources.pack(clients.items()))
 
     @classmethod
     def from_indices(
@@ -115,7 +96,6 @@ class FederatedDataset:
         x: Nest,
         y: Nest,
         indices: Mapping[Any, Any] | Sequence[Any] | np.ndarray,
-        client_ids: Sequence[Any] | None = None,
         sample_weight: Nest | None = None,
     ) -> FederatedDataset:
         """Makes a dataset of many clients over the same arrays.
@@ -127,11 +107,9 @@ class FederatedDataset:
           x: Features, a nest of arrays of shape [n, ...]. TensorFlow tensors
             on the CPU are kept, anything else is copied once into one.
           y: Labels, likewise.
-          indices: The rows of each client, from 0 to n - 1: a 2-D array of
-            integers, one line per client (if it is int32 it is kept and must
-            not be changed afterwards); or a sequence of 1-D arrays; or a
-            mapping from the client's id to a 1-D array.
-          client_ids: The clients' ids; None: the mapping's keys, or 0 to N - 1.
+          indices: The rows of each client, from 0 to n - 1: a mapping from its
+            id to a 1-D array of integers; or a sequence of such arrays, of
+            clients 0 to N - 1.
           sample_weight: What each example counts in the loss, likewise; None:
             all count 1.
 
@@ -143,23 +121,13 @@ class FederatedDataset:
         x = nests.as_tensors(x, "x")
         y = sources.as_labels(y, nests.as_tensors)
         num_rows = nests.common_length(x, y)
+        client_ids: Sequence[Any] = range(len(indices))
         if isinstance(indices, Mapping):
-            if client_ids is not None:
-                raise ValueError(
-                    "client_ids must be None where indices is a mapping, got "
-                    f"{client_ids!r}."
-                )
             client_ids, indices = list(indices), list(indices.values())
         sources.at_least_one_client(indices=indices)
         table, lengths = sources.row_table(indices, num_rows)
-        source = sources.IndexedSource(
-            x,
-            y,
-            starts=np.cumsum(lengths) - lengths,
-            lengths=lengths,
-            table=table,
-        )
-        return cls(source, client_ids)
+        starts = np.cumsum(lengths) - lengths
+        return cls(sources.IndexedSource(x, y, starts, lengths, table), client_ids)
 
     @classmethod
     def from_dataframe(
@@ -239,24 +207,25 @@ class FederatedDataset:
         """Makes a dataset from every client's own `tf.data.Dataset`.
 
         Args:
-          clients: Maps a client's id to a finite dataset whose elements are
-            single examples, not batches: `(x, y)`, `(x, y, sample_weight)` or
-            a dict of `x`, `y` and perhaps `sample_weight`.
+          clients: Maps a client's id to a finite dataset of examples `(x, y)`,
+            `(x, y, sample_weight)` or a dict of `x`, `y` and perhaps
+            `sample_weight`; or of batches of them, if each array's first
+            dimension is unknown (as `dataset.batch` makes it).
 
         Raises:
-          TypeError, ValueError: If elements are not such pairs, are batches,
-            differ between clients or never end, or if there is no client.
+          TypeError, ValueError: If elements are not such examples, have another
+            size that is unknown, differ between clients or never end, or if
+            there is no client.
         """
         _validate.instance_of(Mapping, clients=clients)
-        sources.at_least_one_client(clients=clients)
-        return cls(tf_datasets.source(clients), list(clients))
+        clients = dict(clients)
+        spec = tf_datasets.common_spec(clients)
+        return cls.from_client_fn(
+            list(clients), lambda name: tf_datasets.read_pair(clients[name]), spec
+        )
 
     @classmethod
-    def from_client_data(
-        cls,
-        client_data: Any,
-        preprocess_fn: Callable[[tf.data.Dataset], tf.data.Dataset] | None = None,
-    ) -> FederatedDataset:
+    def from_client_data(cls, client_data: Any) -> FederatedDataset:
         """Makes a dataset from a `tff.simulation.datasets.ClientData`.
 
         Clients stay where the client data has them (on disk, for TFF's own)
@@ -264,18 +233,26 @@ class FederatedDataset:
 
         Args:
           client_data: Anything with `client_ids` and
-            `create_tf_dataset_for_client(client_id)`.
-          preprocess_fn: Applied to every client's dataset. Its elements are
-            then single examples, as `from_tf_datasets` takes them.
+            `create_tf_dataset_for_client(client_id)`, of elements as
+            `from_tf_datasets` takes them: `client_data.preprocess(fn)` makes them
+            so.
 
         Raises:
           TypeError, ValueError: If this is not client data, if its first
             client's elements are not such examples, or if it has no client.
         """
-        source, client_ids = tf_datasets.source_of_client_data(
-            client_data, preprocess_fn
+        if not hasattr(client_data, "create_tf_dataset_for_client"):
+            raise TypeError(
+                "client_data must be a tff.simulation.datasets.ClientData, got a "
+                f"{type(client_data).__name__}."
+            )
+        dataset_of = client_data.create_tf_dataset_for_client
+        client_ids = list(client_data.client_ids)
+        sources.at_least_one_client(client_data=client_ids)
+        spec = tf_datasets.common_spec({client_ids[0]: dataset_of(client_ids[0])})
+        return cls.from_client_fn(
+            client_ids, lambda name: tf_datasets.read_pair(dataset_of(name)), spec
         )
-        return cls(source, client_ids)
 
     @classmethod
     def from_client_fn(
@@ -303,20 +280,8 @@ class FederatedDataset:
         """
         if not callable(fn):
             raise TypeError(f"fn must be callable, got {fn!r}.")
-        if element_spec is not None and not (
-            isinstance(element_spec, tuple)
-            and len(element_spec) in (2, 3)
-            and all(
-                isinstance(leaf, tf.TensorSpec)
-                for leaf in tf.nest.flatten(element_spec)
-            )
-        ):
-            raise TypeError(
-                "element_spec must be (x, y) or (x, y, sample_weight) of nests "
-                f"of tf.TensorSpec, got {element_spec!r}."
-            )
         if element_spec is not None:
-            element_spec = tf_datasets.as_held(nests.pair(element_spec))
+            element_spec = sources.held_spec(element_spec)
         sources.at_least_one_client(client_ids=client_ids)
         return cls(
             sources.StreamedSource(tuple(client_ids), fn, element_spec), client_ids
@@ -327,7 +292,7 @@ class FederatedDataset:
     @property
     def num_clients(self) -> int:
         """The number of clients, N."""
-        return self._source.num_clients
+        return len(self._client_ids)
 
     @property
     def client_ids(self) -> Sequence[Any]:
@@ -348,26 +313,18 @@ class FederatedDataset:
         return isinstance(self._source, sources.IndexedSource)
 
     @functools.cached_property
-    def client_ids_digest(self) -> str:
-        """The SHA-256 of the clients' ids in the order of their positions.
-
-        Hexadecimal. Two datasets have the same one if their ids have the same
-        types and are written alike, in the same order; NumPy numbers count as
-        Python's. It is computed once, in about a second for a million clients.
-        """
-        return ids_lib.digest(self._client_ids)
-
-    @functools.cached_property
     def clients_digest(self) -> str:
         """Tells these clients, in this order, from others; hexadecimal.
 
-        Where clients have names it is `client_ids_digest`. Where they are known
-        by their places alone (0 is the first client), what they hold goes
-        in as well, if it is in memory.
+        Two datasets have the same one if their ids have the same types and are
+        written alike, in the same order; NumPy numbers count as Python's. Where
+        clients are known by their places alone (0 is the first client), what they
+        hold goes in as well, if it is in memory.
         """
+        digest = ids_lib.digest(self._client_ids)
         if self.has_names or not isinstance(self._source, sources.IndexedSource):
-            return self.client_ids_digest
-        both = self.client_ids_digest + self._source.content_digest()
+            return digest
+        both = digest + self._source.content_digest()
         return hashlib.sha256(both.encode()).hexdigest()
 
     def client_sizes(self, positions: Any = None) -> np.ndarray:
@@ -443,8 +400,6 @@ class FederatedDataset:
           ValueError: If there are fewer than two clients.
         """
         fraction = _validate.inside_unit_interval(fraction=fraction)
-        if self.num_clients < 2:
-            raise ValueError("split_by_id must have at least two clients, got one.")
         places = np.array(
             [ids_lib.place_of(each) for each in self._client_ids], np.float64
         )
@@ -473,7 +428,12 @@ class FederatedDataset:
         return self._with(self._source.map(fn), self._client_ids)
 
     def with_ids(self, client_ids: Sequence[Any]) -> FederatedDataset:
-        """Returns the same clients under other ids."""
+        """Returns the same clients under other ids, one for each."""
+        if len(client_ids) != self.num_clients:
+            raise ValueError(
+                f"client_ids must have one id for each of the {self.num_clients} "
+                f"clients, got {len(client_ids)}."
+            )
         return FederatedDataset(self._source, client_ids)
 
     def in_memory(self) -> FederatedDataset:
@@ -484,12 +444,10 @@ class FederatedDataset:
         """
         if self.is_indexed:
             return self
-        clients = [
-            (client_id, self._source.read(position))
-            for position, client_id in enumerate(self._client_ids)
-        ]
-        is_open = any(map(nests.is_open, tf.nest.flatten(self.element_spec)))
-        return self._with(sources.pack(clients, is_open), self._client_ids)
+        clients = map(self._source.read, range(self.num_clients))
+        named = zip(self._client_ids, clients, strict=True)
+        made = self.from_indices(*sources.pack(named))
+        return self._with(made._source, self._client_ids)
 
     # How the engine reads it.
 
@@ -549,17 +507,16 @@ class FederatedDataset:
         if positions is None:
             return np.arange(self.num_clients)
         positions = np.asarray(positions)
-        if positions.ndim != 1 or (positions.size and positions.dtype.kind not in "iu"):
-            raise TypeError(
-                "positions must be a 1-D array of integers, got "
-                f"{positions.dtype}{list(positions.shape)}."
+        if positions.ndim != 1 or (
+            positions.size
+            and not (
+                positions.dtype.kind in "iu"
+                and 0 <= positions.min() <= positions.max() < self.num_clients
             )
-        if positions.size and not (
-            positions.min() >= 0 and positions.max() < self.num_clients
         ):
             raise ValueError(
-                f"positions must be from 0 to {self.num_clients - 1}, got "
-                f"{positions.min()} to {positions.max()}."
+                "positions must be a 1-D array of integers from 0 to "
+                f"{self.num_clients - 1}, got {positions!r:.80}."
             )
         return positions.astype(np.int64)
 

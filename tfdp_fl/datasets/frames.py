@@ -30,27 +30,23 @@ def split(
     The arguments and errors are those of `FederatedDataset.from_dataframe`; the
     weights are None where `sample_weight` is.
     """
-    for attribute in ("columns", "__getitem__", "iloc"):
-        if not hasattr(frame, attribute):
-            raise TypeError(
-                f"frame must be a pandas.DataFrame, got {type(frame).__name__}."
-            )
+    if not hasattr(frame, "iloc"):
+        raise TypeError(
+            f"frame must be a pandas.DataFrame, got {type(frame).__name__}."
+        )
     names = list(frame.columns)
     if len(set(names)) < len(names):
         raise ValueError("frame must have distinct column names.")
-    others = {"client": client}
-    if sample_weight is not None:
-        others["sample_weight"] = sample_weight
+    weight = [] if sample_weight is None else [sample_weight]
     if features is None:
-        taken = {*others.values(), *_named(label)}
+        taken = {client, *weight, *_named(label)}
         features = [name for name in names if name not in taken]
     vocabulary = {} if vocabulary is None else vocabulary
     _validate.instance_of(Mapping, vocabulary=vocabulary)
-    chosen = {**others, "features": features, "label": label}
-    if vocabulary:
-        chosen["vocabulary"] = list(vocabulary)
-    for argument, columns in chosen.items():
-        if not _named(columns):
+    chosen = {"client": client, "features": features, "label": label}
+    others = {"sample_weight": weight, "vocabulary": list(vocabulary)}
+    for argument, columns in (chosen | others).items():
+        if argument in chosen and not _named(columns):
             raise ValueError(f"{argument} must name a column, got none.")
         for name in _named(columns):
             if name not in names:

@@ -11,7 +11,6 @@ other dtype is kept, `uint8` images and `int64` labels among them.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,8 +21,7 @@ import tensorflow as tf
 Nest = Any
 
 _NUMBERS = (bool, int, float, np.number, np.bool_)
-# What the items of a sequence of unequal length may be.
-_SEQUENCES = (list, tuple, np.ndarray)
+PADDING = "keras.utils.pad_sequences pads sequences of unequal length"
 
 
 class ExamplesTypeError(TypeError):
@@ -112,22 +110,10 @@ def as_tensor(leaf: Any, name: str) -> tf.Tensor:
 
 def as_array(leaf: Any, name: str) -> np.ndarray:
     """Returns what `as_tensor` would hold, as a NumPy array."""
-    if isinstance(leaf, tf.Tensor):
-        array = view(leaf)
-    elif is_ragged(leaf):
-        array = _filled_up(leaf, name)
-    elif isinstance(leaf, tf.SparseTensor):
-        raise ExamplesTypeError(
-            f"{name} must be made of dense arrays, got a {type(leaf).__name__}."
-        )
-    else:
-        try:
-            array = np.asarray(leaf)
-        except ValueError:  # Not every one of its messages is harmless.
-            raise ExamplesTypeError(
-                f"{name} must be made of arrays, got {type(leaf).__name__} "
-                "that NumPy makes none of."
-            ) from None
+    try:
+        array = view(leaf) if isinstance(leaf, tf.Tensor) else np.asarray(leaf)
+    except ValueError:  # Of unequal length. (Its message is not always harmless.)
+        array = np.array([None])
     if array.dtype in (np.float64, np.longdouble):
         array = array.astype(np.float32)
     strings = array.dtype.kind in "SU" or (
@@ -138,8 +124,8 @@ def as_array(leaf: Any, name: str) -> np.ndarray:
     numbers = array.dtype.kind in "biuf" or array.dtype.name == "bfloat16"
     if not (strings or numbers):
         raise ExamplesTypeError(
-            f"{name} must be made of arrays of numbers, booleans or strings, "
-            f"got dtype {array.dtype}."
+            f"{name} must be made of dense arrays of numbers, booleans or strings, "
+            f"got a {type(leaf).__name__} of dtype {array.dtype}; {PADDING}."
         )
     _check_rank(array.ndim, name)
     return array
@@ -150,75 +136,6 @@ def _check_rank(rank: int | None, name: str) -> None:
         raise ExamplesValueError(
             f"{name} must have a leading dimension of examples, got a scalar."
         )
-
-
-def is_sequence(spec: Any) -> bool:
-    """Returns True for the spec of one example that is of any length."""
-    if isinstance(spec, tf.RaggedTensorSpec):
-        return True
-    shape = spec.shape
-    return shape.rank == 1 and shape[0] is None
-
-
-def is_open(spec: Any) -> bool:
-    """Returns True for the spec of one example with no width that is fixed."""
-    return bool(spec.shape.rank) and not any(spec.shape.as_list())
-
-
-def is_ragged(leaf: Any) -> bool:
-    """Returns True for sequences whose examples have unequal lengths."""
-    if isinstance(leaf, tf.RaggedTensor):
-        return True
-    return (
-        isinstance(leaf, np.ndarray)
-        and leaf.dtype == object
-        and leaf.ndim == 1
-        and len(leaf) > 0
-        and all(isinstance(item, _SEQUENCES) for item in leaf)
-    )
-
-
-def _filled_up(leaf: Any, name: str) -> np.ndarray:
-    """Returns sequences with zeros (or empty strings) after the shorter."""
-    if isinstance(leaf, tf.RaggedTensor):
-        return leaf.to_tensor().numpy()
-    try:
-        rows = [np.asarray(item)[np.newaxis] for item in leaf]
-    except (TypeError, ValueError):  # Sequences within the sequences.
-        rows = []
-    kinds = {row.dtype.kind for row in rows if row.size}
-    if len(kinds) > 1 or {row.ndim for row in rows} != {2}:
-        raise ExamplesTypeError(
-            f"{name} must be made of sequences of numbers or strings, all of "
-            "the same kind, got others."
-        )
-    return np.concatenate(same_widths(rows))
-
-
-def same_widths(leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns arrays of clients' sequences, each as wide as the widest.
-
-    What is added is 0, or the empty string. Of another rank they stay as they
-    are, to be refused. Empty sequences are of the others' dtype.
-    """
-    dtype = next((leaf.dtype for leaf in leaves if leaf.size), None)
-    if dtype is not None:
-        leaves = [each if each.size else each.astype(dtype) for each in leaves]
-    if len({leaf.ndim for leaf in leaves}) > 1:
-        return list(leaves)
-    widest = np.max([leaf.shape[1:] for leaf in leaves], axis=0).tolist()
-    wide = []
-    for leaf in leaves:
-        if list(leaf.shape[1:]) != widest:
-            # NumPy has no padding of objects.
-            text = leaf.dtype.kind in "SUO"
-            padded = np.full(
-                [len(leaf), *widest], b"" if text else 0, object if text else leaf.dtype
-            )
-            padded[tuple(map(slice, leaf.shape))] = leaf
-            leaf = padded
-        wide.append(leaf)
-    return wide
 
 
 def view(tensor: tf.Tensor) -> np.ndarray:
@@ -235,37 +152,25 @@ def view(tensor: tf.Tensor) -> np.ndarray:
 def as_tensors(nest: Nest, name: str) -> Nest:
     """Maps `as_tensor` over a nest."""
     return tf.nest.map_structure(
-        lambda leaf: as_tensor(leaf, name), with_array_leaves(nest)
+        lambda leaf: as_tensor(leaf, name), with_array_leaves(nest, name)
     )
 
 
 def as_arrays(nest: Nest, name: str) -> Nest:
     """Maps `as_array` over a nest."""
     return tf.nest.map_structure(
-        lambda leaf: as_array(leaf, name), with_array_leaves(nest)
+        lambda leaf: as_array(leaf, name), with_array_leaves(nest, name)
     )
 
 
-def with_array_leaves(nest: Nest) -> Nest:
+def with_array_leaves(nest: Nest, name: str) -> Nest:
     """Turns lists of plain numbers, such as `[[1, 2], [3, 4]]`, into arrays."""
-    if isinstance(nest, Weighted):
-        return Weighted(*map(with_array_leaves, nest))
     if isinstance(nest, dict):
-        return {name: with_array_leaves(part) for name, part in nest.items()}
-    first = nest
-    while isinstance(first, list) and first:
-        first = next((i for i in first if not isinstance(i, list) or i), first[0])
-    empty = isinstance(first, list)  # So many empty sequences.
-    if not (isinstance(nest, list) and nest) or not (
-        empty or isinstance(first, (*_NUMBERS, str, bytes))
-    ):
-        return nest
-    if not empty:
-        with contextlib.suppress(ValueError):  # Of unequal length.
-            return np.asarray(nest)
-    rows = np.empty(len(nest), object)
-    rows[:] = nest
-    return rows
+        return {key: with_array_leaves(part, name) for key, part in nest.items()}
+    is_list = isinstance(nest, list) and bool(nest)
+    first = tf.nest.flatten(nest)[:1] if is_list else []
+    plain = first and isinstance(first[0], (*_NUMBERS, str, bytes))
+    return as_array(nest, name) if plain else nest
 
 
 def views(nest: Nest) -> Nest:
@@ -324,24 +229,22 @@ def check_same_spec(spec: Nest, expected: Nest) -> None:
     for name, own, other in zip(("x", "y"), spec, expected, strict=True):
         try:
             same = tf.nest.map_structure(
-                lambda a, b: a.dtype == b.dtype and b.is_compatible_with(a), own, other
+                lambda a, b: (a.dtype, a.shape) == (b.dtype, b.shape), own, other
             )
         except (TypeError, ValueError):
             same = False
         if not all(tf.nest.flatten(same)):
             raise ExamplesValueError(
                 f"{name} must be of the same names, dtypes and example shapes for "
-                f"every client, {describe_spec(other)}, got {describe_spec(own)}."
+                f"every client, {describe_spec(other)}, got {describe_spec(own)}; "
+                f"{PADDING}."
             )
 
 
 def no_examples(spec: Nest) -> Nest:
     """Returns arrays of zero examples of the given spec."""
     return tf.nest.map_structure(
-        lambda leaf: np.zeros(
-            [0, *(size or 0 for size in leaf.shape)], leaf.dtype.as_numpy_dtype
-        ),
-        spec,
+        lambda leaf: np.zeros([0, *leaf.shape], leaf.dtype.as_numpy_dtype), spec
     )
 
 
@@ -352,10 +255,8 @@ def describe_spec(spec: Nest) -> str:
 
 
 def _short(spec: tf.TensorSpec) -> str:
-    shape = ", ".join(
-        "?" if size is None else str(size) for size in spec.shape.as_list()
-    )
-    return f"{spec.dtype.name}[{shape}]"
+    sizes = ", ".join("?" if size is None else str(size) for size in spec.shape)
+    return f"{spec.dtype.name}[{sizes}]"
 
 
 def concatenate(nests: Sequence[Nest]) -> Nest:

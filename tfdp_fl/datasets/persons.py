@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,11 @@ from tfdp_fl.datasets import frames, nests
 from tfdp_fl.datasets.federated_dataset import FederatedDataset
 from tfdp_fl.datasets.nests import Nest
 
-_CHOICES = ("random", "first", "last")
 _ALLOWED = (
-    "a FederatedDataset, a mapping or list with one (x, y), one (x, y, "
-    "sample_weight) or one tf.data.Dataset of single examples for each client, "
-    "or a tff.simulation.datasets.ClientData"
+    "a FederatedDataset, a mapping or list with (x, y), (x, y, sample_weight) or a "
+    "tf.data.Dataset for each client, a tff.simulation.datasets.ClientData, or of a "
+    "table FederatedDataset.from_dataframe(frame, client=...) or fit(x, y, "
+    "client_ids=ids)"
 )
 
 
@@ -26,9 +26,8 @@ def as_federated(clients: Any) -> FederatedDataset:
 
     Args:
       clients: One already; a mapping from client ids to `(x, y)` or `(x, y,
-        sample_weight)` (nests of arrays) or to `tf.data.Dataset`s of single
-        examples; a list of those, whose clients are then 0 to N - 1; or a TFF
-        `ClientData`.
+        sample_weight)` (nests of arrays) or to `tf.data.Dataset`s; a list of
+        those, whose clients are then 0 to N - 1; or a TFF `ClientData`.
 
     Raises:
       TypeError: It is something else; the message names its type only.
@@ -36,48 +35,24 @@ def as_federated(clients: Any) -> FederatedDataset:
     """
     if isinstance(clients, FederatedDataset):
         return clients
-    if hasattr(clients, "client_ids") and hasattr(
-        clients, "create_tf_dataset_for_client"
-    ):
+    if hasattr(clients, "create_tf_dataset_for_client"):
         return FederatedDataset.from_client_data(clients)
-    by_id, listed = clients, False
-    if isinstance(clients, Sequence) and not isinstance(clients, str | bytes):
-        by_id, listed = dict(enumerate(clients)), True
-    if not isinstance(by_id, Mapping):
-        raise TypeError(
-            f"clients must be {_ALLOWED}, got {type(clients).__name__}."
-            + _hint(clients)
-        )
-    if by_id and all(isinstance(d, tf.data.Dataset) for d in by_id.values()):
-        return FederatedDataset.from_tf_datasets(by_id)
-    for client_id, examples in by_id.items():
-        if not isinstance(examples, tuple | list) or len(examples) not in (2, 3):
-            raise TypeError(
-                f"clients must be {_ALLOWED}, got {type(examples).__name__} for "
-                f"client {client_id!r}." + _hint(clients)
-            )
-    dataset = FederatedDataset.from_client_arrays(
-        {client_id: tuple(examples) for client_id, examples in by_id.items()}
+    is_list = isinstance(clients, list | tuple)
+    by_id = dict(enumerate(clients)) if is_list else clients
+    kinds = tuple | list | tf.data.Dataset
+    wrong: list[Any] = [clients]
+    if isinstance(by_id, Mapping):
+        wrong = [data for data in by_id.values() if not isinstance(data, kinds)]
+    if wrong:
+        raise TypeError(f"clients must be {_ALLOWED}, got a {type(wrong[0]).__name__}.")
+    make: Any = FederatedDataset.from_client_arrays
+    if by_id and all(isinstance(data, tf.data.Dataset) for data in by_id.values()):
+        make = FederatedDataset.from_tf_datasets
+    dataset = make(
+        {k: tuple(v) if isinstance(v, list) else v for k, v in by_id.items()}
     )
     # Known by their places, then: see `FederatedDataset.clients_digest`.
-    return dataset.with_ids(range(len(by_id))) if listed else dataset
-
-
-def _hint(clients: Any) -> str:
-    if type(clients).__name__ == "DataFrame" or hasattr(clients, "to_pandas"):
-        frame = "dataset.to_pandas()" if hasattr(clients, "to_pandas") else "frame"
-        return (
-            " Which column names the client? FederatedDataset.from_dataframe("
-            f"{frame}, client=..., features=..., label=...)."
-        )
-    if hasattr(clients, "__array__") or (
-        isinstance(clients, tuple | list) and len(clients) in (2, 3)
-    ):
-        return (
-            " For one pair of arrays (x, y), say whose row each is: "
-            "fit(x, y, client_ids=ids)."
-        )
-    return ""
+    return dataset.with_ids(range(len(by_id))) if is_list else dataset
 
 
 def of_fit(data: Any, y: Any, client_ids: Any, sample_weight: Any) -> FederatedDataset:
@@ -119,12 +94,26 @@ def by_person(
       ValueError: A row has no id or a missing value (naming column and row), or
         lengths differ.
     """
-    x, y = _from_pandas(x, "x"), _from_pandas(y, "y")
-    rows = frames.rows_by_client(_row_ids(client_ids, x, y))
+    x, y = _arrays(x, "x"), _arrays(y, "y")
+    rows = frames.rows_by_client(_row_ids(client_ids, nests.common_length(x, y)))
     for argument, nest in (("x", x), ("y", y)):
-        for leaf in tf.nest.flatten(_arrays(nest)):
+        for leaf in tf.nest.flatten(nest):
             frames.check_finite(argument, leaf)
     return FederatedDataset.from_indices(x, y, rows, sample_weight=sample_weight)
+
+
+def _arrays(nest: Any, argument: str) -> Nest:
+    """Returns arrays in the place of lists, frames and series."""
+
+    def array(leaf: Any) -> Any:
+        if hasattr(leaf, "to_frame"):
+            return frames.array(leaf.to_frame("value"), "value", argument)
+        if hasattr(leaf, "iloc"):
+            kind = "features" if argument == "x" else argument
+            return frames.arrays(leaf, list(leaf.columns), kind)
+        return np.asarray(leaf)
+
+    return tf.nest.map_structure(array, nests.with_array_leaves(nest, argument))
 
 
 def bound_rows(
@@ -149,48 +138,25 @@ def bound_rows(
       TypeError, ValueError: An argument is not allowed; the message names it.
     """
     _validate.positive_integer(most=most)
-    _validate.one_of(_CHOICES, choose=choose)
-    generator = np.random.default_rng()
-    kept = []
-    for own in frames.rows_by_client(_row_ids(client_ids, x, y)).values():
+    _validate.one_of(("random", "first", "last"), choose=choose)
+    generator, kept = np.random.default_rng(), []
+    x, y = nests.with_array_leaves(x, "x"), nests.with_array_leaves(y, "y")
+    ids = _row_ids(client_ids, nests.common_length(x, y))
+    for own in frames.rows_by_client(ids).values():
         if choose == "random" and len(own) > most:
             own = generator.choice(own, most, replace=False)
         kept.append(own[-most:] if choose == "last" else own[:most])
     stay = np.sort(np.concatenate(kept))
 
-    def take(nest: Any) -> Any:
-        if hasattr(nest, "iloc"):
-            return nest.iloc[stay]
-        if isinstance(nest, Mapping):
-            return {name: take(part) for name, part in nest.items()}
-        return tf.nest.map_structure(
-            lambda leaf: np.asarray(leaf)[stay], nests.with_array_leaves(nest)
-        )
+    def take(leaf: Any) -> Any:
+        return leaf.iloc[stay] if hasattr(leaf, "iloc") else np.asarray(leaf)[stay]
 
-    return take(x), take(y), np.asarray(client_ids)[stay]
+    x, y = tf.nest.map_structure(take, (x, y))
+    return x, y, np.asarray(client_ids)[stay]
 
 
-def _arrays(nest: Any) -> Any:
-    return tf.nest.map_structure(np.asarray, nests.with_array_leaves(nest))
-
-
-def _from_pandas(value: Any, argument: str) -> Nest:
-    """Returns arrays in the place of frames and series."""
-    if isinstance(value, Mapping):
-        return {name: _from_pandas(part, argument) for name, part in value.items()}
-    if hasattr(value, "to_frame") and hasattr(value, "iloc"):
-        return frames.array(value.to_frame("value"), "value", argument)
-    if hasattr(value, "iloc"):
-        columns = list(value.columns)
-        return frames.arrays(
-            value, columns, "features" if argument == "x" else argument
-        )
-    return value
-
-
-def _row_ids(client_ids: Any, x: Any, y: Any) -> list[Any]:
-    """Returns whose each row of x and y is."""
-    num_rows = nests.common_length(_arrays(x), _arrays(y))
+def _row_ids(client_ids: Any, num_rows: int) -> list[Any]:
+    """Returns the client of each row."""
     if not num_rows:
         raise ValueError("x must have rows, got none.")
     ids = np.asarray(client_ids)

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,29 +62,23 @@ class ClientFailure:
 class IndexedSource:
     """Clients as rows of flat tensors.
 
-    Client k owns the slots `starts[k]` to `starts[k] + lengths[k] - 1`. A slot
-    is a row of the tensors, or, if there is a `table`, a place of the table
-    that holds the row. So a client's rows need not be neighbours, a row may be
-    many clients', and taking some of the clients copies no table.
+    Client k owns the slots `starts[k]` to `starts[k] + lengths[k] - 1` of a table
+    of rows. So a client's rows need not be neighbours, a row may be many clients',
+    and taking some of the clients copies no table.
 
     Attributes:
       x: Features, a nest of CPU tensors with leading dimension n.
       y: Labels, a nest of CPU tensors with leading dimension n.
       starts: int64[N].
       lengths: int64[N].
-      table: int32[slots] or None.
+      table: int32[slots].
     """
 
     x: nests.Nest
     y: nests.Nest
     starts: np.ndarray
     lengths: np.ndarray
-    table: np.ndarray | None = None
-
-    @property
-    def num_clients(self) -> int:
-        """The number of clients, N."""
-        return len(self.starts)
+    table: np.ndarray
 
     @property
     def element_spec(self) -> nests.Nest:
@@ -105,16 +99,12 @@ class IndexedSource:
         total = int(ends[-1]) if len(ends) else 0
         first_slots = self.starts[positions] - (ends - lengths)
         slots = np.repeat(first_slots, lengths) + np.arange(total)
-        if self.table is not None:
-            return self.table[slots], lengths
-        return slots.astype(np.int32), lengths
+        return self.table[slots], lengths
 
     def read(self, position: int) -> tuple[nests.Nest, nests.Nest]:
         """Returns the examples of one client as NumPy nests (x, y)."""
         start, length = int(self.starts[position]), int(self.lengths[position])
-        rows: Any = slice(start, start + length)
-        if self.table is not None:
-            rows = self.table[rows]
+        rows = self.table[start : start + length]
         return nests.take(nests.views((self.x, self.y)), rows)
 
     def sizes(self, positions: np.ndarray) -> np.ndarray:
@@ -123,15 +113,11 @@ class IndexedSource:
 
     def content_digest(self) -> str:
         """Returns a SHA-256 of all examples, and of which are whose."""
-        rows, lengths = self.rows(np.arange(self.num_clients))
+        rows, lengths = self.rows(np.arange(len(self.starts)))
         digest = hashlib.sha256(repr(self.element_spec).encode())
-        digest.update(lengths.tobytes() + rows.tobytes())
-        for array in tf.nest.flatten(nests.views((self.x, self.y))):
-            digest.update(
-                repr(array.tolist()).encode()
-                if array.dtype.hasobject
-                else np.ascontiguousarray(array).tobytes()
-            )
+        for array in (lengths, rows, *tf.nest.flatten(nests.views((self.x, self.y)))):
+            is_text = array.dtype.hasobject
+            digest.update(repr(array.tolist()).encode() if is_text else array.tobytes())
         return digest.hexdigest()
 
     def take(self, positions: np.ndarray) -> IndexedSource:
@@ -169,11 +155,6 @@ class StreamedSource:
     read_fn: Callable[[Any], Any]
     known_spec: nests.Nest | None
 
-    @property
-    def num_clients(self) -> int:
-        """The number of clients, N."""
-        return len(self.keys)
-
     @functools.cached_property
     def element_spec(self) -> nests.Nest:
         """The `tf.TensorSpec`s (x, y) of one example.
@@ -186,12 +167,12 @@ class StreamedSource:
         error: Exception | None = None
         for key in self.keys:
             try:
-                x, y, length, ragged = _client_arrays(self.read_fn(key))
+                x, y, length = _client_arrays(self.read_fn(key))
             except Exception as raised:  # Any client's code may run here.
                 error = error or raised
                 continue
             if length:
-                return _open_spec((x, y), ragged)
+                return nests.spec_of((x, y))
         why = "none has any"
         if error is not None:
             why = f"the first error was {ClientFailure(0, error).reason}"
@@ -207,7 +188,7 @@ class StreamedSource:
           Exception: Whatever the client's reading raises.
           ValueError: If its examples are not of the spec.
         """
-        x, y, length, _ = _client_arrays(self.read_fn(self.keys[position]))
+        x, y, length = _client_arrays(self.read_fn(self.keys[position]))
         if not length:
             return nests.no_examples(self.element_spec)
         nests.check_same_spec(nests.spec_of((x, y)), self.element_spec)
@@ -232,31 +213,43 @@ class StreamedSource:
         """
 
         def read(key: Any) -> Any:
-            x, y, _, _ = _client_arrays(self.read_fn(key))
+            x, y, _ = _client_arrays(self.read_fn(key))
             return _mapped(fn, *tf.nest.map_structure(np.array, (x, y)))
 
         return StreamedSource(self.keys, read, None)
 
 
-def _client_arrays(
-    examples: Any,
-) -> tuple[nests.Nest, nests.Nest, int, list[bool]]:
-    """Returns a client's `(x, y)` as arrays, and how many examples it has.
+Source = IndexedSource | StreamedSource
 
-    And which of the arrays were of sequences of unequal length.
-    """
+
+def _client_arrays(examples: Any) -> tuple[nests.Nest, nests.Nest, int]:
+    """Returns a client's `(x, y)` as arrays, and how many examples it has."""
     if not (isinstance(examples, tuple) and len(examples) in (2, 3)):
         raise nests.ExamplesTypeError(
             "A client's examples must be (x, y) or (x, y, sample_weight), got "
             f"{outline(examples)}."
         )
-    x, y = (nests.with_array_leaves(nest) for nest in nests.pair(examples))
-    ragged = [nests.is_ragged(leaf) for leaf in tf.nest.flatten((x, y))]
+    x, y = nests.pair(examples)
     x, y = nests.as_arrays(x, "x"), as_labels(y, nests.as_arrays)
     # `[]` is nobody's nest of arrays; it can only mean that there is nothing.
     if not tf.nest.flatten((x, y)):
-        return x, y, 0, ragged
-    return x, y, nests.common_length(x, y), ragged
+        return x, y, 0
+    return x, y, nests.common_length(x, y)
+
+
+def held_spec(spec: Any) -> nests.Nest:
+    """Returns the spec (x, y) that examples have in a dataset, of what is given."""
+    if not isinstance(spec, tuple) or not all(
+        isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined()
+        for leaf in tf.nest.flatten(spec)
+    ):
+        raise nests.ExamplesTypeError(
+            "element_spec must be (x, y) or (x, y, sample_weight) of nests of "
+            f"tf.TensorSpec with all sizes known, got {spec!r}; {nests.PADDING}, and "
+            "tf.ensure_shape declares other sizes."
+        )
+    x, y, _ = _client_arrays(nests.no_examples(spec))
+    return nests.spec_of((x, y))
 
 
 def as_labels(y: nests.Nest, convert: Callable[[Any, str], Any]) -> nests.Nest:
@@ -279,17 +272,6 @@ def as_labels(y: nests.Nest, convert: Callable[[Any, str], Any]) -> nests.Nest:
     return nests.Weighted(convert(y.y, "y"), convert(weight, "sample_weight"))
 
 
-def _open_spec(examples: nests.Nest, ragged: list[bool]) -> nests.Nest:
-    """Returns the spec of one example; a sequence may be of any length."""
-    leaves = [
-        tf.TensorSpec([None] * spec.shape.rank, spec.dtype) if uneven else spec
-        for spec, uneven in zip(
-            tf.nest.flatten(nests.spec_of(examples)), ragged, strict=True
-        )
-    ]
-    return tf.nest.pack_sequence_as(examples, leaves)
-
-
 def _mapped(fn: Callable[..., Any], x: nests.Nest, y: nests.Nest) -> Any:
     """Returns `fn(x, y)`; weights that it does not change stay."""
     mapped = fn(x, nests.labels_of(y))
@@ -308,75 +290,42 @@ def outline(value: Any) -> str:
 
 
 def pack(
-    clients: Sequence[tuple[Any, tuple[nests.Nest, nests.Nest]]],
-    sequences: bool = False,
-) -> IndexedSource:
-    """Packs clients' arrays one after another into flat tensors.
+    clients: Iterable[tuple[Any, tuple[nests.Nest, ...]]],
+) -> tuple[nests.Nest, nests.Nest, dict[Any, np.ndarray]]:
+    """Returns flat arrays `(x, y)` of all clients' examples, and whose rows are where.
 
     Args:
-      clients: Pairs of a client's id (for errors) and its `(x, y)`.
-      sequences: Whether some of them are known to be sequences, filled up to
-        each client's own longest.
+      clients: Pairs of a client's id and its examples.
 
     Raises:
       ValueError, TypeError: If they do not fit together, naming the client.
     """
-    filled, empty, lengths, spec = [], [], [], None
-    owners, uneven = [], sequences
+    filled, empty, rows, start = [], [], {}, 0
     for client_id, examples in clients:
-        with _naming(client_id):
-            x, y, length, ragged = _client_arrays(examples)
-        lengths.append(length)
-        if length:
-            uneven |= any(ragged)
-            filled.append((x, y))
-            owners.append(client_id)
-        elif tf.nest.flatten(x) and tf.nest.flatten(y):
-            empty.append((x, y))
+        with naming(client_id):
+            x, y, length = _client_arrays(examples)
+            rows[client_id] = np.arange(start, start + length)
+            start += length
+            if length:
+                filled.append((x, y))
+                nests.check_same_spec(*map(nests.spec_of, (filled[-1], filled[0])))
+            elif tf.nest.flatten(x) and tf.nest.flatten(y):
+                empty.append((x, y))
     if not (filled or empty):
         raise ValueError(
             "clients must have at least one array among them, got only empty lists."
         )
-    if uneven:
-        filled = _equally_wide(filled)
-    for client_id, (x, y) in zip(owners, filled, strict=True):
-        with _naming(client_id):
-            own = nests.spec_of((x, y))
-            spec = spec or own
-            nests.check_same_spec(own, spec)
     # If every client is empty, the first one's arrays say what of.
-    x, y = nests.concatenate(filled or empty[:1])
-    counts = np.array(lengths, np.int64)
-    return IndexedSource(
-        nests.as_tensors(x, "x"),
-        as_labels(y, nests.as_tensors),
-        starts=np.cumsum(counts) - counts,
-        lengths=counts,
-    )
+    return *nests.concatenate(filled or empty[:1]), rows
 
 
 @contextlib.contextmanager
-def _naming(client_id: Any) -> Iterator[None]:
+def naming(client_id: Any) -> Iterator[None]:
     """Has errors about a client's examples name the client."""
     try:
         yield
     except nests.SAFE_ERRORS as error:
         raise type(error)(f"Client {client_id!r}: {error}") from error
-
-
-def _equally_wide(clients: list[Any]) -> list[Any]:
-    """Returns clients' examples; sequences are as wide as the widest."""
-    try:
-        for client in clients:
-            tf.nest.assert_same_structure(client, clients[0])
-    except (TypeError, ValueError):
-        return clients  # To be refused, by name.
-    columns = zip(*map(tf.nest.flatten, clients), strict=True)
-    padded = [nests.same_widths(column) for column in columns]
-    return [
-        tf.nest.pack_sequence_as(clients[0], leaves)
-        for leaves in zip(*padded, strict=True)
-    ]
 
 
 def at_least_one_client(**checked: Any) -> None:
@@ -392,34 +341,20 @@ def row_table(
     """Returns int32[slots], the rows of all clients, and int64[N] lengths.
 
     Args:
-      indices: A 2-D array of rows, one line per client; or a sequence of 1-D
-        arrays.
+      indices: One 1-D array of rows per client.
       num_rows: How many rows there are.
 
     Raises:
-      TypeError, ValueError: If they are neither, or out of range.
+      TypeError, ValueError: If they are none, or out of range.
     """
     if num_rows > np.iinfo(np.int32).max:
         raise ValueError(f"x must have at most 2**31 - 1 examples, got {num_rows}.")
-    if isinstance(indices, np.ndarray) and indices.dtype != object:
-        if indices.ndim != 2:
-            raise ValueError(
-                "indices must be 2-D where it is an array, one line per "
-                f"client, got {indices.ndim} dimensions."
-            )
-        flat = indices.reshape(-1)
-        lengths = np.full(len(indices), indices.shape[1], np.int64)
-    else:
-        rows = [np.asarray(client) for client in indices]
-        for place, client in enumerate(rows):
-            if client.ndim != 1:
-                raise ValueError(
-                    "indices must be one 1-D array per client, got "
-                    f"{client.ndim} dimensions for client number {place}."
-                )
-        lengths = np.array([len(client) for client in rows], np.int64)
-        rows = [client for client in rows if len(client)]
-        flat = np.concatenate(rows) if rows else np.zeros(0, np.int32)
+    rows = [np.asarray(client) for client in indices]
+    if any(client.ndim != 1 for client in rows):
+        raise ValueError("indices must be one 1-D array per client, got another shape.")
+    lengths = np.array([len(client) for client in rows], np.int64)
+    filled = [client for client in rows if len(client)]
+    flat = np.concatenate(filled or [np.zeros(0, np.int32)])
     if flat.size:
         if flat.dtype.kind not in "iu":
             raise TypeError(f"indices must be integers, got dtype {flat.dtype}.")

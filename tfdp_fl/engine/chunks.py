@@ -108,11 +108,8 @@ class Reader:
         """Yields clients whose examples fit into one chunk; at least one chunk."""
         held: list[_Client] = []
         num_bytes, sent = 0, False
-        shapes: list[tuple[int, ...]] = []
         for member, arrays in self._clients(dataset, pending):
-            before, shapes = shapes, [array.shape[1:] for array in arrays]
-            # Examples of another length, where the spec leaves it open, do not fit.
-            if held and (num_bytes >= CHUNK_BYTES or shapes != before):
+            if held and num_bytes >= CHUNK_BYTES:
                 yield self._chunk(held)
                 held, num_bytes, sent = [], 0, True
             held.append((member, arrays))
@@ -129,8 +126,7 @@ class Reader:
         tensors = []
         for place, spec in enumerate(tf.nest.flatten(self.element_spec)):
             if not total:
-                shape = [size or 1 for size in spec.shape]
-                tensors.append(tf.zeros([num_rows, *shape], spec.dtype))
+                tensors.append(tf.zeros([num_rows, *spec.shape], spec.dtype))
                 continue
             leaves = [arrays[place] for _, arrays in clients]
             rest = np.zeros([num_rows - total, *leaves[0].shape[1:]], leaves[0].dtype)

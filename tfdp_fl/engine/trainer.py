@@ -500,10 +500,7 @@ def check_model(model: tf.keras.Model) -> None:
 def zeros_like_batch(element_spec: Any, batch_size: int = 1) -> Any:
     """Returns a nest of zeros in the shape of a batch of examples."""
     return tf.nest.map_structure(
-        lambda spec: tf.zeros(
-            [batch_size, *[size or 1 for size in spec.shape]], spec.dtype
-        ),
-        element_spec,
+        lambda spec: tf.zeros([batch_size, *spec.shape], spec.dtype), element_spec
     )
 
 

@@ -100,7 +100,6 @@ def _with_shifts(
         np.concatenate(versions),
         np.tile(y, len(versions)),
         np.split(rows + len(x) * drawn, np.cumsum(lengths)[:-1]),
-        clients.client_ids,
     )
 
 

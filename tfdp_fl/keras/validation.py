@@ -157,7 +157,7 @@ class Validation:
                 f"single client, which it would hold out, got {fraction!r}."
             )
         clients, data = clients.split_by_id(fraction)
-        held_out = data.client_ids_digest
+        held_out = data.clients_digest
         return clients, dataclasses.replace(self, data=data, held_out=held_out)
 
     def check_features(self, model: tf.keras.Model) -> None:
@@ -170,7 +170,7 @@ class Validation:
         try:
             spec = tf.nest.map_structure(
                 lambda leaf: nests.spec_of(nests.as_array(leaf[:1], "x")),
-                nests.with_array_leaves(self.data[0]),
+                nests.with_array_leaves(self.data[0], "x"),
             )
         except (TypeError, ValueError, IndexError):
             return  # Something else that Keras may take.
@@ -214,12 +214,9 @@ def _batches(clients: FederatedDataset, batch_size: int) -> tf.data.Dataset:
                 stacklevel=2,
             )
 
-    dataset = tf.data.Dataset.from_generator(
+    return tf.data.Dataset.from_generator(
         examples,
         output_signature=tf.nest.map_structure(
             lambda leaf: tf.TensorSpec([None, *leaf.shape], leaf.dtype), spec
         ),
-    )
-    if any(None in leaf.shape.as_list() for leaf in tf.nest.flatten(spec)):
-        return dataset  # Clients' sequences are of unequal lengths.
-    return dataset.rebatch(batch_size)
+    ).rebatch(batch_size)

@@ -1,9 +1,10 @@
-"""Handwriting, dealt to clients: scikit-learn's digits, MNIST and TFF's EMNIST."""
+"""Data to try things on: digits, MNIST and EMNIST, and Shakespeare's plays."""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,11 @@ from tfdp_fl.datasets import nests, tf_datasets
 from tfdp_fl.datasets.federated_dataset import FederatedDataset
 
 _ARRAYS = ("x_train", "y_train", "x_test", "y_test")
+# All characters of the corpus, written down here because a vocabulary that is
+# read off the clients' own text would tell what they wrote.
+_CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_UNKNOWN = 1
+_ID_OF = {character: number for number, character in enumerate(_CHARACTERS, 2)}
 
 
 def load_digits(
@@ -21,7 +27,6 @@ def load_digits(
     examples_per_client: int = 20,
     shards_per_client: int = 2,
     iid: bool = True,
-    test_fraction: float = 0.2,
     validation_examples: int = 0,
     seed: int = 0,
 ) -> tuple[FederatedDataset, tuple[np.ndarray, np.ndarray]]:
@@ -39,16 +44,14 @@ def load_digits(
         see `tfdp_fl.datasets.partition`.
       iid: Whether clients hold random examples (the default: a quick start)
         or label shards.
-      test_fraction: The share of the examples that is the test set, always
-        the same one, each digit in proportion.
       validation_examples: If not 0, that many training examples, always the
         same ones, are given to no client and returned in place of the test
         set, to choose hyperparameters by.
       seed: Which client gets what.
 
     Returns:
-      The clients, and `(x_test, y_test)`: x float32[n, 64] from 0 to 1, y
-      int32[n].
+      The clients, and `(x_test, y_test)`, a fifth of the digits, always the same
+      ones, each digit in proportion: x float32[n, 64] from 0 to 1, y int32[n].
 
     Raises:
       ImportError: If scikit-learn is not installed.
@@ -57,11 +60,10 @@ def load_digits(
     with _on_use.needed("scikit-learn", "load_digits"):
         from sklearn import datasets
 
-    test_fraction = _validate.inside_unit_interval(test_fraction=test_fraction)
     digits = datasets.load_digits()
     x = (digits.data / 16).astype(np.float32)
     y = digits.target.astype(np.int32)
-    train, test = stratified_split(y, math.ceil(test_fraction * len(y)))
+    train, test = stratified_split(y, math.ceil(len(y) / 5))
     return _dealt(
         (x[train], y[train]),
         (x[test], y[test]),
@@ -76,7 +78,6 @@ def load_mnist(
     examples_per_client: int = 600,
     path: str | os.PathLike[str] | None = None,
     iid: bool = False,
-    flatten: bool = True,
     validation_examples: int = 0,
     seed: int = 0,
 ) -> tuple[FederatedDataset, tuple[np.ndarray, np.ndarray]]:
@@ -97,39 +98,33 @@ def load_mnist(
       path: Keras's `mnist.npz`; None: that in Keras's cache, downloaded to it
         if it is not there.
       iid: Whether clients hold random images instead of label shards.
-      flatten: Whether an image is float32[784] or float32[28, 28, 1].
       validation_examples: If not 0, that many training images, always the same
         ones, each digit in proportion, are given to no client and returned in
         place of the test set: choose hyperparameters by them, and leave the
-        test set to the final run. (`split_clients` would not do where images
+        test set to the final run. (`split_by_id` would not do where images
         are repeated: those of held-out clients are other clients' too.)
       seed: Which client gets what.
 
     Returns:
-      The clients, and `(x_test, y_test)`: x float32 from 0 to 1, y int32[n].
+      The clients, and `(x_test, y_test)`: x float32[n, 784] from 0 to 1, y
+      int32[n].
 
     Raises:
       TypeError, ValueError: If an argument is out of its range, or the file
         is not MNIST.
       OSError: If the file is not there, or cannot be downloaded.
     """
-    path = None if path is None else os.fspath(path)
     x_train, y_train, x_test, y_test = _read_mnist(path)
-
-    def converted(
-        pixels: np.ndarray, labels: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        shape = (784,) if flatten else (28, 28, 1)
-        x = pixels.reshape(-1, *shape).astype(np.float32)
-        x /= 255
-        return x, labels.astype(np.int32)
-
     return _dealt(
-        converted(x_train, y_train),
-        converted(x_test, y_test),
+        (_pixels(x_train), y_train.astype(np.int32)),
+        (_pixels(x_test), y_test.astype(np.int32)),
         validation_examples,
         (num_clients, examples_per_client, shards_per_client, iid, seed),
     )
+
+
+def _pixels(images: np.ndarray) -> np.ndarray:
+    return images.reshape(-1, 784).astype(np.float32) / 255
 
 
 def _dealt(
@@ -169,33 +164,18 @@ def _read_mnist(path: str | os.PathLike[str] | None) -> list[np.ndarray]:
                 "path must be given, because MNIST is not in Keras's cache "
                 f"and could not be downloaded: {error}"
             ) from error
-        arrays = [*train, *test]
-    else:
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                arrays = [file[name] for name in _ARRAYS]
-        except OSError:
-            raise
-        except Exception as error:
+        return [*train, *test]
+    with np.load(path) as file:
+        if not set(_ARRAYS) <= set(file):
             raise ValueError(
-                "path must be Keras's mnist.npz with the arrays "
-                f"{', '.join(_ARRAYS)}, got {os.fspath(path)!r} ({error!r})."
-            ) from error
-    for images, labels in (arrays[:2], arrays[2:]):
-        if images.shape != (len(labels), 28, 28) or images.dtype != np.uint8:
-            raise ValueError(
-                "path must hold uint8 images of 28x28 pixels with one label "
-                f"each, got {images.dtype}{list(images.shape)} and "
-                f"{len(labels)} labels."
+                f"path must be Keras's mnist.npz with {', '.join(_ARRAYS)}, got "
+                f"{os.fspath(path)!r} with {', '.join(file)}."
             )
-    return arrays
+        return [file[name] for name in _ARRAYS]
 
 
 def load_emnist(
     only_digits: bool = True,
-    num_clients: int | None = None,
-    flatten: bool = False,
-    cache_dir: str | None = None,
 ) -> tuple[FederatedDataset, tuple[np.ndarray, np.ndarray]]:
     """Loads TFF's federated EMNIST (Caldas et al. 2018, "LEAF").
 
@@ -205,55 +185,31 @@ def load_emnist(
 
     Args:
       only_digits: Whether 10 classes by 3383 writers, or 62 by 3400.
-      num_clients: The first so many writers; None: all.
-      flatten: Whether an image is float32[784] or float32[28, 28, 1].
-      cache_dir: Where TFF keeps its downloads; None: Keras's cache.
 
     Returns:
       The clients, and `(x_test, y_test)`, the test images of these writers: x
-      float32, TFF's pixels as they are, y int32[n].
+      float32[n, 28, 28, 1], TFF's pixels as they are, y int32[n].
 
     Raises:
       ImportError: If TFF is not installed.
-      OSError: If the data is not on disk and cannot be downloaded.
-      TypeError, ValueError: If an argument is out of its range.
     """
-    if num_clients is not None:
-        _validate.positive_integer(num_clients=num_clients)
     with _on_use.needed("tensorflow-federated", "load_emnist"):
         import tensorflow_federated as tff
-    emnist = tff.simulation.datasets.emnist
-    try:
-        train, test = emnist.load_data(only_digits=only_digits, cache_dir=cache_dir)
-    except Exception as error:  # Keras's download raises a bare Exception.
-        raise OSError(
-            "load_emnist must find TFF's EMNIST in cache_dir "
-            f"({cache_dir!r}) or be able to download it: {error}"
-        ) from error
-    writers = list(train.client_ids)
-    if num_clients is not None and num_clients > len(writers):
-        raise ValueError(
-            f"num_clients must be at most {len(writers)}, got {num_clients}."
-        )
-    writers = writers[:num_clients]
-    shape = (784,) if flatten else (28, 28, 1)
+    train, test = tff.simulation.datasets.emnist.load_data(only_digits)
     clients = FederatedDataset.from_client_fn(
-        writers,
-        lambda writer: _read_writer(train, writer, shape),
-        element_spec=(tf.TensorSpec(shape), tf.TensorSpec((), tf.int32)),
+        train.client_ids,
+        lambda writer: _read_writer(train, writer),
+        (tf.TensorSpec((28, 28, 1)), tf.TensorSpec((), tf.int32)),
     )
-    tested = set(test.client_ids)
     x_test, y_test = nests.concatenate(
-        [_read_writer(test, writer, shape) for writer in writers if writer in tested]
+        [_read_writer(test, writer) for writer in test.client_ids]
     )
     return clients, (x_test, y_test)
 
 
-def _read_writer(
-    client_data: Any, writer: str, shape: tuple[int, ...]
-) -> tuple[np.ndarray, np.ndarray]:
+def _read_writer(client_data: Any, writer: str) -> tuple[np.ndarray, np.ndarray]:
     examples = tf_datasets.read(client_data.create_tf_dataset_for_client(writer))
-    return examples["pixels"].reshape(-1, *shape), examples["label"]
+    return examples["pixels"][..., np.newaxis], examples["label"]
 
 
 def partition(
@@ -346,3 +302,101 @@ def stratified_split(
     places = (np.arange(held_out) + 0.5) * len(labels) / max(held_out, 1)
     chosen = places.astype(np.int64)
     return np.sort(np.delete(order, chosen)), np.sort(order[chosen])
+
+
+def shakespeare_vocabulary() -> tuple[str, ...]:
+    """Returns the 67 tokens of `load_shakespeare`; a token's place is its id.
+
+    Id 0 is padding, id 1 stands for every other character, and from 2 come
+    the 65 characters of the small Shakespeare corpus: the newline, the space,
+    `!$&',-.3:;?`, capital and small letters.
+    """
+    return ("<pad>", "<unknown>", *_CHARACTERS)
+
+
+def load_shakespeare(
+    path: str | os.PathLike[str],
+    sequence_length: int = 80,
+    clients_per_role: int = 1,
+) -> tuple[FederatedDataset, tuple[np.ndarray, np.ndarray]]:
+    r"""Loads plays for next-character prediction, a client per speaking role.
+
+    The file has the format of the small Shakespeare corpus: a role's name and
+    a colon on a line, its speech on the next ones, an empty line. A client is
+    a role, its id the role's name as written, its text all its speeches in
+    order, joined by newlines. A role that says nothing anywhere is no client
+    (299 speak in the corpus).
+
+    An example is `sequence_length` characters and, for each of them, the one
+    that follows; examples of a role do not overlap. What is left at the end of
+    a text, or all of a short role's, is padded with 0 in features and labels
+    alike. Padding must not count. `Embedding(..., mask_zero=True)` keeps it out
+    of the loss and the metrics, `SparseCategoricalCrossentropy(ignore_class=0)`
+    out of the loss only.
+
+    Args:
+      path: The text, in UTF-8.
+      sequence_length: Characters per example, L.
+      clients_per_role: How many clients a role is at most, each with the same
+        share of its examples, one after another. What is protected is then no
+        role any more, but such a part of one. A client's id is the role's
+        with "/1", "/2", ... after it; a role of fewer examples is fewer.
+
+    Returns:
+      The clients, and `(x_test, y_test)`, the last tenth of each role's text: x
+      and y int32[n, L], ids in `shakespeare_vocabulary()`.
+
+    Raises:
+      TypeError, ValueError: If an argument is out of its range, or the file
+        is of another format.
+      OSError: If the file is not there.
+    """
+    path = os.fspath(path)  # A number would be a file that is open already.
+    length = _validate.positive_integer(sequence_length=sequence_length)
+    _validate.positive_integer(clients_per_role=clients_per_role)
+    clients, test = {}, []
+    for role, text in _speeches(path).items():
+        ids = np.array([_ID_OF.get(each, _UNKNOWN) for each in text], np.int32)
+        end = len(ids) - len(ids) // 10
+        x, y = _examples(ids[:end], length)
+        parts = min(clients_per_role, max(1, len(x)))
+        for part, kept in enumerate(np.array_split(np.arange(len(x)), parts)):
+            name = role if clients_per_role == 1 else f"{role}/{part + 1}"
+            clients[name] = x[kept], y[kept]
+        test.append(_examples(ids[end:], length))
+    x_test, y_test = (np.concatenate(arrays) for arrays in zip(*test, strict=True))
+    dataset = FederatedDataset.from_client_arrays(clients)
+    return dataset, (x_test, y_test)
+
+
+def _speeches(path: str | os.PathLike[str]) -> dict[str, str]:
+    """Returns every role's text, in the order of their first appearance."""
+    with open(path, encoding="utf-8") as file:
+        blocks = re.split(r"\n{2,}", file.read().strip("\n"))
+    speeches: dict[str, list[str]] = {}
+    for block in blocks:
+        role, _, speech = block.partition("\n")
+        if not role.endswith(":"):
+            raise ValueError(
+                "path must be a text of blocks 'ROLE:', speech, empty line, "
+                f"got {os.fspath(path)!r} with a block that starts with "
+                f"{role[:40]!r}."
+            )
+        if speech:
+            speeches.setdefault(role[:-1], []).append(speech)
+    if not speeches:
+        raise ValueError(
+            f"path must be a text in which somebody speaks, got {os.fspath(path)!r}."
+        )
+    return {role: "\n".join(parts) for role, parts in speeches.items()}
+
+
+def _examples(ids: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cuts a text into examples (x, y), both int32[n, length]."""
+    predicted = max(len(ids) - 1, 0)
+    num_examples = -(-predicted // length)
+    pairs = np.zeros((2, num_examples * length), np.int32)
+    pairs[0, :predicted] = ids[:predicted]
+    pairs[1, :predicted] = ids[1 : predicted + 1]
+    x, y = pairs.reshape(2, num_examples, length)
+    return x, y
