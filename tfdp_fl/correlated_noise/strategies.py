@@ -6,14 +6,9 @@ import abc
 import dataclasses
 import functools
 
-import numpy as np
-
 from tfdp_fl import _validate
 from tfdp_fl.correlated_noise import generators, toeplitz
 from tfdp_fl.correlated_noise.participation import Participation
-
-# Poles and zeros that are closer than this cancel out.
-_SAME = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,37 +130,11 @@ class BLT(Strategy):
         if self.theta is not None and self.theta_hat is not None:
             return generators.BLTGenerator(self.theta, self.theta_hat, participation)
         best = toeplitz.blt(self.num_buffers, participation)
-        return generators.BLTGenerator(*without_pairs(*best), participation)
+        return generators.BLTGenerator(*best, participation)
 
     def describe(self) -> str:
         """See base class."""
         return f"a buffered linear Toeplitz strategy ({self.num_buffers} buffers)"
-
-
-def without_pairs(
-    theta: np.ndarray, theta_hat: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns poles and zeros without those that cancel each other out.
-
-    With several participations the best poles often merge with a zero beside
-    them: a buffer that changes nothing is left over, and once its pole is
-    rounded to float32 its weight could even be negative. What is left still
-    goes pole, zero, pole, ..., further apart than float32 rounds, so every
-    weight is positive and c never rises.
-
-    Args:
-      theta: Poles, falling; theta[i] > theta_hat[i] > theta[i + 1].
-      theta_hat: Zeros.
-    """
-    left: list[float] = []
-    for value in np.stack([theta, theta_hat], axis=1).ravel():
-        if left and left[-1] - value <= _SAME:
-            left.pop()
-        else:
-            left.append(value)
-    if not left:  # c = 1, 0, 0, ...: independent noise.
-        return theta[:1].astype(np.float32), theta[:1].astype(np.float32)
-    return np.array(left[::2]), np.array(left[1::2])
 
 
 _BY_WORD = {"banded": BandedToeplitz, "blt": BLT}

@@ -24,8 +24,10 @@ from tfdp_fl.correlated_noise.participation import Participation
 # A loss (a logarithm, so relative) and its gradient.
 _Loss = Callable[[np.ndarray], tuple[float, np.ndarray]]
 
-# Where sigmoids stop being distinguishable from 1, or from 0.
-_FARTHEST = 30.0
+# Where sigmoids stop being distinguishable from 0, and where they are 1 - 1e-6: the
+# best poles often merge with a zero beside them. So far apart that float32 tells them
+# from each other, their weight stays positive, at 4e-6 more of an error.
+_LEAST, _MOST = -30.0, 13.8
 
 
 def checked(coefficients: Sequence[float] | np.ndarray) -> np.ndarray:
@@ -214,10 +216,10 @@ def _best(loss: _Loss, starts: Iterable[np.ndarray]) -> np.ndarray:
     minima = (
         optimize.minimize(
             loss,
-            np.clip(start, -_FARTHEST, _FARTHEST),
+            np.clip(start, _LEAST, _MOST),
             jac=True,
             method="L-BFGS-B",
-            bounds=[(-_FARTHEST, _FARTHEST)] * len(start),
+            bounds=[(_LEAST, _MOST)] * len(start),
             options={"maxiter": 500, "maxcor": 20, "ftol": 1e-12, "gtol": 1e-9},
         )
         for start in starts

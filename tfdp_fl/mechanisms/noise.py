@@ -187,11 +187,7 @@ def integer(seed: tf.Tensor, data: int) -> tf.Tensor:
 
 def normal(shape: tf.Tensor | list[int], stddev: tf.Tensor) -> tf.Tensor:
     """Draws float32 N(0, stddev^2) of the given shape."""
-    shape = tf.convert_to_tensor(shape, tf.int32)
-    static = tf.get_static_value(shape)
-    size = tf.reduce_prod(shape) if static is None else math.prod(static)
-    (draw,) = _draws([size], next_seed())
-    return tf.reshape(draw * tf.cast(stddev, tf.float32), shape)
+    return add_normal([tf.zeros(shape)], stddev)[0]
 
 
 def _draws(lengths: list[int | tf.Tensor], seed: tf.Tensor) -> list[tf.Tensor]:
