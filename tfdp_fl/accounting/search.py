@@ -191,10 +191,6 @@ class BestOfTrialsProfile:
         found = [trial.get_delta_for_epsilon(epsilon) for trial in self._trials]
         return np.max(np.minimum(found, 1.0), axis=0)
 
-    def delta(self, epsilon: float) -> float:
-        """Returns the bound of delta at epsilon."""
-        return min(1.0, self._mean * float(self._of_trial(epsilon - self._log_c)))
-
     def epsilon(self, delta: float) -> float:
         """Returns the bound of epsilon at delta."""
         of_trial = max(
