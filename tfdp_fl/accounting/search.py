@@ -111,30 +111,6 @@ class TrialCount:
         return number
 
 
-def best_of_trials_rdp(
-    orders: np.ndarray, trial: Sequence[np.ndarray], mean: float, shape: float
-) -> np.ndarray:
-    """Returns the Renyi divergence of the best trial, at each order.
-
-    Theorem 6 of Papernot & Steinke (2022) for a Poisson number, theorem 2 for a
-    truncated negative binomial one, by dp-accounting.
-
-    Args:
-      orders: Float [k], above 1 and rising.
-      trial: The curve [k] of each event that a trial may cost. What is drawn
-        independently of the data, and what differs by client, costs at most the
-        largest of them at each order.
-      mean: See `BestOfTrialsDpEvent`.
-      shape: See there.
-    """
-    worst = np.max(np.stack(trial), axis=0)
-    return np.asarray(
-        rdp_privacy_accountant._compute_rdp_repeat_and_select(
-            orders, worst, mean, shape
-        )
-    )
-
-
 class BestOfTrialsProfile:
     """A bound of the privacy profile of the best trial.
 
