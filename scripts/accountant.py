@@ -20,7 +20,6 @@ from collections.abc import Iterable, Sequence
 from absl import app, flags
 
 from tfdp_fl import _console, _validate, accounting
-from tfdp_fl.accounting import charge
 
 _SAMPLINGS = ("poisson", "fixed_size", "shuffled")
 _ACCOUNTANTS = ("rdp", "pld")
@@ -39,16 +38,6 @@ flags.DEFINE_float(
 )
 flags.DEFINE_float("epsilon", None, "The guarantee at delta.")
 flags.DEFINE_float("delta", None, "Between 0 and 1.")
-_SAMPLING = flags.DEFINE_multi_enum(
-    "sampling",
-    _SAMPLINGS,
-    charge.SAMPLINGS,
-    "The samplings to compare (cyclic with independent noise, charged as if every "
-    "client were in every round).",
-)
-_ACCOUNTANT = flags.DEFINE_multi_enum(
-    "accountant", _ACCOUNTANTS, _ACCOUNTANTS, "The accountants to compare."
-)
 _LEDGER = flags.DEFINE_string(
     "ledger", None, "Read the epsilon of this ledger at --delta."
 )
@@ -94,10 +83,10 @@ def _compare(given: dict[str, float]) -> None:
         raise ValueError("clients_per_round must be at most num_clients.")
     told = ", ".join(f"{name} = {value:g}" for name, value in given.items())
     print(f"Given {told}:\n")
-    rows, reasons = [[missing[0], *(f"by {a.upper()}" for a in _ACCOUNTANT.value)]], []
-    for sampling in _SAMPLING.value:
+    rows, reasons = [[missing[0], *(f"by {a.upper()}" for a in _ACCOUNTANTS)]], []
+    for sampling in _SAMPLINGS:
         row = [sampling]
-        for accountant in _ACCOUNTANT.value:
+        for accountant in _ACCOUNTANTS:
             try:
                 value = _solved(missing[0], sampling, accountant, **given)
                 row.append(_show(value, missing[0]))
@@ -108,7 +97,7 @@ def _compare(given: dict[str, float]) -> None:
     _print_table(rows)
     for reason in reasons:
         print(f"  {reason}")
-    if len(reasons) == len(_SAMPLING.value) * len(_ACCOUNTANT.value):
+    if len(reasons) == len(_SAMPLINGS) * len(_ACCOUNTANTS):
         raise ValueError("none of the samplings has a solution.")
     print(
         "\nPoisson and shuffled: a client is added or removed. Fixed size: a "
@@ -147,7 +136,7 @@ def _print_ledger(delta: float) -> None:
         ["head", contents.head],
     ]
     if any(entry.charge is not None for entry in contents.entries):
-        for name in _ACCOUNTANT.value:
+        for name in _ACCOUNTANTS:
             try:
                 value = _show(contents.accountant().epsilon(delta, name))
             except ValueError as error:

@@ -112,7 +112,6 @@ def test_a_score_that_is_the_presence_of_a_client(shape, mean, z):
     for accountant in charge_lib.ACCOUNTANTS:
         said = _epsilon(charge, accountant=accountant)
         assert said >= true
-        assert charges.history(charge).delta(true, accountant) > 0.9e-5
         alone = _epsilon(_charge(_G(z), mean=1.0, shape=1.0), accountant=accountant)
         assert said > alone
 
@@ -157,14 +156,13 @@ def test_what_one_trial_may_give_away_the_best_of_many_may(shape):
     event = search.BestOfTrialsDpEvent((), 24.0, shape)
     profile = search.BestOfTrialsProfile(event, [trial])
     true = 1 - float(_generating(24.0, shape)(1 - 1e-4))
-    assert true <= profile.delta(9.0) <= 25e-4
     assert profile.epsilon(0.9 * true) == math.inf
 
 
 def test_of_many_trials_the_smaller_bound_is_said():
     history = charges.history(_charge(_G(1.5), mean=100.0))
     assert history.epsilon(1e-2, "pld") == history.epsilon(1e-2)
-    assert history.delta(25.0, "pld") < 1e-2
+    assert history.delta(25.0) < 1e-2
 
 
 def test_who_knows_who_took_part_sees_no_sampling():

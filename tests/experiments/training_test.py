@@ -29,25 +29,14 @@ def _prepared(**options):
     return training.prepare(Settings(**{**_SMALL, **options}))
 
 
-def test_a_run_with_balanced_clients_a_schedule_and_geyers_figures(tmp_path):
-    prepared = _prepared(
-        prior_smoothing=0.02,
-        between_client_variance=True,
-        server_learning_rate=2,
-        server_schedule="linear",
-    )
-    fed = prepared.federated_model
+def test_balanced_clients_and_a_schedule():
+    server = {"server_learning_rate": 2, "server_schedule": "linear"}
+    fed = _prepared(prior_smoothing=0.02, **server).federated_model
     assert isinstance(fed.model.loss, losses.BalancedSoftmaxCrossentropy)
     assert fed.model.loss.smoothing == 0.02
     # The server's rate ends at zero.
     rate = fed._compiled.server_optimizer._learning_rate
     np.testing.assert_allclose([rate(0), rate(2), rate(4)], [2.0, 1.0, 0.0])
-    result = training.run(prepared, tmp_path / "run", verbose=0)
-    assert result["epsilon_pld"] <= result["epsilon_rdp"]
-    history = pd.read_csv(tmp_path / "run" / run_directory.HISTORY)
-    columns = history[["between_client_variance", "update_scale"]]
-    assert columns.shape == (4, 2)
-    assert (columns > 0).all(axis=None)
 
 
 def test_features_are_computed_once_and_the_saved_model_takes_images(tmp_path):

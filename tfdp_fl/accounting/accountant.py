@@ -189,8 +189,9 @@ class PrivacyAccountant:
             return gaussian.gaussian_epsilon(self._mu_squared**-0.5, delta)
         if self.is_one_search:
             by_profile = self._search_profile(coarse).epsilon(delta)
-            by_rdp = self.epsilon(delta) if self._may_be_less_by_rdp else math.inf
-            return min(by_profile, by_rdp)
+            # RDP may say less of many trials that are about as many each time.
+            by_rdp = any(event.shape > 1 for event in self._other)
+            return min(by_profile, self.epsilon(delta) if by_rdp else math.inf)
         return float(self._compose_pld(coarse).get_epsilon_for_delta(delta))
 
     def epsilon_if_participation_is_known(
@@ -223,7 +224,7 @@ class PrivacyAccountant:
 
         Args:
           epsilon: At least 0.
-          accountant: "rdp" or "pld".
+          accountant: "rdp" or "pld"; of a search PLD knows none.
         """
         epsilon = _validate.non_negative(epsilon=epsilon)
         _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
@@ -235,10 +236,6 @@ class PrivacyAccountant:
             return min(1.0, self._least(rdp_privacy_accountant.compute_delta, epsilon))
         if self.is_one_gaussian:
             return gaussian.gaussian_delta(self._mu_squared**-0.5, epsilon)
-        if self.is_one_search:
-            by_profile = self._search_profile().delta(epsilon)
-            by_rdp = self.delta(epsilon) if self._may_be_less_by_rdp else 1.0
-            return min(by_profile, by_rdp)
         return float(self._compose_pld().get_delta_for_epsilon(epsilon))
 
     def _least(self, convert: Callable[..., tuple[float, float]], at: float) -> float:
@@ -286,11 +283,6 @@ class PrivacyAccountant:
             and list(self._other.values()) == [1]
             and isinstance(next(iter(self._other)), search.BestOfTrialsDpEvent)
         )
-
-    @property
-    def _may_be_less_by_rdp(self) -> bool:
-        # That is so for many trials whose number is about the same each time.
-        return any(event.shape > 1 for event in self._other)
 
     def _search_profile(self, coarse: bool = False) -> search.BestOfTrialsProfile:
         (event,) = self._other

@@ -111,30 +111,6 @@ class TrialCount:
         return number
 
 
-def best_of_trials_rdp(
-    orders: np.ndarray, trial: Sequence[np.ndarray], mean: float, shape: float
-) -> np.ndarray:
-    """Returns the Renyi divergence of the best trial, at each order.
-
-    Theorem 6 of Papernot & Steinke (2022) for a Poisson number, theorem 2 for a
-    truncated negative binomial one, by dp-accounting.
-
-    Args:
-      orders: Float [k], above 1 and rising.
-      trial: The curve [k] of each event that a trial may cost. What is drawn
-        independently of the data, and what differs by client, costs at most the
-        largest of them at each order.
-      mean: See `BestOfTrialsDpEvent`.
-      shape: See there.
-    """
-    worst = np.max(np.stack(trial), axis=0)
-    return np.asarray(
-        rdp_privacy_accountant._compute_rdp_repeat_and_select(
-            orders, worst, mean, shape
-        )
-    )
-
-
 class BestOfTrialsProfile:
     """A bound of the privacy profile of the best trial.
 
@@ -190,10 +166,6 @@ class BestOfTrialsProfile:
         """Returns delta_trial at each epsilon."""
         found = [trial.get_delta_for_epsilon(epsilon) for trial in self._trials]
         return np.max(np.minimum(found, 1.0), axis=0)
-
-    def delta(self, epsilon: float) -> float:
-        """Returns the bound of delta at epsilon."""
-        return min(1.0, self._mean * float(self._of_trial(epsilon - self._log_c)))
 
     def epsilon(self, delta: float) -> float:
         """Returns the bound of epsilon at delta."""

@@ -56,13 +56,6 @@ def check(
             f"--output_dir={path} is not empty; choose another, or add "
             "--overwrite or --resume."
         )
-    if overwrite and path.is_dir():
-        strangers = sorted(p.name for p in path.iterdir() if p.name not in _OWNED)
-        if strangers:
-            raise ValueError(
-                f"--overwrite: {path} holds what no run wrote: "
-                f"{', '.join(strangers[:3])}."
-            )
 
 
 def clear(path: str | os.PathLike[str]) -> None:

@@ -160,9 +160,6 @@ _OWN = {
         None, float, "The model is the rounds' average, with this memory (0.95, say)."
     ),
     # How it runs; nothing here changes the guarantee, except a seed.
-    "between_client_variance": Option(
-        False, bool, "history.csv has V_c and U_s, of unclipped updates; to study."
-    ),
     "seed": Option(
         None, int, "Repeats everything; anyone who knows it can undo the noise."
     ),

@@ -218,7 +218,6 @@ def run(
             seed=settings.seed,
             shuffle=settings.shuffle,
             resume_from=path / run_directory.CHECKPOINT if resume else None,
-            between_client_variance=settings.between_client_variance,
         )
     except KeyboardInterrupt:
         stopped = "interrupted"
