@@ -28,7 +28,6 @@ def test_what_is_given_is_kept():
         assert getattr(resolved, name) == getattr(given, name)
     # Usual units belong to the usual model.
     assert resolved.units() == (128,)
-    assert Settings(dataset="mnist", model="cnn").resolved().units() is None
     assert Settings(dataset="mnist").resolved().units() == (600, 100)
     # Given noise is not calibrated.
     resolved = Settings(noise_multiplier="1.5").resolved()
@@ -36,11 +35,6 @@ def test_what_is_given_is_kept():
     assert resolved.schedule("noise_multiplier") == 1.5
     resolved = Settings(clients_per_round="all", num_clients=37).resolved()
     assert resolved.clients_per_round == 37
-    # What was tuned for MNIST is one server: none of it with another.
-    usual = Settings(dataset="mnist").resolved()
-    assert (usual.server_momentum, usual.server_schedule) == (0.9, "linear")
-    other = Settings(dataset="mnist", server_learning_rate=2.0).resolved()
-    assert (other.server_momentum, other.server_schedule) == (None, None)
 
 
 def test_schedules():
@@ -81,9 +75,9 @@ _PLAYS = {"dataset": "shakespeare", "data_path": __file__}
         ({"model": "linear", "hidden_units": "3"}, "--hidden_units"),
         ({"sequence_length": 3}, "--sequence_length"),
         ({**_PLAYS, "input_shifts": 1}, "--input_shifts"),
-        ({"model": "cnn", "input_pooling": 2}, "--input_pooling"),
+        ({**_PLAYS, "input_pooling": 2}, "--input_pooling"),
         ({"model": "mlp", "input_pooling": 2, **_GRADIENTS}, "--input_features"),
-        ({"model": "cnn", **_GRADIENTS}, "--input_features"),
+        ({**_PLAYS, **_GRADIENTS}, "--input_features"),
         ({"clip_norm": "wide", "mechanism": "fixed"}, "--clip_norm"),
         ({"median_noise_multiplier": "some", "mechanism": "median"}, "exact"),
     ],
@@ -103,13 +97,6 @@ def test_pooled_images_keep_their_norm():
     assert np.linalg.norm(pooled) == pytest.approx(np.linalg.norm(blocks))
     with pytest.raises(ValueError, match="size"):
         tasks.mlp(50, 10, (), pooling=2)
-
-
-def test_cnn():
-    model = tasks.cnn(784, 10)
-    # McMahan et al. (2017), section 3: 1,663,370 parameters.
-    assert model.count_params() == 1_663_370
-    assert model(tf.zeros([2, 784])).shape == (2, 10)
 
 
 def test_lstm_does_not_count_padding():

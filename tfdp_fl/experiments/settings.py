@@ -29,17 +29,7 @@ CENTRAL = tuple(
 
 _DATASETS = ("digits", "mnist", "shakespeare")
 
-# What was tuned for MNIST with an adaptive clip and the usual model, on 5000
-# training images that were held out, at epsilon = 8: python scripts/train.py
-# --dataset=mnist --validation_examples=5000.
-_TUNED_FOR = ("mnist", "adaptive")
-_TUNED = {"rounds": 100, "initial_clip_norm": 0.4}
 SERVER = ("server_learning_rate", "server_momentum", "server_schedule", "server_ema")
-_TUNED_SERVER = {
-    "server_learning_rate": 0.5,
-    "server_momentum": 0.9,
-    "server_schedule": "linear",
-}
 
 
 class Option(NamedTuple):
@@ -93,14 +83,12 @@ _OWN = {
         _ROLES,
     ),
     # The model.
-    "model": Option(
-        ["mlp", "mlp", "lstm"], ("linear", "mlp", "cnn", "lstm"), "The network."
-    ),
+    "model": Option(["mlp", "mlp", "lstm"], ("linear", "mlp", "lstm"), "The network."),
     "hidden_units": Option(
         ["128", "600,100", "128,128"],
         str,
         "Units of the layers.",
-        ("model", "mlp", "cnn", "lstm"),
+        ("model", "mlp", "lstm"),
     ),
     "input_pooling": Option(
         None, int, "Images come in as means over squares of this side.", _DENSE
@@ -277,11 +265,6 @@ class Settings(_Options):
             **MECHANISMS[self.mechanism].suggested_run,
             **_starts(self.mechanism),
         }
-        usual = self.model is None and not self.input_features
-        if usual and (self.dataset, self.mechanism) == _TUNED_FOR:
-            defaults.update(_TUNED)
-            if not any(getattr(self, name) for name in SERVER):
-                defaults.update(_TUNED_SERVER)
         if self.dataset == "shakespeare":  # Other models, and N is not known yet.
             for name in ("model", "clients_per_round"):
                 defaults[name] = by_dataset[name]

@@ -132,8 +132,6 @@ def build_model(settings: Settings, task: Task) -> tf.keras.Model:
     if settings.model == "lstm":
         return lstm(classes, units or (128, 128))
     (size,) = task.clients.element_spec[0].shape
-    if settings.model == "cnn":
-        return cnn(size, classes, units or (512,))
     hidden = () if settings.model == "linear" else units or (128,)
     return mlp(size, classes, hidden, settings.input_pooling or 1)
 
@@ -176,28 +174,6 @@ def mlp(
     if pooling != 1:
         layers += [_as_image(input_size), _layers.AveragePooling2D(pooling)]
         layers += [_layers.Rescaling(pooling), _layers.Flatten()]
-    layers += [_layers.Dense(units, activation="relu") for units in hidden_units]
-    return tf.keras.Sequential([*layers, _layers.Dense(num_classes)])
-
-
-def cnn(
-    pixels: int, num_classes: int, hidden_units: Sequence[int] = (512,)
-) -> tf.keras.Model:
-    """Returns the convolutional network of McMahan et al. (2017) for images.
-
-    Two 5x5 convolutions of 32 and 64 channels, each with 2x2 max pooling, and
-    dense layers.
-
-    Args:
-      pixels: Of a square grey image.
-      num_classes: How many logits.
-      hidden_units: The widths of the dense layers.
-    """
-    layers = [tf.keras.Input((pixels,)), _as_image(pixels)]
-    for channels in (32, 64):
-        layers.append(_layers.Conv2D(channels, 5, padding="same", activation="relu"))
-        layers.append(_layers.MaxPooling2D())
-    layers.append(_layers.Flatten())
     layers += [_layers.Dense(units, activation="relu") for units in hidden_units]
     return tf.keras.Sequential([*layers, _layers.Dense(num_classes)])
 
