@@ -40,7 +40,7 @@ _LAYERS = (
     ("aggregators", "auditing", "flower"),
     ("engine",),
     ("mechanisms", "secure_aggregation"),
-    ("accounting", "correlated_noise", "datasets", "features"),
+    ("accounting", "correlated_noise", "datasets"),
 )
 
 

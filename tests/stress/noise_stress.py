@@ -25,7 +25,8 @@ from tests.mechanisms import statistics
 from tfdp_fl import sampling, secure_aggregation
 from tfdp_fl.mechanisms import noise
 
-_WIDTH, _S, _M = 200_000, noise_test.CLIP, 4
+# No wider: side by side, a norm is bounded for so many columns at most.
+_WIDTH, _S, _M = 160_000, noise_test.CLIP, 4
 _SUMS = secure_aggregation.AdditiveSecretSharing(max_share_value=1000.0)
 _SECURE = runtimes._keras("one by one", secure_aggregation=_SUMS)
 _FIXED = mechanisms.CASES["FixedClipping"]

@@ -111,7 +111,12 @@ def _arrays(nest: Any, argument: str) -> Nest:
         if hasattr(leaf, "iloc"):
             kind = "features" if argument == "x" else argument
             return frames.arrays(leaf, list(leaf.columns), kind)
-        return np.asarray(leaf)
+        made = np.asarray(leaf)
+        if not made.ndim:
+            raise ValueError(
+                f"{argument} must have a row for each example, got a scalar."
+            )
+        return made
 
     return tf.nest.map_structure(array, nests.with_array_leaves(nest, argument))
 
