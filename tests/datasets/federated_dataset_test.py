@@ -255,6 +255,17 @@ def test_one_client_that_cannot_be_read_does_not_stop_the_others():
         _ = dataset.take([0]).map(lambda x, y: (x, y)).element_spec
 
 
+def test_a_buffer_that_serves_all_clients_gives_none_anothers_examples():
+    buffer = np.zeros((1, 3), np.float32)
+
+    def read(client_id):
+        buffer[:] = client_id
+        return buffer, np.zeros(1, int)
+
+    held = _from_fn([1, 2], read).in_memory()
+    assert [held.client(k)[0][0, 0] for k in (1, 2)] == [1, 2]
+
+
 @pytest.mark.parametrize(
     "fits, given",
     [

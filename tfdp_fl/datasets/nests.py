@@ -149,6 +149,13 @@ def view(tensor: tf.Tensor) -> np.ndarray:
     return np.asarray(memoryview(tensor))
 
 
+def copied(array: np.ndarray) -> np.ndarray:
+    """Returns a copy as a tensor holds it; raises ValueError if none can."""
+    if array.dtype.kind in "SUO":
+        return tf.constant(array, tf.string).numpy()
+    return np.array(array)
+
+
 def as_tensors(nest: Nest, name: str) -> Nest:
     """Maps `as_tensor` over a nest."""
     return tf.nest.map_structure(

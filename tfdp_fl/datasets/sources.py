@@ -186,13 +186,15 @@ class StreamedSource:
 
         Raises:
           Exception: Whatever the client's reading raises.
-          ValueError: If its examples are not of the spec.
+          ValueError: If its examples are not of the spec, or fit into no tensor.
         """
         x, y, length = _client_arrays(self.read_fn(self.keys[position]))
         if not length:
             return nests.no_examples(self.element_spec)
         nests.check_same_spec(nests.spec_of((x, y)), self.element_spec)
-        return x, y
+        # Copies: what is checked is what is used, whatever becomes of a file or of a
+        # buffer that serves the next client too.
+        return tf.nest.map_structure(nests.copied, (x, y))
 
     def sizes(self, positions: np.ndarray) -> np.ndarray:
         """Returns the number of examples of some clients, by reading them."""
