@@ -24,9 +24,9 @@ _CANDIDATES = [{"rate": 0.5}, {"rate": 0.1}, {"rate": 0.0}]
 _FIXED = {"clip_norm": 1, "noise_multiplier": 1}
 
 
-def _build(rate, mechanism=None, sampling="poisson"):
+def _build(rate, mechanism=None, sampling="poisson", **options):
     compiled = {"optimizer": keras.optimizers.SGD(rate), "metrics": ["accuracy"]}
-    return toy.federated(mechanism, None, 10, sampling, compiled)
+    return toy.federated(mechanism, None, 10, sampling, compiled, **options)
 
 
 def _wrapped(model, size=5, **options):
@@ -258,6 +258,7 @@ _MEDIAN = tfdp_fl.MedianClipping(noise_multiplier=1.0)
         (lambda: None, "build.*NoneType"),
         (lambda: tfdp_fl.DPFederatedModel(toy.dense(), _MEDIAN, 5), "compile must be"),
         (lambda: _build(0.1, sampling="fixed_size"), "sampling='poisson'"),
+        (lambda: _build(0.1, on_client_failure="abort"), "tell of a client"),
         (lambda: _build(0.1, tfdp_fl.NoPrivacy()), "central mechanism"),
         (lambda: _build(0.1, tfdp_fl.LocalDP(**_FIXED)), "central mechanism"),
         (lambda: _build(0.1, _SCHEDULED), "constant noise_multiplier"),
