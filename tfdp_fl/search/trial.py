@@ -184,6 +184,8 @@ class Trial:
             calibration=None,
             moments=False,
         )
+        # A cohort of failures alone ends no trial: that it did would tell of a client.
+        self._fed._prepared.engine.has_trained = True
 
     def run(
         self,
