@@ -236,7 +236,6 @@ def test_one_client_that_cannot_be_read_does_not_stop_the_others():
         return clients[client_id]
 
     dataset = _from_fn(["bad", "empty", "good", "odd", "fine"], read)
-    # It comes from the first client that has examples.
     assert dataset.element_spec[0] == _SPEC[0]
     reads.clear()
     made = dataset.read_clients([0, 2, 3, 4])
@@ -253,6 +252,13 @@ def test_one_client_that_cannot_be_read_does_not_stop_the_others():
         dataset.client("bad")
     with pytest.raises(ValueError, match="element_spec must be given"):
         _ = dataset.take([0]).map(lambda x, y: (x, y)).element_spec
+
+
+def test_no_client_decides_alone_what_examples_look_like():
+    x, y = _examples(2)
+    clients = {"odd": (x, y.astype(np.int32)), "empty": ([], []), 1: (x, y), 2: (x, y)}
+    for client_ids, dtype in (list(clients), np.int64), (["odd"], np.int32):
+        assert _from_fn(client_ids, clients.get).element_spec[1].dtype == dtype
 
 
 def test_a_buffer_that_serves_all_clients_gives_none_anothers_examples():

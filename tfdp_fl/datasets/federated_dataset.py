@@ -271,8 +271,8 @@ class FederatedDataset:
             which keeps to half of the cores while a cohort of small clients
             trains on one; so do threads and processes that it starts then.
           element_spec: A tuple of such nests of `tf.TensorSpec` of one example,
-            without a leading dimension; None: that of the first client that
-            can be read, which is read when it is needed.
+            without a leading dimension; None: the first that two clients have
+            (or else the first of all), who are read when it is needed.
 
         Raises:
           TypeError, ValueError: If `fn` cannot be called, if ids repeat, or if

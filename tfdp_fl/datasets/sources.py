@@ -147,8 +147,8 @@ class StreamedSource:
     Attributes:
       keys: What `read_fn` knows the clients by, in their order.
       read_fn: Takes a key, returns that client's nests (x, y); may raise.
-      known_spec: The `tf.TensorSpec`s (x, y) of one example; None: those of the
-        first client that can be read.
+      known_spec: The `tf.TensorSpec`s (x, y) of one example; None: those that
+        two clients have first.
     """
 
     keys: Sequence[Any]
@@ -165,14 +165,20 @@ class StreamedSource:
         if self.known_spec is not None:
             return self.known_spec
         error: Exception | None = None
-        for key in self.keys:
-            try:
-                x, y, length = _client_arrays(self.read_fn(key))
-            except Exception as raised:  # Any client's code may run here.
-                error = error or raised
-                continue
-            if length:
-                return nests.spec_of((x, y))
+
+        def specs() -> Iterator[nests.Nest]:
+            nonlocal error
+            for key in self.keys:
+                try:
+                    x, y, length = _client_arrays(self.read_fn(key))
+                except Exception as raised:  # Any client's code may run here.
+                    error = error or raised
+                    continue
+                if length:
+                    yield nests.spec_of((x, y))
+
+        if (found := nests.agreed_spec(specs())) is not None:
+            return found
         why = "none has any"
         if error is not None:
             why = f"the first error was {ClientFailure(0, error).reason}"
@@ -191,10 +197,11 @@ class StreamedSource:
         x, y, length = _client_arrays(self.read_fn(self.keys[position]))
         if not length:
             return nests.no_examples(self.element_spec)
-        nests.check_same_spec(nests.spec_of((x, y)), self.element_spec)
         # Copies: what is checked is what is used, whatever becomes of a file or of a
         # buffer that serves the next client too.
-        return tf.nest.map_structure(nests.copied, (x, y))
+        x, y = tf.nest.map_structure(nests.copied, (x, y))
+        nests.check_same_spec(nests.spec_of((x, y)), self.element_spec)
+        return x, y
 
     def sizes(self, positions: np.ndarray) -> np.ndarray:
         """Returns the number of examples of some clients, by reading them."""
