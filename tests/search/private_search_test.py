@@ -197,6 +197,8 @@ def test_clients_are_charged_for_what_they_do():
         assert search.epsilon(_DELTA) <= 4.0
         ((charge, _),) = search._spent.charges
         assert len(charge.event.events) == events
+        said = search.privacy_statement(format="dict")["caveats"]
+        assert ("search_places_are_ids" in said) == (clients is not named)
     assert noise[1] > noise[0]
 
 
