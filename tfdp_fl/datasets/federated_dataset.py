@@ -327,6 +327,17 @@ class FederatedDataset:
         both = digest + self._source.content_digest()
         return hashlib.sha256(both.encode()).hexdigest()
 
+    @property
+    def reading(self) -> Any:
+        """What tells these clients from others where `clients_digest` cannot.
+
+        None where it can. Of clients without names that are read when they are asked
+        for: how they are read.
+        """
+        if self.has_names or isinstance(self._source, sources.IndexedSource):
+            return None
+        return tuple(self._source.keys), self._source.read_fn
+
     def client_sizes(self, positions: Any = None) -> np.ndarray:
         """Returns the number of examples of clients, int64[k].
 
