@@ -246,6 +246,11 @@ def test_clients_examples_are_not_public():
     ):
         with pytest.raises(ValueError, match=message):
             _fit(_search(score=score), toy.clients(40))
+    words = np.array([[f"é {10 ** (k % 5)}", str(k)] for k in range(60)])
+    clients = {k: (words[k : k + 30], y[:30]) for k in (0, 30)}
+    theirs = tfdp_fl.PublicScore(words[:25].astype(object), y[:25], "loss")
+    with pytest.raises(ValueError, match="score must be computed on public"):
+        theirs.split(tfdp_fl.datasets.as_federated(clients))
 
 
 _SCHEDULED = tfdp_fl.FixedClipping(clip_norm=1, noise_multiplier=(1.0, 2.0))
