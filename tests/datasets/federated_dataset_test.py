@@ -1,4 +1,5 @@
 import pickle
+import sys
 import types
 
 import numpy as np
@@ -250,6 +251,8 @@ def test_one_client_that_cannot_be_read_does_not_stop_the_others():
     assert dataset.client("empty")[0].shape == (0, 3)
     with pytest.raises(KeyError):
         dataset.client("bad")
+    (left,) = _from_fn(["a"], sys.exit, _SPEC).read_clients([0])
+    assert isinstance(left, ClientFailure)
     with pytest.raises(ValueError, match="element_spec must be given"):
         _ = dataset.take([0]).map(lambda x, y: (x, y)).element_spec
 

@@ -170,7 +170,7 @@ class StreamedSource:
             nonlocal error
             for key in self.keys:
                 try:
-                    x, y, length = _client_arrays(self.read_fn(key))
+                    x, y, length = self._arrays(key)
                 except Exception as raised:  # Any client's code may run here.
                     error = error or raised
                     continue
@@ -187,6 +187,15 @@ class StreamedSource:
             f"read; {why}."
         ) from (error if isinstance(error, nests.SAFE_ERRORS) else None)
 
+    def _arrays(self, key: Any) -> tuple[nests.Nest, nests.Nest, int]:
+        """Reads a client; what it raises is an `Exception`."""
+        try:
+            return _client_arrays(self.read_fn(key))
+        except (Exception, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # `sys.exit` is for the client alone, too.
+            raise RuntimeError(f"reading ended in a {type(error).__name__}") from None
+
     def read(self, position: int) -> tuple[nests.Nest, nests.Nest]:
         """Returns the examples of one client as NumPy nests (x, y).
 
@@ -194,7 +203,7 @@ class StreamedSource:
           Exception: Whatever the client's reading raises.
           ValueError: If its examples are not of the spec, or fit into no tensor.
         """
-        x, y, length = _client_arrays(self.read_fn(self.keys[position]))
+        x, y, length = self._arrays(self.keys[position])
         if not length:
             return nests.no_examples(self.element_spec)
         # Copies: what is checked is what is used, whatever becomes of a file or of a
@@ -222,7 +231,7 @@ class StreamedSource:
         """
 
         def read(key: Any) -> Any:
-            x, y, _ = _client_arrays(self.read_fn(key))
+            x, y, _ = self._arrays(key)
             return _mapped(fn, *tf.nest.map_structure(np.array, (x, y)))
 
         return StreamedSource(self.keys, read, None)
