@@ -249,6 +249,8 @@ def test_one_client_that_cannot_be_read_does_not_stop_the_others():
     assert isinstance(read[0].error, KeyError)
     assert "x must be of the same" in str(read[2].error)
     assert dataset.client("empty")[0].shape == (0, 3)
+    dataset.client_ids.clear()
+    assert dataset.num_clients == 5
     with pytest.raises(KeyError):
         dataset.client("bad")
     (left,) = _from_fn(["a"], sys.exit, _SPEC).read_clients([0])

@@ -296,8 +296,9 @@ class FederatedDataset:
 
     @property
     def client_ids(self) -> Sequence[Any]:
-        """The clients' ids, in the order of their positions."""
-        return self._client_ids
+        """The clients' ids, in the order of their positions (a copy)."""
+        ids = self._client_ids
+        return ids if isinstance(ids, range) else list(ids)
 
     @property
     def element_spec(self) -> tuple[Nest, Nest]:
