@@ -1,4 +1,5 @@
 import pickle
+import sys
 import types
 
 import numpy as np
@@ -236,7 +237,6 @@ def test_one_client_that_cannot_be_read_does_not_stop_the_others():
         return clients[client_id]
 
     dataset = _from_fn(["bad", "empty", "good", "odd", "fine"], read)
-    # It comes from the first client that has examples.
     assert dataset.element_spec[0] == _SPEC[0]
     reads.clear()
     made = dataset.read_clients([0, 2, 3, 4])
@@ -249,10 +249,32 @@ def test_one_client_that_cannot_be_read_does_not_stop_the_others():
     assert isinstance(read[0].error, KeyError)
     assert "x must be of the same" in str(read[2].error)
     assert dataset.client("empty")[0].shape == (0, 3)
+    dataset.client_ids.clear()
+    assert dataset.num_clients == 5
     with pytest.raises(KeyError):
         dataset.client("bad")
+    (left,) = _from_fn(["a"], sys.exit, _SPEC).read_clients([0])
+    assert isinstance(left, ClientFailure)
     with pytest.raises(ValueError, match="element_spec must be given"):
         _ = dataset.take([0]).map(lambda x, y: (x, y)).element_spec
+
+
+def test_no_client_decides_alone_what_examples_look_like():
+    x, y = _examples(2)
+    clients = {"odd": (x, y.astype(np.int32)), "empty": ([], []), 1: (x, y), 2: (x, y)}
+    for client_ids, dtype in (list(clients), np.int64), (["odd"], np.int32):
+        assert _from_fn(client_ids, clients.get).element_spec[1].dtype == dtype
+
+
+def test_a_buffer_that_serves_all_clients_gives_none_anothers_examples():
+    buffer = np.zeros((1, 3), np.float32)
+
+    def read(client_id):
+        buffer[:] = client_id
+        return buffer, np.zeros(1, int)
+
+    held = _from_fn([1, 2], read).in_memory()
+    assert [held.client(k)[0][0, 0] for k in (1, 2)] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -320,6 +342,29 @@ def test_map():
     dataset = FederatedDataset.from_tf_datasets(clients).map(halved)
     for _ in range(2):  # Nothing of it stays.
         np.testing.assert_array_equal(dataset.client(0)[0], x / 2)
+
+
+@pytest.mark.parametrize(
+    "of_others, fn",
+    [
+        (True, lambda x, y: ((x - x.mean(0)) / x.std(0), y)),
+        (True, lambda x, y: (x / np.abs(x).max(), y)),
+        (True, lambda x, y: (x - x.min(axis=0), y)),
+        (True, lambda x, y: (x, y, x[:, 0] / x.sum())),
+        (True, lambda x, y: (np.argsort(x[:, 0]), y)),
+        (False, lambda x, y: (x / x.sum(axis=1, keepdims=True), y)),
+        (False, lambda x, y: (x + np.random.normal(size=x.shape), y)),
+        (False, lambda x, y: (tf.nn.relu(x @ np.ones((3, 2), np.float32)), y)),
+        (False, lambda x, y: (np.eye(200)[x[:, 0].astype(int)], y)),
+    ],
+)
+def test_a_map_of_all_clients_keeps_examples_apart(of_others, fn):
+    if of_others:
+        with pytest.raises(ValueError, match="fn must change each example by itself"):
+            _indexed().map(fn)
+    else:
+        assert _indexed().map(fn).num_clients == 3
+    assert _streamed().map(fn).num_clients == 3  # Each client's examples, its own.
 
 
 def test_ids_and_their_order_or_else_what_clients_hold_are_told_apart():

@@ -89,6 +89,17 @@ def test_the_next_chunk_is_read_while_this_one_trains():
     files.assert_quiet()
 
 
+def test_text_that_no_tensor_holds_fails_alone():
+    texts = {"a": [b"\xff"], "b": ["\udc80"], "c": ["é"]}
+    dataset = FederatedDataset.from_client_fn(
+        list(texts), lambda k: (np.array(texts[k]), np.zeros(1, np.float32))
+    )
+    pending = _pending(dataset, range(3))
+    (chunk,) = _reader(dataset)(dataset, pending)
+    assert [each.position for each in pending.failures] == [1]
+    assert chunk.x.numpy().tolist() == [b"\xff", "é".encode()]
+
+
 @pytest.mark.parametrize("chunk_bytes", [1, 200, chunks.CHUNK_BYTES])
 def test_wrong_labels_are_left_out_of_a_chunk_and_nothing_else(chunk_bytes):
     files = _Files(failing=(5,))

@@ -294,9 +294,27 @@ def test_what_is_refused_changes_nothing():
     toy.assert_same(before, fed)
 
 
+_LOCAL = tfdp_fl.LocalDP(clip_norm=0.5, epsilon=8.0, delta=1e-3)
+
+
+@pytest.mark.parametrize(
+    "mechanism, sampling", [(_LOCAL, "fixed_size"), (None, "shuffled")]
+)
+@pytest.mark.filterwarnings("ignore:rounds=1 goes beyond")
+def test_a_list_in_another_order_that_is_read_anew_is_refused(mechanism, sampling):
+    fed = toy.federated(mechanism, None, 20, sampling)
+    slices = tf.data.Dataset.from_tensor_slices
+    clients = [slices(toy.arrays(10, seed=k)) for k in range(toy.NUM_CLIENTS)]
+    known = tfdp_fl.datasets.as_federated(clients)
+    toy.fit(fed, data=known)
+    with pytest.raises(ValueError, match="read anew: a mapping has names"):
+        toy.fit(fed, data=clients[::-1])
+    toy.fit(fed, data=known)
+    assert fed.rounds == 2
+
+
 # Clients are told apart by their ids, not by their number alone.
 _OTHERS = toy.clients().take(np.roll(np.arange(toy.NUM_CLIENTS), 1))
-_LOCAL = tfdp_fl.LocalDP(clip_norm=0.5, epsilon=8.0, delta=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,9 @@ _CANDIDATES = [{"rate": 0.5}, {"rate": 0.1}, {"rate": 0.0}]
 _FIXED = {"clip_norm": 1, "noise_multiplier": 1}
 
 
-def _build(rate, mechanism=None, sampling="poisson"):
+def _build(rate, mechanism=None, sampling="poisson", **options):
     compiled = {"optimizer": keras.optimizers.SGD(rate), "metrics": ["accuracy"]}
-    return toy.federated(mechanism, None, 10, sampling, compiled)
+    return toy.federated(mechanism, None, 10, sampling, compiled, **options)
 
 
 def _wrapped(model, size=5, **options):
@@ -197,6 +197,8 @@ def test_clients_are_charged_for_what_they_do():
         assert search.epsilon(_DELTA) <= 4.0
         ((charge, _),) = search._spent.charges
         assert len(charge.event.events) == events
+        said = search.privacy_statement(format="dict")["caveats"]
+        assert ("search_places_are_ids" in said) == (clients is not named)
     assert noise[1] > noise[0]
 
 
@@ -244,6 +246,11 @@ def test_clients_examples_are_not_public():
     ):
         with pytest.raises(ValueError, match=message):
             _fit(_search(score=score), toy.clients(40))
+    words = np.array([[f"é {10 ** (k % 5)}", str(k)] for k in range(60)])
+    clients = {k: (words[k : k + 30], y[:30]) for k in (0, 30)}
+    theirs = tfdp_fl.PublicScore(words[:25].astype(object), y[:25], "loss")
+    with pytest.raises(ValueError, match="score must be computed on public"):
+        theirs.split(tfdp_fl.datasets.as_federated(clients))
 
 
 _SCHEDULED = tfdp_fl.FixedClipping(clip_norm=1, noise_multiplier=(1.0, 2.0))
@@ -258,6 +265,7 @@ _MEDIAN = tfdp_fl.MedianClipping(noise_multiplier=1.0)
         (lambda: None, "build.*NoneType"),
         (lambda: tfdp_fl.DPFederatedModel(toy.dense(), _MEDIAN, 5), "compile must be"),
         (lambda: _build(0.1, sampling="fixed_size"), "sampling='poisson'"),
+        (lambda: _build(0.1, on_client_failure="abort"), "tell of a client"),
         (lambda: _build(0.1, tfdp_fl.NoPrivacy()), "central mechanism"),
         (lambda: _build(0.1, tfdp_fl.LocalDP(**_FIXED)), "central mechanism"),
         (lambda: _build(0.1, _SCHEDULED), "constant noise_multiplier"),
@@ -295,6 +303,18 @@ def test_what_would_make_every_trial_fail_is_said_before_the_charge():
     assert search.epsilon(_DELTA) == 0.0
 
 
+def test_a_cohort_that_fails_as_a_whole_ends_no_trial():
+    # Else one client that does not fail would decide that a model is found.
+    kind, inputs = keras.layers, keras.layers.Input((1,), dtype="int32")
+    layers = [inputs, kind.Embedding(9, 3), kind.Flatten(), kind.Dense(3)]
+    y = toy.arrays(10)[1]
+    public = tfdp_fl.PublicScore(np.zeros([10, 1], np.int32), y, "accuracy")
+    search = _search(lambda rate: _wrapped(keras.Sequential(layers)), score=public)
+    with _trials(1):
+        _fit(search, {k: (np.full([10, 1], 99, np.int32), y) for k in range(100)})
+    assert search.best is not None
+
+
 @pytest.mark.parametrize("number", [0, 5])
 def test_build_is_called_before_all_trials_and_learns_no_number(number):
     calls, begun = [], []
@@ -322,7 +342,7 @@ def test_a_trial_begins_as_its_candidate_began_and_traces_nothing_anew():
 
     def watched(self, *args, **kwargs):
         before = [v.numpy() for v in self.model.variables]
-        assert self.engine is None or not self.engine.has_trained
+        assert self.engine.has_trained  # Whatever became of the trial before.
         history = fit(self, *args, **kwargs)
         iterations = int(self.engine.server.state[0].numpy())
         facts = history.history["clip_norm"][0], iterations, self.engine

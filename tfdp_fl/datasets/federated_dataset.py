@@ -271,8 +271,8 @@ class FederatedDataset:
             which keeps to half of the cores while a cohort of small clients
             trains on one; so do threads and processes that it starts then.
           element_spec: A tuple of such nests of `tf.TensorSpec` of one example,
-            without a leading dimension; None: that of the first client that
-            can be read, which is read when it is needed.
+            without a leading dimension; None: the first that two clients have
+            (or else the first of all), who are read when it is needed.
 
         Raises:
           TypeError, ValueError: If `fn` cannot be called, if ids repeat, or if
@@ -296,8 +296,9 @@ class FederatedDataset:
 
     @property
     def client_ids(self) -> Sequence[Any]:
-        """The clients' ids, in the order of their positions."""
-        return self._client_ids
+        """The clients' ids, in the order of their positions (a copy)."""
+        ids = self._client_ids
+        return ids if isinstance(ids, range) else list(ids)
 
     @property
     def element_spec(self) -> tuple[Nest, Nest]:
@@ -326,6 +327,17 @@ class FederatedDataset:
             return digest
         both = digest + self._source.content_digest()
         return hashlib.sha256(both.encode()).hexdigest()
+
+    @property
+    def reading(self) -> Any:
+        """What tells these clients from others where `clients_digest` cannot.
+
+        None where it can. Of clients without names that are read when they are asked
+        for: how they are read.
+        """
+        if self.has_names or isinstance(self._source, sources.IndexedSource):
+            return None
+        return tuple(self._source.keys), self._source.read_fn
 
     def client_sizes(self, positions: Any = None) -> np.ndarray:
         """Returns the number of examples of clients, int64[k].
@@ -419,7 +431,8 @@ class FederatedDataset:
         Args:
           fn: Takes any number of examples as nests of arrays (x, y) and
             returns as many, row by row: `lambda x, y: (x / 255, y)`. An
-            indexed dataset calls it once, with all the examples it holds; a
+            indexed dataset tries it on a few, to see that none changes what
+            becomes of others, and then calls it with all that it holds; a
             streamed one for each client that is read. Weights of examples stay
             as they are, or are the third that it returns.
         """

@@ -11,7 +11,7 @@ other dtype is kept, `uint8` images and `int64` labels among them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -149,6 +149,13 @@ def view(tensor: tf.Tensor) -> np.ndarray:
     return np.asarray(memoryview(tensor))
 
 
+def copied(array: np.ndarray) -> np.ndarray:
+    """Returns a copy as a tensor holds it; raises ValueError if none can."""
+    if array.dtype.kind in "SUO":
+        return tf.constant(array, tf.string).numpy()
+    return np.array(array)
+
+
 def as_tensors(nest: Nest, name: str) -> Nest:
     """Maps `as_tensor` over a nest."""
     return tf.nest.map_structure(
@@ -218,6 +225,19 @@ def _dtype(leaf: Any) -> tf.DType:
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "SUO":
         return tf.string
     return tf.as_dtype(leaf.dtype)
+
+
+def agreed_spec(specs: Iterable[Nest]) -> Nest | None:
+    """Returns the first spec that two clients have, or else the first; None of none.
+
+    What examples look like is the same for all: no client decides it alone.
+    """
+    seen: dict[str, Nest] = {}
+    for spec in specs:
+        if repr(spec) in seen:
+            return spec
+        seen[repr(spec)] = spec
+    return next(iter(seen.values()), None)
 
 
 def check_same_spec(spec: Nest, expected: Nest) -> None:

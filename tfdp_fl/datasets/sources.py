@@ -128,6 +128,7 @@ class IndexedSource:
 
     def map(self, fn: Callable[..., Any]) -> IndexedSource:
         """Returns the source with `fn(x, y)` applied once to all examples."""
+        _check_each_by_itself(fn, *nests.views((self.x, self.y)))
         x, y = _mapped(fn, *nests.views((self.x, self.y)))
         x, y = nests.as_tensors(x, "x"), as_labels(y, nests.as_tensors)
         length = nests.common_length(x, y)
@@ -147,8 +148,8 @@ class StreamedSource:
     Attributes:
       keys: What `read_fn` knows the clients by, in their order.
       read_fn: Takes a key, returns that client's nests (x, y); may raise.
-      known_spec: The `tf.TensorSpec`s (x, y) of one example; None: those of the
-        first client that can be read.
+      known_spec: The `tf.TensorSpec`s (x, y) of one example; None: those that
+        two clients have first.
     """
 
     keys: Sequence[Any]
@@ -165,14 +166,20 @@ class StreamedSource:
         if self.known_spec is not None:
             return self.known_spec
         error: Exception | None = None
-        for key in self.keys:
-            try:
-                x, y, length = _client_arrays(self.read_fn(key))
-            except Exception as raised:  # Any client's code may run here.
-                error = error or raised
-                continue
-            if length:
-                return nests.spec_of((x, y))
+
+        def specs() -> Iterator[nests.Nest]:
+            nonlocal error
+            for key in self.keys:
+                try:
+                    x, y, length = self._arrays(key)
+                except Exception as raised:  # Any client's code may run here.
+                    error = error or raised
+                    continue
+                if length:
+                    yield nests.spec_of((x, y))
+
+        if (found := nests.agreed_spec(specs())) is not None:
+            return found
         why = "none has any"
         if error is not None:
             why = f"the first error was {ClientFailure(0, error).reason}"
@@ -181,16 +188,28 @@ class StreamedSource:
             f"read; {why}."
         ) from (error if isinstance(error, nests.SAFE_ERRORS) else None)
 
+    def _arrays(self, key: Any) -> tuple[nests.Nest, nests.Nest, int]:
+        """Reads a client; what it raises is an `Exception`."""
+        try:
+            return _client_arrays(self.read_fn(key))
+        except (Exception, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # `sys.exit` is for the client alone, too.
+            raise RuntimeError(f"reading ended in a {type(error).__name__}") from None
+
     def read(self, position: int) -> tuple[nests.Nest, nests.Nest]:
         """Returns the examples of one client as NumPy nests (x, y).
 
         Raises:
           Exception: Whatever the client's reading raises.
-          ValueError: If its examples are not of the spec.
+          ValueError: If its examples are not of the spec, or fit into no tensor.
         """
-        x, y, length = _client_arrays(self.read_fn(self.keys[position]))
+        x, y, length = self._arrays(self.keys[position])
         if not length:
             return nests.no_examples(self.element_spec)
+        # Copies: what is checked is what is used, whatever becomes of a file or of a
+        # buffer that serves the next client too.
+        x, y = tf.nest.map_structure(nests.copied, (x, y))
         nests.check_same_spec(nests.spec_of((x, y)), self.element_spec)
         return x, y
 
@@ -213,7 +232,7 @@ class StreamedSource:
         """
 
         def read(key: Any) -> Any:
-            x, y, _ = _client_arrays(self.read_fn(key))
+            x, y, _ = self._arrays(key)
             return _mapped(fn, *tf.nest.map_structure(np.array, (x, y)))
 
         return StreamedSource(self.keys, read, None)
@@ -280,6 +299,50 @@ def _mapped(fn: Callable[..., Any], x: nests.Nest, y: nests.Nest) -> Any:
             f"fn must return (x, y) or (x, y, sample_weight), got {outline(mapped)}."
         )
     return nests.pair((*mapped, nests.weights_of(y))[:3])
+
+
+def _check_each_by_itself(fn: Callable[..., Any], x: nests.Nest, y: nests.Nest) -> None:
+    """Raises ValueError if an example of features x decides what becomes of others.
+
+    Some examples are mapped twice, and with the last one changed: to zeros, and to
+    numbers above all others. A function that draws random numbers is not judged.
+    """
+    x, y = nests.take((x, y), slice(0, 64))
+
+    def others(change: int) -> list[np.ndarray]:
+        def changed(leaf: np.ndarray) -> np.ndarray:
+            leaf = leaf.copy()
+            if leaf.dtype.kind in "iuf" and len(leaf):
+                most = 1e3 * (1 + np.abs(leaf).max())
+                if leaf.dtype.kind != "f":
+                    most = np.iinfo(leaf.dtype).max
+                leaf[-1] = [leaf[-1], 0, most][change]
+            return leaf
+
+        mapped = _mapped(fn, tf.nest.map_structure(changed, x), y)
+        return [np.asarray(leaf)[:-1] for leaf in tf.nest.flatten(mapped)]
+
+    def differ(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
+        return any(
+            not np.allclose(a, b, 1e-3, 1e-3 * np.abs(a).max(initial=0), True)
+            if a.dtype.kind == "f"
+            else not np.array_equal(a, b)
+            for a, b in zip(one, other, strict=False)
+            if a.shape == b.shape
+        )
+
+    tried = []
+    for change in (0, 0, 1, 2):
+        # Not for numbers that nobody has.
+        with contextlib.suppress(Exception), np.errstate(all="ignore"):
+            tried.append(others(change))
+    alone, again, *rest = [*tried, [], []]  # What it raises, it raises again.
+    if not differ(alone, again) and any(differ(alone, each) for each in rest):
+        raise nests.ExamplesValueError(
+            "fn must change each example by itself, got one by which an example "
+            "changes what becomes of others: a mean or a largest value of clients' "
+            "data, which no clip bounds. Take public numbers."
+        )
 
 
 def outline(value: Any) -> str:

@@ -92,9 +92,7 @@ class Reader:
             if isinstance(client, ClientFailure):
                 pending.failures.append(client)
                 continue
-            # Copies: what is checked is what is trained on, whatever becomes of a
-            # file.
-            arrays = [np.array(leaf) for leaf in tf.nest.flatten((client.x, client.y))]
+            arrays = tf.nest.flatten((client.x, client.y))
             problem = labels.problem_of_client(arrays[num_features:], self.label_ranges)
             if problem is None:
                 yield member, arrays

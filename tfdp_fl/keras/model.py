@@ -549,8 +549,6 @@ class DPFederatedModel:
         self._run = None
         if self.engine is not None:
             self.engine.state = self.engine.query.initial_global_state()
-            # (Whether a cohort of failures alone ends a training depends on it.)
-            self.engine.has_trained = False
 
     def say(self, message: str) -> None:
         """Tells the user something about the training, unless silent."""

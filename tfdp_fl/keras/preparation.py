@@ -7,6 +7,7 @@ before are made here, before anything of the run changes.
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -80,6 +81,7 @@ def prepare(
         "plan": plan,
         "sampler": sampler,
         "population": population,
+        "reading": clients.reading,
         "deployment": dataclasses.replace(
             deployment, num_variables=cohort_engine.num_variables
         ),
@@ -112,6 +114,12 @@ def _checked_population(fed: DPFederatedModel, clients: FederatedDataset) -> Pop
             f"spent after a few. Call make_private with num_clients={size}."
         )
     population = (size, clients.clients_digest)
+    if run is not None and clients.reading is not None:
+        if clients.reading == run.reading:
+            population = run.population
+        elif run.spending.by_client or fed.setup.sampling in ("shuffled", "cyclic"):
+            # Who had which place cannot be seen.
+            population = (size, secrets.token_hex())
     if run is None or run.populations[-1:] in ([], [population]):
         return population
     if run.spending.by_client:
@@ -125,7 +133,10 @@ def _checked_population(fed: DPFederatedModel, clients: FederatedDataset) -> Pop
         return population
     before, got = run.populations[-1][0], str(size)
     if before == size:
-        got = "other ids, another order or (of clients without names) other data"
+        got = (
+            "other ids, another order or (of clients without names) other data, or a "
+            "list that is read anew: a mapping has names"
+        )
     raise ValueError(
         f"clients must be the same {before} clients in the same order as in the "
         f"rounds before, because {why}, got {got}."

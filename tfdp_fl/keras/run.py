@@ -132,6 +132,7 @@ class Run:
       deployment: Where the mechanism is used.
       spending: What the rounds have cost.
       population: The clients of the present `fit`.
+      reading: See `FederatedDataset.reading`; no checkpoint keeps it.
       run_id: Names the run in ledgers; a resumed one has the same.
       rounds: How many rounds were run, abandoned ones included.
       populations: Those of all that were charged, each where it began.
@@ -162,6 +163,7 @@ class Run:
     deployment: Deployment
     spending: spending_lib.Spending
     population: Population
+    reading: Any = None
     run_id: str = dataclasses.field(default_factory=ledger_lib.new_run)
     rounds: int = 0
     populations: list[Population] = dataclasses.field(default_factory=list)

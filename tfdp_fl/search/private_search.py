@@ -246,6 +246,7 @@ class PrivateSearch:
             caveats=(
                 *sorted(caveats),
                 "search_counted",
+                *(() if split.is_disjoint else ("search_places_are_ids",)),
                 "search_time_not_hidden",
                 "only_runs_in_ledgers_counted",
                 "floating_point_noise",

@@ -184,6 +184,8 @@ class Trial:
             calibration=None,
             moments=False,
         )
+        # A cohort of failures alone ends no trial: that it did would tell of a client.
+        self._fed._prepared.engine.has_trained = True
 
     def run(
         self,
@@ -238,6 +240,11 @@ def _check_mechanism(made: DPFederatedModel, candidate: Candidate) -> None:
     noise = mechanism.parameters().get("noise_multiplier")
     if made.setup.sampling != "poisson":
         problem = f"sampling='poisson', got {made.setup.sampling!r}"
+    elif made.setup.aborts_on_failure:
+        problem = (
+            "on_client_failure='exclude', got 'abort': a model that did not move would "
+            "tell of a client, without noise"
+        )
     elif not schedules.is_constant(made.setup.clients_per_round):
         problem = "a constant clients_per_round, got a schedule"
     elif mechanism.guarantee != "central" or not isinstance(noise, int | float):
