@@ -344,29 +344,6 @@ def test_map():
         np.testing.assert_array_equal(dataset.client(0)[0], x / 2)
 
 
-@pytest.mark.parametrize(
-    "of_others, fn",
-    [
-        (True, lambda x, y: ((x - x.mean(0)) / x.std(0), y)),
-        (True, lambda x, y: (x / np.abs(x).max(), y)),
-        (True, lambda x, y: (x - x.min(axis=0), y)),
-        (True, lambda x, y: (x, y, x[:, 0] / x.sum())),
-        (True, lambda x, y: (np.argsort(x[:, 0]), y)),
-        (False, lambda x, y: (x / x.sum(axis=1, keepdims=True), y)),
-        (False, lambda x, y: (x + np.random.normal(size=x.shape), y)),
-        (False, lambda x, y: (tf.nn.relu(x @ np.ones((3, 2), np.float32)), y)),
-        (False, lambda x, y: (np.eye(200)[x[:, 0].astype(int)], y)),
-    ],
-)
-def test_a_map_of_all_clients_keeps_examples_apart(of_others, fn):
-    if of_others:
-        with pytest.raises(ValueError, match="fn must change each example by itself"):
-            _indexed().map(fn)
-    else:
-        assert _indexed().map(fn).num_clients == 3
-    assert _streamed().map(fn).num_clients == 3  # Each client's examples, its own.
-
-
 def test_ids_and_their_order_or_else_what_clients_hold_are_told_apart():
     def of_ids(ids):
         return _of_rows([[0]] * len(ids), ids).clients_digest

@@ -431,8 +431,7 @@ class FederatedDataset:
         Args:
           fn: Takes any number of examples as nests of arrays (x, y) and
             returns as many, row by row: `lambda x, y: (x / 255, y)`. An
-            indexed dataset tries it on a few, to see that none changes what
-            becomes of others, and then calls it with all that it holds; a
+            indexed dataset calls it once, with all the examples it holds; a
             streamed one for each client that is read. Weights of examples stay
             as they are, or are the third that it returns.
         """
