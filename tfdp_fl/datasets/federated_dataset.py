@@ -433,7 +433,8 @@ class FederatedDataset:
             returns as many, row by row: `lambda x, y: (x / 255, y)`. An
             indexed dataset calls it once, with all the examples it holds; a
             streamed one for each client that is read. Weights of examples stay
-            as they are, or are the third that it returns.
+            as they are, or are the third that it returns. A number that it
+            computes over examples, as their mean, is not covered by epsilon.
         """
         if not callable(fn):
             raise TypeError(f"fn must be callable, got {fn!r}.")
