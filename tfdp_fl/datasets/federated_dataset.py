@@ -249,7 +249,9 @@ class FederatedDataset:
         dataset_of = client_data.create_tf_dataset_for_client
         client_ids = list(client_data.client_ids)
         sources.at_least_one_client(client_data=client_ids)
-        spec = tf_datasets.common_spec({client_ids[0]: dataset_of(client_ids[0])})
+        spec = nests.agreed_spec(
+            tf_datasets.common_spec({name: dataset_of(name)}) for name in client_ids
+        )
         return cls.from_client_fn(
             client_ids, lambda name: tf_datasets.read_pair(dataset_of(name)), spec
         )

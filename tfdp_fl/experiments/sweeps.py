@@ -99,7 +99,7 @@ def run_sweep(
     Each run leaves its files in a directory of its own, and after each the
     tables are written anew: `runs.csv` (a row a run) and `summary.csv` (mean
     and standard deviation over the seeds). A sweep that was cut short goes on with
-    the first run that has no result (and inside it, if it saved checkpoints).
+    the first run that has no result, where that was.
 
     Args:
       config: See this module.
@@ -146,9 +146,8 @@ def _check_unchanged(path: pathlib.Path, trial: Trial) -> None:
 
 def _run(trial: Trial, path: pathlib.Path) -> dict[str, Any]:
     tf.keras.backend.clear_session()
-    resume = trial.settings.checkpoint_every > 0 and any(
-        (path / run_directory.CHECKPOINT).glob("*.npz")
-    )
+    # Its ledger has what was charged.
+    resume = any((path / run_directory.CHECKPOINT).glob("*.npz"))
     prepared = training.prepare(trial.settings)
     result = training.run(
         prepared,
