@@ -89,7 +89,7 @@ def _keras(
                     return np.asarray(updates[client], np.float32)[None], y
 
                 clients = tfdp_fl.FederatedDataset.from_client_fn(
-                    range(len(updates)), read, element_spec=spec
+                    [*range(len(updates))], read, element_spec=spec
                 )
                 before = model.get_weights()[0]
                 federated.fit(clients, batch_size=1, verbose=0, runtime=workers)
