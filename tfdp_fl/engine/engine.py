@@ -272,7 +272,7 @@ class CohortEngine:
     @devices.at_home
     def empty_round(self, inputs: cohort.RoundInputs) -> cohort.PendingRound:
         """Returns a round of which nothing is collected yet."""
-        weights = [variable.read_value() for variable in self.server.variables]
+        weights = [variable.value() for variable in self.server.variables]
         if self._hook is not None:
             weights = self._hook(weights, tf.constant(inputs.seed))
         norms = None
@@ -284,7 +284,7 @@ class CohortEngine:
             state=self.state,
             tensors=inputs.tensors(),
             sums=[None] * self.num_replicas,
-            sent=(weights, [variable.read_value() for variable in self._unaggregated]),
+            sent=(weights, [variable.value() for variable in self._unaggregated]),
             window_norms=norms,
         )
 

@@ -114,7 +114,7 @@ class Release:
         server: ServerUpdate,
         metric_results: Callable[[list[tf.Tensor]], dict[str, tf.Tensor]],
     ):
-        """Makes the function, which the first round traces.
+        """Traces nothing yet: the first round does.
 
         Args:
           query: The mechanism's query.
@@ -125,17 +125,25 @@ class Release:
         self._server = server
         self._metric_results = metric_results
         self._log_names: list[str] = []
-        self._compiled = tf.function(self._released, autograph=False)
+        # By the number of sums: all else is alike in every round.
+        self._traced: dict[int, Callable[..., Any]] = {}
 
     def __call__(self, pending: cohort.PendingRound) -> tuple[Any, dict[str, float]]:
         """Releases a round; returns the query's next state, and the logs."""
-        answered = pending.cohort_size - len(pending.failures)
-        state, values = self._compiled(
-            pending.sums,
-            pending.state,
-            *pending.tensors,
-            tf.constant(answered, tf.float32),
-        )
+        answered = float(pending.cohort_size - len(pending.failures))
+        arguments = pending.sums, pending.state, *pending.tensors, answered
+        flat = list(map(tf.convert_to_tensor, tf.nest.flatten(arguments)))
+        count = len(pending.sums)
+        if count not in self._traced:
+            structure = tf.nest.map_structure(lambda _: None, arguments)
+
+            def function(*flat: tf.Tensor) -> Any:
+                return self._released(*tf.nest.pack_sequence_as(structure, flat))
+
+            self._traced[count] = tf.function(
+                function, autograph=False
+            ).get_concrete_function(*map(tf.TensorSpec.from_tensor, flat))
+        state, values = self._traced[count](*flat)
         return state, dict(zip(self._log_names, values.numpy().tolist(), strict=True))
 
     def _released(self, sums, state, numbers, seed, answered):
