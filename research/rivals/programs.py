@@ -9,7 +9,6 @@ import os
 import pathlib
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -58,8 +57,10 @@ def python(name: str, say: Callable[[str], None]) -> str:
     if made.exists() and made.read_bytes() == requirements.read_bytes():
         return interpreter
     say(f"installing {RIVALS[name].title} into {folder.name}")
+    # Of TFF's environment: FedJAX and pfl-research are for Python 3.10 and 3.11.
+    maker = _ROOT / ".venv" / "bin" / "python"
     for command in (
-        [sys.executable, "-m", "venv", "--clear", str(folder)],
+        [str(maker), "-m", "venv", "--clear", str(folder)],
         [
             interpreter,
             "-m",
