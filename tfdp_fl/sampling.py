@@ -76,15 +76,12 @@ class CohortSampler(abc.ABC):
 
     Attributes:
       sampling: The name that the accounting knows the sampling by.
-      goes_by_releases: Whether a cohort depends on which rounds before it were
-        released; if not, it can be drawn while they train.
       attempt: With a seed, the key of the coming draw (`keras.run`):
         the same clients with other noise would be one draw seen twice, and two
         draws are what is charged. None: the round is the key.
     """
 
     sampling: str
-    goes_by_releases: ClassVar[bool] = False
     attempt: tuple[int, ...] | None = None
     _fractional_sizes = False
     # What a state has besides, and what of it another sampler may not differ in.
@@ -313,7 +310,6 @@ class CyclicSampler(CohortSampler):
     """
 
     sampling = "cyclic"
-    goes_by_releases = True
     _fixed = ("num_clients", "seed", "num_groups")
     _kept = ("key", "released", "last")
 

@@ -189,6 +189,9 @@ def test_a_role_may_be_several_clients(play):
 _partition = functools.partial(datasets.partition, _labels(600), 3)
 
 
+_ARRAYS = "x_train", "y_train", "x_test", "y_test"
+
+
 @pytest.mark.parametrize(
     "load, options, message",
     [
@@ -196,6 +199,7 @@ _partition = functools.partial(datasets.partition, _labels(600), 3)
         (_partition, {"examples_per_client": 21}, "of shards_per_client"),
         (datasets.load_digits, {"validation_examples": 1437}, "must be less"),
         (datasets.load_mnist, {"x": np.ones(3)}, "path must be Keras's mnist"),
+        (datasets.load_mnist, dict.fromkeys(_ARRAYS, np.ones(3)), "path must hold"),
         (datasets.load_shakespeare, {"clients_per_role": 0}, "clients_per_role must"),
         (datasets.load_shakespeare, "Once upon a time", "starts with 'Once upon a t"),
         (datasets.load_shakespeare, "GHOST:\n\n", "in which somebody speaks"),

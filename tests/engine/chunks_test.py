@@ -10,9 +10,11 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 from tests.engine import cohorts
-from tests.keras import toy
+from tests.keras import hostile, toy
+from tfdp_fl import engine
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import chunks, cohort, labels, layout
+from tfdp_fl.runtimes import workers
 
 
 class _Files:
@@ -124,16 +126,24 @@ def test_wrong_labels_are_left_out_of_a_chunk_and_nothing_else(chunk_bytes):
         assert not np.asarray(chunk.x)[len(chunk.rows) :].any()
 
 
-def test_a_training_that_stops_early():
-    files = _Files()
-    with mock.patch.object(chunks, "CHUNK_BYTES", 1):
-        reading = _reader(files.dataset())(
-            files.dataset(), _pending(files.dataset(), range(9))
-        )
-        next(reading)
-        reading.close()
+@pytest.mark.parametrize("on_workers", [False, True])
+def test_where_training_breaks_off_nobody_is_read_any_more(on_workers):
+    files, broken = _Files(), mock.Mock(side_effect=RuntimeError("no memory"))
+    fed = toy.federated(clients_per_round=9, sampling="fixed_size")
+    owner, name = engine.CohortEngine, "train_chunk"
+    if on_workers:
+        owner, name = workers.ShardedCohorts, "_run_chunk"
+    with (
+        mock.patch.object(chunks, "CHUNK_BYTES", 1),
+        mock.patch.object(owner, name, broken),
+        # What was raised is kept, and with it all that was going on.
+        pytest.raises(RuntimeError, match="no memory") as kept,
+    ):
+        runtime = hostile.HereWorkers() if on_workers else None
+        toy.fit(fed, 1, data=files.dataset(), runtime=runtime)
     files.assert_quiet()
-    assert len(files.read) <= 3
+    assert kept.tb
+    assert len(files.read) <= 4
 
 
 @hypothesis.settings(deadline=None, max_examples=60, derandomize=True)

@@ -238,8 +238,8 @@ class FederatedDataset:
             so.
 
         Raises:
-          TypeError, ValueError: If this is not client data, if its first
-            client's elements are not such examples, or if it has no client.
+          TypeError, ValueError: If this is not client data, if a client's
+            elements are not such examples, or if it has no client.
         """
         if not hasattr(client_data, "create_tf_dataset_for_client"):
             raise TypeError(

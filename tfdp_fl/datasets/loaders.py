@@ -124,6 +124,11 @@ def load_mnist(
 
 
 def _pixels(images: np.ndarray) -> np.ndarray:
+    if images.shape[1:] != (28, 28) or images.dtype != np.uint8:
+        raise ValueError(
+            "path must hold uint8 images of 28 x 28 pixels, got "
+            f"{images.dtype}{list(images.shape)}."
+        )
     return images.reshape(-1, 784).astype(np.float32) / 255
 
 
