@@ -14,7 +14,7 @@ from tests.engine import cohorts
 from tests.keras import toy
 from tests.mechanisms import references, rounds, statistics
 from tfdp_fl.datasets import ClientFailure, FederatedDataset
-from tfdp_fl.engine import chunks, dense_models, program
+from tfdp_fl.engine import dense_models, layout, program
 from tfdp_fl.mechanisms import noise
 
 _layers = tf.keras.layers
@@ -111,9 +111,9 @@ def test_on_threads_in_parts_or_streamed_in_chunks(name):
     usual = _round(dataset, engine=_engine(name), **options)
     threads = _engine(name, num_replicas=2)
     _assert_same(_round(dataset, engine=threads, **options), usual)
-    with mock.patch.object(chunks, "CHUNK_BYTES", 4 * 51 * 2):
+    with mock.patch.object(layout, "CHUNK_BYTES", 4 * 51 * 2):
         _assert_same(_round(dataset, engine=_engine(name), **options), usual)
-    with mock.patch.object(chunks, "CHUNK_BYTES", 150):
+    with mock.patch.object(layout, "CHUNK_BYTES", 150):
         _assert_same(_round(toy.streamed(dataset), engine=threads, **options), usual)
 
 

@@ -15,7 +15,6 @@ noise (stddev s, d elements) at most s (sqrt(d) + 6.5), but for a chance of 1e-9
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -158,19 +157,14 @@ class HereWorkers:
     """Workers that are this very process: shards without a network."""
 
     num_workers = 2
-    shards_per_worker = 1
     float32_products = True
 
     def collector(self, cohort_engine, clients):
         return workers_lib.ShardedCohorts(cohort_engine, clients, self)
 
-    def run(self, work):
-        program = ray_workers._Message.of(work.program).runnable()
-        sent = [*work.sent, *(work.examples or ())]
-        results = [program([*sent, *shard]) for shard in work.shards]
-        return (
-            [functools.reduce(ray_workers._added, results)] if work.by_sum else results
-        )
+    def run(self, traced, sent, examples, shards):
+        run = ray_workers.runnable(traced)
+        return [run([*sent, *(examples or ()), *shard]) for shard in shards]
 
 
 WAYS = (

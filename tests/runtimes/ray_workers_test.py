@@ -24,7 +24,7 @@ from tfdp_fl.engine import program
 from tfdp_fl.runtimes import ray_workers
 from tfdp_fl.runtimes import workers as workers_lib
 
-pytest.importorskip("ray", reason="ray is not installed (tests only)")
+ray = pytest.importorskip("ray", reason="ray is not installed (tests only)")
 _layers = tf.keras.layers
 _NUM_CLIENTS, _ROUNDS = 14, 2
 
@@ -152,8 +152,7 @@ def test_a_program_that_travelled_is_the_program():
     spec = tf.TensorSpec([None], tf.float32)
     specs = {"a": spec, "b": spec}, tf.TensorSpec([None], tf.int32)
     traced = program.Program(function, *specs)
-    message = pickle.loads(pickle.dumps(ray_workers._Message.of(traced)))
-    run = message.runnable()
+    run = ray_workers.runnable(pickle.loads(pickle.dumps(traced)))
     a, b = np.ones(3, np.float32), np.arange(3, dtype=np.float32)
     here = traced({"a": a, "b": b}, np.array([7, 2], np.int32))
     there = run([a, b, np.array([7, 2], np.int32)])
@@ -211,11 +210,10 @@ def test_whatever_is_trained_is_the_same(workers, name):
         _compare(case, workers)
     # All workers, or one where the cohort is small, had a shard.
     for call in run.mock_calls:
-        assert len(call.args[0].shards) == (1 if case.small else 2)
+        assert len(call.args[3]) == (1 if case.small else 2)
 
 
-def test_several_shards_of_large_arrays_that_ray_stores(workers, monkeypatch):
-    monkeypatch.setattr(workers, "shards_per_worker", 2)
+def test_shards_of_large_arrays_that_ray_stores(workers, monkeypatch):
     monkeypatch.setattr(ray_workers, "_INLINE_BYTES", 0)
     mechanism = tfdp_fl.AdaptiveClipping(noise_multiplier=0.0, initial_clip_norm=0.05)
     _compare(dataclasses.replace(_SIDE_BY_SIDE, mechanism=mechanism), workers)
@@ -313,10 +311,17 @@ def test_a_cohort_without_clients(workers):
     np.testing.assert_allclose(toy.flat(here), toy.flat(there), atol=1e-5)
 
 
+def _pids(workers):
+    """Returns the process id of each worker; one that is lost is started again."""
+    workers.open()
+    actors = workers._cluster.actors
+    return [ray.get(actors[place].ready.remote()) for place in range(2)]
+
+
 def _trained(workers, kill):
     """Returns a model whose training loses a worker, once."""
     federated, places = _ONE_BY_ONE.federated(), []
-    original, victim = workers._cluster.actor, workers.pids[1]
+    original, victim = workers._cluster.actor, _pids(workers)[1]
 
     def actor(place):
         places.append(place)
@@ -327,7 +332,7 @@ def _trained(workers, kill):
 
     with mock.patch.object(workers._cluster, "actor", actor):
         _ONE_BY_ONE.train(federated, runtime=workers)
-    assert (workers.pids[1] != victim) == kill
+    assert (_pids(workers)[1] != victim) == kill
     return federated
 
 
@@ -342,13 +347,13 @@ def test_a_program_that_no_worker_can_take_over_ends_the_round(workers):
     stack = _layers.Dense(3), _layers.Dense(3)
     case = _Case(model=lambda: sequential([8], *stack))
     federated = case.federated()
-    of = ray_workers._Message.of
+    getstate = program.Program.__getstate__
 
-    def broken(traced):
-        return dataclasses.replace(of(traced), graph=b"no graph")
+    def broken(self):
+        return {**getstate(self), "outputs": ["no operation"]}
 
     with (
-        mock.patch.object(ray_workers._Message, "of", broken),
+        mock.patch.object(program.Program, "__getstate__", broken),
         pytest.raises(runtimes.WorkerError),
     ):
         case.train(federated, runtime=workers)
@@ -359,7 +364,7 @@ def test_else_the_round_is_abandoned_and_nothing_is_charged(workers, monkeypatch
     federated = _ONE_BY_ONE.federated()
     before = federated.get_weights()
     monkeypatch.setattr(workers, "_max_repeats", 0)
-    os.kill(workers.pids[1], signal.SIGKILL)
+    os.kill(_pids(workers)[1], signal.SIGKILL)
     time.sleep(1)
     with pytest.raises(runtimes.WorkerLost, match="of Ray is lost"):
         _ONE_BY_ONE.train(federated, runtime=workers)

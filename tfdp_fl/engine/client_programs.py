@@ -147,15 +147,10 @@ class CohortPrograms:
                 (first, state, total._replace(contribution=(), moments=())),
                 parallel_iterations=1,
             )
-            measured = table.measured
-            one, rows = self._result(
-                own,
-                seed,
-                state,
-                num_examples,
-                table.windows[k],
-                measured if isinstance(measured, tuple) else measured[k],
+            window, measured = tf.nest.map_structure(
+                lambda rows: rows[k], (table.windows, table.measured)
             )
+            one, rows = self._result(own, seed, state, num_examples, window, measured)
             contributions = total.contribution
             if self.output == cohort.SUM:
                 contributions = lookups.accumulate(
@@ -348,9 +343,7 @@ class CohortPrograms:
         update = self.trainer.update(
             state, None if released else received.weights, seed
         )
-        weight = None
-        if not isinstance(measured, tuple):
-            weight = query.client_weight(measured)
+        weight = query.client_weight(measured)
         total, rows = cohort.CohortSum.of_nobody([]), cohort.PerClient()
         if query.keeps_window:
             rows = rows._replace(window_norms=query.mechanism.window_norms(update))

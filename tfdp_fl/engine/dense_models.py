@@ -1,4 +1,4 @@
-"""Which models can train side by side, and when it is worthwhile.
+"""Which models can train side by side, when it is worthwhile, and their norms.
 
 Where clients train side by side, their examples stand in one batch. That is
 one client's own training only if every loss, metric, activation and layer is a
@@ -11,13 +11,13 @@ losses, which look at all labels of a batch to tell 0 from -1.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
-from tfdp_fl.engine import gram_norms, labels, trainer
+from tfdp_fl.engine import labels, trainer
 from tfdp_fl.mechanisms import cohort_query
 
 _activations, _layers = tf.keras.activations, tf.keras.layers
@@ -157,7 +157,7 @@ def _is_plain_dense(layer: Any) -> bool:
         and _is_among(layer.activation, ACTIVATIONS)
         and layer.input_spec.min_ndim == 2
         and len(layer.input.shape) == 2
-        and gram_norms.is_within_bound(*layer.kernel.shape)
+        and sum(layer.kernel.shape) * ROUNDOFF < _LARGEST_ERROR
     )
 
 
@@ -209,39 +209,16 @@ def supports(
     )
 
 
-class Kernels(NamedTuple):
-    """What the decisions below need to know of a model's dense kernels.
-
-    Attributes:
-      parameters: All elements of the model's variables.
-      largest: Elements of the largest kernel.
-      sides: Rows plus columns of that kernel.
-      widths: Rows plus columns, summed over all kernels.
-    """
-
-    parameters: int
-    largest: int
-    sides: int
-    widths: int
+# The shapes of a model's dense kernels, [rows, columns] each.
+Kernels = list[tuple[int, int]]
 
 
 def kernels_of(model: tf.keras.Model) -> Kernels:
-    """Returns the sizes of a supported model's kernels."""
-    shapes = [
-        list(layer.kernel.shape) for layer in model.layers if hasattr(layer, "kernel")
-    ]
-    largest = max(shapes, key=math.prod)
-    return Kernels(
-        parameters=model.count_params(),
-        largest=math.prod(largest),
-        sides=sum(largest),
-        widths=sum(map(sum, shapes)),
-    )
+    """Returns those of a supported model."""
+    return [tuple(v.shape) for v in model.trainable_weights if len(v.shape) == 2]
 
 
-def is_worthwhile(
-    kernels: Kernels, lengths: np.ndarray, batch_size: int, local_epochs: int
-) -> bool:
+def is_worthwhile(kernels: Kernels, steps: np.ndarray, examples: int) -> bool:
     """Returns True if these clients' examples are few and their steps alike.
 
     With n examples a client, the corrections and Gram matrices of a kernel of
@@ -250,18 +227,16 @@ def is_worthwhile(
 
     Args:
       kernels: Those of a model that is supported.
-      lengths: Int [K], the clients' numbers of examples.
-      batch_size: B.
-      local_epochs: Passes over a client's examples.
+      steps: Int [K], the clients' numbers of local steps.
+      examples: The most examples that a client trains on in a round.
     """
-    steps = -(-lengths // batch_size) * local_epochs
     most = int(steps.max(initial=0))
     if not 0 < most <= _MOST_STEPS:
         return False
     if most * len(steps) > _MOST_IDLE * int(steps.sum()):
         return False
-    seen = float(lengths.max()) * local_epochs
-    return 3 * seen * kernels.sides <= 2 * kernels.largest
+    largest = max(kernels, key=math.prod)
+    return 3 * examples * sum(largest) <= 2 * math.prod(largest)
 
 
 def clients_at_once(kernels: Kernels, examples: int) -> int:
@@ -274,13 +249,85 @@ def clients_at_once(kernels: Kernels, examples: int) -> int:
       kernels: Those of a model that is supported.
       examples: The most examples that a client trains on in a round.
     """
-    model_bytes = 4 * kernels.parameters
+    model_bytes = 4 * sum(map(math.prod, kernels))
     budget = model_bytes if model_bytes > _FACTOR_BYTES / 4 else _FACTOR_BYTES
-    one = _FACTOR_COPIES * 4 * kernels.widths * examples
+    one = _FACTOR_COPIES * 4 * sum(map(sum, kernels)) * examples
     return max(1, int(budget // one))
 
 
-def is_small(kernels: Kernels, lengths: np.ndarray, local_epochs: int) -> bool:
-    """Returns True if a cohort is not worth a second thread."""
-    products = float(lengths.sum()) * local_epochs * kernels.parameters
-    return products < _SMALL
+def is_small(kernels: Kernels, examples: int) -> bool:
+    """Returns True if a cohort of so many examples is not worth a second thread."""
+    return float(examples) * sum(map(math.prod, kernels)) < _SMALL
+
+
+# Float32's unit roundoff, and the most that it may come to in a sum of which
+# the bound of a norm is made: n terms are off by n times as much.
+ROUNDOFF = 2.0**-24
+_LARGEST_ERROR = 0.01
+
+
+def norm_bound(
+    grams_x: list[tf.Tensor],
+    grams_d: list[tf.Tensor],
+    columns_x: list[int],
+    columns_d: list[int],
+    rows: tf.Tensor,
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the joint norms of L products X^T D, and what bounds them.
+
+    A dense kernel's update is such a product over a client's examples. Its norm
+    is known without it (the "ghost norm" of per-example clipping, Goodfellow 2015,
+    "Efficient per-example gradient computations"):
+    ||X^T D||^2 = sum_ij (X X^T)_ij (D D^T)_ij, of Gram matrices that were
+    rounded to float32. A client may choose rows that are large and cancel, so
+    that the sum is little more than rounding; hence a bound by proof. A float32
+    product of n terms, added up in whatever order, is off by at most gamma_n
+    sum |terms|, gamma_n = n u / (1 - n u) (Higham 2002, "Accuracy and Stability
+    of Numerical Algorithms", section 3.1), plus n 2^-126 where terms underflow.
+    With Cauchy and Schwarz, for rows x_i of a columns,
+
+        |fl(X X^T)_ij - (X X^T)_ij| <= gamma_a ||x_i|| ||x_j|| + a 2^-126,
+
+    and likewise for D. Summed over i and j, with q = sum_i ||x_i|| ||d_i||,
+
+        ||X^T D||^2 <= sum_ij fl(X X^T)_ij fl(D D^T)_ij
+            + (gamma_a + gamma_b) q^2
+            + a 2^-126 (sum_i ||d_i||)^2 + b 2^-126 (sum_i ||x_i||)^2
+
+    and terms of second order. Here ||x_i||^2 counts for 2^-102 more than the
+    diagonal says, and so for ||d_i||: then gamma_a q^2 is at least each of the
+    terms of underflow, and they are in twice the first. What is of second
+    order is less than a tenth of that, as (a + b) u is below `_LARGEST_ERROR`.
+
+    q also bounds what rounding does to the products themselves: computed over
+    N rows they are off by at most gamma_N q in Frobenius norm.
+
+    Args:
+      grams_x: L float32 [K, n, n], each X X^T.
+      grams_d: L float32 [K, n, n], each D D^T.
+      columns_x: The a of each X, one more where there is a bias.
+      columns_d: The b of each D.
+      rows: N, integer scalar.
+
+    Returns:
+      `(norm, bound)`, float64 [K]: the norm as computed, and an upper bound of
+      the norm of the products as they will be computed. The bound is not finite
+      where an element is not.
+    """
+    # In one piece, as every operation costs a small model more than its sums.
+    gram_x = tf.cast(tf.stack(grams_x), tf.float64)
+    gram_d = tf.cast(tf.stack(grams_d), tf.float64)
+    of_x, of_d = (
+        # Squares cannot cancel: these are the lengths, but for gamma.
+        tf.sqrt(tf.linalg.diag_part(gram) + 2.0**-102)
+        for gram in (gram_x, gram_d)
+    )
+    q = tf.reduce_sum(of_x * of_d, axis=2)
+    q_squared = tf.reduce_sum(q * q, axis=0)
+    square = tf.maximum(tf.reduce_sum(gram_x * gram_d, axis=[0, 2, 3]), 0.0)
+    columns = max(a + b for a, b in zip(columns_x, columns_d, strict=True))
+    of_norm = 2.2 * ROUNDOFF * columns
+    share = ROUNDOFF * tf.cast(rows, tf.float64)
+    of_product = 1.05 * share / (1 - share)
+    bound = tf.sqrt(square + of_norm * q_squared) + of_product * tf.sqrt(q_squared)
+    return tf.sqrt(square), bound

@@ -23,25 +23,14 @@ from tfdp_fl import keras_versions
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 # Layers whose compiled code does not depend on how fast XLA convolves or loops.
-_DENSE_LAYERS = (
-    tf.keras.layers.InputLayer,
-    tf.keras.layers.Dense,
-    tf.keras.layers.Flatten,
-    tf.keras.layers.Reshape,
-    tf.keras.layers.Activation,
-    tf.keras.layers.ReLU,
-    tf.keras.layers.LeakyReLU,
-    tf.keras.layers.ELU,
-    tf.keras.layers.Softmax,
-    tf.keras.layers.Rescaling,
-    tf.keras.layers.Dropout,
-)
+_DENSE_LAYERS = """
+InputLayer Dense Flatten Reshape Activation ReLU LeakyReLU ELU Softmax Rescaling Dropout
+"""
 
 # Multiply-adds of one training step's largest matrix product, above which
 # TensorFlow's kernels are the faster ones.
 _LARGEST_PRODUCT = 300_000
 
-_GIB = 2.0**30
 # A client's weights, the gradients, the update, and what it started from.
 _COPIES_OF_A_CLIENT = 4
 # How much of a GPU's memory a batch of clients may take, by the estimate.
@@ -125,7 +114,7 @@ def _device_bytes(device: str) -> float:
         memory = tf.config.experimental.get_memory_info(f"{name.device_type}:{index}")
         return total - memory["current"]
     except (OSError, ValueError, IndexError, subprocess.SubprocessError):
-        return 4 * _GIB
+        return 4 * 2.0**30
 
 
 def products_are_float32() -> bool:
@@ -172,7 +161,8 @@ def prefers_xla(model: tf.keras.Model, batch_size: int) -> bool:
         for layer in keras_versions.layers_of(model)
         if not isinstance(layer, tf.keras.Model)
     ]
-    if not is_cpu(home_of(model)) or not {*map(type, layers)} <= {*_DENSE_LAYERS}:
+    dense = {getattr(tf.keras.layers, name) for name in _DENSE_LAYERS.split()}
+    if not is_cpu(home_of(model)) or not dense.issuperset(map(type, layers)):
         return False
     kernels = [
         math.prod(layer.kernel.shape)

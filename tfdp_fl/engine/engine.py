@@ -2,8 +2,8 @@
 
 The way of a client's update, from the dataset to the released model:
 
-    collect                     chunks.Reader: the cohort's examples
-      train_chunk               layout.Layout: which clients train where, on what
+    collect                     Layout.read: the cohort's examples
+      train_chunk               Layout.lay_out: which clients train where
         CohortPrograms            the compiled program: one client after the
                                   other (or side by side, or in batches):
             Trainer                 start, step by step, update
@@ -30,7 +30,6 @@ from tfdp_fl import keras_versions
 from tfdp_fl.datasets import ClientFailure, FederatedDataset
 from tfdp_fl.engine import (
     allowed_operations,
-    chunks,
     client_programs,
     cohort,
     dense_models,
@@ -73,8 +72,7 @@ class CohortEngine:
       state: The query's state, before the coming round.
       output: What is wanted of a cohort: see `cohort.SUM`.
       update_spec: The shapes of a client's update.
-      read_chunks: Yields the examples of `(dataset, pending)`: a `chunks.Reader`.
-      layout: How cohorts are laid out.
+      layout: How cohorts are read and laid out.
       programs: The compiled programs that train clients.
       num_replicas: How many clients train at once.
       has_trained: Whether anybody's training has ever succeeded.
@@ -133,7 +131,6 @@ class CohortEngine:
             )
         weighting = deployment.client_weighting
         labels.check_client_weighting(element_spec[1], weighting)
-        self._label_ranges = trainer.label_ranges
         self.query = mechanism.bind(
             dataclasses.replace(
                 deployment,
@@ -170,6 +167,8 @@ class CohortEngine:
         if jit_compile is None:
             jit_compile = devices.prefers_xla(model, batch_size)
         self.layout = layout.Layout(
+            element_spec=element_spec,
+            label_ranges=trainer.label_ranges,
             kernels=dense_models.kernels_of(model) if can_train_side_by_side else None,
             collected_bytes=None if summed else 4 * self.update_spec.size,
             xla=jit_compile,
@@ -185,11 +184,6 @@ class CohortEngine:
             element_spec=element_spec,
             output=self.output,
             moments=moments,
-        )
-        self.read_chunks = chunks.Reader(
-            element_spec=element_spec,
-            label_ranges=trainer.label_ranges,
-            padded=jit_compile,
         )
         self._joint_clip = release.JointClip(self.query, self.update_spec)
         self._release = release.Release(self.query, self.server, trainer.metric_results)
@@ -245,27 +239,31 @@ class CohortEngine:
 
     def check_labels(self, dataset: FederatedDataset) -> None:
         """Raises ValueError if a client's labels cannot be the model's."""
-        labels.check_clients(dataset, self._label_ranges)
+        labels.check_clients(dataset, self.layout.label_ranges)
 
     # Half one: train and add up. Its steps are public for runtimes that run
     # the programs elsewhere.
 
     @devices.at_home
     def collect(
-        self, dataset: FederatedDataset, inputs: cohort.RoundInputs
+        self,
+        dataset: FederatedDataset,
+        inputs: cohort.RoundInputs,
+        train_chunk: Callable[[cohort.PendingRound, layout.Chunk], None] | None = None,
     ) -> cohort.PendingRound:
         """Trains a cohort and adds up what its clients upload.
 
         Args:
           dataset: Where the cohort's examples come from.
           inputs: The round.
+          train_chunk: What runs the programs elsewhere; None: as `train_chunk` does.
 
         Returns:
           A `PendingRound`; the model and the state have not changed.
         """
         pending = self.empty_round(inputs)
-        for chunk in self.read_chunks(dataset, pending):
-            self.train_chunk(pending, chunk)
+        for chunk in self.layout.read(dataset, pending):
+            (train_chunk or self.train_chunk)(pending, chunk)
         self.complete(pending)
         return pending
 
@@ -289,9 +287,7 @@ class CohortEngine:
         )
 
     @devices.at_home
-    def train_chunk(
-        self, pending: cohort.PendingRound, chunk: chunks.CohortChunk
-    ) -> None:
+    def train_chunk(self, pending: cohort.PendingRound, chunk: layout.Chunk) -> None:
         """Trains a chunk's clients here; adds to `pending`."""
         groups = self._traced(pending, chunk)
         raised: list[tuple[layout.Part, Exception]] = []
@@ -324,11 +320,11 @@ class CohortEngine:
             self._train_each_alone(pending, chunk, part, error)
 
     def _traced(
-        self, pending: cohort.PendingRound, chunk: chunks.CohortChunk
+        self, pending: cohort.PendingRound, chunk: layout.Chunk
     ) -> list[list[layout.Part]]:
         """Lays a chunk out; has its programs made ready, in one thread."""
         fixed = pending.fixed_arguments
-        groups = self.layout.lay_out(chunk, pending.inputs, self.num_replicas)
+        groups = self.layout.lay_out(chunk.table, self.num_replicas)
         for part in itertools.chain.from_iterable(groups):
             try:
                 program = self.programs.program(fixed, part)
@@ -351,7 +347,7 @@ class CohortEngine:
     def _train(
         self,
         pending: cohort.PendingRound,
-        chunk: chunks.CohortChunk,
+        chunk: layout.Chunk,
         part: layout.Part,
         thread: int = 0,
     ) -> None:
@@ -365,7 +361,7 @@ class CohortEngine:
     def _train_each_alone(
         self,
         pending: cohort.PendingRound,
-        chunk: chunks.CohortChunk,
+        chunk: layout.Chunk,
         part: layout.Part,
         error: Exception,
     ) -> None:

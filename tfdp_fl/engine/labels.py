@@ -6,7 +6,7 @@ update is clipped whatever they are, and is zero if they make no number of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +15,6 @@ import tensorflow as tf
 from tfdp_fl import keras_versions
 from tfdp_fl.datasets import FederatedDataset, nests
 from tfdp_fl.mechanisms import ClientWeighting, contribution
-
-ClassWeight = Mapping[int, float]
 
 
 class LabelRange(NamedTuple):
@@ -153,12 +151,3 @@ def are_numbers_of_rows(label_spec: Any) -> bool:
         return True
     leaves = tf.nest.flatten(weight)
     return len(leaves) == 1 and leaves[0].shape.as_list() in ([], [1])
-
-
-def finite_weights(weight: Any) -> Any:
-    """Returns weights with 0 for NaN and Inf."""
-    if weight is None:
-        return None
-    return tf.nest.map_structure(
-        lambda leaf: tf.where(tf.math.is_finite(leaf), leaf, 0.0), weight
-    )

@@ -1,24 +1,31 @@
-"""How a chunk's clients train: on which rows, in which group, by which program.
+"""Reading a cohort, and how its clients train: on which rows, by which program.
 
-A `ClientTable` says which rows clients train on. It is laid out before the
-round starts, without a Python loop over clients, so that the compiled programs
-only have to gather. `Layout` decides the rest; what its decisions depend on is
-measured in `dense_models` (side by side or not) and `devices` (XLA, batches).
+A cohort is read in chunks of bounded size; while one trains, a background thread
+reads the next. A chunk has a `ClientTable`, which says which rows clients train on.
+It is made without a Python loop over clients, so that the compiled programs only
+have to gather. `Layout` decides the rest; what its decisions depend on is measured
+in `dense_models` (side by side or not) and `devices` (XLA, batches).
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import heapq
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl.datasets import nests
-from tfdp_fl.engine import chunks, cohort, dense_models, devices
+from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
+from tfdp_fl.engine import cohort, dense_models, devices, labels
 from tfdp_fl.mechanisms import ClientWeighting, contribution
+
+# How much of a streamed cohort's data, or of updates that wait for a joint
+# clip, is held by one call of a compiled function.
+CHUNK_BYTES = 64 * 2**20
 
 # One client after the other; dense models without a model for each client
 # (`side_by_side`); all of a chunk as one batched program, for a GPU.
@@ -188,7 +195,7 @@ def _padded(table: ClientTable) -> ClientTable:
     """Pads rows and clients to powers of two, as XLA compiles for each size."""
 
     def pad(array: np.ndarray) -> np.ndarray:
-        missing = chunks.power_of_two(len(array)) - len(array)
+        missing = _power_of_two(len(array)) - len(array)
         return np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1))
 
     return table.by_client(pad)._replace(rows=pad(table.rows))
@@ -226,13 +233,32 @@ class Part(NamedTuple):
         return self.table.members[: self.table.num_clients]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How the cohorts of an engine are laid out.
+class Chunk(NamedTuple):
+    """Some clients of a cohort, and the tensors that hold their examples.
 
     Attributes:
-      kernels: The sizes of a model that can train side by side; None for any
-        other.
+      x: Nest of feature tensors, leading dimension over stored examples.
+      y: Nest of label tensors, likewise.
+      table: The clients.
+    """
+
+    x: Any
+    y: Any
+    table: ClientTable
+
+
+# A client that was read: its place in the cohort, and its tensors, flattened.
+_Client = tuple[int, list[np.ndarray]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the cohorts of an engine are read and laid out.
+
+    Attributes:
+      element_spec: `(features, labels)` specs of one example.
+      label_ranges: What class labels may be.
+      kernels: Those of a model that can train side by side; None for any other.
       collected_bytes: What a client's update takes where each is kept; None
         where they are summed at once.
       xla: Whether XLA compiles the training of clients one by one.
@@ -240,26 +266,124 @@ class Layout:
       at_once: How many clients train as one batched program; None: none do.
     """
 
-    kernels: dense_models.Kernels | None
-    collected_bytes: int | None
-    xla: bool
+    element_spec: tuple[Any, Any]
+    label_ranges: list[labels.LabelRange] = dataclasses.field(default_factory=list)
+    kernels: dense_models.Kernels | None = None
+    collected_bytes: int | None = None
+    xla: bool = False
     weighting: ClientWeighting | None = None
     at_once: int | None = None
 
+    def read(
+        self, dataset: FederatedDataset, pending: cohort.PendingRound
+    ) -> Iterator[Chunk]:
+        """Yields the data of a round's cohort, at least one chunk.
+
+        A client that cannot be read, or with labels that are not allowed, failed.
+
+        Args:
+          dataset: Where the examples come from.
+          pending: The round; clients that failed are added to its failures.
+        """
+        if dataset.is_indexed:
+            x, y = stored_examples(dataset)
+            rows, lengths = dataset.client_rows(pending.inputs.positions)
+            members = np.arange(len(lengths))
+            yield Chunk(x, y, self._table(pending.inputs, members, lengths, rows, y))
+            return
+        read = self._streamed(dataset, pending)
+        with concurrent.futures.ThreadPoolExecutor(1) as reading:
+            coming = reading.submit(next, read, None)
+            while (chunk := coming.result()) is not None:
+                coming = reading.submit(next, read, None)
+                yield chunk
+        # Labels are looked at when the clients after them were read.
+        pending.failures.sort(key=lambda failure: failure.position)
+
+    def _clients(
+        self, dataset: FederatedDataset, pending: cohort.PendingRound
+    ) -> Iterator[_Client]:
+        """Reads clients one after the other, but for those that failed."""
+        positions = pending.inputs.positions
+        num_features = len(tf.nest.flatten(self.element_spec[0]))
+        for member, client in enumerate(dataset.read_clients(positions)):
+            if isinstance(client, ClientFailure):
+                pending.failures.append(client)
+                continue
+            arrays = tf.nest.flatten((client.x, client.y))
+            problem = labels.problem_of_client(arrays[num_features:], self.label_ranges)
+            if problem is None:
+                yield member, arrays
+            else:
+                position = int(positions[member])
+                pending.failures.append(ClientFailure(position, problem))
+
+    def _streamed(
+        self, dataset: FederatedDataset, pending: cohort.PendingRound
+    ) -> Iterator[Chunk]:
+        """Yields clients whose examples fit into one chunk; at least one chunk."""
+        held: list[_Client] = []
+        num_bytes, sent = 0, False
+        for member, arrays in self._clients(dataset, pending):
+            if held and num_bytes >= CHUNK_BYTES:
+                yield self._chunk(pending.inputs, held)
+                held, num_bytes, sent = [], 0, True
+            held.append((member, arrays))
+            num_bytes += sum(array.nbytes for array in arrays)
+        if held or not sent:
+            yield self._chunk(pending.inputs, held)
+
+    def _chunk(self, inputs: cohort.RoundInputs, clients: list[_Client]) -> Chunk:
+        """Returns a chunk of clients, perhaps of none."""
+        lengths = np.array([len(arrays[-1]) for _, arrays in clients], np.int64)
+        total = int(lengths.sum())
+        # At least one row: see `stored_examples`.
+        num_rows = max(1, _power_of_two(total) if self.xla else total)
+        tensors = []
+        for place, spec in enumerate(tf.nest.flatten(self.element_spec)):
+            if not total:
+                tensors.append(tf.zeros([num_rows, *spec.shape], spec.dtype))
+                continue
+            leaves = [arrays[place] for _, arrays in clients]
+            rest = np.zeros([num_rows - total, *leaves[0].shape[1:]], leaves[0].dtype)
+            tensors.append(tf.constant(np.concatenate([*leaves, rest]), spec.dtype))
+        x, y = tf.nest.pack_sequence_as(self.element_spec, tensors)
+        members = np.array([member for member, _ in clients], np.int64)
+        table = self._table(inputs, members, lengths, np.arange(total), y)
+        return Chunk(x, y, table)
+
+    def _table(
+        self,
+        inputs: cohort.RoundInputs,
+        members: np.ndarray,
+        lengths: np.ndarray,
+        rows: np.ndarray,
+        y: Any,
+    ) -> ClientTable:
+        """Returns the table of clients, of whom `rows` are the stored examples."""
+        table = client_table(
+            rows, lengths, inputs.batch_size, inputs.local_epochs, inputs.shuffle
+        )._replace(members=members.astype(np.int32))
+        if inputs.windows is not None:
+            windows = inputs.windows[members].astype(np.float32)
+            table = table._replace(windows=windows)
+        if self.weighting is not None:
+            measured = measure(self.weighting, lengths, rows, y)
+            table = table._replace(measured=measured)
+        return table
+
     def lay_out(
         self,
-        chunk: chunks.CohortChunk,
-        inputs: cohort.RoundInputs,
+        clients: ClientTable,
         num_groups: int,
         *,
         for_workers: bool = False,
         float32_products: bool = True,
     ) -> list[list[Part]]:
-        """Shares a chunk's clients out and lays out their training.
+        """Shares a chunk's clients out.
 
         Args:
-          chunk: The clients.
-          inputs: The round.
+          clients: The clients.
           num_groups: How many groups may train at the same time. One does
             where another thread, or worker, would cost more than it saves.
           for_workers: Whether one program, without XLA, has to serve all
@@ -271,40 +395,24 @@ class Layout:
           At most so many groups, at least one. The parts of a group come one
           after the other: each is bounded in the memory that it takes.
         """
-        clients = client_table(
-            chunk.rows,
-            chunk.lengths,
-            inputs.batch_size,
-            inputs.local_epochs,
-            inputs.shuffle,
-        )._replace(members=chunk.members.astype(np.int32))
-        if inputs.windows is not None:
-            windows = inputs.windows[clients.members].astype(np.float32)
-            clients = clients._replace(windows=windows)
-        if self.weighting is not None:
-            measured = measure(self.weighting, chunk.lengths, chunk.rows, chunk.y)
-            clients = clients._replace(measured=measured)
         if self.at_once is not None and not for_workers:
             return [self.batches(clients)]
-        kernels = self.kernels
+        kernels, steps = self.kernels, clients.steps
+        examples = int(clients.num_examples.max(initial=0) * clients.epochs)
         if (
             kernels is None
             or not (float32_products and devices.products_are_float32())
-            or not dense_models.is_worthwhile(
-                kernels, chunk.lengths, inputs.batch_size, inputs.local_epochs
-            )
+            or not dense_models.is_worthwhile(kernels, steps, examples)
         ):
             return [
                 [self.one_by_one(part, for_workers) for part in group]
                 for group in split(clients, num_groups, self._most_collected)
             ]
-        if dense_models.is_small(kernels, chunk.lengths, inputs.local_epochs):
+        if dense_models.is_small(kernels, clients.num_examples.sum() * clients.epochs):
             num_groups = 1
-        examples = int(chunk.lengths.max()) * inputs.local_epochs
         at_once = dense_models.clients_at_once(kernels, examples)
-        num_steps = int(clients.steps.max())
-        even = bool((clients.steps == num_steps).all())
-        full = even and clients.has_full_batches_only
+        num_steps = int(steps.max())
+        full = bool((steps == num_steps).all()) and clients.has_full_batches_only
         strategy = Strategy(SIDE_BY_SIDE, full_batches=full, num_steps=num_steps)
         return [
             [Part(strategy, part) for part in group]
@@ -316,7 +424,7 @@ class Layout:
         """How many clients' updates one call may keep; None: any number."""
         if self.collected_bytes is None:
             return None
-        return max(1, chunks.CHUNK_BYTES // self.collected_bytes)
+        return max(1, CHUNK_BYTES // self.collected_bytes)
 
     def batches(self, clients: ClientTable) -> list[Part]:
         """Returns the parts in which clients train as batched programs.
@@ -370,3 +478,21 @@ def split(
         starts = range(0, length, step)
         found.append([select(table, group[start : start + step]) for start in starts])
     return found
+
+
+def stored_examples(dataset: FederatedDataset) -> tuple[Any, Any]:
+    """Returns features and labels of a dataset in memory, of one row at least.
+
+    XLA cannot gather from a tensor without rows, not even nothing.
+    """
+    x, y = dataset.flat()
+    if len(tf.nest.flatten(y)[0]):
+        return x, y
+    return tf.nest.map_structure(
+        lambda array: tf.zeros([1, *array.shape[1:]], array.dtype), (x, y)
+    )
+
+
+def _power_of_two(number: int) -> int:
+    """Returns the smallest power of two that is not less, and at least 1."""
+    return 1 << max(0, number - 1).bit_length()

@@ -82,6 +82,11 @@ class Program:
                     lambda *tensors: pure(*tensors), autograph=False, jit_compile=True
                 ).get_concrete_function(*specs_of_inputs)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what another process needs to run it, in its own way."""
+        constants = [constant.numpy() for constant in self.constants]
+        return {**vars(self), "_run": None, "constants": constants}
+
     def imported(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
         """Adds the operations to the default graph.
 

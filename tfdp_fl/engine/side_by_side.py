@@ -7,7 +7,7 @@ example that a client has seen:
 
 So a client's kernel need not exist. Its product with a batch x is
 x W - eta (x X_k^T) D_k, where x W is one matrix product for all clients
-together; the norm of its update follows from Gram matrices (`gram_norms`); and
+together; the norm of its update follows from Gram matrices (`norm_bound`); and
 the sum of the clipped updates is one product over the examples of all clients,
 each weighted by its client's factor.
 
@@ -29,7 +29,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp_fl.datasets import nests
-from tfdp_fl.engine import cohort, gram_norms
+from tfdp_fl.engine import cohort, dense_models
 from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.mechanisms import cohort_query, contribution
 
@@ -303,7 +303,7 @@ class SideBySide:
         """
         rate = received.learning_rate
         factors = [layer.factors() for layer in dense]
-        length, bound = gram_norms.norm_bound(
+        length, bound = dense_models.norm_bound(
             [gram for _, _, gram in factors],
             [tf.matmul(d, d, transpose_b=True) for _, d, _ in factors],
             [
@@ -316,13 +316,12 @@ class SideBySide:
         )
         size = tf.abs(tf.cast(rate, tf.float64))
         # The scale, and each factor times it, are rounded as well.
-        norm = tf.cast(size * (1 + 16 * gram_norms.ROUNDOFF) * bound, tf.float32)
+        norm = tf.cast(size * (1 + 16 * dense_models.ROUNDOFF) * bound, tf.float32)
         usable = tf.math.is_finite(norm)
         clients = self._query.mechanism.contribution_of_norm(
             tf.where(usable, norm, 0.0), usable, received.params
         )
-        if not isinstance(measured, tuple):
-            clients = clients.weighted(self._query.client_weight(measured))
+        clients = clients.weighted(self._query.client_weight(measured))
         seen = tf.cast(size * length, tf.float32)
         clients = clients._replace(norm=tf.where(usable, seen, 0.0))
         # A rate that is no number makes nobody usable, and zero of everybody.

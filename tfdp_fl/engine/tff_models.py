@@ -50,7 +50,6 @@ class FunctionalTrainer(trainer.Trainer):
         """
         import tensorflow_federated as tff
 
-        trainer.check_model(model)
         self.model = model
         self._training = training
         self._element_spec = element_spec
@@ -242,5 +241,6 @@ def make_trainer(
     aggregate_non_trainable: bool = True,
 ) -> trainer.Trainer:
     """Returns a `Trainer` (see there) for the Keras that is installed."""
+    trainer.check_model(model)
     kind = trainer.Trainer if keras_versions.IS_KERAS_3 else FunctionalTrainer
     return kind(model, training, element_spec, aggregate_non_trainable)

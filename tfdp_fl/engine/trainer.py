@@ -103,7 +103,6 @@ class Trainer:
           ValueError: They do not, or something could pass from one client to
             the next.
         """
-        check_model(model)
         self.model = model
         self._training = training
         self._element_spec = element_spec
@@ -329,8 +328,9 @@ class Trainer:
         """
         if self._metrics is None:
             return metrics
-        y, predicted = tf.nest.map_structure(with_numbers_only, (y, predicted))
-        weight = labels.finite_weights(weight)
+        y, predicted, weight = tf.nest.map_structure(
+            with_numbers_only, (y, predicted, weight)
+        )
         return self._metrics.stateless_update_state(metrics, y, predicted, weight)
 
     def losses_of_rows(self, label: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
@@ -386,7 +386,6 @@ class ClientOptimizer:
           variables: Those it trains, as Keras has them.
         """
         keras_versions.check_optimizer(optimizer)
-        self._dtypes = [variable.dtype for variable in variables]
         self._optimizer: Any = None
         constrained = any(
             getattr(variable, "constraint", None) is not None for variable in variables
@@ -461,10 +460,7 @@ def is_plain_sgd(optimizer: Any) -> bool:
     config = optimizer.get_config()
     extras = ("momentum", "nesterov", "weight_decay", "use_ema")
     limits = ("clipnorm", "global_clipnorm", "clipvalue")
-    others = ("loss_scale_factor", "gradient_accumulation_steps")
-    return not any(config.get(key) for key in extras) and all(
-        config.get(key) is None for key in (*limits, *others)
-    )
+    return not any(config.get(key) for key in (*extras, *limits))
 
 
 def check_metrics(results: Mapping[str, Any]) -> None:
@@ -518,9 +514,9 @@ def batch_specs(element_spec: Any) -> Any:
     )
 
 
-def with_numbers_only(tensor: tf.Tensor) -> tf.Tensor:
+def with_numbers_only(tensor: tf.Tensor | None) -> tf.Tensor | None:
     """Returns a tensor with 0 for NaN and Inf, and the mask that it had."""
-    if not tensor.dtype.is_floating:
+    if tensor is None or not tensor.dtype.is_floating:
         return tensor
     numbers = tf.where(tf.math.is_finite(tensor), tensor, tf.zeros([], tensor.dtype))
     mask = getattr(tensor, "_keras_mask", None)

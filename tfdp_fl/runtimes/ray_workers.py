@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
-import operator
 import os
 import pickle
 import time
@@ -23,7 +20,6 @@ from tfdp_fl.engine import devices, program
 from tfdp_fl.runtimes.workers import (
     Arrays,
     ShardedCohorts,
-    Work,
     WorkerError,
     WorkerLost,
     WorkerUnavailable,
@@ -36,62 +32,37 @@ _INLINE_BYTES = 64 * 2**10
 _Sealed = Any
 
 
-@dataclasses.dataclass(frozen=True)
-class _Message:
-    """A `Program` as a worker is sent it.
+def runnable(traced: program.Program, threads: int = 1) -> Callable[[Arrays], Arrays]:
+    """Returns a function of a program's flat arguments, wherever it came from.
 
-    Attributes:
-      graph: Its serialized definition.
-      inputs: As `Program.inputs`, those of the constants last.
-      constants: The values of the constants.
-      outputs: As `Program.outputs`.
-      assertions: As `Program.assertions`.
+    A graph and a session of TensorFlow 1: it takes arrays as they lie in
+    memory, and looks for no function in the process.
+
+    Args:
+      traced: The program.
+      threads: How many compute.
     """
-
-    graph: bytes = dataclasses.field(repr=False)
-    inputs: list[str]
-    constants: Arrays
-    outputs: list[str]
-    assertions: list[str]
-
-    @classmethod
-    def of(cls, traced: program.Program) -> _Message:
-        """Returns what a worker needs to run a program."""
-        return cls(
-            traced.definition.SerializeToString(),
-            traced.inputs,
-            [constant.numpy() for constant in traced.constants],
-            traced.outputs,
-            traced.assertions,
+    graph = tf.Graph()
+    with graph.as_default():
+        found = tf.graph_util.import_graph_def(
+            traced.definition,
+            return_elements=[*traced.outputs, *traced.assertions],
+            name="",
         )
-
-    def runnable(self, threads: int = 1) -> Callable[[Arrays], Arrays]:
-        """Returns a function of the program's flat arguments.
-
-        A graph and a session of TensorFlow 1: it takes arrays as they lie in
-        memory, and looks for no function in the process.
-
-        Args:
-          threads: How many compute.
-        """
-        definition = tf.compat.v1.GraphDef.FromString(self.graph)
-        graph = tf.Graph()
-        with graph.as_default():
-            found = tf.graph_util.import_graph_def(
-                definition, return_elements=[*self.outputs, *self.assertions], name=""
-            )
-        fetches = found[: len(self.outputs)], found[len(self.outputs) :]
-        session = tf.compat.v1.Session(
-            graph=graph,
-            config=tf.compat.v1.ConfigProto(
-                intra_op_parallelism_threads=threads,
-                inter_op_parallelism_threads=threads,
-            ),
-        )
-        made = session.make_callable(
-            fetches, feed_list=list(map(graph.get_tensor_by_name, self.inputs))
-        )
-        return lambda arrays: made(*arrays, *self.constants)[0]
+    count = len(traced.outputs)
+    session = tf.compat.v1.Session(
+        graph=graph,
+        config=tf.compat.v1.ConfigProto(
+            intra_op_parallelism_threads=threads,
+            inter_op_parallelism_threads=threads,
+        ),
+    )
+    made = session.make_callable(
+        (found[:count], found[count:]),
+        feed_list=list(map(graph.get_tensor_by_name, traced.inputs)),
+    )
+    constants = list(map(np.asarray, traced.constants))
+    return lambda arrays: made(*arrays, *constants)[0]
 
 
 class _Actor:
@@ -105,31 +76,19 @@ class _Actor:
         """Returns the process id, once TensorFlow is there."""
         return os.getpid()
 
-    def make(self, name: str, message: _Message) -> None:
+    def make(self, traced: program.Program) -> None:
         """Takes over a program, once."""
-        if name not in self._made:
-            self._made[name] = message.runnable(self._threads)
+        if traced.name not in self._made:
+            self._made[traced.name] = runnable(traced, self._threads)
 
     def run(
-        self,
-        name: str,
-        sent: _Sealed,
-        examples: Arrays | None,
-        shards: _Sealed,
-        by_sum: bool,
+        self, name: str, sent: _Sealed, examples: Arrays | None, shard: _Sealed
     ) -> _Sealed | None:
-        """Runs a program on shards; None if it has to be made first.
-
-        Returns:
-          The results' leaves: of each shard, or of their sum.
-        """
+        """Returns a program's results' leaves; None if it has to be made first."""
         if name not in self._made:
             return None
-        first = [*_opened(sent), *(examples or ())]
-        results = [self._made[name]([*first, *shard]) for shard in _opened(shards)]
-        if by_sum:
-            results = [functools.reduce(_added, results)]
-        return _sealed(results)
+        arguments = [*_opened(sent), *(examples or ()), *_opened(shard)]
+        return _sealed(self._made[name](arguments))
 
 
 def _sealed(arrays: Any) -> _Sealed:
@@ -146,10 +105,6 @@ def _sealed(arrays: Any) -> _Sealed:
 def _opened(sealed: _Sealed) -> Any:
     """Returns the nest that was sealed."""
     return pickle.loads(sealed) if isinstance(sealed, bytes) else sealed
-
-
-def _added(one: Arrays, other: Arrays) -> Arrays:
-    return [operator.add(a, b) for a, b in zip(one, other, strict=True)]
 
 
 def _ray() -> Any:
@@ -231,7 +186,6 @@ class RayWorkers:
 
     Attributes:
         num_workers: How many workers there are.
-        shards_per_worker: How many shards each is given, one after the other.
     """
 
     def __init__(
@@ -239,7 +193,6 @@ class RayWorkers:
         address: str | None = None,
         num_workers: int | None = None,
         *,
-        shards_per_worker: int = 1,
         resources: Mapping[str, Any] | None = None,
         connect_timeout_seconds: float = 300.0,
         round_timeout_seconds: float | None = None,
@@ -255,8 +208,6 @@ class RayWorkers:
                 `close`. A Ray that this process is connected to already is
                 used, and left.
             num_workers: How many workers; 2 by default.
-            shards_per_worker: How many shards each is given in a round, one
-                after the other.
             resources: What each worker asks of Ray, as the options of an actor:
                 `{"num_cpus": 2}`, `{"num_gpus": 1}`. One CPU by default; a
                 worker computes with as many threads.
@@ -282,14 +233,11 @@ class RayWorkers:
         self.num_workers = _validate.positive_integer(
             num_workers=2 if num_workers is None else num_workers
         )
-        self.shards_per_worker = _validate.positive_integer(
-            shards_per_worker=shards_per_worker
-        )
         if float32_products is not None:
             _validate.instance_of(bool, float32_products=float32_products)
         self._float32_products = float32_products
-        # What Ray stores of a dataset, by the first of its arrays.
-        self._stored: dict[int, tuple[Arrays, Any]] = {}
+        # The examples of a dataset, and what Ray has stored of them.
+        self._stored: tuple[Arrays, Any] | None = None
         self._connect_timeout = _validate.positive(
             connect_timeout_seconds=connect_timeout_seconds
         )
@@ -345,19 +293,6 @@ class RayWorkers:
         """Ends the workers, and Ray where it was started here, for good."""
         self._close()
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The process id of each worker, on whatever machine it is."""
-        self.open()
-        return tuple(
-            _ray().get(
-                [
-                    self._cluster.actor(place).ready.remote()
-                    for place in range(self.num_workers)
-                ]
-            )
-        )
-
     def _address(self, place: int) -> str:
         return f"{place} of Ray"
 
@@ -377,51 +312,42 @@ class RayWorkers:
         """Returns what Ray has of a dataset: it is stored once."""
         if examples is None:
             return None
-        key = id(examples)
-        if key not in self._stored:
+        if self._stored is None or self._stored[0] is not examples:
             # One dataset at a time, so that the store does not fill up.
-            self._stored = {key: (examples, _ray().put(examples))}
-        return self._stored[key][1]
+            self._stored = examples, _ray().put(examples)
+        return self._stored[1]
 
-    def run(self, work: Work) -> list[Arrays]:
-        """Runs a program on every shard; see `workers.Workers.run`.
-
-        The workers' sums are added in the order of the workers, so that the
-        same shards give the same sum to the last bit.
-        """
+    def run(
+        self,
+        traced: program.Program,
+        sent: Arrays,
+        examples: Arrays | None,
+        shards: list[Arrays],
+    ) -> list[Arrays]:
+        """Runs a program on shards, one a worker; see `workers.Workers.run`."""
         self.open()
-        sent = _sealed(work.sent)
-        if not isinstance(sent, bytes):
-            sent = _ray().put(sent)
-        indices = np.array_split(np.arange(len(work.shards)), self.num_workers)
-        shards = {
-            place: _sealed([work.shards[index] for index in part])
-            for place, part in enumerate(indices)
-            if len(part)
-        }
-        examples = self._reference(work.examples)
+        received = _sealed(sent)
+        if not isinstance(received, bytes):
+            received = _ray().put(received)
+        stored, sealed = self._reference(examples), list(map(_sealed, shards))
 
         def ask(place: int) -> Any:
             return self._cluster.actor(place).run.remote(
-                work.program.name, sent, examples, shards[place], work.by_sum
+                traced.name, received, stored, sealed[place]
             )
 
-        results = self._answers(work.program, list(shards), ask)
-        ordered = [each for place in sorted(results) for each in results[place]]
-        return [functools.reduce(_added, ordered)] if work.by_sum else ordered
+        results = self._answers(traced, len(shards), ask)
+        return [results[place] for place in range(len(shards))]
 
     def _answers(
-        self,
-        traced: program.Program,
-        places: list[int],
-        ask: Callable[[int], Any],
-    ) -> dict[int, Any]:
-        """Has every place do its work, some of it again if need be."""
+        self, traced: program.Program, count: int, ask: Callable[[int], Any]
+    ) -> dict[int, Arrays]:
+        """Has so many workers do their work, some of it again if need be."""
         ray, start = _ray(), time.monotonic()
-        results: dict[int, Any] = {}
+        results: dict[int, Arrays] = {}
         made: dict[int, Any] = {}
         lost: list[int] = []
-        asked = {place: ask(place) for place in places}
+        asked = {place: ask(place) for place in range(count)}
         while asked:
             limit = None
             if self._round_timeout is not None:
@@ -441,7 +367,7 @@ class RayWorkers:
                 continue
             if result is None:  # It has not met this program yet.
                 actor = self._cluster.actor(place)
-                made[place] = actor.make.remote(traced.name, _Message.of(traced))
+                made[place] = actor.make.remote(traced)
                 asked[place] = ask(place)
                 continue
             del asked[place]

@@ -13,7 +13,7 @@ from tests.engine import cohorts
 from tests.keras import hostile, toy
 from tfdp_fl import engine
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import chunks, cohort, labels, layout
+from tfdp_fl.engine import cohort, labels, layout
 from tfdp_fl.runtimes import workers
 
 
@@ -49,7 +49,7 @@ class _Files:
 
 
 def _inputs(dataset, positions):
-    return cohorts.inputs(dataset, positions=np.asarray(positions))
+    return cohorts.inputs(dataset, positions=np.asarray(positions), local_epochs=1)
 
 
 def _pending(dataset, positions):
@@ -57,9 +57,10 @@ def _pending(dataset, positions):
     return cohort.PendingRound(inputs=_inputs(dataset, positions), **options)
 
 
-def _reader(dataset, *label_ranges):
+def _read(dataset, pending, *label_ranges):
     spec = dataset.element_spec
-    return chunks.Reader(label_ranges=[*label_ranges], element_spec=spec)
+    how = layout.Layout(element_spec=spec, label_ranges=[*label_ranges])
+    return how.read(dataset, pending)
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -68,9 +69,9 @@ def test_nothing_is_read_from_a_row_of_zeros(count):
     empty = np.zeros([0, 2], np.int32), np.zeros([0, 2], np.float32)
     dataset = FederatedDataset.from_client_fn([0], lambda _: empty, spec)
     pending = _pending(dataset, range(count))
-    (chunk,) = _reader(dataset)(dataset, pending)
+    (chunk,) = _read(dataset, pending)
     assert pending.failures == []
-    assert list(chunk.lengths) == [0] * count
+    assert list(chunk.table.num_examples) == [0] * count
     assert chunk.x.shape == chunk.y.shape == (1, 2)
 
 
@@ -78,9 +79,9 @@ def test_the_next_chunk_is_read_while_this_one_trains():
     files = _Files(failing=(4,))
     dataset = files.dataset()
     pending, members = _pending(dataset, [0, 1, 4, 5]), []
-    with mock.patch.object(chunks, "CHUNK_BYTES", 1):
-        for chunk in _reader(dataset)(dataset, pending):
-            members += chunk.members.tolist()
+    with mock.patch.object(layout, "CHUNK_BYTES", 1):
+        for chunk in _read(dataset, pending):
+            members += chunk.table.members.tolist()
             with files.reading:  # Before this chunk is done with.
                 wanted = min(4, len(members) + 1)
                 assert files.reading.wait_for(lambda n=wanted: len(files.read) >= n, 60)
@@ -97,12 +98,12 @@ def test_text_that_no_tensor_holds_fails_alone():
         list(texts), lambda k: (np.array(texts[k]), np.zeros(1, np.float32))
     )
     pending = _pending(dataset, range(3))
-    (chunk,) = _reader(dataset)(dataset, pending)
+    (chunk,) = _read(dataset, pending)
     assert [each.position for each in pending.failures] == [1]
     assert chunk.x.numpy().tolist() == [b"\xff", "é".encode()]
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 200, chunks.CHUNK_BYTES])
+@pytest.mark.parametrize("chunk_bytes", [1, 200, layout.CHUNK_BYTES])
 def test_wrong_labels_are_left_out_of_a_chunk_and_nothing_else(chunk_bytes):
     files = _Files(failing=(5,))
     wrong = {0: -1, 4: 3, 7: 10**6, 11: 3}
@@ -111,19 +112,18 @@ def test_wrong_labels_are_left_out_of_a_chunk_and_nothing_else(chunk_bytes):
         files.arrays[client] = x, np.where(np.arange(len(y)) == 2, label, y)
     dataset = files.dataset()
     good = [k for k in range(12) if k not in wrong and k != 5]
-    reader = _reader(dataset, labels.LabelRange(0, 3, None))
     pending = _pending(dataset, np.arange(12))
-    with mock.patch.object(chunks, "CHUNK_BYTES", chunk_bytes):
-        read = list(reader(dataset, pending))
-    members = np.concatenate([chunk.members for chunk in read])
+    with mock.patch.object(layout, "CHUNK_BYTES", chunk_bytes):
+        read = list(_read(dataset, pending, labels.LabelRange(0, 3, None)))
+    members = np.concatenate([chunk.table.members for chunk in read])
     assert members.tolist() == good
     assert [each.position for each in pending.failures] == sorted([*wrong, 5])
     for column, side in enumerate("xy"):
         # And zeros after them, nothing of clients that failed.
-        rows = [np.asarray(getattr(chunk, side))[chunk.rows] for chunk in read]
+        rows = [np.asarray(getattr(chunk, side))[chunk.table.rows] for chunk in read]
         np.testing.assert_array_equal(np.concatenate(rows), files.side(column, good))
     for chunk in read:
-        assert not np.asarray(chunk.x)[len(chunk.rows) :].any()
+        assert not np.asarray(chunk.x)[len(chunk.table.rows) :].any()
 
 
 @pytest.mark.parametrize("on_workers", [False, True])
@@ -132,9 +132,9 @@ def test_where_training_breaks_off_nobody_is_read_any_more(on_workers):
     fed = toy.federated(clients_per_round=9, sampling="fixed_size")
     owner, name = engine.CohortEngine, "train_chunk"
     if on_workers:
-        owner, name = workers.ShardedCohorts, "_run_chunk"
+        owner, name = workers.ShardedCohorts, "_train_chunk"
     with (
-        mock.patch.object(chunks, "CHUNK_BYTES", 1),
+        mock.patch.object(layout, "CHUNK_BYTES", 1),
         mock.patch.object(owner, name, broken),
         # What was raised is kept, and with it all that was going on.
         pytest.raises(RuntimeError, match="no memory") as kept,
