@@ -16,7 +16,7 @@ import tfdp_fl
 from tests.keras import toy
 from tests.mechanisms.rounds import flat
 from tfdp_fl.accounting import gaussian
-from tfdp_fl.auditing import CanaryAudit, audit, estimate
+from tfdp_fl.auditing import CanaryAudit, audit
 from tfdp_fl.engine import cohort
 from tfdp_fl.mechanisms import noise
 
@@ -62,8 +62,8 @@ def test_one_release_is_found_within_fifteen_percent(z):
     added = drawn.sum_of(np.arange(count))
     noisy = added + rng.normal(0, z, size)
     observed = audit.scores(drawn, noisy, added, np.ones(count))
-    scores = estimate.Scores(observed=observed, null_std=size**-0.5)
-    found = estimate.estimate(scores, _DELTA)
+    scores = audit.Scores(observed=observed, null_std=size**-0.5)
+    found = audit.estimate(scores, _DELTA)
     exact = gaussian.gaussian_epsilon(z, _DELTA)
     assert found.epsilon / exact == pytest.approx(1, abs=0.15)
     assert found.low <= found.epsilon <= found.high
@@ -81,8 +81,8 @@ def test_one_release_is_found_within_fifteen_percent(z):
 
 def test_thresholds_too_are_no_surer_than_the_unit():
     # With d = 2 it is off by half of itself.
-    scores = estimate.Scores(observed=np.full(1000, 2.8), null_std=2**-0.5)
-    found = estimate.estimate(scores, _DELTA)
+    scores = audit.Scores(observed=np.full(1000, 2.8), null_std=2**-0.5)
+    found = audit.estimate(scores, _DELTA)
     assert found.low < 1.0
     assert found.epsilon > 10.0
 

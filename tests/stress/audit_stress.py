@@ -8,7 +8,7 @@ import pytest
 
 from tfdp_fl import auditing
 from tfdp_fl.accounting import gaussian
-from tfdp_fl.auditing import audit, estimate
+from tfdp_fl.auditing import audit
 from tfdp_fl.experiments import Settings, training
 
 _MECHANISMS = (
@@ -47,10 +47,10 @@ def _estimates(releases, count, size, rounds=1, measured=False):
             others = audit.Canaries(count, size, seed + releases)
             unobserved = audit.scores(others, update, added, 0 * times)
         observed = audit.scores(drawn, update, added, times)
-        scores = estimate.Scores(
+        scores = audit.Scores(
             observed=observed, unobserved=unobserved, null_std=size**-0.5
         )
-        yield estimate.estimate(scores, 1e-5)
+        yield audit.estimate(scores, 1e-5)
 
 
 def test_the_lower_end_for_a_model_of_ten_weights():

@@ -174,7 +174,9 @@ def check(definition: tf.compat.v1.GraphDef, layers: Iterable[str] = ()) -> None
     """
     functions = {function.signature.name for function in definition.library.function}
     for path, node in _nodes(definition):
-        called = {call.name for call in _calls(node)}
+        # (Those with an underscore are notes for TensorFlow's gradients.)
+        attributes = (v for name, v in node.attr.items() if not name.startswith("_"))
+        called = {call.name for call in calls_in(attributes)}
         missing = called - functions
         # Dropout inside of it is drawn from a stream that clients share.
         drops = node.op.startswith("CudnnRNN") and node.attr["dropout"].f > 0
@@ -207,11 +209,9 @@ def _nodes(definition: tf.compat.v1.GraphDef) -> Iterator[tuple[str, Any]]:
             yield f"{function.signature.name}/{node.name}", node
 
 
-def _calls(node: Any) -> Iterator[Any]:
-    """Yields the functions that a node names in its attributes."""
-    for name, value in node.attr.items():
-        if name.startswith("_"):  # Notes for TensorFlow's gradients.
-            continue
-        if value.HasField("func"):
-            yield value.func
-        yield from value.list.func
+def calls_in(attributes: Iterable[Any]) -> Iterator[Any]:
+    """Yields the functions that a node's attributes name, and theirs."""
+    for value in attributes:
+        for call in [value.func] if value.HasField("func") else value.list.func:
+            yield call
+            yield from calls_in(call.attr.values())

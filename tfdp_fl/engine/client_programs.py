@@ -50,8 +50,8 @@ class CohortPrograms:
         """Returns what trains a part's clients; it is traced the first time.
 
         Args:
-          fixed: `PendingRound.fixed_arguments`, the program's first arguments.
-            The features, the labels and the part's table follow.
+          fixed: `PendingRound.fixed_arguments`, the program's first argument. The
+            other one is a `layout.Chunk`.
           part: The clients.
         """
         if part.strategy not in self.traced:
@@ -71,7 +71,8 @@ class CohortPrograms:
                 full_batches,
             )
 
-        def function(state, numbers, seed, weights, unaggregated, x, y, table):
+        def function(fixed, chunk):
+            state, numbers, seed, weights, unaggregated = fixed
             state = self.query.begin_round(state, numbers[0], numbers[1])
             # Where the clip is not known before all updates are, nobody gets it.
             params: Any = ()
@@ -84,38 +85,33 @@ class CohortPrograms:
                 learning_rate=numbers[2],
                 seed=noise.for_clients(seed),
             )
-            return train(received, x, y, table)
+            return train(received, chunk)
 
         def any_size(value: Any) -> tf.TensorSpec:
             value = np.asarray(value)
             return tf.TensorSpec([None] * value.ndim, value.dtype)
 
+        x, y = trainer_lib.batch_specs(self.element_spec)
+        table = tf.nest.map_structure(any_size, part.table)
         return program_lib.Program(
             function,
-            *trainer_lib.specs_of(fixed),
-            *trainer_lib.batch_specs(self.element_spec),
-            tf.nest.map_structure(any_size, part.table),
+            trainer_lib.specs_of(fixed),
+            layout.Chunk(x, y, table),
             model=self.trainer.model,
             xla=part.strategy.xla,
         )
 
     def _one_by_one(
-        self,
-        full_batches: bool,
-        received: cohort.Received,
-        x: Any,
-        y: Any,
-        table: layout.ClientTable,
+        self, full_batches: bool, received: cohort.Received, chunk: layout.Chunk
     ) -> cohort.Trained:
-        """Trains the clients of a table one after the other.
+        """Trains the clients of a chunk one after the other.
 
         Args:
           full_batches: Every batch has exactly B rows, so shapes are fixed.
           received: What the server sends to each of them.
-          x: Nest of feature tensors, leading dimension over stored examples.
-          y: Nest of label tensors, likewise.
-          table: The clients.
+          chunk: The clients.
         """
+        x, y, table = chunk
 
         def client(
             k: tf.Tensor, total: cohort.CohortSum, kept: cohort.PerClient
@@ -238,20 +234,16 @@ class CohortPrograms:
         return total._replace(contribution=contributions, moments=moments), kept
 
     def _batched(
-        self,
-        full_batches: bool,
-        received: cohort.Received,
-        x: Any,
-        y: Any,
-        table: layout.ClientTable,
+        self, full_batches: bool, received: cohort.Received, chunk: layout.Chunk
     ) -> cohort.Trained:
-        """Trains the clients of a table at once; arguments as in `_one_by_one`.
+        """Trains the clients of a chunk at once; arguments as in `_one_by_one`.
 
         It computes the same, client by client: `tf.vectorized_map` makes every
         operation one over all clients. Clients of fewer steps than others begin
         later in each pass, so that all of them end it together, with batches of
         the same length.
         """
+        x, y, table = chunk
         num_examples, batch_size = table.num_examples, tf.size(table.batch)
         per_pass = -(-num_examples // batch_size)
         longest = tf.reduce_max(per_pass)

@@ -341,7 +341,7 @@ class CohortEngine:
                 # every thread that calls it meanwhile.
                 nobody = layout.select(part.table, np.array([], np.int64))
                 with tf.device(self.device):
-                    program(*fixed, chunk.x, chunk.y, nobody)
+                    program(fixed, chunk._replace(table=nobody))
         return groups
 
     def _train(
@@ -354,7 +354,7 @@ class CohortEngine:
         """Trains the clients of a part, and adds them up for one of the threads."""
         fixed = pending.fixed_arguments
         program = self.programs.program(fixed, part)
-        trained = program(*fixed, chunk.x, chunk.y, part.table)
+        trained = program(fixed, chunk._replace(table=part.table))
         pending.add(part.members, trained, thread)
         self.has_trained |= len(part.members) > 0
 

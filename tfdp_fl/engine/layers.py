@@ -53,16 +53,9 @@ def fast(model: tf.keras.Model) -> Iterator[None]:
 def _is_plain(layer: tf.keras.layers.LSTM) -> bool:
     if type(layer.cell) is not tf.keras.layers.LSTMCell:
         return False
-    unusual = (
-        layer.dropout,
-        layer.recurrent_dropout,
-        layer.stateful,
-        layer.go_backwards,
-        layer.unroll,
-        layer.return_state,
-    )
+    unusual = "dropout recurrent_dropout stateful go_backwards unroll return_state"
     return (
-        not any(unusual)
+        not any(getattr(layer, name) for name in unusual.split())
         and layer.use_bias
         and layer.activation is tf.keras.activations.tanh
         and layer.recurrent_activation is tf.keras.activations.sigmoid
@@ -91,12 +84,8 @@ def _lstm_call(
             or inputs.dtype != layer.compute_dtype
             or inputs.shape[2:].num_elements() is None
         ):
-            return keras_call(
-                inputs,
-                mask=mask,
-                training=training,
-                initial_state=initial_state,
-            )
+            options = {"mask": mask, "initial_state": initial_state}
+            return keras_call(inputs, training=training, **options)
         # What is rounded to bfloat16 goes through time in float32: its steps
         # are too small for products in bfloat16 to be faster.
         cell = layer.cell

@@ -9,7 +9,7 @@ to another, but through its arguments and results.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -218,26 +218,17 @@ def _with_names_of_their_own(definition: tf.compat.v1.GraphDef) -> None:
     suffix = f"_{uuid.uuid4().hex}"
     known = {function.signature.name for function in definition.library.function}
 
-    def rename(call: Any) -> None:
-        if call.name in known:
-            call.name += suffix
-        for value in call.attr.values():
-            rename_in(value)
-
-    def rename_in(value: Any) -> None:
-        if value.HasField("func"):
-            rename(value.func)
-        for call in value.list.func:
-            rename(call)
+    def rename_in(attributes: Iterable[Any]) -> None:
+        for call in allowed_operations.calls_in(attributes):
+            if call.name in known:
+                call.name += suffix
 
     for nodes in _bodies(definition):
         for node in nodes:
             if node.op in known:
                 node.op += suffix
-            for value in node.attr.values():
-                rename_in(value)
+            rename_in(node.attr.values())
     for function in definition.library.function:
         function.signature.name += suffix
-        for value in function.attr.values():
-            rename_in(value)
+        rename_in(function.attr.values())
     del definition.library.gradient[:]

@@ -24,12 +24,14 @@ Shapes: K clients, S steps, B rows in a batch.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp_fl.datasets import nests
-from tfdp_fl.engine import cohort, dense_models
+from tfdp_fl.engine import cohort, dense_models, layout
 from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.mechanisms import cohort_query, contribution
 
@@ -128,50 +130,43 @@ class _FirstLayer(_DenseLayer):
         return self._x, tf.concat(self.gradients, axis=1), self._gram
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class SideBySide:
-    """Trains clients of a dense model side by side, and adds them up."""
+    """Trains clients of a dense model side by side, and adds them up.
 
-    def __init__(
-        self,
-        trainer: trainer_lib.Trainer,
-        query: cohort_query.CohortQuery,
-        steps: int,
-        full_batches: bool,
-    ):
-        """Prepares the function for a number of local steps.
+    Attributes:
+      trainer: Has the model, the loss and the metrics.
+      query: The mechanism's query; it only scales.
+      steps: S.
+      full_batches: Every client takes S steps of exactly B examples.
+    """
 
-        Args:
-          trainer: Has the model, the loss and the metrics.
-          query: The mechanism's query; it only scales.
-          steps: S.
-          full_batches: Every client takes S steps of exactly B examples.
-        """
-        self._trainer = trainer
-        self._query = query
-        self._steps = steps
-        self._full_batches = full_batches
-        self._places = {
-            id(variable): place for place, variable in enumerate(trainer.aggregated)
-        }
+    trainer: trainer_lib.Trainer
+    query: cohort_query.CohortQuery
+    steps: int
+    full_batches: bool
+
+    @functools.cached_property
+    def _places(self) -> dict[int, int]:
+        """The place of each variable in an update, by its identity."""
+        return {id(v): place for place, v in enumerate(self.trainer.aggregated)}
 
     def __call__(
-        self, received: cohort.Received, x: Any, y: Any, table: Any
+        self, received: cohort.Received, chunk: layout.Chunk
     ) -> cohort.Trained:
         """Trains K clients: all steps of theirs, then clips and adds up.
 
         Args:
           received: What the server sends to each of them.
-          x: The features, one tensor, leading dimension over stored examples.
-          y: The labels, likewise.
-          table: Their `layout.ClientTable`.
+          chunk: The clients.
         """
-        (x,) = tf.nest.flatten(x)
-        y = _of_one_output(y)
+        (x,), table = tf.nest.flatten(chunk.x), chunk.table
+        y = _of_one_output(chunk.y)
         batch = tf.size(table.batch)
         rows, sizes = self._batches(table)
         layers = self._layers(received.weights, x, rows, sizes)
-        total = cohort.CohortSum.of_nobody(self._trainer.no_metrics())
-        for step in range(self._steps):
+        total = cohort.CohortSum.of_nobody(self.trainer.no_metrics())
+        for step in range(self.steps):
             labels = tf.nest.map_structure(
                 lambda leaf, step=step: self._examples(leaf, rows[step], sizes[step]),
                 y,
@@ -188,13 +183,13 @@ class SideBySide:
         """
         num_examples, batch = table.num_examples, tf.size(table.batch)
         per_pass = tf.maximum(-(-num_examples // batch), 1)
-        step = tf.range(self._steps)[:, tf.newaxis]
+        step = tf.range(self.steps)[:, tf.newaxis]
         done, start = step // per_pass, step % per_pass * batch
         left = tf.clip_by_value(num_examples - start, 0, batch)
         sizes = tf.where(done < table.epochs, left, 0)
         first = table.first_row + done * num_examples + start
         places = first[..., tf.newaxis] + table.batch
-        if not self._full_batches:
+        if not self.full_batches:
             places = tf.where(tf.sequence_mask(sizes, batch), places, 0)
         return tf.gather(table.rows, places), sizes
 
@@ -207,7 +202,7 @@ class SideBySide:
         a client that has none.
         """
         values = tf.gather(leaf, rows)
-        if not self._full_batches:
+        if not self.full_batches:
             valid = tf.sequence_mask(sizes, tf.shape(rows)[-1])
             for _ in range(leaf.shape.rank - 1):
                 valid = valid[..., tf.newaxis]
@@ -221,13 +216,13 @@ class SideBySide:
         clients = tf.shape(sizes)[1]
         h = self._examples(x, tf.transpose(rows, [1, 0, 2]), tf.transpose(sizes))
         layers: list[Any] = []
-        for layer in self._trainer.model.layers:
+        for layer in self.trainer.model.layers:
             if isinstance(layer, tf.keras.layers.Dense):
                 own = layer, *[weights[self._places[id(v)]] for v in layer.weights]
                 if layers:
                     layers.append(_DenseLayer(*own))
                 else:
-                    layers.append(_FirstLayer(h, clients, self._steps, *own))
+                    layers.append(_FirstLayer(h, clients, self.steps, *own))
             elif layers:
                 layers.append(layer)
             else:
@@ -251,7 +246,7 @@ class SideBySide:
         clients = tf.size(sizes)
         # A client's loss is the mean over its own rows.
         valid, mean = None, 1 / tf.cast(batch, tf.float32)
-        if not self._full_batches:
+        if not self.full_batches:
             valid = tf.sequence_mask(sizes, batch)
             share = tf.cast(sizes, tf.float32)[:, tf.newaxis]
             mean = tf.math.divide_no_nan(tf.cast(valid, tf.float32), share)
@@ -269,7 +264,7 @@ class SideBySide:
                     tape.watch(z)
                 outputs.append(z)
                 h = layer.layer.activation(z)
-            losses = self._trainer.losses_of_rows(y, h)
+            losses = self.trainer.losses_of_rows(y, h)
             losses = tf.cast(losses, tf.float32)
             if weight is not None:
                 losses *= weight
@@ -288,7 +283,7 @@ class SideBySide:
         return total._replace(
             loss=total.loss + tf.reduce_sum(losses),
             examples=total.examples + tf.reduce_sum(tf.cast(counts, tf.float32)),
-            metrics=self._trainer.with_batch(total.metrics, y, h, weight),
+            metrics=self.trainer.with_batch(total.metrics, y, h, weight),
         )
 
     def _clip_and_sum(
@@ -318,10 +313,10 @@ class SideBySide:
         # The scale, and each factor times it, are rounded as well.
         norm = tf.cast(size * (1 + 16 * dense_models.ROUNDOFF) * bound, tf.float32)
         usable = tf.math.is_finite(norm)
-        clients = self._query.mechanism.contribution_of_norm(
+        clients = self.query.mechanism.contribution_of_norm(
             tf.where(usable, norm, 0.0), usable, received.params
         )
-        clients = clients.weighted(self._query.client_weight(measured))
+        clients = clients.weighted(self.query.client_weight(measured))
         seen = tf.cast(size * length, tf.float32)
         clients = clients._replace(norm=tf.where(usable, seen, 0.0))
         # A rate that is no number makes nobody usable, and zero of everybody.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import pickle
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -195,7 +194,6 @@ class RayWorkers:
         *,
         resources: Mapping[str, Any] | None = None,
         connect_timeout_seconds: float = 300.0,
-        round_timeout_seconds: float | None = None,
         max_repeats: int = 2,
         float32_products: bool | None = None,
     ):
@@ -213,8 +211,6 @@ class RayWorkers:
                 worker computes with as many threads.
             connect_timeout_seconds: How long Ray may take to place and start
                 the workers.
-            round_timeout_seconds: How long a round may take before its
-                unfinished workers count as lost; None for no limit.
             max_repeats: How often in one round lost workers are replaced.
             float32_products: Whether the workers compute products of float32
                 numbers as such: not in bfloat16 (oneDNN can be told to), nor in
@@ -241,11 +237,6 @@ class RayWorkers:
         self._connect_timeout = _validate.positive(
             connect_timeout_seconds=connect_timeout_seconds
         )
-        if round_timeout_seconds is not None:
-            round_timeout_seconds = _validate.positive(
-                round_timeout_seconds=round_timeout_seconds
-            )
-        self._round_timeout = round_timeout_seconds
         self._max_repeats = _validate.non_negative_integer(max_repeats=max_repeats)
         options = {"num_cpus": 1, **(resources or {})}
         self._cluster = _Cluster(address, options)
@@ -271,30 +262,21 @@ class RayWorkers:
         """
         if not self._close.alive:
             raise RuntimeError("These RayWorkers are closed.")
-        self._cluster.connect()
-        places = [
-            place
-            for place in range(self.num_workers)
-            if place not in self._cluster.actors
-        ]
-        waiting = {place: self._cluster.actor(place).ready.remote() for place in places}
-        for place, ready in waiting.items():
-            try:
-                _ray().get(ready, timeout=self._connect_timeout)
-            except _ray().exceptions.RayError as error:
-                for each in places:
-                    self._cluster.drop(each)
-                raise WorkerUnavailable(
-                    self._address(place), f"was not started: {error}"
-                ) from error
+        cluster, ray = self._cluster, _ray()
+        cluster.connect()
+        missing = [n for n in range(self.num_workers) if n not in cluster.actors]
+        waiting = [cluster.actor(place).ready.remote() for place in missing]
+        try:
+            ray.get(waiting, timeout=self._connect_timeout)
+        except ray.exceptions.RayError as error:
+            for place in missing:
+                cluster.drop(place)
+            raise WorkerUnavailable("of Ray", f"was not started: {error}") from error
         return self
 
     def close(self) -> None:
         """Ends the workers, and Ray where it was started here, for good."""
         self._close()
-
-    def _address(self, place: int) -> str:
-        return f"{place} of Ray"
 
     def __enter__(self) -> RayWorkers:
         return self.open()
@@ -326,9 +308,10 @@ class RayWorkers:
     ) -> list[Arrays]:
         """Runs a program on shards, one a worker; see `workers.Workers.run`."""
         self.open()
+        ray = _ray()
         received = _sealed(sent)
         if not isinstance(received, bytes):
-            received = _ray().put(received)
+            received = ray.put(received)
         stored, sealed = self._reference(examples), list(map(_sealed, shards))
 
         def ask(place: int) -> Any:
@@ -336,52 +319,31 @@ class RayWorkers:
                 traced.name, received, stored, sealed[place]
             )
 
-        results = self._answers(traced, len(shards), ask)
-        return [results[place] for place in range(len(shards))]
-
-    def _answers(
-        self, traced: program.Program, count: int, ask: Callable[[int], Any]
-    ) -> dict[int, Arrays]:
-        """Has so many workers do their work, some of it again if need be."""
-        ray, start = _ray(), time.monotonic()
-        results: dict[int, Arrays] = {}
-        made: dict[int, Any] = {}
-        lost: list[int] = []
-        asked = {place: ask(place) for place in range(count)}
-        while asked:
-            limit = None
-            if self._round_timeout is not None:
-                limit = max(0, self._round_timeout - (time.monotonic() - start))
-            place, reference = next(iter(asked.items()))
-            wanted = [reference]
-            if place in made:  # What became of that is told first.
-                wanted.insert(0, made.pop(place))
-            try:
-                *_, result = ray.get(wanted, timeout=limit)
-            except ray.exceptions.RayTaskError as error:
-                raise WorkerError(self._address(place), f"failed: {error}") from error
-            except ray.exceptions.RayError as error:
-                lost.append(place)
-                self._lose(place, len(lost), error)
-                asked[place] = ask(place)
-                continue
-            if result is None:  # It has not met this program yet.
-                actor = self._cluster.actor(place)
-                made[place] = actor.make.remote(traced)
-                asked[place] = ask(place)
-                continue
-            del asked[place]
-            results[place] = _opened(result)
+        results: list[Arrays] = []
+        lost = 0
+        for place, answer in enumerate(list(map(ask, range(len(shards))))):
+            wanted, result = [answer], None
+            while result is None:
+                try:
+                    *_, result = ray.get(wanted)
+                except ray.exceptions.RayTaskError as error:
+                    raise WorkerError(f"{place} of Ray", f"failed: {error}") from error
+                except ray.exceptions.RayError as error:
+                    self._cluster.drop(place)
+                    lost += 1
+                    if lost > self._max_repeats:
+                        address = f"{place} of Ray"
+                        raise WorkerLost(address, f"is lost: {error}") from error
+                    logging.warning(
+                        "Ray's worker %s is lost, its shard is done again: %s",
+                        place,
+                        error,
+                    )
+                    wanted = [ask(place)]
+                else:
+                    if result is None:  # It has not met this program yet.
+                        # What becomes of that is told first.
+                        made = self._cluster.actor(place).make.remote(traced)
+                        wanted = [made, ask(place)]
+            results.append(_opened(result))
         return results
-
-    def _lose(self, place: int, times: int, error: Exception) -> None:
-        """Notes that a worker is lost; raises if that was once too often."""
-        self._cluster.drop(place)
-        timed_out = isinstance(error, _ray().exceptions.GetTimeoutError)
-        if timed_out or times > self._max_repeats:
-            raise WorkerLost(self._address(place), f"is lost: {error}") from error
-        logging.warning(
-            "Worker %s is lost, its shards are done again: %s",
-            self._address(place),
-            error,
-        )
