@@ -21,23 +21,22 @@ BesselI0 BesselI0e BesselI1 BesselI1e BesselJ0 BesselJ1 BesselK0 BesselK0e Besse
 BesselK1e BesselY0 BesselY1 Betainc BitwiseAnd BitwiseOr BitwiseXor Cast Ceil
 ClipByValue Complex ComplexAbs Conj Cos Cosh Cross Cumprod Cumsum CumulativeLogsumexp
 Dawsn Digamma Div DivNoNan Equal Erf Erfc Erfinv Exp Expint Expm1 Floor FloorDiv
-FloorMod FresnelCos FresnelSin Greater GreaterEqual Igamma IgammaGradA Igammac Imag Inv
-InvGrad Invert IsFinite IsInf IsNan LeftShift Less LessEqual Lgamma Log Log1p LogicalAnd
+FloorMod FresnelCos FresnelSin Greater GreaterEqual Igamma IgammaGradA Igammac Imag
+Invert IsFinite IsInf IsNan LeftShift Less LessEqual Lgamma Log Log1p LogicalAnd
 LogicalNot LogicalOr Maximum Minimum Mod Mul MulNoNan Ndtri Neg NextAfter NotEqual
 Polygamma PopulationCount Pow Real RealDiv Reciprocal ReciprocalGrad RightShift Rint
 Round Rsqrt RsqrtGrad Sigmoid SigmoidGrad Sign Sin Sinh Spence Sqrt SqrtGrad Square
-SquaredDifference Sub Tan Tanh TanhGrad ToBool TruncateDiv TruncateMod Xdivy Xlog1py
-Xlogy Zeta
+SquaredDifference Sub Tan Tanh TanhGrad TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta
 """
 
 _ARRAYS = """
 Bincount Bucketize ConjugateTranspose DenseBincount DenseToDenseSetOperation
 DenseToSparseSetOperation Diag DiagPart DynamicPartition EditDistance EuclideanNorm
-HistogramFixedWidth InTopK InTopKV2 LinSpace ListDiff LowerBound NthElement
+HistogramFixedWidth InTopKV2 LinSpace ListDiff LowerBound NthElement
 ParallelDynamicStitch ReverseSequence Roll ScatterNdNonAliasingAdd SegmentMax
 SegmentMaxV2 SegmentMean SegmentMin SegmentMinV2 SegmentProd SegmentProdV2 SegmentSum
 SegmentSumV2 SetSize TensorScatterAdd TensorScatterMax TensorScatterMin
-TensorStridedSliceUpdate TileGrad TopK TopKV2 Unique UniqueV2 UniqueWithCounts
+TensorStridedSliceUpdate TileGrad TopKV2 Unique UniqueV2 UniqueWithCounts
 UniqueWithCountsV2 UnravelIndex UnsortedSegmentMax UnsortedSegmentMin
 UnsortedSegmentProd UnsortedSegmentSum UpperBound Where
 """
@@ -45,26 +44,22 @@ UnsortedSegmentProd UnsortedSegmentSum UpperBound Where
 _CONTROL_FLOW = """
 Case CheckNumerics CheckNumericsV2 If PartitionedCall StatefulPartitionedCall
 StatelessCase StatelessIf StatelessWhile While Assert EmptyTensorList
-TensorListConcat TensorListConcatLists TensorListConcatV2 TensorListElementShape
-TensorListFromTensor TensorListGather TensorListGetItem TensorListLength
-TensorListPopBack TensorListPushBack TensorListPushBackBatch TensorListReserve
-TensorListResize TensorListScatter TensorListScatterIntoExistingList
-TensorListScatterV2 TensorListSetItem TensorListSplit TensorListStack
+TensorListConcatLists TensorListConcatV2 TensorListElementShape TensorListFromTensor
+TensorListGather TensorListGetItem TensorListLength TensorListPopBack TensorListPushBack
+TensorListPushBackBatch TensorListReserve TensorListResize
+TensorListScatterIntoExistingList TensorListScatterV2 TensorListSetItem TensorListSplit
+TensorListStack
 """
 
 _LAYERS = """
-AvgPool3D AvgPool3DGrad BatchToSpace BatchToSpaceND BiasAddV1 CTCGreedyDecoder CTCLoss
-CTCLossV2 Conv Conv2DBackpropFilterV2 Conv2DBackpropInputV2 Conv3D Conv3DBackpropFilter
-Conv3DBackpropFilterV2 Conv3DBackpropInput Conv3DBackpropInputV2 CudnnRNN
-CudnnRNNBackprop CudnnRNNBackpropV2 CudnnRNNBackpropV3 CudnnRNNV2 CudnnRNNV3
-CudnnRNNCanonicalToParams CudnnRNNCanonicalToParamsV2 CudnnRNNParamsSize
-DataFormatDimMap DataFormatVecPermute DepthToSpace DepthwiseConv2dNative
+AvgPool3D AvgPool3DGrad BatchToSpaceND CTCGreedyDecoder CTCLoss CTCLossV2 Conv
+Conv2DBackpropFilterV2 Conv2DBackpropInputV2 Conv3D Conv3DBackpropFilterV2
+Conv3DBackpropInputV2 CudnnRNNBackpropV3 CudnnRNNV3 DepthToSpace DepthwiseConv2dNative
 DepthwiseConv2dNativeBackpropFilter DepthwiseConv2dNativeBackpropInput Dilation2D
-Dilation2DBackpropFilter Dilation2DBackpropInput FusedBatchNorm FusedBatchNormGrad
-FusedBatchNormGradV2 FusedBatchNormV2 LRN LRNGrad MaxPool3D MaxPool3DGrad
+Dilation2DBackpropFilter Dilation2DBackpropInput LRN LRNGrad MaxPool3D MaxPool3DGrad
 MaxPool3DGradGrad MaxPoolGradGrad MaxPoolGradGradV2 MaxPoolGradGradWithArgmax
 MaxPoolGradV2 MaxPoolGradWithArgmax MaxPoolV2 MaxPoolWithArgmax MirrorPad MirrorPadGrad
-SpaceToBatch SpaceToBatchND SpaceToDepth QuantizeAndDequantizeV2 QuantizeAndDequantizeV4
+SpaceToBatchND SpaceToDepth QuantizeAndDequantizeV2 QuantizeAndDequantizeV4
 QuantizeAndDequantizeV4Grad FakeQuantWithMinMaxVars FakeQuantWithMinMaxVarsGradient
 FakeQuantWithMinMaxVarsPerChannel FakeQuantWithMinMaxVarsPerChannelGradient
 """
@@ -72,21 +67,19 @@ FakeQuantWithMinMaxVarsPerChannel FakeQuantWithMinMaxVarsPerChannelGradient
 _ALGEBRA = """
 BandedTriangularSolve Cholesky CholeskyGrad Eig FFT FFT2D FFT3D FFTND IFFT IFFT2D IFFT3D
 IFFTND IRFFT IRFFT2D IRFFT3D IRFFTND LogMatrixDeterminant Lu MatrixBandPart
-MatrixDeterminant MatrixDiag MatrixDiagPart MatrixDiagPartV2 MatrixDiagPartV3
-MatrixDiagV2 MatrixDiagV3 MatrixExponential MatrixInverse MatrixLogarithm MatrixSetDiag
-MatrixSetDiagV2 MatrixSetDiagV3 MatrixSolve MatrixSolveLs MatrixSquareRoot
-MatrixTriangularSolve Qr RFFT RFFT2D RFFT3D RFFTND SelfAdjointEig SelfAdjointEigV2
-SparseMatMul Svd TridiagonalMatMul TridiagonalSolve
+MatrixDeterminant MatrixDiagPartV3 MatrixDiagV3 MatrixInverse MatrixLogarithm
+MatrixSetDiagV3 MatrixSolve MatrixSolveLs MatrixSquareRoot MatrixTriangularSolve Qr RFFT
+RFFT2D RFFT3D RFFTND SelfAdjointEigV2 SparseMatMul Svd TridiagonalMatMul
+TridiagonalSolve
 """
 
 _IMAGES = """
-AdjustContrast AdjustContrastv2 AdjustHue AdjustSaturation CombinedNonMaxSuppression
-CropAndResize CropAndResizeGradBoxes CropAndResizeGradImage ExtractImagePatches
-ExtractVolumePatches HSVToRGB ImageProjectiveTransformV2 ImageProjectiveTransformV3
-NonMaxSuppression NonMaxSuppressionV2 NonMaxSuppressionV3 NonMaxSuppressionV4
-NonMaxSuppressionV5 RGBToHSV ResizeArea ResizeBicubic ResizeBicubicGrad ResizeBilinear
-ResizeBilinearGrad ResizeNearestNeighbor ResizeNearestNeighborGrad ScaleAndTranslate
-ScaleAndTranslateGrad Mfcc AudioSpectrogram
+AdjustContrastv2 AdjustHue AdjustSaturation CombinedNonMaxSuppression CropAndResize
+CropAndResizeGradBoxes CropAndResizeGradImage ExtractImagePatches ExtractVolumePatches
+HSVToRGB ImageProjectiveTransformV2 ImageProjectiveTransformV3 NonMaxSuppressionV3
+NonMaxSuppressionV4 NonMaxSuppressionV5 RGBToHSV ResizeArea ResizeBicubic
+ResizeBicubicGrad ResizeBilinear ResizeBilinearGrad ResizeNearestNeighbor
+ResizeNearestNeighborGrad ScaleAndTranslate ScaleAndTranslateGrad
 """
 
 _SPARSE_AND_RAGGED = """
@@ -94,7 +87,7 @@ DenseCountSparseOutput RaggedBincount RaggedCountSparseOutput RaggedCross
 RaggedFillEmptyRows RaggedFillEmptyRowsGrad RaggedGather RaggedRange
 RaggedTensorFromVariant RaggedTensorToSparse RaggedTensorToTensor RaggedTensorToVariant
 RaggedTensorToVariantGradient SparseAdd SparseAddGrad SparseBincount SparseConcat
-SparseCountSparseOutput SparseCross SparseCrossHashed SparseCrossV2 SparseDenseCwiseAdd
+SparseCountSparseOutput SparseCross SparseCrossV2 SparseDenseCwiseAdd
 SparseDenseCwiseDiv SparseDenseCwiseMul SparseFillEmptyRows SparseFillEmptyRowsGrad
 SparseReduceMax SparseReduceMaxSparse SparseReduceSum SparseReduceSumSparse
 SparseReorder SparseReshape SparseSegmentMean SparseSegmentMeanGrad
@@ -117,26 +110,24 @@ UnicodeScript UnicodeTranscode UnsortedSegmentJoin LookupTableFindV2 LookupTable
 # Their seeds are arguments.
 _RANDOM = """
 RandomGammaGrad RandomIndexShuffle StatelessMultinomial
-StatelessParameterizedTruncatedNormal StatelessRandomBinomial StatelessRandomGammaV2
-StatelessRandomGammaV3 StatelessRandomGetAlg StatelessRandomGetKeyCounter
-StatelessRandomGetKeyCounterAlg StatelessRandomNormal StatelessRandomNormalV2
-StatelessRandomPoisson StatelessRandomUniform StatelessRandomUniformFullInt
-StatelessRandomUniformFullIntV2 StatelessRandomUniformInt StatelessRandomUniformIntV2
+StatelessParameterizedTruncatedNormal StatelessRandomBinomial StatelessRandomGammaV3
+StatelessRandomGetAlg StatelessRandomGetKeyCounter StatelessRandomNormalV2
+StatelessRandomPoisson StatelessRandomUniformFullIntV2 StatelessRandomUniformIntV2
 StatelessRandomUniformV2 StatelessSampleDistortedBoundingBox StatelessShuffle
-StatelessTruncatedNormal StatelessTruncatedNormalV2
+StatelessTruncatedNormalV2
 """
 
 # Those that TensorFlow vectorizes over clients so that each reads and writes rows of
 # its own, whatever its data; or not at all, and then it loops over clients. Not
 # segment sums, of which an index out of range is another client's.
 _ARRAYS_BY_CLIENT = """
-All Any ArgMax ArgMin Bitcast BroadcastArgs BroadcastGradientArgs BroadcastTo Concat
-ConcatOffset ConcatV2 Const DynamicStitch EnsureShape ExpandDims FakeParam Fill Gather
-GatherNd GatherV2 Identity IdentityN InvertPermutation L2Loss Max Mean Min NoOp OneHot
-OnesLike Pack Pad PadV2 Placeholder PlaceholderWithDefault PreventGradient Prod Range
-Rank Reshape Reverse ReverseV2 ScatterNd Select SelectV2 Shape ShapeN Size Slice
-Snapshot Split SplitV Squeeze StopGradient StridedSlice StridedSliceGrad Sum
-TensorScatterSub TensorScatterUpdate Tile Transpose Unpack ZerosLike
+All Any ArgMax ArgMin Bitcast BroadcastArgs BroadcastGradientArgs BroadcastTo
+ConcatOffset ConcatV2 Const DynamicStitch EnsureShape ExpandDims FakeParam Fill GatherNd
+GatherV2 Identity IdentityN InvertPermutation L2Loss Max Mean Min NoOp OneHot OnesLike
+Pack Pad PadV2 Placeholder PlaceholderWithDefault PreventGradient Prod Range Rank
+Reshape Reverse ReverseV2 ScatterNd Select SelectV2 Shape ShapeN Size Slice Snapshot
+Split SplitV Squeeze StopGradient StridedSlice StridedSliceGrad Sum TensorScatterSub
+TensorScatterUpdate Tile Transpose Unpack ZerosLike
 """
 
 _LAYERS_BY_CLIENT = """
@@ -144,7 +135,7 @@ AvgPool AvgPoolGrad BiasAdd BiasAddGrad Conv2D Conv2DBackpropFilter Conv2DBackpr
 Elu EluGrad LeakyRelu LeakyReluGrad LogSoftmax MaxPool MaxPoolGrad Relu Relu6 Relu6Grad
 ReluGrad Selu SeluGrad Softmax SoftmaxCrossEntropyWithLogits Softplus SoftplusGrad
 Softsign SoftsignGrad SparseSoftmaxCrossEntropyWithLogits FusedBatchNormV3
-FusedBatchNormGradV3 BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum MatMul
+FusedBatchNormGradV3 BatchMatMulV2 BatchMatMulV3 Einsum MatMul
 """
 
 BY_CLIENT = frozenset(

@@ -199,6 +199,7 @@ class CohortPrograms:
         as long as it lives, and rows that are a constant cannot be written to.
         """
         zero = tf.cast(table.num_clients < 0, tf.float32)
+        total = cohort.CohortSum.of_nobody(self.trainer.no_metrics())
 
         def unfolded(tensor: tf.Tensor) -> tf.Tensor:
             value = tf.get_static_value(tensor)
@@ -210,12 +211,13 @@ class CohortPrograms:
             size = tf.shape(table.members)[0]
             return tf.ensure_shape(tf.fill([size, width], zero), [None, width])
 
-        contributions: Any = ()
-        moments: Any = ()
         kept = cohort.PerClient()
         if self.output == cohort.SUM:
-            spec = cohort.UpdateSpec.of(weights)
-            contributions = self.query.initial_sample_state(spec.zeros())
+            nothing = self.query.initial_sample_state(
+                cohort.UpdateSpec.of(weights).zeros()
+            )
+            nothing = tf.nest.map_structure(unfolded, nothing)
+            total = total._replace(contribution=nothing)
         else:
             # Not arrays of tensors, which are in memory twice when stacked.
             kept = kept._replace(
@@ -225,13 +227,10 @@ class CohortPrograms:
         if self.query.keeps_window:
             kept = kept._replace(window_norms=rows(len(weights)))
         if self.moments:
-            zeros = [tf.zeros(value.shape) for value in weights]
+            zeros = [unfolded(tf.zeros(value.shape)) for value in weights]
             moments = cohort.Moments(tf.zeros([]), zeros, zeros)
-        contributions, moments = tf.nest.map_structure(
-            unfolded, (contributions, moments)
-        )
-        total = cohort.CohortSum.of_nobody(self.trainer.no_metrics())
-        return total._replace(contribution=contributions, moments=moments), kept
+            total = total._replace(moments=moments)
+        return total, kept
 
     def _batched(
         self, full_batches: bool, received: cohort.Received, chunk: layout.Chunk

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -249,11 +248,6 @@ class PendingRound:
         """Adds a contribution that was not trained here: a canary's."""
         first = self.sums[0]
         self.sums[0] = first._replace(contribution=add_nests(first.contribution, one))
-
-    def set_contribution(self, one: contribution.Contribution) -> None:
-        """Sets the sum of all clients' contributions, which were kept until now."""
-        self.sums = [functools.reduce(add_nests, self.sums)._replace(contribution=one)]
-        self.collected = []
 
 
 def upload_dtype(dtype: tf.DType) -> tf.DType:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Callable
@@ -290,7 +291,7 @@ class CohortEngine:
     def train_chunk(self, pending: cohort.PendingRound, chunk: layout.Chunk) -> None:
         """Trains a chunk's clients here; adds to `pending`."""
         groups = self._traced(pending, chunk)
-        raised: list[tuple[layout.Part, Exception]] = []
+        raised: list[layout.Part] = []
 
         def run(thread: int) -> None:
             waiting = groups[thread][::-1]
@@ -306,8 +307,8 @@ class CohortEngine:
                     # The device has no room for so many clients at once.
                     self.layout = dataclasses.replace(self.layout, at_once=count // 2)
                     waiting += self.layout.batches(part.table)
-                except CLIENT_ERRORS as error:
-                    raised.append((part, error))
+                except CLIENT_ERRORS:
+                    raised.append(part)
 
         others = [self._pool.submit(run, thread) for thread in range(1, len(groups))]
         try:
@@ -316,8 +317,8 @@ class CohortEngine:
             concurrent.futures.wait(others)
         for other in others:
             other.result()
-        for part, error in raised:
-            self._train_each_alone(pending, chunk, part, error)
+        for part in raised:
+            self._train_each_alone(pending, chunk, part)
 
     def _traced(
         self, pending: cohort.PendingRound, chunk: layout.Chunk
@@ -359,11 +360,7 @@ class CohortEngine:
         self.has_trained |= len(part.members) > 0
 
     def _train_each_alone(
-        self,
-        pending: cohort.PendingRound,
-        chunk: layout.Chunk,
-        part: layout.Part,
-        error: Exception,
+        self, pending: cohort.PendingRound, chunk: layout.Chunk, part: layout.Part
     ) -> None:
         """Trains the clients of a part in which one's data raised an error.
 
@@ -371,22 +368,18 @@ class CohortEngine:
         for it.
         """
 
-        def train(places: list[int]) -> None:
-            clients = layout.select(part.table, np.array(places, np.int64))
+        def train(places: np.ndarray) -> None:
+            clients = layout.select(part.table, places)
             self._train(pending, chunk, self.layout.one_by_one(clients))
 
-        failures = []
-        for place, member in enumerate(part.members.tolist()):
+        train(np.arange(0))  # Nothing is a sum as well.
+        for place, member in enumerate(part.members):
             try:
-                train([place])
-            except CLIENT_ERRORS as own:
-                error = own  # Names the operation, too.
+                train(np.array([place]))
+            except CLIENT_ERRORS as error:
+                pending.training_error = error  # Names the operation, too.
                 position = int(pending.inputs.positions[member])
-                failures.append(ClientFailure(position, own))
-        if len(failures) == len(part.members):
-            train([])  # Nothing is a sum as well.
-        pending.failures += failures
-        pending.training_error = error
+                pending.failures.append(ClientFailure(position, error))
 
     @devices.at_home
     def complete(self, pending: cohort.PendingRound) -> None:
@@ -427,12 +420,12 @@ class CohortEngine:
           update: Float32 [D], the sum of the flattened updates.
           scalars: Float32 [n], that of `Contribution.scalars`.
         """
-        pending.set_contribution(
-            self.query.initial_sample_state([]).with_scalars(
-                self.update_spec.unflatten(update),
-                tf.unstack(scalars, num=self.query.num_scalars),
-            )
+        one = self.query.initial_sample_state([]).with_scalars(
+            self.update_spec.unflatten(update),
+            tf.unstack(scalars, num=self.query.num_scalars),
         )
+        total = functools.reduce(cohort.add_nests, pending.sums)
+        pending.sums, pending.collected = [total._replace(contribution=one)], []
 
     # Half two.
 

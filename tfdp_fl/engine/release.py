@@ -6,6 +6,7 @@ that wait for it (`JointClip`).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -84,11 +85,10 @@ class ServerUpdate:
 
     def replace(self, weights: list[tf.Tensor]) -> bool:
         """Sets the model to released weights (NbAFL); returns True."""
-        for variable, value in zip(self.variables, weights, strict=True):
-            value = tf.cast(value, variable.dtype)
-            if any(variable is other for other in self._non_trainable):
-                value = _kept_valid(variable, value)
-            variable.assign(value)
+        count = len(self._trainable)
+        for place, variable in enumerate(self.variables):
+            value = tf.cast(weights[place], variable.dtype)
+            variable.assign(value if place < count else _kept_valid(variable, value))
         return True
 
 
@@ -105,28 +105,22 @@ def _kept_valid(variable: tf.Variable, value: tf.Tensor) -> Any:
     return value
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Release:
-    """Adds a round's noise, divides, and updates the model."""
+    """Adds a round's noise, divides, and updates the model.
 
-    def __init__(
-        self,
-        query: cohort_query.CohortQuery,
-        server: ServerUpdate,
-        metric_results: Callable[[list[tf.Tensor]], dict[str, tf.Tensor]],
-    ):
-        """Traces nothing yet: the first round does.
+    Attributes:
+      query: The mechanism's query.
+      server: Holds the model's weights.
+      metric_results: What metrics say of the sums of their values.
+    """
 
-        Args:
-          query: The mechanism's query.
-          server: Holds the model's weights.
-          metric_results: What metrics say of the sums of their values.
-        """
-        self._query = query
-        self._server = server
-        self._metric_results = metric_results
-        self._log_names: list[str] = []
-        # By the number of sums: all else is alike in every round.
-        self._traced: dict[int, Callable[..., Any]] = {}
+    query: cohort_query.CohortQuery
+    server: ServerUpdate
+    metric_results: Callable[[list[tf.Tensor]], dict[str, tf.Tensor]]
+    _log_names: list[str] = dataclasses.field(default_factory=list)
+    # By the number of sums: all else is alike in every round.
+    _traced: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
     def __call__(self, pending: cohort.PendingRound) -> tuple[Any, dict[str, float]]:
         """Releases a round; returns the query's next state, and the logs."""
@@ -147,31 +141,31 @@ class Release:
         return state, dict(zip(self._log_names, values.numpy().tolist(), strict=True))
 
     def _released(self, sums, state, numbers, seed, answered):
-        state = self._query.begin_round(state, numbers[0], numbers[1])
+        state = self.query.begin_round(state, numbers[0], numbers[1])
         total = functools.reduce(cohort.add_nests, sums)
         contribution = total.contribution
         with noise.seeded(noise.fold_in(seed, -1)):
-            mean, new_state, _ = self._query.get_noised_result(contribution, state)
-        if self._query.mechanism.releases_weights:  # If there are any.
+            mean, new_state, _ = self.query.get_noised_result(contribution, state)
+        if self.query.mechanism.releases_weights:  # If there are any.
             tf.cond(
                 contribution.weight > 0,
-                lambda: self._server.replace(mean),
+                lambda: self.server.replace(mean),
                 lambda: True,
             )
         else:
-            self._server.apply(mean)
+            self.server.apply(mean)
         # Most of it is not noised.
         logs = {
             "loss": tf.math.divide_no_nan(total.loss, total.examples),
-            **self._metric_results(total.metrics),
-            **self._query.derive_metrics(state),
+            **self.metric_results(total.metrics),
+            **self.query.derive_metrics(state),
             "clipped_fraction": tf.math.divide_no_nan(contribution.clipped, answered),
             "mean_update_norm": tf.math.divide_no_nan(contribution.norm, answered),
             "discarded_clients": contribution.discarded,
         }
         if total.moments:
             logs.update(_variance_and_scale(total.moments))
-        self._log_names = list(logs)
+        self._log_names[:] = logs
         values = [tf.cast(value, tf.float32) for value in logs.values()]
         return new_state, tf.stack(values)
 

@@ -11,7 +11,6 @@ import tensorflow as tf
 from tfdp_fl import mechanisms, secure_aggregation
 from tfdp_fl.engine import cohort, engine
 
-_DISCARDED = -1  # The place of that diagnostic among a contribution's scalars.
 # Noise of two steps of the grid is, once rounded, the rounded sum's noise but
 # for a part of exp(-2 pi^2 2^2) = 5e-35 (Poisson summation).
 _STEPS_OF_NOISE = 2.0
@@ -52,7 +51,7 @@ def sum_securely(
     """
     size = cohort_engine.update_spec.size
     total = np.zeros(size + cohort_engine.query.num_scalars)
-    failed = _add_up(cohort_engine.query, pending, protocol, total)
+    failed = _add_up(cohort_engine.query, pending, protocol, size, total)
     flat = tf.constant(total, tf.float32)
     cohort_engine.set_sum(pending, flat[:size], flat[size:])
     return failed
@@ -62,6 +61,7 @@ def _add_up(
     query: mechanisms.CohortQuery,
     pending: cohort.PendingRound,
     protocol: secure_aggregation.AdditiveSecretSharing,
+    size: int,
     total: np.ndarray,
 ) -> tuple[int, ...]:
     """Adds what clients upload to a total; returns the places of those that failed.
@@ -70,6 +70,7 @@ def _add_up(
       query: The mechanism's query.
       pending: The round, with the contributions.
       protocol: The protocol.
+      size: D.
       total: Float [D + ...], zeros: for the sum of the flattened updates, each
         followed by its contribution's scalars.
     """
@@ -79,46 +80,49 @@ def _add_up(
     state = query.begin_round(pending.state, *pending.tensors[0][:2])
     _check_grid(protocol, query, state)
     members = np.concatenate([members for members, _ in pending.collected])
-    order = np.argsort(members, kind="stable")
-    scalars, updates = (
-        np.concatenate([getattr(rows, name).numpy() for _, rows in pending.collected])[
-            order
-        ]
-        for name in ("scalars", "updates")
+    rows = np.concatenate(
+        [tf.concat([own.updates, own.scalars], 1) for _, own in pending.collected]
     )
-    members = members[order]
+    order = np.argsort(members, kind="stable")
+    members, rows = members[order], rows[order]
     # The diagnostics are not uploaded.
-    uploaded = scalars[:, : scalars.shape[1] - mechanisms.NUM_DIAGNOSTICS]
-    too_large = ~(
-        np.abs(updates).max(axis=1, initial=0.0) <= protocol.max_share_value
-    ) | ~(np.abs(uploaded).max(axis=1) <= protocol.max_share_value)
-    if too_large.any():
-        failed = _without(too_large, members, scalars, updates, site, protocol)
+    uploaded = rows[:, : -mechanisms.NUM_DIAGNOSTICS]
+    allowed = np.abs(uploaded) <= protocol.max_share_value
+    (places,) = np.nonzero(~allowed.all(axis=1))
+    if len(places):
+        fails = site == "client"
+        _warn(members, places, protocol, fails)
+        if fails:
+            return tuple(members[places].tolist())
+        rows[places, :size] = 0.0
+        rows[places, -1] = 1.0  # Discarded.
+        # A mean over the clients that answered is one without these; a fixed
+        # divisor does not look at the weight, and the bit is the client's to give.
         if site == "every client":
-            pending.without_noise += int(too_large.sum())
-        if failed:
-            return failed
+            uploaded[places] = 0.0
+            pending.without_noise += len(places)
+        uploaded[~allowed] = 0.0
     try:
         secure_aggregation.split_into_groups(len(members), protocol)
     except ValueError as error:  # A client that drops out can make it so.
         warnings.warn(f"{error} All of them have failed.", stacklevel=4)
-        return tuple(int(member) for member in members)
+        return tuple(members.tolist())
     bound = float(query.largest_norm(state)) if site == "server" else None
 
     def sent_by(index: int) -> np.ndarray:
-        update = updates[index].astype(np.float64)
+        sent = uploaded[index].astype(np.float64)
         if bound is not None:
-            update = protocol.within(update, bound)
-        return np.concatenate([update, uploaded[index]])
+            sent[:size] = protocol.within(sent[:size], bound)
+        return sent
 
     grouped = secure_aggregation.sum_in_groups(
         sent_by, protocol, num_members=len(members)
     )
     if grouped.total is not None:
         heard = list(grouped.succeeded_members)
-        seen = scalars[heard, uploaded.shape[1] :].sum(axis=0)
+        seen = rows[heard, -mechanisms.NUM_DIAGNOSTICS :].sum(axis=0)
         total += np.concatenate([grouped.total, seen])
-    return tuple(int(members[index]) for index in grouped.failed_members)
+    return tuple(members[list(grouped.failed_members)].tolist())
 
 
 def _check_grid(
@@ -146,38 +150,20 @@ def _check_grid(
             )
 
 
-def _without(
-    too_large: np.ndarray,
+def _warn(
     members: np.ndarray,
-    scalars: np.ndarray,
-    updates: np.ndarray,
-    noise_site: str,
+    places: np.ndarray,
     protocol: secure_aggregation.AdditiveSecretSharing,
-) -> tuple[int, ...]:
-    """Makes zeros of what cannot be sent; returns the clients that fail."""
-    places = np.flatnonzero(too_large)
-    fails = noise_site == "client"
+    fails: bool,
+) -> None:
+    """Says what becomes of the clients with values that cannot be sent."""
+    what = "were discarded: they upload zeros."
+    if fails:
+        what = "have failed, and the sum lacks their noise."
     warnings.warn(
         f"{len(places)} of {len(members)} clients have values that are not "
         f"within max_share_value={protocol.max_share_value:g} (first: place "
-        f"{int(members[places[0]])} in the cohort) and "
-        + (
-            "have failed, and the sum lacks their noise."
-            if fails
-            else "were discarded: they upload zeros."
-        )
-        + " If they are honest, secure_aggregation needs a larger "
-        "max_share_value.",
+        f"{int(members[places[0]])} in the cohort) and {what} If they are honest, "
+        "secure_aggregation needs a larger max_share_value.",
         stacklevel=5,
     )
-    if fails:
-        return tuple(int(members[place]) for place in places)
-    updates[places] = 0.0
-    scalars[places, _DISCARDED] = 1.0
-    uploaded = scalars[:, : scalars.shape[1] - mechanisms.NUM_DIAGNOSTICS]
-    # A mean over the clients that answered is one without these; a fixed
-    # divisor does not look at the weight, and the bit is the client's to give.
-    if noise_site == "every client":
-        uploaded[places] = 0.0
-    uploaded[~(np.abs(uploaded) <= protocol.max_share_value)] = 0.0
-    return ()

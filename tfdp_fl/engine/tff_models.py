@@ -14,6 +14,7 @@ import functools
 import inspect
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
@@ -80,16 +81,10 @@ class FunctionalTrainer(trainer.Trainer):
             keras_versions.restore_classes(model)
         self.aggregated = list(model.trainable_weights)
         self.unaggregated = list(model.non_trainable_weights)
-        for ours, theirs in zip(
-            (self.aggregated, self.unaggregated),
-            self._functional.initial_weights,
-            strict=True,
-        ):
-            if len(ours) != len(theirs) or not all(
-                (one.numpy() == other).all()
-                for one, other in zip(ours, theirs, strict=True)
-            ):
-                raise _refused("a model that makes its weights in another order")
+        ours = [v.numpy() for v in (*self.aggregated, *self.unaggregated)]
+        theirs = tf.nest.flatten(self._functional.initial_weights)
+        if len(ours) != len(theirs) or not all(map(np.array_equal, ours, theirs)):
+            raise _refused("a model that makes its weights in another order")
         self._optimizer = _optimizer(training.optimizer, self.aggregated)
         predicted = model(trainer.zeros_like_batch(element_spec[0]), training=False)
         y = trainer.zeros_like_batch(element_spec[1])
