@@ -144,7 +144,7 @@ class CanaryAudit:
         self._pending = direction, times
         # Zeros beside the update: their bits would move an adaptive clip.
         pending.add_contribution(
-            query.initial_sample_state(spec.zeros())._replace(
+            query.initial_sample_state(spec.variables)._replace(
                 update=spec.unflatten(tf.constant(direction, tf.float32))
             )
         )

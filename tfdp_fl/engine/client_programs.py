@@ -23,14 +23,13 @@ from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.mechanisms import cohort_query, contribution, noise
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class CohortPrograms:
     """Makes the programs of an engine, and keeps them.
 
     Attributes:
       trainer: Trains a client.
       query: The mechanism's query.
-      element_spec: `(features, labels)` specs of one example.
       output: What is wanted of a cohort (see `cohort.SUM`).
       moments: Whether Geyer's `Moments` are wanted as well.
       traced: The programs so far. Each is traced once, for any cohort and batch
@@ -39,7 +38,6 @@ class CohortPrograms:
 
     trainer: trainer_lib.Trainer
     query: cohort_query.CohortQuery
-    element_spec: tuple[Any, Any]
     output: str
     moments: bool
     traced: dict[layout.Strategy, program_lib.Program] = dataclasses.field(
@@ -91,7 +89,7 @@ class CohortPrograms:
             value = np.asarray(value)
             return tf.TensorSpec([None] * value.ndim, value.dtype)
 
-        x, y = trainer_lib.batch_specs(self.element_spec)
+        x, y = trainer_lib.batch_specs(self.trainer.element_spec)
         table = tf.nest.map_structure(any_size, part.table)
         return program_lib.Program(
             function,
@@ -213,9 +211,8 @@ class CohortPrograms:
 
         kept = cohort.PerClient()
         if self.output == cohort.SUM:
-            nothing = self.query.initial_sample_state(
-                cohort.UpdateSpec.of(weights).zeros()
-            )
+            spec = cohort.UpdateSpec.of(weights)
+            nothing = self.query.initial_sample_state(spec.variables)
             nothing = tf.nest.map_structure(unfolded, nothing)
             total = total._replace(contribution=nothing)
         else:

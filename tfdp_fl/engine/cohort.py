@@ -114,32 +114,30 @@ class Trained(NamedTuple):
 class UpdateSpec:
     """The shapes and dtypes of a client's update, variable by variable."""
 
-    shapes: list[tf.TensorShape]
-    dtypes: list[tf.DType]
+    variables: list[tf.TensorSpec]
 
     @classmethod
     def of(cls, variables: list[Any]) -> UpdateSpec:
         """Returns the spec of updates of some variables, or of their values."""
-        return cls(
-            [variable.shape for variable in variables],
-            [upload_dtype(variable.dtype) for variable in variables],
-        )
+        return cls([tf.TensorSpec(v.shape, upload_dtype(v.dtype)) for v in variables])
+
+    @property
+    def sizes(self) -> list[int]:
+        """Returns the numbers of elements."""
+        return [spec.shape.num_elements() for spec in self.variables]
 
     @property
     def size(self) -> int:
         """Returns D, the number of elements of an update."""
-        return sum(shape.num_elements() for shape in self.shapes)
-
-    def zeros(self) -> list[tf.Tensor]:
-        """Returns an update of zeros."""
-        return list(map(tf.zeros, self.shapes, self.dtypes))
+        return sum(self.sizes)
 
     def unflatten(self, flat: tf.Tensor) -> list[tf.Tensor]:
         """Splits a flat vector, [D], into the tensors of an update."""
-        parts = tf.split(flat, [shape.num_elements() for shape in self.shapes])
         return [
-            tf.cast(tf.reshape(part, shape), dtype)
-            for part, shape, dtype in zip(parts, self.shapes, self.dtypes, strict=True)
+            tf.cast(tf.reshape(part, spec.shape), spec.dtype)
+            for part, spec in zip(
+                tf.split(flat, self.sizes), self.variables, strict=True
+            )
         ]
 
 

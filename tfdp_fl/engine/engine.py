@@ -180,11 +180,7 @@ class CohortEngine:
         )
         self._fallback = ""
         self.programs = client_programs.CohortPrograms(
-            trainer=trainer,
-            query=self.query,
-            element_spec=element_spec,
-            output=self.output,
-            moments=moments,
+            trainer, self.query, self.output, moments
         )
         self._joint_clip = release.JointClip(self.query, self.update_spec)
         self._release = release.Release(self.query, self.server, trainer.metric_results)
@@ -215,7 +211,7 @@ class CohortEngine:
     @property
     def num_variables(self) -> int:
         """Returns how many tensors a client's update has."""
-        return len(self.update_spec.shapes)
+        return len(self.update_spec.variables)
 
     @property
     def has_trained_side_by_side(self) -> bool:

@@ -22,9 +22,26 @@ from tfdp_fl import keras_versions
 _UNROLL = 8
 
 
+def of_kind(model: tf.keras.Model, kind: type) -> list[Any]:
+    """Returns a model's layers of exactly a kind, whose `call` nobody replaced."""
+    layers = keras_versions.layers_of(model)
+    return [each for each in layers if type(each) is kind and "call" not in vars(each)]
+
+
 @contextlib.contextmanager
-def fast(model: tf.keras.Model) -> Iterator[None]:
-    """Has eligible layers compute by this module's functions, within the block.
+def calling(calls: list[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
+    """Has layers compute by other functions, within the block."""
+    for layer, call in calls:
+        vars(layer)["call"] = call
+    try:
+        yield
+    finally:
+        for layer, _ in calls:
+            del vars(layer)["call"]
+
+
+def fast(model: tf.keras.Model) -> contextlib.AbstractContextManager[None]:
+    """Has eligible layers compute by this module's functions, within a block.
 
     Eligible is an LSTM with Keras's default activations and a bias, in float32
     or mixed_bfloat16, without dropout, state between batches, or a time axis
@@ -34,20 +51,8 @@ def fast(model: tf.keras.Model) -> Iterator[None]:
     Args:
       model: What is traced in the block.
     """
-    eligible = [
-        layer
-        for layer in keras_versions.layers_of(model)
-        if type(layer) is tf.keras.layers.LSTM
-        and _is_plain(layer)
-        and "call" not in vars(layer)
-    ]
-    for layer in eligible:
-        vars(layer)["call"] = _lstm_call(layer, layer.call)
-    try:
-        yield
-    finally:
-        for layer in eligible:
-            del vars(layer)["call"]
+    eligible = filter(_is_plain, of_kind(model, tf.keras.layers.LSTM))
+    return calling([(layer, _lstm_call(layer, layer.call)) for layer in eligible])
 
 
 def _is_plain(layer: tf.keras.layers.LSTM) -> bool:

@@ -305,15 +305,15 @@ class Layout:
     ) -> Iterator[_Client]:
         """Reads clients one after the other, but for those that failed."""
         positions = pending.inputs.positions
-        num_features = len(tf.nest.flatten(self.element_spec[0]))
         for member, client in enumerate(dataset.read_clients(positions)):
             if isinstance(client, ClientFailure):
                 pending.failures.append(client)
                 continue
-            arrays = tf.nest.flatten((client.x, client.y))
-            problem = labels.problem_of_client(arrays[num_features:], self.label_ranges)
+            problem = labels.problem_of_client(
+                tf.nest.flatten(client.y), self.label_ranges
+            )
             if problem is None:
-                yield member, arrays
+                yield member, tf.nest.flatten((client.x, client.y))
             else:
                 position = int(positions[member])
                 pending.failures.append(ClientFailure(position, problem))

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfdp_fl import keras_versions
-from tfdp_fl.engine import cohort
+from tfdp_fl.engine import cohort, layers
 from tfdp_fl.mechanisms import cohort_query, contribution
 
 # Smaller ones are faster as they are.
@@ -47,18 +46,19 @@ class Lookup(NamedTuple):
     dtype: tf.DType
 
 
-def _embeddings(model: tf.keras.Model) -> list[Any]:
-    """Returns Keras's own embeddings, whose `call` nobody has replaced."""
+def _embeddings(model: tf.keras.Model, tables: list[Any]) -> list[Any]:
+    """Returns Keras's own embeddings, of which these are the weights."""
     return [
         layer
-        for layer in keras_versions.layers_of(model)
-        if type(layer) is tf.keras.layers.Embedding and "call" not in vars(layer)
+        for layer in layers.of_kind(model, tf.keras.layers.Embedding)
+        if any(layer.embeddings is table for table in tables)
     ]
 
 
-@contextlib.contextmanager
-def plain_gathers(model: tf.keras.Model, tables: list[Any]) -> Iterator[None]:
-    """Has embeddings look up rows by a gather, and nothing else, in the block.
+def plain_gathers(
+    model: tf.keras.Model, tables: list[Any]
+) -> contextlib.AbstractContextManager[None]:
+    """Has embeddings look up rows by a gather, and nothing else, in a block.
 
     Keras's own also counts a negative place from the table's end; `narrow` does that.
 
@@ -66,18 +66,9 @@ def plain_gathers(model: tf.keras.Model, tables: list[Any]) -> Iterator[None]:
       model: What is traced in the block.
       tables: The embeddings' weights.
     """
-    plain = [
-        layer
-        for layer in _embeddings(model)
-        if any(layer.embeddings is table for table in tables)
-    ]
-    for layer in plain:
-        vars(layer)["call"] = _gather_of(layer)
-    try:
-        yield
-    finally:
-        for layer in plain:
-            del vars(layer)["call"]
+    return layers.calling(
+        [(layer, _gather_of(layer)) for layer in _embeddings(model, tables)]
+    )
 
 
 def _gather_of(layer: Any) -> Any:
@@ -102,11 +93,10 @@ def find(
       specs: Specs of a batch, (features, labels).
       weights: The trainable weights.
     """
-    embeddings = _embeddings(model)
     tables = {
         number: weight.shape[0]
         for number, weight in enumerate(weights)
-        if any(layer.embeddings is weight for layer in embeddings)
+        if _embeddings(model, [weight])
     }
     large = {n for n in tables if math.prod(weights[n].shape) >= _LEAST_ELEMENTS}
     if not large:

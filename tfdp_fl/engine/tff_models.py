@@ -53,7 +53,7 @@ class FunctionalTrainer(trainer.Trainer):
 
         self.model = model
         self._training = training
-        self._element_spec = element_spec
+        self.element_spec = element_spec
         if (
             training.weighted_metrics is not None
             or training.loss_weights is not None

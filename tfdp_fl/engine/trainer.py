@@ -68,6 +68,7 @@ class Trainer:
 
     Attributes:
       model: The user's model.
+      element_spec: `(features, labels)` specs of one example.
       aggregated: The model's variables that a client's update is about: the
         trainable ones, then the non-trainable ones that training changes and
         that leave the client (such as the moving statistics of batch
@@ -105,7 +106,7 @@ class Trainer:
         """
         self.model = model
         self._training = training
-        self._element_spec = element_spec
+        self.element_spec = element_spec
         self._trainable = list(model.trainable_weights)
         self._random_state = keras_versions.own_random_state(model)
         non_trainable = list(model.non_trainable_weights)
@@ -304,7 +305,7 @@ class Trainer:
                 keras_versions.stateless(mapping) as scope,
             ):
                 before = [scope.get_current_value(v) for v in non_trainable]
-                self.model(zeros_like_batch(self._element_spec[0], 2), training=True)
+                self.model(zeros_like_batch(self.element_spec[0], 2), training=True)
                 changed.extend(
                     variable
                     for variable, value in zip(non_trainable, before, strict=True)
