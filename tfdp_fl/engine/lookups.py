@@ -245,17 +245,14 @@ def accumulate(
     if not lookups:
         return query.accumulate_preprocessed_record(total, one)
     places = {lookup.weight: rows for lookup, rows in zip(lookups, taken, strict=True)}
-
-    def others(record: contribution.Contribution) -> contribution.Contribution:
-        parts = [part for n, part in enumerate(record.update) if n not in places]
-        return record._replace(update=parts)
-
-    added = query.accumulate_preprocessed_record(others(total), others(one))
-    rest = iter(added.update)
+    pairs = zip(total.update, one.update, strict=True)
     update = [
-        tf.tensor_scatter_nd_add(whole, places[n][:, None], one.update[n])
+        tf.tensor_scatter_nd_add(whole, places[n][:, None], part)
         if n in places
-        else next(rest)
-        for n, whole in enumerate(total.update)
+        else whole + part
+        for n, (whole, part) in enumerate(pairs)
     ]
+    added = query.accumulate_preprocessed_record(
+        total._replace(update=[]), one._replace(update=[])
+    )
     return added._replace(update=update)

@@ -30,6 +30,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp_fl import keras_versions
 from tfdp_fl.datasets import nests
 from tfdp_fl.engine import cohort, dense_models, layout
 from tfdp_fl.engine import trainer as trainer_lib
@@ -264,7 +265,7 @@ class SideBySide:
                     tape.watch(z)
                 outputs.append(z)
                 h = layer.layer.activation(z)
-            losses = self.trainer.losses_of_rows(y, h)
+            losses = keras_versions.losses_of_rows(self.trainer.single_loss, y, h)
             losses = tf.cast(losses, tf.float32)
             if weight is not None:
                 losses *= weight

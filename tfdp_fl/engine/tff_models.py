@@ -36,7 +36,6 @@ class FunctionalTrainer(trainer.Trainer):
         model: tf.keras.Model,
         training: trainer.LocalTraining,
         element_spec: tuple[Any, Any],
-        aggregate_non_trainable: bool = True,
     ):
         """Makes a functional model of a Keras model.
 
@@ -44,7 +43,6 @@ class FunctionalTrainer(trainer.Trainer):
           model: A built Keras model; it is read, and never changed.
           training: How to train.
           element_spec: `(features, labels)` specs of one example.
-          aggregate_non_trainable: Not used: TFF's models change no such state.
 
         Raises:
           ValueError: TFF cannot make one of it, or not train it in this way.
@@ -85,6 +83,7 @@ class FunctionalTrainer(trainer.Trainer):
         theirs = tf.nest.flatten(self._functional.initial_weights)
         if len(ours) != len(theirs) or not all(map(np.array_equal, ours, theirs)):
             raise _refused("a model that makes its weights in another order")
+        self._random_state: list[Any] = []  # `Program` refuses random layers.
         self._optimizer = _optimizer(training.optimizer, self.aggregated)
         predicted = model(trainer.zeros_like_batch(element_spec[0]), training=False)
         y = trainer.zeros_like_batch(element_spec[1])
@@ -121,9 +120,6 @@ class FunctionalTrainer(trainer.Trainer):
         return tf.nest.flatten(
             self._functional.update_metrics_state(state, y, output, None)
         )
-
-    def _seeds(self, seed: tf.Tensor) -> list[tf.Tensor]:
-        return []  # Random layers have operations that `Program` refuses.
 
     def _forward(
         self,
@@ -177,18 +173,14 @@ def _optimizer(optimizer: Any, variables: list[tf.Variable]) -> Any:
     build = tff.learning.optimizers
     optimizers = tf.keras.optimizers
     config = optimizer.get_config()
-    made = {
-        optimizers.SGD: lambda: build.build_sgdm(0.0, config["momentum"]),
-        optimizers.Adam: lambda: build.build_adam(
-            0.0, config["beta_1"], config["beta_2"], config["epsilon"]
-        ),
-        optimizers.Adagrad: lambda: build.build_adagrad(
-            0.0, config["initial_accumulator_value"], config["epsilon"]
-        ),
-    }.get(type(optimizer))
+    kinds = {
+        optimizers.SGD: (build.build_sgdm, "momentum"),
+        optimizers.Adam: (build.build_adam, "beta_1 beta_2 epsilon"),
+        optimizers.Adagrad: (build.build_adagrad, "initial_accumulator_value epsilon"),
+    }
     options = ("nesterov", "weight_decay", "clipnorm", "global_clipnorm", "clipvalue")
     if (
-        made is None
+        type(optimizer) not in kinds
         or any(config.get(name) for name in (*options, "use_ema", "amsgrad"))
         or keras_versions.learning_rate(optimizer) is None
     ):
@@ -196,7 +188,9 @@ def _optimizer(optimizer: Any, variables: list[tf.Variable]) -> Any:
             f"the optimizer {optimizer!r}; SGD (with momentum), Adam and Adagrad with "
             "a fixed rate and no further options are what it has"
         )
-    return _TffOptimizer(made(), variables)
+    make, names = kinds[type(optimizer)]
+    made = make(0.0, *(config[name] for name in names.split()))
+    return _TffOptimizer(made, variables)
 
 
 def _loss_object(loss: Any) -> tf.keras.losses.Loss:
@@ -237,5 +231,7 @@ def make_trainer(
 ) -> trainer.Trainer:
     """Returns a `Trainer` (see there) for the Keras that is installed."""
     trainer.check_model(model)
-    kind = trainer.Trainer if keras_versions.IS_KERAS_3 else FunctionalTrainer
-    return kind(model, training, element_spec, aggregate_non_trainable)
+    if keras_versions.IS_KERAS_3:
+        return trainer.Trainer(model, training, element_spec, aggregate_non_trainable)
+    # Whose models change no such state.
+    return FunctionalTrainer(model, training, element_spec)

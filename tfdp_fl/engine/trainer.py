@@ -76,6 +76,7 @@ class Trainer:
       unaggregated: Its other variables: frozen weights, adapted constants, and
         what the moving statistics are where they stay at the server.
       label_ranges: What class labels may be (see `labels.ranges`).
+      single_loss: The compiled loss of a model with one output, else None.
       metric_specs: Specs of the metrics' state; it adds up over clients.
       lookups: The tables of which a client trains only the rows that it looks up.
     """
@@ -137,7 +138,7 @@ class Trainer:
             model, training.loss, self._loss, places, predicted
         )
         self.label_ranges = labels.ranges(flat, outputs)
-        self._single_loss = outputs[0][2] if len(outputs) == 1 else None
+        self.single_loss = outputs[0][2] if len(outputs) == 1 else None
         with keras_versions.stateless(own), keras_versions.losses_of(model, self._loss):
             model._compute_loss(x, y, predicted, weight, training=True)
         self.metric_specs = []
@@ -192,17 +193,15 @@ class Trainer:
           seed: Of a kind of `mechanisms.noise`, new for every client of every
             round.
         """
-        return ClientState(
-            [*received.weights, *received.unaggregated, *self._seeds(seed)],
-            self._optimizer.start(received.learning_rate),
-        )
-
-    def _seeds(self, seed: tf.Tensor) -> list[tf.Tensor]:
-        """Returns the first states of the model's random generators."""
-        return [
+        # The first states of the model's random generators.
+        seeds = [
             tf.cast(tf.stack([noise.integer(seed, 1 + number), 0]), variable.dtype)
             for number, variable in enumerate(self._random_state)
         ]
+        return ClientState(
+            [*received.weights, *received.unaggregated, *seeds],
+            self._optimizer.start(received.learning_rate),
+        )
 
     def step(
         self,
@@ -333,17 +332,6 @@ class Trainer:
             with_numbers_only, (y, predicted, weight)
         )
         return self._metrics.stateless_update_state(metrics, y, predicted, weight)
-
-    def losses_of_rows(self, label: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
-        """Returns each row's loss, float32 [n], of which the loss is the mean.
-
-        Only for losses of which `separable` says so.
-
-        Args:
-          label: [n, ...].
-          output: [n, c], of a model with one output.
-        """
-        return keras_versions.losses_of_rows(self._single_loss, label, output)
 
     def update(
         self,
