@@ -440,10 +440,9 @@ def estimate(scores: Scores, delta: float) -> Estimate:
       delta: Strictly between 0 and 1.
     """
     delta = _validate.inside_unit_interval(delta=delta)
-    observed = np.asarray(scores.observed, np.float64)
-    null_mean, null_std, others = 0.0, scores.null_std, None
-    if scores.unobserved is not None:
-        others = np.asarray(scores.unobserved, np.float64)
+    observed, others = scores.observed, scores.unobserved
+    null_mean, null_std = 0.0, scores.null_std
+    if others is not None:
         null_mean, null_std = float(others.mean()), float(others.std(ddof=1))
         others = (others - null_mean) / null_std
     # From here on in units of the null's standard deviation.

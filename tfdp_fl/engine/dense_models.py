@@ -199,7 +199,6 @@ def supports(
         and all(map(_is_sum_over_rows, metrics))
         and labels.are_numbers_of_rows(label_spec)
         and query.only_scales
-        and not query.two_phase
         and not query.mechanism.releases_weights
         and trainer.is_plain_sgd(training.optimizer)
         and not training.proximal_weight

@@ -194,12 +194,11 @@ class CohortEngine:
         nobody = layout.client_table(np.zeros(0, int), np.zeros(0, int), 1, 1)
         if self.layout.weighting is not None:
             nobody = nobody._replace(measured=np.zeros(0, np.float32))
-        part = layout.Part(layout.Strategy(layout.ONE_BY_ONE, False), nobody)
         numbers, seed = tf.zeros([3]), tf.zeros([2], tf.uint64)
         fixed = self.state, numbers, seed, self.server.variables, self._unaggregated
-        definition = self.programs.program(fixed, part).definition
+        program = self.programs.program(fixed, self.layout.one_by_one(nobody))
         if self.layout.at_once is not None:
-            refused = allowed_operations.not_batched(definition)
+            refused = allowed_operations.not_batched(program.definition)
             if refused:
                 self._train_one_by_one(f"{', '.join(refused)} cannot be batched")
 
@@ -332,8 +331,8 @@ class CohortEngine:
                     f"TensorFlow cannot vectorize them ({type(error).__name__})"
                 )
                 return self._traced(pending, chunk)
-            alone = layout.Strategy(layout.ONE_BY_ONE, False)
-            if len(groups) > 1 and part.strategy == alone and not program.has_run:
+            alone = part.strategy.kind == layout.ONE_BY_ONE and not part.strategy.xla
+            if len(groups) > 1 and alone and not program.has_run:
                 # TensorFlow optimises a program in its first call, and again in
                 # every thread that calls it meanwhile.
                 nobody = layout.select(part.table, np.array([], np.int64))

@@ -372,40 +372,29 @@ class Layout:
             table = table._replace(measured=measured)
         return table
 
-    def lay_out(
-        self,
-        clients: ClientTable,
-        num_groups: int,
-        *,
-        for_workers: bool = False,
-        float32_products: bool = True,
-    ) -> list[list[Part]]:
+    def lay_out(self, clients: ClientTable, num_groups: int) -> list[list[Part]]:
         """Shares a chunk's clients out.
 
         Args:
           clients: The clients.
           num_groups: How many groups may train at the same time. One does
             where another thread, or worker, would cost more than it saves.
-          for_workers: Whether one program, without XLA, has to serve all
-            groups.
-          float32_products: Whether products of float32 numbers are computed as
-            such where the clients train; this process is asked as well.
 
         Returns:
           At most so many groups, at least one. The parts of a group come one
           after the other: each is bounded in the memory that it takes.
         """
-        if self.at_once is not None and not for_workers:
+        if self.at_once is not None:
             return [self.batches(clients)]
         kernels, steps = self.kernels, clients.steps
         examples = int(clients.num_examples.max(initial=0) * clients.epochs)
         if (
             kernels is None
-            or not (float32_products and devices.products_are_float32())
+            or not devices.products_are_float32()
             or not dense_models.is_worthwhile(kernels, steps, examples)
         ):
             return [
-                [self.one_by_one(part, for_workers) for part in group]
+                [self.one_by_one(part) for part in group]
                 for group in split(clients, num_groups, self._most_collected)
             ]
         if dense_models.is_small(kernels, clients.num_examples.sum() * clients.epochs):
@@ -450,9 +439,9 @@ class Layout:
                 parts.append(Part(Strategy(BATCHED, xla), some))
         return parts
 
-    def one_by_one(self, clients: ClientTable, for_workers: bool = False) -> Part:
+    def one_by_one(self, clients: ClientTable) -> Part:
         """Returns the part in which clients train one by one."""
-        xla = self.xla and not for_workers and clients.has_full_batches_only
+        xla = self.xla and clients.has_full_batches_only
         return Part(Strategy(ONE_BY_ONE, xla), _padded(clients) if xla else clients)
 
 

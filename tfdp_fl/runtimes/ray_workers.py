@@ -27,6 +27,9 @@ from tfdp_fl.runtimes.workers import (
 # What Ray sends with a call, rather than by its store of objects.
 _INLINE_BYTES = 64 * 2**10
 
+# How long Ray may take to place and start the workers.
+_SECONDS_TO_START = 300.0
+
 # Arrays as `_sealed` leaves them.
 _Sealed = Any
 
@@ -193,7 +196,6 @@ class RayWorkers:
         num_workers: int | None = None,
         *,
         resources: Mapping[str, Any] | None = None,
-        connect_timeout_seconds: float = 300.0,
         max_repeats: int = 2,
         float32_products: bool | None = None,
     ):
@@ -209,8 +211,6 @@ class RayWorkers:
             resources: What each worker asks of Ray, as the options of an actor:
                 `{"num_cpus": 2}`, `{"num_gpus": 1}`. One CPU by default; a
                 worker computes with as many threads.
-            connect_timeout_seconds: How long Ray may take to place and start
-                the workers.
             max_repeats: How often in one round lost workers are replaced.
             float32_products: Whether the workers compute products of float32
                 numbers as such: not in bfloat16 (oneDNN can be told to), nor in
@@ -234,9 +234,6 @@ class RayWorkers:
         self._float32_products = float32_products
         # The examples of a dataset, and what Ray has stored of them.
         self._stored: tuple[Arrays, Any] | None = None
-        self._connect_timeout = _validate.positive(
-            connect_timeout_seconds=connect_timeout_seconds
-        )
         self._max_repeats = _validate.non_negative_integer(max_repeats=max_repeats)
         options = {"num_cpus": 1, **(resources or {})}
         self._cluster = _Cluster(address, options)
@@ -267,7 +264,7 @@ class RayWorkers:
         missing = [n for n in range(self.num_workers) if n not in cluster.actors]
         waiting = [cluster.actor(place).ready.remote() for place in missing]
         try:
-            ray.get(waiting, timeout=self._connect_timeout)
+            ray.get(waiting, timeout=_SECONDS_TO_START)
         except ray.exceptions.RayError as error:
             for place in missing:
                 cluster.drop(place)

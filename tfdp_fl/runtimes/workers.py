@@ -12,6 +12,7 @@ client, and the engine goes on with those.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -102,6 +103,14 @@ class ShardedCohorts:
         """
         self._engine = cohort_engine
         self._workers = workers
+        here = cohort_engine.layout
+        # One program, without XLA, serves all workers.
+        self._layout = dataclasses.replace(
+            here,
+            kernels=here.kernels if workers.float32_products else None,
+            xla=False,
+            at_once=None,
+        )
         self._examples: Arrays | None = None
         if clients.is_indexed:
             self._examples = _arrays(layout.stored_examples(clients))
@@ -128,12 +137,7 @@ class ShardedCohorts:
             self._engine.train_chunk(pending, chunk)
             return
         for table in self._sendable(chunk):
-            groups = self._engine.layout.lay_out(
-                table,
-                self._workers.num_workers,
-                for_workers=True,
-                float32_products=self._workers.float32_products,
-            )
+            groups = self._layout.lay_out(table, self._workers.num_workers)
             for place in range(max(map(len, groups))):
                 parts = [group[place] for group in groups if place < len(group)]
                 self._train_parts(parts, pending, chunk)
