@@ -387,7 +387,7 @@ class Layout:
         if self.at_once is not None:
             return [self.batches(clients)]
         kernels, steps = self.kernels, clients.steps
-        examples = int(clients.num_examples.max(initial=0) * clients.epochs)
+        examples = int(clients.num_examples.max(initial=0)) * int(clients.epochs)
         if (
             kernels is None
             or not devices.products_are_float32()

@@ -119,6 +119,8 @@ class Trainer:
         leaving = {id(variable) for variable in leave}
         self.aggregated = self._trainable + leave
         self.unaggregated = [v for v in non_trainable if id(v) not in leaving]
+        # In the order of a `ClientState`.
+        self._variables = [*self.aggregated, *self.unaggregated, *self._random_state]
         self._optimizer = ClientOptimizer(training.optimizer, self._trainable)
         self._loss, self._metrics = keras_versions.compiled_loss_and_metrics(
             model,
@@ -128,7 +130,7 @@ class Trainer:
             training.weighted_metrics,
         )
         x, y = (zeros_like_batch(spec) for spec in element_spec)
-        own = [(variable, variable) for variable in self._every_variable()]
+        own = [(variable, variable) for variable in self._variables]
         with keras_versions.stateless(own):
             predicted = model(x, training=False)
         y, weight = nests.labels_and_weights(y)
@@ -272,8 +274,7 @@ class Trainer:
         self, state: ClientState, x: Any, y: Any, weight: Any, training: bool = True
     ) -> tuple[tf.Tensor, Any, list[tf.Tensor]]:
         """Returns the loss, the outputs, and the values that they leave behind."""
-        variables = self._every_variable()
-        mapping = list(zip(variables, state.values, strict=True))
+        mapping = list(zip(self._variables, state.values, strict=True))
         # Means of losses, which Keras keeps to show them.
         mapping += [(v, tf.zeros(v.shape, v.dtype)) for v in self._loss.variables]
         with (
@@ -283,12 +284,8 @@ class Trainer:
         ):
             predicted = self.model(x, training=training)
             loss = self.model._compute_loss(x, y, predicted, weight, training=training)
-        after = [scope.get_current_value(variable) for variable in variables]
+        after = [scope.get_current_value(variable) for variable in self._variables]
         return loss, predicted, after
-
-    def _every_variable(self) -> list[Any]:
-        """Returns the model's variables, in the order of a `ClientState`."""
-        return [*self.aggregated, *self.unaggregated, *self._random_state]
 
     def _changed_by_training(self, non_trainable: list[Any]) -> list[Any]:
         """Returns the non-trainable variables that a forward pass assigns."""
