@@ -90,7 +90,7 @@ def is_mean_over_rows(loss: Any) -> bool:
         type(loss) in LOSSES
         and _is_among(getattr(loss, "fn", None), LOSS_FUNCTIONS)
         and "call" not in vars(loss)
-        and loss.reduction in ("auto", "sum_over_batch_size")
+        and loss.reduction == "sum_over_batch_size"
         and _has_usual_options(loss)
     )
 
@@ -143,13 +143,10 @@ def _takes_rows_one_by_one(layer: Any) -> bool:
 
 def _is_plain_dense(layer: Any) -> bool:
     """Returns whether a layer is Keras's dense one, and trains all it has."""
-    options = (
-        *("kernel_regularizer", "bias_regularizer"),
-        *("kernel_constraint", "bias_constraint"),
-    )
+    options = "kernel_regularizer bias_regularizer kernel_constraint bias_constraint"
     return (
         type(layer) is _layers.Dense
-        and all(getattr(layer, name) is None for name in options)
+        and all(getattr(layer, name) is None for name in options.split())
         and not keras_versions.has_adapted_weights(layer)
         and layer.trainable
         and tf.as_dtype(layer.kernel.dtype) == tf.float32

@@ -237,8 +237,7 @@ class CohortEngine:
         """Raises ValueError if a client's labels cannot be the model's."""
         labels.check_clients(dataset, self.layout.label_ranges)
 
-    # Half one: train and add up. Its steps are public for runtimes that run
-    # the programs elsewhere.
+    # Half one: train and add up.
 
     @devices.at_home
     def collect(
@@ -263,7 +262,6 @@ class CohortEngine:
         self.complete(pending)
         return pending
 
-    @devices.at_home
     def empty_round(self, inputs: cohort.RoundInputs) -> cohort.PendingRound:
         """Returns a round of which nothing is collected yet."""
         weights = [variable.value() for variable in self.server.variables]
@@ -282,7 +280,6 @@ class CohortEngine:
             window_norms=norms,
         )
 
-    @devices.at_home
     def train_chunk(self, pending: cohort.PendingRound, chunk: layout.Chunk) -> None:
         """Trains a chunk's clients here; adds to `pending`."""
         groups = self._traced(pending, chunk)
@@ -376,7 +373,6 @@ class CohortEngine:
                 position = int(pending.inputs.positions[member])
                 pending.failures.append(ClientFailure(position, error))
 
-    @devices.at_home
     def complete(self, pending: cohort.PendingRound) -> None:
         """Ends collecting, once every chunk was added.
 

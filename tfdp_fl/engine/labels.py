@@ -74,7 +74,8 @@ def ranges(
             )
         shape, expected = labels[leaf].shape[1:], output.shape[1:]
         allowed: tuple[Any, ...] = (expected,)
-        if function.__name__ == "sparse_categorical_crossentropy":
+        sparse = function.__name__ == "sparse_categorical_crossentropy"
+        if sparse:
             allowed = (expected[:-1], [*expected[:-1], 1])
         elif expected.rank and expected[-1] == 1:
             allowed = (expected, expected[:-1])
@@ -85,10 +86,7 @@ def ranges(
                 f"the loss {loss.name!r}, got {tuple(shape)}."
             )
         options = getattr(loss, "_fn_kwargs", {})
-        if (
-            function is tf.keras.losses.sparse_categorical_crossentropy
-            and options.get("axis", -1) == -1
-        ):
+        if sparse and options.get("axis", -1) == -1:
             ignored = options.get("ignore_class")
             found.append(LabelRange(leaf, output.shape[-1], ignored))
     return found
