@@ -20,9 +20,8 @@ from tests.keras import toy
 from tests.mechanisms import references
 from tfdp_fl import runtimes, secure_aggregation
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import program
+from tfdp_fl.engine import layout, program
 from tfdp_fl.runtimes import ray_workers
-from tfdp_fl.runtimes import workers as workers_lib
 
 ray = pytest.importorskip("ray", reason="ray is not installed (tests only)")
 _layers = tf.keras.layers
@@ -222,7 +221,7 @@ def test_shards_of_large_arrays_that_ray_stores(workers, monkeypatch):
 def test_requests_of_bounded_size(workers, monkeypatch):
     # Of a dataset in memory Ray has all examples, once.
     limit = 5 * 4 * (8 + 1)  # 5 examples.
-    monkeypatch.setattr(workers_lib, "MESSAGE_BYTES", limit)
+    monkeypatch.setattr(layout, "CHUNK_BYTES", limit)
     with mock.patch.object(workers, "run", wraps=workers.run) as run:
         _compare(_Case(clients=_streamed), workers)
     assert run.call_count > 2 * _ROUNDS

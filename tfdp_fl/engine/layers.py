@@ -45,8 +45,8 @@ def fast(model: tf.keras.Model) -> contextlib.AbstractContextManager[None]:
 
     Eligible is an LSTM with Keras's default activations and a bias, in float32
     or mixed_bfloat16, without dropout, state between batches, or a time axis
-    that is reversed or unrolled. A call with a mask, an initial state or ragged
-    input goes Keras's way.
+    that is reversed or unrolled. A call with a mask or an initial state goes
+    Keras's way.
 
     Args:
       model: What is traced in the block.
@@ -75,22 +75,14 @@ def _lstm_call(
     """Returns what to put in the place of the layer's `call`."""
 
     @tf.autograph.experimental.do_not_convert
-    def call(
-        inputs: Any,
-        mask: Any = None,
-        training: Any = None,
-        initial_state: Any = None,
-    ) -> tf.Tensor:
+    def call(inputs: Any, **options: Any) -> tf.Tensor:
         if (
-            mask is not None
-            or initial_state is not None
+            any(options.get(name) is not None for name in ("mask", "initial_state"))
             or not tf.is_tensor(inputs)
-            or isinstance(inputs, tf.RaggedTensor)
             or inputs.dtype != layer.compute_dtype
             or inputs.shape[2:].num_elements() is None
         ):
-            options = {"mask": mask, "initial_state": initial_state}
-            return keras_call(inputs, training=training, **options)
+            return keras_call(inputs, **options)
         # What is rounded to bfloat16 goes through time in float32: its steps
         # are too small for products in bfloat16 to be faster.
         cell = layer.cell

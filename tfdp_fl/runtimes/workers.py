@@ -13,7 +13,6 @@ client, and the engine goes on with those.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -22,9 +21,6 @@ import tensorflow as tf
 from tfdp_fl import engine
 from tfdp_fl.datasets import FederatedDataset, nests
 from tfdp_fl.engine import layout, program
-
-# How many bytes of examples one message to a worker may hold.
-MESSAGE_BYTES = 256 * 2**20
 
 Arrays = list[np.ndarray]
 
@@ -136,25 +132,10 @@ class ShardedCohorts:
         if not chunk.table.num_clients:  # Nothing to send to anybody.
             self._engine.train_chunk(pending, chunk)
             return
-        for table in self._sendable(chunk):
-            groups = self._layout.lay_out(table, self._workers.num_workers)
-            for place in range(max(map(len, groups))):
-                parts = [group[place] for group in groups if place < len(group)]
-                self._train_parts(parts, pending, chunk)
-
-    def _sendable(self, chunk: layout.Chunk) -> Iterator[layout.ClientTable]:
-        """Yields the clients in groups whose examples fit into messages."""
-        if self._examples is not None:
-            yield chunk.table
-            return
-        one_row = sum(
-            leaf.dtype.size * leaf.shape[1:].num_elements()
-            for leaf in tf.nest.flatten((chunk.x, chunk.y))
-        )
-        limit = max(1, self._workers.num_workers * MESSAGE_BYTES // max(1, one_row))
-        message = (np.cumsum(chunk.table.num_examples) - 1) // limit
-        for number in np.unique(message):
-            yield layout.select(chunk.table, np.flatnonzero(message == number))
+        groups = self._layout.lay_out(chunk.table, self._workers.num_workers)
+        for place in range(max(map(len, groups))):
+            parts = [group[place] for group in groups if place < len(group)]
+            self._train_parts(parts, pending, chunk)
 
     def _train_parts(
         self,
@@ -191,10 +172,7 @@ class ShardedCohorts:
 
 def _arrays(nest: object) -> Arrays:
     """Returns the leaves of a nest as arrays."""
-    return [
-        leaf.numpy() if tf.is_tensor(leaf) else np.asarray(leaf)
-        for leaf in tf.nest.flatten(nest)
-    ]
+    return list(map(np.asarray, tf.nest.flatten(nest)))
 
 
 def _taken(leaf: tf.Tensor, rows: np.ndarray) -> np.ndarray:
