@@ -134,15 +134,6 @@ def products_are_float32() -> bool:
     )
 
 
-def products_are_float32_in_processes_started_here() -> bool:
-    """Returns True if that holds in other processes of this machine, too.
-
-    They have this one's environment, and not what it told TensorFlow: on GPUs
-    TensorFloat-32 is on unless a process turns it off.
-    """
-    return products_are_float32() and not tf.config.list_physical_devices("GPU")
-
-
 def prefers_xla(model: tf.keras.Model, batch_size: int) -> bool:
     """Returns True if the model is small and dense all through, on a CPU.
 

@@ -244,9 +244,12 @@ class RayWorkers:
         """Whether the workers' products of float32 numbers are such."""
         if self._float32_products is not None:
             return self._float32_products
+        # Workers have this process's environment, and not what it told TensorFlow:
+        # on GPUs TensorFloat-32 is on unless a process turns it off.
         return (
             self._cluster.is_here
-            and devices.products_are_float32_in_processes_started_here()
+            and devices.products_are_float32()
+            and not tf.config.list_physical_devices("GPU")
         )
 
     def open(self) -> RayWorkers:
