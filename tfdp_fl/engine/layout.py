@@ -300,34 +300,26 @@ class Layout:
         # Labels are looked at when the clients after them were read.
         pending.failures.sort(key=lambda failure: failure.position)
 
-    def _clients(
-        self, dataset: FederatedDataset, pending: cohort.PendingRound
-    ) -> Iterator[_Client]:
-        """Reads clients one after the other, but for those that failed."""
-        positions = pending.inputs.positions
-        for member, client in enumerate(dataset.read_clients(positions)):
-            if isinstance(client, ClientFailure):
-                pending.failures.append(client)
-                continue
-            problem = labels.problem_of_client(
-                tf.nest.flatten(client.y), self.label_ranges
-            )
-            if problem is None:
-                yield member, tf.nest.flatten((client.x, client.y))
-            else:
-                position = int(positions[member])
-                pending.failures.append(ClientFailure(position, problem))
-
     def _streamed(
         self, dataset: FederatedDataset, pending: cohort.PendingRound
     ) -> Iterator[Chunk]:
         """Yields clients whose examples fit into one chunk; at least one chunk."""
+        positions = pending.inputs.positions
         held: list[_Client] = []
         num_bytes, sent = 0, False
-        for member, arrays in self._clients(dataset, pending):
+        for member, client in enumerate(dataset.read_clients(positions)):
+            if not isinstance(client, ClientFailure):
+                leaves = tf.nest.flatten(client.y)
+                problem = labels.problem_of_client(leaves, self.label_ranges)
+                if problem is not None:
+                    client = ClientFailure(int(positions[member]), problem)
+            if isinstance(client, ClientFailure):
+                pending.failures.append(client)
+                continue
             if held and num_bytes >= CHUNK_BYTES:
                 yield self._chunk(pending.inputs, held)
                 held, num_bytes, sent = [], 0, True
+            arrays = tf.nest.flatten((client.x, client.y))
             held.append((member, arrays))
             num_bytes += sum(array.nbytes for array in arrays)
         if held or not sent:
