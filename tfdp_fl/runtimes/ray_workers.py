@@ -141,9 +141,8 @@ class _Cluster:
                 log_to_driver=False,
             )
         except Exception as error:
-            raise WorkerUnavailable(
-                self._address or "of Ray", f"cannot be reached: {error}"
-            ) from error
+            where = self._address or "Ray"
+            raise WorkerUnavailable(f"{where} cannot be reached: {error}") from error
         self._started = True
 
     def actor(self, place: int) -> Any:
@@ -271,7 +270,7 @@ class RayWorkers:
         except ray.exceptions.RayError as error:
             for place in missing:
                 cluster.drop(place)
-            raise WorkerUnavailable("of Ray", f"was not started: {error}") from error
+            raise WorkerUnavailable(f"Ray started no worker: {error}") from error
         return self
 
     def close(self) -> None:
@@ -319,26 +318,24 @@ class RayWorkers:
                 traced.name, received, stored, sealed[place]
             )
 
+        asked = [ask(place) for place in range(len(shards))]
         results: list[Arrays] = []
         lost = 0
-        for place, answer in enumerate(list(map(ask, range(len(shards))))):
+        for place, answer in enumerate(asked):
             wanted, result = [answer], None
             while result is None:
                 try:
                     *_, result = ray.get(wanted)
                 except ray.exceptions.RayTaskError as error:
-                    raise WorkerError(f"{place} of Ray", f"failed: {error}") from error
+                    message = f"Worker {place} of Ray failed: {error}"
+                    raise WorkerError(message) from error
                 except ray.exceptions.RayError as error:
                     self._cluster.drop(place)
                     lost += 1
+                    message = f"Worker {place} of Ray is lost: {error}"
                     if lost > self._max_repeats:
-                        address = f"{place} of Ray"
-                        raise WorkerLost(address, f"is lost: {error}") from error
-                    logging.warning(
-                        "Ray's worker %s is lost, its shard is done again: %s",
-                        place,
-                        error,
-                    )
+                        raise WorkerLost(message) from error
+                    logging.warning("Its shard is done again: %s", message)
                     wanted = [ask(place)]
                 else:
                     if result is None:  # It has not met this program yet.

@@ -26,15 +26,7 @@ Arrays = list[np.ndarray]
 
 
 class WorkerError(RuntimeError):
-    """A worker could not run what it was asked to run.
-
-    Attributes:
-      address: The worker.
-    """
-
-    def __init__(self, address: str, message: str):
-        super().__init__(f"Worker {address} {message}")
-        self.address = address
+    """A worker could not run what it was asked to run."""
 
 
 class WorkerUnavailable(WorkerError):  # noqa: N818
