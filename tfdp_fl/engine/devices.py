@@ -9,18 +9,13 @@ where the user asks for it.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import subprocess
-from collections.abc import Callable
-from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 # Layers whose compiled code does not depend on how fast XLA convolves or loops.
 _DENSE_LAYERS = """
@@ -49,17 +44,6 @@ def home_of(model: tf.keras.Model) -> str:
 def is_cpu(device: str) -> bool:
     """Returns True if that is a device's name, and the device a CPU."""
     return tf.DeviceSpec.from_string(device).device_type == "CPU"
-
-
-def at_home(method: _Method) -> _Method:
-    """Has a method of an object with a `device` compute there."""
-
-    @functools.wraps(method)
-    def there(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with tf.device(self.device):
-            return method(self, *args, **kwargs)
-
-    return there  # type: ignore[return-value]
 
 
 def default_num_replicas(device: str) -> int:

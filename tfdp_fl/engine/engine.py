@@ -239,7 +239,6 @@ class CohortEngine:
 
     # Half one: train and add up.
 
-    @devices.at_home
     def collect(
         self,
         dataset: FederatedDataset,
@@ -256,10 +255,11 @@ class CohortEngine:
         Returns:
           A `PendingRound`; the model and the state have not changed.
         """
-        pending = self.empty_round(inputs)
-        for chunk in self.layout.read(dataset, pending):
-            (train_chunk or self.train_chunk)(pending, chunk)
-        self.complete(pending)
+        with tf.device(self.device):
+            pending = self.empty_round(inputs)
+            for chunk in self.layout.read(dataset, pending):
+                (train_chunk or self.train_chunk)(pending, chunk)
+            self.complete(pending)
         return pending
 
     def empty_round(self, inputs: cohort.RoundInputs) -> cohort.PendingRound:
@@ -400,7 +400,6 @@ class CohortEngine:
             scalars += tf.reduce_sum(rows.scalars, axis=0)
         self.set_sum(pending, update, scalars)
 
-    @devices.at_home
     def set_sum(
         self, pending: cohort.PendingRound, update: tf.Tensor, scalars: tf.Tensor
     ) -> None:
@@ -411,16 +410,16 @@ class CohortEngine:
           update: Float32 [D], the sum of the flattened updates.
           scalars: Float32 [n], that of `Contribution.scalars`.
         """
-        one = self.query.initial_sample_state([]).with_scalars(
-            self.update_spec.unflatten(update),
-            tf.unstack(scalars, num=self.query.num_scalars),
-        )
-        total = functools.reduce(cohort.add_nests, pending.sums)
+        with tf.device(self.device):
+            one = self.query.initial_sample_state([]).with_scalars(
+                self.update_spec.unflatten(update),
+                tf.unstack(scalars, num=self.query.num_scalars),
+            )
+            total = functools.reduce(cohort.add_nests, pending.sums)
         pending.sums, pending.collected = [total._replace(contribution=one)], []
 
     # Half two.
 
-    @devices.at_home
     def release(self, pending: cohort.PendingRound) -> dict[str, float]:
         """Adds the noise, divides, and updates the model and the state.
 
@@ -430,7 +429,8 @@ class CohortEngine:
         Returns:
           The round's values for `History`, by name.
         """
-        self.state, logs = self._release(pending)
+        with tf.device(self.device):
+            self.state, logs = self._release(pending)
         return logs
 
 
