@@ -14,7 +14,7 @@ import pytest
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import accounting
-from tfdp_fl.accounting import accountant
+from tfdp_fl.accounting import releases
 from tfdp_fl.accounting.search import TrialCount
 from tfdp_fl.search import private_search, trial
 from tfdp_fl.search.directory import SearchDirectory
@@ -78,7 +78,7 @@ _NOISE, _calibrate = {}, accounting.calibrate
 def _calibrated_once(monkeypatch):
     """Has no noise looked for twice, nor in narrow cells: it takes seconds."""
     for name in ("_PLD_INTERVAL", "_PLD_COARSE_INTERVAL"):
-        monkeypatch.setattr(accountant, name, 1e-2)
+        monkeypatch.setattr(releases, name, 1e-2)
 
     def calibrate(make_charges, *target, upper):
         key = tuple(make_charges(1.0)), target, upper

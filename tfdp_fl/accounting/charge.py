@@ -15,7 +15,7 @@ import attr
 import dp_accounting
 
 from tfdp_fl import _json, _validate, schedules
-from tfdp_fl.accounting import gaussian
+from tfdp_fl.accounting import releases
 from tfdp_fl.accounting.search import BestOfTrialsDpEvent
 
 SAMPLINGS = ("poisson", "fixed_size", "shuffled", "cyclic")
@@ -286,9 +286,7 @@ def noise_multiplier_of(event: dp_accounting.DpEvent) -> float | None:
     if isinstance(event, dp_accounting.GaussianDpEvent):
         return float(event.noise_multiplier)
     mu_squared = _mu_squared(event)
-    if mu_squared is None:
-        return None
-    return math.inf if mu_squared == 0 else mu_squared**-0.5
+    return None if mu_squared is None else releases.noise_of_mu_squared(mu_squared)
 
 
 def _mu_squared(event: dp_accounting.DpEvent) -> float | None:
@@ -347,10 +345,10 @@ def event_to_json(value: Any) -> Any:
         fields = {name: event_to_json(getattr(value, name)) for name in names}
         if kind is dp_accounting.GaussianDpEvent:
             z = fields["noise_multiplier"]
-            if 0 < z < gaussian.LEAST_NOISE:
+            if 0 < z < releases.LEAST_NOISE:
                 fields["noise_multiplier"] = 0.0
-            elif gaussian.MOST_NOISE < z < math.inf:
-                fields["noise_multiplier"] = gaussian.MOST_NOISE
+            elif releases.MOST_NOISE < z < math.inf:
+                fields["noise_multiplier"] = releases.MOST_NOISE
         return {"type": kind.__name__, **fields}
     if value is None or isinstance(value, (bool, str)):
         return value

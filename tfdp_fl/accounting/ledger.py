@@ -37,7 +37,7 @@ from typing import Any
 
 from tfdp_fl import _files, _interrupts, _json, _validate, version
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import gaussian
+from tfdp_fl.accounting import releases
 from tfdp_fl.accounting.accountant import PrivacyAccountant
 
 FORMAT = "tfdp_fl privacy ledger 3"
@@ -202,7 +202,7 @@ class LedgerContents:
         spent = math.fsum(
             largest_mu_squared(entries) for entries in self.by_run().values()
         )
-        return gaussian.epsilon_of_mu_squared(spent, delta)
+        return releases.epsilon_of_mu_squared(spent, delta)
 
     def lost_mu_squared(self, next_round: int, run: str) -> float:
         """Returns what one client may have spent in rounds that were lost.

@@ -13,7 +13,7 @@ from tfdp_fl import _validate
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger
 from tfdp_fl.accounting.accountant import PrivacyAccountant
-from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
+from tfdp_fl.accounting.releases import epsilon_of_mu_squared
 
 CENTRAL, LOCAL, RECORD, NONE = "central", "local", "record", "none"
 

@@ -343,11 +343,10 @@ class RoundCosts:
         charge = functools.cache(self.charge)
 
         def cost(count: int) -> float:
-            trial = run.spending.central.copy()
             ahead = range(run.rounds, run.rounds + count)
-            for kind, rounds_alike in collections.Counter(map(charge, ahead)).items():
-                trial.add(kind, rounds_alike)
-            return trial.epsilon(delta, accountant or self.setup.accountant)
+            kinds = collections.Counter(map(charge, ahead)).items()
+            after = run.spending.central.would_be(*kinds)
+            return after.epsilon(delta, accountant or self.setup.accountant)
 
         most = min(rounds, _TRIED_FIRST)
         while cost(most) <= epsilon:

@@ -367,7 +367,7 @@ class PrivateSearch:
         contents: accounting.LedgerContents | None,
     ) -> None:
         """Charges the search, on the disk and in memory, before any trial."""
-        spent, counted = self._spent.copy(), dict(self._counted)
+        spent, counted = self._spent.would_be(), dict(self._counted)
         recorded = False
         for run_id, entries in () if contents is None else contents.by_run().items():
             recorded |= run_id == state.run_id
