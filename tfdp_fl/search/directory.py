@@ -17,8 +17,6 @@ from tfdp_fl.keras import checkpoint
 
 Weights = list[np.ndarray]
 
-_LEDGER, _STATE = "ledger.jsonl", "search.npz"
-
 
 @dataclasses.dataclass(kw_only=True)
 class SearchState:
@@ -54,75 +52,77 @@ class SearchDirectory:
     search is returned. Without a path nothing is kept.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None):
-        """Makes the directory.
+    LEDGER, STATE = "ledger.jsonl", "search.npz"
 
-        Args:
-          path: The directory, or None.
-        """
+    def __init__(self, path: str | os.PathLike[str] | None):
+        """Names the directory."""
         self._path = None if path is None else pathlib.Path(path)
         self._ledger: accounting.PrivacyLedger | None = None
 
     @contextlib.contextmanager
-    def opened(
-        self, run_id: str, head: str, target: tuple[float, float]
-    ) -> Iterator[accounting.LedgerContents | None]:
-        """Holds the ledger's lock; yields what it has of this run and of others.
+    def locked(self, resumes: bool, target: tuple[float, float]) -> Iterator[None]:
+        """Holds the ledger's lock; a new ledger has the target.
 
-        It must have the line `head`, unless that is ""; a new one has the target.
+        Raises:
+          ValueError: An interrupted search waits here, and is not resumed; or none
+            does, and is.
         """
         if self._path is None:
-            yield None
+            yield
             return
+        self._check(resumes)
         self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with accounting.PrivacyLedger(
-            self._path / _LEDGER,
+            self._path / self.LEDGER,
             mode="append",
-            expected_head=head or None,
             target_epsilon=target[0],
             target_delta=target[1],
             mechanism={"name": "PrivateSearch", "guarantee": "central"},
-            run=run_id,
         ) as self._ledger:
-            yield self._ledger.contents()
+            self._check(resumes)  # Others may have been here meanwhile.
+            yield
 
-    @property
-    def head(self) -> str:
-        """The hash of the ledger's last line; "" without a ledger."""
-        return "" if self._ledger is None else self._ledger.head
-
-    def record(self, charge: accounting.RoundCharge, trials: str) -> None:
-        """Writes the search into the ledger, as one line with the law of its trials."""
-        if self._ledger is not None:
-            self._ledger.record(0, charge, charge.num_clients, search=trials)
-
-    def check_empty(self) -> None:
-        """Raises ValueError if an interrupted search is waiting here."""
-        if self._path is not None and (self._path / _STATE).exists():
+    def _check(self, resumes: bool) -> None:
+        assert self._path is not None
+        waits = (self._path / self.STATE).exists()
+        if waits and not resumes:
             raise ValueError(
                 f"directory must not hold an interrupted search, and {self._path} "
                 "does: go on with it by fit(resume_from=directory)."
             )
-
-    def read(self) -> SearchState:
-        """Returns the state of an interrupted search; raises ValueError without one."""
-        assert self._path is not None
-        if not (self._path / _STATE).exists():
+        if resumes and not waits:
             raise ValueError(
                 "resume_from must be the directory of an interrupted search, and "
                 f"{self._path} holds none."
             )
-        data = (self._path / _STATE).read_bytes()
-        return SearchState(**checkpoint.Checkpoint.from_bytes(0, data).state)
+
+    def contents(self) -> accounting.LedgerContents | None:
+        """Returns what the ledger holds; None without one."""
+        return None if self._ledger is None else self._ledger.contents()
+
+    def record(self, run: str, charge: accounting.RoundCharge, trials: str) -> None:
+        """Writes a search, with the law of its trials, unless its line is there."""
+        if self._ledger is not None and run not in self._ledger.contents().by_run():
+            size = charge.num_clients
+            self._ledger.record(0, charge, size, run=run, search=trials)
+
+    def read(self) -> SearchState:
+        """Returns the state of an interrupted search, whose ledger has to be here."""
+        assert self._path is not None
+        data = (self._path / self.STATE).read_bytes()
+        state = SearchState(**checkpoint.Checkpoint.from_bytes(0, data).state)
+        ledger = self._path / self.LEDGER
+        accounting.PrivacyLedger.read(ledger, expected_head=state.ledger_head)
+        return state
 
     def write(self, state: SearchState) -> None:
         """Replaces the state on the disk."""
-        if self._path is None:
-            return
-        kept = checkpoint.Checkpoint(round_index=0, state=vars(state))
-        checkpoint.write_atomically(self._path / _STATE, kept.to_bytes())
+        if self._path is not None and self._ledger is not None:
+            state.ledger_head = self._ledger.head
+            kept = checkpoint.Checkpoint(round_index=0, state=vars(state))
+            checkpoint.write_atomically(self._path / self.STATE, kept.to_bytes())
 
     def forget(self) -> None:
         """Deletes the state: the search has ended."""
         if self._path is not None:
-            (self._path / _STATE).unlink(missing_ok=True)
+            (self._path / self.STATE).unlink(missing_ok=True)

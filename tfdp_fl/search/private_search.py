@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tfdp_fl import _json, _validate, accounting, datasets
 from tfdp_fl.accounting.search import TrialCount
+from tfdp_fl.accounting.spending import CENTRAL, OtherRun, Spending
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import DPFederatedModel, model_history
 from tfdp_fl.search.directory import SearchDirectory, SearchState
@@ -95,9 +96,9 @@ class PrivateSearch:
             _validate.inside_unit_interval(target_delta=target_delta),
         )
         self._score = _validate.instance_of((PublicScore, PrivateScore), score=score)
-        self._spent = accounting.PrivacyAccountant()
-        self._counted: dict[str, collections.Counter[accounting.RoundCharge]] = {}
-        self._searches = 0
+        # Each search is a run of its own; so are others in its ledger.
+        self._spending = Spending(CENTRAL, num_clients=1)
+        self._searches: set[str] = set()
         self._last: tuple[Split, list[Trial]] | None = None
         self._fitting = threading.Lock()
 
@@ -157,19 +158,14 @@ class PrivateSearch:
             trials = self._built(split.training)
             event = calibrated(trials, split, rounds, self._trials, self._target)
             charge = charge_of(split, event)
-            plan = {
-                **self._plan(dataset, rounds, options),
-                "build": charge.to_json(),
-            }
             for trial in trials:
                 trial.prepare(split.training, rounds, options)
-            files = SearchDirectory(directory if resume_from is None else resume_from)
-            state = self._begin(files, resume_from is not None, plan, trials)
-            with files.opened(
-                state.run_id, state.ledger_head, self._target
-            ) as contents:
-                state = self._again(files, resume_from is not None, state)
-                self._pay(files, state, charge, contents)
+            resumes = resume_from is not None
+            files = SearchDirectory(resume_from if resumes else directory)
+            plan = {**self._plan(dataset, rounds, options), "build": charge.to_json()}
+            with files.locked(resumes, self._target):
+                state = self._begin(files if resumes else None, plan, trials)
+                self._pay(files, state, charge)
                 self._last = split, trials
                 self._run_trials(
                     files,
@@ -191,8 +187,8 @@ class PrivateSearch:
         Args:
           delta: Strictly between 0 and 1.
         """
-        delta = _validate.inside_unit_interval(delta=delta)
-        return self._spent.epsilon(delta, "pld" if self._spent.is_one_search else "rdp")
+        spent = self._spending.central
+        return spent.epsilon(delta, "pld" if spent.is_one_search else "rdp")
 
     def privacy_statement(
         self, delta: float | None = None, format: str = "text"
@@ -206,10 +202,10 @@ class PrivateSearch:
         Raises:
           ValueError: Nothing was searched yet, or an argument is not allowed.
         """
-        if self._last is None or not self._searches:
+        if self._last is None:
             raise ValueError("fit must be called before privacy_statement.")
         delta = self._target[1] if delta is None else delta
-        split, trials = self._last
+        spent, (split, trials) = self._spending.central, self._last
         caveats = set().union(*(trial.caveats() for trial in trials))
         scored = "public data"
         if split.held_out is not None:
@@ -218,12 +214,12 @@ class PrivateSearch:
                 "list, by their places in it), with noise, and charged"
             )
         accounted = self._trials.theorem
-        if self._spent.is_one_search:
+        if spent.is_one_search:
             accounted += (
                 " and by privacy profiles (Koskela, Redberg & Wang 2024, arXiv "
                 "2402.06701)"
             )
-        times = "" if self._searches == 1 else f"{self._searches} times, "
+        times = "" if len(self._searches) == 1 else f"{len(self._searches)} times, "
         facts = accounting.StatementFacts(
             guarantee="central",
             mechanism="PrivateSearch",
@@ -238,11 +234,9 @@ class PrivateSearch:
             num_clients=split.training.num_clients,
             clients_per_round=sorted({trial.clients_per_round for trial in trials}),
             search=f"after {times}a search over {len(self.candidates)} candidates",
-            epsilon_rdp=self._spent.epsilon,
-            epsilon_pld=self.epsilon if self._spent.is_one_search else None,
-            epsilon_if_participation_is_known=(
-                self._spent.epsilon_if_participation_is_known
-            ),
+            epsilon_rdp=spent.epsilon,
+            epsilon_pld=self.epsilon if spent.is_one_search else None,
+            epsilon_if_participation_is_known=spent.epsilon_if_participation_is_known,
             caveats=(
                 *sorted(caveats),
                 "search_counted",
@@ -293,46 +287,28 @@ class PrivateSearch:
 
     def _begin(
         self,
-        directory: SearchDirectory,
-        resumes: bool,
+        interrupted: SearchDirectory | None,
         plan: dict[str, Any],
         trials: list[Trial],
     ) -> SearchState:
         """Returns the state of a new search, or of the one that goes on."""
-        if resumes:
-            state = directory.read()
-            for name, value in plan.items():
-                if state.plan.get(name) != value:
-                    raise ValueError(
-                        f"{name} must be as in the interrupted search, got another "
-                        "value."
-                    )
-            for trial, initial in zip(trials, state.initial, strict=True):
-                trial.initial = initial
-                trial.reset()
-            return state
-        directory.check_empty()
-        return SearchState(
-            plan=plan,
-            trials=self._trials.draw(np.random.default_rng()),
-            initial=[trial.initial for trial in trials],
-            weights=trials[0].initial,
-        )
-
-    def _again(
-        self, directory: SearchDirectory, resumes: bool, state: SearchState
-    ) -> SearchState:
-        """Returns the state under the lock: others may have gone on with it."""
-        if not resumes:
-            directory.check_empty()
-            return state
-        now = directory.read()
-        if now.run_id != state.run_id:
-            raise ValueError(
-                "resume_from must be the directory of an interrupted search, but "
-                "another process has begun a new one there."
+        if interrupted is None:
+            return SearchState(
+                plan=plan,
+                trials=self._trials.draw(np.random.default_rng()),
+                initial=[trial.initial for trial in trials],
+                weights=trials[0].initial,
             )
-        return now
+        state = interrupted.read()
+        for name, value in plan.items():
+            if state.plan.get(name) != value:
+                raise ValueError(
+                    f"{name} must be as in the interrupted search, got another value."
+                )
+        for trial, initial in zip(trials, state.initial, strict=True):
+            trial.initial = initial
+            trial.reset()
+        return state
 
     def _run_trials(
         self,
@@ -364,34 +340,14 @@ class PrivateSearch:
         directory: SearchDirectory,
         state: SearchState,
         charge: accounting.RoundCharge,
-        contents: accounting.LedgerContents | None,
     ) -> None:
         """Charges the search, on the disk and in memory, before any trial."""
-        spent, counted = self._spent.would_be(), dict(self._counted)
-        recorded = False
-        for run_id, entries in () if contents is None else contents.by_run().items():
-            recorded |= run_id == state.run_id
-            if run_id == state.run_id:
-                continue
-            told = collections.Counter(
-                e.charge for e in entries if e.charge is not None
-            )
-            if told.total() < len(entries):
-                raise ValueError(
-                    "directory must have a ledger of central guarantees only, got "
-                    f"one with a round of run {run_id} that has none."
-                )
-            known = counted.get(run_id, collections.Counter())
-            for one, count in (told - known).items():  # Those that came since.
-                spent.add(one, count)
-            counted[run_id] = told | known
-        if state.run_id not in counted:
-            spent.add(charge)
-        state.ledger_head = directory.head
+        contents = directory.contents()
+        if contents is not None:
+            self._spending.absorb(contents, run="", source=SearchDirectory.LEDGER)
         directory.write(state)  # Whatever is charged can be resumed.
-        if not recorded:
-            directory.record(charge, self._trials.describe())
-            state.ledger_head = directory.head
-        self._searches += state.run_id not in counted
-        counted[state.run_id] = collections.Counter([charge])
-        self._spent, self._counted = spent, counted
+        directory.record(state.run_id, charge, self._trials.describe())
+        name = f"{state.run_id} in {SearchDirectory.LEDGER}"  # As in `absorb`.
+        this = OtherRun(charges=collections.Counter([charge]), mu_squared=0.0)
+        self._spending.keep_others({name: this})
+        self._searches.add(state.run_id)

@@ -40,6 +40,8 @@ class Trial:
     Attributes:
       model: Its Keras model. Between trials it has the weights it came with.
       mechanism: Its mechanism, with the noise of the search once that is known.
+      clients_per_round: The expected cohort size, m.
+      server_optimizers: The server's optimizer, if there is one.
       initial: The values that its variables begin with.
     """
 
@@ -49,7 +51,7 @@ class Trial:
                 "build must return a compiled tfdp_fl.DPFederatedModel, got a "
                 f"{type(made).__name__} for {candidate!r}."
             )
-        made.require_compiled(f"build returns {candidate!r}")
+        compiled = made.require_compiled(f"build returns {candidate!r}")
         model_history.check_owner(made)
         if made.run is not None:
             raise ValueError(
@@ -59,8 +61,12 @@ class Trial:
         _check_mechanism(made, candidate)
         self.model: tf.keras.Model = made.model
         self.mechanism: Mechanism = made.mechanism
+        sizes = made.setup.clients_per_round
+        self.clients_per_round = schedules.value_at(sizes, 0, "clients_per_round")
+        server = compiled.server_optimizer
+        self.server_optimizers: list[Any] = [] if server is None else [server]
         self.initial = self.values()
-        self._made = made
+        self._made, self._training = made, compiled.training
         self._planned: collections.Counter[accounting.RoundCharge] = (
             collections.Counter()
         )
@@ -73,18 +79,6 @@ class Trial:
     def variables(self) -> list[tf.Variable]:
         """All variables of the model: weights, and states of random layers."""
         return keras_versions.tf_variables(self.model.variables)
-
-    @property
-    def clients_per_round(self) -> float:
-        """The expected cohort size, m."""
-        sizes = self._made.setup.clients_per_round
-        return schedules.value_at(sizes, 0, "clients_per_round")
-
-    @property
-    def server_optimizers(self) -> list[Any]:
-        """The server's optimizer, if there is one."""
-        server = self._made.require_compiled("a trial").server_optimizer
-        return [] if server is None else [server]
 
     def values(self) -> list[np.ndarray]:
         """Returns the values of all variables."""
@@ -199,8 +193,7 @@ class Trial:
         try:
             with _silence():
                 self._train(split.training, rounds, options)
-                training = self._made.require_compiled("a trial").training
-                value = score(self.model, training, split.held_out)
+                value = score(self.model, self._training, split.held_out)
         except Exception:  # What happened is as secret as that it happened.
             return -math.inf
         return value if math.isfinite(value) else -math.inf
@@ -293,31 +286,28 @@ def calibrated(
             tuple(dict.fromkeys(events)), count.mean, count.shape
         )
 
-    def noise_of(trial: Trial, aim: float) -> float:
+    def noise_of(trial: Trial, aim: float, limit: float | None) -> float:
         return accounting.calibrate(
             lambda z: [charge_of(split, best_of([trial.event(z, clients, rounds)]))],
             aim,
             delta,
             "pld",
-            upper=trial.noise_limit(clients, rounds),
+            upper=limit,
         )
 
     aim = epsilon
     while True:
+        events: list[dp_accounting.DpEvent] = []
+        # By what a trial costs with some noise: alike, it is calibrated once.
         known: dict[dp_accounting.DpEvent, float] = {}
         for trial in trials:
-            event = None
-            for noise in known.values():
-                with contextlib.suppress(ValueError):
-                    event = trial.event(noise, clients, rounds)
-                if event in known:
-                    break
-            if event not in known:
-                noise = noise_of(trial, aim)
-                known[trial.event(noise, clients, rounds)] = noise
-        event = best_of(list(known))
-        history = accounting.PrivacyAccountant()
-        history.add(charge_of(split, event))
+            limit = trial.noise_limit(clients, rounds)
+            kind = trial.event(min(1.0, limit or 1.0), clients, rounds)
+            if kind not in known:
+                known[kind] = noise_of(trial, aim, limit)
+            events.append(trial.event(known[kind], clients, rounds))
+        event = best_of(events)
+        history = accounting.PrivacyAccountant([charge_of(split, event)])
         total = history.epsilon(delta, "pld")
         if total <= epsilon:
             return event
