@@ -25,7 +25,7 @@ from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import DPFederatedModel, model_history
 from tfdp_fl.search.directory import SearchDirectory, SearchState
 from tfdp_fl.search.scores import PrivateScore, PublicScore, Split
-from tfdp_fl.search.trial import Candidate, Trial, calibrated, charge_of
+from tfdp_fl.search.trial import Candidate, Trial, calibrated
 
 
 class PrivateSearch:
@@ -143,8 +143,8 @@ class PrivateSearch:
         if not self._fitting.acquire(blocking=False):
             raise RuntimeError("fit was called while a fit of this search is running.")
         try:
-            _validate.positive_integer(rounds=rounds)
             options = {
+                "rounds": _validate.positive_integer(rounds=rounds),
                 "batch_size": _validate.positive_integer(batch_size=batch_size),
                 "local_epochs": _validate.positive_integer(local_epochs=local_epochs),
                 "shuffle": bool(shuffle),
@@ -155,24 +155,18 @@ class PrivateSearch:
                 )
             dataset = datasets.as_federated(clients)
             split = self._score.split(dataset)
-            trials = self._built(split.training)
-            event = calibrated(trials, split, rounds, self._trials, self._target)
-            charge = charge_of(split, event)
+            trials = self._built(split, options)
+            charge = calibrated(trials, split, self._trials, self._target)
             for trial in trials:
-                trial.prepare(split.training, rounds, options)
+                trial.prepare()
             resumes = resume_from is not None
             files = SearchDirectory(resume_from if resumes else directory)
-            plan = {**self._plan(dataset, rounds, options), "build": charge.to_json()}
+            plan = {**self._plan(dataset, options), "build": charge.to_json()}
             with files.locked(resumes, self._target):
                 state = self._begin(files if resumes else None, plan, trials)
                 self._pay(files, state, charge)
                 self._last = split, trials
-                self._run_trials(
-                    files,
-                    state,
-                    trials,
-                    lambda trial: trial.run(split, rounds, options, self._score),
-                )
+                self._run_trials(files, state, trials)
             best = state.best
             self.best = None if best is None else dict(self.candidates[best])
             winner = trials[best or 0]
@@ -250,7 +244,7 @@ class PrivateSearch:
         return accounting.privacy_statement(facts, delta, format)
 
     def _plan(
-        self, clients: FederatedDataset, rounds: int, options: dict[str, Any]
+        self, clients: FederatedDataset, options: dict[str, Any]
     ) -> dict[str, Any]:
         """Returns what a resumed search must have as it was, as JSON values."""
         return _json.plain(
@@ -262,17 +256,16 @@ class PrivateSearch:
                 "target_delta": self._target[1],
                 "score": self._score.digest(),
                 "clients": clients.clients_digest,
-                "rounds": rounds,
                 **options,
             }
         )
 
-    def _built(self, clients: FederatedDataset) -> list[Trial]:
+    def _built(self, split: Split, options: dict[str, Any]) -> list[Trial]:
         """Calls `build` for all candidates, and checks what it made."""
         trials: list[Trial] = []
         seen: set[int] = set()
         for candidate in self.candidates:
-            trial = Trial(candidate, self._build(**candidate))
+            trial = Trial(candidate, self._build(**candidate), split, options)
             own = {id(part) for part in (*trial.variables, *trial.server_optimizers)}
             if seen & own:
                 raise ValueError(
@@ -281,7 +274,7 @@ class PrivateSearch:
                     "trial would begin where another one ended."
                 )
             seen |= own
-            trial.check(clients, self._score.metric)
+            trial.check(self._score.metric)
             trials.append(trial)
         return trials
 
@@ -311,11 +304,7 @@ class PrivateSearch:
         return state
 
     def _run_trials(
-        self,
-        directory: SearchDirectory,
-        state: SearchState,
-        trials: list[Trial],
-        run: Callable[[Trial], float],
+        self, directory: SearchDirectory, state: SearchState, trials: list[Trial]
     ) -> None:
         """Runs the trials that are left; the state has the best of all."""
         try:
@@ -324,7 +313,7 @@ class PrivateSearch:
                 state.begun += 1
                 directory.write(state)
                 place = secrets.randbelow(len(trials))
-                score = run(trials[place])
+                score = trials[place].run(self._score)
                 if score > state.score:
                     state.best, state.score = place, score
                     state.weights = trials[place].values()
