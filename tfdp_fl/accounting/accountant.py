@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeAlias
 
-import attr
 import dp_accounting
 import numpy as np
 from dp_accounting.pld import privacy_loss_distribution
@@ -181,10 +180,13 @@ class PrivacyAccountant:
         """
 
         def unsampled(charge: charge_lib.RoundCharge) -> charge_lib.RoundCharge:
-            changed: dict[str, Any] = {"event": _unsampled(charge.event)}
-            if charge.is_amplified:
-                changed["clients_per_round"] = charge.num_clients
-            return dataclasses.replace(charge, **changed)
+            event = _unsampled(charge_lib.event_to_json(charge.event))
+            size = charge.num_clients if charge.is_amplified else None
+            return dataclasses.replace(
+                charge,
+                event=charge_lib.event_from_json(event),
+                clients_per_round=size or charge.clients_per_round,
+            )
 
         known = PrivacyAccountant(
             (unsampled(charge), count) for charge, count in self._counts.items()
@@ -315,24 +317,17 @@ def _largest_sum(cohorts: Iterable[tuple[int, int, float]]) -> float:
     return max(itertools.accumulate(steps[place] for place in sorted(steps)), default=0)
 
 
-def _unsampled(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
-    """Returns an event without the samplings that it claims itself."""
-    fields = {
-        field.name: getattr(event, field.name) for field in attr.fields(type(event))
-    }
-    sampled = (
-        dp_accounting.PoissonSampledDpEvent,
-        dp_accounting.SampledWithoutReplacementDpEvent,
-    )
-    if isinstance(event, sampled):
-        return _unsampled(event.event)
-    if "sampling_probability" in fields or "sample_size" in fields:
-        return dp_accounting.NonPrivateDpEvent()  # What it costs is not known.
-    if "event" in fields:
-        return attr.evolve(event, event=_unsampled(event.event))
-    if "events" in fields:
-        return attr.evolve(event, events=tuple(map(_unsampled, event.events)))
-    return event
+def _unsampled(event: Any) -> Any:
+    """Returns an event, as JSON, without the samplings that it claims itself."""
+    if isinstance(event, list):
+        return [_unsampled(part) for part in event]
+    if not isinstance(event, dict):
+        return event
+    if event["type"] in ("PoissonSampledDpEvent", "SampledWithoutReplacementDpEvent"):
+        return _unsampled(event["event"])
+    if event.keys() & {"sampling_probability", "sample_size"}:
+        return {"type": "NonPrivateDpEvent"}  # What it costs is not known.
+    return {name: _unsampled(part) for name, part in event.items()}
 
 
 def tightest(charges: Iterable[charge_lib.RoundCharge]) -> str:

@@ -416,7 +416,6 @@ class PrivacyLedger:
         }
         entry = _entry(body)
         with self._recording:
-            self._check_file()
             if budget is not None:
                 self._ask(budget, entry)
             with _interrupts.after_the_block():
@@ -477,7 +476,6 @@ class PrivacyLedger:
           LedgerTamperedError: A line does not verify; the error names it.
           LedgerError: It has another format; the error names the version that
             reads it.
-          TypeError: `expected_head` is of another type.
         """
         return _parse(pathlib.Path(path).read_bytes(), str(path), expected_head)[0]
 
@@ -615,8 +613,6 @@ def _parse(
     data: bytes, name: str, expected_head: str | None
 ) -> tuple[LedgerContents, int]:
     """Verifies a whole file; returns also how many of its bytes are whole lines."""
-    if expected_head is not None:
-        _validate.instance_of(str, expected_head=expected_head)
     lines = data.split(b"\n")
     tail = lines.pop()  # Empty, unless the last line has no end.
     header: dict[str, Any] = {}

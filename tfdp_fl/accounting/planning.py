@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,14 +38,16 @@ def _planned(
     constant = all(map(schedules.is_constant, (noise_multiplier, clients_per_round)))
     for t in range(min(rounds, 1) if constant else rounds):
         z = schedules.value_at(noise_multiplier, t, "noise_multiplier")
-        place: dict[str, Any] = {}
-        if sampling == "shuffled" and not constant:
-            place = cohorts.place(t)
+        count = rounds if constant else 1
+        if sampling == "shuffled":
+            place: dict[str, Any] = dict(cohorts.place(t))
+            # The first round of a pass costs as much as all of it.
+            count = -(-count // -(-n // place["clients_per_round"]))
         else:
             size = schedules.value_at(clients_per_round, t, "clients_per_round")
             fractional = sampling == "poisson"
             size = charge_lib.checked_size(size, n, fractional=fractional)
-            place["clients_per_round"] = size
+            place = {"clients_per_round": size}
         one = charge_lib.RoundCharge(
             sampling=sampling,
             num_clients=n,
@@ -53,10 +56,6 @@ def _planned(
             ),
             **place,
         )
-        count = rounds if constant else 1
-        if sampling == "shuffled" and constant:
-            # The first round of a pass costs as much as all of it.
-            count = -(-rounds // -(-n // int(one.clients_per_round)))
         yield one, count
 
 
@@ -269,9 +268,16 @@ def _solve(
         if low < _SMALLEST:
             return low  # The noise makes no difference.
         low, high, factor = low / factor, low, factor * factor
+
+    def composed(z: float) -> types.SimpleNamespace:
+        return types.SimpleNamespace(get_epsilon=lambda _: min(epsilon(z), 1e12))
+
+    nothing = types.SimpleNamespace(
+        ledger=dp_accounting.NoOpDpEvent(), compose=composed
+    )
     return float(
         dp_accounting.calibrate_dp_mechanism(
-            lambda: _Epsilon(epsilon),
+            lambda: nothing,
             lambda z: z,
             # Sums of other orders may differ in their last digits.
             target * (1 - 1e-9),
@@ -280,19 +286,3 @@ def _solve(
             tol=low * 1e-5,
         )
     )
-
-
-class _Epsilon:
-    """Epsilon of a noise multiplier, as `calibrate_dp_mechanism` asks for it."""
-
-    ledger = dp_accounting.NoOpDpEvent()
-
-    def __init__(self, epsilon: Callable[[float], float]):
-        self._epsilon = epsilon
-
-    def compose(self, noise_multiplier: float) -> _Epsilon:
-        self._noise_multiplier = noise_multiplier
-        return self
-
-    def get_epsilon(self, delta: float) -> float:
-        return min(self._epsilon(self._noise_multiplier), 1e12)

@@ -102,7 +102,7 @@ def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
 
     Args:
       noise_multiplier: z = sigma / sensitivity, at least 0; above 1e6 it is
-        taken for that. Below 1e-3 the tail bound of the privacy loss is given.
+        taken for that, and below 1e-3 for none.
       delta: Between 0 and 1.
 
     Returns:
@@ -110,11 +110,10 @@ def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
     """
     z = _noise(noise_multiplier)
     delta = _validate.inside_unit_interval(delta=delta)
-    if z in (0, math.inf):
-        return 0.0 if z else math.inf
     if z < LEAST_NOISE:
-        mu = 1 / z
-        return mu * mu / 2 + mu * math.sqrt(-2 * math.log(delta))
+        return math.inf
+    if z == math.inf:
+        return 0.0
     z = min(z, MOST_NOISE)
     with np.errstate(divide="ignore"):
         epsilon, step = float(dp_accounting.get_epsilon_gaussian(z, delta)), 1e-12
@@ -163,10 +162,7 @@ def analytic_noise_multiplier(epsilon: float, delta: float) -> float:
     """
     epsilon = _validate.positive(epsilon=epsilon)
     delta = _validate.inside_unit_interval(delta=delta)
-    if epsilon > _LARGEST_EPSILON:  # The tail bound of `gaussian_epsilon`, solved.
-        tail = math.sqrt(-2 * math.log(delta))
-        mu = math.hypot(tail, math.sqrt(2) * math.sqrt(epsilon)) - tail
-        return (1 + 1e-12) / mu
+    epsilon = min(epsilon, _LARGEST_EPSILON)
     if gaussian_delta(MOST_NOISE, epsilon) > delta:
         raise ValueError(
             f"epsilon and delta must need a noise multiplier of at most "
