@@ -7,15 +7,20 @@ import math
 from typing import Any, cast
 
 import dp_accounting
+import tensorflow as tf
 import tensorflow_federated as tff
 
 from tfdp_fl import _validate, mechanisms, schedules
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.aggregators import cohort_process, state, values
+from tfdp_fl.aggregators import cohort_process, state
 from tfdp_fl.mechanisms import contribution, nbafl
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
 _SAMPLINGS = (*charge_lib.SAMPLINGS, charge_lib.SEPARATED)
+# A secure sum rounds each number to a grid of so many steps between its bounds.
+_STEPS = 2.0**24
+# What rounding may add to a client's share, relative to the clip.
+_LARGEST_ROUNDING = 1e-3
 
 
 class BoundFactory:
@@ -111,6 +116,10 @@ class BoundFactory:
             "inner_factory": inner_factory,
             "scalars_factory": scalars_factory,
         }
+        event = mechanism.round_event(0, self.deployment)
+        self._has_price = mechanism.guarantee == "central" and not isinstance(
+            event, dp_accounting.NonPrivateDpEvent
+        )
         for name, factory in self._factories.items():
             self._check_sum(name, factory)
 
@@ -141,11 +150,7 @@ class BoundFactory:
                 "divides, by the expected cohort size, and adds the noise."
             )
         # A larger share of the sum would cost more than is charged.
-        event = self.mechanism.round_event(0, self.deployment)
-        has_price = self.mechanism.guarantee == "central" and not isinstance(
-            event, dp_accounting.NonPrivateDpEvent
-        )
-        if has_price and not _keeps_each_share(factory):
+        if self._has_price and largest_rounding(factory, 1) == math.inf:
             raise ValueError(
                 f"{name} must be None, a tff.aggregators.SumFactory or a "
                 "SecureSumFactory whose bounds include 0, got "
@@ -164,8 +169,8 @@ class BoundFactory:
           value_type: A structure of float tensors.
           weight_type: Type of the second value of each client, if any.
         """
-        num_variables = values.check_value_type(value_type)
-        shapes = values.shapes(value_type)
+        num_variables = check_value_type(value_type)
+        shapes = shapes_of(value_type)
         if shapes is None and self.mechanism.draws_noise_itself:
             raise TypeError(
                 "value_type must have tensors of known shapes for a query, on which "
@@ -196,7 +201,7 @@ class BoundFactory:
                 at_most_expected=self._has_whole_cohorts,
                 at_most=at_most,
                 some_weight=self.mechanism.releases_weights,
-                smallest_clip=rounding / values.LARGEST_ROUNDING,
+                smallest_clip=rounding / _LARGEST_ROUNDING,
             ),
             value_type,
             weight_type,
@@ -205,38 +210,109 @@ class BoundFactory:
 
     def _rounding_of_sums(self, shapes: tuple[tuple[int, ...], ...] | None) -> float:
         """Returns what secure sums may add to a client's share of the update."""
-        if self.mechanism.guarantee != "central":
+        if not self._has_price:
             return 0.0
         inner, scalars = self._factories.values()
-        if shapes is None and values.largest_rounding(inner, 1):
+        if shapes is None and largest_rounding(inner, 1):
             raise ValueError(
                 "inner_factory must be a plain sum where shapes are not known: what "
                 "a secure sum rounds depends on how many numbers there are."
             )
         numbers = sum(math.prod(shape) for shape in shapes or ())
-        rounding = values.largest_rounding(inner, numbers)
+        rounding = largest_rounding(inner, numbers)
         clip = self.mechanism.first_clip_norm()
         for name, one, limit in (
             ("inner_factory", rounding, clip or math.inf),
-            ("scalars_factory", values.largest_rounding(scalars, 1), 1.0),
+            ("scalars_factory", largest_rounding(scalars, 1), 1.0),
         ):
-            if one > values.LARGEST_ROUNDING * limit:
+            if one > _LARGEST_ROUNDING * limit:
                 raise ValueError(
                     f"{name} must have closer bounds: its sum rounds a client's share "
-                    f"by up to {one:.3g}, where {values.LARGEST_ROUNDING:g} of "
+                    f"by up to {one:.3g}, where {_LARGEST_ROUNDING:g} of "
                     f"the {limit:g} that a client may add is allowed."
                 )
         return rounding
 
 
-def _keeps_each_share(factory: Any) -> bool:
+def largest_rounding(factory: Any, num_elements: int) -> float:
+    """Returns the most that a sum's rounding adds to the norm of a client's share.
+
+    Infinity for a sum of which nothing is known.
+
+    Args:
+      factory: Sums the shares; None for a plain sum.
+      num_elements: How many numbers a share has.
+    """
+    if factory is None or type(factory) is tff.aggregators.SumFactory:
+        return 0.0
     if type(factory) is not tff.aggregators.SecureSumFactory:
-        return type(factory) is tff.aggregators.SumFactory
-    upper = factory._upper_bound_threshold
-    lower = factory._lower_bound_threshold
+        return math.inf
+    upper, lower = factory._upper_bound_threshold, factory._lower_bound_threshold
     if isinstance(upper, tff.templates.EstimationProcess):
-        return True  # It makes a state, by which `accountable_state` knows it.
-    return lower is None or lower <= 0 <= upper
+        return 0.0  # It makes a state, by which `accountable_state` knows it.
+    lower = -upper if lower is None else lower
+    if not lower <= 0 <= upper:
+        return math.inf  # A client that hands in nothing counts as a bound.
+    return math.sqrt(num_elements) * (float(upper) - float(lower)) / _STEPS
+
+
+def check_value_type(value_type: tff.types.Type) -> int:
+    """Returns how many tensors a value has, or raises TypeError.
+
+    Args:
+      value_type: Type of one client's value.
+
+    Raises:
+      TypeError: It is not a tensor or a (nested) structure of tensors, has no
+        tensor at all, or has a tensor that is not of a float type.
+    """
+    if not isinstance(value_type, (tff.TensorType, tff.StructType)):
+        raise TypeError(
+            "value_type must be a tff.TensorType or a tff.StructType, got "
+            f"{value_type!r}."
+        )
+    leaves = _leaf_types(value_type, "value")
+    if not leaves:
+        raise TypeError(f"value_type must have at least one tensor, got {value_type}.")
+    for path, leaf in leaves:
+        why = None
+        if not isinstance(leaf, tff.TensorType):
+            why = "be a structure of tensors"
+        elif tf.as_dtype(leaf.dtype) in (tf.float16, tf.bfloat16):
+            why = (
+                "not have tensors of float16 or bfloat16, in which a clip is rounded "
+                "by more than it may be and noise is lost (cast them to float32)"
+            )
+        elif not tf.as_dtype(leaf.dtype).is_floating:
+            why = (
+                "have float tensors only, because a mechanism scales and noises them "
+                "(leave others out, or aggregate them with a factory of their own)"
+            )
+        if why:
+            raise TypeError(f"value_type must {why}, got {path} of type {leaf}.")
+    return len(leaves)
+
+
+def shapes_of(value_type: tff.types.Type) -> tuple[tuple[int, ...], ...] | None:
+    """Returns the shapes of a value's tensors; None where one is not known.
+
+    Args:
+      value_type: Type of one client's value, checked.
+    """
+    leaves = [tf.TensorShape(leaf.shape) for _, leaf in _leaf_types(value_type, "")]
+    if not all(leaf.is_fully_defined() for leaf in leaves):
+        return None
+    return tuple(tuple(leaf.as_list()) for leaf in leaves)
+
+
+def _leaf_types(type_: tff.types.Type, path: str) -> list[tuple[str, tff.types.Type]]:
+    if not isinstance(type_, tff.StructType):
+        return [(path, type_)]
+    leaves = []
+    for index, (name, element) in enumerate(tff.structure.iter_elements(type_)):
+        step = f"[{index}]" if name is None else f"[{name!r}]"
+        leaves += _leaf_types(element, path + step)
+    return leaves
 
 
 class MechanismFactory(BoundFactory, tff.aggregators.UnweightedAggregationFactory):
