@@ -17,7 +17,7 @@ from tfdp_fl import accounting
 from tfdp_fl.accounting import releases
 from tfdp_fl.accounting.search import TrialCount
 from tfdp_fl.search import private_search, trial
-from tfdp_fl.search.directory import SearchDirectory
+from tfdp_fl.search.private_search import SearchDirectory
 
 _DELTA = 1e-3
 _CANDIDATES = [{"rate": 0.5}, {"rate": 0.1}, {"rate": 0.0}]
@@ -599,7 +599,8 @@ def test_a_ledger_that_is_not_that_of_the_search_alone(tmp_path, how):
 
 def test_a_crash_before_the_charge_is_charged_on_resume(tmp_path):
     error, search = KeyboardInterrupt, _search()
-    interrupted = mock.patch.object(SearchDirectory, "record", side_effect=error)
+    ledger = accounting.PrivacyLedger
+    interrupted = mock.patch.object(ledger, "record", side_effect=error)
     with _trained():
         with interrupted, pytest.raises(error):
             _fit(_search(), directory=tmp_path)

@@ -60,7 +60,7 @@ class PrivacyAccountant:
         self._mu_squared = 0.0
         self._others: dict[charge_lib.RoundCharge, int] = {}
         # Of each pass where its cohorts lie in its order, with their weight.
-        self._passes: dict[Hashable, tuple[tuple[int, int, float], ...]] = {}
+        self._passes: dict[Hashable, tuple[tuple[float, float, float], ...]] = {}
         self._pld: privacy_loss_distribution.PrivacyLossDistribution | None = None
         self._add_all(charges)
 
@@ -135,9 +135,11 @@ class PrivacyAccountant:
             return weight
         kind = None if charge.noise_multiplier is not None else charge.event
         key = (charge.partition, charge.num_clients, charge.pass_index, kind)
-        start = charge.pass_offset
+        start, stop = charge.pass_offset, charge.pass_offset + charge.clients_per_round
         before = self._passes.get(key, ())
-        now = (*before, (start, start + int(charge.clients_per_round), weight))
+        now = (*before, (start, stop, weight))
+        if before and before[-1][1:] == (start, weight):  # One longer cohort.
+            now = (*before[:-1], (before[-1][0], stop, weight))
         self._passes[key] = now
         return _largest_sum(now) - _largest_sum(before)
 
@@ -308,9 +310,9 @@ class PrivacyAccountant:
         return composed
 
 
-def _largest_sum(cohorts: Iterable[tuple[int, int, float]]) -> float:
+def _largest_sum(cohorts: Iterable[tuple[float, float, float]]) -> float:
     """Returns the largest sum of the weights of intervals that meet at one place."""
-    steps: dict[int, float] = collections.defaultdict(float)
+    steps: dict[float, float] = collections.defaultdict(float)
     for start, stop, weight in cohorts:
         steps[start] += weight
         steps[stop] -= weight

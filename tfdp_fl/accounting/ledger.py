@@ -33,6 +33,7 @@ import os
 import pathlib
 import secrets
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from tfdp_fl import _files, _interrupts, _json, _validate, version
@@ -148,12 +149,12 @@ class LedgerContents:
             self, entries=(*self.entries, entry), head=entry.line_hash
         )
 
-    def by_run(self) -> dict[str, tuple[LedgerEntry, ...]]:
+    def by_run(self) -> dict[str, list[LedgerEntry]]:
         """Returns the rounds of each run, by the run's id."""
-        runs: dict[str, list[LedgerEntry]] = {}
+        runs: dict[str, list[LedgerEntry]] = collections.defaultdict(list)
         for entry in self.entries:
-            runs.setdefault(entry.run, []).append(entry)
-        return {run: tuple(entries) for run, entries in runs.items()}
+            runs[entry.run].append(entry)
+        return dict(runs)
 
     def rounds_known(self, run: str, head: str) -> int:
         """Returns how many rounds of a run were written by the time of a head.
@@ -215,13 +216,13 @@ class LedgerContents:
         return _spent_and_lost(self.by_run().get(run, ()), next_round)[1]
 
 
-def largest_mu_squared(entries: tuple[LedgerEntry, ...]) -> float:
+def largest_mu_squared(entries: Sequence[LedgerEntry]) -> float:
     """Returns the most that one client can have spent in one run's rounds."""
     return math.fsum(_spent_and_lost(entries, math.inf))
 
 
 def _spent_and_lost(
-    entries: tuple[LedgerEntry, ...], earliest_later: float
+    entries: Sequence[LedgerEntry], earliest_later: float
 ) -> tuple[float, float]:
     spent, lost = 0.0, 0.0
     for entry in reversed(entries):
@@ -283,8 +284,6 @@ class PrivacyLedger:
         _validate.one_of(("create", "append"), mode=mode)
         if expected_head is not None:
             _validate.instance_of(str, expected_head=expected_head)
-        if mechanism is not None:
-            _validate.instance_of(dict, mechanism=mechanism)
         self.path = pathlib.Path(path)
         # Where it is, wherever the process goes.
         self._place = os.path.abspath(self.path)
@@ -312,7 +311,7 @@ class PrivacyLedger:
                 f"{error.strerror}."
             ) from error
         try:
-            self._lock()
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._contents = self._recover(expected_head)
             if not self._contents.header:
                 header = {
@@ -323,7 +322,7 @@ class PrivacyLedger:
                     "unit": unit,
                     "target_epsilon": target_epsilon,
                     "target_delta": target_delta,
-                    "mechanism": mechanism or {},
+                    "mechanism": dict(mechanism or {}),
                 }
                 head = self._append({"kind": "header", **header})
                 self._contents = dataclasses.replace(
@@ -332,8 +331,14 @@ class PrivacyLedger:
                 # The folder may be written but not read.
                 with contextlib.suppress(PermissionError):
                     _files.sync_folder(os.path.dirname(self._place))
-        except BaseException as error:
-            if mode == "create" and not isinstance(error, LedgerInUseError):
+        except BlockingIOError:
+            self.close()
+            raise LedgerInUseError(
+                f"The ledger {self.path} is being written by another run; "
+                "give this one a ledger (or an output directory) of its own."
+            ) from None
+        except BaseException:
+            if mode == "create":
                 os.unlink(self._place)  # Made here, and empty.
             self.close()
             raise
@@ -486,23 +491,13 @@ class PrivacyLedger:
             raise LedgerError(f"The ledger {self.path} is closed.")
         return self._descriptor
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LedgerInUseError(
-                f"The ledger {self.path} is being written by another run; "
-                "give this one a ledger (or an output directory) of its own."
-            ) from None
-
     def _recover(self, expected_head: str | None) -> LedgerContents:
         """Verifies what is there and removes a line that was cut short."""
-        size = os.fstat(self._file).st_size
-        data = os.pread(self._file, size, 0)
-        self._end = size
+        data = os.pread(self._file, os.fstat(self._file).st_size, 0)
+        self._end = len(data)
         self._check_file()
         contents, whole = _parse(data, str(self.path), expected_head)
-        if whole < size:
+        if whole < len(data):
             os.ftruncate(self._file, whole)
             os.fsync(self._file)
         self._end = whole

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import dp_accounting
 import numpy as np
@@ -270,14 +271,21 @@ def _dp_accountings(
     orders: np.ndarray,
 ) -> np.ndarray:
     accountant = dp_accounting.rdp.RdpAccountant(orders, relation)
+    return _composed(accountant, event, other="pld")._rdp
+
+
+def _composed(
+    accountant: dp_accounting.PrivacyAccountant,
+    event: dp_accounting.DpEvent,
+    other: str,
+) -> Any:
     try:
-        accountant.compose(event)
+        return accountant.compose(event)
     except dp_accounting.UnsupportedEventError as error:
         raise ValueError(
-            f"event {event!r} has no RDP bound in dp_accounting; "
-            f"accountant='pld' may have one. {error}"
+            f"event {event!r} has no bound by {type(accountant).__name__}; "
+            f"accountant={other!r} may have one. {error}"
         ) from error
-    return accountant._rdp
 
 
 def _with_fractional_orders(
@@ -326,14 +334,7 @@ def event_pld(
     Making it takes most of the time of a PLD epsilon, self-composition little;
     kept, it serves a whole curve of epsilon against rounds.
     """
-    accountant = pld.PLDAccountant(relation, interval)
-    try:
-        accountant.compose(event)
-    except dp_accounting.UnsupportedEventError as error:
-        raise ValueError(
-            f"event {event!r} has no PLD in dp_accounting; "
-            f"accountant='rdp' may have a bound. {error}"
-        ) from error
+    accountant = _composed(pld.PLDAccountant(relation, interval), event, other="rdp")
     if accountant.get_epsilon(0.5) == math.inf:
         # No privacy; the accountant keeps that beside the distribution.
         return privacy_loss_distribution.from_privacy_parameters(

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import pathlib
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,6 @@ from tfdp_fl.accounting import charge
 
 if TYPE_CHECKING:
     import jinja2
-
-
-import re
 
 # Full sentences that stand by themselves, by their keys.
 _TEXT = pathlib.Path(__file__).with_name("caveats.txt").read_text("utf-8")

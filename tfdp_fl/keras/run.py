@@ -7,7 +7,6 @@ these; a checkpoint adds them.
 
 from __future__ import annotations
 
-import bisect
 import collections
 import copy
 import dataclasses
@@ -25,6 +24,7 @@ import tensorflow as tf
 from tfdp_fl import accounting, sampling
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.accounting import spending as spending_lib
+from tfdp_fl.accounting.planning import most_rounds
 from tfdp_fl.auditing import CanaryAudit
 from tfdp_fl.keras.training_setup import TrainingSetup
 from tfdp_fl.keras.validation import Validation
@@ -348,9 +348,4 @@ class RoundCosts:
             after = run.spending.central.would_be(*kinds)
             return after.epsilon(delta, accountant or self.setup.accountant)
 
-        most = min(rounds, _TRIED_FIRST)
-        while cost(most) <= epsilon:
-            if most == rounds:
-                return rounds
-            most = min(2 * most, rounds)
-        return bisect.bisect_right(range(1, most), epsilon, key=cost)
+        return most_rounds(cost, epsilon, rounds, _TRIED_FIRST)

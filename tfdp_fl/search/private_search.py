@@ -9,23 +9,29 @@ trial gets enough noise for the whole search to keep the target.
 from __future__ import annotations
 
 import collections
+import contextlib
+import dataclasses
 import os
+import pathlib
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _json, _validate, accounting, datasets
+from tfdp_fl.accounting.ledger import new_run
 from tfdp_fl.accounting.search import TrialCount
 from tfdp_fl.accounting.spending import CENTRAL, OtherRun, Spending
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.keras import DPFederatedModel, model_history
-from tfdp_fl.search.directory import SearchDirectory, SearchState
+from tfdp_fl.keras import DPFederatedModel, checkpoint, model_history
 from tfdp_fl.search.scores import PrivateScore, PublicScore, Split
 from tfdp_fl.search.trial import Candidate, Trial, calibrated
+
+# What a search keeps in its directory.
+_LEDGER, _STATE = "ledger.jsonl", "search.npz"
 
 
 class PrivateSearch:
@@ -331,12 +337,115 @@ class PrivateSearch:
         charge: accounting.RoundCharge,
     ) -> None:
         """Charges the search, on the disk and in memory, before any trial."""
-        contents = directory.contents()
-        if contents is not None:
-            self._spending.absorb(contents, run="", source=SearchDirectory.LEDGER)
-        directory.write(state)  # Whatever is charged can be resumed.
-        directory.record(state.run_id, charge, self._trials.describe())
-        name = f"{state.run_id} in {SearchDirectory.LEDGER}"  # As in `absorb`.
+        ledger = directory.ledger
+        if ledger is not None:
+            contents = ledger.contents()
+            self._spending.absorb(contents, run="", source=_LEDGER)
+            directory.write(state)  # Whatever is charged can be resumed.
+            if state.run_id not in contents.by_run():
+                size, trials = charge.num_clients, self._trials.describe()
+                ledger.record(0, charge, size, run=state.run_id, search=trials)
         this = OtherRun(charges=collections.Counter([charge]), mu_squared=0.0)
-        self._spending.keep_others({name: this})
+        self._spending.keep_others({f"{state.run_id} in {_LEDGER}": this})
         self._searches.add(state.run_id)
+
+
+@dataclasses.dataclass(kw_only=True)
+class SearchState:
+    """A search between two trials. All of it is secret.
+
+    Attributes:
+      plan: What the search was told, by the names of the arguments.
+      run_id: Names the search in its ledger.
+      ledger_head: The hash of the ledger's last line that the search knows.
+      trials: The secret number of trials.
+      begun: How many of them were begun. One that was broken off is not run again.
+      initial: The weights that each candidate begins with.
+      best: The place of the best candidate so far, or None.
+      score: Its score.
+      weights: Its weights; until there is one, those of the first candidate.
+    """
+
+    plan: dict[str, Any]
+    trials: int
+    initial: list[list[np.ndarray]]
+    weights: list[np.ndarray]
+    run_id: str = dataclasses.field(default_factory=new_run)
+    ledger_head: str = ""
+    begun: int = 0
+    best: int | None = None
+    score: float = -np.inf
+
+
+class SearchDirectory:
+    """Keeps a ledger of searches and, until one has ended, its state.
+
+    The state is readable by its owner only, and is deleted before the result of the
+    search is returned. Without a path nothing is kept.
+
+    Attributes:
+      ledger: The ledger while it is locked; None without a path.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None):
+        """Names the directory."""
+        self._path = None if path is None else pathlib.Path(path)
+        self.ledger: accounting.PrivacyLedger | None = None
+
+    @contextlib.contextmanager
+    def locked(self, resumes: bool, target: tuple[float, float]) -> Iterator[None]:
+        """Holds the ledger's lock; a new ledger has the target.
+
+        Raises:
+          ValueError: An interrupted search waits here, and is not resumed; or none
+            does, and is.
+        """
+        if self._path is None:
+            yield
+            return
+        self._check(resumes)
+        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with accounting.PrivacyLedger(
+            self._path / _LEDGER,
+            mode="append",
+            target_epsilon=target[0],
+            target_delta=target[1],
+            mechanism={"name": "PrivateSearch", "guarantee": "central"},
+        ) as self.ledger:
+            self._check(resumes)  # Others may have been here meanwhile.
+            yield
+
+    def _check(self, resumes: bool) -> None:
+        assert self._path is not None
+        waits = (self._path / _STATE).exists()
+        if waits and not resumes:
+            raise ValueError(
+                f"directory must not hold an interrupted search, and {self._path} "
+                "does: go on with it by fit(resume_from=directory)."
+            )
+        if resumes and not waits:
+            raise ValueError(
+                "resume_from must be the directory of an interrupted search, and "
+                f"{self._path} holds none."
+            )
+
+    def read(self) -> SearchState:
+        """Returns the state of an interrupted search, whose ledger has to be here."""
+        assert self._path is not None
+        data = (self._path / _STATE).read_bytes()
+        state = SearchState(**checkpoint.Checkpoint.from_bytes(0, data).state)
+        ledger = self._path / _LEDGER
+        accounting.PrivacyLedger.read(ledger, expected_head=state.ledger_head)
+        return state
+
+    def write(self, state: SearchState) -> None:
+        """Replaces the state on the disk."""
+        if self._path is not None and self.ledger is not None:
+            state.ledger_head = self.ledger.head
+            kept = checkpoint.Checkpoint(round_index=0, state=vars(state))
+            checkpoint.write_atomically(self._path / _STATE, kept.to_bytes())
+
+    def forget(self) -> None:
+        """Deletes the state: the search has ended."""
+        if self._path is not None:
+            (self._path / _STATE).unlink(missing_ok=True)

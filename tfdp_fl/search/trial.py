@@ -196,7 +196,7 @@ class Trial:
         model_history.claim(self._fed, self.variables)
         self._fed.fit(self._split.training, verbose=0, **self._options)
         run, _ = self._fed.require_trained("a trial")
-        if not collections.Counter(dict(run.spending.charges)) <= self._planned:
+        if not run.spending.own <= self._planned:
             raise RuntimeError("A trial was charged more than was planned.")
 
 
