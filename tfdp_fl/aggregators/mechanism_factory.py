@@ -169,15 +169,16 @@ class BoundFactory:
           value_type: A structure of float tensors.
           weight_type: Type of the second value of each client, if any.
         """
-        num_variables = check_value_type(value_type)
-        shapes = shapes_of(value_type)
+        tensors = tensors_of(value_type)
+        unknown = [t for t in tensors if t.shape is None or None in t.shape]
+        shapes = None if unknown else tuple(tensor.shape for tensor in tensors)
         if shapes is None and self.mechanism.draws_noise_itself:
             raise TypeError(
                 "value_type must have tensors of known shapes for a query, on which "
                 f"what it costs can be tried, got {value_type}."
             )
         deployment = dataclasses.replace(
-            self.deployment, num_variables=num_variables, shapes=shapes
+            self.deployment, num_variables=len(tensors), shapes=shapes
         )
         rounding = self._rounding_of_sums(shapes)
         at_most = deployment.num_clients
@@ -256,8 +257,8 @@ def largest_rounding(factory: Any, num_elements: int) -> float:
     return math.sqrt(num_elements) * (float(upper) - float(lower)) / _STEPS
 
 
-def check_value_type(value_type: tff.types.Type) -> int:
-    """Returns how many tensors a value has, or raises TypeError.
+def tensors_of(value_type: tff.types.Type) -> list[tff.TensorType]:
+    """Returns the types of a value's tensors, which a mechanism can clip and noise.
 
     Args:
       value_type: Type of one client's value.
@@ -266,53 +267,27 @@ def check_value_type(value_type: tff.types.Type) -> int:
       TypeError: It is not a tensor or a (nested) structure of tensors, has no
         tensor at all, or has a tensor that is not of a float type.
     """
-    if not isinstance(value_type, (tff.TensorType, tff.StructType)):
-        raise TypeError(
-            "value_type must be a tff.TensorType or a tff.StructType, got "
-            f"{value_type!r}."
-        )
-    leaves = _leaf_types(value_type, "value")
-    if not leaves:
+    is_structure = isinstance(value_type, tff.StructType)
+    tensors = tff.structure.flatten(value_type) if is_structure else [value_type]
+    if not tensors:
         raise TypeError(f"value_type must have at least one tensor, got {value_type}.")
-    for path, leaf in leaves:
+    for tensor in tensors:
         why = None
-        if not isinstance(leaf, tff.TensorType):
-            why = "be a structure of tensors"
-        elif tf.as_dtype(leaf.dtype) in (tf.float16, tf.bfloat16):
+        if not isinstance(tensor, tff.TensorType):
+            why = "be a tensor or a structure of tensors"
+        elif tf.as_dtype(tensor.dtype) in (tf.float16, tf.bfloat16):
             why = (
                 "not have tensors of float16 or bfloat16, in which a clip is rounded "
                 "by more than it may be and noise is lost (cast them to float32)"
             )
-        elif not tf.as_dtype(leaf.dtype).is_floating:
+        elif not tf.as_dtype(tensor.dtype).is_floating:
             why = (
                 "have float tensors only, because a mechanism scales and noises them "
                 "(leave others out, or aggregate them with a factory of their own)"
             )
         if why:
-            raise TypeError(f"value_type must {why}, got {path} of type {leaf}.")
-    return len(leaves)
-
-
-def shapes_of(value_type: tff.types.Type) -> tuple[tuple[int, ...], ...] | None:
-    """Returns the shapes of a value's tensors; None where one is not known.
-
-    Args:
-      value_type: Type of one client's value, checked.
-    """
-    leaves = [tf.TensorShape(leaf.shape) for _, leaf in _leaf_types(value_type, "")]
-    if not all(leaf.is_fully_defined() for leaf in leaves):
-        return None
-    return tuple(tuple(leaf.as_list()) for leaf in leaves)
-
-
-def _leaf_types(type_: tff.types.Type, path: str) -> list[tuple[str, tff.types.Type]]:
-    if not isinstance(type_, tff.StructType):
-        return [(path, type_)]
-    leaves = []
-    for index, (name, element) in enumerate(tff.structure.iter_elements(type_)):
-        step = f"[{index}]" if name is None else f"[{name!r}]"
-        leaves += _leaf_types(element, path + step)
-    return leaves
+            raise TypeError(f"value_type must {why}, got {tensor!s} in {value_type}.")
+    return tensors
 
 
 class MechanismFactory(BoundFactory, tff.aggregators.UnweightedAggregationFactory):
