@@ -153,9 +153,8 @@ def test_what_one_trial_may_give_away_the_best_of_many_may(shape):
         common.DifferentialPrivacyParameters(0.0, 1e-4)
     )
     event = search.BestOfTrialsDpEvent((), 24.0, shape)
-    profile = search.BestOfTrialsProfile(event, [trial])
     true = 1 - float(_generating(24.0, shape)(1 - 1e-4))
-    assert profile.epsilon(0.9 * true) == math.inf
+    assert search.epsilon_of_best(event, [trial], 0.9 * true) == math.inf
 
 
 def test_of_many_trials_the_smaller_bound_is_said():

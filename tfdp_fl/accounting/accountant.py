@@ -163,7 +163,7 @@ class PrivacyAccountant:
         if accountant == "rdp":
             return self._least(dp_accounting.rdp.compute_epsilon, delta)
         if event := self._search:
-            by_profile = self._search_profile(event, coarse).epsilon(delta)
+            by_profile = self._epsilon_by_profile(event, delta, coarse)
             # RDP may say less of many trials that are about as many each time.
             return min(by_profile, self.epsilon(delta) if event.shape > 1 else math.inf)
         return float(self._compose_pld(coarse).get_epsilon_for_delta(delta))
@@ -183,11 +183,11 @@ class PrivacyAccountant:
 
         def unsampled(charge: charge_lib.RoundCharge) -> charge_lib.RoundCharge:
             event = _unsampled(charge_lib.event_to_json(charge.event))
-            size = charge.num_clients if charge.is_amplified else None
+            size = charge.clients_per_round
             return dataclasses.replace(
                 charge,
                 event=charge_lib.event_from_json(event),
-                clients_per_round=size or charge.clients_per_round,
+                clients_per_round=charge.num_clients if charge.is_amplified else size,
             )
 
         known = PrivacyAccountant(
@@ -242,9 +242,8 @@ class PrivacyAccountant:
         """Returns the history's Renyi divergence at one part of the orders."""
         curve = releases.PARTS[part] * (self._mu_squared / 2)
         for charge, count in self._others.items():
-            curve = curve + count * releases.curve(
-                charge.dp_event(), self.relation, part
-            )
+            event = charge.dp_event("rdp")
+            curve = curve + count * releases.curve(event, self.relation, part)
         return curve
 
     @property
@@ -261,12 +260,12 @@ class PrivacyAccountant:
     def _search(self) -> search.BestOfTrialsDpEvent | None:
         if self._mu_squared or list(self._others.values()) != [1]:
             return None
-        (event,) = (charge.dp_event() for charge in self._others)
+        event = next(iter(self._others)).dp_event()
         return event if isinstance(event, search.BestOfTrialsDpEvent) else None
 
-    def _search_profile(
-        self, event: search.BestOfTrialsDpEvent, coarse: bool
-    ) -> search.BestOfTrialsProfile:
+    def _epsilon_by_profile(
+        self, event: search.BestOfTrialsDpEvent, delta: float, coarse: bool
+    ) -> float:
         # Of one trial a bound that is computed quickly says how wide cells must be.
         orders = releases.PARTS[releases.FIRST_PART]
         curves = [
@@ -275,10 +274,8 @@ class PrivacyAccountant:
         ]
         bound = dp_accounting.rdp.compute_epsilon(orders, np.max(curves, axis=0), 1e-9)
         interval = releases.pld_interval(bound[0], coarse)
-        return search.BestOfTrialsProfile(
-            event,
-            [releases.event_pld(one, self.relation, interval) for one in event.events],
-        )
+        trials = [releases.event_pld(e, self.relation, interval) for e in event.events]
+        return search.epsilon_of_best(event, trials, delta)
 
     def _compose_pld(
         self, coarse: bool = False
@@ -294,7 +291,7 @@ class PrivacyAccountant:
             z = self._mu_squared**-0.5
             if self.relation is dp_accounting.NeighboringRelation.REPLACE_ONE:
                 z *= 2
-            counts[dp_accounting.GaussianDpEvent(z)] = 1
+            counts[dp_accounting.GaussianDpEvent(z)] += 1
         largest_loss = math.inf
         with contextlib.suppress(ValueError):
             largest_loss = self.epsilon(1e-9)
