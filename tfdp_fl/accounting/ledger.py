@@ -284,6 +284,7 @@ class PrivacyLedger:
         _validate.one_of(("create", "append"), mode=mode)
         if expected_head is not None:
             _validate.instance_of(str, expected_head=expected_head)
+        mechanism = dict(mechanism or {})
         self.path = pathlib.Path(path)
         # Where it is, wherever the process goes.
         self._place = os.path.abspath(self.path)
@@ -322,7 +323,7 @@ class PrivacyLedger:
                     "unit": unit,
                     "target_epsilon": target_epsilon,
                     "target_delta": target_delta,
-                    "mechanism": dict(mechanism or {}),
+                    "mechanism": mechanism,
                 }
                 head = self._append({"kind": "header", **header})
                 self._contents = dataclasses.replace(
@@ -541,17 +542,13 @@ class PrivacyLedger:
         """
         if os.getpid() != self._process:
             raise LedgerForkedError(
-                f"The ledger {self.path} was opened by process "
-                f"{self._process} and cannot be written by its fork "
-                f"{os.getpid()}: both would write in the same place. Open one "
-                "in each process, or release rounds in one process only."
+                f"The ledger {self.path} was opened by process {self._process}; its "
+                f"fork {os.getpid()} would write in the same place. Open one in each."
             )
-        own = os.fstat(self._file)
-        try:
-            there = os.path.samestat(own, os.stat(self._place))
-        except OSError:
-            there = False
-        if not there:
+        own, there = os.fstat(self._file), None
+        with contextlib.suppress(OSError):
+            there = os.stat(self._place)
+        if there is None or not os.path.samestat(own, there):
             raise LedgerMovedError(
                 f"The ledger {self.path} was deleted, moved or replaced while "
                 "it was open: what is written now would not be found there. "
