@@ -13,7 +13,7 @@ import tensorflow_federated as tff
 from tfdp_fl import _validate, mechanisms, schedules
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.aggregators import cohort_process, state
-from tfdp_fl.mechanisms import contribution, nbafl
+from tfdp_fl.mechanisms import contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
 _SAMPLINGS = (*charge_lib.SAMPLINGS, charge_lib.SEPARATED)
@@ -78,7 +78,7 @@ class BoundFactory:
             _validate.one_of(_SAMPLINGS, sampling=sampling)
         # Schedules as tables: a TFF computation cannot call a callable.
         rounds = numbers.pop("rounds", None)
-        clients = state.tabulated(
+        self._clients = clients = state.tabulated(
             clients_per_round, "clients_per_round", rounds, _validate.positive
         )
         self._noise = state.tabulated(
@@ -108,6 +108,7 @@ class BoundFactory:
             **cast(dict[str, Any], numbers),
         )
         mechanism.bind(self.deployment)
+        self._has_whole_cohorts = sampling not in ("poisson", None)
         whole = mechanism.needs_exact_cohort or self._has_whole_cohorts
         for size in state.distinct(clients):
             most = self.deployment.num_clients or 2**63
@@ -122,14 +123,6 @@ class BoundFactory:
         )
         for name, factory in self._factories.items():
             self._check_sum(name, factory)
-
-    @property
-    def _has_whole_cohorts(self) -> bool:
-        return self.deployment.sampling not in ("poisson", None)
-
-    @property
-    def _clients(self) -> state.Table:
-        return cast(state.Table, self.deployment.clients_per_round)
 
     def _check_sum(self, name: str, factory: Any) -> None:
         """Raises unless a factory is None or one whose sum keeps the guarantee."""
@@ -354,7 +347,7 @@ def from_mechanism(
     return MechanismFactory(mechanism, clients_per_round, inner_factory, **options)
 
 
-class NbAFLFactory(BoundFactory, tff.aggregators.WeightedAggregationFactory):
+class WeightsFactory(BoundFactory, tff.aggregators.WeightedAggregationFactory):
     """Aggregates weights with per-client noise (see `NbAFL`).
 
     A client's value is its **weights** after training, not a change of them;
@@ -362,34 +355,15 @@ class NbAFLFactory(BoundFactory, tff.aggregators.WeightedAggregationFactory):
     A client with n = 0 counts for nothing, and a round in which no client has
     anything usable fails.
 
+    L = `clients_per_round`. Also needed: `num_clients`, the population N; `rounds`,
+    the number of rounds T that are planned; and `min_examples`, the smallest n of
+    any client, where T > sqrt(N) L. `mu` plays no part here.
+
     Measurements, state and `inner_factory` are those of `MechanismFactory`;
     `noise_stddev` is that of the noise before broadcast.
     """
 
     _takes_weights = True
-
-    def __init__(
-        self,
-        mechanism: nbafl.NbAFL | None = None,
-        *,
-        clients_per_round: schedules.Schedule,
-        **options: Any,
-    ):
-        """Checks the arguments.
-
-        Args:
-          mechanism: The mechanism, instead of `epsilon`, `constant` and
-            `weight_clip` (`mu` plays no part in the aggregation).
-          clients_per_round: L, the expected cohort size.
-          **options: Those of `NbAFL`, and of `MechanismFactory`: `num_clients`, the
-            population N, and `rounds`, the number of rounds T that are planned;
-            `min_examples`, the smallest n of any client, where T > sqrt(N) L.
-        """
-        names = {field.name for field in dataclasses.fields(nbafl.NbAFL)}
-        given = {name: options.pop(name) for name in names & options.keys()}
-        super().__init__(
-            mechanism or nbafl.NbAFL(**given), clients_per_round, **options
-        )
 
     def create(
         self, value_type: tff.types.Type, weight_type: tff.types.Type
@@ -405,15 +379,17 @@ class NbAFLFactory(BoundFactory, tff.aggregators.WeightedAggregationFactory):
 
 def factory_of(
     mechanism_class: type[mechanisms.Mechanism],
-) -> type[MechanismFactory]:
+) -> type[MechanismFactory] | type[WeightsFactory]:
     """Returns the factory that takes a mechanism's parameters as its own.
 
     Args:
-      mechanism_class: A mechanism that releases updates. Its parameters, with
-        their defaults, are keyword arguments of the factory, next to
-        `clients_per_round`, `inner_factory` and what else `MechanismFactory`
-        takes.
+      mechanism_class: A mechanism. Its parameters, with their defaults, are keyword
+        arguments of the factory, next to `clients_per_round`, `inner_factory` and
+        what else `MechanismFactory` takes.
     """
+    base: Any = MechanismFactory
+    if mechanism_class.releases_weights:
+        base = WeightsFactory
     own = {field.name for field in dataclasses.fields(mechanism_class)}
 
     def make(
@@ -425,14 +401,12 @@ def factory_of(
     ):
         given = {name: options.pop(name) for name in own & options.keys()}
         mechanism = mechanism_class(**given)
-        MechanismFactory.__init__(
-            self, mechanism, clients_per_round, inner_factory, **options
-        )
+        base.__init__(self, mechanism, clients_per_round, inner_factory, **options)
 
     name = mechanism_class.__name__
-    doc = f"`MechanismFactory` of a `{name}`, by its parameters as keyword arguments."
+    doc = f"`{base.__name__}` of a `{name}`, by its parameters as keyword arguments."
     members = {"__init__": make, "__module__": __name__, "__doc__": doc}
-    return type(f"{name}Factory", (MechanismFactory,), members)
+    return type(f"{name}Factory", (base,), members)
 
 
 AdaptiveClippingFactory = factory_of(mechanisms.AdaptiveClipping)
@@ -441,5 +415,6 @@ CorrelatedNoiseFactory = factory_of(mechanisms.CorrelatedNoise)
 FixedClippingFactory = factory_of(mechanisms.FixedClipping)
 LocalDPFactory = factory_of(mechanisms.LocalDP)
 MedianClippingFactory = factory_of(mechanisms.MedianClipping)
+NbAFLFactory = factory_of(mechanisms.NbAFL)
 NoPrivacyFactory = factory_of(mechanisms.NoPrivacy)
 QueryFactory = factory_of(mechanisms.QueryMechanism)

@@ -191,9 +191,7 @@ def build_dp_fed_avg(
                 "server_optimizer_fn must be None with NbAFL, which replaces the "
                 f"model, got {server_optimizer_fn!r}."
             )
-        factory = aggregators.NbAFLFactory(
-            mechanism, clients_per_round=clients_per_round, **facts
-        )
+        factory = aggregators.WeightsFactory(mechanism, clients_per_round, **facts)
         weighted = factory
         server_optimizer_fn = ReplacingOptimizer()
         if mechanism.proximal_weight > 0:
