@@ -120,7 +120,8 @@ PAGES: dict[str, tuple[str, ...]] = {
         "tfdp_fl.aggregators: from_mechanism FixedClippingFactory "
         "AdaptiveClippingFactory MedianClippingFactory CorrelatedNoiseFactory "
         "LocalDPFactory AdaptiveLocalDPFactory "
-        "NbAFLFactory NoPrivacyFactory QueryFactory MechanismFactory",
+        "NbAFLFactory NoPrivacyFactory QueryFactory MechanismFactory "
+        "WeightsFactory",
     ),
     "learning": (
         "TFF: learning processes",

@@ -41,7 +41,7 @@ def _squares(fed):
 
 def _spent(fed):
     """Returns the mu^2 of all charges, to be compared too."""
-    charges = fed.spending.charges
+    charges = fed.spending.own.items()
     total = sum(count * charge.noise_multiplier**-2 for charge, count in charges)
     return pytest.approx(total)
 

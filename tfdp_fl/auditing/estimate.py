@@ -9,7 +9,7 @@ import numpy as np
 from scipy import stats
 
 from tfdp_fl import _validate
-from tfdp_fl.accounting import gaussian
+from tfdp_fl.accounting import gaussian_epsilon
 
 # Two-sided, and how far a spread is from another that it passes for.
 _CONFIDENCE, _Z95 = 0.95, 1.959964
@@ -112,7 +112,7 @@ def estimate(scores: Scores, delta: float) -> Estimate:
 
     def epsilon(of_mean: float) -> float:
         apart = abs(of_mean) / taken
-        return gaussian.gaussian_epsilon(1 / apart if apart else math.inf, delta)
+        return gaussian_epsilon(1 / apart if apart else math.inf, delta)
 
     return Estimate(
         epsilon=max(bound, epsilon(mean)),
