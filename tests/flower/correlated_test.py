@@ -43,7 +43,7 @@ def _epsilon(spent):
 def _memory(strategy):
     """Returns where the noise is, and its buffers."""
     kept = strategy._correlation
-    return kept.record.position, [
+    return kept.record.released, [
         buffer.numpy().tolist() for buffer in kept.memory.buffers
     ]
 

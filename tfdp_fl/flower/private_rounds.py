@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from tfdp_fl import _validate, mechanisms, schedules
+from tfdp_fl import _validate, mechanisms
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.accounting import statement
@@ -110,11 +110,6 @@ class PrivateRounds:
         self._check_strategy(strategy)
         self.strategy = strategy
         _validate.instance_of(mechanisms.Mechanism, mechanism=mechanism)
-        if callable(mechanism.noise_multiplier):
-            # A schedule that cannot change under the run.
-            mechanism = mechanism.with_noise_multiplier(
-                schedules.fixed(mechanism.noise_multiplier)
-            )
         self._mechanism = mechanism
         self.num_clients = _validate.positive_integer(num_clients=num_clients)
         self.clients_per_round = int(
@@ -331,7 +326,7 @@ class PrivateRounds:
             return None
         if self._correlation is not None:
             self._correlation.begin(sent)  # Or raises, before anybody is asked.
-            index = self._correlation.record.position
+            index = self._correlation.record.released
         charge = charge_lib.RoundCharge(
             sampling=cast(str, self._deployment.sampling),
             num_clients=self.num_clients,
