@@ -296,9 +296,8 @@ def private_mod(
         records[_LEGACY_METRICS] = type(old)({**old, **applied})
         weight = {_LEGACY_WEIGHT: _NUM_EXAMPLES}
     else:
-        # A MetricRecord holds no truth values.
-        for name, value in applied.items():
-            weight[name] = int(value) if name == NORM_BIT else value
+        # A MetricRecord holds no truth values, and of those + makes numbers.
+        weight |= {name: +value for name, value in applied.items()}
     _set_metrics(records, reply.content.metric_records, weight)
     reply.content = type(reply.content)(records)
     return reply

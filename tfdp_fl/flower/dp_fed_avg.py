@@ -119,7 +119,6 @@ class DPFedAvg(private_rounds.PrivateRounds):
           LedgerWriteError: if the round could not be written down. Nothing is
             released then.
         """
-        del failures  # Of clients whose results are missing.
         released = self._release(
             server_round,
             [(_name_of(client), fit_res) for client, fit_res in results],

@@ -6,9 +6,7 @@ took part in which round.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import logging
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
@@ -19,8 +17,6 @@ from tfdp_fl import mechanisms
 from tfdp_fl.accounting import accountant as accountant_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger as ledger_lib
-
-_logger = logging.getLogger(__name__)
 
 # The name of a client that is a node.
 ClientOf = Callable[[int], str | int]
@@ -91,12 +87,6 @@ class RoundHistory:
             if self.ledger is not ledger:
                 self.ledger.close()
             raise
-        if self.num_rounds:
-            _logger.warning(
-                "The ledger %s holds %d rounds that others released; they are "
-                "charged as well.",
-                *(self.ledger.path, self.num_rounds),
-            )
 
     @property
     def num_rounds(self) -> int:
@@ -110,8 +100,7 @@ class RoundHistory:
 
     def accountant(self) -> accountant_lib.PrivacyAccountant:
         """Returns what all charged rounds cost."""
-        counted = collections.Counter(self._charges())
-        return accountant_lib.PrivacyAccountant(counted.items())
+        return accountant_lib.PrivacyAccountant(self._charges())
 
     def _charges(self) -> list[charge_lib.RoundCharge]:
         """Returns what rounds cost, those of other runs in the ledger too, or raises.
@@ -183,9 +172,7 @@ class Correlation:
 
     def eligible(self, nodes: Iterable[Any]) -> tuple[list[Hashable], int]:
         """Returns a node of each client that may take part, and how many there are."""
-        by_client: dict[Any, Hashable] = {}
-        for node in nodes:
-            by_client.setdefault(self._name(node), node)
+        by_client = {self._name(node): node for node in nodes}
         may = [by_client[name] for name in self.record.eligible(by_client)]
         return may, len(by_client)
 

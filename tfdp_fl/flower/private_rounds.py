@@ -118,14 +118,16 @@ class PrivateRounds:
         self.rounds = (
             rounds if rounds is None else _validate.positive_integer(rounds=rounds)
         )
-        sums.check(mechanism, self._deployment)
+        self._sampling = "fixed_size"
         self._correlation: history.Correlation | None = None
         if isinstance(mechanism, mechanisms.CorrelatedNoise):
+            self._sampling = "separated"
             self._correlation = history.Correlation(mechanism, client_of)
         elif client_of is not None:
             raise ValueError(
                 f"client_of must be None but for CorrelatedNoise, got {client_of!r}."
             )
+        sums.check(mechanism, self._deployment)
         # A clip that only the cohort tells is 0 before there is one.
         self.clip_norm = mechanism.first_clip_norm() or sums.NO_CLIP
         rules = ("abort",) if mechanism.needs_exact_cohort else ("exclude", "abort")
@@ -138,10 +140,10 @@ class PrivateRounds:
                 _validate.inside_unit_interval(target_delta=target_delta),
                 accountant,
             )
-        sampling = cast(str, self._deployment.sampling)
-        self._history = history.RoundHistory(sampling, budget, ledger, repr(mechanism))
-        self.discarded_updates = 0
-        self.rejected_replies = 0
+        self._history = history.RoundHistory(
+            self._sampling, budget, ledger, repr(mechanism)
+        )
+        self.discarded_updates = self.rejected_replies = 0
         self.stopped_before_round: int | None = None
 
     def _check_strategy(self, strategy: Any) -> None:
@@ -283,11 +285,10 @@ class PrivateRounds:
 
     @property
     def _deployment(self) -> mechanisms.Deployment:
-        separated = isinstance(self.mechanism, mechanisms.CorrelatedNoise)
         return mechanisms.Deployment(
             clients_per_round=self.clients_per_round,
             num_clients=self.num_clients,
-            sampling="separated" if separated else "fixed_size",
+            sampling=self._sampling,
             rounds=self.rounds,
         )
 
@@ -328,7 +329,7 @@ class PrivateRounds:
             self._correlation.begin(sent)  # Or raises, before anybody is asked.
             index = self._correlation.record.released
         charge = charge_lib.RoundCharge(
-            sampling=cast(str, self._deployment.sampling),
+            sampling=self._sampling,
             num_clients=self.num_clients,
             clients_per_round=self.clients_per_round,
             event=self.mechanism.round_event(index, self._deployment),

@@ -168,12 +168,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
         try:
             return self.strategy.aggregate_evaluate(server_round, replies)
         except Exception:
-            _logger.warning(
-                "Round %s, the clients' evaluation cannot be aggregated; the "
-                "round has none.",
-                server_round,
-                exc_info=True,
-            )
+            _logger.warning("Round %s has no evaluation.", server_round, exc_info=True)
             return None
 
     @property

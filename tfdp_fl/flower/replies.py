@@ -67,12 +67,11 @@ def read_result(fit_res: Any, shapes: Shapes, asked: client_lib.Instruction) -> 
     with _readable():
         if not isinstance(fit_res.metrics, Mapping):
             raise ReplyError("metrics must be a mapping")
-        bit = _norm_bit(fit_res.metrics, asked)
         tensors = fit_res.parameters.tensors
         if not isinstance(tensors, list | tuple) or len(tensors) != len(shapes):
             raise ReplyError(f"it must hold a list of {len(shapes)} tensors")
         arrays = [npy_array(t, shape) for t, shape in zip(tensors, shapes, strict=True)]
-        return Reply(arrays, bit)
+        return Reply(arrays, _norm_bit(fit_res.metrics, asked))
 
 
 def read_message(

@@ -73,12 +73,9 @@ def clipped(update: Sequence[np.ndarray], clip_norm: float) -> ClippedUpdate:
     if not math.isfinite(length):
         zeros = [np.zeros_like(array) for array in update]
         return ClippedUpdate(zeros, within=True, discarded=True)
-    if length <= clip_norm:
-        return ClippedUpdate(list(update), within=True, discarded=False)
-    scale = clip_norm / length
-    return ClippedUpdate(
-        [array * scale for array in update], within=False, discarded=False
-    )
+    within = length <= clip_norm
+    scale = 1.0 if within else clip_norm / length
+    return ClippedUpdate([array * scale for array in update], within, discarded=False)
 
 
 def norm(arrays: Sequence[np.ndarray]) -> float:
