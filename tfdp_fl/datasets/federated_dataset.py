@@ -220,9 +220,11 @@ class FederatedDataset:
         _validate.instance_of(Mapping, clients=clients)
         clients = dict(clients)
         spec = sources.common_spec(clients)
-        return cls.from_client_fn(
-            list(clients), lambda name: sources.read_pair(clients[name]), spec
-        )
+        sources.at_least_one_client(clients=clients)
+        # By the datasets themselves `reading` tells one list of clients from another.
+        datasets = tuple(clients.values())
+        source = sources.StreamedSource(datasets, sources.read_pair, spec)
+        return cls(source, list(clients))
 
     @classmethod
     def from_client_data(cls, client_data: Any) -> FederatedDataset:
