@@ -133,8 +133,8 @@ PAGES: dict[str, tuple[str, ...]] = {
     ),
     "flower": (
         "Flower: message API",
-        "tfdp_fl.flower: PrivateStrategy private_mod ReleasedRound RoundError "
-        "RoundNotConfiguredError RoundsAbandonedError",
+        "tfdp_fl.flower: PrivateStrategy private_mod ReleasedRound "
+        "RoundNotConfiguredError",
     ),
     "flower_older": (
         "Flower: older API",

@@ -278,7 +278,7 @@ def _create_noised_result(
             record = contribution.Contribution(
                 update=tf.nest.map_structure(tf.identity, update), **scalars
             )
-            mean, new_state, _ = query.get_noised_result(record, query_state)
+            mean, new_state = query.get_noised_result(record, query_state)
         measurements = collections.OrderedDict(
             query.derive_metrics(query_state),
             clipped_fraction=tf.math.divide_no_nan(record.clipped, size),

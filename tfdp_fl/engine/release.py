@@ -151,7 +151,7 @@ class Release:
         total = functools.reduce(cohort.add_nests, sums)
         contribution = total.contribution
         with noise.seeded(noise.fold_in(seed, -1)):
-            mean, new_state, _ = self._query.get_noised_result(contribution, state)
+            mean, new_state = self._query.get_noised_result(contribution, state)
         if self._query.mechanism.releases_weights:  # If there are any.
             tf.cond(
                 contribution.weight > 0,

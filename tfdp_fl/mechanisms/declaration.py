@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -64,16 +63,11 @@ def load(module: str) -> None:
     Raises:
       ImportError: There is no such file or module.
     """
-    if not module.endswith(".py"):
-        importlib.import_module(module)
-        return
     path = pathlib.Path(module)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise ImportError(f"There is no Python file {module}.")
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = loaded  # Dataclasses look themselves up there.
-    spec.loader.exec_module(loaded)
+    if path.suffix == ".py":
+        sys.path.insert(0, str(path.parent))
+        module = path.stem
+    importlib.import_module(module)
 
 
 def load_named_in(arguments: Sequence[str], flag: str) -> None:
@@ -124,14 +118,6 @@ def parameter(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def check_all(declared: Any) -> None:
-    """Checks every parameter of a frozen dataclass, and keeps what it is."""
-    for field in dataclasses.fields(declared):
-        if "check" in field.metadata:
-            given = {field.name: getattr(declared, field.name)}
-            object.__setattr__(declared, field.name, field.metadata["check"](**given))
-
-
 class OneOf:
     """Allows one of some words.
 
@@ -162,7 +148,8 @@ def scheduled(check: Check) -> Check:
 
     def checked(**value: Any) -> schedules.Schedule:
         ((name, schedule),) = value.items()
-        return schedules.checked(schedule, check, name)
+        # What is released and what is charged must be one number.
+        return schedules.checked(schedules.fixed(schedule), check, name)
 
     return checked
 
