@@ -103,7 +103,7 @@ class CohortSampler(abc.ABC):
         self._key = None if seed is not None else secrets.token_hex(32)
         self._order: tuple[tuple[int, ...], np.ndarray] | None = None
         self._clients_per_round = schedules.checked(
-            schedules.fixed(clients_per_round), self._checked, "clients_per_round"
+            clients_per_round, self._checked, "clients_per_round"
         )
 
     @abc.abstractmethod

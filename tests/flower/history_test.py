@@ -16,6 +16,7 @@ import tfdp_fl
 from tests.flower import flower_messages as fm
 from tfdp_fl import accounting
 from tfdp_fl.accounting import ledger as ledger_lib
+from tfdp_fl.flower import sums
 
 _DELTA = 1e-5
 _GRID = fm.Grid({i: fm.adds([np.ones(2)]) for i in range(8)})  # N is 6.
@@ -83,6 +84,20 @@ def test_epsilon_is_that_of_the_rounds_released():
     # Without noise nothing is affordable.
     strategy = _private(fm.FIXED, target_epsilon=1e6, target_delta=_DELTA)
     assert _run(strategy, 3) == 0
+
+
+def test_a_schedule_that_answers_less_when_it_is_asked_again():
+    answers = iter([2.0, 1.0, 0.5, 0.25] * 5)
+    strategy = _private(
+        tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=lambda _: next(answers))
+    )
+    with mock.patch.object(
+        sums.updates, "noised", side_effect=lambda total, stddev: total
+    ) as noised:
+        _run(strategy, 2)
+    added = [call.args[1] for call in noised.call_args_list]
+    charged = [r.charge.noise_multiplier for r in strategy.released_rounds]
+    assert added == charged == [2.0, 1.0]
 
 
 def test_it_stops_before_the_round_that_would_overspend(caplog):
