@@ -284,7 +284,7 @@ class PrivacyLedger:
         _validate.one_of(("create", "append"), mode=mode)
         if expected_head is not None:
             _validate.instance_of(str, expected_head=expected_head)
-        mechanism = dict(mechanism or {})
+        mechanism = _validate.instance_of(dict, mechanism=mechanism or {})
         self.path = pathlib.Path(path)
         # Where it is, wherever the process goes.
         self._place = os.path.abspath(self.path)
