@@ -148,8 +148,7 @@ def scheduled(check: Check) -> Check:
 
     def checked(**value: Any) -> schedules.Schedule:
         ((name, schedule),) = value.items()
-        # What is released and what is charged must be one number.
-        return schedules.checked(schedules.fixed(schedule), check, name)
+        return schedules.checked(schedule, check, name)
 
     return checked
 
