@@ -202,12 +202,9 @@ class AdaptiveClipping(mechanism.Mechanism):
             moved = round.clip_norm * math.exp(min(float(power), 700.0))
         else:
             moved = round.clip_norm * tf.exp(power)
-        smallest, largest = (
-            declaration.SMALLEST_CLIP_NORM,
-            declaration.LARGEST_CLIP_NORM,
-        )
-        moved = _choose(moved > smallest, moved, smallest)
-        return _choose(moved < largest, moved, largest)
+        low, high = declaration.SMALLEST_CLIP_NORM, declaration.LARGEST_CLIP_NORM
+        moved = _choose(moved > low, moved, low)
+        return _choose(moved < high, moved, high)
 
     def round_event(
         self, round_index: int, deployment: Deployment

@@ -129,6 +129,9 @@ class Mechanism(abc.ABC):
             if "check" in field.metadata:
                 given = {field.name: getattr(self, field.name)}
                 object.__setattr__(self, field.name, field.metadata["check"](**given))
+        if callable(self.noise_multiplier):  # What is released and charged is one.
+            once = schedules.fixed(self.noise_multiplier)
+            object.__setattr__(self, "noise_multiplier", once)
         self.check_parameters()
         if schedules.is_constant(self.noise_multiplier):
             self.noise_multiplier_at(0)
