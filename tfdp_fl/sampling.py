@@ -17,14 +17,13 @@ from typing import Any, ClassVar, cast
 import dp_accounting
 import numpy as np
 
-from tfdp_fl import _json, _validate, schedules
+from tfdp_fl import _validate, schedules
 from tfdp_fl.accounting import charge as charge_lib
 
 # Keeps the cohorts' random numbers apart from other uses of the same seed.
 _STREAM = 0x636F686F7274  # "cohort"
 # Of its own: a `SeedSequence` of [seed, x] is that of [seed, x, 0], round 0's.
 _GROUP_STREAM = 0x67726F757073  # "groups"
-_ENTROPY_BYTES = 32
 
 
 def make_sampler(
@@ -76,6 +75,8 @@ class CohortSampler(abc.ABC):
 
     Attributes:
       sampling: The name that the accounting knows the sampling by.
+      num_clients: N.
+      seed: None where cohorts are secret.
       attempt: With a seed, the key of the coming draw (`keras.run`):
         the same clients with other noise would be one draw seen twice, and two
         draws are what is charged. None: the round is the key.
@@ -84,9 +85,9 @@ class CohortSampler(abc.ABC):
     sampling: str
     attempt: tuple[int, ...] | None = None
     _fractional_sizes = False
-    # What a state has besides, and what of it another sampler may not differ in.
+    # What of a state another sampler may not differ in, and what it has besides.
+    _fixed: ClassVar[tuple[str, ...]] = ("sampling", "num_clients", "seed")
     _kept: ClassVar[tuple[str, ...]] = ()
-    _fixed: ClassVar[tuple[str, ...]] = ("num_clients", "seed")
 
     def __init__(
         self,
@@ -94,24 +95,16 @@ class CohortSampler(abc.ABC):
         clients_per_round: schedules.Schedule,
         seed: int | None = None,
     ):
-        self._num_clients = _validate.positive_integer(num_clients=num_clients)
+        self.num_clients = _validate.positive_integer(num_clients=num_clients)
         if seed is not None:
             seed = _validate.non_negative_integer(seed=seed)
-        self._seed = seed
+        self.seed = seed
+        # Of what is drawn for more than a round.
+        self._key = None if seed is not None else secrets.token_hex(32)
         self._order: tuple[tuple[int, ...], np.ndarray] | None = None
         self._clients_per_round = schedules.checked(
-            schedules.fixed(clients_per_round), self._checked, "clients_per_round"
+            clients_per_round, self._checked, "clients_per_round"
         )
-
-    @property
-    def num_clients(self) -> int:
-        """N."""
-        return self._num_clients
-
-    @property
-    def seed(self) -> int | None:
-        """The seed; None where cohorts are secret."""
-        return self._seed
 
     @abc.abstractmethod
     def cohort(self, round_index: int) -> np.ndarray:
@@ -134,7 +127,7 @@ class CohortSampler(abc.ABC):
         """Returns what a round costs in which a mechanism releases `event`."""
         return charge_lib.RoundCharge(
             sampling=self.sampling,
-            num_clients=self._num_clients,
+            num_clients=self.num_clients,
             event=event,
             **self._place(round_index),
         )
@@ -146,20 +139,15 @@ class CohortSampler(abc.ABC):
     def max_participations(self, rounds: int, first_round: int = 0) -> int:
         """Returns how often one client can be drawn in consecutive rounds."""
         del first_round  # Any client may be in every cohort.
-        return _validate.non_negative_integer(rounds=rounds)
+        return rounds
 
     def begins_pass(self, round_index: int) -> bool:
         """Returns whether no pass over the clients is in progress."""
         del round_index  # Only shuffled cohorts come in passes.
         return True
 
-    def released(self, positions: np.ndarray) -> None:
-        """Notes which clients took part in a round that is about to be released.
-
-        Args:
-          positions: Int64 [size], sorted.
-        """
-        del positions  # Only cyclic cohorts go by it.
+    def released(self) -> None:  # noqa: B027
+        """Notes that a cohort's round is about to be released."""
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint must keep, as JSON values.
@@ -167,8 +155,8 @@ class CohortSampler(abc.ABC):
         For shuffled cohorts without a seed this holds the secret key: a
         reader of the checkpoint can tell the cohorts.
         """
-        own = {name: getattr(self, f"_{name}") for name in (*self._fixed, *self._kept)}
-        return {"sampling": self.sampling, **_json.plain(own)}
+        fixed = {name: getattr(self, name) for name in self._fixed}
+        return fixed | {name: getattr(self, f"_{name}") for name in self._kept}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken.
@@ -176,12 +164,11 @@ class CohortSampler(abc.ABC):
         Raises:
           ValueError: If the state is of another sampling, population or seed.
         """
-        own = self.state()
-        for name in ("sampling", *self._fixed):
-            if state.get(name) != own[name]:
+        for name in self._fixed:
+            if state.get(name) != getattr(self, name):
                 raise ValueError(
                     f"state was saved with {name}={state.get(name)!r}, this "
-                    f"sampler has {name}={own[name]!r}."
+                    f"sampler has {name}={getattr(self, name)!r}."
                 )
         for name in self._kept:
             setattr(self, f"_{name}", state[name])
@@ -189,7 +176,7 @@ class CohortSampler(abc.ABC):
 
     def _checked(self, clients_per_round: Any) -> float:
         return charge_lib.checked_size(
-            clients_per_round, self._num_clients, self._fractional_sizes
+            clients_per_round, self.num_clients, self._fractional_sizes
         )
 
     def _nominal_size(self, round_index: int) -> float:
@@ -200,23 +187,22 @@ class CohortSampler(abc.ABC):
         )
 
     def _generator(self, round_index: int) -> np.random.Generator:
-        if self._seed is None:
-            entropy = np.frombuffer(secrets.token_bytes(_ENTROPY_BYTES), np.uint32)
-            return np.random.default_rng(np.random.SeedSequence(entropy))
+        if self.seed is None:
+            return np.random.default_rng(secrets.randbits(256))
         attempt = (round_index,) if self.attempt is None else self.attempt
-        return np.random.default_rng(seed_sequence(self._seed, _STREAM, attempt))
+        return np.random.default_rng(seed_sequence(self.seed, _STREAM, attempt))
 
-    def _permutation(self, key: str | None, *stream: int) -> np.ndarray:
-        """Returns an order of the clients that follows from the seed, or a key."""
+    def _permutation(self, *stream: int) -> np.ndarray:
+        """Returns an order of the clients that follows from the seed, or the key."""
         if self._order is None or self._order[0] != stream:  # A second for millions.
-            first = cast(int, self._seed) if key is None else int(key, 16)
+            first = cast(int, self.seed) if self._key is None else int(self._key, 16)
             rng = np.random.default_rng(np.random.SeedSequence([first, *stream]))
-            self._order = (stream, rng.permutation(self._num_clients))
+            self._order = (stream, rng.permutation(self.num_clients))
         return self._order[1]
 
     def _without_replacement(self, rng: np.random.Generator, size: int) -> np.ndarray:
         # Floyd's algorithm in NumPy: time and memory O(size), not O(N).
-        drawn = rng.choice(self._num_clients, size=size, replace=False, shuffle=False)
+        drawn = rng.choice(self.num_clients, size=size, replace=False, shuffle=False)
         return np.sort(drawn.astype(np.int64))
 
 
@@ -232,9 +218,9 @@ class PoissonSampler(CohortSampler):
 
     def cohort(self, round_index: int) -> np.ndarray:
         """See base class."""
-        q = self._nominal_size(round_index) / self._num_clients
+        q = self._nominal_size(round_index) / self.num_clients
         rng = self._generator(round_index)
-        size = int(rng.binomial(self._num_clients, q))
+        size = int(rng.binomial(self.num_clients, q))
         return self._without_replacement(rng, size)
 
 
@@ -268,7 +254,6 @@ class ShuffledSampler(CohortSampler):
     ):
         super().__init__(num_clients, clients_per_round, seed)
         self._cohorts = charge_lib.PassCohorts(num_clients, self._clients_per_round)
-        self._key = None if seed is not None else secrets.token_hex(32)
         # Public, and says nothing of the order: tells the ledger which rounds
         # follow the same one.
         self._partition = secrets.token_hex(8)
@@ -276,7 +261,7 @@ class ShuffledSampler(CohortSampler):
     def cohort(self, round_index: int) -> np.ndarray:
         """See base class."""
         index, start, stop = self._cohorts.cohort(round_index)
-        order = self._permutation(self._key, _STREAM, index)
+        order = self._permutation(_STREAM, index)
         return np.sort(order[start:stop].astype(np.int64))
 
     def _place(self, round_index: int) -> dict[str, Any]:
@@ -284,7 +269,6 @@ class ShuffledSampler(CohortSampler):
 
     def max_participations(self, rounds: int, first_round: int = 0) -> int:
         """Returns how many passes the rounds touch."""
-        rounds = _validate.non_negative_integer(rounds=rounds)
         if not rounds:
             return 0
         first = self._cohorts.cohort(first_round)[0]
@@ -307,11 +291,14 @@ class CyclicSampler(CohortSampler):
 
     Choquette-Choo et al. (2023), "(Amplified) Banded Matrix Factorization",
     algorithm 2 (https://arxiv.org/abs/2306.08153).
+
+    Attributes:
+      num_groups: b, which is also the min separation of a client's rounds.
     """
 
     sampling = "cyclic"
-    _fixed = ("num_clients", "seed", "num_groups")
-    _kept = ("key", "released", "last")
+    _fixed = (*CohortSampler._fixed, "num_groups")
+    _kept = ("key", "released")
 
     def __init__(
         self,
@@ -339,65 +326,37 @@ class CyclicSampler(CohortSampler):
             )
         size = self._nominal_size(0)
         if num_groups is None:
-            num_groups = max(1, int(self._num_clients // size))
-        self._num_groups = _validate.positive_integer(num_groups=num_groups)
-        smallest = self._num_clients // self._num_groups
+            num_groups = max(1, int(self.num_clients // size))
+        self.num_groups = _validate.positive_integer(num_groups=num_groups)
+        smallest = self.num_clients // self.num_groups
         if size > smallest:
             raise ValueError(
                 "clients_per_round must be at most the "
                 f"{smallest} clients of a group, of which there are "
-                f"{self._num_groups} (one for every round of the min "
-                f"separation) over num_clients={self._num_clients}, got "
+                f"{self.num_groups} (one for every round of the min "
+                f"separation) over num_clients={self.num_clients}, got "
                 f"{size:g}."
             )
-        self._key = None if seed is not None else secrets.token_hex(32)
         self._released = 0
-        # In which released round each client was last, or -1.
-        self._last = np.full(self._num_clients, -1, np.int64)
-
-    @property
-    def num_groups(self) -> int:
-        """B, which is also the min separation of a client's rounds."""
-        return self._num_groups
 
     def _group(self) -> np.ndarray:
         """Returns who may be in the coming cohort: int64, in secret order."""
-        order = self._permutation(self._key, _GROUP_STREAM)
-        return order[self._released % self._num_groups :: self._num_groups]
+        order = self._permutation(_GROUP_STREAM)
+        return order[self._released % self.num_groups :: self.num_groups]
 
     def cohort(self, round_index: int) -> np.ndarray:
-        """See base class.
-
-        Raises:
-          RuntimeError: One of the clients was in a round less than b ago.
-        """
+        """See base class."""
         size = int(self._nominal_size(0))
         members = self._generator(round_index).choice(
             self._group(), size=size, replace=False, shuffle=False
         )
-        cohort = np.sort(members.astype(np.int64))
-        last = self._last[cohort]
-        early = last[last >= 0] > self._released - self._num_groups
-        if early.any():
-            raise RuntimeError(
-                f"{early.sum()} client(s) of the cohort took part less than "
-                f"{self._num_groups} released rounds ago, which correlated "
-                "noise does not cover: the state of the sampler is damaged."
-            )
-        return cohort
+        return np.sort(members.astype(np.int64))
 
-    def released(self, positions: np.ndarray) -> None:
+    def released(self) -> None:
         """See base class; the next group has its turn then."""
-        self._last[positions] = self._released
         self._released += 1
 
     def max_participations(self, rounds: int, first_round: int = 0) -> int:
         """Returns how often a group's turn can come."""
         del first_round
-        rounds = _validate.non_negative_integer(rounds=rounds)
-        return -(-rounds // self._num_groups)
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """See base class."""
-        super().restore(state)
-        self._last = np.array(state["last"], np.int64)
+        return -(-rounds // self.num_groups)

@@ -5,8 +5,8 @@ the round (counted from 0). Geyer et al. (2017), Algorithm 1, schedule both the
 cohort size m_t and the noise sigma_t.
 
 What is released and what is charged must be the same number, also where a
-callable is random or reads a variable. So a run uses `fixed(schedule)`, which
-asks the callable once for each round.
+callable is random or reads a variable. So mechanisms and samplers keep
+`fixed(schedule)`, which asks the callable once for each round.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def value_at(schedule: Schedule, round_index: int, name: str) -> float:
 
 
 def checked(schedule: Schedule, check: Callable[..., float], name: str) -> Schedule:
-    """Returns a schedule whose values passed a check, sequences as tuples.
+    """Returns a `fixed` schedule whose values passed a check.
 
     A callable is checked for round 0 here and for every other round when its
     value is used.
@@ -94,6 +94,7 @@ def checked(schedule: Schedule, check: Callable[..., float], name: str) -> Sched
       name: The argument that the schedule came from.
     """
     if callable(schedule):
+        schedule = fixed(schedule)
         check(**{name: value_at(schedule, 0, name)})
         return schedule
     if isinstance(schedule, Sequence) and not isinstance(schedule, str):

@@ -120,7 +120,8 @@ PAGES: dict[str, tuple[str, ...]] = {
         "tfdp_fl.aggregators: from_mechanism FixedClippingFactory "
         "AdaptiveClippingFactory MedianClippingFactory CorrelatedNoiseFactory "
         "LocalDPFactory AdaptiveLocalDPFactory "
-        "NbAFLFactory NoPrivacyFactory QueryFactory MechanismFactory",
+        "NbAFLFactory NoPrivacyFactory QueryFactory MechanismFactory "
+        "WeightsFactory",
     ),
     "learning": (
         "TFF: learning processes",
@@ -132,8 +133,8 @@ PAGES: dict[str, tuple[str, ...]] = {
     ),
     "flower": (
         "Flower: message API",
-        "tfdp_fl.flower: PrivateStrategy private_mod ReleasedRound RoundError "
-        "RoundNotConfiguredError RoundsAbandonedError",
+        "tfdp_fl.flower: PrivateStrategy private_mod ReleasedRound "
+        "RoundNotConfiguredError",
     ),
     "flower_older": (
         "Flower: older API",

@@ -10,9 +10,8 @@ from dp_accounting.pld import common, privacy_loss_distribution
 from scipy import signal, stats
 
 from tests.accounting import charges
-from tfdp_fl.accounting import accountant as accountant_lib
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import gaussian, search
+from tfdp_fl.accounting import releases, search
 
 _G = dp_accounting.GaussianDpEvent
 _SHAPES = (math.inf, 0.0, 0.5, 1.0, 3.0)
@@ -93,7 +92,7 @@ def _losses(z, q, rounds, step=2e-3):
 @pytest.fixture(autouse=True)
 def _in_coarse_cells(monkeypatch):
     """Which are quick, and round up more."""
-    monkeypatch.setattr(accountant_lib, "_PLD_INTERVAL", 1e-3)
+    monkeypatch.setattr(releases, "_PLD_INTERVAL", 1e-3)
 
 
 _BY = pytest.mark.parametrize("accountant", ["rdp", "pld"])
@@ -107,7 +106,7 @@ def test_a_score_that_is_the_presence_of_a_client(shape, mean, z):
     edges = np.linspace(-10 * z, 1 + 10 * z, 20_001)
     p, q = (np.diff(stats.norm.cdf(edges, shift, z)) for shift in (0, 1))
     true = _worst_of_scores(p, q, mean, shape, 1e-5)
-    assert true > 0.9 * gaussian.gaussian_epsilon(z, 1e-5) - 1e-3
+    assert true > 0.9 * releases.gaussian_epsilon(z, 1e-5) - 1e-3
     charge = _charge(_G(z), mean=mean, shape=shape)
     for accountant in charge_lib.ACCOUNTANTS:
         said = _epsilon(charge, accountant=accountant)
@@ -154,9 +153,8 @@ def test_what_one_trial_may_give_away_the_best_of_many_may(shape):
         common.DifferentialPrivacyParameters(0.0, 1e-4)
     )
     event = search.BestOfTrialsDpEvent((), 24.0, shape)
-    profile = search.BestOfTrialsProfile(event, [trial])
     true = 1 - float(_generating(24.0, shape)(1 - 1e-4))
-    assert profile.epsilon(0.9 * true) == math.inf
+    assert search.epsilon_of_best(event, [trial], 0.9 * true) == math.inf
 
 
 def test_of_many_trials_the_smaller_bound_is_said():

@@ -45,7 +45,7 @@ def test_is_what_its_query_computes(name):
     mechanism, facts, examples = QUIET[name], {}, None
     if name == "nbafl":
         facts, examples = _NBAFL, [10.0, 30.0, 5.0, 1.0]
-        factory = aggregators.NbAFLFactory(mechanism, clients_per_round=M, **facts)
+        factory = aggregators.WeightsFactory(mechanism, M, **facts)
         process = factory.create(VECTOR, EXAMPLES)
     else:
         process = aggregators.from_mechanism(mechanism, M).create(VECTOR)
@@ -68,7 +68,7 @@ def test_is_what_its_query_computes(name):
 
 
 def test_a_round_without_anything_usable_fails():
-    factory = aggregators.NbAFLFactory(QUIET["nbafl"], clients_per_round=2, **_NBAFL)
+    factory = aggregators.WeightsFactory(QUIET["nbafl"], 2, **_NBAFL)
     process = factory.create(VECTOR, EXAMPLES)
     state = process.initialize()
     for values, examples in (

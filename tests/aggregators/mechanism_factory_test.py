@@ -38,7 +38,7 @@ def quiet(clip_norm=1.0, clients_per_round=4, noise_multiplier=0.0, **options):
 @pytest.mark.parametrize(
     "value, message",
     [
-        (collections.OrderedDict(n=np.int32), r"float.*value\['n'\]"),
+        (collections.OrderedDict(n=np.int32), "float.*got int32 in <n=int32>"),
         ([], "at least one"),
         ([tff.SequenceType(np.float32)], "tensors"),
         ((np.float16, [3]), "float16 or bfloat16"),

@@ -15,7 +15,7 @@ import tensorflow as tf
 import tfdp_fl
 from tests.keras import toy
 from tests.mechanisms.rounds import flat
-from tfdp_fl.accounting import gaussian
+from tfdp_fl.accounting import releases
 from tfdp_fl.auditing import CanaryAudit, audit
 from tfdp_fl.engine import cohort
 from tfdp_fl.mechanisms import noise
@@ -64,7 +64,7 @@ def test_one_release_is_found_within_fifteen_percent(z):
     observed = audit.scores(drawn, noisy, added, np.ones(count))
     scores = audit.Scores(observed=observed, null_std=size**-0.5)
     found = audit.estimate(scores, _DELTA)
-    exact = gaussian.gaussian_epsilon(z, _DELTA)
+    exact = releases.gaussian_epsilon(z, _DELTA)
     assert found.epsilon / exact == pytest.approx(1, abs=0.15)
     assert found.low <= found.epsilon <= found.high
     # Of those who did not take part nothing is found.

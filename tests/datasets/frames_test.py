@@ -181,7 +181,7 @@ def _with_a_gap(x, *_):
         (lambda x, y, i: (x, y, i[:-1]), "client_ids.*60 rows, got .59"),
         (lambda x, y, i: (x, y, i[:, None]), "client_ids"),
         (lambda x, y, i: (x, y[:-1], i), "59|60"),
-        (lambda x, y, i: (x, 2, i), "y must have a row"),
+        (lambda x, y, i: (x, 2, i), "y must have a leading dimension"),
         (lambda x, y, i: (x, y, [None, *i[1:]]), "NoneType.* row 0"),
         (lambda x, y, i: (x, y, np.where(i == "anna 1", np.nan, 1.0)), "row 1"),
         (lambda x, y, i: (x, y, [1, 1.0, *i[2:]]), "list of both"),

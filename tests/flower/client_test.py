@@ -213,7 +213,7 @@ def _sent(received, update, clip_norm, stddev):
     """Returns what a client sends whose training added `update`."""
     asked = client_lib.Instruction(clip_norm, stddev, False)
     returned = [np.asarray(received, np.float64) + update]
-    (array,) = client_lib.release([received], returned, asked).arrays
+    (array,), *_ = client_lib.release([received], returned, asked)
     return array
 
 

@@ -33,7 +33,7 @@ def _squares(made):
 
 
 def _spent(strategy):
-    return sum(r.noise_multiplier**-2 for r in strategy.released_rounds)
+    return sum(r.charge.noise_multiplier**-2 for r in strategy.released_rounds)
 
 
 def _epsilon(spent):
@@ -43,7 +43,9 @@ def _epsilon(spent):
 def _memory(strategy):
     """Returns where the noise is, and its buffers."""
     kept = strategy._correlation
-    return kept.position, [buffer.numpy().tolist() for buffer in kept.memory.buffers]
+    return kept.record.released, [
+        buffer.numpy().tolist() for buffer in kept.memory.buffers
+    ]
 
 
 def _run(strategy, grid, rounds, first=1, record=None):
@@ -77,7 +79,7 @@ def test_nobody_comes_again_too_soon():
     assert _spent(made) == pytest.approx(3 * whole)
     assert made.privacy_epsilon(_DELTA, "pld") == _epsilon(3 * whole)
     text = " ".join(made.privacy_report(_DELTA)["caveats"])
-    for words in ("was checked for every cohort", "by the ids of nodes", "as secret"):
+    for words in ("was checked for every cohort", "were the ids of nodes", "as secret"):
         assert words in text
     assert "in its place" in made.privacy_report(_DELTA)["relation"]
     # Two nodes of one client are one: 24 of 12.
@@ -85,7 +87,7 @@ def test_nobody_comes_again_too_soon():
     asked, _ = _run(made, _grid(range(24)), 6)
     _assert_apart([[node % _N for node in each] for each in asked])
     text = " ".join(made.privacy_report(_DELTA)["caveats"])
-    assert "names that the server gave" in text
+    assert "ids of nodes" not in text
     # All 12 are needed every 3 rounds: one that was silent may come at once.
     made, grid = _private(), _grid()
     grid.trains[100] = None

@@ -41,7 +41,7 @@ def _squares(fed):
 
 def _spent(fed):
     """Returns the mu^2 of all charges, to be compared too."""
-    charges = fed.spending.charges
+    charges = fed.spending.own.items()
     total = sum(count * charge.noise_multiplier**-2 for charge, count in charges)
     return pytest.approx(total)
 
@@ -184,7 +184,7 @@ def test_coefficients_that_were_chosen_otherwise_end_the_segment(tmp_path):
     toy.fit(made[0], 3, [_Killed(tmp_path, delta=_DELTA)])
     generator = made[1].mechanism.generator
     numbers = tuple(n + 1e-7 for n in generator.numbers)
-    with mock.patch.object(type(generator), "numbers", numbers):
+    with mock.patch.object(generator, "numbers", numbers):
         toy.fit(made[1], 3, resume_from=tmp_path)
     assert _memory(made[1])[0] == 0
     toy.fit(made[2], 3, resume_from=tmp_path)

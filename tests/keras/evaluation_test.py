@@ -262,7 +262,7 @@ def test_a_label_that_is_no_class_ends_nothing():
 def _rounds(fed):
     """Returns what the rounds alone cost."""
     account = accounting.PrivacyAccountant()
-    for charge, count in fed.spending.charges:
+    for charge, count in fed.spending.own.items():
         account.add(charge, count)
     return account
 

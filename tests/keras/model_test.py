@@ -305,11 +305,12 @@ def test_a_list_in_another_order_that_is_read_anew_is_refused(mechanism, samplin
     fed = toy.federated(mechanism, None, 20, sampling)
     slices = tf.data.Dataset.from_tensor_slices
     clients = [slices(toy.arrays(10, seed=k)) for k in range(toy.NUM_CLIENTS)]
-    known = tfdp_fl.datasets.as_federated(clients)
-    toy.fit(fed, data=known)
-    with pytest.raises(ValueError, match="read anew: a mapping has names"):
-        toy.fit(fed, data=clients[::-1])
-    toy.fit(fed, data=known)
+    toy.fit(fed, data=clients)
+    others = [*clients[:-1], slices(toy.arrays(10, seed=99))]
+    for list_of_others in (clients[::-1], others):
+        with pytest.raises(ValueError, match="read anew: a mapping has names"):
+            toy.fit(fed, data=list_of_others)
+    toy.fit(fed, data=list(clients))
     assert fed.rounds == 2
 
 

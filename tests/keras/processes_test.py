@@ -117,7 +117,7 @@ def _run(path: pathlib.Path, process: str, point: str | None, round_index: int) 
     buffers = [b.numpy().reshape([b.shape[0], -1]) for b in memory.buffers]
     np.savez(
         path / "end.npz",
-        spent=sum(n * c.noise_multiplier**-2 for c, n in fed.spending.charges),
+        spent=sum(n * c.noise_multiplier**-2 for c, n in fed.spending.own.items()),
         position=memory.position.numpy(),
         buffers=np.concatenate(buffers, 1),
     )

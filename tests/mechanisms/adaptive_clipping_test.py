@@ -66,7 +66,7 @@ def test_the_count_is_noised_with_sigma_b_in_all(noise_site, sigma_b):
     ):
         record = query.preprocess_record(params, [tf.zeros([1])])
         total = query.initial_sample_state([tf.zeros([1])])
-        _, after, _ = query.get_noised_result(total, begun)
+        _, after = query.get_noised_result(total, begun)
     # The clip moves by exp(-rate b), b = (what is added to the count) / m.
     by_server = -m * math.log(float(after.clip_norm) / 0.1) / 0.2
     by_client = float(record.sums["below_clip"]) - 0.5

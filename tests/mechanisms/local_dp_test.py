@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.mechanisms import references, rounds, statistics
-from tfdp_fl.accounting import gaussian
+from tfdp_fl import accounting
 from tfdp_fl.mechanisms import Client, Deployment, Round
 
 _DEPLOYMENT = Deployment(
@@ -72,7 +72,7 @@ def test_one_round_costs_a_client_its_sensitivity_over_sigma(z):
     # The whole budget is spent at the last participation.
     mechanism = tfdp_fl.LocalDP(clip_norm=1.0, epsilon=8.0, delta=1e-5)
     mu_squared = 10 * mechanism.mu_squared(_DEPLOYMENT)
-    spent = gaussian.gaussian_epsilon(mu_squared**-0.5, 1e-5)
+    spent = accounting.gaussian_epsilon(mu_squared**-0.5, 1e-5)
     assert spent == pytest.approx(8.0, abs=1e-4)
     with pytest.raises(ValueError, match="rounds"):
         mechanism.bind(Deployment(clients_per_round=4))
@@ -181,7 +181,7 @@ def test_joint_layers_spend_the_budget_once_and_separate_ones_each():
     ):
         made = tfdp_fl.AdaptiveLocalDP(epsilon=8.0, delta=1e-5, layers=layers)
         one = made.mu_squared(deployment) / releases
-        spent = gaussian.gaussian_epsilon((5 * one) ** -0.5, 1e-5)
+        spent = accounting.gaussian_epsilon((5 * one) ** -0.5, 1e-5)
         assert spent == pytest.approx(8.0, abs=1e-4)
         assert {"radius_from_unnoised_norms", caveat} <= set(made.caveats())
         assert made.guarantee == "local"

@@ -102,6 +102,12 @@ def test_the_noise_multiplier_follows_its_schedule():
         deployment = Deployment(clients_per_round=10)
         events = [made.round_event(t, deployment) for t in range(3)]
         assert [event.noise_multiplier for event in events] == [1, 2, 3]
+    # A callable that answers otherwise when it is asked again is asked once a round.
+    answers = iter(range(1, 9))
+    made = tfdp_fl.FixedClipping(
+        clip_norm=1.0, noise_multiplier=lambda t: next(answers)
+    )
+    assert len({made.noise_multiplier_at(3) for _ in range(3)}) == 1
     # It is checked in every round.
     for schedule, error, message in (
         ([1.0, 2.0], ValueError, "2 values"),

@@ -11,7 +11,7 @@ SHAPES = ([3, 4], [4], [4, 2], [2])
 
 
 # What a round gave; `total` is the sum of the records.
-Round = collections.namedtuple("Round", "mean total state next_state event records")
+Round = collections.namedtuple("Round", "mean total state next_state records")
 
 
 def updates_with_norms(norms, shapes=SHAPES, seed: int = 0):
@@ -63,9 +63,9 @@ def run_round(
         client = Client(*told)
         records.append(query.preprocess_record(params, update, client))
         total = query.accumulate_preprocessed_record(total, records[-1])
-    mean, next_state, event = query.get_noised_result(total, state)
+    mean, next_state = query.get_noised_result(total, state)
     mean = [np.asarray(v) for v in mean]
-    return Round(mean, total, state, next_state, event, records)
+    return Round(mean, total, state, next_state, records)
 
 
 def assert_close(tensors, expected, **tolerances) -> None:

@@ -14,10 +14,10 @@ import pytest
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import accounting
-from tfdp_fl.accounting import accountant
+from tfdp_fl.accounting import releases
 from tfdp_fl.accounting.search import TrialCount
 from tfdp_fl.search import private_search, trial
-from tfdp_fl.search.directory import SearchDirectory
+from tfdp_fl.search.private_search import SearchDirectory
 
 _DELTA = 1e-3
 _CANDIDATES = [{"rate": 0.5}, {"rate": 0.1}, {"rate": 0.0}]
@@ -78,7 +78,7 @@ _NOISE, _calibrate = {}, accounting.calibrate
 def _calibrated_once(monkeypatch):
     """Has no noise looked for twice, nor in narrow cells: it takes seconds."""
     for name in ("_PLD_INTERVAL", "_PLD_COARSE_INTERVAL"):
-        monkeypatch.setattr(accountant, name, 1e-2)
+        monkeypatch.setattr(releases, name, 1e-2)
 
     def calibrate(make_charges, *target, upper):
         key = tuple(make_charges(1.0)), target, upper
@@ -130,7 +130,7 @@ def test_a_whole_search_learns_with_the_noise_that_was_charged():
     assert model.evaluate(*toy.arrays(100, seed=9), verbose=0)[1] > 0.6
     assert search.best == {"rate": 1.0}
     assert charged.call_count == 2 * 8
-    ((said, _),) = search._spent.charges
+    ((said, _),) = search._spending.central.charges
     (trained,) = said.event.events
     rounds = {call.args[1].dp_event() for call in charged.mock_calls}
     assert rounds == {trained.events[0].event}
@@ -195,7 +195,7 @@ def test_clients_are_charged_for_what_they_do():
         with train, _trials(1):
             _fit(search, clients)
         assert search.epsilon(_DELTA) <= 4.0
-        ((charge, _),) = search._spent.charges
+        ((charge, _),) = search._spending.central.charges
         assert len(charge.event.events) == events
         said = search.privacy_statement(format="dict")["caveats"]
         assert ("search_places_are_ids" in said) == (clients is not named)
@@ -490,15 +490,14 @@ def test_runs_before_and_after_count_together(tmp_path):
 
 def test_a_search_that_another_process_ended_meanwhile(tmp_path):
     assert _broken(_search(), directory=tmp_path)
-    read, others = SearchDirectory.read, [_search()]
+    check, others = SearchDirectory._check, [_search()]
 
-    def last(directory):
-        state = read(directory)
+    def last(directory, resumes):
+        check(directory, resumes)
         while others:
             _fit(others.pop(), resume_from=tmp_path)
-        return state
 
-    meanwhile = mock.patch.object(SearchDirectory, "read", last)
+    meanwhile = mock.patch.object(SearchDirectory, "_check", last)
     with _trained(), meanwhile, pytest.raises(ValueError, match="holds none"):
         _fit(_search(), resume_from=tmp_path)
 
@@ -600,7 +599,8 @@ def test_a_ledger_that_is_not_that_of_the_search_alone(tmp_path, how):
 
 def test_a_crash_before_the_charge_is_charged_on_resume(tmp_path):
     error, search = KeyboardInterrupt, _search()
-    interrupted = mock.patch.object(SearchDirectory, "record", side_effect=error)
+    ledger = accounting.PrivacyLedger
+    interrupted = mock.patch.object(ledger, "record", side_effect=error)
     with _trained():
         with interrupted, pytest.raises(error):
             _fit(_search(), directory=tmp_path)

@@ -2,12 +2,6 @@
 
 from tfdp_fl.accounting.accountant import PrivacyAccountant, tightest
 from tfdp_fl.accounting.charge import RoundCharge
-from tfdp_fl.accounting.gaussian import (
-    analytic_noise_multiplier,
-    epsilon_of_mu_squared,
-    gaussian_delta,
-    gaussian_epsilon,
-)
 from tfdp_fl.accounting.ledger import (
     Budget,
     BudgetExceededError,
@@ -29,6 +23,12 @@ from tfdp_fl.accounting.planning import (
     delta,
     epsilon,
     max_rounds,
+)
+from tfdp_fl.accounting.releases import (
+    analytic_noise_multiplier,
+    epsilon_of_mu_squared,
+    gaussian_delta,
+    gaussian_epsilon,
 )
 from tfdp_fl.accounting.statement import CAVEATS, StatementFacts, privacy_statement
 

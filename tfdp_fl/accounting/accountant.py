@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
-import functools
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeAlias
 
-import attr
 import dp_accounting
 import numpy as np
-from dp_accounting import pld
-from dp_accounting.pld import common as pld_common
 from dp_accounting.pld import privacy_loss_distribution
 from dp_accounting.rdp import rdp_privacy_accountant
 
 from tfdp_fl import _validate
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import gaussian, rdp, search
+from tfdp_fl.accounting import releases, search
 
-# PLD keeps a probability for every multiple of this up to the largest loss.
-_PLD_INTERVAL = 1e-4
-_PLD_MAX_CELLS = 2_000_000
-# Where a bound that is a little larger will do, ten times as fast.
-_PLD_COARSE_INTERVAL = 1e-3
 # PLD takes a second or two for each further kind of round.
 _MOST_KINDS_FOR_PLD = 3
 
@@ -34,7 +27,6 @@ _MOST_KINDS_FOR_PLD = 3
 Charges: TypeAlias = (
     "Iterable[charge_lib.RoundCharge | tuple[charge_lib.RoundCharge, int]]"
 )
-_Cohorts: TypeAlias = tuple[tuple[int, int, float], ...]
 
 
 class PrivacyAccountant:
@@ -64,14 +56,15 @@ class PrivacyAccountant:
           ValueError: They have two neighbouring relations.
         """
         self._counts: dict[charge_lib.RoundCharge, int] = {}
-        # What was spent, by kind.
-        self._amplified: dict[charge_lib.RoundCharge, int] = {}
-        self._mu_squared = 0.0  # Of all Gaussians without amplification.
-        self._other: dict[dp_accounting.DpEvent, int] = {}
-        self._no_privacy = False
-        # Of each pass its cost, and where cohorts lie in its order, with their weight.
-        self._passes: dict[Hashable, tuple[float, _Cohorts]] = {}
+        # Of all Gaussians without amplification; what was spent on all else.
+        self._mu_squared = 0.0
+        self._others: dict[charge_lib.RoundCharge, int] = {}
+        # Of each pass where its cohorts lie in its order, with their weight.
+        self._passes: dict[Hashable, tuple[tuple[float, float, float], ...]] = {}
         self._pld: privacy_loss_distribution.PrivacyLossDistribution | None = None
+        self._add_all(charges)
+
+    def _add_all(self, charges: Charges) -> None:
         for item in charges:
             self.add(*(item if isinstance(item, tuple) else (item,)))
 
@@ -90,17 +83,14 @@ class PrivacyAccountant:
         """The neighbouring relation; None before the first round."""
         return next((charge.relation for charge in self._counts), None)
 
-    def copy(self) -> PrivacyAccountant:
-        """Returns an independent copy."""
+    def would_be(
+        self, *charges: charge_lib.RoundCharge | tuple[charge_lib.RoundCharge, int]
+    ) -> PrivacyAccountant:
+        """Returns a copy with charges added; this one stays as it is."""
         other = copy.copy(self)
-        for name in ("_counts", "_amplified", "_other", "_passes"):
+        for name in ("_counts", "_others", "_passes"):
             setattr(other, name, dict(getattr(self, name)))
-        return other
-
-    def would_be(self, charge: charge_lib.RoundCharge) -> PrivacyAccountant:
-        """Returns a copy with the charge added; this one stays as it is."""
-        other = self.copy()
-        other.add(charge)
+        other._add_all(charges)
         return other
 
     def add(self, charge: charge_lib.RoundCharge, count: int = 1) -> None:
@@ -123,20 +113,15 @@ class PrivacyAccountant:
         self._pld = None
         z = charge.noise_multiplier
         if z == 0:
-            self._no_privacy = True
-        elif z == math.inf:
-            return
-        elif charge.is_amplified:
-            self._amplified[charge] = self._amplified.get(charge, 0) + count
-        elif z is not None:
+            self._mu_squared = math.inf
+        elif z is None or (charge.is_amplified and z < math.inf):
+            if more := round(self._pass_increase(charge, count)):
+                self._others[charge] = self._others.get(charge, 0) + more
+        else:
             one = (charge.sensitivity / z) ** 2
-            self._mu_squared += self._pass_increase(charge, count, one)
-        elif more := round(self._pass_increase(charge, count, 1)):
-            self._other[charge.event] = self._other.get(charge.event, 0) + more
+            self._mu_squared += self._pass_increase(charge, count * one)
 
-    def _pass_increase(
-        self, charge: charge_lib.RoundCharge, count: int, weight: float
-    ) -> float:
+    def _pass_increase(self, charge: charge_lib.RoundCharge, weight: float) -> float:
         """Returns by how much the most exposed client's sum of weights rises.
 
         Outside a pass, or in a pass that is not known, that is every round. Within
@@ -146,25 +131,17 @@ class PrivacyAccountant:
         cohorts are intervals of the pass's order, and the cost of a pass is the
         largest sum of weights at any position.
         """
-        if charge.pass_index is None or charge.pass_offset is None:
-            return count * weight
+        if charge.pass_offset is None:
+            return weight
         kind = None if charge.noise_multiplier is not None else charge.event
         key = (charge.partition, charge.num_clients, charge.pass_index, kind)
-        start, weight = charge.pass_offset, count * weight
-        stop = start + int(charge.clients_per_round)
-        before, cohorts = self._passes.get(key, (0.0, ()))
-        if cohorts and cohorts[-1][1:] == (start, weight):  # One longer cohort.
-            cohorts, start = cohorts[:-1], cohorts[-1][0]
-        cohorts = (*cohorts, (start, stop, weight))
-        # Where sums have risen, they are largest where a cohort begins.
-        begins = [low for low, _, _ in cohorts if start <= low < stop]
-        sums = [
-            math.fsum(more for low, high, more in cohorts if low <= begin < high)
-            for begin in begins
-        ]
-        cost = max(before, *sums)
-        self._passes[key] = (cost, cohorts)
-        return cost - before
+        start, stop = charge.pass_offset, charge.pass_offset + charge.clients_per_round
+        before = self._passes.get(key, ())
+        now = (*before, (start, stop, weight))
+        if before and before[-1][1:] == (start, weight):  # One longer cohort.
+            now = (*before[:-1], (before[-1][0], stop, weight))
+        self._passes[key] = now
+        return _largest_sum(now) - _largest_sum(before)
 
     def epsilon(
         self, delta: float, accountant: str = "rdp", coarse: bool = False
@@ -179,19 +156,16 @@ class PrivacyAccountant:
         """
         delta = _validate.inside_unit_interval(delta=delta)
         _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
-        if self._no_privacy:
+        if self._mu_squared == math.inf:
             return math.inf
-        if self.is_one_gaussian and not self._mu_squared:
-            return 0.0
+        if self.is_one_gaussian and (accountant == "pld" or not self._mu_squared):
+            return releases.epsilon_of_mu_squared(self._mu_squared, delta)
         if accountant == "rdp":
             return self._least(dp_accounting.rdp.compute_epsilon, delta)
-        if self.is_one_gaussian:
-            return gaussian.gaussian_epsilon(self._mu_squared**-0.5, delta)
-        if self.is_one_search:
-            by_profile = self._search_profile(coarse).epsilon(delta)
+        if event := self._search:
+            by_profile = self._epsilon_by_profile(event, delta, coarse)
             # RDP may say less of many trials that are about as many each time.
-            by_rdp = any(event.shape > 1 for event in self._other)
-            return min(by_profile, self.epsilon(delta) if by_rdp else math.inf)
+            return min(by_profile, self.epsilon(delta) if event.shape > 1 else math.inf)
         return float(self._compose_pld(coarse).get_epsilon_for_delta(delta))
 
     def epsilon_if_participation_is_known(
@@ -208,10 +182,13 @@ class PrivacyAccountant:
         """
 
         def unsampled(charge: charge_lib.RoundCharge) -> charge_lib.RoundCharge:
-            changed: dict[str, Any] = {"event": _unsampled(charge.event)}
-            if charge.is_amplified:
-                changed["clients_per_round"] = charge.num_clients
-            return dataclasses.replace(charge, **changed)
+            event = _unsampled(charge_lib.event_to_json(charge.event))
+            size = charge.clients_per_round
+            return dataclasses.replace(
+                charge,
+                event=charge_lib.event_from_json(event),
+                clients_per_round=charge.num_clients if charge.is_amplified else size,
+            )
 
         known = PrivacyAccountant(
             (unsampled(charge), count) for charge, count in self._counts.items()
@@ -228,14 +205,14 @@ class PrivacyAccountant:
         """
         epsilon = _validate.non_negative(epsilon=epsilon)
         _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
-        if self._no_privacy:
+        if self._mu_squared == math.inf:
             return 1.0
-        if self.is_one_gaussian and not self._mu_squared:
-            return 0.0
+        if self.is_one_gaussian and (accountant == "pld" or not self._mu_squared):
+            return releases.gaussian_delta(
+                releases.noise_of_mu_squared(self._mu_squared), epsilon
+            )
         if accountant == "rdp":
             return min(1.0, self._least(rdp_privacy_accountant.compute_delta, epsilon))
-        if self.is_one_gaussian:
-            return gaussian.gaussian_delta(self._mu_squared**-0.5, epsilon)
         return float(self._compose_pld().get_delta_for_epsilon(epsilon))
 
     def _least(self, convert: Callable[..., tuple[float, float]], at: float) -> float:
@@ -245,13 +222,13 @@ class PrivacyAccountant:
         long as the figure falls.
         """
         # The lowest orders bound the total variation: they say where it is all.
-        least = convert(rdp.PARTS[0], self._curve(0), at)[0]
+        least = convert(releases.PARTS[0], self._curve(0), at)[0]
         if least == 0:
             return 0.0
-        part, seen = rdp.FIRST_PART, {0}
-        while part < len(rdp.PARTS) and part not in seen:
+        part, seen = releases.FIRST_PART, {0}
+        while part < len(releases.PARTS) and part not in seen:
             seen.add(part)
-            orders = rdp.PARTS[part]
+            orders = releases.PARTS[part]
             value, order = convert(orders, self._curve(part), at)
             least = min(least, value)
             if order == orders[-1]:
@@ -263,64 +240,65 @@ class PrivacyAccountant:
 
     def _curve(self, part: int) -> np.ndarray:
         """Returns the history's Renyi divergence at one part of the orders."""
-        curve = rdp.PARTS[part] * (self._mu_squared / 2)
-        events = [(c.dp_event("rdp"), count) for c, count in self._amplified.items()]
-        for event, count in (*events, *self._other.items()):
-            curve = curve + count * rdp.curve(event, self.relation, part)
+        curve = releases.PARTS[part] * (self._mu_squared / 2)
+        for charge, count in self._others.items():
+            event = charge.dp_event("rdp")
+            curve = curve + count * releases.curve(event, self.relation, part)
         return curve
 
     @property
     def is_one_gaussian(self) -> bool:
         """Whether all rounds are one Gaussian, of which PLD's epsilon is exact."""
-        return not self._amplified and not self._other
+        return not self._others
 
     @property
     def is_one_search(self) -> bool:
         """Whether all there was is one search, of which PLD bounds the best trial."""
-        return (
-            not self._amplified
-            and not self._mu_squared
-            and list(self._other.values()) == [1]
-            and isinstance(next(iter(self._other)), search.BestOfTrialsDpEvent)
-        )
+        return self._search is not None
 
-    def _search_profile(self, coarse: bool = False) -> search.BestOfTrialsProfile:
-        (event,) = self._other
+    @property
+    def _search(self) -> search.BestOfTrialsDpEvent | None:
+        if self._mu_squared or list(self._others.values()) != [1]:
+            return None
+        event = next(iter(self._others)).dp_event()
+        return event if isinstance(event, search.BestOfTrialsDpEvent) else None
+
+    def _epsilon_by_profile(
+        self, event: search.BestOfTrialsDpEvent, delta: float, coarse: bool
+    ) -> float:
         # Of one trial a bound that is computed quickly says how wide cells must be.
-        orders = rdp.PARTS[rdp.FIRST_PART]
+        orders = releases.PARTS[releases.FIRST_PART]
         curves = [
-            rdp.curve_of_trial(one, self.relation, rdp.FIRST_PART)
+            releases.curve_of_trial(one, self.relation, releases.FIRST_PART)
             for one in event.events
         ]
         bound = dp_accounting.rdp.compute_epsilon(orders, np.max(curves, axis=0), 1e-9)
-        interval = _pld_interval(bound[0], coarse)
-        return search.BestOfTrialsProfile(
-            event, [_event_pld(one, self.relation, interval) for one in event.events]
-        )
+        interval = releases.pld_interval(bound[0], coarse)
+        trials = [releases.event_pld(e, self.relation, interval) for e in event.events]
+        return search.epsilon_of_best(event, trials, delta)
 
     def _compose_pld(
         self, coarse: bool = False
     ) -> privacy_loss_distribution.PrivacyLossDistribution:
         if self._pld is not None:
             return self._pld
-        counts: dict[dp_accounting.DpEvent, int] = dict(self._other)
-        for charge, count in self._amplified.items():
-            event = charge.dp_event("pld")
-            counts[event] = counts.get(event, 0) + count
+        counts: collections.Counter[dp_accounting.DpEvent] = collections.Counter()
+        for charge, count in self._others.items():
+            counts[charge.dp_event("pld")] += count
         if self._mu_squared:
             # mu is in units of the noise, the event in units of the clip norm,
             # which the accountant doubles itself under replace-one.
             z = self._mu_squared**-0.5
             if self.relation is dp_accounting.NeighboringRelation.REPLACE_ONE:
                 z *= 2
-            counts[dp_accounting.GaussianDpEvent(z)] = 1
+            counts[dp_accounting.GaussianDpEvent(z)] += 1
         largest_loss = math.inf
         with contextlib.suppress(ValueError):
             largest_loss = self.epsilon(1e-9)
-        interval = _pld_interval(largest_loss, coarse)
+        interval = releases.pld_interval(largest_loss, coarse)
         composed = None
         for event, count in counts.items():
-            one = _event_pld(event, self.relation, interval)
+            one = releases.event_pld(event, self.relation, interval)
             if count > 1:
                 one = one.self_compose(count)
             composed = one if composed is None else composed.compose(one)
@@ -329,24 +307,26 @@ class PrivacyAccountant:
         return composed
 
 
-def _unsampled(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
-    """Returns an event without the samplings that it claims itself."""
-    fields = {
-        field.name: getattr(event, field.name) for field in attr.fields(type(event))
-    }
-    sampled = (
-        dp_accounting.PoissonSampledDpEvent,
-        dp_accounting.SampledWithoutReplacementDpEvent,
-    )
-    if isinstance(event, sampled):
-        return _unsampled(event.event)
-    if "sampling_probability" in fields or "sample_size" in fields:
-        return dp_accounting.NonPrivateDpEvent()  # What it costs is not known.
-    if "event" in fields:
-        return attr.evolve(event, event=_unsampled(event.event))
-    if "events" in fields:
-        return attr.evolve(event, events=tuple(map(_unsampled, event.events)))
-    return event
+def _largest_sum(cohorts: Iterable[tuple[float, float, float]]) -> float:
+    """Returns the largest sum of the weights of intervals that meet at one place."""
+    steps: dict[float, float] = collections.defaultdict(float)
+    for start, stop, weight in cohorts:
+        steps[start] += weight
+        steps[stop] -= weight
+    return max(itertools.accumulate(steps[place] for place in sorted(steps)), default=0)
+
+
+def _unsampled(event: Any) -> Any:
+    """Returns an event, as JSON, without the samplings that it claims itself."""
+    if isinstance(event, list):
+        return [_unsampled(part) for part in event]
+    if not isinstance(event, dict):
+        return event
+    if event["type"] in ("PoissonSampledDpEvent", "SampledWithoutReplacementDpEvent"):
+        return _unsampled(event["event"])
+    if event.keys() & {"sampling_probability", "sample_size"}:
+        return {"type": "NonPrivateDpEvent"}  # What it costs is not known.
+    return {name: _unsampled(part) for name, part in event.items()}
 
 
 def tightest(charges: Iterable[charge_lib.RoundCharge]) -> str:
@@ -371,38 +351,3 @@ def tightest(charges: Iterable[charge_lib.RoundCharge]) -> str:
         )
     )
     return "rdp" if by_rdp else "pld"
-
-
-def _pld_interval(largest_loss: float, coarse: bool) -> float:
-    """Returns the width of a PLD's cells; wide ones keep a large loss computable."""
-    interval = _PLD_COARSE_INTERVAL if coarse else _PLD_INTERVAL
-    if math.isinf(largest_loss):
-        return interval
-    return max(interval, largest_loss / _PLD_MAX_CELLS)
-
-
-@functools.lru_cache(maxsize=32)
-def _event_pld(
-    event: dp_accounting.DpEvent,
-    relation: dp_accounting.NeighboringRelation,
-    interval: float,
-) -> privacy_loss_distribution.PrivacyLossDistribution:
-    """Returns one event's privacy loss distribution.
-
-    Making it takes most of the time of a PLD epsilon, self-composition little;
-    kept, it serves a whole curve of epsilon against rounds.
-    """
-    accountant = pld.PLDAccountant(relation, interval)
-    try:
-        accountant.compose(event)
-    except dp_accounting.UnsupportedEventError as error:
-        raise ValueError(
-            f"event {event!r} has no PLD in dp_accounting; "
-            f"accountant='rdp' may have a bound. {error}"
-        ) from error
-    if accountant.get_epsilon(0.5) == math.inf:
-        # No privacy; the accountant keeps that beside the distribution.
-        return privacy_loss_distribution.from_privacy_parameters(
-            pld_common.DifferentialPrivacyParameters(0.0, 1.0), interval
-        )
-    return accountant._pld

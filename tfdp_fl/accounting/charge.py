@@ -7,15 +7,13 @@ import functools
 import importlib.metadata
 import json
 import math
-import numbers
-from collections.abc import Sequence
 from typing import Any, cast
 
 import attr
 import dp_accounting
 
 from tfdp_fl import _json, _validate, schedules
-from tfdp_fl.accounting import gaussian
+from tfdp_fl.accounting import releases
 from tfdp_fl.accounting.search import BestOfTrialsDpEvent
 
 SAMPLINGS = ("poisson", "fixed_size", "shuffled", "cyclic")
@@ -174,7 +172,7 @@ class RoundCharge:
     @functools.cached_property
     def _json(self) -> str:
         fields = {
-            field.name: event_to_json(getattr(self, field.name))
+            field.name: _json.plain(getattr(self, field.name), event_to_json)
             for field in dataclasses.fields(self)
         }
         return _json.canonical(
@@ -193,10 +191,7 @@ class RoundCharge:
           TypeError, ValueError: It is not what `to_json` writes.
         """
         fields = dict(json.loads(text) if isinstance(text, str) else text)
-        if "event" not in fields:
-            raise ValueError("text must have an event, got none.")
-        fields["event"] = event_from_json(fields["event"])
-        return cls(**fields)
+        return cls(**{**fields, "event": event_from_json(fields.get("event"))})
 
     def __hash__(self) -> int:
         return hash(self._json)
@@ -286,9 +281,7 @@ def noise_multiplier_of(event: dp_accounting.DpEvent) -> float | None:
     if isinstance(event, dp_accounting.GaussianDpEvent):
         return float(event.noise_multiplier)
     mu_squared = _mu_squared(event)
-    if mu_squared is None:
-        return None
-    return math.inf if mu_squared == 0 else mu_squared**-0.5
+    return None if mu_squared is None else releases.noise_of_mu_squared(mu_squared)
 
 
 def _mu_squared(event: dp_accounting.DpEvent) -> float | None:
@@ -331,40 +324,31 @@ def _event_class(name: Any) -> Any:
     return getattr(dp_accounting.dp_event, str(name), None)
 
 
-def event_to_json(value: Any) -> Any:
-    """Returns an event, or a value of one, as JSON can hold it exactly.
+def event_to_json(event: dp_accounting.DpEvent) -> dict[str, Any]:
+    """Returns an event as JSON can hold it exactly.
 
     A Gaussian's noise multiplier that no accountant can compute with is taken
     for less than it is: below 1e-3 for none, and above 1e6 for that.
     """
-    if isinstance(value, dp_accounting.DpEvent):
-        kind = type(value)
-        if _event_class(kind.__name__) is not kind:
-            raise TypeError(
-                f"event must be one of dp_accounting's own events, got {value!r}."
-            )
-        names = [field.name for field in attr.fields(kind)]
-        fields = {name: event_to_json(getattr(value, name)) for name in names}
-        if kind is dp_accounting.GaussianDpEvent:
-            z = fields["noise_multiplier"]
-            if 0 < z < gaussian.LEAST_NOISE:
-                fields["noise_multiplier"] = 0.0
-            elif gaussian.MOST_NOISE < z < math.inf:
-                fields["noise_multiplier"] = gaussian.MOST_NOISE
-        return {"type": kind.__name__, **fields}
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, numbers.Real):
-        if math.isnan(value):
-            raise ValueError("event must not hold NaN.")
-        return float(value)
-    if hasattr(value, "numpy"):  # A tensor.
-        return event_to_json(value.numpy())
-    if isinstance(value, Sequence) or hasattr(value, "tolist"):
-        return [event_to_json(item) for item in value]
-    raise TypeError(f"event holds {value!r}, which no ledger can keep.")
+    kind = type(event)
+    if _event_class(kind.__name__) is not kind:
+        raise TypeError(
+            "event must be one of dp_accounting's own events, of numbers and "
+            f"lists, got {event!r}."
+        )
+    fields = {
+        field.name: _json.plain(getattr(event, field.name), event_to_json)
+        for field in attr.fields(kind)
+    }
+    if "NaN" in _json.canonical(fields):
+        raise ValueError("event must not hold NaN.")
+    if kind is dp_accounting.GaussianDpEvent:
+        z = fields["noise_multiplier"]
+        if 0 < z < releases.LEAST_NOISE:
+            fields["noise_multiplier"] = 0.0
+        elif releases.MOST_NOISE < z < math.inf:
+            fields["noise_multiplier"] = releases.MOST_NOISE
+    return {"type": kind.__name__, **fields}
 
 
 def event_from_json(value: Any) -> Any:

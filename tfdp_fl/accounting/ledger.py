@@ -33,11 +33,12 @@ import os
 import pathlib
 import secrets
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from tfdp_fl import _files, _interrupts, _json, _validate, version
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import gaussian
+from tfdp_fl.accounting import releases
 from tfdp_fl.accounting.accountant import PrivacyAccountant
 
 FORMAT = "tfdp_fl privacy ledger 3"
@@ -148,12 +149,12 @@ class LedgerContents:
             self, entries=(*self.entries, entry), head=entry.line_hash
         )
 
-    def by_run(self) -> dict[str, tuple[LedgerEntry, ...]]:
+    def by_run(self) -> dict[str, list[LedgerEntry]]:
         """Returns the rounds of each run, by the run's id."""
-        runs: dict[str, list[LedgerEntry]] = {}
+        runs: dict[str, list[LedgerEntry]] = collections.defaultdict(list)
         for entry in self.entries:
-            runs.setdefault(entry.run, []).append(entry)
-        return {run: tuple(entries) for run, entries in runs.items()}
+            runs[entry.run].append(entry)
+        return dict(runs)
 
     def rounds_known(self, run: str, head: str) -> int:
         """Returns how many rounds of a run were written by the time of a head.
@@ -202,7 +203,7 @@ class LedgerContents:
         spent = math.fsum(
             largest_mu_squared(entries) for entries in self.by_run().values()
         )
-        return gaussian.epsilon_of_mu_squared(spent, delta)
+        return releases.epsilon_of_mu_squared(spent, delta)
 
     def lost_mu_squared(self, next_round: int, run: str) -> float:
         """Returns what one client may have spent in rounds that were lost.
@@ -215,13 +216,13 @@ class LedgerContents:
         return _spent_and_lost(self.by_run().get(run, ()), next_round)[1]
 
 
-def largest_mu_squared(entries: tuple[LedgerEntry, ...]) -> float:
+def largest_mu_squared(entries: Sequence[LedgerEntry]) -> float:
     """Returns the most that one client can have spent in one run's rounds."""
     return math.fsum(_spent_and_lost(entries, math.inf))
 
 
 def _spent_and_lost(
-    entries: tuple[LedgerEntry, ...], earliest_later: float
+    entries: Sequence[LedgerEntry], earliest_later: float
 ) -> tuple[float, float]:
     spent, lost = 0.0, 0.0
     for entry in reversed(entries):
@@ -283,8 +284,7 @@ class PrivacyLedger:
         _validate.one_of(("create", "append"), mode=mode)
         if expected_head is not None:
             _validate.instance_of(str, expected_head=expected_head)
-        if mechanism is not None:
-            _validate.instance_of(dict, mechanism=mechanism)
+        mechanism = _validate.instance_of(dict, mechanism=mechanism or {})
         self.path = pathlib.Path(path)
         # Where it is, wherever the process goes.
         self._place = os.path.abspath(self.path)
@@ -312,7 +312,7 @@ class PrivacyLedger:
                 f"{error.strerror}."
             ) from error
         try:
-            self._lock()
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._contents = self._recover(expected_head)
             if not self._contents.header:
                 header = {
@@ -323,7 +323,7 @@ class PrivacyLedger:
                     "unit": unit,
                     "target_epsilon": target_epsilon,
                     "target_delta": target_delta,
-                    "mechanism": mechanism or {},
+                    "mechanism": mechanism,
                 }
                 head = self._append({"kind": "header", **header})
                 self._contents = dataclasses.replace(
@@ -332,8 +332,14 @@ class PrivacyLedger:
                 # The folder may be written but not read.
                 with contextlib.suppress(PermissionError):
                     _files.sync_folder(os.path.dirname(self._place))
-        except BaseException as error:
-            if mode == "create" and not isinstance(error, LedgerInUseError):
+        except BlockingIOError:
+            self.close()
+            raise LedgerInUseError(
+                f"The ledger {self.path} is being written by another run; "
+                "give this one a ledger (or an output directory) of its own."
+            ) from None
+        except BaseException:
+            if mode == "create":
                 os.unlink(self._place)  # Made here, and empty.
             self.close()
             raise
@@ -416,7 +422,6 @@ class PrivacyLedger:
         }
         entry = _entry(body)
         with self._recording:
-            self._check_file()
             if budget is not None:
                 self._ask(budget, entry)
             with _interrupts.after_the_block():
@@ -477,7 +482,6 @@ class PrivacyLedger:
           LedgerTamperedError: A line does not verify; the error names it.
           LedgerError: It has another format; the error names the version that
             reads it.
-          TypeError: `expected_head` is of another type.
         """
         return _parse(pathlib.Path(path).read_bytes(), str(path), expected_head)[0]
 
@@ -488,23 +492,13 @@ class PrivacyLedger:
             raise LedgerError(f"The ledger {self.path} is closed.")
         return self._descriptor
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LedgerInUseError(
-                f"The ledger {self.path} is being written by another run; "
-                "give this one a ledger (or an output directory) of its own."
-            ) from None
-
     def _recover(self, expected_head: str | None) -> LedgerContents:
         """Verifies what is there and removes a line that was cut short."""
-        size = os.fstat(self._file).st_size
-        data = os.pread(self._file, size, 0)
-        self._end = size
+        data = os.pread(self._file, os.fstat(self._file).st_size, 0)
+        self._end = len(data)
         self._check_file()
         contents, whole = _parse(data, str(self.path), expected_head)
-        if whole < size:
+        if whole < len(data):
             os.ftruncate(self._file, whole)
             os.fsync(self._file)
         self._end = whole
@@ -548,17 +542,13 @@ class PrivacyLedger:
         """
         if os.getpid() != self._process:
             raise LedgerForkedError(
-                f"The ledger {self.path} was opened by process "
-                f"{self._process} and cannot be written by its fork "
-                f"{os.getpid()}: both would write in the same place. Open one "
-                "in each process, or release rounds in one process only."
+                f"The ledger {self.path} was opened by process {self._process}; its "
+                f"fork {os.getpid()} would write in the same place. Open one in each."
             )
-        own = os.fstat(self._file)
-        try:
-            there = os.path.samestat(own, os.stat(self._place))
-        except OSError:
-            there = False
-        if not there:
+        own, there = os.fstat(self._file), None
+        with contextlib.suppress(OSError):
+            there = os.stat(self._place)
+        if there is None or not os.path.samestat(own, there):
             raise LedgerMovedError(
                 f"The ledger {self.path} was deleted, moved or replaced while "
                 "it was open: what is written now would not be found there. "
@@ -615,8 +605,6 @@ def _parse(
     data: bytes, name: str, expected_head: str | None
 ) -> tuple[LedgerContents, int]:
     """Verifies a whole file; returns also how many of its bytes are whole lines."""
-    if expected_head is not None:
-        _validate.instance_of(str, expected_head=expected_head)
     lines = data.split(b"\n")
     tail = lines.pop()  # Empty, unless the last line has no end.
     header: dict[str, Any] = {}

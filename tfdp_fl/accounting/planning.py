@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,33 +31,26 @@ def _planned(
     rounds: int,
 ) -> Iterator[tuple[charge_lib.RoundCharge, int]]:
     """Yields charges of rounds that are planned, and how often; see `epsilon`."""
-    _validate.one_of(charge_lib.SAMPLINGS, sampling=sampling)
-    n = _validate.positive_integer(num_clients=num_clients)
     rounds = _validate.non_negative_integer(rounds=rounds)
-    cohorts = charge_lib.PassCohorts(n, clients_per_round)
+    cohorts = charge_lib.PassCohorts(num_clients, clients_per_round)
     constant = all(map(schedules.is_constant, (noise_multiplier, clients_per_round)))
     for t in range(min(rounds, 1) if constant else rounds):
         z = schedules.value_at(noise_multiplier, t, "noise_multiplier")
-        place: dict[str, Any] = {}
-        if sampling == "shuffled" and not constant:
-            place = cohorts.place(t)
-        else:
-            size = schedules.value_at(clients_per_round, t, "clients_per_round")
-            fractional = sampling == "poisson"
-            size = charge_lib.checked_size(size, n, fractional=fractional)
-            place["clients_per_round"] = size
-        one = charge_lib.RoundCharge(
-            sampling=sampling,
-            num_clients=n,
-            event=dp_accounting.GaussianDpEvent(
-                _validate.non_negative(noise_multiplier=z)
-            ),
-            **place,
+        event = dp_accounting.GaussianDpEvent(
+            _validate.non_negative(noise_multiplier=z)
         )
         count = rounds if constant else 1
-        if sampling == "shuffled" and constant:
+        if sampling == "shuffled":
+            place: dict[str, Any] = dict(cohorts.place(t))
             # The first round of a pass costs as much as all of it.
-            count = -(-rounds // -(-n // int(one.clients_per_round)))
+            count = -(-count // -(-num_clients // place["clients_per_round"]))
+        else:
+            size = schedules.value_at(clients_per_round, t, "clients_per_round")
+            size = charge_lib.checked_size(size, num_clients, fractional=True)
+            place = {"clients_per_round": size}
+        one = charge_lib.RoundCharge(
+            sampling=sampling, num_clients=num_clients, event=event, **place
+        )
         yield one, count
 
 
@@ -126,8 +120,6 @@ def max_rounds(
       accountant: "rdp" or "pld".
     """
     target = _validate.positive(target_epsilon=target_epsilon)
-    _validate.inside_unit_interval(delta=delta)
-    _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
     # What is random in a schedule is asked once; a sequence ends.
     z, m = schedules.fixed(noise_multiplier), schedules.fixed(clients_per_round)
     lengths = [len(each) for each in (z, m) if hasattr(each, "__len__")]
@@ -136,20 +128,33 @@ def max_rounds(
         limit = _MOST_ROUNDS
 
     def most(by: str, guess: int) -> int:
-        def overspends(rounds: int) -> bool:
+        def cost(rounds: int) -> float:
             history = PrivacyAccountant(_planned(z, sampling, num_clients, m, rounds))
-            return history.epsilon(delta, by) > target
+            return history.epsilon(delta, by)
 
-        low, high = 0, min(max(guess, 1), limit)
-        while not overspends(high):
-            if high == limit:
-                return limit
-            low, high = high, min(2 * high, limit)
-        between = range(low + 1, high)
-        return low + bisect.bisect_left(between, True, key=overspends)
+        return most_rounds(cost, target, limit, guess)
 
     by_rdp = most("rdp", 1)
-    return by_rdp if accountant == "rdp" else most(accountant, by_rdp)
+    return by_rdp if accountant == "rdp" else most(accountant, max(by_rdp, 1))
+
+
+def most_rounds(
+    cost: Callable[[int], float], target: float, limit: int, guess: int
+) -> int:
+    """Returns how many rounds cost no more than a target, of at most `limit`.
+
+    Args:
+      cost: The epsilon of a number of rounds; more rounds must not cost less.
+      target: The largest epsilon.
+      limit: The most rounds, at least 0.
+      guess: So many are asked about first, and then twice as many.
+    """
+    high = min(guess, limit)
+    while cost(high) <= target:
+        if high == limit:
+            return limit
+        high = min(2 * high, limit)
+    return bisect.bisect_right(range(1, high), target, key=cost)
 
 
 def calibrate_noise_multiplier(
@@ -223,8 +228,6 @@ def calibrate(
       ValueError: If no noise multiplier (up to `upper`) keeps the target.
     """
     target = _validate.positive(target_epsilon=target_epsilon)
-    delta = _validate.inside_unit_interval(delta=delta)
-    _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
     limit = _LARGEST if upper is None else _validate.positive(upper=upper)
 
     def epsilon(z: float, by: str, coarse: bool = False) -> float:
@@ -269,9 +272,16 @@ def _solve(
         if low < _SMALLEST:
             return low  # The noise makes no difference.
         low, high, factor = low / factor, low, factor * factor
+
+    def composed(z: float) -> types.SimpleNamespace:
+        return types.SimpleNamespace(get_epsilon=lambda _: min(epsilon(z), 1e12))
+
+    nothing = types.SimpleNamespace(
+        ledger=dp_accounting.NoOpDpEvent(), compose=composed
+    )
     return float(
         dp_accounting.calibrate_dp_mechanism(
-            lambda: _Epsilon(epsilon),
+            lambda: nothing,
             lambda z: z,
             # Sums of other orders may differ in their last digits.
             target * (1 - 1e-9),
@@ -280,19 +290,3 @@ def _solve(
             tol=low * 1e-5,
         )
     )
-
-
-class _Epsilon:
-    """Epsilon of a noise multiplier, as `calibrate_dp_mechanism` asks for it."""
-
-    ledger = dp_accounting.NoOpDpEvent()
-
-    def __init__(self, epsilon: Callable[[float], float]):
-        self._epsilon = epsilon
-
-    def compose(self, noise_multiplier: float) -> _Epsilon:
-        self._noise_multiplier = noise_multiplier
-        return self
-
-    def get_epsilon(self, delta: float) -> float:
-        return min(self._epsilon(self._noise_multiplier), 1e12)

@@ -111,8 +111,12 @@ class TrialCount:
         return number
 
 
-class BestOfTrialsProfile:
-    """A bound of the privacy profile of the best trial.
+def epsilon_of_best(
+    event: BestOfTrialsDpEvent,
+    trials: Sequence[privacy_loss_distribution.PrivacyLossDistribution],
+    delta: float,
+) -> float:
+    """Returns a bound of the epsilon at delta of the best trial, by privacy profiles.
 
     Let p and q be a trial's laws with and without a client, t_p and t_q the
     probabilities that another trial is better than an outcome, and f(x) = E x^K for
@@ -133,46 +137,32 @@ class BestOfTrialsProfile:
     a >= 0, at most e^a t_p + delta_trial(a). In t_p, R is then monotone up to
     t_p = e^-a (1 - delta_trial(a)), and falls from there on: it is largest at 0 or
     there.
+
+    Args:
+      event: The search.
+      trials: The privacy loss distributions of its `events`. What is drawn
+        independently of the data, and what differs by client, has at most the
+        largest delta of them.
+      delta: Between 0 and 1.
     """
 
-    def __init__(
-        self,
-        event: BestOfTrialsDpEvent,
-        trials: Sequence[privacy_loss_distribution.PrivacyLossDistribution],
-    ):
-        """Finds C.
-
-        Args:
-          event: The search.
-          trials: The privacy loss distributions of its `events`. What is drawn
-            independently of the data, and what differs by client, has at most the
-            largest delta of them.
-        """
-        self._trials = trials
-        self._mean = event.mean
-        if math.isinf(event.shape):
-            self._log_c = event.mean * float(self._of_trial(0.0))
-            return
-        gamma = _stopping(event.shape, event.mean)
-        a = np.linspace(0.0, -math.log(gamma), 300)
-        delta = self._of_trial(a)
-        ratio = np.maximum(
-            1 + (1 / gamma - 1) * delta,
-            1 / (gamma + (1 - gamma) * (1 - delta) * np.exp(-a)),
-        )
-        self._log_c = (1 + event.shape) * math.log(ratio.min())
-
-    def _of_trial(self, epsilon: float | np.ndarray) -> np.ndarray:
-        """Returns delta_trial at each epsilon."""
-        found = [trial.get_delta_for_epsilon(epsilon) for trial in self._trials]
+    def delta_of_trial(epsilon: float | np.ndarray) -> np.ndarray:
+        found = [trial.get_delta_for_epsilon(epsilon) for trial in trials]
         return np.max(np.minimum(found, 1.0), axis=0)
 
-    def epsilon(self, delta: float) -> float:
-        """Returns the bound of epsilon at delta."""
-        of_trial = max(
-            trial.get_epsilon_for_delta(delta / self._mean) for trial in self._trials
+    if math.isinf(event.shape):
+        log_c = event.mean * float(delta_of_trial(0.0))
+    else:
+        gamma = _stopping(event.shape, event.mean)
+        a = np.linspace(0.0, -math.log(gamma), 300)
+        at_a = delta_of_trial(a)
+        ratio = np.maximum(
+            1 + (1 / gamma - 1) * at_a,
+            1 / (gamma + (1 - gamma) * (1 - at_a) * np.exp(-a)),
         )
-        return float(self._log_c + of_trial)
+        log_c = (1 + event.shape) * math.log(ratio.min())
+    delta = delta / event.mean
+    return float(log_c + max(trial.get_epsilon_for_delta(delta) for trial in trials))
 
 
 @functools.lru_cache(maxsize=256)

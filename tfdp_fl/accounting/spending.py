@@ -13,7 +13,7 @@ from tfdp_fl import _validate
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger
 from tfdp_fl.accounting.accountant import PrivacyAccountant
-from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
+from tfdp_fl.accounting.releases import epsilon_of_mu_squared
 
 CENTRAL, LOCAL, RECORD, NONE = "central", "local", "record", "none"
 
@@ -177,11 +177,6 @@ class Spending:
         }
 
     @property
-    def charges(self) -> tuple[tuple[charge_lib.RoundCharge, int], ...]:
-        """This run's rounds as (charge, count)."""
-        return tuple(self.own.items())
-
-    @property
     def by_client(self) -> bool:
         """Whether the guarantee is composed client by client."""
         return self.guarantee in (LOCAL, RECORD)
@@ -244,14 +239,14 @@ class Spending:
           ValueError: A round of the ledger has a guarantee of another kind;
             nothing is counted then.
         """
-        own = self.own.copy()
+        own = self.own
         others: dict[str, OtherRun] = {}
         for other, entries in contents.by_run().items():
             charges = collections.Counter(
                 entry.charge for entry in entries if entry.charge is not None
             )
             if other == run:
-                own |= charges  # Of each kind, as many as either knows of.
+                own = own | charges  # Of each kind, as many as either knows of.
                 continue
             if any(
                 (entry.local if self.by_client else entry.charge) is None
@@ -269,17 +264,15 @@ class Spending:
             others[other if beside else f"{other} in {source}"] = OtherRun(
                 charges=charges, mu_squared=spent
             )
-        self._count(own, others)
+        self.keep_others(others, own)
 
-    def keep_others(self, others: dict[str, OtherRun]) -> None:
-        """Counts what is known of other runs and not counted yet."""
-        self._count(self.own, others)
-
-    def _count(
+    def keep_others(
         self,
-        own: collections.Counter[charge_lib.RoundCharge],
         others: dict[str, OtherRun],
+        own: collections.Counter[charge_lib.RoundCharge] | None = None,
     ) -> None:
+        """Counts what is known of other runs, and of this one, if more than so far."""
+        own = self.own if own is None else own
         counted = dict(self.others)
         for name, other in others.items():
             known = counted.get(name, other)
@@ -328,7 +321,7 @@ class Spending:
             name: OtherRun(charges=_from_json(charges), mu_squared=float(mu_squared))
             for name, (charges, mu_squared) in state["others"].items()
         }
-        spending._count(_from_json(state["charges"]), others)
+        spending.keep_others(others, _from_json(state["charges"]))
         clients = spending.clients
         clients._mu_squared = np.array(state["mu_squared"], np.float64)
         clients._participations = np.array(state["participations"], np.int64)

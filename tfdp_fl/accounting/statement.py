@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import pathlib
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,6 @@ from tfdp_fl.accounting import charge
 
 if TYPE_CHECKING:
     import jinja2
-
-
-import re
 
 # Full sentences that stand by themselves, by their keys.
 _TEXT = pathlib.Path(__file__).with_name("caveats.txt").read_text("utf-8")
@@ -61,13 +59,6 @@ _CAVEATS_OF_SAMPLING = {
 
 # Those that make epsilon smaller for a draw that nobody knows.
 _SECRET = ("poisson", "fixed_size")
-
-# Facts that a statement's dictionary holds as they were given.
-_AS_THEY_ARE = (
-    *("guarantee", "unit", "implied_epsilon", "implied_delta", "rounds"),
-    *("rounds_of_others", "sampling", "num_clients", "num_records"),
-    *("max_participations", "mechanism", "mechanism_description"),
-)
 
 _EPSILONS = (
     *("epsilon_rdp", "epsilon_pld", "epsilon_local", "central_epsilon"),
@@ -206,7 +197,7 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
     populations = list(facts.populations) or [facts.num_clients]
     implied = _implied_caveats(facts, delta, best, populations)
     content: dict[str, Any] = {
-        **{name: getattr(facts, name) for name in _AS_THEY_ARE},
+        **vars(facts),
         "has_guarantee": math.isfinite(best),
         "relation": relation.name,
         "delta": delta,
@@ -220,6 +211,7 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
             for name, value in facts.mechanism_parameters.items()
             if value is not None
         },
+        "audit": None if facts.audit is None else facts.audit(delta),
         "dp_accounting": charge.dp_accounting_version(),
         "caveats": {
             key: CAVEATS[key] for key in dict.fromkeys([*facts.caveats, *implied])
@@ -241,7 +233,7 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
     if not central:
         content["secrecy"] = ""
     if facts.audit is not None:
-        content["caveats"]["audited"] = facts.audit(delta)
+        content["caveats"]["audited"] = content["audit"]
     return content
 
 
@@ -280,14 +272,12 @@ def _value(epsilon: Epsilon, delta: float) -> float | None:
 
 def _range(sizes: float | Sequence[float]) -> dict[str, Any]:
     values = list(sizes) if isinstance(sizes, Sequence) else [sizes]
-    figures: dict[str, float | None] = dict.fromkeys(("min", "max", "mean"))
-    if values:
-        figures = {
-            "min": float(min(values)),
-            "max": float(max(values)),
-            "mean": statistics.fmean(values),
-        }
-    return {"count": len(values), **figures}
+    figures: dict[str, Callable[..., float]]
+    figures = {"min": min, "max": max, "mean": statistics.fmean}
+    return {
+        "count": len(values),
+        **{name: float(of(values)) if values else None for name, of in figures.items()},
+    }
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from tfdp_fl.aggregators.mechanism_factory import (
     NbAFLFactory,
     NoPrivacyFactory,
     QueryFactory,
+    WeightsFactory,
     factory_of,
     from_mechanism,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "NoPrivacyFactory",
     "QueryFactory",
     "RoundHistory",
+    "WeightsFactory",
     "accountable_state",
     "factory_of",
     "from_mechanism",

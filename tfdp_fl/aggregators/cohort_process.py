@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 
-from tfdp_fl.aggregators import state, values
+from tfdp_fl.aggregators import state
 from tfdp_fl.mechanisms import cohort_query, contribution
 
 
@@ -83,7 +83,7 @@ def create_cohort_process(
         query, derive_sample_params.type_signature.result, client_types
     )
     record_type = preprocess_record.type_signature.result
-    sum_process = values.create_record_sum(record_type, inner_factory, scalars_factory)
+    sum_process = create_record_sum(record_type, inner_factory, scalars_factory)
     get_noised_result = _create_noised_result(
         query,
         plan,
@@ -151,6 +151,77 @@ def create_cohort_process(
     return tff.templates.AggregationProcess(init_fn, next_fn)
 
 
+def to_list(value: Any) -> list[tf.Tensor]:
+    """Returns the tensors of a value, in the order of its TFF type."""
+    if tf.is_tensor(value) or isinstance(value, np.ndarray):
+        return [value]
+    return tff.structure.flatten(tff.structure.from_container(value, recursive=True))
+
+
+def from_list(tensors: list[tf.Tensor], value_type: tff.types.Type) -> Any:
+    """Returns tensors, in the order of `to_list`, as a value of a type."""
+    remaining = iter(tensors)
+
+    def build(type_):
+        if isinstance(type_, tff.TensorType):
+            return next(remaining)
+        elements = tff.structure.iter_elements(type_)
+        struct = tff.structure.Struct([(name, build(each)) for name, each in elements])
+        if isinstance(type_, tff.types.StructWithPythonType):
+            return tff.types.type_to_py_container(struct, type_)
+        return struct
+
+    return build(value_type)
+
+
+def create_record_sum(
+    record_type: tff.types.StructWithPythonType,
+    inner_factory: tff.aggregators.UnweightedAggregationFactory | None,
+    scalars_factory: tff.aggregators.UnweightedAggregationFactory | None,
+) -> tff.templates.AggregationProcess:
+    """Returns the process that sums records.
+
+    Args:
+      record_type: Type of an `OrderedDict` of `update` (what the mechanism
+        made of a client's value) and `scalars` (its other numbers).
+      inner_factory: Sums the updates; None for `tff.aggregators.SumFactory`.
+      scalars_factory: Sums the scalars; None for the same.
+
+    Returns:
+      A process whose result has the keys `update` and `scalars`, and whose
+      measurements are those of `inner_factory`.
+    """
+    if inner_factory is None and scalars_factory is None:
+        # One aggregation for everything: half the calls for each client.
+        return tff.aggregators.SumFactory().create(record_type)
+    plain = tff.aggregators.SumFactory()
+    updates = (inner_factory or plain).create(record_type.update)
+    scalars = (scalars_factory or plain).create(record_type.scalars)
+
+    @tff.federated_computation
+    def init_fn():
+        return tff.federated_zip((updates.initialize(), scalars.initialize()))
+
+    @tff.federated_computation(
+        init_fn.type_signature.result,
+        tff.FederatedType(record_type, tff.CLIENTS),
+    )
+    def next_fn(state, record):
+        update_sum = updates.next(state[0], record.update)
+        scalar_sum = scalars.next(state[1], record.scalars)
+        return tff.templates.MeasuredProcessOutput(
+            state=tff.federated_zip((update_sum.state, scalar_sum.state)),
+            result=tff.federated_zip(
+                collections.OrderedDict(
+                    update=update_sum.result, scalars=scalar_sum.result
+                )
+            ),
+            measurements=update_sum.measurements,
+        )
+
+    return tff.templates.AggregationProcess(init_fn, next_fn)
+
+
 def _create_preprocess_record(
     query: cohort_query.CohortQuery,
     params_type: tff.types.Type,
@@ -161,13 +232,13 @@ def _create_preprocess_record(
 
     def preprocess(params, value, *weight):
         client = [contribution.Client(num_examples=number) for number in weight]
-        tensors = values.to_list(value)
+        tensors = to_list(value)
         record = query.preprocess_record(params, tensors, *client)
         fields = collections.OrderedDict(record._asdict())
         update = fields.pop("update")
         if isinstance(update, list) and len(update) == len(tensors):
             # As the inner factory would be handed it without a mechanism.
-            update = values.from_list(update, value_type)
+            update = from_list(update, value_type)
         fields["sums"] = collections.OrderedDict(fields["sums"])
         fields["cohort_size"] = tf.ones([])
         return collections.OrderedDict(update=update, scalars=fields)
@@ -202,12 +273,12 @@ def _create_noised_result(
             scalars["weight"],
             query.largest_norm(query_state),
         )
-        update = values.to_list(total["update"]) if packed else total["update"]
+        update = to_list(total["update"]) if packed else total["update"]
         with tf.control_dependencies([size]):
             record = contribution.Contribution(
                 update=tf.nest.map_structure(tf.identity, update), **scalars
             )
-            mean, new_state, _ = query.get_noised_result(record, query_state)
+            mean, new_state = query.get_noised_result(record, query_state)
         measurements = collections.OrderedDict(
             query.derive_metrics(query_state),
             clipped_fraction=tf.math.divide_no_nan(record.clipped, size),
@@ -216,7 +287,7 @@ def _create_noised_result(
             cohort_size=tf.cast(size, tf.int32),
         )
         return (
-            values.from_list(list(mean), value_type),
+            from_list(list(mean), value_type),
             measurements,
             new_state,
             round_index + 1,
@@ -247,7 +318,7 @@ def _create_clip_to_cohort(
 
     @tff.tensorflow.computation(value_type)
     def record_norm(value):
-        return query.record_norm(values.to_list(value))
+        return query.record_norm(to_list(value))
 
     @tff.tensorflow.computation
     def no_norms():

@@ -7,15 +7,20 @@ import math
 from typing import Any, cast
 
 import dp_accounting
+import tensorflow as tf
 import tensorflow_federated as tff
 
 from tfdp_fl import _validate, mechanisms, schedules
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.aggregators import cohort_process, state, values
-from tfdp_fl.mechanisms import contribution, nbafl
+from tfdp_fl.aggregators import cohort_process, state
+from tfdp_fl.mechanisms import contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
 _SAMPLINGS = (*charge_lib.SAMPLINGS, charge_lib.SEPARATED)
+# A secure sum rounds each number to a grid of so many steps between its bounds.
+_STEPS = 2.0**24
+# What rounding may add to a client's share, relative to the clip.
+_LARGEST_ROUNDING = 1e-3
 
 
 class BoundFactory:
@@ -73,7 +78,7 @@ class BoundFactory:
             _validate.one_of(_SAMPLINGS, sampling=sampling)
         # Schedules as tables: a TFF computation cannot call a callable.
         rounds = numbers.pop("rounds", None)
-        clients = state.tabulated(
+        self._clients = clients = state.tabulated(
             clients_per_round, "clients_per_round", rounds, _validate.positive
         )
         self._noise = state.tabulated(
@@ -103,6 +108,7 @@ class BoundFactory:
             **cast(dict[str, Any], numbers),
         )
         mechanism.bind(self.deployment)
+        self._has_whole_cohorts = sampling not in ("poisson", None)
         whole = mechanism.needs_exact_cohort or self._has_whole_cohorts
         for size in state.distinct(clients):
             most = self.deployment.num_clients or 2**63
@@ -111,16 +117,12 @@ class BoundFactory:
             "inner_factory": inner_factory,
             "scalars_factory": scalars_factory,
         }
+        event = mechanism.round_event(0, self.deployment)
+        self._has_price = mechanism.guarantee == "central" and not isinstance(
+            event, dp_accounting.NonPrivateDpEvent
+        )
         for name, factory in self._factories.items():
             self._check_sum(name, factory)
-
-    @property
-    def _has_whole_cohorts(self) -> bool:
-        return self.deployment.sampling not in ("poisson", None)
-
-    @property
-    def _clients(self) -> state.Table:
-        return cast(state.Table, self.deployment.clients_per_round)
 
     def _check_sum(self, name: str, factory: Any) -> None:
         """Raises unless a factory is None or one whose sum keeps the guarantee."""
@@ -141,11 +143,7 @@ class BoundFactory:
                 "divides, by the expected cohort size, and adds the noise."
             )
         # A larger share of the sum would cost more than is charged.
-        event = self.mechanism.round_event(0, self.deployment)
-        has_price = self.mechanism.guarantee == "central" and not isinstance(
-            event, dp_accounting.NonPrivateDpEvent
-        )
-        if has_price and not _keeps_each_share(factory):
+        if self._has_price and largest_rounding(factory, 1) == math.inf:
             raise ValueError(
                 f"{name} must be None, a tff.aggregators.SumFactory or a "
                 "SecureSumFactory whose bounds include 0, got "
@@ -164,15 +162,16 @@ class BoundFactory:
           value_type: A structure of float tensors.
           weight_type: Type of the second value of each client, if any.
         """
-        num_variables = values.check_value_type(value_type)
-        shapes = values.shapes(value_type)
+        tensors = tensors_of(value_type)
+        unknown = [t for t in tensors if t.shape is None or None in t.shape]
+        shapes = None if unknown else tuple(tensor.shape for tensor in tensors)
         if shapes is None and self.mechanism.draws_noise_itself:
             raise TypeError(
                 "value_type must have tensors of known shapes for a query, on which "
                 f"what it costs can be tried, got {value_type}."
             )
         deployment = dataclasses.replace(
-            self.deployment, num_variables=num_variables, shapes=shapes
+            self.deployment, num_variables=len(tensors), shapes=shapes
         )
         rounding = self._rounding_of_sums(shapes)
         at_most = deployment.num_clients
@@ -196,7 +195,7 @@ class BoundFactory:
                 at_most_expected=self._has_whole_cohorts,
                 at_most=at_most,
                 some_weight=self.mechanism.releases_weights,
-                smallest_clip=rounding / values.LARGEST_ROUNDING,
+                smallest_clip=rounding / _LARGEST_ROUNDING,
             ),
             value_type,
             weight_type,
@@ -205,38 +204,83 @@ class BoundFactory:
 
     def _rounding_of_sums(self, shapes: tuple[tuple[int, ...], ...] | None) -> float:
         """Returns what secure sums may add to a client's share of the update."""
-        if self.mechanism.guarantee != "central":
+        if not self._has_price:
             return 0.0
         inner, scalars = self._factories.values()
-        if shapes is None and values.largest_rounding(inner, 1):
+        if shapes is None and largest_rounding(inner, 1):
             raise ValueError(
                 "inner_factory must be a plain sum where shapes are not known: what "
                 "a secure sum rounds depends on how many numbers there are."
             )
         numbers = sum(math.prod(shape) for shape in shapes or ())
-        rounding = values.largest_rounding(inner, numbers)
+        rounding = largest_rounding(inner, numbers)
         clip = self.mechanism.first_clip_norm()
         for name, one, limit in (
             ("inner_factory", rounding, clip or math.inf),
-            ("scalars_factory", values.largest_rounding(scalars, 1), 1.0),
+            ("scalars_factory", largest_rounding(scalars, 1), 1.0),
         ):
-            if one > values.LARGEST_ROUNDING * limit:
+            if one > _LARGEST_ROUNDING * limit:
                 raise ValueError(
                     f"{name} must have closer bounds: its sum rounds a client's share "
-                    f"by up to {one:.3g}, where {values.LARGEST_ROUNDING:g} of "
+                    f"by up to {one:.3g}, where {_LARGEST_ROUNDING:g} of "
                     f"the {limit:g} that a client may add is allowed."
                 )
         return rounding
 
 
-def _keeps_each_share(factory: Any) -> bool:
+def largest_rounding(factory: Any, num_elements: int) -> float:
+    """Returns the most that a sum's rounding adds to the norm of a client's share.
+
+    Infinity for a sum of which nothing is known.
+
+    Args:
+      factory: Sums the shares; None for a plain sum.
+      num_elements: How many numbers a share has.
+    """
+    if factory is None or type(factory) is tff.aggregators.SumFactory:
+        return 0.0
     if type(factory) is not tff.aggregators.SecureSumFactory:
-        return type(factory) is tff.aggregators.SumFactory
-    upper = factory._upper_bound_threshold
-    lower = factory._lower_bound_threshold
+        return math.inf
+    upper, lower = factory._upper_bound_threshold, factory._lower_bound_threshold
     if isinstance(upper, tff.templates.EstimationProcess):
-        return True  # It makes a state, by which `accountable_state` knows it.
-    return lower is None or lower <= 0 <= upper
+        return 0.0  # It makes a state, by which `accountable_state` knows it.
+    lower = -upper if lower is None else lower
+    if not lower <= 0 <= upper:
+        return math.inf  # A client that hands in nothing counts as a bound.
+    return math.sqrt(num_elements) * (float(upper) - float(lower)) / _STEPS
+
+
+def tensors_of(value_type: tff.types.Type) -> list[tff.TensorType]:
+    """Returns the types of a value's tensors, which a mechanism can clip and noise.
+
+    Args:
+      value_type: Type of one client's value.
+
+    Raises:
+      TypeError: It is not a tensor or a (nested) structure of tensors, has no
+        tensor at all, or has a tensor that is not of a float type.
+    """
+    is_structure = isinstance(value_type, tff.StructType)
+    tensors = tff.structure.flatten(value_type) if is_structure else [value_type]
+    if not tensors:
+        raise TypeError(f"value_type must have at least one tensor, got {value_type}.")
+    for tensor in tensors:
+        why = None
+        if not isinstance(tensor, tff.TensorType):
+            why = "be a tensor or a structure of tensors"
+        elif tf.as_dtype(tensor.dtype) in (tf.float16, tf.bfloat16):
+            why = (
+                "not have tensors of float16 or bfloat16, in which a clip is rounded "
+                "by more than it may be and noise is lost (cast them to float32)"
+            )
+        elif not tf.as_dtype(tensor.dtype).is_floating:
+            why = (
+                "have float tensors only, because a mechanism scales and noises them "
+                "(leave others out, or aggregate them with a factory of their own)"
+            )
+        if why:
+            raise TypeError(f"value_type must {why}, got {tensor!s} in {value_type}.")
+    return tensors
 
 
 class MechanismFactory(BoundFactory, tff.aggregators.UnweightedAggregationFactory):
@@ -303,7 +347,7 @@ def from_mechanism(
     return MechanismFactory(mechanism, clients_per_round, inner_factory, **options)
 
 
-class NbAFLFactory(BoundFactory, tff.aggregators.WeightedAggregationFactory):
+class WeightsFactory(BoundFactory, tff.aggregators.WeightedAggregationFactory):
     """Aggregates weights with per-client noise (see `NbAFL`).
 
     A client's value is its **weights** after training, not a change of them;
@@ -311,34 +355,15 @@ class NbAFLFactory(BoundFactory, tff.aggregators.WeightedAggregationFactory):
     A client with n = 0 counts for nothing, and a round in which no client has
     anything usable fails.
 
+    L = `clients_per_round`. Also needed: `num_clients`, the population N; `rounds`,
+    the number of rounds T that are planned; and `min_examples`, the smallest n of
+    any client, where T > sqrt(N) L. `mu` plays no part here.
+
     Measurements, state and `inner_factory` are those of `MechanismFactory`;
     `noise_stddev` is that of the noise before broadcast.
     """
 
     _takes_weights = True
-
-    def __init__(
-        self,
-        mechanism: nbafl.NbAFL | None = None,
-        *,
-        clients_per_round: schedules.Schedule,
-        **options: Any,
-    ):
-        """Checks the arguments.
-
-        Args:
-          mechanism: The mechanism, instead of `epsilon`, `constant` and
-            `weight_clip` (`mu` plays no part in the aggregation).
-          clients_per_round: L, the expected cohort size.
-          **options: Those of `NbAFL`, and of `MechanismFactory`: `num_clients`, the
-            population N, and `rounds`, the number of rounds T that are planned;
-            `min_examples`, the smallest n of any client, where T > sqrt(N) L.
-        """
-        names = {field.name for field in dataclasses.fields(nbafl.NbAFL)}
-        given = {name: options.pop(name) for name in names & options.keys()}
-        super().__init__(
-            mechanism or nbafl.NbAFL(**given), clients_per_round, **options
-        )
 
     def create(
         self, value_type: tff.types.Type, weight_type: tff.types.Type
@@ -354,15 +379,17 @@ class NbAFLFactory(BoundFactory, tff.aggregators.WeightedAggregationFactory):
 
 def factory_of(
     mechanism_class: type[mechanisms.Mechanism],
-) -> type[MechanismFactory]:
+) -> type[MechanismFactory] | type[WeightsFactory]:
     """Returns the factory that takes a mechanism's parameters as its own.
 
     Args:
-      mechanism_class: A mechanism that releases updates. Its parameters, with
-        their defaults, are keyword arguments of the factory, next to
-        `clients_per_round`, `inner_factory` and what else `MechanismFactory`
-        takes.
+      mechanism_class: A mechanism. Its parameters, with their defaults, are keyword
+        arguments of the factory, next to `clients_per_round`, `inner_factory` and
+        what else `MechanismFactory` takes.
     """
+    base: Any = MechanismFactory
+    if mechanism_class.releases_weights:
+        base = WeightsFactory
     own = {field.name for field in dataclasses.fields(mechanism_class)}
 
     def make(
@@ -374,14 +401,12 @@ def factory_of(
     ):
         given = {name: options.pop(name) for name in own & options.keys()}
         mechanism = mechanism_class(**given)
-        MechanismFactory.__init__(
-            self, mechanism, clients_per_round, inner_factory, **options
-        )
+        base.__init__(self, mechanism, clients_per_round, inner_factory, **options)
 
     name = mechanism_class.__name__
-    doc = f"`MechanismFactory` of a `{name}`, by its parameters as keyword arguments."
+    doc = f"`{base.__name__}` of a `{name}`, by its parameters as keyword arguments."
     members = {"__init__": make, "__module__": __name__, "__doc__": doc}
-    return type(f"{name}Factory", (MechanismFactory,), members)
+    return type(f"{name}Factory", (base,), members)
 
 
 AdaptiveClippingFactory = factory_of(mechanisms.AdaptiveClipping)
@@ -390,5 +415,6 @@ CorrelatedNoiseFactory = factory_of(mechanisms.CorrelatedNoise)
 FixedClippingFactory = factory_of(mechanisms.FixedClipping)
 LocalDPFactory = factory_of(mechanisms.LocalDP)
 MedianClippingFactory = factory_of(mechanisms.MedianClipping)
+NbAFLFactory = factory_of(mechanisms.NbAFL)
 NoPrivacyFactory = factory_of(mechanisms.NoPrivacy)
 QueryFactory = factory_of(mechanisms.QueryMechanism)

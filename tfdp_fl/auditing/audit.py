@@ -16,7 +16,7 @@ from scipy import stats
 
 from tfdp_fl import _validate, engine
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import gaussian
+from tfdp_fl.accounting import gaussian_epsilon
 from tfdp_fl.engine import cohort
 
 FINAL, ALL = "final", "all"
@@ -468,7 +468,7 @@ def estimate(scores: Scores, delta: float) -> Estimate:
 
     def epsilon(of_mean: float) -> float:
         apart = abs(of_mean) / taken
-        return gaussian.gaussian_epsilon(1 / apart if apart else math.inf, delta)
+        return gaussian_epsilon(1 / apart if apart else math.inf, delta)
 
     return Estimate(
         epsilon=max(bound, epsilon(mean)),

@@ -1,8 +1,13 @@
 """Noise that is correlated across rounds: strategies and their mathematics."""
 
-from tfdp_fl.correlated_noise.generators import Generator, Memory
 from tfdp_fl.correlated_noise.participation import Participation, ParticipationRecord
-from tfdp_fl.correlated_noise.strategies import BLT, BandedToeplitz, Strategy
+from tfdp_fl.correlated_noise.strategies import (
+    BLT,
+    BandedToeplitz,
+    Generator,
+    Memory,
+    Strategy,
+)
 
 __all__ = [
     "BLT",

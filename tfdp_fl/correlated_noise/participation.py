@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeVar, cast
@@ -78,28 +79,20 @@ class ParticipationRecord:
             Participation, participation=participation
         )
         self.released = 0
-        self._position = 0  # Within the segment.
-        # In which released round each client was last, and how often it was
-        # in one of this segment.
-        self._last: dict[Hashable, int] = {}
-        self._times: dict[Hashable, int] = {}
+        # In which released rounds each client was.
+        self._rounds: dict[Hashable, list[int]] = collections.defaultdict(list)
 
-    @property
-    def position(self) -> int:
-        """How many rounds of the segment were released; T begins a new one."""
-        return self._position
-
-    def refusal(self, client: Hashable) -> str | None:
+    def _refusal(self, client: Hashable) -> str | None:
         """Returns why a client may not take part now; None if it may."""
         gap, most = self.participation.min_separation, self.participation.most
-        last = self._last.get(client)
-        if last is not None and self.released - last < gap:
+        own = self._rounds.get(client, [])
+        if own and self.released - own[-1] < gap:
             return (
-                f"it took part {self.released - last} released round(s) ago, "
+                f"it took part {self.released - own[-1]} released round(s) ago, "
                 f"and min_separation={gap}"
             )
-        begins = self._position >= self.participation.rounds
-        times = 0 if begins else self._times.get(client, 0)
+        begin = self.released - self.released % self.participation.rounds
+        times = sum(round_index >= begin for round_index in own)
         if times >= most:
             return (
                 f"it took part {times} time(s) in this segment, and "
@@ -109,18 +102,17 @@ class ParticipationRecord:
 
     def eligible(self, clients: Iterable[_Client]) -> list[_Client]:
         """Returns those who may take part now, each once, in their order."""
-        return [
-            client for client in dict.fromkeys(clients) if self.refusal(client) is None
-        ]
+        return [each for each in dict.fromkeys(clients) if self._refusal(each) is None]
 
-    def check(self, clients: Sequence[Hashable]) -> None:
-        """Raises if these may not all take part in the coming round.
+    def add(self, clients: Sequence[Hashable]) -> None:
+        """Notes one released round.
 
         Args:
-          clients: Their names: texts or whole numbers.
+          clients: Who was in its sum: texts or whole numbers.
 
         Raises:
-          ValueError: One may not, or is there twice.
+          ValueError: One of them may not have been, or is there twice. Nothing is
+            noted then.
           TypeError: A name is neither a text nor a whole number.
         """
         seen: set[Hashable] = set()
@@ -130,45 +122,13 @@ class ParticipationRecord:
                     "clients must be texts or whole numbers, got "
                     f"{client!r} of type {type(client).__name__}."
                 )
-            why = "it is there twice" if client in seen else None
-            why = why or self.refusal(client)
+            why = "it is there twice" if client in seen else self._refusal(client)
             if why is not None:
                 raise ValueError(
                     f"clients must all be allowed to take part, got "
                     f"{client!r}: {why}. Correlated noise does not cover it."
                 )
             seen.add(client)
-
-    def add(self, clients: Sequence[Hashable]) -> None:
-        """Notes one released round.
-
-        Args:
-          clients: Who was in its sum.
-
-        Raises:
-          ValueError: See `check`. Nothing is noted then.
-          TypeError: See `check`.
-        """
-        self.check(clients)
-        if self._position >= self.participation.rounds:
-            self.begin_segment()
         for client in clients:
-            self._last[client] = self.released
-            self._times[client] = self._times.get(client, 0) + 1
+            self._rounds[client].append(self.released)
         self.released += 1
-        self._position += 1
-        gap = self.participation.min_separation
-        self._last = {
-            client: last
-            for client, last in self._last.items()
-            if self.released - last < gap
-        }
-
-    def begin_segment(self) -> None:
-        """Begins a new segment, in which everybody's rounds count anew.
-
-        To be called where the noise's memory is emptied. How long ago a
-        client was there still counts.
-        """
-        self._position = 0
-        self._times = {}

@@ -1,14 +1,237 @@
-"""What a user says of correlated noise; the numbers follow for each run."""
+"""How noise is correlated, and what makes it: n = C^-1 z, round by round.
+
+A strategy is what a user says; a generator is what it comes to in one run: its
+coefficients, what each round of it is charged, and the recursion that makes its
+noise, from buffers of a fixed size. z are fresh N(0, 1) draws; a mechanism scales n by
+the noise multiplier and by the clip. Buffers hold past n, so that a fresh draw is
+nowhere kept.
+
+Coefficients are rounded to float32 first, and everything else follows from the
+rounded ones: what is charged is the noise that is made.
+"""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from scipy import signal
 
 from tfdp_fl import _validate
-from tfdp_fl.correlated_noise import generators, toeplitz
+from tfdp_fl._on_use import tf
+from tfdp_fl.correlated_noise import toeplitz
 from tfdp_fl.correlated_noise.participation import Participation
+
+Numbers: TypeAlias = Sequence[float] | np.ndarray
+Tensors: TypeAlias = "list[tf.Tensor]"
+
+
+class Memory(NamedTuple):
+    """What the noise of the coming rounds depends on. It is secret.
+
+    With it, the models that were released tell the sums without noise.
+
+    Attributes:
+      position: Int32 scalar, how many rounds had noise of this memory.
+      buffers: For each variable float32 [copies, *shape].
+    """
+
+    position: tf.Tensor
+    buffers: Tensors
+
+
+class Generator(abc.ABC):
+    """The noise of a run of T rounds, by a Toeplitz matrix C.
+
+    Attributes:
+      participation: What it counts on.
+      coefficients: c_0, c_1, ..., float64, at most T; the rest is zero.
+      copies: How many copies of the model its buffers hold.
+      numbers: What the recursion is made with, to the last bit. Optimisers of other
+        versions end in other digits, and a memory goes on only with the numbers
+        that it was begun with.
+    """
+
+    participation: Participation
+    coefficients: np.ndarray
+    copies: int
+    numbers: tuple[float, ...]
+
+    @functools.cached_property
+    def charges(self) -> np.ndarray:
+        """col, float64 [T]: round t costs a Gaussian of z / col_t.
+
+        Their squares add up to the square of the sensitivity, also over the
+        first rounds alone (nothing later has an effect on what was released).
+        """
+        return toeplitz.charges(self.coefficients, self.participation)
+
+    @abc.abstractmethod
+    def next_noise(self, memory: Memory, fresh: Tensors) -> tuple[Tensors, Memory]:
+        """Returns n of one of the first T rounds, and the memory after it."""
+
+    def noise(self, memory: Memory, fresh: Tensors) -> tuple[Tensors, Memory]:
+        """Returns n of a round, and the memory after it.
+
+        After T rounds the memory is emptied: a new segment begins, whose
+        charges begin anew.
+
+        Args:
+          memory: Of the rounds before.
+          fresh: z of this round: float32 N(0, 1), of the update's shapes.
+        """
+        shapes = [buffer.shape[1:] for buffer in memory.buffers]
+        memory = tf.cond(
+            memory.position < self.participation.rounds,
+            lambda: memory,
+            lambda: self.first_memory(shapes),
+        )
+        return self.next_noise(memory, fresh)
+
+    def first_memory(self, shapes: Sequence[Sequence[int]]) -> Memory:
+        """Returns the memory before the first round: zeros.
+
+        Args:
+          shapes: Of the model's variables.
+        """
+        return Memory(
+            tf.zeros([], tf.int32),
+            [tf.zeros([self.copies, *shape]) for shape in shapes],
+        )
+
+    @property
+    def sensitivity(self) -> float:
+        """How far one client moves C x, in clip norms."""
+        return float(np.sqrt(np.sum(self.charges**2)))
+
+    def squared_errors(self) -> np.ndarray:
+        """Returns each model's noise variance for z of variance 1, [T].
+
+        After round t it is the sum over s of B_ts^2.
+        """
+        prefix_sum = np.ones(self.participation.rounds)
+        return np.cumsum(signal.lfilter([1.0], self.coefficients, prefix_sum) ** 2)
+
+
+def _as_float32(values: Numbers) -> np.ndarray:
+    """Returns float64 numbers that float32 can hold."""
+    return np.array(values, np.float32).astype(np.float64)
+
+
+class BandedGenerator(Generator):
+    """n_t = z_t - sum over 0 < j < bands of c_j n_(t-j).
+
+    Choquette-Choo et al. (2023), algorithm 2. The buffers are a ring: row
+    s mod (bands - 1) holds n_s.
+    """
+
+    def __init__(self, coefficients: Numbers, participation: Participation):
+        """Rounds and checks coefficients.
+
+        Args:
+          coefficients: c_0, ..., c_(bands-1); those past T are dropped.
+          participation: (k, b) and T.
+        """
+        self.coefficients = toeplitz.checked(
+            _as_float32(coefficients[: participation.rounds])
+        )
+        self.participation = participation
+        self.copies = len(self.coefficients) - 1
+        self.numbers = tuple(self.coefficients.tolist())
+
+    def next_noise(self, memory: Memory, fresh: Tensors) -> tuple[Tensors, Memory]:
+        """See base class."""
+        position, buffers = memory
+        if not self.copies:
+            return fresh, Memory(position + 1, buffers)
+        row = position % self.copies
+        # c_j weighs row (t - j) mod copies: backwards from the row before.
+        backwards = tf.constant(self.coefficients[:0:-1], tf.float32)
+        weights = tf.roll(backwards, row, 0)
+        noise = [
+            z - _weighted_sum(weights, buffer)
+            for z, buffer in zip(fresh, buffers, strict=True)
+        ]
+        kept = [
+            tf.tensor_scatter_nd_update(buffer, [[row]], n[None])
+            for n, buffer in zip(noise, buffers, strict=True)
+        ]
+        return noise, Memory(position + 1, kept)
+
+
+def _weighted_sum(weights: tf.Tensor, buffer: tf.Tensor) -> tf.Tensor:
+    """Returns the rows of a buffer, weighted and added up in float32.
+
+    By a sparse product, row after row: a dense one is in fewer bits where
+    TensorFlow or oneDNN was told so, and on GPUs by default.
+    """
+    rows = buffer.shape[0]
+    places = [[0, row] for row in range(rows)]
+    sparse = tf.SparseTensor(places, weights, [1, rows])
+    flat = tf.reshape(buffer, [rows, -1])
+    return tf.reshape(tf.sparse.sparse_dense_matmul(sparse, flat), buffer.shape[1:])
+
+
+class BLTGenerator(Generator):
+    """n_t = z_t - sum of w_i s_i; s_i <- theta_i s_i + n_t.
+
+    Buffered linear Toeplitz: c_j = sum of w_i theta_i^(j-1). Dvijotham et al.
+    (2024), algorithm 1 (https://arxiv.org/abs/2404.16706), with the buffers of
+    C in the place of those of its inverse.
+    """
+
+    def __init__(
+        self, theta: Numbers, theta_hat: Numbers, participation: Participation
+    ):
+        """Makes the weights of poles and zeros.
+
+        Args:
+          theta: The poles of C(x) = product of (1 - theta^_i x) / (1 -
+            theta_i x), from 0 to 1, no two alike.
+          theta_hat: Its zeros.
+          participation: (k, b) and T.
+
+        Raises:
+          ValueError: c would rise or be negative, or two poles are one.
+        """
+        poles = _as_float32(theta)
+        distances = np.abs(poles[:, None] - poles) + np.eye(len(poles))
+        if distances.min() == 0:
+            raise ValueError(
+                f"theta must hold numbers that differ in float32, got {tuple(theta)!r}."
+            )
+        self.theta = poles
+        weights = [
+            np.prod(pole - np.asarray(theta_hat)) / np.prod(np.delete(pole - poles, i))
+            for i, pole in enumerate(poles)
+        ]
+        self.weights = _as_float32(weights)
+        powers = np.arange(participation.rounds - 1)[:, None]
+        tail = (poles**powers) @ self.weights
+        if self.weights.min() >= 0 and 0 <= poles.min() <= poles.max() <= 1:
+            # Then c falls, and what rises is the last bit of a float64.
+            tail = np.minimum.accumulate(tail)
+        self.coefficients = toeplitz.checked(np.concatenate([[1.0], tail]))
+        self.participation = participation
+        self.copies = len(poles)
+        self.numbers = (*poles.tolist(), *self.weights.tolist())
+
+    def next_noise(self, memory: Memory, fresh: Tensors) -> tuple[Tensors, Memory]:
+        """See base class."""
+        position, buffers = memory
+        weights = tf.constant(self.weights, tf.float32)
+        theta = tf.constant(self.theta, tf.float32)
+        noise, kept = [], []
+        for z, buffer in zip(fresh, buffers, strict=True):
+            n = z - _weighted_sum(weights, buffer)
+            column = tf.reshape(theta, [-1] + [1] * len(z.shape))
+            noise.append(n)
+            kept.append(column * buffer + n[None])
+        return noise, Memory(position + 1, kept)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +242,7 @@ class Strategy(abc.ABC):
     """
 
     @abc.abstractmethod
-    def generator(self, participation: Participation) -> generators.Generator:
+    def generator(self, participation: Participation) -> Generator:
         """Returns the noise of one run; kept, so that it is optimised once.
 
         Args:
@@ -66,13 +289,13 @@ class BandedToeplitz(Strategy):
             object.__setattr__(self, "bands", bands)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019
-    def generator(self, participation: Participation) -> generators.BandedGenerator:
+    def generator(self, participation: Participation) -> BandedGenerator:
         """See base class."""
         if self.coefficients is not None:
-            return generators.BandedGenerator(self.coefficients, participation)
+            return BandedGenerator(self.coefficients, participation)
         bands = min(self.bands or participation.min_separation, participation.rounds)
         best = toeplitz.banded(bands, participation)
-        return generators.BandedGenerator(best, participation)
+        return BandedGenerator(best, participation)
 
     def describe(self) -> str:
         """See base class."""
@@ -118,19 +341,15 @@ class BLT(Strategy):
                     "theta and theta_hat must hold equally many numbers, got "
                     f"{self.theta!r} and {self.theta_hat!r}."
                 )
-            # Raises where c would rise or be negative within a few rounds.
-            generators.BLTGenerator(
-                self.theta, self.theta_hat, Participation(rounds=64)
-            )
         object.__setattr__(self, "num_buffers", buffers)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019
-    def generator(self, participation: Participation) -> generators.BLTGenerator:
+    def generator(self, participation: Participation) -> BLTGenerator:
         """See base class."""
         if self.theta is not None and self.theta_hat is not None:
-            return generators.BLTGenerator(self.theta, self.theta_hat, participation)
+            return BLTGenerator(self.theta, self.theta_hat, participation)
         best = toeplitz.blt(self.num_buffers, participation)
-        return generators.BLTGenerator(*best, participation)
+        return BLTGenerator(*best, participation)
 
     def describe(self) -> str:
         """See base class."""

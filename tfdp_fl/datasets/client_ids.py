@@ -1,4 +1,4 @@
-"""Clients' ids: what their caller calls them."""
+"""Clients' ids: what their caller calls them, and whose row of a table each is."""
 
 from __future__ import annotations
 
@@ -72,3 +72,54 @@ def digest(client_ids: Sequence[Any]) -> str:
         # With its length before it, no id can pass for two.
         made.update(f"{len(text)}:{text}".encode(errors="surrogatepass"))
     return made.hexdigest()
+
+
+def rows_of_persons(client_ids: Any, num_rows: int) -> dict[Any, np.ndarray]:
+    """Returns each person's rows (int64), by id, in the order of the rows.
+
+    Args:
+      client_ids: Whose row each is, [n] numbers or strings.
+      num_rows: n.
+
+    Raises:
+      ValueError: They are not; the message names the row.
+    """
+    if not num_rows:
+        raise ValueError("x must have rows, got none.")
+    ids = np.asarray(client_ids)
+    if (
+        isinstance(client_ids, list | tuple)
+        and ids.dtype.kind in "US"
+        and not all(isinstance(value, str | bytes) for value in client_ids)
+    ):
+        # NumPy has written numbers out: 1 and 1.0 would be two persons.
+        raise ValueError(
+            "client_ids must be numbers alone or strings alone, got a list of both."
+        )
+    if ids.ndim != 1 or len(ids) != num_rows:
+        raise ValueError(
+            f"client_ids must be a vector with one id for each of the {num_rows} "
+            f"rows, got {list(ids.shape)}."
+        )
+    values = ids.tolist()
+    for row, value in enumerate(values):
+        if not isinstance(value, int | float | str | bytes) or value != value:
+            raise ValueError(
+                "client_ids must be a number or a string in every row, got a "
+                f"{type(value).__name__} that is none in row {row}."
+            )
+    return rows_by_client(values)
+
+
+def rows_by_client(row_ids: list[Any]) -> dict[Any, np.ndarray]:
+    """Returns each client's rows (int64), by id, in the order of the rows.
+
+    Args:
+      row_ids: The client of each row, of which there is one at least.
+    """
+    place: dict[Any, int] = {}
+    codes = np.array([place.setdefault(each, len(place)) for each in row_ids])
+    # Stable: a client's rows stay in the frame's order.
+    order = np.argsort(codes, kind="stable")
+    ends = np.cumsum(np.bincount(codes, minlength=len(place)))
+    return dict(zip(place, np.split(order, ends[:-1]), strict=True))

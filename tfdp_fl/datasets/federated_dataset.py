@@ -2,7 +2,7 @@
 
 The file is long because it has one subject, the class that users see: how it is
 made, what it holds, what can be made of it, and how the engine reads it. It
-rests on `sources` (examples), `client_ids` and `tf_datasets`.
+rests on `sources` (examples) and `client_ids`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdp_fl import _on_use, _validate
 from tfdp_fl.datasets import client_ids as ids_lib
-from tfdp_fl.datasets import frames, nests, sources, tf_datasets
+from tfdp_fl.datasets import frames, nests, sources
 from tfdp_fl.datasets.nests import Nest
 from tfdp_fl.datasets.sources import ClientExamples, ClientFailure
 
@@ -137,7 +137,7 @@ class FederatedDataset:
         features: frames.Columns | None = None,
         label: frames.Columns = "label",
         sample_weight: str | None = None,
-        vocabulary: frames.Vocabulary = None,
+        vocabulary: frames.Vocabulary | None = None,
     ) -> FederatedDataset:
         """Makes a dataset from a pandas frame with a column that names clients.
 
@@ -219,10 +219,12 @@ class FederatedDataset:
         """
         _validate.instance_of(Mapping, clients=clients)
         clients = dict(clients)
-        spec = tf_datasets.common_spec(clients)
-        return cls.from_client_fn(
-            list(clients), lambda name: tf_datasets.read_pair(clients[name]), spec
-        )
+        spec = sources.common_spec(clients)
+        sources.at_least_one_client(clients=clients)
+        # By the datasets themselves `reading` tells one list of clients from another.
+        datasets = tuple(clients.values())
+        source = sources.StreamedSource(datasets, sources.read_pair, spec)
+        return cls(source, list(clients))
 
     @classmethod
     def from_client_data(cls, client_data: Any) -> FederatedDataset:
@@ -250,10 +252,10 @@ class FederatedDataset:
         client_ids = list(client_data.client_ids)
         sources.at_least_one_client(client_data=client_ids)
         spec = nests.agreed_spec(
-            tf_datasets.common_spec({name: dataset_of(name)}) for name in client_ids
+            sources.common_spec({name: dataset_of(name)}) for name in client_ids
         )
         return cls.from_client_fn(
-            client_ids, lambda name: tf_datasets.read_pair(dataset_of(name)), spec
+            client_ids, lambda name: sources.read_pair(dataset_of(name)), spec
         )
 
     @classmethod
@@ -389,8 +391,7 @@ class FederatedDataset:
         positions = self._checked(positions)
         if len(np.unique(positions)) < len(positions):
             raise ValueError("positions must be distinct, got some repeatedly.")
-        if not len(positions):
-            raise ValueError("positions must name at least one, got none.")
+        sources.at_least_one_client(positions=positions)
         taken = [self._client_ids[position] for position in positions.tolist()]
         return self._with(self._source.take(positions), taken)
 
@@ -414,18 +415,13 @@ class FederatedDataset:
           ValueError: If there are fewer than two clients.
         """
         fraction = _validate.inside_unit_interval(fraction=fraction)
-        places = np.array(
-            [ids_lib.place_of(each) for each in self._client_ids], np.float64
-        )
+        places = np.array([ids_lib.place_of(each) for each in self._client_ids])
         held_out = places < fraction
         if held_out.all():
             held_out[np.argmax(places)] = False
         if not held_out.any():
             held_out[np.argmin(places)] = True
-        return (
-            self.take(np.flatnonzero(~held_out)),
-            self.take(np.flatnonzero(held_out)),
-        )
+        return self.take(np.flatnonzero(~held_out)), self.take(np.flatnonzero(held_out))
 
     def map(self, fn: Callable[[Nest, Nest], tuple[Nest, ...]]) -> FederatedDataset:
         """Returns the dataset with every example changed by a function.

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from tfdp_fl import _validate
+from tfdp_fl.datasets import client_ids
 
 Columns = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 # Of columns that are no numbers: the values that each may have, known beforehand.
-Vocabulary = Mapping[str, Sequence[Any]] | None
+Vocabulary = Mapping[str, Sequence[Any]]
 
 
 def split(
@@ -23,7 +24,7 @@ def split(
     features: Columns | None = None,
     label: Columns = "label",
     sample_weight: str | None = None,
-    vocabulary: Vocabulary = None,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[Any, Any, dict[Any, np.ndarray], Any]:
     """Returns (x, y, rows of each client, weights) of a pandas frame.
 
@@ -65,11 +66,11 @@ def split(
     _check_none_missing(frame[client], "client", "be named in every row")
     weights = None
     if sample_weight is not None:
-        weights = array(frame, sample_weight, "sample_weight").astype(np.float32)
+        weights = array(frame, sample_weight, "sample_weight", {}).astype(np.float32)
     return (
         arrays(frame, features, "features", vocabulary),
         arrays(frame, label, "label", vocabulary),
-        rows_by_client(frame[client].tolist()),
+        client_ids.rows_by_client(frame[client].tolist()),
         weights,
     )
 
@@ -81,9 +82,7 @@ def _named(columns: Any) -> list[str]:
     return [columns] if isinstance(columns, str) else list(columns)
 
 
-def arrays(
-    frame: Any, columns: Any, argument: str, vocabulary: Vocabulary = None
-) -> Any:
+def arrays(frame: Any, columns: Any, argument: str, vocabulary: Vocabulary) -> Any:
     """Returns [n] of one column, [n, F] of a list of them, a dict of a dict."""
     if isinstance(columns, Mapping):
         return {
@@ -95,17 +94,14 @@ def arrays(
     found = []
     for name in columns:
         one = array(frame, name, argument, vocabulary)
-        if argument == "features" and name in (vocabulary or {}):
-            one = np.eye(len((vocabulary or {})[name]), dtype=np.float32)[one]
+        if argument == "features":
+            one = np.eye(len(vocabulary[name]))[one] if name in vocabulary else one
+            one = one.astype(np.float32)
         found.append(one.reshape(len(one), -1))
-    if argument == "features":
-        found = [one.astype(np.float32) for one in found]
     return np.concatenate(found, axis=1)
 
 
-def array(
-    frame: Any, name: str, argument: str, vocabulary: Vocabulary = None
-) -> np.ndarray:
+def array(frame: Any, name: str, argument: str, vocabulary: Vocabulary) -> np.ndarray:
     """Returns one column, [n]: numbers, or places in its vocabulary.
 
     Raises:
@@ -113,7 +109,7 @@ def array(
     """
     column = frame[name]
     kind = getattr(column.dtype, "kind", "O")
-    declared = (vocabulary or {}).get(name)
+    declared = vocabulary.get(name)
     if kind not in "biuf" and declared is None:
         raise ValueError(
             f"{argument} must be numbers, got column {name!r} of {column.dtype}. "
@@ -182,24 +178,6 @@ def _codes(column: Any, name: str, values: Sequence[Any]) -> np.ndarray:
             f"rows with others, the first in row {unknown[0]}."
         )
     return codes
-
-
-def rows_by_client(row_ids: list[Any]) -> dict[Any, np.ndarray]:
-    """Returns each client's rows (int64), by id, in the order of the rows.
-
-    Args:
-      row_ids: The client of each row.
-    """
-    place: dict[Any, int] = {}
-    codes = np.fromiter(
-        (place.setdefault(row_id, len(place)) for row_id in row_ids),
-        np.int64,
-        len(row_ids),
-    )
-    # Stable: a client's rows stay in the frame's order.
-    order = np.argsort(codes, kind="stable")
-    ends = np.cumsum(np.bincount(codes, minlength=len(place)))
-    return dict(zip(place, np.split(order, ends[:-1]), strict=True))
 
 
 def parquet_clients(

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _on_use, _validate
-from tfdp_fl.datasets import nests, tf_datasets
+from tfdp_fl.datasets import nests, sources
 from tfdp_fl.datasets.federated_dataset import FederatedDataset
 
 _ARRAYS = ("x_train", "y_train", "x_test", "y_test")
@@ -213,7 +213,7 @@ def load_emnist(
 
 
 def _read_writer(client_data: Any, writer: str) -> tuple[np.ndarray, np.ndarray]:
-    examples = tf_datasets.read(client_data.create_tf_dataset_for_client(writer))
+    examples = sources.read_elements(client_data.create_tf_dataset_for_client(writer))
     return examples["pixels"][..., np.newaxis], examples["label"]
 
 

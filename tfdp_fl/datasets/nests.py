@@ -270,13 +270,10 @@ def no_examples(spec: Nest) -> Nest:
 
 def describe_spec(spec: Nest) -> str:
     """Returns the specs of a nest in words, such as `float32[64]`."""
-    words = tf.nest.map_structure(_short, spec)
-    return str(words).replace("'", "") if not isinstance(words, str) else words
-
-
-def _short(spec: tf.TensorSpec) -> str:
-    sizes = ", ".join("?" if size is None else str(size) for size in spec.shape)
-    return f"{spec.dtype.name}[{sizes}]"
+    words = tf.nest.map_structure(
+        lambda leaf: f"{leaf.dtype.name}{leaf.shape.as_list()}", spec
+    )
+    return str(words).replace("'", "")
 
 
 def concatenate(nests: Sequence[Nest]) -> Nest:

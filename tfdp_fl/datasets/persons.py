@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _validate
+from tfdp_fl.datasets import client_ids as ids_lib
 from tfdp_fl.datasets import frames, nests
 from tfdp_fl.datasets.federated_dataset import FederatedDataset
 from tfdp_fl.datasets.nests import Nest
@@ -95,7 +96,7 @@ def by_person(
         lengths differ.
     """
     x, y = _arrays(x, "x"), _arrays(y, "y")
-    rows = frames.rows_by_client(_row_ids(client_ids, nests.common_length(x, y)))
+    rows = ids_lib.rows_of_persons(client_ids, nests.common_length(x, y))
     for argument, nest in (("x", x), ("y", y)):
         for leaf in tf.nest.flatten(nest):
             frames.check_finite(argument, leaf)
@@ -107,16 +108,11 @@ def _arrays(nest: Any, argument: str) -> Nest:
 
     def array(leaf: Any) -> Any:
         if hasattr(leaf, "to_frame"):
-            return frames.array(leaf.to_frame("value"), "value", argument)
+            return frames.array(leaf.to_frame("value"), "value", argument, {})
         if hasattr(leaf, "iloc"):
             kind = "features" if argument == "x" else argument
-            return frames.arrays(leaf, list(leaf.columns), kind)
-        made = np.asarray(leaf)
-        if not made.ndim:
-            raise ValueError(
-                f"{argument} must have a row for each example, got a scalar."
-            )
-        return made
+            return frames.arrays(leaf, list(leaf.columns), kind, {})
+        return nests.as_array(leaf, argument)
 
     return tf.nest.map_structure(array, nests.with_array_leaves(nest, argument))
 
@@ -146,8 +142,8 @@ def bound_rows(
     _validate.one_of(("random", "first", "last"), choose=choose)
     generator, kept = np.random.default_rng(), []
     x, y = nests.with_array_leaves(x, "x"), nests.with_array_leaves(y, "y")
-    ids = _row_ids(client_ids, nests.common_length(x, y))
-    for own in frames.rows_by_client(ids).values():
+    rows = ids_lib.rows_of_persons(client_ids, nests.common_length(x, y))
+    for own in rows.values():
         if choose == "random" and len(own) > most:
             own = generator.choice(own, most, replace=False)
         kept.append(own[-most:] if choose == "last" else own[:most])
@@ -158,32 +154,3 @@ def bound_rows(
 
     x, y = tf.nest.map_structure(take, (x, y))
     return x, y, np.asarray(client_ids)[stay]
-
-
-def _row_ids(client_ids: Any, num_rows: int) -> list[Any]:
-    """Returns the client of each row."""
-    if not num_rows:
-        raise ValueError("x must have rows, got none.")
-    ids = np.asarray(client_ids)
-    if (
-        isinstance(client_ids, list | tuple)
-        and ids.dtype.kind in "US"
-        and not all(isinstance(value, str | bytes) for value in client_ids)
-    ):
-        # NumPy has written numbers out: 1 and 1.0 would be two persons.
-        raise ValueError(
-            "client_ids must be numbers alone or strings alone, got a list of both."
-        )
-    if ids.ndim != 1 or len(ids) != num_rows:
-        raise ValueError(
-            f"client_ids must be a vector with one id for each of the {num_rows} "
-            f"rows, got {list(ids.shape)}."
-        )
-    values = ids.tolist()
-    for row, value in enumerate(values):
-        if not isinstance(value, int | float | str | bytes) or value != value:
-            raise ValueError(
-                "client_ids must be a number or a string in every row, got a "
-                f"{type(value).__name__} that is none in row {row}."
-            )
-    return values

@@ -145,7 +145,7 @@ class Release:
         total = functools.reduce(cohort.add_nests, sums)
         contribution = total.contribution
         with noise.seeded(noise.fold_in(seed, -1)):
-            mean, new_state, _ = self.query.get_noised_result(contribution, state)
+            mean, new_state = self.query.get_noised_result(contribution, state)
         if self.query.mechanism.releases_weights:  # If there are any.
             tf.cond(
                 contribution.weight > 0,

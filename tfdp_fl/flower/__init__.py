@@ -7,11 +7,7 @@ TensorFlow is imported only where the server clips, or correlates the noise.
 from tfdp_fl.flower.client import DPFedAvgNumPyClient, private_mod
 from tfdp_fl.flower.dp_fed_avg import DPFedAvg, DPFedAvgAdaptive, DPFedAvgFixed
 from tfdp_fl.flower.history import ReleasedRound
-from tfdp_fl.flower.private_rounds import (
-    RoundError,
-    RoundNotConfiguredError,
-    RoundsAbandonedError,
-)
+from tfdp_fl.flower.private_rounds import RoundNotConfiguredError
 from tfdp_fl.flower.private_strategy import PrivateStrategy
 
 __all__ = [
@@ -21,8 +17,6 @@ __all__ = [
     "DPFedAvgNumPyClient",
     "PrivateStrategy",
     "ReleasedRound",
-    "RoundError",
     "RoundNotConfiguredError",
-    "RoundsAbandonedError",
     "private_mod",
 ]

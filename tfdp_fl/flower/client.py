@@ -53,8 +53,18 @@ class Instruction(NamedTuple):
     """
 
     clip_norm: float
-    noise_stddev: float
-    wants_norm_bit: bool
+    noise_stddev: float = 0.0
+    wants_norm_bit: bool = False
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What a client is told, under Flower's names."""
+        told: dict[str, Any] = {CLIP_NORM: self.clip_norm}
+        if self.noise_stddev:
+            told[NOISE_STDDEV] = self.noise_stddev
+        if self.wants_norm_bit:
+            told[ADAPTIVE_CLIP_ENABLED] = True
+        return told
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Instruction:
@@ -72,27 +82,12 @@ class Instruction(NamedTuple):
         )
 
 
-class Release(NamedTuple):
-    """What leaves the client.
-
-    Attributes:
-      arrays: w + clip(Delta) (+ noise), in the dtypes received; in float64
-        where those are too coarse for the noise.
-      metrics: which clip and noise were applied; the norm bit, if asked for.
-      discarded: whether the update was not finite, and zero replaced it.
-    """
-
-    arrays: list[np.ndarray]
-    metrics: dict[str, Any]
-    discarded: bool
-
-
 def release(
     received: Sequence[np.ndarray],
     returned: Sequence[np.ndarray],
     asked: Instruction,
-) -> Release:
-    """Returns w + clip(Delta) (+ noise).
+) -> tuple[list[np.ndarray], dict[str, Any], bool]:
+    """Returns what leaves the client: w + clip(Delta) (+ noise), and what was done.
 
     Without noise it is within S of what was received, after rounding too. An
     update with a NaN or an infinity is zero.
@@ -104,6 +99,11 @@ def release(
       received: w, the model that the server sent.
       returned: w + Delta, what the client made of it.
       asked: what the server asked for.
+
+    Returns:
+      The arrays, in the dtypes received, or in float64 where those are too coarse
+      for the noise; metrics, of clip and noise and, if asked for, the norm bit; and
+      whether the update was not finite.
 
     Raises:
       ValueError: unless both have the same number of arrays, of same shapes;
@@ -125,7 +125,7 @@ def release(
     }
     if asked.wants_norm_bit:
         metrics[NORM_BIT] = update.within
-    return Release(arrays, metrics, update.discarded)
+    return arrays, metrics, update.discarded
 
 
 class DPFedAvgNumPyClient:
@@ -196,9 +196,9 @@ class DPFedAvgNumPyClient:
         # The wrapped client may train in place.
         received = [np.array(array) for array in parameters]
         returned, _, metrics = self.client.fit(parameters, config)
-        done = release(received, returned, asked)
-        self.discarded_updates += done.discarded
-        return done.arrays, _NUM_EXAMPLES, {**metrics, **done.metrics}
+        arrays, applied, discarded = release(received, returned, asked)
+        self.discarded_updates += discarded
+        return arrays, _NUM_EXAMPLES, {**metrics, **applied}
 
     def get_parameters(self, config: Mapping[str, Any]) -> list[np.ndarray]:
         """The wrapped client's `get_parameters`."""
@@ -274,40 +274,37 @@ def private_mod(
     asked = Instruction.of(config)
     weight_key = str(config.get(WEIGHT_KEY, DEFAULT_WEIGHT_KEY))
     # The app may train in place.
-    _, record = _only_record(message.content, "The server")
+    _, record = only_record(message.content, "The server")
     received = {name: np.array(a.numpy()) for name, a in record.items()}
     reply = call_next(message, context)
     if reply.has_error():
         return reply
 
-    key, record = _only_record(reply.content, "The ClientApp")
+    key, record = only_record(reply.content, "The ClientApp")
     if set(record) != set(received):
         raise ValueError(
             "The arrays that a ClientApp returns must be those it received, "
             f"{list(received)}, got {list(record)}."
         )
-    done = release(
-        list(received.values()),
-        [record[name].numpy() for name in received],
-        asked,
-    )
+    returned = [record[name].numpy() for name in received]
+    arrays, applied, _ = release(list(received.values()), returned, asked)
     records = dict(reply.content)  # The app may have sent back what it got.
-    records[key] = array_record(record, dict(zip(received, done.arrays, strict=True)))
+    records[key] = array_record(record, dict(zip(received, arrays, strict=True)))
     weight: dict[str, Any] = {weight_key: _NUM_EXAMPLES}
     if key == _LEGACY_MODEL:
         old = records[_LEGACY_METRICS]
-        records[_LEGACY_METRICS] = type(old)({**old, **done.metrics})
+        records[_LEGACY_METRICS] = type(old)({**old, **applied})
         weight = {_LEGACY_WEIGHT: _NUM_EXAMPLES}
     else:
-        # A MetricRecord holds no truth values.
-        for name, value in done.metrics.items():
-            weight[name] = int(value) if name == NORM_BIT else value
+        # A MetricRecord holds no truth values, and of those + makes numbers.
+        weight |= {name: +value for name, value in applied.items()}
     _set_metrics(records, reply.content.metric_records, weight)
     reply.content = type(reply.content)(records)
     return reply
 
 
-def _only_record(content: Any, sender: str) -> tuple[str, Any]:
+def only_record(content: Any, sender: str) -> tuple[str, Any]:
+    """Returns the name of the one ArrayRecord, and it; raises if there is another."""
     records = dict(content.array_records)
     if len(records) != 1:
         raise ValueError(

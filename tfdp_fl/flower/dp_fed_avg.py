@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import numbers
 import types
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -82,26 +81,21 @@ class DPFedAvg(private_rounds.PrivateRounds):
           ValueError: if fewer than N clients are connected before the first round,
             or the strategy sends them different instructions, or a model that is
             not of real numbers.
-          RoundsAbandonedError: see `aggregate_fit`.
         """
         made = self._asked_by_strategy(server_round, parameters, client_manager)
         if not made:
             return []
-        _, told = made[0]
-        sent = _to_arrays(told.parameters)
-        for _, other in made[1:]:
-            if other is not told and other != told:
-                raise ValueError(
-                    "The wrapped strategy sends its clients different models or "
-                    "configs; the noise hides an update to one model only."
-                )
+        told = private_rounds.the_same([instruction for _, instruction in made])
         clients = list(client_manager.all().values())  # Clients come and go.
         configured = self._begin(
-            server_round, {_name_of(c): c for c in clients}, sent, told.parameters
+            server_round,
+            {_name_of(client): client for client in clients},
+            _to_arrays(told.parameters),
+            told.parameters,
         )
         if configured is None:
             return []
-        config = {**told.config, **configured.instruction}
+        config = {**told.config, **configured.instruction.config}
         return [
             (client, _with_attribute(told, "config", dict(config)))
             for client in configured.asked.values()
@@ -122,22 +116,19 @@ class DPFedAvg(private_rounds.PrivateRounds):
         Raises:
           RoundNotConfiguredError: if the round's `configure_fit` was not
             called, or its results were here before. Nothing is released then.
-          RoundsAbandonedError: if `max_abandoned_rounds` are in a row.
           LedgerWriteError: if the round could not be written down. Nothing is
             released then.
         """
-        del failures  # Of clients whose results are missing.
-        configured = self._configured_round(server_round)
-        if configured is None:
-            return None, {}
-        wanted = configured.wanted()
-        model = self._finish(
-            configured,
+        released = self._release(
+            server_round,
             [(_name_of(client), fit_res) for client, fit_res in results],
-            lambda fit_res: replies.read_result(fit_res, wanted),
+            lambda fit_res, asked: replies.read_result(
+                fit_res, asked.shapes, asked.instruction
+            ),
         )
-        if model is None:
+        if released is None:
             return None, {}
+        configured, model = released
         # The noised mean in the shape of Flower's `FitRes`.
         result = types.SimpleNamespace(
             parameters=_like(configured.template, model), num_examples=1, metrics={}
@@ -225,22 +216,18 @@ class DPFedAvgAdaptive(DPFedAvg):
           clip_norm_lr: eta.
           clip_norm_target_quantile: gamma.
           clip_count_stddev: sigma_b, above z / 2; None means m / 20, or 0 if
-            there is no noise at all. Errors that say how the two go together call
-            it by the mechanism's name, count_noise_stddev.
+            there is no noise at all. Errors call it, and the three above, by
+            the names that `AdaptiveClipping` has for them.
           **options: the keyword-only arguments of `DPFedAvg`.
 
         Raises:
           TypeError, ValueError: if an argument is not what it should be.
         """
-        if clip_count_stddev is not None:
-            _validate.non_negative(clip_count_stddev=clip_count_stddev)
         mechanism = mechanisms.AdaptiveClipping(
             noise_multiplier=noise_multiplier,
-            initial_clip_norm=_validate.positive(init_clip_norm=init_clip_norm),
-            target_quantile=_validate.probability(
-                clip_norm_target_quantile=clip_norm_target_quantile
-            ),
-            clip_learning_rate=_validate.non_negative(clip_norm_lr=clip_norm_lr),
+            initial_clip_norm=init_clip_norm,
+            target_quantile=clip_norm_target_quantile,
+            clip_learning_rate=clip_norm_lr,
             count_noise_stddev=clip_count_stddev,
             noise_site=_noise_site(server_side_noising),
         )
@@ -253,9 +240,8 @@ def _noise_site(server_side_noising: bool) -> str:
 
 
 def _name_of(client: Any) -> Hashable:
-    """Returns a client's `cid`; of an object without one, which object it is."""
-    cid = getattr(client, "cid", None)
-    return str(cid) if isinstance(cid, str | numbers.Integral) else id(client)
+    """Returns a client's `cid`; an object without one is its own name."""
+    return getattr(client, "cid", client)
 
 
 def _to_arrays(parameters: Any) -> list[np.ndarray]:

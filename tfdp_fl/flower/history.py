@@ -6,28 +6,17 @@ took part in which round.
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
-import logging
-import math
 import os
-import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-import dp_accounting
 import numpy as np
 
 from tfdp_fl import mechanisms
 from tfdp_fl.accounting import accountant as accountant_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger as ledger_lib
-
-_logger = logging.getLogger(__name__)
-
-# Strategies may share an open ledger.
-_WRITING = threading.Lock()
 
 # The name of a client that is a node.
 ClientOf = Callable[[int], str | int]
@@ -40,33 +29,15 @@ class ReleasedRound:
     Attributes:
       server_round: its number.
       clip_norm: S, with which its clients clipped.
-      noise_multiplier: z, what the round costs: one Gaussian of that
-        multiplier, whatever was released in it; infinite if it costs nothing
-        more than earlier rounds.
-      clients_per_round: m, how many clients were asked.
-      num_replies: how many of them were in the sum.
-      num_clients: N, from which the m were drawn uniformly.
-      sampling: "fixed_size" or "separated".
+      num_replies: how many of the m clients that were asked were in the sum.
+      charge: what it costs somebody who sees the models: one Gaussian, whatever was
+        released in it; m, N, and how the m were drawn.
     """
 
     server_round: int
     clip_norm: float
-    noise_multiplier: float
-    clients_per_round: int
     num_replies: int
-    num_clients: int
-    sampling: str = "fixed_size"
-
-    def charge(self) -> charge_lib.RoundCharge:
-        """Returns the round's cost to somebody who sees the models."""
-        return charge_lib.RoundCharge(
-            sampling=self.sampling,
-            num_clients=self.num_clients,
-            clients_per_round=self.clients_per_round,
-            event=dp_accounting.NoOpDpEvent()
-            if math.isinf(self.noise_multiplier)
-            else dp_accounting.GaussianDpEvent(self.noise_multiplier),
-        )
+    charge: charge_lib.RoundCharge
 
 
 class RoundHistory:
@@ -96,30 +67,26 @@ class RoundHistory:
           LedgerError: if it cannot be continued.
         """
         self.released: list[ReleasedRound] = []
-        self.budget = budget
-        self._sampling = sampling
+        self.budget, self._sampling = budget, sampling
         self.ledger: ledger_lib.PrivacyLedger | None = None
         if ledger is None:
             return
-        with contextlib.ExitStack() as unless_kept:
-            if not isinstance(ledger, ledger_lib.PrivacyLedger):
-                ledger = ledger_lib.PrivacyLedger(
-                    ledger,
-                    mode="append",
-                    target_epsilon=budget.epsilon if budget else None,
-                    target_delta=budget.delta if budget else None,
-                    mechanism={"guarantee": "central", "name": description},
-                )
-                unless_kept.callback(ledger.close)
+        if isinstance(ledger, ledger_lib.PrivacyLedger):
             self.ledger = ledger
-            self._charges()
-            unless_kept.pop_all()
-        if ledger.rounds:
-            _logger.warning(
-                "The ledger %s holds %d rounds that others released; they are "
-                "charged as well.",
-                *(ledger.path, ledger.rounds),
+        else:
+            self.ledger = ledger_lib.PrivacyLedger(
+                ledger,
+                mode="append",
+                target_epsilon=budget.epsilon if budget else None,
+                target_delta=budget.delta if budget else None,
+                mechanism={"guarantee": "central", "name": description},
             )
+        try:
+            self._charges()
+        except ValueError:
+            if self.ledger is not ledger:
+                self.ledger.close()
+            raise
 
     @property
     def num_rounds(self) -> int:
@@ -133,8 +100,7 @@ class RoundHistory:
 
     def accountant(self) -> accountant_lib.PrivacyAccountant:
         """Returns what all charged rounds cost."""
-        counted = collections.Counter(self._charges())
-        return accountant_lib.PrivacyAccountant(counted.items())
+        return accountant_lib.PrivacyAccountant(self._charges())
 
     def _charges(self) -> list[charge_lib.RoundCharge]:
         """Returns what rounds cost, those of other runs in the ledger too, or raises.
@@ -143,7 +109,7 @@ class RoundHistory:
           ValueError: One has no central charge, or another sampling.
         """
         if self.ledger is None:
-            return [released.charge() for released in self.released]
+            return [released.charge for released in self.released]
         charges = []
         for entry in self.ledger.entries:
             if entry.charge is None or entry.charge.sampling != self._sampling:
@@ -160,7 +126,7 @@ class RoundHistory:
         """Whether a round may be run without passing the budget."""
         if self.budget is None:
             return True
-        after = self.accountant().would_be(planned.charge())
+        after = self.accountant().would_be(planned.charge)
         epsilon = after.epsilon(self.budget.delta, self.budget.accountant)
         return epsilon <= self.budget.epsilon
 
@@ -173,16 +139,17 @@ class RoundHistory:
           LedgerWriteError: if its line could not be written.
           In both cases nothing is charged, and it must not be released.
         """
-        with _WRITING:
-            if self.ledger is not None:
-                self.ledger.record(
-                    self.ledger.rounds,
-                    released.charge(),
-                    released.clients_per_round,
-                    budget=self.budget,
-                    **dataclasses.asdict(released),
-                )
-            self.released.append(released)
+        if self.ledger is not None:
+            self.ledger.record(
+                self.ledger.rounds,
+                released.charge,
+                int(released.charge.clients_per_round),
+                budget=self.budget,
+                server_round=released.server_round,
+                clip_norm=released.clip_norm,
+                num_replies=released.num_replies,
+            )
+        self.released.append(released)
 
 
 class Correlation:
@@ -190,6 +157,7 @@ class Correlation:
 
     Attributes:
       client_of: names a node's client; None where every node is a client.
+      record: which clients took part when.
       memory: of the noise; None before the first round.
     """
 
@@ -197,23 +165,16 @@ class Correlation:
         self, mechanism: mechanisms.CorrelatedNoise, client_of: ClientOf | None
     ):
         self.client_of = client_of
+        self.record = mechanism.participation_record()
         self.memory: Any = None
         self._mechanism = mechanism
         self._name: ClientOf = client_of or int
-        self._record = mechanism.participation_record()
 
     def eligible(self, nodes: Iterable[Any]) -> tuple[list[Hashable], int]:
         """Returns a node of each client that may take part, and how many there are."""
-        by_client: dict[Any, Hashable] = {}
-        for node in nodes:
-            by_client.setdefault(self._name(node), node)
-        may = [by_client[name] for name in self._record.eligible(by_client)]
+        by_client = {self._name(node): node for node in nodes}
+        may = [by_client[name] for name in self.record.eligible(by_client)]
         return may, len(by_client)
-
-    @property
-    def position(self) -> int:
-        """The coming round's place in the noise."""
-        return 0 if self.memory is None else int(self.memory.position)
 
     def begin(self, sent: Sequence[np.ndarray]) -> None:
         """Makes the memory for a model, at first one of zeros.
@@ -236,5 +197,5 @@ class Correlation:
 
     def released(self, memory: Any, nodes: Iterable[Any]) -> None:
         """Takes over the memory after a round, and which nodes were in its sum."""
-        self._record.add([self._name(node) for node in nodes])
+        self.record.add([self._name(node) for node in nodes])
         self.memory = memory

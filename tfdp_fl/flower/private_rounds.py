@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from tfdp_fl import _validate, mechanisms, schedules
+from tfdp_fl import _validate, mechanisms
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.accounting import statement
@@ -32,20 +32,8 @@ _AVERAGING = (
 _logger = logging.getLogger(__name__)
 
 
-class RoundError(RuntimeError):
-    """A round cannot be released, or the run cannot go on.
-
-    One client's reply does not cause it, unless the user chose to abort rounds
-    for it.
-    """
-
-
-class RoundNotConfiguredError(RoundError):
+class RoundNotConfiguredError(RuntimeError):
     """Results came for a round of which model and clip norm are not known."""
-
-
-class RoundsAbandonedError(RoundError):
-    """Round after round was abandoned; the message says why."""
 
 
 class PrivateRounds:
@@ -60,7 +48,6 @@ class PrivateRounds:
       rounds: T, or None.
       clip_norm: S, of the next round.
       on_client_failure: "exclude" or "abort".
-      max_abandoned_rounds: after so many abandoned in a row the run ends.
       discarded_updates: how many updates arrived not finite, and became zero.
       rejected_replies: how many replies could not be used.
       stopped_before_round: the server's number of the last round that the
@@ -72,9 +59,9 @@ class PrivateRounds:
     _configure: str
     _aggregate: str
     _metrics_function: str
-    _configured: sums.ConfiguredRound | None = None
-    # The last round for which no clients were asked.
-    _idle_round: int | None = None
+    # The server's number of the round that is on, and what was fixed for it; None if
+    # no clients were asked.
+    _open: tuple[int | None, sums.ConfiguredRound | None] = (None, None)
 
     def __init__(
         self,
@@ -85,7 +72,6 @@ class PrivateRounds:
         clients_per_round: int,
         rounds: int | None = None,
         on_client_failure: str | None = None,
-        max_abandoned_rounds: int | None = 10,
         ledger: str | os.PathLike[str] | ledger_lib.PrivacyLedger | None = None,
         target_epsilon: float | None = None,
         target_delta: float | None = None,
@@ -103,12 +89,10 @@ class PrivateRounds:
             by the operating system's random numbers.
           rounds: T. No more are begun; those that a ledger holds count.
           on_client_failure: "exclude" (the others are released) or "abort" (the
-            round is abandoned); None means "abort" if the clients share the
-            noise (`noise_site="client"`), which is enough only if all of them
-            reply, else "exclude". A reply of no use is no failure if they do:
+            round is abandoned). Only "abort" if the clients share the noise
+            (`noise_site="client"`), which is enough only if all of them reply; None
+            means that, else "exclude". A reply of no use is no failure if they do:
             the update is zero, and the server adds the noise in its place.
-          max_abandoned_rounds: how many rounds in a row may be abandoned before
-            `RoundsAbandonedError` is raised; None for any number.
           ledger: a `PrivacyLedger`, or the file of one, made or continued. A
             round's line is on the disk before its result is returned.
           target_epsilon: the budget: a round that would bring epsilon above it
@@ -126,43 +110,29 @@ class PrivateRounds:
         self._check_strategy(strategy)
         self.strategy = strategy
         _validate.instance_of(mechanisms.Mechanism, mechanism=mechanism)
-        if callable(mechanism.noise_multiplier):
-            # A schedule that cannot change under the run.
-            mechanism = mechanism.with_noise_multiplier(
-                schedules.fixed(mechanism.noise_multiplier)
-            )
         self._mechanism = mechanism
-        count, most = _validate.positive_integer, max_abandoned_rounds
-        self.num_clients = count(num_clients=num_clients)
-        self.clients_per_round = count(clients_per_round=clients_per_round)
-        self.rounds = rounds if rounds is None else count(rounds=rounds)
-        self.max_abandoned_rounds = (
-            most if most is None else count(max_abandoned_rounds=most)
+        self.num_clients = _validate.positive_integer(num_clients=num_clients)
+        self.clients_per_round = int(
+            charge_lib.checked_size(clients_per_round, self.num_clients)
         )
-        if self.clients_per_round > self.num_clients:
-            raise ValueError(
-                f"clients_per_round must be at most num_clients={num_clients}, "
-                f"got {clients_per_round!r}."
-            )
-        sums.check(mechanism, self._deployment)
+        self.rounds = (
+            rounds if rounds is None else _validate.positive_integer(rounds=rounds)
+        )
+        self._sampling = "fixed_size"
         self._correlation: history.Correlation | None = None
         if isinstance(mechanism, mechanisms.CorrelatedNoise):
+            self._sampling = "separated"
             self._correlation = history.Correlation(mechanism, client_of)
         elif client_of is not None:
             raise ValueError(
                 f"client_of must be None but for CorrelatedNoise, got {client_of!r}."
             )
+        sums.check(mechanism, self._deployment)
         # A clip that only the cohort tells is 0 before there is one.
         self.clip_norm = mechanism.first_clip_norm() or sums.NO_CLIP
-        shared = mechanism.needs_exact_cohort
-        failure = on_client_failure or ("abort" if shared else "exclude")
-        _validate.one_of(("exclude", "abort"), on_client_failure=failure)
-        if failure == "exclude" and shared:
-            raise ValueError(
-                "on_client_failure must be 'abort' where the clients share the noise "
-                "(noise_site='client', server_side_noising=False), got 'exclude'."
-            )
-        self.on_client_failure = failure
+        rules = ("abort",) if mechanism.needs_exact_cohort else ("exclude", "abort")
+        self.on_client_failure = on_client_failure or rules[0]
+        _validate.one_of(rules, on_client_failure=self.on_client_failure)
         budget = None
         if target_epsilon is not None or target_delta is not None:
             budget = ledger_lib.Budget(
@@ -170,12 +140,11 @@ class PrivateRounds:
                 _validate.inside_unit_interval(target_delta=target_delta),
                 accountant,
             )
-        sampling = cast(str, self._deployment.sampling)
-        self._history = history.RoundHistory(sampling, budget, ledger, repr(self))
-        self.discarded_updates = 0
-        self.rejected_replies = 0
+        self._history = history.RoundHistory(
+            self._sampling, budget, ledger, repr(mechanism)
+        )
+        self.discarded_updates = self.rejected_replies = 0
         self.stopped_before_round: int | None = None
-        self._abandoned_in_a_row = 0
 
     def _check_strategy(self, strategy: Any) -> None:
         """Raises unless a strategy can do with one averaged reply.
@@ -213,13 +182,6 @@ class PrivateRounds:
         raise TypeError(
             f"A {type(self).__name__} cannot be copied or pickled: two of them would "
             "say what one has spent. Make another one with the same ledger."
-        )
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self.strategy!r}, {self.mechanism!r}, "
-            f"num_clients={self.num_clients}, "
-            f"clients_per_round={self.clients_per_round})"
         )
 
     # What was released, and what it cost.
@@ -273,16 +235,13 @@ class PrivateRounds:
           epsilon (None if there is no guarantee), epsilon_if_cohorts_are_known
           (towards somebody who knows which clients were in which round), delta,
           accountant, guarantee ("central"), relation, rounds,
-          rounds_from_ledger, clients_per_round, num_clients, noise_added_by,
-          on_client_failure, strategy, and caveats: sentences that have to be read
-          with epsilon.
+          rounds_from_ledger, clients_per_round, num_clients, and caveats: sentences
+          that have to be read with epsilon.
         """
         delta, spent = self._delta(delta), self._history.accountant()
         epsilon = spent.epsilon(delta, accountant)
         known = spent.epsilon_if_participation_is_known(delta, accountant)
         replaced = "nothing, in its place" if self._correlation else "another"
-        kind = type(self.strategy)
-        by_server = self.mechanism.noise_site == "server"
         return {
             "epsilon": epsilon if math.isfinite(epsilon) else None,
             "epsilon_if_cohorts_are_known": known if math.isfinite(known) else None,
@@ -294,58 +253,30 @@ class PrivateRounds:
             "rounds_from_ledger": self._history.num_from_ledger,
             "clients_per_round": self.clients_per_round,
             "num_clients": self.num_clients,
-            "noise_added_by": "server" if by_server else "clients",
-            "on_client_failure": self.on_client_failure,
-            "strategy": f"{kind.__module__}.{kind.__qualname__}",
             "caveats": self._caveats(epsilon, known),
         }
 
     def _caveats(self, epsilon: float, known: float) -> list[str]:
         """Returns the sentences that hold; each stands by itself."""
-        keys = [*self.mechanism.caveats(), "floating_point_noise"]
-        if not self._history.num_from_ledger:
-            keys.append("hyperparameter_search_not_counted")
-        said = [statement.CAVEATS[key] for key in keys]
-        said.append(
-            "The noise came from pseudo-random generators (NumPy's PCG64, and Philox "
-            "where TensorFlow draws it) with 128 secret bits of the operating system; "
-            "they are not made for cryptography."
+        others, correlated = self._history.num_from_ledger, self._correlation
+        failed = any(
+            r.num_replies < r.charge.clients_per_round for r in self._history.released
         )
-        if self._correlation is not None:
-            checked = self.mechanism.own_caveats["participations_checked"]
-            names = "names that the server gave to nodes"
-            if self._correlation.client_of is None:
-                names = "ids of nodes"
-            said.append(
-                f"{checked} Here they went by the {names}. No amplification by "
-                "sampling is claimed."
-            )
-        elif epsilon != known:
-            said.append(
-                "Epsilon holds towards those who do not know which clients were in "
-                "which round, so that must stay secret, and with it the server's log, "
-                "which names clients that failed. The server itself, which draws them, "
-                f"knows. Towards those who know, epsilon is {known:.4g}."
-            )
-        if any(r.num_replies < r.clients_per_round for r in self._history.released):
-            said.append(
-                "Some drawn clients failed and were left out of their round's sum; "
-                "the noise and the divisor stayed as planned. That they failed is "
-                "not hidden."
-            )
-        if self.mechanism.noise_site != "server":
-            said.append(
-                "Each client added its share of the noise; if clients leave it "
-                "out, the noise on the sum is smaller than charged."
-            )
-        if self._history.num_from_ledger:
-            said.append("Rounds that others wrote into the ledger are charged as well.")
-        said.append(
-            "The wrapped strategy is handed the noised mean and no metrics of "
-            "training. What clients report to an evaluation, and that they failed, "
-            "carries no noise and is not covered."
-        )
-        return said
+        holds = {
+            "floating_point_noise": True,
+            "hyperparameter_search_not_counted": not others,
+            "only_runs_in_ledgers_counted": others,
+            "flower_noise": True,
+            "separated_zero_out": correlated,
+            "participations_checked": correlated,
+            "flower_nodes_are_clients": correlated and correlated.client_of is None,
+            "flower_cohorts_secret": not correlated and epsilon != known,
+            "clients_excluded": failed,
+            "client_noise_needs_honest_clients": self.mechanism.needs_exact_cohort,
+            "flower_beside_the_model": True,
+        }
+        keys = (*self.mechanism.caveats(), *(key for key in holds if holds[key]))
+        return [statement.CAVEATS[key] for key in keys]
 
     def close(self) -> None:
         """Closes the ledger, so that another process may go on with it."""
@@ -354,28 +285,18 @@ class PrivateRounds:
 
     @property
     def _deployment(self) -> mechanisms.Deployment:
-        separated = isinstance(self.mechanism, mechanisms.CorrelatedNoise)
         return mechanisms.Deployment(
             clients_per_round=self.clients_per_round,
             num_clients=self.num_clients,
-            sampling="separated" if separated else "fixed_size",
+            sampling=self._sampling,
             rounds=self.rounds,
         )
 
     # A round.
 
     def _asked_by_strategy(self, server_round: int, *arguments: Any) -> list[Any]:
-        """Forgets the last round; returns what the wrapped strategy would send.
-
-        Nothing, if T rounds were charged.
-        """
-        self._configured, self._idle_round = None, server_round
-        if self.rounds is not None and self._history.num_rounds >= self.rounds:
-            _logger.warning(
-                "Round %s is not begun: rounds=%d are charged.",
-                *(server_round, self.rounds),
-            )
-            return []
+        """Forgets the last round; returns what the wrapped strategy would send."""
+        self._open = server_round, None
         configure = getattr(self.strategy, self._configure)
         return list(configure(server_round, *arguments))
 
@@ -385,7 +306,6 @@ class PrivateRounds:
         connected: Mapping[Hashable, Any],
         sent: Sequence[np.ndarray],
         template: Any,
-        names: Sequence[str] = (),
     ) -> sums.ConfiguredRound | None:
         """Draws the clients of a round; None if there is to be none."""
         for array in sent:
@@ -394,30 +314,31 @@ class PrivateRounds:
                     "The model must hold real numbers, got an array of dtype "
                     f"{array.dtype}: no noise can be added to it."
                 )
+        # Abandoned rounds are not counted. Read once: others may write to the ledger.
+        index = self._history.num_rounds
+        if self.rounds is not None and index >= self.rounds:
+            _logger.warning(
+                "Round %s is not begun: rounds=%d are charged.",
+                *(server_round, self.rounds),
+            )
+            return None
         cohort = self._cohort(server_round, connected)
         if not cohort:
             return None
-        # Abandoned rounds are not counted. Read once: others may write to the ledger.
-        index = self._history.num_rounds
         if self._correlation is not None:
             self._correlation.begin(sent)  # Or raises, before anybody is asked.
-            index = self._correlation.position
-        event = self.mechanism.round_event(index, self._deployment)
-        plan = history.ReleasedRound(
-            server_round=server_round,
-            clip_norm=self.clip_norm,
-            # Anything but Gaussians was refused when this was made.
-            noise_multiplier=cast(float, charge_lib.noise_multiplier_of(event)),
-            clients_per_round=self.clients_per_round,
-            num_replies=self.clients_per_round,
+            index = self._correlation.record.released
+        charge = charge_lib.RoundCharge(
+            sampling=self._sampling,
             num_clients=self.num_clients,
-            sampling=cast(str, self._deployment.sampling),
+            clients_per_round=self.clients_per_round,
+            event=self.mechanism.round_event(index, self._deployment),
         )
+        plan = history.ReleasedRound(server_round, self.clip_norm, len(cohort), charge)
         if not self._history.affords(plan):
             self._stop_before(server_round)
             return None
-        self._idle_round = None
-        self._configured = sums.ConfiguredRound(
+        configured = sums.ConfiguredRound(
             sent=[np.array(array) for array in sent],
             asked={name: connected[name] for name in cohort},
             plan=plan,
@@ -429,9 +350,9 @@ class PrivateRounds:
                 float(self.clients_per_round),
             ),
             template=template,
-            names=names,
         )
-        return self._configured
+        self._open = server_round, configured
+        return configured
 
     def _cohort(
         self, server_round: int, connected: Mapping[Hashable, Any]
@@ -451,7 +372,7 @@ class PrivateRounds:
                     f"{text}. Let the strategy wait for them "
                     f"(min_available_nodes={self.num_clients})."
                 )
-            self._abandon(server_round, text)
+            _logger.warning("Round %s is abandoned: %s.", server_round, text)
             return []
         if len(eligible) < self.clients_per_round:
             _logger.warning(
@@ -471,27 +392,28 @@ class PrivateRounds:
             *(server_round, budget.epsilon, budget.delta),
         )
 
-    def _configured_round(self, server_round: int) -> sums.ConfiguredRound | None:
-        """Returns the round that results belong to, once; None if it had no clients."""
-        configured = self._configured
-        if configured is not None and configured.plan.server_round == server_round:
-            self._configured = None
-            return configured
-        if server_round == self._idle_round:
-            return None
-        raise RoundNotConfiguredError(
-            f"Round {server_round} has no {self._configure} that belongs to "
-            "these results, or they were here before. Nothing is released or charged."
-        )
-
-    def _finish(
+    def _release(
         self,
-        configured: sums.ConfiguredRound,
+        server_round: int,
         results: Iterable[tuple[Hashable, Any]],
-        read: Callable[[Any], replies.Reply],
-    ) -> list[np.ndarray] | None:
-        """Releases a round: returns its model; None if there is none to release."""
-        server_round = configured.plan.server_round
+        read: Callable[[Any, sums.ConfiguredRound], replies.Reply],
+    ) -> tuple[sums.ConfiguredRound, list[np.ndarray]] | None:
+        """Returns a round and its model; None if there is none to release.
+
+        Raises:
+          RoundNotConfiguredError: if the results belong to no round, or were here
+            before.
+        """
+        number, configured = self._open
+        if number != server_round:
+            raise RoundNotConfiguredError(
+                f"Round {server_round} has no {self._configure} that belongs to "
+                "these results, or they were here before. Nothing is released or "
+                "charged."
+            )
+        self._open = None, None
+        if configured is None:
+            return None
         usable: dict[Hashable, replies.Reply] = {}
         replied, rejected = set(), 0
         for client, result in results:
@@ -501,7 +423,7 @@ class PrivateRounds:
                 if client in usable:
                     raise replies.ReplyError("it has replied before")
                 replied.add(client)
-                usable[client] = read(result)
+                usable[client] = read(result, configured)
             except replies.ReplyError as error:
                 rejected += 1
                 _logger.warning(
@@ -509,11 +431,16 @@ class PrivateRounds:
                     *(server_round, client, error),
                 )
         self.rejected_replies += rejected
-        if not self._releasable(len(usable), len(replied)):
-            self._abandon(
-                server_round,
-                f"{len(usable)} of {self.clients_per_round} clients sent a "
-                f"reply that can be used, {rejected} replies cannot",
+        m = len(configured.asked)
+        # A client may end no run by what it sends: if that is of no use, the server
+        # adds the client's share of the noise.
+        counted = replied if self.mechanism.needs_exact_cohort else usable
+        enough = len(counted) == m or self.on_client_failure == "exclude"
+        if not (usable and enough):
+            _logger.warning(
+                "Round %s is abandoned: %d of %d clients sent a reply that can be "
+                "used, %d replies cannot.",
+                *(server_round, len(usable), m, rejected),
             )
             return None
         kept = self._correlation
@@ -531,31 +458,20 @@ class PrivateRounds:
             kept.released(outcome.memory, map(configured.asked.get, usable))
         self.discarded_updates += outcome.discarded
         self.clip_norm = outcome.next_clip_norm
-        self._abandoned_in_a_row = 0
-        return outcome.model
-
-    def _releasable(self, usable: int, num_replied: int) -> bool:
-        m = self.clients_per_round
-        if usable in (0, m):
-            return usable > 0
-        if self.on_client_failure == "exclude":
-            return True
-        # A client may end no run by what it sends: if that is of no use, the
-        # server adds the client's share of the noise.
-        return self.mechanism.needs_exact_cohort and num_replied == m
-
-    def _abandon(self, server_round: int, reason: str) -> None:
-        _logger.warning("Round %s is abandoned: %s.", server_round, reason)
-        self._abandoned_in_a_row += 1
-        limit = self.max_abandoned_rounds
-        if limit is not None and self._abandoned_in_a_row >= limit:
-            raise RoundsAbandonedError(
-                f"{self._abandoned_in_a_row} rounds in a row were abandoned "
-                f"(max_abandoned_rounds={limit}), the last of them round "
-                f"{server_round}: {reason}."
-            )
+        return configured, outcome.model
 
 
 def _is_of_flower(thing: Any) -> bool:
     """Whether Flower itself defines a class or function."""
     return (getattr(thing, "__module__", None) or "").partition(".")[0] == "flwr"
+
+
+def the_same(contents: Sequence[Any]) -> Any:
+    """Returns what all clients are sent; raises ValueError if they are not sent one."""
+    for other in contents[1:]:
+        if other is not contents[0] and other != contents[0]:
+            raise ValueError(
+                "The wrapped strategy sends its clients different models or configs; "
+                "the noise hides an update to one model only."
+            )
+    return contents[0]

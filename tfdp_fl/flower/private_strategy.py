@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from tfdp_fl.flower import client as client_lib
-from tfdp_fl.flower import private_rounds
+from tfdp_fl.flower import private_rounds, sums
 from tfdp_fl.flower import replies as replies_lib
 
 _logger = logging.getLogger(__name__)
@@ -61,6 +61,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
 
     _configure, _aggregate = "configure_train", "aggregate_train"
     _metrics_function = "train_metrics_aggr_fn"
+    _sent: Sequence[Any] = ()
 
     def start(self, grid: Any, initial_arrays: Any, *args, **kwargs) -> Any:
         """Runs the wrapped strategy's rounds; arguments and result are its own.
@@ -84,36 +85,22 @@ class PrivateStrategy(private_rounds.PrivateRounds):
           ValueError: if fewer than N nodes are connected before the first round
             (in a later one the round is abandoned), or the strategy sends them
             different messages, or a model that is not of real numbers.
-          RoundsAbandonedError: see `aggregate_train`.
         """
-        self._sent: list[Any] = []
+        self._sent = []
         made = self._asked_by_strategy(server_round, arrays, config, grid)
         if not made:
             return []
-        content = made[0].content
-        models = dict(content.array_records)
-        if len(models) != 1:
-            raise ValueError(
-                "The wrapped strategy must send one ArrayRecord, the model, got "
-                f"{sorted(models)}."
-            )
-        for message in made[1:]:
-            if message.content is not content and message.content != content:
-                raise ValueError(
-                    "The wrapped strategy sends its clients different messages; "
-                    "the noise hides an update to one model only."
-                )
-        ((_, record),) = models.items()
+        content = private_rounds.the_same([message.content for message in made])
+        key, record = client_lib.only_record(content, "The wrapped strategy")
         configured = self._begin(
             server_round,
             {node: node for node in grid.get_node_ids()},
             [np.array(array.numpy()) for array in record.values()],
-            models,
-            tuple(record),
+            (key, record),
         )
         if configured is None:
             return []
-        told = {**configured.instruction, client_lib.WEIGHT_KEY: self._weight_key}
+        told = configured.instruction.config | {client_lib.WEIGHT_KEY: self._weight_key}
         content, metadata = _with_config(content, told), made[0].metadata
         self._sent = [
             type(made[0])(
@@ -142,33 +129,30 @@ class PrivateStrategy(private_rounds.PrivateRounds):
         Raises:
           RoundNotConfiguredError: if the round's `configure_train` was not
             called, or its replies were here before. Nothing is released then.
-          RoundsAbandonedError: if `max_abandoned_rounds` are in a row.
           LedgerWriteError: if the round could not be written down. Nothing is
             released then.
         """
-        configured = self._configured_round(server_round)
-        if configured is None:
-            return None, None
-        results = []
+        sent = {m.metadata.dst_node_id: m.metadata.message_id for m in self._sent}
+
+        def read(message: Any, asked: sums.ConfiguredRound) -> replies_lib.Reply:
+            names = tuple(asked.template[1])
+            return replies_lib.read_message(
+                message, asked.shapes, asked.instruction, names, sent
+            )
+
+        results: list[tuple[int, Any]] = []
         for message in replies:
+            node = message.metadata.src_node_id
             if message.has_error():
-                _logger.warning(
-                    "Round %s, node %s failed.",
-                    server_round,
-                    message.metadata.src_node_id,
-                )
+                _logger.warning("Round %s, node %s failed.", server_round, node)
             else:
-                results.append((message.metadata.src_node_id, message))
-        wanted = configured.wanted(
-            {m.metadata.dst_node_id: m.metadata.message_id for m in self._sent}
-        )
-        model = self._finish(
-            configured, results, lambda reply: replies_lib.read_message(reply, wanted)
-        )
-        if model is None:
+                results.append((node, message))
+        released = self._release(server_round, results, read)
+        if released is None:
             return None, None
-        ((key, record),) = configured.template.items()
-        named = dict(zip(configured.names, model, strict=True))
+        configured, model = released
+        key, record = configured.template
+        named = dict(zip(record, model, strict=True))
         metrics = client_lib.flower("MetricRecord")({self._weight_key: 1})
         handed = copy.copy(self._sent[0])
         handed.content = type(handed.content)(
@@ -184,12 +168,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
         try:
             return self.strategy.aggregate_evaluate(server_round, replies)
         except Exception:
-            _logger.warning(
-                "Round %s, the clients' evaluation cannot be aggregated; the "
-                "round has none.",
-                server_round,
-                exc_info=True,
-            )
+            _logger.warning("Round %s has no evaluation.", server_round, exc_info=True)
             return None
 
     @property

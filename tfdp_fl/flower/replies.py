@@ -8,58 +8,38 @@ is wrong with a reply is a `ReplyError` that names it.
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import dataclasses
 import math
 import numbers
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from tfdp_fl.flower import client as client_lib
 
-_MAGIC = b"\x93NUMPY"
+# Of version 1.0, which is what `numpy.save` writes of such arrays.
+_MAGIC = b"\x93NUMPY\x01\x00"
 
-# The header as `numpy.save` writes it, for plain real numbers only: no
-# structures, no objects (which are pickled), no strings, no complex numbers.
+# The header as `numpy.save` writes it, for plain real numbers of at most 8 bytes
+# only: no structures, no objects (which are pickled), no strings, no complex numbers.
 _HEADER = re.compile(
-    rb"\{'descr': '([<>|=]?[fiub][0-9]{1,2})', "
+    rb"\{'descr': '([<>|=]?(?:f[248]|[iu][1248]|b1))', "
     rb"'fortran_order': (True|False), "
     rb"'shape': \(([0-9, ]*)\), \} *\n?"
 )
-_LONGEST_HEADER = 4096
 _NUMPY = "numpy.ndarray"
+
+Shapes: TypeAlias = Sequence[tuple[int, ...]]
 
 
 class ReplyError(ValueError):
     """A reply that no wrapped client sends; its client counts as failed."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-    """What a reply has to hold.
-
-    Attributes:
-      shapes: of the arrays that the client was sent.
-      norm_bit: whether it has to say if its norm was within S.
-      applied: the clip norm and the noise that the client has to say that it
-        applied; None where the server clips and noises by itself, whatever a
-        client did.
-      names: message API: the names of the arrays.
-      answers_to: message API: the id of the message that each node was sent.
-    """
-
-    shapes: Sequence[tuple[int, ...]]
-    norm_bit: bool = False
-    applied: tuple[float, float] | None = None
-    names: Sequence[str] = ()
-    answers_to: Mapping[int, str] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     """A reply in the shape that was asked for; all else in it is dropped.
 
     Attributes:
@@ -73,8 +53,13 @@ class Reply:
     norm_bit: bool | None = None
 
 
-def read_result(fit_res: Any, wanted: Wanted) -> Reply:
+def read_result(fit_res: Any, shapes: Shapes, asked: client_lib.Instruction) -> Reply:
     """Returns what a client of the older API replied, or raises.
+
+    Args:
+      fit_res: whatever it is.
+      shapes: of the arrays that the client was sent.
+      asked: what it was asked for.
 
     Raises:
       ReplyError: if the reply is not what a wrapped client sends.
@@ -82,36 +67,47 @@ def read_result(fit_res: Any, wanted: Wanted) -> Reply:
     with _readable():
         if not isinstance(fit_res.metrics, Mapping):
             raise ReplyError("metrics must be a mapping")
-        bit = _norm_bit(fit_res.metrics, wanted)
-        tensors, shapes = fit_res.parameters.tensors, wanted.shapes
+        tensors = fit_res.parameters.tensors
         if not isinstance(tensors, list | tuple) or len(tensors) != len(shapes):
             raise ReplyError(f"it must hold a list of {len(shapes)} tensors")
         arrays = [npy_array(t, shape) for t, shape in zip(tensors, shapes, strict=True)]
-        return Reply(arrays, bit)
+        return Reply(arrays, _norm_bit(fit_res.metrics, asked))
 
 
-def read_message(message: Any, wanted: Wanted) -> Reply:
+def read_message(
+    message: Any,
+    shapes: Shapes,
+    asked: client_lib.Instruction,
+    names: Sequence[str],
+    sent: Mapping[int, str],
+) -> Reply:
     """Returns what a client of the message API replied, or raises.
+
+    Args:
+      message: whatever it is.
+      shapes: of the arrays that the client was sent.
+      asked: what it was asked for.
+      names: of the arrays.
+      sent: the id of the message that each node was sent.
 
     Raises:
       ReplyError: if the reply is not what `private_mod` sends.
     """
     with _readable():
         metadata = message.metadata
-        answered = wanted.answers_to.get(metadata.src_node_id)
+        answered = sent.get(metadata.src_node_id)
         if answered and metadata.reply_to_message_id != answered:
             raise ReplyError("it answers another message")
         records = list(message.content.array_records.values())
         if len(records) != 1:
             raise ReplyError(f"it must hold one ArrayRecord, got {len(records)}")
         record = dict(records[0])
-        if record.keys() != set(wanted.names):
+        if record.keys() != set(names):
             raise ReplyError(
-                f"its arrays must be {list(wanted.names)!r:.80}, got "
-                f"{list(record)!r:.80}"
+                f"its arrays must be {list(names)!r:.80}, got {list(record)!r:.80}"
             )
         arrays = []
-        for name, shape in zip(wanted.names, wanted.shapes, strict=True):
+        for name, shape in zip(names, shapes, strict=True):
             # What it says of its own shape and dtype is not asked.
             if record[name].stype != _NUMPY:
                 raise ReplyError(
@@ -119,12 +115,8 @@ def read_message(message: Any, wanted: Wanted) -> Reply:
                     f"{record[name].stype!r:.40}"
                 )
             arrays.append(npy_array(record[name].data, shape))
-        metrics = {
-            name: value
-            for metric_record in message.content.metric_records.values()
-            for name, value in metric_record.items()
-        }
-        return Reply(arrays, _norm_bit(metrics, wanted))
+        metrics = collections.ChainMap(*message.content.metric_records.values())
+        return Reply(arrays, _norm_bit(metrics, asked))
 
 
 @contextlib.contextmanager
@@ -141,18 +133,22 @@ def _readable() -> Iterator[None]:
         raise ReplyError(f"it cannot be read ({what})") from error
 
 
-def _norm_bit(metrics: Mapping[str, Any], wanted: Wanted) -> bool | None:
-    """Returns the bit among a client's metrics, and checks what it applied."""
+def _norm_bit(metrics: Mapping[str, Any], asked: client_lib.Instruction) -> bool | None:
+    """Returns the bit among a client's metrics, and checks what it applied.
+
+    That only counts where clients noise: else the server clips and noises by itself,
+    whatever a client did.
+    """
     bare = "is the client wrapped in DPFedAvgNumPyClient, or private_mod a mod?"
-    if wanted.applied is not None:
+    if asked.noise_stddev:
         names = (client_lib.APPLIED_CLIP_NORM, client_lib.APPLIED_NOISE_STDDEV)
         applied = tuple(metrics.get(name) for name in names)
-        if applied != wanted.applied:
+        if applied != asked[:2]:
             raise ReplyError(
-                f"it must say that it applied (clip norm, noise) {wanted.applied}, "
+                f"it must say that it applied (clip norm, noise) {asked[:2]}, "
                 f"got {applied!r:.80} ({bare})"
             )
-    if not wanted.norm_bit:
+    if not asked.wants_norm_bit:
         return None
     if client_lib.NORM_BIT not in metrics:
         raise ReplyError(f"it has no {client_lib.NORM_BIT} ({bare})")
@@ -168,9 +164,8 @@ def _norm_bit(metrics: Mapping[str, Any], wanted: Wanted) -> bool | None:
 def npy_array(data: Any, shape: tuple[int, ...]) -> np.ndarray:
     """Returns the array in numpy's file format, without a copy.
 
-    Versions 1.0 and 2.0, real numbers of at most 8 bytes. The size that the
-    header states is compared with `shape` and with the bytes that are there
-    before an array is made.
+    The size that the header states is compared with `shape` and with the bytes that
+    are there before an array is made.
 
     Args:
       data: the bytes of one `.npy` file.
@@ -181,37 +176,30 @@ def npy_array(data: Any, shape: tuple[int, ...]) -> np.ndarray:
     """
     if not isinstance(data, bytes | bytearray | memoryview):
         raise ReplyError(f"a tensor must be bytes, got {type(data).__name__}")
-    data = bytes(data)
-    version = data[6:8]
-    if data[:6] != _MAGIC or version not in (b"\x01\x00", b"\x02\x00"):
+    data, start = bytes(data), len(_MAGIC) + 2
+    if not data.startswith(_MAGIC):
         raise ReplyError(
-            f"a tensor must be in the .npy format, version 1.0 or 2.0, got {data[:8]!r}"
+            f"a tensor must be in the .npy format, version 1.0, got {data[:8]!r}"
         )
-    start = 10 if version == b"\x01\x00" else 12
-    length = int.from_bytes(data[8:start], "little")
-    if length > _LONGEST_HEADER or len(data) < start + length:
-        raise ReplyError("a tensor's header is cut short, or too long")
-    header = _HEADER.fullmatch(data, start, start + length)
+    end = start + int.from_bytes(data[len(_MAGIC) : start], "little")
+    header = _HEADER.fullmatch(data, start, end)
     if header is None:
         raise ReplyError(
             "a tensor's header must state real numbers, got "
-            f"{data[start : start + min(length, 80)]!r}"
+            f"{data[start : min(end, start + 80)]!r}"
         )
     stated = tuple(
         int(size) for size in header[3].replace(b" ", b"").split(b",") if size
     )
     if stated != tuple(shape):
-        raise ReplyError(f"a tensor must have the shape {tuple(shape)}, got {stated}")
-    name, dtype = header[1].decode(), None
-    with contextlib.suppress(TypeError):
-        dtype = np.dtype(name)
-    if dtype is None or dtype.itemsize > 8:
-        raise ReplyError(f"a tensor of dtype {name} is refused")
-    size = math.prod(stated)
-    if len(data) - start - length != size * dtype.itemsize:
+        raise ReplyError(
+            f"a tensor must have the shape {tuple(shape)}, got {stated!r:.80}"
+        )
+    dtype, size = np.dtype(header[1].decode()), math.prod(stated)
+    if len(data) - end != size * dtype.itemsize:
         raise ReplyError(
             f"a tensor of shape {stated} and dtype {dtype} must have "
-            f"{size * dtype.itemsize} bytes, got {len(data) - start - length}"
+            f"{size * dtype.itemsize} bytes, got {len(data) - end}"
         )
-    flat = np.frombuffer(data, dtype, size, start + length)
+    flat = np.frombuffer(data, dtype, size, end)
     return flat.reshape(stated, order="F" if header[2] == b"True" else "C")

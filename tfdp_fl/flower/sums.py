@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,8 +43,8 @@ class ConfiguredRound:
       mechanism: what is released.
       deployment: where.
       this: S, z and m, as floats.
-      template: the model as Flower sent it; its form is that of the result.
-      names: message API: the names of the arrays.
+      template: the model as Flower sent it, with its name if it has one; its form is
+        that of the result.
     """
 
     sent: list[np.ndarray]
@@ -54,7 +54,11 @@ class ConfiguredRound:
     deployment: mechanisms.Deployment
     this: mechanisms.Round
     template: Any
-    names: Sequence[str] = ()
+
+    @property
+    def shapes(self) -> replies.Shapes:
+        """Those of the model's arrays."""
+        return [array.shape for array in self.sent]
 
     @property
     def clients_clip(self) -> bool:
@@ -62,43 +66,24 @@ class ConfiguredRound:
         return type(self.mechanism) in _CLIPPED_BY_CLIENTS
 
     @property
-    def client_noise_stddev(self) -> float:
-        """What each client adds to its update, if the clients do: stddev / sqrt(m).
+    def instruction(self) -> client_lib.Instruction:
+        """What the clients are asked for.
 
-        m independent draws of N(0, (z S)^2 / m) sum to N(0, (z S)^2), the noise
-        of McMahan et al. (2018), Section 2, Eq. (1).
+        Those that noise add stddev / sqrt(m): m independent draws of N(0, (z S)^2 / m)
+        sum to N(0, (z S)^2), the noise of McMahan et al. (2018), Section 2, Eq. (1).
         """
-        if self.mechanism.noise_site == "server":
-            return 0.0
-        stddevs = self.mechanism.noise_stddevs(self.this, self.deployment)
-        return float(stddevs["update"]) / self.plan.clients_per_round**0.5
-
-    @property
-    def instruction(self) -> dict[str, Any]:
-        """What the clients are told, under Flower's names."""
         if not self.clients_clip:
-            return {client_lib.CLIP_NORM: NO_CLIP}
-        told: dict[str, Any] = {client_lib.CLIP_NORM: self.this.clip_norm}
-        if self.client_noise_stddev:
-            told[client_lib.NOISE_STDDEV] = self.client_noise_stddev
-        if self.mechanism.released_sums:
-            told[client_lib.ADAPTIVE_CLIP_ENABLED] = True
-        return told
-
-    def wanted(self, answers_to: dict[int, str] | None = None) -> replies.Wanted:
-        """Returns what a reply has to hold."""
-        noise_stddev = self.client_noise_stddev
-        return replies.Wanted(
-            [array.shape for array in self.sent],
-            self.clients_clip and bool(self.mechanism.released_sums),
-            (self.this.clip_norm, noise_stddev) if noise_stddev else None,
-            self.names,
-            answers_to or {},
+            return client_lib.Instruction(NO_CLIP)
+        share = 0.0
+        if self.mechanism.noise_site == "client":
+            stddevs = self.mechanism.noise_stddevs(self.this, self.deployment)
+            share = float(stddevs["update"]) / len(self.asked) ** 0.5
+        return client_lib.Instruction(
+            float(self.this.clip_norm), share, bool(self.mechanism.released_sums)
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a round releases.
 
     Attributes:
@@ -146,21 +131,15 @@ def release(
     to single updates (much, in float16) is not in the sum. A missing client
     only lowers it: noise and m are those of the plan.
 
-    Where clients clip, the server clips once more what it is about to noise, and
-    where they noise, it scales down what no honest client sends. Their norm bits
+    The server clips once more what it is about to noise, and where clients noise, it
+    scales down what no honest client sends. Where clients clip, their norm bits
     are counted from the middle (b - 1/2), so that a client that is missing pulls
     S neither way (Andrew et al. 2021, Algorithm 1). Else the mechanism says c_k.
     """
     mechanism, this = configured.mechanism, configured.this
-    m = configured.plan.clients_per_round
-    by_server, bound = mechanism.noise_site == "server", math.inf
-    if configured.clients_clip:
-        bound = this.clip_norm
-        if not by_server:
-            size = sum(array.size for array in configured.sent)
-            bound = updates.largest_honest_norm(
-                bound, configured.client_noise_stddev, size
-            )
+    m, asked = len(configured.asked), configured.instruction
+    size = sum(map(math.prod, configured.shapes))
+    bound = updates.largest_honest_norm(asked.clip_norm, asked.noise_stddev, size)
 
     def change(reply: replies.Reply) -> updates.ClippedUpdate:
         return updates.clipped(updates.difference(reply.arrays, configured.sent), bound)
@@ -175,7 +154,7 @@ def release(
         this, factors, sums = _mechanisms_clip(
             mechanism, this, [change(reply) for reply in answers]
         )
-    total = [np.zeros(array.shape) for array in configured.sent]
+    total = [np.zeros(shape) for shape in configured.shapes]
     discarded = 0
     for factor, update in zip(factors, map(change, answers), strict=True):
         discarded += update.discarded
@@ -187,7 +166,7 @@ def release(
     }
     # One share of the noise for each client whose noise is not there: all m of
     # them, or those whose reply was of no use, or discarded.
-    shares = m if by_server else m - len(answers) + discarded
+    shares = m - len(answers) + discarded if asked.noise_stddev else m
     if memory is not None:
         total, memory = _correlated(mechanism, total, stddevs["update"], memory)
     elif shares:

@@ -12,9 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Below, the squares of an update's numbers may be lost to underflow.
-_SQUARES_VANISH_BELOW = 1e-140
-
 # Between neighbouring numbers; of what a client's share of noise is, at least.
 _GAPS_OF_NOISE = 16
 
@@ -76,26 +73,18 @@ def clipped(update: Sequence[np.ndarray], clip_norm: float) -> ClippedUpdate:
     if not math.isfinite(length):
         zeros = [np.zeros_like(array) for array in update]
         return ClippedUpdate(zeros, within=True, discarded=True)
-    if length <= clip_norm:
-        return ClippedUpdate(list(update), within=True, discarded=False)
-    scale = clip_norm / length
-    return ClippedUpdate(
-        [array * scale for array in update], within=False, discarded=False
-    )
+    within = length <= clip_norm
+    scale = 1.0 if within else clip_norm / length
+    return ClippedUpdate([array * scale for array in update], within, discarded=False)
 
 
 def norm(arrays: Sequence[np.ndarray]) -> float:
     """Returns the L2 norm over all arrays, however small their squares."""
-    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        length = math.sqrt(sum(float(np.sum(array**2)) for array in arrays))
-    if length >= _SQUARES_VANISH_BELOW or not math.isfinite(length):
-        return length
-    largest = max((float(np.max(np.abs(a))) for a in arrays if a.size), default=0)
-    if largest == 0:
-        return 0.0
-    return largest * math.sqrt(
-        sum(float(np.sum((array / largest) ** 2)) for array in arrays)
-    )
+    largest = max((float(np.max(np.abs(a), initial=0)) for a in arrays), default=0.0)
+    unit = min(largest, 1.0) or 1.0
+    with np.errstate(invalid="ignore", over="ignore"):
+        squares = sum(float(np.sum((array / unit) ** 2)) for array in arrays)
+    return unit * math.sqrt(squares)
 
 
 def largest_honest_norm(clip_norm: float, stddev: float, size: int) -> float:
@@ -167,27 +156,23 @@ def applied_with_noise(
       ValueError: if float64 has too few gaps as well.
     """
     arrays = []
-    for old, new, change in zip(
-        received, applied(received, update), update, strict=True
-    ):
-        largest = np.max(np.abs(np.asarray(old, np.float64)), initial=0.0)
+    for old, change in zip(received, update, strict=True):
+        exact = np.asarray(old, np.float64)
         # Noise of 16 standard deviations is never drawn.
-        largest += clip_norm + 16 * noise_stddev
-        fits = [
-            dtype
-            for dtype in (new.dtype, np.dtype(np.float64))
-            if largest <= np.finfo(dtype).max
-            and _GAPS_OF_NOISE * np.spacing(dtype.type(largest)) <= noise_stddev
-        ]
-        if not fits:
+        largest = np.max(np.abs(exact), initial=0.0) + clip_norm + 16 * noise_stddev
+        for dtype in (_result_dtype(np.asarray(old)), np.dtype(np.float64)):
+            if (
+                largest <= np.finfo(dtype).max
+                and _GAPS_OF_NOISE * np.spacing(dtype.type(largest)) <= noise_stddev
+            ):
+                arrays.append(np.asarray(exact + change, dtype))
+                break
+        else:
             raise ValueError(
                 f"dpfedavg_noise_stddev must be at least {_GAPS_OF_NOISE} gaps "
                 "of float64 at the model's largest weight, "
                 f"{largest:.3g}, got {noise_stddev:.3g}."
             )
-        arrays.append(
-            new if fits[0] == new.dtype else np.asarray(old, np.float64) + change
-        )
     return arrays
 
 

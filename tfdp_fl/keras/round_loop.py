@@ -257,7 +257,7 @@ class RoundLoop:
         """Lets the model change by what was paid for."""
         run = self.run
         run.releasing = True
-        run.sampler.released(pending.inputs.positions)
+        run.sampler.released()
         released = self.engine.release(pending)
         run.mechanism_state = self.engine.state
         run.releasing = False

@@ -7,7 +7,6 @@ these; a checkpoint adds them.
 
 from __future__ import annotations
 
-import bisect
 import collections
 import copy
 import dataclasses
@@ -15,7 +14,7 @@ import functools
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import dp_accounting
@@ -25,6 +24,7 @@ import tensorflow as tf
 from tfdp_fl import accounting, sampling
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.accounting import spending as spending_lib
+from tfdp_fl.accounting.planning import most_rounds
 from tfdp_fl.auditing import CanaryAudit
 from tfdp_fl.keras.training_setup import TrainingSetup
 from tfdp_fl.keras.validation import Validation
@@ -300,8 +300,8 @@ class RoundCosts:
             return 0.0
         return self.setup.mechanism.mu_squared(self.run.deployment)
 
-    def _mu_squared_after(self, rounds: int) -> Iterator[float]:
-        """Yields the most that one client can have spent after each round.
+    def _mu_squared_after(self, rounds: int) -> float:
+        """Returns the most that one client can have spent after so many more rounds.
 
         The cohorts of a shuffled order are known beforehand. Of others it is
         not known which clients they will draw: any that may still take part.
@@ -310,23 +310,20 @@ class RoundCosts:
         clients, elsewhere = run.spending.clients, run.spending.mu_squared_elsewhere
         if self.setup.sampling != "shuffled":
             most = self.setup.mechanism.max_participations
-            for ahead in range(1, rounds + 1):
-                yield elsewhere + clients.max_mu_squared_after_draws(
-                    ahead, mu_squared, most
-                )
-            return
+            return elsewhere + clients.max_mu_squared_after_draws(
+                rounds, mu_squared, most
+            )
         trial = clients.copy()
         for ahead in range(rounds):
             trial.add(self.draw(run.rounds + ahead, trial), mu_squared)
-            yield elsewhere + trial.max_mu_squared
+        return elsewhere + trial.max_mu_squared
 
     def epsilon_after_round(
         self, round_index: int, delta: float, accountant: str | None = None
     ) -> float:
         """Returns what epsilon would be after the coming round."""
         if self.run.spending.by_client:
-            (spent,) = self._mu_squared_after(1)
-            return accounting.epsilon_of_mu_squared(spent, delta)
+            return accounting.epsilon_of_mu_squared(self._mu_squared_after(1), delta)
         after = self.run.spending.central.would_be(self.charge(round_index))
         return after.epsilon(delta, accountant or self.setup.accountant)
 
@@ -334,24 +331,15 @@ class RoundCosts:
         self, epsilon: float, delta: float, rounds: int, accountant: str | None = None
     ) -> int:
         """Returns how many of the next rounds a budget allows."""
-        run = self.run
-        if run.spending.by_client:
-            for done, spent in enumerate(self._mu_squared_after(rounds)):
-                if accounting.epsilon_of_mu_squared(spent, delta) > epsilon:
-                    return done
-            return rounds
-        charge = functools.cache(self.charge)
+        run, charge = self.run, functools.cache(self.charge)
 
         def cost(count: int) -> float:
-            trial = run.spending.central.copy()
+            if run.spending.by_client:
+                spent = self._mu_squared_after(count)
+                return accounting.epsilon_of_mu_squared(spent, delta)
             ahead = range(run.rounds, run.rounds + count)
-            for kind, rounds_alike in collections.Counter(map(charge, ahead)).items():
-                trial.add(kind, rounds_alike)
-            return trial.epsilon(delta, accountant or self.setup.accountant)
+            kinds = collections.Counter(map(charge, ahead)).items()
+            after = run.spending.central.would_be(*kinds)
+            return after.epsilon(delta, accountant or self.setup.accountant)
 
-        most = min(rounds, _TRIED_FIRST)
-        while cost(most) <= epsilon:
-            if most == rounds:
-                return rounds
-            most = min(2 * most, rounds)
-        return bisect.bisect_right(range(1, most), epsilon, key=cost)
+        return most_rounds(cost, epsilon, rounds, _TRIED_FIRST)

@@ -21,7 +21,7 @@ def facts(
     spending, mechanism = run.spending, setup.mechanism
     sizes = [
         charge.clients_per_round
-        for charge, count in spending.charges
+        for charge, count in spending.own.items()
         for _ in range(count)
     ] or run.sampler.expected_cohort_size(0)
     composed: dict[str, Any] = {

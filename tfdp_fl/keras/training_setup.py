@@ -87,19 +87,11 @@ class TrainingSetup:
         mechanism = self.mechanism
         self._check_generator()
         self._check_protocol()
-        if callable(mechanism.noise_multiplier):
-            mechanism = mechanism.with_noise_multiplier(
-                schedules.fixed(mechanism.noise_multiplier)
-            )
-        sizes = schedules.fixed(self.clients_per_round)
-        for name, value in {
-            "mechanism": mechanism,
-            "clients_per_round": schedules.checked(
-                sizes, _validate.positive, "clients_per_round"
-            ),
-            "on_client_failure": self._failure_rule(),
-        }.items():
-            object.__setattr__(self, name, value)
+        sizes = schedules.checked(
+            self.clients_per_round, _validate.positive, "clients_per_round"
+        )
+        object.__setattr__(self, "clients_per_round", sizes)
+        object.__setattr__(self, "on_client_failure", self._failure_rule())
         mechanism.check_weighting(self.client_weighting)
         mechanism.check(
             Deployment(clients_per_round=self.clients_per_round, sampling=self.sampling)

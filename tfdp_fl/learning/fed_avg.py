@@ -191,11 +191,9 @@ def build_dp_fed_avg(
                 "server_optimizer_fn must be None with NbAFL, which replaces the "
                 f"model, got {server_optimizer_fn!r}."
             )
-        factory = aggregators.NbAFLFactory(
-            mechanism, clients_per_round=clients_per_round, **facts
-        )
+        factory = aggregators.WeightsFactory(mechanism, clients_per_round, **facts)
         weighted = factory
-        finalizer = build_replace_finalizer(weights_type)
+        server_optimizer_fn = ReplacingOptimizer()
         if mechanism.proximal_weight > 0:
             client_optimizer_fn = ProximalOptimizer(
                 client_optimizer_fn, mechanism.proximal_weight
@@ -203,10 +201,6 @@ def build_dp_fed_avg(
     else:
         factory = aggregators.from_mechanism(mechanism, clients_per_round, **facts)
         weighted = tff.aggregators.as_weighted_aggregator(factory)
-        finalizer = tff.learning.templates.build_apply_optimizer_finalizer(
-            server_optimizer_fn or tff.learning.optimizers.build_sgdm(1.0),
-            weights_type,
-        )
     work = build_local_training(
         model_fn,
         client_optimizer_fn,
@@ -219,7 +213,10 @@ def build_dp_fed_avg(
         tff.learning.templates.build_broadcast_process(weights_type),
         work,
         weighted.create(result_type.update, result_type.update_weight),
-        finalizer,
+        tff.learning.templates.build_apply_optimizer_finalizer(
+            server_optimizer_fn or tff.learning.optimizers.build_sgdm(1.0),
+            weights_type,
+        ),
     )
     return DPLearningProcess(composed, mechanism, factory.deployment)
 
@@ -330,35 +327,18 @@ def build_local_training(
     )
 
 
-def build_replace_finalizer(
-    weights_type: tff.types.StructWithPythonType,
-) -> tff.learning.templates.FinalizerProcess:
-    """Returns the finalizer that puts the aggregated weights in place."""
-    trainable_type = weights_type.trainable
+class ReplacingOptimizer(tff.learning.optimizers.Optimizer):
+    """Puts what was aggregated, which is weights, in the place of the weights."""
 
-    @tff.tensorflow.computation(weights_type, trainable_type)
-    def replace(weights, trainable):
-        return tff.learning.models.ModelWeights(
-            trainable=trainable, non_trainable=weights.non_trainable
-        )
+    def initialize(self, specs: Any) -> Any:
+        """Implements `Optimizer.initialize`."""
+        del specs
+        return ()
 
-    @tff.federated_computation
-    def init_fn():
-        return tff.federated_value((), tff.SERVER)
-
-    @tff.federated_computation(
-        init_fn.type_signature.result,
-        tff.FederatedType(weights_type, tff.SERVER),
-        tff.FederatedType(trainable_type, tff.SERVER),
-    )
-    def next_fn(state, weights, aggregate):
-        return tff.templates.MeasuredProcessOutput(
-            state=state,
-            result=tff.federated_map(replace, (weights, aggregate)),
-            measurements=tff.federated_value((), tff.SERVER),
-        )
-
-    return tff.learning.templates.FinalizerProcess(init_fn, next_fn)
+    def next(self, state: Any, weights: Any, gradients: Any) -> Any:
+        """Implements `Optimizer.next`."""
+        del weights
+        return state, gradients
 
 
 class ProximalOptimizer(tff.learning.optimizers.Optimizer):

@@ -170,16 +170,11 @@ class AdaptiveClipping(mechanism.Mechanism):
 
         z_Delta = (z^-2 - (2 sigma_b)^-2)^(-1/2), here written so that it is 0 at
         z = 0. Unless it is given, the count has no noise where the updates have
-        none.
-
-        Raises:
-          ValueError: Plain numbers are given and z >= 2 sigma_b > 0. (Of tensors
-            that is not checked, and gives NaN or infinity.)
+        none. Where z >= 2 sigma_b > 0, which `check` and `round_event` refuse, it is
+        no number.
         """
         z = round.noise_multiplier
         count = self.count_noise_stddev_of(round.clients_per_round)
-        if isinstance(z, numbers.Real) and isinstance(count, numbers.Real):
-            check_count_noise(z, count)
         sigma_b = _choose(z > 0, count, 1.0)
         z_delta = z * (1.0 - (z / (2.0 * sigma_b)) ** 2) ** -0.5
         if self.count_noise_stddev is None:
@@ -207,12 +202,9 @@ class AdaptiveClipping(mechanism.Mechanism):
             moved = round.clip_norm * math.exp(min(float(power), 700.0))
         else:
             moved = round.clip_norm * tf.exp(power)
-        smallest, largest = (
-            declaration.SMALLEST_CLIP_NORM,
-            declaration.LARGEST_CLIP_NORM,
-        )
-        moved = _choose(moved > smallest, moved, smallest)
-        return _choose(moved < largest, moved, largest)
+        low, high = declaration.SMALLEST_CLIP_NORM, declaration.LARGEST_CLIP_NORM
+        moved = _choose(moved > low, moved, low)
+        return _choose(moved < high, moved, high)
 
     def round_event(
         self, round_index: int, deployment: Deployment

@@ -57,16 +57,16 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
     """
 
     own_caveats: ClassVar[Mapping[str, str]] = {
-        "layers_charged_separately": (
-            "Each layer of the model was clipped and noised by itself and is "
-            "charged as a release of its own."
-        ),
-        "layers_joint": ("All layers of one update are charged as one joint release."),
         "radius_from_unnoised_norms": (
             "Each client's clipping radius follows the un-noised norms of its "
             "own earlier updates; what the noise's size thereby reveals is not "
             "part of epsilon."
         ),
+        "layers_charged_separately": (
+            "Each layer of the model was clipped and noised by itself and is "
+            "charged as a release of its own."
+        ),
+        "layers_joint": ("All layers of one update are charged as one joint release."),
     }
 
     epsilon: float = declaration.parameter(
@@ -173,14 +173,11 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
 
     def describe(self) -> str:
         """Implements `Mechanism.describe`."""
-        together = "Every layer of a round is charged as a release of its own."
-        if self.layers == "joint":
-            together = "All layers of a round are one release."
         return (
             "Adaptive local differential privacy: every client clips each "
             f"layer of its update to the mean of its last {self.window} norms "
             f"(at most {self.clipping_radius:g}) and adds Gaussian noise of "
-            f"its own before the update leaves it. {together}"
+            "its own before the update leaves it."
         )
 
     def caveats(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ Every runtime calls it so, once a round:
     for each client:                                # in parallel
         record = query.preprocess_record(params, update, client)
     total  = sum of the records
-    mean, state, event = query.get_noised_result(total, state)
+    mean, state = query.get_noised_result(total, state)
 
 A query with `two_phase` sets the clip from the norms of the whole cohort:
 between `begin_round` and `derive_sample_params` a runtime collects
@@ -15,8 +15,9 @@ between `begin_round` and `derive_sample_params` a runtime collects
 `state = query.clip_to_cohort(state, norms)`.
 
 The methods are those of TF-Privacy's `SumAggregationDPQuery`, for records that
-are lists of tensors. Its package is not imported for that: it takes two
-seconds, and cannot be installed beside current versions of TensorFlow.
+are lists of tensors. What a round costs is the mechanism's `round_event`. TF-Privacy's
+package is not imported for that: it takes two seconds, and cannot be installed beside
+current versions of TensorFlow.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ from __future__ import annotations
 import collections
 from collections.abc import Mapping
 from typing import Any
-
-import dp_accounting
 
 from tfdp_fl._on_use import tf
 from tfdp_fl.mechanisms import clipping, noise
@@ -210,7 +209,7 @@ class CohortQuery:
 
     def get_noised_result(
         self, sample_state: Contribution, global_state: Round
-    ) -> tuple[Tensors, Round, dp_accounting.DpEvent]:
+    ) -> tuple[Tensors, Round]:
         """Returns the noised mean, and the state before the next round.
 
         The noise goes by the clip that the clients of this round used.
@@ -225,7 +224,7 @@ class CohortQuery:
         mean = mechanism.mean(update, sample_state.weight, state, self.deployment)
         clip_norm = mechanism.next_clip_norm(sums, state)
         after = state._replace(clip_norm=clip_norm, memory=memory)
-        return mean, after, mechanism.query_event(state)
+        return mean, after
 
     def derive_metrics(self, state: Round) -> collections.OrderedDict:
         """Returns `clip_norm` and `noise_stddev` (on the sum) of a round."""

@@ -14,7 +14,7 @@ import dp_accounting
 
 from tfdp_fl import _validate, correlated_noise, schedules
 from tfdp_fl._on_use import tf
-from tfdp_fl.correlated_noise import generators, strategies
+from tfdp_fl.correlated_noise import strategies
 from tfdp_fl.mechanisms import declaration, mechanism, noise
 from tfdp_fl.mechanisms.contribution import Deployment, Tensors
 
@@ -129,7 +129,7 @@ class CorrelatedNoise(mechanism.Mechanism):
         return correlated_noise.ParticipationRecord(self.participation)
 
     @functools.cached_property
-    def generator(self) -> generators.Generator:
+    def generator(self) -> strategies.Generator:
         """What the strategy comes to in a segment of T rounds."""
         return self.strategy.generator(self.participation)
 
@@ -173,7 +173,7 @@ class CorrelatedNoise(mechanism.Mechanism):
                 f"{self.min_separation}."
             )
 
-    def first_memory(self, deployment: Deployment) -> generators.Memory:
+    def first_memory(self, deployment: Deployment) -> strategies.Memory:
         """Implements `Mechanism.first_memory`: buffers of zeros."""
         if deployment.shapes is None:
             raise ValueError(
@@ -183,8 +183,8 @@ class CorrelatedNoise(mechanism.Mechanism):
         return self.generator.first_memory(deployment.shapes)
 
     def add_noise(
-        self, update: Tensors, stddev: tf.Tensor, memory: generators.Memory
-    ) -> tuple[Tensors, generators.Memory]:
+        self, update: Tensors, stddev: tf.Tensor, memory: strategies.Memory
+    ) -> tuple[Tensors, strategies.Memory]:
         """Implements `Mechanism.add_noise`: adds stddev n_t."""
         fresh = noise.standard_normals(update, noise.next_seed())
         made, memory = self.generator.noise(memory, fresh)
@@ -195,16 +195,10 @@ class CorrelatedNoise(mechanism.Mechanism):
         ]
         return noised, memory
 
-    def event_index(self, round_index: int, memory: generators.Memory) -> int:
+    def event_index(self, round_index: int, memory: strategies.Memory) -> int:
         """Implements `Mechanism.event_index`: where the memory stands."""
         del round_index  # Abandoned rounds have no noise.
         return int(memory.position)
-
-    def query_event(self, round: Any) -> dp_accounting.DpEvent:
-        """Implements `Mechanism.query_event`."""
-        charges = tf.constant(self.generator.charges, tf.float32)
-        column = tf.gather(charges, round.memory.position % self.rounds)
-        return dp_accounting.GaussianDpEvent(round.noise_multiplier / column)
 
     def round_event(
         self, round_index: int, deployment: Deployment

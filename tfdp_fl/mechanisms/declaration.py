@@ -62,15 +62,15 @@ def load(module: str) -> None:
       module: A Python file's path, ending in .py, or an importable module.
 
     Raises:
-      ImportError: There is no such file or module.
+      ImportError, OSError: There is no such module or file.
     """
-    if not module.endswith(".py"):
+    path = pathlib.Path(module)
+    if path.suffix != ".py":
         importlib.import_module(module)
         return
-    path = pathlib.Path(module)
+    # This very file, whatever else has its name.
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise ImportError(f"There is no Python file {module}.")
+    assert spec is not None and spec.loader is not None  # Of a name in .py.
     loaded = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = loaded  # Dataclasses look themselves up there.
     spec.loader.exec_module(loaded)
@@ -122,14 +122,6 @@ def parameter(
     """
     metadata = {"check": check, "help": help, "start": start, "none_word": none_word}
     return dataclasses.field(default=default, metadata=metadata)
-
-
-def check_all(declared: Any) -> None:
-    """Checks every parameter of a frozen dataclass, and keeps what it is."""
-    for field in dataclasses.fields(declared):
-        if "check" in field.metadata:
-            given = {field.name: getattr(declared, field.name)}
-            object.__setattr__(declared, field.name, field.metadata["check"](**given))
 
 
 class OneOf:

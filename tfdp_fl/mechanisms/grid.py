@@ -70,13 +70,7 @@ class GridQuery(cohort_query.CohortQuery):
         if self.deployment.shapes is None:
             raise ValueError("shapes must be known to noise on a grid, got None.")
         size = sum(math.prod(shape) for shape in self.deployment.shapes)
-        share = 1 - _CLIP_ERROR - (math.sqrt(size) / 2 + 1) / STEPS
-        if share < 0.5:
-            raise ValueError(
-                "noise_generator='exact' is for models of up to 10^11 "
-                f"parameters, got {size}."
-            )
-        return share
+        return 1 - _CLIP_ERROR - (math.sqrt(size) / 2 + 1) / STEPS
 
     def initial_sample_state(self, template: Tensors) -> Contribution:
         """Implements `CohortQuery.initial_sample_state`: whole numbers."""

@@ -13,7 +13,7 @@ import dp_accounting
 
 from tfdp_fl import _validate
 from tfdp_fl._on_use import tf
-from tfdp_fl.accounting import gaussian
+from tfdp_fl.accounting import analytic_noise_multiplier
 from tfdp_fl.mechanisms import (
     clipping,
     cohort_query,
@@ -66,7 +66,7 @@ def noise_over_sensitivity(
     else:
         releases = max(participations, 1)
     if calibration == "analytic":
-        single = gaussian.analytic_noise_multiplier(epsilon, delta)
+        single = analytic_noise_multiplier(epsilon, delta)
     else:
         single = math.sqrt(2 * math.log(1.25 / delta)) / epsilon
     return single * math.sqrt(releases)

@@ -26,7 +26,7 @@ import dp_accounting
 from tfdp_fl import _validate, schedules
 from tfdp_fl._on_use import tf
 from tfdp_fl.accounting import statement as caveats_lib
-from tfdp_fl.mechanisms import clipping, cohort_query, declaration, grid, noise
+from tfdp_fl.mechanisms import clipping, cohort_query, grid, noise
 from tfdp_fl.mechanisms.contribution import (
     Client,
     ClientWeighting,
@@ -125,7 +125,13 @@ class Mechanism(abc.ABC):
         caveats_lib.add_caveats(cls.own_caveats)
 
     def __post_init__(self) -> None:
-        declaration.check_all(self)
+        for field in dataclasses.fields(self):
+            if "check" in field.metadata:
+                given = {field.name: getattr(self, field.name)}
+                object.__setattr__(self, field.name, field.metadata["check"](**given))
+        if callable(self.noise_multiplier):  # What is released and charged is one.
+            once = schedules.fixed(self.noise_multiplier)
+            object.__setattr__(self, "noise_multiplier", once)
         self.check_parameters()
         if schedules.is_constant(self.noise_multiplier):
             self.noise_multiplier_at(0)
@@ -345,16 +351,6 @@ class Mechanism(abc.ABC):
         """
         return round_index
 
-    def query_event(self, round: Round) -> dp_accounting.DpEvent:
-        """Returns `round_event` as a query reports it, of TensorFlow scalars.
-
-        Args:
-          round: This round.
-        """
-        if self.guarantee != "central":
-            return dp_accounting.NonPrivateDpEvent()
-        return dp_accounting.GaussianDpEvent(round.noise_multiplier)
-
     def mu_squared(self, deployment: Deployment) -> float:
         """Returns (sensitivity / sigma)^2 of one client's own release.
 
@@ -392,10 +388,6 @@ class Mechanism(abc.ABC):
 
     def with_noise_multiplier(self, noise_multiplier: Any) -> Mechanism:
         """Returns the same mechanism with another noise multiplier."""
-        if "noise_multiplier" not in self.parameters():
-            raise ValueError(
-                f"{type(self).__name__} has no noise_multiplier to change."
-            )
         changed: dict[str, Any] = {"noise_multiplier": noise_multiplier}
         return dataclasses.replace(self, **changed)
 

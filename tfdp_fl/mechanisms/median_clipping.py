@@ -24,6 +24,8 @@ from tfdp_fl.mechanisms.contribution import Deployment, Round
 SMALLEST_NORM = 1e-4
 LARGEST_NORM = 1e4
 SEARCH_STEPS = 12
+# Of the noise on one answer, for z_median = 1.
+_ANSWER_STDDEV = math.sqrt(SEARCH_STEPS) / 2
 # A wrong answer early in the search is a median that is wrong by decades: a
 # cohort that agrees has to outweigh this many standard deviations.
 _SAFE_STDDEVS = 4.0
@@ -64,7 +66,7 @@ def private_median(norms: tf.Tensor, median_noise_multiplier: float) -> tf.Tenso
     Returns:
       Float32 scalar between `SMALLEST_NORM` and `LARGEST_NORM`.
     """
-    stddev = _answer_stddev(median_noise_multiplier)
+    stddev = median_noise_multiplier * _ANSWER_STDDEV
     low = tf.constant(math.log(SMALLEST_NORM))
     high = tf.constant(math.log(LARGEST_NORM))
     for _ in range(SEARCH_STEPS):
@@ -74,10 +76,6 @@ def private_median(norms: tf.Tensor, median_noise_multiplier: float) -> tf.Tenso
         high = tf.where(answer > 0, middle, high)
         low = tf.where(answer > 0, low, middle)
     return tf.exp(0.5 * (low + high))
-
-
-def _answer_stddev(median_noise_multiplier: float) -> float:
-    return median_noise_multiplier * math.sqrt(SEARCH_STEPS) / 2
 
 
 def default_median_noise_multiplier(
@@ -93,7 +91,7 @@ def default_median_noise_multiplier(
       noise_multiplier: z > 0 of the sum.
       clients_per_round: m, the smallest expected size of a cohort.
     """
-    reliable = clients_per_round / (2 * _SAFE_STDDEVS * _answer_stddev(1.0))
+    reliable = clients_per_round / (2 * _SAFE_STDDEVS * _ANSWER_STDDEV)
     least, usual = _LEAST_RATIO * noise_multiplier, _USUAL_RATIO * noise_multiplier
     return min(usual, max(reliable, least))
 

@@ -108,7 +108,7 @@ class NbAFL(mechanism.Mechanism):
 
     @property
     def proximal_weight(self) -> float:
-        """Implements `Mechanism.proximal_weight`."""
+        """Mu, by which clients' weights are held back."""
         return self.mu
 
     @property

@@ -9,22 +9,29 @@ trial gets enough noise for the whole search to keep the target.
 from __future__ import annotations
 
 import collections
+import contextlib
+import dataclasses
 import os
+import pathlib
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _json, _validate, accounting, datasets
+from tfdp_fl.accounting.ledger import new_run
 from tfdp_fl.accounting.search import TrialCount
+from tfdp_fl.accounting.spending import CENTRAL, OtherRun, Spending
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.keras import DPFederatedModel, model_history
-from tfdp_fl.search.directory import SearchDirectory, SearchState
+from tfdp_fl.keras import DPFederatedModel, checkpoint, model_history
 from tfdp_fl.search.scores import PrivateScore, PublicScore, Split
-from tfdp_fl.search.trial import Candidate, Trial, calibrated, charge_of
+from tfdp_fl.search.trial import Candidate, Trial, calibrated
+
+# What a search keeps in its directory.
+_LEDGER, _STATE = "ledger.jsonl", "search.npz"
 
 
 class PrivateSearch:
@@ -95,9 +102,9 @@ class PrivateSearch:
             _validate.inside_unit_interval(target_delta=target_delta),
         )
         self._score = _validate.instance_of((PublicScore, PrivateScore), score=score)
-        self._spent = accounting.PrivacyAccountant()
-        self._counted: dict[str, collections.Counter[accounting.RoundCharge]] = {}
-        self._searches = 0
+        # Each search is a run of its own; so are others in its ledger.
+        self._spending = Spending(CENTRAL, num_clients=1)
+        self._searches: set[str] = set()
         self._last: tuple[Split, list[Trial]] | None = None
         self._fitting = threading.Lock()
 
@@ -142,8 +149,8 @@ class PrivateSearch:
         if not self._fitting.acquire(blocking=False):
             raise RuntimeError("fit was called while a fit of this search is running.")
         try:
-            _validate.positive_integer(rounds=rounds)
             options = {
+                "rounds": _validate.positive_integer(rounds=rounds),
                 "batch_size": _validate.positive_integer(batch_size=batch_size),
                 "local_epochs": _validate.positive_integer(local_epochs=local_epochs),
                 "shuffle": bool(shuffle),
@@ -154,29 +161,18 @@ class PrivateSearch:
                 )
             dataset = datasets.as_federated(clients)
             split = self._score.split(dataset)
-            trials = self._built(split.training)
-            event = calibrated(trials, split, rounds, self._trials, self._target)
-            charge = charge_of(split, event)
-            plan = {
-                **self._plan(dataset, rounds, options),
-                "build": charge.to_json(),
-            }
+            trials = self._built(split, options)
+            charge = calibrated(trials, split, self._trials, self._target)
             for trial in trials:
-                trial.prepare(split.training, rounds, options)
-            files = SearchDirectory(directory if resume_from is None else resume_from)
-            state = self._begin(files, resume_from is not None, plan, trials)
-            with files.opened(
-                state.run_id, state.ledger_head, self._target
-            ) as contents:
-                state = self._again(files, resume_from is not None, state)
-                self._pay(files, state, charge, contents)
+                trial.prepare()
+            resumes = resume_from is not None
+            files = SearchDirectory(resume_from if resumes else directory)
+            plan = {**self._plan(dataset, options), "build": charge.to_json()}
+            with files.locked(resumes, self._target):
+                state = self._begin(files if resumes else None, plan, trials)
+                self._pay(files, state, charge)
                 self._last = split, trials
-                self._run_trials(
-                    files,
-                    state,
-                    trials,
-                    lambda trial: trial.run(split, rounds, options, self._score),
-                )
+                self._run_trials(files, state, trials)
             best = state.best
             self.best = None if best is None else dict(self.candidates[best])
             winner = trials[best or 0]
@@ -191,8 +187,8 @@ class PrivateSearch:
         Args:
           delta: Strictly between 0 and 1.
         """
-        delta = _validate.inside_unit_interval(delta=delta)
-        return self._spent.epsilon(delta, "pld" if self._spent.is_one_search else "rdp")
+        spent = self._spending.central
+        return spent.epsilon(delta, "pld" if spent.is_one_search else "rdp")
 
     def privacy_statement(
         self, delta: float | None = None, format: str = "text"
@@ -206,10 +202,10 @@ class PrivateSearch:
         Raises:
           ValueError: Nothing was searched yet, or an argument is not allowed.
         """
-        if self._last is None or not self._searches:
+        if self._last is None:
             raise ValueError("fit must be called before privacy_statement.")
         delta = self._target[1] if delta is None else delta
-        split, trials = self._last
+        spent, (split, trials) = self._spending.central, self._last
         caveats = set().union(*(trial.caveats() for trial in trials))
         scored = "public data"
         if split.held_out is not None:
@@ -218,12 +214,12 @@ class PrivateSearch:
                 "list, by their places in it), with noise, and charged"
             )
         accounted = self._trials.theorem
-        if self._spent.is_one_search:
+        if spent.is_one_search:
             accounted += (
                 " and by privacy profiles (Koskela, Redberg & Wang 2024, arXiv "
                 "2402.06701)"
             )
-        times = "" if self._searches == 1 else f"{self._searches} times, "
+        times = "" if len(self._searches) == 1 else f"{len(self._searches)} times, "
         facts = accounting.StatementFacts(
             guarantee="central",
             mechanism="PrivateSearch",
@@ -238,11 +234,9 @@ class PrivateSearch:
             num_clients=split.training.num_clients,
             clients_per_round=sorted({trial.clients_per_round for trial in trials}),
             search=f"after {times}a search over {len(self.candidates)} candidates",
-            epsilon_rdp=self._spent.epsilon,
-            epsilon_pld=self.epsilon if self._spent.is_one_search else None,
-            epsilon_if_participation_is_known=(
-                self._spent.epsilon_if_participation_is_known
-            ),
+            epsilon_rdp=spent.epsilon,
+            epsilon_pld=self.epsilon if spent.is_one_search else None,
+            epsilon_if_participation_is_known=spent.epsilon_if_participation_is_known,
             caveats=(
                 *sorted(caveats),
                 "search_counted",
@@ -256,7 +250,7 @@ class PrivateSearch:
         return accounting.privacy_statement(facts, delta, format)
 
     def _plan(
-        self, clients: FederatedDataset, rounds: int, options: dict[str, Any]
+        self, clients: FederatedDataset, options: dict[str, Any]
     ) -> dict[str, Any]:
         """Returns what a resumed search must have as it was, as JSON values."""
         return _json.plain(
@@ -268,17 +262,16 @@ class PrivateSearch:
                 "target_delta": self._target[1],
                 "score": self._score.digest(),
                 "clients": clients.clients_digest,
-                "rounds": rounds,
                 **options,
             }
         )
 
-    def _built(self, clients: FederatedDataset) -> list[Trial]:
+    def _built(self, split: Split, options: dict[str, Any]) -> list[Trial]:
         """Calls `build` for all candidates, and checks what it made."""
         trials: list[Trial] = []
         seen: set[int] = set()
         for candidate in self.candidates:
-            trial = Trial(candidate, self._build(**candidate))
+            trial = Trial(candidate, self._build(**candidate), split, options)
             own = {id(part) for part in (*trial.variables, *trial.server_optimizers)}
             if seen & own:
                 raise ValueError(
@@ -287,59 +280,37 @@ class PrivateSearch:
                     "trial would begin where another one ended."
                 )
             seen |= own
-            trial.check(clients, self._score.metric)
+            trial.check(self._score.metric)
             trials.append(trial)
         return trials
 
     def _begin(
         self,
-        directory: SearchDirectory,
-        resumes: bool,
+        interrupted: SearchDirectory | None,
         plan: dict[str, Any],
         trials: list[Trial],
     ) -> SearchState:
         """Returns the state of a new search, or of the one that goes on."""
-        if resumes:
-            state = directory.read()
-            for name, value in plan.items():
-                if state.plan.get(name) != value:
-                    raise ValueError(
-                        f"{name} must be as in the interrupted search, got another "
-                        "value."
-                    )
-            for trial, initial in zip(trials, state.initial, strict=True):
-                trial.initial = initial
-                trial.reset()
-            return state
-        directory.check_empty()
-        return SearchState(
-            plan=plan,
-            trials=self._trials.draw(np.random.default_rng()),
-            initial=[trial.initial for trial in trials],
-            weights=trials[0].initial,
-        )
-
-    def _again(
-        self, directory: SearchDirectory, resumes: bool, state: SearchState
-    ) -> SearchState:
-        """Returns the state under the lock: others may have gone on with it."""
-        if not resumes:
-            directory.check_empty()
-            return state
-        now = directory.read()
-        if now.run_id != state.run_id:
-            raise ValueError(
-                "resume_from must be the directory of an interrupted search, but "
-                "another process has begun a new one there."
+        if interrupted is None:
+            return SearchState(
+                plan=plan,
+                trials=self._trials.draw(np.random.default_rng()),
+                initial=[trial.initial for trial in trials],
+                weights=trials[0].initial,
             )
-        return now
+        state = interrupted.read()
+        for name, value in plan.items():
+            if state.plan.get(name) != value:
+                raise ValueError(
+                    f"{name} must be as in the interrupted search, got another value."
+                )
+        for trial, initial in zip(trials, state.initial, strict=True):
+            trial.initial = initial
+            trial.reset()
+        return state
 
     def _run_trials(
-        self,
-        directory: SearchDirectory,
-        state: SearchState,
-        trials: list[Trial],
-        run: Callable[[Trial], float],
+        self, directory: SearchDirectory, state: SearchState, trials: list[Trial]
     ) -> None:
         """Runs the trials that are left; the state has the best of all."""
         try:
@@ -348,7 +319,7 @@ class PrivateSearch:
                 state.begun += 1
                 directory.write(state)
                 place = secrets.randbelow(len(trials))
-                score = run(trials[place])
+                score = trials[place].run(self._score)
                 if score > state.score:
                     state.best, state.score = place, score
                     state.weights = trials[place].values()
@@ -364,34 +335,117 @@ class PrivateSearch:
         directory: SearchDirectory,
         state: SearchState,
         charge: accounting.RoundCharge,
-        contents: accounting.LedgerContents | None,
     ) -> None:
         """Charges the search, on the disk and in memory, before any trial."""
-        spent, counted = self._spent.copy(), dict(self._counted)
-        recorded = False
-        for run_id, entries in () if contents is None else contents.by_run().items():
-            recorded |= run_id == state.run_id
-            if run_id == state.run_id:
-                continue
-            told = collections.Counter(
-                e.charge for e in entries if e.charge is not None
+        ledger = directory.ledger
+        if ledger is not None:
+            contents = ledger.contents()
+            self._spending.absorb(contents, run="", source=_LEDGER)
+            directory.write(state)  # Whatever is charged can be resumed.
+            if state.run_id not in contents.by_run():
+                size, trials = charge.num_clients, self._trials.describe()
+                ledger.record(0, charge, size, run=state.run_id, search=trials)
+        this = OtherRun(charges=collections.Counter([charge]), mu_squared=0.0)
+        self._spending.keep_others({f"{state.run_id} in {_LEDGER}": this})
+        self._searches.add(state.run_id)
+
+
+@dataclasses.dataclass(kw_only=True)
+class SearchState:
+    """A search between two trials. All of it is secret.
+
+    Attributes:
+      plan: What the search was told, by the names of the arguments.
+      run_id: Names the search in its ledger.
+      ledger_head: The hash of the ledger's last line that the search knows.
+      trials: The secret number of trials.
+      begun: How many of them were begun. One that was broken off is not run again.
+      initial: The weights that each candidate begins with.
+      best: The place of the best candidate so far, or None.
+      score: Its score.
+      weights: Its weights; until there is one, those of the first candidate.
+    """
+
+    plan: dict[str, Any]
+    trials: int
+    initial: list[list[np.ndarray]]
+    weights: list[np.ndarray]
+    run_id: str = dataclasses.field(default_factory=new_run)
+    ledger_head: str = ""
+    begun: int = 0
+    best: int | None = None
+    score: float = -np.inf
+
+
+class SearchDirectory:
+    """Keeps a ledger of searches and, until one has ended, its state.
+
+    The state is readable by its owner only, and is deleted before the result of the
+    search is returned. Without a path nothing is kept.
+
+    Attributes:
+      ledger: The ledger while it is locked; None without a path.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None):
+        """Names the directory."""
+        self._path = None if path is None else pathlib.Path(path)
+        self.ledger: accounting.PrivacyLedger | None = None
+
+    @contextlib.contextmanager
+    def locked(self, resumes: bool, target: tuple[float, float]) -> Iterator[None]:
+        """Holds the ledger's lock; a new ledger has the target.
+
+        Raises:
+          ValueError: An interrupted search waits here, and is not resumed; or none
+            does, and is.
+        """
+        if self._path is None:
+            yield
+            return
+        self._check(resumes)
+        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with accounting.PrivacyLedger(
+            self._path / _LEDGER,
+            mode="append",
+            target_epsilon=target[0],
+            target_delta=target[1],
+            mechanism={"name": "PrivateSearch", "guarantee": "central"},
+        ) as self.ledger:
+            self._check(resumes)  # Others may have been here meanwhile.
+            yield
+
+    def _check(self, resumes: bool) -> None:
+        assert self._path is not None
+        waits = (self._path / _STATE).exists()
+        if waits and not resumes:
+            raise ValueError(
+                f"directory must not hold an interrupted search, and {self._path} "
+                "does: go on with it by fit(resume_from=directory)."
             )
-            if told.total() < len(entries):
-                raise ValueError(
-                    "directory must have a ledger of central guarantees only, got "
-                    f"one with a round of run {run_id} that has none."
-                )
-            known = counted.get(run_id, collections.Counter())
-            for one, count in (told - known).items():  # Those that came since.
-                spent.add(one, count)
-            counted[run_id] = told | known
-        if state.run_id not in counted:
-            spent.add(charge)
-        state.ledger_head = directory.head
-        directory.write(state)  # Whatever is charged can be resumed.
-        if not recorded:
-            directory.record(charge, self._trials.describe())
-            state.ledger_head = directory.head
-        self._searches += state.run_id not in counted
-        counted[state.run_id] = collections.Counter([charge])
-        self._spent, self._counted = spent, counted
+        if resumes and not waits:
+            raise ValueError(
+                "resume_from must be the directory of an interrupted search, and "
+                f"{self._path} holds none."
+            )
+
+    def read(self) -> SearchState:
+        """Returns the state of an interrupted search, whose ledger has to be here."""
+        assert self._path is not None
+        data = (self._path / _STATE).read_bytes()
+        state = SearchState(**checkpoint.Checkpoint.from_bytes(0, data).state)
+        ledger = self._path / _LEDGER
+        accounting.PrivacyLedger.read(ledger, expected_head=state.ledger_head)
+        return state
+
+    def write(self, state: SearchState) -> None:
+        """Replaces the state on the disk."""
+        if self._path is not None and self.ledger is not None:
+            state.ledger_head = self.ledger.head
+            kept = checkpoint.Checkpoint(round_index=0, state=vars(state))
+            checkpoint.write_atomically(self._path / _STATE, kept.to_bytes())
+
+    def forget(self) -> None:
+        """Deletes the state: the search has ended."""
+        if self._path is not None:
+            (self._path / _STATE).unlink(missing_ok=True)

@@ -199,20 +199,20 @@ def _signed(value: float, mode: str) -> float:
 
 
 def _example_hashes(x: Any, y: Any) -> set[bytes]:
-    """Returns a hash of each different example, of arrays as datasets keep them."""
-    leaves = [
-        np.asarray(leaf.astype(np.float32) if leaf.dtype.kind == "f" else leaf)
-        for leaf in map(np.asarray, tf.nest.flatten((x, y)))
-    ]
-    leaves = [
-        leaf.astype(np.int64) if leaf.dtype.kind in "biu" else leaf for leaf in leaves
-    ]
-    short = np.vectorize(lambda text: hashlib.sha256(text).hexdigest(), otypes=["U64"])
-    leaves = [
-        short(datasets.nests.copied(leaf)) if leaf.dtype.kind in "SUO" else leaf
-        for leaf in leaves
-    ]
+    """Returns a hash of each different example."""
+    leaves = map(_comparable, tf.nest.flatten((x, y)))
     return {
         hashlib.sha256(b"".join(row.tobytes() for row in rows)).digest()
         for rows in zip(*leaves, strict=False)
     }
+
+
+def _comparable(values: Any) -> np.ndarray:
+    """Returns an array that is the same before and after a dataset keeps it."""
+    array = np.asarray(values)
+    if array.dtype.kind in "SUO":
+        digest = np.vectorize(lambda s: hashlib.sha256(s).hexdigest(), otypes=["U64"])
+        return digest(datasets.nests.copied(array))
+    if array.dtype.kind in "biu":
+        return array.astype(np.int64)
+    return array.astype(np.float32) if array.dtype.kind == "f" else array

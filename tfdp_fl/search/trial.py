@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdp_fl import accounting, keras_versions, sampling, schedules
 from tfdp_fl.accounting.search import BestOfTrialsDpEvent, TrialCount
-from tfdp_fl.datasets import FederatedDataset, nests
+from tfdp_fl.datasets import nests
 from tfdp_fl.engine import trainer
 from tfdp_fl.keras import (
     DPFederatedModel,
@@ -40,16 +40,21 @@ class Trial:
     Attributes:
       model: Its Keras model. Between trials it has the weights it came with.
       mechanism: Its mechanism, with the noise of the search once that is known.
+      clients_per_round: The expected cohort size, m.
+      server_optimizers: The server's optimizer, if there is one.
       initial: The values that its variables begin with.
     """
 
-    def __init__(self, candidate: Candidate, made: Any):
+    def __init__(
+        self, candidate: Candidate, made: Any, split: Split, options: dict[str, Any]
+    ):
+        """Checks what `build` made; `options` are those of `fit`, and its rounds."""
         if not isinstance(made, DPFederatedModel):
             raise TypeError(
                 "build must return a compiled tfdp_fl.DPFederatedModel, got a "
                 f"{type(made).__name__} for {candidate!r}."
             )
-        made.require_compiled(f"build returns {candidate!r}")
+        compiled = made.require_compiled(f"build returns {candidate!r}")
         model_history.check_owner(made)
         if made.run is not None:
             raise ValueError(
@@ -59,8 +64,19 @@ class Trial:
         _check_mechanism(made, candidate)
         self.model: tf.keras.Model = made.model
         self.mechanism: Mechanism = made.mechanism
+        sizes = made.setup.clients_per_round
+        self.clients_per_round = schedules.value_at(sizes, 0, "clients_per_round")
+        server = compiled.server_optimizer
+        self.server_optimizers: list[Any] = [] if server is None else [server]
         self.initial = self.values()
-        self._made = made
+        self._made, self._training = made, compiled.training
+        self._split, self._options = split, options
+        self._deployment = Deployment(
+            clients_per_round=self.clients_per_round,
+            num_clients=split.training.num_clients,
+            sampling="poisson",
+            rounds=options["rounds"],
+        )
         self._planned: collections.Counter[accounting.RoundCharge] = (
             collections.Counter()
         )
@@ -73,18 +89,6 @@ class Trial:
     def variables(self) -> list[tf.Variable]:
         """All variables of the model: weights, and states of random layers."""
         return keras_versions.tf_variables(self.model.variables)
-
-    @property
-    def clients_per_round(self) -> float:
-        """The expected cohort size, m."""
-        sizes = self._made.setup.clients_per_round
-        return schedules.value_at(sizes, 0, "clients_per_round")
-
-    @property
-    def server_optimizers(self) -> list[Any]:
-        """The server's optimizer, if there is one."""
-        server = self._made.require_compiled("a trial").server_optimizer
-        return [] if server is None else [server]
 
     def values(self) -> list[np.ndarray]:
         """Returns the values of all variables."""
@@ -105,12 +109,12 @@ class Trial:
         if self._fed is not None:
             self._fed._forget_run()  # What it cost is counted by the search.
 
-    def check(self, clients: FederatedDataset, metric: str) -> None:
+    def check(self, metric: str) -> None:
         """Raises ValueError if the model cannot take the clients' examples.
 
         On zeros: what is found does not depend on the clients.
         """
-        x_spec, y_spec = clients.element_spec
+        x_spec, y_spec = self._split.training.element_spec
         validation.check_features(self.model, x_spec, "clients")
         x, y, *weight = nests.unpaired(*map(trainer.zeros_like_batch, (x_spec, y_spec)))
         found = self.model.test_on_batch(x, y, *weight, return_dict=True)
@@ -121,15 +125,13 @@ class Trial:
                 f"({', '.join(map(repr, found))}), got {metric!r}."
             )
 
-    def event(
-        self, noise: float, num_clients: int, rounds: int
-    ) -> dp_accounting.DpEvent:
+    def event(self, noise: float) -> dp_accounting.DpEvent:
         """Returns what training costs with a noise multiplier, which it takes."""
         self.mechanism = self.mechanism.with_noise_multiplier(noise)
-        sampler = sampling.make_sampler("poisson", num_clients, self.clients_per_round)
-        self._planned = charged(
-            self.mechanism, sampler, self._deployment(num_clients, rounds)
+        sampler = sampling.make_sampler(
+            "poisson", self._split.training.num_clients, self.clients_per_round
         )
+        self._planned = charged(self.mechanism, sampler, self._deployment)
         return dp_accounting.ComposedDpEvent(
             tuple(
                 dp_accounting.SelfComposedDpEvent(charge.dp_event("rdp"), count)
@@ -137,19 +139,9 @@ class Trial:
             )
         )
 
-    def noise_limit(self, num_clients: int, rounds: int) -> float | None:
+    def noise_limit(self) -> float | None:
         """Returns the largest noise multiplier that the mechanism takes."""
-        return largest_noise(
-            self.mechanism.with_noise_multiplier, self._deployment(num_clients, rounds)
-        )
-
-    def _deployment(self, num_clients: int, rounds: int) -> Deployment:
-        return Deployment(
-            clients_per_round=self.clients_per_round,
-            num_clients=num_clients,
-            sampling="poisson",
-            rounds=rounds,
-        )
+        return largest_noise(self.mechanism.with_noise_multiplier, self._deployment)
 
     def caveats(self) -> set[str]:
         """Returns the caveats that hold of its trainings; after `prepare`."""
@@ -159,9 +151,7 @@ class Trial:
             caveats |= {name for name, true in holds.items() if true}
         return caveats
 
-    def prepare(
-        self, clients: FederatedDataset, rounds: int, options: dict[str, Any]
-    ) -> None:
+    def prepare(self) -> None:
         """Makes what trains; raises what would make every trial fail.
 
         Before the charge, and aloud: within a trial nobody would be told, and a
@@ -176,10 +166,12 @@ class Trial:
                 server, self.model.trainable_variables
             )
             self._server = [(variable, variable.numpy()) for variable in state]
+        options = dict(self._options)
+        last_round = options.pop("rounds")
         _, self._fed._prepared = preparation.prepare(
             self._fed,
-            clients,
-            FitPlan(first_round=0, last_round=rounds, seed=None, **options),
+            self._split.training,
+            FitPlan(first_round=0, last_round=last_round, seed=None, **options),
             before=None,
             calibration=None,
             moments=False,
@@ -187,33 +179,24 @@ class Trial:
         # A cohort of failures alone ends no trial: that it did would tell of a client.
         self._fed._prepared.engine.has_trained = True
 
-    def run(
-        self,
-        split: Split,
-        rounds: int,
-        options: dict[str, Any],
-        score: PublicScore | PrivateScore,
-    ) -> float:
+    def run(self, score: PublicScore | PrivateScore) -> float:
         """Trains and scores once; returns -infinity for a trial that failed."""
         self.reset()
         try:
             with _silence():
-                self._train(split.training, rounds, options)
-                training = self._made.require_compiled("a trial").training
-                value = score(self.model, training, split.held_out)
+                self._train()
+                value = score(self.model, self._training, self._split.held_out)
         except Exception:  # What happened is as secret as that it happened.
             return -math.inf
         return value if math.isfinite(value) else -math.inf
 
-    def _train(
-        self, clients: FederatedDataset, rounds: int, options: dict[str, Any]
-    ) -> None:
+    def _train(self) -> None:
         assert self._fed is not None  # `prepare` made it.
         # The model is this trial's alone: it was reset.
         model_history.claim(self._fed, self.variables)
-        self._fed.fit(clients, rounds=rounds, verbose=0, **options)
+        self._fed.fit(self._split.training, verbose=0, **self._options)
         run, _ = self._fed.require_trained("a trial")
-        if not collections.Counter(dict(run.spending.charges)) <= self._planned:
+        if not run.spending.own <= self._planned:
             raise RuntimeError("A trial was charged more than was planned.")
 
 
@@ -260,66 +243,51 @@ def _check_mechanism(made: DPFederatedModel, candidate: Candidate) -> None:
         )
 
 
-def charge_of(split: Split, event: dp_accounting.DpEvent) -> accounting.RoundCharge:
-    """Returns a charge of all clients for what a search costs each of them."""
-    clients = split.training.num_clients
-    return accounting.RoundCharge(
-        sampling="poisson", num_clients=clients, clients_per_round=clients, event=event
-    )
-
-
 def calibrated(
-    trials: list[Trial],
-    split: Split,
-    rounds: int,
-    count: TrialCount,
-    target: tuple[float, float],
-) -> BestOfTrialsDpEvent:
+    trials: list[Trial], split: Split, count: TrialCount, target: tuple[float, float]
+) -> accounting.RoundCharge:
     """Gives all trials the smallest noise that keeps the target.
 
-    Returns what the search costs at most, whichever candidates are drawn.
+    Returns what the search costs each client at most, whichever candidates are drawn.
     """
     epsilon, delta = target
     clients = split.training.num_clients
 
-    def best_of(events: Sequence[dp_accounting.DpEvent]) -> BestOfTrialsDpEvent:
+    def charge(events: Sequence[dp_accounting.DpEvent]) -> accounting.RoundCharge:
         if split.event is not None and split.is_disjoint:
             events = (*events, split.event)
         elif split.event is not None:
             events = [
                 dp_accounting.ComposedDpEvent((one, split.event)) for one in events
             ]
-        return BestOfTrialsDpEvent(
-            tuple(dict.fromkeys(events)), count.mean, count.shape
+        return accounting.RoundCharge(
+            sampling="poisson",
+            num_clients=clients,
+            clients_per_round=clients,
+            event=BestOfTrialsDpEvent(
+                tuple(dict.fromkeys(events)), count.mean, count.shape
+            ),
         )
 
-    def noise_of(trial: Trial, aim: float) -> float:
+    def noise_of(trial: Trial, aim: float, limit: float | None) -> float:
         return accounting.calibrate(
-            lambda z: [charge_of(split, best_of([trial.event(z, clients, rounds)]))],
-            aim,
-            delta,
-            "pld",
-            upper=trial.noise_limit(clients, rounds),
+            lambda z: [charge([trial.event(z)])], aim, delta, "pld", upper=limit
         )
 
     aim = epsilon
     while True:
+        events: list[dp_accounting.DpEvent] = []
+        # By what a trial costs with some noise: alike, it is calibrated once.
         known: dict[dp_accounting.DpEvent, float] = {}
         for trial in trials:
-            event = None
-            for noise in known.values():
-                with contextlib.suppress(ValueError):
-                    event = trial.event(noise, clients, rounds)
-                if event in known:
-                    break
-            if event not in known:
-                noise = noise_of(trial, aim)
-                known[trial.event(noise, clients, rounds)] = noise
-        event = best_of(list(known))
-        history = accounting.PrivacyAccountant()
-        history.add(charge_of(split, event))
-        total = history.epsilon(delta, "pld")
+            limit = trial.noise_limit()
+            kind = trial.event(min(1.0, limit or 1.0))
+            if kind not in known:
+                known[kind] = noise_of(trial, aim, limit)
+            events.append(trial.event(known[kind]))
+        whole = charge(events)
+        total = accounting.PrivacyAccountant([whole]).epsilon(delta, "pld")
         if total <= epsilon:
-            return event
+            return whole
         # Candidates of several costs: the largest at each epsilon costs more than any.
         aim *= 0.999 * epsilon / total

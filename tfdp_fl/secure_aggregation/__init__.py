@@ -6,8 +6,12 @@ from tfdp_fl.secure_aggregation.grouped_sum import (
     split_into_groups,
     sum_in_groups,
 )
-from tfdp_fl.secure_aggregation.member import AggregationOutcome, Member
-from tfdp_fl.secure_aggregation.messages import Message, RejectedMessageError
+from tfdp_fl.secure_aggregation.member import (
+    AggregationOutcome,
+    Member,
+    Message,
+    RejectedMessageError,
+)
 
 __all__ = [
     "AdditiveSecretSharing",

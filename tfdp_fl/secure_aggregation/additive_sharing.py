@@ -13,6 +13,7 @@ Privacy-Preserving Machine Learning" (2017), for the setting.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -244,10 +245,7 @@ class AdditiveSecretSharing:
 
     def add(self, shares: Sequence[np.ndarray]) -> np.ndarray:
         """Returns the sum of shares or of partial sums, in the ring."""
-        total = shares[0].copy()
-        for share in shares[1:]:
-            total += share
-        return total
+        return functools.reduce(np.add, shares)
 
 
 def _norm(value: np.ndarray) -> float:

@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 
 from tfdp_fl import _validate
-from tfdp_fl.secure_aggregation import additive_sharing, member, messages
+from tfdp_fl.secure_aggregation import additive_sharing, member
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -163,7 +163,7 @@ def _sum_group(
             f"{protocol.min_participants}",
         )
     session = secrets.token_hex(16)
-    members: dict[messages.MemberId, member.Member] = {
+    members: dict[member.MemberId, member.Member] = {
         index: member.Member(
             protocol,
             index,

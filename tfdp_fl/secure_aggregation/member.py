@@ -1,4 +1,4 @@
-"""One member's side of the protocol, over whatever transport there is.
+"""One member's side of the protocol and its messages, over any transport.
 
 The order of calls:
 
@@ -19,13 +19,105 @@ used before.
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+import struct
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from tfdp_fl import _validate
-from tfdp_fl.secure_aggregation import additive_sharing, messages
-from tfdp_fl.secure_aggregation.messages import reject_if
+from tfdp_fl.secure_aggregation import additive_sharing
+
+MemberId = int | str
+"""A member is known by a string or an integer."""
+
+SHARE, PARTIAL_SUM = KINDS = ("share", "partial_sum")
+
+_MAGIC = b"tfdpfl-secagg-2\n"
+_FIELDS = ("kind", "session", "sender", "recipient")
+_DTYPES = ("<u4", "<u8", "<f8")
+
+
+class RejectedMessageError(ValueError):
+    """A message that does not belong here; its recipient is unchanged."""
+
+
+def reject_if(wrong: bool, why: str) -> None:
+    """Raises RejectedMessageError if something is wrong with a message."""
+    if wrong:
+        raise RejectedMessageError(why)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Message:
+    """One message from one member to one other.
+
+    Attributes:
+      kind: "share" or "partial_sum".
+      session: the aggregation that it belongs to.
+      sender: who sends it. The transport must vouch for it.
+      recipient: for whom it is. The transport must keep it from all others:
+        who reads all shares of a member reads the member's value.
+      tensors: one array per tensor of the update.
+    """
+
+    kind: str
+    session: str
+    sender: MemberId
+    recipient: MemberId
+    tensors: tuple[np.ndarray, ...] = ()
+
+    def to_bytes(self) -> bytes:
+        """Returns the message as bytes: a JSON header and raw arrays."""
+        tensors = [np.ascontiguousarray(tensor) for tensor in self.tensors]
+        # The originals' shapes: a contiguous array of a scalar is a vector.
+        layout = [(tensor.dtype.str, tensor.shape) for tensor in self.tensors]
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        header = json.dumps({**fields, "tensors": layout}).encode()
+        return b"".join(
+            [_MAGIC, struct.pack("<I", len(header)), header]
+            + [tensor.tobytes() for tensor in tensors]
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Message:
+        """Returns the message that `to_bytes` wrote.
+
+        Nothing in the bytes is executed or trusted: sizes are checked before
+        anything is read.
+
+        Raises:
+          RejectedMessageError: if the bytes are not such a message.
+        """
+        start = len(_MAGIC) + 4
+        reject_if(
+            len(data) < start or not data.startswith(_MAGIC),
+            "These bytes are not a message.",
+        )
+        (length,) = struct.unpack_from("<I", data, len(_MAGIC))
+        try:
+            header = json.loads(data[start : start + length].decode("utf-8"))
+            fields = {name: header[name] for name in _FIELDS}
+            # Not of a subclass: JSON's true is an int, and it knows 1.9 and Infinity.
+            types = [type(fields[name]) for name in _FIELDS]
+            if fields["kind"] not in KINDS or not (
+                types[:2] == [str, str] and {*types[2:]} <= {int, str}
+            ):
+                raise TypeError("A name must be a string or an integer.")
+            tensors, offset = [], start + length
+            for dtype, shape in header["tensors"]:
+                if dtype not in _DTYPES or any(
+                    type(size) is not int or size < 0 for size in shape
+                ):
+                    raise TypeError("A shape must be of whole numbers.")
+                array = np.frombuffer(data, dtype, math.prod(shape), offset)
+                tensors.append(array.reshape(shape))
+                offset += array.nbytes
+        except Exception as error:  # The bytes may be anything.
+            raise RejectedMessageError("The message cannot be read.") from error
+        reject_if(offset != len(data), "The message is not as long as its header says.")
+        return cls(tensors=tuple(tensors), **fields)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,7 +134,7 @@ class AggregationOutcome:
 
     succeeded: bool
     value: np.ndarray | Sequence[np.ndarray] | None
-    members: tuple[messages.MemberId, ...]
+    members: tuple[MemberId, ...]
     reason: str = ""
 
 
@@ -71,10 +163,10 @@ class Member:
     def __init__(
         self,
         protocol: additive_sharing.AdditiveSecretSharing,
-        member_id: messages.MemberId,
+        member_id: MemberId,
         update: np.ndarray | Sequence[np.ndarray],
         *,
-        members: Sequence[messages.MemberId],
+        members: Sequence[MemberId],
         session: str,
     ):
         """Encodes the update.
@@ -112,11 +204,11 @@ class Member:
             raise ValueError("update must hold at least one tensor, got none.")
         self._members = tuple(members)
         self._session = _validate.instance_of(str, session=session)
-        self._shares_from: set[messages.MemberId] = set()
+        self._shares_from: set[MemberId] = set()
         self._sum_of_shares: list[np.ndarray] = []
-        self._partial_sums: dict[messages.MemberId, tuple[np.ndarray, ...]] = {}
+        self._partial_sums: dict[MemberId, tuple[np.ndarray, ...]] = {}
 
-    def begin(self, now: float) -> list[messages.Message]:
+    def begin(self, now: float) -> list[Message]:
         """Shares the update: returns a share of each tensor for each other member."""
         if self.deadline is not None or self.outcome is not None:
             raise ValueError(
@@ -130,9 +222,9 @@ class Member:
         ]
         self._sum_of_shares = [split[own_index] for split in shares]
         self._shares_from.add(self._id)
-        return self._to_others(messages.SHARE, zip(*shares, strict=True))
+        return self._to_others(SHARE, zip(*shares, strict=True))
 
-    def receive(self, message: messages.Message, now: float) -> list[messages.Message]:
+    def receive(self, message: Message, now: float) -> list[Message]:
         """Takes one message in; returns what is to be sent next.
 
         Raises:
@@ -149,11 +241,11 @@ class Member:
             f"A message for {message.recipient!r} reached {self._id!r}.",
         )
         reject_if(
-            message.kind not in messages.KINDS,
-            f"A member does not take {message.kind!r} messages.",
+            message.kind not in KINDS,
+            f"A member does not take {message.kind!r} ",
         )
         self._check_belongs(message)
-        sender, is_share = message.sender, message.kind == messages.SHARE
+        sender, is_share = message.sender, message.kind == SHARE
         known = self._shares_from if is_share else self._partial_sums
         reject_if(sender in known, f"A second {message.kind} from {sender!r}.")
         if not is_share:
@@ -199,19 +291,17 @@ class Member:
             kept.clear()
         self._partial_sums.clear()
 
-    def _send_partial_sum(self, now: float) -> list[messages.Message]:
+    def _send_partial_sum(self, now: float) -> list[Message]:
         """Returns the sum of the received shares, the same to everybody."""
         self._start_step(now)
         partial_sum = tuple(self._sum_of_shares)
         for tensor in partial_sum:
             tensor.flags.writeable = False
         self._partial_sums[self._id] = partial_sum
-        to_send = self._to_others(
-            messages.PARTIAL_SUM, [partial_sum] * len(self._members)
-        )
+        to_send = self._to_others(PARTIAL_SUM, [partial_sum] * len(self._members))
         return to_send + self._reconstruct_if_complete()
 
-    def _reconstruct_if_complete(self) -> list[messages.Message]:
+    def _reconstruct_if_complete(self) -> list[Message]:
         """The partial sums add up to the sum of the updates."""
         if not self._all_shares_are_here or self._absent(self._partial_sums):
             return []
@@ -230,7 +320,7 @@ class Member:
         )
         return []
 
-    def _check_belongs(self, message: messages.Message) -> None:
+    def _check_belongs(self, message: Message) -> None:
         reject_if(
             message.session != self._session,
             f"A message of session {message.session!r} reached a member of session "
@@ -255,10 +345,10 @@ class Member:
 
     def _to_others(
         self, kind: str, tensors: Iterable[tuple[np.ndarray, ...]]
-    ) -> list[messages.Message]:
+    ) -> list[Message]:
         """Returns a message to each other member, of one value for each member."""
         return [
-            messages.Message(
+            Message(
                 kind=kind,
                 session=self._session,
                 sender=self._id,

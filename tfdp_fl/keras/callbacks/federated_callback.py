@@ -224,4 +224,11 @@ class KeepTarget(PrivacyBudget):
         super().__init__(target.epsilon * (1 + 1e-9), target.delta, target.accountant)
 
     def _say_what_is_allowed(self, message: str) -> None:
+        fed = self.federated_model
+        planned, (size, _) = fed.setup.target.num_clients, fed.run.population
+        if size < planned:
+            message += (
+                f" There are {size} clients, of the num_clients={planned} that it was "
+                "told (validation_split holds some out)."
+            )
         warnings.warn(message, RuntimeWarning, stacklevel=4)

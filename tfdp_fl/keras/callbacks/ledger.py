@@ -151,7 +151,7 @@ class Ledger(FederatedCallback):
         written = collections.Counter(
             entry.charge for entry in runs.get(run.run_id, ())
         )
-        for charge, count in spending.charges:
+        for charge, count in spending.own.items():
             for _ in range(count - written[charge]):
                 ledger.record(
                     max(0, run.rounds - 1),
