@@ -67,7 +67,9 @@ def load(module: str) -> None:
     if path.suffix == ".py":
         sys.path.insert(0, str(path.parent))
         module = path.stem
-    importlib.import_module(module)
+    file = getattr(importlib.import_module(module), "__file__", None)
+    if path.suffix == ".py" and not (file and path.exists() and path.samefile(file)):
+        raise ImportError(f"There is no Python file {path}, or {file} has its name.")
 
 
 def load_named_in(arguments: Sequence[str], flag: str) -> None:
