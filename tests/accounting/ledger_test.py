@@ -59,7 +59,7 @@ def _forked(function):
 
 
 def test_what_cannot_be_begun_leaves_the_folder_as_it_was(path):
-    for name, value in {"expected_head": 3, "run": ""}.items():
+    for name, value in {"expected_head": 3, "run": "", "mechanism": ""}.items():
         with pytest.raises((TypeError, ValueError), match=f"^{name} must"):
             _append(path, **{name: value})
     full = mock.patch.object(os, "pwrite", side_effect=OSError(errno.ENOSPC, "full"))
@@ -234,6 +234,9 @@ def test_lines_cut_off_at_the_end_need_a_head_from_elsewhere(path):
     earlier = read(path).head
     path.write_bytes(b"".join(lines))
     read(path, expected_head=earlier)
+    for wrong in (3, b"x", [earlier]):  # A mistake, and nobody tampered.
+        with pytest.raises(TypeError, match=r"^expected_head must be a str"):
+            read(path, expected_head=wrong)
 
 
 def test_a_file_cut_anywhere_keeps_its_whole_lines(path):

@@ -5,7 +5,7 @@ import pytest
 
 from tests.flower import flower_messages as fm
 from tests.mechanisms import statistics
-from tfdp_fl.flower import DPFedAvgNumPyClient, private_mod
+from tfdp_fl.flower import DPFedAvgNumPyClient, private_mod, updates
 from tfdp_fl.flower import client as client_lib
 
 _SHAPES = ((3, 2), (), (4,))
@@ -68,6 +68,12 @@ def test_the_whole_update_is_clipped_to_one_norm(norm, how):
     assert (num_examples, type(num_examples)) == (1, int)
     assert metrics == {"loss": 0.5, "dpfedavg_norm_bit": norm <= 1, **_applied(1.0)}
     assert client.metrics == {"loss": 0.5}
+
+
+def test_a_norm_is_found_where_numpy_is_told_to_raise():
+    with np.errstate(all="raise"):
+        assert updates.norm([np.array([1e-200, 1.0]), np.array([1e-310])]) == 1.0
+        assert updates.norm([np.array([1e200])]) == np.inf
 
 
 def test_an_update_that_is_not_finite_becomes_zero_and_a_tiny_clip_holds():

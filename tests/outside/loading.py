@@ -15,4 +15,5 @@ def smooth_clipping() -> Any:
     if "smooth" not in declaration.names():
         declaration.load(str(FILE))
         unittest.addModuleCleanup(declaration._by_name.pop, "smooth", None)
+        unittest.addModuleCleanup(sys.modules.pop, FILE.stem, None)
     return sys.modules[FILE.stem].SmoothClipping

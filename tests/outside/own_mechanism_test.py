@@ -13,6 +13,7 @@ from tests.mechanisms import rounds
 from tests.outside.loading import FILE, smooth_clipping
 from tests.scripts.programs import ROOT
 from tfdp_fl import accounting
+from tfdp_fl.mechanisms import declaration
 
 
 def _fed(**options):
@@ -20,6 +21,16 @@ def _fed(**options):
     model.compile("sgd", cohorts.cross_entropy(), ["accuracy"])
     mechanism = smooth_clipping()(noise_multiplier=0.0)
     return tfdp_fl.DPFederatedModel(model, mechanism, 4, "fixed_size", **options)
+
+
+@pytest.mark.parametrize("name", ["statistics.py", "smooth_clipping.py", "none.py"])
+def test_a_file_is_not_mistaken_for_a_module_that_is_there(tmp_path, monkeypatch, name):
+    smooth_clipping()
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    if name != "none.py":
+        (tmp_path / name).write_text("")
+    with pytest.raises(ImportError, match=r"none|has its name"):
+        declaration.load(str(tmp_path / name))
 
 
 def test_trains_by_name_and_says_what_it_is():

@@ -7,6 +7,7 @@ import os
 import warnings
 from unittest import mock
 
+import dp_accounting
 import keras
 import numpy as np
 import pytest
@@ -595,6 +596,19 @@ def test_a_ledger_that_is_not_that_of_the_search_alone(tmp_path, how):
         ledger.unlink()
     with held, _trained(), pytest.raises(error):
         _fit(_search(), resume_from=tmp_path)
+
+
+def test_a_ledger_that_no_search_can_be_counted_with_stays_as_it_is(tmp_path):
+    sizes = {"num_clients": 100, "clients_per_round": 10}
+    event = dp_accounting.GaussianDpEvent(2.0)
+    charge = accounting.RoundCharge(sampling="fixed_size", event=event, **sizes)
+    with accounting.PrivacyLedger(tmp_path / "ledger.jsonl") as ledger:
+        ledger.record(0, charge, 10)
+    before, spent = _lines(tmp_path), _told(tmp_path, "rdp")
+    with _trained(), pytest.raises(ValueError, match="relation"):
+        _fit(_search(), directory=tmp_path)
+    assert (_lines(tmp_path), _told(tmp_path, "rdp")) == (before, spent)
+    assert os.listdir(tmp_path) == ["ledger.jsonl"]  # No search waits to be resumed.
 
 
 def test_a_crash_before_the_charge_is_charged_on_resume(tmp_path):

@@ -284,7 +284,8 @@ class PrivacyLedger:
         _validate.one_of(("create", "append"), mode=mode)
         if expected_head is not None:
             _validate.instance_of(str, expected_head=expected_head)
-        mechanism = _validate.instance_of(dict, mechanism=mechanism or {})
+        mechanism = {} if mechanism is None else mechanism
+        _validate.instance_of(dict, mechanism=mechanism)
         self.path = pathlib.Path(path)
         # Where it is, wherever the process goes.
         self._place = os.path.abspath(self.path)
@@ -605,6 +606,7 @@ def _parse(
     data: bytes, name: str, expected_head: str | None
 ) -> tuple[LedgerContents, int]:
     """Verifies a whole file; returns also how many of its bytes are whole lines."""
+    _validate.instance_of((str, type(None)), expected_head=expected_head)
     lines = data.split(b"\n")
     tail = lines.pop()  # Empty, unless the last line has no end.
     header: dict[str, Any] = {}

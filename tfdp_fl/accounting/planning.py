@@ -31,6 +31,7 @@ def _planned(
     rounds: int,
 ) -> Iterator[tuple[charge_lib.RoundCharge, int]]:
     """Yields charges of rounds that are planned, and how often; see `epsilon`."""
+    _validate.one_of(charge_lib.SAMPLINGS, sampling=sampling)
     rounds = _validate.non_negative_integer(rounds=rounds)
     cohorts = charge_lib.PassCohorts(num_clients, clients_per_round)
     constant = all(map(schedules.is_constant, (noise_multiplier, clients_per_round)))

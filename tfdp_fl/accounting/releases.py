@@ -163,7 +163,10 @@ def analytic_noise_multiplier(epsilon: float, delta: float) -> float:
     """
     epsilon = _validate.positive(epsilon=epsilon)
     delta = _validate.inside_unit_interval(delta=delta)
-    epsilon = min(epsilon, _LARGEST_EPSILON)
+    if epsilon > _LARGEST_EPSILON:  # A tail bound of the privacy loss.
+        tail = math.sqrt(-2 * math.log(delta))
+        mu = math.hypot(tail, math.sqrt(2) * math.sqrt(epsilon)) - tail
+        return (1 + 1e-12) / mu
     if gaussian_delta(MOST_NOISE, epsilon) > delta:
         raise ValueError(
             f"epsilon and delta must need a noise multiplier of at most "

@@ -82,7 +82,7 @@ def norm(arrays: Sequence[np.ndarray]) -> float:
     """Returns the L2 norm over all arrays, however small their squares."""
     largest = max((float(np.max(np.abs(a), initial=0)) for a in arrays), default=0.0)
     unit = min(largest, 1.0) or 1.0
-    with np.errstate(invalid="ignore", over="ignore"):
+    with np.errstate(all="ignore"):
         squares = sum(float(np.sum((array / unit) ** 2)) for array in arrays)
     return unit * math.sqrt(squares)
 

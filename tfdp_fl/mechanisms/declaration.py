@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -62,18 +61,15 @@ def load(module: str) -> None:
       module: A Python file's path, ending in .py, or an importable module.
 
     Raises:
-      ImportError, OSError: There is no such module or file.
+      ImportError: There is no such file or module.
     """
     path = pathlib.Path(module)
-    if path.suffix != ".py":
-        importlib.import_module(module)
-        return
-    # This very file, whatever else has its name.
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None  # Of a name in .py.
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = loaded  # Dataclasses look themselves up there.
-    spec.loader.exec_module(loaded)
+    if path.suffix == ".py":
+        sys.path.insert(0, str(path.parent))
+        module = path.stem
+    file = getattr(importlib.import_module(module), "__file__", None)
+    if path.suffix == ".py" and not (file and path.exists() and path.samefile(file)):
+        raise ImportError(f"There is no Python file {path}, or {file} has its name.")
 
 
 def load_named_in(arguments: Sequence[str], flag: str) -> None:

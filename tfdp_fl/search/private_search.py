@@ -341,6 +341,7 @@ class PrivateSearch:
         if ledger is not None:
             contents = ledger.contents()
             self._spending.absorb(contents, run="", source=_LEDGER)
+            self._spending.central.would_be(charge)  # Or raises, before it is written.
             directory.write(state)  # Whatever is charged can be resumed.
             if state.run_id not in contents.by_run():
                 size, trials = charge.num_clients, self._trials.describe()

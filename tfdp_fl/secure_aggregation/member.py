@@ -107,8 +107,9 @@ class Message:
                 raise TypeError("A name must be a string or an integer.")
             tensors, offset = [], start + length
             for dtype, shape in header["tensors"]:
-                if dtype not in _DTYPES or any(
-                    type(size) is not int or size < 0 for size in shape
+                if dtype not in _DTYPES or not (
+                    type(shape) is list
+                    and all(type(size) is int and size >= 0 for size in shape)
                 ):
                     raise TypeError("A shape must be of whole numbers.")
                 array = np.frombuffer(data, dtype, math.prod(shape), offset)
@@ -242,7 +243,7 @@ class Member:
         )
         reject_if(
             message.kind not in KINDS,
-            f"A member does not take {message.kind!r} ",
+            f"A member does not take {message.kind!r} messages.",
         )
         self._check_belongs(message)
         sender, is_share = message.sender, message.kind == SHARE
