@@ -115,6 +115,16 @@ def test_it_stops_before_the_round_that_would_overspend(caplog):
     assert strategy.privacy_epsilon() <= _central(4) + 1e-6
 
 
+def test_where_all_rounds_are_charged_nobody_is_waited_for(caplog):
+    strategy = _private(rounds=1)
+    assert _run(strategy, 1) == 1
+    waits = mock.patch.object(strategy.strategy, "configure_train")
+    with waits as configure:
+        assert _run(strategy, 2, first=2) == 0
+    configure.assert_not_called()
+    assert "Round 3 is not begun: rounds=1" in caplog.text
+
+
 def test_the_same_script_started_again_counts_what_it_released(path):
     first = _private(**_target(6), ledger=path)
     assert _run(first, 4) == 4

@@ -297,8 +297,19 @@ class PrivateRounds:
     def _asked_by_strategy(self, server_round: int, *arguments: Any) -> list[Any]:
         """Forgets the last round; returns what the wrapped strategy would send."""
         self._open = server_round, None
+        if self._is_over(server_round, self._history.num_rounds):
+            return []  # Flower's own strategies would wait for clients first.
         configure = getattr(self.strategy, self._configure)
         return list(configure(server_round, *arguments))
+
+    def _is_over(self, server_round: int, index: int) -> bool:
+        over = self.rounds is not None and index >= self.rounds
+        if over:
+            _logger.warning(
+                "Round %s is not begun: rounds=%d are charged.",
+                *(server_round, self.rounds),
+            )
+        return over
 
     def _begin(
         self,
@@ -316,11 +327,7 @@ class PrivateRounds:
                 )
         # Abandoned rounds are not counted. Read once: others may write to the ledger.
         index = self._history.num_rounds
-        if self.rounds is not None and index >= self.rounds:
-            _logger.warning(
-                "Round %s is not begun: rounds=%d are charged.",
-                *(server_round, self.rounds),
-            )
+        if self._is_over(server_round, index):
             return None
         cohort = self._cohort(server_round, connected)
         if not cohort:
