@@ -234,6 +234,9 @@ def test_the_state_is_json_and_resumes(name, seed):
     ):
         with pytest.raises(ValueError, match=wrong):
             _make(*arguments).restore(state)
+    # Of a NumPy that draws other orders from the same key.
+    with pytest.raises(ValueError, match="an_order"):
+        other.restore({**state, "an_order": state["an_order"][::-1]})
 
 
 @_all

@@ -86,8 +86,10 @@ class CohortSampler(abc.ABC):
     attempt: tuple[int, ...] | None = None
     _fractional_sizes = False
     # What of a state another sampler may not differ in, and what it has besides.
-    _fixed: ClassVar[tuple[str, ...]] = ("sampling", "num_clients", "seed")
+    _fixed: ClassVar[tuple[str, ...]] = ("sampling", "num_clients", "seed", "an_order")
     _kept: ClassVar[tuple[str, ...]] = ()
+    # Another NumPy that draws other orders of the same key would have clients early.
+    an_order: ClassVar[list[int]] = np.random.default_rng(0).permutation(10).tolist()
 
     def __init__(
         self,

@@ -27,6 +27,7 @@ _MOST_KINDS_FOR_PLD = 3
 Charges: TypeAlias = (
     "Iterable[charge_lib.RoundCharge | tuple[charge_lib.RoundCharge, int]]"
 )
+_Cohorts: TypeAlias = tuple[tuple[float, float, float], ...]
 
 
 class PrivacyAccountant:
@@ -59,8 +60,8 @@ class PrivacyAccountant:
         # Of all Gaussians without amplification; what was spent on all else.
         self._mu_squared = 0.0
         self._others: dict[charge_lib.RoundCharge, int] = {}
-        # Of each pass where its cohorts lie in its order, with their weight.
-        self._passes: dict[Hashable, tuple[tuple[float, float, float], ...]] = {}
+        # Of each pass its cost, and where cohorts lie in its order, with their weight.
+        self._passes: dict[Hashable, tuple[float, _Cohorts]] = {}
         self._pld: privacy_loss_distribution.PrivacyLossDistribution | None = None
         self._add_all(charges)
 
@@ -136,12 +137,13 @@ class PrivacyAccountant:
         kind = None if charge.noise_multiplier is not None else charge.event
         key = (charge.partition, charge.num_clients, charge.pass_index, kind)
         start, stop = charge.pass_offset, charge.pass_offset + charge.clients_per_round
-        before = self._passes.get(key, ())
+        cost, before = self._passes.get(key, (0.0, ()))
         now = (*before, (start, stop, weight))
+        met = any(low < stop and start < high for low, high, _ in before)
         if before and before[-1][1:] == (start, weight):  # One longer cohort.
             now = (*before[:-1], (before[-1][0], stop, weight))
-        self._passes[key] = now
-        return _largest_sum(now) - _largest_sum(before)
+        self._passes[key] = max(cost, _largest_sum(now) if met else weight), now
+        return self._passes[key][0] - cost
 
     def epsilon(
         self, delta: float, accountant: str = "rdp", coarse: bool = False
