@@ -3,8 +3,6 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from tfdp_fl.version import __version__
-
 if TYPE_CHECKING:
     from tfdp_fl import accounting, datasets, losses
     from tfdp_fl.correlated_noise import BLT, BandedToeplitz
@@ -30,6 +28,9 @@ if TYPE_CHECKING:
         QueryMechanism,
     )
     from tfdp_fl.search import PrivateScore, PrivateSearch, PublicScore
+
+# The one place where the version is written.
+__version__ = "0.1.0"
 
 # A package is imported when it is first used: a Flower server that only adds up
 # needs no TensorFlow.

@@ -36,7 +36,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from tfdp_fl import _files, _interrupts, _json, _validate, version
+import tfdp_fl
+from tfdp_fl import _files, _interrupts, _json, _validate
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import releases
 from tfdp_fl.accounting.accountant import PrivacyAccountant
@@ -317,7 +318,7 @@ class PrivacyLedger:
             if not self._contents.header:
                 header = {
                     "format": FORMAT,
-                    "version": version.__version__,
+                    "version": tfdp_fl.__version__,
                     "dp_accounting": charge_lib.dp_accounting_version(),
                     "created": _now(),
                     "unit": unit,
