@@ -14,7 +14,7 @@ import functools
 import os
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import dp_accounting
@@ -24,7 +24,6 @@ import tensorflow as tf
 from tfdp_fl import accounting, sampling
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.accounting import spending as spending_lib
-from tfdp_fl.accounting.planning import most_rounds
 from tfdp_fl.auditing import CanaryAudit
 from tfdp_fl.keras.training_setup import TrainingSetup
 from tfdp_fl.keras.validation import Validation
@@ -247,10 +246,6 @@ class Run:
         )
 
 
-# Rounds that a budget is first asked about: as many as most runs have.
-_TRIED_FIRST = 2**12
-
-
 @dataclasses.dataclass(frozen=True)
 class RoundCosts:
     """A mechanism under a sampling, on top of what was spent already.
@@ -318,22 +313,13 @@ class RoundCosts:
             trial.add(self.draw(run.rounds + ahead, trial), mu_squared)
         return elsewhere + trial.max_mu_squared
 
-    def epsilon_after_round(
-        self, round_index: int, delta: float, accountant: str | None = None
-    ) -> float:
-        """Returns what epsilon would be after the coming round."""
-        if self.run.spending.by_client:
-            return accounting.epsilon_of_mu_squared(self._mu_squared_after(1), delta)
-        after = self.run.spending.central.would_be(self.charge(round_index))
-        return after.epsilon(delta, accountant or self.setup.accountant)
-
-    def affordable_rounds(
-        self, epsilon: float, delta: float, rounds: int, accountant: str | None = None
-    ) -> int:
-        """Returns how many of the next rounds a budget allows."""
+    def epsilon_after(
+        self, delta: float, accountant: str | None = None
+    ) -> Callable[[int], float]:
+        """Returns what epsilon would be after the next so many rounds."""
         run, charge = self.run, functools.cache(self.charge)
 
-        def cost(count: int) -> float:
+        def epsilon(count: int) -> float:
             if run.spending.by_client:
                 spent = self._mu_squared_after(count)
                 return accounting.epsilon_of_mu_squared(spent, delta)
@@ -342,4 +328,4 @@ class RoundCosts:
             after = run.spending.central.would_be(*kinds)
             return after.epsilon(delta, accountant or self.setup.accountant)
 
-        return most_rounds(cost, epsilon, rounds, _TRIED_FIRST)
+        return epsilon
