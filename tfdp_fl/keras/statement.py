@@ -129,7 +129,7 @@ def caveats_of_setup(
     """Returns which caveats hold of a training by how it is set, ran or not."""
     mechanism = setup.mechanism
     private = mechanism.guarantee != spending_lib.NONE
-    by_client = mechanism.guarantee in (spending_lib.LOCAL, spending_lib.RECORD)
+    by_client = mechanism.guarantee in spending_lib.BY_CLIENT
     at_clients = mechanism.noise_site == "client"
     securely = setup.secure_aggregation is not None
     return {
