@@ -244,11 +244,8 @@ def check_optimizer(optimizer: Any) -> None:
 
 def learning_rate(optimizer: Any) -> Any:
     """Returns the variable that holds the rate; None if it follows a schedule."""
-    rate = optimizer._learning_rate
-    if isinstance(rate, tf.keras.optimizers.schedules.LearningRateSchedule):
-        return None
-    rate = tf_variable(rate)
-    return None if callable(rate) else rate
+    rate = tf_variable(optimizer._learning_rate)
+    return None if callable(rate) else rate  # A schedule is.
 
 
 def stateless_optimizer(optimizer: Any, variables: list[Any]) -> Any:

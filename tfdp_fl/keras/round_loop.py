@@ -80,9 +80,9 @@ class RoundLoop:
         for callback in self.federated:
             if self.delta is None and isinstance(callback, callbacks_lib.PrivacyBudget):
                 self.delta = self.run.budget_delta = callback.delta
-        self._history = fed.model.history = tf.keras.callbacks.History()
         self.keras_callbacks = tf.keras.callbacks.CallbackList(
-            [*callbacks, self._history],
+            callbacks,
+            add_history=True,
             model=fed.model,
             verbose=0,
             epochs=self.run.plan.last_round,
@@ -127,7 +127,7 @@ class RoundLoop:
             with _interrupts.after_the_block(), contextlib.ExitStack() as ending:
                 for callback in reversed(self.federated):
                     ending.callback(callback.on_fit_end)
-        return self._history
+        return model.history
 
     def _is_allowed(self, round_index: int) -> bool:
         return all(callback.allow_round(round_index) for callback in self.federated)
