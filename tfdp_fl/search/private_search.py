@@ -433,7 +433,7 @@ class SearchDirectory:
         """Returns the state of an interrupted search, whose ledger has to be here."""
         assert self._path is not None
         data = (self._path / _STATE).read_bytes()
-        state = SearchState(**checkpoint.Checkpoint.from_bytes(0, data).state)
+        state = SearchState(**checkpoint.from_bytes(data))
         ledger = self._path / _LEDGER
         accounting.PrivacyLedger.read(ledger, expected_head=state.ledger_head)
         return state
@@ -442,8 +442,8 @@ class SearchDirectory:
         """Replaces the state on the disk."""
         if self._path is not None and self.ledger is not None:
             state.ledger_head = self.ledger.head
-            kept = checkpoint.Checkpoint(round_index=0, state=vars(state))
-            checkpoint.write_atomically(self._path / _STATE, kept.to_bytes())
+            data = checkpoint.to_bytes(vars(state))
+            checkpoint.write_atomically(self._path / _STATE, data)
 
     def forget(self) -> None:
         """Deletes the state: the search has ended."""

@@ -351,7 +351,7 @@ class RoundCheckpoint(Ledger):
         if head is None:  # After `fit`, where a private evaluation is saved.
             key = resuming.ledger_key(self.path)
             head = fed.run.known_ledgers.get(key) or None
-        self._files.write(resuming.capture(fed, head), self.keep)
+        self._files.write(fed.rounds, resuming.capture(fed, head), self.keep)
 
     def _write_statement(self) -> None:
         text = self.federated_model.privacy_statement(self.delta)
