@@ -36,7 +36,7 @@ from tfdp_fl.keras import (
     training_setup,
 )
 from tfdp_fl.keras.preparation import PreparedEngine, prepare
-from tfdp_fl.keras.run import FitPlan, RoundCosts, Run
+from tfdp_fl.keras.run import FitPlan, Run
 from tfdp_fl.keras.training_setup import Compiled, PrivacyTarget, TrainingSetup
 from tfdp_fl.keras.validation import Validation
 from tfdp_fl.mechanisms import ClientWeighting, Mechanism, noise
@@ -528,7 +528,7 @@ class DPFederatedModel:
             if audit is not None:
                 audit.begin(engine)
                 run.audit = audit
-            run.begin_fit(seed, self.setup.noise_generator, validation)
+            run.begin_fit(validation)
             if self._showed_metrics:
                 run.caveats.add("client_metrics_shown")
             self._run = run
@@ -597,11 +597,6 @@ class DPFederatedModel:
         """What the rounds have cost; None before the first `fit`."""
         return None if self.run is None else self.run.spending
 
-    @property
-    def costs(self) -> RoundCosts:
-        """What the coming rounds draw and cost, from the first `fit` on."""
-        return RoundCosts(self.setup, self.require_trained("costs")[0])
-
     def epsilon(self, delta: float, accountant: str | None = None) -> float:
         """Returns the epsilon at delta of the rounds that ran.
 
@@ -656,7 +651,7 @@ class DPFederatedModel:
                 units = max(run.spending.clients.num_clients, *sizes)
             delta = min(0.5, units**-1.1)
         return accounting.privacy_statement(
-            statement.facts(self.setup, run, cohort_engine), delta, format
+            statement.facts(run, cohort_engine), delta, format
         )
 
 

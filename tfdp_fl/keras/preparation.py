@@ -93,7 +93,7 @@ def prepare(
     }
     if run is None:
         spending = spending_lib.Spending(mechanism.guarantee, clients.num_clients)
-        run = Run(spending=spending, **of_this_fit)
+        run = Run(setup=setup, spending=spending, **of_this_fit)
     else:
         same_number = run.spending.clients.num_clients == clients.num_clients
         windows = run.windows if same_number else None

@@ -164,7 +164,7 @@ class PrivacyBudget(FederatedCallback):
         self.stopped_before_round = None
         # First: another thread may charge an evaluation at any time.
         self._counted = fed.run.spending.others
-        cost = fed.costs.epsilon_after(self.delta, self.accountant)
+        cost = fed.run.epsilon_after(self.delta, self.accountant)
         allowed = planning.most_rounds(cost, self.epsilon, asked, _TRIED_FIRST)
         # Rounds that are abandoned cost nothing, so it can only be more.
         self._affordable_before = first_round + allowed
@@ -186,7 +186,7 @@ class PrivacyBudget(FederatedCallback):
         counted = fed.run.spending.others
         if round_index < self._affordable_before and counted == self._counted:
             return True
-        after = fed.costs.epsilon_after(self.delta, self.accountant)(1)
+        after = fed.run.epsilon_after(self.delta, self.accountant)(1)
         if after <= self.epsilon:
             return True
         self.stopped_before_round = round_index

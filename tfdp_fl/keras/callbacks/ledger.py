@@ -277,7 +277,7 @@ class RoundCheckpoint(Ledger):
         self._files.acquire()
         run = self.federated_model.run
         rounds = self._files.rounds()
-        if rounds and resuming.ledger_key(self.path) not in run.known_ledgers:
+        if rounds and self._key not in run.known_ledgers:
             raise ValueError(
                 "directory must not hold the checkpoints of another run, and "
                 f"{self.directory} holds one of round {rounds[0]}: go on with that run "
@@ -347,10 +347,8 @@ class RoundCheckpoint(Ledger):
         return self._charged_round < run.rounds and not run.releasing
 
     def _save(self) -> None:
-        fed, head = self.federated_model, self.head
-        if head is None:  # After `fit`, where a private evaluation is saved.
-            key = resuming.ledger_key(self.path)
-            head = fed.run.known_ledgers.get(key) or None
+        fed = self.federated_model
+        head = fed.run.known_ledgers.get(self._key) or None
         self._files.write(fed.rounds, resuming.capture(fed, head), self.keep)
 
     def _write_statement(self) -> None:
