@@ -19,7 +19,7 @@ import pathlib
 import shutil
 from typing import Any
 
-from tfdp_fl import _files, _json
+from tfdp_fl import _storage
 from tfdp_fl.keras import callbacks
 
 CONFIG = "config.json"
@@ -75,8 +75,8 @@ def keep_ledger_alone(path: str | os.PathLike[str]) -> None:
 
 def write_json(path: pathlib.Path, value: Any) -> None:
     """Writes JSON; what is not finite becomes null."""
-    value = _json.finite(_json.plain(value))
-    _files.write_text(path, json.dumps(value, indent=2) + "\n")
+    value = _storage.finite(_storage.plain(value))
+    _storage.write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 class HistoryFile(callbacks.FederatedCallback):
@@ -107,7 +107,7 @@ class HistoryFile(callbacks.FederatedCallback):
         writer = csv.DictWriter(text, [*columns], lineterminator="\n")
         writer.writeheader()
         writer.writerows(self._rows)
-        _files.write_text(self._path, text.getvalue())
+        _storage.write_text(self._path, text.getvalue())
 
 
 def _read_rows(path: pathlib.Path) -> list[dict[str, str]]:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdp_fl import _files
+from tfdp_fl import _storage
 
 FORMAT = "tfdp_fl checkpoint 4"
 _NAME = re.compile(r"round-(\d{8})\.npz")
@@ -153,7 +153,7 @@ class CheckpointDirectory:
                 "one a directory of its own."
             ) from None
         self._lock = descriptor
-        for leftover in self.path.glob(f"{_files.TEMPORARY}*"):
+        for leftover in self.path.glob(f"{_storage.TEMPORARY}*"):
             leftover.unlink(missing_ok=True)
 
     def release(self) -> None:
@@ -184,7 +184,7 @@ def write_atomically(file: pathlib.Path, data: bytes, mode: int = 0o600):
     """
     with (
         _clear_errors(file),
-        _files.replacing(file, mode=mode, sync=True) as stream,
+        _storage.replacing(file, mode=mode, sync=True) as stream,
     ):
         stream.write(data)
 

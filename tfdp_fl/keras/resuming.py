@@ -16,7 +16,7 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _json, accounting, engine, keras_versions, schedules
+from tfdp_fl import _storage, accounting, engine, keras_versions, schedules
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import checkpoint
 from tfdp_fl.keras.run import FitPlan, Population, Run
@@ -86,7 +86,7 @@ def settings(
         "grad_clip": compiled.training.grad_clip,
         "keras": keras_versions.name(),
     }
-    return _json.plain(values, described)
+    return _storage.plain(values, described)
 
 
 def _config(optimizer: Any) -> Any:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _json, _validate, accounting, datasets
+from tfdp_fl import _storage, _validate, accounting, datasets
 from tfdp_fl.accounting.ledger import new_run
 from tfdp_fl.accounting.search import TrialCount
 from tfdp_fl.accounting.spending import CENTRAL, OtherRun, Spending
@@ -253,7 +253,7 @@ class PrivateSearch:
         self, clients: FederatedDataset, options: dict[str, Any]
     ) -> dict[str, Any]:
         """Returns what a resumed search must have as it was, as JSON values."""
-        return _json.plain(
+        return _storage.plain(
             {
                 "candidates": self.candidates,
                 "expected_trials": self._trials.mean,
