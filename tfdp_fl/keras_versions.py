@@ -293,7 +293,4 @@ def build_optimizer(optimizer: Any, variables: list[Any]) -> list[tf.Variable]:
 
 def apply_gradients(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
     """Takes one step on variables that the optimizer was built for."""
-    if IS_KERAS_3:
-        optimizer.apply(gradients, variables)
-    else:
-        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+    optimizer.apply_gradients(zip(gradients, variables, strict=True))

@@ -507,7 +507,7 @@ class DPFederatedModel:
         interrupted = calibration = None
         if resume_from is not None:
             interrupted = resuming.InterruptedRun.read(resume_from, self, clients, plan)
-            plan = interrupted.plan
+            plan = FitPlan(**interrupted.state["plan"])
             calibration = interrupted.state["calibration"]
             callbacks += callbacks_lib.ledger_of_resumed(resume_from, callbacks)
         run, self._prepared = prepare(

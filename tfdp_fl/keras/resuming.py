@@ -110,13 +110,11 @@ class InterruptedRun:
       directory: Where its checkpoints and its ledger are.
       state: The newest whole checkpoint's.
       ledger: What its ledger says; None if there is none yet.
-      plan: The interrupted call of `fit`.
     """
 
     directory: pathlib.Path
     state: dict[str, Any]
     ledger: accounting.LedgerContents | None
-    plan: FitPlan
 
     @classmethod
     def read(
@@ -154,9 +152,7 @@ class InterruptedRun:
                 f"The ledger {path} is missing, and it held rounds that the "
                 "checkpoint beside it knows of."
             )
-        interrupted = cls(
-            directory=pathlib.Path(directory), state=state, ledger=ledger, plan=plan
-        )
+        interrupted = cls(directory=pathlib.Path(directory), state=state, ledger=ledger)
         interrupted._check_shapes("weights", fed.model.weights)
         run, covered = fed.run, 0
         known = None if run is None else run.known_ledgers.get(ledger_key(path))

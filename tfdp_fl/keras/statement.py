@@ -19,11 +19,7 @@ def facts(
 ) -> accounting.StatementFacts:
     """Returns what ran."""
     spending, setup, mechanism = run.spending, run.setup, run.setup.mechanism
-    sizes = [
-        charge.clients_per_round
-        for charge, count in spending.own.items()
-        for _ in range(count)
-    ] or run.sampler.expected_cohort_size(0)
+    sizes = [charge.clients_per_round for charge in spending.own.elements()]
     composed: dict[str, Any] = {
         "epsilon_rdp": _epsilon(spending, "rdp"),
         "epsilon_pld": _epsilon(spending, "pld"),
@@ -53,7 +49,7 @@ def facts(
             size for size, _ in dict.fromkeys(run.populations or [run.population])
         ],
         num_records=run.num_records,
-        clients_per_round=sizes,
+        clients_per_round=sizes or run.sampler.expected_cohort_size(0),
         cohort_sizes=run.cohort_sizes,
         rounds=spending.rounds,
         rounds_of_others=spending.rounds_of_others,

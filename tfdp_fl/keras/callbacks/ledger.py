@@ -149,17 +149,16 @@ class Ledger(FederatedCallback):
         most = spending.clients.max_mu_squared + self._elsewhere
         local = {"mu_squared": 0.0, "max_mu_squared": most}
         written = collections.Counter(
-            entry.charge for entry in runs.get(run.run_id, ())
+            entry.charge for entry in runs.get(run.run_id, ()) if entry.charge
         )
-        for charge, count in spending.own.items():
-            for _ in range(count - written[charge]):
-                ledger.record(
-                    max(0, run.rounds - 1),
-                    charge,
-                    round(charge.clients_per_round),
-                    local=local if spending.by_client else None,
-                    written_later=True,
-                )
+        for charge in (spending.own - written).elements():
+            ledger.record(
+                max(0, run.rounds - 1),
+                charge,
+                round(charge.clients_per_round),
+                local=local if spending.by_client else None,
+                written_later=True,
+            )
         for name, charge in spending.charges_of_evaluations.items():
             if name not in runs:
                 self._record_release(ledger, name, charge, written_later=True)
