@@ -1,6 +1,7 @@
 """Client-level differential privacy for Keras in federated learning."""
 
 import importlib
+import pkgutil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,14 +35,11 @@ __version__ = "0.1.0"
 
 # A package is imported when it is first used: a Flower server that only adds up
 # needs no TensorFlow.
-_PACKAGES = frozenset(
-    [
-        *("accounting", "aggregators", "auditing", "correlated_noise", "datasets"),
-        *("engine", "experiments", "features", "flower", "keras", "learning"),
-        *("losses", "mechanisms", "runtimes", "sampling", "schedules"),
-        *("search", "secure_aggregation"),
-    ]
-)
+_PACKAGES = {
+    module.name
+    for module in pkgutil.iter_modules(__path__)
+    if not module.name.startswith("_")
+}
 _NAMES = {
     "correlated_noise": ("BLT", "BandedToeplitz"),
     "datasets": ("FederatedDataset", "bound_rows"),
