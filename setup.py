@@ -21,7 +21,7 @@ _ROOT = pathlib.Path(__file__).resolve().parent
 
 
 def _version() -> str:
-    text = (_ROOT / "tfdp_fl" / "version.py").read_text(encoding="utf-8")
+    text = (_ROOT / "tfdp_fl" / "__init__.py").read_text(encoding="utf-8")
     return re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE).group(1)
 
 

@@ -19,7 +19,6 @@ import starlark
 from packaging import requirements, utils
 
 import tfdp_fl
-from tfdp_fl import version
 from tools import docs_site
 
 _OURS = ("tfdp_fl", "tfdp_fl_scripts", "scripts", "research", "tests", "tools")
@@ -90,9 +89,9 @@ def test_what_setup_py_says(monkeypatch):
     with mock.patch.object(setuptools, "setup") as setup:
         runpy.run_path("setup.py")
     said = setup.call_args.kwargs
-    assert (said["name"], said["version"]) == ("tfdp_fl", version.__version__)
-    assert f"\nversion: {version.__version__}\n" in _text("CITATION.cff")
-    assert f"\n## {version.__version__}" in _text("CHANGELOG.md")
+    assert (said["name"], said["version"]) == ("tfdp_fl", tfdp_fl.__version__)
+    assert f"\nversion: {tfdp_fl.__version__}\n" in _text("CITATION.cff")
+    assert f"\n## {tfdp_fl.__version__}" in _text("CHANGELOG.md")
     folders = {
         path.parent.relative_to(_ROOT).as_posix().replace("/", ".")
         for path in (_ROOT / "tfdp_fl").rglob("*.py")

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from tfdp_fl import _console, _files, _validate, schedules
+from tfdp_fl import _console, _storage, _validate, schedules
 
 
 @pytest.mark.parametrize(
@@ -88,12 +88,12 @@ def test_a_callable_is_asked_once_for_each_round_and_gives_a_number():
 @pytest.mark.parametrize("sync", [False, True])
 def test_readers_see_the_old_file_until_the_new_one_is_whole(tmp_path, sync):
     path = tmp_path / "file.txt"
-    _files.write_text(path, "old")
-    with pytest.raises(KeyboardInterrupt), _files.replacing(path, sync=sync) as file:
+    _storage.write_text(path, "old")
+    with pytest.raises(KeyboardInterrupt), _storage.replacing(path, sync=sync) as file:
         file.write(b"half")
         raise KeyboardInterrupt
     assert path.read_text() == "old"
-    with _files.replacing(path, sync=sync) as file:
+    with _storage.replacing(path, sync=sync) as file:
         file.write(b"ne")
         file.flush()
         assert path.read_text() == "old"
@@ -104,7 +104,7 @@ def test_readers_see_the_old_file_until_the_new_one_is_whole(tmp_path, sync):
     before = os.umask(0o027)
     try:
         for mode, made in ((0o666, 0o640), (0o600, 0o600)):
-            with _files.replacing(tmp_path / oct(mode), mode=mode):
+            with _storage.replacing(tmp_path / oct(mode), mode=mode):
                 pass
             assert (tmp_path / oct(mode)).stat().st_mode & 0o777 == made
     finally:

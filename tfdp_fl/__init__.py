@@ -1,9 +1,8 @@
 """Client-level differential privacy for Keras in federated learning."""
 
 import importlib
+import pkgutil
 from typing import TYPE_CHECKING
-
-from tfdp_fl.version import __version__
 
 if TYPE_CHECKING:
     from tfdp_fl import accounting, datasets, losses
@@ -31,16 +30,16 @@ if TYPE_CHECKING:
     )
     from tfdp_fl.search import PrivateScore, PrivateSearch, PublicScore
 
+# The one place where the version is written.
+__version__ = "0.1.0"
+
 # A package is imported when it is first used: a Flower server that only adds up
 # needs no TensorFlow.
-_PACKAGES = frozenset(
-    [
-        *("accounting", "aggregators", "auditing", "correlated_noise", "datasets"),
-        *("engine", "experiments", "features", "flower", "keras", "learning"),
-        *("losses", "mechanisms", "runtimes", "sampling", "schedules"),
-        *("search", "secure_aggregation"),
-    ]
-)
+_PACKAGES = {
+    module.name
+    for module in pkgutil.iter_modules(__path__)
+    if not module.name.startswith("_")
+}
 _NAMES = {
     "correlated_noise": ("BLT", "BandedToeplitz"),
     "datasets": ("FederatedDataset", "bound_rows"),

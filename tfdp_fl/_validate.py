@@ -96,25 +96,13 @@ def instance_of(types: type | tuple[type, ...], **checked: Any) -> Any:
     if not isinstance(value, types):
         types = types if isinstance(types, tuple) else (types,)
         names = " or ".join(type_.__name__ for type_ in types)
-        raise TypeError(
-            f"{name} must be a {names}, got {_in_short(value)}{type(value).__name__}."
-        )
+        raise TypeError(f"{name} must be a {names}, got {_shown(value)}.")
     return value
 
 
 def _shown(value: Any) -> str:
-    """Returns a value as it is written, if it cannot hold examples."""
-    if isinstance(value, bool | int | float | str | type | None):
-        return repr(value)
-    return f"a {type(value).__name__}"
-
-
-def _in_short(value: Any) -> str:
-    """Returns a value on one line of bounded length, and "of type" after it.
-
-    Of what may hold somebody's examples only the type is told.
-    """
+    """Returns a value in bounded length; of what may hold examples, the type."""
     if not isinstance(value, bool | int | float | str | type | None):
-        return "one of type "
-    text = " ".join(repr(value).split())
-    return (text if len(text) <= 100 else f"{text[:97]}...") + " of type "
+        return f"a {type(value).__name__}"
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."

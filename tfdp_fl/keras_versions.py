@@ -244,11 +244,8 @@ def check_optimizer(optimizer: Any) -> None:
 
 def learning_rate(optimizer: Any) -> Any:
     """Returns the variable that holds the rate; None if it follows a schedule."""
-    rate = optimizer._learning_rate
-    if isinstance(rate, tf.keras.optimizers.schedules.LearningRateSchedule):
-        return None
-    rate = tf_variable(rate)
-    return None if callable(rate) else rate
+    rate = tf_variable(optimizer._learning_rate)
+    return None if callable(rate) else rate  # A schedule is.
 
 
 def stateless_optimizer(optimizer: Any, variables: list[Any]) -> Any:
@@ -296,7 +293,4 @@ def build_optimizer(optimizer: Any, variables: list[Any]) -> list[tf.Variable]:
 
 def apply_gradients(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
     """Takes one step on variables that the optimizer was built for."""
-    if IS_KERAS_3:
-        optimizer.apply(gradients, variables)
-    else:
-        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+    optimizer.apply_gradients(zip(gradients, variables, strict=True))

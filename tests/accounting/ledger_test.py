@@ -12,8 +12,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
+import tfdp_fl
 from tests.accounting.charges import charge
-from tfdp_fl import accounting, version
+from tfdp_fl import accounting
 from tfdp_fl.accounting import ledger as ledger_lib
 
 PrivacyLedger = accounting.PrivacyLedger
@@ -181,7 +182,7 @@ def test_another_format_is_refused_and_left_alone(path):
     body["hash"] = ledger_lib.digest_of(body)
     data = json.dumps(body, sort_keys=True, separators=(",", ":")).encode() + b"\n"
     path.write_bytes(data)
-    message = f"{name}.*which version {version.__version__}"
+    message = f"{name}.*which version {tfdp_fl.__version__}"
     for use in (read, _append):
         with pytest.raises(accounting.LedgerError, match=message):
             use(path)

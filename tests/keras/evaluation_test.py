@@ -372,6 +372,17 @@ def test_an_interrupt_leaves_no_line_that_the_run_knows_not_of(ledger):
     assert fed.epsilon(_DELTA) == _told(ledger)
 
 
+def test_compiled_anew_nothing_is_charged_before_the_next_fit(ledger):
+    fed = _trained(callbacks=[ledger])
+    fed.compile("sgd", toy.loss(), ["accuracy"], jit_compile=False)
+    with pytest.raises(ValueError, match="fit must be called before"):
+        _evaluated(fed)
+    assert fed.epsilon(_DELTA) == _told(ledger)
+    toy.fit(fed, 1, [ledger])
+    _evaluated(fed)
+    assert fed.epsilon(_DELTA) == _told(ledger)
+
+
 def test_within_a_fit_the_directory_stays_locked_and_a_resumed_run_knows(tmp_path):
     path, (fed, other) = tmp_path / "run", (_trained("shuffled", 0) for _ in range(2))
     saved = tfdp_fl.callbacks.RoundCheckpoint(path)

@@ -14,7 +14,8 @@ from tests.keras import toy
 from tfdp_fl import engine
 from tfdp_fl._on_use import tfp
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.keras import callbacks, checkpoint, keras_names
+from tfdp_fl.keras import callbacks, checkpoint
+from tfdp_fl.keras.model import HANDED_ON
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
 _DELTA = 1e-3
@@ -82,7 +83,7 @@ def test_standard_callbacks_work_as_they_are(tmp_path):
     assert history.epoch == [0, 1]
     np.testing.assert_allclose(rates, [0.1, 0.05], rtol=1e-6)
     toy.assert_same(seen[0], fed)
-    saved = checkpoint.CheckpointDirectory(tmp_path).newest().state["weights"]
+    saved = checkpoint.CheckpointDirectory(tmp_path).newest()["weights"]
     toy.assert_same(saved, fed)  # The best ones, too.
     assert (tmp_path / "2.keras").exists()
     rows = (tmp_path / "log.csv").read_text().splitlines()
@@ -95,7 +96,7 @@ def test_standard_callbacks_work_as_they_are(tmp_path):
 
 def test_names_of_keras_are_the_models_unless_they_train_or_change_it():
     fed = toy.federated()
-    for name in keras_names.HANDED_ON:
+    for name in HANDED_ON:
         if hasattr(fed.model, name):  # Versions of Keras differ.
             assert type(getattr(fed, name)) is type(getattr(fed.model, name)), name
             assert name in dir(fed)

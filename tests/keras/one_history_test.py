@@ -13,9 +13,9 @@ import tensorflow as tf
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import accounting
+from tfdp_fl.accounting import planning
 from tfdp_fl.engine import CohortEngine
 from tfdp_fl.keras import resuming
-from tfdp_fl.keras.run import RoundCosts
 
 _DELTA = 1e-3
 _TRAINED = "already trained on clients"
@@ -199,14 +199,14 @@ def test_a_budget_is_asked_in_the_act_of_charging(tmp_path, when, most):
 def test_a_budget_or_target_counts_what_is_charged_while_it_plans(most):
     fed = toy.federated()
     toy.fit(fed, 1)
-    affordable_rounds = RoundCosts.affordable_rounds
+    most_rounds = planning.most_rounds
 
     def planned(*arguments):
-        found = affordable_rounds(*arguments)
+        found = most_rounds(*arguments)
         _evaluate(fed)  # As another thread might, between answer and what follows.
         return found
 
-    with mock.patch.object(RoundCosts, "affordable_rounds", planned):
+    with mock.patch.object(planning, "most_rounds", planned):
         toy.fit(fed, 3, [tfdp_fl.callbacks.PrivacyBudget(most, _DELTA)])
     assert fed.epsilon(_DELTA) <= most
     fed = toy.private(60.0, 4)

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.keras import toy
-from tfdp_fl import _files, accounting
+from tfdp_fl import _storage, accounting
 from tfdp_fl.engine import engine as engine_lib
 from tfdp_fl.keras import callbacks, checkpoint, resuming, round_loop
 
@@ -84,7 +84,7 @@ def _dies_half_way(fatal: pathlib.Path) -> None:
 
     def wrapped(file, data, *args, **kwargs):
         if file == fatal:
-            with _files.replacing(file, mode=0o600, sync=True) as stream:
+            with _storage.replacing(file, mode=0o600, sync=True) as stream:
                 stream.write(data[: len(data) // 2])
                 stream.flush()
                 _die()

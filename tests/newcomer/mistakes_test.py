@@ -105,7 +105,7 @@ _MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
         for call, rows in _OF_ONE.items()
         for name, value, allowed in rows
     ),
-    (_private, {"model": "model.keras"}, "model|'model.keras' of type str|Model"),
+    (_private, {"model": "model.keras"}, "model|'model.keras'|Model"),
     (_private, {"clients_per_round": 12.5, **_FIXED_SIZE}, "_per_round|12.5|whole"),
     (_private, {"clip_norm": 1.0}, "clip_norm|initial_clip_norm"),
     (_private, {"mechanism": "fixed"}, "clip_norm|missing"),

@@ -70,7 +70,7 @@ def test_of_checkpoints(tmp_path):
     rng = random.Random(2)
     directory = checkpoint.CheckpointDirectory(tmp_path)
     state = {"seed": 7, "weights": [np.arange(12.0).reshape(3, 4), np.float32(0.5)]}
-    directory.write(checkpoint.Checkpoint(round_index=3, state=state), 1)
+    directory.write(3, state, 1)
     data = directory.file(3).read_bytes()
     for _ in range(_MUTATIONS):
         directory.file(3).write_bytes(mutated(data, rng))
@@ -78,8 +78,8 @@ def test_of_checkpoints(tmp_path):
             found = directory.newest()
         except checkpoint.CheckpointError:
             continue
-        assert found.state.keys() == state.keys()
-        tf.nest.map_structure(np.testing.assert_array_equal, found.state, state)
+        assert found.keys() == state.keys()
+        tf.nest.map_structure(np.testing.assert_array_equal, found, state)
 
 
 def test_of_messages_of_secure_aggregation():

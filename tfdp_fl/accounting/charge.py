@@ -12,7 +12,7 @@ from typing import Any, cast
 import attr
 import dp_accounting
 
-from tfdp_fl import _json, _validate, schedules
+from tfdp_fl import _storage, _validate, schedules
 from tfdp_fl.accounting import releases
 from tfdp_fl.accounting.search import BestOfTrialsDpEvent
 
@@ -172,10 +172,10 @@ class RoundCharge:
     @functools.cached_property
     def _json(self) -> str:
         fields = {
-            field.name: _json.plain(getattr(self, field.name), event_to_json)
+            field.name: _storage.plain(getattr(self, field.name), event_to_json)
             for field in dataclasses.fields(self)
         }
-        return _json.canonical(
+        return _storage.canonical(
             {name: value for name, value in fields.items() if value is not None}
         )
 
@@ -337,10 +337,10 @@ def event_to_json(event: dp_accounting.DpEvent) -> dict[str, Any]:
             f"lists, got {event!r}."
         )
     fields = {
-        field.name: _json.plain(getattr(event, field.name), event_to_json)
+        field.name: _storage.plain(getattr(event, field.name), event_to_json)
         for field in attr.fields(kind)
     }
-    if "NaN" in _json.canonical(fields):
+    if "NaN" in _storage.canonical(fields):
         raise ValueError("event must not hold NaN.")
     if kind is dp_accounting.GaussianDpEvent:
         z = fields["noise_multiplier"]

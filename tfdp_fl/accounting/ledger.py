@@ -36,7 +36,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from tfdp_fl import _files, _interrupts, _json, _validate, version
+import tfdp_fl
+from tfdp_fl import _interrupts, _storage, _validate
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import releases
 from tfdp_fl.accounting.accountant import PrivacyAccountant
@@ -318,7 +319,7 @@ class PrivacyLedger:
             if not self._contents.header:
                 header = {
                     "format": FORMAT,
-                    "version": version.__version__,
+                    "version": tfdp_fl.__version__,
                     "dp_accounting": charge_lib.dp_accounting_version(),
                     "created": _now(),
                     "unit": unit,
@@ -332,7 +333,7 @@ class PrivacyLedger:
                 )
                 # The folder may be written but not read.
                 with contextlib.suppress(PermissionError):
-                    _files.sync_folder(os.path.dirname(self._place))
+                    _storage.sync_folder(os.path.dirname(self._place))
         except BlockingIOError:
             self.close()
             raise LedgerInUseError(
@@ -419,7 +420,7 @@ class PrivacyLedger:
             "charge": charge and json.loads(charge.to_json()),
             "local": local and checked_local(local, charge),
             "time": _now(),
-            "details": _json.plain(details, _refuse),
+            "details": _storage.plain(details, _refuse),
         }
         entry = _entry(body)
         with self._recording:
@@ -511,7 +512,7 @@ class PrivacyLedger:
         """Writes a line; returns its hash."""
         body = {**body, "previous": self.head}
         digest = digest_of(body)
-        line = _json.canonical({**body, "hash": digest}) + "\n"
+        line = _storage.canonical({**body, "hash": digest}) + "\n"
         self._write(line.encode())
         return digest
 
@@ -665,7 +666,7 @@ def _verified(line: bytes, head: str, first: bool, name: str) -> dict[str, Any]:
     body = json.loads(line.decode())
     if not isinstance(body, dict):
         raise ValueError("it is not a JSON object")
-    if _json.canonical(body).encode() != line:
+    if _storage.canonical(body).encode() != line:
         raise ValueError("it is not written as the ledger writes")
     digest = body.pop("hash")
     if body.get("previous") != head:
@@ -723,4 +724,4 @@ def checked_local(
 
 def digest_of(body: dict[str, Any]) -> str:
     """Returns a line's hash, of all that it says and of the hash before it."""
-    return hashlib.sha256(_json.canonical(body).encode()).hexdigest()
+    return hashlib.sha256(_storage.canonical(body).encode()).hexdigest()

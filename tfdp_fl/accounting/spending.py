@@ -16,6 +16,8 @@ from tfdp_fl.accounting.accountant import PrivacyAccountant
 from tfdp_fl.accounting.releases import epsilon_of_mu_squared
 
 CENTRAL, LOCAL, RECORD, NONE = "central", "local", "record", "none"
+# Guarantees that are composed for each client.
+BY_CLIENT = (LOCAL, RECORD)
 
 # What is released beside the rounds stands in ledgers as a run of its own, with
 # an id that begins so and one line: every reader of a ledger counts it.
@@ -179,7 +181,7 @@ class Spending:
     @property
     def by_client(self) -> bool:
         """Whether the guarantee is composed client by client."""
-        return self.guarantee in (LOCAL, RECORD)
+        return self.guarantee in BY_CLIENT
 
     @property
     def max_mu_squared(self) -> float:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import dp_accounting
 
-from tfdp_fl import _json, _validate
+from tfdp_fl import _storage, _validate
 from tfdp_fl.accounting import charge
 
 if TYPE_CHECKING:
@@ -201,8 +201,8 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
         "has_guarantee": math.isfinite(best),
         "relation": relation.name,
         "delta": delta,
-        "epsilon": _json.finite(best),
-        **{name: _json.finite(value) for name, value in values.items()},
+        "epsilon": _storage.finite(best),
+        **{name: _storage.finite(value) for name, value in values.items()},
         "populations": populations,
         "clients_per_round": _range(facts.clients_per_round),
         "cohort_sizes": _range(facts.cohort_sizes),

@@ -12,7 +12,7 @@ import tensorflow as tf
 import tensorflow_federated as tff
 from scipy import stats
 
-from tfdp_fl import _json, schedules
+from tfdp_fl import _storage, schedules
 from tfdp_fl.accounting import charge
 from tfdp_fl.mechanisms import contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
@@ -75,7 +75,7 @@ def history_line(
     else:
         event = charge.normalised(mechanism.round_event(round_index, deployment))
         line["event"] = charge.event_to_json(event)
-    return _json.canonical(line)
+    return _storage.canonical(line)
 
 
 def tabulated(

@@ -6,7 +6,6 @@ model.keras   the trained Keras model
 privacy.txt   the privacy statement
 privacy.json  the same, for programs
 report.html   all of it as one page
-accuracy.png  accuracy and epsilon against rounds, where matplotlib is installed
 result.json   the figures that a sweep compares; written last
 """
 
@@ -20,7 +19,7 @@ import pathlib
 import shutil
 from typing import Any
 
-from tfdp_fl import _files, _json
+from tfdp_fl import _storage
 from tfdp_fl.keras import callbacks
 
 CONFIG = "config.json"
@@ -29,14 +28,13 @@ MODEL = "model.keras"
 STATEMENT = "privacy.txt"
 STATEMENT_JSON = "privacy.json"
 REPORT = "report.html"
-CHART = "accuracy.png"
 RESULT = "result.json"
 LEDGER = "ledger.jsonl"
 CHECKPOINT = "checkpoint"
 
 _OWNED = (
     *(CONFIG, HISTORY, MODEL, STATEMENT, STATEMENT_JSON),
-    *(REPORT, CHART, RESULT, LEDGER, CHECKPOINT),
+    *(REPORT, RESULT, LEDGER, CHECKPOINT),
 )
 
 
@@ -77,8 +75,8 @@ def keep_ledger_alone(path: str | os.PathLike[str]) -> None:
 
 def write_json(path: pathlib.Path, value: Any) -> None:
     """Writes JSON; what is not finite becomes null."""
-    value = _json.finite(_json.plain(value))
-    _files.write_text(path, json.dumps(value, indent=2) + "\n")
+    value = _storage.finite(_storage.plain(value))
+    _storage.write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 class HistoryFile(callbacks.FederatedCallback):
@@ -109,30 +107,7 @@ class HistoryFile(callbacks.FederatedCallback):
         writer = csv.DictWriter(text, [*columns], lineterminator="\n")
         writer.writeheader()
         writer.writerows(self._rows)
-        _files.write_text(self._path, text.getvalue())
-
-
-def draw(path: pathlib.Path, title: str) -> None:
-    """Draws accuracy (left axis) and epsilon (right) against rounds."""
-    try:
-        from matplotlib import figure
-    except ModuleNotFoundError:
-        return  # The report says how to get charts.
-    drawn = figure.Figure(figsize=(7, 4), layout="constrained")
-    left = drawn.add_subplot(title=title, xlabel="round", ylabel="accuracy")
-    right = left.twinx()
-    right.set_ylabel("epsilon (dashed)")
-    rows = _read_rows(path / HISTORY)
-    for axes, name, line, color in (
-        (left, "val_accuracy", "-", "#0072B2"),
-        (right, "epsilon", "--", "#D55E00"),
-    ):
-        points = [(int(row["round"]), float(row[name])) for row in rows if name in row]
-        axes.plot(*zip(*points, strict=True), line, color=color)
-        axes.set_ylim(bottom=0)
-    left.set_ylim(top=1)
-    left.grid(alpha=0.3)
-    drawn.savefig(path / CHART, dpi=100)
+        _storage.write_text(self._path, text.getvalue())
 
 
 def _read_rows(path: pathlib.Path) -> list[dict[str, str]]:

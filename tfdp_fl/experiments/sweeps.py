@@ -28,7 +28,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp_fl import _files, _on_use, _validate
+from tfdp_fl import _on_use, _storage, _validate
 from tfdp_fl.experiments import run_directory, training
 from tfdp_fl.experiments.settings import Settings
 
@@ -195,4 +195,4 @@ def write_tables(root: pathlib.Path, trials: Sequence[Trial]) -> None:
     root.mkdir(parents=True, exist_ok=True)
     for name, table in (("runs", runs.drop(columns="run")), ("summary", summary)):
         text = table.to_csv(index=False, float_format="%.7g")
-        _files.write_text(root / f"{name}.csv", text)
+        _storage.write_text(root / f"{name}.csv", text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -54,12 +53,12 @@ def load_task(settings: Settings) -> Task:
       ValueError: An option does not fit the data.
       OSError: A file is not there, or cannot be downloaded.
     """
-    return _load(json.dumps({name: getattr(settings, name) for name in _OF_DATA}))
+    return _load(tuple((name, getattr(settings, name)) for name in _OF_DATA))
 
 
 @functools.lru_cache(maxsize=1)
-def _load(chosen: str) -> Task:
-    options = {k: v for k, v in json.loads(chosen).items() if v is not None}
+def _load(chosen: tuple[tuple[str, Any], ...]) -> Task:
+    options = {name: value for name, value in chosen if value is not None}
     has_features = options.pop("input_features", None) is not None
     pixels, dataset = options.pop("input_shifts"), options.pop("dataset")
     path = options.pop("data_path", None)

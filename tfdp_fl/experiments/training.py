@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp_fl import _files, losses, mechanisms
+from tfdp_fl import _storage, losses, mechanisms
 from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.experiments import run_directory, tasks
 from tfdp_fl.experiments import settings as settings_lib
@@ -241,7 +241,7 @@ def _leave_files(
     settings, federated_model = prepared.settings, prepared.federated_model
     model = federated_model.model
     tasks.whole_model(prepared.task, model).save(path / run_directory.MODEL)
-    _files.write_text(
+    _storage.write_text(
         path / run_directory.STATEMENT,
         f"{federated_model.privacy_statement(prepared.delta)}\n",
     )
@@ -271,6 +271,4 @@ def _leave_files(
     if mechanism.guarantee == mechanisms.LocalDP.guarantee:
         result["central_epsilon"] = federated_model.central_epsilon(prepared.delta, by)
     run_directory.write_json(path / run_directory.RESULT, result)
-    if mechanism.guarantee != "none" and federated_model.rounds:
-        run_directory.draw(path, f"{settings.dataset}, {mechanism.name}")
     return result

@@ -9,7 +9,6 @@ that is found damaged is passed over in favour of the one before.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import hashlib
 import io
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdp_fl import _files
+from tfdp_fl import _storage
 
 FORMAT = "tfdp_fl checkpoint 4"
 _NAME = re.compile(r"round-(\d{8})\.npz")
@@ -43,59 +42,51 @@ class CheckpointWriteError(CheckpointError):
     """A file could not be written; what stood before is as it was."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """A training run between two rounds.
+def to_bytes(state: dict[str, Any]) -> bytes:
+    """Returns the bytes of a file.
 
-    Attributes:
-      round_index: The next round, counted from 0.
+    Args:
       state: JSON values, and in their midst arrays of any NumPy dtype but object; of
         short floats, such as bfloat16, the values come back as float32.
     """
+    arrays: list[np.ndarray] = []
 
-    round_index: int
-    state: dict[str, Any]
+    def place_of(value: Any) -> dict[str, int]:
+        array = np.asarray(value)
+        if array.dtype.hasobject:  # A file that nobody could read.
+            raise TypeError(
+                "state must hold JSON values and arrays, got one of type "
+                f"{type(value).__name__}."
+            )
+        # NumPy's files do not name short floats.
+        arrays.append(array if array.dtype.kind != "V" else array.astype("f4"))
+        return {_PLACE: len(arrays)}
 
-    def to_bytes(self) -> bytes:
-        """Returns the bytes of a file."""
-        arrays: list[np.ndarray] = []
+    text = json.dumps({"format": FORMAT, "state": state}, default=place_of)
+    if text.count(f'"{_PLACE}": ') != len(arrays):
+        raise ValueError(f"state must have no key {_PLACE!r}, got one.")
+    stream = io.BytesIO()
+    np.savez(stream, np.array(text), *arrays)
+    data = stream.getvalue()
+    return data + hashlib.sha256(data).digest()
 
-        def place_of(value: Any) -> dict[str, int]:
-            array = np.asarray(value)
-            if array.dtype.hasobject:  # A file that nobody could read.
-                raise TypeError(
-                    "state must hold JSON values and arrays, got one of type "
-                    f"{type(value).__name__}."
-                )
-            # NumPy's files do not name short floats.
-            arrays.append(array if array.dtype.kind != "V" else array.astype("f4"))
-            return {_PLACE: len(arrays)}
 
-        text = json.dumps({"format": FORMAT, "state": self.state}, default=place_of)
-        if text.count(f'"{_PLACE}": ') != len(arrays):
-            raise ValueError(f"state must have no key {_PLACE!r}, got one.")
-        stream = io.BytesIO()
-        np.savez(stream, np.array(text), *arrays)
-        data = stream.getvalue()
-        return data + hashlib.sha256(data).digest()
+def from_bytes(data: bytes) -> dict[str, Any]:
+    """Returns what was written; raises ValueError unless it is to the last bit."""
+    data, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+    if hashlib.sha256(data).digest() != digest:
+        raise ValueError("its checksum is wrong, or an earlier version wrote it")
+    with np.load(io.BytesIO(data), allow_pickle=False) as file:
+        if "arr_0" not in file:
+            raise ValueError("an earlier version wrote it")
 
-    @classmethod
-    def from_bytes(cls, round_index: int, data: bytes) -> Checkpoint:
-        """Returns what was written; raises ValueError unless it is to the last bit."""
-        data, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
-        if hashlib.sha256(data).digest() != digest:
-            raise ValueError("its checksum is wrong, or an earlier version wrote it")
-        with np.load(io.BytesIO(data), allow_pickle=False) as file:
-            if "arr_0" not in file:
-                raise ValueError("an earlier version wrote it")
+        def array_of(value: dict[str, Any]) -> Any:
+            return file[f"arr_{value[_PLACE]}"] if _PLACE in value else value
 
-            def array_of(value: dict[str, Any]) -> Any:
-                return file[f"arr_{value[_PLACE]}"] if _PLACE in value else value
-
-            body = json.loads(str(file["arr_0"]), object_hook=array_of)
-        if body["format"] != FORMAT:
-            raise ValueError(f"it has the format {body['format']!r}")
-        return cls(round_index=round_index, state=body["state"])
+        body = json.loads(str(file["arr_0"]), object_hook=array_of)
+    if body["format"] != FORMAT:
+        raise ValueError(f"it has the format {body['format']!r}")
+    return body["state"]
 
 
 class CheckpointDirectory:
@@ -121,8 +112,8 @@ class CheckpointDirectory:
         """Returns where the checkpoint before a round is, or would be."""
         return self.path / f"round-{round_index:08d}.npz"
 
-    def newest(self) -> Checkpoint:
-        """Returns the newest checkpoint that is whole; warns of damaged ones."""
+    def newest(self) -> dict[str, Any]:
+        """Returns the newest state that is whole; warns of damaged checkpoints."""
         rounds = self.rounds()
         if not rounds:
             raise FileNotFoundError(
@@ -132,7 +123,7 @@ class CheckpointDirectory:
         for round_index in rounds:
             file = self.file(round_index)
             try:
-                return Checkpoint.from_bytes(round_index, file.read_bytes())
+                return from_bytes(file.read_bytes())
             except (ValueError, OSError) as error:
                 problems.append(f"The checkpoint {file} is damaged: {error}.")
                 warnings.warn(
@@ -162,7 +153,7 @@ class CheckpointDirectory:
                 "one a directory of its own."
             ) from None
         self._lock = descriptor
-        for leftover in self.path.glob(f"{_files.TEMPORARY}*"):
+        for leftover in self.path.glob(f"{_storage.TEMPORARY}*"):
             leftover.unlink(missing_ok=True)
 
     def release(self) -> None:
@@ -178,9 +169,9 @@ class CheckpointDirectory:
                 file = self.file(later)
                 file.replace(file.with_suffix(".damaged"))
 
-    def write(self, checkpoint: Checkpoint, keep: int) -> None:
-        """Writes a checkpoint, then removes all but the newest `keep`."""
-        write_atomically(self.file(checkpoint.round_index), checkpoint.to_bytes())
+    def write(self, round_index: int, state: dict[str, Any], keep: int) -> None:
+        """Writes the state before a round, then removes all but the newest `keep`."""
+        write_atomically(self.file(round_index), to_bytes(state))
         for old in self.rounds()[keep:]:
             self.file(old).unlink(missing_ok=True)
 
@@ -193,7 +184,7 @@ def write_atomically(file: pathlib.Path, data: bytes, mode: int = 0o600):
     """
     with (
         _clear_errors(file),
-        _files.replacing(file, mode=mode, sync=True) as stream,
+        _storage.replacing(file, mode=mode, sync=True) as stream,
     ):
         stream.write(data)
 

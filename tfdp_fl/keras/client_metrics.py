@@ -57,7 +57,7 @@ def evaluate(
     failed: list[ClientFailure] = []
     raised = 0
     metrics_of = _evaluation(model, training, clients.element_spec)
-    bar = tf.keras.utils.Progbar(number, unit_name="client")
+    bar = tf.keras.utils.Progbar(number, verbose=verbose, unit_name="client")
     for done, client in enumerate(clients.read_clients(np.arange(number)), 1):
         if isinstance(client, ClientFailure):
             failed.append(client)
@@ -71,8 +71,7 @@ def evaluate(
             for name, value in values.items():
                 column = columns.setdefault(name, np.full(number, np.nan))
                 column[client.position] = value.numpy()
-        if verbose:
-            bar.update(done)
+        bar.update(done)
     if not columns:
         columns = {name: np.full(number, np.nan) for name in in_any_case}
     if raised and not columns:
@@ -298,9 +297,10 @@ def _pay(fed: DPFederatedModel, charge: charge_lib.RoundCharge) -> None:
     name = spending_lib.new_evaluation()
     spent = spending_lib.OtherRun(charges=collections.Counter([charge]), mu_squared=0.0)
     with model_history.charging:
+        run, _ = fed.require_trained("a private evaluation")
         _check(fed, charge)
         for callback in fed.federated_callbacks:
             callback.on_release_charged(name, charge)
-        fed.require_trained("this")[0].spending.keep_others({name: spent})
+        run.spending.keep_others({name: spent})
         for callback in fed.federated_callbacks:
             callback.on_release_counted()

@@ -29,7 +29,6 @@ from tfdp_fl.engine import CohortEngine, LocalTraining
 from tfdp_fl.keras import callbacks as callbacks_lib
 from tfdp_fl.keras import (
     client_metrics,
-    keras_names,
     model_history,
     resuming,
     round_loop,
@@ -37,11 +36,28 @@ from tfdp_fl.keras import (
     training_setup,
 )
 from tfdp_fl.keras.preparation import PreparedEngine, prepare
-from tfdp_fl.keras.run import FitPlan, RoundCosts, Run
+from tfdp_fl.keras.run import FitPlan, Run
 from tfdp_fl.keras.training_setup import Compiled, PrivacyTarget, TrainingSetup
 from tfdp_fl.keras.validation import Validation
 from tfdp_fl.mechanisms import ClientWeighting, Mechanism, noise
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
+
+# What of the Keras model is handed on: what reads it, or sets its weights. Whatever
+# would train it on data without clipping and noise, or change what was compiled, is
+# not.
+_OF_KERAS = (
+    "built compute_dtype compute_output_shape count_params dtype dtype_policy export "
+    "get_build_config get_compile_config get_config get_layer get_state_tree "
+    "get_weight_paths get_weights history input input_dtype input_names input_shape "
+    "input_spec inputs jit_compile layers load_weights loss losses metrics "
+    "metrics_names metrics_variables name non_trainable_variables "
+    "non_trainable_weights operations optimizer output output_names output_shape "
+    "outputs path predict_on_batch quantization_mode reset_metrics run_eagerly "
+    "save_weights set_weights steps_per_execution stop_training submodules summary "
+    "supports_jit supports_masking test_on_batch to_json trainable_variables "
+    "trainable_weights variable_dtype variables weights"
+)
+HANDED_ON = frozenset(_OF_KERAS.split())
 
 
 class NotCompiledError(RuntimeError, ValueError):
@@ -169,8 +185,12 @@ class DPFederatedModel:
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the Keras model, if it is handed on."""
-        if name not in keras_names.HANDED_ON:
-            raise AttributeError(keras_names.missing(name))
+        if name not in HANDED_ON:
+            raise AttributeError(
+                f"DPFederatedModel has no {name!r}: it trains by fit(clients, "
+                "rounds=...), where clip and noise are accounted for. The Keras model "
+                "is fed.model."
+            )
         return getattr(self.model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -188,7 +208,7 @@ class DPFederatedModel:
 
     def __dir__(self) -> list[str]:
         """Returns all names, with those of the Keras model's handed on."""
-        own = set(dir(self.model)) & keras_names.HANDED_ON
+        own = set(dir(self.model)) & HANDED_ON
         return sorted({*super().__dir__(), *own})
 
     def compile(
@@ -235,7 +255,7 @@ class DPFederatedModel:
             round start from, with an int64 seed of shape [2].
           **others: None; what is given is refused, with what to give instead.
         """
-        keras_names.refuse_arguments("compile", others)
+        training_setup.refuse_arguments("compile", others)
         if model_history.is_fitting(self.model):
             raise model_history.running_error("compile")
         if loss is None:
@@ -436,7 +456,7 @@ class DPFederatedModel:
           `failed_clients`, `abandoned_rounds`, `epsilon` where a delta is
           known, and `between_client_variance` and `update_scale` if asked for.
         """
-        keras_names.refuse_arguments("fit", others)
+        training_setup.refuse_arguments("fit", others)
         self.require_compiled("fit")
         if client_ids is None and isinstance(y, int | np.integer) and rounds == 1:
             y, rounds = None, y
@@ -487,8 +507,8 @@ class DPFederatedModel:
         interrupted = calibration = None
         if resume_from is not None:
             interrupted = resuming.InterruptedRun.read(resume_from, self, clients, plan)
-            plan = interrupted.plan
-            calibration = interrupted.checkpoint.state["calibration"]
+            plan = FitPlan(**interrupted.state["plan"])
+            calibration = interrupted.state["calibration"]
             callbacks += callbacks_lib.ledger_of_resumed(resume_from, callbacks)
         run, self._prepared = prepare(
             self,
@@ -508,7 +528,7 @@ class DPFederatedModel:
             if audit is not None:
                 audit.begin(engine)
                 run.audit = audit
-            run.begin_fit(seed, self.setup.noise_generator, validation)
+            run.begin_fit(validation)
             if self._showed_metrics:
                 run.caveats.add("client_metrics_shown")
             self._run = run
@@ -577,11 +597,6 @@ class DPFederatedModel:
         """What the rounds have cost; None before the first `fit`."""
         return None if self.run is None else self.run.spending
 
-    @property
-    def costs(self) -> RoundCosts:
-        """What the coming rounds draw and cost, from the first `fit` on."""
-        return RoundCosts(self.setup, self.require_trained("costs")[0])
-
     def epsilon(self, delta: float, accountant: str | None = None) -> float:
         """Returns the epsilon at delta of the rounds that ran.
 
@@ -636,7 +651,7 @@ class DPFederatedModel:
                 units = max(run.spending.clients.num_clients, *sizes)
             delta = min(0.5, units**-1.1)
         return accounting.privacy_statement(
-            statement.facts(self.setup, run, cohort_engine), delta, format
+            statement.facts(run, cohort_engine), delta, format
         )
 
 

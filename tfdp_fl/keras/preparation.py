@@ -65,7 +65,8 @@ def prepare(
         max_participations=calibrated["max_participations"],
     )
     mechanism.check(deployment)
-    if not _noise_depends_on_rounds(mechanism):  # Schedules go on where they were.
+    if mechanism.guarantee not in spending_lib.BY_CLIENT:
+        # Schedules go on where they were.
         mechanism.check(dataclasses.replace(deployment, rounds=plan.last_round))
     prepared = _engine(fed, clients, plan, deployment, before, **training)
     cohort_engine = prepared.engine
@@ -92,7 +93,7 @@ def prepare(
     }
     if run is None:
         spending = spending_lib.Spending(mechanism.guarantee, clients.num_clients)
-        run = Run(spending=spending, **of_this_fit)
+        run = Run(setup=setup, spending=spending, **of_this_fit)
     else:
         same_number = run.spending.clients.num_clients == clients.num_clients
         windows = run.windows if same_number else None
@@ -190,10 +191,6 @@ def _records(
     return int(sizes.sum()), int(held.min()) if len(held) else None
 
 
-def _noise_depends_on_rounds(mechanism: Mechanism) -> bool:
-    return mechanism.guarantee in (spending_lib.LOCAL, spending_lib.RECORD)
-
-
 def _calibrated_for(
     fed: DPFederatedModel,
     plan: FitPlan,
@@ -209,7 +206,7 @@ def _calibrated_for(
     """
     run, mechanism, target = fed.run, fed.mechanism, fed.setup.target
     rounds = plan.last_round - plan.first_round
-    if _noise_depends_on_rounds(mechanism):
+    if mechanism.guarantee in spending_lib.BY_CLIENT:
         if resumed is not None:
             return resumed
         if run is not None and run.calibration and run.populations:
@@ -245,7 +242,7 @@ def _engine(
 ) -> PreparedEngine:
     setup, compiled = fed.setup, fed.require_compiled("fit")
     bound_to = deployment
-    if not _noise_depends_on_rounds(fed.mechanism):
+    if fed.mechanism.guarantee not in spending_lib.BY_CLIENT:
         bound_to = dataclasses.replace(deployment, rounds=None, max_participations=None)
     key = repr((bound_to, clients.element_spec, moments))
     if before is not None and before.key == key:

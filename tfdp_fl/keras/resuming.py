@@ -16,9 +16,9 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _json, accounting, engine, keras_versions, schedules
+from tfdp_fl import _storage, accounting, engine, keras_versions, schedules
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.keras import checkpoint as checkpoint_lib
+from tfdp_fl.keras import checkpoint
 from tfdp_fl.keras.run import FitPlan, Population, Run
 from tfdp_fl.mechanisms import ClientWeighting
 
@@ -44,12 +44,10 @@ def ledger_key(path: str | os.PathLike[str]) -> str:
     return os.path.realpath(path)
 
 
-def capture(
-    fed: DPFederatedModel, ledger_head: str | None
-) -> checkpoint_lib.Checkpoint:
+def capture(fed: DPFederatedModel, ledger_head: str | None) -> dict[str, Any]:
     """Returns the state of a training between two rounds."""
     run, cohort_engine = fed.require_trained("checkpoint")
-    state = {
+    return {
         **run.state(),
         "weights": [v.numpy() for v in fed.model.weights],
         "server_optimizer": [v.numpy() for v in cohort_engine.server.state],
@@ -58,7 +56,6 @@ def capture(
         "ledger_head": ledger_head,
         "memory_of": fed.mechanism.memory_key(),
     }
-    return checkpoint_lib.Checkpoint(round_index=run.rounds, state=state)
 
 
 def settings(
@@ -89,7 +86,7 @@ def settings(
         "grad_clip": compiled.training.grad_clip,
         "keras": keras_versions.name(),
     }
-    return _json.plain(values, described)
+    return _storage.plain(values, described)
 
 
 def _config(optimizer: Any) -> Any:
@@ -111,15 +108,13 @@ class InterruptedRun:
 
     Attributes:
       directory: Where its checkpoints and its ledger are.
-      checkpoint: The newest whole checkpoint.
+      state: The newest whole checkpoint's.
       ledger: What its ledger says; None if there is none yet.
-      plan: The interrupted call of `fit`.
     """
 
     directory: pathlib.Path
-    checkpoint: checkpoint_lib.Checkpoint
+    state: dict[str, Any]
     ledger: accounting.LedgerContents | None
-    plan: FitPlan
 
     @classmethod
     def read(
@@ -133,13 +128,13 @@ class InterruptedRun:
 
         Nothing of the model changes.
         """
-        checkpoint = checkpoint_lib.CheckpointDirectory(directory).newest()
-        plan = FitPlan(**checkpoint.state["plan"])
+        state = checkpoint.CheckpointDirectory(directory).newest()
+        plan = FitPlan(**state["plan"])
         last = plan.first_round + asked.last_round - asked.first_round
         asked = dataclasses.replace(
             asked, first_round=plan.first_round, last_round=last
         )
-        saved = checkpoint.state["settings"]
+        saved = state["settings"]
         now = settings(fed, (clients.num_clients, clients.clients_digest), asked)
         for name in now | saved:  # The rounds first, by which schedules differ too.
             if saved.get(name) != now.get(name):
@@ -148,7 +143,7 @@ class InterruptedRun:
                     f"run, to resume it from {directory}, got {short(now.get(name))}."
                 )
         path = ledger_path(directory)
-        head = checkpoint.state["ledger_head"]
+        head = state["ledger_head"]
         ledger = None
         if path.exists():
             ledger = accounting.PrivacyLedger.read(path, expected_head=head)
@@ -157,12 +152,7 @@ class InterruptedRun:
                 f"The ledger {path} is missing, and it held rounds that the "
                 "checkpoint beside it knows of."
             )
-        interrupted = cls(
-            directory=pathlib.Path(directory),
-            checkpoint=checkpoint,
-            ledger=ledger,
-            plan=plan,
-        )
+        interrupted = cls(directory=pathlib.Path(directory), state=state, ledger=ledger)
         interrupted._check_shapes("weights", fed.model.weights)
         run, covered = fed.run, 0
         known = None if run is None else run.known_ledgers.get(ledger_key(path))
@@ -178,7 +168,7 @@ class InterruptedRun:
         return interrupted
 
     def _check_shapes(self, group: str, variables: Any) -> None:
-        saved = [list(value.shape) for value in self.checkpoint.state[group]]
+        saved = [list(value.shape) for value in self.state[group]]
         own = [list(variable.shape) for variable in variables]
         if saved != own:
             raise ValueError(
@@ -196,7 +186,7 @@ class InterruptedRun:
         """
         server = cohort_engine.server.state
         self._check_shapes("server_optimizer", server)
-        state = self.checkpoint.state
+        state = self.state
         run = Run.from_state(state, prepared)
         # Nobody knows what was drawn after the checkpoint, here or from a copy.
         run.attempts.renew()

@@ -57,7 +57,7 @@ class RoundLoop:
         self.fed, self.clients, self.validation = fed, clients, validation
         self.collector, self.audit, self.verbose = collector, audit, verbose
         self.run, self.engine = fed.require_trained("fit")
-        self.setup, self.costs = fed.setup, fed.costs
+        self.setup = fed.setup
         # The model before any callback was called; None after the first round.
         self._begun_with: bytes | None = digest(fed.model)
         self.federated = [
@@ -80,9 +80,9 @@ class RoundLoop:
         for callback in self.federated:
             if self.delta is None and isinstance(callback, callbacks_lib.PrivacyBudget):
                 self.delta = self.run.budget_delta = callback.delta
-        self._history = fed.model.history = tf.keras.callbacks.History()
         self.keras_callbacks = tf.keras.callbacks.CallbackList(
-            [*callbacks, self._history],
+            callbacks,
+            add_history=True,
             model=fed.model,
             verbose=0,
             epochs=self.run.plan.last_round,
@@ -127,7 +127,7 @@ class RoundLoop:
             with _interrupts.after_the_block(), contextlib.ExitStack() as ending:
                 for callback in reversed(self.federated):
                     ending.callback(callback.on_fit_end)
-        return self._history
+        return model.history
 
     def _is_allowed(self, round_index: int) -> bool:
         return all(callback.allow_round(round_index) for callback in self.federated)
@@ -190,7 +190,7 @@ class RoundLoop:
             report["abandoned_rounds"] = 1.0
             return {**dict.fromkeys(self.run.log_names, math.nan), **logs, **report}
         if self.audit is not None:
-            self.audit.join(pending, self.costs.charge(round_index))
+            self.audit.join(pending, self.run.cost(round_index))
         # Broken off later, a round would be charged and not released, or
         # released and not in the history.
         whole.enter_context(_interrupts.after_the_block())
@@ -205,7 +205,7 @@ class RoundLoop:
         """Returns what is decided about a round before anybody trains."""
         run, plan = self.run, self.run.plan
         run.sampler.attempt = attempt = run.attempts.take()
-        positions = self.costs.draw(round_index)
+        positions = run.draw(round_index)
         return RoundInputs(
             round_index=round_index,
             positions=positions,
@@ -228,8 +228,8 @@ class RoundLoop:
         Of its clients so many were `silent`: they added no noise of their own.
         """
         run, positions, spending = self.run, inputs.positions, self.run.spending
-        charge = self.costs.charge(inputs.round_index, len(positions) - silent)
-        mu_squared, local = self.costs.mu_squared, None
+        charge = run.cost(inputs.round_index, len(positions) - silent)
+        mu_squared, local = run.mu_squared, None
         if spending.by_client:
             after = spending.clients.copy()
             after.add(positions, mu_squared)

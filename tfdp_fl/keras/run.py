@@ -14,7 +14,7 @@ import functools
 import os
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import dp_accounting
@@ -24,7 +24,6 @@ import tensorflow as tf
 from tfdp_fl import accounting, sampling
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.accounting import spending as spending_lib
-from tfdp_fl.accounting.planning import most_rounds
 from tfdp_fl.auditing import CanaryAudit
 from tfdp_fl.keras.training_setup import TrainingSetup
 from tfdp_fl.keras.validation import Validation
@@ -127,6 +126,7 @@ class Run:
     """What a training is between two rounds, from its first `fit` on.
 
     Attributes:
+      setup: How cohorts are drawn, and what is released of them.
       plan: The present or last call of `fit`.
       sampler: Draws the cohorts.
       deployment: Where the mechanism is used.
@@ -158,6 +158,7 @@ class Run:
       executor: How clients were trained, for people to read; nor this.
     """
 
+    setup: TrainingSetup
     plan: FitPlan
     sampler: sampling.CohortSampler
     deployment: Deployment
@@ -182,16 +183,14 @@ class Run:
     attempts: Attempts = dataclasses.field(default_factory=Attempts)
     executor: str | None = None
 
-    def begin_fit(
-        self, seed: int | None, generator: str, validation: Validation
-    ) -> None:
+    def begin_fit(self, validation: Validation) -> None:
         """Makes room for the clients of a `fit`, and notes what it was given."""
         self.spending.expect(self.population[0])
-        if seed is not None:
+        if self.plan.seed is not None:
             self.caveats.add("seed_given")
-        if generator == noise.PHILOX:
+        if self.setup.noise_generator == noise.PHILOX:
             self.caveats |= {"floating_point_noise", "pseudorandom_noise"}
-        if generator == noise.EXACT:
+        else:
             self.caveats.add("exact_noise")
         if validation.data is not None:
             self.caveats.add("validation_data_not_covered")
@@ -240,28 +239,12 @@ class Run:
             prepared,
             **plain,
             sampler=sampler,
-            plan=FitPlan(**state["plan"]),
             caveats=set(state["caveats"]),
             spending=spending_lib.Spending.from_state(state["spending"]),
             mechanism_state=tf.nest.pack_sequence_as(prepared.mechanism_state, values),
         )
 
-
-# Rounds that a budget is first asked about: as many as most runs have.
-_TRIED_FIRST = 2**12
-
-
-@dataclasses.dataclass(frozen=True)
-class RoundCosts:
-    """A mechanism under a sampling, on top of what was spent already.
-
-    Attributes:
-      setup: How cohorts are drawn, and what is released of them.
-      run: The rounds so far.
-    """
-
-    setup: TrainingSetup
-    run: Run
+    # What the coming rounds draw and cost.
 
     def draw(
         self, round_index: int, account: spending_lib.LocalAccount | None = None
@@ -270,35 +253,37 @@ class RoundCosts:
 
         Clients that took part as often as they may sit out.
         """
-        positions = self.run.sampler.cohort(round_index)
+        positions = self.sampler.cohort(round_index)
         limit = self.setup.mechanism.max_participations
         if limit is None:
             return positions
-        account = account or self.run.spending.clients
+        account = account or self.spending.clients
         return positions[account.participations[positions] < limit]
 
-    def charge(
+    def cost(
         self, round_index: int, answered: int | None = None
     ) -> accounting.RoundCharge:
         """Returns what a round costs."""
-        mechanism, run = self.setup.mechanism, self.run
-        first = mechanism.event_index(run.rounds, run.mechanism_state.memory)
-        event = mechanism.round_event(first + round_index - run.rounds, run.deployment)
-        size = run.sampler.expected_cohort_size(round_index)
+        mechanism = self.setup.mechanism
+        first = mechanism.event_index(self.rounds, self.mechanism_state.memory)
+        event = mechanism.round_event(
+            first + round_index - self.rounds, self.deployment
+        )
+        size = self.sampler.expected_cohort_size(round_index)
         if answered is not None:
             size = answered
-        expected = run.deployment.cohort_size(round_index)
+        expected = self.deployment.cohort_size(round_index)
         if mechanism.guarantee == spending_lib.LOCAL and size < expected:
             # Clients that are missing did not add their noise.
             event = dp_accounting.NonPrivateDpEvent()
-        return run.sampler.charge(round_index, event)
+        return self.sampler.charge(round_index, event)
 
     @property
     def mu_squared(self) -> float:
         """(sensitivity / sigma)^2 of one client's own release; 0 if none."""
-        if not self.run.spending.by_client:
+        if not self.spending.by_client:
             return 0.0
-        return self.setup.mechanism.mu_squared(self.run.deployment)
+        return self.setup.mechanism.mu_squared(self.deployment)
 
     def _mu_squared_after(self, rounds: int) -> float:
         """Returns the most that one client can have spent after so many more rounds.
@@ -306,8 +291,8 @@ class RoundCosts:
         The cohorts of a shuffled order are known beforehand. Of others it is
         not known which clients they will draw: any that may still take part.
         """
-        run, mu_squared = self.run, self.mu_squared
-        clients, elsewhere = run.spending.clients, run.spending.mu_squared_elsewhere
+        mu_squared, clients = self.mu_squared, self.spending.clients
+        elsewhere = self.spending.mu_squared_elsewhere
         if self.setup.sampling != "shuffled":
             most = self.setup.mechanism.max_participations
             return elsewhere + clients.max_mu_squared_after_draws(
@@ -315,31 +300,22 @@ class RoundCosts:
             )
         trial = clients.copy()
         for ahead in range(rounds):
-            trial.add(self.draw(run.rounds + ahead, trial), mu_squared)
+            trial.add(self.draw(self.rounds + ahead, trial), mu_squared)
         return elsewhere + trial.max_mu_squared
 
-    def epsilon_after_round(
-        self, round_index: int, delta: float, accountant: str | None = None
-    ) -> float:
-        """Returns what epsilon would be after the coming round."""
-        if self.run.spending.by_client:
-            return accounting.epsilon_of_mu_squared(self._mu_squared_after(1), delta)
-        after = self.run.spending.central.would_be(self.charge(round_index))
-        return after.epsilon(delta, accountant or self.setup.accountant)
+    def epsilon_after(
+        self, delta: float, accountant: str | None = None
+    ) -> Callable[[int], float]:
+        """Returns what epsilon would be after the next so many rounds."""
+        cost = functools.cache(self.cost)
 
-    def affordable_rounds(
-        self, epsilon: float, delta: float, rounds: int, accountant: str | None = None
-    ) -> int:
-        """Returns how many of the next rounds a budget allows."""
-        run, charge = self.run, functools.cache(self.charge)
-
-        def cost(count: int) -> float:
-            if run.spending.by_client:
+        def epsilon(count: int) -> float:
+            if self.spending.by_client:
                 spent = self._mu_squared_after(count)
                 return accounting.epsilon_of_mu_squared(spent, delta)
-            ahead = range(run.rounds, run.rounds + count)
-            kinds = collections.Counter(map(charge, ahead)).items()
-            after = run.spending.central.would_be(*kinds)
+            ahead = range(self.rounds, self.rounds + count)
+            kinds = collections.Counter(map(cost, ahead)).items()
+            after = self.spending.central.would_be(*kinds)
             return after.epsilon(delta, accountant or self.setup.accountant)
 
-        return most_rounds(cost, epsilon, rounds, _TRIED_FIRST)
+        return epsilon

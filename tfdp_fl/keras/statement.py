@@ -15,15 +15,11 @@ _MOST_KINDS_FOR_PLD = 5
 
 
 def facts(
-    setup: TrainingSetup, run: run_lib.Run, cohort_engine: engine.CohortEngine
+    run: run_lib.Run, cohort_engine: engine.CohortEngine
 ) -> accounting.StatementFacts:
     """Returns what ran."""
-    spending, mechanism = run.spending, setup.mechanism
-    sizes = [
-        charge.clients_per_round
-        for charge, count in spending.own.items()
-        for _ in range(count)
-    ] or run.sampler.expected_cohort_size(0)
+    spending, setup, mechanism = run.spending, run.setup, run.setup.mechanism
+    sizes = [charge.clients_per_round for charge in spending.own.elements()]
     composed: dict[str, Any] = {
         "epsilon_rdp": _epsilon(spending, "rdp"),
         "epsilon_pld": _epsilon(spending, "pld"),
@@ -53,13 +49,13 @@ def facts(
             size for size, _ in dict.fromkeys(run.populations or [run.population])
         ],
         num_records=run.num_records,
-        clients_per_round=sizes,
+        clients_per_round=sizes or run.sampler.expected_cohort_size(0),
         cohort_sizes=run.cohort_sizes,
         rounds=spending.rounds,
         rounds_of_others=spending.rounds_of_others,
         pld_is_exact=spending.central.is_one_gaussian,
         implied_delta=mechanism.implied_delta,
-        caveats=_caveats(setup, run, cohort_engine),
+        caveats=_caveats(run, cohort_engine),
         audit=None if run.audit is None else run.audit.sentence,
     )
 
@@ -129,7 +125,7 @@ def caveats_of_setup(
     """Returns which caveats hold of a training by how it is set, ran or not."""
     mechanism = setup.mechanism
     private = mechanism.guarantee != spending_lib.NONE
-    by_client = mechanism.guarantee in (spending_lib.LOCAL, spending_lib.RECORD)
+    by_client = mechanism.guarantee in spending_lib.BY_CLIENT
     at_clients = mechanism.noise_site == "client"
     securely = setup.secure_aggregation is not None
     return {
@@ -147,14 +143,12 @@ def caveats_of_setup(
     }
 
 
-def _caveats(
-    setup: TrainingSetup, run: run_lib.Run, cohort_engine: engine.CohortEngine
-) -> tuple[str, ...]:
-    mechanism, spending = setup.mechanism, run.spending
+def _caveats(run: run_lib.Run, cohort_engine: engine.CohortEngine) -> tuple[str, ...]:
+    spending = run.spending
     private = spending.guarantee != spending_lib.NONE
     other_runs = len(spending.others) > spending.evaluations
     holds = {
-        **caveats_of_setup(setup, cohort_engine),
+        **caveats_of_setup(run.setup, cohort_engine),
         "unnoised_metrics": private,
         "validation_clients_held_out": bool(run.held_out),
         "hyperparameter_search_not_counted": private and not other_runs,
@@ -163,4 +157,4 @@ def _caveats(
     }
     seen = run.caveats if private else run.caveats & _OF_ANY_RUN
     true = [key for key in accounting.CAVEATS if holds.get(key) or key in seen]
-    return tuple(dict.fromkeys([*mechanism.caveats(), *true]))
+    return tuple(dict.fromkeys([*run.setup.mechanism.caveats(), *true]))

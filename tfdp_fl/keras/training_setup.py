@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -22,6 +23,27 @@ from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
 # Names of metrics that Keras gives a meaning to by the shape of the output.
 _METRIC_NAMES = ("accuracy", "acc", "crossentropy", "ce")
+
+_RUNTIME = "runtime (which says where clients are trained)"
+_COMPILED = "nothing: a whole cohort is one call that is compiled by TensorFlow"
+_MODEL = "DPFederatedModel(model, mechanism, clients_per_round, sampling=...)"
+_PRIVATE = "make_private(model, target_epsilon=..., target_delta=...), and fit then"
+# What Keras's `fit` and `compile` take, or users expect there: what to give instead.
+_INSTEAD = {
+    "epochs": (
+        "rounds (in a round a cohort of clients trains; local_epochs says how "
+        "often a client goes over its examples in one)"
+    ),
+    "initial_epoch": "resume_from (a directory that RoundCheckpoint wrote)",
+    "steps_per_epoch": "rounds, and clients_per_round of the model",
+    "validation_steps": "validation_data with as many batches",
+    "class_weight": "sample_weight, what its class counts for each example",
+    "auto_scale_loss": "nothing: take mixed_bfloat16, which needs no scale",
+    **dict.fromkeys(["max_queue_size", "use_multiprocessing", "workers"], _RUNTIME),
+    **dict.fromkeys(["run_eagerly", "steps_per_execution"], _COMPILED),
+    **dict.fromkeys(["target_epsilon", "target_delta"], _PRIVATE),
+    **dict.fromkeys(["mechanism", "clients_per_round", "sampling"], _MODEL),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,6 +198,13 @@ class Compiled:
         """Sets the clients' rate, unless the optimizer follows its own."""
         if keras_versions.learning_rate(self.training.optimizer) is not None:
             self.training.optimizer.learning_rate = value
+
+
+def refuse_arguments(method: str, given: Iterable[str]) -> None:
+    """Raises TypeError for arguments that `fit` or `compile` does not take."""
+    for name in given:
+        hint = f"; give {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise TypeError(f"{method} takes no {name}{hint}.")
 
 
 def checked_optimizer(argument: str, value: Any) -> tf.keras.optimizers.Optimizer:

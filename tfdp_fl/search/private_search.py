@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _json, _validate, accounting, datasets
+from tfdp_fl import _storage, _validate, accounting, datasets
 from tfdp_fl.accounting.ledger import new_run
 from tfdp_fl.accounting.search import TrialCount
 from tfdp_fl.accounting.spending import CENTRAL, OtherRun, Spending
@@ -253,7 +253,7 @@ class PrivateSearch:
         self, clients: FederatedDataset, options: dict[str, Any]
     ) -> dict[str, Any]:
         """Returns what a resumed search must have as it was, as JSON values."""
-        return _json.plain(
+        return _storage.plain(
             {
                 "candidates": self.candidates,
                 "expected_trials": self._trials.mean,
@@ -434,7 +434,7 @@ class SearchDirectory:
         """Returns the state of an interrupted search, whose ledger has to be here."""
         assert self._path is not None
         data = (self._path / _STATE).read_bytes()
-        state = SearchState(**checkpoint.Checkpoint.from_bytes(0, data).state)
+        state = SearchState(**checkpoint.from_bytes(data))
         ledger = self._path / _LEDGER
         accounting.PrivacyLedger.read(ledger, expected_head=state.ledger_head)
         return state
@@ -443,8 +443,8 @@ class SearchDirectory:
         """Replaces the state on the disk."""
         if self._path is not None and self.ledger is not None:
             state.ledger_head = self.ledger.head
-            kept = checkpoint.Checkpoint(round_index=0, state=vars(state))
-            checkpoint.write_atomically(self._path / _STATE, kept.to_bytes())
+            data = checkpoint.to_bytes(vars(state))
+            checkpoint.write_atomically(self._path / _STATE, data)
 
     def forget(self) -> None:
         """Deletes the state: the search has ended."""

@@ -17,8 +17,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp_fl import _validate
-from tfdp_fl.accounting import RoundCharge
+from tfdp_fl.accounting import RoundCharge, planning
 from tfdp_fl.keras.training_setup import PrivacyTarget
+
+# Rounds that a budget is first asked about: as many as most runs have.
+_TRIED_FIRST = 2**12
 
 
 class FederatedCallback(tf.keras.callbacks.Callback):
@@ -161,9 +164,8 @@ class PrivacyBudget(FederatedCallback):
         self.stopped_before_round = None
         # First: another thread may charge an evaluation at any time.
         self._counted = fed.run.spending.others
-        allowed = fed.costs.affordable_rounds(
-            self.epsilon, self.delta, asked, self.accountant
-        )
+        cost = fed.run.epsilon_after(self.delta, self.accountant)
+        allowed = planning.most_rounds(cost, self.epsilon, asked, _TRIED_FIRST)
         # Rounds that are abandoned cost nothing, so it can only be more.
         self._affordable_before = first_round + allowed
         if allowed < asked:
@@ -184,7 +186,7 @@ class PrivacyBudget(FederatedCallback):
         counted = fed.run.spending.others
         if round_index < self._affordable_before and counted == self._counted:
             return True
-        after = fed.costs.epsilon_after_round(round_index, self.delta, self.accountant)
+        after = fed.run.epsilon_after(self.delta, self.accountant)(1)
         if after <= self.epsilon:
             return True
         self.stopped_before_round = round_index

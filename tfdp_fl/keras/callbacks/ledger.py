@@ -149,17 +149,16 @@ class Ledger(FederatedCallback):
         most = spending.clients.max_mu_squared + self._elsewhere
         local = {"mu_squared": 0.0, "max_mu_squared": most}
         written = collections.Counter(
-            entry.charge for entry in runs.get(run.run_id, ())
+            entry.charge for entry in runs.get(run.run_id, ()) if entry.charge
         )
-        for charge, count in spending.own.items():
-            for _ in range(count - written[charge]):
-                ledger.record(
-                    max(0, run.rounds - 1),
-                    charge,
-                    round(charge.clients_per_round),
-                    local=local if spending.by_client else None,
-                    written_later=True,
-                )
+        for charge in (spending.own - written).elements():
+            ledger.record(
+                max(0, run.rounds - 1),
+                charge,
+                round(charge.clients_per_round),
+                local=local if spending.by_client else None,
+                written_later=True,
+            )
         for name, charge in spending.charges_of_evaluations.items():
             if name not in runs:
                 self._record_release(ledger, name, charge, written_later=True)
@@ -277,7 +276,7 @@ class RoundCheckpoint(Ledger):
         self._files.acquire()
         run = self.federated_model.run
         rounds = self._files.rounds()
-        if rounds and resuming.ledger_key(self.path) not in run.known_ledgers:
+        if rounds and self._key not in run.known_ledgers:
             raise ValueError(
                 "directory must not hold the checkpoints of another run, and "
                 f"{self.directory} holds one of round {rounds[0]}: go on with that run "
@@ -347,11 +346,9 @@ class RoundCheckpoint(Ledger):
         return self._charged_round < run.rounds and not run.releasing
 
     def _save(self) -> None:
-        fed, head = self.federated_model, self.head
-        if head is None:  # After `fit`, where a private evaluation is saved.
-            key = resuming.ledger_key(self.path)
-            head = fed.run.known_ledgers.get(key) or None
-        self._files.write(resuming.capture(fed, head), self.keep)
+        fed = self.federated_model
+        head = fed.run.known_ledgers.get(self._key) or None
+        self._files.write(fed.rounds, resuming.capture(fed, head), self.keep)
 
     def _write_statement(self) -> None:
         text = self.federated_model.privacy_statement(self.delta)

@@ -8,7 +8,7 @@ import os
 import pathlib
 from typing import Any
 
-from tfdp_fl import _files
+from tfdp_fl import _storage
 from tfdp_fl.keras import resuming
 from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
 
@@ -68,7 +68,7 @@ class Report(FederatedCallback):
         """Writes the page."""
         ended_by_error = self._is_ended_by_error
         try:
-            _files.write_text(self.path, self._page(ended_by_error))
+            _storage.write_text(self.path, self._page(ended_by_error))
         except Exception:
             if not ended_by_error:
                 raise

@@ -1,13 +1,15 @@
-"""Files that appear whole or not at all."""
+"""What is stored: values as JSON has them, files that appear whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import pathlib
 import secrets
-from collections.abc import Iterator
-from typing import BinaryIO
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, BinaryIO
 
 # What the name of a file begins with that is not whole yet.
 TEMPORARY = ".writing-"
@@ -64,3 +66,42 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def plain(value: Any, unknown: Callable[[Any], Any] = repr) -> Any:
+    """Returns what a value is after a round trip through JSON.
+
+    Args:
+      value: Python and NumPy values and tensors, in mappings and sequences of
+        any depth. Keys become text, and tuples lists.
+      unknown: Called on anything else; returns what stands for it.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        # NumPy's float64 and str are Python's as well.
+        item = getattr(value, "item", None)
+        return value if item is None else item()
+    if isinstance(value, Mapping):
+        return {str(k): plain(each, unknown) for k, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each, unknown) for each in value]
+    if hasattr(value, "tolist"):
+        return plain(value.tolist(), unknown)
+    if hasattr(value, "numpy"):
+        return plain(value.numpy(), unknown)
+    return unknown(value)
+
+
+def finite(value: Any) -> Any:
+    """Returns a plain value with None for infinity and NaN, as JSON wants."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [finite(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def canonical(value: Any) -> str:
+    """Returns the one JSON text of a value: sorted keys, no spaces."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
