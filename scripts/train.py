@@ -10,7 +10,7 @@ The flags are the fields of `tfdp_fl.experiments.Settings`; a choice that is
 left open is made by the data set and the mechanism, and printed. The output
 directory receives history.csv (a row a round), model.keras (loads without this
 package), privacy.txt and privacy.json (the statement), report.html (all of it
-as one page), config.json and result.json.
+as one page), accuracy.png, config.json and result.json.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ _SHORT = {
 _SMALL = ["--model=linear", "--num_clients=20", "--rounds=4"]
 _FILES = (
     *("history.csv", "model.keras", "privacy.txt", "privacy.json"),
-    *("report.html", "config.json", "result.json"),
+    *("accuracy.png", "report.html", "config.json", "result.json"),
 )
 _REFUSED = (
     (["--dataset=cifar"], "dataset"),

@@ -6,6 +6,7 @@ model.keras   the trained Keras model
 privacy.txt   the privacy statement
 privacy.json  the same, for programs
 report.html   all of it as one page
+accuracy.png  accuracy and epsilon against rounds, where matplotlib is installed
 result.json   the figures that a sweep compares; written last
 """
 
@@ -28,13 +29,14 @@ MODEL = "model.keras"
 STATEMENT = "privacy.txt"
 STATEMENT_JSON = "privacy.json"
 REPORT = "report.html"
+CHART = "accuracy.png"
 RESULT = "result.json"
 LEDGER = "ledger.jsonl"
 CHECKPOINT = "checkpoint"
 
 _OWNED = (
     *(CONFIG, HISTORY, MODEL, STATEMENT, STATEMENT_JSON),
-    *(REPORT, RESULT, LEDGER, CHECKPOINT),
+    *(REPORT, CHART, RESULT, LEDGER, CHECKPOINT),
 )
 
 
@@ -108,6 +110,29 @@ class HistoryFile(callbacks.FederatedCallback):
         writer.writeheader()
         writer.writerows(self._rows)
         _storage.write_text(self._path, text.getvalue())
+
+
+def draw(path: pathlib.Path, title: str) -> None:
+    """Draws accuracy (left axis) and epsilon (right) against rounds."""
+    try:
+        from matplotlib import figure
+    except ModuleNotFoundError:
+        return  # The report says how to get charts.
+    drawn = figure.Figure(figsize=(7, 4), layout="constrained")
+    left = drawn.add_subplot(title=title, xlabel="round", ylabel="accuracy")
+    right = left.twinx()
+    right.set_ylabel("epsilon (dashed)")
+    rows = _read_rows(path / HISTORY)
+    for axes, name, line, color in (
+        (left, "val_accuracy", "-", "#0072B2"),
+        (right, "epsilon", "--", "#D55E00"),
+    ):
+        points = [(int(row["round"]), float(row[name])) for row in rows if name in row]
+        axes.plot(*zip(*points, strict=True), line, color=color)
+        axes.set_ylim(bottom=0)
+    left.set_ylim(top=1)
+    left.grid(alpha=0.3)
+    drawn.savefig(path / CHART, dpi=100)
 
 
 def _read_rows(path: pathlib.Path) -> list[dict[str, str]]:

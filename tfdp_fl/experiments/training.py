@@ -271,4 +271,6 @@ def _leave_files(
     if mechanism.guarantee == mechanisms.LocalDP.guarantee:
         result["central_epsilon"] = federated_model.central_epsilon(prepared.delta, by)
     run_directory.write_json(path / run_directory.RESULT, result)
+    if mechanism.guarantee != "none" and federated_model.rounds:
+        run_directory.draw(path, f"{settings.dataset}, {mechanism.name}")
     return result
