@@ -121,17 +121,13 @@ def draw(path: pathlib.Path, title: str) -> None:
     drawn = figure.Figure(figsize=(7, 4), layout="constrained")
     left = drawn.add_subplot(title=title, xlabel="round", ylabel="accuracy")
     right = left.twinx()
-    right.set_ylabel("epsilon (dashed)")
     rows = _read_rows(path / HISTORY)
-    for axes, name, line, color in (
-        (left, "val_accuracy", "-", "#0072B2"),
-        (right, "epsilon", "--", "#D55E00"),
-    ):
+    for axes, name, line in ((left, "val_accuracy", "C0-"), (right, "epsilon", "C1--")):
         points = [(int(row["round"]), float(row[name])) for row in rows if name in row]
-        axes.plot(*zip(*points, strict=True), line, color=color)
-        axes.set_ylim(bottom=0)
-    left.set_ylim(top=1)
+        axes.plot(*zip(*points, strict=True), line)
+    left.set_ylim(0, 1)
     left.grid(alpha=0.3)
+    right.set(ylabel="epsilon (dashed)", ylim=(0, None))
     drawn.savefig(path / CHART, dpi=100)
 
 

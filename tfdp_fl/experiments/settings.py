@@ -322,12 +322,7 @@ class Settings(_Options):
 
     def delta(self, num_clients: int) -> float:
         """Returns the delta at which epsilon is reported."""
-        implied = self._implied_delta()
-        if implied is not None:
-            return min(implied, 1 - 1e-9)
-        if self.target_delta is not None:
-            return self.target_delta
-        return num_clients**-1.1
+        return self._implied_delta() or self.target_delta or num_clients**-1.1
 
     def _implied_delta(self) -> float | None:
         """Returns the delta that follows from the mechanism's parameters."""
@@ -335,7 +330,7 @@ class Settings(_Options):
         if kind.guarantee != "record":
             return None
         made = kind(epsilon=1.0, **_starts(self.mechanism) | self.mechanism_options())
-        return made.implied_delta
+        return min(made.implied_delta, 1 - 1e-9)
 
     def mechanism_options(self) -> dict[str, Any]:
         """Returns the mechanism's parameters that are set, noise excepted.
