@@ -372,13 +372,16 @@ def test_an_interrupt_leaves_no_line_that_the_run_knows_not_of(ledger):
     assert fed.epsilon(_DELTA) == _told(ledger)
 
 
-def test_compiled_anew_nothing_is_charged_before_the_next_fit(ledger):
+def test_compiled_anew_a_run_is_told_of_and_charged_as_before(ledger):
     fed = _trained(callbacks=[ledger])
+    statement, engine = fed.privacy_statement(_DELTA), fed.engine
     fed.compile("sgd", toy.loss(), ["accuracy"], jit_compile=False)
-    with pytest.raises(ValueError, match="fit must be called before"):
-        _evaluated(fed)
-    assert fed.epsilon(_DELTA) == _told(ledger)
+    assert fed.privacy_statement(_DELTA) == statement
+    spent = fed.epsilon(_DELTA)
+    _evaluated(fed)
+    assert spent < fed.epsilon(_DELTA) == _told(ledger)
     toy.fit(fed, 1, [ledger])
+    assert fed.engine is not engine
     _evaluated(fed)
     assert fed.epsilon(_DELTA) == _told(ledger)
 

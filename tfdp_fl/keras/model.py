@@ -298,7 +298,9 @@ class DPFederatedModel:
             broadcast_hook=broadcast_hook,
             jit_compile=jit_compile,
         )
-        self._prepared = None  # A new engine; the run goes on.
+        if self._prepared is not None:
+            # The next fit makes a new engine; until then the old one tells of the run.
+            self._prepared = self._prepared._replace(key="")
         self.model.compile(**as_keras)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
