@@ -160,7 +160,7 @@ def loss_options(loss: Any) -> dict[str, Any]:
 
 
 def outputs_with_losses(
-    model: tf.keras.Model, loss: Any, compiled_loss: Any, y: Any, predicted: Any
+    loss: Any, compiled_loss: Any, y: Any, predicted: Any
 ) -> list[tuple[Any, Any, Any]]:
     """Returns the label, the output and the loss of each output."""
     names = compiled_loss.output_names

@@ -30,7 +30,7 @@ from tfdp_fl.accounting import search
 # Beyond, an epsilon is above 1e5 or below 1e-5 for any use, and floating point
 # fails: there, noise is taken for less than it is.
 LEAST_NOISE, MOST_NOISE = 1e-3, 1e6
-# Above this, so much noise as for it is given.
+# Above this, a tail bound of the privacy loss says how much noise is enough.
 _LARGEST_EPSILON = 1e5
 # More than the roundings of a few operations, and of SciPy's functions.
 _ROUNDING_OF_DELTA = 2.0**-46

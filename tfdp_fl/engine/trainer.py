@@ -137,7 +137,7 @@ class Trainer:
         flat = tf.nest.flatten(y)
         places = tf.nest.pack_sequence_as(y, range(len(flat)))
         outputs = keras_versions.outputs_with_losses(
-            model, training.loss, self._loss, places, predicted
+            training.loss, self._loss, places, predicted
         )
         self.label_ranges = labels.ranges(flat, outputs)
         self.single_loss = outputs[0][2] if len(outputs) == 1 else None
