@@ -90,7 +90,7 @@ fed = tfdp_fl.DPFederatedModel(model, fixed, clients_per_round=10)
 fed.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
 listeners = [
     tfdp_fl.callbacks.PrivacyBudget(epsilon=8.0, delta=1e-2),
-    tfdp_fl.callbacks.RoundCheckpoint("run", delta=1e-2),
+    tfdp_fl.callbacks.RoundCheckpoint("run"),
     tfdp_fl.callbacks.Report("report.html"),
     Print(),
 ]

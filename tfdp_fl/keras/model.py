@@ -28,17 +28,17 @@ from tfdp_fl.datasets import persons
 from tfdp_fl.engine import CohortEngine, LocalTraining
 from tfdp_fl.keras import callbacks as callbacks_lib
 from tfdp_fl.keras import (
-    client_metrics,
-    model_history,
-    resuming,
+    evaluation,
     round_loop,
     statement,
     training_setup,
 )
+from tfdp_fl.keras import run as run_lib
+from tfdp_fl.keras.checkpoint import InterruptedRun
+from tfdp_fl.keras.evaluation import PrivateMetrics, Validation
 from tfdp_fl.keras.preparation import PreparedEngine, prepare
 from tfdp_fl.keras.run import FitPlan, Run
 from tfdp_fl.keras.training_setup import Compiled, PrivacyTarget, TrainingSetup
-from tfdp_fl.keras.validation import Validation
 from tfdp_fl.mechanisms import ClientWeighting, Mechanism, noise
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
@@ -211,6 +211,7 @@ class DPFederatedModel:
         own = set(dir(self.model)) & HANDED_ON
         return sorted({*super().__dir__(), *own})
 
+    @run_lib.alone
     def compile(
         self,
         optimizer: Any = "sgd",
@@ -256,8 +257,6 @@ class DPFederatedModel:
           **others: None; what is given is refused, with what to give instead.
         """
         training_setup.refuse_arguments("compile", others)
-        if model_history.is_fitting(self.model):
-            raise model_history.running_error("compile")
         if loss is None:
             raise ValueError("loss must be given, got None.")
         for name, hook in (
@@ -266,7 +265,7 @@ class DPFederatedModel:
         ):
             if hook is not None and not callable(hook):
                 raise TypeError(f"{name} must be callable, got {hook!r}.")
-        optimizer = training_setup.checked_optimizer("optimizer", optimizer)
+        optimizer = training_setup.known_to_keras(optimizer=optimizer)
         keras_versions.check_optimizer(optimizer)
         training_setup.check_names(
             loss=loss, metrics=metrics, weighted_metrics=weighted_metrics
@@ -277,8 +276,8 @@ class DPFederatedModel:
                     f"server_optimizer must be None with {self.mechanism.name}, which "
                     f"releases weights and no update, got {server_optimizer!r}."
                 )
-            server_optimizer = training_setup.checked_optimizer(
-                "server_optimizer", server_optimizer
+            server_optimizer = training_setup.known_to_keras(
+                server_optimizer=server_optimizer
             )
         as_keras = {
             "optimizer": optimizer,
@@ -314,7 +313,7 @@ class DPFederatedModel:
         batch_size: int = 1024,
         verbose: str | int = "auto",
         *,
-        private: client_metrics.PrivateMetrics | None = None,
+        private: PrivateMetrics | None = None,
     ) -> dict[str, Any]:
         """Returns the model's metrics on each client's own data.
 
@@ -347,11 +346,11 @@ class DPFederatedModel:
         dataset = datasets.as_federated(clients)
         bar = _checked_verbose(verbose)
         if private is not None:
-            return client_metrics.release(self, private, dataset, batch_size, bar)
+            return evaluation.release(self, private, dataset, batch_size, bar)
         self._showed_metrics = True
         if self.run is not None:
             self.run.caveats.add("client_metrics_shown")
-        return client_metrics.evaluate(self.model, training, dataset, batch_size, bar)
+        return evaluation.evaluate(self.model, training, dataset, batch_size, bar)
 
     def predict(self, *args: Any, **kwargs: Any) -> np.ndarray:
         """Predicts, as Keras's `predict` does."""
@@ -368,7 +367,7 @@ class DPFederatedModel:
     # Training.
 
     @_interrupts.recognised()
-    @model_history.one_fit_at_a_time
+    @run_lib.alone
     def fit(
         self,
         clients: Any = None,
@@ -460,6 +459,8 @@ class DPFederatedModel:
         """
         training_setup.refuse_arguments("fit", others)
         self.require_compiled("fit")
+        if resume_from is None:  # Else both come from there: weights and their cost.
+            run_lib.check_owner(self)
         if client_ids is None and isinstance(y, int | np.integer) and rounds == 1:
             y, rounds = None, y
         if clients is not None and x is not None:
@@ -508,7 +509,7 @@ class DPFederatedModel:
         )
         interrupted = calibration = None
         if resume_from is not None:
-            interrupted = resuming.InterruptedRun.read(resume_from, self, clients, plan)
+            interrupted = InterruptedRun.read(resume_from, self, clients, plan)
             plan = FitPlan(**interrupted.state["plan"])
             calibration = interrupted.state["calibration"]
             callbacks += callbacks_lib.ledger_of_resumed(resume_from, callbacks)
@@ -521,15 +522,15 @@ class DPFederatedModel:
             moments=between_client_variance,
         )
         engine = self._prepared.engine
-        engine.state = run.mechanism_state
         with _interrupts.after_the_block():
             # Interrupted between, the weights come back without what they cost.
             if interrupted is not None:
                 run = interrupted.restore(self, engine, run)
-                model_history.claim(self, engine.server.variables)
+                run_lib.claim(self, engine.server.variables)
             if audit is not None:
                 audit.begin(engine)
                 run.audit = audit
+            engine.state = run.mechanism_state
             run.begin_fit(validation)
             if self._showed_metrics:
                 run.caveats.add("client_metrics_shown")
@@ -553,7 +554,7 @@ class DPFederatedModel:
             raise ValueError(
                 f"fit must be called before {what}: there is nothing to state yet."
             )
-        model_history.check_owner(self)
+        run_lib.check_owner(self)
         return self.run, self.engine
 
     def with_setup(self, **changes: Any) -> DPFederatedModel:
@@ -565,12 +566,6 @@ class DPFederatedModel:
         made = DPFederatedModel(self.model, **{**vars(self.setup), **changes})
         made._compiled = self._compiled
         return made
-
-    def _forget_run(self) -> None:
-        """Forgets what was trained; the caller has counted what that cost."""
-        self._run = None
-        if self.engine is not None:
-            self.engine.state = self.engine.query.initial_global_state()
 
     def say(self, message: str) -> None:
         """Tells the user something about the training, unless silent."""
@@ -611,7 +606,7 @@ class DPFederatedModel:
           accountant: "rdp" or "pld"; None: the model's own.
         """
         delta = _validate.inside_unit_interval(delta=delta)
-        model_history.check_owner(self)
+        run_lib.check_owner(self)
         if self.spending is None:
             return 0.0
         return self.spending.epsilon(delta, accountant or self.setup.accountant)
@@ -624,7 +619,7 @@ class DPFederatedModel:
         it is infinite, and the local epsilon is the bound.
         """
         delta = _validate.inside_unit_interval(delta=delta)
-        model_history.check_owner(self)
+        run_lib.check_owner(self)
         if self.spending is None:
             return 0.0
         return self.spending.central.epsilon(delta, accountant or self.setup.accountant)

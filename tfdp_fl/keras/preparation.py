@@ -6,19 +6,23 @@ before are made here, before anything of the run changes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
 import warnings
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
-from tfdp_fl import engine, sampling
+from tfdp_fl import datasets, engine, sampling
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
-from tfdp_fl.keras import validation
+from tfdp_fl.engine import trainer
+from tfdp_fl.keras import training_setup
 from tfdp_fl.keras.run import FitPlan, Population, Run
-from tfdp_fl.mechanisms import Deployment, Mechanism, grid, noise
+from tfdp_fl.mechanisms import Deployment, Mechanism, NoPrivacy, grid, noise
 
 if TYPE_CHECKING:
     from tfdp_fl.keras.model import DPFederatedModel
@@ -71,13 +75,14 @@ def prepare(
     prepared = _engine(fed, clients, plan, deployment, before, **training)
     cohort_engine = prepared.engine
     cohort_engine.check_labels(clients)
-    state = cohort_engine.state
+    query = cohort_engine.query
+    state = query.initial_global_state() if run is None else run.mechanism_state
     if run is None or not (
         sampler is run.sampler and population == run.population and not run.releasing
     ):
         # The memory of correlated noise goes on only with the same clients in the
         # same groups, and if nothing was released that it does not know of.
-        state = cohort_engine.query.new_segment(state)
+        state = query.new_segment(state)
     of_this_fit: dict[str, Any] = {
         "plan": plan,
         "sampler": sampler,
@@ -95,12 +100,11 @@ def prepare(
         spending = spending_lib.Spending(mechanism.guarantee, clients.num_clients)
         run = Run(setup=setup, spending=spending, **of_this_fit)
     else:
-        same_number = run.spending.clients.num_clients == clients.num_clients
-        windows = run.windows if same_number else None
-        run = dataclasses.replace(run, windows=windows, **of_this_fit)
-    if cohort_engine.query.keeps_window and run.windows is None:
+        run = dataclasses.replace(run, **of_this_fit)
+    if query.keeps_window:
         shape = clients.num_clients, mechanism.window, cohort_engine.num_variables
-        run.windows = np.full(shape, np.nan, np.float32)
+        if run.windows is None or run.windows.shape != shape:
+            run.windows = np.full(shape, np.nan, np.float32)
     return run, prepared
 
 
@@ -247,7 +251,7 @@ def _engine(
     key = repr((bound_to, clients.element_spec, moments))
     if before is not None and before.key == key:
         return before
-    with validation.checked_features(fed.model, clients):
+    with checked_features(fed.model, clients):
         made = engine.CohortEngine(
             model=fed.model,
             training=compiled.training,
@@ -263,6 +267,96 @@ def _engine(
             jit_compile=compiled.jit_compile,
             batch_size=plan.batch_size,
         )
-    if fed.run is not None:
-        made.state = fed.run.mechanism_state
     return PreparedEngine(made, key)
+
+
+def validate(
+    model: Any, *, clients: Any = None, loss: Any = None, strict: bool = False
+) -> list[str]:
+    """Returns why a model cannot be trained or protected, if it cannot.
+
+    In the manner of Opacus's `ModuleValidator.validate`. Nothing is trained.
+    With clients and a loss it finds what `fit` would refuse before its first
+    round: also a state that would pass from one client to the next, and labels
+    that the model has no class for.
+
+    Args:
+      model: A Keras model.
+      clients: Clients' data, as `fit` takes it; None: the model alone.
+      loss: As in Keras's `compile`; with clients only.
+      strict: Whether to raise instead of returning the problem.
+
+    Returns:
+      The first problem, in a sentence; empty if none was found.
+
+    Raises:
+      ValueError: `strict`, and there is a problem; or one of clients and loss
+        without the other.
+    """
+    if (clients is None) != (loss is None):
+        raise ValueError(
+            "clients and loss must be given together, got "
+            f"{'clients' if loss is None else 'loss'} alone."
+        )
+    try:
+        training_setup.check_model(model)
+        if clients is not None:
+            dataset = datasets.as_federated(clients)
+            check_features(model, dataset.element_spec[0], "clients")
+            optimizer = tf.keras.optimizers.SGD(0.0)
+            engine.CohortEngine(
+                model=model,
+                training=engine.LocalTraining(optimizer=optimizer, loss=loss),
+                mechanism=NoPrivacy(),
+                deployment=Deployment(clients_per_round=1),
+                element_spec=dataset.element_spec,
+                num_replicas=1,
+            ).check_labels(dataset)
+    except Exception as error:  # Whatever a layer's own code can raise.
+        problem = f"{type(error).__name__}: {error}"
+        if strict:
+            raise ValueError(f"model cannot be trained: {problem}") from error
+        return [problem]
+    return []
+
+
+def check_features(
+    model: tf.keras.Model, spec: Any, argument: str, whose: str = ""
+) -> None:
+    """Raises ValueError if a model cannot take features."""
+    try:
+        model(trainer.zeros_like_batch(spec), training=False)
+    except Exception as error:  # Whatever a layer's own code can raise.
+        # (Of zeros: whatever it quotes, it is nobody's example.)
+        raise nests.ExamplesValueError(
+            f"{argument} must have features that the model takes{_input_of(model)}, "
+            f"got {nests.describe_spec(spec)} for each example{whose}."
+        ) from error
+
+
+@contextlib.contextmanager
+def checked_features(
+    model: tf.keras.Model, clients: FederatedDataset, argument: str = "clients"
+) -> Iterator[None]:
+    """Checks clients' features; errors about examples in the block name a client."""
+    place = 0
+    if clients.is_indexed:
+        place = int(np.argmax(clients.client_sizes() > 0))
+    whose = f"client {clients.client_ids[place]!r}"
+    check_features(model, clients.element_spec[0], argument, f" of {whose}")
+    try:
+        yield
+    except nests.SAFE_ERRORS as error:
+        raise type(error)(f"{argument} ({whose}): {error}") from error
+
+
+def _input_of(model: tf.keras.Model) -> str:
+    """Returns what a model takes, in words, if it tells."""
+    try:
+        shown = [
+            nests.describe_spec(tf.TensorSpec(leaf.shape[1:], leaf.dtype))
+            for leaf in tf.nest.flatten(list(model.inputs))
+        ]
+    except (AttributeError, TypeError, ValueError):
+        return ""
+    return f", {' and '.join(shown)}" if shown else ""

@@ -26,7 +26,8 @@ from tfdp_fl.accounting.ledger import new_run
 from tfdp_fl.accounting.search import TrialCount
 from tfdp_fl.accounting.spending import CENTRAL, OtherRun, Spending
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.keras import DPFederatedModel, checkpoint, model_history
+from tfdp_fl.keras import DPFederatedModel, checkpoint
+from tfdp_fl.keras import run as run_lib
 from tfdp_fl.search.scores import PrivateScore, PublicScore, Split
 from tfdp_fl.search.trial import Candidate, Trial, calibrated
 
@@ -272,7 +273,7 @@ class PrivateSearch:
         seen: set[int] = set()
         for candidate in self.candidates:
             trial = Trial(candidate, self._build(**candidate), split, options)
-            own = {id(part) for part in (*trial.variables, *trial.server_optimizers)}
+            own = {id(variable) for variable in trial.variables}
             if seen & own:
                 raise ValueError(
                     "build must return a model and a server_optimizer of its own for "
@@ -328,7 +329,7 @@ class PrivateSearch:
         finally:
             for trial in trials:
                 trial.reset()
-                model_history.claim(self, trial.variables)
+                run_lib.claim(self, trial.variables)
 
     def _pay(
         self,

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdp_fl import _validate, datasets, engine
 from tfdp_fl.datasets import FederatedDataset, client_ids
-from tfdp_fl.keras import PrivateMetrics, client_metrics
+from tfdp_fl.keras import PrivateMetrics, evaluation
 
 _MODES = ("auto", "max", "min")
 _IS_ERROR = re.compile("loss|error|entropy|divergence|perplexity|mse|mae|mape|msle")
@@ -174,7 +174,7 @@ class PrivateScore:
         self, model: tf.keras.Model, training: engine.LocalTraining, held_out: Any
     ) -> float:
         """Returns the noisy mean for a model, negated if less is better."""
-        values = client_metrics.evaluate(
+        values = evaluation.evaluate(
             model, training, held_out, 1024, 0, in_any_case=self._release.bounds
         )
         generator = np.random.Generator(np.random.Philox())

@@ -19,13 +19,8 @@ from tfdp_fl import accounting, keras_versions, sampling, schedules
 from tfdp_fl.accounting.search import BestOfTrialsDpEvent, TrialCount
 from tfdp_fl.datasets import nests
 from tfdp_fl.engine import trainer
-from tfdp_fl.keras import (
-    DPFederatedModel,
-    model_history,
-    preparation,
-    statement,
-    validation,
-)
+from tfdp_fl.keras import DPFederatedModel, preparation, statement
+from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.make_private import charged, largest_noise
 from tfdp_fl.keras.run import FitPlan
 from tfdp_fl.mechanisms import Deployment, Mechanism
@@ -41,7 +36,6 @@ class Trial:
       model: Its Keras model. Between trials it has the weights it came with.
       mechanism: Its mechanism, with the noise of the search once that is known.
       clients_per_round: The expected cohort size, m.
-      server_optimizers: The server's optimizer, if there is one.
       initial: The values that its variables begin with.
     """
 
@@ -55,7 +49,7 @@ class Trial:
                 f"{type(made).__name__} for {candidate!r}."
             )
         compiled = made.require_compiled(f"build returns {candidate!r}")
-        model_history.check_owner(made)
+        run_lib.check_owner(made)
         if made.run is not None:
             raise ValueError(
                 f"build must return a new model, got one for {candidate!r} that was "
@@ -67,7 +61,10 @@ class Trial:
         sizes = made.setup.clients_per_round
         self.clients_per_round = schedules.value_at(sizes, 0, "clients_per_round")
         server = compiled.server_optimizer
-        self.server_optimizers: list[Any] = [] if server is None else [server]
+        self._server: list[tf.Variable] = []
+        if server is not None:
+            trainable = self.model.trainable_variables
+            self._server = keras_versions.build_optimizer(server, trainable)
         self.initial = self.values()
         self._made, self._training = made, compiled.training
         self._split, self._options = split, options
@@ -80,15 +77,13 @@ class Trial:
         self._planned: collections.Counter[accounting.RoundCharge] = (
             collections.Counter()
         )
-        # What trains, with the noise of the search, and what the server's optimizer
-        # begins with.
+        # What trains, with the noise of the search.
         self._fed: DPFederatedModel | None = None
-        self._server: list[tuple[tf.Variable, np.ndarray]] = []
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """All variables of the model: weights, and states of random layers."""
-        return keras_versions.tf_variables(self.model.variables)
+        """Weights, states of random layers, and those of the server's optimizer."""
+        return [*keras_versions.tf_variables(self.model.variables), *self._server]
 
     def values(self) -> list[np.ndarray]:
         """Returns the values of all variables."""
@@ -104,10 +99,8 @@ class Trial:
         self.assign(self.initial)
         self.model.reset_metrics()
         self.model.history = None
-        for variable, value in self._server:
-            variable.assign(value)
         if self._fed is not None:
-            self._fed._forget_run()  # What it cost is counted by the search.
+            self._fed._run = None  # What it cost is counted by the search.
 
     def check(self, metric: str) -> None:
         """Raises ValueError if the model cannot take the clients' examples.
@@ -115,7 +108,7 @@ class Trial:
         On zeros: what is found does not depend on the clients.
         """
         x_spec, y_spec = self._split.training.element_spec
-        validation.check_features(self.model, x_spec, "clients")
+        preparation.check_features(self.model, x_spec, "clients")
         x, y, *weight = nests.unpaired(*map(trainer.zeros_like_batch, (x_spec, y_spec)))
         found = self.model.test_on_batch(x, y, *weight, return_dict=True)
         self.reset()
@@ -161,11 +154,6 @@ class Trial:
         self._fed = self._made.with_setup(
             mechanism=self.mechanism, delta=None, target=None
         )
-        for server in self.server_optimizers:
-            state = keras_versions.build_optimizer(
-                server, self.model.trainable_variables
-            )
-            self._server = [(variable, variable.numpy()) for variable in state]
         options = dict(self._options)
         last_round = options.pop("rounds")
         _, self._fed._prepared = preparation.prepare(
@@ -193,7 +181,7 @@ class Trial:
     def _train(self) -> None:
         assert self._fed is not None  # `prepare` made it.
         # The model is this trial's alone: it was reset.
-        model_history.claim(self._fed, self.variables)
+        run_lib.claim(self._fed, self.variables)
         self._fed.fit(self._split.training, verbose=0, **self._options)
         run, _ = self._fed.require_trained("a trial")
         if not run.spending.own <= self._planned:

@@ -9,7 +9,7 @@ import pathlib
 from typing import Any
 
 from tfdp_fl import _storage
-from tfdp_fl.keras import resuming
+from tfdp_fl.keras import checkpoint
 from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
 
 # What is drawn of the rounds' values, by the title.
@@ -55,10 +55,16 @@ class Report(FederatedCallback):
             )
         self.delta = delta
         self._rounds: dict[int, dict[str, float]] = {}
+        self._is_broken_off = True
 
     def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
         """Makes the folder: better an error now than after the training."""
+        self._is_broken_off = True
         self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def on_train_end(self, logs: dict[str, float] | None = None) -> None:
+        """Notes that nothing broke the training off."""
+        self._is_broken_off = False
 
     def on_round_released(self, round_index: int, logs: dict[str, float]) -> None:
         """Keeps a round's values."""
@@ -66,19 +72,14 @@ class Report(FederatedCallback):
 
     def on_fit_end(self) -> None:
         """Writes the page."""
-        ended_by_error = self._is_ended_by_error
-        try:
-            _storage.write_text(self.path, self._page(ended_by_error))
-        except Exception:
-            if not ended_by_error:
-                raise
+        _storage.write_text(self.path, self._page())
 
-    def _page(self, ended_early: bool) -> str:
+    def _page(self) -> str:
         import jinja2
 
         fed = self.federated_model
         facts = fed.privacy_statement(self.delta, "dict")
-        settings = resuming.settings(fed, fed.run.population, fed.run.plan)
+        settings = checkpoint.settings(fed, fed.run.population, fed.run.plan)
         settings["trained"] = fed.run.executor
         template = pathlib.Path(__file__).with_name("report.html").read_text("utf-8")
         environment = jinja2.Environment(
@@ -89,7 +90,7 @@ class Report(FederatedCallback):
         )
         return environment.from_string(template).render(
             name=fed.model.name,
-            ended_early=ended_early,
+            is_broken_off=self._is_broken_off,
             facts=facts,
             epsilon=_rounded_up(facts["epsilon"]),
             accuracies=self._series("val_accuracy"),
