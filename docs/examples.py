@@ -15,7 +15,7 @@ loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 fixed = tfdp_fl.FixedClipping(clip_norm=0.3, noise_multiplier=1.0)
 
 # %% make_private
-assert tfdp_fl.validate(model, clients=clients, loss=loss) == []
+assert tfdp_fl.validate(model) == []
 fed = tfdp_fl.make_private(
     model,
     target_epsilon=8.0,

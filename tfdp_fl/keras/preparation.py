@@ -10,19 +10,19 @@ import contextlib
 import dataclasses
 import secrets
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import datasets, engine, sampling
+from tfdp_fl import engine, sampling
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 from tfdp_fl.engine import trainer
 from tfdp_fl.keras import training_setup
 from tfdp_fl.keras.run import FitPlan, Population, Run
-from tfdp_fl.mechanisms import Deployment, Mechanism, NoPrivacy, grid, noise
+from tfdp_fl.mechanisms import Deployment, Mechanism, grid, noise
 
 if TYPE_CHECKING:
     from tfdp_fl.keras.model import DPFederatedModel
@@ -41,7 +41,7 @@ def prepare(
     plan: FitPlan,
     *,
     before: PreparedEngine | None,
-    calibration: dict[str, int] | None,
+    calibration: Sequence[int] | None,
     **training: Any,
 ) -> tuple[Run, PreparedEngine]:
     """Checks the clients against everything else; returns the run and its engine.
@@ -57,7 +57,7 @@ def prepare(
             grid.check_noise_multiplier(noise_multiplier)
         sampler.expected_cohort_size(round_index)
     num_records, min_examples = _records(mechanism, clients)
-    calibrated = _calibrated_for(fed, plan, sampler, calibration)
+    rounds, participations = _calibrated_for(fed, plan, sampler, calibration)
     deployment = Deployment(
         clients_per_round=setup.clients_per_round,
         num_clients=clients.num_clients,
@@ -65,8 +65,8 @@ def prepare(
         min_examples=min_examples,
         client_weighting=setup.client_weighting,
         noise_generator=setup.noise_generator,
-        rounds=calibrated["rounds"],
-        max_participations=calibrated["max_participations"],
+        rounds=rounds,
+        max_participations=participations,
     )
     mechanism.check(deployment)
     if mechanism.guarantee not in spending_lib.BY_CLIENT:
@@ -92,7 +92,6 @@ def prepare(
             deployment, num_variables=cohort_engine.num_variables
         ),
         "num_records": num_records,
-        "calibration": calibrated,
         "mechanism_state": state,
         "releasing": False,
     }
@@ -175,32 +174,25 @@ def _records(
     """
     if mechanism.guarantee != spending_lib.RECORD:
         return None, None
-    if clients.is_indexed:
-        sizes = clients.client_sizes()
-    else:
-        sizes = np.array(
-            [
-                nests.common_length(client.x, client.y)
-                for client in clients.read_clients(np.arange(clients.num_clients))
-                if not isinstance(client, ClientFailure)
-            ],
-            np.int64,
-        )
-    if not len(sizes):
+    sizes = [
+        nests.common_length(client.x, client.y)
+        for client in clients.read_clients(np.arange(clients.num_clients))
+        if not isinstance(client, ClientFailure)
+    ]
+    if not sizes:
         raise ValueError(
             f"clients must know their sizes for {mechanism.name}, got "
             f"{clients.num_clients} that cannot be read."
         )
-    held = sizes[sizes > 0]
-    return int(sizes.sum()), int(held.min()) if len(held) else None
+    return sum(sizes), min(filter(None, sizes), default=None)
 
 
 def _calibrated_for(
     fed: DPFederatedModel,
     plan: FitPlan,
     sampler: sampling.CohortSampler,
-    resumed: dict[str, int] | None,
-) -> dict[str, int]:
+    resumed: Sequence[int] | None,
+) -> Sequence[int | None]:
     """Returns for how many rounds clients set their noise.
 
     `rounds` and `max_participations` of a `Deployment`: those of the
@@ -213,8 +205,8 @@ def _calibrated_for(
     if mechanism.guarantee in spending_lib.BY_CLIENT:
         if resumed is not None:
             return resumed
-        if run is not None and run.calibration and run.populations:
-            before = run.calibration["rounds"]
+        if run is not None and run.populations:
+            before = run.deployment.rounds or 0
             is_first_beyond = plan.last_round > before >= plan.first_round
             if target is None and mechanism.epsilon is not None and is_first_beyond:
                 warnings.warn(
@@ -225,14 +217,12 @@ def _calibrated_for(
                     RuntimeWarning,
                     stacklevel=5,
                 )
-            return run.calibration
+            return before, run.deployment.max_participations
         if target is not None:
             rounds = target.rounds
     participations = sampler.max_participations(rounds, plan.first_round)
     limit = mechanism.max_participations
-    if limit is not None:
-        participations = min(participations, limit)
-    return {"rounds": rounds, "max_participations": participations}
+    return rounds, participations if limit is None else min(participations, limit)
 
 
 def _engine(
@@ -270,48 +260,24 @@ def _engine(
     return PreparedEngine(made, key)
 
 
-def validate(
-    model: Any, *, clients: Any = None, loss: Any = None, strict: bool = False
-) -> list[str]:
+def validate(model: Any, *, strict: bool = False) -> list[str]:
     """Returns why a model cannot be trained or protected, if it cannot.
 
-    In the manner of Opacus's `ModuleValidator.validate`. Nothing is trained.
-    With clients and a loss it finds what `fit` would refuse before its first
-    round: also a state that would pass from one client to the next, and labels
-    that the model has no class for.
+    In the manner of Opacus's `ModuleValidator.validate`. What depends on the clients
+    and the loss, `fit` finds before its first round.
 
     Args:
       model: A Keras model.
-      clients: Clients' data, as `fit` takes it; None: the model alone.
-      loss: As in Keras's `compile`; with clients only.
       strict: Whether to raise instead of returning the problem.
 
     Returns:
       The first problem, in a sentence; empty if none was found.
 
     Raises:
-      ValueError: `strict`, and there is a problem; or one of clients and loss
-        without the other.
+      ValueError: `strict`, and there is a problem.
     """
-    if (clients is None) != (loss is None):
-        raise ValueError(
-            "clients and loss must be given together, got "
-            f"{'clients' if loss is None else 'loss'} alone."
-        )
     try:
         training_setup.check_model(model)
-        if clients is not None:
-            dataset = datasets.as_federated(clients)
-            check_features(model, dataset.element_spec[0], "clients")
-            optimizer = tf.keras.optimizers.SGD(0.0)
-            engine.CohortEngine(
-                model=model,
-                training=engine.LocalTraining(optimizer=optimizer, loss=loss),
-                mechanism=NoPrivacy(),
-                deployment=Deployment(clients_per_round=1),
-                element_spec=dataset.element_spec,
-                num_replicas=1,
-            ).check_labels(dataset)
     except Exception as error:  # Whatever a layer's own code can raise.
         problem = f"{type(error).__name__}: {error}"
         if strict:

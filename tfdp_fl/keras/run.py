@@ -93,7 +93,7 @@ Population = tuple[int, str]
 
 # What a checkpoint keeps as it is.
 _PLAIN = (
-    *("run_id", "rounds", "populations", "calibration", "known_ledgers", "log_names"),
+    *("run_id", "rounds", "populations", "known_ledgers", "log_names"),
     *("cohort_sizes", "held_out", "windows"),
 )
 
@@ -136,8 +136,6 @@ class Run:
       rounds: How many rounds were run, abandoned ones included.
       populations: Those of all that were charged, each where it began.
       num_records: The clients' examples, where those are protected.
-      calibration: `rounds` and `max_participations`, for which the clients'
-        own noise was calibrated.
       mechanism_state: The state of the mechanism's query before the coming
         round: its clip, and its memory if it has any.
       windows: Float32 [N, W, L], each client's window of norms; None if the
@@ -168,7 +166,6 @@ class Run:
     rounds: int = 0
     populations: list[Population] = dataclasses.field(default_factory=list)
     num_records: int | None = None
-    calibration: dict[str, int] | None = None
     mechanism_state: Round
     windows: np.ndarray | None = None
     cohort_sizes: list[int] = dataclasses.field(default_factory=list)
@@ -212,6 +209,7 @@ class Run:
         return {
             **{name: getattr(self, name) for name in _PLAIN},
             "plan": dataclasses.asdict(self.plan),
+            "calibration": (self.deployment.rounds, self.deployment.max_participations),
             "caveats": sorted(self.caveats),
             "sampler": self.sampler.state(),
             "spending": self.spending.state(),
