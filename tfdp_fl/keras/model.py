@@ -26,7 +26,6 @@ from tfdp_fl import (
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import persons
 from tfdp_fl.engine import CohortEngine, LocalTraining
-from tfdp_fl.keras import callbacks as callbacks_lib
 from tfdp_fl.keras import (
     evaluation,
     round_loop,
@@ -34,6 +33,7 @@ from tfdp_fl.keras import (
     training_setup,
 )
 from tfdp_fl.keras import run as run_lib
+from tfdp_fl.keras.callbacks import federated_callback, ledger
 from tfdp_fl.keras.checkpoint import InterruptedRun
 from tfdp_fl.keras.evaluation import PrivateMetrics, Validation
 from tfdp_fl.keras.preparation import PreparedEngine, prepare
@@ -152,7 +152,7 @@ class DPFederatedModel:
         self._prepared: PreparedEngine | None = None
         self._verbose = 0
         # Of the last `fit`: its budgets, ledgers and checkpoints.
-        self.federated_callbacks: list[callbacks_lib.FederatedCallback] = []
+        self.federated_callbacks: list[federated_callback.FederatedCallback] = []
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuses to be copied or pickled: a copy would count on its own."""
@@ -497,7 +497,7 @@ class DPFederatedModel:
                     "canaries, or other ones, which no checkpoint keeps."
                 )
         self._verbose = _checked_verbose(verbose)
-        callbacks = callbacks_lib.checked(callbacks)
+        callbacks = federated_callback.checked(callbacks)
         validation.check_features(self.model)
         plan = FitPlan(
             first_round=self.rounds,
@@ -512,7 +512,7 @@ class DPFederatedModel:
             interrupted = InterruptedRun.read(resume_from, self, clients, plan)
             plan = FitPlan(**interrupted.state["plan"])
             calibration = interrupted.state["calibration"]
-            callbacks += callbacks_lib.ledger_of_resumed(resume_from, callbacks)
+            callbacks += ledger.ledger_of_resumed(resume_from, callbacks)
         run, self._prepared = prepare(
             self,
             clients,

@@ -294,8 +294,12 @@ def check_features(
         model(trainer.zeros_like_batch(spec), training=False)
     except Exception as error:  # Whatever a layer's own code can raise.
         # (Of zeros: whatever it quotes, it is nobody's example.)
+        inputs = getattr(model, "inputs", None) or ()  # Of its own class it has none.
+        takes = " and ".join(
+            f"{tf.as_dtype(leaf.dtype).name}{list(leaf.shape[1:])}" for leaf in inputs
+        )
         raise nests.ExamplesValueError(
-            f"{argument} must have features that the model takes{_input_of(model)}, "
+            f"{argument} must have features that the model takes, {takes or 'others'}, "
             f"got {nests.describe_spec(spec)} for each example{whose}."
         ) from error
 
@@ -314,15 +318,3 @@ def checked_features(
         yield
     except nests.SAFE_ERRORS as error:
         raise type(error)(f"{argument} ({whose}): {error}") from error
-
-
-def _input_of(model: tf.keras.Model) -> str:
-    """Returns what a model takes, in words, if it tells."""
-    try:
-        shown = [
-            nests.describe_spec(tf.TensorSpec(leaf.shape[1:], leaf.dtype))
-            for leaf in tf.nest.flatten(list(model.inputs))
-        ]
-    except (AttributeError, TypeError, ValueError):
-        return ""
-    return f", {' and '.join(shown)}" if shown else ""

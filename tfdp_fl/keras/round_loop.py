@@ -11,6 +11,7 @@ what they sent.)
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import time
 from typing import TYPE_CHECKING, Any
@@ -20,9 +21,13 @@ import tensorflow as tf
 from tfdp_fl import _interrupts, auditing
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import PendingRound, RoundInputs, secure_sum
-from tfdp_fl.keras import callbacks as callbacks_lib
 from tfdp_fl.keras import run as run_lib
-from tfdp_fl.keras.callbacks.federated_callback import told_of_rounds
+from tfdp_fl.keras.callbacks.federated_callback import (
+    FederatedCallback,
+    KeepTarget,
+    PrivacyBudget,
+    told_of_rounds,
+)
 from tfdp_fl.keras.evaluation import Validation
 from tfdp_fl.mechanisms import noise
 
@@ -38,33 +43,34 @@ _HIDDEN = (
 )
 
 
+@dataclasses.dataclass
 class RoundLoop:
-    """Runs the rounds of one call of `fit`, and moves the run on."""
+    """Runs the rounds of one call of `fit`, and moves the run on.
 
-    def __init__(
-        self,
-        fed: DPFederatedModel,
-        clients: FederatedDataset,
-        callbacks: list[tf.keras.callbacks.Callback],
-        validation: Validation,
-        collector: Any,
-        audit: auditing.CanaryAudit | None,
-        verbose: int,
-    ):
-        """Makes the callbacks the model's."""
-        self.fed, self.clients, self.validation = fed, clients, validation
-        self.collector, self.audit, self.verbose = collector, audit, verbose
+    It makes the callbacks the model's.
+    """
+
+    fed: DPFederatedModel
+    clients: FederatedDataset
+    callbacks: list[tf.keras.callbacks.Callback]
+    validation: Validation
+    collector: Any
+    audit: auditing.CanaryAudit | None
+    verbose: int
+
+    def __post_init__(self) -> None:
+        fed = self.fed
         self.run, self.engine = fed.require_trained("fit")
         self.setup = fed.setup
         # The model before any callback was called; None after the first round.
         self._begun_with: list[bytes] | None = _weights(fed.model)
         self.federated = [
             callback
-            for callback in callbacks
-            if isinstance(callback, callbacks_lib.FederatedCallback)
+            for callback in self.callbacks
+            if isinstance(callback, FederatedCallback)
         ]
         if self.setup.target is not None:
-            self.federated.append(callbacks_lib.KeepTarget(self.setup.target))
+            self.federated.append(KeepTarget(self.setup.target))
         for callback in self.federated:
             other = callback.federated_model
             if other not in (None, fed) and run_lib.is_fitting(other.model):
@@ -76,10 +82,10 @@ class RoundLoop:
         fed.federated_callbacks = self.federated
         self.delta = self.setup.delta
         for callback in self.federated:
-            if self.delta is None and isinstance(callback, callbacks_lib.PrivacyBudget):
+            if self.delta is None and isinstance(callback, PrivacyBudget):
                 self.delta = self.run.budget_delta = callback.delta
         self.keras_callbacks = tf.keras.callbacks.CallbackList(
-            callbacks,
+            self.callbacks,
             add_history=True,
             model=fed.model,
             verbose=0,

@@ -329,8 +329,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 charging = threading.Lock()
 
 _TRAINED_BY = "_tfdp_fl_trained_by"
-# Those of which a `fit` is running.
-_fitting: weakref.WeakSet[tf.keras.Model] = weakref.WeakSet()
+# Keras models, and searches, of which a `fit` is running.
+_fitting: weakref.WeakSet[Any] = weakref.WeakSet()
 _beginning = threading.Lock()
 
 
@@ -360,20 +360,19 @@ def is_fitting(model: tf.keras.Model) -> bool:
 
 
 @contextlib.contextmanager
-def fitting(model: tf.keras.Model, what: str) -> Iterator[None]:
-    """Lets nothing else train a Keras model within the block."""
+def fitting(trained: Any, what: str, kind: str = "Keras model") -> Iterator[None]:
+    """Lets nothing else train a Keras model (or a search) within the block."""
     with _beginning:
-        if model in _fitting:
+        if trained in _fitting:
             raise RuntimeError(
-                f"{what} was called while a fit of the same Keras model is running. "
-                "Its rounds and their cost are counted one after the other: wait until "
-                "it returns."
+                f"{what} was called while a fit of the same {kind} is running. Rounds "
+                "and their cost are counted one after the other: wait until it returns."
             )
-        _fitting.add(model)
+        _fitting.add(trained)
     try:
         yield
     finally:
-        _fitting.discard(model)
+        _fitting.discard(trained)
 
 
 def alone(method: _Method) -> _Method:

@@ -14,7 +14,6 @@ import dataclasses
 import os
 import pathlib
 import secrets
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,8 +27,7 @@ from tfdp_fl.accounting.spending import CENTRAL, OtherRun, Spending
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import DPFederatedModel, checkpoint
 from tfdp_fl.keras import run as run_lib
-from tfdp_fl.search.scores import PrivateScore, PublicScore, Split
-from tfdp_fl.search.trial import Candidate, Trial, calibrated
+from tfdp_fl.search.trial import PrivateScore, PublicScore, Split, Trial, calibrated
 
 # What a search keeps in its directory.
 _LEDGER, _STATE = "ledger.jsonl", "search.npz"
@@ -89,13 +87,13 @@ class PrivateSearch:
         if not callable(build):
             raise TypeError(f"build must be callable, got {build!r}.")
         _validate.instance_of((list, tuple), candidates=candidates)
-        self.candidates: list[Candidate] = []
+        self.candidates: list[dict[str, Any]] = []
         for candidate in candidates:
             _validate.instance_of(Mapping, candidates=candidate)
             self.candidates.append(dict(candidate))
         if not self.candidates:
             raise ValueError("candidates must hold at least one, got none.")
-        self.best: Candidate | None = None
+        self.best: dict[str, Any] | None = None
         self._build = build
         self._trials = TrialCount.named(expected_trials, distribution)
         self._target = (
@@ -107,7 +105,6 @@ class PrivateSearch:
         self._spending = Spending(CENTRAL, num_clients=1)
         self._searches: set[str] = set()
         self._last: tuple[Split, list[Trial]] | None = None
-        self._fitting = threading.Lock()
 
     def fit(
         self,
@@ -147,9 +144,7 @@ class PrivateSearch:
             Nothing is charged.
           LedgerError: The ledger could not be written. Nothing was trained.
         """
-        if not self._fitting.acquire(blocking=False):
-            raise RuntimeError("fit was called while a fit of this search is running.")
-        try:
+        with run_lib.fitting(self, "fit", "search"):
             options = {
                 "rounds": _validate.positive_integer(rounds=rounds),
                 "batch_size": _validate.positive_integer(batch_size=batch_size),
@@ -179,8 +174,6 @@ class PrivateSearch:
             winner = trials[best or 0]
             winner.assign(state.weights)
             return winner.model
-        finally:
-            self._fitting.release()
 
     def epsilon(self, delta: float) -> float:
         """Returns the epsilon at delta of all searches so far; 0 before the first.
@@ -324,7 +317,6 @@ class PrivateSearch:
                 if score > state.score:
                     state.best, state.score = place, score
                     state.weights = trials[place].values()
-                trials[place].reset()
             directory.forget()
         finally:
             for trial in trials:
