@@ -136,15 +136,8 @@ def _all_batches(clients: FederatedDataset, batch_size: int) -> tf.data.Dataset:
                 failed.append(client)
             elif len(tf.nest.flatten(client.y)[0]):
                 yield nests.unpaired(client.x, client.y)
-        if failed:
-            warnings.warn(
-                f"The data of {len(failed)} of {clients.num_clients} clients held out "
-                "for validation could not be read, and are left out of it. The first "
-                f"is client {clients.client_ids[failed[0].position]!r}: "
-                f"{failed[0].reason}.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        what = "clients held out for validation could not be read, and are left out"
+        _warn_of(failed, clients, what)
 
     return tf.data.Dataset.from_generator(
         examples,
@@ -152,6 +145,16 @@ def _all_batches(clients: FederatedDataset, batch_size: int) -> tf.data.Dataset:
             lambda leaf: tf.TensorSpec([None, *leaf.shape], leaf.dtype), spec
         ),
     ).rebatch(batch_size)
+
+
+def _warn_of(failed: list[ClientFailure], clients: FederatedDataset, what: str) -> None:
+    if failed:
+        warnings.warn(
+            f"The data of {len(failed)} of {clients.num_clients} {what}. The first is "
+            f"client {clients.client_ids[failed[0].position]!r}: {failed[0].reason}.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def evaluate(
@@ -195,14 +198,9 @@ def evaluate(
             "clients must have examples that the model can be evaluated on, and none "
             f"of {number} has: the first error was {failed[0].reason}."
         )
-    if failed and not in_any_case:
-        warnings.warn(
-            f"The data of {len(failed)} of {number} client(s) could not be read, or "
-            "evaluated on; their metrics are NaN. The first is client "
-            f"{clients.client_ids[failed[0].position]!r}: {failed[0].reason}.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+    if not in_any_case:
+        what = "client(s) could not be read, or evaluated on; their metrics are NaN"
+        _warn_of(failed, clients, what)
     return {"num_examples": counts, **columns}
 
 
