@@ -29,7 +29,6 @@ from tfdp_fl.keras.callbacks.federated_callback import (
     told_of_rounds,
 )
 from tfdp_fl.keras.evaluation import Validation
-from tfdp_fl.mechanisms import noise
 
 if TYPE_CHECKING:
     from tfdp_fl.keras.model import DPFederatedModel
@@ -233,10 +232,9 @@ class RoundLoop:
         details: dict[str, Any] = {
             "cohort_size": len(positions),
             "noise_multiplier": inputs.noise_multiplier,
+            "noise_generator": self.setup.noise_generator,
             "local": local,
         }
-        if self.setup.noise_generator != noise.PHILOX:
-            details["noise_generator"] = self.setup.noise_generator
         with run_lib.charging:
             run_lib.check_owner(self.fed)
             if not self._is_allowed(inputs.round_index):
@@ -255,11 +253,11 @@ class RoundLoop:
         run.sampler.released()
         released = self.engine.release(pending)
         run.mechanism_state = self.engine.state
-        run.releasing = False
         run.cohort_sizes.append(len(pending.inputs.positions))
         run.log_names = list(released)
         run.remember_norms(pending.inputs.positions, pending.window_norms)
         run.rounds += 1
+        run.releasing = False
         if self.audit is not None:
             self.audit.released()
         return released
@@ -272,9 +270,8 @@ class RoundLoop:
                 self.engine, pending, self.setup.secure_aggregation
             )
         number = f"Round {pending.inputs.round_index + 1}:"
-        what = "the round goes on without them"
-        if self.setup.aborts_on_failure:
-            what = "the round is abandoned"
+        aborts = self.setup.aborts_on_failure
+        what = "the round is abandoned" if aborts else "the round goes on without them"
         if pending.failures:
             first = pending.failures[0]
             name = self.clients.client_ids[first.position]

@@ -62,8 +62,8 @@ class FederatedCallback(tf.keras.callbacks.Callback):
         Args:
           round_index: The round, counted from 0.
           charge: What the round costs.
-          details: `cohort_size`, `noise_multiplier`, and `local`: None, or where a
-            guarantee is composed client by client, `mu_squared`, (sensitivity /
+          details: `cohort_size`, `noise_multiplier`, `noise_generator`, and `local`:
+            None, or where a guarantee is composed client by client, `mu_squared`, (sensitivity /
             sigma)^2 of one client's release, and `max_mu_squared`, the largest sum
             of them that a client has spent after the round.
         """
