@@ -228,7 +228,7 @@ _ADAM_SERVER = {"server_optimizer": "adam"}
         ({}, {"seed": None}, "seed must be 1, .* got None"),
         ({}, {"data": toy.clients(39)}, "clients .* must be 40"),
         ({}, {"data": toy.clients().take(np.arange(40)[::-1])}, "clients' ids .* must"),
-        ({"model": toy.two_layers}, {}, "model must have the weig"),
+        ({"model": toy.two_layers}, {}, r"model's weights \(their shapes\) must be"),
         ({"clients_per_round": 10}, {}, "clients_per_round must be 20"),
         ({"sampling": "poisson"}, {}, "sampling must be 'fixed_size'"),
         ({"mechanism": _OTHER}, {}, "mechanism must be 'FixedClipping'"),

@@ -3,8 +3,8 @@
 from tfdp_fl.keras.evaluation import PrivateMetrics
 from tfdp_fl.keras.make_private import make_private
 from tfdp_fl.keras.model import DPFederatedModel
-from tfdp_fl.keras.preparation import validate
 from tfdp_fl.keras.run import Run
+from tfdp_fl.keras.training_setup import validate
 
 __all__ = [
     "DPFederatedModel",

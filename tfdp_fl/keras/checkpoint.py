@@ -19,6 +19,7 @@ import os
 import pathlib
 import re
 import warnings
+from collections.abc import Sequence
 from reprlib import repr as short
 from typing import TYPE_CHECKING, Any
 
@@ -248,6 +249,10 @@ def _config(optimizer: Any) -> Any:
     return [type(optimizer).__name__, config]
 
 
+def _shapes(weights: Sequence[Any]) -> dict[str, list[list[int]]]:
+    return {"model's weights (their shapes)": [list(each.shape) for each in weights]}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InterruptedRun:
     """A run that is about to be gone on with.
@@ -280,8 +285,9 @@ class InterruptedRun:
         asked = dataclasses.replace(
             asked, first_round=plan.first_round, last_round=last
         )
-        saved = state["settings"]
-        now = settings(fed, (clients.num_clients, clients.clients_digest), asked)
+        population = clients.num_clients, clients.clients_digest
+        saved = {**state["settings"], **_shapes(state["weights"])}
+        now = {**settings(fed, population, asked), **_shapes(fed.model.weights)}
         for name in now | saved:  # The rounds first, by which schedules differ too.
             if saved.get(name) != now.get(name):
                 raise ValueError(
@@ -295,29 +301,17 @@ class InterruptedRun:
                 "checkpoint beside it cost."
             )
         ledger = accounting.PrivacyLedger.read(path, expected_head=state["ledger_head"])
-        interrupted = cls(directory=pathlib.Path(directory), state=state, ledger=ledger)
-        interrupted._check_shapes("weights", fed.model.weights)
-        run, covered = fed.run, 0
-        known = None if run is None else run.known_ledgers.get(ledger_key(path))
-        if run is not None and known is not None:
+        run = fed.run
+        if run is not None:
             # The same run may have gone on from here in another place, too.
-            covered = ledger.rounds_known(run.run_id, known)
-        if run is not None and run.spending.rounds > covered:
-            raise ValueError(
-                "resume_from must be given to a model that was not trained yet, or was "
-                "trained by the same run, or its earlier rounds would be forgotten; it "
-                f"was trained for {run.rounds} rounds."
-            )
-        return interrupted
-
-    def _check_shapes(self, group: str, variables: Any) -> None:
-        saved = [list(value.shape) for value in self.state[group]]
-        own = [list(variable.shape) for variable in variables]
-        if saved != own:
-            raise ValueError(
-                f"model must have the {group} of the interrupted run to resume it "
-                f"from {self.directory}: shapes {short(saved)}, got {short(own)}."
-            )
+            known = run.known_ledgers.get(ledger_key(path), "")
+            if run.spending.rounds > ledger.rounds_known(run.run_id, known):
+                raise ValueError(
+                    "resume_from must be given to a model that was not trained yet, or "
+                    "was trained by the same run, or its earlier rounds would be "
+                    f"forgotten; it was trained for {run.rounds} rounds."
+                )
+        return cls(directory=pathlib.Path(directory), state=state, ledger=ledger)
 
     def restore(
         self, fed: DPFederatedModel, cohort_engine: engine.CohortEngine, prepared: Run
@@ -327,9 +321,10 @@ class InterruptedRun:
         What was spent is what the ledger says: it also has the rounds that
         were charged after the checkpoint, whose result may have been seen.
         """
-        server = cohort_engine.server.state
-        self._check_shapes("server_optimizer", server)
         state = self.state
+        variables = [*fed.model.weights, *cohort_engine.server.state]
+        values = [*state["weights"], *state["server_optimizer"]]
+        pairs = list(zip(variables, values, strict=True))
         run = Run.from_state(state, prepared)
         # Nobody knows what was drawn after the checkpoint, here or from a copy.
         run.attempts.renew()
@@ -358,11 +353,7 @@ class InterruptedRun:
             # it go with coefficients that this machine chose otherwise.
             run.mechanism_state = query.new_segment(run.mechanism_state)
         spending.keep_others(prepared.spending.others)
-        for variable, value in zip(
-            [*fed.model.weights, *server],
-            [*state["weights"], *state["server_optimizer"]],
-            strict=True,
-        ):
+        for variable, value in pairs:
             variable.assign(tf.cast(value, variable.dtype))
         fed.require_compiled("fit").set_learning_rate(state["learning_rate"])
         return run

@@ -514,12 +514,7 @@ class DPFederatedModel:
             calibration = interrupted.state["calibration"]
             callbacks += ledger.ledger_of_resumed(resume_from, callbacks)
         run, self._prepared = prepare(
-            self,
-            clients,
-            plan,
-            before=self._prepared,
-            calibration=calibration,
-            moments=between_client_variance,
+            self, clients, plan, calibration, between_client_variance
         )
         engine = self._prepared.engine
         with _interrupts.after_the_block():

@@ -20,7 +20,6 @@ from tfdp_fl import engine, sampling
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 from tfdp_fl.engine import trainer
-from tfdp_fl.keras import training_setup
 from tfdp_fl.keras.run import FitPlan, Population, Run
 from tfdp_fl.mechanisms import Deployment, Mechanism, grid, noise
 
@@ -39,14 +38,19 @@ def prepare(
     fed: DPFederatedModel,
     clients: FederatedDataset,
     plan: FitPlan,
-    *,
-    before: PreparedEngine | None,
-    calibration: Sequence[int] | None,
-    **training: Any,
+    calibration: Sequence[int] | None = None,
+    moments: bool = False,
 ) -> tuple[Run, PreparedEngine]:
     """Checks the clients against everything else; returns the run and its engine.
 
     Nothing of the model changes by it.
+
+    Args:
+      fed: The model.
+      clients: Those of this `fit`.
+      plan: Its rounds.
+      calibration: Of a resumed run: for how much its noise was set.
+      moments: Whether to compute Geyer's V_c and U_s.
     """
     setup, mechanism, run = fed.setup, fed.mechanism, fed.run
     population = _checked_population(fed, clients)
@@ -72,7 +76,7 @@ def prepare(
     if mechanism.guarantee not in spending_lib.BY_CLIENT:
         # Schedules go on where they were.
         mechanism.check(dataclasses.replace(deployment, rounds=plan.last_round))
-    prepared = _engine(fed, clients, plan, deployment, before, **training)
+    prepared = _engine(fed, clients, plan, deployment, moments)
     cohort_engine = prepared.engine
     cohort_engine.check_labels(clients)
     query = cohort_engine.query
@@ -230,11 +234,9 @@ def _engine(
     clients: FederatedDataset,
     plan: FitPlan,
     deployment: Deployment,
-    before: PreparedEngine | None,
-    *,
     moments: bool,
 ) -> PreparedEngine:
-    setup, compiled = fed.setup, fed.require_compiled("fit")
+    setup, compiled, before = fed.setup, fed.require_compiled("fit"), fed._prepared
     bound_to = deployment
     if fed.mechanism.guarantee not in spending_lib.BY_CLIENT:
         bound_to = dataclasses.replace(deployment, rounds=None, max_participations=None)
@@ -260,32 +262,6 @@ def _engine(
     return PreparedEngine(made, key)
 
 
-def validate(model: Any, *, strict: bool = False) -> list[str]:
-    """Returns why a model cannot be trained or protected, if it cannot.
-
-    In the manner of Opacus's `ModuleValidator.validate`. What depends on the clients
-    and the loss, `fit` finds before its first round.
-
-    Args:
-      model: A Keras model.
-      strict: Whether to raise instead of returning the problem.
-
-    Returns:
-      The first problem, in a sentence; empty if none was found.
-
-    Raises:
-      ValueError: `strict`, and there is a problem.
-    """
-    try:
-        training_setup.check_model(model)
-    except Exception as error:  # Whatever a layer's own code can raise.
-        problem = f"{type(error).__name__}: {error}"
-        if strict:
-            raise ValueError(f"model cannot be trained: {problem}") from error
-        return [problem]
-    return []
-
-
 def check_features(
     model: tf.keras.Model, spec: Any, argument: str, whose: str = ""
 ) -> None:
@@ -295,12 +271,12 @@ def check_features(
     except Exception as error:  # Whatever a layer's own code can raise.
         # (Of zeros: whatever it quotes, it is nobody's example.)
         inputs = getattr(model, "inputs", None) or ()  # Of its own class it has none.
-        takes = " and ".join(
-            f"{tf.as_dtype(leaf.dtype).name}{list(leaf.shape[1:])}" for leaf in inputs
+        takes = "".join(
+            f", {tf.as_dtype(leaf.dtype).name}{list(leaf.shape[1:])}" for leaf in inputs
         )
         raise nests.ExamplesValueError(
-            f"{argument} must have features that the model takes, {takes or 'others'}, "
-            f"got {nests.describe_spec(spec)} for each example{whose}."
+            f"{argument} must have features that the model takes{takes}, got "
+            f"{nests.describe_spec(spec)} for each example{whose}."
         ) from error
 
 

@@ -252,3 +252,29 @@ def check_model(model: Any) -> None:
         raise ValueError(
             f"model must have trainable variables, got {model.name!r} with none."
         )
+
+
+def validate(model: Any, *, strict: bool = False) -> list[str]:
+    """Returns why a model cannot be trained or protected, if it cannot.
+
+    In the manner of Opacus's `ModuleValidator.validate`. What depends on the clients
+    and the loss, `fit` finds before its first round.
+
+    Args:
+      model: A Keras model.
+      strict: Whether to raise instead of returning the problem.
+
+    Returns:
+      The first problem, in a sentence; empty if none was found.
+
+    Raises:
+      ValueError: `strict`, and there is a problem.
+    """
+    try:
+        check_model(model)
+    except Exception as error:  # Whatever a layer's own code can raise.
+        problem = f"{type(error).__name__}: {error}"
+        if strict:
+            raise ValueError(f"model cannot be trained: {problem}") from error
+        return [problem]
+    return []

@@ -361,13 +361,9 @@ class Trial:
         )
         options = dict(self._options)
         last_round = options.pop("rounds")
+        plan = FitPlan(first_round=0, last_round=last_round, seed=None, **options)
         _, self._fed._prepared = preparation.prepare(
-            self._fed,
-            self._split.training,
-            FitPlan(first_round=0, last_round=last_round, seed=None, **options),
-            before=None,
-            calibration=None,
-            moments=False,
+            self._fed, self._split.training, plan
         )
         # A cohort of failures alone ends no trial: that it did would tell of a client.
         self._fed._prepared.engine.has_trained = True

@@ -63,9 +63,9 @@ class FederatedCallback(tf.keras.callbacks.Callback):
           round_index: The round, counted from 0.
           charge: What the round costs.
           details: `cohort_size`, `noise_multiplier`, `noise_generator`, and `local`:
-            None, or where a guarantee is composed client by client, `mu_squared`, (sensitivity /
-            sigma)^2 of one client's release, and `max_mu_squared`, the largest sum
-            of them that a client has spent after the round.
+            None, or where a guarantee is composed client by client, `mu_squared`,
+            (sensitivity / sigma)^2 of one client's release, and `max_mu_squared`, the
+            largest sum of them that a client has spent after the round.
         """
 
     def on_round_released(self, round_index: int, logs: dict[str, float]) -> None:
