@@ -412,15 +412,12 @@ class SearchDirectory:
     def _check(self, resumes: bool) -> None:
         assert self._path is not None
         waits = (self._path / _STATE).exists()
-        if waits and not resumes:
+        if waits != resumes:
+            argument = "resume_from" if resumes else "directory"
             raise ValueError(
-                f"directory must not hold an interrupted search, and {self._path} "
-                "does: go on with it by fit(resume_from=directory)."
-            )
-        if resumes and not waits:
-            raise ValueError(
-                "resume_from must be the directory of an interrupted search, and "
-                f"{self._path} holds none."
+                f"{argument} must hold {'an' if resumes else 'no'} interrupted search, "
+                "which fit(resume_from=directory) goes on with, and "
+                f"{self._path} holds {'one' if waits else 'none'}."
             )
 
     def read(self) -> SearchState:

@@ -92,14 +92,9 @@ class Report(FederatedCallback):
             name=fed.model.name,
             is_broken_off=self._is_broken_off,
             facts=facts,
-            epsilon=_rounded_up(facts["epsilon"]),
             accuracies=self._series("val_accuracy"),
             charts=self._charts(fed.setup.target),
-            settings={
-                name: _shown(value)
-                for name, value in settings.items()
-                if value is not None
-            },
+            settings=settings,
         )
 
     def _series(self, name: str) -> list[tuple[int, float]]:
@@ -135,14 +130,3 @@ class Report(FederatedCallback):
             svg = stream.getvalue()
             charts.append(svg[svg.index("<svg") :])
         return charts
-
-
-def _rounded_up(epsilon: float | None) -> str:
-    return "none" if epsilon is None else f"{math.ceil(epsilon * 1000) / 1000:.3f}"
-
-
-def _shown(value: Any) -> str:
-    """Returns a setting in words; of a Keras object, its name."""
-    if isinstance(value, list | tuple):
-        return ", ".join(_shown(part) for part in value if not isinstance(part, dict))
-    return f"{value:g}" if isinstance(value, float) else str(value)
