@@ -172,7 +172,8 @@ class _Loan:
         model.history, model.stop_training = None, False
         self.compiled.set_learning_rate(self._rate)
         self.fed = fed = before.with_setup(mechanism=before.setup.mechanism)
-        fed._setup, fed._prepared, self.test = before.setup, before._prepared, test
+        fed._setup, fed._engine, self.test = before.setup, before.engine, test
+        fed._engine_made_for = before._engine_made_for
         run_lib.claim(fed, keras_versions.tf_variables(model.variables))
         return fed
 

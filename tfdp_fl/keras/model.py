@@ -36,7 +36,7 @@ from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.callbacks import federated_callback, ledger
 from tfdp_fl.keras.checkpoint import InterruptedRun
 from tfdp_fl.keras.evaluation import PrivateMetrics, Validation
-from tfdp_fl.keras.preparation import PreparedEngine, prepare
+from tfdp_fl.keras.preparation import prepare
 from tfdp_fl.keras.run import FitPlan, Run
 from tfdp_fl.keras.training_setup import Compiled, PrivacyTarget, TrainingSetup
 from tfdp_fl.mechanisms import ClientWeighting, Mechanism, noise
@@ -149,7 +149,8 @@ class DPFederatedModel:
         # Whether clients' metrics were shown without noise.
         self._showed_metrics = False
         self._compiled: Compiled | None = None
-        self._prepared: PreparedEngine | None = None
+        self._engine: CohortEngine | None = None
+        self._engine_made_for = ""
         self._verbose = 0
         # Of the last `fit`: its budgets, ledgers and checkpoints.
         self.federated_callbacks: list[federated_callback.FederatedCallback] = []
@@ -297,9 +298,8 @@ class DPFederatedModel:
             broadcast_hook=broadcast_hook,
             jit_compile=jit_compile,
         )
-        if self._prepared is not None:
-            # The next fit makes a new engine; until then the old one tells of the run.
-            self._prepared = self._prepared._replace(key="")
+        # The next fit makes a new engine; until then the old one tells of the run.
+        self._engine_made_for = ""
         self.model.compile(**as_keras)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -513,10 +513,10 @@ class DPFederatedModel:
             plan = FitPlan(**interrupted.state["plan"])
             calibration = interrupted.state["calibration"]
             callbacks += ledger.ledger_of_resumed(resume_from, callbacks)
-        run, self._prepared = prepare(
+        run, engine, self._engine_made_for = prepare(
             self, clients, plan, calibration, between_client_variance
         )
-        engine = self._prepared.engine
+        self._engine = engine
         with _interrupts.after_the_block():
             # Interrupted between, the weights come back without what they cost.
             if interrupted is not None:
@@ -572,7 +572,7 @@ class DPFederatedModel:
     @property
     def engine(self) -> CohortEngine | None:
         """What runs the rounds; None before the first `fit`."""
-        return None if self._prepared is None else self._prepared.engine
+        return self._engine
 
     @property
     def mechanism(self) -> Mechanism:

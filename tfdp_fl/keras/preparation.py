@@ -11,7 +11,7 @@ import dataclasses
 import secrets
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -27,22 +27,16 @@ if TYPE_CHECKING:
     from tfdp_fl.keras.model import DPFederatedModel
 
 
-class PreparedEngine(NamedTuple):
-    """An engine, and what it was made for: with an equal key, it serves again."""
-
-    engine: engine.CohortEngine
-    key: str
-
-
 def prepare(
     fed: DPFederatedModel,
     clients: FederatedDataset,
     plan: FitPlan,
     calibration: Sequence[int] | None = None,
     moments: bool = False,
-) -> tuple[Run, PreparedEngine]:
+) -> tuple[Run, engine.CohortEngine, str]:
     """Checks the clients against everything else; returns the run and its engine.
 
+    And what the engine was made for, in words: where they are equal, it serves again.
     Nothing of the model changes by it.
 
     Args:
@@ -76,8 +70,7 @@ def prepare(
     if mechanism.guarantee not in spending_lib.BY_CLIENT:
         # Schedules go on where they were.
         mechanism.check(dataclasses.replace(deployment, rounds=plan.last_round))
-    prepared = _engine(fed, clients, plan, deployment, moments)
-    cohort_engine = prepared.engine
+    cohort_engine, made_for = _engine(fed, clients, plan, deployment, moments)
     cohort_engine.check_labels(clients)
     query = cohort_engine.query
     state = query.initial_global_state() if run is None else run.mechanism_state
@@ -108,7 +101,7 @@ def prepare(
         shape = clients.num_clients, mechanism.window, cohort_engine.num_variables
         if run.windows is None or run.windows.shape != shape:
             run.windows = np.full(shape, np.nan, np.float32)
-    return run, prepared
+    return run, cohort_engine, made_for
 
 
 def _checked_population(fed: DPFederatedModel, clients: FederatedDataset) -> Population:
@@ -235,14 +228,14 @@ def _engine(
     plan: FitPlan,
     deployment: Deployment,
     moments: bool,
-) -> PreparedEngine:
-    setup, compiled, before = fed.setup, fed.require_compiled("fit"), fed._prepared
+) -> tuple[engine.CohortEngine, str]:
+    setup, compiled = fed.setup, fed.require_compiled("fit")
     bound_to = deployment
     if fed.mechanism.guarantee not in spending_lib.BY_CLIENT:
         bound_to = dataclasses.replace(deployment, rounds=None, max_participations=None)
-    key = repr((bound_to, clients.element_spec, moments))
-    if before is not None and before.key == key:
-        return before
+    made_for = repr((bound_to, clients.element_spec, moments))
+    if fed.engine is not None and fed._engine_made_for == made_for:
+        return fed.engine, made_for
     with checked_features(fed.model, clients):
         made = engine.CohortEngine(
             model=fed.model,
@@ -259,7 +252,7 @@ def _engine(
             jit_compile=compiled.jit_compile,
             batch_size=plan.batch_size,
         )
-    return PreparedEngine(made, key)
+    return made, made_for
 
 
 def check_features(

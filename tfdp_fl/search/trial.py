@@ -362,11 +362,10 @@ class Trial:
         options = dict(self._options)
         last_round = options.pop("rounds")
         plan = FitPlan(first_round=0, last_round=last_round, seed=None, **options)
-        _, self._fed._prepared = preparation.prepare(
-            self._fed, self._split.training, plan
-        )
+        _, made, made_for = preparation.prepare(self._fed, self._split.training, plan)
+        self._fed._engine, self._fed._engine_made_for = made, made_for
         # A cohort of failures alone ends no trial: that it did would tell of a client.
-        self._fed._prepared.engine.has_trained = True
+        made.has_trained = True
 
     def run(self, score: PublicScore | PrivateScore) -> float:
         """Trains and scores once; returns -infinity for a trial that failed."""
