@@ -20,7 +20,12 @@ import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import accounting, engine
 from tfdp_fl.keras import checkpoint
-from tfdp_fl.keras.callbacks import Ledger, PrivacyBudget, RoundCheckpoint
+from tfdp_fl.keras.callbacks import (
+    FederatedCallback,
+    Ledger,
+    PrivacyBudget,
+    RoundCheckpoint,
+)
 
 _DELTA = 1e-3
 _ROUNDS = 6
@@ -256,6 +261,17 @@ def test_missing_checkpoints_and_ledger_are_named(copy, tmp_path):
     _refused(fed, copy, "lines at its end were removed", accounting.LedgerTamperedError)
     ledger.unlink()
     _refused(fed, copy, "ledger .* is missing", accounting.LedgerError)
+
+
+def test_what_another_callback_refused_once_it_was_written_is_charged(tmp_path):
+    fed, resumed, refuses = _shuffled(), _shuffled(), FederatedCallback()
+    refuses.on_round_charged = mock.Mock(side_effect=[None, OSError])
+    with pytest.raises(OSError):
+        toy.fit(fed, 3, [RoundCheckpoint(tmp_path), refuses])
+    assert (fed.rounds, fed.spending.rounds) == (1, 1)
+    toy.fit(resumed, 3, resume_from=tmp_path)
+    assert (resumed.rounds, resumed.spending.rounds) == (3, 4)
+    assert "rounds_charged_twice" in resumed.run.caveats
 
 
 def test_a_budget_counts_what_was_charged_and_lost(copy, trained):

@@ -172,12 +172,13 @@ def evaluate(
     """
     number = clients.num_clients
     counts = np.zeros(number, np.int64)
-    columns: dict[str, np.ndarray] = {}
+    rows: list[dict[str, tf.Tensor]] = []
     failed: list[ClientFailure] = []
-    raised = 0
+    raised = False
     metrics_of = _evaluation(model, training, clients.element_spec)
     bar = tf.keras.utils.Progbar(number, verbose=verbose, unit_name="client")
-    for done, client in enumerate(clients.read_clients(np.arange(number)), 1):
+    for client in clients.read_clients(np.arange(number)):
+        values: dict[str, tf.Tensor] = {}
         if isinstance(client, ClientFailure):
             failed.append(client)
         else:
@@ -186,14 +187,11 @@ def evaluate(
                 values = metrics_of(_batches(client.x, client.y, size, batch_size))
             except engine.CLIENT_ERRORS as error:
                 failed.append(ClientFailure(client.position, error))
-                values, raised = {}, raised + 1
-            for name, value in values.items():
-                column = columns.setdefault(name, np.full(number, np.nan))
-                column[client.position] = value.numpy()
-        bar.update(done)
-    if not columns:
-        columns = {name: np.full(number, np.nan) for name in in_any_case}
-    if raised and not columns:
+                raised = True
+        rows.append(values)
+        bar.update(len(rows))
+    names = [*next(filter(None, rows), dict.fromkeys(in_any_case))]
+    if raised and not names:
         raise ValueError(
             "clients must have examples that the model can be evaluated on, and none "
             f"of {number} has: the first error was {failed[0].reason}."
@@ -201,6 +199,7 @@ def evaluate(
     if not in_any_case:
         what = "client(s) could not be read, or evaluated on; their metrics are NaN"
         _warn_of(failed, clients, what)
+    columns = {n: np.array([float(row.get(n, np.nan)) for row in rows]) for n in names}
     return {"num_examples": counts, **columns}
 
 
