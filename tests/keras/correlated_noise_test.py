@@ -155,6 +155,24 @@ def test_no_noise_is_released_twice(tmp_path, kind):
     assert np.linalg.svd(directions)[1][-1] > 1e-2
 
 
+def test_a_broken_release_is_not_saved_by_an_evaluation(tmp_path):
+    # Else a run that is resumed goes on with a memory that knows nothing of it.
+    fed, resumed = _federated(), _federated()
+    keep, bounds = callbacks.RoundCheckpoint(tmp_path), {"loss": (0.0, 5.0)}
+    toy.fit(fed, 2, [keep])
+    with _breaks(CohortEngine, "release"), pytest.raises(KeyboardInterrupt):
+        toy.fit(fed, 2, [keep])
+    private = tfdp_fl.PrivateMetrics(bounds=bounds, noise_multiplier=9.0)
+    fed.evaluate_clients(toy.clients(), verbose=0, private=private)
+    assert (fed.rounds, fed.spending.rounds) == (2, 3)
+    toy.fit(resumed, 2, resume_from=tmp_path)
+    assert (resumed.rounds, resumed.spending.rounds) == (4, 5)
+    assert resumed.spending.evaluations == 1
+    assert _memory(resumed)[0] == 2  # A segment of its own.
+    squares = _squares(resumed)
+    assert squares[:3].sum() + squares[:2].sum() == _spent(resumed)
+
+
 def test_other_groups_or_clients_or_a_broken_release_end_the_segment():
     fed = _federated()
     toy.fit(fed, 3)

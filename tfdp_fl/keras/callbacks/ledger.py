@@ -261,16 +261,17 @@ class RoundCheckpoint(Ledger):
         try:
             # An interrupt while TensorFlow traces can leave it in the graph.
             with tf.init_scope():
-                if self._begun and not self._run.releasing:
+                if self._begun:
                     self._save()
         finally:
             self._begun = False
             super().on_fit_end()
 
     def _save(self) -> None:
-        fed = self.federated_model
-        head = fed.run.known_ledgers[self._key]
-        self._files.write(fed.rounds, checkpoint.capture(fed, head), self.keep)
+        fed, run = self.federated_model, self._run
+        if not run.releasing:
+            state = checkpoint.capture(fed, run.known_ledgers[self._key])
+            self._files.write(run.rounds, state, self.keep)
 
 
 def ledger_of_resumed(
