@@ -15,7 +15,7 @@ loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 fixed = tfdp_fl.FixedClipping(clip_norm=0.3, noise_multiplier=1.0)
 
 # %% make_private
-assert tfdp_fl.validate(model, clients=clients, loss=loss) == []
+assert tfdp_fl.validate(model) == []
 fed = tfdp_fl.make_private(
     model,
     target_epsilon=8.0,
@@ -90,7 +90,7 @@ fed = tfdp_fl.DPFederatedModel(model, fixed, clients_per_round=10)
 fed.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
 listeners = [
     tfdp_fl.callbacks.PrivacyBudget(epsilon=8.0, delta=1e-2),
-    tfdp_fl.callbacks.RoundCheckpoint("run", delta=1e-2),
+    tfdp_fl.callbacks.RoundCheckpoint("run"),
     tfdp_fl.callbacks.Report("report.html"),
     Print(),
 ]

@@ -120,7 +120,8 @@ def test_a_ledger_holds_every_round_of_several_fits(path):
     contents = _read(path)
     assert [e.round_index for e in contents.entries] == [0, 1, 2]
     assert {e.cohort_size for e in contents.entries} == {20}
-    assert contents.entries[0].details == {"noise_multiplier": 1.0}
+    details = {"noise_multiplier": 1.0, "noise_generator": "philox"}
+    assert contents.entries[0].details == details
     assert contents.epsilon(_DELTA) == fed.epsilon(_DELTA)
     # Another run is refused, unless told to append.
     new = toy.federated()
@@ -213,8 +214,7 @@ def test_what_a_directory_of_checkpoints_holds(tmp_path):
     keeper = RoundCheckpoint(path, every=2, keep=2)
     toy.fit(fed, 5, [keeper])
     saved = ["round-00000004.npz", "round-00000005.npz"]
-    assert sorted(contents()) == ["ledger.jsonl", "lock", "privacy.txt", *saved]
-    assert (path / "privacy.txt").read_text() == fed.privacy_statement() + "\n"
+    assert sorted(contents()) == ["ledger.jsonl", *saved]
     # A second fit of the same model goes on.
     toy.fit(fed, 1, [keeper])
     toy.fit(fed, 1, [RoundCheckpoint(path)])
@@ -263,7 +263,7 @@ def test_a_report_is_one_file_with_everything(tmp_path):
     settings = {"optimizer": "<script>alert(1)</script>"}
     fed, stop = toy.federated(), _raises("on_round_released", KeyboardInterrupt)
     with (
-        mock.patch.object(report.resuming, "settings", lambda *_: settings),
+        mock.patch.object(report.checkpoint, "settings", lambda *_: settings),
         mock.patch.dict("sys.modules", {"matplotlib": None}),
     ):
         page = _page(tmp_path, fed, [stop])

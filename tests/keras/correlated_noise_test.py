@@ -49,7 +49,9 @@ def _spent(fed):
 class _Killed(callbacks.RoundCheckpoint):
     """Saves nothing at the end, as where the process is killed."""
 
-    _is_between_rounds = False
+    def on_fit_end(self):
+        self._begun = False
+        super().on_fit_end()
 
 
 def _breaks(owner, name):
@@ -138,7 +140,7 @@ def test_no_noise_is_released_twice(tmp_path, kind):
         with broken:
             toy.fit(fed, 2, seed=3)
         with _breaks(CohortEngine, "collect"), broken:
-            toy.fit(fed, 1, [_Killed(tmp_path, delta=_DELTA)], seed=3)
+            toy.fit(fed, 1, [_Killed(tmp_path)], seed=3)
         fed, audit = quiet(), auditing.CanaryAudit(2)
         toy.fit(fed, 1, seed=3, resume_from=tmp_path)
         with mock.patch.object(audit, "join"), _breaks(audit, "released"), broken:
@@ -151,6 +153,24 @@ def test_no_noise_is_released_twice(tmp_path, kind):
     # than 1 of 1e8 runs (5 vectors of 24 values), and the seed is fixed.
     directions = flat / np.linalg.norm(flat, axis=1)[:, None]
     assert np.linalg.svd(directions)[1][-1] > 1e-2
+
+
+def test_a_broken_release_is_not_saved_by_an_evaluation(tmp_path):
+    # Else a run that is resumed goes on with a memory that knows nothing of it.
+    fed, resumed = _federated(), _federated()
+    keep, bounds = callbacks.RoundCheckpoint(tmp_path), {"loss": (0.0, 5.0)}
+    toy.fit(fed, 2, [keep])
+    with _breaks(CohortEngine, "release"), pytest.raises(KeyboardInterrupt):
+        toy.fit(fed, 2, [keep])
+    private = tfdp_fl.PrivateMetrics(bounds=bounds, noise_multiplier=9.0)
+    fed.evaluate_clients(toy.clients(), verbose=0, private=private)
+    assert (fed.rounds, fed.spending.rounds) == (2, 3)
+    toy.fit(resumed, 2, resume_from=tmp_path)
+    assert (resumed.rounds, resumed.spending.rounds) == (4, 5)
+    assert resumed.spending.evaluations == 1
+    assert _memory(resumed)[0] == 2  # A segment of its own.
+    squares = _squares(resumed)
+    assert squares[:3].sum() + squares[:2].sum() == _spent(resumed)
 
 
 def test_other_groups_or_clients_or_a_broken_release_end_the_segment():
@@ -181,7 +201,7 @@ def test_other_groups_or_clients_or_a_broken_release_end_the_segment():
 
 def test_coefficients_that_were_chosen_otherwise_end_the_segment(tmp_path):
     made = [_federated(_mechanism("blt:2")) for _ in range(3)]  # Lent once more.
-    toy.fit(made[0], 3, [_Killed(tmp_path, delta=_DELTA)])
+    toy.fit(made[0], 3, [_Killed(tmp_path)])
     generator = made[1].mechanism.generator
     numbers = tuple(n + 1e-7 for n in generator.numbers)
     with mock.patch.object(generator, "numbers", numbers):

@@ -238,7 +238,7 @@ class Trainer:
         else:
             dataset = {**data, HOSTILE: change(data[HOSTILE])}
         self.fed.set_weights(self._weights)
-        self.fed._forget_run()  # The same noise again.
+        self.fed._run = None  # The same noise again.
         options = {"batch_size": EXAMPLES // 2, "seed": 5}
         history = fit(self.fed, self.way, dataset, self._runtime, **options)
         history = {name: values[-1] for name, values in history.items()}

@@ -70,7 +70,7 @@ def test_standard_callbacks_work_as_they_are(tmp_path):
 
     stop = {"patience": 1, "min_delta": 99.0, "restore_best_weights": True}
     given = [
-        callbacks.RoundCheckpoint(tmp_path, delta=_DELTA),
+        callbacks.RoundCheckpoint(tmp_path),
         keras.LearningRateScheduler(lambda epoch, _: 0.1 / (epoch + 1)),
         toy.at_end(note),
         keras.ModelCheckpoint(f"{tmp_path}/{{epoch}}.keras"),
@@ -140,7 +140,7 @@ def test_a_seed_repeats_no_seed_does_not_and_a_second_fit_goes_on():
     assert "N = 40, then 30" in facts["how"]
     for seed in (1, 2, None, None):
         whole.set_weights(start)
-        whole._forget_run()
+        whole._run = None
         toy.fit(whole, seed=seed, shuffle=True)
         found.append(toy.flat(whole))
     for one, two in ((0, 1), (2, 3)):

@@ -170,7 +170,7 @@ def test_ledger_and_statement_say_which_noise_it_was(tmp_path):
         saved = [callbacks.RoundCheckpoint(tmp_path), toy.stop(fed, fed.rounds)]
         toy.fit(fed, 2, saved, resume_from=resume)
         ledger = accounting.PrivacyLedger.read(tmp_path / "ledger.jsonl")
-        said = ledger.entries[-1].details.get("noise_generator", "philox")
+        said = ledger.entries[-1].details["noise_generator"]
         assert said == generator
         found = fed.privacy_statement(1e-3, "dict")["caveats"]
         assert found.keys() & {"pseudorandom_noise", "exact_noise"} == caveats

@@ -15,7 +15,7 @@ from tests.keras import toy
 from tfdp_fl import accounting
 from tfdp_fl.accounting import planning
 from tfdp_fl.engine import CohortEngine
-from tfdp_fl.keras import resuming
+from tfdp_fl.keras import checkpoint
 
 _DELTA = 1e-3
 _TRAINED = "already trained on clients"
@@ -56,14 +56,14 @@ def test_an_interrupt_while_a_run_is_resumed(tmp_path):
     keep = tfdp_fl.callbacks.RoundCheckpoint(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         toy.fit(fed, 3, [keep, toy.at_end(toy.interrupt, 1)])
-    restore = resuming.InterruptedRun.restore
+    restore = checkpoint.InterruptedRun.restore
 
     def restored(*arguments):
         run = restore(*arguments)
         signal.raise_signal(signal.SIGINT)
         return run
 
-    patch = mock.patch.object(resuming.InterruptedRun, "restore", restored)
+    patch = mock.patch.object(checkpoint.InterruptedRun, "restore", restored)
     with patch, pytest.raises(KeyboardInterrupt):
         toy.fit(resumed, 3, resume_from=tmp_path)
     toy.assert_same(fed, resumed)

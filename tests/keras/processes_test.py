@@ -19,7 +19,7 @@ import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import _storage, accounting
 from tfdp_fl.engine import engine as engine_lib
-from tfdp_fl.keras import callbacks, checkpoint, resuming, round_loop
+from tfdp_fl.keras import callbacks, checkpoint, round_loop
 
 _ROUNDS, _EVERY, _COHORT, _CLIP, _NOISE = 8, 2, 10, 0.5, 2.0
 _CORRELATED = tfdp_fl.CorrelatedNoise(
@@ -110,7 +110,7 @@ def _run(path: pathlib.Path, process: str, point: str | None, round_index: int) 
     fed = _federated(compile_options={"optimizer": tf.keras.optimizers.SGD(0.0)})
     keep = [
         _Witness(f"{path}/{process}", round_index if point == "seen" else None),
-        callbacks.RoundCheckpoint(path, every=_EVERY, delta=1e-3),
+        callbacks.RoundCheckpoint(path, every=_EVERY),
     ]
     toy.fit(fed, _ROUNDS, keep, seed=3, resume_from=path if resumes else None)
     memory = fed.run.mechanism_state.memory
@@ -214,7 +214,7 @@ def test_one_ends_while_another_reads_the_checkpoint(tmp_path, saves):
     keep = [callbacks.RoundCheckpoint(tmp_path)]
     with pytest.raises(KeyboardInterrupt):
         toy.fit(_federated(), 6, [*keep, toy.at_end(toy.interrupt, 1)])
-    restore, faster = resuming.InterruptedRun.restore, [_federated()]
+    restore, faster = checkpoint.InterruptedRun.restore, [_federated()]
 
     def restored(*arguments):
         if faster:  # As another process, between the reading and the lock.
@@ -224,7 +224,7 @@ def test_one_ends_while_another_reads_the_checkpoint(tmp_path, saves):
 
     slower = _federated()
     with (
-        mock.patch.object(resuming.InterruptedRun, "restore", restored),
+        mock.patch.object(checkpoint.InterruptedRun, "restore", restored),
         pytest.raises(ValueError, match="resume from its directory"),
     ):
         toy.fit(slower, 6, keep * saves, resume_from=tmp_path)
@@ -241,8 +241,9 @@ def test_neither_an_evaluation_nor_another_ledger_makes_rounds_known(tmp_path):
     toy.fit(other, 2, [callbacks.RoundCheckpoint(tmp_path)])
     bounds = {"loss": (0.0, 5.0)}
     private = tfdp_fl.PrivateMetrics(bounds=bounds, noise_multiplier=9.0)
-    fed.evaluate_clients(toy.clients(), verbose=0, private=private)
-    assert len(_entries(tmp_path)) == 5
+    with pytest.raises(ValueError, match="does not know of"):
+        fed.evaluate_clients(toy.clients(), verbose=0, private=private)
+    assert len(_entries(tmp_path)) == 4
     with pytest.raises(ValueError, match="does not know of"):
         toy.fit(fed, 2, keep)
     assert fed.rounds == 2

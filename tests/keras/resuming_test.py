@@ -20,7 +20,12 @@ import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import accounting, engine
 from tfdp_fl.keras import checkpoint
-from tfdp_fl.keras.callbacks import Ledger, PrivacyBudget, RoundCheckpoint
+from tfdp_fl.keras.callbacks import (
+    FederatedCallback,
+    Ledger,
+    PrivacyBudget,
+    RoundCheckpoint,
+)
 
 _DELTA = 1e-3
 _ROUNDS = 6
@@ -73,7 +78,7 @@ def _copy_as_of(directory, round_index):
 @toy.same_draws_when_resumed()
 def test_a_resumed_run_ends_in_the_same_weights(tmp_path, make):
     whole = make()
-    keeper = RoundCheckpoint(tmp_path / "run", keep=99, delta=_DELTA)
+    keeper = RoundCheckpoint(tmp_path / "run", keep=99)
     falling = tf.keras.callbacks.LearningRateScheduler(lambda _, rate: rate * 0.9)
     _fit(whole, callbacks=[keeper, falling], seed=5)
     copy = _copy_as_of(tmp_path / "run", 3)
@@ -228,7 +233,7 @@ _ADAM_SERVER = {"server_optimizer": "adam"}
         ({}, {"seed": None}, "seed must be 1, .* got None"),
         ({}, {"data": toy.clients(39)}, "clients .* must be 40"),
         ({}, {"data": toy.clients().take(np.arange(40)[::-1])}, "clients' ids .* must"),
-        ({"model": toy.two_layers}, {}, "model must have the weig"),
+        ({"model": toy.two_layers}, {}, r"model's weights \(their shapes\) must be"),
         ({"clients_per_round": 10}, {}, "clients_per_round must be 20"),
         ({"sampling": "poisson"}, {}, "sampling must be 'fixed_size'"),
         ({"mechanism": _OTHER}, {}, "mechanism must be 'FixedClipping'"),
@@ -256,6 +261,17 @@ def test_missing_checkpoints_and_ledger_are_named(copy, tmp_path):
     _refused(fed, copy, "lines at its end were removed", accounting.LedgerTamperedError)
     ledger.unlink()
     _refused(fed, copy, "ledger .* is missing", accounting.LedgerError)
+
+
+def test_what_another_callback_refused_once_it_was_written_is_charged(tmp_path):
+    fed, resumed, refuses = _shuffled(), _shuffled(), FederatedCallback()
+    refuses.on_round_charged = mock.Mock(side_effect=[None, OSError])
+    with pytest.raises(OSError):
+        toy.fit(fed, 3, [RoundCheckpoint(tmp_path), refuses])
+    assert (fed.rounds, fed.spending.rounds) == (1, 1)
+    toy.fit(resumed, 3, resume_from=tmp_path)
+    assert (resumed.rounds, resumed.spending.rounds) == (3, 4)
+    assert "rounds_charged_twice" in resumed.run.caveats
 
 
 def test_a_budget_counts_what_was_charged_and_lost(copy, trained):
@@ -306,9 +322,8 @@ def _state(round_index):
 @pytest.fixture
 def directory(tmp_path):
     made = checkpoint.CheckpointDirectory(tmp_path / "run")
-    made.acquire()
-    yield made
-    made.release()
+    made.path.mkdir()
+    return made
 
 
 def _write(directory, *rounds, keep=3):
@@ -383,16 +398,20 @@ def test_a_truncated_one_or_a_flipped_bit_is_never_read_as_data(directory):
         directory.newest()
 
 
-def test_two_writers_are_refused_and_leftovers_of_a_killed_one_removed(directory):
-    second = checkpoint.CheckpointDirectory(directory.path)
-    with pytest.raises(checkpoint.CheckpointInUseError, match="Another run"):
-        second.acquire()
-    leftover = directory.path / ".writing-round-00000003.npz-1"
+def test_two_writers_are_refused_and_leftovers_of_a_killed_one_removed(tmp_path):
+    leftover = tmp_path / ".writing-round-00000003.npz-1"
     leftover.write_bytes(b"half")
-    directory.release()
-    second.acquire()
-    second.release()
-    assert not leftover.exists()
+    first, second = (toy.federated() for _ in range(2))
+
+    def begins():
+        assert not leftover.exists()
+        files = mock.patch.object(checkpoint.CheckpointDirectory, "rounds", list)
+        # As where both find an empty directory.
+        with files, pytest.raises(accounting.LedgerInUseError):
+            toy.fit(second, 1, [RoundCheckpoint(tmp_path)])
+
+    toy.fit(first, 1, [RoundCheckpoint(tmp_path), toy.at_end(begins)])
+    assert second.rounds == 0
 
 
 def test_a_full_disk_leaves_what_was_there(directory):
@@ -407,8 +426,3 @@ def test_a_full_disk_leaves_what_was_there(directory):
         assert not [*directory.path.glob(".writing*")]
     _write(directory, 3)
     _assert_is(directory.newest(), 3)
-    # Nor can a directory be made in the place of a file.
-    (directory.path / "file").touch()
-    inside = checkpoint.CheckpointDirectory(directory.path / "file" / "new")
-    with pytest.raises(error, match="new cannot be written"):
-        inside.acquire()

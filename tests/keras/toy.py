@@ -14,7 +14,8 @@ import tensorflow as tf
 
 import tfdp_fl
 from tfdp_fl import keras_versions
-from tfdp_fl.keras import model_history, resuming
+from tfdp_fl.keras import checkpoint
+from tfdp_fl.keras import run as run_lib
 
 NUM_CLIENTS = 40
 NUM_CLASSES = 3
@@ -123,14 +124,14 @@ def streamed(data: Any):
 @contextlib.contextmanager
 def same_draws_when_resumed() -> Iterator[None]:
     """Has resumed runs draw what an uninterrupted one draws: all else goes on."""
-    restore = resuming.InterruptedRun.restore
+    restore = checkpoint.InterruptedRun.restore
 
     def restored(*arguments: Any) -> Any:
         run = restore(*arguments)
         run.attempts._taken, run.attempts._entropy = run.rounds, ()
         return run
 
-    with mock.patch.object(resuming.InterruptedRun, "restore", restored):
+    with mock.patch.object(checkpoint.InterruptedRun, "restore", restored):
         yield
 
 
@@ -171,9 +172,9 @@ class _Loan:
         model.history, model.stop_training = None, False
         self.compiled.set_learning_rate(self._rate)
         self.fed = fed = before.with_setup(mechanism=before.setup.mechanism)
-        fed._setup, fed._prepared, self.test = before.setup, before._prepared, test
-        fed._forget_run()
-        model_history.claim(fed, keras_versions.tf_variables(model.variables))
+        fed._setup, fed._engine, self.test = before.setup, before.engine, test
+        fed._engine_made_for = before._engine_made_for
+        run_lib.claim(fed, keras_versions.tf_variables(model.variables))
         return fed
 
 

@@ -82,7 +82,7 @@ _OF_ONE: dict[Any, list[tuple[str, Any, str]]] = {
     _compiled: [
         ("loss", "sparse_categorical", "sparse_categorical_crossentropy"),
         ("loss", None, "given"),
-        ("metrics", ["acuracy"], "accuracy, acc"),
+        ("metrics", ["acuracy"], "'accuracy'"),
         ("optimizer", "sdg", "'sgd'"),
         ("server_optimizer", "adan", "'sgd'"),
     ],

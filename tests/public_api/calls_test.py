@@ -171,8 +171,7 @@ def _keras() -> Calls:
     search = {"build": len, "candidates": [{}], "expected_trials": 2, "score": score}
     yield _usual(tfdp_fl.PrivateSearch, **search, **target)
     yield _usual(tfdp_fl.PrivateScore, metric="loss", noise_multiplier=1.0)
-    clients = toy.clients(2)
-    yield _usual(tfdp_fl.validate, model=toy.dense(), clients=clients, loss=toy.loss())
+    yield _usual(tfdp_fl.validate, model=toy.dense())
     yield _usual(tfdp_fl.callbacks.PrivacyBudget, epsilon=1.0, **at)
     yield _usual(tfdp_fl.callbacks.Ledger, path="new", paths=("path",))
     yield _usual(tfdp_fl.callbacks.Report, path="new", paths=("path",))

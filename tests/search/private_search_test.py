@@ -626,7 +626,7 @@ def test_a_fit_within_a_fit():
     search, refused = _search(), []
 
     def train(trial):
-        with pytest.raises(RuntimeError, match="while a fit of this search"):
+        with pytest.raises(RuntimeError, match="while a fit of the same search"):
             _fit(search)
         refused.append(trial)
 

@@ -110,7 +110,7 @@ def run(path: pathlib.Path, mode: str, as_the_script: bool) -> None:
     if mode in ("ledger", "both"):
         listeners.append(callbacks.Ledger(path / LEDGER))
     if mode != "ledger":
-        listeners.append(callbacks.RoundCheckpoint(saved, every=3, delta=DELTA))
+        listeners.append(callbacks.RoundCheckpoint(saved, every=3))
     mechanism: Any = tfdp_fl.AdaptiveClipping(noise_multiplier=0.8)
     sampling, m, runtime, same = "shuffled", 20, None, contextlib.nullcontext()
     if mode == "local":

@@ -194,7 +194,6 @@ def run(
             path / run_directory.CHECKPOINT,
             # Else for a run that is interrupted, which can always be resumed.
             every=settings.checkpoint_every or settings.rounds,
-            delta=delta,
         ),
     ]
     budget = None

@@ -1,10 +1,10 @@
 """The Keras front: a model trained on clients, with callbacks."""
 
-from tfdp_fl.keras.client_metrics import PrivateMetrics
+from tfdp_fl.keras.evaluation import PrivateMetrics
 from tfdp_fl.keras.make_private import make_private
 from tfdp_fl.keras.model import DPFederatedModel
 from tfdp_fl.keras.run import Run
-from tfdp_fl.keras.validation import validate
+from tfdp_fl.keras.training_setup import validate
 
 __all__ = [
     "DPFederatedModel",

@@ -1,4 +1,7 @@
-"""Checkpoints on disk: whole or not there, verified, one writer at a time.
+"""Checkpoints: from a run to a file, and back: taken, checked, put back.
+
+Everything that a later round depends on is in a checkpoint: the run, weights,
+the server optimizer's variables, and the arguments of `fit`.
 
 A checkpoint is one `.npz` file of NumPy's, without pickle, and behind it the SHA-256
 of all its bytes. It is written beside its place, synced, and then renamed into it, so
@@ -8,8 +11,7 @@ that is found damaged is passed over in favour of the one before.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
+import dataclasses
 import hashlib
 import io
 import json
@@ -17,25 +19,38 @@ import os
 import pathlib
 import re
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Sequence
+from reprlib import repr as short
+from typing import TYPE_CHECKING, Any
 
+import dp_accounting
 import numpy as np
+import tensorflow as tf
 
-from tfdp_fl import _storage
+from tfdp_fl import _storage, accounting, engine, keras_versions, schedules
+from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.keras.run import FitPlan, Population, Run
+from tfdp_fl.mechanisms import ClientWeighting
+
+if TYPE_CHECKING:
+    from tfdp_fl.keras.model import DPFederatedModel
 
 FORMAT = "tfdp_fl checkpoint 4"
 _NAME = re.compile(r"round-(\d{8})\.npz")
 _PLACE = "place of an array"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
+LEDGER = "ledger.jsonl"
+# What must be the same when a run is resumed.
+_OF_PLAN = ("batch_size", "local_epochs", "shuffle", "seed")
+_OF_SETUP = (
+    *("sampling", "clients_per_round", "non_trainable_state", "on_client_failure"),
+    *("secure_aggregation", "client_weighting"),
+)
+
 
 class CheckpointError(RuntimeError):
     """Something is wrong with a directory of checkpoints."""
-
-
-class CheckpointInUseError(CheckpointError):
-    """Another run writes checkpoints to this directory."""
 
 
 class CheckpointWriteError(CheckpointError):
@@ -99,7 +114,6 @@ class CheckpointDirectory:
     def __init__(self, path: str | os.PathLike[str]):
         """Names a directory, which the first write makes."""
         self.path = pathlib.Path(path)
-        self._lock: int | None = None
 
     def rounds(self) -> list[int]:
         """Returns the rounds there are checkpoints of, the newest first."""
@@ -135,35 +149,10 @@ class CheckpointDirectory:
             f"No checkpoint in {self.path} is whole. {' '.join(problems)}"
         )
 
-    def acquire(self) -> None:
-        """Makes the directory if need be, and takes its lock."""
-        if self._lock is not None:
-            return
-        with _clear_errors(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(
-                self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-            )
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise CheckpointInUseError(
-                f"Another run writes its checkpoints to {self.path}; give this "
-                "one a directory of its own."
-            ) from None
-        self._lock = descriptor
+    def clear_after(self, round_index: int) -> None:
+        """Renames later checkpoints, damaged ones; removes what was half written."""
         for leftover in self.path.glob(f"{_storage.TEMPORARY}*"):
             leftover.unlink(missing_ok=True)
-
-    def release(self) -> None:
-        """Gives the lock back."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def set_aside_after(self, round_index: int) -> None:
-        """Renames the later checkpoints: damaged ones, which resuming passed over."""
         for later in self.rounds():
             if later > round_index:
                 file = self.file(later)
@@ -176,25 +165,195 @@ class CheckpointDirectory:
             self.file(old).unlink(missing_ok=True)
 
 
-def write_atomically(file: pathlib.Path, data: bytes, mode: int = 0o600):
+def write_atomically(file: pathlib.Path, data: bytes) -> None:
     """Replaces a file as a whole: after a crash it is the old or the new one.
 
     Checkpoints hold what predicts cohorts (the seed, or the key of shuffled ones), so
-    by default nobody else reads them. Raises CheckpointWriteError if it failed.
+    nobody else reads them. Raises CheckpointWriteError if it failed.
     """
-    with (
-        _clear_errors(file),
-        _storage.replacing(file, mode=mode, sync=True) as stream,
-    ):
-        stream.write(data)
-
-
-@contextlib.contextmanager
-def _clear_errors(path: pathlib.Path) -> Iterator[None]:
     try:
-        yield
+        with _storage.replacing(file, mode=0o600, sync=True) as stream:
+            stream.write(data)
     except OSError as error:
         raise CheckpointWriteError(
-            f"{path} cannot be written: {error.strerror or error}. What was "
+            f"{file} cannot be written: {error.strerror or error}. What was "
             "there before is unchanged."
         ) from error
+
+
+def ledger_path(directory: str | os.PathLike[str]) -> pathlib.Path:
+    """Returns where a directory of checkpoints has its ledger."""
+    return pathlib.Path(directory) / LEDGER
+
+
+def ledger_key(path: str | os.PathLike[str]) -> str:
+    """Returns the name that a model knows a ledger by."""
+    return os.path.realpath(path)
+
+
+def capture(fed: DPFederatedModel, ledger_head: str | None) -> dict[str, Any]:
+    """Returns the state of a training between two rounds."""
+    run, cohort_engine = fed.require_trained("checkpoint")
+    return {
+        **run.state(),
+        "weights": [v.numpy() for v in fed.model.weights],
+        "server_optimizer": [v.numpy() for v in cohort_engine.server.state],
+        "settings": settings(fed, run.population, run.plan),
+        "learning_rate": fed.require_compiled("checkpoint").learning_rate,
+        "ledger_head": ledger_head,
+        "memory_of": fed.mechanism.memory_key(),
+    }
+
+
+def settings(
+    fed: DPFederatedModel, population: Population, plan: FitPlan
+) -> dict[str, Any]:
+    """Returns, by argument, what must be the same when a run is resumed."""
+    setup, compiled = fed.setup, fed.require_compiled("fit")
+
+    def described(value: Any) -> Any:
+        if isinstance(value, (dp_accounting.DpEvent, ClientWeighting)):
+            return repr(value)
+        if callable(value):  # A schedule: what it says of these rounds.
+            rounds = range(plan.first_round, plan.last_round)
+            return [schedules.value_at(value, t, "a schedule") for t in rounds]
+        return type(value).__name__
+
+    of_mechanism = setup.mechanism.parameters().items()
+    values = {
+        "rounds": plan.last_round - plan.first_round,
+        **{name: getattr(plan, name) for name in _OF_PLAN},
+        **{name: getattr(setup, name) for name in _OF_SETUP},
+        "mechanism": setup.mechanism.name,
+        **{f"mechanism's {name}": value for name, value in of_mechanism},
+        "clients (their number)": population[0],
+        "clients' ids (their digest, in order)": population[1],
+        "optimizer": _config(compiled.training.optimizer),
+        "server_optimizer": _config(compiled.server_optimizer),
+        "grad_clip": compiled.training.grad_clip,
+        "keras": keras_versions.name(),
+    }
+    return _storage.plain(values, described)
+
+
+def _config(optimizer: Any) -> Any:
+    """Returns an optimizer's settings, but for the rate that callbacks move."""
+    if optimizer is None:
+        return None
+    config = {
+        # What went through a variable has the digits of a float32.
+        name: float(np.float32(value)) if isinstance(value, float) else value
+        for name, value in optimizer.get_config().items()
+        if name not in ("learning_rate", "name", "jit_compile")
+    }
+    return [type(optimizer).__name__, config]
+
+
+def _shapes(weights: Sequence[Any]) -> dict[str, list[list[int]]]:
+    return {"model's weights (their shapes)": [list(each.shape) for each in weights]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InterruptedRun:
+    """A run that is about to be gone on with.
+
+    Attributes:
+      directory: Where its checkpoints and its ledger are.
+      state: The newest whole checkpoint's.
+      ledger: What its ledger says.
+    """
+
+    directory: pathlib.Path
+    state: dict[str, Any]
+    ledger: accounting.LedgerContents
+
+    @classmethod
+    def read(
+        cls,
+        directory: str | os.PathLike[str],
+        fed: DPFederatedModel,
+        clients: FederatedDataset,
+        asked: FitPlan,
+    ) -> InterruptedRun:
+        """Reads the newest checkpoint, and checks it against the arguments.
+
+        Nothing of the model changes.
+        """
+        state = CheckpointDirectory(directory).newest()
+        plan = FitPlan(**state["plan"])
+        last = plan.first_round + asked.last_round - asked.first_round
+        asked = dataclasses.replace(
+            asked, first_round=plan.first_round, last_round=last
+        )
+        population = clients.num_clients, clients.clients_digest
+        saved = {**state["settings"], **_shapes(state["weights"])}
+        now = {**settings(fed, population, asked), **_shapes(fed.model.weights)}
+        for name in now | saved:  # The rounds first, by which schedules differ too.
+            if saved.get(name) != now.get(name):
+                raise ValueError(
+                    f"{name} must be {short(saved.get(name))}, as in the interrupted "
+                    f"run, to resume it from {directory}, got {short(now.get(name))}."
+                )
+        path = ledger_path(directory)
+        if not path.exists():
+            raise accounting.LedgerError(
+                f"The ledger {path} is missing, which says what the rounds of the "
+                "checkpoint beside it cost."
+            )
+        ledger = accounting.PrivacyLedger.read(path, expected_head=state["ledger_head"])
+        run = fed.run
+        if run is not None:
+            # The same run may have gone on from here in another place, too.
+            known = run.known_ledgers.get(ledger_key(path), "")
+            if run.spending.rounds > ledger.rounds_known(run.run_id, known):
+                raise ValueError(
+                    "resume_from must be given to a model that was not trained yet, or "
+                    "was trained by the same run, or its earlier rounds would be "
+                    f"forgotten; it was trained for {run.rounds} rounds."
+                )
+        return cls(directory=pathlib.Path(directory), state=state, ledger=ledger)
+
+    def restore(
+        self, fed: DPFederatedModel, cohort_engine: engine.CohortEngine, prepared: Run
+    ) -> Run:
+        """Puts model and engine in the state of the checkpoint; returns the run.
+
+        What was spent is what the ledger says: it also has the rounds that
+        were charged after the checkpoint, whose result may have been seen.
+        """
+        state = self.state
+        variables = [*fed.model.weights, *cohort_engine.server.state]
+        values = [*state["weights"], *state["server_optimizer"]]
+        pairs = list(zip(variables, values, strict=True))
+        run = Run.from_state(state, prepared)
+        # Nobody knows what was drawn after the checkpoint, here or from a copy.
+        run.attempts.renew()
+        query, spending = cohort_engine.query, run.spending
+        key, before = ledger_key(ledger_path(self.directory)), spending.rounds
+        ledgers = {key: self.ledger}
+        for other, head in run.known_ledgers.items():
+            # They may hold rounds that came after the checkpoint, too.
+            if other != key and os.path.exists(other):
+                ledgers[other] = accounting.PrivacyLedger.read(
+                    other, expected_head=head
+                )
+        for name, contents in ledgers.items():
+            # All lines are counted. If more come, another process goes on as well.
+            spending.absorb(contents, run.run_id, name)
+            spending.lost_mu_squared = max(
+                spending.lost_mu_squared,
+                contents.lost_mu_squared(run.rounds, run.run_id),
+            )
+            run.known_ledgers[name] = contents.head
+        lost = spending.rounds > before
+        if lost:
+            run.caveats.add("rounds_charged_twice")
+        if lost or state["memory_of"] != query.mechanism.memory_key():
+            # What lost rounds released, the memory knows nothing of; nor does
+            # it go with coefficients that this machine chose otherwise.
+            run.mechanism_state = query.new_segment(run.mechanism_state)
+        spending.keep_others(prepared.spending.others)
+        for variable, value in pairs:
+            variable.assign(tf.cast(value, variable.dtype))
+        fed.require_compiled("fit").set_learning_rate(state["learning_rate"])
+        return run

@@ -227,11 +227,6 @@ def _check_mechanism(
     mechanism: str | mechanisms.Mechanism, options: dict[str, Any]
 ) -> None:
     """Raises unless noise can be calibrated for a mechanism with these options."""
-    names = [
-        name
-        for name in mechanisms.names()
-        if mechanisms.by_name(name).guarantee in ("central", "local", "none")
-    ]
     if isinstance(mechanism, mechanisms.Mechanism):
         if options:
             raise TypeError(
@@ -242,10 +237,12 @@ def _check_mechanism(
         if mechanism.guarantee != "central" or not has_noise:
             raise ValueError(
                 "mechanism must be one whose noise_multiplier can be chosen (such as "
-                f"FixedClipping) or one of {', '.join(map(repr, names))}, got "
-                f"{mechanism!r}."
+                f"FixedClipping) or the name of one, got {mechanism!r}."
             )
         return
+    names = [
+        n for n in mechanisms.names() if mechanisms.by_name(n).guarantee != "record"
+    ]
     kind = mechanisms.by_name(_validate.one_of(names, mechanism=mechanism))
     allowed = {field.name for field in dataclasses.fields(kind)} - _CHOSEN
     for option in options.keys() - allowed:

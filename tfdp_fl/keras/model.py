@@ -26,19 +26,19 @@ from tfdp_fl import (
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import persons
 from tfdp_fl.engine import CohortEngine, LocalTraining
-from tfdp_fl.keras import callbacks as callbacks_lib
 from tfdp_fl.keras import (
-    client_metrics,
-    model_history,
-    resuming,
+    evaluation,
     round_loop,
     statement,
     training_setup,
 )
-from tfdp_fl.keras.preparation import PreparedEngine, prepare
+from tfdp_fl.keras import run as run_lib
+from tfdp_fl.keras.callbacks import federated_callback, ledger
+from tfdp_fl.keras.checkpoint import InterruptedRun
+from tfdp_fl.keras.evaluation import PrivateMetrics, Validation
+from tfdp_fl.keras.preparation import prepare
 from tfdp_fl.keras.run import FitPlan, Run
 from tfdp_fl.keras.training_setup import Compiled, PrivacyTarget, TrainingSetup
-from tfdp_fl.keras.validation import Validation
 from tfdp_fl.mechanisms import ClientWeighting, Mechanism, noise
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
@@ -46,16 +46,12 @@ from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 # would train it on data without clipping and noise, or change what was compiled, is
 # not.
 _OF_KERAS = (
-    "built compute_dtype compute_output_shape count_params dtype dtype_policy export "
-    "get_build_config get_compile_config get_config get_layer get_state_tree "
-    "get_weight_paths get_weights history input input_dtype input_names input_shape "
-    "input_spec inputs jit_compile layers load_weights loss losses metrics "
-    "metrics_names metrics_variables name non_trainable_variables "
-    "non_trainable_weights operations optimizer output output_names output_shape "
-    "outputs path predict_on_batch quantization_mode reset_metrics run_eagerly "
-    "save_weights set_weights steps_per_execution stop_training submodules summary "
-    "supports_jit supports_masking test_on_batch to_json trainable_variables "
-    "trainable_weights variable_dtype variables weights"
+    "built count_params dtype export get_config get_layer get_weights history input "
+    "input_names input_shape inputs jit_compile layers load_weights loss losses "
+    "metrics metrics_names metrics_variables name non_trainable_variables "
+    "non_trainable_weights optimizer output output_names output_shape outputs "
+    "predict_on_batch reset_metrics save_weights set_weights stop_training summary "
+    "test_on_batch to_json trainable_variables trainable_weights variables weights"
 )
 HANDED_ON = frozenset(_OF_KERAS.split())
 
@@ -149,10 +145,11 @@ class DPFederatedModel:
         # Whether clients' metrics were shown without noise.
         self._showed_metrics = False
         self._compiled: Compiled | None = None
-        self._prepared: PreparedEngine | None = None
+        self._engine: CohortEngine | None = None
+        self._engine_made_for = ""
         self._verbose = 0
         # Of the last `fit`: its budgets, ledgers and checkpoints.
-        self.federated_callbacks: list[callbacks_lib.FederatedCallback] = []
+        self.federated_callbacks: list[federated_callback.FederatedCallback] = []
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuses to be copied or pickled: a copy would count on its own."""
@@ -211,6 +208,7 @@ class DPFederatedModel:
         own = set(dir(self.model)) & HANDED_ON
         return sorted({*super().__dir__(), *own})
 
+    @run_lib.alone
     def compile(
         self,
         optimizer: Any = "sgd",
@@ -256,8 +254,6 @@ class DPFederatedModel:
           **others: None; what is given is refused, with what to give instead.
         """
         training_setup.refuse_arguments("compile", others)
-        if model_history.is_fitting(self.model):
-            raise model_history.running_error("compile")
         if loss is None:
             raise ValueError("loss must be given, got None.")
         for name, hook in (
@@ -266,7 +262,7 @@ class DPFederatedModel:
         ):
             if hook is not None and not callable(hook):
                 raise TypeError(f"{name} must be callable, got {hook!r}.")
-        optimizer = training_setup.checked_optimizer("optimizer", optimizer)
+        optimizer = training_setup.known_to_keras(optimizer=optimizer)
         keras_versions.check_optimizer(optimizer)
         training_setup.check_names(
             loss=loss, metrics=metrics, weighted_metrics=weighted_metrics
@@ -277,8 +273,8 @@ class DPFederatedModel:
                     f"server_optimizer must be None with {self.mechanism.name}, which "
                     f"releases weights and no update, got {server_optimizer!r}."
                 )
-            server_optimizer = training_setup.checked_optimizer(
-                "server_optimizer", server_optimizer
+            server_optimizer = training_setup.known_to_keras(
+                server_optimizer=server_optimizer
             )
         as_keras = {
             "optimizer": optimizer,
@@ -298,9 +294,8 @@ class DPFederatedModel:
             broadcast_hook=broadcast_hook,
             jit_compile=jit_compile,
         )
-        if self._prepared is not None:
-            # The next fit makes a new engine; until then the old one tells of the run.
-            self._prepared = self._prepared._replace(key="")
+        # The next fit makes a new engine; until then the old one tells of the run.
+        self._engine_made_for = ""
         self.model.compile(**as_keras)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -314,7 +309,7 @@ class DPFederatedModel:
         batch_size: int = 1024,
         verbose: str | int = "auto",
         *,
-        private: client_metrics.PrivateMetrics | None = None,
+        private: PrivateMetrics | None = None,
     ) -> dict[str, Any]:
         """Returns the model's metrics on each client's own data.
 
@@ -347,11 +342,11 @@ class DPFederatedModel:
         dataset = datasets.as_federated(clients)
         bar = _checked_verbose(verbose)
         if private is not None:
-            return client_metrics.release(self, private, dataset, batch_size, bar)
+            return evaluation.release(self, private, dataset, batch_size, bar)
         self._showed_metrics = True
         if self.run is not None:
             self.run.caveats.add("client_metrics_shown")
-        return client_metrics.evaluate(self.model, training, dataset, batch_size, bar)
+        return evaluation.evaluate(self.model, training, dataset, batch_size, bar)
 
     def predict(self, *args: Any, **kwargs: Any) -> np.ndarray:
         """Predicts, as Keras's `predict` does."""
@@ -368,7 +363,7 @@ class DPFederatedModel:
     # Training.
 
     @_interrupts.recognised()
-    @model_history.one_fit_at_a_time
+    @run_lib.alone
     def fit(
         self,
         clients: Any = None,
@@ -460,6 +455,8 @@ class DPFederatedModel:
         """
         training_setup.refuse_arguments("fit", others)
         self.require_compiled("fit")
+        if resume_from is None:  # Else both come from there: weights and their cost.
+            run_lib.check_owner(self)
         if client_ids is None and isinstance(y, int | np.integer) and rounds == 1:
             y, rounds = None, y
         if clients is not None and x is not None:
@@ -496,7 +493,7 @@ class DPFederatedModel:
                     "canaries, or other ones, which no checkpoint keeps."
                 )
         self._verbose = _checked_verbose(verbose)
-        callbacks = callbacks_lib.checked(callbacks)
+        callbacks = federated_callback.checked(callbacks)
         validation.check_features(self.model)
         plan = FitPlan(
             first_round=self.rounds,
@@ -508,28 +505,23 @@ class DPFederatedModel:
         )
         interrupted = calibration = None
         if resume_from is not None:
-            interrupted = resuming.InterruptedRun.read(resume_from, self, clients, plan)
+            interrupted = InterruptedRun.read(resume_from, self, clients, plan)
             plan = FitPlan(**interrupted.state["plan"])
             calibration = interrupted.state["calibration"]
-            callbacks += callbacks_lib.ledger_of_resumed(resume_from, callbacks)
-        run, self._prepared = prepare(
-            self,
-            clients,
-            plan,
-            before=self._prepared,
-            calibration=calibration,
-            moments=between_client_variance,
+            callbacks += ledger.ledger_of_resumed(resume_from, callbacks)
+        run, engine, self._engine_made_for = prepare(
+            self, clients, plan, calibration, between_client_variance
         )
-        engine = self._prepared.engine
-        engine.state = run.mechanism_state
+        self._engine = engine
         with _interrupts.after_the_block():
             # Interrupted between, the weights come back without what they cost.
             if interrupted is not None:
                 run = interrupted.restore(self, engine, run)
-                model_history.claim(self, engine.server.variables)
+                run_lib.claim(self, engine.server.variables)
             if audit is not None:
                 audit.begin(engine)
                 run.audit = audit
+            engine.state = run.mechanism_state
             run.begin_fit(validation)
             if self._showed_metrics:
                 run.caveats.add("client_metrics_shown")
@@ -553,7 +545,7 @@ class DPFederatedModel:
             raise ValueError(
                 f"fit must be called before {what}: there is nothing to state yet."
             )
-        model_history.check_owner(self)
+        run_lib.check_owner(self)
         return self.run, self.engine
 
     def with_setup(self, **changes: Any) -> DPFederatedModel:
@@ -566,12 +558,6 @@ class DPFederatedModel:
         made._compiled = self._compiled
         return made
 
-    def _forget_run(self) -> None:
-        """Forgets what was trained; the caller has counted what that cost."""
-        self._run = None
-        if self.engine is not None:
-            self.engine.state = self.engine.query.initial_global_state()
-
     def say(self, message: str) -> None:
         """Tells the user something about the training, unless silent."""
         if self._verbose:
@@ -582,7 +568,7 @@ class DPFederatedModel:
     @property
     def engine(self) -> CohortEngine | None:
         """What runs the rounds; None before the first `fit`."""
-        return None if self._prepared is None else self._prepared.engine
+        return self._engine
 
     @property
     def mechanism(self) -> Mechanism:
@@ -611,7 +597,7 @@ class DPFederatedModel:
           accountant: "rdp" or "pld"; None: the model's own.
         """
         delta = _validate.inside_unit_interval(delta=delta)
-        model_history.check_owner(self)
+        run_lib.check_owner(self)
         if self.spending is None:
             return 0.0
         return self.spending.epsilon(delta, accountant or self.setup.accountant)
@@ -624,7 +610,7 @@ class DPFederatedModel:
         it is infinite, and the local epsilon is the bound.
         """
         delta = _validate.inside_unit_interval(delta=delta)
-        model_history.check_owner(self)
+        run_lib.check_owner(self)
         if self.spending is None:
             return 0.0
         return self.spending.central.epsilon(delta, accountant or self.setup.accountant)
@@ -648,9 +634,7 @@ class DPFederatedModel:
             delta = self.setup.delta or run.budget_delta
         if delta is None:
             sizes = [size for size, _ in run.populations]
-            units = run.num_records
-            if units is None:
-                units = max(run.spending.clients.num_clients, *sizes)
+            units = run.num_records or max(run.spending.clients.num_clients, *sizes)
             delta = min(0.5, units**-1.1)
         return accounting.privacy_statement(
             statement.facts(run, cohort_engine), delta, format

@@ -6,17 +6,20 @@ before are made here, before anything of the run changes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import tensorflow as tf
 
 from tfdp_fl import engine, sampling
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
-from tfdp_fl.keras import validation
+from tfdp_fl.engine import trainer
 from tfdp_fl.keras.run import FitPlan, Population, Run
 from tfdp_fl.mechanisms import Deployment, Mechanism, grid, noise
 
@@ -24,25 +27,24 @@ if TYPE_CHECKING:
     from tfdp_fl.keras.model import DPFederatedModel
 
 
-class PreparedEngine(NamedTuple):
-    """An engine, and what it was made for: with an equal key, it serves again."""
-
-    engine: engine.CohortEngine
-    key: str
-
-
 def prepare(
     fed: DPFederatedModel,
     clients: FederatedDataset,
     plan: FitPlan,
-    *,
-    before: PreparedEngine | None,
-    calibration: dict[str, int] | None,
-    **training: Any,
-) -> tuple[Run, PreparedEngine]:
+    calibration: Sequence[int] | None = None,
+    moments: bool = False,
+) -> tuple[Run, engine.CohortEngine, str]:
     """Checks the clients against everything else; returns the run and its engine.
 
+    And what the engine was made for, in words: where they are equal, it serves again.
     Nothing of the model changes by it.
+
+    Args:
+      fed: The model.
+      clients: Those of this `fit`.
+      plan: Its rounds.
+      calibration: Of a resumed run: for how much its noise was set.
+      moments: Whether to compute Geyer's V_c and U_s.
     """
     setup, mechanism, run = fed.setup, fed.mechanism, fed.run
     population = _checked_population(fed, clients)
@@ -53,7 +55,7 @@ def prepare(
             grid.check_noise_multiplier(noise_multiplier)
         sampler.expected_cohort_size(round_index)
     num_records, min_examples = _records(mechanism, clients)
-    calibrated = _calibrated_for(fed, plan, sampler, calibration)
+    rounds, participations = _calibrated_for(fed, plan, sampler, calibration)
     deployment = Deployment(
         clients_per_round=setup.clients_per_round,
         num_clients=clients.num_clients,
@@ -61,23 +63,23 @@ def prepare(
         min_examples=min_examples,
         client_weighting=setup.client_weighting,
         noise_generator=setup.noise_generator,
-        rounds=calibrated["rounds"],
-        max_participations=calibrated["max_participations"],
+        rounds=rounds,
+        max_participations=participations,
     )
     mechanism.check(deployment)
     if mechanism.guarantee not in spending_lib.BY_CLIENT:
         # Schedules go on where they were.
         mechanism.check(dataclasses.replace(deployment, rounds=plan.last_round))
-    prepared = _engine(fed, clients, plan, deployment, before, **training)
-    cohort_engine = prepared.engine
+    cohort_engine, made_for = _engine(fed, clients, plan, deployment, moments)
     cohort_engine.check_labels(clients)
-    state = cohort_engine.state
+    query = cohort_engine.query
+    state = query.initial_global_state() if run is None else run.mechanism_state
     if run is None or not (
         sampler is run.sampler and population == run.population and not run.releasing
     ):
         # The memory of correlated noise goes on only with the same clients in the
         # same groups, and if nothing was released that it does not know of.
-        state = cohort_engine.query.new_segment(state)
+        state = query.new_segment(state)
     of_this_fit: dict[str, Any] = {
         "plan": plan,
         "sampler": sampler,
@@ -87,7 +89,6 @@ def prepare(
             deployment, num_variables=cohort_engine.num_variables
         ),
         "num_records": num_records,
-        "calibration": calibrated,
         "mechanism_state": state,
         "releasing": False,
     }
@@ -95,13 +96,12 @@ def prepare(
         spending = spending_lib.Spending(mechanism.guarantee, clients.num_clients)
         run = Run(setup=setup, spending=spending, **of_this_fit)
     else:
-        same_number = run.spending.clients.num_clients == clients.num_clients
-        windows = run.windows if same_number else None
-        run = dataclasses.replace(run, windows=windows, **of_this_fit)
-    if cohort_engine.query.keeps_window and run.windows is None:
+        run = dataclasses.replace(run, **of_this_fit)
+    if query.keeps_window:
         shape = clients.num_clients, mechanism.window, cohort_engine.num_variables
-        run.windows = np.full(shape, np.nan, np.float32)
-    return run, prepared
+        if run.windows is None or run.windows.shape != shape:
+            run.windows = np.full(shape, np.nan, np.float32)
+    return run, cohort_engine, made_for
 
 
 def _checked_population(fed: DPFederatedModel, clients: FederatedDataset) -> Population:
@@ -171,32 +171,25 @@ def _records(
     """
     if mechanism.guarantee != spending_lib.RECORD:
         return None, None
-    if clients.is_indexed:
-        sizes = clients.client_sizes()
-    else:
-        sizes = np.array(
-            [
-                nests.common_length(client.x, client.y)
-                for client in clients.read_clients(np.arange(clients.num_clients))
-                if not isinstance(client, ClientFailure)
-            ],
-            np.int64,
-        )
-    if not len(sizes):
+    sizes = [
+        nests.common_length(client.x, client.y)
+        for client in clients.read_clients(np.arange(clients.num_clients))
+        if not isinstance(client, ClientFailure)
+    ]
+    if not sizes:
         raise ValueError(
             f"clients must know their sizes for {mechanism.name}, got "
             f"{clients.num_clients} that cannot be read."
         )
-    held = sizes[sizes > 0]
-    return int(sizes.sum()), int(held.min()) if len(held) else None
+    return sum(sizes), min(filter(None, sizes), default=None)
 
 
 def _calibrated_for(
     fed: DPFederatedModel,
     plan: FitPlan,
     sampler: sampling.CohortSampler,
-    resumed: dict[str, int] | None,
-) -> dict[str, int]:
+    resumed: Sequence[int] | None,
+) -> Sequence[int | None]:
     """Returns for how many rounds clients set their noise.
 
     `rounds` and `max_participations` of a `Deployment`: those of the
@@ -209,8 +202,8 @@ def _calibrated_for(
     if mechanism.guarantee in spending_lib.BY_CLIENT:
         if resumed is not None:
             return resumed
-        if run is not None and run.calibration and run.populations:
-            before = run.calibration["rounds"]
+        if run is not None and run.populations:
+            before = run.deployment.rounds or 0
             is_first_beyond = plan.last_round > before >= plan.first_round
             if target is None and mechanism.epsilon is not None and is_first_beyond:
                 warnings.warn(
@@ -221,14 +214,12 @@ def _calibrated_for(
                     RuntimeWarning,
                     stacklevel=5,
                 )
-            return run.calibration
+            return before, run.deployment.max_participations
         if target is not None:
             rounds = target.rounds
     participations = sampler.max_participations(rounds, plan.first_round)
     limit = mechanism.max_participations
-    if limit is not None:
-        participations = min(participations, limit)
-    return {"rounds": rounds, "max_participations": participations}
+    return rounds, participations if limit is None else min(participations, limit)
 
 
 def _engine(
@@ -236,18 +227,16 @@ def _engine(
     clients: FederatedDataset,
     plan: FitPlan,
     deployment: Deployment,
-    before: PreparedEngine | None,
-    *,
     moments: bool,
-) -> PreparedEngine:
+) -> tuple[engine.CohortEngine, str]:
     setup, compiled = fed.setup, fed.require_compiled("fit")
     bound_to = deployment
     if fed.mechanism.guarantee not in spending_lib.BY_CLIENT:
         bound_to = dataclasses.replace(deployment, rounds=None, max_participations=None)
-    key = repr((bound_to, clients.element_spec, moments))
-    if before is not None and before.key == key:
-        return before
-    with validation.checked_features(fed.model, clients):
+    made_for = repr((bound_to, clients.element_spec, moments))
+    if fed.engine is not None and fed._engine_made_for == made_for:
+        return fed.engine, made_for
+    with checked_features(fed.model, clients):
         made = engine.CohortEngine(
             model=fed.model,
             training=compiled.training,
@@ -263,6 +252,38 @@ def _engine(
             jit_compile=compiled.jit_compile,
             batch_size=plan.batch_size,
         )
-    if fed.run is not None:
-        made.state = fed.run.mechanism_state
-    return PreparedEngine(made, key)
+    return made, made_for
+
+
+def check_features(
+    model: tf.keras.Model, spec: Any, argument: str, whose: str = ""
+) -> None:
+    """Raises ValueError if a model cannot take features."""
+    try:
+        model(trainer.zeros_like_batch(spec), training=False)
+    except Exception as error:  # Whatever a layer's own code can raise.
+        # (Of zeros: whatever it quotes, it is nobody's example.)
+        inputs = getattr(model, "inputs", None) or ()  # Of its own class it has none.
+        takes = "".join(
+            f", {tf.as_dtype(leaf.dtype).name}{list(leaf.shape[1:])}" for leaf in inputs
+        )
+        raise nests.ExamplesValueError(
+            f"{argument} must have features that the model takes{takes}, got "
+            f"{nests.describe_spec(spec)} for each example{whose}."
+        ) from error
+
+
+@contextlib.contextmanager
+def checked_features(
+    model: tf.keras.Model, clients: FederatedDataset, argument: str = "clients"
+) -> Iterator[None]:
+    """Checks clients' features; errors about examples in the block name a client."""
+    place = 0
+    if clients.is_indexed:
+        place = int(np.argmax(clients.client_sizes() > 0))
+    whose = f"client {clients.client_ids[place]!r}"
+    check_features(model, clients.element_spec[0], argument, f" of {whose}")
+    try:
+        yield
+    except nests.SAFE_ERRORS as error:
+        raise type(error)(f"{argument} ({whose}): {error}") from error

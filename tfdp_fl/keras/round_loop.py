@@ -11,22 +11,24 @@ what they sent.)
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import dataclasses
 import math
 import time
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _interrupts, auditing
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import PendingRound, RoundInputs, secure_sum
-from tfdp_fl.keras import callbacks as callbacks_lib
-from tfdp_fl.keras import model_history
 from tfdp_fl.keras import run as run_lib
-from tfdp_fl.keras.validation import Validation
-from tfdp_fl.mechanisms import noise
+from tfdp_fl.keras.callbacks.federated_callback import (
+    FederatedCallback,
+    KeepTarget,
+    PrivacyBudget,
+    told_of_rounds,
+)
+from tfdp_fl.keras.evaluation import Validation
 
 if TYPE_CHECKING:
     from tfdp_fl.keras.model import DPFederatedModel
@@ -40,48 +42,49 @@ _HIDDEN = (
 )
 
 
+@dataclasses.dataclass
 class RoundLoop:
-    """Runs the rounds of one call of `fit`, and moves the run on."""
+    """Runs the rounds of one call of `fit`, and moves the run on.
 
-    def __init__(
-        self,
-        fed: DPFederatedModel,
-        clients: FederatedDataset,
-        callbacks: list[tf.keras.callbacks.Callback],
-        validation: Validation,
-        collector: Any,
-        audit: auditing.CanaryAudit | None,
-        verbose: int,
-    ):
-        """Makes the callbacks the model's."""
-        self.fed, self.clients, self.validation = fed, clients, validation
-        self.collector, self.audit, self.verbose = collector, audit, verbose
+    It makes the callbacks the model's.
+    """
+
+    fed: DPFederatedModel
+    clients: FederatedDataset
+    callbacks: list[tf.keras.callbacks.Callback]
+    validation: Validation
+    collector: Any
+    audit: auditing.CanaryAudit | None
+    verbose: int
+
+    def __post_init__(self) -> None:
+        fed = self.fed
         self.run, self.engine = fed.require_trained("fit")
         self.setup = fed.setup
         # The model before any callback was called; None after the first round.
-        self._begun_with: bytes | None = digest(fed.model)
+        self._begun_with: list[bytes] | None = _weights(fed.model)
         self.federated = [
             callback
-            for callback in callbacks
-            if isinstance(callback, callbacks_lib.FederatedCallback)
+            for callback in self.callbacks
+            if isinstance(callback, FederatedCallback)
         ]
         if self.setup.target is not None:
-            self.federated.append(callbacks_lib.KeepTarget(self.setup.target))
+            self.federated.append(KeepTarget(self.setup.target))
         for callback in self.federated:
             other = callback.federated_model
-            if other not in (None, fed) and model_history.is_fitting(other.model):
+            if other not in (None, fed) and run_lib.is_fitting(other.model):
                 raise RuntimeError(
                     f"callbacks must not have the {type(callback).__name__} of a fit "
                     "that is running: give each model callbacks of its own."
                 )
-            callback.set_federated_model(fed)
+            callback.federated_model = fed
         fed.federated_callbacks = self.federated
         self.delta = self.setup.delta
         for callback in self.federated:
-            if self.delta is None and isinstance(callback, callbacks_lib.PrivacyBudget):
+            if self.delta is None and isinstance(callback, PrivacyBudget):
                 self.delta = self.run.budget_delta = callback.delta
         self.keras_callbacks = tf.keras.callbacks.CallbackList(
-            callbacks,
+            self.callbacks,
             add_history=True,
             model=fed.model,
             verbose=0,
@@ -94,10 +97,7 @@ class RoundLoop:
         run, plan, model = self.run, self.run.plan, self.fed.model
         model.stop_training = False
         show = _progress(self.verbose, run.rounds, plan.last_round)
-        try:
-            # What a ledger tells of counts against every budget.
-            for callback in sorted(self.federated, key=lambda one: one.order):
-                callback.on_rounds_planned(run.rounds, plan.last_round)
+        with told_of_rounds(self.federated, run.rounds, plan.last_round):
             if run.spending.rounds_of_others:
                 # On the same clients, and perhaps with the same seed.
                 run.attempts.renew()
@@ -121,12 +121,6 @@ class RoundLoop:
             if self.audit is not None:
                 self.audit.end()
             self.keras_callbacks.on_train_end(logs)
-        finally:
-            # Else a ledger stays open, and locked, as long as the process: all are
-            # told of the end, also where one of them raises.
-            with _interrupts.after_the_block(), contextlib.ExitStack() as ending:
-                for callback in reversed(self.federated):
-                    ending.callback(callback.on_fit_end)
         return model.history
 
     def _is_allowed(self, round_index: int) -> bool:
@@ -136,7 +130,7 @@ class RoundLoop:
         self.keras_callbacks.on_epoch_begin(round_index)
         self.keras_callbacks.on_train_batch_begin(0)
         begun_with, self._begun_with = self._begun_with, None
-        if begun_with is not None and digest(self.fed.model) != begun_with:
+        if begun_with is not None and _weights(self.fed.model) != begun_with:
             raise ValueError(
                 "callbacks must not change the model's weights before the first round "
                 "of a fit: nobody can tell what those weights cost. Set public weights "
@@ -238,18 +232,17 @@ class RoundLoop:
         details: dict[str, Any] = {
             "cohort_size": len(positions),
             "noise_multiplier": inputs.noise_multiplier,
+            "noise_generator": self.setup.noise_generator,
             "local": local,
         }
-        if self.setup.noise_generator != noise.PHILOX:
-            details["noise_generator"] = self.setup.noise_generator
-        with model_history.charging:
-            model_history.check_owner(self.fed)
+        with run_lib.charging:
+            run_lib.check_owner(self.fed)
             if not self._is_allowed(inputs.round_index):
                 raise _BudgetSpentError
             for callback in self.federated:
                 callback.on_round_charged(inputs.round_index, charge, details)
             spending.charge(charge, positions, mu_squared)
-            model_history.claim(self.fed, self.engine.server.variables)
+            run_lib.claim(self.fed, self.engine.server.variables)
         if run.populations[-1:] != [run.population]:
             run.populations.append(run.population)
 
@@ -260,11 +253,11 @@ class RoundLoop:
         run.sampler.released()
         released = self.engine.release(pending)
         run.mechanism_state = self.engine.state
-        run.releasing = False
         run.cohort_sizes.append(len(pending.inputs.positions))
         run.log_names = list(released)
         run.remember_norms(pending.inputs.positions, pending.window_norms)
         run.rounds += 1
+        run.releasing = False
         if self.audit is not None:
             self.audit.released()
         return released
@@ -277,9 +270,8 @@ class RoundLoop:
                 self.engine, pending, self.setup.secure_aggregation
             )
         number = f"Round {pending.inputs.round_index + 1}:"
-        what = "the round goes on without them"
-        if self.setup.aborts_on_failure:
-            what = "the round is abandoned"
+        aborts = self.setup.aborts_on_failure
+        what = "the round is abandoned" if aborts else "the round goes on without them"
         if pending.failures:
             first = pending.failures[0]
             name = self.clients.client_ids[first.position]
@@ -299,12 +291,9 @@ class _BudgetSpentError(Exception):
     """A callback spent, while a cohort trained, what the round was to cost."""
 
 
-def digest(model: tf.keras.Model) -> bytes:
-    """Returns a hash of all weights of a model."""
-    digest = hashlib.sha256()
-    for weight in model.get_weights():
-        digest.update(np.ascontiguousarray(weight).tobytes())
-    return digest.digest()
+def _weights(model: tf.keras.Model) -> list[bytes]:
+    """Returns all weights of a model, to be compared bit for bit."""
+    return [weight.tobytes() for weight in model.get_weights()]
 
 
 def _progress(verbose: int, first_round: int, last_round: int) -> Any:

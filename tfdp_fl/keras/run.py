@@ -8,26 +8,30 @@ these; a checkpoint adds them.
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import functools
 import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import accounting, sampling
+from tfdp_fl import accounting, keras_versions, sampling
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.auditing import CanaryAudit
 from tfdp_fl.keras.training_setup import TrainingSetup
-from tfdp_fl.keras.validation import Validation
 from tfdp_fl.mechanisms import Deployment, Round, noise
+
+if TYPE_CHECKING:
+    from tfdp_fl.keras.evaluation import Validation
 
 # What each stream of random numbers is for; cohorts have their own (sampling).
 NOISE_STREAM, SHUFFLE_STREAM = 1, 2
@@ -43,11 +47,10 @@ class Attempts:
     of a round's noise is not the round, but the attempt at it. A round that is
     run again, by whatever way, is another attempt. A resumed run does not know which
     numbers were used after its checkpoint, nor a fork which ones its parent uses:
-    they go on with fresh entropy in their keys.
+    they go on with fresh entropy in their keys. (One `fit` at a time takes them.)
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._process = os.getpid()
         self._taken = 0
         self._entropy: tuple[int, ...] = ()
@@ -55,19 +58,15 @@ class Attempts:
     def take(self) -> Attempt:
         """Returns an attempt that nothing had before, nor has afterwards."""
         if os.getpid() != self._process:
-            # Another thread of the parent may have held the lock.
-            self._process, self._lock = os.getpid(), threading.Lock()
             self.renew()
-        with self._lock:
-            attempt = (self._taken, *self._entropy)
-            self._taken += 1
-        return attempt
+        self._taken += 1
+        return (self._taken - 1, *self._entropy)
 
     def renew(self) -> None:
         """Sets all later attempts apart from those of any other process."""
+        self._process = os.getpid()
         words = np.frombuffer(secrets.token_bytes(16), np.uint32)
-        with self._lock:
-            self._entropy = tuple(words.tolist())
+        self._entropy = tuple(words.tolist())
 
 
 def round_seed(seed: int | None, attempt: Attempt) -> np.ndarray:
@@ -94,7 +93,7 @@ Population = tuple[int, str]
 
 # What a checkpoint keeps as it is.
 _PLAIN = (
-    *("run_id", "rounds", "populations", "calibration", "known_ledgers", "log_names"),
+    *("run_id", "rounds", "populations", "known_ledgers", "log_names"),
     *("cohort_sizes", "held_out", "windows"),
 )
 
@@ -137,8 +136,6 @@ class Run:
       rounds: How many rounds were run, abandoned ones included.
       populations: Those of all that were charged, each where it began.
       num_records: The clients' examples, where those are protected.
-      calibration: `rounds` and `max_participations`, for which the clients'
-        own noise was calibrated.
       mechanism_state: The state of the mechanism's query before the coming
         round: its clip, and its memory if it has any.
       windows: Float32 [N, W, L], each client's window of norms; None if the
@@ -169,7 +166,6 @@ class Run:
     rounds: int = 0
     populations: list[Population] = dataclasses.field(default_factory=list)
     num_records: int | None = None
-    calibration: dict[str, int] | None = None
     mechanism_state: Round
     windows: np.ndarray | None = None
     cohort_sizes: list[int] = dataclasses.field(default_factory=list)
@@ -213,6 +209,7 @@ class Run:
         return {
             **{name: getattr(self, name) for name in _PLAIN},
             "plan": dataclasses.asdict(self.plan),
+            "calibration": (self.deployment.rounds, self.deployment.max_participations),
             "caveats": sorted(self.caveats),
             "sampler": self.sampler.state(),
             "spending": self.spending.state(),
@@ -227,8 +224,6 @@ class Run:
         the state was, and the mechanism's state has to have the structure of its.
         """
         values = [tf.constant(value) for value in state["mechanism_state"]]
-        if len(values) != len(tf.nest.flatten(prepared.mechanism_state)):
-            raise ValueError("mechanism must have the state of the interrupted run.")
         # Of its own: whatever fails later leaves the run that was as it is.
         sampler = copy.deepcopy(prepared.sampler)
         sampler.restore(state["sampler"])
@@ -319,3 +314,73 @@ class Run:
             return after.epsilon(delta, accountant or self.setup.accountant)
 
         return epsilon
+
+
+# One training at a time, and one account, for each Keras model of the process. An
+# epsilon is that of all rounds that shaped the weights. It is wrong if two trainings
+# move the same weights at once, each counting only its own rounds, or if a second
+# wrapper around a trained model starts counting at 0. So every variable that a round
+# moves bears a note of what trained it: Keras models may share layers.
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+# Held from the moment that a budget is asked until the charge is written, so that
+# nothing else can spend what was promised, nor train the same variables.
+charging = threading.Lock()
+
+_TRAINED_BY = "_tfdp_fl_trained_by"
+# Keras models, and searches, of which a `fit` is running.
+_fitting: weakref.WeakSet[Any] = weakref.WeakSet()
+_beginning = threading.Lock()
+
+
+def check_owner(fed: Any) -> None:
+    """Raises ValueError if another `DPFederatedModel` trained some of the weights."""
+    for variable in keras_versions.tf_variables(fed.model.weights):
+        owner = getattr(variable, _TRAINED_BY, None)
+        if owner is not None and owner() is not fed:
+            raise ValueError(
+                f"model {fed.model.name!r} was already trained on clients by another "
+                "DPFederatedModel, itself or a layer that it shares, and what that "
+                "cost is counted there, not here. Go on with that one, resume from "
+                "its checkpoint, or build the Keras model anew."
+            )
+
+
+def claim(fed: Any, variables: Iterable[tf.Variable]) -> None:
+    """Notes that what shaped some variables is counted by a `DPFederatedModel`."""
+    owner = weakref.ref(fed)
+    for variable in variables:
+        setattr(variable, _TRAINED_BY, owner)
+
+
+def is_fitting(model: tf.keras.Model) -> bool:
+    """Returns whether a `fit` of the Keras model is running."""
+    return model in _fitting
+
+
+@contextlib.contextmanager
+def fitting(trained: Any, what: str, kind: str = "Keras model") -> Iterator[None]:
+    """Lets nothing else train a Keras model (or a search) within the block."""
+    with _beginning:
+        if trained in _fitting:
+            raise RuntimeError(
+                f"{what} was called while a fit of the same {kind} is running. Rounds "
+                "and their cost are counted one after the other: wait until it returns."
+            )
+        _fitting.add(trained)
+    try:
+        yield
+    finally:
+        _fitting.discard(trained)
+
+
+def alone(method: _Method) -> _Method:
+    """Has a method of a `DPFederatedModel` run while no `fit` of its model does."""
+
+    @functools.wraps(method)
+    def called(self, *args: Any, **kwargs: Any) -> Any:
+        with fitting(self.model, method.__name__):
+            return method(self, *args, **kwargs)
+
+    return called  # type: ignore[return-value]

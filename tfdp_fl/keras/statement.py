@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +22,8 @@ def facts(
     spending, setup, mechanism = run.spending, run.setup, run.setup.mechanism
     sizes = [charge.clients_per_round for charge in spending.own.elements()]
     composed: dict[str, Any] = {
-        "epsilon_rdp": _epsilon(spending, "rdp"),
-        "epsilon_pld": _epsilon(spending, "pld"),
+        "epsilon_rdp": spending.central.epsilon,
+        "epsilon_pld": _epsilon_by_pld(spending.central),
         "epsilon_if_participation_is_known": (
             spending.central.epsilon_if_participation_is_known
         ),
@@ -91,23 +92,22 @@ def _parameters(setup: TrainingSetup, rounds: int) -> dict[str, Any]:
     return {**parameters, "client_weighting": setup.client_weighting}
 
 
-def _epsilon(
-    spending: spending_lib.Spending, accountant: str
-) -> Callable[[float], float | None]:
+def _epsilon_by_pld(
+    accountant: accounting.PrivacyAccountant,
+) -> Callable[[float], float | None] | None:
+    """Returns epsilon by delta; None where it takes long, or is not to be had."""
+    kinds = {
+        (charge.sampling_probability, charge.event)
+        for charge, _ in accountant.charges
+        if charge.is_amplified
+    }
+    if len(kinds) > _MOST_KINDS_FOR_PLD:
+        return None
+
     def epsilon(delta: float) -> float | None:
-        kinds = {
-            (charge.sampling_probability, charge.event)
-            for charge, _ in spending.central.charges
-            if charge.is_amplified
-        }
-        if accountant == "pld" and len(kinds) > _MOST_KINDS_FOR_PLD:
-            return None
-        try:
-            return spending.central.epsilon(delta, accountant)
-        except (NotImplementedError, ValueError):
-            if accountant == "pld":  # Not for every event; RDP is stated.
-                return None
-            raise
+        with contextlib.suppress(NotImplementedError, ValueError):
+            return accountant.epsilon(delta, "pld")
+        return None
 
     return epsilon
 

@@ -23,6 +23,12 @@ from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
 # Names of metrics that Keras gives a meaning to by the shape of the output.
 _METRIC_NAMES = ("accuracy", "acc", "crossentropy", "ce")
+# What makes an object of a name, and usual names.
+_OF_KERAS = {
+    "optimizer": (tf.keras.optimizers.get, "'sgd', 'adam'"),
+    "loss": (tf.keras.losses.get, "'sparse_categorical_crossentropy'"),
+    "metrics": (tf.keras.metrics.get, "'accuracy', 'crossentropy'"),
+}
 
 _RUNTIME = "runtime (which says where clients are trained)"
 _COMPILED = "nothing: a whole cohort is one call that is compiled by TensorFlow"
@@ -207,38 +213,29 @@ def refuse_arguments(method: str, given: Iterable[str]) -> None:
         raise TypeError(f"{method} takes no {name}{hint}.")
 
 
-def checked_optimizer(argument: str, value: Any) -> tf.keras.optimizers.Optimizer:
-    """Returns an optimizer, from what Keras's `compile` takes."""
-    try:
-        if value is None:  # Keras takes it for RMSprop, or for none at all.
-            raise ValueError
-        return tf.keras.optimizers.get(value)
-    except (TypeError, ValueError, KeyError) as error:
+def known_to_keras(**given: Any) -> Any:
+    """Returns what Keras's `compile` makes of one argument, or raises ValueError."""
+    ((argument, value),) = given.items()
+    get, usual = _OF_KERAS[argument.removeprefix("server_").removeprefix("weighted_")]
+    found = None
+    if value is not None:  # Keras takes it for RMSprop, or for none at all.
+        with contextlib.suppress(TypeError, ValueError, KeyError):
+            found = get(value)
+    if found is None or isinstance(found, str):  # Keras 2 hands back.
         raise ValueError(
-            f"{argument} must be a tf.keras.optimizers.Optimizer or the name of one, "
-            f"such as 'sgd' or 'adam', got {value!r}."
-        ) from error
+            f"{argument} must be one of Keras's own names (such as {usual}) or an "
+            f"object of Keras's, got {value!r}."
+        )
+    return found
 
 
-def check_names(*, loss: Any, metrics: Any, weighted_metrics: Any) -> None:
-    """Raises ValueError for a name that Keras has no loss or metric of."""
-    named_metrics = metrics, weighted_metrics
-    for argument, given, get, names in (
-        ("loss", loss, tf.keras.losses.get, ()),
-        ("metrics", named_metrics, tf.keras.metrics.get, _METRIC_NAMES),
-    ):
-        for name in tf.nest.flatten(given):
-            if not isinstance(name, str) or name in names:
-                continue
-            found = None
-            with contextlib.suppress(TypeError, ValueError):
-                found = get(name)
-            if found is None or isinstance(found, str):  # Keras 2 hands back.
-                usual = ", ".join(names or ("sparse_categorical_crossentropy",))
-                raise ValueError(
-                    f"{argument} must be Keras's own names (such as {usual}, or "
-                    f"mean_squared_error) or what computes it, got {name!r}."
-                )
+def check_names(**given: Any) -> None:
+    """Raises ValueError for names that Keras has no loss or metric of."""
+    for argument, nest in given.items():
+        for name in tf.nest.flatten(nest):
+            is_special = argument != "loss" and name in _METRIC_NAMES
+            if isinstance(name, str) and not is_special:
+                known_to_keras(**{argument: name})
 
 
 def check_model(model: Any) -> None:
@@ -255,3 +252,29 @@ def check_model(model: Any) -> None:
         raise ValueError(
             f"model must have trainable variables, got {model.name!r} with none."
         )
+
+
+def validate(model: Any, *, strict: bool = False) -> list[str]:
+    """Returns why a model cannot be trained or protected, if it cannot.
+
+    In the manner of Opacus's `ModuleValidator.validate`. What depends on the clients
+    and the loss, `fit` finds before its first round.
+
+    Args:
+      model: A Keras model.
+      strict: Whether to raise instead of returning the problem.
+
+    Returns:
+      The first problem, in a sentence; empty if none was found.
+
+    Raises:
+      ValueError: `strict`, and there is a problem.
+    """
+    try:
+        check_model(model)
+    except Exception as error:  # Whatever a layer's own code can raise.
+        problem = f"{type(error).__name__}: {error}"
+        if strict:
+            raise ValueError(f"model cannot be trained: {problem}") from error
+        return [problem]
+    return []

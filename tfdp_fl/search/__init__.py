@@ -1,6 +1,6 @@
 """Tuning inside the budget: a search that is charged as a whole."""
 
 from tfdp_fl.search.private_search import PrivateSearch
-from tfdp_fl.search.scores import PrivateScore, PublicScore
+from tfdp_fl.search.trial import PrivateScore, PublicScore
 
 __all__ = ["PrivateScore", "PrivateSearch", "PublicScore"]

@@ -14,7 +14,6 @@ import dataclasses
 import os
 import pathlib
 import secrets
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,9 +25,9 @@ from tfdp_fl.accounting.ledger import new_run
 from tfdp_fl.accounting.search import TrialCount
 from tfdp_fl.accounting.spending import CENTRAL, OtherRun, Spending
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.keras import DPFederatedModel, checkpoint, model_history
-from tfdp_fl.search.scores import PrivateScore, PublicScore, Split
-from tfdp_fl.search.trial import Candidate, Trial, calibrated
+from tfdp_fl.keras import DPFederatedModel, checkpoint
+from tfdp_fl.keras import run as run_lib
+from tfdp_fl.search.trial import PrivateScore, PublicScore, Split, Trial, calibrated
 
 # What a search keeps in its directory.
 _LEDGER, _STATE = "ledger.jsonl", "search.npz"
@@ -88,13 +87,13 @@ class PrivateSearch:
         if not callable(build):
             raise TypeError(f"build must be callable, got {build!r}.")
         _validate.instance_of((list, tuple), candidates=candidates)
-        self.candidates: list[Candidate] = []
+        self.candidates: list[dict[str, Any]] = []
         for candidate in candidates:
             _validate.instance_of(Mapping, candidates=candidate)
             self.candidates.append(dict(candidate))
         if not self.candidates:
             raise ValueError("candidates must hold at least one, got none.")
-        self.best: Candidate | None = None
+        self.best: dict[str, Any] | None = None
         self._build = build
         self._trials = TrialCount.named(expected_trials, distribution)
         self._target = (
@@ -106,7 +105,6 @@ class PrivateSearch:
         self._spending = Spending(CENTRAL, num_clients=1)
         self._searches: set[str] = set()
         self._last: tuple[Split, list[Trial]] | None = None
-        self._fitting = threading.Lock()
 
     def fit(
         self,
@@ -146,9 +144,7 @@ class PrivateSearch:
             Nothing is charged.
           LedgerError: The ledger could not be written. Nothing was trained.
         """
-        if not self._fitting.acquire(blocking=False):
-            raise RuntimeError("fit was called while a fit of this search is running.")
-        try:
+        with run_lib.fitting(self, "fit", "search"):
             options = {
                 "rounds": _validate.positive_integer(rounds=rounds),
                 "batch_size": _validate.positive_integer(batch_size=batch_size),
@@ -178,8 +174,6 @@ class PrivateSearch:
             winner = trials[best or 0]
             winner.assign(state.weights)
             return winner.model
-        finally:
-            self._fitting.release()
 
     def epsilon(self, delta: float) -> float:
         """Returns the epsilon at delta of all searches so far; 0 before the first.
@@ -272,7 +266,7 @@ class PrivateSearch:
         seen: set[int] = set()
         for candidate in self.candidates:
             trial = Trial(candidate, self._build(**candidate), split, options)
-            own = {id(part) for part in (*trial.variables, *trial.server_optimizers)}
+            own = {id(variable) for variable in trial.variables}
             if seen & own:
                 raise ValueError(
                     "build must return a model and a server_optimizer of its own for "
@@ -323,12 +317,11 @@ class PrivateSearch:
                 if score > state.score:
                     state.best, state.score = place, score
                     state.weights = trials[place].values()
-                trials[place].reset()
             directory.forget()
         finally:
             for trial in trials:
                 trial.reset()
-                model_history.claim(self, trial.variables)
+                run_lib.claim(self, trial.variables)
 
     def _pay(
         self,
@@ -419,15 +412,12 @@ class SearchDirectory:
     def _check(self, resumes: bool) -> None:
         assert self._path is not None
         waits = (self._path / _STATE).exists()
-        if waits and not resumes:
+        if waits != resumes:
+            argument = "resume_from" if resumes else "directory"
             raise ValueError(
-                f"directory must not hold an interrupted search, and {self._path} "
-                "does: go on with it by fit(resume_from=directory)."
-            )
-        if resumes and not waits:
-            raise ValueError(
-                "resume_from must be the directory of an interrupted search, and "
-                f"{self._path} holds none."
+                f"{argument} must hold {'an' if resumes else 'no'} interrupted search, "
+                "which fit(resume_from=directory) goes on with, and "
+                f"{self._path} holds {'one' if waits else 'none'}."
             )
 
     def read(self) -> SearchState:

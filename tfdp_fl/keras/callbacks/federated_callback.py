@@ -8,15 +8,15 @@ that before it overspends.
 
 from __future__ import annotations
 
+import contextlib
 import math
-import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp_fl import _validate
+from tfdp_fl import _interrupts, _validate
 from tfdp_fl.accounting import RoundCharge, planning
 from tfdp_fl.keras.training_setup import PrivacyTarget
 
@@ -28,25 +28,13 @@ class FederatedCallback(tf.keras.callbacks.Callback):
     """A Keras callback that also hears of rounds before they run.
 
     Attributes:
-      federated_model: The `DPFederatedModel` that is being trained.
+      federated_model: The `DPFederatedModel` that is being trained; `fit` sets it.
       order: Callbacks of a smaller one hear first of the rounds planned: ledgers,
         then checkpoints, which save what ledgers tell, then all others.
     """
 
     federated_model: Any = None
     order = 2
-    # The error in whose handler `fit` was called.
-    _handled: BaseException | None = None
-
-    def set_federated_model(self, federated_model: Any) -> None:
-        """Called once, before training begins."""
-        self.federated_model = federated_model
-        self._handled = sys.exc_info()[1]
-
-    @property
-    def _is_ended_by_error(self) -> bool:
-        """Whether an error ends the training, which is then the one to report."""
-        return sys.exc_info()[1] is not self._handled
 
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
         """Called before training with the rounds `fit` was asked for.
@@ -74,17 +62,20 @@ class FederatedCallback(tf.keras.callbacks.Callback):
         Args:
           round_index: The round, counted from 0.
           charge: What the round costs.
-          details: `cohort_size`, `noise_multiplier`, and `local`: None, or where a
-            guarantee is composed client by client, `mu_squared`, (sensitivity /
-            sigma)^2 of one client's release, and `max_mu_squared`, the largest sum
-            of them that a client has spent after the round.
+          details: `cohort_size`, `noise_multiplier`, `noise_generator`, and `local`:
+            None, or where a guarantee is composed client by client, `mu_squared`,
+            (sensitivity / sigma)^2 of one client's release, and `max_mu_squared`, the
+            largest sum of them that a client has spent after the round.
         """
 
     def on_round_released(self, round_index: int, logs: dict[str, float]) -> None:
         """Called after a round changed the model, before `on_epoch_end`."""
 
     def on_fit_end(self) -> None:
-        """Called last, also where an error or the user ended the training."""
+        """Called last, also where an error or the user ended the training.
+
+        What is raised here is reported unless an error ended the training.
+        """
 
     def check_release(self, charge: RoundCharge) -> None:
         """Called before metrics of clients are released beside the rounds.
@@ -105,8 +96,29 @@ class FederatedCallback(tf.keras.callbacks.Callback):
           charge: What it costs.
         """
 
-    def on_release_counted(self) -> None:
-        """Called when the model's epsilon has what was released beside the rounds."""
+
+@contextlib.contextmanager
+def told_of_rounds(
+    callbacks: Sequence[FederatedCallback], first_round: int, last_round: int
+) -> Iterator[None]:
+    """Tells callbacks of the rounds planned, and of the end, however it comes."""
+    suppressed: tuple[type[Exception], ...] = (Exception,)
+    try:
+        # What a ledger tells of counts against every budget.
+        for callback in sorted(callbacks, key=lambda one: one.order):
+            callback.on_rounds_planned(first_round, last_round)
+        yield
+        suppressed = ()
+    finally:
+        # All are told, also where one of them raises: else a ledger stays open, and
+        # locked, as long as the process.
+        with (
+            _interrupts.after_the_block(),
+            contextlib.suppress(*suppressed),
+            contextlib.ExitStack() as ending,
+        ):
+            for callback in reversed(callbacks):
+                ending.callback(callback.on_fit_end)
 
 
 def checked(callbacks: Any) -> list[tf.keras.callbacks.Callback]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import os
 import pathlib
 from typing import Any
@@ -13,7 +12,7 @@ import tensorflow as tf
 from tfdp_fl import _validate, accounting
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import spending as spending_lib
-from tfdp_fl.keras import checkpoint, resuming, statement
+from tfdp_fl.keras import checkpoint, statement
 from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
 from tfdp_fl.keras.run import Run
 
@@ -46,14 +45,6 @@ class Ledger(FederatedCallback):
         self._append = append
         self._opened: accounting.PrivacyLedger | None = None
         self._elsewhere = 0.0
-        # Up to which line budgets knew what others spent, when last asked outside of
-        # a `fit`; None: there was no file.
-        self._counted_head: str | None = None
-
-    @property
-    def head(self) -> str | None:
-        """Returns the hash of the last line; None if it is not open."""
-        return None if self._opened is None else self._opened.head
 
     @property
     def _run(self) -> Run:
@@ -61,7 +52,7 @@ class Ledger(FederatedCallback):
 
     @property
     def _key(self) -> str:
-        return resuming.ledger_key(self.path)
+        return checkpoint.ledger_key(self.path)
 
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
         """Opens the ledger, refusing that of another run."""
@@ -80,7 +71,7 @@ class Ledger(FederatedCallback):
                 "description": fed.mechanism.describe(),
             },
             unit=statement.unit(fed.mechanism),
-            expected_head=known or None,
+            expected_head=known,
             run=run.run_id,
         )
         contents = ledger.contents()
@@ -100,8 +91,13 @@ class Ledger(FederatedCallback):
                 )
         self._check_runs(contents)
         run.spending.absorb(contents, run.run_id, self._key)
-        self._catch_up(ledger, contents)
         run.known_ledgers[self._key] = ledger.head
+        self._begin()
+        self._catch_up(contents)
+        run.known_ledgers[self._key] = ledger.head
+
+    def _begin(self) -> None:
+        """Called when the ledger is open and counted, before its first line."""
 
     def _check_runs(self, contents: accounting.LedgerContents) -> None:
         """Refuses rounds that cannot be told apart from or added to our own."""
@@ -127,21 +123,18 @@ class Ledger(FederatedCallback):
                 f"counted together, and {self.path} is one of runs with a {other} "
                 "guarantee."
             )
-        sampling = fed.setup.sampling
+        sampling, found = fed.setup.sampling, contents.accountant().relation
         relation = charge_lib.relation_of(sampling)
-        for charge in (line.charge for lines in runs.values() for line in lines):
-            if charge is not None and charge.relation != relation:
-                raise ValueError(
-                    "path must be a ledger of rounds whose neighbouring relation is "
-                    f"{relation.name}, as for {sampling} sampling, and {self.path} "
-                    f"has rounds of {charge.sampling} sampling; one guarantee cannot "
-                    "cover both."
-                )
+        if found not in (None, relation):
+            raise ValueError(
+                "path must be a ledger of rounds whose neighbouring relation is "
+                f"{relation.name}, as for {sampling} sampling, and {self.path} has "
+                f"{found.name}; one guarantee cannot cover both."
+            )
 
-    def _catch_up(
-        self, ledger: accounting.PrivacyLedger, contents: accounting.LedgerContents
-    ) -> None:
+    def _catch_up(self, contents: accounting.LedgerContents) -> None:
         """Writes what was charged while this ledger was not kept."""
+        assert self._opened is not None
         run = self._run
         spending, runs = run.spending, contents.by_run()
         lost = contents.lost_mu_squared(run.rounds, run.run_id)
@@ -152,7 +145,7 @@ class Ledger(FederatedCallback):
             entry.charge for entry in runs.get(run.run_id, ()) if entry.charge
         )
         for charge in (spending.own - written).elements():
-            ledger.record(
+            self._opened.record(
                 max(0, run.rounds - 1),
                 charge,
                 round(charge.clients_per_round),
@@ -161,7 +154,7 @@ class Ledger(FederatedCallback):
             )
         for name, charge in spending.charges_of_evaluations.items():
             if name not in runs:
-                self._record_release(ledger, name, charge, written_later=True)
+                self.on_release_charged(name, charge, written_later=True)
 
     def on_round_charged(
         self,
@@ -178,44 +171,16 @@ class Ledger(FederatedCallback):
         self._opened.record(round_index, charge, **{**details, "local": local})
         self._run.known_ledgers[self._key] = self._opened.head
 
-    def check_release(self, charge: accounting.RoundCharge) -> None:
-        """Counts what others have written since `fit`, before budgets are asked."""
-        del charge
-        if self._opened is None and self.path.exists():
-            run = self._run
-            head = run.known_ledgers.get(self._key) or None
-            contents = accounting.PrivacyLedger.read(self.path, expected_head=head)
-            run.spending.absorb(contents, run.run_id, self._key)
-            self._counted_head = contents.head
-
-    def on_release_charged(self, name: str, charge: accounting.RoundCharge) -> None:
-        """Writes what is released beside the rounds."""
-        known = self._run.known_ledgers
-        with contextlib.ExitStack() as stack:
-            ledger = self._opened
-            if ledger is None:  # Not inside a callback of `fit`.
-                head = known.get(self._key) or None
-                ledger = stack.enter_context(
-                    accounting.PrivacyLedger(self.path, "append", expected_head=head)
-                )
-            if ledger is not self._opened and ledger.head != self._counted_head:
-                raise accounting.LedgerError(
-                    f"Another run wrote to {self.path} while this release was "
-                    "prepared. Nothing was released: ask again."
-                )
-            is_known = ledger.head == known.get(self._key)
-            self._record_release(ledger, name, charge)
-            if is_known:  # Else others wrote, and a later `fit` has to see it.
-                known[self._key] = ledger.head
-
-    def _record_release(
-        self,
-        ledger: accounting.PrivacyLedger,
-        name: str,
-        charge: accounting.RoundCharge,
-        **details: Any,
+    def on_release_charged(
+        self, name: str, charge: accounting.RoundCharge, **details: Any
     ) -> None:
-        ledger.record(
+        """Writes what is released beside the rounds."""
+        if self._opened is None:  # Of a `fit` in another thread.
+            raise accounting.LedgerError(
+                f"The ledger {self.path} was closed while this release was prepared, "
+                "by a fit that ended. Nothing was released: ask again."
+            )
+        self._opened.record(
             max(0, self._run.rounds - 1),
             charge,
             round(charge.clients_per_round),
@@ -223,6 +188,7 @@ class Ledger(FederatedCallback):
             evaluation=True,
             **details,
         )
+        self._run.known_ledgers[self._key] = self._opened.head
 
     def on_fit_end(self) -> None:
         """Closes the file."""
@@ -236,8 +202,7 @@ class RoundCheckpoint(Ledger):
 
     `fit(..., resume_from=directory)` goes on exactly where the last checkpoint
     was taken. The directory also holds `ledger.jsonl`, in which every round is
-    written before its result can be seen, and, when the training has ended,
-    `privacy.txt`, the privacy statement. It belongs to one run: a new training
+    written before its result can be seen. It belongs to one run: a new training
     refuses a directory that holds another's checkpoints, and two at once are
     refused. The files are readable by their owner only: with a seed, or
     shuffled cohorts, they tell who takes part.
@@ -246,59 +211,39 @@ class RoundCheckpoint(Ledger):
       directory: Where the files are; made if need be.
       every: Save after every so many rounds (and at the end).
       keep: How many checkpoints stay.
-      delta: At which the statement is made; None: what the model knows (see
-        `DPFederatedModel.privacy_statement`).
       path: The directory's ledger.
     """
 
     order = 1
 
     def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        every: int = 1,
-        keep: int = 3,
-        delta: float | None = None,
+        self, directory: str | os.PathLike[str], every: int = 1, keep: int = 3
     ):
-        super().__init__(resuming.ledger_path(directory))
+        super().__init__(checkpoint.ledger_path(directory))
         self.directory = pathlib.Path(directory)
         self.every = _validate.positive_integer(every=every)
         self.keep = _validate.positive_integer(keep=keep)
-        if delta is not None:
-            delta = _validate.inside_unit_interval(delta=delta)
-        self.delta = delta
         self._files = checkpoint.CheckpointDirectory(self.directory)
         self._begun = False
-        self._charged_round = -1
 
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
-        """Takes the directory, and saves the state before the first round."""
-        self._files.acquire()
-        run = self.federated_model.run
+        """Opens the ledger, and saves the state before the first round."""
         rounds = self._files.rounds()
-        if rounds and self._key not in run.known_ledgers:
+        if rounds and self._key not in self._run.known_ledgers:
             raise ValueError(
                 "directory must not hold the checkpoints of another run, and "
                 f"{self.directory} holds one of round {rounds[0]}: go on with that run "
                 "by fit(resume_from=directory), or choose another directory."
             )
-        is_new = not self.path.exists()
-        if not is_new:
-            super().on_rounds_planned(first_round, last_round)
-        self._files.set_aside_after(run.rounds)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        super().on_rounds_planned(first_round, last_round)
+
+    def _begin(self) -> None:
+        # The ledger's lock is the directory's.
+        self._files.clear_after(self._run.rounds)
         # Before the first line: whatever was charged can be resumed from.
         self._save()
-        if is_new:
-            super().on_rounds_planned(first_round, last_round)
         self._begun = True
-        self._charged_round = -1
-
-    def on_round_charged(
-        self, round_index: int, charge: accounting.RoundCharge, details: dict[str, Any]
-    ) -> None:
-        """Writes the round into the ledger."""
-        self._charged_round = round_index
-        super().on_round_charged(round_index, charge, details)
 
     def on_round_released(self, round_index: int, logs: dict[str, float]) -> None:
         """Saves, if it is time to."""
@@ -310,51 +255,23 @@ class RoundCheckpoint(Ledger):
         """Saves the end of the training, and lets go of the directory.
 
         Other callbacks may have changed the model: Keras's `EarlyStopping` restores
-        its best weights. After an interrupt between a round's charge and its release
-        nothing is saved: that round has to be run, and charged, again.
+        its best weights. After an interrupt within a round's release nothing is
+        saved: that round has to be run, and charged, again.
         """
-        ended_by_error = self._is_ended_by_error
         try:
             # An interrupt while TensorFlow traces can leave it in the graph.
             with tf.init_scope():
-                if self._begun and self._is_between_rounds:
-                    self._save()
                 if self._begun:
-                    self._write_statement()
-        except Exception:
-            if not ended_by_error:
-                raise
+                    self._save()
         finally:
             self._begun = False
             super().on_fit_end()
-            self._files.release()
-
-    def on_release_counted(self) -> None:
-        """Saves again what was charged since; of the same round."""
-        self._files.acquire()
-        try:
-            self._save()
-            self._write_statement()
-        finally:
-            if not self._begun:
-                self._files.release()
-
-    @property
-    def _is_between_rounds(self) -> bool:
-        """Whether nothing was charged that was not released, and counted."""
-        run = self.federated_model.run
-        return self._charged_round < run.rounds and not run.releasing
 
     def _save(self) -> None:
-        fed = self.federated_model
-        head = fed.run.known_ledgers.get(self._key) or None
-        self._files.write(fed.rounds, resuming.capture(fed, head), self.keep)
-
-    def _write_statement(self) -> None:
-        text = self.federated_model.privacy_statement(self.delta)
-        checkpoint.write_atomically(
-            self.directory / "privacy.txt", f"{text}\n".encode(), mode=0o644
-        )
+        fed, run = self.federated_model, self._run
+        if not run.releasing:
+            state = checkpoint.capture(fed, run.known_ledgers[self._key])
+            self._files.write(run.rounds, state, self.keep)
 
 
 def ledger_of_resumed(
@@ -364,6 +281,6 @@ def ledger_of_resumed(
 
     Whatever a resumed run releases has to be in the ledger of its directory.
     """
-    path = resuming.ledger_path(directory)
-    kept = [resuming.ledger_key(c.path) for c in callbacks if isinstance(c, Ledger)]
-    return [] if resuming.ledger_key(path) in kept else [Ledger(path)]
+    path = checkpoint.ledger_path(directory)
+    kept = [checkpoint.ledger_key(c.path) for c in callbacks if isinstance(c, Ledger)]
+    return [] if checkpoint.ledger_key(path) in kept else [Ledger(path)]

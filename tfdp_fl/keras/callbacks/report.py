@@ -9,7 +9,7 @@ import pathlib
 from typing import Any
 
 from tfdp_fl import _storage
-from tfdp_fl.keras import resuming
+from tfdp_fl.keras import checkpoint
 from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
 
 # What is drawn of the rounds' values, by the title.
@@ -55,10 +55,16 @@ class Report(FederatedCallback):
             )
         self.delta = delta
         self._rounds: dict[int, dict[str, float]] = {}
+        self._is_broken_off = True
 
     def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
         """Makes the folder: better an error now than after the training."""
+        self._is_broken_off = True
         self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def on_train_end(self, logs: dict[str, float] | None = None) -> None:
+        """Notes that nothing broke the training off."""
+        self._is_broken_off = False
 
     def on_round_released(self, round_index: int, logs: dict[str, float]) -> None:
         """Keeps a round's values."""
@@ -66,19 +72,14 @@ class Report(FederatedCallback):
 
     def on_fit_end(self) -> None:
         """Writes the page."""
-        ended_by_error = self._is_ended_by_error
-        try:
-            _storage.write_text(self.path, self._page(ended_by_error))
-        except Exception:
-            if not ended_by_error:
-                raise
+        _storage.write_text(self.path, self._page())
 
-    def _page(self, ended_early: bool) -> str:
+    def _page(self) -> str:
         import jinja2
 
         fed = self.federated_model
         facts = fed.privacy_statement(self.delta, "dict")
-        settings = resuming.settings(fed, fed.run.population, fed.run.plan)
+        settings = checkpoint.settings(fed, fed.run.population, fed.run.plan)
         settings["trained"] = fed.run.executor
         template = pathlib.Path(__file__).with_name("report.html").read_text("utf-8")
         environment = jinja2.Environment(
@@ -89,16 +90,11 @@ class Report(FederatedCallback):
         )
         return environment.from_string(template).render(
             name=fed.model.name,
-            ended_early=ended_early,
+            is_broken_off=self._is_broken_off,
             facts=facts,
-            epsilon=_rounded_up(facts["epsilon"]),
             accuracies=self._series("val_accuracy"),
             charts=self._charts(fed.setup.target),
-            settings={
-                name: _shown(value)
-                for name, value in settings.items()
-                if value is not None
-            },
+            settings=settings,
         )
 
     def _series(self, name: str) -> list[tuple[int, float]]:
@@ -134,14 +130,3 @@ class Report(FederatedCallback):
             svg = stream.getvalue()
             charts.append(svg[svg.index("<svg") :])
         return charts
-
-
-def _rounded_up(epsilon: float | None) -> str:
-    return "none" if epsilon is None else f"{math.ceil(epsilon * 1000) / 1000:.3f}"
-
-
-def _shown(value: Any) -> str:
-    """Returns a setting in words; of a Keras object, its name."""
-    if isinstance(value, list | tuple):
-        return ", ".join(_shown(part) for part in value if not isinstance(part, dict))
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""A model's metrics on every client's own data: exact, or their private means.
+"""Metrics: on validation data, on every client's own data, private means of these.
 
 The means are one Gaussian release over a cohort of clients. Client i with values v_ij
 of k metrics, each in its declared range [a_j, b_j], contributes the vector
@@ -16,6 +16,7 @@ Privacy, 2014, appendix A).
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
 import warnings
@@ -29,13 +30,131 @@ import tensorflow as tf
 from tfdp_fl import _interrupts, _validate, engine, keras_versions
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import spending as spending_lib
-from tfdp_fl.datasets import ClientFailure, FederatedDataset
+from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 from tfdp_fl.engine import cohort, program, tff_models
 from tfdp_fl.engine import trainer as trainer_lib
-from tfdp_fl.keras import model_history
+from tfdp_fl.keras import preparation
+from tfdp_fl.keras import run as run_lib
+from tfdp_fl.keras.callbacks import Ledger
+from tfdp_fl.keras.callbacks.federated_callback import told_of_rounds
 
 if TYPE_CHECKING:
     from tfdp_fl.keras.model import DPFederatedModel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Validation:
+    """What `fit` was told of validation.
+
+    Attributes:
+      data: `(x, y)`, `(x, y, sample_weight)`, a `tf.data.Dataset` of batches,
+        a `FederatedDataset`, or None.
+      every: Validate every so many rounds.
+      batch_size: Examples in one batch.
+      held_out: A digest of the clients of `fit` that are held out; "" for none.
+    """
+
+    data: Any
+    every: int
+    batch_size: int
+    held_out: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError unless it can be evaluated on."""
+        _validate.positive_integer(validation_freq=self.every)
+        data = self.data
+        if data is None or isinstance(data, tf.data.Dataset | FederatedDataset):
+            return
+        if not isinstance(data, tuple | list) or len(data) not in (2, 3):
+            raise TypeError(
+                "validation_data must be (x, y), (x, y, sample_weight), a "
+                "tf.data.Dataset of batches or a FederatedDataset, got a "
+                f"{type(data).__name__}."
+            )
+
+    def without_held_out(
+        self, clients: FederatedDataset, fraction: float
+    ) -> tuple[FederatedDataset, Validation]:
+        """Returns the clients that train, and validation on the share of the others.
+
+        A client's id says on which side it is, whatever the others are: one client
+        more or less is one more or less to train on. There is one at least on each.
+        """
+        if not _validate.finite(validation_split=fraction):
+            return clients, self
+        fraction = _validate.inside_unit_interval(validation_split=fraction)
+        if self.data is not None or clients.num_clients < 2:
+            raise ValueError(
+                "validation_split must be 0 where validation_data is given, or with a "
+                f"single client, which it would hold out, got {fraction!r}."
+            )
+        clients, data = clients.split_by_id(fraction)
+        held_out = data.clients_digest
+        return clients, dataclasses.replace(self, data=data, held_out=held_out)
+
+    def check_features(self, model: tf.keras.Model) -> None:
+        """Raises ValueError if the data has other features than a model takes."""
+        if isinstance(self.data, FederatedDataset):
+            with preparation.checked_features(model, self.data, "validation_data"):
+                return
+        if not isinstance(self.data, tuple | list):
+            return
+        try:
+            spec = tf.nest.map_structure(
+                lambda leaf: nests.spec_of(nests.as_array(leaf[:1], "x")),
+                nests.with_array_leaves(self.data[0], "x"),
+            )
+        except (TypeError, ValueError, IndexError):
+            return  # Something else that Keras may take.
+        preparation.check_features(model, spec, "validation_data")
+
+    def evaluate(self, model: tf.keras.Model) -> dict[str, float]:
+        """Returns the model's metrics on the data, by `val_` and name."""
+        data = self.data
+        options: dict[str, Any] = {"verbose": 0, "return_dict": True}
+        if isinstance(data, FederatedDataset):
+            data = _all_batches(data, self.batch_size)
+        if not isinstance(data, tf.data.Dataset):
+            data, y, *weight = data
+            options |= {"y": y, "batch_size": self.batch_size}
+            options["sample_weight"] = weight[0] if weight else None
+        with warnings.catch_warnings():
+            # Keras cannot know that the clients' data end where they should.
+            warnings.filterwarnings("ignore", "Your input ran out of data")
+            results = model.evaluate(data, **options)
+        return {f"val_{name}": value for name, value in results.items()}
+
+
+def _all_batches(clients: FederatedDataset, batch_size: int) -> tf.data.Dataset:
+    """Returns all clients' examples, as Keras takes them."""
+    spec = nests.unpaired(*clients.element_spec)
+
+    def examples() -> Iterator[Any]:
+        failed: list[ClientFailure] = []
+        for client in clients.read_clients(None):
+            if isinstance(client, ClientFailure):
+                failed.append(client)
+            elif len(tf.nest.flatten(client.y)[0]):
+                yield nests.unpaired(client.x, client.y)
+        what = "clients held out for validation could not be read, and are left out"
+        _warn_of(failed, clients, what)
+
+    return tf.data.Dataset.from_generator(
+        examples,
+        output_signature=tf.nest.map_structure(
+            lambda leaf: tf.TensorSpec([None, *leaf.shape], leaf.dtype), spec
+        ),
+    ).rebatch(batch_size)
+
+
+def _warn_of(failed: list[ClientFailure], clients: FederatedDataset, what: str) -> None:
+    if failed:
+        warnings.warn(
+            f"The data of {len(failed)} of {clients.num_clients} {what}. The first is "
+            f"client {clients.client_ids[failed[0].position]!r}: {failed[0].reason}.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def evaluate(
@@ -53,12 +172,13 @@ def evaluate(
     """
     number = clients.num_clients
     counts = np.zeros(number, np.int64)
-    columns: dict[str, np.ndarray] = {}
+    rows: list[dict[str, tf.Tensor]] = []
     failed: list[ClientFailure] = []
-    raised = 0
+    raised = False
     metrics_of = _evaluation(model, training, clients.element_spec)
     bar = tf.keras.utils.Progbar(number, verbose=verbose, unit_name="client")
-    for done, client in enumerate(clients.read_clients(np.arange(number)), 1):
+    for client in clients.read_clients(np.arange(number)):
+        values: dict[str, tf.Tensor] = {}
         if isinstance(client, ClientFailure):
             failed.append(client)
         else:
@@ -67,26 +187,19 @@ def evaluate(
                 values = metrics_of(_batches(client.x, client.y, size, batch_size))
             except engine.CLIENT_ERRORS as error:
                 failed.append(ClientFailure(client.position, error))
-                values, raised = {}, raised + 1
-            for name, value in values.items():
-                column = columns.setdefault(name, np.full(number, np.nan))
-                column[client.position] = value.numpy()
-        bar.update(done)
-    if not columns:
-        columns = {name: np.full(number, np.nan) for name in in_any_case}
-    if raised and not columns:
+                raised = True
+        rows.append(values)
+        bar.update(len(rows))
+    names = [*next(filter(None, rows), dict.fromkeys(in_any_case))]
+    if raised and not names:
         raise ValueError(
             "clients must have examples that the model can be evaluated on, and none "
             f"of {number} has: the first error was {failed[0].reason}."
         )
-    if failed and not in_any_case:
-        warnings.warn(
-            f"The data of {len(failed)} of {number} client(s) could not be read, or "
-            "evaluated on; their metrics are NaN. The first is client "
-            f"{clients.client_ids[failed[0].position]!r}: {failed[0].reason}.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+    if not in_any_case:
+        what = "client(s) could not be read, or evaluated on; their metrics are NaN"
+        _warn_of(failed, clients, what)
+    columns = {n: np.array([float(row.get(n, np.nan)) for row in rows]) for n in names}
     return {"num_examples": counts, **columns}
 
 
@@ -165,16 +278,12 @@ class PrivateMetrics:
         if not self.bounds:
             raise ValueError("bounds must name a metric, got none.")
         for name, ends in self.bounds.items():
-            if not isinstance(ends, tuple | list) or len(ends) != 2:
-                raise TypeError(
-                    "bounds must map a metric's name to (low, high), got "
-                    f"{name!r}: {ends!r}."
-                )
-            low, high = (_validate.finite(bounds=end) for end in ends)
+            pair = ends if isinstance(ends, tuple | list) and len(ends) == 2 else (0, 0)
+            low, high = (_validate.finite(bounds=end) for end in pair)
             if not (low < high and math.isfinite(high - low)):
                 raise ValueError(
-                    "bounds must be a low end below the high one, got "
-                    f"{name!r}: {ends!r}."
+                    "bounds must map a metric's name to (low, high), a low end below "
+                    f"the high one, got {name!r}: {ends!r}."
                 )
         _validate.non_negative(noise_multiplier=self.noise_multiplier)
 
@@ -249,25 +358,33 @@ def release(
     """Evaluates on clients, and releases the noisy result once it is paid for."""
     _validate.instance_of(PrivateMetrics, private=private)
     charge = private.charge(fed.setup.sampling, clients.num_clients)
-    _check(fed, charge)
-    values = evaluate(
-        fed.model,
-        fed.require_compiled("evaluate_clients").training,
-        clients,
-        batch_size,
-        verbose,
-        private.bounds,
-    )
-    private.contributions(values)  # Raises before anything is charged.
-    with _interrupts.after_the_block():
-        # Broken off between, a ledger has a line that the run does not know of.
-        _pay(fed, charge)
-        return private.released(values, np.random.Generator(np.random.Philox()))
+    _check(fed)
+    with contextlib.ExitStack() as stack:
+        if not run_lib.is_fitting(fed.model):
+            # To ledgers it is a fit of no rounds: what they tell counts.
+            fitting = run_lib.fitting(fed.model, "evaluate_clients")
+            stack.enter_context(fitting)
+            ledgers = [c for c in fed.federated_callbacks if isinstance(c, Ledger)]
+            stack.enter_context(told_of_rounds(ledgers, fed.rounds, fed.rounds))
+        _ask(fed, charge)
+        values = evaluate(
+            fed.model,
+            fed.require_compiled("evaluate_clients").training,
+            clients,
+            batch_size,
+            verbose,
+            private.bounds,
+        )
+        private.contributions(values)  # Raises before anything is charged.
+        with _interrupts.after_the_block():
+            # Broken off between, a ledger has a line that the run does not know of.
+            _pay(fed, charge)
+            return private.released(values, np.random.Generator(np.random.Philox()))
 
 
-def _check(fed: DPFederatedModel, charge: charge_lib.RoundCharge) -> None:
-    """Raises ValueError if a release beside the rounds cannot be paid for."""
-    model_history.check_owner(fed)
+def _check(fed: DPFederatedModel) -> spending_lib.Spending:
+    """Raises ValueError unless there is an account for a release beside the rounds."""
+    run_lib.check_owner(fed)
     spending = fed.spending
     if spending is None:
         raise ValueError(
@@ -280,15 +397,20 @@ def _check(fed: DPFederatedModel, charge: charge_lib.RoundCharge) -> None:
             f"{spending.guarantee}: the party that adds this noise sees the clients' "
             "metrics first, so it has a central guarantee."
         )
-    spending.central.would_be(charge)  # Of the same neighbouring relation.
-    # Ledgers first: what they tell counts against every budget.
-    for callback in sorted(fed.federated_callbacks, key=lambda one: one.order):
+    for callback in fed.federated_callbacks:
         if callback.federated_model is not fed:
             raise ValueError(
                 f"private must be None where the {type(callback).__name__} of the last "
                 "fit went on to another model, whose account it would ask: give each "
                 "model callbacks of its own."
             )
+    return spending
+
+
+def _ask(fed: DPFederatedModel, charge: charge_lib.RoundCharge) -> None:
+    """Raises ValueError if a release beside the rounds cannot be paid for."""
+    _check(fed).central.would_be(charge)  # Of the same neighbouring relation.
+    for callback in fed.federated_callbacks:
         callback.check_release(charge)
 
 
@@ -296,11 +418,8 @@ def _pay(fed: DPFederatedModel, charge: charge_lib.RoundCharge) -> None:
     """Charges a release: the budgets are asked, then ledgers, then memory."""
     name = spending_lib.new_evaluation()
     spent = spending_lib.OtherRun(charges=collections.Counter([charge]), mu_squared=0.0)
-    with model_history.charging:
-        run, _ = fed.require_trained("a private evaluation")
-        _check(fed, charge)
+    with run_lib.charging:
+        _ask(fed, charge)
         for callback in fed.federated_callbacks:
             callback.on_release_charged(name, charge)
-        run.spending.keep_others({name: spent})
-        for callback in fed.federated_callbacks:
-            callback.on_release_counted()
+        _check(fed).keep_others({name: spent})
