@@ -46,12 +46,16 @@ from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 # would train it on data without clipping and noise, or change what was compiled, is
 # not.
 _OF_KERAS = (
-    "built count_params dtype export get_config get_layer get_weights history input "
-    "input_names input_shape inputs jit_compile layers load_weights loss losses "
-    "metrics metrics_names metrics_variables name non_trainable_variables "
-    "non_trainable_weights optimizer output output_names output_shape outputs "
-    "predict_on_batch reset_metrics save_weights set_weights stop_training summary "
-    "test_on_batch to_json trainable_variables trainable_weights variables weights"
+    "built compute_dtype compute_output_shape count_params dtype dtype_policy export "
+    "get_build_config get_compile_config get_config get_layer get_state_tree "
+    "get_weight_paths get_weights history input input_dtype input_names input_shape "
+    "input_spec inputs jit_compile layers load_weights loss losses metrics "
+    "metrics_names metrics_variables name non_trainable_variables "
+    "non_trainable_weights operations optimizer output output_names output_shape "
+    "outputs path predict_on_batch quantization_mode reset_metrics run_eagerly "
+    "save_weights set_weights steps_per_execution stop_training submodules summary "
+    "supports_jit supports_masking test_on_batch to_json trainable_variables "
+    "trainable_weights variable_dtype variables weights"
 )
 HANDED_ON = frozenset(_OF_KERAS.split())
 
