@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _validate, datasets, engine
-from tfdp_fl.datasets import FederatedDataset, client_ids
+from tfdp_fl.datasets import FederatedDataset, tables
 from tfdp_fl.keras import PrivateMetrics, client_metrics
 
 _MODES = ("auto", "max", "min")
@@ -153,9 +153,9 @@ class PrivateScore:
         """Returns the clients that train, those that score, and what a score costs."""
         training, held_out = clients.split_by_id(self._share)
         are_apart = (
-            max(map(client_ids.place_of, held_out.client_ids))
+            max(map(tables.place_of, held_out.client_ids))
             < self._share
-            <= min(map(client_ids.place_of, training.client_ids))
+            <= min(map(tables.place_of, training.client_ids))
         )
         if not are_apart:  # One was moved to the side that has none.
             raise ValueError(
