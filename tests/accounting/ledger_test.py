@@ -179,8 +179,7 @@ def test_another_format_is_refused_and_left_alone(path):
     PrivacyLedger(path).close()
     body = {**json.loads(path.read_bytes()), "format": name}
     del body["hash"]
-    body["hash"] = ledger_lib.digest_of(body)
-    data = json.dumps(body, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+    data = ledger_lib.line_after(body.pop("previous"), body)[0] + b"\n"
     path.write_bytes(data)
     message = f"{name}.*which version {tfdp_fl.__version__}"
     for use in (read, _append):
