@@ -157,11 +157,8 @@ class PrivacyAccountant:
             thousandth in the runs that we know, if it is computed quickly.
         """
         delta = _validate.inside_unit_interval(delta=delta)
-        _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
-        if self._mu_squared == math.inf:
-            return math.inf
-        if self.is_one_gaussian and (accountant == "pld" or not self._mu_squared):
-            return releases.epsilon_of_mu_squared(self._mu_squared, delta)
+        if (z := self._exact_noise(accountant)) is not None:
+            return releases.gaussian_epsilon(z, delta)
         if accountant == "rdp":
             return self._least(dp_accounting.rdp.compute_epsilon, delta)
         if event := self._search:
@@ -206,16 +203,23 @@ class PrivacyAccountant:
           accountant: "rdp" or "pld"; of a search PLD knows none.
         """
         epsilon = _validate.non_negative(epsilon=epsilon)
-        _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
-        if self._mu_squared == math.inf:
-            return 1.0
-        if self.is_one_gaussian and (accountant == "pld" or not self._mu_squared):
-            return releases.gaussian_delta(
-                releases.noise_of_mu_squared(self._mu_squared), epsilon
-            )
+        if (z := self._exact_noise(accountant)) is not None:
+            return releases.gaussian_delta(z, epsilon)
         if accountant == "rdp":
             return min(1.0, self._least(rdp_privacy_accountant.compute_delta, epsilon))
         return float(self._compose_pld().get_delta_for_epsilon(epsilon))
+
+    def _exact_noise(self, accountant: str) -> float | None:
+        """Returns the noise multiplier of a history that is converted exactly.
+
+        Of all rounds as one Gaussian: by PLD, and of one without noise, or of nothing.
+        """
+        _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
+        mu_squared = self._mu_squared
+        is_exact = self.is_one_gaussian and (accountant == "pld" or not mu_squared)
+        if is_exact or mu_squared == math.inf:
+            return releases.noise_of_mu_squared(mu_squared)
+        return None
 
     def _least(self, convert: Callable[..., tuple[float, float]], at: float) -> float:
         """Returns the least figure over the Renyi orders, rounded up.
