@@ -117,10 +117,7 @@ class FederatedDataset:
           TypeError, ValueError: If x and y do not fit together, if an index is
             not an integer or out of range, or if there is no client.
         """
-        x, y = nests.pair((x, y, sample_weight))
-        x = nests.as_tensors(x, "x")
-        y = sources.as_labels(y, nests.as_tensors)
-        num_rows = nests.common_length(x, y)
+        x, y, num_rows = sources.as_tensors(*nests.pair((x, y, sample_weight)))
         client_ids: Sequence[Any] = range(len(indices))
         if isinstance(indices, Mapping):
             client_ids, indices = list(indices), list(indices.values())
