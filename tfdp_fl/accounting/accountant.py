@@ -6,6 +6,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable
@@ -62,7 +63,6 @@ class PrivacyAccountant:
         self._others: dict[charge_lib.RoundCharge, int] = {}
         # Of each pass its cost, and where cohorts lie in its order, with their weight.
         self._passes: dict[Hashable, tuple[float, _Cohorts]] = {}
-        self._pld: privacy_loss_distribution.PrivacyLossDistribution | None = None
         self._add_all(charges)
 
     def _add_all(self, charges: Charges) -> None:
@@ -111,7 +111,6 @@ class PrivacyAccountant:
                 f"{relation.name}; one guarantee cannot cover both."
             )
         self._counts[charge] = self._counts.get(charge, 0) + count
-        self._pld = None
         z = charge.noise_multiplier
         if z == 0:
             self._mu_squared = math.inf
@@ -286,8 +285,6 @@ class PrivacyAccountant:
     def _compose_pld(
         self, coarse: bool = False
     ) -> privacy_loss_distribution.PrivacyLossDistribution:
-        if self._pld is not None:
-            return self._pld
         counts: collections.Counter[dp_accounting.DpEvent] = collections.Counter()
         for charge, count in self._others.items():
             counts[charge.dp_event("pld")] += count
@@ -302,15 +299,11 @@ class PrivacyAccountant:
         with contextlib.suppress(ValueError):
             largest_loss = self.epsilon(1e-9)
         interval = releases.pld_interval(largest_loss, coarse)
-        composed = None
+        parts = []
         for event, count in counts.items():
             one = releases.event_pld(event, self.relation, interval)
-            if count > 1:
-                one = one.self_compose(count)
-            composed = one if composed is None else composed.compose(one)
-        if not coarse:
-            self._pld = composed
-        return composed
+            parts.append(one.self_compose(count) if count > 1 else one)
+        return functools.reduce(lambda one, other: one.compose(other), parts)
 
 
 def _largest_sum(cohorts: Iterable[tuple[float, float, float]]) -> float:
