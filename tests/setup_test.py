@@ -36,7 +36,7 @@ _DISTRIBUTIONS = {
 _LAYERS = (
     ("experiments", "search"),
     ("keras", "learning", "runtimes"),
-    ("aggregators", "auditing", "flower"),
+    ("aggregators", "flower"),
     ("engine",),
     ("mechanisms", "secure_aggregation"),
     ("accounting", "correlated_noise", "datasets"),

@@ -40,21 +40,8 @@ _PACKAGES = {
     for module in pkgutil.iter_modules(__path__)
     if not module.name.startswith("_")
 }
-_NAMES = {
-    "correlated_noise": ("BLT", "BandedToeplitz"),
-    "datasets": ("FederatedDataset", "bound_rows"),
-    "keras": (
-        *("DPFederatedModel", "PrivateMetrics", "callbacks", "make_private"),
-        "validate",
-    ),
-    "mechanisms": (
-        *("AdaptiveClipping", "AdaptiveLocalDP", "ClientWeighting"),
-        *("CorrelatedNoise", "FixedClipping", "LocalDP", "Mechanism"),
-        *("MedianClipping", "NbAFL", "NoPrivacy", "QueryMechanism"),
-    ),
-    "search": ("PrivateScore", "PrivateSearch", "PublicScore"),
-}
-_PACKAGE_OF = {name: package for package, names in _NAMES.items() for name in names}
+# Those that hand names on to here, each after all that it imports.
+_HANDING_ON = ("mechanisms", "correlated_noise", "datasets", "keras", "search")
 
 __all__ = [
     "BLT",
@@ -88,11 +75,11 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    if name in _PACKAGE_OF:
-        package = importlib.import_module(f"tfdp_fl.{_PACKAGE_OF[name]}")
-        value = getattr(package, name)
-    elif name in _PACKAGES:
+    if name in _PACKAGES:
         value = importlib.import_module(f"tfdp_fl.{name}")
+    elif name in __all__:
+        packages = (importlib.import_module(f"tfdp_fl.{one}") for one in _HANDING_ON)
+        value = next(getattr(one, name) for one in packages if hasattr(one, name))
     else:
         raise AttributeError(f"module 'tfdp_fl' has no attribute {name!r}")
     globals()[name] = value
@@ -100,4 +87,4 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PACKAGE_OF, *_PACKAGES})
+    return sorted({*globals(), *__all__, *_PACKAGES})

@@ -64,13 +64,12 @@ def probability(**checked: Any) -> float:
 
 def positive_integer(**checked: Any) -> int:
     """Returns an integer of at least 1 that TensorFlow can hold, or raises."""
-    number = _number(
-        checked, "an integer of at least 1", lambda n: n >= 1, numbers.Integral
+    return _number(
+        checked,
+        "an integer of at least 1 and below 2**63",
+        lambda n: 1 <= n < 2**63,
+        numbers.Integral,
     )
-    if number >= 2**63:
-        name, _ = _one(checked)
-        raise ValueError(f"{name} must be below 2**63, got {number!r}.")
-    return number
 
 
 def non_negative_integer(**checked: Any) -> int:

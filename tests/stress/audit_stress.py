@@ -1,6 +1,6 @@
 """Every mechanism of the settings audited in `fit`.
 
-What the audit finds where something is broken is in `tests/auditing/audit_test.py`.
+What the audit finds where something is broken is in `tests/auditing_test.py`.
 """
 
 import numpy as np
@@ -8,7 +8,6 @@ import pytest
 
 from tfdp_fl import auditing
 from tfdp_fl.accounting import releases
-from tfdp_fl.auditing import audit
 from tfdp_fl.experiments import Settings, training
 
 _MECHANISMS = (
@@ -39,18 +38,18 @@ def _estimates(releases, count, size, rounds=1, measured=False):
     """Yields what audits of releases of z = 1/8 find."""
     rng, unobserved = np.random.default_rng(1), None
     for seed in range(releases):
-        drawn = audit.Canaries(count, size, seed)
+        drawn = auditing.Canaries(count, size, seed)
         added = rounds * drawn.sum_of(np.arange(count))
         update = added + rng.normal(0, rounds / 8, size)
         times = np.full(count, float(rounds))
         if measured:
-            others = audit.Canaries(count, size, seed + releases)
-            unobserved = audit.scores(others, update, added, 0 * times)
-        observed = audit.scores(drawn, update, added, times)
-        scores = audit.Scores(
+            others = auditing.Canaries(count, size, seed + releases)
+            unobserved = auditing.scores(others, update, added, 0 * times)
+        observed = auditing.scores(drawn, update, added, times)
+        scores = auditing.Scores(
             observed=observed, unobserved=unobserved, null_std=size**-0.5
         )
-        yield audit.estimate(scores, 1e-5)
+        yield auditing.estimate(scores, 1e-5)
 
 
 def test_the_lower_end_for_a_model_of_ten_weights():

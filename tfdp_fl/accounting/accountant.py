@@ -6,6 +6,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable
@@ -62,7 +63,6 @@ class PrivacyAccountant:
         self._others: dict[charge_lib.RoundCharge, int] = {}
         # Of each pass its cost, and where cohorts lie in its order, with their weight.
         self._passes: dict[Hashable, tuple[float, _Cohorts]] = {}
-        self._pld: privacy_loss_distribution.PrivacyLossDistribution | None = None
         self._add_all(charges)
 
     def _add_all(self, charges: Charges) -> None:
@@ -111,7 +111,6 @@ class PrivacyAccountant:
                 f"{relation.name}; one guarantee cannot cover both."
             )
         self._counts[charge] = self._counts.get(charge, 0) + count
-        self._pld = None
         z = charge.noise_multiplier
         if z == 0:
             self._mu_squared = math.inf
@@ -157,11 +156,8 @@ class PrivacyAccountant:
             thousandth in the runs that we know, if it is computed quickly.
         """
         delta = _validate.inside_unit_interval(delta=delta)
-        _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
-        if self._mu_squared == math.inf:
-            return math.inf
-        if self.is_one_gaussian and (accountant == "pld" or not self._mu_squared):
-            return releases.epsilon_of_mu_squared(self._mu_squared, delta)
+        if (z := self._exact_noise(accountant)) is not None:
+            return releases.gaussian_epsilon(z, delta)
         if accountant == "rdp":
             return self._least(dp_accounting.rdp.compute_epsilon, delta)
         if event := self._search:
@@ -206,16 +202,23 @@ class PrivacyAccountant:
           accountant: "rdp" or "pld"; of a search PLD knows none.
         """
         epsilon = _validate.non_negative(epsilon=epsilon)
-        _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
-        if self._mu_squared == math.inf:
-            return 1.0
-        if self.is_one_gaussian and (accountant == "pld" or not self._mu_squared):
-            return releases.gaussian_delta(
-                releases.noise_of_mu_squared(self._mu_squared), epsilon
-            )
+        if (z := self._exact_noise(accountant)) is not None:
+            return releases.gaussian_delta(z, epsilon)
         if accountant == "rdp":
             return min(1.0, self._least(rdp_privacy_accountant.compute_delta, epsilon))
         return float(self._compose_pld().get_delta_for_epsilon(epsilon))
+
+    def _exact_noise(self, accountant: str) -> float | None:
+        """Returns the noise multiplier of a history that is converted exactly.
+
+        Of all rounds as one Gaussian: by PLD, and of one without noise, or of nothing.
+        """
+        _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
+        mu_squared = self._mu_squared
+        is_exact = self.is_one_gaussian and (accountant == "pld" or not mu_squared)
+        if is_exact or mu_squared == math.inf:
+            return releases.noise_of_mu_squared(mu_squared)
+        return None
 
     def _least(self, convert: Callable[..., tuple[float, float]], at: float) -> float:
         """Returns the least figure over the Renyi orders, rounded up.
@@ -282,8 +285,6 @@ class PrivacyAccountant:
     def _compose_pld(
         self, coarse: bool = False
     ) -> privacy_loss_distribution.PrivacyLossDistribution:
-        if self._pld is not None:
-            return self._pld
         counts: collections.Counter[dp_accounting.DpEvent] = collections.Counter()
         for charge, count in self._others.items():
             counts[charge.dp_event("pld")] += count
@@ -298,15 +299,11 @@ class PrivacyAccountant:
         with contextlib.suppress(ValueError):
             largest_loss = self.epsilon(1e-9)
         interval = releases.pld_interval(largest_loss, coarse)
-        composed = None
+        parts = []
         for event, count in counts.items():
             one = releases.event_pld(event, self.relation, interval)
-            if count > 1:
-                one = one.self_compose(count)
-            composed = one if composed is None else composed.compose(one)
-        if not coarse:
-            self._pld = composed
-        return composed
+            parts.append(one.self_compose(count) if count > 1 else one)
+        return functools.reduce(lambda one, other: one.compose(other), parts)
 
 
 def _largest_sum(cohorts: Iterable[tuple[float, float, float]]) -> float:

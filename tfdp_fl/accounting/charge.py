@@ -67,22 +67,18 @@ class RoundCharge:
         m = _validate.positive(clients_per_round=self.clients_per_round)
         if self.sampling != "poisson":
             m = checked_size(m, n)
-        place = (self.pass_index, self.pass_offset)
-        if self.sampling != "shuffled" and (*place, self.partition) != (None,) * 3:
+        place = {"pass_index": self.pass_index, "pass_offset": self.pass_offset}
+        place = {name: each for name, each in place.items() if each is not None}
+        is_placed = bool(place) or self.partition is not None
+        if len(place) == 1 or (is_placed and self.sampling != "shuffled"):
             raise ValueError(
-                "pass_index, pass_offset and partition belong to shuffled "
-                f"sampling, got {(*place, self.partition)!r} under "
-                f"{self.sampling} sampling."
+                "pass_index and pass_offset must be given together, and they and "
+                f"partition for shuffled sampling alone, got {place!r} and "
+                f"partition={self.partition!r} for {self.sampling} sampling."
             )
-        if place != (None, None):
-            if None in place:
-                raise ValueError(
-                    "pass_index and pass_offset must be given together, got "
-                    f"{self.pass_index!r} and {self.pass_offset!r}."
-                )
-            for name, value in zip(("pass_index", "pass_offset"), place, strict=True):
-                value = _validate.non_negative_integer(**{name: value})
-                object.__setattr__(self, name, value)
+        for name, value in place.items():
+            value = _validate.non_negative_integer(**{name: value})
+            object.__setattr__(self, name, value)
         object.__setattr__(self, "num_clients", n)
         object.__setattr__(self, "clients_per_round", m)
         object.__setattr__(self, "event", normalised(self.event))

@@ -251,9 +251,6 @@ class PrivacyLedger:
         path: str | os.PathLike[str],
         mode: str = "create",
         *,
-        unit: str = "client",
-        target_epsilon: float | None = None,
-        target_delta: float | None = None,
         mechanism: dict[str, Any] | None = None,
         expected_head: str | None = None,
         run: str | None = None,
@@ -265,10 +262,7 @@ class PrivacyLedger:
           mode: "create": the file must not exist. "append": go on with an
             existing ledger, which is verified first and whose last line is
             removed if a crash cut it short; a missing one is created.
-          unit: Unit of privacy, for the header of a new ledger.
-          target_epsilon: The budget, if known, for the header.
-          target_delta: Its delta, for the header.
-          mechanism: Describes the mechanism, for the header.
+          mechanism: Describes the mechanism, for the header of a new ledger.
           expected_head: With "append": a `head` seen before, which the file
             must still contain.
           run: The id of the run whose rounds will be recorded; None: a new,
@@ -322,9 +316,6 @@ class PrivacyLedger:
                     "version": tfdp_fl.__version__,
                     "dp_accounting": charge_lib.dp_accounting_version(),
                     "created": _now(),
-                    "unit": unit,
-                    "target_epsilon": target_epsilon,
-                    "target_delta": target_delta,
                     "mechanism": mechanism,
                 }
                 head = self._append({"kind": "header", **header})
@@ -428,8 +419,7 @@ class PrivacyLedger:
                 self._ask(budget, entry)
             with _interrupts.after_the_block():
                 # Else a line could be on the disk of which this object does not know.
-                head = self._append(body)
-                entry = dataclasses.replace(entry, line_hash=head)
+                entry = dataclasses.replace(entry, line_hash=self._append(body))
                 self._contents = self._contents.with_entry(entry)
 
     def _ask(self, budget: Budget, entry: LedgerEntry) -> None:
@@ -510,10 +500,8 @@ class PrivacyLedger:
 
     def _append(self, body: dict[str, Any]) -> str:
         """Writes a line; returns its hash."""
-        body = {**body, "previous": self.head}
-        digest = digest_of(body)
-        line = _storage.canonical({**body, "hash": digest}) + "\n"
-        self._write(line.encode())
+        line, digest = line_after(self.head, body)
+        self._write(line + b"\n")
         return digest
 
     def _write(self, data: bytes) -> None:
@@ -608,42 +596,39 @@ def _parse(
 ) -> tuple[LedgerContents, int]:
     """Verifies a whole file; returns also how many of its bytes are whole lines."""
     _validate.instance_of((str, type(None)), expected_head=expected_head)
-    lines = data.split(b"\n")
-    tail = lines.pop()  # Empty, unless the last line has no end.
+    *lines, tail = data.split(b"\n")  # The last one is empty, or has no end.
     header: dict[str, Any] = {}
     entries: list[LedgerEntry] = []
-    head, seen = _GENESIS, {_GENESIS}
-    whole, truncated = len(data) - len(tail), not data
-    for number, line in enumerate([*lines, tail] if tail else lines, start=1):
-        unfinished = number > len(lines)
-        if unfinished:
-            line = _without_rest(line)
+    head, seen, whole = _GENESIS, {_GENESIS}, 0
+    for number, line in enumerate([*lines, _without_rest(tail)], start=1):
+        has_end = number <= len(lines)
         try:
-            body = _verified(line, head, number == 1, name)
+            body, digest = _verified(line, head, number == 1, name)
             if number == 1:
                 header = body
             else:
-                entries.append(_entry(body))
+                entries.append(_entry(body, digest))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            if unfinished:
-                truncated = True
+            if not has_end:
                 break
             raise LedgerTamperedError(
                 f"Line {number} of the ledger {name} does not verify: {error}. "
                 "A line was removed, changed or moved."
             ) from error
-        head = body["hash"]
+        head = digest
         seen.add(head)
-        whole += len(line) if unfinished else 0
+        whole += len(line) + has_end
     if expected_head is not None and expected_head not in seen:
         raise LedgerTamperedError(
             f"The ledger {name} does not contain the line with the hash "
             f"{expected_head}: lines at its end were removed."
         )
-    for key in ("kind", "hash", "previous"):
-        header.pop(key, None)
+    header.pop("kind", None)
     contents = LedgerContents(
-        header=header, entries=tuple(entries), truncated=truncated, head=head
+        header=header,
+        entries=tuple(entries),
+        truncated=whole < len(data) or not data,
+        head=head,
     )
     return contents, whole
 
@@ -662,17 +647,16 @@ def _without_rest(line: bytes) -> bytes:
     return text[:end].encode("utf-8", "surrogateescape")
 
 
-def _verified(line: bytes, head: str, first: bool, name: str) -> dict[str, Any]:
-    body = json.loads(line.decode())
-    if not isinstance(body, dict):
-        raise ValueError("it is not a JSON object")
-    if _storage.canonical(body).encode() != line:
-        raise ValueError("it is not written as the ledger writes")
-    digest = body.pop("hash")
-    if body.get("previous") != head:
-        raise ValueError("it does not follow the line before it")
-    if digest != digest_of(body):
-        raise ValueError("its hash is wrong")
+def _verified(
+    line: bytes, head: str, first: bool, name: str
+) -> tuple[dict[str, Any], str]:
+    """Returns what a line says, and its hash; `head` is that of the line before it."""
+    body = dict(json.loads(line.decode()))
+    for key in ("previous", "hash"):
+        del body[key]
+    written, digest = line_after(head, body)
+    if written != line:
+        raise ValueError("it is not what was written after the line before it")
     if first != (body["kind"] == "header"):
         raise ValueError("it is not what belongs there")
     if first and body["format"] != FORMAT:
@@ -680,10 +664,10 @@ def _verified(line: bytes, head: str, first: bool, name: str) -> dict[str, Any]:
             f"The ledger {name} has the format {body['format']!r}, which version "
             f"{body.get('version', '(unknown)')} reads; this version reads {FORMAT!r}."
         )
-    return {**body, "hash": digest}
+    return body, digest
 
 
-def _entry(body: dict[str, Any]) -> LedgerEntry:
+def _entry(body: dict[str, Any], line_hash: str = "") -> LedgerEntry:
     local, charge = body["local"], body["charge"]
     if charge is not None:
         charge = charge_lib.RoundCharge.from_json(charge)
@@ -695,7 +679,7 @@ def _entry(body: dict[str, Any]) -> LedgerEntry:
         time=body["time"],
         details=body["details"],
         run=body["run"],
-        line_hash=body.get("hash", ""),
+        line_hash=line_hash,
     )
 
 
@@ -722,6 +706,8 @@ def checked_local(
     return checked
 
 
-def digest_of(body: dict[str, Any]) -> str:
-    """Returns a line's hash, of all that it says and of the hash before it."""
-    return hashlib.sha256(_storage.canonical(body).encode()).hexdigest()
+def line_after(head: str, body: dict[str, Any]) -> tuple[bytes, str]:
+    """Returns the line that says this after one with the hash `head`, and its hash."""
+    body = {**body, "previous": head}
+    digest = hashlib.sha256(_storage.canonical(body).encode()).hexdigest()
+    return _storage.canonical({**body, "hash": digest}).encode(), digest

@@ -5,11 +5,11 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import dp_accounting
+from scipy import optimize
 
 from tfdp_fl import _validate, schedules
 from tfdp_fl.accounting import charge as charge_lib
@@ -257,11 +257,13 @@ def _solve(
     limit: float,
     delta: float,
 ) -> float:
-    """Brackets the target, and lets dp-accounting close in."""
+    """Brackets the target, closes in by SciPy, and rounds up."""
     epsilon = functools.cache(epsilon)
+    # Sums of other orders may differ in their last digits.
+    wanted = target * (1 - 1e-9)
     low = high = start
     factor = 1.1
-    while epsilon(high) > target:
+    while epsilon(high) > wanted:
         if high >= limit:
             raise ValueError(
                 f"target_epsilon={target:g} at delta={delta:g} cannot be kept by any "
@@ -269,25 +271,12 @@ def _solve(
                 "there)."
             )
         low, high, factor = high, min(limit, high * factor), factor * factor
-    while epsilon(low) <= target:
+    while epsilon(low) <= wanted:
         if low < _SMALLEST:
             return low  # The noise makes no difference.
         low, high, factor = low / factor, low, factor * factor
-
-    def composed(z: float) -> types.SimpleNamespace:
-        return types.SimpleNamespace(get_epsilon=lambda _: min(epsilon(z), 1e12))
-
-    nothing = types.SimpleNamespace(
-        ledger=dp_accounting.NoOpDpEvent(), compose=composed
-    )
-    return float(
-        dp_accounting.calibrate_dp_mechanism(
-            lambda: nothing,
-            lambda z: z,
-            # Sums of other orders may differ in their last digits.
-            target * (1 - 1e-9),
-            delta,
-            dp_accounting.ExplicitBracketInterval(low, high),
-            tol=low * 1e-5,
-        )
-    )
+    step = low * 1e-5
+    z = optimize.brentq(lambda z: min(epsilon(z), 1e12) - wanted, low, high, xtol=step)
+    while epsilon(z) > wanted:
+        z = min(z + step, high)
+    return float(z)

@@ -51,32 +51,27 @@ class LocalAccount:
     multiplier 1/sqrt(sum mu^2), and epsilon needs no accountant. A client that
     takes no part spends nothing. The guarantee reported is that of the client
     that spent most.
+
+    Attributes:
+      num_clients: N.
+      mu_squared: Each client's sum of mu^2, float64 [N].
+      participations: How often each client took part, int64 [N].
     """
 
     def __init__(self, num_clients: int):
-        n = _validate.positive_integer(num_clients=num_clients)
-        self._mu_squared: np.ndarray = np.zeros(n, dtype=np.float64)
-        self._participations: np.ndarray = np.zeros(n, dtype=np.int64)
-
-    @property
-    def num_clients(self) -> int:
-        """N."""
-        return len(self._mu_squared)
-
-    @property
-    def participations(self) -> np.ndarray:
-        """How often each client took part, int64 [N] (a copy)."""
-        return self._participations.copy()
+        self.num_clients = _validate.positive_integer(num_clients=num_clients)
+        self.mu_squared = np.zeros(self.num_clients)
+        self.participations = np.zeros(self.num_clients, np.int64)
 
     @property
     def max_participations(self) -> int:
         """How often the most-seen client took part."""
-        return int(self._participations.max())
+        return int(self.participations.max())
 
     @property
     def max_mu_squared(self) -> float:
         """The largest sum of mu^2 over the clients."""
-        return float(self._mu_squared.max())
+        return float(self.mu_squared.max())
 
     def add(self, positions: np.ndarray, mu_squared: float) -> None:
         """Charges one release to each of a cohort's clients.
@@ -94,8 +89,8 @@ class LocalAccount:
             raise ValueError(
                 f"mu_squared must be a number of at least 0, got {mu_squared!r}."
             )
-        np.add.at(self._mu_squared, positions, mu_squared)
-        np.add.at(self._participations, positions, 1)
+        np.add.at(self.mu_squared, positions, mu_squared)
+        np.add.at(self.participations, positions, 1)
 
     def copy(self) -> LocalAccount:
         """Returns an independent copy."""
@@ -119,10 +114,10 @@ class LocalAccount:
         """
         more = np.full(self.num_clients, draws)
         if max_participations is not None:
-            more = np.clip(max_participations - self._participations, 0, draws)
+            more = np.clip(max_participations - self.participations, 0, draws)
         # What is not drawn costs nothing, also where a draw has no noise.
         added = np.multiply(more, mu_squared, where=more > 0, out=np.zeros(len(more)))
-        return float((self._mu_squared + added).max())
+        return float((self.mu_squared + added).max())
 
 
 class Spending:
@@ -304,8 +299,8 @@ class Spending:
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint must keep: JSON values and arrays."""
         return {
-            "mu_squared": self.clients._mu_squared.copy(),
-            "participations": self.clients.participations,
+            "mu_squared": self.clients.mu_squared.copy(),
+            "participations": self.clients.participations.copy(),
             "guarantee": self.guarantee,
             "charges": _as_json(self.own),
             "others": {
@@ -325,8 +320,8 @@ class Spending:
         }
         spending.keep_others(others, _from_json(state["charges"]))
         clients = spending.clients
-        clients._mu_squared = np.array(state["mu_squared"], np.float64)
-        clients._participations = np.array(state["participations"], np.int64)
+        clients.mu_squared[:] = state["mu_squared"]
+        clients.participations[:] = state["participations"]
         spending.lost_mu_squared = float(state["lost_mu_squared"])
         return spending
 

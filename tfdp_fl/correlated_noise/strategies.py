@@ -16,7 +16,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from scipy import signal
@@ -235,30 +235,7 @@ class BLTGenerator(Generator):
 
 
 @dataclasses.dataclass(frozen=True)
-class Strategy(abc.ABC):
-    """How the noise of one round is correlated with that of others.
-
-    Privacy depends on it and on which clients take part when (`Participation`).
-    """
-
-    @abc.abstractmethod
-    def generator(self, participation: Participation) -> Generator:
-        """Returns the noise of one run; kept, so that it is optimised once.
-
-        Args:
-          participation: (k, b) and T.
-
-        Raises:
-          ValueError: The strategy's sensitivity is not known there.
-        """
-
-    @abc.abstractmethod
-    def describe(self) -> str:
-        """Returns a few words for the privacy statement."""
-
-
-@dataclasses.dataclass(frozen=True)
-class BandedToeplitz(Strategy):
+class BandedToeplitz:
     """A Toeplitz matrix of a few diagonals (BandMF).
 
     Choquette-Choo et al. (2023), https://arxiv.org/abs/2306.08153. It keeps
@@ -290,7 +267,7 @@ class BandedToeplitz(Strategy):
 
     @functools.lru_cache(maxsize=64)  # noqa: B019
     def generator(self, participation: Participation) -> BandedGenerator:
-        """See base class."""
+        """Returns the noise of one run; kept, so that it is optimised once."""
         if self.coefficients is not None:
             return BandedGenerator(self.coefficients, participation)
         bands = min(self.bands or participation.min_separation, participation.rounds)
@@ -298,13 +275,13 @@ class BandedToeplitz(Strategy):
         return BandedGenerator(best, participation)
 
     def describe(self) -> str:
-        """See base class."""
+        """Returns a few words for the privacy statement."""
         bands = self.bands or "as many as the min separation"
         return f"a banded Toeplitz strategy (bands: {bands})"
 
 
 @dataclasses.dataclass(frozen=True)
-class BLT(Strategy):
+class BLT:
     """A buffered linear Toeplitz matrix: a few buffers, any number of rounds.
 
     Dvijotham et al. (2024), https://arxiv.org/abs/2404.16706, and McMahan et
@@ -345,18 +322,21 @@ class BLT(Strategy):
 
     @functools.lru_cache(maxsize=64)  # noqa: B019
     def generator(self, participation: Participation) -> BLTGenerator:
-        """See base class."""
+        """Returns the noise of one run; kept, so that it is optimised once."""
         if self.theta is not None and self.theta_hat is not None:
             return BLTGenerator(self.theta, self.theta_hat, participation)
         best = toeplitz.blt(self.num_buffers, participation)
         return BLTGenerator(*best, participation)
 
     def describe(self) -> str:
-        """See base class."""
+        """Returns a few words for the privacy statement."""
         return f"a buffered linear Toeplitz strategy ({self.num_buffers} buffers)"
 
 
-_BY_WORD = {"banded": BandedToeplitz, "blt": BLT}
+# How the noise of one round is correlated with that of others.
+Strategy: TypeAlias = BandedToeplitz | BLT
+
+_BY_WORD: dict[str, Any] = {"banded": BandedToeplitz, "blt": BLT}
 
 
 def checked(**checked: Strategy | str) -> Strategy:

@@ -2,7 +2,7 @@
 
 The file is long because it has one subject, the class that users see: how it is
 made, what it holds, what can be made of it, and how the engine reads it. It
-rests on `sources` (examples) and `client_ids`.
+rests on `sources` (examples) and `tables` (ids).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _on_use, _validate
-from tfdp_fl.datasets import client_ids as ids_lib
-from tfdp_fl.datasets import frames, nests, sources
+from tfdp_fl.datasets import nests, sources, tables
 from tfdp_fl.datasets.nests import Nest
 from tfdp_fl.datasets.sources import ClientExamples, ClientFailure
 
@@ -55,9 +54,11 @@ class FederatedDataset:
           source: Where the examples come from.
           client_ids: N distinct ids, or the range from 0 to N - 1.
         """
+        if not len(client_ids):
+            raise ValueError("clients must hold at least one client, got none.")
         self.has_names = not isinstance(client_ids, range)
         self._source = source
-        self._client_ids = ids_lib.distinct(client_ids)
+        self._client_ids = tables.distinct(client_ids)
 
     def _with(self, source: sources.Source, ids: Sequence[Any]) -> FederatedDataset:
         """Returns a dataset of clients whose ids were found to be distinct."""
@@ -87,7 +88,6 @@ class FederatedDataset:
             not fit the other clients' (naming it), or if there is no client.
         """
         _validate.instance_of(Mapping, clients=clients)
-        sources.at_least_one_client(clients=clients)
         return cls.from_indices(*sources.pack(clients.items()))
 
     @classmethod
@@ -117,14 +117,10 @@ class FederatedDataset:
           TypeError, ValueError: If x and y do not fit together, if an index is
             not an integer or out of range, or if there is no client.
         """
-        x, y = nests.pair((x, y, sample_weight))
-        x = nests.as_tensors(x, "x")
-        y = sources.as_labels(y, nests.as_tensors)
-        num_rows = nests.common_length(x, y)
+        x, y, num_rows = sources.as_tensors(*nests.pair((x, y, sample_weight)))
         client_ids: Sequence[Any] = range(len(indices))
         if isinstance(indices, Mapping):
             client_ids, indices = list(indices), list(indices.values())
-        sources.at_least_one_client(indices=indices)
         table, lengths = sources.row_table(indices, num_rows)
         starts = np.cumsum(lengths) - lengths
         return cls(sources.IndexedSource(x, y, starts, lengths, table), client_ids)
@@ -134,10 +130,10 @@ class FederatedDataset:
         cls,
         frame: Any,
         client: str,
-        features: frames.Columns | None = None,
-        label: frames.Columns = "label",
+        features: tables.Columns | None = None,
+        label: tables.Columns = "label",
         sample_weight: str | None = None,
-        vocabulary: frames.Vocabulary | None = None,
+        vocabulary: tables.Vocabulary | None = None,
     ) -> FederatedDataset:
         """Makes a dataset from a pandas frame with a column that names clients.
 
@@ -167,7 +163,7 @@ class FederatedDataset:
             numbers or declared values, or has missing values (the message names the
             column and the row); or a feature is the client column.
         """
-        x, y, rows, weight = frames.split(
+        x, y, rows, weight = tables.split(
             frame, client, features, label, sample_weight, vocabulary
         )
         return cls.from_indices(x, y, rows, sample_weight=weight)
@@ -194,7 +190,7 @@ class FederatedDataset:
         with _on_use.needed("pandas pyarrow", "Reading .parquet files"):
             import pandas
             import pyarrow  # noqa: F401
-        streamed = frames.parquet_clients(path, *columns, **named)
+        streamed = tables.parquet_clients(path, *columns, **named)
         if streamed is not None:
             return cls.from_client_fn(*streamed)
         frame = pandas.read_parquet(os.fspath(path)).reset_index(drop=True)
@@ -220,7 +216,6 @@ class FederatedDataset:
         _validate.instance_of(Mapping, clients=clients)
         clients = dict(clients)
         spec = sources.common_spec(clients)
-        sources.at_least_one_client(clients=clients)
         # By the datasets themselves `reading` tells one list of clients from another.
         datasets = tuple(clients.values())
         source = sources.StreamedSource(datasets, sources.read_pair, spec)
@@ -250,7 +245,6 @@ class FederatedDataset:
             )
         dataset_of = client_data.create_tf_dataset_for_client
         client_ids = list(client_data.client_ids)
-        sources.at_least_one_client(client_data=client_ids)
         spec = nests.agreed_spec(
             sources.common_spec({name: dataset_of(name)}) for name in client_ids
         )
@@ -286,7 +280,6 @@ class FederatedDataset:
             raise TypeError(f"fn must be callable, got {fn!r}.")
         if element_spec is not None:
             element_spec = sources.held_spec(element_spec)
-        sources.at_least_one_client(client_ids=client_ids)
         return cls(
             sources.StreamedSource(tuple(client_ids), fn, element_spec), client_ids
         )
@@ -326,7 +319,7 @@ class FederatedDataset:
         clients are known by their places alone (0 is the first client), what they
         hold goes in as well, if it is in memory.
         """
-        digest = ids_lib.digest(self._client_ids)
+        digest = tables.digest(self._client_ids)
         if self.has_names or not isinstance(self._source, sources.IndexedSource):
             return digest
         both = digest + self._source.content_digest()
@@ -391,7 +384,6 @@ class FederatedDataset:
         positions = self._checked(positions)
         if len(np.unique(positions)) < len(positions):
             raise ValueError("positions must be distinct, got some repeatedly.")
-        sources.at_least_one_client(positions=positions)
         taken = [self._client_ids[position] for position in positions.tolist()]
         return self._with(self._source.take(positions), taken)
 
@@ -415,7 +407,7 @@ class FederatedDataset:
           ValueError: If there are fewer than two clients.
         """
         fraction = _validate.inside_unit_interval(fraction=fraction)
-        places = np.array([ids_lib.place_of(each) for each in self._client_ids])
+        places = np.array([tables.place_of(each) for each in self._client_ids])
         held_out = places < fraction
         if held_out.all():
             held_out[np.argmax(places)] = False

@@ -49,13 +49,21 @@ class Weighted(NamedTuple):
     sample_weight: Nest
 
 
-def pair(examples: tuple[Any, ...]) -> tuple[Nest, Nest]:
+def pair(examples: Any, said: str = "examples must be") -> tuple[Nest, Nest]:
     """Returns `(x, y)`; y is `Weighted` if there are weights.
 
     Args:
       examples: `(x, y)` or `(x, y, sample_weight)`; weights that are None are
         none.
+      said: How an error begins.
+
+    Raises:
+      TypeError: They are something else.
     """
+    if not (isinstance(examples, tuple) and len(examples) in (2, 3)):
+        kind = type(examples).__name__
+        got = f"tuple of {len(examples)}" if isinstance(examples, tuple) else kind
+        raise ExamplesTypeError(f"{said} (x, y) or (x, y, sample_weight), got a {got}.")
     x, y, *weight = examples
     if isinstance(y, Weighted) or not weight or weight[0] is None:
         return x, y

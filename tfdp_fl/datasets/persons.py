@@ -9,8 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _validate
-from tfdp_fl.datasets import client_ids as ids_lib
-from tfdp_fl.datasets import frames, nests
+from tfdp_fl.datasets import nests, tables
 from tfdp_fl.datasets.federated_dataset import FederatedDataset
 from tfdp_fl.datasets.nests import Nest
 
@@ -96,10 +95,10 @@ def by_person(
         lengths differ.
     """
     x, y = _arrays(x, "x"), _arrays(y, "y")
-    rows = ids_lib.rows_of_persons(client_ids, nests.common_length(x, y))
+    rows = tables.rows_of_persons(client_ids, nests.common_length(x, y))
     for argument, nest in (("x", x), ("y", y)):
         for leaf in tf.nest.flatten(nest):
-            frames.check_finite(argument, leaf)
+            tables.check_finite(argument, leaf)
     return FederatedDataset.from_indices(x, y, rows, sample_weight=sample_weight)
 
 
@@ -108,10 +107,10 @@ def _arrays(nest: Any, argument: str) -> Nest:
 
     def array(leaf: Any) -> Any:
         if hasattr(leaf, "to_frame"):
-            return frames.array(leaf.to_frame("value"), "value", argument, {})
+            return tables.array(leaf.to_frame("value"), "value", argument, {})
         if hasattr(leaf, "iloc"):
             kind = "features" if argument == "x" else argument
-            return frames.arrays(leaf, list(leaf.columns), kind, {})
+            return tables.arrays(leaf, list(leaf.columns), kind, {})
         return nests.as_array(leaf, argument)
 
     return tf.nest.map_structure(array, nests.with_array_leaves(nest, argument))
@@ -142,7 +141,7 @@ def bound_rows(
     _validate.one_of(("random", "first", "last"), choose=choose)
     generator, kept = np.random.default_rng(), []
     x, y = nests.with_array_leaves(x, "x"), nests.with_array_leaves(y, "y")
-    rows = ids_lib.rows_of_persons(client_ids, nests.common_length(x, y))
+    rows = tables.rows_of_persons(client_ids, nests.common_length(x, y))
     for own in rows.values():
         if choose == "random" and len(own) > most:
             own = generator.choice(own, most, replace=False)

@@ -128,9 +128,7 @@ class IndexedSource:
 
     def map(self, fn: Callable[..., Any]) -> IndexedSource:
         """Returns the source with `fn(x, y)` applied once to all examples."""
-        x, y = _mapped(fn, *nests.views((self.x, self.y)))
-        x, y = nests.as_tensors(x, "x"), as_labels(y, nests.as_tensors)
-        length = nests.common_length(x, y)
+        x, y, length = as_tensors(*_mapped(fn, *nests.views((self.x, self.y))))
         stored = nests.common_length(self.x, self.y)
         if length != stored:
             raise nests.ExamplesValueError(
@@ -242,13 +240,8 @@ Source = IndexedSource | StreamedSource
 
 def _client_arrays(examples: Any) -> tuple[nests.Nest, nests.Nest, int]:
     """Returns a client's `(x, y)` as arrays, and how many examples it has."""
-    if not (isinstance(examples, tuple) and len(examples) in (2, 3)):
-        raise nests.ExamplesTypeError(
-            "A client's examples must be (x, y) or (x, y, sample_weight), got "
-            f"{outline(examples)}."
-        )
-    x, y = nests.pair(examples)
-    x, y = nests.as_arrays(x, "x"), as_labels(y, nests.as_arrays)
+    x, y = nests.pair(examples, "A client's examples must be")
+    x, y = nests.as_arrays(x, "x"), _as_labels(y, nests.as_arrays)
     # `[]` is nobody's nest of arrays; it can only mean that there is nothing.
     if not tf.nest.flatten((x, y)):
         return x, y, 0
@@ -270,7 +263,13 @@ def held_spec(spec: Any) -> nests.Nest:
     return nests.spec_of((x, y))
 
 
-def as_labels(y: nests.Nest, convert: Callable[[Any, str], Any]) -> nests.Nest:
+def as_tensors(x: nests.Nest, y: nests.Nest) -> tuple[nests.Nest, nests.Nest, int]:
+    """Returns examples (x, y) as tensors, and how many there are."""
+    x, y = nests.as_tensors(x, "x"), _as_labels(y, nests.as_tensors)
+    return x, y, nests.common_length(x, y)
+
+
+def _as_labels(y: nests.Nest, convert: Callable[[Any, str], Any]) -> nests.Nest:
     """Converts labels, and the weights beside them to float32.
 
     Args:
@@ -292,19 +291,8 @@ def as_labels(y: nests.Nest, convert: Callable[[Any, str], Any]) -> nests.Nest:
 
 def _mapped(fn: Callable[..., Any], x: nests.Nest, y: nests.Nest) -> Any:
     """Returns `fn(x, y)`; weights that it does not change stay."""
-    mapped = fn(x, nests.labels_of(y))
-    if not (isinstance(mapped, tuple) and len(mapped) in (2, 3)):
-        raise nests.ExamplesTypeError(
-            f"fn must return (x, y) or (x, y, sample_weight), got {outline(mapped)}."
-        )
-    return nests.pair((*mapped, nests.weights_of(y))[:3])
-
-
-def outline(value: Any) -> str:
-    """Returns what kind of thing something is, and nothing of its contents."""
-    if isinstance(value, tuple):
-        return f"a tuple of {len(value)}"
-    return f"a {type(value).__name__}"
+    mapped = nests.pair(fn(x, nests.labels_of(y)), "fn must return")
+    return nests.pair((*mapped, nests.weights_of(y)))
 
 
 def pack(
@@ -331,7 +319,7 @@ def pack(
                 empty.append((x, y))
     if not (filled or empty):
         raise ValueError(
-            "clients must have at least one array among them, got only empty lists."
+            "clients must hold at least one client with an array, got none."
         )
     # If every client is empty, the first one's arrays say what of.
     return *nests.concatenate(filled or empty[:1]), rows
@@ -344,13 +332,6 @@ def naming(client_id: Any) -> Iterator[None]:
         yield
     except nests.SAFE_ERRORS as error:
         raise type(error)(f"Client {client_id!r}: {error}") from error
-
-
-def at_least_one_client(**checked: Any) -> None:
-    """Raises ValueError, naming the argument, where clients are none."""
-    ((name, value),) = checked.items()
-    if not len(value):
-        raise ValueError(f"{name} must hold at least one client, got none.")
 
 
 def row_table(
@@ -414,7 +395,7 @@ def _example_spec(dataset: tf.data.Dataset) -> tuple[nests.Nest, nests.Nest]:
     """Returns the spec (x, y) of one example, as it is in a `FederatedDataset`."""
     if not isinstance(dataset, tf.data.Dataset):
         raise nests.ExamplesTypeError(
-            f"dataset must be a tf.data.Dataset, got {outline(dataset)}."
+            f"dataset must be a tf.data.Dataset, got a {type(dataset).__name__}."
         )
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise nests.ExamplesValueError(
@@ -456,10 +437,8 @@ def _element_pair(element: Any) -> tuple[Any, Any]:
     if isinstance(element, dict) and {"x", "y"} <= set(element) <= {
         *("x", "y", "sample_weight")
     }:
-        return nests.pair((element["x"], element["y"], element.get("sample_weight")))
-    if isinstance(element, tuple) and len(element) in (2, 3):
-        return nests.pair(element)
-    raise nests.ExamplesTypeError(
-        "The elements of a client's dataset must be examples (x, y) or (x, y, "
-        f"sample_weight), got {outline(element)}; dataset.map can make them so."
+        element = element["x"], element["y"], element.get("sample_weight")
+    return nests.pair(
+        element,
+        "The elements of a client's dataset must be (and dataset.map can make them)",
     )

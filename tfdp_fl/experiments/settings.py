@@ -394,14 +394,11 @@ class Settings(_Options):
             raise ValueError("--target_epsilon cannot be kept with --mechanism=none.")
         if self.target_epsilon is not None:
             _validate.positive(**{"--target_epsilon": self.target_epsilon})
-        if self.target_delta is not None:
-            _validate.inside_unit_interval(**{"--target_delta": self.target_delta})
-            if self._implied_delta() is not None:
-                raise ValueError(
-                    "--target_delta follows from the parameters of "
-                    f"--mechanism={self.mechanism} (nbafl: --constant), and "
-                    "is not given."
-                )
+        if self.target_delta is not None and self._implied_delta() is not None:
+            raise ValueError(
+                "--target_delta follows from the parameters of "
+                f"--mechanism={self.mechanism} (nbafl: --constant), and is not given."
+            )
         if self.accountant == "pld" and self.mechanism not in CENTRAL:
             raise ValueError(
                 f"--accountant=pld is for --mechanism={'|'.join(CENTRAL)}, "

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfdp_fl import _validate, accounting, engine, keras_versions, sampling, schedules
 from tfdp_fl.accounting.search import BestOfTrialsDpEvent, TrialCount
-from tfdp_fl.datasets import FederatedDataset, client_ids, nests
+from tfdp_fl.datasets import FederatedDataset, nests, tables
 from tfdp_fl.engine import trainer
 from tfdp_fl.keras import DPFederatedModel, evaluation, preparation, statement
 from tfdp_fl.keras import run as run_lib
@@ -169,9 +169,9 @@ class PrivateScore:
         """Returns the clients that train, those that score, and what a score costs."""
         training, held_out = clients.split_by_id(self._share)
         are_apart = (
-            max(map(client_ids.place_of, held_out.client_ids))
+            max(map(tables.place_of, held_out.client_ids))
             < self._share
-            <= min(map(client_ids.place_of, training.client_ids))
+            <= min(map(tables.place_of, training.client_ids))
         )
         if not are_apart:  # One was moved to the side that has none.
             raise ValueError(

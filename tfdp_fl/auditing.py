@@ -19,6 +19,8 @@ from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import gaussian_epsilon
 from tfdp_fl.engine import cohort
 
+__all__ = ["CanaryAudit", "Estimate", "Scores"]
+
 FINAL, ALL = "final", "all"
 # Coordinates of all directions that are held at once: 64 MiB of float32.
 _HELD = 2**24

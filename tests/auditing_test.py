@@ -15,8 +15,9 @@ import tensorflow as tf
 import tfdp_fl
 from tests.keras import toy
 from tests.mechanisms.rounds import flat
+from tfdp_fl import auditing
 from tfdp_fl.accounting import releases
-from tfdp_fl.auditing import CanaryAudit, audit
+from tfdp_fl.auditing import CanaryAudit
 from tfdp_fl.engine import cohort
 from tfdp_fl.mechanisms import noise
 
@@ -58,17 +59,17 @@ def _trained(mechanism, *args, audit=None, **options):
 def test_one_release_is_found_within_fifteen_percent(z):
     # As a release is: 4000 canaries and noise, d = 5000.
     rng, size, count = np.random.default_rng(1), 5000, 4000
-    drawn, some = audit.Canaries(count, size, seed=2), np.arange(5)
+    drawn, some = auditing.Canaries(count, size, seed=2), np.arange(5)
     added = drawn.sum_of(np.arange(count))
     noisy = added + rng.normal(0, z, size)
-    observed = audit.scores(drawn, noisy, added, np.ones(count))
-    scores = audit.Scores(observed=observed, null_std=size**-0.5)
-    found = audit.estimate(scores, _DELTA)
+    observed = auditing.scores(drawn, noisy, added, np.ones(count))
+    scores = auditing.Scores(observed=observed, null_std=size**-0.5)
+    found = auditing.estimate(scores, _DELTA)
     exact = releases.gaussian_epsilon(z, _DELTA)
     assert found.epsilon / exact == pytest.approx(1, abs=0.15)
     assert found.low <= found.epsilon <= found.high
     # Of those who did not take part nothing is found.
-    found = audit.scores(drawn, noisy - added, 0 * added, np.zeros(count))
+    found = auditing.scores(drawn, noisy - added, 0 * added, np.zeros(count))
     assert found.mean() * size**0.5 == pytest.approx(0, abs=0.11)
     assert found.std() * size**0.5 == pytest.approx(1, abs=0.08)
     # Canaries are the same whenever they are made.
@@ -81,8 +82,8 @@ def test_one_release_is_found_within_fifteen_percent(z):
 
 def test_thresholds_too_are_no_surer_than_the_unit():
     # With d = 2 it is off by half of itself.
-    scores = audit.Scores(observed=np.full(1000, 2.8), null_std=2**-0.5)
-    found = audit.estimate(scores, _DELTA)
+    scores = auditing.Scores(observed=np.full(1000, 2.8), null_std=2**-0.5)
+    found = auditing.estimate(scores, _DELTA)
     assert found.low < 1.0
     assert found.epsilon > 10.0
 
