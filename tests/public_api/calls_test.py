@@ -112,8 +112,8 @@ def _accounting() -> Calls:
     facts = a.StatementFacts(guarantee="central", mechanism="fixed", epsilon_rdp=1.0)
     yield _usual(a.privacy_statement, facts=facts, **at)
     files = {"errors": (a.LedgerError,), "paths": ("path",)}
-    options = {"path": "new.jsonl", "mode": "create", "mechanism": None}
-    yield _usual(_written_ledger, **options, **files)
+    options = dict.fromkeys(["target_epsilon", "target_delta", "mechanism"])
+    yield _usual(_written_ledger, path="new.jsonl", mode="create", **options, **files)
     yield _usual(a.epsilon_from_ledger, path=_written_ledger(), **at, **files)
 
 

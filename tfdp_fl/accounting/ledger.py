@@ -251,6 +251,9 @@ class PrivacyLedger:
         path: str | os.PathLike[str],
         mode: str = "create",
         *,
+        unit: str = "client",
+        target_epsilon: float | None = None,
+        target_delta: float | None = None,
         mechanism: dict[str, Any] | None = None,
         expected_head: str | None = None,
         run: str | None = None,
@@ -262,7 +265,10 @@ class PrivacyLedger:
           mode: "create": the file must not exist. "append": go on with an
             existing ledger, which is verified first and whose last line is
             removed if a crash cut it short; a missing one is created.
-          mechanism: Describes the mechanism, for the header of a new ledger.
+          unit: Unit of privacy, for the header of a new ledger.
+          target_epsilon: The budget, if known, for the header.
+          target_delta: Its delta, for the header.
+          mechanism: Describes the mechanism, for the header.
           expected_head: With "append": a `head` seen before, which the file
             must still contain.
           run: The id of the run whose rounds will be recorded; None: a new,
@@ -316,6 +322,9 @@ class PrivacyLedger:
                     "version": tfdp_fl.__version__,
                     "dp_accounting": charge_lib.dp_accounting_version(),
                     "created": _now(),
+                    "unit": unit,
+                    "target_epsilon": target_epsilon,
+                    "target_delta": target_delta,
                     "mechanism": mechanism,
                 }
                 head = self._append({"kind": "header", **header})

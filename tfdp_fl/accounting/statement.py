@@ -81,6 +81,7 @@ class StatementFacts:
       mechanism: The mechanism's name.
       mechanism_description: One sentence on what it does.
       mechanism_parameters: Its parameters, for the record.
+      unit: What is protected as a whole; "client" or "record".
       sampling: One of `charge.SAMPLINGS`, or "separated".
       num_clients: N.
       populations: N of every population there were rounds on, in their order,
@@ -113,6 +114,7 @@ class StatementFacts:
     mechanism: str
     mechanism_description: str = ""
     mechanism_parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    unit: str = "client"
     sampling: str = "poisson"
     num_clients: int = 1
     populations: Sequence[int] = ()
@@ -196,7 +198,6 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
     implied = _implied_caveats(facts, delta, best, populations)
     content: dict[str, Any] = {
         **vars(facts),
-        "unit": "record" if facts.guarantee == "record" else "client",
         "has_guarantee": math.isfinite(best),
         "relation": relation.name,
         "delta": delta,

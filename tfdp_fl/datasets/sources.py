@@ -438,7 +438,4 @@ def _element_pair(element: Any) -> tuple[Any, Any]:
         *("x", "y", "sample_weight")
     }:
         element = element["x"], element["y"], element.get("sample_weight")
-    return nests.pair(
-        element,
-        "The elements of a client's dataset must be (and dataset.map can make them)",
-    )
+    return nests.pair(element, "The elements of a client's dataset must be")

@@ -77,6 +77,8 @@ class RoundHistory:
             self.ledger = ledger_lib.PrivacyLedger(
                 ledger,
                 mode="append",
+                target_epsilon=budget.epsilon if budget else None,
+                target_delta=budget.delta if budget else None,
                 mechanism={"guarantee": "central", "name": description},
             )
         try:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from tfdp_fl import accounting, engine
+from tfdp_fl import accounting, engine, mechanisms
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.training_setup import TrainingSetup
@@ -43,6 +43,7 @@ def facts(
         mechanism=mechanism.name,
         mechanism_description=_description(setup),
         mechanism_parameters=_parameters(setup, run.rounds),
+        unit=unit(mechanism),
         sampling=setup.sampling,
         num_clients=spending.clients.num_clients,
         populations=[
@@ -58,6 +59,11 @@ def facts(
         caveats=_caveats(run, cohort_engine),
         audit=None if run.audit is None else run.audit.sentence,
     )
+
+
+def unit(mechanism: mechanisms.Mechanism) -> str:
+    """Returns what the mechanism protects as a whole."""
+    return "record" if mechanism.guarantee == spending_lib.RECORD else "client"
 
 
 def _description(setup: TrainingSetup) -> str:

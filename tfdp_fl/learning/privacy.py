@@ -210,6 +210,7 @@ def epsilon(
         mechanism=mechanism.name,
         mechanism_description=mechanism.describe(),
         mechanism_parameters=parameters,
+        unit="record" if per_record else "client",
         sampling=sampling,
         num_clients=num_clients,
         clients_per_round=sizes

@@ -164,7 +164,7 @@ class PrivateSearch:
             resumes = resume_from is not None
             files = SearchDirectory(resume_from if resumes else directory)
             plan = {**self._plan(dataset, options), "build": charge.to_json()}
-            with files.locked(resumes):
+            with files.locked(resumes, self._target):
                 state = self._begin(files if resumes else None, plan, trials)
                 self._pay(files, state, charge)
                 self._last = split, trials
@@ -387,8 +387,8 @@ class SearchDirectory:
         self.ledger: accounting.PrivacyLedger | None = None
 
     @contextlib.contextmanager
-    def locked(self, resumes: bool) -> Iterator[None]:
-        """Holds the ledger's lock.
+    def locked(self, resumes: bool, target: tuple[float, float]) -> Iterator[None]:
+        """Holds the ledger's lock; a new ledger has the target.
 
         Raises:
           ValueError: An interrupted search waits here, and is not resumed; or none
@@ -402,6 +402,8 @@ class SearchDirectory:
         with accounting.PrivacyLedger(
             self._path / _LEDGER,
             mode="append",
+            target_epsilon=target[0],
+            target_delta=target[1],
             mechanism={"name": "PrivateSearch", "guarantee": "central"},
         ) as self.ledger:
             self._check(resumes)  # Others may have been here meanwhile.

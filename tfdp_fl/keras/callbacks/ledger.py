@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdp_fl import _validate, accounting
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import spending as spending_lib
-from tfdp_fl.keras import checkpoint
+from tfdp_fl.keras import checkpoint, statement
 from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
 from tfdp_fl.keras.run import Run
 
@@ -58,15 +58,19 @@ class Ledger(FederatedCallback):
         """Opens the ledger, refusing that of another run."""
         del first_round, last_round
         fed, run = self.federated_model, self._run
+        target = fed.setup.target
         known = run.known_ledgers.get(self._key)
         self._opened = ledger = accounting.PrivacyLedger(
             self.path,
             mode="append",
+            target_epsilon=None if target is None else target.epsilon,
+            target_delta=fed.setup.delta if target is None else target.delta,
             mechanism={
                 "name": fed.mechanism.name,
                 "guarantee": fed.mechanism.guarantee,
                 "description": fed.mechanism.describe(),
             },
+            unit=statement.unit(fed.mechanism),
             expected_head=known,
             run=run.run_id,
         )
