@@ -237,7 +237,7 @@ _MUST, _LOSSES = "labels must have the shape", tf.keras.losses
         ("categorical_crossentropy", [[5, 4]], 3, _MUST),
         (_LOSSES.MeanSquaredError(name="mine"), [[5, 1]], 3, _MUST),
         ("binary_crossentropy", [[5, 2]], 1, _MUST),
-        ("mse", [[5, 3], [5]], 3, "labels must have one tensor"),
+        ("mse", [[5, 3], [5]], 3, "labels and loss must be one for each"),
         (_SPARSE, [[5, 1]], 3, None),
         ("binary_crossentropy", [[5]], 1, None),
         (lambda y, p: tf.reduce_mean(p, -1) * y[:, 0, 0], [[5, 7, 7]], 3, None),

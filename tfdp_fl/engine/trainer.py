@@ -136,17 +136,15 @@ class Trainer:
         y, weight = nests.labels_and_weights(y)
         flat = tf.nest.flatten(y)
         places = tf.nest.pack_sequence_as(y, range(len(flat)))
-        outputs = keras_versions.outputs_with_losses(
+        outputs = keras_versions.labels_and_outputs(
             training.loss, self._loss, places, predicted
         )
         self.label_ranges = labels.ranges(flat, outputs)
         self.single_loss = outputs[0][2] if len(outputs) == 1 else None
         with keras_versions.stateless(own), keras_versions.losses_of(model, self._loss):
             model._compute_loss(x, y, predicted, weight, training=True)
-        self.metric_specs = []
-        if self._metrics is not None:
-            self._metrics.build(y, predicted)
-            self.metric_specs = specs_of(self._metrics.variables)
+        self._metrics.build(y, predicted)
+        self.metric_specs = specs_of(self._metrics.variables)
         check_metrics(self.metric_results(self.no_metrics()))
         # Another optimizer may move a row whose gradient is zero, and a hook all rows.
         if self._optimizer.is_plain and training.upload_hook is None:
@@ -166,10 +164,7 @@ class Trainer:
             learning_rate=tf.zeros([]),
             seed=tf.zeros([2], tf.uint64),
         )
-        y, weight = nests.labels_and_weights(y)
-        state = self.start(received, received.seed)
-        _, predicted, _ = self._forward(state, x, y, weight)
-        self.with_batch(self.no_metrics(), y, predicted, weight)
+        self.evaluate(received, x, y, self.no_metrics(), training=True)
 
     def no_metrics(self) -> list[tf.Tensor]:
         """Returns the metrics' state before any example."""
@@ -182,9 +177,8 @@ class Trainer:
           values: Of `metric_specs`, summed over clients.
         """
         results: dict[str, tf.Tensor] = {}
-        if self._metrics is not None:
-            for key, value in self._metrics.stateless_result(values).items():
-                results.update(value if isinstance(value, dict) else {key: value})
+        for key, value in self._metrics.stateless_result(values).items():
+            results.update(value if isinstance(value, dict) else {key: value})
         return results
 
     def start(self, received: cohort.Received, seed: tf.Tensor) -> ClientState:
@@ -254,7 +248,12 @@ class Trainer:
         return state, tf.cast(loss, tf.float32), metrics
 
     def evaluate(
-        self, received: cohort.Received, x: Any, y: Any, metrics: list[tf.Tensor]
+        self,
+        received: cohort.Received,
+        x: Any,
+        y: Any,
+        metrics: list[tf.Tensor],
+        training: bool = False,
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Returns the loss on a batch, and the metrics' next state.
 
@@ -263,10 +262,11 @@ class Trainer:
           x: Nest of features.
           y: Nest of labels, perhaps with weights beside them.
           metrics: The metrics' state.
+          training: Whether layers compute as in a step.
         """
         y, weight = nests.labels_and_weights(y)
         state = self.start(received, received.seed)
-        loss, predicted, _ = self._forward(state, x, y, weight, training=False)
+        loss, predicted, _ = self._forward(state, x, y, weight, training)
         metrics = self.with_batch(metrics, y, predicted, weight)
         return tf.cast(tf.reduce_mean(loss), tf.float32), metrics
 
@@ -323,8 +323,6 @@ class Trainer:
           weight: What the examples count in those metrics that are weighted;
             None: all the same.
         """
-        if self._metrics is None:
-            return metrics
         y, predicted, weight = tf.nest.map_structure(
             with_numbers_only, (y, predicted, weight)
         )
