@@ -239,16 +239,12 @@ def stateless_optimizer(optimizer: Any, variables: list[Any]) -> Any:
     Keras refuses that on TensorFlow, where its optimizers assign by TensorFlow's
     own functions. The copy takes back what these replaced.
     """
-    (replaced,) = [
-        kind for kind in type(optimizer).__mro__ if kind.__name__ == "TFOptimizer"
-    ]
-    (base,) = [
-        kind for kind in type(optimizer).__mro__ if kind.__name__ == "BaseOptimizer"
-    ]
+    kinds = {kind.__name__: vars(kind) for kind in type(optimizer).__mro__}
+    base = kinds["BaseOptimizer"]
     original = {
-        method: vars(base)[method]
-        for method, function in vars(replaced).items()
-        if callable(function) and method in vars(base) and method != "__init__"
+        method: base[method]
+        for method, function in kinds["TFOptimizer"].items()
+        if callable(function) and method in base and method != "__init__"
     }
     kind: Any = type(
         f"Stateless{type(optimizer).__name__}", (type(optimizer),), original

@@ -54,13 +54,8 @@ class CohortPrograms:
             one is a `layout.Chunk`.
           part: The clients.
         """
-        if part.strategy not in self.traced:
-            self.traced[part.strategy] = self._trace(received, part)
-        return self.traced[part.strategy]
-
-    def _trace(
-        self, received: cohort.Received, part: layout.Part
-    ) -> program_lib.Program:
+        if part.strategy in self.traced:
+            return self.traced[part.strategy]
         kind, full_batches, num_steps = part.strategy
         train: Callable[..., cohort.Trained]
         if kind == layout.SIDE_BY_SIDE:
@@ -79,13 +74,14 @@ class CohortPrograms:
 
         x, y = trainer_lib.batch_specs(self.trainer.element_spec)
         table = tf.nest.map_structure(any_size, part.table)
-        return program_lib.Program(
+        self.traced[part.strategy] = made = program_lib.Program(
             train,
             trainer_lib.specs_of(received),
             layout.Chunk(x, y, table),
             model=self.trainer.model,
             xla=part.strategy.xla,
         )
+        return made
 
     def _one_by_one(
         self, full_batches: bool, received: cohort.Received, chunk: layout.Chunk
@@ -158,7 +154,7 @@ class CohortPrograms:
             (tf.constant(0), total, kept),
             parallel_iterations=1,
         )
-        return cohort.Trained(total, kept)
+        return total, kept
 
     def _lookups(self) -> tuple[lookups.Lookup, ...]:
         """Returns the tables of which clients train only some rows.
@@ -276,7 +272,7 @@ class CohortPrograms:
             finish, (seeds, clients, num_examples, table.windows, table.measured)
         )
         total = tf.nest.map_structure(lambda part: tf.reduce_sum(part, axis=0), totals)
-        return cohort.Trained(total, rows)
+        return total, rows
 
     def _step(
         self,

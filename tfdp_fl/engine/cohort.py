@@ -106,11 +106,8 @@ class PerClient(NamedTuple):
     window_norms: Any = ()
 
 
-class Trained(NamedTuple):
-    """What a compiled function returns of the clients that it trained."""
-
-    total: CohortSum
-    per_client: PerClient = PerClient()
+# What a compiled function returns of the clients that it trained.
+Trained = tuple[CohortSum, PerClient]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,16 +218,14 @@ class PendingRound:
           trained: What it returned, tensors.
           thread: Which thread trained them.
         """
-        count = len(members)
-        rows = tf.nest.map_structure(lambda tensor: tensor[:count], trained.per_client)
+        count, (total, kept) = len(members), trained
+        rows = tf.nest.map_structure(lambda tensor: tensor[:count], kept)
         if count and len(rows.updates):
             self.collected.append((members, rows))
         if self.window_norms is not None:
             self.window_norms[members] = rows.window_norms.numpy()
         before = self.sums[thread]
-        self.sums[thread] = (
-            trained.total if before is None else add_nests(before, trained.total)
-        )
+        self.sums[thread] = total if before is None else add_nests(before, total)
 
     def add_contribution(self, one: contribution.Contribution) -> None:
         """Adds a contribution that was not trained here: a canary's."""

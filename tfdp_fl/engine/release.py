@@ -244,13 +244,5 @@ class JointClip:
                 )
             return cohort.flatten(one.update), tf.stack(one.scalars())
 
-        updates, scalars = tf.map_fn(
-            client,
-            (rows.updates, rows.scalars, members),
-            parallel_iterations=1,
-            fn_output_signature=(
-                tf.TensorSpec([self._spec.size], tf.float32),
-                tf.TensorSpec([self._query.num_scalars], tf.float32),
-            ),
-        )
-        return cohort.PerClient(updates, scalars)
+        clients = rows.updates, rows.scalars, members
+        return cohort.PerClient(*tf.vectorized_map(client, clients, warn=False))

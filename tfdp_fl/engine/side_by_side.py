@@ -175,7 +175,7 @@ class SideBySide:
             total = self._step(layers, labels, sizes[step], batch, received, total)
         dense = [layer for layer in layers if isinstance(layer, _DenseLayer)]
         clipped = self._clip_and_sum(received, dense, table.measured)
-        return cohort.Trained(total._replace(contribution=clipped))
+        return total._replace(contribution=clipped), cohort.PerClient()
 
     def _batches(self, table: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the rows of all batches, int32 [S, K, B], and their sizes [S, K].

@@ -111,11 +111,20 @@ class Trainer:
         self._trainable = list(model.trainable_weights)
         self._random_state = keras_versions.own_random_state(model)
         non_trainable = list(model.non_trainable_weights)
-        leave = [
-            variable
-            for variable in self._changed_by_training(non_trainable)
-            if aggregate_non_trainable and tf.as_dtype(variable.dtype).is_floating
-        ]
+        every = (*self._trainable, *non_trainable, *self._random_state)
+        own = [(variable, variable) for variable in every]
+        x, y = (zeros_like_batch(spec, 2) for spec in element_spec)
+        with keras_versions.stateless(own) as scope:
+            before = list(map(scope.get_current_value, non_trainable))
+            predicted = model(x, training=True)
+            after = map(scope.get_current_value, non_trainable)
+            leave = [
+                variable
+                for variable, old, new in zip(non_trainable, before, after, strict=True)
+                if new is not old
+                and aggregate_non_trainable
+                and tf.as_dtype(variable.dtype).is_floating
+            ]
         leaving = {id(variable) for variable in leave}
         self.aggregated = self._trainable + leave
         self.unaggregated = [v for v in non_trainable if id(v) not in leaving]
@@ -129,10 +138,6 @@ class Trainer:
             training.loss_weights,
             training.weighted_metrics,
         )
-        x, y = (zeros_like_batch(spec) for spec in element_spec)
-        own = [(variable, variable) for variable in self._variables]
-        with keras_versions.stateless(own):
-            predicted = model(x, training=False)
         y, weight = nests.labels_and_weights(y)
         flat = tf.nest.flatten(y)
         places = tf.nest.pack_sequence_as(y, range(len(flat)))
@@ -286,30 +291,6 @@ class Trainer:
             loss = self.model._compute_loss(x, y, predicted, weight, training=training)
         after = [scope.get_current_value(variable) for variable in self._variables]
         return loss, predicted, after
-
-    def _changed_by_training(self, non_trainable: list[Any]) -> list[Any]:
-        """Returns the non-trainable variables that a forward pass assigns."""
-        if not non_trainable:
-            return []
-        changed: list[Any] = []
-
-        def forward_pass() -> None:
-            variables = [*self._trainable, *non_trainable, *self._random_state]
-            mapping = [(v, tf.zeros(v.shape, v.dtype)) for v in variables]
-            with (
-                tf.name_scope("forward_pass"),
-                keras_versions.stateless(mapping) as scope,
-            ):
-                before = [scope.get_current_value(v) for v in non_trainable]
-                self.model(zeros_like_batch(self.element_spec[0], 2), training=True)
-                changed.extend(
-                    variable
-                    for variable, value in zip(non_trainable, before, strict=True)
-                    if scope.get_current_value(variable) is not value
-                )
-
-        tf.function(forward_pass, autograph=False).get_concrete_function()
-        return changed
 
     def with_batch(
         self, metrics: list[tf.Tensor], y: Any, predicted: Any, weight: Any = None
