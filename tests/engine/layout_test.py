@@ -53,7 +53,7 @@ def _inputs(dataset, positions):
 
 
 def _pending(dataset, positions):
-    options = {"state": (), "seed": (), "received": (), "sums": [None]}
+    options = {"state": (), "received": (), "sums": [None]}
     return cohort.PendingRound(inputs=_inputs(dataset, positions), **options)
 
 

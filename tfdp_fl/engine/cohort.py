@@ -178,7 +178,6 @@ class PendingRound:
     Attributes:
       inputs: The round.
       state: The query's state, with what holds in this round.
-      seed: The round's, uint64 [2].
       received: What its clients are sent.
       sums: One `CohortSum` for each thread; None for one that has not trained.
       window_norms: Float32 [K, L], each client's layer norms before noise, NaN
@@ -193,7 +192,6 @@ class PendingRound:
 
     inputs: RoundInputs
     state: contribution.Round
-    seed: tf.Tensor
     received: Received
     sums: list[Any]
     window_norms: np.ndarray | None = None

@@ -267,10 +267,9 @@ class CohortEngine:
         state = self.query.begin_round(
             self.state, inputs.noise_multiplier, inputs.clients_per_round
         )
-        seed = tf.constant(inputs.seed.astype(np.uint64))
         weights = [variable.value() for variable in self.server.variables]
         if self._hook is not None:
-            weights = self._hook(weights, seed)
+            weights = self._hook(weights, tf.constant(inputs.seed))
         norms = None
         if self.query.keeps_window:
             shape = [len(inputs.positions), self.num_variables]
@@ -278,7 +277,6 @@ class CohortEngine:
         return cohort.PendingRound(
             inputs=inputs,
             state=state,
-            seed=seed,
             received=self._sent(weights, state, inputs.learning_rate, inputs.seed),
             sums=[None] * self.num_replicas,
             window_norms=norms,

@@ -125,7 +125,8 @@ class Release:
     def __call__(self, pending: cohort.PendingRound) -> tuple[Any, dict[str, float]]:
         """Releases a round; returns the query's next state, and the logs."""
         answered = float(pending.cohort_size - len(pending.failures))
-        arguments = pending.sums, pending.state, pending.seed, answered
+        seed = pending.inputs.seed.astype(np.uint64)
+        arguments = pending.sums, pending.state, seed, answered
         flat = list(map(tf.convert_to_tensor, tf.nest.flatten(arguments)))
         count = len(pending.sums)
         if count not in self._traced:
@@ -212,11 +213,12 @@ class JointClip:
         for members, rows in pending.collected:
             norms[members] = rows.scalars[:, 0].numpy()
             answered[members] = True
+        seed = tf.constant(pending.inputs.seed)
         pending.state, params = self._set_clip(
-            pending.state, pending.seed, tf.constant(norms[answered])
+            pending.state, seed, tf.constant(norms[answered])
         )
         for members, rows in pending.collected:
-            yield members, self._clip(params, rows, tf.constant(members), pending.seed)
+            yield members, self._clip(params, rows, tf.constant(members), seed)
 
     def _clip_to_cohort(self, state, seed, norms):
         with noise.seeded(noise.fold_in(seed, -4)):

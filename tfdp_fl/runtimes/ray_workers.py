@@ -106,36 +106,27 @@ class ShardedCohorts:
             self._engine.train_chunk(pending, chunk)
             return
         groups = self._layout.lay_out(chunk.table, self._workers.num_workers)
+        received, programs = pending.received, self._engine.programs
         for place in range(max(map(len, groups))):
+            # Of one `layout.Strategy`, a shard each.
             parts = [group[place] for group in groups if place < len(group)]
-            self._train_parts(parts, pending, chunk)
-
-    def _train_parts(
-        self,
-        parts: list[layout.Part],
-        pending: engine.PendingRound,
-        chunk: layout.Chunk,
-    ) -> None:
-        """Trains parts of one `layout.Strategy`, a shard each, at the same time."""
-        received = pending.received
-        traced = self._engine.programs.program(received, parts[0])
-        if any(constant.dtype == tf.resource for constant in traced.constants):
-            raise ValueError(
-                "runtime must be None for a model with a lookup table, which is in "
-                "this process: look words up before training, in the dataset."
+            traced = programs.program(received, parts[0])
+            if any(constant.dtype == tf.resource for constant in traced.constants):
+                raise ValueError(
+                    "runtime must be None for a model with a lookup table, which is "
+                    "in this process: look words up before training, in the dataset."
+                )
+            found = self._workers.run(
+                traced,
+                _arrays(received),
+                self._examples,
+                [self._shard(chunk, part) for part in parts],
+                float32_products=parts[0].strategy.kind == layout.SIDE_BY_SIDE,
             )
-        shards = [self._shard(chunk, part) for part in parts]
-        found = self._workers.run(
-            traced,
-            _arrays(received),
-            self._examples,
-            shards,
-            float32_products=parts[0].strategy.kind == layout.SIDE_BY_SIDE,
-        )
-        for part, arrays in zip(parts, found, strict=True):
-            leaves = list(map(tf.constant, arrays))
-            trained = tf.nest.pack_sequence_as(traced.structure, leaves)
-            pending.add(part.members, trained)
+            for part, arrays in zip(parts, found, strict=True):
+                leaves = list(map(tf.constant, arrays))
+                trained = tf.nest.pack_sequence_as(traced.structure, leaves)
+                pending.add(part.members, trained)
 
     def _shard(self, chunk: layout.Chunk, part: layout.Part) -> Arrays:
         """Returns what goes to a worker: the tables, and perhaps the examples."""
@@ -298,12 +289,11 @@ class _Cluster:
             _ray().kill(actor)
 
     def close(self) -> None:
-        ray = _ray()
-        for place in list(self.actors):
-            if ray.is_initialized():
+        if _ray().is_initialized():
+            for place in list(self.actors):
                 self.drop(place)
-        if self._started and ray.is_initialized():
-            ray.shutdown()
+            if self._started:
+                _ray().shutdown()
         self._started = False
 
 
