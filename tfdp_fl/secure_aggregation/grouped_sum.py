@@ -148,13 +148,9 @@ def _sum_group(
 ) -> member.AggregationOutcome:
     """Lets the members of one group exchange their messages in this process."""
     if len(indices) < protocol.min_participants:
-        return member.AggregationOutcome(
-            succeeded=False,
-            value=None,
-            members=indices,
-            reason=f"a cohort of {len(indices)} is below min_participants="
-            f"{protocol.min_participants}",
-        )
+        least = protocol.min_participants
+        reason = f"a cohort of {len(indices)} is below min_participants={least}"
+        return member.AggregationOutcome(False, None, indices, reason)
     session = secrets.token_hex(16)
     members: dict[member.MemberId, member.Member] = {
         index: member.Member(
