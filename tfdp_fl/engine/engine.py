@@ -158,19 +158,21 @@ class CohortEngine:
         elif collect_records:
             self.output = cohort.EACH_CONTRIBUTION
         summed = self.output == cohort.SUM
-        can_train_side_by_side = (
+        kernels = None
+        if (
             keras_versions.IS_KERAS_3
             and jit_compile is None
             and summed
             and not moments
             and dense_models.supports(model, training, self.query, element_spec[1])
-        )
+        ):
+            kernels = dense_models.kernels_of(model)
         if jit_compile is None:
             jit_compile = devices.prefers_xla(model, batch_size)
         self.layout = layout.Layout(
             element_spec=element_spec,
             label_ranges=trainer.label_ranges,
-            kernels=dense_models.kernels_of(model) if can_train_side_by_side else None,
+            kernels=kernels,
             collected_bytes=None if summed else 4 * self.update_spec.size,
             xla=jit_compile,
             weighting=weighting,
@@ -184,7 +186,7 @@ class CohortEngine:
         )
         self._joint_clip = release.JointClip(self.query, self.update_spec)
         self._release = release.Release(self.query, self.server, trainer.metric_results)
-        if self.layout.at_once is not None or not can_train_side_by_side:
+        if self.layout.at_once is not None or kernels is None:
             # (What trains side by side was compared with lists in `supports`.)
             with tf.device(self.device):
                 self._trace_one_by_one()
