@@ -304,6 +304,8 @@ class Trainer:
           weight: What the examples count in those metrics that are weighted;
             None: all the same.
         """
+        if not metrics:
+            return metrics
         y, predicted, weight = tf.nest.map_structure(
             with_numbers_only, (y, predicted, weight)
         )
