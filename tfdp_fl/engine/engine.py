@@ -267,7 +267,9 @@ class CohortEngine:
     def empty_round(self, inputs: cohort.RoundInputs) -> cohort.PendingRound:
         """Returns a round of which nothing is collected yet."""
         state = self.query.begin_round(
-            self.state, inputs.noise_multiplier, inputs.clients_per_round
+            self.state,
+            tf.constant(inputs.noise_multiplier, tf.float32),
+            tf.constant(inputs.clients_per_round, tf.float32),
         )
         weights = [variable.value() for variable in self.server.variables]
         if self._hook is not None:
@@ -298,7 +300,7 @@ class CohortEngine:
         return cohort.Received(
             weights=weights,
             unaggregated=[variable.value() for variable in self._unaggregated],
-            params=tf.nest.map_structure(tf.convert_to_tensor, params),
+            params=params,
             learning_rate=tf.constant(rate, tf.float32),
             seed=tf.constant(noise.for_clients(seed)),
         )
