@@ -131,10 +131,8 @@ class CanaryAudit:
           charge: What it costs: it tells how the cohort was drawn.
         """
         query, spec = self._required().query, self._required().update_spec
-        numbers, _ = pending.tensors
-        state = query.begin_round(pending.state, numbers[0], numbers[1])
-        params = query.derive_sample_params(state)
-        norm = tf.cast(query.largest_norm(state), tf.float32)
+        params = query.derive_sample_params(pending.state)
+        norm = tf.cast(query.largest_norm(pending.state), tf.float32)
         scale = query.mechanism.contribution_of_norm(
             norm, tf.constant(True), params
         ).update

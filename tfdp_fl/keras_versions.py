@@ -8,6 +8,7 @@ is answered here.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -125,15 +126,13 @@ def compiled_loss_and_metrics(
     loss_weights: Any,
     weighted_metrics: Any,
 ) -> tuple[Any, Any]:
-    """Returns what Keras's `compile` makes of its arguments; metrics may be None."""
+    """Returns what Keras's `compile` makes of its arguments."""
     from keras.src.trainers import compile_utils
 
     names = getattr(model, "output_names", None)
-    compiled = compile_utils.CompileLoss(loss, loss_weights, output_names=names)
-    if metrics is None and weighted_metrics is None:
-        return compiled, None
-    return compiled, compile_utils.CompileMetrics(
-        metrics, weighted_metrics, output_names=names
+    return (
+        compile_utils.CompileLoss(loss, loss_weights, output_names=names),
+        compile_utils.CompileMetrics(metrics, weighted_metrics, output_names=names),
     )
 
 
@@ -159,55 +158,41 @@ def loss_options(loss: Any) -> dict[str, Any]:
     return {**loss.get_config(), **getattr(loss, "_fn_kwargs", {})}
 
 
-def outputs_with_losses(
+def labels_and_outputs(
     loss: Any, compiled_loss: Any, y: Any, predicted: Any
 ) -> list[tuple[Any, Any, Any]]:
-    """Returns the label, the output and the loss of each output."""
-    names = compiled_loss.output_names
-    outputs = tf.nest.flatten(predicted)
-    flat = _labels(loss, y, predicted, names)
-    if len(flat) != len(outputs):
-        raise ValueError(
-            f"labels must have one tensor for each of the {len(outputs)} "
-            f"outputs of the model, got {len(flat)}."
-        )
+    """Returns what Keras gives to each loss: labels, an output, and the loss itself.
+
+    Args:
+      loss: What Keras's `compile` takes as `loss`.
+      compiled_loss: What it makes of it.
+      y: Nest of labels, or of anything else in their places.
+      predicted: Nest of outputs.
+    """
+    found: list[tuple[Any, Any, Any]] = []
+
+    class Noting(type(compiled_loss)):  # type: ignore[misc]
+        def build(self, y_true: Any, y_pred: Any) -> None:
+            super().build(y_true, y_pred)
+            self._flat_losses[:] = [
+                one._replace(loss=functools.partial(note, one.loss))
+                for one in self._flat_losses
+            ]
+
+    def note(loss: Any, label: Any, output: Any, *_: Any) -> tf.Tensor:
+        found.append((label, output, loss))
+        return tf.zeros([])
+
     # Another one, because what it is built with it expects for ever.
-    trial = type(compiled_loss)(
-        loss, compiled_loss._user_loss_weights, output_names=names
-    )
-    trial.build(tf.nest.pack_sequence_as(predicted, flat), predicted)
-    places = tf.nest.pack_sequence_as(predicted, range(len(outputs)))
-    losses = [None] * len(outputs)
-    for found in trial._flat_losses:
-        losses[_place(found.path, places, names)] = found.loss
-    return list(zip(flat, outputs, losses, strict=True))
-
-
-def _labels(loss: Any, y: Any, predicted: Any, names: Any) -> list[Any]:
-    """Returns the label of each output, None where there is no loss."""
-    if isinstance(y, dict) and isinstance(predicted, (list, tuple)):
-        if set(y) != set(names or ()):
-            raise ValueError(
-                "labels must be named as the model's outputs are, "
-                f"{names}, got {sorted(y)}."
-            )
-        return [y[name] for name in names]
-    flat = tf.nest.flatten(y)
-    losses = tf.nest.flatten(loss)
-    if len(flat) < len(losses) and None in losses:
-        rest = iter(flat)
-        flat = [None if one is None else next(rest, None) for one in losses]
-    return flat
-
-
-def _place(path: tuple[Any, ...], places: Any, names: Any) -> int:
-    """Returns which output a compiled loss belongs to."""
-    for step in path:
-        if isinstance(step, str) and not isinstance(places, dict):
-            places = list(names).index(step)
-            break
-        places = places[step]
-    return places
+    names = compiled_loss.output_names
+    try:
+        Noting(loss, output_names=names)(y, predicted)
+    except Exception as error:  # Keras's own, of several kinds.
+        raise ValueError(
+            "labels and loss must be one for each output of the model, named as these "
+            f"are ({names}), or in their order: {error}"
+        ) from error
+    return found
 
 
 # Optimizers.
@@ -254,16 +239,12 @@ def stateless_optimizer(optimizer: Any, variables: list[Any]) -> Any:
     Keras refuses that on TensorFlow, where its optimizers assign by TensorFlow's
     own functions. The copy takes back what these replaced.
     """
-    (replaced,) = [
-        kind for kind in type(optimizer).__mro__ if kind.__name__ == "TFOptimizer"
-    ]
-    (base,) = [
-        kind for kind in type(optimizer).__mro__ if kind.__name__ == "BaseOptimizer"
-    ]
+    kinds = {kind.__name__: vars(kind) for kind in type(optimizer).__mro__}
+    base = kinds["BaseOptimizer"]
     original = {
-        method: vars(base)[method]
-        for method, function in vars(replaced).items()
-        if callable(function) and method in vars(base) and method != "__init__"
+        method: base[method]
+        for method, function in kinds["TFOptimizer"].items()
+        if callable(function) and method in base and method != "__init__"
     }
     kind: Any = type(
         f"Stateless{type(optimizer).__name__}", (type(optimizer),), original

@@ -71,6 +71,19 @@ def test_rounds_do_not_repeat_and_seeds_do():
     assert (first != other).any()
 
 
+def test_neither_clients_nor_workers_are_sent_what_the_servers_noise_follows_from():
+    _, engine = _engine()
+    memory = engine.state._replace(memory=[tf.ones([3])])  # Of correlated noise.
+    inputs = cohorts.inputs(cohorts.dataset())
+    with mock.patch.object(engine, "state", memory):
+        pending = engine.empty_round(inputs)
+    assert pending.state.memory
+    assert pending.received.params.memory == ()
+    assert not np.isin(inputs.seed, pending.received.seed).any()
+    seeds = [noise.for_clients(np.array([3, k])).tolist() for k in range(4)]
+    assert len({word for seed in seeds for word in seed}) == 8
+
+
 def test_what_an_interrupted_round_still_does_moves_no_other():
     # Its steps would be in the updates of clients that are charged.
     dataset = cohorts.dataset((5, 5, 5, 5))

@@ -14,7 +14,7 @@ from tests.keras import hostile, toy
 from tfdp_fl import engine
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import cohort, labels, layout
-from tfdp_fl.runtimes import workers
+from tfdp_fl.runtimes import ray_workers
 
 
 class _Files:
@@ -53,7 +53,7 @@ def _inputs(dataset, positions):
 
 
 def _pending(dataset, positions):
-    options = {"state": (), "tensors": (), "sums": [None]}
+    options = {"state": (), "received": (), "sums": [None]}
     return cohort.PendingRound(inputs=_inputs(dataset, positions), **options)
 
 
@@ -132,7 +132,7 @@ def test_where_training_breaks_off_nobody_is_read_any_more(on_workers):
     fed = toy.federated(clients_per_round=9, sampling="fixed_size")
     owner, name = engine.CohortEngine, "train_chunk"
     if on_workers:
-        owner, name = workers.ShardedCohorts, "_train_chunk"
+        owner, name = ray_workers.ShardedCohorts, "_train_chunk"
     with (
         mock.patch.object(layout, "CHUNK_BYTES", 1),
         mock.patch.object(owner, name, broken),

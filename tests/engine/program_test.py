@@ -86,7 +86,7 @@ def _rows(clients, *arguments):
 
     def noting(pending, *_):
         for members, collected in pending.collected:
-            norms = engine.query.norm_of_scalars(collected.scalars).numpy()
+            norms = collected.scalars[:, 0].numpy()
             updates = collected.updates.numpy()
             for member, row, norm in zip(members, updates, norms, strict=True):
                 rows[int(member)] = (row, norm)

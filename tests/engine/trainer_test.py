@@ -222,6 +222,16 @@ def test_masks_of_dropout_are_of_the_seed_the_client_and_the_layer(num_layers):
             assert 0.43 <= share <= 0.57
 
 
+def test_an_output_without_a_loss_needs_no_labels():
+    clients = {k: (x, {"p": y["p"]}) for k, (x, y) in _TWO_BY_TWO.items()}
+    dataset, model = cohorts.from_arrays(clients), _two_by_two()
+    for loss in ({"p": _SPARSE, "q": None}, {"p": _SPARSE}):
+        engine = cohorts.make_engine(model, dataset, loss=loss)
+        of_p, _, of_q, _ = cohorts.moved_by(model, engine, dataset)
+        assert of_p.any()
+        assert not of_q.any()
+
+
 class _OwnStep(tf.keras.Sequential):
     def train_step(self, data):
         return {}
@@ -237,7 +247,7 @@ _MUST, _LOSSES = "labels must have the shape", tf.keras.losses
         ("categorical_crossentropy", [[5, 4]], 3, _MUST),
         (_LOSSES.MeanSquaredError(name="mine"), [[5, 1]], 3, _MUST),
         ("binary_crossentropy", [[5, 2]], 1, _MUST),
-        ("mse", [[5, 3], [5]], 3, "labels must have one tensor"),
+        ("mse", [[5, 3], [5]], 3, "labels and loss must be one for each"),
         (_SPARSE, [[5, 1]], 3, None),
         ("binary_crossentropy", [[5]], 1, None),
         (lambda y, p: tf.reduce_mean(p, -1) * y[:, 0, 0], [[5, 7, 7]], 3, None),

@@ -30,7 +30,6 @@ from tfdp_fl import secure_aggregation
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import dense_models
 from tfdp_fl.runtimes import ray_workers
-from tfdp_fl.runtimes import workers as workers_lib
 
 FEATURES, CLASSES, EXAMPLES, CLIENTS = 4, 3, 6, 4
 HOSTILE = 1  # Which client it is.
@@ -157,12 +156,11 @@ class HereWorkers:
     """Workers that are this very process: shards without a network."""
 
     num_workers = 2
-    float32_products = True
 
     def collector(self, cohort_engine, clients):
-        return workers_lib.ShardedCohorts(cohort_engine, clients, self)
+        return ray_workers.ShardedCohorts(cohort_engine, clients, self, True)
 
-    def run(self, traced, sent, examples, shards):
+    def run(self, traced, sent, examples, shards, float32_products):
         run = ray_workers.runnable(traced)
         return [run([*sent, *(examples or ()), *shard]) for shard in shards]
 

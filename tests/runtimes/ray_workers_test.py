@@ -5,7 +5,6 @@ import os
 import pickle
 import signal
 import sys
-import time
 from unittest import mock
 
 import numpy as np
@@ -20,7 +19,7 @@ from tests.keras import toy
 from tests.mechanisms import references
 from tfdp_fl import runtimes, secure_aggregation
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import layout, program
+from tfdp_fl.engine import devices, layout, program
 from tfdp_fl.runtimes import ray_workers
 
 ray = pytest.importorskip("ray", reason="ray is not installed (tests only)")
@@ -165,23 +164,23 @@ def test_a_program_that_travelled_is_the_program():
         run([-a, b, np.array([7, 2], np.int32)])
 
 
-@pytest.mark.parametrize("said", [None, True])
-def test_products_of_a_ray_that_was_there_are_not_trusted(workers, said, monkeypatch):
-    monkeypatch.setattr(workers._cluster, "_started", False)
-    monkeypatch.setattr(workers, "_float32_products", said)
+def test_side_by_side_needs_products_of_all_their_bits(workers, monkeypatch):
+    def some(places):
+        return [place == 0 for place in places]
+
+    monkeypatch.setattr(workers, "_products_of", some)
     federated = _SIDE_BY_SIDE.federated()
     _SIDE_BY_SIDE.train(federated, runtime=workers)
-    for strategy in federated.engine.programs.traced:
-        assert (strategy.kind == "side by side") == (said is True)
-    # Those of one that is started here are known.
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    for address, started in ((None, True), (None, False), ("auto", True)):
-        cluster = ray_workers._Cluster(address, {})
-        cluster._started = started
-        assert cluster.is_here == (started and address is None)
-        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-        assert not cluster.is_here
-        monkeypatch.delenv("RAY_ADDRESS")
+    assert not federated.engine.has_trained_side_by_side
+    # Nor does a worker without them take another one's place.
+    monkeypatch.setattr(devices, "products_are_float32", lambda: False)
+    traced = program.Program(tf.identity, tf.TensorSpec([]))
+    actor = ray_workers._Actor(1)
+    actor._made[traced.name] = ray_workers.runnable(traced)
+    arguments = traced.name, [], [np.float32(2.0)], None, []
+    with pytest.raises(ValueError, match="fewer bits"):
+        actor.run(True, *arguments)
+    assert ray_workers._opened(actor.run(False, *arguments)) == [2.0]
 
 
 def _compare(case, workers, clients=None):
@@ -310,28 +309,30 @@ def test_a_cohort_without_clients(workers):
     np.testing.assert_allclose(toy.flat(here), toy.flat(there), atol=1e-5)
 
 
-def _pids(workers):
-    """Returns the process id of each worker; one that is lost is started again."""
-    workers.open()
-    actors = workers._cluster.actors
-    return [ray.get(actors[place].ready.remote()) for place in range(2)]
+def _pid(workers, place=1):
+    """Returns a worker's process id; one that is lost is started again."""
+    actor = workers.open()._cluster.actors[place]
+    return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+
+
+def _kill(actor):
+    actor.__ray_call__.remote(lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def _trained(workers, kill):
     """Returns a model whose training loses a worker, once."""
     federated, places = _ONE_BY_ONE.federated(), []
-    original, victim = workers._cluster.actor, _pids(workers)[1]
+    original, victim = workers._cluster.actor, _pid(workers)
 
     def actor(place):
         places.append(place)
-        if kill and place == 1 and places.count(1) == 1:
-            # As its shards are sent.
-            os.kill(victim, signal.SIGKILL)
+        if kill and place == 1 and places.count(1) == 2:
+            _kill(original(place))  # As its shard is sent, after the first question.
         return original(place)
 
     with mock.patch.object(workers._cluster, "actor", actor):
         _ONE_BY_ONE.train(federated, runtime=workers)
-    assert (_pids(workers)[1] != victim) == kill
+    assert (_pid(workers) != victim) == kill
     return federated
 
 
@@ -363,9 +364,18 @@ def test_else_the_round_is_abandoned_and_nothing_is_charged(workers, monkeypatch
     federated = _ONE_BY_ONE.federated()
     before = federated.get_weights()
     monkeypatch.setattr(workers, "_max_repeats", 0)
-    os.kill(_pids(workers)[1], signal.SIGKILL)
-    time.sleep(1)
-    with pytest.raises(runtimes.WorkerLost, match="of Ray is lost"):
+    original, places = workers._cluster.actor, []
+
+    def actor(place):
+        places.append(place)
+        if place == 1 and places.count(1) == 2:
+            _kill(original(place))
+        return original(place)
+
+    with (
+        mock.patch.object(workers._cluster, "actor", actor),
+        pytest.raises(runtimes.WorkerLost, match="of Ray is lost"),
+    ):
         _ONE_BY_ONE.train(federated, runtime=workers)
     toy.assert_same(before, federated)
     assert federated.epsilon(1e-3) == 0.0
@@ -377,8 +387,6 @@ def test_what_is_refused():
     case = _Case()
     with pytest.raises(TypeError, match=r"runtime .*'local'"):
         case.train(case.federated(), runtime="local")
-    with pytest.raises(TypeError, match="float32_products"):
-        runtimes.RayWorkers(float32_products="yes")
     workers = runtimes.RayWorkers()
     workers.close()
     with pytest.raises(RuntimeError, match="closed"):

@@ -152,7 +152,7 @@ ALLOWED = BY_CLIENT | frozenset(
 def not_batched(definition: tf.compat.v1.GraphDef) -> list[str]:
     """Returns the operations that may mix clients when vectorized over them."""
     functions = {function.signature.name for function in definition.library.function}
-    operations = {node.op for _, node in _nodes(definition)}
+    operations = {node.op for _, node in nodes(definition)}
     return sorted(operations - BY_CLIENT - functions)
 
 
@@ -164,7 +164,7 @@ def check(definition: tf.compat.v1.GraphDef, layers: Iterable[str] = ()) -> None
       layers: Names by which the error says where the operation is.
     """
     functions = {function.signature.name for function in definition.library.function}
-    for path, node in _nodes(definition):
+    for path, node in nodes(definition):
         # (Those with an underscore are notes for TensorFlow's gradients.)
         attributes = (v for name, v in node.attr.items() if not name.startswith("_"))
         called = {call.name for call in calls_in(attributes)}
@@ -192,7 +192,8 @@ def layer_of(path: str, layers: Iterable[str]) -> str:
     return "the program"
 
 
-def _nodes(definition: tf.compat.v1.GraphDef) -> Iterator[tuple[str, Any]]:
+def nodes(definition: tf.compat.v1.GraphDef) -> Iterator[tuple[str, Any]]:
+    """Yields a graph's nodes, and those of its functions, with where they are."""
     for node in definition.node:
         yield node.name, node
     for function in definition.library.function:

@@ -44,19 +44,18 @@ class CohortPrograms:
         default_factory=dict
     )
 
-    def program(self, fixed: tuple[Any, ...], part: layout.Part) -> program_lib.Program:
+    def program(
+        self, received: cohort.Received, part: layout.Part
+    ) -> program_lib.Program:
         """Returns what trains a part's clients; it is traced the first time.
 
         Args:
-          fixed: `PendingRound.fixed_arguments`, the program's first argument. The
-            other one is a `layout.Chunk`.
+          received: What the server sends, the program's first argument. The other
+            one is a `layout.Chunk`.
           part: The clients.
         """
-        if part.strategy not in self.traced:
-            self.traced[part.strategy] = self._trace(fixed, part)
-        return self.traced[part.strategy]
-
-    def _trace(self, fixed: tuple[Any, ...], part: layout.Part) -> program_lib.Program:
+        if part.strategy in self.traced:
+            return self.traced[part.strategy]
         kind, full_batches, num_steps = part.strategy
         train: Callable[..., cohort.Trained]
         if kind == layout.SIDE_BY_SIDE:
@@ -69,35 +68,20 @@ class CohortPrograms:
                 full_batches,
             )
 
-        def function(fixed, chunk):
-            state, numbers, seed, weights, unaggregated = fixed
-            state = self.query.begin_round(state, numbers[0], numbers[1])
-            # Where the clip is not known before all updates are, nobody gets it.
-            params: Any = ()
-            if not self.query.two_phase:
-                params = self.query.derive_sample_params(state)
-            received = cohort.Received(
-                weights=list(weights),
-                unaggregated=list(unaggregated),
-                params=tf.nest.map_structure(tf.convert_to_tensor, params),
-                learning_rate=numbers[2],
-                seed=noise.for_clients(seed),
-            )
-            return train(received, chunk)
-
         def any_size(value: Any) -> tf.TensorSpec:
             value = np.asarray(value)
             return tf.TensorSpec([None] * value.ndim, value.dtype)
 
         x, y = trainer_lib.batch_specs(self.trainer.element_spec)
         table = tf.nest.map_structure(any_size, part.table)
-        return program_lib.Program(
-            function,
-            trainer_lib.specs_of(fixed),
+        self.traced[part.strategy] = made = program_lib.Program(
+            train,
+            trainer_lib.specs_of(received),
             layout.Chunk(x, y, table),
             model=self.trainer.model,
             xla=part.strategy.xla,
         )
+        return made
 
     def _one_by_one(
         self, full_batches: bool, received: cohort.Received, chunk: layout.Chunk
@@ -170,7 +154,7 @@ class CohortPrograms:
             (tf.constant(0), total, kept),
             parallel_iterations=1,
         )
-        return cohort.Trained(total, kept)
+        return total, kept
 
     def _lookups(self) -> tuple[lookups.Lookup, ...]:
         """Returns the tables of which clients train only some rows.
@@ -197,7 +181,6 @@ class CohortPrograms:
         as long as it lives, and rows that are a constant cannot be written to.
         """
         zero = tf.cast(table.num_clients < 0, tf.float32)
-        total = cohort.CohortSum.of_nobody(self.trainer.no_metrics())
 
         def unfolded(tensor: tf.Tensor) -> tf.Tensor:
             value = tf.get_static_value(tensor)
@@ -209,25 +192,24 @@ class CohortPrograms:
             size = tf.shape(table.members)[0]
             return tf.ensure_shape(tf.fill([size, width], zero), [None, width])
 
-        kept = cohort.PerClient()
+        spec, kept = cohort.UpdateSpec.of(weights), cohort.PerClient()
+        total = cohort.CohortSum.of_nobody(self.trainer.no_metrics())
         if self.output == cohort.SUM:
-            spec = cohort.UpdateSpec.of(weights)
             nothing = self.query.initial_sample_state(spec.variables)
-            nothing = tf.nest.map_structure(unfolded, nothing)
             total = total._replace(contribution=nothing)
         else:
             # Not arrays of tensors, which are in memory twice when stacked.
+            waits = self.output == cohort.EACH_UPDATE
             kept = kept._replace(
-                updates=rows(sum(value.shape.num_elements() for value in weights)),
-                scalars=rows(self.query.num_scalars),
+                updates=rows(spec.size),
+                scalars=rows(2 if waits else self.query.num_scalars),
             )
         if self.query.keeps_window:
             kept = kept._replace(window_norms=rows(len(weights)))
         if self.moments:
-            zeros = [unfolded(tf.zeros(value.shape)) for value in weights]
-            moments = cohort.Moments(tf.zeros([]), zeros, zeros)
+            moments = cohort.Moments(tf.zeros([]), tf.zeros([spec.size]), tf.zeros([]))
             total = total._replace(moments=moments)
-        return total, kept
+        return tf.nest.map_structure(unfolded, total), kept
 
     def _batched(
         self, full_batches: bool, received: cohort.Received, chunk: layout.Chunk
@@ -290,7 +272,7 @@ class CohortPrograms:
             finish, (seeds, clients, num_examples, table.windows, table.measured)
         )
         total = tf.nest.map_structure(lambda part: tf.reduce_sum(part, axis=0), totals)
-        return cohort.Trained(total, rows)
+        return total, rows
 
     def _step(
         self,
@@ -341,7 +323,7 @@ class CohortPrograms:
             norm = query.record_norm(update)
             return total, rows._replace(
                 updates=cohort.flatten(update, tf.math.is_finite(norm)),
-                scalars=query.with_norm_of_scalars(norm, weight),
+                scalars=tf.stack([norm, 1.0 if weight is None else weight]),
             )
         with noise.seeded(noise.fold_in(seed, 0)):
             one = query.preprocess_record(
@@ -381,9 +363,7 @@ def _check_one_by_one(update: Any, weights: list[tf.Tensor]) -> None:
 
 def _moments(update: list[tf.Tensor]) -> cohort.Moments:
     """Returns one client's `Moments`: zeros if its update is no numbers."""
-    usable = tf.reduce_all([tf.reduce_all(tf.math.is_finite(part)) for part in update])
-    flag = tf.cast(usable, tf.float32)
-    parts = [
-        tf.math.multiply_no_nan(tf.cast(part, tf.float32), flag) for part in update
-    ]
-    return cohort.Moments(flag, parts, [part * part for part in parts])
+    flat = cohort.flatten(update)
+    usable = tf.cast(tf.reduce_all(tf.math.is_finite(flat)), tf.float32)
+    flat = tf.math.multiply_no_nan(flat, usable)
+    return cohort.Moments(usable, flat, tf.reduce_sum(flat * flat))

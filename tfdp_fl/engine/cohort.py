@@ -23,9 +23,11 @@ class Received(NamedTuple):
     Attributes:
       weights: Values of the variables that a client's update is about.
       unaggregated: Values of the other variables of the model.
-      params: The query's sample params.
+      params: The query's sample params; () where the clip is not known before all
+        updates are.
       learning_rate: Float32 scalar.
-      seed: Of a kind of `mechanisms.noise`, new for every round.
+      seed: Of a kind of `mechanisms.noise`, new for every round; nothing of the
+        server's noise follows from it.
     """
 
     weights: list[tf.Tensor]
@@ -40,13 +42,13 @@ class Moments(NamedTuple):
 
     Attributes:
       count: Float32 scalar, the number of usable updates.
-      first: List of float32 tensors, the sum of the unclipped updates.
-      second: List of float32 tensors, the sum of their squares.
+      total: Float32 [D], the sum of the unclipped updates, flattened.
+      squares: Float32 scalar, the sum of their squared norms.
     """
 
     count: tf.Tensor
-    first: list[tf.Tensor]
-    second: list[tf.Tensor]
+    total: tf.Tensor
+    squares: tf.Tensor
 
 
 class CohortSum(NamedTuple):
@@ -93,7 +95,8 @@ class PerClient(NamedTuple):
 
     Attributes:
       updates: Float32 [K, D], flattened and concatenated over variables.
-      scalars: Float32 [K, ...], `Contribution.scalars` of each.
+      scalars: Float32 [K, ...], `Contribution.scalars` of each; beside an update
+        that is not clipped yet its norm, and what it counts.
       window_norms: Float32 [K, L], the layer norms before noise that a client
         remembers of this round.
     """
@@ -103,11 +106,8 @@ class PerClient(NamedTuple):
     window_norms: Any = ()
 
 
-class Trained(NamedTuple):
-    """What a compiled function returns of the clients that it trained."""
-
-    total: CohortSum
-    per_client: PerClient = PerClient()
+# What a compiled function returns of the clients that it trained.
+Trained = tuple[CohortSum, PerClient]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,14 +170,6 @@ class RoundInputs:
     shuffle: np.random.Generator | None = None
     windows: np.ndarray | None = None
 
-    def tensors(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns float32 [z, m, learning rate], and the seed."""
-        numbers = np.array(
-            [self.noise_multiplier, self.clients_per_round, self.learning_rate],
-            np.float32,
-        )
-        return tf.constant(numbers), tf.constant(self.seed.astype(np.uint64))
-
 
 @dataclasses.dataclass
 class PendingRound:
@@ -185,10 +177,9 @@ class PendingRound:
 
     Attributes:
       inputs: The round.
-      state: The query's state, with the clip of this round.
-      tensors: What `RoundInputs.tensors` returned.
+      state: The query's state, with what holds in this round.
+      received: What its clients are sent.
       sums: One `CohortSum` for each thread; None for one that has not trained.
-      sent: The weights that clients receive, and the model's other values.
       window_norms: Float32 [K, L], each client's layer norms before noise, NaN
         for those that did not answer; None if the mechanism keeps no window.
       collected: What was kept of each client in place of a sum, with the
@@ -201,9 +192,8 @@ class PendingRound:
 
     inputs: RoundInputs
     state: contribution.Round
-    tensors: tuple[tf.Tensor, tf.Tensor]
+    received: Received
     sums: list[Any]
-    sent: tuple[list[tf.Tensor], list[tf.Tensor]] = ([], [])
     window_norms: np.ndarray | None = None
     collected: list[tuple[np.ndarray, PerClient]] = dataclasses.field(
         default_factory=list
@@ -211,11 +201,6 @@ class PendingRound:
     failures: list[ClientFailure] = dataclasses.field(default_factory=list)
     training_error: Exception | None = None
     without_noise: int = 0
-
-    @property
-    def fixed_arguments(self) -> tuple[Any, ...]:
-        """Returns what clients' programs are given in every part of the round."""
-        return (self.state, *self.tensors, *self.sent)
 
     @property
     def cohort_size(self) -> int:
@@ -231,16 +216,14 @@ class PendingRound:
           trained: What it returned, tensors.
           thread: Which thread trained them.
         """
-        count = len(members)
-        rows = tf.nest.map_structure(lambda tensor: tensor[:count], trained.per_client)
+        count, (total, kept) = len(members), trained
+        rows = tf.nest.map_structure(lambda tensor: tensor[:count], kept)
         if count and len(rows.updates):
             self.collected.append((members, rows))
         if self.window_norms is not None:
             self.window_norms[members] = rows.window_norms.numpy()
         before = self.sums[thread]
-        self.sums[thread] = (
-            trained.total if before is None else add_nests(before, trained.total)
-        )
+        self.sums[thread] = total if before is None else add_nests(before, total)
 
     def add_contribution(self, one: contribution.Contribution) -> None:
         """Adds a contribution that was not trained here: a canary's."""

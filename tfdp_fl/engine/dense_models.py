@@ -265,8 +265,7 @@ _LARGEST_ERROR = 0.01
 def norm_bound(
     grams_x: list[tf.Tensor],
     grams_d: list[tf.Tensor],
-    columns_x: list[int],
-    columns_d: list[int],
+    columns: int,
     rows: tf.Tensor,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the joint norms of L products X^T D, and what bounds them.
@@ -301,8 +300,7 @@ def norm_bound(
     Args:
       grams_x: L float32 [K, n, n], each X X^T.
       grams_d: L float32 [K, n, n], each D D^T.
-      columns_x: The a of each X, one more where there is a bias.
-      columns_d: The b of each D.
+      columns: The largest a + b of them all.
       rows: N, integer scalar.
 
     Returns:
@@ -321,7 +319,6 @@ def norm_bound(
     q = tf.reduce_sum(of_x * of_d, axis=2)
     q_squared = tf.reduce_sum(q * q, axis=0)
     square = tf.maximum(tf.reduce_sum(gram_x * gram_d, axis=[0, 2, 3]), 0.0)
-    columns = max(a + b for a, b in zip(columns_x, columns_d, strict=True))
     of_norm = 2.2 * ROUNDOFF * columns
     share = ROUNDOFF * tf.cast(rows, tf.float64)
     of_product = 1.05 * share / (1 - share)

@@ -158,19 +158,21 @@ class CohortEngine:
         elif collect_records:
             self.output = cohort.EACH_CONTRIBUTION
         summed = self.output == cohort.SUM
-        can_train_side_by_side = (
+        kernels = None
+        if (
             keras_versions.IS_KERAS_3
             and jit_compile is None
             and summed
             and not moments
             and dense_models.supports(model, training, self.query, element_spec[1])
-        )
+        ):
+            kernels = dense_models.kernels_of(model)
         if jit_compile is None:
             jit_compile = devices.prefers_xla(model, batch_size)
         self.layout = layout.Layout(
             element_spec=element_spec,
             label_ranges=trainer.label_ranges,
-            kernels=dense_models.kernels_of(model) if can_train_side_by_side else None,
+            kernels=kernels,
             collected_bytes=None if summed else 4 * self.update_spec.size,
             xla=jit_compile,
             weighting=weighting,
@@ -184,7 +186,7 @@ class CohortEngine:
         )
         self._joint_clip = release.JointClip(self.query, self.update_spec)
         self._release = release.Release(self.query, self.server, trainer.metric_results)
-        if self.layout.at_once is not None or not can_train_side_by_side:
+        if self.layout.at_once is not None or kernels is None:
             # (What trains side by side was compared with lists in `supports`.)
             with tf.device(self.device):
                 self._trace_one_by_one()
@@ -194,9 +196,9 @@ class CohortEngine:
         nobody = layout.client_table(np.zeros(0, int), np.zeros(0, int), 1, 1)
         if self.layout.weighting is not None:
             nobody = nobody._replace(measured=np.zeros(0, np.float32))
-        numbers, seed = tf.zeros([3]), tf.zeros([2], tf.uint64)
-        fixed = self.state, numbers, seed, self.server.variables, self._unaggregated
-        program = self.programs.program(fixed, self.layout.one_by_one(nobody))
+        seed = np.zeros(2, np.uint64)
+        received = self._sent(self.server.variables, self.state, 0.0, seed)
+        program = self.programs.program(received, self.layout.one_by_one(nobody))
         if self.layout.at_once is not None:
             refused = allowed_operations.not_batched(program.definition)
             if refused:
@@ -264,6 +266,11 @@ class CohortEngine:
 
     def empty_round(self, inputs: cohort.RoundInputs) -> cohort.PendingRound:
         """Returns a round of which nothing is collected yet."""
+        state = self.query.begin_round(
+            self.state,
+            tf.constant(inputs.noise_multiplier, tf.float32),
+            tf.constant(inputs.clients_per_round, tf.float32),
+        )
         weights = [variable.value() for variable in self.server.variables]
         if self._hook is not None:
             weights = self._hook(weights, tf.constant(inputs.seed))
@@ -273,11 +280,29 @@ class CohortEngine:
             norms = np.full(shape, np.nan, np.float32)
         return cohort.PendingRound(
             inputs=inputs,
-            state=self.state,
-            tensors=inputs.tensors(),
+            state=state,
+            received=self._sent(weights, state, inputs.learning_rate, inputs.seed),
             sums=[None] * self.num_replicas,
-            sent=(weights, [variable.value() for variable in self._unaggregated]),
             window_norms=norms,
+        )
+
+    def _sent(
+        self,
+        weights: list[Any],
+        state: contribution.Round,
+        rate: float,
+        seed: np.ndarray,
+    ) -> cohort.Received:
+        """Returns what the server sends to the clients of a round."""
+        params: Any = ()
+        if not self.query.two_phase:
+            params = self.query.derive_sample_params(state)
+        return cohort.Received(
+            weights=weights,
+            unaggregated=[variable.value() for variable in self._unaggregated],
+            params=params,
+            learning_rate=tf.constant(rate, tf.float32),
+            seed=tf.constant(noise.for_clients(seed)),
         )
 
     def train_chunk(self, pending: cohort.PendingRound, chunk: layout.Chunk) -> None:
@@ -316,11 +341,11 @@ class CohortEngine:
         self, pending: cohort.PendingRound, chunk: layout.Chunk
     ) -> list[list[layout.Part]]:
         """Lays a chunk out; has its programs made ready, in one thread."""
-        fixed = pending.fixed_arguments
+        received = pending.received
         groups = self.layout.lay_out(chunk.table, self.num_replicas)
         for part in itertools.chain.from_iterable(groups):
             try:
-                program = self.programs.program(fixed, part)
+                program = self.programs.program(received, part)
             except Exception as error:
                 if part.strategy.kind != layout.BATCHED:
                     raise
@@ -334,7 +359,7 @@ class CohortEngine:
                 # every thread that calls it meanwhile.
                 nobody = layout.select(part.table, np.array([], np.int64))
                 with tf.device(self.device):
-                    program(fixed, chunk._replace(table=nobody))
+                    program(received, chunk._replace(table=nobody))
         return groups
 
     def _train(
@@ -345,9 +370,8 @@ class CohortEngine:
         thread: int = 0,
     ) -> None:
         """Trains the clients of a part, and adds them up for one of the threads."""
-        fixed = pending.fixed_arguments
-        program = self.programs.program(fixed, part)
-        trained = program(fixed, chunk._replace(table=part.table))
+        program = self.programs.program(pending.received, part)
+        trained = program(pending.received, chunk._replace(table=part.table))
         pending.add(part.members, trained, thread)
         self.has_trained |= len(part.members) > 0
 

@@ -30,22 +30,6 @@ class LabelRange(NamedTuple):
     num_classes: int
     ignored: int | None
 
-    def rows_outside(self, values: Any) -> np.ndarray:
-        """Returns which rows (bool [n]) have a label that is not allowed."""
-        values = np.asarray(values)
-        inside = (values >= 0) & (values < self.num_classes)  # Not for a NaN.
-        if self.ignored is not None:
-            inside |= values == self.ignored
-        return ~inside.all(axis=tuple(range(1, inside.ndim)))
-
-    def problem(self) -> str:
-        """Returns the message about such a label."""
-        other = "" if self.ignored is None else f" (or {self.ignored})"
-        return (
-            f"labels must be integers from 0 to {self.num_classes - 1}{other}, "
-            "to fit the model's output, got one outside of that"
-        )
-
 
 def ranges(
     labels: Sequence[tf.Tensor], outputs: list[tuple[Any, Any, Any]]
@@ -54,8 +38,8 @@ def ranges(
 
     Args:
       labels: Label tensors for a batch, flattened.
-      outputs: Of each output the number of its label among these (None: it has
-        none), its values for the batch, and its loss.
+      outputs: For each loss the number of its label among these, the output's
+        values for the batch, and the loss itself.
 
     Raises:
       ValueError: Labels cannot belong to the output and its loss. A loss of the
@@ -64,7 +48,7 @@ def ranges(
     found = []
     for leaf, output, loss in outputs:
         function: Any = getattr(loss, "fn", None)
-        if leaf is None or not keras_versions.is_of_keras(function):
+        if not keras_versions.is_of_keras(function):
             continue
         if labels[leaf].dtype == tf.string:
             raise nests.ExamplesValueError(
@@ -92,19 +76,25 @@ def ranges(
     return found
 
 
-def problem_of_client(
-    leaves: Sequence[Any], allowed: list[LabelRange]
-) -> ValueError | None:
-    """Returns the error of a client whose labels are not allowed, or None.
+def problem(leaves: Sequence[Any], allowed: list[LabelRange]) -> str:
+    """Returns what is wrong with labels; "" if they are allowed.
 
     Args:
-      leaves: The client's label tensors, flattened.
+      leaves: Label tensors, flattened.
       allowed: See `ranges`.
     """
-    for label_range in allowed:
-        if label_range.rows_outside(leaves[label_range.leaf]).any():
-            return nests.ExamplesValueError(f"{label_range.problem()}.")
-    return None
+    for leaf, num_classes, ignored in allowed:
+        values = np.asarray(leaves[leaf])
+        inside = (values >= 0) & (values < num_classes)  # Not for a NaN.
+        if ignored is not None:
+            inside |= values == ignored
+        if not inside.all():
+            other = "" if ignored is None else f" (or {ignored})"
+            return (
+                f"labels must be integers from 0 to {num_classes - 1}{other}, "
+                "to fit the model's output, got one outside of that"
+            )
+    return ""
 
 
 def check_clients(dataset: FederatedDataset, allowed: list[LabelRange]) -> None:
@@ -115,19 +105,15 @@ def check_clients(dataset: FederatedDataset, allowed: list[LabelRange]) -> None:
     """
     if not dataset.is_indexed:
         return
-    leaves = tf.nest.flatten(dataset.flat()[1])
-    for label_range in allowed:
-        outside = label_range.rows_outside(leaves[label_range.leaf])
-        if not outside.any():
-            continue
-        rows, lengths = dataset.client_rows(np.arange(dataset.num_clients))
-        places = np.flatnonzero(outside[rows])
-        if len(places):
-            position = int(np.searchsorted(np.cumsum(lengths), places[0], side="right"))
-            raise ValueError(
-                f"clients: {label_range.problem()} for client "
-                f"{dataset.client_ids[position]!r}."
-            )
+    leaves = list(map(np.asarray, tf.nest.flatten(dataset.flat()[1])))
+    if not problem(leaves, allowed):
+        return
+    rows, lengths = dataset.client_rows(np.arange(dataset.num_clients))
+    for position, own in enumerate(np.split(rows, np.cumsum(lengths))[:-1]):
+        wrong = problem([leaf[own] for leaf in leaves], allowed)
+        if wrong:  # Perhaps nobody has that row.
+            name = dataset.client_ids[position]
+            raise ValueError(f"clients: {wrong} for client {name!r}.")
 
 
 def check_client_weighting(label_spec: Any, weighting: ClientWeighting | None) -> None:

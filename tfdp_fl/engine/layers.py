@@ -260,11 +260,8 @@ def _for_each_step(
         )
         return state
 
-    parts = []
-    if not isinstance(whole, int) or whole:
-        parts.append((_UNROLL, 0, whole))
-    if not isinstance(whole, int) or whole < length:
-        parts.append((1, whole, length))
+    parts = [(_UNROLL, 0, whole), (1, whole, length)]
     for count, first, last in reversed(parts) if reverse else parts:
-        state = loop(count, first, last, state)
+        if not isinstance(length, int) or first < last:
+            state = loop(count, first, last, state)
     return state

@@ -153,31 +153,6 @@ def measure(
         return sums.astype(np.float32)
 
 
-def share_out(work: np.ndarray, num_groups: int) -> list[np.ndarray]:
-    """Shares clients among groups so that the groups end at the same time.
-
-    The largest clients come first, and each goes to the group with the least
-    work so far (Graham's longest-processing-time rule).
-
-    Args:
-      work: Int array [K], the steps of each client.
-      num_groups: How many groups. A single one keeps the order given.
-
-    Returns:
-      For each group the clients' places, in the order of training.
-    """
-    if num_groups == 1:
-        return [np.arange(len(work))]
-    order = np.argsort(-work, kind="stable")
-    heap = [(0, group) for group in range(num_groups)]
-    groups: list[list[int]] = [[] for _ in range(num_groups)]
-    for place, steps in zip(order.tolist(), work[order].tolist(), strict=True):
-        load, group = heap[0]
-        groups[group].append(place)
-        heapq.heapreplace(heap, (load + steps, group))
-    return [np.asarray(group, np.int64) for group in groups]
-
-
 def select(table: ClientTable, places: np.ndarray) -> ClientTable:
     """Returns the table of some of a table's clients, in the order given."""
     if len(places) == len(table.members) and (np.diff(places) > 0).all():
@@ -310,9 +285,10 @@ class Layout:
         for member, client in enumerate(dataset.read_clients(positions)):
             if not isinstance(client, ClientFailure):
                 leaves = tf.nest.flatten(client.y)
-                problem = labels.problem_of_client(leaves, self.label_ranges)
-                if problem is not None:
-                    client = ClientFailure(int(positions[member]), problem)
+                wrong = labels.problem(leaves, self.label_ranges)
+                if wrong:
+                    error = nests.ExamplesValueError(f"{wrong}.")
+                    client = ClientFailure(int(positions[member]), error)
             if isinstance(client, ClientFailure):
                 pending.failures.append(client)
                 continue
@@ -413,15 +389,14 @@ class Layout:
         Those of a part end each pass with a batch of the same length. They are
         sorted by their steps, as a part takes as long as its longest client.
         """
-        at_once = min(self.at_once or 1, self._most_collected or math.inf)
+        at_once = int(min(self.at_once or 1, self._most_collected or math.inf))
         size, examples = len(clients.batch), clients.num_examples
         last = np.where(examples % size, examples % size, np.minimum(examples, size))
         order = np.lexsort((clients.steps, last))
         (borders,) = np.nonzero(np.diff(last[order]))
         parts = []
         for group in np.split(order, borders + 1):
-            for start in range(0, max(1, len(group)), int(at_once)):
-                some = select(clients, group[start : start + int(at_once)])
+            for some in split(select(clients, group), 1, at_once)[0]:
                 if some.num_clients < 2:
                     # Of one alone TensorFlow adds a convolution's bias along the
                     # batch where that has as many rows as there are filters.
@@ -440,24 +415,39 @@ class Layout:
 def split(
     table: ClientTable, num_groups: int, at_most: int | None = None
 ) -> list[list[ClientTable]]:
-    """Shares a table's clients out, see `share_out`.
+    """Shares a table's clients among groups that end at the same time.
+
+    The largest clients come first, and each goes to the group with the least
+    work so far (Graham's longest-processing-time rule).
 
     Args:
       table: The clients.
-      num_groups: How many groups; empty ones are left out, but for one.
+      num_groups: How many groups; empty ones are left out, but for one. A single one
+        keeps the order given.
       at_most: How many clients a table may have; None: any number. No few of them
         are left for the last table.
 
     Returns:
       For each group the tables that come one after the other, at least one.
     """
-    groups = share_out(table.steps, num_groups)
+    steps = table.steps
+    groups: list[list[int]] = [[] for _ in range(num_groups)]
+    if num_groups == 1:
+        groups[0] += range(len(steps))
+    else:
+        heap = [(0, number) for number in range(num_groups)]
+        order = np.argsort(-steps, kind="stable")
+        for place, own in zip(order.tolist(), steps[order].tolist(), strict=True):
+            load, number = heap[0]
+            groups[number].append(place)
+            heapq.heapreplace(heap, (load + own, number))
     found = []
-    for group in [group for group in groups if len(group)] or groups[:1]:
+    for group in [group for group in groups if group] or groups[:1]:
         length = max(1, len(group))
         step = math.ceil(length / math.ceil(length / (at_most or length)))
+        places = np.array(group, np.int64)
         starts = range(0, length, step)
-        found.append([select(table, group[start : start + step]) for start in starts])
+        found.append([select(table, places[start : start + step]) for start in starts])
     return found
 
 

@@ -46,15 +46,6 @@ class Lookup(NamedTuple):
     dtype: tf.DType
 
 
-def _embeddings(model: tf.keras.Model, tables: list[Any]) -> list[Any]:
-    """Returns Keras's own embeddings, of which these are the weights."""
-    return [
-        layer
-        for layer in layers.of_kind(model, tf.keras.layers.Embedding)
-        if any(layer.embeddings is table for table in tables)
-    ]
-
-
 def plain_gathers(
     model: tf.keras.Model, tables: list[Any]
 ) -> contextlib.AbstractContextManager[None]:
@@ -66,8 +57,10 @@ def plain_gathers(
       model: What is traced in the block.
       tables: The embeddings' weights.
     """
+    own = set(map(id, tables))
+    embeddings = layers.of_kind(model, tf.keras.layers.Embedding)
     return layers.calling(
-        [(layer, _gather_of(layer)) for layer in _embeddings(model, tables)]
+        [(one, _gather_of(one)) for one in embeddings if id(one.embeddings) in own]
     )
 
 
@@ -93,40 +86,33 @@ def find(
       specs: Specs of a batch, (features, labels).
       weights: The trainable weights.
     """
-    tables = {
-        number: weight.shape[0]
-        for number, weight in enumerate(weights)
-        if _embeddings(model, [weight])
-    }
+    embeddings = layers.of_kind(model, tf.keras.layers.Embedding)
+    own = {id(layer.embeddings) for layer in embeddings}
+    tables = {n: v.shape[0] for n, v in enumerate(weights) if id(v) in own}
     large = {n for n in tables if math.prod(weights[n].shape) >= _LEAST_ELEMENTS}
     if not large:
         return ()
 
-    def found_with(narrow: set[int]) -> tuple[Lookup, ...]:
-        values = [
-            tf.TensorSpec(
-                [None, *weight.shape[1:]] if number in narrow else weight.shape,
-                weight.dtype,
-            )
-            for number, weight in enumerate(weights)
-        ]
-        found: list[Lookup] = []
+    # Tables of any length, as in the program that is made of what is found.
+    values = [
+        tf.TensorSpec(
+            [None, *weight.shape[1:]] if number in tables else weight.shape,
+            weight.dtype,
+        )
+        for number, weight in enumerate(weights)
+    ]
+    found: list[Lookup] = []
 
-        def step(x: Any, y: Any, values: list[tf.Tensor]) -> None:
-            with plain_gathers(model, [weights[number] for number in tables]):
-                forward(x, y, values)
-            found.extend(_of_features(x, values, tables, large))
-
-        tf.function(step, autograph=False).get_concrete_function(*specs, values)
-        return tuple(found)
+    def step(x: Any, y: Any, values: list[tf.Tensor]) -> None:
+        with plain_gathers(model, [weights[number] for number in tables]):
+            forward(x, y, values)
+        found.extend(_of_features(x, values, tables, large))
 
     try:
-        found = found_with(set())
-        # The same of tables of any length: of these the program is made.
-        again = found_with({lookup.weight for lookup in found}) if found else ()
+        tf.function(step, autograph=False).get_concrete_function(*specs, values)
     except Exception:  # The program itself, traced next, says what is wrong.
         return ()
-    return found if again == found else ()
+    return tuple(found)
 
 
 def _of_features(

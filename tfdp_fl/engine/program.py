@@ -9,7 +9,7 @@ to another, but through its arguments and results.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -179,13 +179,6 @@ def _check_variables(
         )
 
 
-def _bodies(definition: tf.compat.v1.GraphDef) -> Iterator[Any]:
-    """Yields the lists of nodes: the graph's, and each function's."""
-    yield definition.node
-    for function in definition.library.function:
-        yield function.node_def
-
-
 def _with_sums_of_two(definition: tf.compat.v1.GraphDef) -> None:
     """Splits every `AddN` of numbers into such of two terms.
 
@@ -193,7 +186,8 @@ def _with_sums_of_two(definition: tf.compat.v1.GraphDef) -> None:
     variable, which is found by the operation's name, in one place for all that runs:
     threads that run one function at the same time would add to each other's sums.
     """
-    for nodes in _bodies(definition):
+    functions = definition.library.function
+    for nodes in (definition.node, *(function.node_def for function in functions)):
         port = "" if nodes is definition.node else ":sum:0"
         for node in list(nodes):
             if node.op != "AddN" or node.attr["T"].type == tf.variant.as_datatype_enum:
@@ -223,11 +217,10 @@ def _with_names_of_their_own(definition: tf.compat.v1.GraphDef) -> None:
             if call.name in known:
                 call.name += suffix
 
-    for nodes in _bodies(definition):
-        for node in nodes:
-            if node.op in known:
-                node.op += suffix
-            rename_in(node.attr.values())
+    for _, node in allowed_operations.nodes(definition):
+        if node.op in known:
+            node.op += suffix
+        rename_in(node.attr.values())
     for function in definition.library.function:
         function.signature.name += suffix
         rename_in(function.attr.values())

@@ -125,7 +125,8 @@ class Release:
     def __call__(self, pending: cohort.PendingRound) -> tuple[Any, dict[str, float]]:
         """Releases a round; returns the query's next state, and the logs."""
         answered = float(pending.cohort_size - len(pending.failures))
-        arguments = pending.sums, pending.state, *pending.tensors, answered
+        seed = pending.inputs.seed.astype(np.uint64)
+        arguments = pending.sums, pending.state, seed, answered
         flat = list(map(tf.convert_to_tensor, tf.nest.flatten(arguments)))
         count = len(pending.sums)
         if count not in self._traced:
@@ -140,8 +141,7 @@ class Release:
         state, values = self._traced[count](*flat)
         return state, dict(zip(self._log_names, values.numpy().tolist(), strict=True))
 
-    def _released(self, sums, state, numbers, seed, answered):
-        state = self.query.begin_round(state, numbers[0], numbers[1])
+    def _released(self, sums, state, seed, answered):
         total = functools.reduce(cohort.add_nests, sums)
         contribution = total.contribution
         with noise.seeded(noise.fold_in(seed, -1)):
@@ -176,16 +176,13 @@ def _variance_and_scale(moments: cohort.Moments) -> dict[str, tf.Tensor]:
     V_c is the mean over parameters of the variance across clients, U_s the
     mean over parameters of the squared mean.
     """
-    variance, scale, size = 0.0, 0.0, 0
-    for first, second in zip(moments.first, moments.second, strict=True):
-        mean = tf.math.divide_no_nan(first, moments.count)
-        spread = tf.math.divide_no_nan(second, moments.count) - mean * mean
-        variance += tf.reduce_sum(tf.maximum(spread, 0))
-        scale += tf.reduce_sum(mean * mean)
-        size += first.shape.num_elements()
+    size = moments.total.shape.num_elements()
+    mean = tf.math.divide_no_nan(moments.total, moments.count)
+    scale = tf.reduce_sum(mean * mean) / size
+    squares = tf.math.divide_no_nan(moments.squares, moments.count) / size
     return {
-        "between_client_variance": variance / size,
-        "update_scale": scale / size,
+        "between_client_variance": tf.maximum(squares - scale, 0.0),
+        "update_scale": scale,
     }
 
 
@@ -214,17 +211,16 @@ class JointClip:
         norms = np.zeros(pending.cohort_size, np.float32)
         answered = np.zeros(len(norms), bool)
         for members, rows in pending.collected:
-            norms[members] = self._query.norm_of_scalars(rows.scalars).numpy()
+            norms[members] = rows.scalars[:, 0].numpy()
             answered[members] = True
+        seed = tf.constant(pending.inputs.seed)
         pending.state, params = self._set_clip(
-            pending.state, *pending.tensors, tf.constant(norms[answered])
+            pending.state, seed, tf.constant(norms[answered])
         )
-        _, seed = pending.tensors
         for members, rows in pending.collected:
             yield members, self._clip(params, rows, tf.constant(members), seed)
 
-    def _clip_to_cohort(self, state, numbers, seed, norms):
-        state = self._query.begin_round(state, numbers[0], numbers[1])
+    def _clip_to_cohort(self, state, seed, norms):
         with noise.seeded(noise.fold_in(seed, -4)):
             state = self._query.clip_to_cohort(state, norms)
         return state, self._query.derive_sample_params(state)
@@ -246,17 +242,9 @@ class JointClip:
                 one = self._query.preprocess_record(
                     params,
                     self._spec.unflatten(update),
-                    contribution.Client(weight=self._query.weight_of_scalars(scalars)),
+                    contribution.Client(weight=scalars[1]),
                 )
             return cohort.flatten(one.update), tf.stack(one.scalars())
 
-        updates, scalars = tf.map_fn(
-            client,
-            (rows.updates, rows.scalars, members),
-            parallel_iterations=1,
-            fn_output_signature=(
-                tf.TensorSpec([self._spec.size], tf.float32),
-                tf.TensorSpec([self._query.num_scalars], tf.float32),
-            ),
-        )
-        return cohort.PerClient(updates, scalars)
+        clients = rows.updates, rows.scalars, members
+        return cohort.PerClient(*tf.vectorized_map(client, clients, warn=False))

@@ -46,54 +46,29 @@ def sum_securely(
       their updates are not in the sum.
 
     Raises:
-      ValueError: The protocol's grid is too coarse for what is sent, or the
-        cohort cannot be split.
+      ValueError: The protocol's grid is too coarse for what is sent.
     """
-    size = cohort_engine.update_spec.size
-    total = np.zeros(size + cohort_engine.query.num_scalars)
-    failed = _add_up(cohort_engine.query, pending, protocol, size, total)
-    flat = tf.constant(total, tf.float32)
-    cohort_engine.set_sum(pending, flat[:size], flat[size:])
-    return failed
-
-
-def _add_up(
-    query: mechanisms.CohortQuery,
-    pending: cohort.PendingRound,
-    protocol: secure_aggregation.AdditiveSecretSharing,
-    size: int,
-    total: np.ndarray,
-) -> tuple[int, ...]:
-    """Adds what clients upload to a total; returns the places of those that failed.
-
-    Args:
-      query: The mechanism's query.
-      pending: The round, with the contributions.
-      protocol: The protocol.
-      size: D.
-      total: Float [D + ...], zeros: for the sum of the flattened updates, each
-        followed by its contribution's scalars.
-    """
-    if not pending.collected:
-        return ()
-    site = query.mechanism.noise_site
-    state = query.begin_round(pending.state, *pending.tensors[0][:2])
+    query, size = cohort_engine.query, cohort_engine.update_spec.size
+    site, state = query.mechanism.noise_site, pending.state
     _check_grid(protocol, query, state)
-    members = np.concatenate([members for members, _ in pending.collected])
-    rows = np.concatenate(
-        [tf.concat([own.updates, own.scalars], 1) for _, own in pending.collected]
-    )
+    total = np.zeros(size + query.num_scalars)
+    nobody = np.zeros([0], np.int64), total[None, :][:0].astype(np.float32)
+    collected = [
+        (members, tf.concat([own.updates, own.scalars], 1))
+        for members, own in pending.collected
+    ]
+    members, rows = map(np.concatenate, zip(nobody, *collected, strict=True))
     order = np.argsort(members, kind="stable")
     members, rows = members[order], rows[order]
+    failed = members[:0]
     # The diagnostics are not uploaded.
     uploaded = rows[:, : -mechanisms.NUM_DIAGNOSTICS]
     allowed = np.abs(uploaded) <= protocol.max_share_value
     (places,) = np.nonzero(~allowed.all(axis=1))
     if len(places):
-        fails = site == "client"
-        _warn(members, places, protocol, fails)
-        if fails:
-            return tuple(members[places].tolist())
+        if site == "client":
+            failed = members[places]
+        _warn(members, places, protocol, fails=len(failed) > 0)
         rows[places, :size] = 0.0
         rows[places, -1] = 1.0  # Discarded.
         # A mean over the clients that answered is one without these; a fixed
@@ -102,11 +77,6 @@ def _add_up(
             uploaded[places] = 0.0
             pending.without_noise += len(places)
         uploaded[~allowed] = 0.0
-    try:
-        secure_aggregation.split_into_groups(len(members), protocol)
-    except ValueError as error:  # A client that drops out can make it so.
-        warnings.warn(f"{error} All of them have failed.", stacklevel=4)
-        return tuple(members.tolist())
     bound = float(query.largest_norm(state)) if site == "server" else None
 
     def sent_by(index: int) -> np.ndarray:
@@ -115,14 +85,23 @@ def _add_up(
             sent[:size] = protocol.within(sent[:size], bound)
         return sent
 
-    grouped = secure_aggregation.sum_in_groups(
-        sent_by, protocol, num_members=len(members)
-    )
-    if grouped.total is not None:
-        heard = list(grouped.succeeded_members)
-        seen = rows[heard, -mechanisms.NUM_DIAGNOSTICS :].sum(axis=0)
-        total += np.concatenate([grouped.total, seen])
-    return tuple(members[list(grouped.failed_members)].tolist())
+    if not len(failed):  # Else the sum lacks noise, whatever the others send.
+        try:
+            grouped = secure_aggregation.sum_in_groups(
+                sent_by, protocol, num_members=len(members)
+            )
+        except ValueError as error:  # A client that drops out can make it so.
+            warnings.warn(f"{error} All of them have failed.", stacklevel=3)
+            failed = members
+        else:
+            failed = members[list(grouped.failed_members)]
+            if grouped.total is not None:
+                heard = list(grouped.succeeded_members)
+                seen = rows[heard, -mechanisms.NUM_DIAGNOSTICS :].sum(axis=0)
+                total = np.concatenate([grouped.total, seen])
+    flat = tf.constant(total, tf.float32)
+    cohort_engine.set_sum(pending, flat[:size], flat[size:])
+    return tuple(failed.tolist())
 
 
 def _check_grid(
@@ -165,5 +144,5 @@ def _warn(
         f"within max_share_value={protocol.max_share_value:g} (first: place "
         f"{int(members[places[0]])} in the cohort) and {what} If they are honest, "
         "secure_aggregation needs a larger max_share_value.",
-        stacklevel=5,
+        stacklevel=4,
     )

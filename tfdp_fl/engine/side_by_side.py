@@ -175,7 +175,7 @@ class SideBySide:
             total = self._step(layers, labels, sizes[step], batch, received, total)
         dense = [layer for layer in layers if isinstance(layer, _DenseLayer)]
         clipped = self._clip_and_sum(received, dense, table.measured)
-        return cohort.Trained(total._replace(contribution=clipped))
+        return total._replace(contribution=clipped), cohort.PerClient()
 
     def _batches(self, table: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the rows of all batches, int32 [S, K, B], and their sizes [S, K].
@@ -302,11 +302,8 @@ class SideBySide:
         length, bound = dense_models.norm_bound(
             [gram for _, _, gram in factors],
             [tf.matmul(d, d, transpose_b=True) for _, d, _ in factors],
-            [
-                x.shape[-1] + layer.layer.use_bias
-                for layer, (x, _, _) in zip(dense, factors, strict=True)
-            ],
-            [d.shape[-1] for _, d, _ in factors],
+            # A bias is one more column of an input.
+            columns=max(x.shape[-1] + 1 + d.shape[-1] for x, d, _ in factors),
             # Of the product below, over all clients of this call.
             rows=tf.size(factors[0][1][..., 0]),
         )

@@ -111,11 +111,20 @@ class Trainer:
         self._trainable = list(model.trainable_weights)
         self._random_state = keras_versions.own_random_state(model)
         non_trainable = list(model.non_trainable_weights)
-        leave = [
-            variable
-            for variable in self._changed_by_training(non_trainable)
-            if aggregate_non_trainable and tf.as_dtype(variable.dtype).is_floating
-        ]
+        every = (*self._trainable, *non_trainable, *self._random_state)
+        own = [(variable, variable) for variable in every]
+        x, y = (zeros_like_batch(spec, 2) for spec in element_spec)
+        with keras_versions.stateless(own) as scope:
+            before = list(map(scope.get_current_value, non_trainable))
+            predicted = model(x, training=True)
+            after = map(scope.get_current_value, non_trainable)
+            leave = [
+                variable
+                for variable, old, new in zip(non_trainable, before, after, strict=True)
+                if new is not old
+                and aggregate_non_trainable
+                and tf.as_dtype(variable.dtype).is_floating
+            ]
         leaving = {id(variable) for variable in leave}
         self.aggregated = self._trainable + leave
         self.unaggregated = [v for v in non_trainable if id(v) not in leaving]
@@ -129,24 +138,18 @@ class Trainer:
             training.loss_weights,
             training.weighted_metrics,
         )
-        x, y = (zeros_like_batch(spec) for spec in element_spec)
-        own = [(variable, variable) for variable in self._variables]
-        with keras_versions.stateless(own):
-            predicted = model(x, training=False)
         y, weight = nests.labels_and_weights(y)
         flat = tf.nest.flatten(y)
         places = tf.nest.pack_sequence_as(y, range(len(flat)))
-        outputs = keras_versions.outputs_with_losses(
+        outputs = keras_versions.labels_and_outputs(
             training.loss, self._loss, places, predicted
         )
         self.label_ranges = labels.ranges(flat, outputs)
         self.single_loss = outputs[0][2] if len(outputs) == 1 else None
         with keras_versions.stateless(own), keras_versions.losses_of(model, self._loss):
             model._compute_loss(x, y, predicted, weight, training=True)
-        self.metric_specs = []
-        if self._metrics is not None:
-            self._metrics.build(y, predicted)
-            self.metric_specs = specs_of(self._metrics.variables)
+        self._metrics.build(y, predicted)
+        self.metric_specs = specs_of(self._metrics.variables)
         check_metrics(self.metric_results(self.no_metrics()))
         # Another optimizer may move a row whose gradient is zero, and a hook all rows.
         if self._optimizer.is_plain and training.upload_hook is None:
@@ -166,10 +169,7 @@ class Trainer:
             learning_rate=tf.zeros([]),
             seed=tf.zeros([2], tf.uint64),
         )
-        y, weight = nests.labels_and_weights(y)
-        state = self.start(received, received.seed)
-        _, predicted, _ = self._forward(state, x, y, weight)
-        self.with_batch(self.no_metrics(), y, predicted, weight)
+        self.evaluate(received, x, y, self.no_metrics(), training=True)
 
     def no_metrics(self) -> list[tf.Tensor]:
         """Returns the metrics' state before any example."""
@@ -182,9 +182,8 @@ class Trainer:
           values: Of `metric_specs`, summed over clients.
         """
         results: dict[str, tf.Tensor] = {}
-        if self._metrics is not None:
-            for key, value in self._metrics.stateless_result(values).items():
-                results.update(value if isinstance(value, dict) else {key: value})
+        for key, value in self._metrics.stateless_result(values).items():
+            results.update(value if isinstance(value, dict) else {key: value})
         return results
 
     def start(self, received: cohort.Received, seed: tf.Tensor) -> ClientState:
@@ -254,7 +253,12 @@ class Trainer:
         return state, tf.cast(loss, tf.float32), metrics
 
     def evaluate(
-        self, received: cohort.Received, x: Any, y: Any, metrics: list[tf.Tensor]
+        self,
+        received: cohort.Received,
+        x: Any,
+        y: Any,
+        metrics: list[tf.Tensor],
+        training: bool = False,
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Returns the loss on a batch, and the metrics' next state.
 
@@ -263,10 +267,11 @@ class Trainer:
           x: Nest of features.
           y: Nest of labels, perhaps with weights beside them.
           metrics: The metrics' state.
+          training: Whether layers compute as in a step.
         """
         y, weight = nests.labels_and_weights(y)
         state = self.start(received, received.seed)
-        loss, predicted, _ = self._forward(state, x, y, weight, training=False)
+        loss, predicted, _ = self._forward(state, x, y, weight, training)
         metrics = self.with_batch(metrics, y, predicted, weight)
         return tf.cast(tf.reduce_mean(loss), tf.float32), metrics
 
@@ -287,30 +292,6 @@ class Trainer:
         after = [scope.get_current_value(variable) for variable in self._variables]
         return loss, predicted, after
 
-    def _changed_by_training(self, non_trainable: list[Any]) -> list[Any]:
-        """Returns the non-trainable variables that a forward pass assigns."""
-        if not non_trainable:
-            return []
-        changed: list[Any] = []
-
-        def forward_pass() -> None:
-            variables = [*self._trainable, *non_trainable, *self._random_state]
-            mapping = [(v, tf.zeros(v.shape, v.dtype)) for v in variables]
-            with (
-                tf.name_scope("forward_pass"),
-                keras_versions.stateless(mapping) as scope,
-            ):
-                before = [scope.get_current_value(v) for v in non_trainable]
-                self.model(zeros_like_batch(self.element_spec[0], 2), training=True)
-                changed.extend(
-                    variable
-                    for variable, value in zip(non_trainable, before, strict=True)
-                    if scope.get_current_value(variable) is not value
-                )
-
-        tf.function(forward_pass, autograph=False).get_concrete_function()
-        return changed
-
     def with_batch(
         self, metrics: list[tf.Tensor], y: Any, predicted: Any, weight: Any = None
     ) -> list[tf.Tensor]:
@@ -323,7 +304,7 @@ class Trainer:
           weight: What the examples count in those metrics that are weighted;
             None: all the same.
         """
-        if self._metrics is None:
+        if not metrics:
             return metrics
         y, predicted, weight = tf.nest.map_structure(
             with_numbers_only, (y, predicted, weight)

@@ -78,32 +78,6 @@ class CohortQuery:
         """How many `Contribution.scalars` there are."""
         return len(self.mechanism.released_sums) + 1 + NUM_DIAGNOSTICS
 
-    @staticmethod
-    def norm_of_scalars(scalars: tf.Tensor) -> tf.Tensor:
-        """Returns the norms, [...], among scalars, [..., num_scalars]."""
-        return scalars[..., -NUM_DIAGNOSTICS]
-
-    def with_norm_of_scalars(
-        self, norm: tf.Tensor, weight: tf.Tensor | None = None
-    ) -> tf.Tensor:
-        """Returns scalars of which nothing else is known before the clip.
-
-        Args:
-          norm: Float32 scalar.
-          weight: Float32 scalar, what the client counts; None: 1, set later.
-        """
-        place = self.num_scalars - NUM_DIAGNOSTICS
-        scalars = norm * tf.one_hot(place, self.num_scalars)
-        if weight is None:
-            return scalars
-        return scalars + weight * tf.one_hot(place - 1, self.num_scalars)
-
-    def weight_of_scalars(self, scalars: tf.Tensor) -> tf.Tensor | None:
-        """Returns the weights, [...], among scalars; None: 1 each."""
-        if self.deployment.client_weighting is None:
-            return None
-        return scalars[..., -NUM_DIAGNOSTICS - 1]
-
     def client_weight(self, measured: Any) -> tf.Tensor | None:
         """Returns what clients count, from what they have; None: 1 each.
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import math
 import os
@@ -33,8 +34,6 @@ _PHILOX, _SCRAMBLE = 1, 0x02461E293EC8F720
 # What noise is drawn from: here, or exactly (`grid`), where Philox is for the rest.
 PHILOX, EXACT = GENERATORS = ("philox", "exact")
 
-# The number of the child that clients get; `engine` has others from -4 on.
-_CLIENTS = -5
 # First words of a seed: what is made of it.
 _CHILD, _DRAW = 1, 2
 
@@ -163,13 +162,13 @@ def _uniform(
     return draw(shape=shape, key=key, counter=counter, dtype=dtype)
 
 
-def for_clients(seed: tf.Tensor) -> tf.Tensor:
-    """Returns what clients, and workers, may know of a round's seed.
+def for_clients(seed: np.ndarray) -> np.ndarray:
+    """Returns what clients, and workers, may know of a round's seed: uint64 [2].
 
-    From the seed itself a way might lead back, as Philox is no cryptographic
-    generator.
+    From a seed that Philox makes of it a way might lead back to the server's noise.
     """
-    return fold_in(seed, _CLIENTS)
+    digest = hashlib.sha256(seed.astype(np.uint64).tobytes()).digest()
+    return np.frombuffer(digest, np.uint64)[:2]
 
 
 def as_integers(seed: tf.Tensor) -> tf.Tensor:

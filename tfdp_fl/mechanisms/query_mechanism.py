@@ -62,7 +62,8 @@ class WrappedQuery(cohort_query.CohortQuery):
 
     def derive_sample_params(self, state: Round) -> Any:
         """Implements `DPQuery.derive_sample_params`."""
-        return self._query.derive_sample_params(state.memory)
+        params = self._query.derive_sample_params(state.memory)
+        return tf.nest.map_structure(tf.convert_to_tensor, params)
 
     def largest_norm(self, state: Round) -> Any:
         """Implements `CohortQuery.largest_norm`: what the query may say."""

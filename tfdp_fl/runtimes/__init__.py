@@ -1,6 +1,10 @@
 """Where a cohort's shards run when one process is not enough."""
 
-from tfdp_fl.runtimes.ray_workers import RayWorkers
-from tfdp_fl.runtimes.workers import WorkerError, WorkerLost, WorkerUnavailable
+from tfdp_fl.runtimes.ray_workers import (
+    RayWorkers,
+    WorkerError,
+    WorkerLost,
+    WorkerUnavailable,
+)
 
 __all__ = ["RayWorkers", "WorkerError", "WorkerLost", "WorkerUnavailable"]

@@ -1,12 +1,22 @@
-"""Ray's actors: a shard of the cohort on each, on one machine or several."""
+"""Ray's actors: a shard of the cohort on each, on one machine or several.
+
+The engine lays the cohort out as for its own threads. Each worker runs the
+engine's own `Program` on its shard, and returns the sum of its clients' clipped
+updates. The engine adds up the sums, as those of its own threads. The noise, the
+division and the model's move are the engine's `release`, once.
+
+Where a sum is not what the mechanism needs (a clip set from the whole cohort's
+norms, windows of norms, secure aggregation) the workers return a row for each
+client, and the engine goes on with those.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import os
 import pickle
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,15 +24,12 @@ import tensorflow as tf
 from absl import logging
 
 from tfdp_fl import _on_use, _validate, engine
-from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import devices, program
-from tfdp_fl.runtimes.workers import (
-    Arrays,
-    ShardedCohorts,
-    WorkerError,
-    WorkerLost,
-    WorkerUnavailable,
-)
+from tfdp_fl.datasets import FederatedDataset, nests
+from tfdp_fl.engine import devices, layout, program
+
+Arrays = list[np.ndarray]
+# Arrays as `_sealed` leaves them.
+_Sealed = Any
 
 # What Ray sends with a call, rather than by its store of objects.
 _INLINE_BYTES = 64 * 2**10
@@ -30,8 +37,120 @@ _INLINE_BYTES = 64 * 2**10
 # How long Ray may take to place and start the workers.
 _SECONDS_TO_START = 300.0
 
-# Arrays as `_sealed` leaves them.
-_Sealed = Any
+
+class WorkerError(RuntimeError):
+    """A worker could not run what it was asked to run."""
+
+
+class WorkerUnavailable(WorkerError):  # noqa: N818
+    """A worker could not be started or reached; no round was begun."""
+
+
+class WorkerLost(WorkerError):  # noqa: N818
+    """A worker went away during a round; the round was abandoned whole."""
+
+
+class ShardedCohorts:
+    """Trains cohorts on workers; takes the engine's place in `fit`."""
+
+    def __init__(
+        self,
+        cohort_engine: engine.CohortEngine,
+        clients: FederatedDataset,
+        workers: RayWorkers,
+        float32_products: bool,
+    ):
+        """Makes a runtime, which traces functions when a round needs them.
+
+        Args:
+          cohort_engine: The engine.
+          clients: The data.
+          workers: They are open.
+          float32_products: Whether theirs of float32 numbers are such: not in bfloat16
+            (oneDNN can be told to), nor in TensorFloat-32 (a GPU's default). Dense
+            models train side by side only then: the bound of their norms rests on it.
+        """
+        self._engine = cohort_engine
+        self._workers = workers
+        here = cohort_engine.layout
+        # One program, without XLA, serves all workers.
+        self._layout = dataclasses.replace(
+            here,
+            kernels=here.kernels if float32_products else None,
+            xla=False,
+            at_once=None,
+        )
+        self._examples: Arrays | None = None
+        if clients.is_indexed:
+            self._examples = _arrays(layout.stored_examples(clients))
+
+    @property
+    def executor(self) -> str:
+        """Returns how clients train, for people to read."""
+        return f"clients on {self._workers.num_workers} workers"
+
+    def collect(
+        self, dataset: FederatedDataset, inputs: engine.RoundInputs
+    ) -> engine.PendingRound:
+        """Trains a cohort on the workers; see `CohortEngine.collect`.
+
+        Raises:
+          WorkerError: A worker is not there, goes away, or fails. The model and
+            the state are as before, as if nothing had been done.
+        """
+        return self._engine.collect(dataset, inputs, self._train_chunk)
+
+    def _train_chunk(self, pending: engine.PendingRound, chunk: layout.Chunk) -> None:
+        """Trains a chunk's clients, those of one part of each group at a time."""
+        if not chunk.table.num_clients:  # Nothing to send to anybody.
+            self._engine.train_chunk(pending, chunk)
+            return
+        groups = self._layout.lay_out(chunk.table, self._workers.num_workers)
+        received, programs = pending.received, self._engine.programs
+        for place in range(max(map(len, groups))):
+            # Of one `layout.Strategy`, a shard each.
+            parts = [group[place] for group in groups if place < len(group)]
+            traced = programs.program(received, parts[0])
+            if any(constant.dtype == tf.resource for constant in traced.constants):
+                raise ValueError(
+                    "runtime must be None for a model with a lookup table, which is "
+                    "in this process: look words up before training, in the dataset."
+                )
+            found = self._workers.run(
+                traced,
+                _arrays(received),
+                self._examples,
+                [self._shard(chunk, part) for part in parts],
+                float32_products=parts[0].strategy.kind == layout.SIDE_BY_SIDE,
+            )
+            for part, arrays in zip(parts, found, strict=True):
+                leaves = list(map(tf.constant, arrays))
+                trained = tf.nest.pack_sequence_as(traced.structure, leaves)
+                pending.add(part.members, trained)
+
+    def _shard(self, chunk: layout.Chunk, part: layout.Part) -> Arrays:
+        """Returns what goes to a worker: the tables, and perhaps the examples."""
+        table = part.table
+        if self._examples is not None:
+            return _arrays(table)
+        rows, places = np.unique(table.rows, return_inverse=True)
+        return [
+            *[_taken(leaf, rows) for leaf in tf.nest.flatten((chunk.x, chunk.y))],
+            *_arrays(table._replace(rows=places.astype(np.int32))),
+        ]
+
+
+def _arrays(nest: object) -> Arrays:
+    """Returns the leaves of a nest as arrays."""
+    return list(map(np.asarray, tf.nest.flatten(nest)))
+
+
+def _taken(leaf: tf.Tensor, rows: np.ndarray) -> np.ndarray:
+    """Returns some rows of an array."""
+    array = nests.view(leaf)
+    if not len(rows):  # A gather needs a tensor to read nothing from.
+        return np.zeros([1, *array.shape[1:]], array.dtype)
+    return array[rows]
 
 
 def runnable(traced: program.Program, threads: int = 1) -> Callable[[Arrays], Arrays]:
@@ -73,22 +192,39 @@ class _Actor:
     def __init__(self, threads: int):
         self._threads = threads
         self._made: dict[str, Any] = {}
+        self._float32_products = devices.products_are_float32()
 
-    def ready(self) -> int:
-        """Returns the process id, once TensorFlow is there."""
-        return os.getpid()
-
-    def make(self, traced: program.Program) -> None:
-        """Takes over a program, once."""
-        if traced.name not in self._made:
-            self._made[traced.name] = runnable(traced, self._threads)
+    def float32_products(self) -> bool:
+        """Returns whether products of float32 numbers are such, once it is there."""
+        return self._float32_products
 
     def run(
-        self, name: str, sent: _Sealed, examples: Arrays | None, shard: _Sealed
-    ) -> _Sealed | None:
-        """Returns a program's results' leaves; None if it has to be made first."""
+        self,
+        float32_products: bool,
+        name: str,
+        stored: list[Any],
+        sent: _Sealed,
+        examples: Arrays | None,
+        shard: _Sealed,
+    ) -> _Sealed:
+        """Returns the leaves of a program's results.
+
+        Args:
+          float32_products: Whether the program rests on them.
+          name: The program's.
+          stored: What Ray has stored of the program, unread.
+          sent: See `RayWorkers.run`, sealed.
+          examples: Likewise, as they are.
+          shard: The rest, sealed.
+        """
+        if float32_products and not self._float32_products:
+            raise ValueError(
+                "This worker took another one's place, and its products of float32 "
+                "numbers are of fewer bits."
+            )
         if name not in self._made:
-            return None
+            traced = _ray().get(stored[0])
+            self._made[name] = runnable(traced, self._threads)
         arguments = [*_opened(sent), *(examples or ()), *_opened(shard)]
         return _sealed(self._made[name](arguments))
 
@@ -123,12 +259,6 @@ class _Cluster:
         self._started = False
         self.actors: dict[int, Any] = {}
 
-    @property
-    def is_here(self) -> bool:
-        """Whether all of Ray was started here."""
-        elsewhere = self._address or os.environ.get("RAY_ADDRESS")
-        return self._started and not elsewhere
-
     def connect(self) -> None:
         ray = _ray()
         if ray.is_initialized():
@@ -159,12 +289,11 @@ class _Cluster:
             _ray().kill(actor)
 
     def close(self) -> None:
-        ray = _ray()
-        for place in list(self.actors):
-            if ray.is_initialized():
+        if _ray().is_initialized():
+            for place in list(self.actors):
                 self.drop(place)
-        if self._started and ray.is_initialized():
-            ray.shutdown()
+            if self._started:
+                _ray().shutdown()
         self._started = False
 
 
@@ -196,7 +325,6 @@ class RayWorkers:
         *,
         resources: Mapping[str, Any] | None = None,
         max_repeats: int = 2,
-        float32_products: bool | None = None,
     ):
         """Describes the workers; `open`, or the first round, starts them.
 
@@ -211,12 +339,6 @@ class RayWorkers:
                 `{"num_cpus": 2}`, `{"num_gpus": 1}`. One CPU by default; a
                 worker computes with as many threads.
             max_repeats: How often in one round lost workers are replaced.
-            float32_products: Whether the workers compute products of float32
-                numbers as such: not in bfloat16 (oneDNN can be told to), nor in
-                TensorFloat-32 (a GPU's default). Dense models train side by
-                side only then, as the bound of their norms rests on it. None:
-                known of a Ray that is started here; not of others, whose
-                clients train one after the other.
 
         Raises:
             TypeError, ValueError: If an argument is not what it should be.
@@ -228,28 +350,12 @@ class RayWorkers:
         self.num_workers = _validate.positive_integer(
             num_workers=2 if num_workers is None else num_workers
         )
-        if float32_products is not None:
-            _validate.instance_of(bool, float32_products=float32_products)
-        self._float32_products = float32_products
-        # The examples of a dataset, and what Ray has stored of them.
-        self._stored: tuple[Arrays, Any] | None = None
+        # Programs, and the examples of a dataset, with what Ray has stored of them.
+        self._stored: dict[str, tuple[Any, Any]] = {}
         self._max_repeats = _validate.non_negative_integer(max_repeats=max_repeats)
         options = {"num_cpus": 1, **(resources or {})}
         self._cluster = _Cluster(address, options)
         self._close = weakref.finalize(self, self._cluster.close)
-
-    @property
-    def float32_products(self) -> bool:
-        """Whether the workers' products of float32 numbers are such."""
-        if self._float32_products is not None:
-            return self._float32_products
-        # Workers have this process's environment, and not what it told TensorFlow:
-        # on GPUs TensorFloat-32 is on unless a process turns it off.
-        return (
-            self._cluster.is_here
-            and devices.products_are_float32()
-            and not tf.config.list_physical_devices("GPU")
-        )
 
     def open(self) -> RayWorkers:
         """Connects, and starts every worker that is not there. Returns self.
@@ -261,17 +367,24 @@ class RayWorkers:
         """
         if not self._close.alive:
             raise RuntimeError("These RayWorkers are closed.")
-        cluster, ray = self._cluster, _ray()
-        cluster.connect()
-        missing = [n for n in range(self.num_workers) if n not in cluster.actors]
-        waiting = [cluster.actor(place).ready.remote() for place in missing]
-        try:
-            ray.get(waiting, timeout=_SECONDS_TO_START)
-        except ray.exceptions.RayError as error:
-            for place in missing:
-                cluster.drop(place)
-            raise WorkerUnavailable(f"Ray started no worker: {error}") from error
+        self._cluster.connect()
+        places = set(range(self.num_workers)).difference(self._cluster.actors)
+        self._products_of(places)
         return self
+
+    def _products_of(self, places: Iterable[int]) -> list[bool]:
+        """Returns whether workers' products of float32 numbers are such.
+
+        They answer once they are started.
+        """
+        ray = _ray()
+        asked = [self._cluster.actor(n).float32_products.remote() for n in places]
+        try:
+            return ray.get(asked, timeout=_SECONDS_TO_START)
+        except ray.exceptions.RayError as error:
+            for place in places:
+                self._cluster.drop(place)
+            raise WorkerUnavailable(f"Ray started no worker: {error}") from error
 
     def close(self) -> None:
         """Ends the workers, and Ray where it was started here, for good."""
@@ -287,16 +400,14 @@ class RayWorkers:
         self, cohort_engine: engine.CohortEngine, clients: FederatedDataset
     ) -> ShardedCohorts:
         """Returns what trains the cohorts of a `fit`; opens the workers."""
-        return ShardedCohorts(cohort_engine, clients, self.open())
+        products = self.open()._products_of(range(self.num_workers))
+        return ShardedCohorts(cohort_engine, clients, self, all(products))
 
-    def _reference(self, examples: Arrays | None) -> Any:
-        """Returns what Ray has of a dataset: it is stored once."""
-        if examples is None:
-            return None
-        if self._stored is None or self._stored[0] is not examples:
-            # One dataset at a time, so that the store does not fill up.
-            self._stored = examples, _ray().put(examples)
-        return self._stored[1]
+    def _reference(self, name: str, value: Any) -> Any:
+        """Returns what Ray has of a value: it is stored once, the last of a name."""
+        if name not in self._stored or self._stored[name][0] is not value:
+            self._stored[name] = value, _ray().put(value)
+        return self._stored[name][1]
 
     def run(
         self,
@@ -304,28 +415,45 @@ class RayWorkers:
         sent: Arrays,
         examples: Arrays | None,
         shards: list[Arrays],
+        float32_products: bool,
     ) -> list[Arrays]:
-        """Runs a program on shards, one a worker; see `workers.Workers.run`."""
+        """Runs a program on shards, all at the same time.
+
+        Args:
+          traced: The program.
+          sent: Its first arguments, flattened: what all clients receive.
+          examples: The next ones, where all shards have the same: all examples of
+            a dataset that is in memory. None: they are in the shards.
+          shards: The rest, for each shard; at most one for each worker.
+          float32_products: Whether the program rests on them: a worker that took
+            another one's place may not have them.
+
+        Returns:
+          The flattened results of each shard.
+        """
         self.open()
         ray = _ray()
         received = _sealed(sent)
         if not isinstance(received, bytes):
             received = ray.put(received)
-        stored, sealed = self._reference(examples), list(map(_sealed, shards))
+        if examples is not None:
+            # One dataset at a time, so that the store does not fill up.
+            examples = self._reference("examples", examples)
+        stored = [self._reference(traced.name, traced)]
 
         def ask(place: int) -> Any:
             return self._cluster.actor(place).run.remote(
-                traced.name, received, stored, sealed[place]
+                *(float32_products, traced.name, stored),
+                *(received, examples, _sealed(shards[place])),
             )
 
-        asked = [ask(place) for place in range(len(shards))]
+        asked = list(map(ask, range(len(shards))))
         results: list[Arrays] = []
         lost = 0
         for place, answer in enumerate(asked):
-            wanted, result = [answer], None
-            while result is None:
+            while len(results) == place:
                 try:
-                    *_, result = ray.get(wanted)
+                    results.append(_opened(ray.get(answer)))
                 except ray.exceptions.RayTaskError as error:
                     message = f"Worker {place} of Ray failed: {error}"
                     raise WorkerError(message) from error
@@ -336,11 +464,5 @@ class RayWorkers:
                     if lost > self._max_repeats:
                         raise WorkerLost(message) from error
                     logging.warning("Its shard is done again: %s", message)
-                    wanted = [ask(place)]
-                else:
-                    if result is None:  # It has not met this program yet.
-                        # What becomes of that is told first.
-                        made = self._cluster.actor(place).make.remote(traced)
-                        wanted = [made, ask(place)]
-            results.append(_opened(result))
+                    answer = ask(place)
         return results

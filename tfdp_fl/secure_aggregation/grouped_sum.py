@@ -117,19 +117,12 @@ def sum_in_groups(
       fails whole.
 
     Raises:
-      TypeError: if `num_members` is given or missing where it should not be,
-        or an argument is of another type.
+      TypeError: if an argument is of another type.
       ValueError: if an update can not be shared (the member, the value and
         its index are named), or the cohort can not be split.
     """
-    if callable(updates) != (num_members is not None):
-        raise TypeError(
-            "num_members goes with a callable, and only with one, got "
-            f"num_members={num_members!r} and updates of type "
-            f"{type(updates).__name__}."
-        )
     if callable(updates):
-        update_of, count = updates, num_members or 0
+        update_of, count = updates, cast(int, num_members)
     else:
         _validate.instance_of((Sequence, np.ndarray), updates=updates)
         update_of, count = updates.__getitem__, len(updates)
@@ -155,13 +148,9 @@ def _sum_group(
 ) -> member.AggregationOutcome:
     """Lets the members of one group exchange their messages in this process."""
     if len(indices) < protocol.min_participants:
-        return member.AggregationOutcome(
-            succeeded=False,
-            value=None,
-            members=indices,
-            reason=f"a cohort of {len(indices)} is below min_participants="
-            f"{protocol.min_participants}",
-        )
+        least = protocol.min_participants
+        reason = f"a cohort of {len(indices)} is below min_participants={least}"
+        return member.AggregationOutcome(False, None, indices, reason)
     session = secrets.token_hex(16)
     members: dict[member.MemberId, member.Member] = {
         index: member.Member(

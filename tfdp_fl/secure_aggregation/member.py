@@ -261,18 +261,11 @@ class Member:
         """Fails, with the own update as the outcome, if a step is overdue."""
         if self.deadline is None or now <= self.deadline:
             return
-        if not self._all_shares_are_here:
-            missing = f"shares from {self._absent(self._shares_from)}"
-        else:
+        missing = f"shares from {self._absent(self._shares_from)}"
+        if self._all_shares_are_here:
             missing = f"partial sums from {self._absent(self._partial_sums)}"
-        self._end(
-            AggregationOutcome(
-                succeeded=False,
-                value=self._update,
-                members=(self._id,),
-                reason=f"the deadline passed without {missing}",
-            )
-        )
+        reason = f"the deadline passed without {missing}"
+        self._end(AggregationOutcome(False, self._update, (self._id,), reason))
 
     @property
     def _all_shares_are_here(self) -> bool:
@@ -312,13 +305,8 @@ class Member:
             self._protocol.decode(self._protocol.add(column))
             for column in zip(*in_order, strict=True)
         )
-        self._end(
-            AggregationOutcome(
-                succeeded=True,
-                value=tensors[0] if isinstance(self._update, np.ndarray) else tensors,
-                members=self._members,
-            )
-        )
+        value = tensors[0] if isinstance(self._update, np.ndarray) else tensors
+        self._end(AggregationOutcome(True, value, self._members))
         return []
 
     def _check_belongs(self, message: Message) -> None:
