@@ -171,11 +171,14 @@ def _records(
     """
     if mechanism.guarantee != spending_lib.RECORD:
         return None, None
-    sizes = [
-        nests.common_length(client.x, client.y)
-        for client in clients.read_clients(np.arange(clients.num_clients))
-        if not isinstance(client, ClientFailure)
-    ]
+    if clients.is_indexed:
+        sizes = clients.client_sizes().tolist()
+    else:
+        sizes = [
+            nests.common_length(client.x, client.y)
+            for client in clients.read_clients(np.arange(clients.num_clients))
+            if not isinstance(client, ClientFailure)
+        ]
     if not sizes:
         raise ValueError(
             f"clients must know their sizes for {mechanism.name}, got "
