@@ -205,7 +205,7 @@ _REFUSED = [
     (_of_slices, [_slices(_examples(4)).repeat()], "'a': .*must end"),
     (_of_slices, [(_TWO, _Y), (_Y, _Y)], "Client 'b': x must be of the same names"),
     (_of_slices, [(_SPARSE, _Y)], "Client 'a': element_spec must be"),
-    (FederatedDataset.from_client_data, [_client_data()], "map can make"),
+    (FederatedDataset.from_client_data, [_client_data()], "a client.s dataset must be"),
     (FederatedDataset.from_client_data, [{}], "client_data must be a tff"),
     (_map, [lambda x, y: (x[:2], y[:2])], "fn must return as many"),
     (_map, [lambda x, y: x], r"fn must return \(x, y\) or"),
