@@ -35,7 +35,7 @@ from tfdp_fl.mechanisms import ClientWeighting
 if TYPE_CHECKING:
     from tfdp_fl.keras.model import DPFederatedModel
 
-FORMAT = "tfdp_fl checkpoint 4"
+FORMAT = "tfdp_fl checkpoint 5"
 _NAME = re.compile(r"round-(\d{8})\.npz")
 _PLACE = "place of an array"
 _DIGEST_BYTES = hashlib.sha256().digest_size
