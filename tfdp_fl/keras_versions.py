@@ -185,6 +185,12 @@ def labels_and_outputs(
 
     # Another one, because what it is built with it expects for ever.
     names = compiled_loss.output_names
+    is_named = names and isinstance(y, dict) and isinstance(predicted, list | tuple)
+    if is_named and not y.keys() <= set(names):
+        raise ValueError(
+            "labels must be named as the model's outputs are, "
+            f"{names}, got {sorted(y)}."
+        )
     try:
         Noting(loss, output_names=names)(y, predicted)
     except Exception as error:  # Keras's own, of several kinds.

@@ -230,6 +230,14 @@ def test_an_output_without_a_loss_needs_no_labels():
         of_p, _, of_q, _ = cohorts.moved_by(model, engine, dataset)
         assert of_p.any()
         assert not of_q.any()
+    # By their order, labels are one array.
+    model = tf.keras.Model(model.inputs, [model.outputs[0], model.outputs[1]])
+    dataset = cohorts.from_arrays({k: (x, y["p"]) for k, (x, y) in clients.items()})
+    engine = cohorts.make_engine(model, dataset, loss=[_SPARSE, None])
+    assert cohorts.moved_by(model, engine, dataset)[0].any()
+    clients = {k: (x, {"r": y["p"]}) for k, (x, y) in clients.items()}
+    with pytest.raises(ValueError, match="labels must be named as the model's"):
+        cohorts.make_engine(model, cohorts.from_arrays(clients), loss=[_SPARSE, None])
 
 
 class _OwnStep(tf.keras.Sequential):

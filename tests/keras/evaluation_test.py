@@ -407,6 +407,25 @@ def test_within_a_fit_the_directory_stays_locked_and_a_resumed_run_knows(tmp_pat
     rounds.add(_private().charge("shuffled", toy.NUM_CLIENTS), 2)
     assert other.epsilon(_DELTA) == pytest.approx(rounds.epsilon(_DELTA), abs=1e-6)
     assert other.epsilon(_DELTA) > fed.epsilon(_DELTA)
+    # What was taken away is not made anew.
+    shutil.rmtree(path)
+    with pytest.raises(accounting.LedgerTamperedError, match="is missing"):
+        _evaluated(fed)
+    assert not path.exists()
+
+
+def test_one_charged_evaluation_at_a_time():
+    fed = _trained()
+    evaluate, spent = evaluation.evaluate, fed.epsilon(_DELTA)
+
+    def both(*arguments):
+        with pytest.raises(RuntimeError, match="an evaluation that is charged"):
+            _evaluated(fed)
+        return evaluate(*arguments)
+
+    with mock.patch.object(evaluation, "evaluate", both):
+        _evaluated(fed)
+    assert fed.epsilon(_DELTA) > spent
 
 
 def test_what_is_refused():

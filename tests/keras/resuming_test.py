@@ -426,3 +426,7 @@ def test_a_full_disk_leaves_what_was_there(directory):
         assert not [*directory.path.glob(".writing*")]
     _write(directory, 3)
     _assert_is(directory.newest(), 3)
+    # Nor can a directory be made in the place of a file.
+    (directory.path / "file").touch()
+    with pytest.raises(error, match="new cannot be written"):
+        checkpoint.CheckpointDirectory(directory.path / "file" / "new").make()

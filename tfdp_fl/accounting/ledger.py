@@ -299,6 +299,11 @@ class PrivacyLedger:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         if mode == "create":
             flags |= os.O_EXCL
+        elif expected_head is not None and not os.path.exists(self._place):
+            raise LedgerTamperedError(
+                f"The ledger {self.path} is missing, and it held the line with the "
+                f"hash {expected_head}."
+            )
         try:
             self._descriptor = os.open(self._place, flags, 0o600)
         except FileExistsError:

@@ -54,8 +54,6 @@ class FederatedDataset:
           source: Where the examples come from.
           client_ids: N distinct ids, or the range from 0 to N - 1.
         """
-        if not len(client_ids):
-            raise ValueError("clients must hold at least one client, got none.")
         self.has_names = not isinstance(client_ids, range)
         self._source = source
         self._client_ids = tables.distinct(client_ids)
@@ -88,6 +86,7 @@ class FederatedDataset:
             not fit the other clients' (naming it), or if there is no client.
         """
         _validate.instance_of(Mapping, clients=clients)
+        sources.at_least_one_client(clients=clients)
         return cls.from_indices(*sources.pack(clients.items()))
 
     @classmethod
@@ -121,6 +120,7 @@ class FederatedDataset:
         client_ids: Sequence[Any] = range(len(indices))
         if isinstance(indices, Mapping):
             client_ids, indices = list(indices), list(indices.values())
+        sources.at_least_one_client(indices=indices)
         table, lengths = sources.row_table(indices, num_rows)
         starts = np.cumsum(lengths) - lengths
         return cls(sources.IndexedSource(x, y, starts, lengths, table), client_ids)
@@ -216,6 +216,7 @@ class FederatedDataset:
         _validate.instance_of(Mapping, clients=clients)
         clients = dict(clients)
         spec = sources.common_spec(clients)
+        sources.at_least_one_client(clients=clients)
         # By the datasets themselves `reading` tells one list of clients from another.
         datasets = tuple(clients.values())
         source = sources.StreamedSource(datasets, sources.read_pair, spec)
@@ -245,6 +246,7 @@ class FederatedDataset:
             )
         dataset_of = client_data.create_tf_dataset_for_client
         client_ids = list(client_data.client_ids)
+        sources.at_least_one_client(client_data=client_ids)
         spec = nests.agreed_spec(
             sources.common_spec({name: dataset_of(name)}) for name in client_ids
         )
@@ -280,6 +282,7 @@ class FederatedDataset:
             raise TypeError(f"fn must be callable, got {fn!r}.")
         if element_spec is not None:
             element_spec = sources.held_spec(element_spec)
+        sources.at_least_one_client(client_ids=client_ids)
         return cls(
             sources.StreamedSource(tuple(client_ids), fn, element_spec), client_ids
         )
@@ -384,6 +387,7 @@ class FederatedDataset:
         positions = self._checked(positions)
         if len(np.unique(positions)) < len(positions):
             raise ValueError("positions must be distinct, got some repeatedly.")
+        sources.at_least_one_client(positions=positions)
         taken = [self._client_ids[position] for position in positions.tolist()]
         return self._with(self._source.take(positions), taken)
 

@@ -319,7 +319,7 @@ def pack(
                 empty.append((x, y))
     if not (filled or empty):
         raise ValueError(
-            "clients must hold at least one client with an array, got none."
+            "clients must have at least one array among them, got only empty lists."
         )
     # If every client is empty, the first one's arrays say what of.
     return *nests.concatenate(filled or empty[:1]), rows
@@ -332,6 +332,13 @@ def naming(client_id: Any) -> Iterator[None]:
         yield
     except nests.SAFE_ERRORS as error:
         raise type(error)(f"Client {client_id!r}: {error}") from error
+
+
+def at_least_one_client(**checked: Any) -> None:
+    """Raises ValueError, naming the argument, where clients are none."""
+    ((name, value),) = checked.items()
+    if not len(value):
+        raise ValueError(f"{name} must hold at least one client, got none.")
 
 
 def row_table(

@@ -113,7 +113,7 @@ class Trainer:
         non_trainable = list(model.non_trainable_weights)
         every = (*self._trainable, *non_trainable, *self._random_state)
         own = [(variable, variable) for variable in every]
-        x, y = (zeros_like_batch(spec, 2) for spec in element_spec)
+        x, y = map(zeros_like_batch, element_spec)
         with keras_versions.stateless(own) as scope:
             before = list(map(scope.get_current_value, non_trainable))
             predicted = model(x, training=True)

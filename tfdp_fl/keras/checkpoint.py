@@ -11,6 +11,7 @@ that is found damaged is passed over in favour of the one before.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import io
@@ -19,7 +20,7 @@ import os
 import pathlib
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from reprlib import repr as short
 from typing import TYPE_CHECKING, Any
 
@@ -149,6 +150,11 @@ class CheckpointDirectory:
             f"No checkpoint in {self.path} is whole. {' '.join(problems)}"
         )
 
+    def make(self) -> None:
+        """Makes the directory if need be."""
+        with _clear_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+
     def clear_after(self, round_index: int) -> None:
         """Renames later checkpoints, damaged ones; removes what was half written."""
         for leftover in self.path.glob(f"{_storage.TEMPORARY}*"):
@@ -171,12 +177,20 @@ def write_atomically(file: pathlib.Path, data: bytes) -> None:
     Checkpoints hold what predicts cohorts (the seed, or the key of shuffled ones), so
     nobody else reads them. Raises CheckpointWriteError if it failed.
     """
+    with (
+        _clear_errors(file),
+        _storage.replacing(file, mode=0o600, sync=True) as stream,
+    ):
+        stream.write(data)
+
+
+@contextlib.contextmanager
+def _clear_errors(path: pathlib.Path) -> Iterator[None]:
     try:
-        with _storage.replacing(file, mode=0o600, sync=True) as stream:
-            stream.write(data)
+        yield
     except OSError as error:
         raise CheckpointWriteError(
-            f"{file} cannot be written: {error.strerror or error}. What was "
+            f"{path} cannot be written: {error.strerror or error}. What was "
             "there before is unchanged."
         ) from error
 

@@ -360,6 +360,8 @@ def release(
     charge = private.charge(fed.setup.sampling, clients.num_clients)
     _check(fed)
     with contextlib.ExitStack() as stack:
+        # One at a time, also within a fit: it closes the ledgers that it opened.
+        stack.enter_context(run_lib.fitting(fed, "evaluate_clients"))
         if not run_lib.is_fitting(fed.model):
             # To ledgers it is a fit of no rounds: what they tell counts.
             fitting = run_lib.fitting(fed.model, "evaluate_clients")

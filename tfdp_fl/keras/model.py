@@ -513,10 +513,13 @@ class DPFederatedModel:
             plan = FitPlan(**interrupted.state["plan"])
             calibration = interrupted.state["calibration"]
             callbacks += ledger.ledger_of_resumed(resume_from, callbacks)
-        run, engine, self._engine_made_for = prepare(
+        run, engine, made_for = prepare(
             self, clients, plan, calibration, between_client_variance
         )
+        # Interrupted at any of these lines, the next fit makes a new engine.
+        self._engine_made_for = ""
         self._engine = engine
+        self._engine_made_for = made_for
         with _interrupts.after_the_block():
             # Interrupted between, the weights come back without what they cost.
             if interrupted is not None:

@@ -365,8 +365,9 @@ def fitting(trained: Any, what: str, kind: str = "Keras model") -> Iterator[None
     with _beginning:
         if trained in _fitting:
             raise RuntimeError(
-                f"{what} was called while a fit of the same {kind} is running. Rounds "
-                "and their cost are counted one after the other: wait until it returns."
+                f"{what} was called while a fit of the same {kind} (or an evaluation "
+                "that is charged) is running. What they cost is counted one after the "
+                "other: wait until it returns."
             )
         _fitting.add(trained)
     try:

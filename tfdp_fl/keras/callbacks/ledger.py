@@ -235,7 +235,8 @@ class RoundCheckpoint(Ledger):
                 f"{self.directory} holds one of round {rounds[0]}: go on with that run "
                 "by fit(resume_from=directory), or choose another directory."
             )
-        self.directory.mkdir(parents=True, exist_ok=True)
+        if self._key not in self._run.known_ledgers:  # Else it was taken away.
+            self._files.make()
         super().on_rounds_planned(first_round, last_round)
 
     def _begin(self) -> None:
