@@ -1,4 +1,4 @@
-"""Clients' ids; and tables: whose row each is, and what their columns hold."""
+"""Clients' ids, and tables with a column of them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def rows_of_persons(client_ids: Any, num_rows: int) -> dict[Any, np.ndarray]:
     """Returns each person's rows (int64), by id, in the order of the rows.
 
     Args:
-      client_ids: Whose row each is, [n] numbers or strings.
+      client_ids: The client of each row, [n] numbers or strings.
       num_rows: n.
 
     Raises:
