@@ -224,6 +224,12 @@ def test_a_model_of_few_bits_hands_in_more(dtype):
     assert 0.999 * _S <= norm <= _ALLOWED
 
 
+def test_complex_weights_are_refused_whose_imaginary_part_would_have_no_noise():
+    for size in (3, 300):
+        with pytest.raises(ValueError, match="real numbers, got complex64"):
+            clipping.usable_norm([tf.zeros([size]), tf.zeros([size], tf.complex64)])
+
+
 def test_honest_clients_are_cut_a_thousandth_too_short_at_most():
     clients, _ = tfdp_fl.datasets.load_digits(num_clients=100)
     stack = _layers.Dense(128, "relu"), _layers.Dense(10, "softmax")

@@ -73,7 +73,16 @@ def global_norm(tensors: list[tf.Tensor]) -> tf.Tensor:
     It is right to 8e-6 of itself, whatever the tensors' size (see
     `sum_of_squares`; the plain sum of a few elements is as good). Elements
     under 1e-19 count for nothing, and such over 1e19 make it infinite.
+
+    Raises:
+      ValueError: Some are complex: neither norm nor noise has an imaginary part.
     """
+    for tensor in tensors:
+        if tensor.dtype.is_complex:
+            raise ValueError(
+                "model must have weights of real numbers, got "
+                f"{tensor.dtype.name}: what is imaginary would have no noise."
+            )
     sizes = [tensor.shape.num_elements() for tensor in tensors]
     if None not in sizes and sum(sizes) <= 2 * _TERMS:
         return tf.linalg.global_norm(
