@@ -76,6 +76,7 @@ _X = np.ones((1, 8), np.float32)
         ({"a": (*toy.arrays(1), [str(_SECRET)])}, "Error"),
         ({"a": (np.full((3, 8), _SECRET), [_SECRET])}, "Error"),
         ({"a": (np.full((3, 7), float(_SECRET)), [0, 1, 2])}, "Error"),
+        ({"a": ({"w": _X}, [1]), "b": ({f"w{_SECRET}": _X}, [1])}, "got others"),
         # A number that no embedding has, with all clients and with one.
         (dict.fromkeys("ab", _tokens(_SECRET)), "No client could be trained"),
         ({"a": _tokens(1), "b": _tokens(_SECRET)}, "1 client.* Client 'b': .*Error"),
@@ -87,6 +88,26 @@ def test_a_fit_quotes_nothing(clients, message):
     said = _said(lambda: fed.fit(clients, verbose=1))
     assert re.search(message, said)
     assert str(_SECRET) not in said
+
+
+class _Counts(tf.keras.layers.Layer):
+    """Takes as much memory as an example says."""
+
+    def call(self, x):
+        numbers = tf.range(tf.cast(tf.reduce_max(x), tf.int64))
+        return x + 0 * tf.cast(tf.reduce_sum(numbers), x.dtype)
+
+
+def test_memory_that_one_example_asks_for_ends_and_quotes_nothing():
+    big = np.full((1, 8), _SECRET * 1e9, np.float32)
+    clients = {"a": toy.arrays(5), "b": (big, np.array([1], np.int32))}
+    fed = toy.federated(tfdp_fl.NoPrivacy(), toy.dense(_Counts), clients_per_round=2)
+    found = {}
+    said = _said(lambda: fed.fit(clients, verbose=1))
+    said += _said(lambda: found.update(fed.evaluate_clients(clients)))
+    assert re.search("1 client.* Client 'b': ResourceExhausted", said)
+    assert str(_SECRET) not in said
+    assert np.isnan(found["loss"]).tolist() == [False, True]
 
 
 @pytest.mark.parametrize(

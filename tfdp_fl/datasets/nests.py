@@ -255,16 +255,17 @@ def check_same_spec(spec: Nest, expected: Nest) -> None:
             "sample_weight must be given for every client or for none, got it for some."
         )
     for name, own, other in zip(("x", "y"), spec, expected, strict=True):
+        got = describe_spec(own)
         try:
             same = tf.nest.map_structure(
                 lambda a, b: (a.dtype, a.shape) == (b.dtype, b.shape), own, other
             )
-        except (TypeError, ValueError):
-            same = False
+        except (TypeError, ValueError):  # A name may be what a client wrote.
+            same, got = False, "others"
         if not all(tf.nest.flatten(same)):
             raise ExamplesValueError(
                 f"{name} must be of the same names, dtypes and example shapes for "
-                f"every client, {describe_spec(other)}, got {describe_spec(own)}; "
+                f"every client, {describe_spec(other)}, got {got}; "
                 f"{PADDING}."
             )
 

@@ -52,6 +52,7 @@ CLIENT_ERRORS = (
     tf.errors.InvalidArgumentError,
     tf.errors.NotFoundError,
     tf.errors.OutOfRangeError,
+    tf.errors.ResourceExhaustedError,
     tf.errors.UnimplementedError,
     tf.errors.UnknownError,
 )
@@ -317,15 +318,15 @@ class CohortEngine:
                 try:
                     with tf.device(self.device):  # It holds for one thread.
                         self._train(pending, chunk, part, thread)
-                except tf.errors.ResourceExhaustedError:
-                    count = len(part.members)
-                    if part.strategy.kind != layout.BATCHED or count < 2:
-                        raise
+                except CLIENT_ERRORS as error:
+                    no_room = isinstance(error, tf.errors.ResourceExhaustedError)
+                    if not no_room or part.strategy.kind != layout.BATCHED:
+                        raised.append(part)
+                        continue
                     # The device has no room for so many clients at once.
+                    count = len(part.members)
                     self.layout = dataclasses.replace(self.layout, at_once=count // 2)
                     waiting += self.layout.batches(part.table)
-                except CLIENT_ERRORS:
-                    raised.append(part)
 
         others = [self._pool.submit(run, thread) for thread in range(1, len(groups))]
         try:
@@ -335,7 +336,7 @@ class CohortEngine:
         for other in others:
             other.result()
         for part in raised:
-            self._train_each_alone(pending, chunk, part)
+            self.train_each_alone(pending, chunk, part)
 
     def _traced(
         self, pending: cohort.PendingRound, chunk: layout.Chunk
@@ -375,7 +376,7 @@ class CohortEngine:
         pending.add(part.members, trained, thread)
         self.has_trained |= len(part.members) > 0
 
-    def _train_each_alone(
+    def train_each_alone(
         self, pending: cohort.PendingRound, chunk: layout.Chunk, part: layout.Part
     ) -> None:
         """Trains the clients of a part in which one's data raised an error.

@@ -124,6 +124,9 @@ class ShardedCohorts:
                 float32_products=parts[0].strategy.kind == layout.SIDE_BY_SIDE,
             )
             for part, arrays in zip(parts, found, strict=True):
+                if arrays is None:
+                    self._engine.train_each_alone(pending, chunk, part)
+                    continue
                 leaves = list(map(tf.constant, arrays))
                 trained = tf.nest.pack_sequence_as(traced.structure, leaves)
                 pending.add(part.members, trained)
@@ -207,7 +210,7 @@ class _Actor:
         examples: Arrays | None,
         shard: _Sealed,
     ) -> _Sealed:
-        """Returns the leaves of a program's results.
+        """Returns the leaves of a program's results; None if a client's data raised.
 
         Args:
           float32_products: Whether the program rests on them.
@@ -226,7 +229,10 @@ class _Actor:
             traced = _ray().get(stored[0])
             self._made[name] = runnable(traced, self._threads)
         arguments = [*_opened(sent), *(examples or ()), *_opened(shard)]
-        return _sealed(self._made[name](arguments))
+        try:
+            return _sealed(self._made[name](arguments))
+        except engine.CLIENT_ERRORS:  # Ray would send its message, which quotes.
+            return None
 
 
 def _sealed(arrays: Any) -> _Sealed:
@@ -429,7 +435,7 @@ class RayWorkers:
             another one's place may not have them.
 
         Returns:
-          The flattened results of each shard.
+          The flattened results of each shard; None where a client's data raised.
         """
         self.open()
         ray = _ray()
