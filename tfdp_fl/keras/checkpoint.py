@@ -42,6 +42,7 @@ _PLACE = "place of an array"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 LEDGER = "ledger.jsonl"
+CLIENTS_DIGEST = "clients' ids (their digest, in order)"
 # What must be the same when a run is resumed.
 _OF_PLAN = ("batch_size", "local_epochs", "shuffle", "seed")
 _OF_SETUP = (
@@ -241,7 +242,7 @@ def settings(
         "mechanism": setup.mechanism.name,
         **{f"mechanism's {name}": value for name, value in of_mechanism},
         "clients (their number)": population[0],
-        "clients' ids (their digest, in order)": population[1],
+        CLIENTS_DIGEST: population[1],
         "optimizer": _config(compiled.training.optimizer),
         "server_optimizer": _config(compiled.server_optimizer),
         "grad_clip": compiled.training.grad_clip,

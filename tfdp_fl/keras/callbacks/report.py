@@ -20,6 +20,10 @@ _CHARTS = {
     "Clip and norms": ("clip_norm", "mean_update_norm"),
 }
 
+# Settings that are for checkpoints alone. The digest is also of their data where
+# clients have no names: who knows all others would find one's by it.
+_SECRET = ("seed", checkpoint.CLIENTS_DIGEST)
+
 
 class Report(FederatedCallback):
     """Writes a page of a training: one HTML file, with nothing outside it.
@@ -80,6 +84,8 @@ class Report(FederatedCallback):
         fed = self.federated_model
         facts = fed.privacy_statement(self.delta, "dict")
         settings = checkpoint.settings(fed, fed.run.population, fed.run.plan)
+        for name in _SECRET:
+            settings.pop(name, None)
         settings["trained"] = fed.run.executor
         template = pathlib.Path(__file__).with_name("report.html").read_text("utf-8")
         environment = jinja2.Environment(
