@@ -36,7 +36,7 @@ from tfdp_fl.mechanisms import ClientWeighting
 if TYPE_CHECKING:
     from tfdp_fl.keras.model import DPFederatedModel
 
-FORMAT = "tfdp_fl checkpoint 5"
+FORMAT = "tfdp_fl checkpoint 6"
 _NAME = re.compile(r"round-(\d{8})\.npz")
 _PLACE = "place of an array"
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -47,7 +47,7 @@ CLIENTS_DIGEST = "clients' ids (their digest, in order)"
 _OF_PLAN = ("batch_size", "local_epochs", "shuffle", "seed")
 _OF_SETUP = (
     *("sampling", "clients_per_round", "non_trainable_state", "on_client_failure"),
-    *("secure_aggregation", "client_weighting"),
+    *("secure_aggregation", "client_weighting", "noise_generator"),
 )
 
 
