@@ -4,6 +4,7 @@ import contextlib
 import io
 import logging
 import os
+import shutil
 import warnings
 from unittest import mock
 
@@ -533,6 +534,15 @@ def test_a_search_that_is_resumed_until_it_likes_the_result(tmp_path):
         _fit(_search(), resume_from=tmp_path)
     assert len(_lines(tmp_path)) == 2
     assert os.listdir(tmp_path) == ["ledger.jsonl"]
+
+
+def test_a_copy_of_a_search_is_not_ended_twice_for_one_charge(tmp_path):
+    search = _search()
+    assert _broken(search, 1, directory=tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "other")
+    assert not _broken(search, resume_from=tmp_path / "one")
+    with pytest.raises(ValueError, match="that has not ended here"):
+        _broken(search, resume_from=tmp_path / "other")
 
 
 def test_the_best_so_far_and_the_beginning_stay(tmp_path):

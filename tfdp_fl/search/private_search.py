@@ -104,6 +104,7 @@ class PrivateSearch:
         # Each search is a run of its own; so are others in its ledger.
         self._spending = Spending(CENTRAL, num_clients=1)
         self._searches: set[str] = set()
+        self._ended: set[str] = set()
         self._last: tuple[Split, list[Trial]] | None = None
 
     def fit(
@@ -169,6 +170,7 @@ class PrivateSearch:
                 self._pay(files, state, charge)
                 self._last = split, trials
                 self._run_trials(files, state, trials)
+                self._ended.add(state.run_id)
             best = state.best
             self.best = None if best is None else dict(self.candidates[best])
             winner = trials[best or 0]
@@ -293,6 +295,11 @@ class PrivateSearch:
                 weights=trials[0].initial,
             )
         state = interrupted.read()
+        if state.run_id in self._ended:  # Both results would be one charge's.
+            raise ValueError(
+                "resume_from must hold a search that has not ended here, got a copy "
+                "of one that has."
+            )
         for name, value in plan.items():
             if state.plan.get(name) != value:
                 raise ValueError(
