@@ -1,8 +1,11 @@
 """One pure program for all threads: nothing passes by it, from nobody to nobody."""
 
 import concurrent.futures
+import contextlib
 import functools
 import itertools
+import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -58,6 +61,12 @@ def test_dropout_inside_of_an_operation_and_reading_a_variable_are_refused():
     memory = tf.Variable(1.0, name="memory")
     with pytest.raises(ValueError, match="the variable 'memory"):
         program.Program(lambda x: x * memory, _spec())
+    # XLA would take a NaN for a number: one client's reached the sum.
+    for flag, error in (("", ValueError), ("=true", ValueError), ("=false", None)):
+        flags = {"XLA_FLAGS": f"--xla_cpu_enable_fast_math{flag}"}
+        refused = error and pytest.raises(error, match="XLA_FLAGS must not")
+        with mock.patch.dict(os.environ, flags), refused or contextlib.nullcontext():
+            program.Program(lambda x: x, _spec())
 
 
 def _with_state():

@@ -35,8 +35,9 @@ def test_without_noise_is_algorithm_1(count):
 def test_an_empty_cohort_keeps_the_last_median():
     query, state = _query()
     # One of two clients is not to set it.
-    with pytest.raises(ValueError, match="clients_per_round must be at least 3"):
-        query.mechanism.check(Deployment(clients_per_round=2))
+    for sizes in (2, (5, 2)):
+        with pytest.raises(ValueError, match="clients_per_round must be at least 3"):
+            query.mechanism.check(Deployment(clients_per_round=sizes, rounds=2))
     state = rounds.run_round(query, state, rounds.updates_with_norms([3.0])).next_state
     (template,) = rounds.zero_updates(1, _WIDE)
     options = {"noise_multiplier": 1.0, "clients_per_round": 4, "template": template}

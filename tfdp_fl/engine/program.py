@@ -8,6 +8,8 @@ to another, but through its arguments and results.
 
 from __future__ import annotations
 
+import os
+import re
 import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -52,6 +54,12 @@ class Program:
           ValueError: It holds an operation that is not allowed, or captures
             something that can change.
         """
+        flags = os.environ.get("XLA_FLAGS", "")
+        if re.search(r"xla_cpu_enable_fast_math(?!=(false|0)\b)", flags):
+            raise ValueError(
+                "XLA_FLAGS must not set xla_cpu_enable_fast_math, by which a NaN can "
+                f"pass for a number and reach the sum, got {flags!r}."
+            )
         layers = [] if model is None else keras_versions.layers_of(model)
         names = [layer.name for layer in layers]
         with _interrupts.after_the_block():

@@ -160,7 +160,8 @@ class MedianClipping(mechanism.Mechanism):
     def check(self, deployment: Deployment) -> None:
         """Refuses an exact median of so few that one client sets it."""
         super().check(deployment)
-        smallest = deployment.cohort_size(0)
+        rounds = range(deployment.rounds or 1)
+        smallest = min(map(deployment.cohort_size, rounds))
         if self.median_noise_multiplier is None and smallest < 3:
             raise ValueError(
                 "clients_per_round must be at least 3 with the exact median, which "
