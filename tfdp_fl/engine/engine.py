@@ -47,8 +47,10 @@ from tfdp_fl.mechanisms import mechanism as mechanism_lib
 # What one client's data can make TensorFlow raise, such as an index that no
 # embedding has.
 CLIENT_ERRORS = (
+    tf.errors.AbortedError,
     tf.errors.DataLossError,
     tf.errors.FailedPreconditionError,
+    tf.errors.InternalError,
     tf.errors.InvalidArgumentError,
     tf.errors.NotFoundError,
     tf.errors.OutOfRangeError,
@@ -389,7 +391,8 @@ class CohortEngine:
             clients = layout.select(part.table, places)
             self._train(pending, chunk, self.layout.one_by_one(clients))
 
-        train(np.arange(0))  # Nothing is a sum as well.
+        # Nothing is a sum as well; and what the machine raises, it raises here.
+        train(np.arange(0))
         for place, member in enumerate(part.members):
             try:
                 train(np.array([place]))
