@@ -248,7 +248,6 @@ def _page(path, fed, callbacks=(), **options):
 def test_a_report_is_one_file_with_everything(tmp_path):
     fed = toy.federated(sampling="shuffled", delta=1e-2)
     page = _page(tmp_path, fed, rounds=2, validation_data=toy.arrays(20), seed=4242)
-    # Who knows all clients but one would find the last one's data by their digest.
     assert fed.run.population[1] not in page
     assert "4242" not in re.sub("(?s)<svg.*?</svg>", "", page)
     assert not re.search(r"(src|href)=.(?!#)", page)

@@ -16,6 +16,7 @@ import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import accounting
 from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.engine import CohortEngine
 from tfdp_fl.keras import evaluation
 from tfdp_fl.keras.evaluation import PrivateMetrics
 
@@ -41,6 +42,11 @@ def test_clients_held_out_are_read_for_validation_alone():
     assert fed.run.spending.clients.num_clients == 10 - held.num_clients
     # Clients that trained at some time are not stated as held out.
     fed = toy.federated(tfdp_fl.NoPrivacy(), clients_per_round=5)
+    broken = mock.patch.object(CohortEngine, "release", side_effect=KeyError)
+    with broken, pytest.raises(KeyError):
+        toy.fit(fed, data=_named())  # Charged, and lost.
+    toy.fit(fed, data=_named(), validation_split=0.25)
+    assert _HELD_OUT not in fed.privacy_statement(1e-2)
     for splits in ((0.0, 0.25), (0.25, 0.5)):
         fed._run = None
         for split in splits:

@@ -161,10 +161,8 @@ def test_what_does_not_go_with_exact_noise():
 
 
 def test_ledger_and_statement_say_which_noise_it_was(tmp_path):
-    for generator, caveat in (
-        ("philox", "pseudorandom_noise"),
-        ("exact", "exact_noise"),
-    ):
+    kinds = {"philox": "pseudorandom_noise", "exact": "exact_noise"}
+    for generator, caveat in kinds.items():
         fed = toy.federated(sampling="shuffled", noise_generator=generator)
         path = tmp_path / generator
         toy.fit(fed, 2, [callbacks.RoundCheckpoint(path)])

@@ -190,7 +190,8 @@ class Run:
             self.caveats.add("exact_noise")
         if validation.data is not None:
             self.caveats.add("validation_data_not_covered")
-        is_new = not self.rounds or self.held_out == validation.held_out
+        # A round that was charged may have been released, also if it broke off.
+        is_new = not self.spending.rounds or self.held_out == validation.held_out
         self.held_out = validation.held_out if is_new else ""
 
     def remember_norms(self, positions: np.ndarray, norms: np.ndarray | None) -> None:
