@@ -191,8 +191,9 @@ class Run:
         if validation.data is not None:
             self.caveats.add("validation_data_not_covered")
         # A round that was charged may have been released, also if it broke off.
-        is_new = not self.spending.rounds or self.held_out == validation.held_out
-        self.held_out = validation.held_out if is_new else ""
+        begun = self.rounds or self.spending.rounds
+        goes_on = not begun or self.held_out == validation.held_out
+        self.held_out = validation.held_out if goes_on else ""
 
     def remember_norms(self, positions: np.ndarray, norms: np.ndarray | None) -> None:
         """Moves clients' windows on by one round; norms are NaN where none answered."""

@@ -139,7 +139,9 @@ class QueryMechanism(mechanism.Mechanism):
 
     Attributes:
       query: A `tfp.SumAggregationDPQuery` over a list of tensors, one for
-        each variable of the model.
+        each variable of the model. On TensorFlow 2.16 and later, set
+        `sys.skip_tf_privacy_import = True`, and import it from its module in
+        `tensorflow_privacy.privacy.dp_query`.
       dp_event: What one round of it releases, before sampling: for instance
         `dp_accounting.GaussianDpEvent(noise_multiplier)`.
     """
