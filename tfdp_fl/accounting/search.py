@@ -61,7 +61,7 @@ class TrialCount:
 
     @classmethod
     def named(cls, expected_trials: float, distribution: str | float) -> TrialCount:
-        """Returns the distribution that `PrivateSearch` was told.
+        """Returns the distribution that `PrivateSearch` was given.
 
         Raises:
           ValueError, TypeError: An argument is not allowed; the message names it.

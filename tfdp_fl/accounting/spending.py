@@ -193,7 +193,7 @@ class Spending:
         return self.lost_mu_squared + others
 
     def expect(self, num_clients: int) -> None:
-        """Makes room for so many clients; others than before start anew.
+        """Sets the number of clients; clients other than before start anew.
 
         What was spent centrally does not depend on who the clients are.
         """

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Validation:
-    """What `fit` was told of validation.
+    """The validation settings that `fit` was given.
 
     Attributes:
       data: `(x, y)`, `(x, y, sample_weight)`, a `tf.data.Dataset` of batches,

@@ -431,9 +431,8 @@ class DPFederatedModel:
           runtime: Where cohorts are trained: None for this process, or a
             `tfdp_fl.runtimes.RayWorkers`.
           x: Another name for `clients`, as Keras has it.
-          client_ids: For `fit(x, y, client_ids=ids)`: whose row each is, [n] numbers
-            or strings. All rows of one id are one client: what is protected as a
-            whole.
+          client_ids: For `fit(x, y, client_ids=ids)`: the client of each row, [n]
+            numbers or strings. All rows of one id are one client, protected as a whole.
           sample_weight: With `client_ids`: what each row counts in the loss, [n].
           shuffle: Whether clients shuffle their examples for every epoch.
           validation_split: The share of the clients that are held out, whole,
@@ -464,7 +463,7 @@ class DPFederatedModel:
         if client_ids is None and isinstance(y, int | np.integer) and rounds == 1:
             y, rounds = None, y
         if clients is not None and x is not None:
-            raise TypeError("x must be None where clients is given, whose name it is.")
+            raise TypeError("x must be None where clients is given: both are the data.")
         clients = persons.of_fit(
             clients if x is None else x, y, client_ids, sample_weight
         )

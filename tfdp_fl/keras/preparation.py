@@ -110,9 +110,9 @@ def _checked_population(fed: DPFederatedModel, clients: FederatedDataset) -> Pop
     if target is not None and 2 * size < target.num_clients:
         raise ValueError(
             f"clients must be about the num_clients={target.num_clients} that "
-            f"make_private was told, got {size}: of so few, each round draws a "
+            f"make_private was given, got {size}: of so few, each round draws a "
             "larger share, costs more than was planned, and the target would be "
-            f"spent after a few. Call make_private with num_clients={size}."
+            f"spent after a few rounds. Call make_private with num_clients={size}."
         )
     population = (size, clients.clients_digest)
     if run is not None and clients.reading is not None:

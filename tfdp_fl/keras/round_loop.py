@@ -93,7 +93,7 @@ class RoundLoop:
         )
 
     def train(self) -> tf.keras.callbacks.History:
-        """Runs the rounds, with everything that callbacks hear of them."""
+        """Runs the rounds, and calls the callbacks."""
         run, plan, model = self.run, self.run.plan, self.fed.model
         model.stop_training = False
         show = _progress(self.verbose, run.rounds, plan.last_round)

@@ -180,7 +180,7 @@ class Run:
     executor: str | None = None
 
     def begin_fit(self, validation: Validation) -> None:
-        """Makes room for the clients of a `fit`, and notes what it was given."""
+        """Prepares for the clients of a `fit`, and notes what it was given."""
         self.spending.expect(self.population[0])
         if self.plan.seed is not None:
             self.caveats.add("seed_given")

@@ -145,7 +145,7 @@ class CohortQuery:
         record: Tensors,
         client: Client = Client(),  # noqa: B008
     ) -> Contribution:
-        """Returns what a client hands in, with the noise that it is to add."""
+        """Returns a client's contribution, with the noise that it is to add."""
         mechanism = self.mechanism
         one = mechanism.contribution(record, params, client, self.deployment)
         if mechanism.noise_site == "client":

@@ -205,7 +205,7 @@ class Client(NamedTuple):
 
 
 class Contribution(NamedTuple):
-    """What one client hands in, and (summed) what the server gets.
+    """What one client sends, and (summed) what the server gets.
 
     Attributes:
       update: List of float tensors, clipped, with noise if it is the client's

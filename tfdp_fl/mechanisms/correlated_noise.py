@@ -106,8 +106,7 @@ class CorrelatedNoise(mechanism.Mechanism):
     )
     max_participations: int | None = declaration.parameter(
         declaration.optional(_validate.positive_integer),
-        "after so many rounds a client sits out; as many as there is room for "
-        "unless given.",
+        "after so many rounds a client sits out; ceil(rounds / b) unless given.",
         default=None,
     )
 

@@ -84,7 +84,7 @@ class GridQuery(cohort_query.CohortQuery):
         record: Tensors,
         client: Client = Client(),  # noqa: B008
     ) -> Contribution:
-        """Returns what a client hands in: its update in steps, float64."""
+        """Returns a client's contribution: its update in steps, float64."""
         clipped_to = params._replace(clip_norm=params.clip_norm * self.clip_share)
         one = super().preprocess_record(clipped_to, record, client)
         to_steps = STEPS / tf.cast(params.clip_norm, tf.float64)

@@ -71,7 +71,7 @@ class Mechanism(abc.ABC):
         trusted), "local" (nobody is), "record" (one example, not one client)
         or "none".
       released_sums: The names of `Contribution.sums`.
-      releases_weights: Whether clients hand in weights and not updates, which
+      releases_weights: Whether clients send weights and not updates, which
         then replace the model.
       max_participations: After so many rounds a client sits out, if not None.
       min_separation: So many rounds at least are from one round of a client to
@@ -226,7 +226,7 @@ class Mechanism(abc.ABC):
         return clipping.clip_factor(norm, round.clip_norm)
 
     def sums_of(self, norm: tf.Tensor, round: Round) -> dict[str, tf.Tensor]:
-        """Returns what else a client hands in, by the names in released_sums.
+        """Returns a client's other summands, by the names in released_sums.
 
         Args:
           norm: Float32, any shape: norms of updates, 0 for one with a NaN.
@@ -237,7 +237,7 @@ class Mechanism(abc.ABC):
     def contribution_of_norm(
         self, norm: tf.Tensor, usable: tf.Tensor, round: Round
     ) -> Contribution:
-        """Returns contributions of updates of which only the norm is known.
+        """Returns contributions where only the updates' norms are known.
 
         Their `update` is the factor that the update is to be multiplied by.
 
@@ -260,7 +260,7 @@ class Mechanism(abc.ABC):
     def contribution(
         self, update: Tensors, round: Round, client: Client, deployment: Deployment
     ) -> Contribution:
-        """Returns what one client hands in, before anybody's noise.
+        """Returns one client's clipped contribution, before any noise.
 
         An update with a NaN or an Inf becomes zero.
 

@@ -25,7 +25,7 @@ _TRIED_FIRST = 2**12
 
 
 class FederatedCallback(tf.keras.callbacks.Callback):
-    """A Keras callback that also hears of rounds before they run.
+    """A Keras callback that is also called before rounds run.
 
     Attributes:
       federated_model: The `DPFederatedModel` that is being trained; `fit` sets it.
@@ -242,7 +242,7 @@ class KeepTarget(PrivacyBudget):
         planned, (size, _) = fed.setup.target.num_clients, fed.run.population
         if size < planned:
             message += (
-                f" There are {size} clients, of the num_clients={planned} that it was "
-                "told (validation_split holds some out)."
+                f" There are {size} clients, fewer than the num_clients={planned} "
+                "that make_private was given (validation_split holds some out)."
             )
         warnings.warn(message, RuntimeWarning, stacklevel=4)
