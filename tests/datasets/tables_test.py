@@ -51,9 +51,15 @@ def test_one_column_a_mapping_and_a_series():
     # With a person for each row.
     frame = pd.DataFrame({"age": [1, 2, 3], "height": [0.5, 1.5, 2.5]})
     labels = pd.Series([0, 1, 0], index=[7, 8, 9])
-    x, y = persons.by_person(frame, labels, [5, 5, 6]).client(5)
-    np.testing.assert_array_equal(x, [[1, 0.5], [2, 1.5]])
-    np.testing.assert_array_equal(y, [0, 1])
+    for given in (labels, pd.Index(labels)):
+        x, y = persons.by_person(frame, given, [5, 5, 6]).client(5)
+        np.testing.assert_array_equal(x, [[1, 0.5], [2, 1.5]])
+        np.testing.assert_array_equal(y, [0, 1])
+    # Names that are no text, as of a file without a header.
+    nameless = _frame().set_axis(range(4), axis=1)
+    x, y = _from_frame(nameless, 0, label=3, vocabulary={1: range(6)}).client("a")
+    np.testing.assert_array_equal(x, [[0, 0, 1, 0, 0, 0, 1.5]])
+    np.testing.assert_array_equal(y, [1])
 
 
 _TOWNS = ["b", "a", "b", "b", "b"]
@@ -65,6 +71,9 @@ _OF_TOWNS = {"vocabulary": _VOCABULARY}
     "frame, arguments, message",
     [
         ([1], {}, "pandas.DataFrame, got list"),
+        (_frame().age, {}, "pandas.DataFrame, got Series"),
+        (_frame(who=2.0**53), {}, "client_ids must tell clients apart"),
+        (_frame(), {"client": ["who"]}, "client must.*'who'"),
         (_frame(), {"client": "whom"}, "client.*'whom'"),
         (_frame(), {"features": ["x"]}, "features.*'x'"),
         (_frame(), {"features": []}, "features must"),
@@ -163,6 +172,16 @@ def test_fit_is_that_of_the_clients_with_all_their_rows():
     # Validation holds out persons, and no rows.
     one.fit(x, y, client_ids=ids, rounds=1, validation_split=0.3, verbose=0)
     assert one.run.population[0] < 12
+    # Tables are evaluated on as they are trained on.
+    frame = pd.DataFrame(x).assign(flag=y > 0).convert_dtypes().drop(columns=7)
+    as_array = frame.to_numpy(np.float32)
+    public = {"verbose": 0, "validation_data": (frame, y)}
+    seen = one.fit(frame, pd.Index(y), client_ids=ids, **public).history["val_loss"]
+    for given in (frame, as_array):
+        assert one.evaluate(given, y, verbose=0) == pytest.approx(seen[-1])
+        toy.assert_same([one.predict(given, verbose=0)], [one.predict(as_array)])
+    with pytest.raises(ValueError, match=r"validation_data must be numbers.*'flag'"):
+        one.fit(clients, validation_data=(frame.assign(flag="Secret"), y))
     for wrong, message in (((x, y), "must say whose"), (((x, y),), r"fit\(x, y, cl")):
         with pytest.raises(TypeError, match=message):
             one.fit(*wrong, rounds=1)
@@ -192,12 +211,14 @@ def _with_a_gap(x, *_):
             lambda x, y, i: (pd.DataFrame(_with_a_gap(x)).add_prefix("c"), y, i),
             "column 'c2' with 1.*row 7",
         ),
+        (lambda x, y, i: (pd.DataFrame(x)[[0, 0]], y, i), "x must have distinct col"),
+        (lambda x, y, i: (x, pd.Series(["a"] * 60), i), "y must be.*'y' of"),
+        (lambda x, y, i: (x, y, i, [np.nan] * 60), "sample_weight.*row 0"),
     ],
 )
 def test_what_does_not_go_together(change, message):
-    x, y, ids = change(*_table())
     with pytest.raises(ValueError, match=message):
-        persons.by_person(x, y, ids)
+        persons.by_person(*change(*_table()))
 
 
 @pytest.mark.parametrize("choose", ["random", "first", "last"])

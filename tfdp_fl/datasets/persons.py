@@ -69,7 +69,10 @@ def of_fit(data: Any, y: Any, client_ids: Any, sample_weight: Any) -> FederatedD
     """
     if client_ids is not None:
         if y is None:
-            raise TypeError("y must be the labels of all rows with client_ids.")
+            raise TypeError(
+                "x and y must be arrays or pandas frames of all rows with client_ids, "
+                f"got a {type(data).__name__} for x and no y."
+            )
         return by_person(data, y, client_ids, sample_weight)
     if y is None and sample_weight is None:
         return as_federated(data)
@@ -94,24 +97,35 @@ def by_person(
       ValueError: A row has no id or a missing value (naming column and row), or
         lengths differ.
     """
-    x, y = _arrays(x, "x"), _arrays(y, "y")
-    rows = tables.rows_of_persons(client_ids, nests.common_length(x, y))
-    for argument, nest in (("x", x), ("y", y)):
+    given = {"x": x, "y": y, "sample_weight": sample_weight}
+    given = {
+        argument: nests.as_arrays(without_pandas(nest, argument), argument)
+        for argument, nest in given.items()
+        if nest is not None
+    }
+    num_rows = nests.common_length(given["x"], given["y"])
+    rows = tables.rows_of_persons(client_ids, num_rows)
+    for argument, nest in given.items():
         for leaf in tf.nest.flatten(nest):
             tables.check_finite(argument, leaf)
-    return FederatedDataset.from_indices(x, y, rows, sample_weight=sample_weight)
+    return FederatedDataset.from_indices(**given, indices=rows)
 
 
-def _arrays(nest: Any, argument: str) -> Nest:
-    """Returns arrays in the place of lists, frames and series."""
+def without_pandas(nest: Any, argument: str) -> Nest:
+    """Returns arrays in the place of lists, frames and series; the rest as it is.
+
+    Args:
+      nest: Of all rows.
+      argument: What it is, for errors; of "y" alone integers stay integers.
+    """
 
     def array(leaf: Any) -> Any:
-        if hasattr(leaf, "to_frame"):
-            return tables.array(leaf.to_frame("value"), "value", argument, {})
+        if hasattr(leaf, "to_frame"):  # A series or an index.
+            return tables.array(leaf.to_frame(name=argument), argument, argument, {})
         if hasattr(leaf, "iloc"):
-            kind = "features" if argument == "x" else argument
-            return tables.arrays(leaf, list(leaf.columns), kind, {})
-        return nests.as_array(leaf, argument)
+            names = tables.column_names(leaf, argument)
+            return tables.arrays(leaf, names, argument, {})
+        return leaf
 
     return tf.nest.map_structure(array, nests.with_array_leaves(nest, argument))
 
@@ -126,7 +140,7 @@ def bound_rows(
 
     Args:
       x: Features [n, ...], a nest of arrays, or a pandas frame.
-      y: Labels [n, ...], likewise.
+      y: Labels [n, ...], likewise; of `(y, sample_weight)` both are bounded.
       client_ids: Whose row each is, [n] numbers or strings.
       most: How many rows of a person stay, at least 1.
       choose: Which: "random" (each person's own draw), "first" or "last".
@@ -149,6 +163,8 @@ def bound_rows(
     stay = np.sort(np.concatenate(kept))
 
     def take(leaf: Any) -> Any:
+        if leaf is None:
+            return None
         return leaf.iloc[stay] if hasattr(leaf, "iloc") else np.asarray(leaf)[stay]
 
     x, y = tf.nest.map_structure(take, (x, y))

@@ -47,6 +47,11 @@ def distinct(client_ids: Sequence[Any]) -> Sequence[Any]:
     kept = list(client_ids)
     if any(client_id != client_id for client_id in kept):
         raise ValueError("client_ids must name each client, got a missing value (NaN).")
+    if any(isinstance(one, float) and abs(one) >= 2**53 for one in kept):
+        raise ValueError(
+            "client_ids must tell clients apart, got floating-point numbers of 2**53 "
+            "or more, which may stand for several: read them as integers or as text."
+        )
     if len(set(kept)) < len(kept):
         raise ValueError("client_ids must be distinct, got some repeatedly.")
     read: dict[str, Any] = {}
@@ -150,20 +155,19 @@ def split(
     The arguments and errors are those of `FederatedDataset.from_dataframe`; the
     weights are None where `sample_weight` is.
     """
-    if not hasattr(frame, "iloc"):
+    if not hasattr(frame, "itertuples"):
         raise TypeError(
-            f"frame must be a pandas.DataFrame, got {type(frame).__name__}."
+            f"frame must be a pandas.DataFrame, got {type(frame).__name__}; "
+            "to_pandas() makes one of most other tables."
         )
-    names = list(frame.columns)
-    if len(set(names)) < len(names):
-        raise ValueError("frame must have distinct column names.")
+    names = column_names(frame, "frame")
     weight = [] if sample_weight is None else [sample_weight]
     if features is None:
-        taken = {client, *weight, *_named(label)}
+        taken = [client, *weight, *_named(label)]
         features = [name for name in names if name not in taken]
     vocabulary = {} if vocabulary is None else vocabulary
     _validate.instance_of(Mapping, vocabulary=vocabulary)
-    chosen = {"client": client, "features": features, "label": label}
+    chosen = {"client": [client], "features": features, "label": label}
     others = {"sample_weight": weight, "vocabulary": list(vocabulary)}
     for argument, columns in (chosen | others).items():
         if argument in chosen and not _named(columns):
@@ -194,11 +198,23 @@ def split(
     )
 
 
+def column_names(frame: Any, argument: str) -> list[Any]:
+    """Returns the names of a frame's columns; raises ValueError if one is repeated."""
+    names = list(frame.columns)
+    if len(set(names)) < len(names):
+        raise ValueError(f"{argument} must have distinct column names.")
+    return names
+
+
+def _is_one(columns: Any) -> bool:
+    return isinstance(columns, str) or not np.iterable(columns)
+
+
 def _named(columns: Any) -> list[str]:
     """Returns the names in what says which columns to take."""
     if isinstance(columns, Mapping):
         return [name for part in columns.values() for name in _named(part)]
-    return [columns] if isinstance(columns, str) else list(columns)
+    return [columns] if _is_one(columns) else list(columns)
 
 
 def arrays(frame: Any, columns: Any, argument: str, vocabulary: Vocabulary) -> Any:
@@ -208,12 +224,12 @@ def arrays(frame: Any, columns: Any, argument: str, vocabulary: Vocabulary) -> A
             key: arrays(frame, part, argument, vocabulary)
             for key, part in columns.items()
         }
-    if isinstance(columns, str):
+    if _is_one(columns):
         return array(frame, columns, argument, vocabulary)
     found = []
     for name in columns:
         one = array(frame, name, argument, vocabulary)
-        if argument == "features":
+        if argument not in ("label", "y"):
             one = np.eye(len(vocabulary[name]))[one] if name in vocabulary else one
             one = one.astype(np.float32)
         found.append(one.reshape(len(one), -1))
@@ -232,8 +248,8 @@ def array(frame: Any, name: str, argument: str, vocabulary: Vocabulary) -> np.nd
     if kind not in "biuf" and declared is None:
         raise ValueError(
             f"{argument} must be numbers, got column {name!r} of {column.dtype}. "
-            "Declare beforehand which values text or categories may have: "
-            f"from_dataframe(..., vocabulary={{{name!r}: [...]}})."
+            "Make numbers of it, or declare beforehand which values text or categories "
+            f"may have: from_dataframe(..., vocabulary={{{name!r}: [...]}})."
         )
     _check_none_missing(column, argument, "have a value in every row")
     if declared is not None:
@@ -282,7 +298,7 @@ def _check_none_missing(column: Any, argument: str, what: str) -> None:
 
 def _codes(column: Any, name: str, values: Sequence[Any]) -> np.ndarray:
     """Returns the places of a column's values in its vocabulary, int64 [n]."""
-    _validate.instance_of((list, tuple, np.ndarray), vocabulary=values)
+    _validate.instance_of((list, tuple, range, np.ndarray), vocabulary=values)
     places = {value: place for place, value in enumerate(values)}
     if len(places) < len(values) or not places:
         raise ValueError(

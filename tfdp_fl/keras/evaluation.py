@@ -30,7 +30,7 @@ import tensorflow as tf
 from tfdp_fl import _interrupts, _validate, engine, keras_versions
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import spending as spending_lib
-from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
+from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests, persons
 from tfdp_fl.engine import cohort, program, tff_models
 from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.keras import preparation
@@ -71,6 +71,9 @@ class Validation:
                 "tf.data.Dataset of batches or a FederatedDataset, got a "
                 f"{type(data).__name__}."
             )
+        names = ("validation_data", "y", "sample_weight")
+        parts = tuple(map(persons.without_pandas, data, names))
+        object.__setattr__(self, "data", parts)
 
     def without_held_out(
         self, clients: FederatedDataset, fraction: float
@@ -95,7 +98,8 @@ class Validation:
     def check_features(self, model: tf.keras.Model) -> None:
         """Raises ValueError if the data has other features than a model takes."""
         if isinstance(self.data, FederatedDataset):
-            with preparation.checked_features(model, self.data, "validation_data"):
+            argument = "clients" if self.held_out else "validation_data"
+            with preparation.checked_features(model, self.data, argument):
                 return
         if not isinstance(self.data, tuple | list):
             return

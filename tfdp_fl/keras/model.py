@@ -302,10 +302,11 @@ class DPFederatedModel:
         self._engine_made_for = ""
         self.model.compile(**as_keras)
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates the model, as Keras's `evaluate` does."""
+    def evaluate(self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates as Keras's `evaluate` does; of tables all that `fit` takes."""
         self.require_compiled("evaluate")
-        return self.model.evaluate(*args, **kwargs)
+        x, y = persons.without_pandas(x, "x"), persons.without_pandas(y, "y")
+        return self.model.evaluate(x, y, *args, **kwargs)
 
     def evaluate_clients(
         self,
@@ -352,9 +353,9 @@ class DPFederatedModel:
             self.run.caveats.add("client_metrics_shown")
         return evaluation.evaluate(self.model, training, dataset, batch_size, bar)
 
-    def predict(self, *args: Any, **kwargs: Any) -> np.ndarray:
-        """Predicts, as Keras's `predict` does."""
-        return self.model.predict(*args, **kwargs)
+    def predict(self, x: Any, *args: Any, **kwargs: Any) -> np.ndarray:
+        """Predicts as Keras's `predict` does; of tables all that `fit` takes."""
+        return self.model.predict(persons.without_pandas(x, "x"), *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""

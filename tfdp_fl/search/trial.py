@@ -6,9 +6,9 @@ import collections
 import contextlib
 import dataclasses
 import hashlib
-import io
 import logging
 import math
+import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -391,18 +391,26 @@ class Trial:
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
     """Lets nothing be printed, logged or warned of: it would tell of a trial."""
-    disabled = logging.root.manager.disable
+    disabled, saved = logging.root.manager.disable, {}
     logging.disable(logging.CRITICAL)
     try:
         with (
+            open(os.devnull, "w") as nowhere,
             warnings.catch_warnings(),
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
+            contextlib.redirect_stdout(nowhere),
+            contextlib.redirect_stderr(nowhere),
         ):
+            for place in (1, 2):  # Where TensorFlow's own code writes.
+                with contextlib.suppress(OSError):  # Of a process that has none.
+                    saved[place] = os.dup(place)
+                    os.dup2(nowhere.fileno(), place)
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(disabled)
+        for place, copy in saved.items():
+            os.dup2(copy, place)
+            os.close(copy)
 
 
 def _check_mechanism(made: DPFederatedModel, candidate: Candidate) -> None:
