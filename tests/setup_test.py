@@ -28,7 +28,6 @@ _RIVALS = [f"rival-{name}.in" for name in ("fedjax", "flower", "pfl")]
 _DISTRIBUTIONS = {
     "absl": "absl-py",
     "attr": "attrs",
-    "grpc": "grpcio",
     "keras": "tensorflow",
     "sklearn": "scikit-learn",
 }
@@ -183,9 +182,7 @@ def test_the_sdist_builds_and_the_wheel_runs_from_a_folder_of_its_own(tmp_path):
 
 
 def test_the_keras_side_needs_and_loads_nothing_else():
-    # In a process of its own, because this one has imported everything.
-    # TensorFlow brings jax where it is installed; what counts is what
-    # tfdp_fl adds.
+    # In a process of its own: what tfdp_fl adds to what TensorFlow brings.
     source = """
 import json, sys, tensorflow
 for name in ("tensorflow_federated", "tensorflow_privacy", "flwr", "nbformat",

@@ -26,7 +26,6 @@ def test_what_is_given_is_kept():
     resolved = given.resolved()
     for name in ("model", "rounds", "target_epsilon"):
         assert getattr(resolved, name) == getattr(given, name)
-    # Usual units belong to the usual model.
     assert resolved.units() == (128,)
     assert Settings(dataset="mnist").resolved().units() == (600, 100)
     # Given noise is not calibrated.
@@ -73,7 +72,6 @@ _PLAYS = {"dataset": "shakespeare", "data_path": __file__}
         ({"mechanism": "none", "target_epsilon": 1.0}, "--target_epsilon"),
         ({"mechanism": "nbafl", "target_delta": 1e-3}, "--target_delta"),
         ({"model": "linear", "hidden_units": "3"}, "--hidden_units"),
-        ({"sequence_length": 3}, "--sequence_length"),
         ({**_PLAYS, "input_shifts": 1}, "--input_shifts"),
         ({**_PLAYS, "input_pooling": 2}, "--input_pooling"),
         ({"model": "mlp", "input_pooling": 2, **_GRADIENTS}, "--input_features"),
@@ -95,8 +93,6 @@ def test_pooled_images_keep_their_norm():
     pooled = before(blocks.reshape(1, 36))
     np.testing.assert_allclose(pooled, [2 * np.arange(9.0)])
     assert np.linalg.norm(pooled) == pytest.approx(np.linalg.norm(blocks))
-    with pytest.raises(ValueError, match="size"):
-        tasks.mlp(50, 10, (), pooling=2)
 
 
 def test_lstm_does_not_count_padding():

@@ -45,15 +45,12 @@ def test_trains_by_name_and_says_what_it_is():
         cohorts.dataset((5,) * 20), rounds=3, batch_size=5, verbose=0
     ).history
     first, second, third = history["clip_norm"]
-    assert first == pytest.approx(0.3, abs=1e-6)
-    assert third != second
+    assert (first, third != second) == (pytest.approx(0.3, abs=1e-6), True)
     z = fed.mechanism.noise_multiplier
     epsilon = accounting.epsilon(z, "poisson", 20, 5, 3, 1e-3)
     assert fed.epsilon(1e-3) == pytest.approx(epsilon, abs=1e-6)
     assert epsilon <= 4.0
-    statement = fed.privacy_statement()
-    assert "squashed smoothly" in statement
-    assert "the small ones too" in statement
+    assert "squashed smoothly" in fed.privacy_statement()
 
 
 def test_ways_to_train_are_the_same():

@@ -77,8 +77,6 @@ def test_a_ledger_is_read(tmp_path, monkeypatch):
     [
         ({**_PLAN, "epsilon": 8.0}, "exactly three"),
         ({**_PLAN, "num_clients": None, "epsilon": 8.0}, "exactly three"),
-        ({**_PLAN, "clients_per_round": 1001}, "clients_per_round"),
-        ({**_PLAN, "delta": 1.0}, "delta"),
         ({**_PLAN, "ledger": "ledger.jsonl"}, "--ledger"),
         ({"ledger": "ledger.jsonl"}, "needs --delta"),
         ({"ledger": "missing.jsonl", "delta": 1e-5}, "missing.jsonl"),

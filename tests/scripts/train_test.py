@@ -23,7 +23,6 @@ _FILES = (
 )
 _REFUSED = (
     (["--dataset=cifar"], "dataset"),
-    (["--mechanism=fixed", "--clip_norm=0"], "clip_norm"),
     (["--mechanism=adaptive", "--clip_norm=1"], "--clip_norm"),
     (["--mechanism=local", "--accountant=pld"], "--accountant"),
     (["--model=lstm"], "--model=lstm"),
