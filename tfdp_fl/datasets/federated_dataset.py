@@ -329,7 +329,7 @@ class FederatedDataset:
         return hashlib.sha256(both.encode()).hexdigest()
 
     @property
-    def reading(self) -> Any:
+    def reading(self) -> tuple[object, ...] | None:
         """What tells these clients from others where `clients_digest` cannot.
 
         None where it can. Of clients without names that are read when they are asked

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl.datasets import ClientFailure
+from tfdp_fl.datasets import ClientFailure, FederatedDataset
 from tfdp_fl.mechanisms import contribution
 
 # What is wanted of a cohort: the sum of the clients' contributions; every
@@ -229,6 +229,17 @@ class PendingRound:
         """Adds a contribution that was not trained here: a canary's."""
         first = self.sums[0]
         self.sums[0] = first._replace(contribution=add_nests(first.contribution, one))
+
+
+class Executor(Protocol):
+    """What trains cohorts: this process's engine, or workers elsewhere."""
+
+    @property
+    def executor(self) -> str:
+        """How clients train, for people to read."""
+
+    def collect(self, dataset: FederatedDataset, inputs: RoundInputs) -> PendingRound:
+        """Trains a cohort, and adds up what its clients upload."""
 
 
 def upload_dtype(dtype: tf.DType) -> tf.DType:

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfdp_fl import _interrupts, auditing
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import PendingRound, RoundInputs, secure_sum
+from tfdp_fl.engine import Executor, PendingRound, RoundInputs, secure_sum
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.callbacks.federated_callback import (
     FederatedCallback,
@@ -53,7 +53,7 @@ class RoundLoop:
     clients: FederatedDataset
     callbacks: list[tf.keras.callbacks.Callback]
     validation: Validation
-    collector: Any
+    collector: Executor
     audit: auditing.CanaryAudit | None
     verbose: int
 

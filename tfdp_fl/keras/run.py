@@ -161,7 +161,7 @@ class Run:
     deployment: Deployment
     spending: spending_lib.Spending
     population: Population
-    reading: Any = None
+    reading: tuple[object, ...] | None = None
     run_id: str = dataclasses.field(default_factory=ledger_lib.new_run)
     rounds: int = 0
     populations: list[Population] = dataclasses.field(default_factory=list)
