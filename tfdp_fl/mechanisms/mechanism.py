@@ -62,9 +62,10 @@ class Target(NamedTuple):
 class Mechanism(abc.ABC):
     """Base class of all mechanisms: immutable, validated when made.
 
-    What is here is DP-FedAvg without its clip: a client's update is scaled by
-    one number, the sum noised by the server with stddev z S, and divided by
-    the expected cohort size m. A mechanism overrides what it does otherwise.
+    What is here is DP-FedAvg for a clip S that a mechanism declares: a client's
+    update is scaled by one number, the sum noised by the server with stddev z S,
+    and divided by the expected cohort size m. A mechanism overrides what it does
+    otherwise.
 
     Class attributes:
       guarantee: What is protected against whom: "central" (the server is
