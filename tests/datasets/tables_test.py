@@ -214,6 +214,8 @@ def _with_a_gap(x, *_):
         (lambda x, y, i: (pd.DataFrame(x)[[0, 0]], y, i), "x must have distinct col"),
         (lambda x, y, i: (x, pd.Series(["a"] * 60), i), "y must be.*'y' of"),
         (lambda x, y, i: (x, y, i, [np.nan] * 60), "sample_weight.*row 0"),
+        (lambda x, y, i: (x, y, np.ma.array(i, mask=i == i[3])), "NoneType.* row 3"),
+        (lambda x, y, i: (np.ma.masked_equal(x, x[0, 0]), y, i), "x must.*masked"),
     ],
 )
 def test_what_does_not_go_together(change, message):

@@ -118,6 +118,8 @@ def as_tensor(leaf: Any, name: str) -> tf.Tensor:
 
 def as_array(leaf: Any, name: str) -> np.ndarray:
     """Returns what `as_tensor` would hold, as a NumPy array."""
+    if np.ma.is_masked(leaf):
+        raise ExamplesValueError(f"{name} must have no masked values, got some.")
     try:
         array = view(leaf) if isinstance(leaf, tf.Tensor) else np.asarray(leaf)
     except ValueError:  # Of unequal length. (Its message is not always harmless.)

@@ -165,7 +165,7 @@ def bound_rows(
     def take(leaf: Any) -> Any:
         if leaf is None:
             return None
-        return leaf.iloc[stay] if hasattr(leaf, "iloc") else np.asarray(leaf)[stay]
+        return leaf.iloc[stay] if hasattr(leaf, "iloc") else np.asanyarray(leaf)[stay]
 
     x, y = tf.nest.map_structure(take, (x, y))
     return x, y, np.asarray(client_ids)[stay]

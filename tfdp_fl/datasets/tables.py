@@ -100,6 +100,8 @@ def rows_of_persons(client_ids: Any, num_rows: int) -> dict[Any, np.ndarray]:
     """
     if not num_rows:
         raise ValueError("x must have rows, got none.")
+    if np.ma.is_masked(client_ids):
+        client_ids = np.where(np.ma.getmaskarray(client_ids), None, client_ids.data)
     ids = np.asarray(client_ids)
     if (
         isinstance(client_ids, list | tuple)
