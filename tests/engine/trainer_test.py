@@ -120,6 +120,10 @@ _CASES = {
         lambda: _net([9, 2], _LSTM(4, return_sequences=True), _LSTM(5), _Dense(3)),
         {"arrays": _arrays(_normal(9, 2)), "rtol": 1e-4},
     ),
+    "weights_that_a_layer_assigns": (
+        lambda: _net([4], _layers.SpectralNormalization(_Dense(6)), _Dense(3)),
+        {"rtol": 1e-4},
+    ),
     "two_inputs_and_outputs_by_name": (_two_by_two, _BY_NAME),
     "sum_of_labels_without_a_last_dimension": (
         lambda: _net([4], _Dense(1)),

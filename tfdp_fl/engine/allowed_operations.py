@@ -107,6 +107,9 @@ StringToNumber StringUpper Substr UnicodeDecode UnicodeDecodeWithOffsets Unicode
 UnicodeScript UnicodeTranscode UnsortedSegmentJoin LookupTableFindV2 LookupTableSizeV2
 """
 
+# What a gradient finds of a branch that was, or was not, taken.
+_OPTIONAL = "OptionalFromValue OptionalGetValue OptionalHasValue OptionalNone"
+
 # Their seeds are arguments.
 _RANDOM = """
 RandomGammaGrad RandomIndexShuffle StatelessMultinomial
@@ -145,7 +148,9 @@ BY_CLIENT = frozenset(
 )
 
 ALLOWED = BY_CLIENT | frozenset(
-    " ".join((_ARRAYS, _LAYERS, _ALGEBRA, _IMAGES, _SPARSE_AND_RAGGED, _TEXT)).split()
+    " ".join(
+        (_ARRAYS, _LAYERS, _ALGEBRA, _IMAGES, _SPARSE_AND_RAGGED, _TEXT, _OPTIONAL)
+    ).split()
 )
 
 

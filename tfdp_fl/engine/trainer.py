@@ -228,9 +228,10 @@ class Trainer:
         training, count = self._training, len(self.model.trainable_weights)
         y, weight = nests.labels_and_weights(y)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            trainable = state.values[:count]
-            tape.watch(trainable)
+            tape.watch(state.values[:count])
             loss, predicted, after = self._forward(state, x, y, weight)
+        # As a layer left them: SpectralNormalization assigns the kernel that it uses.
+        trainable = after[:count]
         gradients = tape.gradient(loss, trainable)
         if training.proximal_weight:
             gradients = [
