@@ -12,6 +12,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 IS_KERAS_3 = hasattr(tf.keras, "ops")
@@ -255,6 +256,13 @@ def stateless_optimizer(optimizer: Any, variables: list[Any]) -> Any:
     kind: Any = type(
         f"Stateless{type(optimizer).__name__}", (type(optimizer),), original
     )
+    tried = kind.from_config(optimizer.get_config())
+    tried.build([tf.keras.Variable([[1.0, 2.0]])])
+    if any(np.ptp(variable.numpy()) for variable in tf_variables(tried.variables)):
+        raise ValueError(
+            "optimizer must start clients from slots that are constants, got "
+            f"{type(optimizer).__name__}: its own start as the weights of the moment."
+        )
     made = kind.from_config(optimizer.get_config())
     made.build(variables)
     return made

@@ -182,6 +182,19 @@ def test_the_rate_follows_the_round_and_metrics_are_of_the_local_steps():
     assert moved.any()
 
 
+def test_metrics_that_make_their_variables_when_they_see_labels():
+    kinds = tf.keras.metrics
+    metrics = [kinds.R2Score(), kinds.F1Score(average="macro")]
+    x, y = np.random.default_rng(0).normal(size=[9, 4]), np.eye(3)[np.arange(9) % 3]
+    model, dataset = _net([4], _Dense(3)), cohorts.from_arrays({0: (x, y)})
+    options = {"loss": "mse", "training": {"metrics": metrics}}
+    engine = cohorts.make_engine(model, dataset, **options)
+    logs = cohorts.run_round(engine, dataset, learning_rate=0.0)
+    model.compile(loss="mse", metrics=metrics)
+    wanted = model.evaluate(x, y, verbose=0, return_dict=True)
+    cohorts.assert_close({name: logs[name] for name in wanted}, wanted, rtol=1e-5)
+
+
 def test_moving_statistics_may_stay_what_they_were():
     model, dataset = _with_statistics(), cohorts.dataset()
     model.layers[1].moving_mean.assign([1.0] * 6)
@@ -261,6 +274,7 @@ _MUST, _LOSSES = "labels must have the shape", tf.keras.losses
         ("binary_crossentropy", [[5, 2]], 1, _MUST),
         ("mse", [[5, 3], [5]], 3, "labels and loss must be one for each"),
         (_SPARSE, [[5, 1]], 3, None),
+        ("circle", [[5]], 3, None),
         ("binary_crossentropy", [[5]], 1, None),
         (lambda y, p: tf.reduce_mean(p, -1) * y[:, 0, 0], [[5, 7, 7]], 3, None),
     ],

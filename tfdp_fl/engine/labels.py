@@ -16,6 +16,13 @@ from tfdp_fl import keras_versions
 from tfdp_fl.datasets import FederatedDataset, nests
 from tfdp_fl.mechanisms import ClientWeighting, contribution
 
+# Losses of Keras that take a number for each example, whatever the output is.
+_OF_NUMBERS = (
+    "categorical_generalized_cross_entropy",
+    "circle",
+    "sparse_categorical_crossentropy",
+)
+
 
 class LabelRange(NamedTuple):
     """What the class labels of one output may be.
@@ -58,8 +65,7 @@ def ranges(
             )
         shape, expected = labels[leaf].shape[1:], output.shape[1:]
         allowed: tuple[Any, ...] = (expected,)
-        sparse = function.__name__ == "sparse_categorical_crossentropy"
-        if sparse:
+        if function.__name__ in _OF_NUMBERS:
             allowed = (expected[:-1], [*expected[:-1], 1])
         elif expected.rank and expected[-1] == 1:
             allowed = (expected, expected[:-1])
@@ -69,6 +75,7 @@ def ranges(
                 f"example, to fit the model's output {tuple(expected)} and "
                 f"the loss {loss.name!r}, got {tuple(shape)}."
             )
+        sparse = function.__name__ == "sparse_categorical_crossentropy"
         options = getattr(loss, "_fn_kwargs", {})
         if sparse and options.get("axis", -1) == -1:
             ignored = options.get("ignore_class")
