@@ -3,6 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
+import tensorflow as tf
 
 import tfdp_fl
 from tests.keras import toy
@@ -150,6 +151,18 @@ def test_a_sorted_file_is_read_client_by_client(tmp_path, weight):
 def _table(rows=60, people=12):
     x, y = toy.arrays(rows)
     return x, y, np.array([f"anna {k % people}" for k in range(rows)])
+
+
+def test_words_are_trained_and_evaluated_on_as_numpy_has_them():
+    layers, words, y = tf.keras.layers, np.array([["red"], ["blue"]] * 6), [0, 1] * 6
+    look_up = layers.StringLookup(vocabulary=["red"], output_mode="multi_hot")
+    stack = [layers.Input([1], dtype="string"), look_up, layers.Dense(2)]
+    fed = tfdp_fl.DPFederatedModel(tf.keras.Sequential(stack), tfdp_fl.NoPrivacy(), 3)
+    fed.compile(tf.keras.optimizers.SGD(0.1), toy.loss())
+    shown = {"validation_data": (words, y), "verbose": 0}
+    seen = fed.fit(words, y, client_ids=np.arange(12) % 3, **shown).history["val_loss"]
+    assert fed.evaluate(words, y, verbose=0) == pytest.approx(seen[-1])
+    assert fed.predict(words.astype(object), verbose=0).shape == (12, 2)
 
 
 def test_fit_is_that_of_the_clients_with_all_their_rows():

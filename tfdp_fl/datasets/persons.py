@@ -99,7 +99,7 @@ def by_person(
     """
     given = {"x": x, "y": y, "sample_weight": sample_weight}
     given = {
-        argument: nests.as_arrays(without_pandas(nest, argument), argument)
+        argument: nests.as_arrays(as_keras_takes(nest, argument), argument)
         for argument, nest in given.items()
         if nest is not None
     }
@@ -111,8 +111,10 @@ def by_person(
     return FederatedDataset.from_indices(**given, indices=rows)
 
 
-def without_pandas(nest: Any, argument: str) -> Nest:
+def as_keras_takes(nest: Any, argument: str) -> Nest:
     """Returns arrays in the place of lists, frames and series; the rest as it is.
+
+    Strings are tensors, as Keras takes no NumPy strings.
 
     Args:
       nest: Of all rows.
@@ -125,6 +127,8 @@ def without_pandas(nest: Any, argument: str) -> Nest:
         if hasattr(leaf, "iloc"):
             names = tables.column_names(leaf, argument)
             return tables.arrays(leaf, names, argument, {})
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSU":
+            return tf.constant(nests.as_array(leaf, argument), tf.string)
         return leaf
 
     return tf.nest.map_structure(array, nests.with_array_leaves(nest, argument))

@@ -72,7 +72,7 @@ class Validation:
                 f"{type(data).__name__}."
             )
         names = ("validation_data", "y", "sample_weight")
-        parts = tuple(map(persons.without_pandas, data, names))
+        parts = tuple(map(persons.as_keras_takes, data, names))
         object.__setattr__(self, "data", parts)
 
     def without_held_out(

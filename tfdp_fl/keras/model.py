@@ -305,7 +305,7 @@ class DPFederatedModel:
     def evaluate(self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Evaluates as Keras's `evaluate` does; of tables all that `fit` takes."""
         self.require_compiled("evaluate")
-        x, y = persons.without_pandas(x, "x"), persons.without_pandas(y, "y")
+        x, y = persons.as_keras_takes(x, "x"), persons.as_keras_takes(y, "y")
         return self.model.evaluate(x, y, *args, **kwargs)
 
     def evaluate_clients(
@@ -355,7 +355,7 @@ class DPFederatedModel:
 
     def predict(self, x: Any, *args: Any, **kwargs: Any) -> np.ndarray:
         """Predicts as Keras's `predict` does; of tables all that `fit` takes."""
-        return self.model.predict(persons.without_pandas(x, "x"), *args, **kwargs)
+        return self.model.predict(persons.as_keras_takes(x, "x"), *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
