@@ -92,6 +92,8 @@ _SGD = _optimizers.SGD
     [
         (_layers.BatchNormalization(), _SGD(), {}, "batch norm"),
         (_layers.Dropout(0.5), _SGD(), {}, r"dropout|operations"),
+        (_layers.Dense(4, kernel_regularizer="l2"), _SGD(), {}, "losses of layers"),
+        (_layers.Dense(4, bias_constraint="max_norm"), _SGD(), {}, "constraint of.*bi"),
         (None, _SGD(0.1, 0.9, True), {}, "SGD"),
         (None, _optimizers.RMSprop(0.1), {}, "SGD"),
         (None, _SGD(), {"loss": lambda y, p: p}, "the loss"),

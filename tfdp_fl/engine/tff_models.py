@@ -89,6 +89,8 @@ class FunctionalTrainer(trainer.Trainer):
         y = trainer.zeros_like_batch(element_spec[1])
         if len(tf.nest.flatten(predicted)) != 1 or len(tf.nest.flatten(y)) != 1:
             raise _refused("models with several outputs")
+        if model.losses:  # They would be dropped.
+            raise _refused("losses of layers (regularizers and add_loss)")
         (predicted,) = tf.nest.flatten(predicted)
         self.label_ranges = labels.ranges(tf.nest.flatten(y), [(0, predicted, loss)])
         with tf.Graph().as_default():
@@ -166,6 +168,9 @@ class _TffOptimizer:
 
 def _optimizer(optimizer: Any, variables: list[tf.Variable]) -> Any:
     """Returns TFF's optimizer in the place of one of Keras's."""
+    for variable in variables:
+        if getattr(variable, "constraint", None) is not None:
+            raise _refused(f"the constraint of {variable.name!r}")
     if trainer.is_plain_sgd(optimizer):
         return trainer.ClientOptimizer(optimizer, variables)
     import tensorflow_federated as tff
