@@ -201,7 +201,7 @@ def _optimizer(optimizer: Any, variables: list[tf.Variable]) -> Any:
 def _loss_object(loss: Any) -> tf.keras.losses.Loss:
     if isinstance(loss, tf.keras.losses.Loss):
         return loss
-    name = loss if isinstance(loss, str) else getattr(loss, "__name__", "")
+    name = getattr(tf.keras.losses.get(loss), "__name__", "")  # "mse" is an alias.
     words = "".join(word.capitalize() for word in name.split("_"))
     found = getattr(tf.keras.losses, words, None)
     if not inspect.isclass(found):
