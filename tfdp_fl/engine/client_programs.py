@@ -125,10 +125,7 @@ class CohortPrograms:
                 (first, state, total._replace(contribution=(), moments=())),
                 parallel_iterations=1,
             )
-            window, measured = tf.nest.map_structure(
-                lambda rows: rows[k], (table.windows, table.measured)
-            )
-            one, rows = self._result(own, seed, state, num_examples, window, measured)
+            one, rows = self._result(own, seed, state, num_examples, table.windows[k])
             contributions = total.contribution
             if self.output == cohort.SUM:
                 contributions = lookups.accumulate(
@@ -268,9 +265,7 @@ class CohortPrograms:
             (tf.constant(0), clients),
             parallel_iterations=1,
         )
-        totals, rows = _for_all(
-            finish, (seeds, clients, num_examples, table.windows, table.measured)
-        )
+        totals, rows = _for_all(finish, (seeds, clients, num_examples, table.windows))
         total = tf.nest.map_structure(lambda part: tf.reduce_sum(part, axis=0), totals)
         return total, rows
 
@@ -292,8 +287,7 @@ class CohortPrograms:
         seed: tf.Tensor,
         state: trainer_lib.ClientState,
         num_examples: tf.Tensor,
-        window: Any,
-        measured: Any,
+        window: tf.Tensor,
     ) -> tuple[cohort.CohortSum, cohort.PerClient]:
         """Returns what a client that has trained uploads: here it is clipped.
 
@@ -303,7 +297,6 @@ class CohortPrograms:
           state: After its last step.
           num_examples: Int32 scalar.
           window: Float32 [W, L], see `layout.ClientTable`.
-          measured: Float32 scalar, or (), likewise.
 
         Returns:
           Its contribution and `Moments`; and what is kept of it.
@@ -313,7 +306,7 @@ class CohortPrograms:
         update = self.trainer.update(
             state, None if released else received.weights, seed
         )
-        weight = query.client_weight(measured)
+        weight = query.client_weight(num_examples)
         total, rows = cohort.CohortSum.of_nobody([]), cohort.PerClient()
         if query.keeps_window:
             rows = rows._replace(window_norms=query.mechanism.window_norms(update))

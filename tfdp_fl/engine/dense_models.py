@@ -17,7 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
-from tfdp_fl.engine import labels, trainer
+from tfdp_fl.datasets import nests
+from tfdp_fl.engine import trainer
 from tfdp_fl.mechanisms import cohort_query
 
 _activations, _layers = tf.keras.activations, tf.keras.layers
@@ -186,6 +187,7 @@ def supports(
     which `label_spec` tells of, are one number for each.
     """
     metrics = tf.nest.flatten((training.metrics, training.weighted_metrics))
+    weights = tf.nest.flatten(nests.weights_of(label_spec) or ())
     return (
         type(model) is tf.keras.Sequential
         and any(isinstance(layer, _layers.Dense) for layer in model.layers)
@@ -194,7 +196,7 @@ def supports(
         and not model.losses
         and is_mean_over_rows(training.loss)
         and all(map(_is_sum_over_rows, metrics))
-        and labels.are_numbers_of_rows(label_spec)
+        and [leaf.shape.as_list() for leaf in weights] in ([], [[]], [[1]])
         and query.only_scales
         and not query.mechanism.releases_weights
         and trainer.is_plain_sgd(training.optimizer)

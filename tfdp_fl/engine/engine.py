@@ -133,8 +133,6 @@ class CohortEngine:
             trainer = tff_models.make_trainer(
                 model, training, element_spec, aggregate_non_trainable
             )
-        weighting = deployment.client_weighting
-        labels.check_client_weighting(element_spec[1], weighting)
         self.query = mechanism.bind(
             dataclasses.replace(
                 deployment,
@@ -178,7 +176,6 @@ class CohortEngine:
             kernels=kernels,
             collected_bytes=None if summed else 4 * self.update_spec.size,
             xla=jit_compile,
-            weighting=weighting,
             at_once=devices.clients_at_once(
                 self.device, model, self.update_spec.size, batch_size
             ),
@@ -197,8 +194,6 @@ class CohortEngine:
 
     def _trace_one_by_one(self) -> None:
         nobody = layout.client_table(np.zeros(0, int), np.zeros(0, int), 1, 1)
-        if self.layout.weighting is not None:
-            nobody = nobody._replace(measured=np.zeros(0, np.float32))
         seed = np.zeros(2, np.uint64)
         received = self._sent(self.server.variables, self.state, 0.0, seed)
         program = self.programs.program(received, self.layout.one_by_one(nobody))
