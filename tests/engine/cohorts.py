@@ -55,16 +55,18 @@ def make_engine(
     *,
     optimizer: Any = None,
     loss: Any = None,
+    jit_compile: bool | None = False,
     training: dict[str, Any] | None = None,
     client_weighting: ClientWeighting | None = None,
     at_once: int | None = None,
     **options: Any,
 ) -> engine.CohortEngine:
     """Returns an engine, for cohorts of a fixed size; `at_once`: as on a GPU."""
-    usual = {"mechanism": NoPrivacy(), "num_replicas": 1, "jit_compile": False}
-    made = engine.LocalTraining(
+    usual = {"mechanism": NoPrivacy(), "num_replicas": 1}
+    made = engine.Training(
         optimizer=optimizer or tf.keras.optimizers.SGD(0.1),
         loss=cross_entropy() if loss is None else loss,
+        jit_compile=jit_compile,
         **(training or {}),
     )
     deployment = Deployment(

@@ -43,7 +43,7 @@ def _model(layers=(), activation="tanh"):
 
 def _is_supported(loss="mse", metrics=None, **options):
     sgd = tf.keras.optimizers.SGD(0.1)
-    training = trainer.LocalTraining(optimizer=sgd, loss=loss, metrics=metrics)
+    training = trainer.Training(optimizer=sgd, loss=loss, metrics=metrics)
     query = tfdp_fl.NoPrivacy().bind(Deployment(clients_per_round=3))
     return dense_models.supports(_model(**options), training, query)
 

@@ -275,9 +275,10 @@ def test_broadcast_hook_changes_what_clients_receive_only():
     def hook(weights, seed):
         return [v + 0.1 * tf.random.stateless_normal(v.shape, seed) for v in weights]
 
-    def moved(seed, **options):
-        engine = _engine("none", **options)
-        return _round(cohorts.dataset(), engine=engine, seed=np.array([1, seed]))[0]
+    def moved(seed, **training):
+        model, dataset = cohorts.mlp(), cohorts.dataset()
+        engine = model, cohorts.make_engine(model, dataset, training=training)
+        return _round(dataset, engine=engine, seed=np.array([1, seed]))[0]
 
     one, plain = moved(1, broadcast_hook=hook), moved(1)
     assert not np.allclose(one, moved(2, broadcast_hook=hook), 1e-4)

@@ -175,7 +175,7 @@ _MOST_IDLE = 1.25
 
 def supports(
     model: tf.keras.Model,
-    training: trainer.LocalTraining,
+    training: trainer.Training,
     query: cohort_query.CohortQuery,
     label_spec: Any = None,
 ) -> bool:

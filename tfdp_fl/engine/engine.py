@@ -59,8 +59,6 @@ CLIENT_ERRORS = (
     tf.errors.UnknownError,
 )
 
-BroadcastHook = Callable[[list[tf.Tensor], tf.Tensor], list[tf.Tensor]]
-
 
 class CohortEngine:
     """Trains cohorts of clients, and updates the model.
@@ -81,23 +79,23 @@ class CohortEngine:
       num_replicas: How many clients train at once.
       has_trained: Whether anybody's training has ever succeeded.
       keeps_non_trainable: Whether there is state that is not taken from clients.
+      made_for: What it was made for: for what is equal to it, it serves again.
     """
+
+    made_for: Any = None
 
     def __init__(
         self,
         *,
         model: tf.keras.Model,
-        training: trainer_lib.LocalTraining,
+        training: trainer_lib.Training,
         mechanism: mechanism_lib.Mechanism,
         deployment: contribution.Deployment,
         element_spec: tuple[Any, Any],
-        server_optimizer: tf.keras.optimizers.Optimizer | None = None,
-        broadcast_hook: BroadcastHook | None = None,
         aggregate_non_trainable: bool = True,
         moments: bool = False,
         collect_records: bool = False,
         num_replicas: int | None = None,
-        jit_compile: bool | None = None,
         batch_size: int = 1,
     ):
         """Traces, and so checks, how clients train one by one.
@@ -106,20 +104,15 @@ class CohortEngine:
 
         Args:
           model: The user's built model; it is the server's.
-          training: How clients train.
+          training: How clients train, and how it moves.
           mechanism: What is released about a cohort.
           deployment: Where; the number of variables is filled in.
           element_spec: `(features, labels)` specs of one example.
-          server_optimizer: A Keras optimizer, or None for w <- w + mean.
-          broadcast_hook: Called on the weights (a list of tensors) and the
-            round's seed before they go to the clients; or None.
           aggregate_non_trainable: Whether non-trainable state leaves clients.
           moments: Whether to compute Geyer's V_c and U_s.
           collect_records: Whether each client's contribution is wanted itself.
           num_replicas: Clients trained at once; None: one for each core.
-          jit_compile: Whether XLA compiles local training; None decides by
-            `devices.prefers_xla`.
-          batch_size: The usual batch size, for that decision.
+          batch_size: The usual batch size, by which XLA is chosen.
 
         Raises:
           ValueError: Something could pass from one client to the next; or the
@@ -145,13 +138,13 @@ class CohortEngine:
         self.server = release.ServerUpdate(
             trainer.aggregated[:trainable],
             trainer.aggregated[trainable:],
-            server_optimizer,
+            training.server_optimizer,
         )
         self._unaggregated = keras_versions.tf_variables(trainer.unaggregated)
         self.keeps_non_trainable = bool(self._unaggregated)
         self._hook = None
-        if broadcast_hook is not None:
-            self._hook = tf.function(_seeded(broadcast_hook), autograph=False)
+        if training.broadcast_hook is not None:
+            self._hook = tf.function(_seeded(training.broadcast_hook), autograph=False)
         self.update_spec = cohort.UpdateSpec.of(self.server.variables)
         self.output = cohort.SUM
         if self.query.two_phase:
@@ -159,7 +152,7 @@ class CohortEngine:
         elif collect_records:
             self.output = cohort.EACH_CONTRIBUTION
         summed = self.output == cohort.SUM
-        kernels = None
+        kernels, jit_compile = None, training.jit_compile
         if (
             keras_versions.IS_KERAS_3
             and jit_compile is None
@@ -457,7 +450,7 @@ class CohortEngine:
         return logs
 
 
-def _seeded(hook: BroadcastHook) -> Callable[..., list[tf.Tensor]]:
+def _seeded(hook: trainer_lib.BroadcastHook) -> Callable[..., list[tf.Tensor]]:
     """Returns a hook that draws what follows from a round's seed."""
 
     def changed(weights: list[tf.Tensor], seed: tf.Tensor) -> list[tf.Tensor]:

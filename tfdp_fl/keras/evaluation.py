@@ -163,7 +163,7 @@ def _warn_of(failed: list[ClientFailure], clients: FederatedDataset, what: str) 
 
 def evaluate(
     model: tf.keras.Model,
-    training: engine.LocalTraining,
+    training: engine.Training,
     clients: FederatedDataset,
     batch_size: int,
     verbose: int,
@@ -209,7 +209,7 @@ def evaluate(
 
 def _evaluation(
     model: tf.keras.Model,
-    training: engine.LocalTraining,
+    training: engine.Training,
     element_spec: tuple[Any, Any],
 ) -> Callable[[Iterator[tuple[Any, Any]]], dict[str, tf.Tensor]]:
     """Returns what computes a client's loss and metrics, by name, of its batches.
@@ -375,7 +375,7 @@ def release(
         _ask(fed, charge)
         values = evaluate(
             fed.model,
-            fed.require_compiled("evaluate_clients").training,
+            fed.require_compiled("evaluate_clients"),
             clients,
             batch_size,
             verbose,
