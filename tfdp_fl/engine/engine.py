@@ -72,7 +72,7 @@ class CohortEngine:
       server: The `ServerUpdate` that holds the model's weights.
       query: The mechanism's query.
       state: The query's state, before the coming round.
-      output: What is wanted of a cohort: see `cohort.SUM`.
+      collects_records: Whether each client's contribution is wanted itself.
       update_spec: The shapes of a client's update.
       layout: How cohorts are read and laid out.
       programs: The compiled programs that train clients.
@@ -118,7 +118,7 @@ class CohortEngine:
           ValueError: Something could pass from one client to the next; or the
             model, the training and the mechanism do not go together.
         """
-        self._collect_records = collect_records
+        self.collects_records = collect_records
         self.has_trained = False
         self.device = devices.home_of(model)
         self.num_replicas = num_replicas or devices.default_num_replicas(self.device)
@@ -146,18 +146,12 @@ class CohortEngine:
         if training.broadcast_hook is not None:
             self._hook = tf.function(_seeded(training.broadcast_hook), autograph=False)
         self.update_spec = cohort.UpdateSpec.of(self.server.variables)
-        self.output = cohort.SUM
-        if self.query.two_phase:
-            self.output = cohort.EACH_UPDATE
-        elif collect_records:
-            self.output = cohort.EACH_CONTRIBUTION
-        summed = self.output == cohort.SUM
+        keeps_updates = collect_records or self.query.two_phase
         kernels, jit_compile = None, training.jit_compile
         if (
             keras_versions.IS_KERAS_3
             and jit_compile is None
-            and summed
-            and not moments
+            and not (keeps_updates or moments)
             and dense_models.supports(model, training, self.query, element_spec[1])
         ):
             kernels = dense_models.kernels_of(model)
@@ -167,7 +161,7 @@ class CohortEngine:
             element_spec=element_spec,
             label_ranges=trainer.label_ranges,
             kernels=kernels,
-            collected_bytes=None if summed else 4 * self.update_spec.size,
+            collected_bytes=4 * self.update_spec.size if keeps_updates else None,
             xla=jit_compile,
             at_once=devices.clients_at_once(
                 self.device, model, self.update_spec.size, batch_size
@@ -175,9 +169,11 @@ class CohortEngine:
         )
         self._fallback = ""
         self.programs = client_programs.CohortPrograms(
-            trainer, self.query, self.output, moments
+            trainer, self.query, keeps_updates, moments
         )
-        self._joint_clip = release.JointClip(self.query, self.update_spec)
+        self._later_clip = None
+        if keeps_updates:
+            self._later_clip = release.LaterClip(self.query, self.update_spec)
         self._release = release.Release(self.query, self.server, trainer.metric_results)
         if self.layout.at_once is not None or kernels is None:
             # (What trains side by side was compared with lists in `supports`.)
@@ -286,7 +282,7 @@ class CohortEngine:
     ) -> cohort.Received:
         """Returns what the server sends to the clients of a round."""
         params: Any = ()
-        if not self.query.two_phase:
+        if self._later_clip is None:
             params = self.query.derive_sample_params(state)
         return cohort.Received(
             weights=weights,
@@ -403,10 +399,10 @@ class CohortEngine:
         ):
             raise _without_examples(pending.training_error) from None
         pending.sums = [total for total in pending.sums if total is not None]
-        if not self.query.two_phase:
+        if self._later_clip is None:
             return
-        clipped = self._joint_clip(pending)
-        if self._collect_records:
+        clipped = self._later_clip(pending)
+        if self.collects_records:
             pending.collected = list(clipped)
             return
         update = tf.zeros([self.update_spec.size])

@@ -87,6 +87,11 @@ class CohortQuery:
         weighting = self.deployment.client_weighting
         return None if weighting is None else weighting.weight(num_examples)
 
+    def client(self, num_examples: tf.Tensor, window: tf.Tensor) -> Client:
+        """Returns what a client knows of itself; its window only where it has one."""
+        weight = self.client_weight(num_examples)
+        return Client(num_examples, window if self.keeps_window else None, weight)
+
     def initial_global_state(self) -> Round:
         """Returns the state before the first round."""
         return Round(
