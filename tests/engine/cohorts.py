@@ -87,6 +87,7 @@ def inputs(dataset: FederatedDataset, **changes: Any) -> engine.RoundInputs:
     """Returns a round of all clients."""
     values = {
         "round_index": 0,
+        "state": (),
         "positions": np.arange(dataset.num_clients),
         "clients_per_round": float(dataset.num_clients),
         "noise_multiplier": 0.0,
@@ -100,6 +101,7 @@ def inputs(dataset: FederatedDataset, **changes: Any) -> engine.RoundInputs:
 
 
 def collect(cohort_engine, dataset: FederatedDataset, **changes: Any):
+    changes = {"state": cohort_engine.query.initial_global_state(), **changes}
     return cohort_engine.collect(dataset, inputs(dataset, **changes))
 
 
@@ -110,7 +112,7 @@ def update_of(pending) -> list[np.ndarray]:
 
 
 def run_round(cohort_engine, dataset, **changes: Any) -> dict[str, float]:
-    return cohort_engine.release(collect(cohort_engine, dataset, **changes))
+    return cohort_engine.release(collect(cohort_engine, dataset, **changes))[1]
 
 
 def moved_by(model, cohort_engine, dataset, **changes: Any) -> list[np.ndarray]:

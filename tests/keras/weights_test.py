@@ -184,7 +184,7 @@ def test_medians_bits_and_means_without_privacy():
     clips = []
     for weighting in (None, _NUM_EXAMPLES(cap=1000)):
         train, _ = _mean_of(_clients(), weighting, mechanism)
-        clips.append(float(train.fed.engine.state.clip_norm))
+        clips.append(float(train.fed.run.mechanism_state.clip_norm))
     assert clips[0] == clips[1] > _S
     # Without privacy it is McMahan's weighted mean.
     train, _ = _mean_of(_clients(), _NUM_EXAMPLES(cap=100), tfdp_fl.NoPrivacy())

@@ -141,6 +141,7 @@ class RoundInputs:
 
     Attributes:
       round_index: The round, counted from 0.
+      state: The query's state, before the round.
       positions: Int64 [K], the cohort, as client positions in the dataset.
       clients_per_round: The expected cohort size m.
       noise_multiplier: This round's z.
@@ -154,6 +155,7 @@ class RoundInputs:
     """
 
     round_index: int
+    state: contribution.Round
     positions: np.ndarray
     clients_per_round: float
     noise_multiplier: float

@@ -71,7 +71,6 @@ class CohortEngine:
       device: Where everything is computed: where the model's weights are.
       server: The `ServerUpdate` that holds the model's weights.
       query: The mechanism's query.
-      state: The query's state, before the coming round.
       collects_records: Whether each client's contribution is wanted itself.
       update_spec: The shapes of a client's update.
       layout: How cohorts are read and laid out.
@@ -133,7 +132,6 @@ class CohortEngine:
                 shapes=tuple(tuple(v.shape) for v in trainer.aggregated),
             )
         )
-        self.state = self.query.initial_global_state()
         trainable = len(model.trainable_weights)
         self.server = release.ServerUpdate(
             trainer.aggregated[:trainable],
@@ -184,7 +182,8 @@ class CohortEngine:
     def _trace_one_by_one(self) -> None:
         nobody = layout.client_table(np.zeros(0, int), np.zeros(0, int), 1, 1)
         seed = np.zeros(2, np.uint64)
-        received = self._sent(self.server.variables, self.state, 0.0, seed)
+        state = self.query.initial_global_state()
+        received = self._sent(self.server.variables, state, 0.0, seed)
         program = self.programs.program(received, self.layout.one_by_one(nobody))
         if self.layout.at_once is not None:
             refused = allowed_operations.not_batched(program.definition)
@@ -242,7 +241,7 @@ class CohortEngine:
           train_chunk: What runs the programs elsewhere; None: as `train_chunk` does.
 
         Returns:
-          A `PendingRound`; the model and the state have not changed.
+          A `PendingRound`; the model has not changed.
         """
         with tf.device(self.device):
             pending = self.empty_round(inputs)
@@ -254,7 +253,7 @@ class CohortEngine:
     def empty_round(self, inputs: cohort.RoundInputs) -> cohort.PendingRound:
         """Returns a round of which nothing is collected yet."""
         state = self.query.begin_round(
-            self.state,
+            inputs.state,
             tf.constant(inputs.noise_multiplier, tf.float32),
             tf.constant(inputs.clients_per_round, tf.float32),
         )
@@ -432,18 +431,20 @@ class CohortEngine:
 
     # Half two.
 
-    def release(self, pending: cohort.PendingRound) -> dict[str, float]:
-        """Adds the noise, divides, and updates the model and the state.
+    def release(
+        self, pending: cohort.PendingRound
+    ) -> tuple[contribution.Round, dict[str, float]]:
+        """Adds the noise, divides, and updates the model.
 
         Args:
           pending: What `collect` returned, charged by now.
 
         Returns:
-          The round's values for `History`, by name.
+          The query's state before the next round; and the round's values for
+          `History`, by name.
         """
         with tf.device(self.device):
-            self.state, logs = self._release(pending)
-        return logs
+            return self._release(pending)
 
 
 def _seeded(hook: trainer_lib.BroadcastHook) -> Callable[..., list[tf.Tensor]]:

@@ -519,7 +519,6 @@ class DPFederatedModel:
             if audit is not None:
                 audit.begin(engine)
                 run.audit = audit
-            engine.state = run.mechanism_state
             run.begin_fit(validation)
             if self._showed_metrics:
                 run.caveats.add("client_metrics_shown")
