@@ -74,9 +74,8 @@ def test_rounds_do_not_repeat_and_seeds_do():
 
 def test_neither_clients_nor_workers_are_sent_what_the_servers_noise_follows_from():
     _, engine = _engine()
-    state = engine.query.initial_global_state()
-    memory = state._replace(memory=[tf.ones([3])])  # Of correlated noise.
-    inputs = cohorts.inputs(cohorts.dataset(), state=memory)
+    state = engine.query.initial_global_state()._replace(memory=[tf.ones([3])])
+    inputs = cohorts.inputs(cohorts.dataset(), state=state)
     pending = engine.empty_round(inputs)
     assert pending.state.memory
     assert pending.received.params.memory == ()
@@ -278,8 +277,8 @@ def test_broadcast_hook_changes_what_clients_receive_only():
 
     def moved(seed, **training):
         model, dataset = cohorts.mlp(), cohorts.dataset()
-        engine = model, cohorts.make_engine(model, dataset, training=training)
-        return _round(dataset, engine=engine, seed=np.array([1, seed]))[0]
+        made = cohorts.make_engine(model, dataset, training=training)
+        return _round(dataset, engine=(model, made), seed=np.array([1, seed]))[0]
 
     one, plain = moved(1, broadcast_hook=hook), moved(1)
     assert not np.allclose(one, moved(2, broadcast_hook=hook), 1e-4)

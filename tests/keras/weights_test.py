@@ -11,7 +11,6 @@ import tfdp_fl
 from tests.engine import cohorts
 from tests.keras import hostile, toy
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
 _S = 0.05
 _SIZES = (8, 0, 3, 5)
@@ -120,12 +119,6 @@ def test_every_way_to_give_them_validation_clients_and_several_outputs():
     train = _Trainer(model=model, compiled={"loss": losses})
     train({0: (x, (y, y), weights)})
     _assert_close(train.fed, own)
-
-
-def test_what_does_not_go_with_weights_of_clients():
-    weighted = {"client_weighting": _NUM_EXAMPLES(cap=6)}
-    with pytest.raises(ValueError, match="client_weighting must be None with secure"):
-        toy.federated(secure_aggregation=AdditiveSecretSharing(), **weighted)
 
 
 def _clients(sizes=_SIZES):

@@ -3,8 +3,8 @@
 Where clients train side by side, their examples stand in one batch. That is
 one client's own training only if every loss, metric, activation and layer is a
 function of single rows, or a sum of such functions. What is known to be one is
-listed here; whatever is not listed trains client by client. Known not to be:
-a loss with `ignore_class`, which rescales by the rows that count, and the hinge
+listed here, but for Keras's metrics; all else trains client by client. Known not to
+be: a loss with `ignore_class`, which rescales by the rows that count, and the hinge
 losses, which look at all labels of a batch to tell 0 from -1.
 """
 
@@ -51,27 +51,6 @@ LOSSES = _named(
 # What those compute; not every Keras has a name for each.
 LOSS_FUNCTIONS = tuple(loss().fn for loss in LOSSES)
 
-_METRIC_FUNCTIONS = _named(
-    _metrics,
-    """
-    binary_accuracy categorical_accuracy sparse_categorical_accuracy
-    sparse_top_k_categorical_accuracy top_k_categorical_accuracy
-    """,
-)
-
-METRICS = _named(
-    _metrics,
-    """
-    AUC Accuracy BinaryAccuracy BinaryCrossentropy CategoricalAccuracy
-    CategoricalCrossentropy CategoricalHinge CosineSimilarity FalseNegatives
-    FalsePositives KLDivergence LogCoshError MeanAbsoluteError
-    MeanAbsolutePercentageError MeanSquaredError MeanSquaredLogarithmicError Poisson
-    Precision Recall RootMeanSquaredError SparseCategoricalAccuracy
-    SparseCategoricalCrossentropy SparseTopKCategoricalAccuracy TopKCategoricalAccuracy
-    TrueNegatives TruePositives
-    """,
-)
-
 _METRIC_NAMES = ("accuracy", "acc", "crossentropy", "ce")
 
 # Without weights of their own.
@@ -97,13 +76,21 @@ def is_mean_over_rows(loss: Any) -> bool:
 
 
 def _is_sum_over_rows(metric: Any) -> bool:
-    """Returns True for a metric that adds up a function of single rows."""
+    """Returns True for a metric that adds up a function of single rows.
+
+    Keras's own all do, but the hinge ones. (A client's update is none of a metric's.)
+    """
     if metric is None or metric in _METRIC_NAMES:
         return True
     metric = _by_name(_metrics, metric)
-    if isinstance(metric, _metrics.Metric):
-        return type(metric) in METRICS and _has_usual_options(metric)
-    return _is_among(metric, (*LOSS_FUNCTIONS, *_METRIC_FUNCTIONS))
+    is_object = isinstance(metric, _metrics.Metric)
+    kind = type(metric) if is_object else metric
+    return (
+        keras_versions.is_of_keras(kind)
+        and keras_versions.is_of_keras(getattr(metric, "_fn", kind))
+        and kind.__name__ not in ("Hinge", "SquaredHinge", "hinge", "squared_hinge")
+        and (not is_object or _has_usual_options(metric))
+    )
 
 
 def _by_name(module: Any, value: Any) -> Any:

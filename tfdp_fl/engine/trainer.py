@@ -169,6 +169,9 @@ class Trainer:
         with keras_versions.stateless(own), keras_versions.losses_of(model, self._loss):
             model._compute_loss(x, y, predicted, weight, training=True)
         self._metrics.build(y, predicted)
+        if self._metrics.metrics:  # Some make their variables by their first update.
+            self._metrics.update_state(y, predicted)
+            self._metrics.reset_state()
         self.metric_specs = specs_of(self._metrics.variables)
         check_metrics(self.metric_results(self.no_metrics()))
         # Another optimizer may move a row whose gradient is zero, and a hook all rows.
