@@ -185,14 +185,19 @@ class Trainer:
 
     def _until_gradients(self, x: Any, y: Any, weights: list[tf.Tensor]) -> None:
         """Computes what a step does before the gradients."""
-        received = cohort.Received(
-            weights=weights + self.aggregated[len(weights) :],
-            unaggregated=self.unaggregated,
+        received = self.received()
+        received.weights[: len(weights)] = weights
+        self.evaluate(received, x, y, self.no_metrics(), training=True)
+
+    def received(self) -> cohort.Received:
+        """Returns what a client of no round receives: the model as it is."""
+        return cohort.Received(
+            weights=keras_versions.tf_variables(self.aggregated),
+            unaggregated=keras_versions.tf_variables(self.unaggregated),
             params=(),
             learning_rate=tf.zeros([]),
             seed=tf.zeros([2], tf.uint64),
         )
-        self.evaluate(received, x, y, self.no_metrics(), training=True)
 
     def no_metrics(self) -> list[tf.Tensor]:
         """Returns the metrics' state before any example."""
