@@ -9,7 +9,7 @@ The way of a client's update, from the dataset to the released model:
             Trainer                 start, step by step, update
             query                   preprocess_record (clip), accumulate (add)
         PendingRound.add        adds up what the programs return
-      complete                  a clip that depends on the whole cohort
+      complete                  LaterClip, where each client's update is kept
     release                     Release: get_noised_result (noise, mean),
                                   ServerUpdate.apply (the model moves)
 """
