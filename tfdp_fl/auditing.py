@@ -17,7 +17,6 @@ from scipy import stats
 from tfdp_fl import _validate, engine
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import gaussian_epsilon
-from tfdp_fl.engine import cohort
 
 __all__ = ["CanaryAudit", "Estimate", "Scores"]
 
@@ -100,7 +99,7 @@ class CanaryAudit:
         if (
             query.mechanism.guarantee != "central"
             or not query.only_scales
-            or cohort_engine.output == cohort.EACH_CONTRIBUTION
+            or cohort_engine.collects_records
         ):
             raise ValueError(
                 "audit must be None unless a trusted server adds the noise to "

@@ -55,16 +55,18 @@ def make_engine(
     *,
     optimizer: Any = None,
     loss: Any = None,
+    jit_compile: bool | None = False,
     training: dict[str, Any] | None = None,
     client_weighting: ClientWeighting | None = None,
     at_once: int | None = None,
     **options: Any,
 ) -> engine.CohortEngine:
     """Returns an engine, for cohorts of a fixed size; `at_once`: as on a GPU."""
-    usual = {"mechanism": NoPrivacy(), "num_replicas": 1, "jit_compile": False}
-    made = engine.LocalTraining(
+    usual = {"mechanism": NoPrivacy(), "num_replicas": 1}
+    made = engine.Training(
         optimizer=optimizer or tf.keras.optimizers.SGD(0.1),
         loss=cross_entropy() if loss is None else loss,
+        jit_compile=jit_compile,
         **(training or {}),
     )
     deployment = Deployment(
@@ -85,6 +87,7 @@ def inputs(dataset: FederatedDataset, **changes: Any) -> engine.RoundInputs:
     """Returns a round of all clients."""
     values = {
         "round_index": 0,
+        "state": (),
         "positions": np.arange(dataset.num_clients),
         "clients_per_round": float(dataset.num_clients),
         "noise_multiplier": 0.0,
@@ -98,6 +101,7 @@ def inputs(dataset: FederatedDataset, **changes: Any) -> engine.RoundInputs:
 
 
 def collect(cohort_engine, dataset: FederatedDataset, **changes: Any):
+    changes = {"state": cohort_engine.query.initial_global_state(), **changes}
     return cohort_engine.collect(dataset, inputs(dataset, **changes))
 
 
@@ -108,7 +112,7 @@ def update_of(pending) -> list[np.ndarray]:
 
 
 def run_round(cohort_engine, dataset, **changes: Any) -> dict[str, float]:
-    return cohort_engine.release(collect(cohort_engine, dataset, **changes))
+    return cohort_engine.release(collect(cohort_engine, dataset, **changes))[1]
 
 
 def moved_by(model, cohort_engine, dataset, **changes: Any) -> list[np.ndarray]:

@@ -47,10 +47,11 @@ def _round(dataset, *, count=1, engine=None, **inputs):
     model, made = engine or _engine()
     start = cohorts.mlp(model.layers[0].units).get_weights()
     model.set_weights(start)
-    made.state = made.query.initial_global_state()
+    state = made.query.initial_global_state()
     for round_index in range(count):
-        options = {"seed": np.array([5, round_index]), **inputs}
-        logs = cohorts.run_round(made, dataset, round_index=round_index, **options)
+        options = {"seed": np.array([5, round_index]), "state": state, **inputs}
+        pending = cohorts.collect(made, dataset, round_index=round_index, **options)
+        state, logs = made.release(pending)
     return rounds.flat(model.get_weights()) - rounds.flat(start), logs
 
 
@@ -73,10 +74,9 @@ def test_rounds_do_not_repeat_and_seeds_do():
 
 def test_neither_clients_nor_workers_are_sent_what_the_servers_noise_follows_from():
     _, engine = _engine()
-    memory = engine.state._replace(memory=[tf.ones([3])])  # Of correlated noise.
-    inputs = cohorts.inputs(cohorts.dataset())
-    with mock.patch.object(engine, "state", memory):
-        pending = engine.empty_round(inputs)
+    state = engine.query.initial_global_state()._replace(memory=[tf.ones([3])])
+    inputs = cohorts.inputs(cohorts.dataset(), state=state)
+    pending = engine.empty_round(inputs)
     assert pending.state.memory
     assert pending.received.params.memory == ()
     assert not np.isin(inputs.seed, pending.received.seed).any()
@@ -275,9 +275,10 @@ def test_broadcast_hook_changes_what_clients_receive_only():
     def hook(weights, seed):
         return [v + 0.1 * tf.random.stateless_normal(v.shape, seed) for v in weights]
 
-    def moved(seed, **options):
-        engine = _engine("none", **options)
-        return _round(cohorts.dataset(), engine=engine, seed=np.array([1, seed]))[0]
+    def moved(seed, **training):
+        model, dataset = cohorts.mlp(), cohorts.dataset()
+        made = cohorts.make_engine(model, dataset, training=training)
+        return _round(dataset, engine=(model, made), seed=np.array([1, seed]))[0]
 
     one, plain = moved(1, broadcast_hook=hook), moved(1)
     assert not np.allclose(one, moved(2, broadcast_hook=hook), 1e-4)

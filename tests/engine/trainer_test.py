@@ -285,7 +285,7 @@ def test_labels_that_cannot_belong_to_the_output_are_refused(
     labels = [np.zeros(shape, np.float32) for shape in shapes]
     labels = labels[0] if len(labels) == 1 else tuple(labels)
     spec = cohorts.from_arrays({0: (np.zeros([5, 4], "f4"), labels)}).element_spec
-    training = trainer.LocalTraining(optimizer=_optimizers.SGD(), loss=loss)
+    training = trainer.Training(optimizer=_optimizers.SGD(), loss=loss)
     own = _OwnStep([tf.keras.Input([4]), _Dense(3)])
     models = {_net([4], _Dense(units)): problem, own: "train_step"}
     for model, message in models.items():

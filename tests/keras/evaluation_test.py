@@ -132,13 +132,14 @@ def test_a_client_that_cannot_be_read_or_evaluated_on_or_has_nothing():
 
 
 class _Vector(tf.keras.metrics.Metric):
-    """Has several numbers."""
+    """Has several numbers, and makes their variable late, as F1Score does."""
 
     def update_state(self, y, predicted, sample_weight=None):
-        pass
+        if not self.variables:
+            self.numbers = self.add_weight((3,), "zeros")
 
     def result(self):
-        return tf.zeros([3])
+        return self.numbers
 
 
 def test_a_metric_of_several_numbers_and_other_validation_are_refused():

@@ -216,9 +216,9 @@ def test_what_clients_sent_in_abandoned_rounds_is_charged(tmp_path, mechanism, c
         assert known.epsilon(delta) == pytest.approx(fed.epsilon(delta))
 
 
-def _secure(mechanism, size=7):
-    protocol = AdditiveSecretSharing()
-    return toy.federated(mechanism, None, size, secure_aggregation=protocol)
+def _secure(mechanism, size=7, **options):
+    options["secure_aggregation"] = AdditiveSecretSharing()
+    return toy.federated(mechanism, None, size, **options)
 
 
 def test_secure_aggregation_adds_up_the_same():
@@ -278,6 +278,9 @@ def test_what_is_refused_changes_nothing():
     coarse = AdditiveSecretSharing(max_share_value=0.5)
     with pytest.raises(ValueError, match=r"max_share_value of at least.*0\.5"):
         toy.federated(secure_aggregation=coarse)
+    weighting = tfdp_fl.ClientWeighting.num_examples(cap=6)
+    with pytest.raises(ValueError, match="client_weighting must be None with secure"):
+        _secure(tfdp_fl.NoPrivacy(), client_weighting=weighting)
     with pytest.raises(ValueError, match="on_client_failure must be 'abort'"):
         toy.federated(_AT_CLIENTS, on_client_failure="exclude")
     fed = toy.federated(clients_per_round=[20, 20])

@@ -86,7 +86,7 @@ _NUM_EXAMPLES = tfdp_fl.ClientWeighting.num_examples
 @pytest.mark.parametrize("value", [1e9, -5.0, math.nan, math.inf, -math.inf, 3e38])
 def test_whatever_a_client_makes_up(value):
     for cap in (1e-38, 0.3, 100.0, 3e38):
-        weighting = tfdp_fl.ClientWeighting.sample_weight(cap=cap)
+        weighting = _NUM_EXAMPLES(cap=cap)
         counted = float(weighting.weight(tf.constant([value]))[0])
         assert 0.0 <= counted <= 1.0
         if not (value > 0 and math.isfinite(value)):

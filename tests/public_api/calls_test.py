@@ -82,7 +82,7 @@ def _mechanisms() -> Calls:
     yield _usual(m.CorrelatedNoise, **_FIXED, **correlated)
     query = tfp.GaussianSumQuery(1.0, 1.0)
     yield _usual(m.QueryMechanism, query=query, dp_event=_GAUSSIAN)
-    yield _usual(m.ClientWeighting, measure="num_examples", cap=5.0)
+    yield _usual(m.ClientWeighting, cap=5.0)
     yield _usual(m.BLT, num_buffers=2)
     yield _usual(m.BandedToeplitz, bands=3)
 

@@ -2,13 +2,13 @@
 
 from tfdp_fl.engine.cohort import Executor, PendingRound, RoundInputs
 from tfdp_fl.engine.engine import CLIENT_ERRORS, CohortEngine
-from tfdp_fl.engine.trainer import LocalTraining
+from tfdp_fl.engine.trainer import Training
 
 __all__ = [
     "CLIENT_ERRORS",
     "CohortEngine",
     "Executor",
-    "LocalTraining",
     "PendingRound",
     "RoundInputs",
+    "Training",
 ]

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfdp_fl.engine import cohort, layout, lookups, side_by_side
 from tfdp_fl.engine import program as program_lib
 from tfdp_fl.engine import trainer as trainer_lib
-from tfdp_fl.mechanisms import cohort_query, contribution, noise
+from tfdp_fl.mechanisms import cohort_query, noise
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class CohortPrograms:
     Attributes:
       trainer: Trains a client.
       query: The mechanism's query.
-      output: What is wanted of a cohort (see `cohort.SUM`).
+      keeps_updates: Whether each client's update is kept, unclipped, and not summed.
       moments: Whether Geyer's `Moments` are wanted as well.
       traced: The programs so far. Each is traced once, for any cohort and batch
         size.
@@ -38,7 +38,7 @@ class CohortPrograms:
 
     trainer: trainer_lib.Trainer
     query: cohort_query.CohortQuery
-    output: str
+    keeps_updates: bool
     moments: bool
     traced: dict[layout.Strategy, program_lib.Program] = dataclasses.field(
         default_factory=dict
@@ -125,12 +125,9 @@ class CohortPrograms:
                 (first, state, total._replace(contribution=(), moments=())),
                 parallel_iterations=1,
             )
-            window, measured = tf.nest.map_structure(
-                lambda rows: rows[k], (table.windows, table.measured)
-            )
-            one, rows = self._result(own, seed, state, num_examples, window, measured)
+            one, rows = self._result(own, seed, state, num_examples, table.windows[k])
             contributions = total.contribution
-            if self.output == cohort.SUM:
+            if not self.keeps_updates:
                 contributions = lookups.accumulate(
                     tables, taken, self.query, contributions, one.contribution
                 )
@@ -163,9 +160,8 @@ class CohortPrograms:
         """
         query = self.query
         if (
-            self.output == cohort.SUM
-            and query.only_scales
-            and not (self.moments or query.keeps_window)
+            query.only_scales
+            and not (self.keeps_updates or self.moments or query.keeps_window)
             and not query.mechanism.releases_weights
         ):
             return self.trainer.lookups
@@ -194,16 +190,12 @@ class CohortPrograms:
 
         spec, kept = cohort.UpdateSpec.of(weights), cohort.PerClient()
         total = cohort.CohortSum.of_nobody(self.trainer.no_metrics())
-        if self.output == cohort.SUM:
+        if self.keeps_updates:
+            # Not arrays of tensors, which are in memory twice when stacked.
+            kept = kept._replace(updates=rows(spec.size), scalars=rows(2))
+        else:
             nothing = self.query.initial_sample_state(spec.variables)
             total = total._replace(contribution=nothing)
-        else:
-            # Not arrays of tensors, which are in memory twice when stacked.
-            waits = self.output == cohort.EACH_UPDATE
-            kept = kept._replace(
-                updates=rows(spec.size),
-                scalars=rows(2 if waits else self.query.num_scalars),
-            )
         if self.query.keeps_window:
             kept = kept._replace(window_norms=rows(len(weights)))
         if self.moments:
@@ -268,9 +260,7 @@ class CohortPrograms:
             (tf.constant(0), clients),
             parallel_iterations=1,
         )
-        totals, rows = _for_all(
-            finish, (seeds, clients, num_examples, table.windows, table.measured)
-        )
+        totals, rows = _for_all(finish, (seeds, clients, num_examples, table.windows))
         total = tf.nest.map_structure(lambda part: tf.reduce_sum(part, axis=0), totals)
         return total, rows
 
@@ -292,8 +282,7 @@ class CohortPrograms:
         seed: tf.Tensor,
         state: trainer_lib.ClientState,
         num_examples: tf.Tensor,
-        window: Any,
-        measured: Any,
+        window: tf.Tensor,
     ) -> tuple[cohort.CohortSum, cohort.PerClient]:
         """Returns what a client that has trained uploads: here it is clipped.
 
@@ -303,7 +292,6 @@ class CohortPrograms:
           state: After its last step.
           num_examples: Int32 scalar.
           window: Float32 [W, L], see `layout.ClientTable`.
-          measured: Float32 scalar, or (), likewise.
 
         Returns:
           Its contribution and `Moments`; and what is kept of it.
@@ -313,32 +301,20 @@ class CohortPrograms:
         update = self.trainer.update(
             state, None if released else received.weights, seed
         )
-        weight = query.client_weight(measured)
         total, rows = cohort.CohortSum.of_nobody([]), cohort.PerClient()
         if query.keeps_window:
             rows = rows._replace(window_norms=query.mechanism.window_norms(update))
         if self.moments:
             total = total._replace(moments=_moments(update))
-        if self.output == cohort.EACH_UPDATE:  # Clipped later.
-            norm = query.record_norm(update)
+        if self.keeps_updates:  # `release.LaterClip` clips them.
+            scalars = query.record_norm(update), tf.cast(num_examples, tf.float32)
             return total, rows._replace(
-                updates=cohort.flatten(update, tf.math.is_finite(norm)),
-                scalars=tf.stack([norm, 1.0 if weight is None else weight]),
+                updates=cohort.flatten(update), scalars=tf.stack(scalars)
             )
         with noise.seeded(noise.fold_in(seed, 0)):
-            one = query.preprocess_record(
-                received.params,
-                update,
-                contribution.Client(
-                    num_examples, window if query.keeps_window else None, weight
-                ),
-            )
-        if self.output == cohort.SUM:
-            return total._replace(contribution=one), rows
-        _check_one_by_one(one.update, received.weights)
-        return total, rows._replace(
-            updates=cohort.flatten(one.update), scalars=tf.stack(one.scalars())
-        )
+            client = query.client(num_examples, window)
+            one = query.preprocess_record(received.params, update, client)
+        return total._replace(contribution=one), rows
 
 
 def _gather(nest: Any, rows: tf.Tensor) -> Any:
@@ -348,17 +324,6 @@ def _gather(nest: Any, rows: tf.Tensor) -> Any:
 def _for_all(function: Any, clients: Any) -> Any:
     """Calls a function of one client's tensors for all clients at once."""
     return tf.vectorized_map(function, clients, warn=False)
-
-
-def _check_one_by_one(update: Any, weights: list[tf.Tensor]) -> None:
-    """Raises ValueError unless an update is uploaded, and nothing else."""
-    if not isinstance(update, list) or len(update) != len(weights):
-        raise ValueError(
-            "secure_aggregation needs a mechanism whose clients hand in one "
-            "tensor for each variable, got a query that makes "
-            f"{type(update).__name__} of them: use tfdp_fl.AdaptiveClipping, "
-            "whose bit goes through the secure sum as well."
-        )
 
 
 def _moments(update: list[tf.Tensor]) -> cohort.Moments:

@@ -11,11 +11,6 @@ import tensorflow as tf
 from tfdp_fl.datasets import ClientFailure, FederatedDataset
 from tfdp_fl.mechanisms import contribution
 
-# What is wanted of a cohort: the sum of the clients' contributions; every
-# client's unclipped update (for a clip that depends on all of them); or every
-# client's contribution (for secure aggregation).
-SUM, EACH_UPDATE, EACH_CONTRIBUTION = "sum", "updates", "contributions"
-
 
 class Received(NamedTuple):
     """What the server sends to every client of a round.
@@ -23,8 +18,7 @@ class Received(NamedTuple):
     Attributes:
       weights: Values of the variables that a client's update is about.
       unaggregated: Values of the other variables of the model.
-      params: The query's sample params; () where the clip is not known before all
-        updates are.
+      params: The query's sample params; () where updates are clipped later.
       learning_rate: Float32 scalar.
       seed: Of a kind of `mechanisms.noise`, new for every round; nothing of the
         server's noise follows from it.
@@ -56,7 +50,7 @@ class CohortSum(NamedTuple):
 
     Attributes:
       contribution: The sum of the clients' `Contribution`s; () where each
-        client's own is kept.
+        client's update is kept.
       loss: Float32 scalar, the sum over examples of the training loss, as far
         as it is a number.
       examples: Float32 scalar, the number of examples that this sum is over.
@@ -96,7 +90,7 @@ class PerClient(NamedTuple):
     Attributes:
       updates: Float32 [K, D], flattened and concatenated over variables.
       scalars: Float32 [K, ...], `Contribution.scalars` of each; beside an update
-        that is not clipped yet its norm, and what it counts.
+        that is not clipped yet its norm, and the client's number of examples.
       window_norms: Float32 [K, L], the layer norms before noise that a client
         remembers of this round.
     """
@@ -147,6 +141,7 @@ class RoundInputs:
 
     Attributes:
       round_index: The round, counted from 0.
+      state: The query's state, before the round.
       positions: Int64 [K], the cohort, as client positions in the dataset.
       clients_per_round: The expected cohort size m.
       noise_multiplier: This round's z.
@@ -160,6 +155,7 @@ class RoundInputs:
     """
 
     round_index: int
+    state: contribution.Round
     positions: np.ndarray
     clients_per_round: float
     noise_multiplier: float
@@ -251,14 +247,11 @@ def upload_dtype(dtype: tf.DType) -> tf.DType:
     return dtype if dtype.size >= 4 else tf.float32
 
 
-def flatten(update: list[tf.Tensor], usable: tf.Tensor | None = None) -> tf.Tensor:
-    """Returns an update as one vector, float32 [D]; zeros if not usable."""
-    flat = tf.concat(
+def flatten(update: list[tf.Tensor]) -> tf.Tensor:
+    """Returns an update as one vector, float32 [D]."""
+    return tf.concat(
         [tf.reshape(tf.cast(part, tf.float32), [-1]) for part in update], 0
     )
-    if usable is None:
-        return flat
-    return tf.math.multiply_no_nan(flat, tf.cast(usable, tf.float32))
 
 
 def add_nests(one: Any, other: Any) -> Any:

@@ -3,8 +3,8 @@
 Where clients train side by side, their examples stand in one batch. That is
 one client's own training only if every loss, metric, activation and layer is a
 function of single rows, or a sum of such functions. What is known to be one is
-listed here; whatever is not listed trains client by client. Known not to be:
-a loss with `ignore_class`, which rescales by the rows that count, and the hinge
+listed here, but for Keras's metrics; all else trains client by client. Known not to
+be: a loss with `ignore_class`, which rescales by the rows that count, and the hinge
 losses, which look at all labels of a batch to tell 0 from -1.
 """
 
@@ -17,7 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
-from tfdp_fl.engine import labels, trainer
+from tfdp_fl.datasets import nests
+from tfdp_fl.engine import trainer
 from tfdp_fl.mechanisms import cohort_query
 
 _activations, _layers = tf.keras.activations, tf.keras.layers
@@ -50,27 +51,6 @@ LOSSES = _named(
 # What those compute; not every Keras has a name for each.
 LOSS_FUNCTIONS = tuple(loss().fn for loss in LOSSES)
 
-_METRIC_FUNCTIONS = _named(
-    _metrics,
-    """
-    binary_accuracy categorical_accuracy sparse_categorical_accuracy
-    sparse_top_k_categorical_accuracy top_k_categorical_accuracy
-    """,
-)
-
-METRICS = _named(
-    _metrics,
-    """
-    AUC Accuracy BinaryAccuracy BinaryCrossentropy CategoricalAccuracy
-    CategoricalCrossentropy CategoricalHinge CosineSimilarity FalseNegatives
-    FalsePositives KLDivergence LogCoshError MeanAbsoluteError
-    MeanAbsolutePercentageError MeanSquaredError MeanSquaredLogarithmicError Poisson
-    Precision Recall RootMeanSquaredError SparseCategoricalAccuracy
-    SparseCategoricalCrossentropy SparseTopKCategoricalAccuracy TopKCategoricalAccuracy
-    TrueNegatives TruePositives
-    """,
-)
-
 _METRIC_NAMES = ("accuracy", "acc", "crossentropy", "ce")
 
 # Without weights of their own.
@@ -96,13 +76,21 @@ def is_mean_over_rows(loss: Any) -> bool:
 
 
 def _is_sum_over_rows(metric: Any) -> bool:
-    """Returns True for a metric that adds up a function of single rows."""
+    """Returns True for a metric that adds up a function of single rows.
+
+    Keras's own all do, but the hinge ones. (A client's update is none of a metric's.)
+    """
     if metric is None or metric in _METRIC_NAMES:
         return True
     metric = _by_name(_metrics, metric)
-    if isinstance(metric, _metrics.Metric):
-        return type(metric) in METRICS and _has_usual_options(metric)
-    return _is_among(metric, (*LOSS_FUNCTIONS, *_METRIC_FUNCTIONS))
+    is_object = isinstance(metric, _metrics.Metric)
+    kind = type(metric) if is_object else metric
+    return (
+        keras_versions.is_of_keras(kind)
+        and keras_versions.is_of_keras(getattr(metric, "_fn", kind))
+        and kind.__name__ not in ("Hinge", "SquaredHinge", "hinge", "squared_hinge")
+        and (not is_object or _has_usual_options(metric))
+    )
 
 
 def _by_name(module: Any, value: Any) -> Any:
@@ -174,7 +162,7 @@ _MOST_IDLE = 1.25
 
 def supports(
     model: tf.keras.Model,
-    training: trainer.LocalTraining,
+    training: trainer.Training,
     query: cohort_query.CohortQuery,
     label_spec: Any = None,
 ) -> bool:
@@ -186,6 +174,7 @@ def supports(
     which `label_spec` tells of, are one number for each.
     """
     metrics = tf.nest.flatten((training.metrics, training.weighted_metrics))
+    weights = tf.nest.flatten(nests.weights_of(label_spec) or ())
     return (
         type(model) is tf.keras.Sequential
         and any(isinstance(layer, _layers.Dense) for layer in model.layers)
@@ -194,7 +183,7 @@ def supports(
         and not model.losses
         and is_mean_over_rows(training.loss)
         and all(map(_is_sum_over_rows, metrics))
-        and labels.are_numbers_of_rows(label_spec)
+        and [leaf.shape.as_list() for leaf in weights] in ([], [[]], [[1]])
         and query.only_scales
         and not query.mechanism.releases_weights
         and trainer.is_plain_sgd(training.optimizer)

@@ -9,7 +9,7 @@ The way of a client's update, from the dataset to the released model:
             Trainer                 start, step by step, update
             query                   preprocess_record (clip), accumulate (add)
         PendingRound.add        adds up what the programs return
-      complete                  a clip that depends on the whole cohort
+      complete                  LaterClip, where each client's update is kept
     release                     Release: get_noised_result (noise, mean),
                                   ServerUpdate.apply (the model moves)
 """
@@ -59,8 +59,6 @@ CLIENT_ERRORS = (
     tf.errors.UnknownError,
 )
 
-BroadcastHook = Callable[[list[tf.Tensor], tf.Tensor], list[tf.Tensor]]
-
 
 class CohortEngine:
     """Trains cohorts of clients, and updates the model.
@@ -73,31 +71,30 @@ class CohortEngine:
       device: Where everything is computed: where the model's weights are.
       server: The `ServerUpdate` that holds the model's weights.
       query: The mechanism's query.
-      state: The query's state, before the coming round.
-      output: What is wanted of a cohort: see `cohort.SUM`.
+      collects_records: Whether each client's contribution is wanted itself.
       update_spec: The shapes of a client's update.
       layout: How cohorts are read and laid out.
       programs: The compiled programs that train clients.
       num_replicas: How many clients train at once.
       has_trained: Whether anybody's training has ever succeeded.
       keeps_non_trainable: Whether there is state that is not taken from clients.
+      made_for: What it was made for: for what is equal to it, it serves again.
     """
+
+    made_for: Any = None
 
     def __init__(
         self,
         *,
         model: tf.keras.Model,
-        training: trainer_lib.LocalTraining,
+        training: trainer_lib.Training,
         mechanism: mechanism_lib.Mechanism,
         deployment: contribution.Deployment,
         element_spec: tuple[Any, Any],
-        server_optimizer: tf.keras.optimizers.Optimizer | None = None,
-        broadcast_hook: BroadcastHook | None = None,
         aggregate_non_trainable: bool = True,
         moments: bool = False,
         collect_records: bool = False,
         num_replicas: int | None = None,
-        jit_compile: bool | None = None,
         batch_size: int = 1,
     ):
         """Traces, and so checks, how clients train one by one.
@@ -106,26 +103,21 @@ class CohortEngine:
 
         Args:
           model: The user's built model; it is the server's.
-          training: How clients train.
+          training: How clients train, and how it moves.
           mechanism: What is released about a cohort.
           deployment: Where; the number of variables is filled in.
           element_spec: `(features, labels)` specs of one example.
-          server_optimizer: A Keras optimizer, or None for w <- w + mean.
-          broadcast_hook: Called on the weights (a list of tensors) and the
-            round's seed before they go to the clients; or None.
           aggregate_non_trainable: Whether non-trainable state leaves clients.
           moments: Whether to compute Geyer's V_c and U_s.
           collect_records: Whether each client's contribution is wanted itself.
           num_replicas: Clients trained at once; None: one for each core.
-          jit_compile: Whether XLA compiles local training; None decides by
-            `devices.prefers_xla`.
-          batch_size: The usual batch size, for that decision.
+          batch_size: The usual batch size, by which XLA is chosen.
 
         Raises:
           ValueError: Something could pass from one client to the next; or the
             model, the training and the mechanism do not go together.
         """
-        self._collect_records = collect_records
+        self.collects_records = collect_records
         self.has_trained = False
         self.device = devices.home_of(model)
         self.num_replicas = num_replicas or devices.default_num_replicas(self.device)
@@ -133,8 +125,6 @@ class CohortEngine:
             trainer = tff_models.make_trainer(
                 model, training, element_spec, aggregate_non_trainable
             )
-        weighting = deployment.client_weighting
-        labels.check_client_weighting(element_spec[1], weighting)
         self.query = mechanism.bind(
             dataclasses.replace(
                 deployment,
@@ -142,31 +132,24 @@ class CohortEngine:
                 shapes=tuple(tuple(v.shape) for v in trainer.aggregated),
             )
         )
-        self.state = self.query.initial_global_state()
         trainable = len(model.trainable_weights)
         self.server = release.ServerUpdate(
             trainer.aggregated[:trainable],
             trainer.aggregated[trainable:],
-            server_optimizer,
+            training.server_optimizer,
         )
         self._unaggregated = keras_versions.tf_variables(trainer.unaggregated)
         self.keeps_non_trainable = bool(self._unaggregated)
         self._hook = None
-        if broadcast_hook is not None:
-            self._hook = tf.function(_seeded(broadcast_hook), autograph=False)
+        if training.broadcast_hook is not None:
+            self._hook = tf.function(_seeded(training.broadcast_hook), autograph=False)
         self.update_spec = cohort.UpdateSpec.of(self.server.variables)
-        self.output = cohort.SUM
-        if self.query.two_phase:
-            self.output = cohort.EACH_UPDATE
-        elif collect_records:
-            self.output = cohort.EACH_CONTRIBUTION
-        summed = self.output == cohort.SUM
-        kernels = None
+        keeps_updates = collect_records or self.query.two_phase
+        kernels, jit_compile = None, training.jit_compile
         if (
             keras_versions.IS_KERAS_3
             and jit_compile is None
-            and summed
-            and not moments
+            and not (keeps_updates or moments)
             and dense_models.supports(model, training, self.query, element_spec[1])
         ):
             kernels = dense_models.kernels_of(model)
@@ -176,18 +159,19 @@ class CohortEngine:
             element_spec=element_spec,
             label_ranges=trainer.label_ranges,
             kernels=kernels,
-            collected_bytes=None if summed else 4 * self.update_spec.size,
+            collected_bytes=4 * self.update_spec.size if keeps_updates else None,
             xla=jit_compile,
-            weighting=weighting,
             at_once=devices.clients_at_once(
                 self.device, model, self.update_spec.size, batch_size
             ),
         )
         self._fallback = ""
         self.programs = client_programs.CohortPrograms(
-            trainer, self.query, self.output, moments
+            trainer, self.query, keeps_updates, moments
         )
-        self._joint_clip = release.JointClip(self.query, self.update_spec)
+        self._later_clip = None
+        if keeps_updates:
+            self._later_clip = release.LaterClip(self.query, self.update_spec)
         self._release = release.Release(self.query, self.server, trainer.metric_results)
         if self.layout.at_once is not None or kernels is None:
             # (What trains side by side was compared with lists in `supports`.)
@@ -197,10 +181,9 @@ class CohortEngine:
 
     def _trace_one_by_one(self) -> None:
         nobody = layout.client_table(np.zeros(0, int), np.zeros(0, int), 1, 1)
-        if self.layout.weighting is not None:
-            nobody = nobody._replace(measured=np.zeros(0, np.float32))
         seed = np.zeros(2, np.uint64)
-        received = self._sent(self.server.variables, self.state, 0.0, seed)
+        state = self.query.initial_global_state()
+        received = self._sent(self.server.variables, state, 0.0, seed)
         program = self.programs.program(received, self.layout.one_by_one(nobody))
         if self.layout.at_once is not None:
             refused = allowed_operations.not_batched(program.definition)
@@ -258,7 +241,7 @@ class CohortEngine:
           train_chunk: What runs the programs elsewhere; None: as `train_chunk` does.
 
         Returns:
-          A `PendingRound`; the model and the state have not changed.
+          A `PendingRound`; the model has not changed.
         """
         with tf.device(self.device):
             pending = self.empty_round(inputs)
@@ -270,7 +253,7 @@ class CohortEngine:
     def empty_round(self, inputs: cohort.RoundInputs) -> cohort.PendingRound:
         """Returns a round of which nothing is collected yet."""
         state = self.query.begin_round(
-            self.state,
+            inputs.state,
             tf.constant(inputs.noise_multiplier, tf.float32),
             tf.constant(inputs.clients_per_round, tf.float32),
         )
@@ -298,7 +281,7 @@ class CohortEngine:
     ) -> cohort.Received:
         """Returns what the server sends to the clients of a round."""
         params: Any = ()
-        if not self.query.two_phase:
+        if self._later_clip is None:
             params = self.query.derive_sample_params(state)
         return cohort.Received(
             weights=weights,
@@ -415,10 +398,10 @@ class CohortEngine:
         ):
             raise _without_examples(pending.training_error) from None
         pending.sums = [total for total in pending.sums if total is not None]
-        if not self.query.two_phase:
+        if self._later_clip is None:
             return
-        clipped = self._joint_clip(pending)
-        if self._collect_records:
+        clipped = self._later_clip(pending)
+        if self.collects_records:
             pending.collected = list(clipped)
             return
         update = tf.zeros([self.update_spec.size])
@@ -448,21 +431,23 @@ class CohortEngine:
 
     # Half two.
 
-    def release(self, pending: cohort.PendingRound) -> dict[str, float]:
-        """Adds the noise, divides, and updates the model and the state.
+    def release(
+        self, pending: cohort.PendingRound
+    ) -> tuple[contribution.Round, dict[str, float]]:
+        """Adds the noise, divides, and updates the model.
 
         Args:
           pending: What `collect` returned, charged by now.
 
         Returns:
-          The round's values for `History`, by name.
+          The query's state before the next round; and the round's values for
+          `History`, by name.
         """
         with tf.device(self.device):
-            self.state, logs = self._release(pending)
-        return logs
+            return self._release(pending)
 
 
-def _seeded(hook: BroadcastHook) -> Callable[..., list[tf.Tensor]]:
+def _seeded(hook: trainer_lib.BroadcastHook) -> Callable[..., list[tf.Tensor]]:
     """Returns a hook that draws what follows from a round's seed."""
 
     def changed(weights: list[tf.Tensor], seed: tf.Tensor) -> list[tf.Tensor]:

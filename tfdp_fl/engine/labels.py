@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from tfdp_fl import keras_versions
 from tfdp_fl.datasets import FederatedDataset, nests
-from tfdp_fl.mechanisms import ClientWeighting, contribution
 
 # Losses of Keras that take a number for each example, whatever the output is.
 _OF_NUMBERS = (
@@ -123,24 +122,3 @@ def check_clients(dataset: FederatedDataset, allowed: list[LabelRange]) -> None:
         if wrong:
             name = dataset.client_ids[position]
             raise ValueError(f"clients: {wrong} for client {name!r}.")
-
-
-def check_client_weighting(label_spec: Any, weighting: ClientWeighting | None) -> None:
-    """Raises ValueError if clients cannot count by their examples' weights."""
-    if weighting is None or weighting.measure != contribution.SAMPLE_WEIGHT:
-        return
-    if nests.weights_of(label_spec) is None or not are_numbers_of_rows(label_spec):
-        raise ValueError(
-            "client_weighting must be ClientWeighting.num_examples(cap), or "
-            "clients must be (x, y, sample_weight) with one number for each "
-            f"example, got {weighting!r} and labels {label_spec}."
-        )
-
-
-def are_numbers_of_rows(label_spec: Any) -> bool:
-    """Returns True if there are no weights, or one number for each example."""
-    weight = nests.weights_of(label_spec)
-    if weight is None:
-        return True
-    leaves = tf.nest.flatten(weight)
-    return len(leaves) == 1 and leaves[0].shape.as_list() in ([], [1])

@@ -21,7 +21,6 @@ import tensorflow as tf
 
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 from tfdp_fl.engine import cohort, dense_models, devices, labels
-from tfdp_fl.mechanisms import ClientWeighting, contribution
 
 # How much of a streamed cohort's data, or of updates that wait for a joint
 # clip, is held by one call of a compiled function.
@@ -50,8 +49,6 @@ class ClientTable(NamedTuple):
       members: Int32 [K], each client's place in the cohort.
       windows: Float32 [K, W, L], the norms of each client's last rounds, NaN
         where there are none; [K, 0, 0] if the mechanism keeps none.
-      measured: Float32 [K], what each client's weight follows from (see
-        `measure`); () where all count the same.
     """
 
     rows: Any
@@ -62,7 +59,6 @@ class ClientTable(NamedTuple):
     num_examples: Any
     members: Any
     windows: Any
-    measured: Any = ()
 
     @property
     def steps(self) -> np.ndarray:
@@ -128,29 +124,6 @@ def _ranges(first: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Returns `lengths[0]` numbers from `first[0]` on, and so for all others."""
     before = np.cumsum(lengths) - lengths
     return np.repeat(first - before, lengths) + np.arange(lengths.sum())
-
-
-def measure(
-    weighting: ClientWeighting, lengths: np.ndarray, rows: np.ndarray, y: Any
-) -> np.ndarray:
-    """Returns what clients have of that by which they count, float32 [K].
-
-    Each client's from its own rows alone: a NaN of one is nobody else's.
-
-    Args:
-      weighting: What clients count.
-      lengths: Int [K], how many examples each has.
-      rows: Int [sum of lengths], the rows of these examples.
-      y: Nest of labels, perhaps with weights beside them.
-    """
-    if weighting.measure == contribution.NUM_EXAMPLES:
-        return np.asarray(lengths, np.float32)
-    (weights,) = map(nests.view, tf.nest.flatten(nests.weights_of(y)))
-    weights = weights.reshape(-1)[rows].astype(np.float64)
-    owner = np.repeat(np.arange(len(lengths)), lengths)
-    with np.errstate(over="ignore", invalid="ignore"):
-        sums = np.bincount(owner, weights, minlength=len(lengths))
-        return sums.astype(np.float32)
 
 
 def select(table: ClientTable, places: np.ndarray) -> ClientTable:
@@ -237,7 +210,6 @@ class Layout:
       collected_bytes: What a client's update takes where each is kept; None
         where they are summed at once.
       xla: Whether XLA compiles the training of clients one by one.
-      weighting: What clients count; None: all the same.
       at_once: How many clients train as one batched program; None: none do.
     """
 
@@ -246,7 +218,6 @@ class Layout:
     kernels: dense_models.Kernels | None = None
     collected_bytes: int | None = None
     xla: bool = False
-    weighting: ClientWeighting | None = None
     at_once: int | None = None
 
     def read(
@@ -264,7 +235,7 @@ class Layout:
             x, y = stored_examples(dataset)
             rows, lengths = dataset.client_rows(pending.inputs.positions)
             members = np.arange(len(lengths))
-            yield Chunk(x, y, self._table(pending.inputs, members, lengths, rows, y))
+            yield Chunk(x, y, _table(pending.inputs, members, lengths, rows))
             return
         read = self._streamed(dataset, pending)
         with concurrent.futures.ThreadPoolExecutor(1) as reading:
@@ -317,28 +288,8 @@ class Layout:
             tensors.append(tf.constant(np.concatenate([*leaves, rest]), spec.dtype))
         x, y = tf.nest.pack_sequence_as(self.element_spec, tensors)
         members = np.array([member for member, _ in clients], np.int64)
-        table = self._table(inputs, members, lengths, np.arange(total), y)
+        table = _table(inputs, members, lengths, np.arange(total))
         return Chunk(x, y, table)
-
-    def _table(
-        self,
-        inputs: cohort.RoundInputs,
-        members: np.ndarray,
-        lengths: np.ndarray,
-        rows: np.ndarray,
-        y: Any,
-    ) -> ClientTable:
-        """Returns the table of clients, of whom `rows` are the stored examples."""
-        table = client_table(
-            rows, lengths, inputs.batch_size, inputs.local_epochs, inputs.shuffle
-        )._replace(members=members.astype(np.int32))
-        if inputs.windows is not None:
-            windows = inputs.windows[members].astype(np.float32)
-            table = table._replace(windows=windows)
-        if self.weighting is not None:
-            measured = measure(self.weighting, lengths, rows, y)
-            table = table._replace(measured=measured)
-        return table
 
     def lay_out(self, clients: ClientTable, num_groups: int) -> list[list[Part]]:
         """Shares a chunk's clients out.
@@ -462,6 +413,21 @@ def stored_examples(dataset: FederatedDataset) -> tuple[Any, Any]:
     return tf.nest.map_structure(
         lambda array: tf.zeros([1, *array.shape[1:]], array.dtype), (x, y)
     )
+
+
+def _table(
+    inputs: cohort.RoundInputs,
+    members: np.ndarray,
+    lengths: np.ndarray,
+    rows: np.ndarray,
+) -> ClientTable:
+    """Returns the table of clients, whose stored examples are `rows`."""
+    table = client_table(
+        rows, lengths, inputs.batch_size, inputs.local_epochs, inputs.shuffle
+    )._replace(members=members.astype(np.int32))
+    if inputs.windows is None:
+        return table
+    return table._replace(windows=inputs.windows[members].astype(np.float32))
 
 
 def _power_of_two(number: int) -> int:

@@ -26,6 +26,7 @@ class Program:
     Attributes:
       definition: What it computes, a `GraphDef`.
       inputs: The names in it of the flattened arguments, then of the constants.
+      specs: Theirs.
       constants: Tensors that the function was traced with, such as a table of
         numbers that a layer holds. No operation that is allowed writes to one.
       outputs: The names of the flattened results.
@@ -81,14 +82,14 @@ class Program:
         self.assertions = [
             operation.name for operation in getattr(graph, "control_outputs", ())
         ]
-        specs_of_inputs = [tf.TensorSpec(v.shape, v.dtype) for v in inputs]
+        self.specs = [tf.TensorSpec(v.shape, v.dtype) for v in inputs]
         with _interrupts.after_the_block():
-            self._run = tf.compat.v1.wrap_function(self.imported, specs_of_inputs)
+            self._run = tf.compat.v1.wrap_function(self.imported, self.specs)
             if xla:
                 pure = self._run
                 self._run = tf.function(
                     lambda *tensors: pure(*tensors), autograph=False, jit_compile=True
-                ).get_concrete_function(*specs_of_inputs)
+                ).get_concrete_function(*self.specs)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what another process needs to run it, in its own way."""

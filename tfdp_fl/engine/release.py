@@ -1,7 +1,6 @@
 """Releasing a round: noise on the sum, the mean, and the model's move.
 
-Before it, where the clip depends on the norms of the whole cohort, the clip of updates
-that wait for it (`JointClip`).
+Before it, where each client's update is kept, their clip (`LaterClip`).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import tensorflow as tf
 
 from tfdp_fl import keras_versions
 from tfdp_fl.engine import cohort
-from tfdp_fl.mechanisms import cohort_query, contribution, noise
+from tfdp_fl.mechanisms import cohort_query, noise
 
 
 class ServerUpdate:
@@ -186,16 +185,27 @@ def _variance_and_scale(moments: cohort.Moments) -> dict[str, tf.Tensor]:
     }
 
 
-class JointClip:
-    """Clips a cohort's updates, once all their norms are known."""
+class LaterClip:
+    """Clips a cohort's updates that were kept, once all their norms are known."""
 
     def __init__(self, query: cohort_query.CohortQuery, update_spec: cohort.UpdateSpec):
         """Makes the functions, which the first round traces.
 
         Args:
-          query: The mechanism's query; it has two phases.
+          query: The mechanism's query.
           update_spec: The shapes of a client's update.
+
+        Raises:
+          ValueError: Clients of the query upload something else.
         """
+        update: Any = query.initial_sample_state(update_spec.variables).update
+        if not isinstance(update, list) or len(update) != len(update_spec.variables):
+            raise ValueError(
+                "secure_aggregation needs a mechanism whose clients hand in one "
+                "tensor for each variable, got a query that makes "
+                f"{type(update).__name__} of them: use tfdp_fl.AdaptiveClipping, "
+                "whose bit goes through the secure sum as well."
+            )
         self._query = query
         self._spec = update_spec
         self._set_clip = tf.function(
@@ -217,34 +227,40 @@ class JointClip:
         pending.state, params = self._set_clip(
             pending.state, seed, tf.constant(norms[answered])
         )
+        windows = pending.inputs.windows
+        if windows is None:
+            windows = np.zeros([len(norms), 0, 0])
         for members, rows in pending.collected:
-            yield members, self._clip(params, rows, tf.constant(members), seed)
+            own = members, windows[members].astype(np.float32)
+            yield members, self._clip(params, rows, *map(tf.constant, own), seed)
 
     def _clip_to_cohort(self, state, seed, norms):
-        with noise.seeded(noise.fold_in(seed, -4)):
-            state = self._query.clip_to_cohort(state, norms)
+        if self._query.two_phase:
+            with noise.seeded(noise.fold_in(seed, -4)):
+                state = self._query.clip_to_cohort(state, norms)
         return state, self._query.derive_sample_params(state)
 
-    def _clipped(self, params, rows, members, seed):
+    def _clipped(self, params, rows, members, windows, seed):
         """Returns some clients' contributions, of their unclipped updates.
 
         Args:
           params: The query's sample params, with the clip of this round.
-          rows: A `PerClient` of unclipped updates, and what the clients count.
+          rows: A `PerClient` of unclipped updates, and the clients' examples.
           members: Int32 [K], the clients' places in the cohort.
+          windows: Float32 [K, W, L], see `layout.ClientTable`.
           seed: The round's seed (see `mechanisms.noise`).
         """
 
         def client(arguments):
-            update, scalars, member = arguments
+            update, scalars, member, window = arguments
             client_seed = noise.fold_in(seed, member)
             with noise.seeded(noise.fold_in(client_seed, 0)):
                 one = self._query.preprocess_record(
                     params,
                     self._spec.unflatten(update),
-                    contribution.Client(weight=scalars[1]),
+                    self._query.client(scalars[1], window),
                 )
             return cohort.flatten(one.update), tf.stack(one.scalars())
 
-        clients = rows.updates, rows.scalars, members
+        clients = rows.updates, rows.scalars, members, windows
         return cohort.PerClient(*tf.vectorized_map(client, clients, warn=False))

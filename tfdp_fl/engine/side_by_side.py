@@ -174,7 +174,7 @@ class SideBySide:
             )
             total = self._step(layers, labels, sizes[step], batch, received, total)
         dense = [layer for layer in layers if isinstance(layer, _DenseLayer)]
-        clipped = self._clip_and_sum(received, dense, table.measured)
+        clipped = self._clip_and_sum(received, dense, table.num_examples)
         return total._replace(contribution=clipped), cohort.PerClient()
 
     def _batches(self, table: Any) -> tuple[tf.Tensor, tf.Tensor]:
@@ -288,14 +288,17 @@ class SideBySide:
         )
 
     def _clip_and_sum(
-        self, received: cohort.Received, dense: list[_DenseLayer], measured: Any
+        self,
+        received: cohort.Received,
+        dense: list[_DenseLayer],
+        num_examples: tf.Tensor,
     ) -> contribution.Contribution:
         """Scales each client's update as the mechanism says, and adds up.
 
         Args:
           received: What the server sent.
           dense: The dense layers, after all steps.
-          measured: Float32 [K], see `layout.ClientTable`.
+          num_examples: Int32 [K], what clients may count by.
         """
         rate = received.learning_rate
         factors = [layer.factors() for layer in dense]
@@ -314,7 +317,7 @@ class SideBySide:
         clients = self.query.mechanism.contribution_of_norm(
             tf.where(usable, norm, 0.0), usable, received.params
         )
-        clients = clients.weighted(self.query.client_weight(measured))
+        clients = clients.weighted(self.query.client_weight(num_examples))
         seen = tf.cast(size * length, tf.float32)
         clients = clients._replace(norm=tf.where(usable, seen, 0.0))
         # A rate that is no number makes nobody usable, and zero of everybody.

@@ -34,7 +34,7 @@ class FunctionalTrainer(trainer.Trainer):
     def __init__(
         self,
         model: tf.keras.Model,
-        training: trainer.LocalTraining,
+        training: trainer.Training,
         element_spec: tuple[Any, Any],
     ):
         """Makes a functional model of a Keras model.
@@ -230,7 +230,7 @@ def _refused(what: str) -> ValueError:
 
 def make_trainer(
     model: tf.keras.Model,
-    training: trainer.LocalTraining,
+    training: trainer.Training,
     element_spec: tuple[Any, Any],
     aggregate_non_trainable: bool = True,
 ) -> trainer.Trainer:

@@ -20,11 +20,12 @@ from tfdp_fl.engine import cohort, labels, layers, lookups
 from tfdp_fl.mechanisms import noise
 
 UploadHook = Callable[[list[tf.Tensor]], list[tf.Tensor]]
+BroadcastHook = Callable[[list[tf.Tensor], tf.Tensor], list[tf.Tensor]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalTraining:
-    """How every client trains, whatever its data.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Training:
+    """How every client trains, whatever its data, and how the server moves the model.
 
     Attributes:
       optimizer: A Keras optimizer; each client starts with fresh slots.
@@ -38,6 +39,11 @@ class LocalTraining:
         variables; not at all if it is 0 or less.
       upload_hook: Called on what the client gives to the mechanism (a list of
         tensors), before the mechanism clips it; or None.
+      server_optimizer: A Keras optimizer; None for w <- w + mean.
+      broadcast_hook: Called on the weights (a list of tensors) and the
+        round's seed before they go to the clients; or None.
+      jit_compile: Whether XLA compiles local training; None decides by
+        `devices.prefers_xla`.
     """
 
     optimizer: tf.keras.optimizers.Optimizer
@@ -48,6 +54,20 @@ class LocalTraining:
     proximal_weight: float = 0.0
     grad_clip: float = -1.0
     upload_hook: UploadHook | None = None
+    server_optimizer: tf.keras.optimizers.Optimizer | None = None
+    broadcast_hook: BroadcastHook | None = None
+    jit_compile: bool | None = None
+
+    @property
+    def learning_rate(self) -> float:
+        """The clients' rate; 0 where the optimizer follows its own steps."""
+        rate = keras_versions.learning_rate(self.optimizer)
+        return 0.0 if rate is None else float(rate)
+
+    def set_learning_rate(self, value: float) -> None:
+        """Sets the clients' rate, unless the optimizer follows its own."""
+        if keras_versions.learning_rate(self.optimizer) is not None:
+            self.optimizer.learning_rate = value
 
 
 class ClientState(NamedTuple):
@@ -87,7 +107,7 @@ class Trainer:
     def __init__(
         self,
         model: tf.keras.Model,
-        training: LocalTraining,
+        training: Training,
         element_spec: tuple[Any, Any],
         aggregate_non_trainable: bool = True,
     ):
@@ -165,14 +185,19 @@ class Trainer:
 
     def _until_gradients(self, x: Any, y: Any, weights: list[tf.Tensor]) -> None:
         """Computes what a step does before the gradients."""
-        received = cohort.Received(
-            weights=weights + self.aggregated[len(weights) :],
-            unaggregated=self.unaggregated,
+        received = self.received()
+        received.weights[: len(weights)] = weights
+        self.evaluate(received, x, y, self.no_metrics(), training=True)
+
+    def received(self) -> cohort.Received:
+        """Returns what a client of no round receives: the model as it is."""
+        return cohort.Received(
+            weights=keras_versions.tf_variables(self.aggregated),
+            unaggregated=keras_versions.tf_variables(self.unaggregated),
             params=(),
             learning_rate=tf.zeros([]),
             seed=tf.zeros([2], tf.uint64),
         )
-        self.evaluate(received, x, y, self.no_metrics(), training=True)
 
     def no_metrics(self) -> list[tf.Tensor]:
         """Returns the metrics' state before any example."""

@@ -224,7 +224,7 @@ def settings(
     fed: DPFederatedModel, population: Population, plan: FitPlan
 ) -> dict[str, Any]:
     """Returns, by argument, what must be the same when a run is resumed."""
-    setup, compiled = fed.setup, fed.require_compiled("fit")
+    setup, training = fed.setup, fed.require_compiled("fit")
 
     def described(value: Any) -> Any:
         if isinstance(value, (dp_accounting.DpEvent, ClientWeighting)):
@@ -243,9 +243,9 @@ def settings(
         **{f"mechanism's {name}": value for name, value in of_mechanism},
         "clients (their number)": population[0],
         CLIENTS_DIGEST: population[1],
-        "optimizer": _config(compiled.training.optimizer),
-        "server_optimizer": _config(compiled.server_optimizer),
-        "grad_clip": compiled.training.grad_clip,
+        "optimizer": _config(training.optimizer),
+        "server_optimizer": _config(training.server_optimizer),
+        "grad_clip": training.grad_clip,
         "keras": keras_versions.name(),
     }
     return _storage.plain(values, described)

@@ -27,11 +27,11 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _interrupts, _validate, engine, keras_versions
+from tfdp_fl import _interrupts, _validate, engine
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests, persons
-from tfdp_fl.engine import cohort, program, tff_models
+from tfdp_fl.engine import program, tff_models
 from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.keras import preparation
 from tfdp_fl.keras import run as run_lib
@@ -163,7 +163,7 @@ def _warn_of(failed: list[ClientFailure], clients: FederatedDataset, what: str) 
 
 def evaluate(
     model: tf.keras.Model,
-    training: engine.LocalTraining,
+    training: engine.Training,
     clients: FederatedDataset,
     batch_size: int,
     verbose: int,
@@ -209,7 +209,7 @@ def evaluate(
 
 def _evaluation(
     model: tf.keras.Model,
-    training: engine.LocalTraining,
+    training: engine.Training,
     element_spec: tuple[Any, Any],
 ) -> Callable[[Iterator[tuple[Any, Any]]], dict[str, tf.Tensor]]:
     """Returns what computes a client's loss and metrics, by name, of its batches.
@@ -225,24 +225,12 @@ def _evaluation(
                 "compile metrics, or evaluate fed.model."
             )
     trainer = tff_models.make_trainer(model, training, element_spec)
-    received = cohort.Received(
-        weights=keras_versions.tf_variables(trainer.aggregated),
-        unaggregated=keras_versions.tf_variables(trainer.unaggregated),
-        params=(),
-        learning_rate=tf.constant(0.0),
-        seed=tf.zeros([2], tf.int64),
-    )
-    spec = tf.nest.map_structure(
-        lambda value: tf.TensorSpec(value.shape, value.dtype), received
-    )
-    x_spec, y_spec = trainer_lib.batch_specs(element_spec)
-    step = program.Program(
-        trainer.evaluate, spec, x_spec, y_spec, trainer.metric_specs, model=model
-    )
+    received = trainer.received()
+    specs = trainer_lib.specs_of(received), *trainer_lib.batch_specs(element_spec)
+    step = program.Program(trainer.evaluate, *specs, trainer.metric_specs, model=model)
 
     def metrics_of(batches: Iterator[tuple[Any, Any]]) -> dict[str, tf.Tensor]:
-        metrics = [tf.zeros(spec.shape, spec.dtype) for spec in trainer.metric_specs]
-        total, count = 0.0, 0
+        metrics, total, count = trainer.no_metrics(), 0.0, 0
         for x, y in batches:
             size = len(tf.nest.flatten(y)[0])
             loss, metrics = step(received, x, y, metrics)
@@ -375,7 +363,7 @@ def release(
         _ask(fed, charge)
         values = evaluate(
             fed.model,
-            fed.require_compiled("evaluate_clients").training,
+            fed.require_compiled("evaluate_clients"),
             clients,
             batch_size,
             verbose,

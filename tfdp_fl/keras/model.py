@@ -25,7 +25,7 @@ from tfdp_fl import (
 )
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import persons
-from tfdp_fl.engine import CohortEngine, LocalTraining
+from tfdp_fl.engine import CohortEngine, Training
 from tfdp_fl.keras import (
     evaluation,
     round_loop,
@@ -38,7 +38,7 @@ from tfdp_fl.keras.checkpoint import InterruptedRun
 from tfdp_fl.keras.evaluation import PrivateMetrics, Validation
 from tfdp_fl.keras.preparation import prepare
 from tfdp_fl.keras.run import FitPlan, Run
-from tfdp_fl.keras.training_setup import Compiled, PrivacyTarget, TrainingSetup
+from tfdp_fl.keras.training_setup import PrivacyTarget, TrainingSetup
 from tfdp_fl.mechanisms import ClientWeighting, Mechanism, noise
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
@@ -148,9 +148,8 @@ class DPFederatedModel:
         self._run: Run | None = None
         # Whether clients' metrics were shown without noise.
         self._showed_metrics = False
-        self._compiled: Compiled | None = None
+        self._compiled: Training | None = None
         self._engine: CohortEngine | None = None
-        self._engine_made_for = ""
         self._verbose = 0
         # Of the last `fit`: its budgets, ledgers and checkpoints.
         self.federated_callbacks: list[federated_callback.FederatedCallback] = []
@@ -287,19 +286,16 @@ class DPFederatedModel:
             "weighted_metrics": weighted_metrics,
             "loss_weights": loss_weights,
         }
-        self._compiled = Compiled(
-            training=LocalTraining(
-                **as_keras,
-                proximal_weight=self.mechanism.proximal_weight,
-                grad_clip=_validate.finite(grad_clip=grad_clip),
-                upload_hook=upload_hook,
-            ),
+        # The next fit makes an engine for it; until then the old one tells of the run.
+        self._compiled = Training(
+            **as_keras,
+            proximal_weight=self.mechanism.proximal_weight,
+            grad_clip=_validate.finite(grad_clip=grad_clip),
+            upload_hook=upload_hook,
             server_optimizer=server_optimizer,
             broadcast_hook=broadcast_hook,
             jit_compile=jit_compile,
         )
-        # The next fit makes a new engine; until then the old one tells of the run.
-        self._engine_made_for = ""
         self.model.compile(**as_keras)
 
     def evaluate(self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -342,7 +338,7 @@ class DPFederatedModel:
           ValueError: An argument is not allowed; or `private`, before `fit`,
             or with a guarantee that is not central, or beyond the target.
         """
-        training = self.require_compiled("evaluate_clients").training
+        training = self.require_compiled("evaluate_clients")
         _validate.positive_integer(batch_size=batch_size)
         dataset = datasets.as_federated(clients)
         bar = _checked_verbose(verbose)
@@ -513,13 +509,8 @@ class DPFederatedModel:
             plan = FitPlan(**interrupted.state["plan"])
             calibration = interrupted.state["calibration"]
             callbacks += ledger.ledger_of_resumed(resume_from, callbacks)
-        run, engine, made_for = prepare(
-            self, clients, plan, calibration, between_client_variance
-        )
-        # Interrupted at any of these lines, the next fit makes a new engine.
-        self._engine_made_for = ""
+        run, engine = prepare(self, clients, plan, calibration, between_client_variance)
         self._engine = engine
-        self._engine_made_for = made_for
         with _interrupts.after_the_block():
             # Interrupted between, the weights come back without what they cost.
             if interrupted is not None:
@@ -528,7 +519,6 @@ class DPFederatedModel:
             if audit is not None:
                 audit.begin(engine)
                 run.audit = audit
-            engine.state = run.mechanism_state
             run.begin_fit(validation)
             if self._showed_metrics:
                 run.caveats.add("client_metrics_shown")
@@ -538,7 +528,7 @@ class DPFederatedModel:
             self, clients, callbacks, validation, collector, audit, self._verbose
         ).train()
 
-    def require_compiled(self, what: str) -> Compiled:
+    def require_compiled(self, what: str) -> Training:
         """Returns what `compile` was given; raises NotCompiledError before."""
         if self._compiled is None:
             raise NotCompiledError(

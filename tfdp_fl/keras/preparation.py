@@ -33,10 +33,9 @@ def prepare(
     plan: FitPlan,
     calibration: Sequence[int] | None = None,
     moments: bool = False,
-) -> tuple[Run, engine.CohortEngine, str]:
+) -> tuple[Run, engine.CohortEngine]:
     """Checks the clients against everything else; returns the run and its engine.
 
-    And what the engine was made for, in words: where they are equal, it serves again.
     Nothing of the model changes by it.
 
     Args:
@@ -70,7 +69,7 @@ def prepare(
     if mechanism.guarantee not in spending_lib.BY_CLIENT:
         # Schedules go on where they were.
         mechanism.check(dataclasses.replace(deployment, rounds=plan.last_round))
-    cohort_engine, made_for = _engine(fed, clients, plan, deployment, moments)
+    cohort_engine = _engine(fed, clients, plan, deployment, moments)
     cohort_engine.check_labels(clients)
     query = cohort_engine.query
     state = query.initial_global_state() if run is None else run.mechanism_state
@@ -101,7 +100,7 @@ def prepare(
         shape = clients.num_clients, mechanism.window, cohort_engine.num_variables
         if run.windows is None or run.windows.shape != shape:
             run.windows = np.full(shape, np.nan, np.float32)
-    return run, cohort_engine, made_for
+    return run, cohort_engine
 
 
 def _checked_population(fed: DPFederatedModel, clients: FederatedDataset) -> Population:
@@ -231,31 +230,29 @@ def _engine(
     plan: FitPlan,
     deployment: Deployment,
     moments: bool,
-) -> tuple[engine.CohortEngine, str]:
-    setup, compiled = fed.setup, fed.require_compiled("fit")
+) -> engine.CohortEngine:
+    setup, training = fed.setup, fed.require_compiled("fit")
     bound_to = deployment
     if fed.mechanism.guarantee not in spending_lib.BY_CLIENT:
         bound_to = dataclasses.replace(deployment, rounds=None, max_participations=None)
-    made_for = repr((bound_to, clients.element_spec, moments))
-    if fed.engine is not None and fed._engine_made_for == made_for:
-        return fed.engine, made_for
+    made_for = training, bound_to, clients.element_spec, moments
+    if fed.engine is not None and fed.engine.made_for == made_for:
+        return fed.engine
     with checked_features(fed.model, clients):
         made = engine.CohortEngine(
             model=fed.model,
-            training=compiled.training,
+            training=training,
             mechanism=fed.mechanism,
             deployment=deployment,
             element_spec=clients.element_spec,
-            server_optimizer=compiled.server_optimizer,
-            broadcast_hook=compiled.broadcast_hook,
             aggregate_non_trainable=setup.non_trainable_state == "aggregate",
             moments=moments,
             collect_records=setup.secure_aggregation is not None,
             num_replicas=setup.num_replicas,
-            jit_compile=compiled.jit_compile,
             batch_size=plan.batch_size,
         )
-    return made, made_for
+    made.made_for = made_for
+    return made
 
 
 def check_features(

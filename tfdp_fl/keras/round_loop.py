@@ -202,6 +202,7 @@ class RoundLoop:
         positions = run.draw(round_index)
         return RoundInputs(
             round_index=round_index,
+            state=run.mechanism_state,
             positions=positions,
             # The fixed m, also for the last, smaller cohort of a pass.
             clients_per_round=run.deployment.cohort_size(round_index),
@@ -251,8 +252,7 @@ class RoundLoop:
         run = self.run
         run.releasing = True
         run.sampler.released()
-        released = self.engine.release(pending)
-        run.mechanism_state = self.engine.state
+        run.mechanism_state, released = self.engine.release(pending)
         run.cohort_sizes.append(len(pending.inputs.positions))
         run.log_names = list(released)
         run.remember_norms(pending.inputs.positions, pending.window_norms)

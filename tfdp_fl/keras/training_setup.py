@@ -1,4 +1,4 @@
-"""What a `DPFederatedModel` is made with, and what `compile` is given."""
+"""What a `DPFederatedModel` is made with, and checks of what `compile` is given."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdp_fl import _validate, keras_versions, schedules
 from tfdp_fl.accounting.charge import ACCOUNTANTS, SAMPLINGS
-from tfdp_fl.engine import LocalTraining, trainer
+from tfdp_fl.engine import trainer
 from tfdp_fl.mechanisms import (
     ClientWeighting,
     Deployment,
@@ -174,36 +174,6 @@ class TrainingSetup:
     def aborts_on_failure(self) -> bool:
         """Whether a round in which somebody's data fails is abandoned."""
         return self.on_client_failure == "abort"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Compiled:
-    """How clients train, and how the server moves the model.
-
-    Attributes:
-      training: What each client does.
-      server_optimizer: A Keras optimizer; None adds the mean update.
-      broadcast_hook: What changes the weights that clients receive, or None.
-      jit_compile: Whether XLA compiles; None: it is decided by the model.
-    """
-
-    training: LocalTraining
-    server_optimizer: tf.keras.optimizers.Optimizer | None
-    broadcast_hook: Any
-    jit_compile: bool | None
-
-    @property
-    def learning_rate(self) -> float:
-        """The clients' rate; 0 where the optimizer follows its own steps."""
-        rate = keras_versions.learning_rate(self.training.optimizer)
-        if rate is None:
-            return 0.0
-        return float(rate)
-
-    def set_learning_rate(self, value: float) -> None:
-        """Sets the clients' rate, unless the optimizer follows its own."""
-        if keras_versions.learning_rate(self.training.optimizer) is not None:
-            self.training.optimizer.learning_rate = value
 
 
 def refuse_arguments(method: str, given: Iterable[str]) -> None:

@@ -78,14 +78,19 @@ class CohortQuery:
         """How many `Contribution.scalars` there are."""
         return len(self.mechanism.released_sums) + 1 + NUM_DIAGNOSTICS
 
-    def client_weight(self, measured: Any) -> tf.Tensor | None:
+    def client_weight(self, num_examples: Any) -> tf.Tensor | None:
         """Returns what clients count, from what they have; None: 1 each.
 
         Args:
-          measured: Float32, any shape: see `ClientWeighting.weight`.
+          num_examples: Any shape: see `ClientWeighting.weight`.
         """
         weighting = self.deployment.client_weighting
-        return None if weighting is None else weighting.weight(measured)
+        return None if weighting is None else weighting.weight(num_examples)
+
+    def client(self, num_examples: tf.Tensor, window: tf.Tensor) -> Client:
+        """Returns what a client knows of itself; its window only where it has one."""
+        weight = self.client_weight(num_examples)
+        return Client(num_examples, window if self.keeps_window else None, weight)
 
     def initial_global_state(self) -> Round:
         """Returns the state before the first round."""

@@ -14,9 +14,6 @@ from tfdp_fl._on_use import tf
 Tensors: TypeAlias = "list[tf.Tensor]"
 Scalar: TypeAlias = "float | tf.Tensor"
 
-NUM_EXAMPLES, SAMPLE_WEIGHT = "num_examples", "sample_weight"
-_MEASURES = (NUM_EXAMPLES, SAMPLE_WEIGHT)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClientWeighting:
@@ -56,19 +53,15 @@ class ClientWeighting:
     larger by the same factor, and changes no cost.
 
     Attributes:
-      measure: Of what a client has: "num_examples", its number of examples, or
-        "sample_weight", the sum of the weights of its examples.
-      cap: n_hat > 0; a client with so much of it, or more, counts 1.
+      cap: n_hat > 0, in examples; a client with so many, or more, counts 1.
       mean_weight: In (0, 1], what clients are expected to count on average:
         W / N. A number that is known without looking at the clients' data.
     """
 
-    measure: str
     cap: float
     mean_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        _validate.one_of(_MEASURES, measure=self.measure)
         cap = _validate.positive(cap=self.cap)
         mean_weight = _validate.positive(mean_weight=self.mean_weight)
         if mean_weight > 1:
@@ -91,41 +84,23 @@ class ClientWeighting:
           cap: n_hat > 0, in examples.
           mean_weight: See the class.
         """
-        return cls(measure=NUM_EXAMPLES, cap=cap, mean_weight=mean_weight)
+        return cls(cap=cap, mean_weight=mean_weight)
 
-    @classmethod
-    def sample_weight(cls, cap: float, mean_weight: float = 1.0) -> ClientWeighting:
-        """Counts a client by the sum of its examples' weights.
-
-        For clients of `(x, y, sample_weight)` with one number for each
-        example; a sum below 0, or of a NaN, counts 0.
-
-        Args:
-          cap: n_hat > 0, in the same unit.
-          mean_weight: See the class.
-        """
-        return cls(measure=SAMPLE_WEIGHT, cap=cap, mean_weight=mean_weight)
-
-    def weight(self, measured: tf.Tensor) -> tf.Tensor:
+    def weight(self, num_examples: tf.Tensor) -> tf.Tensor:
         """Returns what clients count, float32 in [0, 1].
 
         Args:
-          measured: Float32, any shape: what they have of `measure`, or any
-            other number that a client makes up.
+          num_examples: Any shape: how many examples they have, or any other
+            number that a client makes up.
         """
-        share = tf.cast(measured, tf.float32) / tf.constant(self.cap, tf.float32)
+        share = tf.cast(num_examples, tf.float32) / tf.constant(self.cap, tf.float32)
         share = tf.where(tf.math.is_finite(share), share, 0.0)
         return tf.clip_by_value(share, 0.0, 1.0)
 
     def describe(self) -> str:
         """Returns one sentence for the privacy statement."""
-        what = (
-            "its number of examples"
-            if self.measure == NUM_EXAMPLES
-            else "the sum of its examples' weights"
-        )
         return (
-            f"A client's clipped update counts by {what} n, as min(n / "
+            "A client's clipped update counts by its number of examples n, as min(n / "
             f"{self.cap:g}, 1), so that none counts more than 1 and the clip "
             "bounds what one client adds to the sum as without weights."
         )

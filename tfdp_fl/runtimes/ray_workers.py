@@ -168,12 +168,8 @@ def runnable(traced: program.Program, threads: int = 1) -> Callable[[Arrays], Ar
     """
     graph = tf.Graph()
     with graph.as_default():
-        found = tf.graph_util.import_graph_def(
-            traced.definition,
-            return_elements=[*traced.outputs, *traced.assertions],
-            name="",
-        )
-    count = len(traced.outputs)
+        inputs = [tf.compat.v1.placeholder(s.dtype, s.shape) for s in traced.specs]
+        results = traced.imported(*inputs)
     session = tf.compat.v1.Session(
         graph=graph,
         config=tf.compat.v1.ConfigProto(
@@ -181,12 +177,9 @@ def runnable(traced: program.Program, threads: int = 1) -> Callable[[Arrays], Ar
             inter_op_parallelism_threads=threads,
         ),
     )
-    made = session.make_callable(
-        (found[:count], found[count:]),
-        feed_list=list(map(graph.get_tensor_by_name, traced.inputs)),
-    )
+    made = session.make_callable(results, feed_list=inputs)
     constants = list(map(np.asarray, traced.constants))
-    return lambda arrays: made(*arrays, *constants)[0]
+    return lambda arrays: made(*arrays, *constants)
 
 
 class _Actor:

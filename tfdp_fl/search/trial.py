@@ -109,7 +109,7 @@ class PublicScore:
         return Split(training=clients)
 
     def __call__(
-        self, model: tf.keras.Model, training: engine.LocalTraining, held_out: Any
+        self, model: tf.keras.Model, training: engine.Training, held_out: Any
     ) -> float:
         """Returns the metric of a model, negated if less is better."""
         del training, held_out
@@ -187,7 +187,7 @@ class PrivateScore:
         )
 
     def __call__(
-        self, model: tf.keras.Model, training: engine.LocalTraining, held_out: Any
+        self, model: tf.keras.Model, training: engine.Training, held_out: Any
     ) -> float:
         """Returns the noisy mean for a model, negated if less is better."""
         values = evaluation.evaluate(
@@ -253,7 +253,7 @@ class Trial:
                 "build must return a compiled tfdp_fl.DPFederatedModel, got a "
                 f"{type(made).__name__} for {candidate!r}."
             )
-        compiled = made.require_compiled(f"build returns {candidate!r}")
+        training = made.require_compiled(f"build returns {candidate!r}")
         run_lib.check_owner(made)
         if made.run is not None:
             raise ValueError(
@@ -265,13 +265,13 @@ class Trial:
         self.mechanism: Mechanism = made.mechanism
         sizes = made.setup.clients_per_round
         self.clients_per_round = schedules.value_at(sizes, 0, "clients_per_round")
-        server = compiled.server_optimizer
+        server = training.server_optimizer
         self._server: list[tf.Variable] = []
         if server is not None:
             trainable = self.model.trainable_variables
             self._server = keras_versions.build_optimizer(server, trainable)
         self.initial = self.values()
-        self._made, self._training = made, compiled.training
+        self._made, self._training = made, training
         self._split, self._options = split, options
         self._deployment = Deployment(
             clients_per_round=self.clients_per_round,
@@ -362,8 +362,8 @@ class Trial:
         options = dict(self._options)
         last_round = options.pop("rounds")
         plan = FitPlan(first_round=0, last_round=last_round, seed=None, **options)
-        _, made, made_for = preparation.prepare(self._fed, self._split.training, plan)
-        self._fed._engine, self._fed._engine_made_for = made, made_for
+        _, made = preparation.prepare(self._fed, self._split.training, plan)
+        self._fed._engine = made
         # A cohort of failures alone ends no trial: that it did would tell of a client.
         made.has_trained = True
 
