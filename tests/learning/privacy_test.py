@@ -169,5 +169,18 @@ def test_what_local_noise_is_worth_centrally(sampling, z):
     state = state_after(mechanism, 1, sampling=sampling)
     declared = {**DECLARED, "sampling": sampling}
     (charge,) = learning.privacy_charges(state, mechanism, **declared)
-    expected = dp_accounting.NonPrivateDpEvent()
-    assert charge.event == (dp_accounting.GaussianDpEvent(z) if z else expected)
+    nothing = dp_accounting.NonPrivateDpEvent()
+    assert charge.event == (dp_accounting.GaussianDpEvent(z) if z else nothing)
+    # Nothing where other clients, or other noise, or another sum were in it.
+    history, line = state.history, json.loads(state.history.lines[0])
+    changed = np.array([json.dumps({**line, "sum_changed": True})], object)
+    weak = mechanisms.LocalDP(clip_norm=1.0, noise_multiplier=1.0)
+    for asked, wrong in (
+        (mechanism, history._replace(answered=np.array([1.0]))),
+        (mechanism, history._replace(answered=np.array([150.0]))),
+        (mechanism, history._replace(lines=changed)),
+        (weak, history),
+    ):
+        other = state._replace(history=wrong)
+        (charge,) = learning.privacy_charges(other, asked, **declared)
+        assert charge.event == nothing
