@@ -69,7 +69,9 @@ def test_epsilon_is_that_of_the_rounds_released():
     known = accounting.epsilon(1.0, "fixed_size", 3, 3, 5, _DELTA)
     assert report["epsilon"] == pytest.approx(_central(5))
     assert report["epsilon_if_cohorts_are_known"] == pytest.approx(known)
-    assert "must stay secret" in " ".join(report["caveats"])
+    said = " ".join(report["caveats"])
+    assert "must stay secret" in said
+    assert "names of clients were the ids of nodes" in said
     # A private median: both of its releases.
     both = {"noise_multiplier": 2.0, "median_noise_multiplier": 2.0}
     strategy = _private(tfdp_fl.MedianClipping(**both))
@@ -215,6 +217,10 @@ def test_what_cannot_be_written_is_not_released(path):
 def test_a_ledger_of_another_relation_is_refused_and_let_go(path):
     with pytest.raises(ValueError):
         _private(ledger=path, on_client_failure="never")
+    with pytest.raises(ValueError, match="accountant"):
+        _private(ledger=path, accountant="moments")
+    with pytest.raises(TypeError, match="ledger must be a str"):
+        _private(ledger=3)
     assert not path.exists()
     cohorts = {"sampling": "poisson", "num_clients": 100, "clients_per_round": 10}
     event = dp_accounting.GaussianDpEvent(1.0)

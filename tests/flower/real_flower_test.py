@@ -6,10 +6,11 @@ from unittest import mock
 import numpy as np
 import pytest
 
+import tfdp_fl
 from tests.flower import flower_messages as fm
 from tests.flower import older_api
 from tfdp_fl import accounting
-from tfdp_fl.flower import DPFedAvgAdaptive, DPFedAvgFixed, private_mod
+from tfdp_fl.flower import DPFedAvg, DPFedAvgAdaptive, DPFedAvgFixed, private_mod
 
 pytestmark = older_api.NEEDS_FLOWER
 # Half a step of SecAgg+'s fixed point: 2 * 8 / 2^22.
@@ -63,6 +64,15 @@ def test_the_noise_is_the_planned_one():
     moved = _moved(_fixed(4, 1.0), np.zeros((4, 100_000)))
     # The sample stddev varies by 0.22 %; 2 % is 9 of these.
     np.testing.assert_allclose(np.std(4 * moved), 1.0, rtol=0.02)
+
+
+def test_a_server_that_clips_by_itself_is_refused_an_average():
+    # One of four would move the sum by 4, where the median of the norms is 0.001.
+    median = tfdp_fl.MedianClipping(noise_multiplier=0.0)
+    strategy = DPFedAvg(older_api.strategy("FedAvg", 4), 4, median)
+    with pytest.raises(ValueError, match=r"mechanism must be .* under SecAgg"):
+        _moved(strategy, [[4.0], [0.001], [0.001], [0.001]], max_weight=1.0)
+    assert strategy.released_rounds == ()
 
 
 @_BOTH

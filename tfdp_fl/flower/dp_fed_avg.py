@@ -114,11 +114,15 @@ class DPFedAvg(private_rounds.PrivateRounds):
           abandoned.
 
         Raises:
+          ValueError: if SecAgg+ hands over one average, and the server was to clip.
           RoundNotConfiguredError: if the round's `configure_fit` was not
             called, or its results were here before. Nothing is released then.
           LedgerWriteError: if the round could not be written down. Nothing is
             released then.
         """
+        configured = self._open[1]
+        if configured is not None and not configured.clients_clip:
+            _check_apart([fit_res for _, fit_res in results], self.mechanism)
         released = self._release(
             server_round,
             [(_name_of(client), fit_res) for client, fit_res in results],
@@ -237,6 +241,21 @@ class DPFedAvgAdaptive(DPFedAvg):
 def _noise_site(server_side_noising: bool) -> str:
     _validate.instance_of(bool, server_side_noising=server_side_noising)
     return "server" if server_side_noising else "client"
+
+
+def _check_apart(results: Sequence[Any], mechanism: mechanisms.Mechanism) -> None:
+    """Raises ValueError if results are one object, as SecAgg+'s average is.
+
+    A client's update is then in what stands for each of the others, and what the
+    server clips these to does not bound it.
+    """
+    sent = [getattr(fit_res, "parameters", None) for fit_res in results]
+    sent = [parameters for parameters in sent if parameters is not None]
+    if len({id(parameters) for parameters in sent}) < len(sent):
+        raise ValueError(
+            "mechanism must be FixedClipping or AdaptiveClipping under SecAgg+, which "
+            f"leaves the server no single update to clip, got {mechanism!r}."
+        )
 
 
 def _name_of(client: Any) -> Hashable:

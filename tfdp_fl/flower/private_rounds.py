@@ -133,6 +133,7 @@ class PrivateRounds:
         rules = ("abort",) if mechanism.needs_exact_cohort else ("exclude", "abort")
         self.on_client_failure = on_client_failure or rules[0]
         _validate.one_of(rules, on_client_failure=self.on_client_failure)
+        _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
         budget = None
         if target_epsilon is not None or target_delta is not None:
             budget = ledger_lib.Budget(
@@ -269,7 +270,7 @@ class PrivateRounds:
             "flower_noise": True,
             "separated_zero_out": correlated,
             "participations_checked": correlated,
-            "flower_nodes_are_clients": correlated and correlated.client_of is None,
+            "flower_nodes_are_clients": not (correlated and correlated.client_of),
             "flower_cohorts_secret": not correlated and epsilon != known,
             "clients_excluded": failed,
             "client_noise_needs_honest_clients": self.mechanism.needs_exact_cohort,
