@@ -1,5 +1,9 @@
 """The client's side: what leaves the client is clipped and noised."""
 
+import pathlib
+import re
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -172,6 +176,21 @@ def test_all_that_trains_is_clipped_and_all_else_stays():
     assert client.evaluate([], {}) == (0.25, 3, {"accuracy": 1.0})
     assert inner.calls == 0
     assert not hasattr(client, "nothing")
+
+
+def test_a_client_that_sets_its_noise_itself_adds_it_whatever_it_is_told():
+    page = (pathlib.Path(__file__).parents[2] / "docs/flower.md").read_text("utf-8")
+    (block,) = re.findall(r"```python\n([^`]*def own_noise[^`]*)```", page)
+    shown: dict[str, Any] = {}
+    exec(block, shown)
+    own_noise, mod = shown["mods"]
+    told = {"dpfedavg_clip_norm": 1e9, "dpfedavg_noise_stddev": 0.0, **_BIT}
+    message = _message(fm.model(np.zeros(40_000)), **told)
+    message.content["another"] = fm.ConfigRecord(told)
+    train = fm.app(fm.adds([np.full(40_000, 1e6)]))
+    reply = own_noise(message, None, lambda m, c: mod(m, c, train))
+    statistics.assert_gaussian(fm.arrays(reply.content["arrays"])[0], 20.0)
+    assert "dpfedavg_norm_bit" not in reply.content["metrics"]
 
 
 @fm.NEEDS_FLOWER
