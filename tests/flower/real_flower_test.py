@@ -58,6 +58,7 @@ def test_a_client_that_falls_silent_is_left_out():
     np.testing.assert_allclose(moved, [0.3, 0, 0, 0], rtol=0, atol=2 * _STEP)
     (released,) = strategy.released_rounds
     assert released.num_replies == 3
+    assert "SecAgg+ added up" in str(strategy.privacy_report(1e-5)["caveats"])
 
 
 def test_the_noise_is_the_planned_one():

@@ -121,8 +121,14 @@ class DPFedAvg(private_rounds.PrivateRounds):
             released then.
         """
         configured = self._open[1]
-        if configured is not None and not configured.clients_clip:
-            _check_apart([fit_res for _, fit_res in results], self.mechanism)
+        if configured is not None and _is_one_average(results):
+            self._averaged_securely = True
+            if not configured.clients_clip:
+                raise ValueError(
+                    "mechanism must be FixedClipping or AdaptiveClipping under SecAgg+,"
+                    " where what the server clips is the average of all updates, got "
+                    f"{self.mechanism!r}."
+                )
         released = self._release(
             server_round,
             [(_name_of(client), fit_res) for client, fit_res in results],
@@ -243,19 +249,14 @@ def _noise_site(server_side_noising: bool) -> str:
     return "server" if server_side_noising else "client"
 
 
-def _check_apart(results: Sequence[Any], mechanism: mechanisms.Mechanism) -> None:
-    """Raises ValueError if results are one object, as SecAgg+'s average is.
+def _is_one_average(results: _Messages) -> bool:
+    """Whether results share an object, as they do that SecAgg+ hands over.
 
-    A client's update is then in what stands for each of the others, and what the
-    server clips these to does not bound it.
+    Each client's update is then in what stands for any of them.
     """
-    sent = [getattr(fit_res, "parameters", None) for fit_res in results]
+    sent = [getattr(fit_res, "parameters", None) for _, fit_res in results]
     sent = [parameters for parameters in sent if parameters is not None]
-    if len({id(parameters) for parameters in sent}) < len(sent):
-        raise ValueError(
-            "mechanism must be FixedClipping or AdaptiveClipping under SecAgg+, which "
-            f"leaves the server no single update to clip, got {mechanism!r}."
-        )
+    return len({id(parameters) for parameters in sent}) < len(sent)
 
 
 def _name_of(client: Any) -> Hashable:

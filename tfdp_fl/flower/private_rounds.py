@@ -62,6 +62,8 @@ class PrivateRounds:
     # The server's number of the round that is on, and what was fixed for it; None if
     # no clients were asked.
     _open: tuple[int | None, sums.ConfiguredRound | None] = (None, None)
+    # Whether Flower's SecAgg+ added up clients' updates.
+    _averaged_securely = False
 
     def __init__(
         self,
@@ -274,6 +276,7 @@ class PrivateRounds:
             "flower_cohorts_secret": not correlated and epsilon != known,
             "clients_excluded": failed,
             "client_noise_needs_honest_clients": self.mechanism.needs_exact_cohort,
+            "flower_secagg": self._averaged_securely,
             "flower_beside_the_model": True,
         }
         keys = (*self.mechanism.caveats(), *(key for key in holds if holds[key]))
