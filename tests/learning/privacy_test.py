@@ -139,6 +139,20 @@ def test_cohorts_larger_than_declared(sampling, possible, impossible):
         cost(impossible)
 
 
+def test_a_cohort_that_begins_the_next_pass():
+    # Of 250, 100 and 100 leave 50: some of 100 took part before.
+    shuffled, state = (
+        {"sampling": "shuffled", "num_clients": 250},
+        state_after(fixed(1.0), 3),
+    )
+    with pytest.raises(ValueError, match=r"left of a pass.* 100 answered in round 3"):
+        spent(state, fixed(1.0), **shuffled)
+    answered = np.array([100.0, 100.0, 50.0])
+    state = state._replace(history=state.history._replace(answered=answered))
+    once = accounting.epsilon(1.0, "shuffled", 250, 100, 3, DELTA)
+    assert spent(state, fixed(1.0), **shuffled) == pytest.approx(once)
+
+
 def test_the_statement_says_what_the_number_is():
     state = state_after(fixed(1.0), 100)
     value = spent(state, fixed(1.0))

@@ -324,10 +324,10 @@ class PrivateRounds:
     ) -> sums.ConfiguredRound | None:
         """Draws the clients of a round; None if there is to be none."""
         for array in sent:
-            if array.dtype.kind not in "fiub":
+            if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
                 raise ValueError(
-                    "The model must hold real numbers, got an array of dtype "
-                    f"{array.dtype}: no noise can be added to it."
+                    "The model must hold real numbers of at most 64 bits, got an array "
+                    f"of dtype {array.dtype}."
                 )
         # Abandoned rounds are not counted. Read once: others may write to the ledger.
         index = self._history.num_rounds

@@ -102,6 +102,8 @@ def privacy_charges(
     if sampling == "shuffled" and sizes:
         passes = charge_lib.PassCohorts(num_clients, sizes)
         places = [passes.place(index) for index in range(len(sizes))]
+        for index, place in enumerate(places):
+            _check_answered(index, found.history[1][index], place, deployment)
     return [
         accounting.RoundCharge(
             sampling=sampling,
@@ -300,8 +302,8 @@ def _check_answered(
     if answered > most:
         raise ValueError(
             f"sampling={deployment.sampling!r} gives cohorts of at most {most:g} "
-            f"of {population} clients where {planned:g} are expected, got a state "
-            f"in which {answered:g} answered in round {index + 1}."
+            f"of {population} clients where {planned:g} are expected (or are left of a "
+            f"pass), got a state in which {answered:g} answered in round {index + 1}."
         )
 
 
