@@ -76,6 +76,17 @@ def test_a_server_that_clips_by_itself_is_refused_an_average():
     assert strategy.released_rounds == ()
 
 
+@pytest.mark.parametrize("num_examples", [0, 1])
+def test_an_average_with_a_client_that_is_not_wrapped_is_not_released(num_examples):
+    # Three that weigh nothing would have the fourth move the sum by 4 S.
+    bare = [older_api.client([np.zeros(2)], num_examples, wrapped=False)] * 3
+    clients = [older_api.client([np.array([5.0, 0])]), *bare]
+    model, strategy = older_api.parameters(np.zeros(2)), _fixed(4)
+    (moved,) = older_api.secagg_round(strategy, clients, model, max_weight=1.0)
+    assert not moved.any()
+    assert (strategy.released_rounds, strategy.rejected_replies) == ((), 3)
+
+
 @_BOTH
 def test_adaptive_clipping_gets_its_bits(how):
     strategy = DPFedAvgAdaptive(older_api.strategy("FedAvg", 3), 3, 2.0, 0.0)

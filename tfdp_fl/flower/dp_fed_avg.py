@@ -121,7 +121,8 @@ class DPFedAvg(private_rounds.PrivateRounds):
             released then.
         """
         configured = self._open[1]
-        if configured is not None and _is_one_average(results):
+        averaged = _is_one_average(results)
+        if configured is not None and averaged:
             self._averaged_securely = True
             if not configured.clients_clip:
                 raise ValueError(
@@ -133,8 +134,9 @@ class DPFedAvg(private_rounds.PrivateRounds):
             server_round,
             [(_name_of(client), fit_res) for client, fit_res in results],
             lambda fit_res, asked: replies.read_result(
-                fit_res, asked.shapes, asked.instruction
+                fit_res, asked.shapes, asked.instruction, averaged
             ),
+            averaged,
         )
         if released is None:
             return None, {}
@@ -250,13 +252,12 @@ def _noise_site(server_side_noising: bool) -> str:
 
 
 def _is_one_average(results: _Messages) -> bool:
-    """Whether results share an object, as they do that SecAgg+ hands over.
+    """Whether results share one object, as they do that SecAgg+ hands over.
 
     Each client's update is then in what stands for any of them.
     """
-    sent = [getattr(fit_res, "parameters", None) for _, fit_res in results]
-    sent = [parameters for parameters in sent if parameters is not None]
-    return len({id(parameters) for parameters in sent}) < len(sent)
+    sent = {id(getattr(fit_res, "parameters", fit_res)) for _, fit_res in results}
+    return len(sent) == 1 < len(results)
 
 
 def _name_of(client: Any) -> Hashable:

@@ -408,8 +408,11 @@ class PrivateRounds:
         server_round: int,
         results: Iterable[tuple[Hashable, Any]],
         read: Callable[[Any, sums.ConfiguredRound], replies.Reply],
+        averaged: bool = False,
     ) -> tuple[sums.ConfiguredRound, list[np.ndarray]] | None:
         """Returns a round and its model; None if there is none to release.
+
+        Results that were `averaged` hold those that cannot be used, too.
 
         Raises:
           RoundNotConfiguredError: if the results belong to no round, or were here
@@ -447,7 +450,7 @@ class PrivateRounds:
         # adds the client's share of the noise.
         counted = replied if self.mechanism.needs_exact_cohort else usable
         enough = len(counted) == m or self.on_client_failure == "exclude"
-        if not (usable and enough):
+        if not (usable and enough) or (averaged and rejected):
             _logger.warning(
                 "Round %s is abandoned: %d of %d clients sent a reply that can be "
                 "used, %d replies cannot.",
