@@ -3,6 +3,7 @@
 import pathlib
 import re
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -171,8 +172,21 @@ def test_all_that_trains_is_clipped_and_all_else_stays():
     reply = private_mod(_message(_TWO), None, fails)
     assert reply.has_error()
     assert reply.error.reason == "no data"
+
+    # Of an error only the kind leaves: Flower tells the server what it says.
+    def quotes(*what):
+        raise ValueError("a label of 42")
+
     inner = _Client(_random(1, 1.0))
     client = DPFedAvgNumPyClient(inner)
+    with mock.patch.object(inner, "fit", quotes):
+        for train in (
+            lambda: client.fit([], {"dpfedavg_clip_norm": 1.0}),
+            lambda: private_mod(_message(_TWO), None, quotes),
+        ):
+            with pytest.raises(RuntimeError, match="raised ValueError, and") as error:
+                train()
+            assert "42" not in str(error.value)
     assert client.evaluate([], {}) == (0.25, 3, {"accuracy": 1.0})
     assert inner.calls == 0
     assert not hasattr(client, "nothing")
