@@ -88,8 +88,6 @@ _SGD = _optimizers.SGD
 
 
 class _Counts(_layers.Layer):
-    """Assigns when it is called."""
-
     def build(self, shape):
         self.calls = self.add_weight("calls", (), initializer="zeros", trainable=False)
 

@@ -28,9 +28,10 @@ def _moved(strategy, updates, num_examples=1, wrapped=True, **arguments):
     """Runs a round of clients from zeros; returns the new model."""
     updates = np.asarray(updates)
     numbers = np.broadcast_to(num_examples, len(updates)).tolist()
+    wrapped = np.broadcast_to(wrapped, len(updates)).tolist()
     clients = [
-        older_api.client([update], n, wrapped)
-        for update, n in zip(updates, numbers, strict=True)
+        older_api.client([update], *how)
+        for update, *how in zip(updates, numbers, wrapped, strict=True)
     ]
     model = older_api.parameters(np.zeros(updates.shape[1]))
     (moved,) = older_api.secagg_round(strategy, clients, model, **arguments)
@@ -67,24 +68,19 @@ def test_the_noise_is_the_planned_one():
     np.testing.assert_allclose(np.std(4 * moved), 1.0, rtol=0.02)
 
 
-def test_a_server_that_clips_by_itself_is_refused_an_average():
-    # One of four would move the sum by 4, where the median of the norms is 0.001.
+def test_an_average_of_what_is_not_clipped_is_not_released():
+    for number in (0, 1):  # Three that weigh nothing: the fourth would move it by S.
+        strategy = _fixed(4)
+        how = {"num_examples": [1] + 3 * [number], "wrapped": [True] + 3 * [False]}
+        moved = _moved(strategy, _ONE_OF_FIVE[:4], **how, max_weight=1.0)
+        assert not moved.any()
+        assert (strategy.released_rounds, strategy.rejected_replies) == ((), 3)
+    # Nor where the server was to clip: the fourth would move it by 1, and S is 0.001.
     median = tfdp_fl.MedianClipping(noise_multiplier=0.0)
     strategy = DPFedAvg(older_api.strategy("FedAvg", 4), 4, median)
     with pytest.raises(ValueError, match=r"mechanism must be .* under SecAgg"):
-        _moved(strategy, [[4.0], [0.001], [0.001], [0.001]], max_weight=1.0)
+        _moved(strategy, [[4.0], *3 * [[0.001]]], max_weight=1.0)
     assert strategy.released_rounds == ()
-
-
-@pytest.mark.parametrize("num_examples", [0, 1])
-def test_an_average_with_a_client_that_is_not_wrapped_is_not_released(num_examples):
-    # Three that weigh nothing would have the fourth move the sum by 4 S.
-    bare = [older_api.client([np.zeros(2)], num_examples, wrapped=False)] * 3
-    clients = [older_api.client([np.array([5.0, 0])]), *bare]
-    model, strategy = older_api.parameters(np.zeros(2)), _fixed(4)
-    (moved,) = older_api.secagg_round(strategy, clients, model, max_weight=1.0)
-    assert not moved.any()
-    assert (strategy.released_rounds, strategy.rejected_replies) == ((), 3)
 
 
 @_BOTH
