@@ -172,16 +172,12 @@ def test_an_abandoned_round_s_group_has_its_turn_again():
     charge = sampler.charge(0, _EVENT)
     assert (charge.sampling, charge.is_amplified) == ("cyclic", False)
     assert (charge.dp_event(), charge.sensitivity) == (_EVENT, 1.0)
+    with pytest.raises(ValueError, match="num_groups"):
+        _make("cyclic", 20, 5, num_groups=3).restore(sampler.state())
     # The groups do not depend on it: a `SeedSequence` of [a, b] is one of [a, b, 0].
     sampler = _make("cyclic", 40, 3, 7, 4)
     of_round = sampler._generator(0).permutation(40)
     assert sampler._group().tolist() != of_round[::4].tolist()
-
-
-def test_a_state_of_other_groups_is_refused():
-    state = _make("cyclic", 20, 5, num_groups=4).state()
-    with pytest.raises(ValueError, match="num_groups"):
-        _make("cyclic", 20, 5, num_groups=3).restore(state)
 
 
 @_all

@@ -138,14 +138,6 @@ def test_k_passes_are_one_gaussian_of_z_over_root_k(k):
     assert history.epsilon(1e-5, "pld") == pytest.approx(exact, abs=1e-9)
 
 
-def test_two_orders_never_share_a_pass():
-    history = _history()
-    for offset, order in ((0, "a"), (100, "b")):
-        place = {"pass_index": 0, "pass_offset": offset, "partition": order}
-        history.add(_charge("shuffled", **place))
-    assert history.epsilon(1e-5) == _history((_charge("shuffled"), 2)).epsilon(1e-5)
-
-
 _N = 12
 _COHORT = st.tuples(
     st.integers(0, _N - 1), st.integers(1, _N), st.sampled_from([0.25, 1.0, 4.0])

@@ -35,16 +35,6 @@ def test_equal_rounds_are_the_constant(sampling, accountant):
     assert delta == pytest.approx(1e-5, abs=1e-7)
 
 
-def test_passes_over_shuffled_clients():
-    # 100 clients by 30: cohorts of 30, 30, 30, 10 are one pass.
-    one, four, five = (
-        accounting.epsilon(1.0, "shuffled", 100, 30, rounds, 1e-5, "pld")
-        for rounds in (1, 4, 5)
-    )
-    assert one == four
-    assert five == pytest.approx(accounting.gaussian_epsilon(0.5**0.5, 1e-5))
-
-
 def test_errors_name_the_argument():
     wrong = {"noise_multiplier": (-1.0, [1.0]), "sampling": ("none",), "rounds": (-1,)}
     wrong |= {"num_clients": (0,), "clients_per_round": (101, [10, 10])}

@@ -126,15 +126,6 @@ def test_how_many_answered_is_written_down_and_priced():
             _epsilon(state, sampling, 200)
 
 
-def test_how_many_there_are_is_written_down():
-    # Of more clients than there were, sampling would hide one better.
-    process = quiet(1.0, 2, 1.0, num_clients=10).create(SCALAR)
-    state = process.next(process.initialize(), [1.0] * 2).state
-    for num_clients in (9, 1000):
-        with pytest.raises(ValueError, match="num_clients must be the 10"):
-            _epsilon(state, "poisson", num_clients)
-
-
 def test_schedules():
     process = quiet(2.0, [4, 8], lambda r: 1.0 + r, rounds=2).create(SCALAR)
     state = process.initialize()
@@ -187,6 +178,27 @@ def test_a_secure_sum_that_rounds_beside_the_clip_is_refused():
         aggregators.from_mechanism(FIXED, 4, **options).create(SCALAR)
 
 
+def test_a_secure_sum_that_cuts_off_noise_or_the_count_is_refused():
+    # With m = 4 and z = 1, one client adds noise of S / 2: no draw is above 9.5 of it.
+    at_clients = {"noise_multiplier": 1.0, "noise_site": "client"}
+    narrow, wide = map(tff.aggregators.SecureSumFactory, (5.7, 5.8))
+    quiet(**at_clients, inner_factory=wide).create(SCALAR)
+    quiet(noise_multiplier=1.0, inner_factory=narrow).create(SCALAR)
+    with pytest.raises(ValueError, match=r"inner_factory .* bounds of 5\.75"):
+        quiet(**at_clients, inner_factory=narrow).create(SCALAR)
+    count = {"clients_per_round": 4, "count_noise_stddev": 2.0}
+    adaptive = aggregators.AdaptiveClippingFactory(
+        **at_clients, **count, scalars_factory=tff.aggregators.SecureSumFactory(10.0)
+    )
+    with pytest.raises(ValueError, match=r"scalars_factory .* bounds of 10\.5"):
+        adaptive.create(SCALAR)
+    with pytest.raises(ValueError, match="scalars_factory must have an upper bound"):
+        quiet(scalars_factory=tff.aggregators.SecureSumFactory(0.5))
+    # Where there was no noise in a first round, there may be some in a later one.
+    with pytest.raises(ValueError, match="inner_factory must be None"):
+        quiet(noise_multiplier=[0.0, 1.0], inner_factory=COMPRESSION)
+
+
 def test_a_clip_that_falls_below_a_secure_sums_rounding():
     plan = {"noise_multiplier": 1.0, "clients_per_round": 4.0, "smallest_clip": 0.25}
     check = state_lib.RoundPlan(**plan, lines="")
@@ -194,6 +206,10 @@ def test_a_clip_that_falls_below_a_secure_sums_rounding():
     assert check.checked(four, four, four, clip_norm=0.25) == 4
     with pytest.raises(tf.errors.InvalidArgumentError, match="counts beside"):
         check.checked(four, four, four, clip_norm=0.24)
+    check = state_lib.RoundPlan(**plan, lines="", limits={"update": 5.0})
+    assert check.checked(four, four, four, 0.25, {"update": 0.5}) == 4
+    with pytest.raises(tf.errors.InvalidArgumentError, match="cut off noise"):
+        check.checked(four, four, four, 0.25, {"update": 0.6})
 
 
 @pytest.mark.parametrize(

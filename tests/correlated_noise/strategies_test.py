@@ -146,12 +146,6 @@ def test_noise_is_what_the_dense_matrices_make_of_the_draws(strategy, mixed, req
     assert int(memory.position) == ROUNDS
     for buffer, shape in zip(memory.buffers, SHAPES, strict=True):
         assert buffer.shape == [generator.copies, *shape]
-    # Charges go by the coefficients that are used.
-    matrix = references.dense(generator.coefficients, ROUNDS)
-    worst = references.worst_by_count(matrix, 8)[-1]
-    assert generator.sensitivity**2 >= worst * (1 - 1e-12)
-    assert generator.sensitivity**2 == pytest.approx(worst)
-    assert np.sum(generator.charges**2) == pytest.approx(generator.sensitivity**2)
 
 
 @pytest.mark.parametrize("strategy", [BandedToeplitz(32), BLT(3)])

@@ -87,17 +87,32 @@ def test_target_evaluation_and_metrics_of_clients():
 _SGD = _optimizers.SGD
 
 
+class _Counts(_layers.Layer):
+    def build(self, shape):
+        self.calls = self.add_weight("calls", (), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.calls.assign_add(1.0)
+        return x
+
+
+_L2, _NORM = tf.keras.regularizers.L2(), tf.keras.constraints.UnitNorm()
+
+
 @pytest.mark.parametrize(
     ("hidden", "optimizer", "options", "problem"),
     [
         (_layers.BatchNormalization(), _SGD(), {}, "batch norm"),
         (_layers.Dropout(0.5), _SGD(), {}, r"dropout|operations"),
-        (_layers.Dense(4, kernel_regularizer="l2"), _SGD(), {}, "losses of layers"),
-        (_layers.Dense(4, bias_constraint="max_norm"), _SGD(), {}, "constraint of.*bi"),
         (None, _SGD(0.1, 0.9, True), {}, "SGD"),
         (None, _optimizers.RMSprop(0.1), {}, "SGD"),
         (None, _SGD(), {"loss": lambda y, p: p}, "the loss"),
         (None, _SGD(), {}, "weights of examples"),
+        (_layers.Dense(4, kernel_regularizer=_L2), _SGD(), {}, "losses that layers"),
+        (_layers.Dense(4, activity_regularizer=_L2), _SGD(), {}, "losses that layers"),
+        (_layers.Dense(4, trainable=False), _SGD(), {}, "trainable=False"),
+        (_layers.Dense(4, kernel_constraint=_NORM), _SGD(), {}, "constraints"),
+        (_Counts(), _SGD(), {}, "assign_add"),
     ],
 )
 def test_what_tff_cannot_do_is_refused(hidden, optimizer, options, problem):

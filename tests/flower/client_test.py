@@ -1,5 +1,10 @@
 """The client's side: what leaves the client is clipped and noised."""
 
+import pathlib
+import re
+from typing import Any
+from unittest import mock
+
 import numpy as np
 import pytest
 
@@ -167,11 +172,38 @@ def test_all_that_trains_is_clipped_and_all_else_stays():
     reply = private_mod(_message(_TWO), None, fails)
     assert reply.has_error()
     assert reply.error.reason == "no data"
+
+    # Of an error only the kind leaves: Flower tells the server what it says.
+    def quotes(*what):
+        raise ValueError("a label of 42")
+
+    train = DPFedAvgNumPyClient(mock.Mock(fit=quotes)).fit
+    for call, *given in (
+        (train, [], {"dpfedavg_clip_norm": 1.0}),
+        (private_mod, _message(_TWO), None, quotes),
+    ):
+        with pytest.raises(RuntimeError, match="raised ValueError, and") as error:
+            call(*given)
+        assert "42" not in str(error.value)
     inner = _Client(_random(1, 1.0))
     client = DPFedAvgNumPyClient(inner)
     assert client.evaluate([], {}) == (0.25, 3, {"accuracy": 1.0})
     assert inner.calls == 0
     assert not hasattr(client, "nothing")
+
+
+def test_a_client_that_sets_its_noise_itself_adds_it_whatever_it_is_told():
+    page = (pathlib.Path(__file__).parents[2] / "docs/flower.md").read_text("utf-8")
+    (block,) = re.findall(r"```python\n([^`]*def own_noise[^`]*)```", page)
+    shown: dict[str, Any] = {}
+    exec(block, shown)
+    own_noise, mod = shown["mods"]
+    told = {"dpfedavg_clip_norm": 1e9, "dpfedavg_noise_stddev": 0.0, **_BIT}
+    message = _message(fm.model(np.zeros(40_000)), **told)
+    train = fm.app(fm.adds([np.full(40_000, 1e6)]))
+    reply = own_noise(message, None, lambda m, c: mod(m, c, train))
+    statistics.assert_gaussian(fm.arrays(reply.content["arrays"])[0], 20.0)
+    assert "dpfedavg_norm_bit" not in reply.content["metrics"]
 
 
 @fm.NEEDS_FLOWER

@@ -95,6 +95,24 @@ def test_nobody_comes_again_too_soon():
     assert made._correlation.eligible([100]) == ([100], 1)
 
 
+def test_clients_have_names_that_stay_before_anybody_is_asked_or_charged():
+    for wrong in (lambda node: (node,), lambda node: [node], float, lambda node: None):
+        made = _private(client_of=wrong)
+        with pytest.raises(TypeError, match="client_of must give texts"):
+            _run(made, _grid(), 1)
+        assert made.released_rounds == ()
+    with pytest.raises(TypeError, match="client_of must be a function"):
+        _private(client_of="name")
+    # A round is of those who were drawn, whatever they are called since.
+    called = {100 + i: str(i) for i in range(_N)}
+    made, grid = _private(client_of=called.get), _grid()
+    messages = fm.configured(made, grid, fm.model(np.zeros(4)))
+    drawn = {called[message.metadata.dst_node_id] for message in messages}
+    called.update({node: f"new {name}" for node, name in called.items()})
+    made.aggregate_train(1, grid.send_and_receive(messages))
+    assert set(made._correlation.record._rounds) == drawn
+
+
 def test_nobody_comes_more_often_than_allowed_and_no_round_passes_the_budget():
     made, grid = _private(_mechanism(max_participations=1)), _grid()
     asked, record = _run(made, grid, 3)

@@ -296,8 +296,9 @@ def test_one_model_for_all():
     np.testing.assert_allclose(fm.arrays(got)[0], [4 * 0.5, 0])
     assert (len(strategy.released_rounds), strategy.sampled) == (4, 3)
     assert strategy.aggregate_evaluate(1, []) is None
-    with pytest.raises(ValueError, match="real numbers"):
-        fm.a_round(fm.private(), _grid([np.zeros(2)] * 3), fm.model(np.array(["a"])))
+    for wrong in (np.array(["a"]), np.ones(1, np.longdouble)):
+        with pytest.raises(ValueError, match="real numbers of at most 64 bits"):
+            fm.a_round(fm.private(), _grid([np.zeros(2)] * 3), fm.model(wrong))
 
 
 _LIGHT = """

@@ -6,10 +6,11 @@ from unittest import mock
 import numpy as np
 import pytest
 
+import tfdp_fl
 from tests.flower import flower_messages as fm
 from tests.flower import older_api
 from tfdp_fl import accounting
-from tfdp_fl.flower import DPFedAvgAdaptive, DPFedAvgFixed, private_mod
+from tfdp_fl.flower import DPFedAvg, DPFedAvgAdaptive, DPFedAvgFixed, private_mod
 
 pytestmark = older_api.NEEDS_FLOWER
 # Half a step of SecAgg+'s fixed point: 2 * 8 / 2^22.
@@ -27,9 +28,10 @@ def _moved(strategy, updates, num_examples=1, wrapped=True, **arguments):
     """Runs a round of clients from zeros; returns the new model."""
     updates = np.asarray(updates)
     numbers = np.broadcast_to(num_examples, len(updates)).tolist()
+    wrapped = np.broadcast_to(wrapped, len(updates)).tolist()
     clients = [
-        older_api.client([update], n, wrapped)
-        for update, n in zip(updates, numbers, strict=True)
+        older_api.client([update], *how)
+        for update, *how in zip(updates, numbers, wrapped, strict=True)
     ]
     model = older_api.parameters(np.zeros(updates.shape[1]))
     (moved,) = older_api.secagg_round(strategy, clients, model, **arguments)
@@ -57,12 +59,28 @@ def test_a_client_that_falls_silent_is_left_out():
     np.testing.assert_allclose(moved, [0.3, 0, 0, 0], rtol=0, atol=2 * _STEP)
     (released,) = strategy.released_rounds
     assert released.num_replies == 3
+    assert "SecAgg+ added up" in str(strategy.privacy_report(1e-5)["caveats"])
 
 
 def test_the_noise_is_the_planned_one():
     moved = _moved(_fixed(4, 1.0), np.zeros((4, 100_000)))
     # The sample stddev varies by 0.22 %; 2 % is 9 of these.
     np.testing.assert_allclose(np.std(4 * moved), 1.0, rtol=0.02)
+
+
+def test_an_average_of_what_is_not_clipped_is_not_released():
+    for number in (0, 1):  # Three that weigh nothing: the fourth would move it by S.
+        strategy = _fixed(4)
+        how = {"num_examples": [1] + 3 * [number], "wrapped": [True] + 3 * [False]}
+        moved = _moved(strategy, _ONE_OF_FIVE[:4], **how, max_weight=1.0)
+        assert not moved.any()
+        assert (strategy.released_rounds, strategy.rejected_replies) == ((), 3)
+    # Nor where the server was to clip: the fourth would move it by 1, and S is 0.001.
+    median = tfdp_fl.MedianClipping(noise_multiplier=0.0)
+    strategy = DPFedAvg(older_api.strategy("FedAvg", 4), 4, median)
+    with pytest.raises(ValueError, match=r"mechanism must be .* under SecAgg"):
+        _moved(strategy, [[4.0], *3 * [[0.001]]], max_weight=1.0)
+    assert strategy.released_rounds == ()
 
 
 @_BOTH

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import dp_accounting
@@ -139,6 +140,17 @@ def test_cohorts_larger_than_declared(sampling, possible, impossible):
         cost(impossible)
 
 
+def test_a_cohort_that_begins_the_next_pass():
+    # Of 250, 100 and 100 leave 50: some of 100 took part before.
+    way = {"sampling": "shuffled", "num_clients": 250}
+    state = state_after(fixed(1.0), 3)
+    with pytest.raises(ValueError, match=r"left of a pass.* 100 answered in round 3"):
+        spent(state, fixed(1.0), **way)
+    state.history.answered[2] = 50.0
+    once = accounting.epsilon(1.0, "shuffled", 250, 100, 3, DELTA)
+    assert spent(state, fixed(1.0), **way) == pytest.approx(once)
+
+
 def test_the_statement_says_what_the_number_is():
     state = state_after(fixed(1.0), 100)
     value = spent(state, fixed(1.0))
@@ -169,5 +181,17 @@ def test_what_local_noise_is_worth_centrally(sampling, z):
     state = state_after(mechanism, 1, sampling=sampling)
     declared = {**DECLARED, "sampling": sampling}
     (charge,) = learning.privacy_charges(state, mechanism, **declared)
-    expected = dp_accounting.NonPrivateDpEvent()
-    assert charge.event == (dp_accounting.GaussianDpEvent(z) if z else expected)
+    nothing = dp_accounting.NonPrivateDpEvent()
+    assert charge.event == (dp_accounting.GaussianDpEvent(z) if z else nothing)
+    # Nothing where other clients, or other noise, or another sum were in it.
+    history, weak = state.history, dataclasses.replace(mechanism, noise_multiplier=1.0)
+    changed = history.lines[0].replace(b'changed":false', b'changed":true')
+    for asked, wrong in (
+        (mechanism, history._replace(answered=np.array([1.0]))),
+        (mechanism, history._replace(answered=np.array([150.0]))),
+        (mechanism, history._replace(lines=np.array([changed], object))),
+        (weak, history),
+    ):
+        other = state._replace(history=wrong)
+        (charge,) = learning.privacy_charges(other, asked, **declared)
+        assert charge.event == nothing

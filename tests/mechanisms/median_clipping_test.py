@@ -20,18 +20,6 @@ def _query(z_median=None):
     return rounds.bound(_mechanism(z_median), 4, sampling="fixed_size")
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_without_noise_is_algorithm_1(count):
-    query, state = _query()
-    norms = np.random.default_rng(count).exponential(size=count)
-    norms[norms > np.median(norms)] *= 1e6
-    updates = rounds.updates_with_norms(norms)
-    done = rounds.run_round(query, state, updates, clients_per_round=6)
-    wanted, bound = references.median_clipping_mean(updates, 6)
-    np.testing.assert_allclose(done.state.clip_norm, bound, rtol=1e-5)
-    rounds.assert_close(done.mean, wanted, rtol=1e-4, atol=1e-7)
-
-
 def test_an_empty_cohort_keeps_the_last_median():
     query, state = _query()
     # One of two clients is not to set it.

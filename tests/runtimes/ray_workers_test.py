@@ -332,10 +332,9 @@ def _kill(actor):
     actor.__ray_call__.remote(lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def _trained(workers, kill):
-    """Returns a model whose training loses a worker, once."""
-    federated, places = _ONE_BY_ONE.federated(), []
-    original, victim = workers._cluster.actor, _pid(workers)
+def _losing(workers, kill=True):
+    """Has a training lose a worker, once."""
+    original, places = workers._cluster.actor, []
 
     def actor(place):
         places.append(place)
@@ -343,7 +342,12 @@ def _trained(workers, kill):
             _kill(original(place))  # As its shard is sent, after the first question.
         return original(place)
 
-    with mock.patch.object(workers._cluster, "actor", actor):
+    return mock.patch.object(workers._cluster, "actor", actor)
+
+
+def _trained(workers, kill):
+    federated, victim = _ONE_BY_ONE.federated(), _pid(workers)
+    with _losing(workers, kill):
         _ONE_BY_ONE.train(federated, runtime=workers)
     assert (_pid(workers) != victim) == kill
     return federated
@@ -377,16 +381,8 @@ def test_else_the_round_is_abandoned_and_nothing_is_charged(workers, monkeypatch
     federated = _ONE_BY_ONE.federated()
     before = federated.get_weights()
     monkeypatch.setattr(workers, "_max_repeats", 0)
-    original, places = workers._cluster.actor, []
-
-    def actor(place):
-        places.append(place)
-        if place == 1 and places.count(1) == 2:
-            _kill(original(place))
-        return original(place)
-
     with (
-        mock.patch.object(workers._cluster, "actor", actor),
+        _losing(workers),
         pytest.raises(runtimes.WorkerLost, match="of Ray is lost"),
     ):
         _ONE_BY_ONE.train(federated, runtime=workers)

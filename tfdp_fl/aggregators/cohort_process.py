@@ -272,6 +272,7 @@ def _create_noised_result(
             query_state.clients_per_round,
             scalars["weight"],
             query.largest_norm(query_state),
+            query.noise_shares(query_state) if plan.limits else None,
         )
         update = to_list(total["update"]) if packed else total["update"]
         with tf.control_dependencies([size]):

@@ -118,8 +118,10 @@ class BoundFactory:
             "scalars_factory": scalars_factory,
         }
         event = mechanism.round_event(0, self.deployment)
-        self._has_price = mechanism.guarantee == "central" and not isinstance(
-            event, dp_accounting.NonPrivateDpEvent
+        # A state may come to its later rounds without the first ones of this plan.
+        self._has_price = mechanism.guarantee == "central" and (
+            not isinstance(event, dp_accounting.NonPrivateDpEvent)
+            or max(state.distinct(self._noise)) > 0
         )
         for name, factory in self._factories.items():
             self._check_sum(name, factory)
@@ -150,6 +152,12 @@ class BoundFactory:
                 f"{type(factory).__name__}: what others make of an update after "
                 "the clip may be larger than the clip, and no epsilon would hold."
             )
+        most = bounds_of(factory)[1]
+        if name == "scalars_factory" and most < 1:
+            raise ValueError(
+                f"scalars_factory must have an upper bound of at least 1, got {most:g}:"
+                " each client counts 1 in the size of the cohort, which is checked."
+            )
 
     def _create(
         self,
@@ -173,7 +181,7 @@ class BoundFactory:
         deployment = dataclasses.replace(
             self.deployment, num_variables=len(tensors), shapes=shapes
         )
-        rounding = self._rounding_of_sums(shapes)
+        rounding, limits = self._rounding_of_sums(shapes), self._limits(deployment)
         at_most = deployment.num_clients
         if at_most is not None and deployment.sampling == "poisson":
             at_most = state.largest_poisson_cohort(
@@ -181,8 +189,9 @@ class BoundFactory:
             )
         # Where there is a schedule, its length is known.
         count = cast(int, deployment.rounds) if self._is_scheduled else 1
+        plain = largest_rounding(self._factories["inner_factory"], 1) == 0
         lines = tuple(
-            state.history_line(self.mechanism, deployment, index)
+            state.history_line(self.mechanism, deployment, index, not plain)
             for index in range(count)
         )
         return cohort_process.create_cohort_process(
@@ -196,6 +205,7 @@ class BoundFactory:
                 at_most=at_most,
                 some_weight=self.mechanism.releases_weights,
                 smallest_clip=rounding / _LARGEST_ROUNDING,
+                limits=limits,
             ),
             value_type,
             weight_type,
@@ -227,6 +237,43 @@ class BoundFactory:
                 )
         return rounding
 
+    def _limits(self, deployment: contribution.Deployment) -> dict[str, float]:
+        """Returns `RoundPlan.limits`, which only noise of clients has.
+
+        Each client's noise is but a share: what a secure sum cuts off of the shares
+        is missing in their sum, which is charged.
+        """
+        if not (self._has_price and self.mechanism.needs_exact_cohort):
+            return {}
+        m, clip = deployment.cohort_size(0), self.mechanism.first_clip_norm()
+        first = contribution.Round(clip, self.mechanism.noise_multiplier_at(0), m)
+        limits = {}
+        for name, stddev in self.mechanism.noise_stddevs(first, deployment).items():
+            of_update = name == "update"
+            factory = "inner_factory" if of_update else "scalars_factory"
+            lower, upper = bounds_of(self._factories[factory])
+            limit = min(-lower, upper)
+            least = (clip if of_update else 1.0) + state.LARGEST_DRAW * stddev / m**0.5
+            if least > limit:
+                raise ValueError(
+                    f"{factory} must have bounds of {least:.3g} or more, got "
+                    f"{limit:g}: it would cut off noise that the clients add "
+                    "(noise_site='client'), and less would be left than is charged."
+                )
+            if limit < math.inf:
+                limits[name] = limit
+        return limits
+
+
+def bounds_of(factory: Any) -> tuple[float, float]:
+    """Returns from where to where a sum takes numbers as they are."""
+    if type(factory) is not tff.aggregators.SecureSumFactory:
+        return -math.inf, math.inf
+    upper, lower = factory._upper_bound_threshold, factory._lower_bound_threshold
+    if isinstance(upper, tff.templates.EstimationProcess):
+        return -math.inf, math.inf
+    return float(-upper if lower is None else lower), float(upper)
+
 
 def largest_rounding(factory: Any, num_elements: int) -> float:
     """Returns the most that a sum's rounding adds to the norm of a client's share.
@@ -241,13 +288,12 @@ def largest_rounding(factory: Any, num_elements: int) -> float:
         return 0.0
     if type(factory) is not tff.aggregators.SecureSumFactory:
         return math.inf
-    upper, lower = factory._upper_bound_threshold, factory._lower_bound_threshold
-    if isinstance(upper, tff.templates.EstimationProcess):
-        return 0.0  # It makes a state, by which `accountable_state` knows it.
-    lower = -upper if lower is None else lower
+    lower, upper = bounds_of(factory)
     if not lower <= 0 <= upper:
         return math.inf  # A client that hands in nothing counts as a bound.
-    return math.sqrt(num_elements) * (float(upper) - float(lower)) / _STEPS
+    # Bounds that move make a state, which `accountable_state` refuses.
+    width = 0.0 if upper == math.inf else upper - lower
+    return math.sqrt(num_elements) * width / _STEPS
 
 
 def tensors_of(value_type: tff.types.Type) -> list[tff.TensorType]:

@@ -22,6 +22,8 @@ Table: TypeAlias = float | tuple[float, ...]
 
 # How often a cohort that was drawn as declared is refused.
 _REFUSED_BY_CHANCE = 1e-12
+# Standard deviations that no draw of noise has (`noise._by_radius` ends at 9.42).
+LARGEST_DRAW = 9.5
 
 
 class RoundHistory(NamedTuple):
@@ -57,12 +59,14 @@ def history_line(
     mechanism: mechanism_lib.Mechanism,
     deployment: contribution.Deployment,
     round_index: int,
+    sum_changed: bool = False,
 ) -> str:
     """Returns what a round is and costs, as JSON.
 
     Beside `history_kind`: `sampling`, `num_clients` (null where the process was
     not told) and `clients_per_round`; of a local guarantee `mu_squared`,
-    (sensitivity / sigma)^2 of one client's part, and of others the `event`.
+    (sensitivity / sigma)^2 of one client's part, and whether the sum takes clients'
+    noise otherwise than it is (`sum_changed`); of others the `event`.
     """
     line = {
         **history_kind(mechanism),
@@ -72,6 +76,7 @@ def history_line(
     }
     if mechanism.guarantee in ("local", "record"):
         line["mu_squared"] = float(mechanism.mu_squared(deployment))
+        line["sum_changed"] = sum_changed
     else:
         event = charge.normalised(mechanism.round_event(round_index, deployment))
         line["event"] = charge.event_to_json(event)
@@ -149,6 +154,8 @@ class RoundPlan:
         the answers replace the model.
       smallest_clip: The clip must be at least this, or a secure sum's rounding
         would count beside it.
+      limits: Of "update" and the released sums: where a secure sum would cut off
+        what a client hands in, and with it noise that is charged.
     """
 
     noise_multiplier: Table
@@ -159,6 +166,7 @@ class RoundPlan:
     at_most: int | None = None
     some_weight: bool = False
     smallest_clip: float = 0.0
+    limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def values(self, round_index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns z and m of a round, float32 scalars."""
@@ -184,6 +192,7 @@ class RoundPlan:
         expected: tf.Tensor,
         weight: tf.Tensor,
         clip_norm: tf.Tensor | float,
+        shares: Mapping[str, Any] | None = None,
     ) -> tf.Tensor:
         """Returns a cohort's size, once it was found to be allowed.
 
@@ -192,6 +201,7 @@ class RoundPlan:
           expected: Float32 scalar, m.
           weight: Float32 scalar, the sum of the weights of the clients.
           clip_norm: Float32 scalar, the largest norm of a client's share.
+          shares: Stddevs of a client's own noise, for each of `limits`.
         """
         checks = []
 
@@ -222,6 +232,13 @@ class RoundPlan:
                 tf.cast(clip_norm, tf.float32) >= self.smallest_clip,
                 "the clip has become so small that the secure sum's rounding counts "
                 "beside it: give its inner_factory closer bounds",
+            )
+        for name, limit in self.limits.items():
+            own = clip_norm if name == "update" else 1.0
+            require(
+                own + LARGEST_DRAW * (shares or {})[name] <= limit,
+                "a secure sum would cut off noise of the clients: give its factory "
+                "wider bounds",
             )
         # Eagerly a check that holds is None.
         with tf.control_dependencies([check for check in checks if check is not None]):

@@ -58,6 +58,8 @@ class FunctionalTrainer(trainer.Trainer):
             or nests.weights_of(element_spec[1]) is not None
         ):
             raise _refused("weights of examples or outputs")
+        if what := _not_taken(model):
+            raise _refused(what)
         loss = _loss_object(training.loss)
         metrics = collections.OrderedDict(
             _named_metric(metric, loss)
@@ -69,6 +71,9 @@ class FunctionalTrainer(trainer.Trainer):
             self._functional = tff.learning.models.functional_model_from_keras(
                 model, loss, specs, metrics or None
             )
+            with tf.Graph().as_default():  # Layers that assign fail here.
+                x = trainer.zeros_like_batch(element_spec[0])
+                self._functional.predict_on_batch(self._functional.initial_weights, x)
         except Exception as error:
             raise ValueError(
                 "model cannot be a functional model of TensorFlow Federated, as it "
@@ -89,8 +94,6 @@ class FunctionalTrainer(trainer.Trainer):
         y = trainer.zeros_like_batch(element_spec[1])
         if len(tf.nest.flatten(predicted)) != 1 or len(tf.nest.flatten(y)) != 1:
             raise _refused("models with several outputs")
-        if model.losses:  # They would be dropped.
-            raise _refused("losses of layers (regularizers and add_loss)")
         (predicted,) = tf.nest.flatten(predicted)
         self.label_ranges = labels.ranges(tf.nest.flatten(y), [(0, predicted, loss)])
         with tf.Graph().as_default():
@@ -168,9 +171,6 @@ class _TffOptimizer:
 
 def _optimizer(optimizer: Any, variables: list[tf.Variable]) -> Any:
     """Returns TFF's optimizer in the place of one of Keras's."""
-    for variable in variables:
-        if getattr(variable, "constraint", None) is not None:
-            raise _refused(f"the constraint of {variable.name!r}")
     if trainer.is_plain_sgd(optimizer):
         return trainer.ClientOptimizer(optimizer, variables)
     import tensorflow_federated as tff
@@ -218,6 +218,17 @@ def _named_metric(metric: Any, loss: tf.keras.losses.Loss) -> tuple[str, Any]:
         raise _refused(f"the metric {metric!r}: give a tf.keras.metrics.Metric")
     config = metric.get_config()
     return metric.name, functools.partial(type(metric).from_config, config)
+
+
+def _not_taken(model: tf.keras.Model) -> str:
+    """Returns what a functional model would do without, or not run with."""
+    if model.losses:
+        return "losses that layers add, as regularizers do"
+    if any(variable.trainable for variable in model.non_trainable_weights):
+        return "layers with trainable=False"
+    if any(getattr(v, "constraint", None) for v in model.trainable_weights):
+        return "constraints of weights"
+    return ""
 
 
 def _refused(what: str) -> ValueError:

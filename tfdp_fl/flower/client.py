@@ -188,6 +188,7 @@ class DPFedAvgNumPyClient:
 
         Raises:
           KeyError: if the server sent no clip norm. Nothing was trained then.
+          RuntimeError: if the wrapped client raised an error; it is logged.
           TypeError, ValueError: if a value in `config` is not what it should
             be (nothing was trained then), or the wrapped client returns arrays
             of other shapes.
@@ -195,7 +196,7 @@ class DPFedAvgNumPyClient:
         asked = Instruction.of(config)
         # The wrapped client may train in place.
         received = [np.array(array) for array in parameters]
-        returned, _, metrics = self.client.fit(parameters, config)
+        returned, _, metrics = _trained(self.client.fit, parameters, config)
         arrays, applied, discarded = release(received, returned, asked)
         self.discarded_updates += discarded
         return arrays, _NUM_EXAMPLES, {**metrics, **applied}
@@ -263,6 +264,7 @@ def private_mod(
     Raises:
       KeyError: if the server sent no clip norm. Nothing was trained then. (To
         the server this and what follows is a client that failed.)
+      RuntimeError: if the app raised an error; it is logged.
       TypeError, ValueError: if what the server asks for is not what it should
         be (nothing was trained then), or the reply is none: arrays of other
         names or shapes, or more than one ArrayRecord.
@@ -276,7 +278,7 @@ def private_mod(
     # The app may train in place.
     _, record = only_record(message.content, "The server")
     received = {name: np.array(a.numpy()) for name, a in record.items()}
-    reply = call_next(message, context)
+    reply = _trained(call_next, message, context)
     if reply.has_error():
         return reply
 
@@ -301,6 +303,21 @@ def private_mod(
     _set_metrics(records, reply.content.metric_records, weight)
     reply.content = type(reply.content)(records)
     return reply
+
+
+def _trained(train: Callable[[Any, Any], Any], what: Any, how: Any) -> Any:
+    """Returns what a client's own code makes; of what it raises, only the kind leaves.
+
+    Flower sends the server what an exception says, which may quote examples.
+    """
+    try:
+        return train(what, how)
+    except Exception as error:
+        _logger.exception("The client's training failed.")
+        kind = type(error).__name__
+        raise RuntimeError(
+            f"A client's training raised {kind}, and what it says stays there."
+        ) from None
 
 
 def only_record(content: Any, sender: str) -> tuple[str, Any]:

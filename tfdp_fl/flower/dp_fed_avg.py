@@ -114,17 +114,29 @@ class DPFedAvg(private_rounds.PrivateRounds):
           abandoned.
 
         Raises:
+          ValueError: if SecAgg+ hands over one average, and the server was to clip.
           RoundNotConfiguredError: if the round's `configure_fit` was not
             called, or its results were here before. Nothing is released then.
           LedgerWriteError: if the round could not be written down. Nothing is
             released then.
         """
+        configured = self._open[1]
+        averaged = _is_one_average(results)
+        if configured is not None and averaged:
+            self._averaged_securely = True
+            if not configured.clients_clip:
+                raise ValueError(
+                    "mechanism must be FixedClipping or AdaptiveClipping under SecAgg+,"
+                    " where what the server clips is the average of all updates, got "
+                    f"{self.mechanism!r}."
+                )
         released = self._release(
             server_round,
             [(_name_of(client), fit_res) for client, fit_res in results],
             lambda fit_res, asked: replies.read_result(
-                fit_res, asked.shapes, asked.instruction
+                fit_res, asked.shapes, asked.instruction, averaged
             ),
+            averaged,
         )
         if released is None:
             return None, {}
@@ -237,6 +249,15 @@ class DPFedAvgAdaptive(DPFedAvg):
 def _noise_site(server_side_noising: bool) -> str:
     _validate.instance_of(bool, server_side_noising=server_side_noising)
     return "server" if server_side_noising else "client"
+
+
+def _is_one_average(results: _Messages) -> bool:
+    """Whether results share one object, as they do that SecAgg+ hands over.
+
+    Each client's update is then in what stands for any of them.
+    """
+    sent = {id(getattr(fit_res, "parameters", fit_res)) for _, fit_res in results}
+    return len(sent) == 1 < len(results)
 
 
 def _name_of(client: Any) -> Hashable:

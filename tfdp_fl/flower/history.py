@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdp_fl import mechanisms
+from tfdp_fl import _validate, mechanisms
 from tfdp_fl.accounting import accountant as accountant_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger as ledger_lib
@@ -71,6 +71,8 @@ class RoundHistory:
         self.ledger: ledger_lib.PrivacyLedger | None = None
         if ledger is None:
             return
+        kinds = (str, os.PathLike, ledger_lib.PrivacyLedger)
+        _validate.instance_of(kinds, ledger=ledger)
         if isinstance(ledger, ledger_lib.PrivacyLedger):
             self.ledger = ledger
         else:
@@ -164,15 +166,28 @@ class Correlation:
     def __init__(
         self, mechanism: mechanisms.CorrelatedNoise, client_of: ClientOf | None
     ):
+        if client_of is not None and not callable(client_of):
+            raise TypeError(f"client_of must be a function or None, got {client_of!r}.")
         self.client_of = client_of
         self.record = mechanism.participation_record()
         self.memory: Any = None
         self._mechanism = mechanism
-        self._name: ClientOf = client_of or int
+        # As they were when the round's clients were drawn.
+        self._names: dict[Any, str | int] = {}
 
     def eligible(self, nodes: Iterable[Any]) -> tuple[list[Hashable], int]:
-        """Returns a node of each client that may take part, and how many there are."""
-        by_client = {self._name(node): node for node in nodes}
+        """Returns a node of each client that may take part, and how many there are.
+
+        Raises:
+          TypeError: `client_of` gives what is no name.
+        """
+        self._names = {node: (self.client_of or int)(node) for node in nodes}
+        for name in self._names.values():
+            if isinstance(name, bool) or not isinstance(name, (str, int)):
+                raise TypeError(
+                    f"client_of must give texts or whole numbers, got {name!r}."
+                )
+        by_client = {name: node for node, name in self._names.items()}
         may = [by_client[name] for name in self.record.eligible(by_client)]
         return may, len(by_client)
 
@@ -197,5 +212,5 @@ class Correlation:
 
     def released(self, memory: Any, nodes: Iterable[Any]) -> None:
         """Takes over the memory after a round, and which nodes were in its sum."""
-        self.record.add([self._name(node) for node in nodes])
+        self.record.add([self._names[node] for node in nodes])
         self.memory = memory

@@ -62,6 +62,8 @@ class PrivateRounds:
     # The server's number of the round that is on, and what was fixed for it; None if
     # no clients were asked.
     _open: tuple[int | None, sums.ConfiguredRound | None] = (None, None)
+    # Whether Flower's SecAgg+ added up clients' updates.
+    _averaged_securely = False
 
     def __init__(
         self,
@@ -133,6 +135,7 @@ class PrivateRounds:
         rules = ("abort",) if mechanism.needs_exact_cohort else ("exclude", "abort")
         self.on_client_failure = on_client_failure or rules[0]
         _validate.one_of(rules, on_client_failure=self.on_client_failure)
+        _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
         budget = None
         if target_epsilon is not None or target_delta is not None:
             budget = ledger_lib.Budget(
@@ -269,10 +272,11 @@ class PrivateRounds:
             "flower_noise": True,
             "separated_zero_out": correlated,
             "participations_checked": correlated,
-            "flower_nodes_are_clients": correlated and correlated.client_of is None,
+            "flower_nodes_are_clients": not (correlated and correlated.client_of),
             "flower_cohorts_secret": not correlated and epsilon != known,
             "clients_excluded": failed,
             "client_noise_needs_honest_clients": self.mechanism.needs_exact_cohort,
+            "flower_secagg": self._averaged_securely,
             "flower_beside_the_model": True,
         }
         keys = (*self.mechanism.caveats(), *(key for key in holds if holds[key]))
@@ -320,10 +324,10 @@ class PrivateRounds:
     ) -> sums.ConfiguredRound | None:
         """Draws the clients of a round; None if there is to be none."""
         for array in sent:
-            if array.dtype.kind not in "fiub":
+            if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
                 raise ValueError(
-                    "The model must hold real numbers, got an array of dtype "
-                    f"{array.dtype}: no noise can be added to it."
+                    "The model must hold real numbers of at most 64 bits, got an array "
+                    f"of dtype {array.dtype}."
                 )
         # Abandoned rounds are not counted. Read once: others may write to the ledger.
         index = self._history.num_rounds
@@ -404,8 +408,11 @@ class PrivateRounds:
         server_round: int,
         results: Iterable[tuple[Hashable, Any]],
         read: Callable[[Any, sums.ConfiguredRound], replies.Reply],
+        averaged: bool = False,
     ) -> tuple[sums.ConfiguredRound, list[np.ndarray]] | None:
         """Returns a round and its model; None if there is none to release.
+
+        Results that were `averaged` hold those that cannot be used, too.
 
         Raises:
           RoundNotConfiguredError: if the results belong to no round, or were here
@@ -443,7 +450,7 @@ class PrivateRounds:
         # adds the client's share of the noise.
         counted = replied if self.mechanism.needs_exact_cohort else usable
         enough = len(counted) == m or self.on_client_failure == "exclude"
-        if not (usable and enough):
+        if not (usable and enough) or (averaged and rejected):
             _logger.warning(
                 "Round %s is abandoned: %d of %d clients sent a reply that can be "
                 "used, %d replies cannot.",

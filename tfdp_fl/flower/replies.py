@@ -53,13 +53,16 @@ class Reply(NamedTuple):
     norm_bit: bool | None = None
 
 
-def read_result(fit_res: Any, shapes: Shapes, asked: client_lib.Instruction) -> Reply:
+def read_result(
+    fit_res: Any, shapes: Shapes, asked: client_lib.Instruction, unseen: bool = False
+) -> Reply:
     """Returns what a client of the older API replied, or raises.
 
     Args:
       fit_res: whatever it is.
       shapes: of the arrays that the client was sent.
       asked: what it was asked for.
+      unseen: whether its update cannot be seen, and so not be clipped once more.
 
     Raises:
       ReplyError: if the reply is not what a wrapped client sends.
@@ -71,7 +74,9 @@ def read_result(fit_res: Any, shapes: Shapes, asked: client_lib.Instruction) -> 
         if not isinstance(tensors, list | tuple) or len(tensors) != len(shapes):
             raise ReplyError(f"it must hold a list of {len(shapes)} tensors")
         arrays = [npy_array(t, shape) for t, shape in zip(tensors, shapes, strict=True)]
-        return Reply(arrays, _norm_bit(fit_res.metrics, asked))
+        if unseen and fit_res.num_examples != 1:
+            raise ReplyError(f"it must weigh 1, got {fit_res.num_examples!r:.40}")
+        return Reply(arrays, _norm_bit(fit_res.metrics, asked, unseen))
 
 
 def read_message(
@@ -133,14 +138,16 @@ def _readable() -> Iterator[None]:
         raise ReplyError(f"it cannot be read ({what})") from error
 
 
-def _norm_bit(metrics: Mapping[str, Any], asked: client_lib.Instruction) -> bool | None:
+def _norm_bit(
+    metrics: Mapping[str, Any], asked: client_lib.Instruction, unseen: bool = False
+) -> bool | None:
     """Returns the bit among a client's metrics, and checks what it applied.
 
-    That only counts where clients noise: else the server clips and noises by itself,
-    whatever a client did.
+    That only counts where clients noise, or no update is seen: else the server clips
+    and noises by itself, whatever a client did.
     """
     bare = "is the client wrapped in DPFedAvgNumPyClient, or private_mod a mod?"
-    if asked.noise_stddev:
+    if asked.noise_stddev or unseen:
         names = (client_lib.APPLIED_CLIP_NORM, client_lib.APPLIED_NOISE_STDDEV)
         applied = tuple(metrics.get(name) for name in names)
         if applied != asked[:2]:

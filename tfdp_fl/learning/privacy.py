@@ -10,6 +10,7 @@ import json
 import math
 from typing import Any, cast
 
+import dp_accounting
 import numpy as np
 import tensorflow as tf
 
@@ -101,17 +102,18 @@ def privacy_charges(
     if sampling == "shuffled" and sizes:
         passes = charge_lib.PassCohorts(num_clients, sizes)
         places = [passes.place(index) for index in range(len(sizes))]
+        for index, place in enumerate(places):
+            _check_answered(index, found.history[1][index], place, deployment)
     return [
         accounting.RoundCharge(
             sampling=sampling,
             num_clients=num_clients,
-            # What local noise is worth centrally depends on the sampling.
-            event=charge_lib.event_from_json(line["event"])
-            if "event" in line
-            else mechanism.round_event(index, deployment),
+            event=_event(index, line, answered, mechanism, deployment),
             **place,
         )
-        for index, (line, place) in enumerate(zip(lines, places, strict=True))
+        for index, (line, answered, place) in enumerate(
+            zip(lines, found.history[1], places, strict=True)
+        )
     ]
 
 
@@ -262,6 +264,30 @@ def _lines(
     return lines
 
 
+def _event(
+    index: int,
+    line: dict[str, Any],
+    answered: float,
+    mechanism: mechanism_lib.Mechanism,
+    deployment: contribution.Deployment,
+) -> dp_accounting.DpEvent:
+    """Returns what a round released, of local noise what it is worth centrally.
+
+    That depends on the sampling, and is nothing unless m clients answered, with the
+    noise that is written down, and were added up as they are.
+    """
+    if "event" in line:
+        return charge_lib.event_from_json(line["event"])
+    event = mechanism.round_event(index, deployment)
+    if isinstance(event, dp_accounting.GaussianDpEvent) and not (
+        answered == line["clients_per_round"]
+        and math.isclose(mechanism.mu_squared(deployment), line["mu_squared"])
+        and not line.get("sum_changed")
+    ):
+        return dp_accounting.NonPrivateDpEvent()
+    return event
+
+
 def _check_answered(
     index: int,
     answered: float,
@@ -276,8 +302,8 @@ def _check_answered(
     if answered > most:
         raise ValueError(
             f"sampling={deployment.sampling!r} gives cohorts of at most {most:g} "
-            f"of {population} clients where {planned:g} are expected, got a state "
-            f"in which {answered:g} answered in round {index + 1}."
+            f"of {population} clients where {planned:g} are expected (or are left of a "
+            f"pass), got a state in which {answered:g} answered in round {index + 1}."
         )
 
 

@@ -44,7 +44,8 @@ def _num_examples(client: Client) -> tf.Tensor:
     if client.num_examples is None:
         raise ValueError("num_examples must be given to NbAFL.")
     n = tf.cast(client.num_examples, tf.float32)
-    return tf.where(tf.math.is_finite(n) & (n > 0), n, 0.0)
+    # Larger ones would add up to infinity, and the mean would be no number.
+    return tf.where((n > 0) & (n < 2.0**53), n, 0.0)
 
 
 @declaration.register("nbafl")
