@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from dp_accounting import pld
 from dp_accounting import rdp as dp_accounting_rdp
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.accounting.charges import charge as _charge
@@ -76,6 +76,7 @@ def test_poisson_by_rdp(n, share, z, rounds, log_delta):
     direct = dp_accounting_rdp.RdpAccountant()
     direct.compose(dp_accounting.PoissonSampledDpEvent(m / n, _G(z)), rounds)
     expected = direct.get_epsilon(delta)
+    assume(expected < 100)  # Far beyond, PLD's epsilon can be infinite.
     history = _history((_charge(n=n, m=m, z=z), rounds))
     found = history.epsilon(delta)
     assert found <= expected * (1 + 1e-9) + 1e-12
