@@ -202,10 +202,3 @@ print(json.dumps(added))
     added = {name.split(".")[0] for name in json.loads(result.stdout.split("\n")[-2])}
     assert "tfdp_fl" in added
     assert not added & {"IPython", "grpc", "jax", "nbclient", "pandas", "sklearn"}
-
-
-def test_a_missing_package_is_named_with_the_command_that_brings_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    message = "^load_digits needs scikit-learn, .*: pip install scikit-learn"
-    with pytest.raises(ImportError, match=message):
-        tfdp_fl.datasets.load_digits(num_clients=10)

@@ -80,13 +80,6 @@ def test_images_of_mnist_are_scaled(mnist):
         pixels = arrays[f"x_{name}"].reshape(-1, 784)
         np.testing.assert_allclose(features, pixels / 255, rtol=1e-6)
         np.testing.assert_array_equal(labels, arrays[f"y_{name}"])
-    # Validation examples are nobody's, and not the test set.
-    clients, (x_val, y_val) = datasets.load_mnist(**options, validation_examples=100)
-    assert np.bincount(y_val).tolist() == [10] * 10
-    held, seen = _bytes(x_val), _bytes(clients.flat()[0].numpy())
-    assert len(held) == 100
-    assert held < _bytes(x)
-    assert not held & seen
 
 
 _SIZES = {"f0000_14": 3, "f0001_41": 1, "f0005_26": 2}
@@ -187,8 +180,6 @@ def test_a_role_may_be_several_clients(play):
 
 
 _partition = functools.partial(datasets.partition, _labels(600), 3)
-
-
 _ARRAYS = "x_train", "y_train", "x_test", "y_test"
 
 

@@ -183,8 +183,7 @@ def test_the_rate_follows_the_round_and_metrics_are_of_the_local_steps():
 
 
 def test_metrics_that_make_their_variables_when_they_see_labels():
-    kinds = tf.keras.metrics
-    metrics = [kinds.R2Score(), kinds.F1Score(average="macro")]
+    metrics = [tf.keras.metrics.R2Score(), tf.keras.metrics.F1Score(average="macro")]
     x, y = np.random.default_rng(0).normal(size=[9, 4]), np.eye(3)[np.arange(9) % 3]
     model, dataset = _net([4], _Dense(3)), cohorts.from_arrays({0: (x, y)})
     options = {"loss": "mse", "training": {"metrics": metrics}}
