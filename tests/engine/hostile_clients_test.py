@@ -198,9 +198,8 @@ _LOSS = cohorts.cross_entropy()
 class _AsTheWeights(tf.keras.optimizers.SGD):
     def build(self, variables):
         super().build(variables)
-        self.kept = [self.add_variable_from_reference(v, "kept") for v in variables]
-        for kept, variable in zip(self.kept, variables, strict=True):
-            kept.assign(variable)
+        for variable in variables:
+            self.add_variable_from_reference(variable, "kept").assign(variable)
 
 
 _SGD = tf.keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
@@ -217,6 +216,7 @@ _HOOK = {"upload_hook": lambda update: [v + _remembers(v) for v in update]}
         # What a client draws shifts what all after it draw.
         (_layers.Lambda(lambda x: x + _GENERATOR.normal([4]), (4,)), {}, "would pass"),
         (None, {"loss": _calls_python}, "py_function"),
+        (_layers.SpectralNormalization(_layers.Dense(4)), {}, "kernel' assigned"),
         (None, {"optimizer": tf.keras.optimizers.Nadam(0.1)}, "Nadam"),
         (None, {"optimizer": _AsTheWeights(0.1)}, "_AsTheW.*start as the weights"),
         (None, {"optimizer": _SGD}, "gradient_accumulation_steps"),

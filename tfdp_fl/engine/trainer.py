@@ -256,10 +256,15 @@ class Trainer:
         training, count = self._training, len(self.model.trainable_weights)
         y, weight = nests.labels_and_weights(y)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(state.values[:count])
+            trainable = state.values[:count]
+            tape.watch(trainable)
             loss, predicted, after = self._forward(state, x, y, weight)
-        # As a layer left them: SpectralNormalization assigns the kernel that it uses.
-        trainable = after[:count]
+        for variable, old, new in zip(self.aggregated, trainable, after, strict=False):
+            if new is not old:
+                raise ValueError(
+                    "model must not have a layer that assigns a weight that it trains "
+                    f"(as SpectralNormalization does), got {variable.path!r} assigned."
+                )
         gradients = tape.gradient(loss, trainable)
         if training.proximal_weight:
             gradients = [
