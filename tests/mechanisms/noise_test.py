@@ -31,7 +31,7 @@ def test_one_stddev_for_each_tensor_of_a_shape_known_when_it_runs():
     with pytest.raises(ValueError):
         _noise([1.0])
     values = [tf.random.normal(shape) for shape in _LONG]
-    values += [tf.ones([2, 3], tf.float64), tf.ones([], tf.float16)]
+    values += [tf.ones([], tf.float16)]
     for value, same in zip(values, noise.add_normal(values, 0.0), strict=True):
         assert (value.dtype, value.shape) == (same.dtype, same.shape)
         np.testing.assert_array_equal(value, same)
@@ -41,13 +41,16 @@ def test_a_sum_has_no_digits_below_its_noise():
     sums = [tf.fill([5], tf.constant(1 / 3, tf.float64))]
     (noised,) = noise.add_normal(sums, tf.constant(2.0))
     draws = tf.constant([1.5], tf.float32)
-    one = noise.under(sums[0][:1], draws, tf.constant(2.0))  # Of correlated noise.
-    for each in (noised.numpy(), one.numpy()):
-        assert each.dtype == np.float64
-        np.testing.assert_array_equal(each, each.astype(np.float32))
-    assert np.isnan(noise.under(sums[0][:1], draws, tf.constant(np.nan))).all()
-    # Without noise nothing is rounded.
-    np.testing.assert_array_equal(noise.add_normal(sums, tf.constant(0.0)), sums)
+    add = noise.add_scaled_noise  # Of correlated noise.
+    one = add(sums[0][:1], draws, tf.constant(2.0))
+    assert noised.dtype == one.dtype == tf.float32
+    np.testing.assert_array_equal(one, np.float32(1 / 3 + 3))
+    assert np.isnan(add(sums[0][:1], draws, tf.constant(np.nan))).all()
+    # The sum is not rounded before: 2^-30 moves a large one.
+    large, minus = [tf.constant([2.0**24 + x], tf.float64) for x in (0.0, 2.0**-20)]
+    moved = add(minus, -tf.constant([2.0**24]), tf.constant(1.0))
+    np.testing.assert_array_equal(moved, [2.0**-20])
+    assert not add(large, -tf.constant([2.0**24]), tf.constant(1.0)).numpy().any()
 
 
 _WORDS = (0, 1, -1, 6, -7, 2**20, 2**30, -(2**30), 2**31 - 1, -(2**31))

@@ -20,7 +20,7 @@ from tfdp_fl.mechanisms import fixed_clipping
 class SmoothClipping(mechanisms.Mechanism):
     """Squashes updates smoothly; S follows their length."""
 
-    released_sums: ClassVar[tuple[str, ...]] = ("length",)
+    side_bounds: ClassVar[Mapping[str, float]] = {"length": 1.0}
     own_caveats: ClassVar[Mapping[str, str]] = {
         "smooth": "Every update is shrunk, the small ones too."
     }

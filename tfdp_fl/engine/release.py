@@ -93,7 +93,8 @@ class ServerUpdate:
 
 def _moved(variable: tf.Variable, change: tf.Tensor) -> tf.Tensor:
     """Returns variable + change, where the change may have more bits."""
-    moved = tf.cast(variable, change.dtype) + change
+    wide = tf.float64 if tf.float64 in (variable.dtype, change.dtype) else change.dtype
+    moved = tf.cast(variable, wide) + tf.cast(change, wide)
     return tf.cast(moved, variable.dtype)
 
 

@@ -82,7 +82,7 @@ class AdaptiveClipping(mechanism.Mechanism):
       noise_site: "server" or "client" (needs fixed-size sampling).
     """
 
-    released_sums: ClassVar[tuple[str, ...]] = (BELOW,)
+    side_bounds: ClassVar[Mapping[str, float]] = {BELOW: 0.5}
     noise_limit_reason: ClassVar[str] = (
         "An adaptive clip needs less noise than twice count_noise_stddev, "
         "which is clients_per_round / 20 unless given: raise either, or use "

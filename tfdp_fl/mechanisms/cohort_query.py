@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdp_fl._on_use import tf
-from tfdp_fl.mechanisms import clipping, noise
+from tfdp_fl.mechanisms import clipping, noise, records
 from tfdp_fl.mechanisms.contribution import (
     NUM_DIAGNOSTICS,
     Client,
@@ -134,10 +134,12 @@ class CohortQuery:
         return state._replace(memory=())
 
     def initial_sample_state(self, template: Tensors) -> Contribution:
-        """Returns the zeros that the records of a cohort are added to."""
+        """Returns the zeros that the records of a cohort are added to: float64."""
         return Contribution(
-            update=[tf.zeros(tensor.shape, tensor.dtype) for tensor in template],
-            sums={name: tf.zeros([]) for name in self.mechanism.released_sums},
+            update=[tf.zeros(tensor.shape, tf.float64) for tensor in template],
+            sums={
+                name: tf.zeros([], tf.float64) for name in self.mechanism.released_sums
+            },
             weight=tf.zeros([]),
             norm=tf.zeros([]),
             clipped=tf.zeros([]),
@@ -150,9 +152,17 @@ class CohortQuery:
         record: Tensors,
         client: Client = Client(),  # noqa: B008
     ) -> Contribution:
-        """Returns a client's contribution, with the noise that it is to add."""
+        """Returns a client's record: clipped, bounded, with the noise it is to add."""
         mechanism = self.mechanism
-        one = mechanism.contribution(record, params, client, self.deployment)
+        if mechanism.scales_updates:
+            norm, usable = clipping.usable_norm(record)
+            one = self.bounded_factor(norm, usable, params, client.weight)
+            one = one._replace(update=clipping.scaled(record, one.update))
+        else:
+            one = mechanism.contribution(record, params, client, self.deployment)
+            if mechanism.guarantee == "central":
+                norm_bound = self.largest_norm(params)
+                one = records.bound(one, norm_bound, mechanism.side_bounds)
         if mechanism.noise_site == "client":
             shares = self.noise_shares(params)
             update = noise.add_normal(one.update, shares["update"])
@@ -160,7 +170,30 @@ class CohortQuery:
         if mechanism.client_noise is not None:
             stddev = mechanism.client_noise(params, client, self.deployment)
             return one._replace(update=noise.add_normal(one.update, stddev))
-        return one
+        return one._replace(update=self.to_grid(one.update, params))
+
+    def bounded_factor(
+        self, norm: tf.Tensor, usable: tf.Tensor, params: Round, weight: Any = None
+    ) -> Contribution:
+        """Returns records of which only the updates' norms are known, bounded.
+
+        Their `update` is what each client's update is to be multiplied by.
+
+        Args:
+          norm: Float32, any shape: norms, or upper bounds; 0 where not usable.
+          usable: Bool, the same shape.
+          params: What `derive_sample_params` returned.
+          weight: What the clients count, in [0, 1]; None: 1.
+        """
+        one = self.mechanism.contribution_of_norm(norm, usable, params).weighted(weight)
+        return records.bound_factor(
+            one, norm, self.largest_norm(params), self.mechanism.side_bounds
+        )
+
+    def to_grid(self, update: Tensors, params: Round) -> Tensors:
+        """Rounds a record so that sums of records are exact (see `records`)."""
+        size = records.step(self.largest_norm(params), params.clients_per_round)
+        return records.to_grid(update, size)
 
     def noise_shares(self, params: Round) -> dict[str, tf.Tensor]:
         """Returns what each of m clients adds: the mth part of a variance."""
@@ -177,8 +210,8 @@ class CohortQuery:
     def accumulate_preprocessed_record(
         self, sample_state: Contribution, preprocessed_record: Contribution
     ) -> Contribution:
-        """Adds one client's record, or a sum of records, to a sum of records."""
-        return tf.nest.map_structure(tf.add, sample_state, preprocessed_record)
+        """Adds one client's record to a sum of records (see `records`)."""
+        return records.add(sample_state, preprocessed_record)
 
     def add_noise(
         self, update: Tensors, stddev: Any, state: Round
@@ -196,14 +229,37 @@ class CohortQuery:
         mechanism, state = self.mechanism, global_state
         update, sums = sample_state.update, sample_state.sums
         memory = state.memory
+        if mechanism.guarantee == "central":
+            self._check_noise(state)
         if mechanism.noise_site == "server":
             stddevs = mechanism.noise_stddevs(state, self.deployment)
             update, memory = self.add_noise(update, stddevs["update"], state)
             sums = _noised(sums, stddevs)
+        sums = {name: tf.cast(value, tf.float32) for name, value in sums.items()}
         mean = mechanism.mean(update, sample_state.weight, state, self.deployment)
         clip_norm = mechanism.next_clip_norm(sums, state)
         after = state._replace(clip_norm=clip_norm, memory=memory)
         return mean, after
+
+    def _check_noise(self, state: Round) -> None:
+        """Raises InvalidArgumentError if a round has less noise than was charged.
+
+        A mechanism's cost is derived from its bounds and noise at the first clip; the
+        noise of a mechanism of somebody's own may not keep up with the clip.
+        """
+        charged, actual = (
+            self.mechanism.sensitivity_squared(round, self.deployment)
+            for round in (
+                state._replace(clip_norm=self.mechanism.reference_clip_norm),
+                state,
+            )
+        )
+        tf.debugging.assert_less_equal(
+            tf.cast(actual, tf.float32),
+            tf.cast(charged, tf.float32) * (1 + 1e-4),
+            f"{self.mechanism.name} adds less noise for its bounds in this round than "
+            "in the first, by which rounds are charged.",
+        )
 
     def derive_metrics(self, state: Round) -> collections.OrderedDict:
         """Returns `clip_norm` and `noise_stddev` (on the sum) of a round."""
@@ -216,5 +272,6 @@ class CohortQuery:
 def _noised(sums: Mapping[str, Any], stddevs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what is released beside updates, with noise."""
     return {
-        name: value + noise.normal([], stddevs[name]) for name, value in sums.items()
+        name: tf.cast(value, tf.float32) + noise.normal([], stddevs[name])
+        for name, value in sums.items()
     }

@@ -189,7 +189,7 @@ class CorrelatedNoise(mechanism.Mechanism):
         made, memory = self.generator.noise(memory, fresh)
         scale = tf.cast(stddev, tf.float32)
         noised = [
-            noise.under(tensor, each, scale)
+            noise.add_scaled_noise(tensor, each, scale)
             for tensor, each in zip(update, made, strict=True)
         ]
         return noised, memory

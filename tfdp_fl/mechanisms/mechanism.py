@@ -18,6 +18,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import hashlib
+import math
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -71,7 +73,8 @@ class Mechanism(abc.ABC):
       guarantee: What is protected against whom: "central" (the server is
         trusted), "local" (nobody is), "record" (one example, not one client)
         or "none".
-      released_sums: The names of `Contribution.sums`.
+      side_bounds: What a client hands in beside its update, by name
+        (`Contribution.sums`), each with the bound on its absolute value.
       releases_weights: Whether clients send weights and not updates, which
         then replace the model.
       max_participations: After so many rounds a client sits out, if not None.
@@ -93,7 +96,7 @@ class Mechanism(abc.ABC):
     """
 
     guarantee: ClassVar[str] = "central"
-    released_sums: ClassVar[tuple[str, ...]] = ()
+    side_bounds: ClassVar[Mapping[str, float]] = {}
     releases_weights: ClassVar[bool] = False
     suggested_run: ClassVar[Mapping[str, Any]] = {"target_epsilon": 8.0}
     max_participations: ClassVar[int | None] = None
@@ -123,6 +126,11 @@ class Mechanism(abc.ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        if "released_sums" in vars(cls):
+            raise TypeError(
+                f"{cls.__name__} must declare side_bounds={{name: bound}} in place of "
+                "released_sums: what a client may add to each sum is part of the cost."
+            )
         caveats_lib.add_caveats(cls.own_caveats)
 
     def __post_init__(self) -> None:
@@ -368,13 +376,43 @@ class Mechanism(abc.ABC):
     ) -> dp_accounting.DpEvent:
         """Returns what one round releases, before sampling is considered.
 
-        Gaussians of one round are collapsed to one, with the multiplier
-        (sum of z_i^-2)^(-1/2).
+        Derived, not declared: Gaussian releases of one client's update and side
+        sums together are one, with the noise multiplier
+
+            (sum_i (bound_i / stddev_i)^2)^(-1/2)
+
+        of the bounds that `records` enforces and the noise that is added (Dong,
+        Roth & Su 2019, corollary 3.3).
         """
-        noise_multiplier = self.noise_multiplier_at(round_index)
-        if noise_multiplier == 0 or self.guarantee != "central":
+        z = self.noise_multiplier_at(round_index)
+        if z == 0 or self.guarantee != "central":
             return dp_accounting.NonPrivateDpEvent()
-        return dp_accounting.GaussianDpEvent(noise_multiplier)
+        size = deployment.cohort_size(round_index)
+        round = Round(self.reference_clip_norm, z, size)
+        mu_squared = self.sensitivity_squared(round, deployment)
+        if not 0 < mu_squared < math.inf:
+            return dp_accounting.NonPrivateDpEvent()
+        derived = mu_squared**-0.5
+        # Equal but for rounding, z is what was given.
+        same = math.isclose(derived, z, rel_tol=1e-12)
+        return dp_accounting.GaussianDpEvent(z if same else derived)
+
+    @property
+    def reference_clip_norm(self) -> float:
+        """The clip at which costs are derived: the first one; 1 where it is not known."""
+        return self.first_clip_norm() or 1.0
+
+    def sensitivity_squared(self, round: Round, deployment: Deployment) -> Any:
+        """Returns sum_i (bound_i / stddev_i)^2 of a round; infinity without noise.
+
+        Args:
+          round: This round; Python floats or TensorFlow scalars.
+          deployment: Where it is.
+        """
+        stddevs = self.noise_stddevs(round, deployment)
+        bounds = {"update": self.largest_norm(round), **self.side_bounds}
+        ratios = [_ratio(bounds[name], stddev) for name, stddev in stddevs.items()]
+        return sum(ratio**2 for ratio in ratios)
 
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Mechanism:
@@ -396,6 +434,11 @@ class Mechanism(abc.ABC):
     def name(self) -> str:
         """The mechanism's name in reports."""
         return type(self).__name__
+
+    @property
+    def released_sums(self) -> tuple[str, ...]:
+        """The names of `Contribution.sums`."""
+        return tuple(self.side_bounds)
 
     @property
     def proximal_weight(self) -> float:
@@ -459,3 +502,11 @@ class Mechanism(abc.ABC):
         return {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self)
         }
+
+
+def _ratio(bound: Any, stddev: Any) -> Any:
+    """Returns bound / stddev: 0 for a bound of 0, else infinity without noise."""
+    if isinstance(bound, numbers.Real) and isinstance(stddev, numbers.Real):
+        return 0.0 if not bound else float(bound) / stddev if stddev else math.inf
+    bound, stddev = tf.cast(bound, tf.float32), tf.cast(stddev, tf.float32)
+    return tf.where(tf.equal(bound, 0.0), 0.0, bound / stddev)

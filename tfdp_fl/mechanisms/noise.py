@@ -262,31 +262,34 @@ def add_normal(
       stddev: One scalar, or one scalar for each tensor.
 
     Returns:
-      New tensors with the shapes and dtypes of the given ones.
+      New tensors of the same shapes and dtypes, but float32 for float64.
     """
     if not tensors:
         return []
     stddevs = stddev if isinstance(stddev, list) else [stddev] * len(tensors)
     return [
-        under(tensor, draw, tf.cast(scale, tf.float32))
+        add_scaled_noise(tensor, draw, tf.cast(scale, tf.float32))
         for tensor, draw, scale in zip(
             tensors, standard_normals(tensors, next_seed()), stddevs, strict=True
         )
     ]
 
 
-def under(tensor: tf.Tensor, draw: tf.Tensor, stddev: tf.Tensor) -> tf.Tensor:
-    """Returns tensor + stddev draw, with no more digits than the noise has.
+def add_scaled_noise(
+    tensor: tf.Tensor, draw: tf.Tensor, stddev: tf.Tensor
+) -> tf.Tensor:
+    """Returns tensor + stddev draw; of a float64 sum as float32, rounded once.
 
     A float64 sum has digits below those of float32 noise, which would show without
-    any noise what was added up.
+    any noise what was added up. They are rounded away after the noise is added:
+    rounding the sum first would move it by more than a client does.
 
     Args:
-      tensor: Of any float dtype; kept as it is where stddev is 0.
+      tensor: Of any float dtype.
       draw: Float32, of the same shape.
       stddev: Float32 scalar.
     """
     if tensor.dtype != tf.float64:
         return tensor + tf.cast(draw * stddev, tensor.dtype)
-    noised = tf.cast(tf.cast(tensor, tf.float32) + draw * stddev, tf.float64)
-    return tf.where(tf.equal(stddev, 0.0), tensor, noised)
+    scaled = tf.cast(draw, tf.float64) * tf.cast(stddev, tf.float64)
+    return tf.cast(tensor + scaled, tf.float32)
