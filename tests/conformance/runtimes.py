@@ -61,7 +61,8 @@ def _keras(
         import keras
         import tensorflow as tf
 
-        from tfdp_fl.engine import dense_models, devices
+        from tests.engine import cohorts
+        from tfdp_fl.engine import devices
 
         size, moved = len(rounds[0][0]), []
         dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
@@ -77,7 +78,7 @@ def _keras(
         )
         y = np.full([1, 1], 1e6, np.float32)
         spec = tf.TensorSpec([size], tf.float32), tf.TensorSpec([1], tf.float32)
-        worthwhile = mock.patch.object(dense_models, "is_worthwhile", lambda *_: beside)
+        worthwhile = cohorts.side_by_side(beside)
         batches = mock.patch.object(devices, "clients_at_once", lambda *_: at_once)
         with worthwhile, batches:
             workers = runtime() if runtime else None

@@ -50,8 +50,7 @@ def test_it_is_one_by_one_to_rounding(make_model, name, sizes):
         if name == "windows":
             windows = np.full([len(_SIZES), 3, engine.num_variables], np.nan)
         logs = cohorts.run_round(engine, dataset, windows=windows)
-        batched = at_once == 3 and len(sizes) > 1
-        assert ("batches of 3" in engine.executor) == batched
+        assert ("batches of 3" in engine.executor) == (at_once == 3)
         found.append((model.get_weights(), logs))
     (one, logs), (batched, logs_batched) = found
     cohorts.assert_close(one, batched, atol=3e-6)
@@ -149,9 +148,6 @@ def test_everything_is_computed_where_the_model_is():
 def test_anything_else_than_a_cpu_batches():
     gpu, small = "/device:GPU:0", cohorts.mlp()
     assert devices.default_num_replicas(gpu) == 1
-    assert devices.prefers_xla(small, 8)
-    with mock.patch.object(devices, "home_of", return_value=gpu):
-        assert not devices.prefers_xla(small, 8)
     assert devices.clients_at_once("/device:CPU:0", small, 63, 5) is None
     with mock.patch.object(devices, "_device_bytes", lambda _: 2.0**20):
         assert devices.clients_at_once(gpu, small, 63, 5) > 50

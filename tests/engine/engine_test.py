@@ -155,8 +155,8 @@ def test_side_by_side_is_what_the_general_engine_does(name):
 
 
 def test_a_few_at_a_time_is_the_same():
-    dataset = cohorts.dataset([5] * 7)
-    with mock.patch.object(dense_models, "clients_at_once", lambda *_: 2):
+    dataset = cohorts.dataset([5] * 20)
+    with mock.patch.object(dense_models, "widths", lambda *_: [16]):
         with mock.patch.object(dense_models, "is_small", lambda *_: False):
             _assert_same(*_both(dataset, count=3))
         # What was added up stays when the next cohort trains.

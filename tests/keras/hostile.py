@@ -18,17 +18,16 @@ import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 import tensorflow as tf
 
 import tfdp_fl
+from tests.engine import cohorts
 from tests.keras import toy
 from tests.outside.loading import smooth_clipping
 from tfdp_fl import secure_aggregation
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import dense_models
 from tfdp_fl.runtimes import ray_workers
 
 FEATURES, CLASSES, EXAMPLES, CLIENTS = 4, 3, 6, 4
@@ -180,15 +179,10 @@ def jit_compile(way: str) -> bool | None:
 def fit(fed: Any, way: str, clients: Any, runtime: Any = None, **options: Any) -> Any:
     """Trains clients in one way; what is streamed is not a mapping any more."""
     beside = way.endswith("side_by_side")
-    changes = {
-        "is_worthwhile": lambda *_: beside,
-        "is_small": lambda *_: "few" in way,
-        **({"clients_at_once": lambda *_: 2} if "groups" in way else {}),
-    }
     if way.startswith("streamed") and isinstance(clients, dict):
         clients = FederatedDataset.from_client_fn(list(clients), clients.__getitem__)
     runtime = HereWorkers() if "sharded" in way else runtime
-    with mock.patch.multiple(dense_models, **changes):
+    with cohorts.side_by_side(beside, few="few" in way):
         return toy.fit(fed, data=clients, runtime=runtime, **options).history
 
 

@@ -1,7 +1,7 @@
 """How a round runs: client update, compiled cohort, server update."""
 
 from tfdp_fl.engine.cohort import Executor, PendingRound, RoundInputs
-from tfdp_fl.engine.engine import CLIENT_ERRORS, CohortEngine
+from tfdp_fl.engine.engine import CLIENT_ERRORS, CohortEngine, needs_fine_grid
 from tfdp_fl.engine.trainer import Training
 
 __all__ = [
@@ -11,4 +11,5 @@ __all__ = [
     "PendingRound",
     "RoundInputs",
     "Training",
+    "needs_fine_grid",
 ]

@@ -56,17 +56,12 @@ class CohortPrograms:
         """
         if part.strategy in self.traced:
             return self.traced[part.strategy]
-        kind, full_batches, num_steps = part.strategy
-        train: Callable[..., cohort.Trained]
+        kind, num_steps, fine, xla = part.strategy
+        train: Callable[..., cohort.Trained] = self._batched
         if kind == layout.SIDE_BY_SIDE:
-            train = side_by_side.SideBySide(
-                self.trainer, self.query, num_steps, full_batches
-            )
-        else:
-            train = functools.partial(
-                self._batched if kind == layout.BATCHED else self._one_by_one,
-                full_batches,
-            )
+            train = side_by_side.SideBySide(self.trainer, self.query, num_steps, fine)
+        elif kind == layout.ONE_BY_ONE:
+            train = functools.partial(self._one_by_one, xla)
 
         def any_size(value: Any) -> tf.TensorSpec:
             value = np.asarray(value)
@@ -89,7 +84,8 @@ class CohortPrograms:
         """Trains the clients of a chunk one after the other.
 
         Args:
-          full_batches: Every batch has exactly B rows, so shapes are fixed.
+          full_batches: Every batch has exactly B rows, so shapes are fixed, as XLA
+            needs them.
           received: What the server sends to each of them.
           chunk: The clients.
         """
@@ -98,7 +94,7 @@ class CohortPrograms:
         def client(
             k: tf.Tensor, total: cohort.CohortSum, kept: cohort.PerClient
         ) -> tuple[tf.Tensor, cohort.CohortSum, cohort.PerClient]:
-            seed = noise.fold_in(received.seed, table.members[k])
+            seed = noise.fold_in(received.seed, table.keys[k])
             first, num_examples = table.first_row[k], table.num_examples[k]
             end = first + num_examples * table.epochs
             own = received
@@ -204,9 +200,9 @@ class CohortPrograms:
         return tf.nest.map_structure(unfolded, total), kept
 
     def _batched(
-        self, full_batches: bool, received: cohort.Received, chunk: layout.Chunk
+        self, received: cohort.Received, chunk: layout.Chunk
     ) -> cohort.Trained:
-        """Trains the clients of a chunk at once; arguments as in `_one_by_one`.
+        """Trains the clients of a chunk at once, of which some may be padding.
 
         It computes the same, client by client: `tf.vectorized_map` makes every
         operation one over all clients. Clients of fewer steps than others begin
@@ -218,19 +214,17 @@ class CohortPrograms:
         per_pass = -(-num_examples // batch_size)
         longest = tf.reduce_max(per_pass)
 
-        def start(member: tf.Tensor) -> Any:
-            seed = noise.fold_in(received.seed, member)
+        def start(key: tf.Tensor) -> Any:
+            seed = noise.fold_in(received.seed, key)
             nothing = cohort.CohortSum.of_nobody(self.trainer.no_metrics())
             return seed, (self.trainer.start(received, seed), nothing)
 
         def step(s: tf.Tensor, clients: Any) -> tuple[tf.Tensor, Any]:
             place = s % longest - (longest - per_pass)
             active = place >= 0
-            places, size = table.batch, batch_size
-            if not full_batches:
-                left = tf.where(active, num_examples - place * batch_size, 0)
-                size = tf.minimum(batch_size, tf.reduce_max(left))
-                places = places[:size]
+            left = tf.where(active, num_examples - place * batch_size, 0)
+            size = tf.minimum(batch_size, tf.reduce_max(left))
+            places = table.batch[:size]
             # An idle client reads some row, and nothing comes of it.
             first = table.first_row + s // longest * num_examples + place * batch_size
             first = tf.where(active, first, 0)
@@ -253,7 +247,7 @@ class CohortPrograms:
                 loss=total.loss, examples=total.examples, metrics=total.metrics
             ), rows
 
-        seeds, clients = _for_all(start, table.members)
+        seeds, clients = _for_all(start, table.keys)
         _, clients = tf.while_loop(
             lambda s, _: s < longest * table.epochs,
             step,
@@ -261,7 +255,23 @@ class CohortPrograms:
             parallel_iterations=1,
         )
         totals, rows = _for_all(finish, (seeds, clients, num_examples, table.windows))
-        total = tf.nest.map_structure(lambda part: tf.reduce_sum(part, axis=0), totals)
+        present = tf.range(tf.size(table.keys)) < table.num_clients
+
+        def summed(part: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+            mask = tf.reshape(present, [-1] + [1] * (part.shape.rank - 1))
+            part = tf.where(mask, tf.cast(part, dtype), tf.zeros([], dtype))
+            return tf.reduce_sum(part, axis=0)
+
+        total = tf.nest.map_structure(lambda part: summed(part, part.dtype), totals)
+        if not self.keeps_updates:
+            spec = cohort.UpdateSpec.of(received.weights)
+            nothing = self.query.initial_sample_state(spec.variables)
+            exact = tf.nest.map_structure(
+                lambda part, whole: summed(part, whole.dtype),
+                totals.contribution,
+                nothing,
+            )
+            total = total._replace(contribution=exact)
         return total, rows
 
     def _step(
@@ -301,6 +311,7 @@ class CohortPrograms:
         update = self.trainer.update(
             state, None if released else received.weights, seed
         )
+        update = cohort.UpdateSpec.of(received.weights).require(update)
         total, rows = cohort.CohortSum.of_nobody([]), cohort.PerClient()
         if query.keeps_window:
             rows = rows._replace(window_norms=query.mechanism.window_norms(update))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp_fl.datasets import ClientFailure, FederatedDataset
-from tfdp_fl.mechanisms import contribution
+from tfdp_fl.mechanisms import contribution, records
 
 
 class Received(NamedTuple):
@@ -125,6 +126,17 @@ class UpdateSpec:
         """Returns D, the number of elements of an update."""
         return sum(self.sizes)
 
+    def require(self, update: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns an update; raises ValueError if its tensors have other shapes."""
+        shapes = [tf.convert_to_tensor(tensor).shape for tensor in update]
+        expected = [spec.shape for spec in self.variables]
+        if shapes != expected:
+            raise ValueError(
+                "upload_hook must return one tensor for each variable, of its shape, "
+                f"got {[*map(str, shapes)]} for {[*map(str, expected)]}."
+            )
+        return update
+
     def unflatten(self, flat: tf.Tensor) -> list[tf.Tensor]:
         """Splits a flat vector, [D], into the tensors of an update."""
         return [
@@ -150,7 +162,7 @@ class RoundInputs:
       learning_rate: The client optimizer's rate.
       seed: Of a kind of `mechanisms.noise`, new for every round: noise and
         dropout follow from it.
-      shuffle: Generator that shuffles the examples of each client, or None.
+      shuffle: Generator from which each client's shuffling follows, or None.
       windows: Float32 [K, W, L], for mechanisms that keep norms per client.
     """
 
@@ -165,6 +177,22 @@ class RoundInputs:
     seed: np.ndarray
     shuffle: np.random.Generator | None = None
     windows: np.ndarray | None = None
+
+    @functools.cached_property
+    def _shuffle_key(self) -> np.ndarray:
+        generator = self.shuffle or np.random.default_rng()
+        return generator.integers(0, 2**64, 2, np.uint64)
+
+    def shuffle_keys(self, members: np.ndarray) -> list[np.random.Philox]:
+        """Returns what shuffles the examples of some of the cohort's clients.
+
+        Each client's follows from the round and its own position, not from how
+        many random numbers clients before it took.
+        """
+        return [
+            np.random.Philox(key=self._shuffle_key, counter=[0, 0, 0, position])
+            for position in self.positions[members].tolist()
+        ]
 
 
 @dataclasses.dataclass
@@ -224,7 +252,7 @@ class PendingRound:
     def add_contribution(self, one: contribution.Contribution) -> None:
         """Adds a contribution that was not trained here: a canary's."""
         first = self.sums[0]
-        self.sums[0] = first._replace(contribution=add_nests(first.contribution, one))
+        self.sums[0] = first._replace(contribution=records.add(first.contribution, one))
 
 
 class Executor(Protocol):

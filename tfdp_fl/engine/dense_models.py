@@ -146,8 +146,10 @@ def _is_plain_dense(layer: Any) -> bool:
     )
 
 
-# Above this many local steps the unrolled graph is no longer worth it.
-_MOST_STEPS = 12
+# How many local steps a program may have; a client with fewer idles in the rest. Few
+# programs, as each is traced and optimised for a second; and no more steps, as each
+# holds more of the graph and of the clients' examples.
+RUNGS = (1, 2, 6, 12)
 
 # Multiply-adds of a forward pass over a cohort that take about a millisecond.
 _SMALL = 5e7
@@ -156,8 +158,14 @@ _SMALL = 5e7
 # are held at the peak (as they are, and joined for a product).
 _FACTOR_BYTES, _FACTOR_COPIES = 48 * 2**20, 3
 
-# Clients with fewer steps than others idle; this much of the work at most.
-_MOST_IDLE = 1.25
+# Fewest rows of a product, and elements of a vector of TensorFlow's, by which no
+# row's result depends on how many others there are.
+_FEWEST_ROWS, _VECTOR = 32, 16
+# The sum of so many clients' whole numbers is below 2^31 (`side_by_side`).
+_MOST_CLIENTS = 512
+
+# The most that rounding to whole numbers may take of a clip.
+_LARGEST_SHARE = 0.01
 
 
 def supports(
@@ -203,41 +211,67 @@ def kernels_of(model: tf.keras.Model) -> Kernels:
     return [tuple(v.shape) for v in model.trainable_weights if len(v.shape) == 2]
 
 
-def is_worthwhile(kernels: Kernels, steps: np.ndarray, examples: int) -> bool:
-    """Returns True if these clients' examples are few and their steps alike.
+def rungs_of(kernels: Kernels, steps: np.ndarray, batch: int) -> np.ndarray:
+    """Returns how many steps of a side-by-side program clients take, int [K].
 
-    With n examples a client, the corrections and Gram matrices of a kernel of
-    P = a b elements cost about 3 n^2 (a + b) multiply-adds, and save a kernel
-    for each client: its gradients (n P) and the passes over its memory.
+    The lowest rung that has a client's own number of steps; 0, one by one, where
+    there is none, the client has no examples, or it would not pay. With n examples
+    a client, the corrections and Gram matrices of a kernel of P = a b elements cost
+    about 3 n^2 (a + b) multiply-adds, and save a kernel for each client: its
+    gradients (n P) and the passes over its memory.
 
     Args:
       kernels: Those of a model that is supported.
       steps: Int [K], the clients' numbers of local steps.
-      examples: The most examples that a client trains on in a round.
+      batch: B, the examples of a step.
     """
-    most = int(steps.max(initial=0))
-    if not 0 < most <= _MOST_STEPS:
-        return False
-    if most * len(steps) > _MOST_IDLE * int(steps.sum()):
-        return False
     largest = max(kernels, key=math.prod)
-    return 3 * examples * sum(largest) <= 2 * math.prod(largest)
+    worthwhile = [
+        rung
+        for rung in RUNGS
+        if 3 * rung * batch * sum(largest) <= 2 * math.prod(largest)
+    ]
+    if not worthwhile or rounding_share(kernels) > _LARGEST_SHARE:
+        return np.zeros(len(steps), np.int64)
+    rungs = np.array([*worthwhile, 0], np.int64)
+    found = rungs[np.searchsorted(worthwhile, steps)]
+    return np.where(steps > 0, found, 0)
 
 
-def clients_at_once(kernels: Kernels, examples: int) -> int:
-    """Returns how many clients' factors one call should hold.
+def rounding_share(kernels: Kernels) -> float:
+    """Returns what part of a clip rounding to whole numbers may take.
 
-    Their memory is bounded whatever the cohort: by a copy of the model, or by
-    48 MB where the model is much smaller than that.
+    Each of D coordinates is moved by half a step at most, and a step is at most
+    S 2^-20 (see `side_by_side`): by sqrt(D) 2^-21 S in L2 norm.
+    """
+    return math.sqrt(sum(a * b + b for a, b in kernels)) * 2.0**-21
+
+
+def widths(kernels: Kernels, rung: int, batch: int) -> list[int]:
+    """Returns how many clients one call may train, in rising order; none: no call.
+
+    A client's results must not depend on which of these it is. TensorFlow computes
+    rows of a product alike wherever they are, unless there are few; and it computes
+    the last elements of a tensor otherwise where they fill no vector. So all
+    numbers are multiples of one by which they do. Memory bounds them: a
+    copy of the model, or 48 MB where the model is much smaller than that.
 
     Args:
       kernels: Those of a model that is supported.
-      examples: The most examples that a client trains on in a round.
+      rung: One of `RUNGS`.
+      batch: B, the examples of a step.
     """
+    unit = max(_VECTOR // math.gcd(_VECTOR, batch * b) for _, b in kernels)
+    least = unit * -(-_FEWEST_ROWS // (unit * batch))
     model_bytes = 4 * sum(map(math.prod, kernels))
     budget = model_bytes if model_bytes > _FACTOR_BYTES / 4 else _FACTOR_BYTES
-    one = _FACTOR_COPIES * 4 * sum(map(sum, kernels)) * examples
-    return max(1, int(budget // one))
+    one = _FACTOR_COPIES * 4 * sum(map(sum, kernels)) * rung * batch
+    most = min(_MOST_CLIENTS, int(budget // one))
+    found, width = [], least
+    while width <= most:
+        found.append(width)
+        width = max(width + unit, unit * int(1.15 * width / unit))
+    return found
 
 
 def is_small(kernels: Kernels, examples: int) -> bool:
@@ -255,7 +289,7 @@ def norm_bound(
     grams_x: list[tf.Tensor],
     grams_d: list[tf.Tensor],
     columns: int,
-    rows: tf.Tensor,
+    rows: int | tf.Tensor,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the joint norms of L products X^T D, and what bounds them.
 
@@ -290,7 +324,7 @@ def norm_bound(
       grams_x: L float32 [K, n, n], each X X^T.
       grams_d: L float32 [K, n, n], each D D^T.
       columns: The largest a + b of them all.
-      rows: N, integer scalar.
+      rows: N, of the products: one client's, as each is computed by itself.
 
     Returns:
       `(norm, bound)`, float64 [K]: the norm as computed, and an upper bound of

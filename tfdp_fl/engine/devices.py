@@ -2,8 +2,7 @@
 
 It is trained on the device that holds the user's model.
 
-What was measured on CPUs is chosen on CPUs only: a thread for each core, and
-XLA for small dense models. On any other device there is one thread, and XLA
+On a CPU there is a thread for each core, on any other device one. XLA compiles
 where the user asks for it.
 """
 
@@ -16,15 +15,6 @@ import subprocess
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
-
-# Layers whose compiled code does not depend on how fast XLA convolves or loops.
-_DENSE_LAYERS = """
-InputLayer Dense Flatten Reshape Activation ReLU LeakyReLU ELU Softmax Rescaling Dropout
-"""
-
-# Multiply-adds of one training step's largest matrix product, above which
-# TensorFlow's kernels are the faster ones.
-_LARGEST_PRODUCT = 300_000
 
 # A client's weights, the gradients, the update, and what it started from.
 _COPIES_OF_A_CLIENT = 4
@@ -116,32 +106,3 @@ def products_are_float32() -> bool:
     return not tf.config.list_logical_devices("GPU") or not (
         tf.config.experimental.tensor_float_32_execution_enabled()
     )
-
-
-def prefers_xla(model: tf.keras.Model, batch_size: int) -> bool:
-    """Returns True if the model is small and dense all through, on a CPU.
-
-    Measured: XLA makes small dense models more than twice as
-    fast, because it fuses away the cost of starting each operation. It makes
-    convolutions some twenty times slower, and recurrent layers and large matrix
-    products somewhat slower, because it does not use TensorFlow's own kernels for
-    them.
-
-    Args:
-      model: A built Keras model.
-      batch_size: The rows of one step's batch.
-    """
-    layers = [
-        layer
-        for layer in keras_versions.layers_of(model)
-        if not isinstance(layer, tf.keras.Model)
-    ]
-    dense = {getattr(tf.keras.layers, name) for name in _DENSE_LAYERS.split()}
-    if not is_cpu(home_of(model)) or not dense.issuperset(map(type, layers)):
-        return False
-    kernels = [
-        math.prod(layer.kernel.shape)
-        for layer in layers
-        if isinstance(layer, tf.keras.layers.Dense)
-    ]
-    return 0 < max(kernels, default=0) * batch_size <= _LARGEST_PRODUCT

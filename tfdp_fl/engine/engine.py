@@ -145,22 +145,23 @@ class CohortEngine:
             self._hook = tf.function(_seeded(training.broadcast_hook), autograph=False)
         self.update_spec = cohort.UpdateSpec.of(self.server.variables)
         keeps_updates = collect_records or self.query.two_phase
-        kernels, jit_compile = None, training.jit_compile
+        kernels = None
         if (
             keras_versions.IS_KERAS_3
-            and jit_compile is None
+            and training.jit_compile is None
+            and devices.products_are_float32()
             and not (keeps_updates or moments)
             and dense_models.supports(model, training, self.query, element_spec[1])
         ):
             kernels = dense_models.kernels_of(model)
-        if jit_compile is None:
-            jit_compile = devices.prefers_xla(model, batch_size)
+        self._widths: dict[tuple[int, int], tuple[int, ...]] = {}
         self.layout = layout.Layout(
             element_spec=element_spec,
             label_ranges=trainer.label_ranges,
             kernels=kernels,
             collected_bytes=4 * self.update_spec.size if keeps_updates else None,
-            xla=jit_compile,
+            xla=bool(training.jit_compile),
+            widths=self._checked_widths,
             at_once=devices.clients_at_once(
                 self.device, model, self.update_spec.size, batch_size
             ),
@@ -184,7 +185,7 @@ class CohortEngine:
         seed = np.zeros(2, np.uint64)
         state = self.query.initial_global_state()
         received = self._sent(self.server.variables, state, 0.0, seed)
-        program = self.programs.program(received, self.layout.one_by_one(nobody))
+        program = self.programs.program(received, self.layout.one_by_one(nobody)[0])
         if self.layout.at_once is not None:
             refused = allowed_operations.not_batched(program.definition)
             if refused:
@@ -203,23 +204,68 @@ class CohortEngine:
     @property
     def has_trained_side_by_side(self) -> bool:
         """Returns whether any clients so far were trained side by side."""
-        return layout.SIDE_BY_SIDE in self._kinds
-
-    @property
-    def _kinds(self) -> set[str]:
-        return {strategy.kind for strategy in self.programs.traced}
+        return any(
+            strategy.kind == layout.SIDE_BY_SIDE for strategy in self.programs.traced
+        )
 
     @property
     def executor(self) -> str:
-        """Returns how clients train here, for people to read."""
-        if layout.BATCHED in self._kinds and not self._fallback:
+        """Returns how clients train here, for people to read: public facts only."""
+        if self.layout.at_once is not None:
             place = tf.DeviceSpec.from_string(self.device)
             where = f"{place.device_type}:{place.device_index or 0}"
             return f"batches of {self.layout.at_once} clients on {where}"
         how = layout.ONE_BY_ONE
-        if self.has_trained_side_by_side:
-            how = layout.SIDE_BY_SIDE
+        if self.layout.kernels is not None:
+            how = "side by side where they have few examples"
         return f"clients {how} on {self.num_replicas} threads{self._fallback}"
+
+    def _checked_widths(self, rung: int, batch: int) -> tuple[int, ...]:
+        """Returns the widths of `dense_models` that this machine's kernels are fit for.
+
+        A made-up client is trained alone, and in every place of a call of each width:
+        what all of them add must be a multiple of what one adds, to the last bit. Of
+        a program that fails at its smallest width, none is used.
+        """
+        if (rung, batch) in self._widths:
+            return self._widths[rung, batch]
+        kernels = self.layout.kernels or []
+        widths = dense_models.widths(kernels, rung, batch)
+        strategy = layout.Strategy(layout.SIDE_BY_SIDE, rung, fine=True)
+        rng = np.random.default_rng(0)
+        rows = rung * batch
+        x, y = tf.nest.map_structure(
+            lambda spec: tf.cast(
+                rng.normal(size=[rows, *spec.shape])
+                if spec.dtype.is_floating
+                else rng.integers(0, 2, [rows, *spec.shape]),
+                spec.dtype,
+            ),
+            self.layout.element_spec,
+        )
+        seed = np.zeros(2, np.uint64)
+        state = self.query.begin_round(self.query.initial_global_state(), 1.0, 512.0)
+        received = self._sent(self.server.variables, state, 0.1, seed)
+
+        def added(count: int, width: int) -> list[np.ndarray]:
+            own = np.tile(np.arange(rows), count)
+            table = layout.client_table(own, np.full(count, rows), batch, 1)
+            part = layout.Part(strategy, layout.padded_to(table, width))
+            program = self.programs.program(received, part)
+            total, _ = program(received, layout.Chunk(x, y, part.table))
+            return [tensor.numpy() for tensor in total.contribution.update]
+
+        fit: list[int] = []
+        if widths:
+            with tf.device(self.device):
+                alone = added(1, widths[0])
+                for width in widths:
+                    together = added(width, width)
+                    pairs = zip(alone, together, strict=True)
+                    if all(np.array_equal(width * a, b) for a, b in pairs):
+                        fit.append(width)
+        self._widths[rung, batch] = tuple(fit if fit[:1] == widths[:1] else ())
+        return self._widths[rung, batch]
 
     def check_labels(self, dataset: FederatedDataset) -> None:
         """Raises ValueError if a client's labels cannot be the model's."""
@@ -244,11 +290,18 @@ class CohortEngine:
           A `PendingRound`; the model has not changed.
         """
         with tf.device(self.device):
-            pending = self.empty_round(inputs)
-            for chunk in self.layout.read(dataset, pending):
-                (train_chunk or self.train_chunk)(pending, chunk)
-            self.complete(pending)
-        return pending
+            while True:
+                pending = self.empty_round(inputs)
+                try:
+                    for chunk in self.layout.read(dataset, pending):
+                        (train_chunk or self.train_chunk)(pending, chunk)
+                except _NoRoomError:
+                    # For so many clients at once. The round begins again for all.
+                    smaller = max(1, (self.layout.at_once or 1) // 2)
+                    self.layout = dataclasses.replace(self.layout, at_once=smaller)
+                    continue
+                self.complete(pending)
+                return pending
 
     def empty_round(self, inputs: cohort.RoundInputs) -> cohort.PendingRound:
         """Returns a round of which nothing is collected yet."""
@@ -297,21 +350,16 @@ class CohortEngine:
         raised: list[layout.Part] = []
 
         def run(thread: int) -> None:
-            waiting = groups[thread][::-1]
-            while waiting:
-                part = waiting.pop()
+            for part in groups[thread]:
                 try:
                     with tf.device(self.device):  # It holds for one thread.
                         self._train(pending, chunk, part, thread)
                 except CLIENT_ERRORS as error:
                     no_room = isinstance(error, tf.errors.ResourceExhaustedError)
-                    if not no_room or part.strategy.kind != layout.BATCHED:
-                        raised.append(part)
-                        continue
-                    # The device has no room for so many clients at once.
-                    count = len(part.members)
-                    self.layout = dataclasses.replace(self.layout, at_once=count // 2)
-                    waiting += self.layout.batches(part.table)
+                    batched = part.strategy.kind == layout.BATCHED
+                    if no_room and batched and self.layout.at_once != 1:
+                        raise _NoRoomError from error
+                    raised.append(part)
 
         others = [self._pool.submit(run, thread) for thread in range(1, len(groups))]
         try:
@@ -328,7 +376,9 @@ class CohortEngine:
     ) -> list[list[layout.Part]]:
         """Lays a chunk out; has its programs made ready, in one thread."""
         received = pending.received
-        groups = self.layout.lay_out(chunk.table, self.num_replicas)
+        groups = self.layout.lay_out(
+            chunk.table, self.num_replicas, fine=needs_fine_grid(pending)
+        )
         for part in itertools.chain.from_iterable(groups):
             try:
                 program = self.programs.program(received, part)
@@ -339,7 +389,7 @@ class CohortEngine:
                     f"TensorFlow cannot vectorize them ({type(error).__name__})"
                 )
                 return self._traced(pending, chunk)
-            alone = part.strategy.kind == layout.ONE_BY_ONE and not part.strategy.xla
+            alone = part.strategy == layout.Strategy(layout.ONE_BY_ONE)
             if len(groups) > 1 and alone and not program.has_run:
                 # TensorFlow optimises a program in its first call, and again in
                 # every thread that calls it meanwhile.
@@ -357,7 +407,10 @@ class CohortEngine:
     ) -> None:
         """Trains the clients of a part, and adds them up for one of the threads."""
         program = self.programs.program(pending.received, part)
-        trained = program(pending.received, chunk._replace(table=part.table))
+        chunk = chunk._replace(table=part.table)
+        if part.strategy.xla:
+            chunk = layout.gathered(chunk, part.table)
+        trained = program(pending.received, chunk)
         pending.add(part.members, trained, thread)
         self.has_trained |= len(part.members) > 0
 
@@ -367,15 +420,16 @@ class CohortEngine:
         """Trains the clients of a part in which one's data raised an error.
 
         A client that raises it alone has failed; the others are none the worse
-        for it.
+        for it: each trains as it would have, by the same program.
         """
 
         def train(places: np.ndarray) -> None:
             clients = layout.select(part.table, places)
-            self._train(pending, chunk, self.layout.one_by_one(clients))
+            self._train(pending, chunk, self.layout.part(part.strategy, clients))
 
-        # Nothing is a sum as well; and what the machine raises, it raises here.
-        train(np.arange(0))
+        if not part.strategy.xla:
+            # Nothing is a sum as well; and what the machine raises, it raises here.
+            train(np.arange(0))
         for place, member in enumerate(part.members):
             try:
                 train(np.array([place]))
@@ -404,11 +458,11 @@ class CohortEngine:
         if self.collects_records:
             pending.collected = list(clipped)
             return
-        update = tf.zeros([self.update_spec.size])
-        scalars = tf.zeros([self.query.num_scalars])
+        update = tf.zeros([self.update_spec.size], tf.float64)
+        scalars = tf.zeros([self.query.num_scalars], tf.float64)
         for _, rows in clipped:
-            update += tf.reduce_sum(rows.updates, axis=0)
-            scalars += tf.reduce_sum(rows.scalars, axis=0)
+            update += tf.reduce_sum(tf.cast(rows.updates, tf.float64), axis=0)
+            scalars += tf.reduce_sum(tf.cast(rows.scalars, tf.float64), axis=0)
         self.set_sum(pending, update, scalars)
 
     def set_sum(
@@ -418,13 +472,26 @@ class CohortEngine:
 
         Args:
           pending: The round.
-          update: Float32 [D], the sum of the flattened updates.
-          scalars: Float32 [n], that of `Contribution.scalars`.
+          update: Float64 [D], the exact sum of the flattened records.
+          scalars: Float64 [n], that of `Contribution.scalars`.
         """
         with tf.device(self.device):
-            one = self.query.initial_sample_state([]).with_scalars(
-                self.update_spec.unflatten(update),
-                tf.unstack(scalars, num=self.query.num_scalars),
+            nothing = self.query.initial_sample_state(self.update_spec.variables)
+            parts = tf.split(update, self.update_spec.sizes)
+            values = [
+                tf.cast(value, whole.dtype)
+                for value, whole in zip(
+                    tf.unstack(scalars, num=self.query.num_scalars),
+                    nothing.scalars(),
+                    strict=True,
+                )
+            ]
+            one = nothing.with_scalars(
+                [
+                    tf.reshape(part, whole.shape)
+                    for part, whole in zip(parts, nothing.update, strict=True)
+                ],
+                values,
             )
             total = functools.reduce(cohort.add_nests, pending.sums)
         pending.sums, pending.collected = [total._replace(contribution=one)], []
@@ -445,6 +512,19 @@ class CohortEngine:
         """
         with tf.device(self.device):
             return self._release(pending)
+
+
+class _NoRoomError(Exception):
+    """The device has no room for so many clients at once."""
+
+
+# Noise below this part of the clip may be finer than the steps of int32 sums.
+_LEAST_COARSE_NOISE = 2.0**-10
+
+
+def needs_fine_grid(pending: cohort.PendingRound) -> bool:
+    """Returns whether a round's records may be rounded to float64's grid only."""
+    return pending.inputs.noise_multiplier < _LEAST_COARSE_NOISE
 
 
 def _seeded(hook: trainer_lib.BroadcastHook) -> Callable[..., list[tf.Tensor]]:

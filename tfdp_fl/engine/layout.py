@@ -3,8 +3,13 @@
 A cohort is read in chunks of bounded size; while one trains, a background thread
 reads the next. A chunk has a `ClientTable`, which says which rows clients train on.
 It is made without a Python loop over clients, so that the compiled programs only
-have to gather. `Layout` decides the rest; what its decisions depend on is measured
-in `dense_models` (side by side or not) and `devices` (XLA, batches).
+have to gather.
+
+Which program trains a client, and in which shapes, is chosen by the client's own
+number of examples and by public facts (the model, the batch size, the machine), never
+by who else is there: what a client adds is then the same, bit for bit, alone or among
+any others. `Layout` decides it; only *when* and on which thread a client trains
+depends on all of them.
 """
 
 from __future__ import annotations
@@ -13,14 +18,14 @@ import concurrent.futures
 import dataclasses
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
-from tfdp_fl.engine import cohort, dense_models, devices, labels
+from tfdp_fl.engine import cohort, dense_models, labels
 
 # How much of a streamed cohort's data, or of updates that wait for a joint
 # clip, is held by one call of a compiled function.
@@ -47,6 +52,8 @@ class ClientTable(NamedTuple):
       first_row: Int32 [K].
       num_examples: Int32 [K], n_k.
       members: Int32 [K], each client's place in the cohort.
+      keys: Int64 [K], each client's own number, from which its random numbers
+        follow together with the round's seed: its position in the dataset.
       windows: Float32 [K, W, L], the norms of each client's last rounds, NaN
         where there are none; [K, 0, 0] if the mechanism keeps none.
     """
@@ -58,18 +65,13 @@ class ClientTable(NamedTuple):
     first_row: Any
     num_examples: Any
     members: Any
+    keys: Any
     windows: Any
 
     @property
     def steps(self) -> np.ndarray:
         """Returns how many steps each client takes, [K]."""
         return -(-self.num_examples // len(self.batch)) * self.epochs
-
-    @property
-    def has_full_batches_only(self) -> bool:
-        """Returns True if there are steps, each of exactly B rows."""
-        short = (self.num_examples % len(self.batch)).any()
-        return bool(self.num_examples.any() and not short)
 
     def by_client(self, change: Any) -> ClientTable:
         """Returns a table with a function called on the arrays that have K rows."""
@@ -84,7 +86,7 @@ def client_table(
     lengths: np.ndarray,
     batch_size: int,
     local_epochs: int,
-    generator: np.random.Generator | None = None,
+    keys: list[np.random.Philox] | None = None,
 ) -> ClientTable:
     """Lays out the local training of a group of clients, without windows.
 
@@ -94,18 +96,22 @@ def client_table(
       lengths: Int array [K], how many of them each client has.
       batch_size: B.
       local_epochs: How often each client goes over its examples.
-      generator: Shuffles each client's examples anew for every epoch; None
-        keeps the order given.
+      keys: One for each client, by which its examples are shuffled anew for every
+        epoch; None keeps the order given.
     """
     lengths = np.asarray(lengths, np.int64)
     rows = np.asarray(rows, np.int32)
     first = np.cumsum(lengths) - lengths
-    if local_epochs > 1 or generator is not None:
+    if local_epochs > 1 or keys is not None:
         passes = np.repeat(lengths, local_epochs)
         places = _ranges(np.repeat(first, local_epochs), passes)
-        if generator is not None:
+        if keys is not None:
             pass_of_place = np.repeat(np.arange(len(passes)), passes)
-            order = np.argsort(pass_of_place + generator.random(len(places)))
+            drawn = [
+                np.random.Generator(key).random(length * local_epochs)
+                for key, length in zip(keys, lengths.tolist(), strict=True)
+            ]
+            order = np.argsort(pass_of_place + np.concatenate([[], *drawn]))
             places = places[order]
         rows = rows[places]
     return ClientTable(
@@ -116,6 +122,7 @@ def client_table(
         first_row=(first * local_epochs).astype(np.int32),
         num_examples=lengths.astype(np.int32),
         members=np.arange(len(lengths), dtype=np.int32),
+        keys=np.arange(len(lengths), dtype=np.int64),
         windows=np.zeros([len(lengths), 0, 0], np.float32),
     )
 
@@ -139,14 +146,14 @@ def select(table: ClientTable, places: np.ndarray) -> ClientTable:
     )
 
 
-def _padded(table: ClientTable) -> ClientTable:
-    """Pads rows and clients to powers of two, as XLA compiles for each size."""
+def padded_to(table: ClientTable, width: int) -> ClientTable:
+    """Pads a table with clients that have no examples; `num_clients` stays."""
 
     def pad(array: np.ndarray) -> np.ndarray:
-        missing = _power_of_two(len(array)) - len(array)
+        missing = width - len(array)
         return np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1))
 
-    return table.by_client(pad)._replace(rows=pad(table.rows))
+    return table.by_client(pad)
 
 
 class Strategy(NamedTuple):
@@ -154,19 +161,17 @@ class Strategy(NamedTuple):
 
     Attributes:
       kind: `ONE_BY_ONE`, `SIDE_BY_SIDE` or `BATCHED`.
-      full_batches: Every batch has exactly B rows; side by side, every client
-        also takes all the steps. Else, only where XLA compiles the program.
-      num_steps: Side by side, how many steps there are.
+      num_steps: Side by side, how many steps there are: a rung of
+        `dense_models.RUNGS`.
+      fine: Side by side, whether records are rounded as finely as float64 sums
+        allow, and not as int32 ones do.
+      xla: Whether XLA compiles it: one client in each call, of full batches only.
     """
 
     kind: str
-    full_batches: bool
     num_steps: int = 0
-
-    @property
-    def xla(self) -> bool:
-        """Whether XLA compiles it: that needs shapes that are fixed."""
-        return self.full_batches and self.kind != SIDE_BY_SIDE
+    fine: bool = True
+    xla: bool = False
 
 
 class Part(NamedTuple):
@@ -211,6 +216,9 @@ class Layout:
         where they are summed at once.
       xla: Whether XLA compiles the training of clients one by one.
       at_once: How many clients train as one batched program; None: none do.
+      widths: How many clients a side-by-side program of so many steps, and examples
+        in a batch, may have: numbers of which no client's result depends on which
+        of them it is.
     """
 
     element_spec: tuple[Any, Any]
@@ -219,6 +227,7 @@ class Layout:
     collected_bytes: int | None = None
     xla: bool = False
     at_once: int | None = None
+    widths: Callable[[int, int], tuple[int, ...]] = lambda rung, batch: ()
 
     def read(
         self, dataset: FederatedDataset, pending: cohort.PendingRound
@@ -277,7 +286,7 @@ class Layout:
         lengths = np.array([len(arrays[-1]) for _, arrays in clients], np.int64)
         total = int(lengths.sum())
         # At least one row: see `stored_examples`.
-        num_rows = max(1, _power_of_two(total) if self.xla else total)
+        num_rows = max(1, total)
         tensors = []
         for place, spec in enumerate(tf.nest.flatten(self.element_spec)):
             if not total:
@@ -291,13 +300,16 @@ class Layout:
         table = _table(inputs, members, lengths, np.arange(total))
         return Chunk(x, y, table)
 
-    def lay_out(self, clients: ClientTable, num_groups: int) -> list[list[Part]]:
+    def lay_out(
+        self, clients: ClientTable, num_groups: int, fine: bool = True
+    ) -> list[list[Part]]:
         """Shares a chunk's clients out.
 
         Args:
           clients: The clients.
           num_groups: How many groups may train at the same time. One does
             where another thread, or worker, would cost more than it saves.
+          fine: See `Strategy`.
 
         Returns:
           At most so many groups, at least one. The parts of a group come one
@@ -305,27 +317,68 @@ class Layout:
         """
         if self.at_once is not None:
             return [self.batches(clients)]
-        kernels, steps = self.kernels, clients.steps
-        examples = int(clients.num_examples.max(initial=0)) * int(clients.epochs)
-        if (
-            kernels is None
-            or not devices.products_are_float32()
-            or not dense_models.is_worthwhile(kernels, steps, examples)
-        ):
-            return [
-                [self.one_by_one(part) for part in group]
-                for group in split(clients, num_groups, self._most_collected)
-            ]
-        if dense_models.is_small(kernels, clients.num_examples.sum() * clients.epochs):
-            num_groups = 1
-        at_once = dense_models.clients_at_once(kernels, examples)
-        num_steps = int(steps.max())
-        full = bool((steps == num_steps).all()) and clients.has_full_batches_only
-        strategy = Strategy(SIDE_BY_SIDE, full_batches=full, num_steps=num_steps)
-        return [
-            [Part(strategy, part) for part in group]
-            for group in split(clients, num_groups, at_once)
+        rungs = self.rungs(clients)
+        work = [
+            (part.strategy.num_steps * len(part.table.members) / 2, part)
+            for rung in np.unique(rungs[rungs > 0]).tolist()
+            for part in self._side_by_side(
+                select(clients, np.flatnonzero(rungs == rung)), rung, num_groups, fine
+            )
         ]
+        alone = select(clients, np.flatnonzero(rungs == 0))
+        groups: list[list[Part]] = [[] for _ in range(num_groups)]
+        loads = [0.0] * num_groups
+        for cost, part in sorted(work, key=lambda item: -item[0]):
+            least = int(np.argmin(loads))
+            groups[least].append(part)
+            loads[least] += cost
+        if alone.num_clients or not work:
+            shares = split(alone, num_groups, self._most_collected, loads)
+            for group, tables in zip(groups, shares, strict=True):
+                for table in tables:
+                    group += self.one_by_one(table)
+        return [group for group in groups if group] or groups[:1]
+
+    def rungs(self, clients: ClientTable) -> np.ndarray:
+        """Returns how many steps a side-by-side program has for clients, int [K].
+
+        0 for clients that train one by one. Each number depends on that client's
+        own examples alone.
+        """
+        if self.kernels is None:
+            return np.zeros(len(clients.members), np.int64)
+        rungs = dense_models.rungs_of(self.kernels, clients.steps, len(clients.batch))
+        for rung in np.unique(rungs[rungs > 0]).tolist():
+            if not self.widths(rung, len(clients.batch)):
+                rungs[rungs == rung] = 0
+        return rungs
+
+    def _side_by_side(
+        self, clients: ClientTable, rung: int, num_groups: int, fine: bool
+    ) -> list[Part]:
+        """Returns the parts in which clients of one rung train side by side."""
+        widths = self.widths(rung, len(clients.batch))
+        count = int(clients.num_clients)
+        examples = count * rung * len(clients.batch)
+        wanted = num_groups
+        if dense_models.is_small(self.kernels or [], examples):
+            wanted = 1
+        tables = max(-(-count // widths[-1]), min(wanted, -(-count // widths[0])))
+        strategy = Strategy(SIDE_BY_SIDE, rung, fine)
+        return [
+            self.part(strategy, select(clients, places))
+            for places in np.array_split(np.arange(count), tables)
+        ]
+
+    def part(self, strategy: Strategy, clients: ClientTable) -> Part:
+        """Returns a part of clients, in the public shapes of their strategy."""
+        if strategy.kind == SIDE_BY_SIDE:
+            widths = self.widths(strategy.num_steps, len(clients.batch))
+            width = next(w for w in widths if w >= clients.num_clients)
+            return Part(strategy, padded_to(clients, width))
+        if strategy.kind == BATCHED:
+            return Part(strategy, padded_to(clients, self.clients_in_batch))
+        return Part(strategy, clients)
 
     @property
     def _most_collected(self) -> int | None:
@@ -334,37 +387,49 @@ class Layout:
             return None
         return max(1, CHUNK_BYTES // self.collected_bytes)
 
+    @property
+    def clients_in_batch(self) -> int:
+        """How many clients a batched program has room for, whoever is there."""
+        return int(min(self.at_once or 1, self._most_collected or math.inf))
+
     def batches(self, clients: ClientTable) -> list[Part]:
         """Returns the parts in which clients train as batched programs.
 
         Those of a part end each pass with a batch of the same length. They are
         sorted by their steps, as a part takes as long as its longest client.
         """
-        at_once = int(min(self.at_once or 1, self._most_collected or math.inf))
         size, examples = len(clients.batch), clients.num_examples
         last = np.where(examples % size, examples % size, np.minimum(examples, size))
         order = np.lexsort((clients.steps, last))
         (borders,) = np.nonzero(np.diff(last[order]))
-        parts = []
-        for group in np.split(order, borders + 1):
-            for some in split(select(clients, group), 1, at_once)[0]:
-                if some.num_clients < 2:
-                    # Of one alone TensorFlow adds a convolution's bias along the
-                    # batch where that has as many rows as there are filters.
-                    parts.append(self.one_by_one(some))
-                    continue
-                xla = self.xla and some.has_full_batches_only
-                parts.append(Part(Strategy(BATCHED, xla), some))
-        return parts
+        width = self.clients_in_batch
+        return [
+            self.part(Strategy(BATCHED), select(clients, group[start : start + width]))
+            for group in np.split(order, borders + 1)
+            for start in range(0, len(group), width)
+        ]
 
-    def one_by_one(self, clients: ClientTable) -> Part:
-        """Returns the part in which clients train one by one."""
-        xla = self.xla and clients.has_full_batches_only
-        return Part(Strategy(ONE_BY_ONE, xla), _padded(clients) if xla else clients)
+    def one_by_one(self, clients: ClientTable) -> list[Part]:
+        """Returns the parts in which clients train one by one."""
+        if not self.xla:
+            return [Part(Strategy(ONE_BY_ONE), clients)]
+        full = clients.num_examples % len(clients.batch) == 0
+        full &= clients.num_examples > 0
+        rest = select(clients, np.flatnonzero(~full))
+        parts = [
+            Part(Strategy(ONE_BY_ONE, xla=True), select(clients, np.array([place])))
+            for place in np.flatnonzero(full).tolist()
+        ]
+        if rest.num_clients or not parts:
+            parts.append(Part(Strategy(ONE_BY_ONE), rest))
+        return parts
 
 
 def split(
-    table: ClientTable, num_groups: int, at_most: int | None = None
+    table: ClientTable,
+    num_groups: int,
+    at_most: int | None = None,
+    loads: list[float] | None = None,
 ) -> list[list[ClientTable]]:
     """Shares a table's clients among groups that end at the same time.
 
@@ -373,27 +438,31 @@ def split(
 
     Args:
       table: The clients.
-      num_groups: How many groups; empty ones are left out, but for one. A single one
-        keeps the order given.
+      num_groups: How many groups. A single one keeps the order given.
       at_most: How many clients a table may have; None: any number. No few of them
         are left for the last table.
+      loads: The work that each group has already, in steps; None: none.
 
     Returns:
-      For each group the tables that come one after the other, at least one.
+      For each group the tables that come one after the other; at least one in all.
     """
     steps = table.steps
     groups: list[list[int]] = [[] for _ in range(num_groups)]
     if num_groups == 1:
         groups[0] += range(len(steps))
     else:
-        heap = [(0, number) for number in range(num_groups)]
+        heap = [(load, n) for n, load in enumerate(loads or [0.0] * num_groups)]
+        heapq.heapify(heap)
         order = np.argsort(-steps, kind="stable")
         for place, own in zip(order.tolist(), steps[order].tolist(), strict=True):
             load, number = heap[0]
             groups[number].append(place)
             heapq.heapreplace(heap, (load + own, number))
-    found = []
-    for group in [group for group in groups if group] or groups[:1]:
+    found: list[list[ClientTable]] = []
+    for number, group in enumerate(groups):
+        if not group and (number or any(groups)):
+            found.append([])
+            continue
         length = max(1, len(group))
         step = math.ceil(length / math.ceil(length / (at_most or length)))
         places = np.array(group, np.int64)
@@ -422,12 +491,28 @@ def _table(
     rows: np.ndarray,
 ) -> ClientTable:
     """Returns the table of clients, whose stored examples are `rows`."""
-    table = client_table(
-        rows, lengths, inputs.batch_size, inputs.local_epochs, inputs.shuffle
-    )._replace(members=members.astype(np.int32))
+    keys = None if inputs.shuffle is None else inputs.shuffle_keys(members)
+    table = client_table(rows, lengths, inputs.batch_size, inputs.local_epochs, keys)
+    table = table._replace(
+        members=members.astype(np.int32),
+        keys=inputs.positions[members].astype(np.int64),
+    )
     if inputs.windows is None:
         return table
     return table._replace(windows=inputs.windows[members].astype(np.float32))
+
+
+def gathered(chunk: Chunk, table: ClientTable) -> Chunk:
+    """Returns a chunk of one client's own rows, padded by its own number of steps.
+
+    XLA compiles a program for each shape of its arguments, which are thereby the
+    client's own, and powers of two of a batch.
+    """
+    size = len(table.batch)
+    missing = size * _power_of_two(-(-len(table.rows) // size)) - len(table.rows)
+    rows = np.pad(table.rows, (0, missing))
+    x, y = tf.nest.map_structure(lambda leaf: tf.gather(leaf, rows), chunk[:2])
+    return Chunk(x, y, table._replace(rows=np.arange(len(rows), dtype=np.int32)))
 
 
 def _power_of_two(number: int) -> int:

@@ -233,9 +233,9 @@ def accumulate(
     places = {lookup.weight: rows for lookup, rows in zip(lookups, taken, strict=True)}
     pairs = zip(total.update, one.update, strict=True)
     update = [
-        tf.tensor_scatter_nd_add(whole, places[n][:, None], part)
+        tf.tensor_scatter_nd_add(whole, places[n][:, None], tf.cast(part, whole.dtype))
         if n in places
-        else whole + part
+        else whole + tf.cast(part, whole.dtype)
         for n, (whole, part) in enumerate(pairs)
     ]
     added = query.accumulate_preprocessed_record(

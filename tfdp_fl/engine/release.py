@@ -232,7 +232,8 @@ class LaterClip:
         if windows is None:
             windows = np.zeros([len(norms), 0, 0])
         for members, rows in pending.collected:
-            own = members, windows[members].astype(np.float32)
+            keys = pending.inputs.positions[members].astype(np.int64)
+            own = keys, windows[members].astype(np.float32)
             yield members, self._clip(params, rows, *map(tf.constant, own), seed)
 
     def _clip_to_cohort(self, state, seed, norms):
@@ -241,27 +242,38 @@ class LaterClip:
                 state = self._query.clip_to_cohort(state, norms)
         return state, self._query.derive_sample_params(state)
 
-    def _clipped(self, params, rows, members, windows, seed):
+    def _clipped(self, params, rows, keys, windows, seed):
         """Returns some clients' contributions, of their unclipped updates.
 
         Args:
           params: The query's sample params, with the clip of this round.
           rows: A `PerClient` of unclipped updates, and the clients' examples.
-          members: Int32 [K], the clients' places in the cohort.
+          keys: Int64 [K], the clients' own numbers (`layout.ClientTable`).
           windows: Float32 [K, W, L], see `layout.ClientTable`.
           seed: The round's seed (see `mechanisms.noise`).
         """
 
         def client(arguments):
-            update, scalars, member, window = arguments
-            client_seed = noise.fold_in(seed, member)
+            update, scalars, key, window = arguments
+            client_seed = noise.fold_in(seed, key)
             with noise.seeded(noise.fold_in(client_seed, 0)):
                 one = self._query.preprocess_record(
                     params,
                     self._spec.unflatten(update),
                     self._query.client(scalars[1], window),
                 )
-            return cohort.flatten(one.update), tf.stack(one.scalars())
+            flat = tf.ensure_shape(cohort.flatten(one.update), [self._spec.size])
+            return flat, tf.stack(one.scalars())
 
-        clients = rows.updates, rows.scalars, members, windows
-        return cohort.PerClient(*tf.vectorized_map(client, clients, warn=False))
+        # One after the other: rows of one operation may depend on how many there are.
+        specs = [
+            tf.TensorSpec([self._spec.size], tf.float32),
+            tf.TensorSpec([self._query.num_scalars], tf.float32),
+        ]
+        clipped = tf.map_fn(
+            lambda arguments: list(client(arguments)),
+            (rows.updates, rows.scalars, keys, windows),
+            fn_output_signature=specs,
+            parallel_iterations=1,
+        )
+        return cohort.PerClient(*clipped)

@@ -99,7 +99,7 @@ def sum_securely(
                 heard = list(grouped.succeeded_members)
                 seen = rows[heard, -mechanisms.NUM_DIAGNOSTICS :].sum(axis=0)
                 total = np.concatenate([grouped.total, seen])
-    flat = tf.constant(total, tf.float32)
+    flat = tf.constant(total)
     cohort_engine.set_sum(pending, flat[:size], flat[size:])
     return tuple(failed.tolist())
 

@@ -7,9 +7,12 @@ example that a client has seen:
 
 So a client's kernel need not exist. Its product with a batch x is
 x W - eta (x X_k^T) D_k, where x W is one matrix product for all clients
-together; the norm of its update follows from Gram matrices (`norm_bound`); and
-the sum of the clipped updates is one product over the examples of all clients,
-each weighted by its client's factor.
+together, and the norm of its update follows from Gram matrices (`norm_bound`).
+The clipped update itself is made last, of the factors, and rounded to whole
+numbers of steps, which are added up without an error (`_sum_of`). So what a client
+adds is a function of its own rows: a call trains a number of clients for which a
+row's results do not depend on the others (`dense_models.widths`), and has a number
+of steps that follows from each client's own.
 
 It is the same local SGD, step by step, as `CohortPrograms` one by one, and faster where
 clients hold few examples for the size of the kernels (`dense_models`).
@@ -26,6 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import tensorflow as tf
@@ -34,7 +38,11 @@ from tfdp_fl import keras_versions
 from tfdp_fl.datasets import nests
 from tfdp_fl.engine import cohort, dense_models, layout
 from tfdp_fl.engine import trainer as trainer_lib
-from tfdp_fl.mechanisms import cohort_query, contribution
+from tfdp_fl.mechanisms import cohort_query, contribution, records
+
+# Products of so many elements are made of all clients at once, larger ones one after
+# the other: they stay in the processor's cache.
+_AT_ONCE = 2**15
 
 
 class _DenseLayer:
@@ -42,12 +50,14 @@ class _DenseLayer:
 
     Attributes:
       layer: Keras's.
+      shape: Of its kernel.
       gradients: The loss's gradients at its pre-activations, float32
         [K, B, out] for each step.
     """
 
     def __init__(self, layer: Any, kernel: tf.Tensor, bias: tf.Tensor | None = None):
         self.layer = layer
+        self.shape = tuple(layer.kernel.shape)
         self.gradients: list[tf.Tensor] = []
         self._kernel = tf.cast(kernel, layer.compute_dtype)
         self._bias = None if bias is None else tf.cast(bias, layer.compute_dtype)
@@ -138,14 +148,15 @@ class SideBySide:
     Attributes:
       trainer: Has the model, the loss and the metrics.
       query: The mechanism's query; it only scales.
-      steps: S.
-      full_batches: Every client takes S steps of exactly B examples.
+      steps: S; clients with fewer idle afterwards.
+      fine: Whether records are rounded to as fine a grid as float64 sums allow
+        (`records`); else to the one of int32 sums, which takes half the time.
     """
 
     trainer: trainer_lib.Trainer
     query: cohort_query.CohortQuery
     steps: int
-    full_batches: bool
+    fine: bool
 
     @functools.cached_property
     def _places(self) -> dict[int, int]:
@@ -174,7 +185,7 @@ class SideBySide:
             )
             total = self._step(layers, labels, sizes[step], batch, received, total)
         dense = [layer for layer in layers if isinstance(layer, _DenseLayer)]
-        clipped = self._clip_and_sum(received, dense, table.num_examples)
+        clipped = self._clip_and_sum(received, dense, table)
         return total._replace(contribution=clipped), cohort.PerClient()
 
     def _batches(self, table: Any) -> tuple[tf.Tensor, tf.Tensor]:
@@ -190,8 +201,7 @@ class SideBySide:
         sizes = tf.where(done < table.epochs, left, 0)
         first = table.first_row + done * num_examples + start
         places = first[..., tf.newaxis] + table.batch
-        if not self.full_batches:
-            places = tf.where(tf.sequence_mask(sizes, batch), places, 0)
+        places = tf.where(tf.sequence_mask(sizes, batch), places, 0)
         return tf.gather(table.rows, places), sizes
 
     def _examples(
@@ -203,11 +213,15 @@ class SideBySide:
         a client that has none.
         """
         values = tf.gather(leaf, rows)
-        if not self.full_batches:
-            valid = tf.sequence_mask(sizes, tf.shape(rows)[-1])
-            for _ in range(leaf.shape.rank - 1):
-                valid = valid[..., tf.newaxis]
-            values = tf.where(valid, values, tf.zeros([], values.dtype))
+        valid = tf.sequence_mask(sizes, tf.shape(rows)[-1])
+        everywhere = tf.reduce_all(valid)
+        for _ in range(leaf.shape.rank - 1):
+            valid = valid[..., tf.newaxis]
+        values = tf.cond(
+            everywhere,
+            lambda: values,
+            lambda: tf.where(valid, values, tf.zeros([], values.dtype)),
+        )
         return tf.reshape(values, [-1, *leaf.shape[1:]])
 
     def _layers(
@@ -246,12 +260,10 @@ class SideBySide:
         """
         clients = tf.size(sizes)
         # A client's loss is the mean over its own rows.
-        valid, mean = None, 1 / tf.cast(batch, tf.float32)
-        if not self.full_batches:
-            valid = tf.sequence_mask(sizes, batch)
-            share = tf.cast(sizes, tf.float32)[:, tf.newaxis]
-            mean = tf.math.divide_no_nan(tf.cast(valid, tf.float32), share)
-            valid, mean = tf.reshape(valid, [-1]), tf.reshape(mean, [-1])
+        valid = tf.sequence_mask(sizes, batch)
+        share = tf.cast(sizes, tf.float32)[:, tf.newaxis]
+        mean = tf.math.divide_no_nan(tf.cast(valid, tf.float32), share)
+        valid, mean = tf.reshape(valid, [-1]), tf.reshape(mean, [-1])
         outputs: list[tf.Tensor] = []
         h = None
         y, weight = nests.labels_and_weights(y)
@@ -274,12 +286,10 @@ class SideBySide:
         for layer, gradient in zip(dense, tape.gradient(loss, outputs), strict=True):
             gradient = tf.reshape(gradient, [clients, batch, gradient.shape[-1]])
             layer.gradients.append(tf.cast(gradient, tf.float32))
-        counts = tf.math.is_finite(losses)
-        if valid is not None:
-            counts &= valid
-            y, h = tf.boolean_mask(y, valid), tf.boolean_mask(h, valid)
-            if weight is not None:
-                weight = tf.boolean_mask(weight, valid)
+        counts = tf.math.is_finite(losses) & valid
+        y, h = tf.boolean_mask(y, valid), tf.boolean_mask(h, valid)
+        if weight is not None:
+            weight = tf.boolean_mask(weight, valid)
         losses = tf.where(counts, cohort.bounded_loss(losses), 0.0)
         return total._replace(
             loss=total.loss + tf.reduce_sum(losses),
@@ -288,55 +298,116 @@ class SideBySide:
         )
 
     def _clip_and_sum(
-        self,
-        received: cohort.Received,
-        dense: list[_DenseLayer],
-        num_examples: tf.Tensor,
+        self, received: cohort.Received, dense: list[_DenseLayer], table: Any
     ) -> contribution.Contribution:
         """Scales each client's update as the mechanism says, and adds up.
 
         Args:
           received: What the server sent.
           dense: The dense layers, after all steps.
-          num_examples: Int32 [K], what clients may count by.
+          table: The clients.
         """
-        rate = received.learning_rate
+        rate, params = received.learning_rate, received.params
         factors = [layer.factors() for layer in dense]
         length, bound = dense_models.norm_bound(
             [gram for _, _, gram in factors],
             [tf.matmul(d, d, transpose_b=True) for _, d, _ in factors],
             # A bias is one more column of an input.
             columns=max(x.shape[-1] + 1 + d.shape[-1] for x, d, _ in factors),
-            # Of the product below, over all clients of this call.
-            rows=tf.size(factors[0][1][..., 0]),
+            rows=tf.shape(factors[0][1])[1],
         )
         size = tf.abs(tf.cast(rate, tf.float64))
         # The scale, and each factor times it, are rounded as well.
         norm = tf.cast(size * (1 + 16 * dense_models.ROUNDOFF) * bound, tf.float32)
         usable = tf.math.is_finite(norm)
-        clients = self.query.mechanism.contribution_of_norm(
-            tf.where(usable, norm, 0.0), usable, received.params
+        if not self.fine:  # Rounding to whole numbers leads nobody out of the clip.
+            share = dense_models.rounding_share([layer.shape for layer in dense])
+            params = params._replace(clip_norm=params.clip_norm * (1 - share))
+        clients = self.query.bounded_factor(
+            tf.where(usable, norm, 0.0),
+            usable,
+            params,
+            self.query.client_weight(table.num_examples),
         )
-        clients = clients.weighted(self.query.client_weight(num_examples))
         seen = tf.cast(size * length, tf.float32)
         clients = clients._replace(norm=tf.where(usable, seen, 0.0))
         # A rate that is no number makes nobody usable, and zero of everybody.
         scale = tf.where(usable, -rate * clients.update, 0.0)[:, None, None]
         update: list[Any] = [None] * len(received.weights)
         for layer, (x, d, _) in zip(dense, factors, strict=True):
-            d = _rows(tf.math.multiply_no_nan(d, scale))
+            d = tf.math.multiply_no_nan(d, scale)
             x = tf.cond(
                 tf.reduce_all(usable),
                 lambda x=x: x,
                 lambda x=x: tf.where(tf.math.is_finite(x), x, 0.0),
             )
             kernel, *bias = [self._places[id(v)] for v in layer.layer.weights]
-            update[kernel] = tf.matmul(_rows(x), d, transpose_a=True)
+            update[kernel] = self._sum_of(x, d, received.params)
             for place in bias:
-                update[place] = tf.reduce_sum(d, axis=0)
+                ones = tf.ones([*tf.unstack(tf.shape(d))[:2], 1])
+                update[place] = tf.reshape(self._sum_of(ones, d, received.params), [-1])
+        present = tf.range(tf.size(usable)) < table.num_clients
+        nothing = self.query.initial_sample_state([])
         return clients.with_scalars(
-            update, [tf.reduce_sum(value) for value in clients.scalars()]
+            update,
+            [
+                tf.reduce_sum(tf.cast(tf.where(present, value, 0.0), whole.dtype))
+                for value, whole in zip(
+                    clients.scalars(), nothing.scalars(), strict=True
+                )
+            ],
         )
+
+    def _sum_of(self, x: tf.Tensor, d: tf.Tensor, params: Any) -> tf.Tensor:
+        """Returns the exact sum of the clients' rounded products X^T D.
+
+        Each product is computed by itself, so that a client's is the same among
+        any others. With c = 1.5 2^k for 2^k > 4 S, the float32 number r + c, for
+        |r| <= 2 S, lies between 2^k and 2^(k + 1): its bits are those of c plus
+        the whole number of steps of 2^(k - 23) <= S 2^-20 that r is rounded to.
+        Int32 adds up such numbers, of at most 2^21 each, of 512 clients. (It wraps
+        for the bits of c, which are taken away again.)
+
+        Args:
+          x: Float32 [K, n, a].
+          d: Float32 [K, n, b].
+          params: Of the round.
+
+        Returns:
+          Float64 [a, b].
+        """
+        shape = [x.shape[-1], d.shape[-1]]
+        if self.fine:
+            step = self.query.grid_step(params)
+            of_sum, dtype = tf.ones([], tf.float64), tf.float64
+
+            def as_numbers(product: tf.Tensor) -> tf.Tensor:
+                return tf.cast(records.to_grid([product], step)[0], tf.float64)
+
+        else:
+            power = 8.0 * records.power_of_two_below(params.clip_norm)
+            offset = 1.5 * power
+            of_sum, dtype = tf.cast(power * 2.0**-23, tf.float64), tf.int32
+            bits = tf.bitcast(offset, tf.int32)
+
+            def as_numbers(product: tf.Tensor) -> tf.Tensor:
+                return tf.bitcast(product + offset, tf.int32) - bits
+
+        count = tf.shape(x)[0]
+        if math.prod(shape) <= _AT_ONCE:
+            numbers = as_numbers(tf.matmul(x, d, transpose_a=True))
+            return tf.cast(tf.reduce_sum(numbers, axis=0), tf.float64) * of_sum
+
+        def add(k: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            product = tf.matmul(x[k], d[k], transpose_a=True)
+            return k + 1, total + as_numbers(product)
+
+        # Zeros that depend on an argument: see `CohortPrograms._nobody`.
+        zeros = tf.fill(shape, tf.cast(count * 0, dtype))
+        _, total = tf.while_loop(
+            lambda k, _: k < count, add, (0, zeros), parallel_iterations=1
+        )
+        return tf.cast(total, tf.float64) * of_sum
 
 
 def _of_one_output(y: Any) -> Any:

@@ -42,8 +42,7 @@ class Training:
       server_optimizer: A Keras optimizer; None for w <- w + mean.
       broadcast_hook: Called on the weights (a list of tensors) and the
         round's seed before they go to the clients; or None.
-      jit_compile: Whether XLA compiles local training; None decides by
-        `devices.prefers_xla`.
+      jit_compile: Whether XLA compiles local training; None: it does not.
     """
 
     optimizer: tf.keras.optimizers.Optimizer

@@ -192,8 +192,11 @@ class CohortQuery:
 
     def to_grid(self, update: Tensors, params: Round) -> Tensors:
         """Rounds a record so that sums of records are exact (see `records`)."""
-        size = records.step(self.largest_norm(params), params.clients_per_round)
-        return records.to_grid(update, size)
+        return records.to_grid(update, self.grid_step(params))
+
+    def grid_step(self, params: Round) -> tf.Tensor:
+        """Returns the step that records are rounded to, float32 scalar."""
+        return records.step(self.largest_norm(params), params.clients_per_round)
 
     def noise_shares(self, params: Round) -> dict[str, tf.Tensor]:
         """Returns what each of m clients adds: the mth part of a variance."""

@@ -399,7 +399,7 @@ class Mechanism(abc.ABC):
 
     @property
     def reference_clip_norm(self) -> float:
-        """The clip at which costs are derived: the first one; 1 where it is not known."""
+        """The clip at which costs are derived: the first, or 1 if it is unknown."""
         return self.first_clip_norm() or 1.0
 
     def sensitivity_squared(self, round: Round, deployment: Deployment) -> Any:

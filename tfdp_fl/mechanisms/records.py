@@ -95,11 +95,11 @@ def step(norm_bound: Any, clients_per_round: Any) -> tf.Tensor:
     """
     s = tf.cast(norm_bound, tf.float32)
     m = tf.cast(clients_per_round, tf.float32) + 16.0
-    size = _power_of_two_below(s) * _power_of_two_below(m) * 2.0 ** (1 - _STEP_BITS)
+    size = power_of_two_below(s) * power_of_two_below(m) * 2.0 ** (1 - _STEP_BITS)
     return tf.where(tf.math.is_finite(s), size, 0.0)
 
 
-def _power_of_two_below(value: tf.Tensor) -> tf.Tensor:
+def power_of_two_below(value: tf.Tensor) -> tf.Tensor:
     """Returns the largest power of two that a positive float32 is not below."""
     exponent = tf.bitwise.bitwise_and(tf.bitcast(value, tf.int32), 0x7F800000)
     return tf.bitcast(exponent, tf.float32)

@@ -13,6 +13,7 @@ client, and the engine goes on with those.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import pickle
 import weakref
@@ -105,11 +106,21 @@ class ShardedCohorts:
         if not chunk.table.num_clients:  # Nothing to send to anybody.
             self._engine.train_chunk(pending, chunk)
             return
-        groups = self._layout.lay_out(chunk.table, self._workers.num_workers)
+        groups = self._layout.lay_out(
+            chunk.table,
+            self._workers.num_workers,
+            engine.needs_fine_grid(pending),
+        )
         received, programs = pending.received, self._engine.programs
-        for place in range(max(map(len, groups))):
-            # Of one `layout.Strategy`, a shard each.
-            parts = [group[place] for group in groups if place < len(group)]
+        by_strategy: dict[layout.Strategy, list[layout.Part]] = {}
+        for part in itertools.chain.from_iterable(groups):
+            by_strategy.setdefault(part.strategy, []).append(part)
+        number = self._workers.num_workers
+        for parts in [
+            same[start : start + number]
+            for same in by_strategy.values()
+            for start in range(0, len(same), number)
+        ]:
             traced = programs.program(received, parts[0])
             if any(constant.dtype == tf.resource for constant in traced.constants):
                 raise ValueError(

@@ -1,0 +1,181 @@
+"""What a client adds is its own data's alone, and sums are exact: on every executor.
+
+Three sentences of docs/architecture.md in one equation, bit for bit: for cohorts P
+of whatever clients, and any other client k, sum(P with k) = sum(P) + record(k). If
+others' data, numbers of examples, order or company changed a bit of anybody's record,
+or adding up rounded anything, it would not hold. Whose update is zero moves no bit.
+"""
+
+import dataclasses
+import functools
+from unittest import mock
+
+import hypothesis
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import strategies as st
+
+from tests.engine import cohorts
+from tests.keras.hostile import HereWorkers
+from tfdp_fl import mechanisms, secure_aggregation
+from tfdp_fl.engine import layout, secure_sum
+from tfdp_fl.mechanisms import ClientWeighting
+
+_layers = tf.keras.layers
+_SIZES = (4, 0, 1, 9, 30, 4, 5, 52, 12, 4, 7, 60, 3, 8, 4, 16, 25, 2, 4, 11)
+_FIXED = mechanisms.FixedClipping(clip_norm=0.3, noise_multiplier=1.0)
+_ADAPTIVE = mechanisms.AdaptiveClipping(noise_multiplier=1.0, initial_clip_norm=0.3)
+_LSTM = _layers.Reshape([4, 1]), _layers.LSTM(6)
+_DROPPING = _layers.Dense(6, "relu"), _layers.Dropout(0.4)
+_BEYOND = _layers.Dense(20, "tanh"), _layers.Dense(7, "gelu")
+
+
+def _lookup():
+    table = _layers.Embedding(20_000, 4)
+    return cohorts.sequential([4], table, _layers.Flatten(), _layers.Dense(3))
+
+
+# By name: layers before the last, and what the engine is told.
+EXECUTORS = {
+    "one by one": (_BEYOND, {}),
+    "one by one, adaptive": (_DROPPING, {"mechanism": _ADAPTIVE}),
+    "one by one, two threads": (_BEYOND, {"num_replicas": 2}),
+    "streamed": (_BEYOND, {"num_replicas": 2}),
+    "XLA": (_DROPPING, {"jit_compile": True}),
+    "side by side": (_BEYOND, {"jit_compile": None, "num_replicas": 2}),
+    "side by side, fine": (_BEYOND, {"jit_compile": None, "noise": 1e-4}),
+    "side by side, adaptive": (_BEYOND, {"jit_compile": None, "mechanism": _ADAPTIVE}),
+    "side by side, on workers": (_BEYOND, {"jit_compile": None, "workers": True}),
+    "weighted": (_BEYOND, {"client_weighting": ClientWeighting.num_examples(9)}),
+    "batched": (_BEYOND, {"at_once": 4}),
+    "LSTM": (_LSTM, {}),
+    "embedding rows": (_lookup, {}),
+    "exact noise": (_BEYOND, {"noise_generator": "exact"}),
+    "kept updates": (_DROPPING, {"collect_records": True}),
+    "secure sum": (_BEYOND, {"secure": True, "collect_records": True}),
+    "on workers": (_BEYOND, {"workers": True}),
+}
+
+
+@functools.cache
+def _clients():
+    """Returns clients of many sizes; some are hostile, and one has nothing to say."""
+    rng = np.random.default_rng(0)
+    pool = {
+        k: (5 * rng.normal(size=(n, 4)).astype(np.float32), rng.integers(0, 3, n))
+        for k, n in enumerate(_SIZES)
+    }
+    pool[3][0][2] = np.nan
+    pool[5][0][:] = 1e30
+    # Rows that cancel but for rounding: whoever changes its bits changes all of it.
+    for k in (0, 8, 10):
+        pool[k][0][1:] = pool[k][0][0] * 1e4
+    return pool
+
+
+_SILENT = 1  # It has no examples, and its update is zero.
+
+
+@functools.cache
+def _engine(name):
+    """Returns a function of positions: the exact sum of those clients' records."""
+    stack, options = EXECUTORS[name]
+    options = dict(options)
+    tf.keras.utils.set_random_seed(1)
+    pool = _clients()
+    if callable(stack):
+        model = stack()
+        pool = {
+            k: (np.abs(np.nan_to_num(x) * 100).astype(np.int32) % 20_000, y)
+            for k, (x, y) in pool.items()
+        }
+    else:
+        model = cohorts.sequential([4], *stack, _layers.Dense(3))
+    dataset = cohorts.from_arrays(pool)
+    spec = dataset.element_spec
+    noise, secure = options.pop("noise", 1.0), options.pop("secure", False)
+    workers = options.pop("workers", False)
+    usual = {"mechanism": _FIXED}
+    if options.pop("noise_generator", None):
+        bind = _FIXED.bind
+
+        def exactly(deployment):
+            return bind(dataclasses.replace(deployment, noise_generator="exact"))
+
+        usual["mechanism"] = mock.Mock(wraps=_FIXED, bind=exactly)
+    engine = cohorts.make_engine(model, dataset, **{**usual, **options})
+    assert engine.layout.element_spec == spec
+    if name == "streamed":
+        from tests.keras import toy
+
+        dataset = toy.streamed(dataset)
+    train_chunk = None
+    if workers:
+        collector = HereWorkers().collector(engine, dataset)
+        train_chunk = collector._train_chunk
+
+    def total(positions):
+        state = engine.query.initial_global_state()
+        inputs = cohorts.inputs(
+            dataset,
+            state=state,
+            positions=np.array(positions, np.int64),
+            noise_multiplier=noise,
+            clients_per_round=10.0,
+            batch_size=4,
+            local_epochs=1,
+            learning_rate=0.5,
+            shuffle=np.random.default_rng(7),
+        )
+        beside = cohorts.side_by_side("side by side" in name)
+        # Of streamed clients, a few in each chunk.
+        with beside, mock.patch.object(layout, "CHUNK_BYTES", 400):
+            pending = engine.collect(dataset, inputs, train_chunk)
+        if secure:
+            protocol = secure_aggregation.AdditiveSecretSharing(bits=64)
+            assert not secure_sum.sum_securely(engine, pending, protocol)
+        if pending.collected:
+            rows = [row for _, kept in pending.collected for row in kept.updates]
+            return sum((row.numpy().astype(float) for row in rows), 0.0), None
+        sums = [part.contribution for part in pending.sums]
+        whole = functools.reduce(lambda a, b: tf.nest.map_structure(np.add, a, b), sums)
+        flat = [np.ravel(part) for part in whole.update]
+        return np.concatenate(flat), [float(v) for v in whole.sums.values()]
+
+    total.engine = engine
+    return total
+
+
+@pytest.mark.parametrize("name", EXECUTORS)
+def test_a_sum_is_that_of_records_made_alone(name):
+    total = _engine(name)
+    smallest = 3 if name == "secure sum" else 1
+
+    @hypothesis.settings(max_examples=5, deadline=None, derandomize=True)
+    @hypothesis.given(
+        st.sets(st.integers(0, len(_SIZES) - 1), min_size=smallest),
+        st.integers(0, len(_SIZES) - 1),
+    )
+    def check(others, client):
+        others.discard(client)
+        hypothesis.assume(len(others) >= smallest)
+        without, sums_without = total(sorted(others))
+        together, sums = total(sorted({*others, client}))
+        if name == "secure sum":  # Nobody is summed alone.
+            if client == _SILENT:
+                np.testing.assert_array_equal(together, without)
+            return
+        alone, own_sums = total([client])
+        np.testing.assert_array_equal(together, without + alone)
+        np.testing.assert_array_equal(
+            sums or 0, np.add(sums_without or 0, own_sums or 0)
+        )
+        # In whatever order the clients stand.
+        again, _ = total([client, *sorted(others, reverse=True)])
+        np.testing.assert_array_equal(together, again)
+
+    check()
+    assert np.any(total(range(8))[0])
+    if name == "side by side":
+        assert total.engine.has_trained_side_by_side
