@@ -154,7 +154,7 @@ class CohortEngine:
             and dense_models.supports(model, training, self.query, element_spec[1])
         ):
             kernels = dense_models.kernels_of(model)
-        self._widths: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._widths: dict[tuple[layout.Strategy, int], tuple[int, ...]] = {}
         self.layout = layout.Layout(
             element_spec=element_spec,
             label_ranges=trainer.label_ranges,
@@ -220,20 +220,19 @@ class CohortEngine:
             how = "side by side where they have few examples"
         return f"clients {how} on {self.num_replicas} threads{self._fallback}"
 
-    def _checked_widths(self, rung: int, batch: int) -> tuple[int, ...]:
+    def _checked_widths(self, strategy: layout.Strategy, batch: int) -> tuple[int, ...]:
         """Returns the widths of `dense_models` that this machine's kernels are fit for.
 
         A made-up client is trained alone, and in every place of a call of each width:
         what all of them add must be a multiple of what one adds, to the last bit. Of
         a program that fails at its smallest width, none is used.
         """
-        if (rung, batch) in self._widths:
-            return self._widths[rung, batch]
+        if (strategy, batch) in self._widths:
+            return self._widths[strategy, batch]
         kernels = self.layout.kernels or []
-        widths = dense_models.widths(kernels, rung, batch)
-        strategy = layout.Strategy(layout.SIDE_BY_SIDE, rung, fine=True)
+        widths = dense_models.widths(kernels, strategy.num_steps, batch)
         rng = np.random.default_rng(0)
-        rows = rung * batch
+        rows = strategy.num_steps * batch
         x, y = tf.nest.map_structure(
             lambda spec: tf.cast(
                 rng.normal(size=[rows, *spec.shape])
@@ -264,8 +263,8 @@ class CohortEngine:
                     pairs = zip(alone, together, strict=True)
                     if all(np.array_equal(width * a, b) for a, b in pairs):
                         fit.append(width)
-        self._widths[rung, batch] = tuple(fit if fit[:1] == widths[:1] else ())
-        return self._widths[rung, batch]
+        self._widths[strategy, batch] = tuple(fit if fit[:1] == widths[:1] else ())
+        return self._widths[strategy, batch]
 
     def check_labels(self, dataset: FederatedDataset) -> None:
         """Raises ValueError if a client's labels cannot be the model's."""

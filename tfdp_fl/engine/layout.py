@@ -216,9 +216,9 @@ class Layout:
         where they are summed at once.
       xla: Whether XLA compiles the training of clients one by one.
       at_once: How many clients train as one batched program; None: none do.
-      widths: How many clients a side-by-side program of so many steps, and examples
-        in a batch, may have: numbers of which no client's result depends on which
-        of them it is.
+      widths: How many clients a side-by-side program may have, by its strategy and
+        the examples in a batch: numbers of which no client's result depends on
+        which of them it is.
     """
 
     element_spec: tuple[Any, Any]
@@ -227,7 +227,7 @@ class Layout:
     collected_bytes: int | None = None
     xla: bool = False
     at_once: int | None = None
-    widths: Callable[[int, int], tuple[int, ...]] = lambda rung, batch: ()
+    widths: Callable[[Strategy, int], tuple[int, ...]] = lambda strategy, batch: ()
 
     def read(
         self, dataset: FederatedDataset, pending: cohort.PendingRound
@@ -317,7 +317,7 @@ class Layout:
         """
         if self.at_once is not None:
             return [self.batches(clients)]
-        rungs = self.rungs(clients)
+        rungs = self.rungs(clients, fine)
         work = [
             (part.strategy.num_steps * len(part.table.members) / 2, part)
             for rung in np.unique(rungs[rungs > 0]).tolist()
@@ -339,7 +339,7 @@ class Layout:
                     group += self.one_by_one(table)
         return [group for group in groups if group] or groups[:1]
 
-    def rungs(self, clients: ClientTable) -> np.ndarray:
+    def rungs(self, clients: ClientTable, fine: bool = True) -> np.ndarray:
         """Returns how many steps a side-by-side program has for clients, int [K].
 
         0 for clients that train one by one. Each number depends on that client's
@@ -349,7 +349,8 @@ class Layout:
             return np.zeros(len(clients.members), np.int64)
         rungs = dense_models.rungs_of(self.kernels, clients.steps, len(clients.batch))
         for rung in np.unique(rungs[rungs > 0]).tolist():
-            if not self.widths(rung, len(clients.batch)):
+            strategy = Strategy(SIDE_BY_SIDE, rung, fine)
+            if not self.widths(strategy, len(clients.batch)):
                 rungs[rungs == rung] = 0
         return rungs
 
@@ -357,23 +358,27 @@ class Layout:
         self, clients: ClientTable, rung: int, num_groups: int, fine: bool
     ) -> list[Part]:
         """Returns the parts in which clients of one rung train side by side."""
-        widths = self.widths(rung, len(clients.batch))
+        strategy = Strategy(SIDE_BY_SIDE, rung, fine)
+        widths = self.widths(strategy, len(clients.batch))
         count = int(clients.num_clients)
         examples = count * rung * len(clients.batch)
         wanted = num_groups
         if dense_models.is_small(self.kernels or [], examples):
             wanted = 1
         tables = max(-(-count // widths[-1]), min(wanted, -(-count // widths[0])))
-        strategy = Strategy(SIDE_BY_SIDE, rung, fine)
-        return [
-            self.part(strategy, select(clients, places))
-            for places in np.array_split(np.arange(count), tables)
-        ]
+        ends: list[int] = [0]
+        for left in range(tables, 1, -1):  # All but the last without padding.
+            rest = count - ends[-1]
+            whole = [width for width in widths if width <= rest / left]
+            size = max(whole[-1:] or [widths[0]])
+            ends.append(ends[-1] + max(size, rest - widths[-1] * (left - 1)))
+        places = np.split(np.arange(count), ends[1:])
+        return [self.part(strategy, select(clients, own)) for own in places]
 
     def part(self, strategy: Strategy, clients: ClientTable) -> Part:
         """Returns a part of clients, in the public shapes of their strategy."""
         if strategy.kind == SIDE_BY_SIDE:
-            widths = self.widths(strategy.num_steps, len(clients.batch))
+            widths = self.widths(strategy, len(clients.batch))
             width = next(w for w in widths if w >= clients.num_clients)
             return Part(strategy, padded_to(clients, width))
         if strategy.kind == BATCHED:

@@ -379,24 +379,29 @@ class SideBySide:
         shape = [x.shape[-1], d.shape[-1]]
         if self.fine:
             step = self.query.grid_step(params)
-            of_sum, dtype = tf.ones([], tf.float64), tf.float64
+            dtype = tf.float64
 
             def as_numbers(product: tf.Tensor) -> tf.Tensor:
                 return tf.cast(records.to_grid([product], step)[0], tf.float64)
 
+            def as_sum(total: tf.Tensor) -> tf.Tensor:
+                return total
+
         else:
             power = 8.0 * records.power_of_two_below(params.clip_norm)
-            offset = 1.5 * power
-            of_sum, dtype = tf.cast(power * 2.0**-23, tf.float64), tf.int32
-            bits = tf.bitcast(offset, tf.int32)
+            offset, dtype = 1.5 * power, tf.int32
 
             def as_numbers(product: tf.Tensor) -> tf.Tensor:
-                return tf.bitcast(product + offset, tf.int32) - bits
+                return tf.bitcast(product + offset, tf.int32)
+
+            def as_sum(total: tf.Tensor) -> tf.Tensor:
+                total -= count * tf.bitcast(offset, tf.int32)
+                return tf.cast(total, tf.float64) * tf.cast(power * 2.0**-23, "float64")
 
         count = tf.shape(x)[0]
         if math.prod(shape) <= _AT_ONCE:
             numbers = as_numbers(tf.matmul(x, d, transpose_a=True))
-            return tf.cast(tf.reduce_sum(numbers, axis=0), tf.float64) * of_sum
+            return as_sum(tf.reduce_sum(numbers, axis=0))
 
         def add(k: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             product = tf.matmul(x[k], d[k], transpose_a=True)
@@ -407,7 +412,7 @@ class SideBySide:
         _, total = tf.while_loop(
             lambda k, _: k < count, add, (0, zeros), parallel_iterations=1
         )
-        return tf.cast(total, tf.float64) * of_sum
+        return as_sum(total)
 
 
 def _of_one_output(y: Any) -> Any:
