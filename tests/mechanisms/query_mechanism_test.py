@@ -6,8 +6,7 @@ import tensorflow as tf
 import tfdp_fl
 from tests.mechanisms import references, rounds, statistics
 from tfdp_fl._on_use import tfp
-from tfdp_fl.accounting import statement
-from tfdp_fl.mechanisms import Deployment
+from tfdp_fl.mechanisms import Deployment, noise
 
 _WIDE = [[100, 100], [100, 100], [5000]]
 _G = dp_accounting.GaussianDpEvent
@@ -74,7 +73,7 @@ def test_a_sum_is_divided_by_the_fixed_m(query, m):
         (_adaptive(3.0, 0.4), 3.0 * 0.5 / 8),
     ],
 )
-def test_noise_is_the_querys_and_follows_tensorflows_seed(query, stddev):
+def test_noise_is_the_querys_and_never_that_of_tensorflows_seed(query, stddev):
     bound, state = _bound(query)
 
     def mean():
@@ -84,14 +83,47 @@ def test_noise_is_the_querys_and_follows_tensorflows_seed(query, stddev):
     statistics.assert_gaussian(rounds.flat(first), stddev)
     statistics.assert_uncorrelated(first[0], first[1])
     statistics.assert_uncorrelated(first[0], second[0])
-    seeded = []
-    for _ in range(2):
+    # A seed of TensorFlow's does not repeat it; the round's does, as an input.
+    for same in (False, True):
+        drawn = []
+        for seed in ([5, 6], [5, 6] if same else [7, 8]):
+            tf.random.set_seed(3)
+            with noise.seeded(tf.constant(seed, tf.uint64)):
+                drawn.append(rounds.flat(mean()))
+        assert np.array_equal(*drawn) == same
+    for _ in range(2):  # As where a process begins anew.
         tf.random.set_seed(3)
-        seeded.append(rounds.flat(mean()))
-    np.testing.assert_array_equal(*seeded)
-    said = {"custom_query_event", "query_noise_from_tf_random"}
-    assert said == set(bound.mechanism.caveats())
-    assert said <= set(statement.CAVEATS)
+        drawn.append(rounds.flat(mean()))
+    statistics.assert_uncorrelated(*drawn[-2:])
+    assert set(bound.mechanism.caveats()) == {"custom_query_event"}
+
+
+def test_a_query_whose_noise_shrinks_is_charged_what_it_reports():
+    class Shrinking(_Own):
+        def initial_global_state(self):
+            return tf.ones([])
+
+        def get_noised_result(self, sample_state, global_state):
+            scale = global_state
+            event = dp_accounting.GaussianDpEvent(
+                float(scale) if tf.executing_eagerly() else 1.0  # Traced.
+            )
+            noised = [x + scale * tf.random.normal(x.shape) for x in sample_state]
+            return noised, tf.maximum(scale * 0.98, 0.5), event
+
+    query = Shrinking(None)
+    declared = dp_accounting.GaussianDpEvent(0.9)
+    mechanism = tfdp_fl.QueryMechanism(query=query, dp_event=declared)
+    where = Deployment(clients_per_round=8, shapes=((1000,),), num_variables=1)
+    bound = mechanism.bind(where)
+    state = bound.initial_global_state()
+    charged = []
+    for t in range(12):
+        charged.append(mechanism.event_at(t, where, state).noise_multiplier)
+        updates = [[np.zeros(1000, np.float32)]] * 8
+        state = rounds.run_round(bound, state, updates).next_state
+    expected = np.minimum(0.9, 0.98 ** np.arange(12.0))
+    np.testing.assert_allclose(charged, expected, rtol=1e-5)
 
 
 class _Own(tfp.SumAggregationDPQuery):

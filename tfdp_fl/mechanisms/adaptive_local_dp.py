@@ -106,11 +106,22 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         """Returns the L2 norm of every layer before clipping: float32 [L]."""
         return tf.stack([clipping.global_norm([layer]) for layer in update])
 
+    @property
+    def least_radius(self) -> float:
+        """The smallest radius: a thousandth of clipping_radius, or 1e-10 if more.
+
+        Noise that shrinks with the updates without end would get smaller than what
+        float32 loses of their norms: elements below 1e-19, whose squares are 0.
+        """
+        least = self.clipping_radius * 1e-3
+        return max(least, declaration.SMALLEST_CLIP_NORM)
+
     def radii(self, client: Client, deployment: Deployment) -> tf.Tensor:
         """Returns a client's radii for this round, float32 [L].
 
-        r_l = min(mean of the layer's norms in the window, clipping_radius);
-        clipping_radius while the window is empty, and without one.
+        r_l = min(mean of the layer's norms in the window, clipping_radius), and at
+        least `least_radius`; clipping_radius while the window is empty, and without
+        one.
         """
         layers = self._num_layers(deployment)
         if client.window is None:
@@ -119,7 +130,7 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         count = tf.reduce_sum(tf.cast(seen, tf.float32), axis=0)
         total = tf.reduce_sum(tf.where(seen, client.window, 0.0), axis=0)
         mean = tf.math.divide_no_nan(total, count)
-        smaller = tf.minimum(mean, self.clipping_radius)
+        smaller = tf.clip_by_value(mean, self.least_radius, self.clipping_radius)
         return tf.where(count > 0, smaller, self.clipping_radius)
 
     def contribution(

@@ -88,8 +88,7 @@ class Mechanism(abc.ABC):
       noise_site: Who adds the noise: "server"; "client", each of m clients its
         share, so that exactly m have to answer; or "every client", each for
         itself.
-      draws_noise_itself: Whether its noise is not that of `noise`, so that no
-        seed and no choice of a generator reaches it.
+      needs_shapes: Whether it has to know the shapes of an update before it runs.
       own_caveats: What the statement may have to say of this mechanism and of
         no other: full sentences by key.
       suggested_run: What `train.py` does unless told otherwise, by flag.
@@ -108,7 +107,7 @@ class Mechanism(abc.ABC):
     window: ClassVar[int | None] = None
     epsilon: ClassVar[float | None] = None
     noise_limit_reason: ClassVar[str] = ""
-    draws_noise_itself: ClassVar[bool] = False
+    needs_shapes: ClassVar[bool] = False
     own_caveats: ClassVar[Mapping[str, str]] = {}
 
     # Optional members: None where a mechanism has no such thing.
@@ -401,6 +400,19 @@ class Mechanism(abc.ABC):
     def reference_clip_norm(self) -> float:
         """The clip at which costs are derived: the first, or 1 if it is unknown."""
         return self.first_clip_norm() or 1.0
+
+    def event_at(
+        self, round_index: int, deployment: Deployment, state: Round
+    ) -> dp_accounting.DpEvent:
+        """Returns what the coming round releases, asked right before its charge.
+
+        Args:
+          round_index: As for `round_event`.
+          deployment: Where it is.
+          state: The query's state before the round.
+        """
+        del state
+        return self.round_event(round_index, deployment)
 
     def sensitivity_squared(self, round: Round, deployment: Deployment) -> Any:
         """Returns sum_i (bound_i / stddev_i)^2 of a round; infinity without noise.

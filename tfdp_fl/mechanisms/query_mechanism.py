@@ -14,7 +14,7 @@ from dp_accounting import rdp
 from tfdp_fl import _validate
 from tfdp_fl._on_use import tf, tfp
 from tfdp_fl.accounting import charge
-from tfdp_fl.mechanisms import clipping, cohort_query, mechanism
+from tfdp_fl.mechanisms import clipping, cohort_query, mechanism, noise
 from tfdp_fl.mechanisms.contribution import (
     Client,
     Contribution,
@@ -42,6 +42,8 @@ _DELTAS = (1e-3, 1e-6, 1e-9)
 _COUNTS = (1, 100)
 # A query computes its noise multiplier in float32.
 _ROUNDING = 1e-5
+# What the names of TensorFlow's operations with a random state begin with.
+_RANDOM = ("Random", "Multinomial", "ParameterizedTruncated", "Stateful", "Truncated")
 
 
 class WrappedQuery(cohort_query.CohortQuery):
@@ -73,7 +75,12 @@ class WrappedQuery(cohort_query.CohortQuery):
     def initial_sample_state(self, template: Tensors) -> Any:
         """Implements `DPQuery.initial_sample_state`."""
         zeros = super().initial_sample_state(template)
-        return zeros._replace(update=self._query.initial_sample_state(template))
+        # In float64 a client more moves the sum by its record.
+        update = tf.nest.map_structure(
+            lambda zero: tf.cast(zero, tf.float64),
+            self._query.initial_sample_state(template),
+        )
+        return zeros._replace(update=update)
 
     def preprocess_record(
         self,
@@ -97,10 +104,17 @@ class WrappedQuery(cohort_query.CohortQuery):
         self, sample_state: Contribution, global_state: Round
     ) -> tuple[Tensors, Round]:
         """Returns the query's result, as a mean over the expected m."""
-        result, inner, _ = self._query.get_noised_result(
-            sample_state.update, global_state.memory
+        # TF-Privacy's queries take float32: the exact sum is rounded once, by at most
+        # 2^-24 of its length.
+        total = tf.nest.map_structure(
+            lambda part: tf.cast(part, tf.float32), sample_state.update
         )
-        if not isinstance(self._query, tfp.NormalizedQuery):
+        result, inner = with_own_noise(
+            lambda *given: self._query.get_noised_result(*given)[:2],
+            total,
+            global_state.memory,
+        )
+        if not divides(self._query):
             result = self.mechanism.mean(
                 result, sample_state.weight, global_state, self.deployment
             )
@@ -115,6 +129,69 @@ class WrappedQuery(cohort_query.CohortQuery):
         return flat
 
 
+def divides(query: Any) -> bool:
+    """Returns whether a query's result is a mean already.
+
+    Raises:
+      ValueError: Some of the queries inside of it divide, and others do not.
+    """
+    if isinstance(query, tfp.NestedSumQuery):
+        inner = {divides(each) for each in tf.nest.flatten(query._queries)}
+        if len(inner) > 1:
+            raise ValueError(
+                "query must divide all tensors by a denominator, by a "
+                "tfp.NormalizedQuery for each, or none, got a NestedSumQuery that "
+                "divides some of them."
+            )
+        return inner == {True}
+    return isinstance(query, tfp.NormalizedQuery)
+
+
+def with_own_noise(function: Any, *arguments: Any) -> Any:
+    """Calls a function of tensors, with standard normal draws of `noise` for its own.
+
+    TensorFlow's own follow from 31 bits that are fixed when a graph is made, and
+    from `tf.random.set_seed`: a new engine, or a new process, would draw the same
+    noise again. Here the graph is made once, and each draw in it is replaced by one
+    of `noise.normal`, whose entropy is an input.
+
+    Raises:
+      ValueError: It draws other random numbers than `tf.random.normal`.
+    """
+    specs = tf.nest.map_structure(
+        lambda each: tf.TensorSpec.from_tensor(tf.convert_to_tensor(each)), arguments
+    )
+    traced = tf.function(function, autograph=False).get_concrete_function(*specs)
+    definition = traced.graph.as_graph_def()
+    in_functions = [n for f in definition.library.function for n in f.node_def]
+    drawn = {}
+    for node in (*definition.node, *in_functions):
+        if not node.op.startswith(_RANDOM):
+            continue
+        value = traced.graph.get_tensor_by_name(f"{node.name}:0")
+        if node.op != "RandomStandardNormal" or not value.shape.is_fully_defined():
+            raise ValueError(
+                "query must draw its noise by tf.random.normal, of known shapes and "
+                f"outside of tf.function, got an operation {node.op}."
+            )
+        draw = noise.normal(value.shape.as_list(), tf.ones([]))
+        drawn[value.name] = tf.cast(draw, value.dtype)
+    flat = [tf.convert_to_tensor(each) for each in tf.nest.flatten(arguments)]
+    given = dict(zip((t.name for t in traced.inputs), flat, strict=False))
+    given |= {inner.name: outer for outer, inner in traced.graph.captures}
+
+    def imported(*tensors: tf.Tensor) -> list[tf.Tensor]:
+        return tf.graph_util.import_graph_def(
+            definition,
+            input_map=dict(zip([*given, *drawn], tensors, strict=True)),
+            return_elements=[tensor.name for tensor in traced.outputs],
+            name="",
+        )
+
+    found = tf.function(imported, autograph=False)(*given.values(), *drawn.values())
+    return tf.nest.pack_sequence_as(traced.structured_outputs, found)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryMechanism(mechanism.Mechanism):
     """Lets any TF-Privacy sum query be the mechanism of a training run.
@@ -124,11 +201,10 @@ class QueryMechanism(mechanism.Mechanism):
     with its own denominator; that of any other query is taken as a sum and
     divided by the expected cohort size m.
 
-    The noise comes from the query, which draws it from TensorFlow's own random
-    numbers: they follow from 32 secret bits (tsl/platform/random.cc), too few
-    against anybody who tries them all. A run with `seed=` repeats its cohorts
-    and batches, not this noise; `tf.random.set_seed` repeats the noise, for
-    anyone who knows that seed.
+    The query says what noise is added; the normal draws in it are made by
+    `tfdp_fl.mechanisms.noise` as for every mechanism, not by TensorFlow, whose draws
+    would repeat (`with_own_noise`). What the query reports as its event is asked
+    before each round, and the dearer of that and `dp_event` is charged.
 
     Of TF-Privacy's queries these are allowed: `GaussianSumQuery`,
     `QuantileAdaptiveClipSumQuery`, `NoPrivacySumQuery`, and `NormalizedQuery`
@@ -146,19 +222,12 @@ class QueryMechanism(mechanism.Mechanism):
         `dp_accounting.GaussianDpEvent(noise_multiplier)`.
     """
 
-    draws_noise_itself: ClassVar[bool] = True
+    needs_shapes: ClassVar[bool] = True
     scales_updates = False  # The query clips.
     own_caveats: ClassVar[Mapping[str, str]] = {
         "custom_query_event": (
             "The mechanism is a query given by the user together with its "
             "cost; that the cost is right was not checked here."
-        ),
-        "query_noise_from_tf_random": (
-            "The noise was drawn by the TF-Privacy query from TensorFlow's own "
-            "random numbers, which follow from 32 secret bits in each process: "
-            "towards those who try them all there is no guarantee, and if "
-            "tf.random.set_seed was called, towards those who know that seed "
-            "there is none either."
         ),
     }
 
@@ -189,6 +258,29 @@ class QueryMechanism(mechanism.Mechanism):
         """Implements `Mechanism.round_event`: the event that was given."""
         return self.dp_event
 
+    def event_at(
+        self, round_index: int, deployment: Deployment, state: Round
+    ) -> dp_accounting.DpEvent:
+        """Implements `Mechanism.event_at`: the dearer of what is given and reported.
+
+        Both together, where neither is known to be the dearer one.
+        """
+        shapes = deployment.shapes or [VECTOR] * (deployment.num_variables or 1)
+        with tf.init_scope():
+            *_, event = _a_round(
+                self.query, [tf.zeros(s) for s in shapes], state.memory
+            )
+        declared = charge.normalised(self.dp_event)
+        reported = charge.normalised(event)
+        if reported == declared:
+            return self.dp_event
+        given, asked = _epsilons(declared), _epsilons(reported)
+        if (given >= asked * (1 - _ROUNDING)).all():
+            return self.dp_event
+        if (asked >= given).all():
+            return reported
+        return dp_accounting.ComposedDpEvent([declared, reported])
+
     def describe(self) -> str:
         """Implements `Mechanism.describe`."""
         return (
@@ -199,7 +291,7 @@ class QueryMechanism(mechanism.Mechanism):
 
     def caveats(self) -> tuple[str, ...]:
         """Implements `Mechanism.caveats`."""
-        return ("custom_query_event", "query_noise_from_tf_random")
+        return ("custom_query_event",)
 
 
 def check_query(
@@ -303,14 +395,19 @@ def _two_rounds(
     template = [tf.zeros(shape) for shape in shapes]
     state = query.initial_global_state()
     for _ in range(2):
-        params = query.derive_sample_params(state)
-        total = query.accumulate_preprocessed_record(
-            query.initial_sample_state(template),
-            query.preprocess_record(params, template),
-        )
-        result, new_state, event = query.get_noised_result(total, state)
+        result, new_state, event = _a_round(query, template, state)
         yield state, result, new_state, event
         state = new_state
+
+
+def _a_round(query: Any, template: Tensors, state: Any) -> tuple[Any, Any, Any]:
+    """Returns result, next state and event of a round of one client's zeros."""
+    params = query.derive_sample_params(state)
+    total = query.accumulate_preprocessed_record(
+        query.initial_sample_state(template),
+        query.preprocess_record(params, template),
+    )
+    return query.get_noised_result(total, state)
 
 
 def _layout(state: Any) -> list[tuple[Any, Any]]:
