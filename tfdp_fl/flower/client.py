@@ -301,6 +301,11 @@ def private_mod(
         # A MetricRecord holds no truth values, and of those + makes numbers.
         weight |= {name: +value for name, value in applied.items()}
     _set_metrics(records, reply.content.metric_records, weight)
+    for name, metrics in dict(reply.content.metric_records).items():
+        # Whatever the strategy averages by, the true number of examples stays here.
+        if DEFAULT_WEIGHT_KEY in metrics:
+            told = {**records[name], DEFAULT_WEIGHT_KEY: _NUM_EXAMPLES}
+            records[name] = type(metrics)(told)
     reply.content = type(reply.content)(records)
     return reply
 
