@@ -27,7 +27,7 @@ _OF_PLD = dp_accounting.TruncatedSubsampledGaussianDpEvent(1000, 1.0, 100, 1.0)
         (_charge(m=1000), "ADD_OR_REMOVE_ONE", _G(1.0), _G(1.0)),
         (_charge(m=2000.5), "ADD_OR_REMOVE_ONE", _G(1.0), _G(1.0)),
         (_charge("fixed_size"), "REPLACE_ONE", _OF_RDP, _OF_PLD),
-        (_charge("shuffled"), "ADD_OR_REMOVE_ONE", _G(1.0), _G(1.0)),
+        (_charge("shuffled"), "REPLACE_SPECIAL", _G(1.0), _G(1.0)),
         (_charge(z=0.0), "ADD_OR_REMOVE_ONE", _NOTHING, _NOTHING),
         (_charge("fixed_size", event=_NOTHING), "REPLACE_ONE", _NOTHING, _NOTHING),
     ],

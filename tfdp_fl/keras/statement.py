@@ -129,6 +129,9 @@ def caveats_of_setup(
     at_clients = mechanism.noise_site == "client"
     securely = setup.secure_aggregation is not None
     return {
+        "rounds_may_be_abandoned": setup.may_abandon
+        and setup.sampling == "fixed_size"
+        and mechanism.guarantee == spending_lib.CENTRAL,
         "client_noise_needs_honest_clients": at_clients,
         "secure_aggregation": securely,
         "secure_aggregation_group_noise": securely and at_clients,
