@@ -110,8 +110,6 @@ class CohortSampler(abc.ABC):
       sampling: The name that the accounting knows the sampling by.
       num_clients: N.
       seed: None where cohorts are secret.
-      next_round: The round that is drawn next, or is drawn and not settled. It says
-        where in a schedule and in a pass that is, and may be set between rounds.
       unsettled: The cohort that was drawn last, until it is settled.
       attempt: With a seed, the key of the coming draw (`keras.run`):
         the same clients with other noise would be one draw seen twice, and two
@@ -137,7 +135,7 @@ class CohortSampler(abc.ABC):
         if seed is not None:
             seed = _validate.non_negative_integer(seed=seed)
         self.seed = seed
-        self.next_round = 0
+        self._next_round = 0
         self.unsettled: Cohort | None = None
         self._has_drawn = False
         # Of what is drawn for more than a round.
@@ -148,6 +146,26 @@ class CohortSampler(abc.ABC):
         self._clients_per_round = schedules.checked(
             clients_per_round, self._checked, "clients_per_round"
         )
+
+    @property
+    def next_round(self) -> int:
+        """The round that is drawn next, or is drawn and not settled.
+
+        It says where in a schedule and in a pass that is, and may be set between rounds.
+        """
+        return self._next_round
+
+    @next_round.setter
+    def next_round(self, round_index: int) -> None:
+        round_index = _validate.non_negative_integer(next_round=round_index)
+        again = round_index < self._next_round and self.seed is not None
+        if self.unsettled is not None or (again and self.attempt is None):
+            raise RuntimeError(
+                f"next_round must stay {self._next_round} until its cohort is settled, "
+                "and with a seed, which would draw the same clients again, must not go "
+                f"back, got {round_index}."
+            )
+        self._next_round = round_index
 
     def draw(self) -> Cohort:
         """Returns the cohort of the next round.
@@ -199,7 +217,7 @@ class CohortSampler(abc.ABC):
                 "settled yet (sampler.unsettled): each is released or abandoned once."
             )
         self.unsettled = None
-        self.next_round += 1
+        self._next_round += 1
 
     def cohort(self, round_index: int) -> np.ndarray:
         """Returns the positions of a round's clients, for a loop over rounds.
@@ -218,7 +236,7 @@ class CohortSampler(abc.ABC):
           RuntimeError: Another round is asked for.
         """
         if not self._has_drawn:
-            self.next_round = _validate.non_negative_integer(round_index=round_index)
+            self.next_round = round_index
         if self.unsettled is not None and round_index == self.next_round + 1:
             self.release(self.unsettled)
         if round_index != self.next_round:
@@ -303,7 +321,7 @@ class CohortSampler(abc.ABC):
         for name in self._kept:
             setattr(self, f"_{name}", state[name])
         self._order, self._has_drawn = None, True
-        self.next_round, self.unsettled = state["next_round"], None
+        self._next_round, self.unsettled = state["next_round"], None
         if state["unsettled"] is not None:
             self.unsettled = self._made(np.array(state["unsettled"], np.int64))
 
