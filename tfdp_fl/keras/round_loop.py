@@ -189,7 +189,8 @@ class RoundLoop:
         # released and not in the history.
         whole.enter_context(_interrupts.after_the_block())
         self._charge(inputs, failed + pending.without_noise)
-        released = self._release(pending, cohort)
+        self.run.sampler.release(cohort)
+        released = self._release(pending)
         if failed:
             self.run.caveats.add("clients_excluded")
         # The metrics first, as Keras orders them.
@@ -248,13 +249,10 @@ class RoundLoop:
         if run.populations[-1:] != [run.population]:
             run.populations.append(run.population)
 
-    def _release(
-        self, pending: PendingRound, cohort: sampling.Cohort
-    ) -> dict[str, float]:
+    def _release(self, pending: PendingRound) -> dict[str, float]:
         """Lets the model change by what was paid for."""
         run = self.run
         run.releasing = True
-        run.sampler.release(cohort)
         run.mechanism_state, released = self.engine.release(pending)
         run.cohort_sizes.append(len(pending.inputs.positions))
         run.log_names = list(released)
