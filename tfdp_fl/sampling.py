@@ -403,7 +403,7 @@ class FixedSizeSampler(CohortSampler):
 
     def abandon(self, cohort: Cohort) -> None:
         """See base class."""
-        if not self.may_abandon:
+        if cohort.participation.is_amplified and not self.may_abandon:
             raise RuntimeError(
                 "A cohort of a fixed size cannot be abandoned, because that tells who "
                 "is in the others: release the round without the clients that failed, "

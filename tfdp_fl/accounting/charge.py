@@ -143,6 +143,18 @@ class Participation:
         return RoundCharge(**fields, event=event)
 
     @property
+    def sampling_probability(self) -> float:
+        """The ratio m/N, at most 1; 1 where no amplification is claimed."""
+        if self.sampling not in _AMPLIFIED:
+            return 1.0
+        return min(1.0, self.clients_per_round / self.num_clients)
+
+    @property
+    def is_amplified(self) -> bool:
+        """Whether sampling makes the round cheaper than its event."""
+        return self.sampling_probability < 1
+
+    @property
     def charge_if_abandoned(self) -> bool:
         """Whether a round that is abandoned costs as much as one that is released.
 
@@ -151,7 +163,7 @@ class Participation:
         sampled release. Shuffled and cyclic cohorts claim no amplification. A failing
         client itself is not protected in either.
         """
-        return self.known_selection
+        return self.known_selection and self.is_amplified
 
     @property
     def relation(self) -> Relation:
@@ -214,13 +226,6 @@ class RoundCharge(Participation):
                 f"under fixed_size sampling, got {self.event!r}."
             )
 
-    @property
-    def sampling_probability(self) -> float:
-        """The ratio m/N, at most 1; 1 where no amplification is claimed."""
-        if self.sampling not in _AMPLIFIED:
-            return 1.0
-        return min(1.0, self.clients_per_round / self.num_clients)
-
     @functools.cached_property
     def noise_multiplier(self) -> float | None:
         """Z of the one Gaussian the event amounts to; None if it is none.
@@ -233,11 +238,6 @@ class RoundCharge(Participation):
     def sensitivity(self) -> float:
         """How far one client moves the clipped sum, in clip norms."""
         return 2.0 if self.sampling == "fixed_size" else 1.0
-
-    @property
-    def is_amplified(self) -> bool:
-        """Whether sampling makes the round cheaper than its event."""
-        return self.sampling_probability < 1
 
     def dp_event(self, accountant: str = "rdp") -> dp_accounting.DpEvent:
         """Returns the event that dp_accounting charges for this round.
