@@ -259,9 +259,12 @@ def test_a_cohort_is_settled_once_before_the_next_is_drawn(name):
     assert cohort.positions.dtype == np.int64
     with pytest.raises(ValueError, match="read-only"):
         cohort.positions[:] = 0
-    for wrong in (sampler.draw, lambda: sampler.cohort(2), lambda: other.release(cohort)):
-        with pytest.raises(RuntimeError):
-            wrong()
+    with pytest.raises(RuntimeError, match="is not settled"):
+        sampler.draw()
+    with pytest.raises(RuntimeError, match="must be 0"):
+        sampler.cohort(2)
+    with pytest.raises(RuntimeError, match="this sampler drew last"):
+        other.release(cohort)
     for settle in (sampler.abandon, sampler.release):
         assert sampler.unsettled is cohort
         settle(cohort)

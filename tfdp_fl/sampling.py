@@ -96,11 +96,13 @@ class Cohort:
       positions: Int64 [K], sorted: the clients' places in the population. Secret.
       participation: What the round's charge is made of. Not secret.
       round_index: The round that it was drawn for, from 0.
+      draw_id: Random, no other draw has it. Not secret.
     """
 
     positions: np.ndarray
     participation: charge_lib.Participation
     round_index: int
+    draw_id: str
 
 
 class CohortSampler(abc.ABC):
@@ -151,7 +153,7 @@ class CohortSampler(abc.ABC):
     def next_round(self) -> int:
         """The round that is drawn next, or is drawn and not settled.
 
-        It says where in a schedule and in a pass that is, and may be set between rounds.
+        It says where in a schedule, and in a pass, and may be set between rounds.
         """
         return self._next_round
 
@@ -180,15 +182,17 @@ class CohortSampler(abc.ABC):
                 "released, abandon(cohort) if nothing of it is, or run it again "
                 "(sampler.unsettled)."
             )
-        self.unsettled, self._has_drawn = self._made(self._draw(self.next_round)), True
+        positions, draw_id = self._draw(self.next_round), secrets.token_hex(8)
+        self.unsettled, self._has_drawn = self._made(positions, draw_id), True
         return self.unsettled
 
-    def _made(self, positions: np.ndarray) -> Cohort:
+    def _made(self, positions: np.ndarray, draw_id: str) -> Cohort:
         positions.setflags(write=False)
         return Cohort(
             positions=positions,
             participation=self.participation(self.next_round),
             round_index=self.next_round,
+            draw_id=draw_id,
         )
 
     def release(self, cohort: Cohort) -> None:
@@ -298,7 +302,9 @@ class CohortSampler(abc.ABC):
         cohort that is not settled: a reader of the checkpoint can tell the cohorts.
         """
         fixed = {name: getattr(self, name) for name in self._fixed}
-        drawn = self.unsettled and self.unsettled.positions.tolist()
+        drawn = None
+        if (cohort := self.unsettled) is not None:
+            drawn = [cohort.positions.tolist(), cohort.draw_id]
         return {
             **fixed,
             **{name: getattr(self, f"_{name}") for name in self._kept},
@@ -323,7 +329,8 @@ class CohortSampler(abc.ABC):
         self._order, self._has_drawn = None, True
         self._next_round, self.unsettled = state["next_round"], None
         if state["unsettled"] is not None:
-            self.unsettled = self._made(np.array(state["unsettled"], np.int64))
+            positions, draw_id = state["unsettled"]
+            self.unsettled = self._made(np.array(positions, np.int64), draw_id)
 
     def _checked(self, clients_per_round: Any) -> float:
         return charge_lib.checked_size(

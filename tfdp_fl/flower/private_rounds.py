@@ -506,7 +506,6 @@ class PrivateRounds:
         self.clip_norm = outcome.next_clip_norm
         return configured, outcome.model
 
-
     def _abandon(self, configured: sums.ConfiguredRound) -> None:
         """Charges a round of which nothing is released, if that tells something.
 
