@@ -1,13 +1,17 @@
 """Who is drawn, how often, and whether anybody could have known."""
 
+import copy
 import json
 
 import dp_accounting
 import numpy as np
 import pytest
-from scipy import stats
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import linalg, stats
 
-from tfdp_fl import accounting, sampling
+import tfdp_fl
+from tfdp_fl import accounting, correlated_noise, sampling
 
 _SAMPLINGS = ("poisson", "fixed_size", "shuffled")
 _EVENT = dp_accounting.GaussianDpEvent(1.0)
@@ -328,3 +332,71 @@ def test_a_round_of_more_than_everybody_or_without_a_size(name):
 def test_errors_name_the_argument(arguments, name):
     with pytest.raises((ValueError, TypeError), match=name):
         _make(*arguments)
+
+
+_STEPS = ("round", "round", "abandon", "broken off", "save", "restore", "copy", "new")
+
+
+def _released(make, steps, most=None):
+    """Returns the cohorts that are released by samplers that are used in any way."""
+    sampler, saved, cohorts = make(), make().state(), []
+    for step in steps:
+        if step == "save":
+            saved = json.loads(json.dumps(sampler.state()))
+        elif step == "restore":
+            sampler = make()
+            sampler.restore(saved)
+        elif step == "copy":
+            sampler = copy.deepcopy(sampler)
+        elif step == "new":
+            before, sampler = sampler.next_round, make()
+            sampler.next_round = before
+        else:
+            cohort = sampler.unsettled or sampler.draw()
+            if step == "abandon":
+                sampler.abandon(cohort)
+            elif step == "round":
+                sampler.release(cohort)
+                cohorts.append(cohort)
+    return cohorts[:most]
+
+
+_all_steps = st.lists(st.sampled_from(_STEPS), max_size=40)
+
+
+@settings(max_examples=150, deadline=None)
+@given(_all_steps, st.integers(3, 20), st.integers(1, 3), st.sampled_from([None, 1]))
+def test_shuffled_passes_cost_what_the_worst_client_met(steps, n, m, seed):
+    cohorts = _released(lambda: _make("shuffled", n, m, seed), steps)
+    met = np.zeros(n)
+    for cohort in cohorts:
+        met[cohort.positions] += 1
+    spent = accounting.PrivacyAccountant(
+        c.participation.charge(_EVENT) for c in cohorts
+    )
+    true = accounting.epsilon_of_mu_squared(float(met.max()), 1e-5)
+    assert spent.epsilon(1e-5, "pld") >= true * (1 - 1e-9)
+
+
+_CORRELATED = tfdp_fl.CorrelatedNoise(
+    clip_norm=1.0, noise_multiplier=1.0, strategy="blt:2", rounds=12, min_separation=4
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(_all_steps, st.lists(st.booleans(), min_size=12, max_size=12))
+def test_groups_cost_what_the_worst_client_met(steps, said):
+    generator, promised = _CORRELATED.generator, _CORRELATED.participation
+    made = linalg.toeplitz(generator.coefficients, np.eye(12)[0])
+    cohorts = _released(lambda: _make("cyclic", 12, 3, num_groups=4), steps, 12)
+    met, places = np.zeros([12, 12]), []
+    for t, cohort in enumerate(cohorts):
+        met[t, cohort.positions] = 1
+        who = cohort.participation
+        places.append((who.partition, who.group) if said[t] else None)
+    times = correlated_noise.fold(promised, places)
+    worst = np.linalg.norm(made @ met, axis=0).max()
+    assert times * generator.sensitivity >= worst * (1 - 1e-9)
+    # As promised it costs no more.
+    if "abandon" not in steps and not {"restore", "copy", "new"} & {*steps}:
+        assert times == 1 or not all(said[: len(cohorts)])

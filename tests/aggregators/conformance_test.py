@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import tensorflow_federated as tff
 import tensorflow_privacy as tfp
+from scipy import linalg
 
 import tfdp_fl
 from tests.mechanisms import references, rounds, statistics
 from tests.outside.loading import smooth_clipping
 from tfdp_fl import aggregators, learning
+from tfdp_fl.sampling import make_sampler
 
 SIZE, M = 40_000, 4
 VALUE = tff.types.to_type([(np.float32, [SIZE // 2]), (np.float32, [SIZE // 2])])
@@ -156,11 +158,19 @@ def _process(mechanism, **options):
     return aggregators.from_mechanism(mechanism, 2, **options).create(_TYPE)
 
 
-def _run(process, rounds):
-    state = process.initialize()
-    for _ in range(rounds):
+def _run(process, rounds, restarts=(), sampler="cyclic"):
+    """Returns the state after rounds of two of four clients; and who was in which."""
+    state, seen = process.initialize(), np.zeros([4, rounds])
+    for t in range(rounds):
+        if sampler and (not t or t in restarts):
+            draws = make_sampler(sampler, 4, 2)
+        if sampler:
+            cohort = draws.draw()
+            state = aggregators.with_cohort(state, cohort)
+            draws.release(cohort)
+            seen[cohort.positions, t] = 1
         state = process.next(state, [_ZEROS] * 2).state
-    return state
+    return (state, seen) if restarts else state
 
 
 def _epsilon(state, mechanism, sampling="cyclic", **options):
@@ -185,9 +195,22 @@ def test_every_round_is_written_down_with_its_own_charge(strategy):
     )
     assert float(spent) == pytest.approx(whole, abs=5e-7)
     assert "correlated_noise_secret" in spent.facts.caveats
+    # Rounds that do not say so may all have had the same clients.
+    unsaid = _epsilon(_run(process, _ROUNDS, sampler=None), mechanism)
+    assert unsaid > 2 * spent
     # Past the last round nothing comes out.
     with pytest.raises(Exception, match="lies past its end"):
         process.next(state, [_ZEROS] * 2)
+
+
+@pytest.mark.parametrize("restarts", [(2,), (1, 3), (1, 2, 3, 4)])
+def test_groups_that_are_divided_anew_cost_more(restarts):
+    mechanism = _correlated("blt:2")
+    state, seen = _run(_process(mechanism), _ROUNDS, restarts)
+    matrix = linalg.toeplitz(mechanism.generator.coefficients, np.eye(_ROUNDS)[0])
+    worst = np.linalg.norm(matrix @ seen.T, axis=0).max()
+    true = tfdp_fl.accounting.gaussian_epsilon(2.0 / worst, 1e-5)
+    assert _epsilon(state, mechanism, accountant="pld") >= true
 
 
 def test_what_is_not_as_declared_is_refused():
@@ -218,7 +241,7 @@ def test_what_is_not_as_declared_is_refused():
 
 def test_clients_that_come_as_they_like():
     mechanism = _correlated()
-    state = _run(_process(mechanism, sampling="separated"), 2)
+    state = _run(_process(mechanism, sampling="separated"), 2, sampler=None)
     declared = _epsilon(state, mechanism, "separated")
     plain = _run(_process(mechanism), 2)
     assert float(declared) == float(_epsilon(plain, mechanism))
