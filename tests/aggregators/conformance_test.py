@@ -3,6 +3,7 @@
 A false alarm of all of this file together has a probability below 1e-6.
 """
 
+import contextlib
 import json
 import math
 
@@ -189,7 +190,9 @@ def test_every_round_is_written_down_with_its_own_charge(strategy):
     with np.errstate(divide="ignore"):
         expected = 2.0 / mechanism.generator.charges
     np.testing.assert_allclose(costs, expected, rtol=1e-12)
-    spent = _epsilon(state, mechanism, accountant="pld")
+    spent = _epsilon(state, mechanism, accountant="pld", max_participations=2)
+    # A group has three turns: that its clients sit one of them out is declared.
+    assert spent < _epsilon(state, mechanism, accountant="pld")
     whole = tfdp_fl.accounting.gaussian_epsilon(
         2.0 / mechanism.generator.sensitivity, 1e-5
     )
@@ -211,6 +214,49 @@ def test_groups_that_are_divided_anew_cost_more(restarts):
     worst = np.linalg.norm(matrix @ seen.T, axis=0).max()
     true = tfdp_fl.accounting.gaussian_epsilon(2.0 / worst, 1e-5)
     assert _epsilon(state, mechanism, accountant="pld") >= true
+
+
+def test_a_cohort_whose_round_failed_has_had_its_turn():
+    mechanism = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0)
+    way = {"sampling": "shuffled", "num_clients": 8}
+    process = _process(mechanism, **way)
+    state, sampler, met = process.initialize(), make_sampler("shuffled", 8, 2), []
+    for t in range(6):
+        cohort = sampler.draw()
+        state = aggregators.with_cohort(state, cohort)
+        assert aggregators.with_cohort(state, cohort) is state
+        fails = t in (2, 3)
+        with pytest.raises(Exception) if fails else contextlib.nullcontext():
+            state = process.next(state, [_ZEROS] * (3 if fails else 2)).state
+            met.extend(cohort.positions)
+        (sampler.abandon if fails else sampler.release)(cohort)
+    # Four rounds are not a pass: two of its cohorts failed, and the next one began.
+    spent = _epsilon(state, mechanism, **way, accountant="pld")
+    assert spent == pytest.approx(tfdp_fl.accounting.gaussian_epsilon(0.5**0.5, 1e-5))
+    assert max(np.bincount(met)) <= 2
+    with pytest.raises(RuntimeError, match="in a round of this state already"):
+        aggregators.with_cohort(state, cohort)
+    with pytest.raises(ValueError, match="those of the cohorts"):
+        fewer = make_sampler("shuffled", 7, 2).draw()
+        _epsilon(aggregators.with_cohort(state, fewer), mechanism, **way)
+
+
+def test_a_cohort_of_a_fixed_size_is_not_thrown_away():
+    mechanism = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0)
+    way = {"sampling": "fixed_size", "num_clients": 8}
+    start = _process(mechanism, **way).initialize()
+    state = aggregators.with_cohort(start, make_sampler("fixed_size", 8, 2).draw())
+    with pytest.raises(RuntimeError, match="may_abandon=True"):
+        aggregators.with_cohort(state, make_sampler("fixed_size", 8, 2).draw())
+    # Where it may be, each attempt is charged, whatever became of it.
+    sampler, state = make_sampler("fixed_size", 8, 2, may_abandon=True), start
+    for _ in range(3):
+        cohort = sampler.draw()
+        state = aggregators.with_cohort(state, cohort)
+        sampler.abandon(cohort)
+    costs = learning.privacy_charges(state, mechanism, **way, clients_per_round=2)
+    assert [each.known_selection for each in costs] == [True] * 3
+    assert "whether a client was in it" in _epsilon(state, mechanism, **way).statement
 
 
 def test_what_is_not_as_declared_is_refused():
