@@ -371,3 +371,20 @@ def test_fewer_nodes_than_declared(caplog):
     assert few.sent == []
     assert "8, got 9" in caplog.text
     assert len(strategy.released_rounds) == 1
+
+
+@pytest.mark.parametrize("rule", ["abort", "exclude"])
+def test_that_somebody_fails_tells_nothing_that_is_not_charged(rule, path):
+    strategy = _private(on_client_failure=rule, ledger=path)
+    told = fm.configured(strategy, _GRID, _MODEL, 1)
+    got, _ = strategy.aggregate_train(1, _GRID.send_and_receive(told)[1:])
+    # Of another round no replies ever came.
+    for number in (2, 3):
+        fm.configured(strategy, _GRID, _MODEL, number)
+    first, second = strategy.released_rounds
+    assert (got is not None) == first.is_released == (rule == "exclude")
+    assert first.charge.known_selection == (rule == "abort")
+    assert (second.is_released, second.charge.known_selection) == (False, True)
+    assert [each.charge for each in _entries(path)] == [first.charge, second.charge]
+    words = " ".join(strategy.privacy_report(_DELTA)["caveats"])
+    assert ("whether a client was in it" in words) == (rule == "abort")
