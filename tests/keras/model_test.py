@@ -193,8 +193,7 @@ def test_a_client_that_fails():
     [
         (tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=2.0), 3),
         (tfdp_fl.NbAFL(epsilon=9.0, constant=3.0, weight_clip=5.0), 3),
-        # That a cohort of a fixed size was abandoned tells of those that were not.
-        (tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=2.0), 3),
+        (tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=2.0), 0),
     ],
 )
 def test_what_clients_sent_in_abandoned_rounds_is_charged(tmp_path, mechanism, charged):
@@ -207,14 +206,33 @@ def test_what_clients_sent_in_abandoned_rounds_is_charged(tmp_path, mechanism, c
     assert fed.spending.rounds == charged
     assert fed.spending.clients.max_participations == charged
     delta = mechanism.implied_delta or _DELTA
+    assert (fed.epsilon(delta) > 0) == (charged > 0)
     facts = fed.privacy_statement(delta, "dict")
-    central = mechanism.guarantee == "central"
-    assert ("rounds_abandoned_charged" in facts["caveats"]) == (not central)
-    assert ("rounds_may_be_abandoned" in facts["caveats"]) == central
+    wanted = "rounds_abandoned_charged" if charged else "rounds_abandoned"
+    assert wanted in facts["caveats"]
     known = tfdp_fl.accounting.PrivacyLedger.read(path)
     assert len(known.entries) == charged
-    # What is said of the client that was seen most.
-    assert known.epsilon(delta) == pytest.approx(fed.epsilon(delta))
+    if charged:  # What is said of the client that was seen most.
+        assert known.epsilon(delta) == pytest.approx(fed.epsilon(delta))
+
+
+def test_that_a_drawn_cohort_was_abandoned_is_charged(tmp_path):
+    # Those that were not abandoned were drawn from the two who do not fail.
+    mechanism = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=2.0)
+    fed = toy.federated(mechanism, clients_per_round=10, on_client_failure="abort")
+    whole, ledger = toy.clients(40), callbacks.Ledger(tmp_path / "ledger.jsonl")
+    clients = FederatedDataset.from_client_fn(
+        range(40), lambda client: whole.client(client) if client < 2 else 1 / 0
+    )
+    history = toy.fit(fed, 3, [ledger], clients).history
+    assert history["abandoned_rounds"] == [1.0] * 3
+    ((charge, count),) = fed.spending.own.items()
+    assert (charge.known_selection, count) == (True, 3)
+    known = tfdp_fl.accounting.PrivacyLedger.read(tmp_path / "ledger.jsonl")
+    assert known.epsilon(_DELTA) == fed.epsilon(_DELTA) > 0
+    caveats = fed.privacy_statement(_DELTA, "dict")["caveats"]
+    assert "rounds_may_be_abandoned" in caveats
+    assert "rounds_abandoned" not in caveats
 
 
 def _secure(mechanism, size=7, **options):
