@@ -19,7 +19,7 @@ from tfdp_fl.accounting.known_selection import KnownSelectionDpEvent
 from tfdp_fl.accounting.search import BestOfTrialsDpEvent
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 SAMPLINGS = ("poisson", "fixed_size", "shuffled", "cyclic")
 # How clients came where nobody drew them: as they liked, so many rounds apart.

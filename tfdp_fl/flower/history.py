@@ -144,6 +144,7 @@ class RoundHistory:
           In both cases nothing is charged, and it must not be released.
         """
         if self.ledger is not None:
+            abandoned: dict[str, Any] = {} if released.is_released else {"abandoned": 1}
             self.ledger.record(
                 self.ledger.rounds,
                 released.charge,
@@ -152,7 +153,7 @@ class RoundHistory:
                 server_round=released.server_round,
                 clip_norm=released.clip_norm,
                 num_replies=released.num_replies,
-                **({} if released.is_released else {"abandoned": True}),
+                **abandoned,
             )
         self.released.append(released)
 

@@ -276,8 +276,9 @@ class Run:
             # Clients that are missing did not add their noise.
             event = dp_accounting.NonPrivateDpEvent()
         cohort = self.sampler.unsettled
-        is_drawn = cohort is not None and cohort.round_index == round_index
-        return self.sampler.charge(cohort if is_drawn else round_index, event)
+        if cohort is None or cohort.round_index != round_index:
+            return self.sampler.charge(round_index, event)
+        return self.sampler.charge(cohort, event)
 
     @property
     def mu_squared(self) -> float:
