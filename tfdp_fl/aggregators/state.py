@@ -400,7 +400,7 @@ def with_cohort(state: Any, cohort: sampling.Cohort) -> Any:
     added = tf.concat([attempts, [_storage.canonical(line)]], axis=0)
     found = found._replace(history=found.history._replace(attempts=added))
     if isinstance(state, tff.learning.templates.LearningAlgorithmState):
-        return attrs.evolve(state, aggregator=found)
+        return state._replace(aggregator=found)
     return found
 
 
