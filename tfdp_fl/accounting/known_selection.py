@@ -6,7 +6,7 @@ import attr
 import dp_accounting
 import numpy as np
 from dp_accounting.pld import privacy_loss_distribution
-from scipy import special, stats
+from scipy import stats
 
 # Beyond so many standard deviations a loss counts as infinite: below 1e-23.
 _TAIL = 10.0
@@ -42,8 +42,10 @@ def renyi_divergence(event: KnownSelectionDpEvent, orders: np.ndarray) -> np.nda
     """
     q, z = event.sampling_probability, event.event.noise_multiplier
     log_moment = (orders - 1) * orders / (2 * z * z)
-    parts = [np.full_like(log_moment, np.log1p(-q)), np.log(q) + log_moment]
-    return special.logsumexp(parts, axis=0) / (orders - 1)
+    # Near order 1 the sum is 1 and little more, far from it too large for a float.
+    near = np.log1p(q * np.expm1(np.minimum(log_moment, 1.0)))
+    far = np.logaddexp(np.log1p(-q), np.log(q) + log_moment)
+    return np.where(log_moment < 1, near, far) / (orders - 1) * (1 + 1e-14)
 
 
 def privacy_loss(

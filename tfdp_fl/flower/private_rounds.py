@@ -444,7 +444,7 @@ class PrivateRounds:
                 "these results, or they were here before. Nothing is released or "
                 "charged."
             )
-        self._open = None, None
+        self._open = None, configured  # Until it is settled, whatever fails.
         if configured is None:
             return None
         usable: dict[Hashable, replies.Reply] = {}
@@ -493,6 +493,7 @@ class PrivateRounds:
             if averaged and self._sampling == "fixed_size"
             else who,
         )
+        self._open = None, None
         try:
             # On the disk before anything of the round can be seen; if this raises,
             # nothing has moved.
@@ -512,6 +513,7 @@ class PrivateRounds:
         Nothing is told where everybody is in every round, or nobody was drawn.
         """
         if not configured.plan.charge.is_amplified:
+            self._open = None, None
             return
         known = dataclasses.replace(configured.plan.charge, known_selection=True)
         abandoned = dataclasses.replace(
@@ -519,6 +521,7 @@ class PrivateRounds:
         )
         with contextlib.suppress(ledger_lib.BudgetExceededError):
             self._history.add(abandoned)
+        self._open = None, None
 
 
 def _is_of_flower(thing: Any) -> bool:
