@@ -388,3 +388,22 @@ def test_that_somebody_fails_tells_nothing_that_is_not_charged(rule, path):
     assert [each.charge for each in _entries(path)] == [first.charge, second.charge]
     words = " ".join(strategy.privacy_report(_DELTA)["caveats"])
     assert ("whether a client was in it" in words) == (rule == "abort")
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        fm.NOISY,
+        tfdp_fl.AdaptiveClipping(noise_multiplier=1.0, count_noise_stddev=2.0),
+        tfdp_fl.MedianClipping(noise_multiplier=1.0),
+        tfdp_fl.MedianClipping(noise_multiplier=2.0, median_noise_multiplier=2.0),
+    ],
+)
+def test_a_round_in_which_all_fail_is_noise(mechanism):
+    strategy = _private(mechanism)
+    fm.configured(strategy, _GRID, _MODEL, 1)
+    got, _ = strategy.aggregate_train(1, [])
+    assert all(np.isfinite(array).all() for array in fm.arrays(got))
+    (released,) = strategy.released_rounds
+    assert (released.num_replies, released.is_released) == (0, True)
+    assert np.isfinite(strategy.clip_norm)
