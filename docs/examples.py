@@ -176,11 +176,11 @@ print(audit.estimate(delta=1e-2))
 gradients = tfdp_fl.features.OrientedGradients()  # A layer for images.
 
 # %% sampling
-sampler = tfdp_fl.sampling.PoissonSampler(num_clients=1000, clients_per_round=100)
-print(sampler.cohort(0))
-for name in ("fixed_size", "shuffled", "cyclic"):
+for name in ("poisson", "fixed_size", "shuffled", "cyclic"):
     sampler = tfdp_fl.sampling.make_sampler(name, 1000, 100)
-    print(type(sampler).__name__, len(sampler.cohort(0)))
+    cohort = sampler.draw()  # Train cohort.positions, charge, and then:
+    sampler.release(cohort)
+    print(type(sampler).__name__, len(cohort.positions), cohort.participation.relation)
 
 # %% runtimes
 import ray

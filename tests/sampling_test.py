@@ -1,13 +1,17 @@
 """Who is drawn, how often, and whether anybody could have known."""
 
+import copy
 import json
 
 import dp_accounting
 import numpy as np
 import pytest
-from scipy import stats
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import linalg, stats
 
-from tfdp_fl import accounting, sampling
+import tfdp_fl
+from tfdp_fl import accounting, correlated_noise, sampling
 
 _SAMPLINGS = ("poisson", "fixed_size", "shuffled")
 _EVENT = dp_accounting.GaussianDpEvent(1.0)
@@ -68,7 +72,8 @@ def test_with_a_seed_a_round_s_cohort_is_its_own(name):
     one, other = (_make(name, 100, 20, seed=3) for _ in range(2))
     assert one.sampling == name
     forward = [one.cohort(t) for t in range(12)]
-    for t in (11, 3, 7, 0):
+    other.next_round = 3  # One that begins later is in step.
+    for t in range(3, 12):
         np.testing.assert_array_equal(other.cohort(t), forward[t])
     different = _make(name, 100, 20, seed=4)
     assert not all(np.array_equal(different.cohort(t), forward[t]) for t in range(12))
@@ -92,9 +97,13 @@ def test_a_round_that_is_run_again_has_a_draw_of_its_own(name):
     sampler = _make(name, 4000, 100, 7, 4 if name == "cyclic" else None)
     first = sampler.cohort(3)
     np.testing.assert_array_equal(sampler.cohort(3), first)
-    sampler.attempt = (4,)
+    sampler.release(sampler.unsettled)
+    with pytest.raises(RuntimeError, match="must not go back"):
+        sampler.next_round = 3
+    sampler.attempt, sampler.next_round = (4,), 3
+    if name == "cyclic":
+        sampler._released -= 1
     again = sampler.cohort(3)
-    np.testing.assert_array_equal(sampler.cohort(3), again)
     # Some 3 or 10 in common, with one seed for good; the same would be 100.
     assert len(np.intersect1d(first, again)) < 30
 
@@ -145,10 +154,12 @@ def test_a_client_s_released_rounds_are_far_enough_apart(seed, n):
 
     def run(sampler, rounds, abandoned=()):
         for t in rounds:
-            cohort = sampler.cohort(t)
-            if t % 7 not in abandoned:
-                sampler.released()
-                cohorts.append(cohort)
+            cohort = sampler.draw()
+            if t % 7 in abandoned:
+                sampler.abandon(cohort)
+            else:
+                sampler.release(cohort)
+                cohorts.append(cohort.positions)
         for client in range(n):
             drawn = [t for t, each in enumerate(cohorts) if client in each]
             assert len(drawn) <= -(-len(cohorts) // 5)
@@ -164,16 +175,24 @@ def test_a_client_s_released_rounds_are_far_enough_apart(seed, n):
 
 def test_an_abandoned_round_s_group_has_its_turn_again():
     sampler = _make("cyclic", 20, 5, num_groups=4)
-    first = sampler.cohort(0)
-    np.testing.assert_array_equal(sampler.cohort(1), first)
-    sampler.released()
-    assert not len(np.intersect1d(sampler.cohort(2), first))
+    first = sampler.draw()
+    sampler.abandon(first)
+    again = sampler.draw()
+    np.testing.assert_array_equal(again.positions, first.positions)
+    assert again.participation == first.participation
+    sampler.release(again)
+    after = sampler.draw()
+    assert not len(np.intersect1d(after.positions, first.positions))
+    assert after.participation.group == first.participation.group + 1
     # Nothing is claimed for the draw.
     charge = sampler.charge(0, _EVENT)
     assert (charge.sampling, charge.is_amplified) == ("cyclic", False)
     assert (charge.dp_event(), charge.sensitivity) == (_EVENT, 1.0)
     with pytest.raises(ValueError, match="num_groups"):
         _make("cyclic", 20, 5, num_groups=3).restore(sampler.state())
+    # Others know them by another name.
+    other = _make("cyclic", 20, 5, num_groups=4).draw().participation
+    assert other.partition != first.participation.partition
     # The groups do not depend on it: a `SeedSequence` of [a, b] is one of [a, b, 0].
     sampler = _make("cyclic", 40, 3, 7, 4)
     of_round = sampler._generator(0).permutation(40)
@@ -212,11 +231,12 @@ def test_a_second_shuffled_sampler_s_pass_is_charged_again():
 @pytest.mark.parametrize("seed", [None, 5])
 def test_the_state_is_json_and_resumes(name, seed):
     one, other = (_make(name, 40, 7, seed=seed) for _ in range(2))
-    one.cohort(3)
+    drawn = one.cohort(3)  # It is drawn, and what becomes of it is not known.
     state = json.loads(json.dumps(one.state()))
     other.restore(state)
+    np.testing.assert_array_equal(other.cohort(3), drawn)
     if seed is not None or name == "shuffled":
-        for t in (3, 4, 11):
+        for t in range(4, 11):
             np.testing.assert_array_equal(other.cohort(t), one.cohort(t))
     assert other.charge(3, _EVENT) == one.charge(3, _EVENT)
     if name == "shuffled" and seed is None:
@@ -233,6 +253,54 @@ def test_the_state_is_json_and_resumes(name, seed):
     # Of a NumPy that draws other orders from the same key.
     with pytest.raises(ValueError, match="an_order"):
         other.restore({**state, "an_order": state["an_order"][::-1]})
+
+
+@pytest.mark.parametrize("name", [*_SAMPLINGS, "cyclic"])
+def test_a_cohort_is_settled_once_before_the_next_is_drawn(name):
+    sampler, other = (_make(name, 40, 5, may_abandon=True) for _ in range(2))
+    cohort = sampler.draw()
+    assert cohort.participation.charge(_EVENT) == sampler.charge(cohort, _EVENT)
+    assert cohort.positions.dtype == np.int64
+    with pytest.raises(ValueError, match="read-only"):
+        cohort.positions[:] = 0
+    with pytest.raises(RuntimeError, match="is not settled"):
+        sampler.draw()
+    with pytest.raises(RuntimeError, match="must be 0"):
+        sampler.cohort(2)
+    with pytest.raises(RuntimeError, match="this sampler drew last"):
+        other.release(cohort)
+    for settle in (sampler.abandon, sampler.release):
+        assert sampler.unsettled is cohort
+        settle(cohort)
+        for twice in (sampler.abandon, sampler.release):
+            with pytest.raises(RuntimeError, match="last"):
+                twice(cohort)
+        cohort = sampler.draw()
+    # A loop over rounds, which never says what became of them.
+    np.testing.assert_array_equal(sampler.cohort(2), cohort.positions)
+    sampler.cohort(3)
+    for t in (2, 5):
+        with pytest.raises(RuntimeError, match="must be 3"):
+            sampler.cohort(t)
+
+
+def test_a_loop_over_rounds_goes_through_all_groups():
+    sampler = _make("cyclic", 40, 5, num_groups=8)
+    drawn = np.concatenate([sampler.cohort(t) for t in range(8)])
+    np.testing.assert_array_equal(np.sort(drawn), np.arange(40))
+
+
+def test_a_cohort_of_a_fixed_size_is_abandoned_only_at_its_price():
+    sampler = _make("fixed_size", 40, 5)
+    cohort = sampler.draw()
+    with pytest.raises(RuntimeError, match="may_abandon=True"):
+        sampler.abandon(cohort)
+    assert sampler.unsettled is cohort
+    assert not cohort.participation.charge_if_abandoned
+    priced = _make("fixed_size", 40, 5, may_abandon=True)
+    assert priced.draw().participation.charge_if_abandoned
+    with pytest.raises(ValueError, match="may_abandon"):
+        priced.restore(sampler.state())
 
 
 @_all
@@ -264,3 +332,71 @@ def test_a_round_of_more_than_everybody_or_without_a_size(name):
 def test_errors_name_the_argument(arguments, name):
     with pytest.raises((ValueError, TypeError), match=name):
         _make(*arguments)
+
+
+_STEPS = ("round", "round", "abandon", "broken off", "save", "restore", "copy", "new")
+
+
+def _released(make, steps, most=None):
+    """Returns the cohorts that are released by samplers that are used in any way."""
+    sampler, saved, cohorts = make(), make().state(), []
+    for step in steps:
+        if step == "save":
+            saved = json.loads(json.dumps(sampler.state()))
+        elif step == "restore":
+            sampler = make()
+            sampler.restore(saved)
+        elif step == "copy":
+            sampler = copy.deepcopy(sampler)
+        elif step == "new":
+            before, sampler = sampler.next_round, make()
+            sampler.next_round = before
+        else:
+            cohort = sampler.unsettled or sampler.draw()
+            if step == "abandon":
+                sampler.abandon(cohort)
+            elif step == "round":
+                sampler.release(cohort)
+                cohorts.append(cohort)
+    return cohorts[:most]
+
+
+_all_steps = st.lists(st.sampled_from(_STEPS), max_size=40)
+
+
+@settings(max_examples=150, deadline=None)
+@given(_all_steps, st.integers(3, 20), st.integers(1, 3), st.sampled_from([None, 1]))
+def test_shuffled_passes_cost_what_the_worst_client_met(steps, n, m, seed):
+    cohorts = _released(lambda: _make("shuffled", n, m, seed), steps)
+    met = np.zeros(n)
+    for cohort in cohorts:
+        met[cohort.positions] += 1
+    spent = accounting.PrivacyAccountant(
+        c.participation.charge(_EVENT) for c in cohorts
+    )
+    true = accounting.epsilon_of_mu_squared(float(met.max()), 1e-5)
+    assert spent.epsilon(1e-5, "pld") >= true * (1 - 1e-9)
+
+
+_CORRELATED = tfdp_fl.CorrelatedNoise(
+    clip_norm=1.0, noise_multiplier=1.0, strategy="blt:2", rounds=12, min_separation=4
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(_all_steps, st.lists(st.booleans(), min_size=12, max_size=12))
+def test_groups_cost_what_the_worst_client_met(steps, said):
+    generator, promised = _CORRELATED.generator, _CORRELATED.participation
+    made = linalg.toeplitz(generator.coefficients, np.eye(12)[0])
+    cohorts = _released(lambda: _make("cyclic", 12, 3, num_groups=4), steps, 12)
+    met, places = np.zeros([12, 12]), []
+    for t, cohort in enumerate(cohorts):
+        met[t, cohort.positions] = 1
+        who = cohort.participation
+        places.append((who.partition, who.group) if said[t] else None)
+    times = correlated_noise.fold(promised, places)
+    worst = np.linalg.norm(made @ met, axis=0).max()
+    assert times * generator.sensitivity >= worst * (1 - 1e-9)
+    # As promised it costs no more.
+    if "abandon" not in steps and not {"restore", "copy", "new"} & {*steps}:
+        assert times == 1 or not all(said[: len(cohorts)])

@@ -6,11 +6,20 @@ shuffled ones from a secret key drawn once. With a seed, a cohort depends on the
 seed and the number of the draw alone.
 
 Cohorts are sorted by position, which says nothing about how they were drawn.
+
+    cohort = sampler.draw()
+    ...                                        # Train cohort.positions, noise, charge
+    charge = sampler.charge(cohort, event)     # what could have happened,
+    sampler.release(cohort)                    # and release; or abandon(cohort).
+
+A cohort is settled before the next one is drawn. So no cohort is thrown away that
+its sampling cannot spare, and no group has its turn too soon.
 """
 
 from __future__ import annotations
 
 import abc
+import dataclasses
 import secrets
 from typing import Any, ClassVar, cast
 
@@ -32,6 +41,8 @@ def make_sampler(
     clients_per_round: schedules.Schedule,
     seed: int | None = None,
     num_groups: int | None = None,
+    *,
+    may_abandon: bool = False,
 ) -> CohortSampler:
     """Returns the sampler of that name.
 
@@ -45,11 +56,18 @@ def make_sampler(
       num_groups: For "cyclic": how many groups take turns, which is
         the min separation of a client's rounds; None: as many as there are
         with m clients in each.
+      may_abandon: Whether rounds are abandoned when one of their clients fails. For
+        "fixed_size" every round is charged otherwise then (see
+        `Participation.known_selection`); others do not mind.
     """
     kinds = (PoissonSampler, FixedSizeSampler, ShuffledSampler, CyclicSampler)
     by_name: dict[str, Any] = {kind.sampling: kind for kind in kinds}
     _validate.one_of(by_name, sampling=sampling)
-    options = {"num_groups": num_groups} if sampling == "cyclic" else {}
+    options: dict[str, Any] = {}
+    if sampling == "cyclic":
+        options["num_groups"] = num_groups
+    if sampling == "fixed_size":
+        options["may_abandon"] = may_abandon
     return by_name[sampling](num_clients, clients_per_round, seed=seed, **options)
 
 
@@ -70,6 +88,23 @@ def seed_sequence(
     return np.random.SeedSequence([seed & 0xFFFFFFFF, stream, *attempt, *upper])
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Cohort:
+    """The clients of one round, and who else could have been in it.
+
+    Attributes:
+      positions: Int64 [K], sorted: the clients' places in the population. Secret.
+      participation: What the round's charge is made of. Not secret.
+      round_index: The round that it was drawn for, from 0.
+      draw_id: Random, no other draw has it. Not secret.
+    """
+
+    positions: np.ndarray
+    participation: charge_lib.Participation
+    round_index: int
+    draw_id: str
+
+
 class CohortSampler(abc.ABC):
     """Draws the cohort of each round.
 
@@ -77,6 +112,7 @@ class CohortSampler(abc.ABC):
       sampling: The name that the accounting knows the sampling by.
       num_clients: N.
       seed: None where cohorts are secret.
+      unsettled: The cohort that was drawn last, until it is settled.
       attempt: With a seed, the key of the coming draw (`keras.run`):
         the same clients with other noise would be one draw seen twice, and two
         draws are what is charged. None: the round is the key.
@@ -101,41 +137,152 @@ class CohortSampler(abc.ABC):
         if seed is not None:
             seed = _validate.non_negative_integer(seed=seed)
         self.seed = seed
+        self._next_round = 0
+        self.unsettled: Cohort | None = None
+        self._has_drawn = False
         # Of what is drawn for more than a round.
         self._key = None if seed is not None else secrets.token_hex(32)
         self._order: tuple[tuple[int, ...], np.ndarray] | None = None
+        # Names that order or those groups. Public, and says nothing of them.
+        self._partition = secrets.token_hex(8)
         self._clients_per_round = schedules.checked(
             clients_per_round, self._checked, "clients_per_round"
         )
 
-    @abc.abstractmethod
-    def cohort(self, round_index: int) -> np.ndarray:
-        """Returns the sorted positions of a round's clients, int64 [size].
+    @property
+    def next_round(self) -> int:
+        """The round that is drawn next, or is drawn and not settled.
 
-        Without a seed, Poisson and fixed-size cohorts are drawn afresh by
-        every call.
+        It says where in a schedule, and in a pass, and may be set between rounds.
+        """
+        return self._next_round
+
+    @next_round.setter
+    def next_round(self, round_index: int) -> None:
+        round_index = _validate.non_negative_integer(next_round=round_index)
+        again = round_index < self._next_round and self.seed is not None
+        if self.unsettled is not None or (again and self.attempt is None):
+            raise RuntimeError(
+                f"next_round must stay {self._next_round} until its cohort is settled, "
+                "and with a seed, which would draw the same clients again, must not go "
+                f"back, got {round_index}."
+            )
+        self._next_round = round_index
+
+    def draw(self) -> Cohort:
+        """Returns the cohort of the next round.
+
+        Raises:
+          RuntimeError: The one before is not settled.
+        """
+        if self.unsettled is not None:
+            raise RuntimeError(
+                f"The cohort of round {self.next_round} was drawn and is not settled: "
+                "call release(cohort) when its round is charged and about to be "
+                "released, abandon(cohort) if nothing of it is, or run it again "
+                "(sampler.unsettled)."
+            )
+        positions, draw_id = self._draw(self.next_round), secrets.token_hex(8)
+        self.unsettled, self._has_drawn = self._made(positions, draw_id), True
+        return self.unsettled
+
+    def _made(self, positions: np.ndarray, draw_id: str) -> Cohort:
+        positions.setflags(write=False)
+        return Cohort(
+            positions=positions,
+            participation=self.participation(self.next_round),
+            round_index=self.next_round,
+            draw_id=draw_id,
+        )
+
+    def release(self, cohort: Cohort) -> None:
+        """Notes that a cohort's round, which was charged, is about to be released.
+
+        Raises:
+          RuntimeError: It is not the cohort that was drawn last, or is settled.
+        """
+        self._settle(cohort)
+
+    def abandon(self, cohort: Cohort) -> None:
+        """Notes that nothing of a cohort's round is released.
+
+        It is charged all the same if `cohort.participation.charge_if_abandoned`.
+
+        Raises:
+          RuntimeError: It is not the cohort that was drawn last, or is settled; or
+            its sampling cannot spare it.
+        """
+        self._settle(cohort)
+
+    def _settle(self, cohort: Cohort) -> None:
+        if cohort is not self.unsettled:
+            raise RuntimeError(
+                "cohort must be the one that this sampler drew last and that is not "
+                "settled yet (sampler.unsettled): each is released or abandoned once."
+            )
+        self.unsettled = None
+        self._next_round += 1
+
+    def cohort(self, round_index: int) -> np.ndarray:
+        """Returns the positions of a round's clients, for a loop over rounds.
+
+        It draws round after round. To ask for the next round says that the one before
+        was released; a loop that abandons rounds calls `draw` and `abandon`. The first
+        call of a sampler may ask for a later round, with which it then begins.
 
         Args:
-          round_index: The round, from 0.
+          round_index: The round, from 0: that of the last call, or the next one.
+
+        Returns:
+          Int64 [size], sorted.
+
+        Raises:
+          RuntimeError: Another round is asked for.
         """
+        if not self._has_drawn:
+            self.next_round = round_index
+        if self.unsettled is not None and round_index == self.next_round + 1:
+            self.release(self.unsettled)
+        if round_index != self.next_round:
+            raise RuntimeError(
+                f"round_index must be {self.next_round}, the round that is next, got "
+                f"{round_index}: a sampler draws each round once, in order, because "
+                "that is what its charge counts on. A new sampler may begin with any "
+                "round, and restore(state()) goes on where another was."
+            )
+        return (self.unsettled or self.draw()).positions
+
+    @abc.abstractmethod
+    def _draw(self, round_index: int) -> np.ndarray:
+        """Returns the sorted positions of the next round's clients, int64 [size]."""
 
     def expected_cohort_size(self, round_index: int) -> float:
         """Returns m_t, the expected number of clients of a round."""
         return self._place(round_index)["clients_per_round"]
 
-    def charge(
-        self, round_index: int, event: dp_accounting.DpEvent
-    ) -> charge_lib.RoundCharge:
-        """Returns what a round costs in which a mechanism releases `event`."""
-        return charge_lib.RoundCharge(
+    def participation(self, round_index: int) -> charge_lib.Participation:
+        """Returns who can be in a round, whether it was drawn or is planned."""
+        return charge_lib.Participation(
             sampling=self.sampling,
             num_clients=self.num_clients,
-            event=event,
             **self._place(round_index),
         )
 
+    def charge(
+        self, cohort: Cohort | int, event: dp_accounting.DpEvent
+    ) -> charge_lib.RoundCharge:
+        """Returns what a round costs in which a mechanism releases `event`.
+
+        Args:
+          cohort: The cohort, or the number of a round, which may be planned.
+          event: What is released of its clients, without sampling.
+        """
+        if not isinstance(cohort, Cohort):
+            return self.participation(cohort).charge(event)
+        return cohort.participation.charge(event)
+
     def _place(self, round_index: int) -> dict[str, Any]:
-        """Returns what a charge says of the round's size, and where it is in a pass."""
+        """Returns what a participation says of the round's size, and of its pass."""
         return {"clients_per_round": self._nominal_size(round_index)}
 
     def max_participations(self, rounds: int, first_round: int = 0) -> int:
@@ -148,20 +295,25 @@ class CohortSampler(abc.ABC):
         del round_index  # Only shuffled cohorts come in passes.
         return True
 
-    def released(self) -> None:  # noqa: B027
-        """Notes that a cohort's round is about to be released."""
-
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint must keep, as JSON values.
 
-        For shuffled cohorts without a seed this holds the secret key: a
-        reader of the checkpoint can tell the cohorts.
+        For shuffled cohorts without a seed this holds the secret key, and it holds a
+        cohort that is not settled: a reader of the checkpoint can tell the cohorts.
         """
         fixed = {name: getattr(self, name) for name in self._fixed}
-        return fixed | {name: getattr(self, f"_{name}") for name in self._kept}
+        drawn = None
+        if (cohort := self.unsettled) is not None:
+            drawn = [cohort.positions.tolist(), cohort.draw_id]
+        return {
+            **fixed,
+            **{name: getattr(self, f"_{name}") for name in self._kept},
+            "next_round": self.next_round,
+            "unsettled": drawn,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken.
+        """Goes on where `state` was taken, with the cohort that was not settled.
 
         Raises:
           ValueError: If the state is of another sampling, population or seed.
@@ -174,7 +326,11 @@ class CohortSampler(abc.ABC):
                 )
         for name in self._kept:
             setattr(self, f"_{name}", state[name])
-        self._order = None
+        self._order, self._has_drawn = None, True
+        self._next_round, self.unsettled = state["next_round"], None
+        if state["unsettled"] is not None:
+            positions, draw_id = state["unsettled"]
+            self.unsettled = self._made(np.array(positions, np.int64), draw_id)
 
     def _checked(self, clients_per_round: Any) -> float:
         return charge_lib.checked_size(
@@ -218,7 +374,7 @@ class PoissonSampler(CohortSampler):
     sampling = "poisson"
     _fractional_sizes = True
 
-    def cohort(self, round_index: int) -> np.ndarray:
+    def _draw(self, round_index: int) -> np.ndarray:
         """See base class."""
         q = self._nominal_size(round_index) / self.num_clients
         rng = self._generator(round_index)
@@ -227,14 +383,49 @@ class PoissonSampler(CohortSampler):
 
 
 class FixedSizeSampler(CohortSampler):
-    """Exactly m of the N clients, every such cohort equally likely."""
+    """Exactly m of the N clients, every such cohort equally likely.
+
+    Which cohorts are abandoned because somebody in them failed tells who was in the
+    others: if f clients fail, those that are released were drawn from N - f. So a
+    sampler whose cohorts may be abandoned says so from the first round on, and all of
+    its rounds are charged as if it were known whether a client was drawn.
+
+    Attributes:
+      may_abandon: Whether they may.
+    """
 
     sampling = "fixed_size"
+    _fixed = (*CohortSampler._fixed, "may_abandon")
 
-    def cohort(self, round_index: int) -> np.ndarray:
+    def __init__(
+        self,
+        num_clients: int,
+        clients_per_round: schedules.Schedule,
+        seed: int | None = None,
+        *,
+        may_abandon: bool = False,
+    ):
+        super().__init__(num_clients, clients_per_round, seed)
+        self.may_abandon = _validate.instance_of(bool, may_abandon=may_abandon)
+
+    def abandon(self, cohort: Cohort) -> None:
+        """See base class."""
+        if cohort.participation.is_amplified and not self.may_abandon:
+            raise RuntimeError(
+                "A cohort of a fixed size cannot be abandoned, because that tells who "
+                "is in the others: release the round without the clients that failed, "
+                "run it again, or make the sampler with may_abandon=True, with which "
+                "every round is charged for it."
+            )
+        super().abandon(cohort)
+
+    def _draw(self, round_index: int) -> np.ndarray:
         """See base class."""
         size = int(self._nominal_size(round_index))
         return self._without_replacement(self._generator(round_index), size)
+
+    def _place(self, round_index: int) -> dict[str, Any]:
+        return {**super()._place(round_index), "known_selection": self.may_abandon}
 
 
 class ShuffledSampler(CohortSampler):
@@ -256,12 +447,13 @@ class ShuffledSampler(CohortSampler):
     ):
         super().__init__(num_clients, clients_per_round, seed)
         self._cohorts = charge_lib.PassCohorts(num_clients, self._clients_per_round)
-        # Public, and says nothing of the order: tells the ledger which rounds
-        # follow the same one.
-        self._partition = secrets.token_hex(8)
 
-    def cohort(self, round_index: int) -> np.ndarray:
+    def _draw(self, round_index: int) -> np.ndarray:
         """See base class."""
+        return self.planned(round_index)
+
+    def planned(self, round_index: int) -> np.ndarray:
+        """Returns who is in a round, int64 [size]; the order tells it beforehand."""
         index, start, stop = self._cohorts.cohort(round_index)
         order = self._permutation(_STREAM, index)
         return np.sort(order[start:stop].astype(np.int64))
@@ -300,7 +492,7 @@ class CyclicSampler(CohortSampler):
 
     sampling = "cyclic"
     _fixed = (*CohortSampler._fixed, "num_groups")
-    _kept = ("key", "released")
+    _kept = ("key", "partition", "released")
 
     def __init__(
         self,
@@ -346,7 +538,7 @@ class CyclicSampler(CohortSampler):
         order = self._permutation(_GROUP_STREAM)
         return order[self._released % self.num_groups :: self.num_groups]
 
-    def cohort(self, round_index: int) -> np.ndarray:
+    def _draw(self, round_index: int) -> np.ndarray:
         """See base class."""
         size = int(self._nominal_size(0))
         members = self._generator(round_index).choice(
@@ -354,9 +546,18 @@ class CyclicSampler(CohortSampler):
         )
         return np.sort(members.astype(np.int64))
 
-    def released(self) -> None:
+    def release(self, cohort: Cohort) -> None:
         """See base class; the next group has its turn then."""
+        super().release(cohort)
         self._released += 1
+
+    def _place(self, round_index: int) -> dict[str, Any]:
+        ahead = self._released + round_index - self.next_round
+        return {
+            **super()._place(round_index),
+            "partition": self._partition,
+            "group": ahead % self.num_groups,
+        }
 
     def max_participations(self, rounds: int, first_round: int = 0) -> int:
         """Returns how often a group's turn can come."""

@@ -27,7 +27,7 @@ _OF_PLD = dp_accounting.TruncatedSubsampledGaussianDpEvent(1000, 1.0, 100, 1.0)
         (_charge(m=1000), "ADD_OR_REMOVE_ONE", _G(1.0), _G(1.0)),
         (_charge(m=2000.5), "ADD_OR_REMOVE_ONE", _G(1.0), _G(1.0)),
         (_charge("fixed_size"), "REPLACE_ONE", _OF_RDP, _OF_PLD),
-        (_charge("shuffled"), "ADD_OR_REMOVE_ONE", _G(1.0), _G(1.0)),
+        (_charge("shuffled"), "REPLACE_SPECIAL", _G(1.0), _G(1.0)),
         (_charge(z=0.0), "ADD_OR_REMOVE_ONE", _NOTHING, _NOTHING),
         (_charge("fixed_size", event=_NOTHING), "REPLACE_ONE", _NOTHING, _NOTHING),
     ],
@@ -50,11 +50,20 @@ def test_json_round_trip_is_exact(sampling, n, share, z, index):
     place = {}
     if sampling == "shuffled" and index is not None:
         place = {"pass_index": index, "pass_offset": n - m, "partition": "ab"}
+    if sampling == "fixed_size":
+        place = {"known_selection": bool(index)}
     charge = _charge(sampling, n, m, z, **place)
     again = charge_lib.RoundCharge.from_json(charge.to_json())
     assert (again, hash(again)) == (charge, hash(charge))
     assert again.to_json() == charge.to_json()
     assert "\n" not in charge.to_json()
+    assert ("known_selection" in charge.to_json()) == charge.known_selection
+    # It is who could have been there, and the event.
+    fields = {k: v for k, v in vars(charge).items() if k not in ("event", "_json")}
+    fields.pop("noise_multiplier")
+    who = charge_lib.Participation(**fields)
+    assert who.charge(charge.event) == charge
+    assert charge_lib.Participation.from_json(who.to_json()) == who
 
 
 @pytest.mark.parametrize(

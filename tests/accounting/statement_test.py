@@ -50,7 +50,10 @@ def _content(delta=1e-5, **changes):
         ),
         (
             {"sampling": "cyclic"},
-            ("replaced by nothing, in its place", "No amplification by sampling is"),
+            (
+                "client is counted as zero in its place",
+                "No amplification by sampling is",
+            ),
             ("cyclic_zero_out",),
         ),
         ({"sampling": "shuffled"}, ("number of clients N",), ()),

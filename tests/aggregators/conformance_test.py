@@ -3,6 +3,7 @@
 A false alarm of all of this file together has a probability below 1e-6.
 """
 
+import contextlib
 import json
 import math
 
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 import tensorflow_federated as tff
 import tensorflow_privacy as tfp
+from scipy import linalg
 
 import tfdp_fl
 from tests.mechanisms import references, rounds, statistics
 from tests.outside.loading import smooth_clipping
 from tfdp_fl import aggregators, learning
+from tfdp_fl.sampling import make_sampler
 
 SIZE, M = 40_000, 4
 VALUE = tff.types.to_type([(np.float32, [SIZE // 2]), (np.float32, [SIZE // 2])])
@@ -156,11 +159,19 @@ def _process(mechanism, **options):
     return aggregators.from_mechanism(mechanism, 2, **options).create(_TYPE)
 
 
-def _run(process, rounds):
-    state = process.initialize()
-    for _ in range(rounds):
+def _run(process, rounds, restarts=(), sampler="cyclic"):
+    """Returns the state after rounds of two of four clients; and who was in which."""
+    state, seen = process.initialize(), np.zeros([4, rounds])
+    for t in range(rounds):
+        if sampler and (not t or t in restarts):
+            draws = make_sampler(sampler, 4, 2)
+        if sampler:
+            cohort = draws.draw()
+            state = aggregators.with_cohort(state, cohort)
+            draws.release(cohort)
+            seen[cohort.positions, t] = 1
         state = process.next(state, [_ZEROS] * 2).state
-    return state
+    return (state, seen) if restarts else state
 
 
 def _epsilon(state, mechanism, sampling="cyclic", **options):
@@ -179,15 +190,73 @@ def test_every_round_is_written_down_with_its_own_charge(strategy):
     with np.errstate(divide="ignore"):
         expected = 2.0 / mechanism.generator.charges
     np.testing.assert_allclose(costs, expected, rtol=1e-12)
-    spent = _epsilon(state, mechanism, accountant="pld")
+    spent = _epsilon(state, mechanism, accountant="pld", max_participations=2)
+    # A group has three turns: that its clients sit one of them out is declared.
+    assert spent < _epsilon(state, mechanism, accountant="pld")
     whole = tfdp_fl.accounting.gaussian_epsilon(
         2.0 / mechanism.generator.sensitivity, 1e-5
     )
     assert float(spent) == pytest.approx(whole, abs=5e-7)
     assert "correlated_noise_secret" in spent.facts.caveats
+    # Rounds that do not say so may all have had the same clients.
+    unsaid = _epsilon(_run(process, _ROUNDS, sampler=None), mechanism)
+    assert unsaid > 2 * spent
     # Past the last round nothing comes out.
     with pytest.raises(Exception, match="lies past its end"):
         process.next(state, [_ZEROS] * 2)
+
+
+@pytest.mark.parametrize("restarts", [(2,), (1, 3), (1, 2, 3, 4)])
+def test_groups_that_are_divided_anew_cost_more(restarts):
+    mechanism = _correlated("blt:2")
+    state, seen = _run(_process(mechanism), _ROUNDS, restarts)
+    matrix = linalg.toeplitz(mechanism.generator.coefficients, np.eye(_ROUNDS)[0])
+    worst = np.linalg.norm(matrix @ seen.T, axis=0).max()
+    true = tfdp_fl.accounting.gaussian_epsilon(2.0 / worst, 1e-5)
+    assert _epsilon(state, mechanism, accountant="pld") >= true
+
+
+def test_a_cohort_whose_round_failed_has_had_its_turn():
+    mechanism = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0)
+    way = {"sampling": "shuffled", "num_clients": 8}
+    process = _process(mechanism, **way)
+    state, sampler, met = process.initialize(), make_sampler("shuffled", 8, 2), []
+    for t in range(6):
+        cohort = sampler.draw()
+        state = aggregators.with_cohort(state, cohort)
+        assert aggregators.with_cohort(state, cohort) is state
+        fails = t in (2, 3)
+        with pytest.raises(Exception) if fails else contextlib.nullcontext():
+            state = process.next(state, [_ZEROS] * (3 if fails else 2)).state
+            met.extend(cohort.positions)
+        (sampler.abandon if fails else sampler.release)(cohort)
+    # Four rounds are not a pass: two of its cohorts failed, and the next one began.
+    spent = _epsilon(state, mechanism, **way, accountant="pld")
+    assert spent == pytest.approx(tfdp_fl.accounting.gaussian_epsilon(0.5**0.5, 1e-5))
+    assert max(np.bincount(met)) <= 2
+    with pytest.raises(RuntimeError, match="in a round of this state already"):
+        aggregators.with_cohort(state, cohort)
+    with pytest.raises(ValueError, match="those of the cohorts"):
+        fewer = make_sampler("shuffled", 7, 2).draw()
+        _epsilon(aggregators.with_cohort(state, fewer), mechanism, **way)
+
+
+def test_a_cohort_of_a_fixed_size_is_not_thrown_away():
+    mechanism = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0)
+    way = {"sampling": "fixed_size", "num_clients": 8}
+    start = _process(mechanism, **way).initialize()
+    state = aggregators.with_cohort(start, make_sampler("fixed_size", 8, 2).draw())
+    with pytest.raises(RuntimeError, match="may_abandon=True"):
+        aggregators.with_cohort(state, make_sampler("fixed_size", 8, 2).draw())
+    # Where it may be, each attempt is charged, whatever became of it.
+    sampler, state = make_sampler("fixed_size", 8, 2, may_abandon=True), start
+    for _ in range(3):
+        cohort = sampler.draw()
+        state = aggregators.with_cohort(state, cohort)
+        sampler.abandon(cohort)
+    costs = learning.privacy_charges(state, mechanism, **way, clients_per_round=2)
+    assert [each.known_selection for each in costs] == [True] * 3
+    assert "whether a client was in it" in _epsilon(state, mechanism, **way).statement
 
 
 def test_what_is_not_as_declared_is_refused():
@@ -218,7 +287,7 @@ def test_what_is_not_as_declared_is_refused():
 
 def test_clients_that_come_as_they_like():
     mechanism = _correlated()
-    state = _run(_process(mechanism, sampling="separated"), 2)
+    state = _run(_process(mechanism, sampling="separated"), 2, sampler=None)
     declared = _epsilon(state, mechanism, "separated")
     plain = _run(_process(mechanism), 2)
     assert float(declared) == float(_epsilon(plain, mechanism))

@@ -182,10 +182,10 @@ def test_what_cannot_be_written_is_not_released(path):
         _run(strategy, 1, 2)
     assert len(strategy.strategy.handed) == 1
     assert (strategy.released_rounds, strategy.clip_norm) == before
-    # Nor are abandoned rounds written.
+    # A round in which all fail is noise: not to release it tells who was drawn.
     fm.configured(strategy, _GRID, _MODEL, 3)
-    strategy.aggregate_train(3, [])
-    assert len(_entries(path)) == 1
+    assert strategy.aggregate_train(3, [])[0] is not None
+    assert len(_entries(path)) == 2
 
 
 def test_a_ledger_of_another_relation_is_refused_and_let_go(path):
@@ -371,3 +371,39 @@ def test_fewer_nodes_than_declared(caplog):
     assert few.sent == []
     assert "8, got 9" in caplog.text
     assert len(strategy.released_rounds) == 1
+
+
+@pytest.mark.parametrize("rule", ["abort", "exclude"])
+def test_that_somebody_fails_tells_nothing_that_is_not_charged(rule, path):
+    strategy = _private(on_client_failure=rule, ledger=path)
+    told = fm.configured(strategy, _GRID, _MODEL, 1)
+    got, _ = strategy.aggregate_train(1, _GRID.send_and_receive(told)[1:])
+    # Of another round no replies ever came.
+    for number in (2, 3):
+        fm.configured(strategy, _GRID, _MODEL, number)
+    first, second = strategy.released_rounds
+    assert (got is not None) == first.is_released == (rule == "exclude")
+    assert first.charge.known_selection == (rule == "abort")
+    assert (second.is_released, second.charge.known_selection) == (False, True)
+    assert [each.charge for each in _entries(path)] == [first.charge, second.charge]
+    words = " ".join(strategy.privacy_report(_DELTA)["caveats"])
+    assert ("whether a client was in it" in words) == (rule == "abort")
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        fm.NOISY,
+        tfdp_fl.AdaptiveClipping(noise_multiplier=1.0, count_noise_stddev=2.0),
+        tfdp_fl.MedianClipping(noise_multiplier=1.0),
+        tfdp_fl.MedianClipping(noise_multiplier=2.0, median_noise_multiplier=2.0),
+    ],
+)
+def test_a_round_in_which_all_fail_is_noise(mechanism):
+    strategy = _private(mechanism)
+    fm.configured(strategy, _GRID, _MODEL, 1)
+    got, _ = strategy.aggregate_train(1, [])
+    assert all(np.isfinite(array).all() for array in fm.arrays(got))
+    (released,) = strategy.released_rounds
+    assert (released.num_replies, released.is_released) == (0, True)
+    assert np.isfinite(strategy.clip_norm)

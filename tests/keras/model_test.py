@@ -216,6 +216,25 @@ def test_what_clients_sent_in_abandoned_rounds_is_charged(tmp_path, mechanism, c
         assert known.epsilon(delta) == pytest.approx(fed.epsilon(delta))
 
 
+def test_that_a_drawn_cohort_was_abandoned_is_charged(tmp_path):
+    # Those that were not abandoned were drawn from the two who do not fail.
+    mechanism = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=2.0)
+    fed = toy.federated(mechanism, clients_per_round=10, on_client_failure="abort")
+    whole, ledger = toy.clients(40), callbacks.Ledger(tmp_path / "ledger.jsonl")
+    clients = FederatedDataset.from_client_fn(
+        range(40), lambda client: whole.client(client) if client < 2 else 1 / 0
+    )
+    history = toy.fit(fed, 3, [ledger], clients).history
+    assert history["abandoned_rounds"] == [1.0] * 3
+    ((charge, count),) = fed.spending.own.items()
+    assert (charge.known_selection, count) == (True, 3)
+    known = tfdp_fl.accounting.PrivacyLedger.read(tmp_path / "ledger.jsonl")
+    assert known.epsilon(_DELTA) == fed.epsilon(_DELTA) > 0
+    caveats = fed.privacy_statement(_DELTA, "dict")["caveats"]
+    assert "rounds_may_be_abandoned" in caveats
+    assert "rounds_abandoned" not in caveats
+
+
 def _secure(mechanism, size=7, **options):
     options["secure_aggregation"] = AdditiveSecretSharing()
     return toy.federated(mechanism, None, size, **options)
@@ -248,7 +267,7 @@ def test_a_value_too_large_to_share_does_not_end_the_training():
     with pytest.warns(UserWarning, match="lacks their noise"):
         assert toy.fit(fed).history["abandoned_rounds"] == [1.0]
     toy.assert_same(before, fed)
-    assert fed.epsilon(_DELTA) == 0.0
+    assert fed.spending.rounds == 1
     # Of local noise: what each sent has its noise; the mean lacks that of all.
     fed = _secure(tfdp_fl.LocalDP(clip_norm=1e4, noise_multiplier=1.0))
     with pytest.warns(UserWarning, match="7 of 7.*upload zeros"):

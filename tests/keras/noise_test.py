@@ -135,7 +135,7 @@ def test_noise_without_a_seed_depends_on_nothing_that_a_user_can_set():
         fed, moves = federated(fixed(), 10, sampling="poisson"), Moves()
         toy.fit(fed, data=empty_clients(200), callbacks=[moves])
         seen.append(moves.rounds[0])
-        cohorts.add(tuple(fed.run.sampler.cohort(0)))
+        cohorts.add(tuple(fed.run.sampler.draw().positions))
     assert_is_noise(seen, [Z * CLIP / 10] * 2)
     assert len(cohorts) == 2  # Two alike: less than once in 1e15.
 

@@ -22,7 +22,7 @@ _Engine = engine.CohortEngine
 def _cohorts():
     """Yields which are drawn, which train, and with which seeds."""
     seen = types.SimpleNamespace(drawn=[], trained=[], seeds=[])
-    draw, complete = sampling.FixedSizeSampler.cohort, _Engine.complete
+    draw, complete = sampling.FixedSizeSampler._draw, _Engine.complete
 
     def cohort(sampler, round_index):
         positions = draw(sampler, round_index)
@@ -35,7 +35,7 @@ def _cohorts():
         return complete(own, pending)
 
     with (
-        mock.patch.object(sampling.FixedSizeSampler, "cohort", cohort),
+        mock.patch.object(sampling.FixedSizeSampler, "_draw", cohort),
         mock.patch.object(_Engine, "complete", completed),
     ):
         yield seen
@@ -66,7 +66,7 @@ def test_another_attempt_at_a_seeded_round_draws_anew():
 
 
 def test_an_error_of_drawing_is_the_rounds_own():
-    draw = sampling.FixedSizeSampler.cohort
+    draw = sampling.FixedSizeSampler._draw
 
     def cohort(sampler, round_index):
         if round_index == 2:
@@ -75,7 +75,7 @@ def test_an_error_of_drawing_is_the_rounds_own():
 
     fed = toy.federated(clients_per_round=5)
     with (
-        mock.patch.object(sampling.FixedSizeSampler, "cohort", cohort),
+        mock.patch.object(sampling.FixedSizeSampler, "_draw", cohort),
         pytest.raises(RuntimeError, match="is damaged"),
     ):
         toy.fit(fed, 4, data=toy.streamed(toy.clients()))

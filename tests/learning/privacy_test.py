@@ -5,8 +5,8 @@ import dp_accounting
 import numpy as np
 import pytest
 
-from tfdp_fl import accounting, learning, mechanisms
-from tfdp_fl.aggregators import AggregatorState, RoundHistory
+from tfdp_fl import accounting, learning, mechanisms, sampling
+from tfdp_fl.aggregators import AggregatorState, RoundHistory, with_cohort
 from tfdp_fl.aggregators.state import history_line
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
@@ -14,24 +14,38 @@ DELTA = 1e-5
 DECLARED = {"sampling": "poisson", "num_clients": 1000, "clients_per_round": 100}
 
 
-def state_after(mechanism, rounds, clients_per_round=100, **facts):
-    """Returns what an aggregator's state says after a number of rounds."""
+def state_after(mechanism, rounds, clients_per_round=100, sampler="poisson", **facts):
+    """Returns what an aggregator's state says after a number of rounds.
+
+    Their cohorts are of a sampler, or of a new one of that name; None: nobody said.
+    """
     deployment = mechanism_lib.Deployment(
         clients_per_round=clients_per_round, **{"rounds": 10, **facts}
     )
     sizes = np.array([deployment.cohort_size(k) for k in range(rounds)])
     lines = [history_line(mechanism, deployment, k).encode() for k in range(rounds)]
-    history = RoundHistory(lines=np.array(lines, object), answered=sizes)
-    return AggregatorState((), rounds, (), history)
+    state = AggregatorState((), rounds, (), RoundHistory((), ()))
+    if isinstance(sampler, str):
+        sampler = sampling.make_sampler(sampler, 1000, clients_per_round)
+    for index in range(rounds if sampler else 0):
+        cohort = sampler.draw()
+        state = with_cohort(state, cohort)
+        sampler.release(cohort)
+        ended = state.history._replace(attempted=np.arange(index + 1) + 1)
+        state = state._replace(history=ended)
+    history = state.history._replace(lines=np.array(lines, object), answered=sizes)
+    return state._replace(history=history)
 
 
 def one_after_the_other(*states):
     """Returns the state that one process after the other made."""
-    columns = zip(*(each.history for each in states), strict=True)
-    return states[-1]._replace(
-        rounds=sum(each.rounds for each in states),
-        history=RoundHistory(*map(np.concatenate, columns)),
-    )
+    done = np.cumsum([0, *(each.rounds for each in states)])
+    histories = [
+        each.history._replace(attempted=np.asarray(each.history.attempted) + before)
+        for each, before in zip(states, done[:-1], strict=True)
+    ]
+    columns = map(np.concatenate, zip(*histories, strict=True))
+    return states[-1]._replace(rounds=done[-1], history=RoundHistory(*columns))
 
 
 def fixed(noise_multiplier, **options):
@@ -45,13 +59,28 @@ def spent(state, mechanism, **changes):
 
 
 # Ten shuffled cohorts of 100 are one pass: every client once, no more.
-@pytest.mark.parametrize("sampling", ["poisson", "fixed_size", "shuffled"])
-def test_each_sampling_costs_what_it_is_planned_to(sampling):
-    state = state_after(fixed(2.0), 10)
+@pytest.mark.parametrize("name", ["poisson", "fixed_size", "shuffled"])
+def test_each_sampling_costs_what_it_is_planned_to(name):
+    state = state_after(fixed(2.0), 10, sampler=name)
+    unsaid = state_after(fixed(2.0), 10, sampler=None)
     for by in ("rdp", "pld"):
-        value = spent(state, fixed(2.0), sampling=sampling, accountant=by)
-        expected = accounting.epsilon(2.0, sampling, 1000, 100, 10, DELTA, by)
+        value = spent(state, fixed(2.0), sampling=name, accountant=by)
+        expected = accounting.epsilon(2.0, name, 1000, 100, 10, DELTA, by)
         assert value == pytest.approx(expected)
+        assert "did not say" not in value.statement
+        # Where nobody says which cohort it was for, everybody may have been in it.
+        value = spent(unsaid, fixed(2.0), sampling=name, accountant=by)
+        expected = accounting.epsilon(
+            2.0,
+            "fixed_size" if name == "fixed_size" else "poisson",
+            9,
+            9,
+            10,
+            DELTA,
+            by,
+        )
+        assert value == pytest.approx(expected)
+        assert "did not say which cohort" in value.statement
     nothing = mechanisms.NoPrivacy()
     assert spent(state_after(nothing, 1), nothing) == float("inf")
 
@@ -114,6 +143,10 @@ def test_so_do_local_releases():
             "round 1 of 3.*kind",
         ),
         (state_after(fixed(1.0), 2, sampling="fixed_size"), "another kind"),
+        (
+            state_after(fixed(1.0), 2, sampler="fixed_size"),
+            "those of the cohorts",
+        ),
         (state_after(fixed(1.0), 2, num_clients=100), "num_clients must be the 100"),
     ],
 )
@@ -130,7 +163,7 @@ def test_rounds_that_cannot_be_priced_here(earlier, message):
 def test_cohorts_larger_than_declared(sampling, possible, impossible):
     # N = 1000, m = 100: Poisson cohorts above 172 have probability 1e-12.
     def cost(size):
-        state = state_after(fixed(1.0), 3)
+        state = state_after(fixed(1.0), 3, sampler=sampling)
         answered = np.array([90.0, size, 100.0])
         state = state._replace(history=state.history._replace(answered=answered))
         return spent(state, fixed(1.0), sampling=sampling)
@@ -143,7 +176,8 @@ def test_cohorts_larger_than_declared(sampling, possible, impossible):
 def test_a_cohort_that_begins_the_next_pass():
     # Of 250, 100 and 100 leave 50: some of 100 took part before.
     way = {"sampling": "shuffled", "num_clients": 250}
-    state = state_after(fixed(1.0), 3)
+    sampler = sampling.make_sampler("shuffled", 250, 100)
+    state = state_after(fixed(1.0), 3, sampler=sampler)
     with pytest.raises(ValueError, match=r"left of a pass.* 100 answered in round 3"):
         spent(state, fixed(1.0), **way)
     state.history.answered[2] = 50.0
@@ -178,7 +212,7 @@ def test_declarations_that_the_state_contradicts():
 @pytest.mark.parametrize("sampling, z", [("fixed_size", 20.0), ("poisson", None)])
 def test_what_local_noise_is_worth_centrally(sampling, z):
     mechanism = mechanisms.LocalDP(clip_norm=1.0, noise_multiplier=2.0)
-    state = state_after(mechanism, 1, sampling=sampling)
+    state = state_after(mechanism, 1, sampler=sampling, sampling=sampling)
     declared = {**DECLARED, "sampling": sampling}
     (charge,) = learning.privacy_charges(state, mechanism, **declared)
     nothing = dp_accounting.NonPrivateDpEvent()

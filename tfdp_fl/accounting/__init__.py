@@ -1,7 +1,7 @@
 """Privacy accounting of what really ran."""
 
 from tfdp_fl.accounting.accountant import PrivacyAccountant, tightest
-from tfdp_fl.accounting.charge import RoundCharge
+from tfdp_fl.accounting.charge import Participation, Relation, RoundCharge
 from tfdp_fl.accounting.ledger import (
     Budget,
     BudgetExceededError,
@@ -45,8 +45,10 @@ __all__ = [
     "LedgerMovedError",
     "LedgerTamperedError",
     "LedgerWriteError",
+    "Participation",
     "PrivacyAccountant",
     "PrivacyLedger",
+    "Relation",
     "RoundCharge",
     "StatementFacts",
     "analytic_noise_multiplier",

@@ -82,7 +82,7 @@ class PrivacyAccountant:
     @property
     def relation(self) -> dp_accounting.NeighboringRelation | None:
         """The neighbouring relation; None before the first round."""
-        return next((charge.relation for charge in self._counts), None)
+        return next((c.relation.in_accounting for c in self._counts), None)
 
     def would_be(
         self, *charges: charge_lib.RoundCharge | tuple[charge_lib.RoundCharge, int]
@@ -104,9 +104,10 @@ class PrivacyAccountant:
         _validate.instance_of(charge_lib.RoundCharge, charge=charge)
         count = _validate.positive_integer(count=count)
         relation = self.relation
-        if relation not in (None, charge.relation):
+        of_charge = charge.relation.in_accounting
+        if relation not in (None, of_charge):
             raise ValueError(
-                f"charge has the neighbouring relation {charge.relation.name} "
+                f"charge has the neighbouring relation {of_charge.name} "
                 f"({charge.sampling} sampling), the history has "
                 f"{relation.name}; one guarantee cannot cover both."
             )

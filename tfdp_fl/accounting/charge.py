@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import importlib.metadata
 import json
 import math
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import attr
 import dp_accounting
 
 from tfdp_fl import _storage, _validate, schedules
 from tfdp_fl.accounting import releases
+from tfdp_fl.accounting.known_selection import KnownSelectionDpEvent
 from tfdp_fl.accounting.search import BestOfTrialsDpEvent
+
+if TYPE_CHECKING:
+    from typing import Self
 
 SAMPLINGS = ("poisson", "fixed_size", "shuffled", "cyclic")
 # How clients came where nobody drew them: as they liked, so many rounds apart.
@@ -24,12 +29,33 @@ _AMPLIFIED = ("poisson", "fixed_size")
 ACCOUNTANTS = ("rdp", "pld")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RoundCharge:
-    """One round's privacy cost, as data.
+class Relation(enum.Enum):
+    """When two data sets are neighbours: what happens to one client between them.
 
-    Two equal rounds make two equal charges, so a history is compressed to
-    (charge, count) pairs. JSON holds a charge exactly.
+    The names are dp_accounting's; the values are the words that a statement uses.
+    """
+
+    ADD_OR_REMOVE_ONE = "added or removed"
+    REPLACE_ONE = "replaced by another"
+    REPLACE_SPECIAL = "counted as zero in its place"
+
+    @property
+    def in_accounting(self) -> dp_accounting.NeighboringRelation:
+        """The relation that an accountant computes with.
+
+        A client that counts as zero moves a sum by as much as one that is added.
+        """
+        if self is Relation.REPLACE_ONE:
+            return dp_accounting.NeighboringRelation.REPLACE_ONE
+        return dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Participation:
+    """Who could have been in one round.
+
+    Equal participations with equal events make equal charges, so a history is
+    compressed to (charge, count) pairs.
 
     Attributes:
       sampling: How the cohort was really drawn: "poisson" (each client with
@@ -40,26 +66,30 @@ class RoundCharge:
         nothing is claimed for it.
       num_clients: N, the number of clients in the population.
       clients_per_round: m, the expected number of clients in this round.
-      event: What the mechanism releases about the cohort, without sampling.
-        `GaussianDpEvent(z)` for noise of z times the clip norm on the sum,
-        several Gaussians composed, `NonPrivateDpEvent` for no privacy. Under
-        "fixed_size" only these; elsewhere whatever the accountant supports.
+      known_selection: For "fixed_size": whether a cohort is abandoned when one of
+        its clients fails. The cohorts that are released are then drawn from those
+        who do not fail, so nothing is claimed for the secrecy of a selection: with
+        probability m/N the client counts as having been in the attempt for all to
+        see. That holds for every attempt, released or abandoned.
       pass_index: For "shuffled": the pass over the clients that the round
         belongs to. None: unknown, and any client may be in the round.
       pass_offset: For "shuffled": where in the pass's order the cohort begins,
         so that it holds the positions from `pass_offset` up to `pass_offset +
         clients_per_round`; given together with `pass_index`.
-      partition: For "shuffled": names the order that the passes follow. Rounds
-        of two orders never count as one pass.
+      partition: A random id, of the order that passes follow ("shuffled") or of the
+        division into groups ("cyclic"). Rounds of two orders never count as one
+        pass, and a client may be in any group of each division.
+      group: For "cyclic": which of the division's groups the cohort came from.
     """
 
     sampling: str
     num_clients: int
     clients_per_round: float
-    event: dp_accounting.DpEvent
+    known_selection: bool = False
     pass_index: int | None = None
     pass_offset: int | None = None
     partition: str | None = None
+    group: int | None = None
 
     def __post_init__(self):
         _validate.one_of((*SAMPLINGS, SEPARATED), sampling=self.sampling)
@@ -67,20 +97,123 @@ class RoundCharge:
         m = _validate.positive(clients_per_round=self.clients_per_round)
         if self.sampling != "poisson":
             m = checked_size(m, n)
+        if self.known_selection and self.sampling != "fixed_size":
+            raise ValueError(
+                "known_selection must be False but for fixed_size sampling, got "
+                f"{self.sampling} sampling."
+            )
         place = {"pass_index": self.pass_index, "pass_offset": self.pass_offset}
         place = {name: each for name, each in place.items() if each is not None}
-        is_placed = bool(place) or self.partition is not None
-        if len(place) == 1 or (is_placed and self.sampling != "shuffled"):
+        named = self.sampling in ("shuffled", "cyclic")
+        if (
+            len(place) == 1
+            or (place and self.sampling != "shuffled")
+            or (self.partition is not None and not named)
+        ):
             raise ValueError(
-                "pass_index and pass_offset must be given together, and they and "
-                f"partition for shuffled sampling alone, got {place!r} and "
-                f"partition={self.partition!r} for {self.sampling} sampling."
+                "pass_index and pass_offset must be given together, they for "
+                "shuffled sampling alone and partition for that or cyclic sampling, "
+                f"got {place!r} and partition={self.partition!r} for "
+                f"{self.sampling} sampling."
             )
+        if self.group is not None:
+            if self.sampling != "cyclic":
+                raise ValueError(
+                    f"group must be None but for cyclic sampling, got {self.group!r}."
+                )
+            place["group"] = self.group
         for name, value in place.items():
             value = _validate.non_negative_integer(**{name: value})
             object.__setattr__(self, name, value)
         object.__setattr__(self, "num_clients", n)
         object.__setattr__(self, "clients_per_round", m)
+        object.__setattr__(self, "known_selection", bool(self.known_selection))
+
+    def charge(self, event: dp_accounting.DpEvent) -> RoundCharge:
+        """Returns what a round costs in which a mechanism releases `event`.
+
+        Groups are left out: what they are worth is in the event of correlated noise.
+        """
+        fields = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(Participation)
+        }
+        if self.sampling == "cyclic":
+            fields["partition"] = fields["group"] = None
+        return RoundCharge(**fields, event=event)
+
+    @property
+    def sampling_probability(self) -> float:
+        """The ratio m/N, at most 1; 1 where no amplification is claimed."""
+        if self.sampling not in _AMPLIFIED:
+            return 1.0
+        return min(1.0, self.clients_per_round / self.num_clients)
+
+    @property
+    def is_amplified(self) -> bool:
+        """Whether sampling makes the round cheaper than its event."""
+        return self.sampling_probability < 1
+
+    @property
+    def charge_if_abandoned(self) -> bool:
+        """Whether a round that is abandoned costs as much as one that is released.
+
+        Poisson sampling draws the others independently of any one client: whether
+        they fail, and the release if they do not, are a public coin and the usual
+        sampled release. Shuffled and cyclic cohorts claim no amplification. A failing
+        client itself is not protected in either.
+        """
+        return self.known_selection and self.is_amplified
+
+    @property
+    def relation(self) -> Relation:
+        """When two data sets are neighbours: the guarantee's first half."""
+        return relation_of(self.sampling)
+
+    def to_json(self) -> str:
+        """Returns all of it as one line of JSON, exact to the last bit."""
+        fields = {
+            field.name: _storage.plain(getattr(self, field.name), event_to_json)
+            for field in dataclasses.fields(self)
+        }
+        return _storage.canonical(
+            {
+                name: value
+                for name, value in fields.items()
+                if value is not None and value is not False
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str | dict[str, Any]) -> Self:
+        """Returns what `to_json` wrote (text, or already parsed).
+
+        Raises:
+          TypeError, ValueError: It is not what `to_json` writes.
+        """
+        fields = dict(json.loads(text) if isinstance(text, str) else text)
+        if "event" in fields:
+            fields["event"] = event_from_json(fields["event"])
+        return cls(**fields)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundCharge(Participation):
+    """One round's privacy cost, as data: who could have been there, and the event.
+
+    Made by `Participation.charge`. JSON holds a charge exactly.
+
+    Attributes:
+      event: What the mechanism releases about the cohort, without sampling.
+        `GaussianDpEvent(z)` for noise of z times the clip norm on the sum,
+        several Gaussians composed, `NonPrivateDpEvent` for no privacy. Under
+        "fixed_size" only these; elsewhere whatever the accountant supports.
+    """
+
+    event: dp_accounting.DpEvent
+
+    def __post_init__(self):
+        super().__post_init__()
         object.__setattr__(self, "event", normalised(self.event))
         z = self.noise_multiplier
         if z is not None and z < 0:
@@ -92,18 +225,6 @@ class RoundCharge:
                 "event must be a GaussianDpEvent or a composition of them "
                 f"under fixed_size sampling, got {self.event!r}."
             )
-
-    @property
-    def relation(self) -> dp_accounting.NeighboringRelation:
-        """When two data sets are neighbours: the guarantee's first half."""
-        return relation_of(self.sampling)
-
-    @property
-    def sampling_probability(self) -> float:
-        """The ratio m/N, at most 1; 1 where no amplification is claimed."""
-        if self.sampling not in _AMPLIFIED:
-            return 1.0
-        return min(1.0, self.clients_per_round / self.num_clients)
 
     @functools.cached_property
     def noise_multiplier(self) -> float | None:
@@ -118,11 +239,6 @@ class RoundCharge:
         """How far one client moves the clipped sum, in clip norms."""
         return 2.0 if self.sampling == "fixed_size" else 1.0
 
-    @property
-    def is_amplified(self) -> bool:
-        """Whether sampling makes the round cheaper than its event."""
-        return self.sampling_probability < 1
-
     def dp_event(self, accountant: str = "rdp") -> dp_accounting.DpEvent:
         """Returns the event that dp_accounting charges for this round.
 
@@ -132,7 +248,8 @@ class RoundCharge:
         Gaussian(z/2))` (Wang, Balle & Kasiviswanathan 2019, theorem 27,
         https://arxiv.org/abs/1808.00087), and PLD gets
         `TruncatedSubsampledGaussianDpEvent(N, 1.0, m, z)`, which doubles the
-        sensitivity itself; both under replace-one. Shuffled: the bare event,
+        sensitivity itself; both under replace-one. Where the selection counts as
+        known, `KnownSelectionDpEvent(q, Gaussian(z/2))`. Shuffled: the bare event,
         of which a client meets one per pass (see `PrivacyAccountant`). Cyclic:
         the bare event, also for a client who cannot be in the round.
 
@@ -150,6 +267,9 @@ class RoundCharge:
             return dp_accounting.NoOpDpEvent()
         if z is not None:
             event = dp_accounting.GaussianDpEvent(z)
+        if self.known_selection and self.is_amplified:
+            one = dp_accounting.GaussianDpEvent(cast(float, z) / self.sensitivity)
+            return KnownSelectionDpEvent(self.sampling_probability, one)
         if self.sampling == "fixed_size":
             z = cast(float, z)  # Anything else was refused when it was made.
             if accountant == "pld":
@@ -167,37 +287,22 @@ class RoundCharge:
 
     @functools.cached_property
     def _json(self) -> str:
-        fields = {
-            field.name: _storage.plain(getattr(self, field.name), event_to_json)
-            for field in dataclasses.fields(self)
-        }
-        return _storage.canonical(
-            {name: value for name, value in fields.items() if value is not None}
-        )
+        return super().to_json()
 
     def to_json(self) -> str:
-        """Returns the charge as one line of JSON, exact to the last bit."""
+        """See base class."""
         return self._json
-
-    @classmethod
-    def from_json(cls, text: str | dict[str, Any]) -> RoundCharge:
-        """Returns the charge that `to_json` wrote (text, or already parsed).
-
-        Raises:
-          TypeError, ValueError: It is not what `to_json` writes.
-        """
-        fields = dict(json.loads(text) if isinstance(text, str) else text)
-        return cls(**{**fields, "event": event_from_json(fields.get("event"))})
 
     def __hash__(self) -> int:
         return hash(self._json)
 
 
-def relation_of(sampling: str) -> dp_accounting.NeighboringRelation:
+def relation_of(sampling: str) -> Relation:
     """Returns when two data sets are neighbours under a sampling."""
-    if sampling == "fixed_size":
-        return dp_accounting.NeighboringRelation.REPLACE_ONE
-    return dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+    return {
+        "poisson": Relation.ADD_OR_REMOVE_ONE,
+        "fixed_size": Relation.REPLACE_ONE,
+    }.get(sampling, Relation.REPLACE_SPECIAL)
 
 
 def checked_size(value: float, num_clients: int, fractional: bool = False) -> float:
@@ -315,9 +420,8 @@ def normalised(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
 
 
 def _event_class(name: Any) -> Any:
-    if name == BestOfTrialsDpEvent.__name__:
-        return BestOfTrialsDpEvent
-    return getattr(dp_accounting.dp_event, str(name), None)
+    own = {kind.__name__: kind for kind in (BestOfTrialsDpEvent, KnownSelectionDpEvent)}
+    return own.get(name) or getattr(dp_accounting.dp_event, str(name), None)
 
 
 def event_to_json(event: dp_accounting.DpEvent) -> dict[str, Any]:

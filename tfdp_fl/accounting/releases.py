@@ -25,7 +25,7 @@ from dp_accounting.rdp import rdp_privacy_accountant
 from scipy import special, stats
 
 from tfdp_fl import _validate
-from tfdp_fl.accounting import search
+from tfdp_fl.accounting import known_selection, search
 
 # Beyond, an epsilon is above 1e5 or below 1e-5 for any use, and floating point
 # fails: there, noise is taken for less than it is.
@@ -203,6 +203,8 @@ def curve(
     alpha = PARTS[part]
     if isinstance(event, search.BestOfTrialsDpEvent):
         return _best_of_trials(event, relation)[part]
+    if isinstance(event, known_selection.KnownSelectionDpEvent):
+        return known_selection.renyi_divergence(event, alpha)
     if _is_sampled_gaussian(event):
         fixed_size = isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent)
         integers = _INTEGERS_OF_FIXED_SIZE if fixed_size else _INTEGERS
@@ -337,6 +339,8 @@ def event_pld(
     Making it takes most of the time of a PLD epsilon, self-composition little;
     kept, it serves a whole curve of epsilon against rounds.
     """
+    if isinstance(event, known_selection.KnownSelectionDpEvent):
+        return known_selection.privacy_loss(event, interval)
     accountant = _composed(pld.PLDAccountant(relation, interval), event, other="rdp")
     if accountant.get_epsilon(0.5) == math.inf:
         # No privacy; the accountant keeps that beside the distribution.

@@ -11,8 +11,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import dp_accounting
-
 from tfdp_fl import _storage, _validate
 from tfdp_fl.accounting import charge
 
@@ -191,9 +189,8 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
     elif known is not None:
         known = max(known, best)
     values["epsilon_if_participation_is_known"] = known
+    # Locally any two data sets of a client are neighbours.
     relation = charge.relation_of("fixed_size" if local else facts.sampling)
-    if facts.sampling in ("cyclic", "separated") and not local:
-        relation = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
     populations = list(facts.populations) or [facts.num_clients]
     implied = _implied_caveats(facts, delta, best, populations)
     content: dict[str, Any] = {
@@ -220,6 +217,7 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
     given = {
         **content,
         "facts": facts,
+        "neighbours": relation.value,
         "secret": facts.sampling in _SECRET,
         "at_delta": f"delta = {delta:g}",
         "best": best,

@@ -19,6 +19,7 @@ from tfdp_fl.aggregators.state import (
     AggregatorState,
     RoundHistory,
     accountable_state,
+    with_cohort,
 )
 
 __all__ = [
@@ -38,4 +39,5 @@ __all__ = [
     "accountable_state",
     "factory_of",
     "from_mechanism",
+    "with_cohort",
 ]

@@ -67,6 +67,8 @@ def create_cohort_process(
         return state.RoundHistory(
             lines=empty(tf.constant([], tf.string), [None]),
             answered=empty(tf.constant([], tf.float64), [None]),
+            attempts=empty(tf.constant([], tf.string), [None]),
+            attempted=empty(tf.constant([], tf.int64), [None]),
         )
 
     @tff.tensorflow.computation(query_state_type, np.int32)

@@ -98,7 +98,9 @@ class BoundFactory:
                 "and the mechanism's noise is made."
             )
         self._is_scheduled = bool(planned)
-        if numbers.get("max_participations") is None:
+        # Of correlated noise it is counted by groups, unless it is declared.
+        central = mechanism.guarantee == "central"
+        if numbers.get("max_participations") is None and not central:
             numbers["max_participations"] = mechanism.max_participations
         self.deployment = contribution.Deployment(
             clients_per_round=clients,

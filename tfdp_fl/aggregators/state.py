@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -12,7 +14,7 @@ import tensorflow as tf
 import tensorflow_federated as tff
 from scipy import stats
 
-from tfdp_fl import _storage, schedules
+from tfdp_fl import _storage, _validate, sampling, schedules
 from tfdp_fl.accounting import charge
 from tfdp_fl.mechanisms import contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
@@ -30,15 +32,33 @@ class RoundHistory(NamedTuple):
     """What each round cost, written down by the process that ran it.
 
     A state may be handed from process to process; what a round cost is then
-    still what it cost. T is the number of rounds so far.
+    still what it cost. T is the number of rounds so far, A that of cohorts that were
+    drawn for them.
 
     Attributes:
       lines: String [T], see `history_line`.
       answered: Float64 [T], how many clients were in the sum.
+      attempts: String [A], see `with_cohort`: who could have been in each cohort, also
+        in those whose round failed.
+      attempted: Int64 [T], how many of `attempts` there were when the round ended: its
+        own are those since the round before. The last of them was released. Empty
+        if no cohort was ever said.
     """
 
     lines: Any
     answered: Any
+    attempts: Any = ()
+    attempted: Any = ()
+
+    def cohorts(self) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]]]:
+        """Returns the cohorts that were drawn for each round, and those since."""
+        read = [json.loads(text) for text in np.asarray(self.attempts).tolist()]
+        ended = (
+            np.asarray(self.attempted) if len(self.attempted) else [0] * len(self.lines)
+        )
+        ends = [0, *map(int, ended)]
+        parts = [read[i:j] for i, j in itertools.pairwise(ends)]
+        return parts, read[ends[-1] :]
 
 
 def history_kind(mechanism: mechanism_lib.Mechanism) -> dict[str, Any]:
@@ -184,6 +204,10 @@ class RoundPlan:
         return RoundHistory(
             lines=tf.concat([history.lines, [line]], axis=0),
             answered=tf.concat([history.answered, [answered]], axis=0),
+            attempts=history.attempts,
+            attempted=tf.concat(
+                [history.attempted, [tf.size(history.attempts, tf.int64)]], axis=0
+            ),
         )
 
     def checked(
@@ -331,6 +355,53 @@ def accountable_state(state: Any) -> AggregatorState:
             f"after the clip. {_BUILD_INSTEAD}"
         )
     return state
+
+
+def with_cohort(state: Any, cohort: sampling.Cohort) -> Any:
+    """Returns a state that says which cohort its next round is for.
+
+    It is written into the history who could have been in the cohort, not who was.
+    A round whose cohort is not said is charged as if every client had been in it.
+
+    Args:
+      state: A state that `accountable_state` takes.
+      cohort: What a sampler of `tfdp_fl.sampling` drew. Again the same one changes
+        nothing.
+
+    Raises:
+      RuntimeError: The cohort was in a round of this state already, or the state has
+        one of a fixed size that was not released: it cannot be abandoned.
+    """
+    found = accountable_state(state)
+    _validate.instance_of(sampling.Cohort, cohort=cohort)
+    rounds, since = found.history.cohorts()
+    if any(each["draw_id"] == cohort.draw_id for part in rounds for each in part):
+        raise RuntimeError(
+            "cohort must be of a new draw, got one that was in a round of this state "
+            "already: its clients would be there twice. Call sampler.draw()."
+        )
+    if since and since[-1]["draw_id"] == cohort.draw_id:
+        return state
+    for each in since:
+        before = charge.Participation.from_json(each["participation"])
+        spared = before.sampling != "fixed_size" or before.charge_if_abandoned
+        if before.is_amplified and not spared:
+            raise RuntimeError(
+                "cohort must be the one that the state was given before, of a fixed "
+                "size, whose round did not end: leave out the clients that failed and "
+                "call next again, or make the sampler with may_abandon=True, with "
+                "which every round is charged for it."
+            )
+    line = {
+        "participation": json.loads(cohort.participation.to_json()),
+        "draw_id": cohort.draw_id,
+    }
+    attempts = tf.constant(found.history.attempts, tf.string)
+    added = tf.concat([attempts, [_storage.canonical(line)]], axis=0)
+    found = found._replace(history=found.history._replace(attempts=added))
+    if isinstance(state, tff.learning.templates.LearningAlgorithmState):
+        return state._replace(aggregator=found)
+    return found
 
 
 def _check_client_work(state: Any) -> None:

@@ -1,6 +1,10 @@
 """Noise that is correlated across rounds: strategies and their mathematics."""
 
-from tfdp_fl.correlated_noise.participation import Participation, ParticipationRecord
+from tfdp_fl.correlated_noise.participation import (
+    Participation,
+    ParticipationRecord,
+    fold,
+)
 from tfdp_fl.correlated_noise.strategies import (
     BLT,
     BandedToeplitz,
@@ -17,4 +21,5 @@ __all__ = [
     "Participation",
     "ParticipationRecord",
     "Strategy",
+    "fold",
 ]

@@ -48,6 +48,43 @@ class Participation:
         return cast(int, self.max_participations)
 
 
+def fold(
+    participation: Participation,
+    rounds: Sequence[tuple[Hashable, Hashable] | None],
+    most: int | None = None,
+) -> int:
+    """Returns how many times over one client may have had its participations.
+
+    A client that was in more rounds than promised, or sooner again, was in c sets of
+    rounds that each keep the promise: its i-th round goes into set i mod c. So it moves
+    a run by at most c times the sensitivity (the triangle inequality; the noise of one
+    segment is one draw, so costs do not just add up).
+
+    Args:
+      participation: (k, b) and T.
+      rounds: Of each released round of a segment the division into groups and the group
+        that its cohort came from; None where anybody could have been in it. A client is
+        in one group of each division.
+      most: The most rounds that any client was in, where that is known otherwise.
+
+    Returns:
+      c, at least 1.
+    """
+
+    def largest(part: Sequence[tuple[Hashable, Hashable] | None]) -> int:
+        counts = collections.Counter(part)
+        of_division: dict[Hashable, int] = collections.defaultdict(int)
+        for place, count in counts.items():
+            division = None if place is None else place[:1]
+            of_division[division] = max(of_division[division], count)
+        return sum(of_division.values())
+
+    gap = participation.min_separation
+    windows = (rounds[i : i + gap] for i in range(max(1, len(rounds) - gap + 1)))
+    total = largest(rounds) if most is None else min(most, largest(rounds))
+    return max(1, -(-total // participation.most), *map(largest, windows))
+
+
 _Client = TypeVar("_Client", bound=Hashable)
 
 

@@ -32,12 +32,14 @@ class ReleasedRound:
       num_replies: how many of the m clients that were asked were in the sum.
       charge: what it costs somebody who sees the models: one Gaussian, whatever was
         released in it; m, N, and how the m were drawn.
+      is_released: False of a round that was abandoned after its clients were drawn.
     """
 
     server_round: int
     clip_norm: float
     num_replies: int
     charge: charge_lib.RoundCharge
+    is_released: bool = True
 
 
 class RoundHistory:
@@ -142,6 +144,7 @@ class RoundHistory:
           In both cases nothing is charged, and it must not be released.
         """
         if self.ledger is not None:
+            abandoned: dict[str, Any] = {} if released.is_released else {"abandoned": 1}
             self.ledger.record(
                 self.ledger.rounds,
                 released.charge,
@@ -150,6 +153,7 @@ class RoundHistory:
                 server_round=released.server_round,
                 clip_norm=released.clip_norm,
                 num_replies=released.num_replies,
+                **abandoned,
             )
         self.released.append(released)
 

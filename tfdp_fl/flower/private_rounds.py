@@ -6,6 +6,7 @@ released, abandoned, charged and reported is here.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -47,7 +48,6 @@ class PrivateRounds:
       clients_per_round: m.
       rounds: T, or None.
       clip_norm: S, of the next round.
-      on_client_failure: "exclude" or "abort".
       discarded_updates: how many updates arrived not finite, and became zero.
       rejected_replies: how many replies could not be used.
       stopped_before_round: the server's number of the last round that the
@@ -133,8 +133,8 @@ class PrivateRounds:
         # A clip that only the cohort tells is 0 before there is one.
         self.clip_norm = mechanism.first_clip_norm() or sums.NO_CLIP
         rules = ("abort",) if mechanism.needs_exact_cohort else ("exclude", "abort")
-        self.on_client_failure = on_client_failure or rules[0]
-        _validate.one_of(rules, on_client_failure=self.on_client_failure)
+        self._on_client_failure = on_client_failure or rules[0]
+        _validate.one_of(rules, on_client_failure=self._on_client_failure)
         _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
         budget = None
         if target_epsilon is not None or target_delta is not None:
@@ -195,6 +195,11 @@ class PrivateRounds:
         return self._mechanism
 
     @property
+    def on_client_failure(self) -> str:
+        """What becomes of a round in which a client fails; it prices all of them."""
+        return self._on_client_failure
+
+    @property
     def released_rounds(self) -> tuple[history.ReleasedRound, ...]:
         """The rounds that this strategy was charged with."""
         return tuple(self._history.released)
@@ -244,14 +249,13 @@ class PrivateRounds:
         delta, spent = self._delta(delta), self._history.accountant()
         epsilon = spent.epsilon(delta, accountant)
         known = spent.epsilon_if_participation_is_known(delta, accountant)
-        replaced = "nothing, in its place" if self._correlation else "another"
         return {
             "epsilon": epsilon if math.isfinite(epsilon) else None,
             "epsilon_if_cohorts_are_known": known if math.isfinite(known) else None,
             "delta": delta,
             "accountant": accountant,
             "guarantee": self.mechanism.guarantee,
-            "relation": f"one client is replaced by {replaced}",
+            "relation": f"one client is {self._participation.relation.value}",
             "rounds": len(self._history.released),
             "rounds_from_ledger": self._history.num_from_ledger,
             "clients_per_round": self.clients_per_round,
@@ -263,7 +267,8 @@ class PrivateRounds:
         """Returns the sentences that hold; each stands by itself."""
         others, correlated = self._history.num_from_ledger, self._correlation
         failed = any(
-            r.num_replies < r.charge.clients_per_round for r in self._history.released
+            r.is_released and r.num_replies < r.charge.clients_per_round
+            for r in self._history.released
         )
         holds = {
             "floating_point_noise": True,
@@ -275,6 +280,7 @@ class PrivateRounds:
             "flower_nodes_are_clients": not (correlated and correlated.client_of),
             "flower_cohorts_secret": not correlated and epsilon != known,
             "clients_excluded": failed,
+            "rounds_may_be_abandoned": self._participation.known_selection,
             "client_noise_needs_honest_clients": self.mechanism.needs_exact_cohort,
             "flower_secagg": self._averaged_securely,
             "flower_beside_the_model": True,
@@ -296,10 +302,27 @@ class PrivateRounds:
             rounds=self.rounds,
         )
 
+    @property
+    def _participation(self) -> charge_lib.Participation:
+        """Who could be in a round, if that it was abandoned tells nothing more.
+
+        SecAgg+ loses the whole sum with one client.
+        """
+        loses = self.on_client_failure == "abort" or self._averaged_securely
+        return charge_lib.Participation(
+            sampling=self._sampling,
+            num_clients=self.num_clients,
+            clients_per_round=self.clients_per_round,
+            known_selection=loses and self._sampling == "fixed_size",
+        )
+
     # A round.
 
     def _asked_by_strategy(self, server_round: int, *arguments: Any) -> list[Any]:
-        """Forgets the last round; returns what the wrapped strategy would send."""
+        """Settles the last round; returns what the wrapped strategy would send."""
+        if self._open[1] is not None:
+            _logger.warning("Round %s is abandoned: no replies came.", self._open[0])
+            self._abandon(self._open[1])
         self._open = server_round, None
         if self._is_over(server_round, self._history.num_rounds):
             return []  # Flower's own strategies would wait for clients first.
@@ -329,7 +352,7 @@ class PrivateRounds:
                     "The model must hold real numbers of at most 64 bits, got an array "
                     f"of dtype {array.dtype}."
                 )
-        # Abandoned rounds are not counted. Read once: others may write to the ledger.
+        # Rounds that cost nothing are not counted. Read once: others may write to it.
         index = self._history.num_rounds
         if self._is_over(server_round, index):
             return None
@@ -339,12 +362,8 @@ class PrivateRounds:
         if self._correlation is not None:
             self._correlation.begin(sent)  # Or raises, before anybody is asked.
             index = self._correlation.record.released
-        charge = charge_lib.RoundCharge(
-            sampling=self._sampling,
-            num_clients=self.num_clients,
-            clients_per_round=self.clients_per_round,
-            event=self.mechanism.round_event(index, self._deployment),
-        )
+        event = self.mechanism.round_event(index, self._deployment)
+        charge = self._participation.charge(event)
         plan = history.ReleasedRound(server_round, self.clip_norm, len(cohort), charge)
         if not self._history.affords(plan):
             self._stop_before(server_round)
@@ -425,7 +444,7 @@ class PrivateRounds:
                 "these results, or they were here before. Nothing is released or "
                 "charged."
             )
-        self._open = None, None
+        self._open = None, configured  # Until it is settled, whatever fails.
         if configured is None:
             return None
         usable: dict[Hashable, replies.Reply] = {}
@@ -450,17 +469,31 @@ class PrivateRounds:
         # adds the client's share of the noise.
         counted = replied if self.mechanism.needs_exact_cohort else usable
         enough = len(counted) == m or self.on_client_failure == "exclude"
-        if not (usable and enough) or (averaged and rejected):
+        who = configured.plan.charge
+        if not who.is_amplified or who.known_selection:
+            enough = enough and bool(usable)
+        # Else nobody's reply is released as well, as noise alone: that all who were
+        # drawn failed tells who was drawn for the other rounds.
+        if not enough or (averaged and rejected):
             _logger.warning(
                 "Round %s is abandoned: %d of %d clients sent a reply that can be "
                 "used, %d replies cannot.",
                 *(server_round, len(usable), m, rejected),
             )
+            self._abandon(configured)
             return None
         kept = self._correlation
         memory = None if kept is None else kept.memory
         outcome = sums.release(configured, list(usable.values()), memory)
-        charged = dataclasses.replace(configured.plan, num_replies=len(usable))
+        charged = dataclasses.replace(
+            configured.plan,
+            num_replies=len(usable),
+            # SecAgg+ shows itself first in a round's results, and loses all with one.
+            charge=dataclasses.replace(who, known_selection=True)
+            if averaged and self._sampling == "fixed_size"
+            else who,
+        )
+        self._open = None, None
         try:
             # On the disk before anything of the round can be seen; if this raises,
             # nothing has moved.
@@ -473,6 +506,22 @@ class PrivateRounds:
         self.discarded_updates += outcome.discarded
         self.clip_norm = outcome.next_clip_norm
         return configured, outcome.model
+
+    def _abandon(self, configured: sums.ConfiguredRound) -> None:
+        """Charges a round of which nothing is released, if that tells something.
+
+        Nothing is told where everybody is in every round, or nobody was drawn.
+        """
+        if not configured.plan.charge.is_amplified:
+            self._open = None, None
+            return
+        known = dataclasses.replace(configured.plan.charge, known_selection=True)
+        abandoned = dataclasses.replace(
+            configured.plan, num_replies=0, charge=known, is_released=False
+        )
+        with contextlib.suppress(ledger_lib.BudgetExceededError):
+            self._history.add(abandoned)
+        self._open = None, None
 
 
 def _is_of_flower(thing: Any) -> bool:

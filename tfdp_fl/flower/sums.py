@@ -198,7 +198,7 @@ def _mechanisms_clip(
     if mechanism.clip_to_cohort is not None:
         clip = mechanism.clip_to_cohort(norms, tensors())
         this = this._replace(clip_norm=float(clip))
-    usable = tf.constant([not change.discarded for change in changes])
+    usable = tf.constant([not change.discarded for change in changes], tf.bool)
     contribution = mechanism.contribution_of_norm(norms, usable, tensors())
     factors = np.asarray(contribution.update, np.float64) * (1 - _ROUNDING)
     sums = {

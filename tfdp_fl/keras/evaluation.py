@@ -289,12 +289,13 @@ class PrivateMetrics:
         It has the neighbouring relation of the training's sampling: where cohorts have
         a fixed size, a client is replaced by another.
         """
-        return charge_lib.RoundCharge(
+        everybody = charge_lib.Participation(
             sampling="fixed_size" if sampling == "fixed_size" else "poisson",
             num_clients=num_clients,
             clients_per_round=num_clients,
-            event=dp_accounting.GaussianDpEvent(float(self.noise_multiplier)),
         )
+        z = float(self.noise_multiplier)
+        return everybody.charge(dp_accounting.GaussianDpEvent(z))
 
     def contributions(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
         """Returns what each client contributes, float64 [N, 1 + k], of norm <= 1.

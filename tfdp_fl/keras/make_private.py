@@ -115,6 +115,11 @@ def make_private(
         num_clients,
         clients_per_round,
         num_groups=make(_TINY).min_separation,
+        may_abandon=training_setup.may_abandon(
+            make(_TINY),
+            model_options.get("on_client_failure"),
+            model_options.get("secure_aggregation"),
+        ),
     )
     noise = None
     if make(_TINY).guarantee == "central":

@@ -156,6 +156,7 @@ def _sampler(
         fed.setup.clients_per_round,
         plan.seed,
         fed.mechanism.min_separation,
+        may_abandon=fed.setup.may_abandon,
     )
 
 

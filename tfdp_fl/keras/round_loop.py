@@ -3,9 +3,9 @@
     draw a cohort -> collect its updates -> charge -> release
 
 The charge stands between the two halves of a round: what was collected is seen
-by nobody before it is paid for, and what was abandoned is not charged. (It is
-where clients have to trust nobody: a server that abandons a round has received
-what they sent.)
+by nobody before it is paid for. What was abandoned is charged where that it was
+tells of who was drawn (`Participation.charge_if_abandoned`), and where clients have
+to trust nobody: a server that abandons a round has received what they sent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfdp_fl import _interrupts, auditing
+from tfdp_fl import _interrupts, auditing, sampling
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import Executor, PendingRound, RoundInputs, secure_sum
 from tfdp_fl.keras import run as run_lib
@@ -164,22 +164,22 @@ class RoundLoop:
 
         `whole` is closed when the round's callbacks were called.
         """
-        inputs = self._draw(round_index)
+        cohort, inputs = self._draw(round_index)
         pending = self.collector.collect(self.clients, inputs)
         failed = self._failed(pending)
         logs = {"cohort_size": float(len(inputs.positions))}
         report = {"failed_clients": float(failed), "abandoned_rounds": 0.0}
         if failed and self.setup.aborts_on_failure:
-            if self.run.spending.by_client:
-                # Their own noise is all that protects them from the server,
-                # which has received what the others sent.
-                whole.enter_context(_interrupts.after_the_block())
+            by_client = self.run.spending.by_client
+            charged = by_client or cohort.participation.charge_if_abandoned
+            whole.enter_context(_interrupts.after_the_block())
+            if charged:
                 self._charge(inputs)
-            self.run.caveats.add(
-                "rounds_abandoned_charged"
-                if self.run.spending.by_client
-                else "rounds_abandoned"
-            )
+            self.run.sampler.abandon(cohort)
+            if by_client or not charged:
+                self.run.caveats.add(
+                    "rounds_abandoned_charged" if by_client else "rounds_abandoned"
+                )
             self.run.rounds += 1
             report["abandoned_rounds"] = 1.0
             return {**dict.fromkeys(self.run.log_names, math.nan), **logs, **report}
@@ -189,18 +189,20 @@ class RoundLoop:
         # released and not in the history.
         whole.enter_context(_interrupts.after_the_block())
         self._charge(inputs, failed + pending.without_noise)
+        self.run.sampler.release(cohort)
         released = self._release(pending)
         if failed:
             self.run.caveats.add("clients_excluded")
         # The metrics first, as Keras orders them.
         return {**released, **logs, **report}
 
-    def _draw(self, round_index: int) -> RoundInputs:
+    def _draw(self, round_index: int) -> tuple[sampling.Cohort, RoundInputs]:
         """Returns what is decided about a round before anybody trains."""
         run, plan = self.run, self.run.plan
         run.sampler.attempt = attempt = run.attempts.take()
-        positions = run.draw(round_index)
-        return RoundInputs(
+        cohort = run.draw()
+        positions = run.taking_part(cohort.positions)
+        return cohort, RoundInputs(
             round_index=round_index,
             state=run.mechanism_state,
             positions=positions,
@@ -251,7 +253,6 @@ class RoundLoop:
         """Lets the model change by what was paid for."""
         run = self.run
         run.releasing = True
-        run.sampler.released()
         run.mechanism_state, released = self.engine.release(pending)
         run.cohort_sizes.append(len(pending.inputs.positions))
         run.log_names = list(released)

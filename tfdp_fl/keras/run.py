@@ -243,14 +243,16 @@ class Run:
 
     # What the coming rounds draw and cost.
 
-    def draw(
-        self, round_index: int, account: spending_lib.LocalAccount | None = None
-    ) -> np.ndarray:
-        """Returns the positions (int64 [K]) of a round's clients.
+    def draw(self) -> sampling.Cohort:
+        """Returns the next round's cohort, or that of a round that was broken off."""
+        if self.sampler.unsettled is None:
+            self.sampler.next_round = self.rounds
+        return self.sampler.unsettled or self.sampler.draw()
 
-        Clients that took part as often as they may sit out.
-        """
-        positions = self.sampler.cohort(round_index)
+    def taking_part(
+        self, positions: np.ndarray, account: spending_lib.LocalAccount | None = None
+    ) -> np.ndarray:
+        """Returns a cohort without those who took part as often as they may."""
         limit = self.setup.mechanism.max_participations
         if limit is None:
             return positions
@@ -273,7 +275,10 @@ class Run:
         if mechanism.guarantee == spending_lib.LOCAL and size < expected:
             # Clients that are missing did not add their noise.
             event = dp_accounting.NonPrivateDpEvent()
-        return self.sampler.charge(round_index, event)
+        cohort = self.sampler.unsettled
+        if cohort is None or cohort.round_index != round_index:
+            return self.sampler.charge(round_index, event)
+        return self.sampler.charge(cohort, event)
 
     @property
     def mu_squared(self) -> float:
@@ -290,14 +295,15 @@ class Run:
         """
         mu_squared, clients = self.mu_squared, self.spending.clients
         elsewhere = self.spending.mu_squared_elsewhere
-        if self.setup.sampling != "shuffled":
+        if not isinstance(self.sampler, sampling.ShuffledSampler):
             most = self.setup.mechanism.max_participations
             return elsewhere + clients.max_mu_squared_after_draws(
                 rounds, mu_squared, most
             )
         trial = clients.copy()
         for ahead in range(rounds):
-            trial.add(self.draw(self.rounds + ahead, trial), mu_squared)
+            planned = self.sampler.planned(self.rounds + ahead)
+            trial.add(self.taking_part(planned, trial), mu_squared)
         return elsewhere + trial.max_mu_squared
 
     def epsilon_after(

@@ -149,6 +149,8 @@ def _caveats(run: run_lib.Run, cohort_engine: engine.CohortEngine) -> tuple[str,
     other_runs = len(spending.others) > spending.evaluations
     holds = {
         **caveats_of_setup(run.setup, cohort_engine),
+        "rounds_may_be_abandoned": spending.guarantee == spending_lib.CENTRAL
+        and any(charge.charge_if_abandoned for charge in spending.own),
         "unnoised_metrics": private,
         "validation_clients_held_out": bool(run.held_out),
         "hyperparameter_search_not_counted": private and not other_runs,

@@ -175,6 +175,27 @@ class TrainingSetup:
         """Whether a round in which somebody's data fails is abandoned."""
         return self.on_client_failure == "abort"
 
+    @property
+    def may_abandon(self) -> bool:
+        """See the function."""
+        return may_abandon(
+            self.mechanism, self.on_client_failure, self.secure_aggregation
+        )
+
+
+def may_abandon(
+    mechanism: Mechanism,
+    on_client_failure: str | None,
+    secure_aggregation: AdditiveSecretSharing | None,
+) -> bool:
+    """Returns whether others who were drawn and fail decide what of a client counts.
+
+    An abandoned round loses its whole cohort, and in secure aggregation a failed client
+    takes its group with it.
+    """
+    aborts = mechanism.needs_exact_cohort or on_client_failure == "abort"
+    return aborts or secure_aggregation is not None
+
 
 def refuse_arguments(method: str, given: Iterable[str]) -> None:
     """Raises TypeError for arguments that `fit` or `compile` does not take."""

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 
-from tfdp_fl import _validate, aggregators, schedules
+from tfdp_fl import _validate, aggregators, sampling, schedules
 from tfdp_fl.learning import privacy
 from tfdp_fl.mechanisms import contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
@@ -54,6 +54,30 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
         )
         self.mechanism = mechanism
         self.deployment = deployment
+
+    def with_cohort(self, state: Any, cohort: sampling.Cohort) -> Any:
+        """Returns a state that says which cohort its next round is for.
+
+        See `tfdp_fl.aggregators.with_cohort`.
+
+        Args:
+          state: A state of this process.
+          cohort: What a sampler of `tfdp_fl.sampling` drew.
+
+        Raises:
+          ValueError: It was drawn otherwise than the process was built for.
+          RuntimeError: It cannot be this state's next.
+        """
+        _validate.instance_of(sampling.Cohort, cohort=cohort)
+        for name in ("sampling", "num_clients"):
+            built_with = getattr(self.deployment, name)
+            got = getattr(cohort.participation, name)
+            if built_with not in (None, got):
+                raise ValueError(
+                    f"cohort must be drawn with the {name} that the process was built "
+                    f"with, {built_with!r}, got {got!r}."
+                )
+        return aggregators.with_cohort(state, cohort)
 
     def epsilon(
         self, state: Any, *, delta: float, accountant: str = "rdp", **declared: Any

@@ -1,7 +1,8 @@
 """Epsilon from a process's state and the sampling that the caller declares.
 
-TFF is handed the cohort of a round; how it was drawn only the caller knows.
-What each round cost is written down in the state by the process that ran it.
+TFF is handed the clients of a round; how they were drawn only the caller knows.
+What each round released is written down in the state by the process that ran it, and
+who could have been in it by `aggregators.with_cohort`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _validate, accounting, schedules
+from tfdp_fl import _validate, accounting, correlated_noise, schedules
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting.charge import SEPARATED
 from tfdp_fl.accounting.releases import epsilon_of_mu_squared
@@ -58,6 +59,9 @@ def privacy_charges(
 ) -> list[accounting.RoundCharge]:
     """Returns what each round that is in a state cost centrally.
 
+    A round that does not say which cohort it was for (`aggregators.with_cohort`) costs
+    what it costs if every client was in it.
+
     Args:
       state: The state of a learning process, or an `AggregatorState` (see
         `tfdp_fl.aggregators.accountable_state`).
@@ -74,7 +78,8 @@ def privacy_charges(
         it.
 
     Returns:
-      A charge for each round, in order.
+      A charge for each round, in order, and before it those of abandoned cohorts that
+      cost something.
 
     Raises:
       TypeError: `mechanism` is none.
@@ -97,24 +102,98 @@ def privacy_charges(
     lines = _lines(found, mechanism, deployment)
     if lines:
         _check_last(lines, mechanism, deployment)
-    sizes = tuple(line["clients_per_round"] for line in lines)
-    places: list[dict[str, Any]] = [{"clients_per_round": size} for size in sizes]
-    if sampling == "shuffled" and sizes:
-        passes = charge_lib.PassCohorts(num_clients, sizes)
-        places = [passes.place(index) for index in range(len(sizes))]
-        for index, place in enumerate(places):
-            _check_answered(index, found.history[1][index], place, deployment)
-    return [
-        accounting.RoundCharge(
-            sampling=sampling,
-            num_clients=num_clients,
-            event=_event(index, line, answered, mechanism, deployment),
-            **place,
-        )
-        for index, (line, answered, place) in enumerate(
-            zip(lines, found.history[1], places, strict=True)
+    rounds_of, since = found.history.cohorts()
+    _check_cohorts([*rounds_of, since], lines, deployment)
+    events = [
+        _event(index, line, answered, mechanism, deployment)
+        for index, (line, answered) in enumerate(
+            zip(lines, found.history[1], strict=True)
         )
     ]
+    if sampling == "cyclic" and isinstance(mechanism, CorrelatedNoise):
+        events = _folded(events, rounds_of, mechanism, max_participations)
+    charges = []
+    for index, (event, drawn) in enumerate(zip(events, rounds_of, strict=True)):
+        who = _everybody(lines[index], deployment)
+        for each in drawn:
+            who = accounting.Participation.from_json(each["participation"])
+            if each is drawn[-1] or who.charge_if_abandoned:
+                charges.append(who.charge(event))
+        if not drawn:
+            charges.append(who.charge(event))
+        elif deployment.sampling == "shuffled":
+            line = {"clients_per_round": who.clients_per_round}
+            _check_answered(index, found.history[1][index], line, deployment)
+    for each in since:
+        who = accounting.Participation.from_json(each["participation"])
+        if who.charge_if_abandoned:
+            charges.append(who.charge(mechanism.round_event(len(lines), deployment)))
+    return charges
+
+
+def _everybody(
+    line: dict[str, Any], deployment: contribution.Deployment
+) -> accounting.Participation:
+    """Returns who could have been in a round if nobody says: every client."""
+    size, population = line["clients_per_round"], cast(int, deployment.num_clients)
+    sampled = deployment.sampling in ("poisson", "fixed_size")
+    return accounting.Participation(
+        sampling=cast(str, deployment.sampling),
+        num_clients=population,
+        clients_per_round=population if sampled else size,
+    )
+
+
+def _check_cohorts(
+    drawn: list[list[dict[str, Any]]],
+    lines: list[dict[str, Any]],
+    deployment: contribution.Deployment,
+) -> None:
+    """Raises ValueError if a cohort was drawn otherwise than is declared."""
+    for index, each in ((i, each) for i, part in enumerate(drawn) for each in part):
+        who = accounting.Participation.from_json(each["participation"])
+        size = deployment.cohort_size(index)
+        if index < len(lines):
+            size = lines[index]["clients_per_round"]
+        same_size = math.isclose(who.clients_per_round, size, rel_tol=1e-5)
+        if deployment.sampling == "shuffled":  # What is left of a pass.
+            same_size = who.clients_per_round <= size
+        if not same_size or (who.sampling, who.num_clients) != (
+            deployment.sampling,
+            deployment.num_clients,
+        ):
+            raise ValueError(
+                "sampling, num_clients and clients_per_round must be those of the "
+                f"cohorts that the state was given, got {deployment.sampling!r}, "
+                f"{deployment.num_clients} and {size:g} for one of {who!r} in round "
+                f"{index + 1}."
+            )
+
+
+def _folded(
+    events: list[dp_accounting.DpEvent],
+    rounds_of: list[list[dict[str, Any]]],
+    mechanism: CorrelatedNoise,
+    most: int | None,
+) -> list[dp_accounting.DpEvent]:
+    """Returns the events of rounds for the groups that really had their turns.
+
+    Groups that were divided anew, had their turn too soon, or are not known: a client
+    may then be in more rounds than the noise of a segment was made for.
+    """
+    places: list[Any] = []
+    for drawn in rounds_of:
+        who = drawn and accounting.Participation.from_json(drawn[-1]["participation"])
+        places.append((who.partition, who.group) if who else None)
+    folded, period = list(events), mechanism.event_period
+    for start in range(0, len(events), period):
+        part = slice(start, start + period)
+        times = correlated_noise.fold(mechanism.participation, places[part], most)
+        for index, event in enumerate(events[part], start):
+            if times > 1 and isinstance(event, dp_accounting.GaussianDpEvent):
+                z = event.noise_multiplier / times
+                folded[index] = dp_accounting.GaussianDpEvent(z)
+    return folded
 
 
 def epsilon(
@@ -196,7 +275,10 @@ def epsilon(
             "epsilon_if_participation_is_known": known,
             "pld_is_exact": record.is_one_gaussian,
         }
-        sizes = [float(charge.clients_per_round) for charge in charges]
+        written = state_lib.accountable_state(state).history.lines
+        sizes = [
+            float(json.loads(line)["clients_per_round"]) for line in np.asarray(written)
+        ]
         noise_multipliers = {charge.noise_multiplier for charge in charges}
     parameters = mechanism.parameters()
     if len(noise_multipliers) > 1 and None not in noise_multipliers:
@@ -221,7 +303,7 @@ def epsilon(
         max_participations=times,
         implied_epsilon=mechanism.epsilon if per_record else None,
         implied_delta=mechanism.implied_delta,
-        caveats=_caveats(mechanism, sampling),
+        caveats=_caveats(mechanism, sampling, state),
         **how,
     )
     return result
@@ -233,9 +315,10 @@ def _lines(
     deployment: contribution.Deployment,
 ) -> list[dict[str, Any]]:
     """Returns what is written down, if it can be told what it means."""
-    written, answered = map(np.asarray, found.history)
+    written, answered = map(np.asarray, found.history[:2])
     done = int(found.rounds)
-    if not len(written) == len(answered) == done:
+    ended = len(found.history.attempted) or done
+    if not len(written) == len(answered) == ended == done:
         raise ValueError(
             f"state must have a history of each of its {done} rounds, got one "
             f"of {len(written)}."
@@ -334,13 +417,22 @@ def _check_last(
         )
 
 
-def _caveats(mechanism: mechanism_lib.Mechanism, sampling: str) -> tuple[str, ...]:
+def _caveats(
+    mechanism: mechanism_lib.Mechanism, sampling: str, state: Any
+) -> tuple[str, ...]:
     if mechanism.guarantee == "none":
         return mechanism.caveats()
     at_clients = mechanism.noise_site == "client"
     apart = sampling == SEPARATED and isinstance(mechanism, CorrelatedNoise)
+    rounds_of, since = state_lib.accountable_state(state).history.cohorts()
+    drawn = [each for part in (*rounds_of, since) for each in part]
+    # Of a local guarantee, or where nobody draws, that says nothing.
+    silent = mechanism.guarantee == "central" and sampling != SEPARATED
+    known = any(each["participation"].get("known_selection") for each in drawn)
     return (
         *mechanism.caveats(),
+        *(("tff_cohorts_not_said",) if silent and not all(rounds_of) else ()),
+        *(("rounds_may_be_abandoned",) if known else ()),
         *(("client_noise_needs_honest_clients",) if at_clients else ()),
         *(("participations_declared",) if apart else ()),
         "tff_cohorts_declared",

@@ -124,7 +124,7 @@ class Ledger(FederatedCallback):
                 "guarantee."
             )
         sampling, found = fed.setup.sampling, contents.accountant().relation
-        relation = charge_lib.relation_of(sampling)
+        relation = charge_lib.relation_of(sampling).in_accounting
         if found not in (None, relation):
             raise ValueError(
                 "path must be a ledger of rounds whose neighbouring relation is "

@@ -1,0 +1,70 @@
+"""What a round costs if its selection of clients counts as known."""
+
+from __future__ import annotations
+
+import attr
+import dp_accounting
+import numpy as np
+from dp_accounting.pld import privacy_loss_distribution
+from scipy import stats
+
+# Beyond so many standard deviations a loss counts as infinite: below 1e-23.
+_TAIL = 10.0
+
+
+@attr.s(frozen=True, slots=True, auto_attribs=True)
+class KnownSelectionDpEvent(dp_accounting.DpEvent):
+    """With probability q a Gaussian release, else nothing; and it is known which.
+
+    It dominates an attempt at a round for which a cohort of a fixed size is drawn,
+    and which is abandoned if one of the cohort fails, whoever fails. A client is
+    drawn, and the round released, with probability at most q = m/N; in all other
+    cases it moves nothing. To reveal which case it is can only help an observer.
+
+    Attributes:
+      sampling_probability: q.
+      event: The Gaussian of noise stddev / sensitivity; of replace-one, z / 2.
+    """
+
+    sampling_probability: float
+    event: dp_accounting.GaussianDpEvent
+
+
+def renyi_divergence(event: KnownSelectionDpEvent, orders: np.ndarray) -> np.ndarray:
+    """Returns the Renyi divergence at orders: log(1 - q + q exp((a - 1) r)) / (a - 1).
+
+    r = a / (2 z^2) is the Gaussian's. The two mixtures share the known selection, so
+    the moments of their parts add up with its weights.
+
+    Args:
+      event: The event.
+      orders: Float64 [K], a > 1.
+    """
+    q, z = event.sampling_probability, event.event.noise_multiplier
+    log_moment = (orders - 1) * orders / (2 * z * z)
+    # Near order 1 the sum is 1 and little more, far from it too large for a float.
+    near = np.log1p(q * np.expm1(np.minimum(log_moment, 1.0)))
+    far = np.logaddexp(np.log1p(-q), np.log(q) + log_moment)
+    return np.where(log_moment < 1, near, far) / (orders - 1) * (1 + 1e-14)
+
+
+def privacy_loss(
+    event: KnownSelectionDpEvent, interval: float
+) -> privacy_loss_distribution.PrivacyLossDistribution:
+    """Returns the privacy loss distribution: loss 0 with probability 1 - q.
+
+    The Gaussian's loss is N(mu^2 / 2, mu^2), mu = 1/z, in both directions; each is
+    rounded up to a multiple of `interval`.
+    """
+    q, mu = event.sampling_probability, 1 / event.event.noise_multiplier
+    mean = mu * mu / 2
+    first, last = np.ceil((mean + np.array([-_TAIL, _TAIL]) * mu) / interval)
+    cells = np.arange(first, last + 1)
+    below = stats.norm.cdf((cells * interval - mean) / mu)
+    mass = q * np.diff(below, prepend=0.0)  # What is below the first counts as it.
+    losses = dict(zip(cells.astype(int).tolist(), mass.tolist(), strict=True))
+    losses[0] = losses.get(0, 0.0) + 1 - q
+    rounded = privacy_loss_distribution.PrivacyLossDistribution
+    return rounded.create_from_rounded_probability(
+        losses, q * float(stats.norm.sf((last * interval - mean) / mu)), interval
+    )
