@@ -82,7 +82,10 @@ def create_cohort_process(
     if query.two_phase:
         clip_to_cohort = _create_clip_to_cohort(query, query_state_type, value_type)
     preprocess_record = _create_preprocess_record(
-        query, derive_sample_params.type_signature.result, client_types
+        query,
+        derive_sample_params.type_signature.result,
+        client_types,
+        exact=inner_factory is None,
     )
     record_type = preprocess_record.type_signature.result
     sum_process = create_record_sum(record_type, inner_factory, scalars_factory)
@@ -228,8 +231,17 @@ def _create_preprocess_record(
     query: cohort_query.CohortQuery,
     params_type: tff.types.Type,
     client_types: list[tff.types.Type],
+    exact: bool,
 ) -> tff.Computation:
-    """Returns what a client does with its value, and perhaps its weight."""
+    """Returns what a client does with its value, and perhaps its weight.
+
+    Args:
+      query: The mechanism's.
+      params_type: Of what clients are sent.
+      client_types: Of the value, and perhaps of the weight.
+      exact: Whether updates are handed in as float64, of which sums are exact
+        (`mechanisms.records`); an inner factory is handed them as they are.
+    """
     value_type = client_types[0]
 
     def preprocess(params, value, *weight):
@@ -238,7 +250,9 @@ def _create_preprocess_record(
         record = query.preprocess_record(params, tensors, *client)
         fields = collections.OrderedDict(record._asdict())
         update = fields.pop("update")
-        if isinstance(update, list) and len(update) == len(tensors):
+        if exact:
+            update = tf.nest.map_structure(lambda t: tf.cast(t, tf.float64), update)
+        elif isinstance(update, list) and len(update) == len(tensors):
             # As the inner factory would be handed it without a mechanism.
             update = from_list(update, value_type)
         fields["sums"] = collections.OrderedDict(fields["sums"])
@@ -290,7 +304,7 @@ def _create_noised_result(
             cohort_size=tf.cast(size, tf.int32),
         )
         return (
-            from_list(list(mean), value_type),
+            from_list(list(map(tf.cast, mean, _dtypes(value_type))), value_type),
             measurements,
             new_state,
             round_index + 1,
@@ -298,6 +312,13 @@ def _create_noised_result(
         )
 
     return get_noised_result
+
+
+def _dtypes(value_type: tff.types.Type) -> list[tf.DType]:
+    """Returns the dtypes of a value's tensors, in the order of `to_list`."""
+    if isinstance(value_type, tff.TensorType):
+        return [tf.as_dtype(value_type.dtype)]
+    return [dtype for each in value_type for dtype in _dtypes(each)]
 
 
 def _without_varargs(function: Callable[..., Any], arity: int) -> Any:

@@ -134,13 +134,16 @@ def privacy_charges(
 def _everybody(
     line: dict[str, Any], deployment: contribution.Deployment
 ) -> accounting.Participation:
-    """Returns who could have been in a round if nobody says: every client."""
+    """Returns who could have been in a round if nobody says: every client.
+
+    Not so under Poisson sampling, whose cohorts follow from nothing but what is
+    declared. Of a fixed size it is not known whether cohorts were drawn again.
+    """
     size, population = line["clients_per_round"], cast(int, deployment.num_clients)
-    sampled = deployment.sampling in ("poisson", "fixed_size")
     return accounting.Participation(
         sampling=cast(str, deployment.sampling),
         num_clients=population,
-        clients_per_round=population if sampled else size,
+        clients_per_round=population if deployment.sampling == "fixed_size" else size,
     )
 
 
