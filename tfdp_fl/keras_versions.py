@@ -94,6 +94,15 @@ def has_adapted_weights(layer: tf.keras.layers.Layer) -> bool:
     )
 
 
+def inputs_of(model: tf.keras.Model) -> Any:
+    """Returns the nest of a model's symbolic inputs; None if it does not know them."""
+    name = "_inputs_struct" if IS_KERAS_3 else "_nested_inputs"
+    nest = getattr(model, name, None)
+    if nest is None:  # A `Sequential` has one.
+        nest = getattr(model, "inputs", None) or None
+    return nest[0] if isinstance(nest, list | tuple) and len(nest) == 1 else nest
+
+
 def own_random_state(model: tf.keras.Model) -> list[Any]:
     """Returns the states of the generators of random layers, Keras's variables."""
     found: dict[int, Any] = {}

@@ -21,22 +21,26 @@ _ALLOWED = (
 )
 
 
-def as_federated(clients: Any) -> FederatedDataset:
+def as_federated(clients: Any, element_spec: Any = None) -> FederatedDataset:
     """Returns clients' data as a `FederatedDataset`.
 
     Args:
       clients: One already; a mapping from client ids to `(x, y)` or `(x, y,
         sample_weight)` (nests of arrays) or to `tf.data.Dataset`s; a list of
         those, whose clients are then 0 to N - 1; or a TFF `ClientData`.
+      element_spec: What an example looks like, as in
+        `FederatedDataset.from_client_fn`, unless the model and the loss tell.
 
     Raises:
       TypeError: It is something else; the message names its type only.
-      ValueError: Clients do not fit together.
+      ValueError: A client's own examples do not fit together.
     """
     if isinstance(clients, FederatedDataset):
+        if element_spec is not None:
+            raise ValueError("element_spec must be None for a FederatedDataset.")
         return clients
     if hasattr(clients, "create_tf_dataset_for_client"):
-        return FederatedDataset.from_client_data(clients)
+        return FederatedDataset.from_client_data(clients, element_spec)
     is_list = isinstance(clients, list | tuple)
     by_id = dict(enumerate(clients)) if is_list else clients
     kinds = tuple | list | tf.data.Dataset
@@ -49,7 +53,8 @@ def as_federated(clients: Any) -> FederatedDataset:
     if by_id and all(isinstance(data, tf.data.Dataset) for data in by_id.values()):
         make = FederatedDataset.from_tf_datasets
     dataset = make(
-        {k: tuple(v) if isinstance(v, list) else v for k, v in by_id.items()}
+        {k: tuple(v) if isinstance(v, list) else v for k, v in by_id.items()},
+        element_spec,
     )
     # Known by their places, then: see `FederatedDataset.clients_digest`.
     return dataset.with_ids(range(len(by_id))) if is_list else dataset

@@ -15,8 +15,11 @@ from typing import Any
 import numpy as np
 
 from tfdp_fl import _validate
+from tfdp_fl.datasets import nests
 
 Columns = str | Sequence[str] | Mapping[str, str | Sequence[str]]
+# Unicode's format and control characters.
+_UNSEEN = ("Cf", "Cc")
 # Of columns that are no numbers: the values that each may have, known beforehand.
 Vocabulary = Mapping[str, Sequence[Any]]
 
@@ -60,7 +63,8 @@ def distinct(client_ids: Sequence[Any]) -> Sequence[Any]:
         if other is not client_id:
             warnings.warn(
                 f"client_ids has {other!r} and {client_id!r}, which differ only in "
-                "type, Unicode form, spaces or a '.0'. If both are one client, the "
+                "type, Unicode form, case, spaces, characters that are not seen, "
+                "leading zeros or a '.0'. If both are one client, the "
                 "guarantee does not cover that client: make their ids equal.",
                 RuntimeWarning,
                 stacklevel=4,
@@ -73,9 +77,11 @@ def _as_read(client_id: Any) -> str:
     text = (
         client_id.decode("latin-1") if isinstance(client_id, bytes) else str(client_id)
     )
-    text = "".join(unicodedata.normalize("NFKC", text).split())
-    # A column of whole numbers with a gap is one of floats.
-    return re.sub(r"^([+-]?\d+)\.0+$", r"\1", text)
+    text = "".join(unicodedata.normalize("NFKC", text).casefold().split())
+    # Such as a byte order mark, or a space without width.
+    text = "".join(one for one in text if unicodedata.category(one) not in _UNSEEN)
+    # A column of whole numbers with a gap is one of floats; one of text has zeros.
+    return re.sub(r"^([+-]?)0*(\d+?)(\.0+)?$", r"\1\2", text)
 
 
 def digest(client_ids: Sequence[Any]) -> str:
@@ -319,11 +325,11 @@ def _codes(column: Any, name: str, values: Sequence[Any]) -> np.ndarray:
 
 def parquet_clients(
     path: str | os.PathLike[str], *columns: Any, **named: Any
-) -> tuple[list[Any], Callable[[Any], tuple[Any, ...]]] | None:
-    """Returns the clients of a sorted Parquet file, and what reads one of them.
+) -> tuple[list[Any], Callable[[Any], tuple[Any, ...]], Any] | None:
+    """Returns the clients of a sorted Parquet file, what reads one, and their spec.
 
-    All values are checked now, one row group at a time. None: the rows of a client are
-    not together.
+    All values are checked now, one row group at a time; the spec is that of the file's
+    schema. None: the rows of a client are not together.
 
     Args:
       path: The file.
@@ -343,7 +349,7 @@ def parquet_clients(
     for number in range(metadata.num_row_groups):
         size = metadata.row_group(number).num_rows
         try:
-            _, _, rows, _ = split(group(number), *columns, **named)
+            x, y, rows, weights = split(group(number), *columns, **named)
         except ValueError as error:
             if not first_row:
                 raise
@@ -367,4 +373,5 @@ def parquet_clients(
             raise ValueError(f"{path} has changed: rows of other clients are there.")
         return (x, y) if weights is None else (x, y, weights)
 
-    return list(pieces), read
+    examples = (x, y) if weights is None else (x, y, weights)
+    return list(pieces), read, nests.spec_of(examples)

@@ -37,6 +37,21 @@ class LabelRange(NamedTuple):
     ignored: int | None
 
 
+def spec_for(loss: Any, output: tf.Tensor) -> tf.TensorSpec | None:
+    """Returns what one label looks like for a loss of Keras's; None for others.
+
+    Args:
+      loss: The loss of an output.
+      output: The output's values for a batch.
+    """
+    function: Any = getattr(loss, "fn", loss)
+    if not (keras_versions.is_of_keras(function) and hasattr(function, "__name__")):
+        return None  # It may take labels of any kind.
+    if function.__name__ in _OF_NUMBERS:
+        return tf.TensorSpec(output.shape[1:-1], tf.int64)
+    return tf.TensorSpec(output.shape[1:], tf.float32)
+
+
 def ranges(
     labels: Sequence[tf.Tensor], outputs: list[tuple[Any, Any, Any]]
 ) -> list[LabelRange]:
@@ -63,9 +78,9 @@ def ranges(
                 "integers of them."
             )
         shape, expected = labels[leaf].shape[1:], output.shape[1:]
-        allowed: tuple[Any, ...] = (expected,)
+        allowed: tuple[Any, ...] = (spec_for(loss, output).shape,)
         if function.__name__ in _OF_NUMBERS:
-            allowed = (expected[:-1], [*expected[:-1], 1])
+            allowed = (*allowed, [*expected[:-1], 1])
         elif expected.rank and expected[-1] == 1:
             allowed = (expected, expected[:-1])
         if not any(shape.is_compatible_with(other) for other in allowed):

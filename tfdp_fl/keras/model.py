@@ -36,7 +36,7 @@ from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.callbacks import federated_callback, ledger
 from tfdp_fl.keras.checkpoint import InterruptedRun
 from tfdp_fl.keras.evaluation import PrivateMetrics, Validation
-from tfdp_fl.keras.preparation import prepare
+from tfdp_fl.keras.preparation import conform, prepare
 from tfdp_fl.keras.run import FitPlan, Run
 from tfdp_fl.keras.training_setup import PrivacyTarget, TrainingSetup
 from tfdp_fl.mechanisms import ClientWeighting, Mechanism, noise
@@ -340,7 +340,7 @@ class DPFederatedModel:
         """
         training = self.require_compiled("evaluate_clients")
         _validate.positive_integer(batch_size=batch_size)
-        dataset = datasets.as_federated(clients)
+        dataset = conform(self.model, training, datasets.as_federated(clients))
         bar = _checked_verbose(verbose)
         if private is not None:
             return evaluation.release(self, private, dataset, batch_size, bar)
@@ -454,7 +454,7 @@ class DPFederatedModel:
           known, and `between_client_variance` and `update_scale` if asked for.
         """
         training_setup.refuse_arguments("fit", others)
-        self.require_compiled("fit")
+        training = self.require_compiled("fit")
         if resume_from is None:  # Else both come from there: weights and their cost.
             run_lib.check_owner(self)
         if client_ids is None and isinstance(y, int | np.integer) and rounds == 1:
@@ -464,6 +464,7 @@ class DPFederatedModel:
         clients = persons.of_fit(
             clients if x is None else x, y, client_ids, sample_weight
         )
+        clients = conform(self.model, training, clients)
         clients, validation = Validation(
             data=validation_data,
             every=validation_freq,
@@ -494,7 +495,7 @@ class DPFederatedModel:
                 )
         self._verbose = _checked_verbose(verbose)
         callbacks = federated_callback.checked(callbacks)
-        validation.check_features(self.model)
+        validation = validation.conformed(self.model, training)
         plan = FitPlan(
             first_round=self.rounds,
             last_round=self.rounds + rounds,

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import engine, sampling
+from tfdp_fl import engine, keras_versions, sampling
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
-from tfdp_fl.engine import trainer
+from tfdp_fl.engine import labels, trainer
 from tfdp_fl.keras.run import FitPlan, Population, Run
 from tfdp_fl.mechanisms import Deployment, Mechanism, grid, noise
 
@@ -46,6 +46,7 @@ def prepare(
       moments: Whether to compute Geyer's V_c and U_s.
     """
     setup, mechanism, run = fed.setup, fed.mechanism, fed.run
+    _check_some_fit(clients)
     population = _checked_population(fed, clients)
     sampler = _sampler(fed, clients, plan)
     for round_index in range(plan.first_round, plan.last_round):
@@ -101,6 +102,14 @@ def prepare(
         if run.windows is None or run.windows.shape != shape:
             run.windows = np.full(shape, np.nan, np.float32)
     return run, cohort_engine
+
+
+def _check_some_fit(clients: FederatedDataset) -> None:
+    """Raises TypeError or ValueError if nobody's examples in memory are usable."""
+    failed = clients.failures(np.arange(clients.num_clients))
+    if failed and not clients.client_sizes().any():
+        error, name = failed[0].error, clients.client_ids[failed[0].position]
+        raise type(error)(f"clients (client {name!r}): {error}") from error
 
 
 def _checked_population(fed: DPFederatedModel, clients: FederatedDataset) -> Population:
@@ -253,6 +262,107 @@ def _engine(
         )
     made.made_for = made_for
     return made
+
+
+def conform(
+    model: tf.keras.Model,
+    training: engine.Training,
+    clients: FederatedDataset,
+    argument: str = "clients",
+) -> FederatedDataset:
+    """Returns clients whose examples look as is declared, or as model and loss say.
+
+    That is public: no client has a part in it, and whoever does not fit fails alone.
+
+    Args:
+      model: The Keras model.
+      training: What was compiled.
+      clients: Any clients.
+      argument: What they are, for errors.
+
+    Raises:
+      ValueError: Nothing is declared, and model and loss do not tell.
+    """
+    if clients.is_declared:
+        return clients
+    x, input_names = _features_of(model)
+    if x is None or not all(
+        leaf.shape.is_fully_defined() for leaf in tf.nest.flatten(x)
+    ):
+        raise _undeclared(argument, "the model does not tell the sizes of its inputs")
+    predicted = model(trainer.zeros_like_batch(x), training=False)
+    y, weight = _labels_of(model, training, predicted)
+    if y is None:
+        raise _undeclared(argument, "the loss does not tell what its labels are")
+    if weight is not None:
+        y = nests.Weighted(y, weight)
+    names = input_names, getattr(model, "output_names", None) or ()
+    return clients.conform((x, y), names)
+
+
+def _undeclared(argument: str, why: str) -> ValueError:
+    return ValueError(
+        f"{argument} must have an element_spec, because {why}, and what clients hold "
+        "must not decide it: declare the tf.TensorSpecs of one example, as in "
+        "tfdp_fl.datasets.as_federated(clients, element_spec=(tf.TensorSpec([20], "
+        "tf.int64), tf.TensorSpec([], tf.float32)))."
+    )
+
+
+def _features_of(model: tf.keras.Model) -> tuple[Any, list[str]]:
+    """Returns the specs of a model's inputs, and their names; None if it has none."""
+    inputs = keras_versions.inputs_of(model)
+    if inputs is not None:
+        leaves = tf.nest.flatten(inputs)
+        specs = [_spec(leaf.shape[1:], tf.as_dtype(leaf.dtype)) for leaf in leaves]
+        names = [leaf.name.partition(":")[0] for leaf in leaves]
+        return tf.nest.pack_sequence_as(inputs, specs), names
+    # One of its own class knows the shapes that it was built with, and no dtypes.
+    shapes = getattr(model, "get_build_config", dict)() or {}
+    shapes = shapes.get("input_shape")
+    is_one = isinstance(shapes, tuple) and not any(map(np.iterable, shapes))
+    parts = shapes if isinstance(shapes, dict) else {"": shapes if is_one else None}
+    for dtype in tf.float32, tf.int64:
+        with contextlib.suppress(TypeError, ValueError):
+            spec = {k: tf.TensorSpec(part[1:], dtype) for k, part in parts.items()}
+            spec = spec if isinstance(shapes, dict) else spec[""]
+            check_features(model, spec, "")
+            return spec, []
+    return None, []
+
+
+def _spec(shape: Any, dtype: tf.DType) -> tf.TensorSpec:
+    """Returns a spec of 32-bit floating point and 64-bit integers."""
+    if dtype.is_floating:
+        return tf.TensorSpec(shape, tf.float32)
+    return tf.TensorSpec(shape, tf.int64 if dtype.is_integer else dtype)
+
+
+def _labels_of(
+    model: tf.keras.Model, training: engine.Training, predicted: Any
+) -> tuple[Any, Any]:
+    """Returns the specs of labels and of their weights; None of what is not known."""
+    flat = tf.nest.flatten(predicted)
+    if keras_versions.IS_KERAS_3:
+        compiled, _ = keras_versions.compiled_loss_and_metrics(
+            model, training.loss, None, training.loss_weights, None
+        )
+        places = tf.nest.pack_sequence_as(predicted, range(len(flat)))
+        outputs = keras_versions.labels_and_outputs(
+            training.loss, compiled, places, predicted
+        )
+    else:
+        outputs = [(0, flat[0], tf.keras.losses.get(training.loss))]
+    found = {place: labels.spec_for(loss, output) for place, output, loss in outputs}
+    specs = [found.get(place) for place in range(len(flat))]
+    if not all(spec is not None and spec.shape.is_fully_defined() for spec in specs):
+        return None, None
+    weight = None
+    if keras_versions.IS_KERAS_3 and len(flat) == 1:
+        # One for each example, whatever rank its losses are of.
+        ((_, output, _),) = outputs
+        weight = tf.TensorSpec([1] * max(0, output.shape.rank - 2))
+    return tf.nest.pack_sequence_as(predicted, specs), weight
 
 
 def check_features(
