@@ -27,6 +27,7 @@ _NUMBERS = (bool, int, float, np.number, np.bool_)
 PADDING = "keras.utils.pad_sequences pads sequences of unequal length"
 
 
+_STRINGS = "a tf.keras.layers.StringLookup of their values makes integers of strings"
 NO_CAST = (
     "x, y and sample_weight must hold whole numbers where those are expected, got a "
     "fraction, a NaN or a number that is too large"
@@ -289,9 +290,10 @@ def conform(
         elif not all(map(functools.partial(_is_of, names is None), leaves, specs)):
             wrong = describe_spec(spec_of(own))
         if wrong:
+            hint = _STRINGS if "string" in wrong else PADDING
             raise ExamplesValueError(
                 f"{name} must be {describe_spec(wanted)} for each example, got "
-                f"{wrong}; {PADDING}."
+                f"{wrong}; {hint}."
             )
         cast = list(map(_cast, leaves, specs))
         fits = np.all([fits, *(same for _, same in cast)], axis=0)

@@ -372,7 +372,7 @@ def release(
             clients,
             batch_size,
             verbose,
-            silent=True,
+            True,
         )
         private.contributions(values)  # Raises before anything is charged.
         with _interrupts.after_the_block():
