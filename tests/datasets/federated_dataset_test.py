@@ -388,7 +388,13 @@ def test_repeated_ids_are_refused(make):
         make(["b", "a", float("nan"), "c"])
     # Those that only a program tells apart are warned of.
     alike = ((1, "1"), (1.0, "1"), ("7", "7.0"), ("a", b"a"), ("x", " x"))
-    unseen = (("7", "\ufeff7"), ("a\u200bb", "ab"), ("007", "7"), (7, "07.0"), ("a", "A"))
+    unseen = (
+        ("7", "\ufeff7"),
+        ("a\u200bb", "ab"),
+        ("007", "7"),
+        (7, "07.0"),
+        ("a", "A"),
+    )
     for one, other in (*alike, *unseen, ("A\u0301 1", "\u00c1  1")):
         with pytest.warns(RuntimeWarning, match="differ only in type, Unicode"):
             make(["d", "c", one, other])

@@ -41,7 +41,8 @@ def _after_nobody(x: Any, y: Any) -> Any:
 
 
 def _streamed(x: Any) -> Any:
-    return _fit(FederatedDataset.from_client_fn(["ben"], lambda _: (x, _Y)))
+    spec = tf.TensorSpec(x.shape[1:]), tf.TensorSpec([], tf.int64)
+    return _fit(FederatedDataset.from_client_fn(["ben"], lambda _: (x, _Y), spec))
 
 
 def _frame(**options: Any) -> Any:

@@ -322,6 +322,11 @@ class FederatedDataset:
         return self._source.element_spec
 
     @property
+    def is_streamed(self) -> bool:
+        """Whether clients are read when they are asked for."""
+        return isinstance(self._source, sources.StreamedSource)
+
+    @property
     def is_declared(self) -> bool:
         """Whether what examples look like is known, and public."""
         return self._source.is_declared
@@ -341,7 +346,7 @@ class FederatedDataset:
         hold goes in as well, if it is in memory.
         """
         digest = tables.digest(self._client_ids)
-        if self.has_names or isinstance(self._source, sources.StreamedSource):
+        if self.has_names or self.is_streamed:
             return digest
         both = digest + self._source.content_digest()
         return hashlib.sha256(both.encode()).hexdigest()
@@ -480,7 +485,7 @@ class FederatedDataset:
         Raises:
           Exception: What reading a client raised.
         """
-        if not isinstance(self._source, sources.StreamedSource):
+        if not self.is_streamed:
             return self
         read = self._source.read
         named = ((k, nests.unpaired(*read(n))) for n, k in enumerate(self._client_ids))
@@ -572,8 +577,7 @@ class FederatedDataset:
     # In words.
 
     def __repr__(self) -> str:
-        is_streamed = isinstance(self._source, sources.StreamedSource)
-        kind = "streamed" if is_streamed else "indexed"
+        kind = "streamed" if self.is_streamed else "indexed"
         return f"<FederatedDataset: {self.num_clients} clients, {kind}>"
 
 

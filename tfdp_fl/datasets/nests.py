@@ -283,7 +283,11 @@ def conform(
     order = ("x", "y", "sample_weight")
     for place, (name, own, wanted) in enumerate(zip(order, given, want, strict=False)):
         called = None if names is None else names[min(place, 1)]
-        leaves, specs = _arranged(own, wanted, called), tf.nest.flatten(wanted)
+        specs = tf.nest.flatten(wanted)
+        if place == 2 and isinstance(own, np.ndarray | tf.Tensor):
+            # As in Keras, one weight is that of all outputs.
+            own = tf.nest.pack_sequence_as(wanted, [own] * len(specs))
+        leaves = _arranged(own, wanted, called)
         wrong = ""
         if leaves is None:
             wrong = "others"  # Names may be what a client wrote.

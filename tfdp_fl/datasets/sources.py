@@ -185,8 +185,8 @@ class MixedSource:
 
     @property
     def element_spec(self) -> nests.Nest:
-        """The spec of the first part, to look at: nothing else is made of it."""
-        return self.parts[0].element_spec
+        """The spec of the first client's kind, to look at."""
+        return self.parts[self.part[0]].element_spec
 
     def read(self, position: int) -> tuple[nests.Nest, nests.Nest]:
         """Returns the examples of one client as NumPy nests (x, y)."""

@@ -28,6 +28,7 @@ from tfdp_fl.datasets import persons
 from tfdp_fl.engine import CohortEngine, Training
 from tfdp_fl.keras import (
     evaluation,
+    preparation,
     round_loop,
     statement,
     training_setup,
@@ -36,7 +37,6 @@ from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.callbacks import federated_callback, ledger
 from tfdp_fl.keras.checkpoint import InterruptedRun
 from tfdp_fl.keras.evaluation import PrivateMetrics, Validation
-from tfdp_fl.keras.preparation import conform, prepare
 from tfdp_fl.keras.run import FitPlan, Run
 from tfdp_fl.keras.training_setup import PrivacyTarget, TrainingSetup
 from tfdp_fl.mechanisms import ClientWeighting, Mechanism, noise
@@ -340,7 +340,9 @@ class DPFederatedModel:
         """
         training = self.require_compiled("evaluate_clients")
         _validate.positive_integer(batch_size=batch_size)
-        dataset = conform(self.model, training, datasets.as_federated(clients))
+        dataset = preparation.conform(
+            self.model, training, datasets.as_federated(clients)
+        )
         bar = _checked_verbose(verbose)
         if private is not None:
             return evaluation.release(self, private, dataset, batch_size, bar)
@@ -464,7 +466,7 @@ class DPFederatedModel:
         clients = persons.of_fit(
             clients if x is None else x, y, client_ids, sample_weight
         )
-        clients = conform(self.model, training, clients)
+        clients = preparation.conform_all(self.model, training, clients)
         clients, validation = Validation(
             data=validation_data,
             every=validation_freq,
@@ -510,7 +512,9 @@ class DPFederatedModel:
             plan = FitPlan(**interrupted.state["plan"])
             calibration = interrupted.state["calibration"]
             callbacks += ledger.ledger_of_resumed(resume_from, callbacks)
-        run, engine = prepare(self, clients, plan, calibration, between_client_variance)
+        run, engine = preparation.prepare(
+            self, clients, plan, calibration, between_client_variance
+        )
         self._engine = engine
         with _interrupts.after_the_block():
             # Interrupted between, the weights come back without what they cost.

@@ -46,7 +46,6 @@ def prepare(
       moments: Whether to compute Geyer's V_c and U_s.
     """
     setup, mechanism, run = fed.setup, fed.mechanism, fed.run
-    _check_some_fit(clients)
     population = _checked_population(fed, clients)
     sampler = _sampler(fed, clients, plan)
     for round_index in range(plan.first_round, plan.last_round):
@@ -102,14 +101,6 @@ def prepare(
         if run.windows is None or run.windows.shape != shape:
             run.windows = np.full(shape, np.nan, np.float32)
     return run, cohort_engine
-
-
-def _check_some_fit(clients: FederatedDataset) -> None:
-    """Raises TypeError or ValueError if nobody's examples in memory are usable."""
-    failed = clients.failures(np.arange(clients.num_clients))
-    if failed and not clients.client_sizes().any():
-        error, name = failed[0].error, clients.client_ids[failed[0].position]
-        raise type(error)(f"clients (client {name!r}): {error}") from error
 
 
 def _checked_population(fed: DPFederatedModel, clients: FederatedDataset) -> Population:
@@ -300,6 +291,24 @@ def conform(
     return clients.conform((x, y), names)
 
 
+def conform_all(
+    model: tf.keras.Model, training: engine.Training, clients: FederatedDataset
+) -> FederatedDataset:
+    """Does what `conform` does; refuses clients in memory of which nobody fits."""
+    conformed = conform(model, training, clients)
+    failed = conformed.failures(np.arange(clients.num_clients))
+    if clients.is_streamed or not failed or conformed.client_sizes().any():
+        return conformed
+    place = failed[0].position
+    client = clients.take([place])
+    with checked_features(model, client):  # Which says more.
+        y = trainer.zeros_like_batch(nests.labels_of(client.element_spec[1]))
+        predicted = model(trainer.zeros_like_batch(client.element_spec[0]))
+        labels.ranges(tf.nest.flatten(y), _outputs(model, training, predicted))
+    error, name = failed[0].error, clients.client_ids[place]
+    raise type(error)(f"clients (client {name!r}): {error}") from error
+
+
 def _undeclared(argument: str, why: str) -> ValueError:
     return ValueError(
         f"{argument} must have an element_spec, because {why}, and what clients hold "
@@ -338,30 +347,35 @@ def _spec(shape: Any, dtype: tf.DType) -> tf.TensorSpec:
     return tf.TensorSpec(shape, tf.int64 if dtype.is_integer else dtype)
 
 
+def _outputs(
+    model: tf.keras.Model, training: engine.Training, predicted: Any
+) -> list[tuple[Any, Any, Any]]:
+    """Returns the place of each loss's labels, its output, and the loss."""
+    flat = tf.nest.flatten(predicted)
+    if not keras_versions.IS_KERAS_3:
+        return [(0, flat[0], tf.keras.losses.get(training.loss))]
+    compiled, _ = keras_versions.compiled_loss_and_metrics(
+        model, training.loss, None, training.loss_weights, None
+    )
+    places = tf.nest.pack_sequence_as(predicted, range(len(flat)))
+    return keras_versions.labels_and_outputs(training.loss, compiled, places, predicted)
+
+
 def _labels_of(
     model: tf.keras.Model, training: engine.Training, predicted: Any
 ) -> tuple[Any, Any]:
     """Returns the specs of labels and of their weights; None of what is not known."""
     flat = tf.nest.flatten(predicted)
-    if keras_versions.IS_KERAS_3:
-        compiled, _ = keras_versions.compiled_loss_and_metrics(
-            model, training.loss, None, training.loss_weights, None
-        )
-        places = tf.nest.pack_sequence_as(predicted, range(len(flat)))
-        outputs = keras_versions.labels_and_outputs(
-            training.loss, compiled, places, predicted
-        )
-    else:
-        outputs = [(0, flat[0], tf.keras.losses.get(training.loss))]
+    outputs = _outputs(model, training, predicted)
     found = {place: labels.spec_for(loss, output) for place, output, loss in outputs}
     specs = [found.get(place) for place in range(len(flat))]
     if not all(spec is not None and spec.shape.is_fully_defined() for spec in specs):
         return None, None
     weight = None
-    if keras_versions.IS_KERAS_3 and len(flat) == 1:
+    if keras_versions.IS_KERAS_3:
         # One for each example, whatever rank its losses are of.
-        ((_, output, _),) = outputs
-        weight = tf.TensorSpec([1] * max(0, output.shape.rank - 2))
+        shapes = ([1] * max(0, output.shape.rank - 2) for output in flat)
+        weight = tf.nest.pack_sequence_as(predicted, list(map(tf.TensorSpec, shapes)))
     return tf.nest.pack_sequence_as(predicted, specs), weight
 
 
@@ -389,7 +403,7 @@ def checked_features(
 ) -> Iterator[None]:
     """Checks clients' features; errors about examples in the block name a client."""
     place = 0
-    if clients.is_indexed:
+    if not clients.is_streamed:
         place = int(np.argmax(clients.client_sizes() > 0))
     whose = f"client {clients.client_ids[place]!r}"
     check_features(model, clients.element_spec[0], argument, f" of {whose}")

@@ -260,7 +260,7 @@ class Trial:
             self._server = keras_versions.build_optimizer(server, trainable)
         self.initial = self.values()
         self._made, self._training = made, training
-        conformed = preparation.conform(self.model, training, split.training)
+        conformed = preparation.conform_all(made.model, training, split.training)
         self._split = dataclasses.replace(split, training=conformed)
         self._options = options
         self._deployment = Deployment(
