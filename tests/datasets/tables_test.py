@@ -8,6 +8,7 @@ import tensorflow as tf
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl.datasets import FederatedDataset, persons
+from tfdp_fl.keras import evaluation
 
 _from_frame = FederatedDataset.from_dataframe
 
@@ -234,6 +235,35 @@ def _with_a_gap(x, *_):
 def test_what_does_not_go_together(change, message):
     with pytest.raises(ValueError, match=message):
         persons.by_person(*change(*_table()))
+
+
+def _other_index(values):
+    """Returns a series whose rows pandas would put in another order."""
+    return pd.Series(values, index=np.arange(len(values))[::-1])
+
+
+@pytest.mark.parametrize("name", ["y", "client_ids", "sample_weight", "none"])
+def test_rows_of_one_person_are_not_anothers(name):
+    x, y, ids = _table()
+    given = {"y": y, "client_ids": ids, "sample_weight": np.ones(len(y))}
+    given = {key: pd.Series(values) for key, values in given.items()}
+    x = {"a": pd.DataFrame(x), "b": x}
+    takes = [lambda: persons.by_person(x, **given)]
+    if name != "sample_weight":
+        bounded = {key: given[key] for key in ("y", "client_ids")}
+        takes.append(lambda: tfdp_fl.bound_rows(x, **bounded, most=2))
+    if name != "none":
+        given[name] = _other_index(given[name].to_numpy())
+        bounded = {key: given[key] for key in ("y", "client_ids")}
+    for take in takes:
+        if name == "none":
+            take()
+            continue
+        with pytest.raises(ValueError, match=f"{name} must have the same pandas ind"):
+            take()
+    if name == "y":
+        with pytest.raises(ValueError, match="y must have the same pandas index"):
+            evaluation.Validation(data=(x, given["y"]), every=1, batch_size=1)
 
 
 @pytest.mark.parametrize("choose", ["random", "first", "last"])

@@ -316,16 +316,15 @@ def _arranged(nest: Nest, spec: Nest, names: Sequence[str] | None) -> list[Any] 
     """Returns the leaves of a nest in a spec's order; None if it is another nest."""
     leaves, number = tf.nest.flatten(nest), len(tf.nest.flatten(spec))
     try:
-        tf.nest.assert_same_structure(nest, spec, check_types=names is None)
+        tf.nest.assert_same_structure(nest, spec)
     except (TypeError, ValueError):
-        if isinstance(nest, dict) and names and nest.keys() >= set(names):
+        if names is None:
+            return None
+        if isinstance(nest, dict):
+            if not nest.keys() >= set(names) > set():
+                return None
             leaves = [nest[name] for name in names]
-        elif not (
-            names is not None
-            and isinstance(nest, list | tuple)
-            and not isinstance(spec, dict)
-            and len(leaves) == len(nest) == number
-        ):
+        elif not (isinstance(nest, list | tuple) and len(leaves) == len(nest) == number):
             return None
     is_array = [isinstance(leaf, np.ndarray | tf.Tensor) for leaf in leaves]
     return leaves if all(is_array) else None

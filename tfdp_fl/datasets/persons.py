@@ -100,9 +100,10 @@ def by_person(
 
     Raises:
       ValueError: A row has no id or a missing value (naming column and row), or
-        lengths differ.
+        lengths or pandas indexes differ.
     """
     given = {"x": x, "y": y, "sample_weight": sample_weight}
+    check_aligned(**given, client_ids=client_ids)
     given = {
         argument: nests.as_arrays(as_keras_takes(nest, argument), argument)
         for argument, nest in given.items()
@@ -114,6 +115,28 @@ def by_person(
         for leaf in tf.nest.flatten(nest):
             tables.check_finite(argument, leaf)
     return FederatedDataset.from_indices(**given, indices=rows)
+
+
+def check_aligned(**given: Any) -> None:
+    """Raises ValueError if rows that go together have different pandas indexes.
+
+    By position one person's row would be taken for another's, in silence.
+    """
+    first: Any = None
+    for argument, nest in given.items():
+        is_nest = isinstance(nest, dict | tuple) or (
+            isinstance(nest, list) and nest and hasattr(nest[0], "iloc")
+        )
+        for leaf in tf.nest.flatten(nest) if is_nest else [nest]:
+            if not hasattr(leaf, "iloc"):
+                continue
+            first = (argument, leaf.index) if first is None else first
+            if not leaf.index.equals(first[1]):
+                raise ValueError(
+                    f"{argument} must have the same pandas index, in the same order, "
+                    f"as {first[0]}, got another: align them (y.loc[x.index]), or give "
+                    "arrays (.to_numpy()) if their rows go together as they are."
+                )
 
 
 def as_keras_takes(nest: Any, argument: str) -> Nest:
@@ -162,6 +185,7 @@ def bound_rows(
     """
     _validate.positive_integer(most=most)
     _validate.one_of(("random", "first", "last"), choose=choose)
+    check_aligned(x=x, y=y, client_ids=client_ids)
     generator, kept = np.random.default_rng(), []
     x, y = nests.with_array_leaves(x, "x"), nests.with_array_leaves(y, "y")
     rows = tables.rows_of_persons(client_ids, nests.common_length(x, y))

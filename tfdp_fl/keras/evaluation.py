@@ -72,6 +72,7 @@ class Validation:
                 f"{type(data).__name__}."
             )
         names = ("validation_data", "y", "sample_weight")
+        persons.check_aligned(**dict(zip(names, data, strict=False)))
         parts = tuple(map(persons.as_keras_takes, data, names))
         object.__setattr__(self, "data", parts)
 

@@ -172,6 +172,12 @@ def _records(
         return None, None
     if clients.is_indexed:
         sizes = clients.client_sizes().tolist()
+        rows, _ = clients.client_rows(np.arange(clients.num_clients))
+        if len(np.unique(rows)) < len(rows):
+            raise ValueError(
+                f"clients must hold each row once with {mechanism.name}, which "
+                "protects a row as one record of one client, got some repeatedly."
+            )
     else:
         sizes = [
             nests.common_length(client.x, client.y)
