@@ -51,7 +51,7 @@ def test_one_column_a_mapping_and_a_series():
     np.testing.assert_array_equal(x["right"], [[2, 1.5]])
     np.testing.assert_array_equal(y, [[1, 2]])
     # With a person for each row.
-    frame = pd.DataFrame({"age": [1, 2, 3], "height": [0.5, 1.5, 2.5]})
+    frame = pd.DataFrame({"age": [1, 2, 3], "height": [0.5, 1.5, 2.5]}, [7, 8, 9])
     labels = pd.Series([0, 1, 0], index=[7, 8, 9])
     for given in (labels, pd.Index(labels)):
         x, y = persons.by_person(frame, given, [5, 5, 6]).client(5)
