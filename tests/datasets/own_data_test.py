@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfdp_fl
 from tests.keras import toy
+from tfdp_fl import keras_versions
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, as_federated, nests
 from tfdp_fl.keras import preparation
 
+# TFF's functional models take no weights, and few losses.
+_KERAS_3 = pytest.mark.skipif(not keras_versions.IS_KERAS_3, reason="needs Keras 3")
 _TEXT = np.array(["1"] * 4)
 _SPEC = (tf.TensorSpec([8]), tf.TensorSpec([], tf.int64))
 
@@ -141,6 +145,7 @@ def test_a_client_that_fails_moves_as_much_as_one_that_has_nothing(way):
     assert (found[0] != found[2]).any()
 
 
+@_KERAS_3
 def test_weights_of_some_clients():
     x, y = _whole(0)
     weight = np.array([1, 2, 0, 1], np.float64)
@@ -185,11 +190,12 @@ def test_inputs_go_by_their_names_and_a_missing_one_fails_alone(model):
         read = list(dataset.read_clients(None))
         failed = [isinstance(client, ClientFailure) for client in read]
         assert failed == [False, True, False, True, False]
+        order = -1 if model is _in_order else 1
         for client in (each for each in read if not isinstance(each, ClientFailure)):
-            first, second = tf.nest.flatten(client.x)[:: -1 if model is _in_order else 1]
+            first, second = tf.nest.flatten(client.x)[::order]
             np.testing.assert_array_equal(first, a.astype(np.float32))
             np.testing.assert_array_equal(second, b.astype(np.float32))
-            np.testing.assert_array_equal(client.y.y, y)
+            np.testing.assert_array_equal(nests.labels_of(client.y), y)
 
 
 class _Own(tf.keras.Model):
@@ -216,14 +222,21 @@ def _own_loss(y, predicted):
     return tf.reduce_mean(tf.square(y - predicted), axis=-1)
 
 
+@_KERAS_3
 def test_what_the_model_does_not_tell_must_be_declared():
     x, y = np.zeros([2, 4], int), np.arange(2)
     assert _conformed(as_federated({0: (x, y)}), _built).element_spec[0].shape == [4]
+    balanced = {"loss": tfdp_fl.losses.BalancedSoftmaxCrossentropy()}
+    fed = toy.federated(compile_options=balanced)
+    training = fed.require_compiled("a test")
+    dataset = preparation.conform(fed.model, training, as_federated({0: _whole(0)}))
+    assert nests.labels_of(dataset.element_spec[1]) == _SPEC[1]
     number, vector = tf.TensorSpec([], tf.int64), tf.TensorSpec([3])
-    tokens, cases = tf.TensorSpec([4], tf.int64), []
-    cases.append((_sequences, None, "the model does not tell the sizes", number))
-    cases.append((_built, _own_loss, "the loss does not tell", vector))
-    for model, loss, message, label in cases:
+    tokens = tf.TensorSpec([4], tf.int64)
+    for model, loss, message, label in (
+        (_sequences, None, "the model does not tell the sizes", number),
+        (_built, _own_loss, "the loss does not tell", vector),
+    ):
         compiled = {} if loss is None else {"loss": loss}
         fed = toy.federated(model=model, compile_options=compiled, clients_per_round=2)
         labels = y if label is number else np.eye(3)[y]

@@ -274,8 +274,8 @@ def conform(
     given, want = unpaired(x, y), unpaired(*spec)
     if len(given) > len(want):
         raise ExamplesValueError(
-            "sample_weight must be declared, as the third part of an element_spec, got "
-            "a client that has some."
+            "sample_weight, weights of examples, must be declared as the third part of "
+            "an element_spec, got a client that has some."
         )
     fits, parts = np.ones(common_length(x, y), bool), []
     if len(given) < len(want):
@@ -314,7 +314,7 @@ def _ones(spec: Nest, number: int) -> Nest:
 
 def _arranged(nest: Nest, spec: Nest, names: Sequence[str] | None) -> list[Any] | None:
     """Returns the leaves of a nest in a spec's order; None if it is another nest."""
-    leaves, number = tf.nest.flatten(nest), len(tf.nest.flatten(spec))
+    leaves, count = tf.nest.flatten(nest), len(tf.nest.flatten(spec))
     try:
         tf.nest.assert_same_structure(nest, spec)
     except (TypeError, ValueError):
@@ -324,7 +324,9 @@ def _arranged(nest: Nest, spec: Nest, names: Sequence[str] | None) -> list[Any] 
             if not nest.keys() >= set(names) > set():
                 return None
             leaves = [nest[name] for name in names]
-        elif not (isinstance(nest, list | tuple) and len(leaves) == len(nest) == number):
+        elif (
+            not isinstance(nest, list | tuple) or not len(leaves) == len(nest) == count
+        ):
             return None
     is_array = [isinstance(leaf, np.ndarray | tf.Tensor) for leaf in leaves]
     return leaves if all(is_array) else None

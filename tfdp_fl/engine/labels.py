@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import keras_versions
+from tfdp_fl import keras_versions, losses
 from tfdp_fl.datasets import FederatedDataset, nests
 
 # Losses of Keras that take a number for each example, whatever the output is.
@@ -38,13 +38,15 @@ class LabelRange(NamedTuple):
 
 
 def spec_for(loss: Any, output: tf.Tensor) -> tf.TensorSpec | None:
-    """Returns what one label looks like for a loss of Keras's; None for others.
+    """Returns what one label looks like for a loss that is known; None for others.
 
     Args:
       loss: The loss of an output.
       output: The output's values for a batch.
     """
     function: Any = getattr(loss, "fn", loss)
+    if isinstance(loss, losses.BalancedSoftmaxCrossentropy):
+        return tf.TensorSpec(output.shape[1:-1], tf.int64)
     if not (keras_versions.is_of_keras(function) and hasattr(function, "__name__")):
         return None  # It may take labels of any kind.
     if function.__name__ in _OF_NUMBERS:
