@@ -1,5 +1,8 @@
 """Clients from pandas frames, and tables with a person for each row."""
 
+import datetime
+import uuid
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -235,6 +238,26 @@ def _with_a_gap(x, *_):
 def test_what_does_not_go_together(change, message):
     with pytest.raises(ValueError, match=message):
         persons.by_person(*change(*_table()))
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [uuid.UUID(int=k) for k in (1, 2, 1)],
+        [datetime.date(2020, 1, k) for k in (1, 2, 1)],
+        [("a", k) for k in (1, 2, 1)],
+        pd.date_range("2020", periods=2)[[0, 1, 0]],
+    ],
+)
+def test_ids_are_the_same_in_a_frame_and_beside_a_table(ids):
+    x, y = np.eye(3), np.arange(3)
+    frame = pd.DataFrame({"who": pd.Series(ids), "x": [1, 2, 3], "label": y})
+    named = _from_frame(frame, "who").client_ids
+    assert len(named) == 2
+    for given in (ids, pd.Series(ids), pd.Series(ids, dtype=object)):
+        assert persons.by_person(x, y, given).client_ids == named
+    with pytest.raises(ValueError, match=r"client_ids must be .* row 1"):
+        persons.by_person(x, y, [ids[0], {}, ids[2]])
 
 
 def _other_index(values):

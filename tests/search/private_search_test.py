@@ -230,7 +230,7 @@ def test_a_private_score_of_clients_that_nobody_can_read_is_a_number(readable):
     )
     search = _search(score=score)
     with _trials(1), _trained():
-        _fit(search, clients)
+        _fit(search, clients, verbose=0)
     assert search.best == _CANDIDATES[1]
 
 

@@ -108,29 +108,40 @@ def rows_of_persons(client_ids: Any, num_rows: int) -> dict[Any, np.ndarray]:
         raise ValueError("x must have rows, got none.")
     if np.ma.is_masked(client_ids):
         client_ids = np.where(np.ma.getmaskarray(client_ids), None, client_ids.data)
-    ids = np.asarray(client_ids)
-    if (
-        isinstance(client_ids, list | tuple)
-        and ids.dtype.kind in "US"
-        and not all(isinstance(value, str | bytes) for value in client_ids)
-    ):
-        # NumPy has written numbers out: 1 and 1.0 would be two persons.
-        raise ValueError(
-            "client_ids must be numbers alone or strings alone, got a list of both."
-        )
-    if ids.ndim != 1 or len(ids) != num_rows:
+    if isinstance(client_ids, list | tuple):
+        values = [v.item() if isinstance(v, np.generic) else v for v in client_ids]
+        shape, kinds = [len(values)], {isinstance(v, str | bytes) for v in values}
+        if len(kinds) > 1 and any(isinstance(v, int | float) for v in values):
+            # NumPy would write numbers out: 1 and 1.0 would be two persons.
+            raise ValueError(
+                "client_ids must be numbers alone or strings alone, got a list of both."
+            )
+    else:
+        ids = client_ids if hasattr(client_ids, "iloc") else np.asarray(client_ids)
+        if getattr(ids.dtype, "kind", "O") == "M" and isinstance(ids, np.ndarray):
+            ids = ids.astype("datetime64[us]")  # Python has no finer ones.
+        shape, values = list(ids.shape), ids.tolist()
+    if shape != [num_rows]:
         raise ValueError(
             f"client_ids must be a vector with one id for each of the {num_rows} "
-            f"rows, got {list(ids.shape)}."
+            f"rows, got {shape}."
         )
-    values = ids.tolist()
     for row, value in enumerate(values):
-        if not isinstance(value, int | float | str | bytes) or value != value:
+        if not _is_id(value):
             raise ValueError(
-                "client_ids must be a number or a string in every row, got a "
-                f"{type(value).__name__} that is none in row {row}."
+                "client_ids must be a number, a string, or another value that Python "
+                f"can hash in every row, got a {type(value).__name__} that is none in "
+                f"row {row}."
             )
     return rows_by_client(values)
+
+
+def _is_id(value: Any) -> bool:
+    try:
+        hash(value)
+        return value is not None and bool(value == value)
+    except (TypeError, ValueError):
+        return False
 
 
 def rows_by_client(row_ids: list[Any]) -> dict[Any, np.ndarray]:
@@ -201,7 +212,7 @@ def split(
     return (
         arrays(frame, features, "features", vocabulary),
         arrays(frame, label, "label", vocabulary),
-        rows_by_client(frame[client].tolist()),
+        rows_of_persons(frame[client], len(frame)),
         weights,
     )
 

@@ -287,6 +287,7 @@ def conform(
         leaf.shape.is_fully_defined() for leaf in tf.nest.flatten(x)
     ):
         raise _undeclared(argument, "the model does not tell the sizes of its inputs")
+    check_features(model, x, argument)
     predicted = model(trainer.zeros_like_batch(x), training=False)
     y, weight = _labels_of(model, training, predicted)
     if y is None:
@@ -397,9 +398,16 @@ def check_features(
         takes = "".join(
             f", {tf.as_dtype(leaf.dtype).name}{list(leaf.shape[1:])}" for leaf in inputs
         )
+        got = nests.describe_spec(spec)
+        if takes == f", {got}":  # It is the model.
+            raise nests.ExamplesValueError(
+                f"model must be one that can be called on {argument}, of {got} for "
+                f"each example{whose}, got a {type(error).__name__} on zeros: "
+                f"{' '.join(str(error).split())}"
+            ) from error
         raise nests.ExamplesValueError(
             f"{argument} must have features that the model takes{takes}, got "
-            f"{nests.describe_spec(spec)} for each example{whose}."
+            f"{got} for each example{whose}."
         ) from error
 
 

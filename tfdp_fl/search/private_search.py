@@ -117,6 +117,7 @@ class PrivateSearch:
         shuffle: bool = False,
         directory: str | os.PathLike[str] | None = None,
         resume_from: str | os.PathLike[str] | None = None,
+        verbose: str | int = 0,
     ) -> tf.keras.Model:
         """Runs a search, and returns the Keras model of its best trial.
 
@@ -135,6 +136,8 @@ class PrivateSearch:
           resume_from: The `directory` of a search that was interrupted. It goes on
             with as many trials as were left; an interrupted one counts as failed.
             All other arguments must be as they were.
+          verbose: As in `DPFederatedModel.fit`, and without effect: what a search
+            showed while it runs would tell of its trials.
 
         Returns:
           The model; it cannot be trained further, as its cost is counted here. It is
@@ -145,6 +148,7 @@ class PrivateSearch:
             Nothing is charged.
           LedgerError: The ledger could not be written. Nothing was trained.
         """
+        _validate.one_of((0, 1, 2, "auto"), verbose=verbose)
         with run_lib.fitting(self, "fit", "search"):
             options = {
                 "rounds": _validate.positive_integer(rounds=rounds),
