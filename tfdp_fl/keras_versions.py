@@ -103,6 +103,17 @@ def inputs_of(model: tf.keras.Model) -> Any:
     return nest[0] if isinstance(nest, list | tuple) and len(nest) == 1 else nest
 
 
+def embedding_inputs(model: tf.keras.Model) -> list[tuple[Any, Any]]:
+    """Returns a model's embeddings, and the symbolic tensor that each looks up."""
+    found = []
+    for layer in layers_of(model) if IS_KERAS_3 else ():
+        if type(layer) is tf.keras.layers.Embedding:
+            # One that is called twice, or in a model of its own class, has none.
+            with contextlib.suppress(AttributeError, ValueError):
+                found.append((layer, layer.input))
+    return found
+
+
 def own_random_state(model: tf.keras.Model) -> list[Any]:
     """Returns the states of the generators of random layers, Keras's variables."""
     found: dict[int, Any] = {}

@@ -1,5 +1,6 @@
 """What one client holds changes nothing for the others, however clients are given."""
 
+import re
 import types
 
 import numpy as np
@@ -244,3 +245,33 @@ def test_what_the_model_does_not_tell_must_be_declared():
         assert fed.run is None
         declared = as_federated(clients, element_spec=(tokens, label))
         assert toy.fit(fed, data=declared).history["failed_clients"] == [0.0]
+
+
+def _tokens(number=2):
+    embedding = tf.keras.layers.Embedding(5, 3, name="words")
+    inputs = tf.keras.Input([number], dtype="int32")
+    one = tf.keras.layers.Flatten()(embedding(inputs[:, 1:]))
+    return tf.keras.Model(inputs, tf.keras.layers.Dense(3)(one))
+
+
+@_KERAS_3
+def test_an_index_that_no_embedding_has_is_refused_or_ends_its_client_alone():
+    said = "features must be indexes from 0 to 4 for the embedding 'words'.*column 0"
+    wrong, right, y = np.array([[7, 2], [9, 5]]), np.array([[7, -1], [0, 4]]), [0, 1]
+    clients = {"a": (right, y), "b": (wrong, y), "c": (right[:0], y[:0])}
+    fed = toy.federated(model=_tokens, clients_per_round=3)
+    table = FederatedDataset.from_indices(
+        np.concatenate([wrong, right]), np.tile(y, 2), {"a": [2, 3], "b": [3, 0, 1]}
+    )
+    for data in clients, table:
+        with pytest.raises(ValueError, match=f"clients: {said}.*for client 'b'"):
+            toy.fit(fed, data=data)
+        assert fed.run is None
+    streamed = FederatedDataset.from_client_fn([*clients], clients.get)
+    history = toy.fit(fed, data=streamed).history
+    assert history["failed_clients"] == [1.0]
+    training = fed.require_compiled("a test")
+    read = preparation.conform_all(fed.model, training, streamed).read_clients(None)
+    assert re.search(said, [*read][1].reason)
+    alone = preparation.conform_all(fed.model, training, table.take([0]))
+    assert alone.num_clients == 1  # Nobody has such a row.

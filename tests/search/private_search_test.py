@@ -323,7 +323,7 @@ def test_what_would_make_every_trial_fail_is_said_before_the_charge():
 def test_a_cohort_that_fails_as_a_whole_ends_no_trial():
     # Else one client that does not fail would decide that a model is found.
     kind, inputs = keras.layers, keras.layers.Input((1,), dtype="int32")
-    layers = [inputs, kind.Embedding(9, 3), kind.Flatten(), kind.Dense(3)]
+    layers = [inputs, toy.Table(9, 3), kind.Flatten(), kind.Dense(3)]
     y = toy.arrays(10)[1]
     public = tfdp_fl.PublicScore(np.zeros([10, 1], np.int32), y, "accuracy")
     search = _search(lambda rate: _wrapped(keras.Sequential(layers)), score=public)

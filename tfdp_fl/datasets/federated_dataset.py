@@ -7,6 +7,7 @@ rests on `sources` (examples) and `tables` (ids).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import os
@@ -469,6 +470,12 @@ class FederatedDataset:
           names: Those of the inputs and outputs of the model that it is taken from.
         """
         return self._with(self._source.conformed(spec, names), self._client_ids)
+
+    def checked(self, check: Callable[[Nest], None]) -> FederatedDataset:
+        """Returns a streamed dataset whose clients fail where a check of x raises."""
+        assert isinstance(self._source, sources.StreamedSource)
+        source = dataclasses.replace(self._source, check=check)
+        return self._with(source, self._client_ids)
 
     def with_ids(self, client_ids: Sequence[Any]) -> FederatedDataset:
         """Returns the same clients under other ids, one for each."""

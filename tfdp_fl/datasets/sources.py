@@ -273,12 +273,14 @@ class StreamedSource:
       known_spec: The `tf.TensorSpec`s (x, y) of one example, which are public; None:
         they are not known yet, and every client is read as it is.
       names: Those of the model that the spec is taken from, if it is.
+      check: Raises ValueError for features that a model cannot take.
     """
 
     keys: Sequence[Any]
     read_fn: Callable[[Any], Any]
     known_spec: nests.Nest | None
     names: nests.Names | None = None
+    check: Callable[[nests.Nest], None] | None = None
     failed: ClassVar[Mapping[int, Exception]] = {}
 
     @property
@@ -341,6 +343,8 @@ class StreamedSource:
         x, y, fits = nests.conform(x, y, self.known_spec, self.names)
         if not fits.all():
             raise nests.ExamplesValueError(nests.NO_CAST)
+        if self.check is not None:
+            self.check(x)
         return x, y
 
     def sizes(self, positions: np.ndarray) -> np.ndarray:

@@ -305,13 +305,15 @@ def conform_all(
     conformed = conform(model, training, clients)
     failed = conformed.failures(np.arange(clients.num_clients))
     if clients.is_streamed or not failed or conformed.client_sizes().any():
-        return conformed
+        return labels.IndexCheck(model).check_clients(conformed)
     place = failed[0].position
     client = clients.take([place])
-    with checked_features(model, client):  # Which says more.
-        y = trainer.zeros_like_batch(nests.labels_of(client.element_spec[1]))
-        predicted = model(trainer.zeros_like_batch(client.element_spec[0]))
-        labels.ranges(tf.nest.flatten(y), _outputs(model, training, predicted))
+    x, y = client.element_spec[0], nests.labels_of(client.element_spec[1])
+    # What says more, where no name is one that the client may have written.
+    if isinstance(x, tf.TensorSpec) and isinstance(y, tf.TensorSpec):
+        with checked_features(model, client):
+            x, y = map(trainer.zeros_like_batch, (x, y))
+            labels.ranges([y], _outputs(model, training, model(x)))
     error, name = failed[0].error, clients.client_ids[place]
     raise type(error)(f"clients (client {name!r}): {error}") from error
 
