@@ -347,7 +347,7 @@ class FederatedDataset:
         hold goes in as well, if it is in memory.
         """
         digest = tables.digest(self._client_ids)
-        if self.has_names or self.is_streamed:
+        if self.has_names or isinstance(self._source, sources.StreamedSource):
             return digest
         both = digest + self._source.content_digest()
         return hashlib.sha256(both.encode()).hexdigest()

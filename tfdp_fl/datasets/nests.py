@@ -299,7 +299,7 @@ def conform(
                 f"{name} must be {describe_spec(wanted)} for each example, got "
                 f"{wrong}; {hint}."
             )
-        cast = list(map(_cast, leaves, specs))
+        cast = list(map(_cast, leaves or (), specs))
         fits = np.all([fits, *(same for _, same in cast)], axis=0)
         parts.append(tf.nest.pack_sequence_as(wanted, [leaf for leaf, _ in cast]))
     return *pair(tuple(parts)), fits

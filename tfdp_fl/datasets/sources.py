@@ -246,8 +246,8 @@ class MixedSource:
             if not fits.all():
                 rows = (part.rows(own[[place]])[0] for place in range(len(own)))
                 kept = np.array([fits[each].all() for each in rows])
-                error = nests.ExamplesValueError(nests.NO_CAST)
-                failed |= dict.fromkeys(members[~kept].tolist(), error)
+                no_cast = nests.ExamplesValueError(nests.NO_CAST)
+                failed |= dict.fromkeys(members[~kept].tolist(), no_cast)
                 members, own = members[kept], own[kept]
             starts[members] = part.starts[own] + first_slot
             lengths[members] = part.lengths[own]

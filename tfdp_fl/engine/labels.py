@@ -81,9 +81,9 @@ def ranges(
                 "integers of them."
             )
         shape, expected = labels[leaf].shape[1:], output.shape[1:]
-        allowed: tuple[Any, ...] = (spec_for(loss, output).shape,)
+        allowed: tuple[Any, ...] = (expected,)
         if function.__name__ in _OF_NUMBERS:
-            allowed = (*allowed, [*expected[:-1], 1])
+            allowed = (expected[:-1], [*expected[:-1], 1])
         elif expected.rank and expected[-1] == 1:
             allowed = (expected, expected[:-1])
         if not any(shape.is_compatible_with(other) for other in allowed):
@@ -157,7 +157,7 @@ class IndexCheck:
         """Finds the embeddings of a functional or sequential model."""
         found = keras_versions.embedding_inputs(model)
         self._layers = [layer for layer, _ in found]
-        self._looked_up = None
+        self._looked_up: Any = None
         if found:  # Of one within another model the inputs are not this one's.
             with contextlib.suppress(Exception):
                 self._looked_up = tf.keras.Model(

@@ -336,10 +336,10 @@ def _features_of(model: tf.keras.Model) -> tuple[Any, list[str]]:
         names = [leaf.name.partition(":")[0] for leaf in leaves]
         return tf.nest.pack_sequence_as(inputs, specs), names
     # One of its own class knows the shapes that it was built with, and no dtypes.
-    shapes = getattr(model, "get_build_config", dict)() or {}
-    shapes = shapes.get("input_shape")
+    built: Any = getattr(model, "get_build_config", dict)() or {}
+    shapes: Any = built.get("input_shape")
     is_one = isinstance(shapes, tuple) and not any(map(np.iterable, shapes))
-    parts = shapes if isinstance(shapes, dict) else {"": shapes if is_one else None}
+    parts: Any = shapes if isinstance(shapes, dict) else {"": is_one and shapes}
     for dtype in tf.float32, tf.int64:
         with contextlib.suppress(TypeError, ValueError):
             spec = {k: tf.TensorSpec(part[1:], dtype) for k, part in parts.items()}
