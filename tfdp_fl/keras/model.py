@@ -403,7 +403,9 @@ class DPFederatedModel:
           clients: The clients' data: a `FederatedDataset`, a mapping or list
             of `(x, y)`, of `(x, y, sample_weight)` or of `tf.data.Dataset`s,
             or a TFF `ClientData` (see
-            `tfdp_fl.datasets.as_federated`). Where spending is counted for
+            `tfdp_fl.datasets.as_federated`). Each client is cast to what the model's
+            inputs and the loss expect, or to a declared `element_spec`, or fails
+            alone. Where spending is counted for
             each client (local and per-record guarantees), and within a pass
             over shuffled clients, they must be the same clients in the same
             order as before; elsewhere they may be others, and the statement
@@ -431,7 +433,7 @@ class DPFederatedModel:
             `tfdp_fl.runtimes.RayWorkers`.
           x: Another name for `clients`, as Keras has it.
           client_ids: For `fit(x, y, client_ids=ids)`: the client of each row, [n]
-            numbers or strings. All rows of one id are one client, protected as a whole.
+            numbers, strings, dates, or other values that Python can hash. All rows of one id are one client, protected as a whole.
           sample_weight: With `client_ids`: what each row counts in the loss, [n].
           shuffle: Whether clients shuffle their examples for every epoch.
           validation_split: The share of the clients that are held out, whole,
