@@ -433,7 +433,8 @@ class DPFederatedModel:
             `tfdp_fl.runtimes.RayWorkers`.
           x: Another name for `clients`, as Keras has it.
           client_ids: For `fit(x, y, client_ids=ids)`: the client of each row, [n]
-            numbers, strings, dates, or other values that Python can hash. All rows of one id are one client, protected as a whole.
+            numbers, strings, dates, or other values that Python can hash. All rows of
+            one id are one client, protected as a whole.
           sample_weight: With `client_ids`: what each row counts in the loss, [n].
           shuffle: Whether clients shuffle their examples for every epoch.
           validation_split: The share of the clients that are held out, whole,
