@@ -148,7 +148,8 @@ class PrivateSearch:
             Nothing is charged.
           LedgerError: The ledger could not be written. Nothing was trained.
         """
-        _validate.one_of((0, 1, 2, "auto"), verbose=verbose)
+        if verbose not in (0, 1, 2, "auto"):
+            raise TypeError(f"verbose must be 0, 1, 2 or 'auto', got {verbose!r}.")
         with run_lib.fitting(self, "fit", "search"):
             options = {
                 "rounds": _validate.positive_integer(rounds=rounds),
