@@ -219,21 +219,6 @@ def test_a_private_score_runs_and_its_noise_is_fresh_in_every_trial():
     assert len(set(seen)) == 3
 
 
-@pytest.mark.parametrize("readable", [0, 1])
-def test_a_private_score_of_clients_that_nobody_can_read_is_a_number(readable):
-    ids = [f"anna {k}" for k in range(100)]
-    score = tfdp_fl.PrivateScore("accuracy", noise_multiplier=4.0)
-    held_out = score.split(tfdp_fl.FederatedDataset.from_client_fn(ids, len)).held_out
-    known = {*ids} - {*held_out.client_ids[readable:]}
-    clients = tfdp_fl.FederatedDataset.from_client_fn(
-        ids, lambda k: toy.arrays(10) if k in known else 1 / 0
-    )
-    search = _search(score=score)
-    with _trials(1), _trained():
-        _fit(search, clients, verbose=0)
-    assert search.best == _CANDIDATES[1]
-
-
 def test_private_scores_that_are_refused_before_anything():
     with pytest.raises(ValueError, match="noise_multiplier"):
         tfdp_fl.PrivateScore("accuracy", noise_multiplier=0.0)
@@ -660,3 +645,18 @@ def test_a_fit_within_a_fit():
     with _trained(train), _trials(1):
         _fit(search)
     assert len(refused) == 1
+
+
+@pytest.mark.parametrize("readable", [0, 1])
+def test_a_private_score_of_clients_that_nobody_can_read_is_a_number(readable):
+    ids = [f"anna {k}" for k in range(100)]
+    score = tfdp_fl.PrivateScore("accuracy", noise_multiplier=4.0)
+    held_out = score.split(tfdp_fl.FederatedDataset.from_client_fn(ids, len)).held_out
+    known = {*ids} - {*held_out.client_ids[readable:]}
+    clients = tfdp_fl.FederatedDataset.from_client_fn(
+        ids, lambda k: toy.arrays(10) if k in known else 1 / 0
+    )
+    search = _search(score=score)
+    with _trials(1), _trained():
+        _fit(search, clients, verbose=0)
+    assert search.best == _CANDIDATES[1]
