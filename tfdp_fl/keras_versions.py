@@ -94,6 +94,26 @@ def has_adapted_weights(layer: tf.keras.layers.Layer) -> bool:
     )
 
 
+def inputs_of(model: tf.keras.Model) -> Any:
+    """Returns the nest of a model's symbolic inputs; None if it does not know them."""
+    name = "_inputs_struct" if IS_KERAS_3 else "_nested_inputs"
+    nest = getattr(model, name, None)
+    if nest is None:  # A `Sequential` has one.
+        nest = getattr(model, "inputs", None) or None
+    return nest[0] if isinstance(nest, list | tuple) and len(nest) == 1 else nest
+
+
+def embedding_inputs(model: tf.keras.Model) -> list[tuple[Any, Any]]:
+    """Returns a model's embeddings, and the symbolic tensor that each looks up."""
+    found = []
+    for layer in layers_of(model) if IS_KERAS_3 else ():
+        if type(layer) is tf.keras.layers.Embedding:
+            # One that is called twice, or in a model of its own class, has none.
+            with contextlib.suppress(AttributeError, ValueError):
+                found.append((layer, layer.input))
+    return found
+
+
 def own_random_state(model: tf.keras.Model) -> list[Any]:
     """Returns the states of the generators of random layers, Keras's variables."""
     found: dict[int, Any] = {}

@@ -1,5 +1,8 @@
 """Clients from pandas frames, and tables with a person for each row."""
 
+import datetime
+import uuid
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -8,6 +11,7 @@ import tensorflow as tf
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl.datasets import FederatedDataset, persons
+from tfdp_fl.keras import evaluation
 
 _from_frame = FederatedDataset.from_dataframe
 
@@ -50,7 +54,7 @@ def test_one_column_a_mapping_and_a_series():
     np.testing.assert_array_equal(x["right"], [[2, 1.5]])
     np.testing.assert_array_equal(y, [[1, 2]])
     # With a person for each row.
-    frame = pd.DataFrame({"age": [1, 2, 3], "height": [0.5, 1.5, 2.5]})
+    frame = pd.DataFrame({"age": [1, 2, 3], "height": [0.5, 1.5, 2.5]}, [7, 8, 9])
     labels = pd.Series([0, 1, 0], index=[7, 8, 9])
     for given in (labels, pd.Index(labels)):
         x, y = persons.by_person(frame, given, [5, 5, 6]).client(5)
@@ -234,6 +238,55 @@ def _with_a_gap(x, *_):
 def test_what_does_not_go_together(change, message):
     with pytest.raises(ValueError, match=message):
         persons.by_person(*change(*_table()))
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [uuid.UUID(int=k) for k in (1, 2, 1)],
+        [datetime.date(2020, 1, k) for k in (1, 2, 1)],
+        [("a", k) for k in (1, 2, 1)],
+        pd.date_range("2020", periods=2)[[0, 1, 0]],
+    ],
+)
+def test_ids_are_the_same_in_a_frame_and_beside_a_table(ids):
+    x, y = np.eye(3), np.arange(3)
+    frame = pd.DataFrame({"who": pd.Series(ids), "x": [1, 2, 3], "label": y})
+    named = _from_frame(frame, "who").client_ids
+    assert len(named) == 2
+    for given in (ids, pd.Series(ids), pd.Series(ids, dtype=object)):
+        assert persons.by_person(x, y, given).client_ids == named
+    with pytest.raises(ValueError, match=r"client_ids must be .* row 1"):
+        persons.by_person(x, y, [ids[0], {}, ids[2]])
+
+
+def _other_index(values):
+    """Returns a series whose rows pandas would put in another order."""
+    return pd.Series(values, index=np.arange(len(values))[::-1])
+
+
+@pytest.mark.parametrize("name", ["y", "client_ids", "sample_weight", "none"])
+def test_rows_of_one_person_are_not_anothers(name):
+    x, y, ids = _table()
+    given = {"y": y, "client_ids": ids, "sample_weight": np.ones(len(y))}
+    given = {key: pd.Series(values) for key, values in given.items()}
+    x = {"a": pd.DataFrame(x), "b": x}
+    takes = [lambda: persons.by_person(x, **given)]
+    if name != "sample_weight":
+        bounded = {key: given[key] for key in ("y", "client_ids")}
+        takes.append(lambda: tfdp_fl.bound_rows(x, **bounded, most=2))
+    if name != "none":
+        given[name] = _other_index(given[name].to_numpy())
+        bounded = {key: given[key] for key in ("y", "client_ids")}
+    for take in takes:
+        if name == "none":
+            take()
+            continue
+        with pytest.raises(ValueError, match=f"{name} must have the same pandas ind"):
+            take()
+    if name == "y":
+        with pytest.raises(ValueError, match="y must have the same pandas index"):
+            evaluation.Validation(data=(x, given["y"]), every=1, batch_size=1)
 
 
 @pytest.mark.parametrize("choose", ["random", "first", "last"])

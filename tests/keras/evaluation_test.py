@@ -68,8 +68,9 @@ def test_one_client_more_moves_no_other_to_the_other_side():
             assert one - {without} == other
     # The share is about what was asked for: 4.4 standard deviations.
     assert abs(len(sides(range(2000), 0.1)[1]) - 200) < 4.4 * 180**0.5
-    for fraction in (1e-6, 1 - 1e-6):
-        assert [len(side) for side in sides([3, 4], fraction)] == [1, 1]
+    for fraction in (1e-6, 1 - 1e-6):  # Where one was moved, a third moved it back.
+        with pytest.raises(ValueError, match=r"clients must be more.*no client is"):
+            sides([3, 4], fraction)
 
 
 def test_metrics_of_clients_held_out_are_those_of_their_examples():
@@ -433,6 +434,20 @@ def test_one_charged_evaluation_at_a_time():
     with mock.patch.object(evaluation, "evaluate", both):
         _evaluated(fed)
     assert fed.epsilon(_DELTA) > spent
+
+
+def test_a_release_of_clients_that_nobody_can_read_is_charged_as_any():
+    fed, ids = _trained(), [f"client {k}" for k in range(40)]
+    spent, found = fed.epsilon(_DELTA), []
+    for readable in (), ids[:1], ids:
+        clients = FederatedDataset.from_client_fn(
+            ids, lambda k, known=readable: toy.arrays(5) if k in known else 1 / 0
+        )
+        found.append(_evaluated(fed, _private(noise_multiplier=20.0), clients))
+        assert fed.epsilon(_DELTA) > spent
+        spent = fed.epsilon(_DELTA)
+    for each in found:
+        assert each.keys() == found[0].keys() >= _BOUNDS.keys()
 
 
 def test_what_is_refused():

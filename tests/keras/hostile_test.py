@@ -74,8 +74,14 @@ def test_other_ways(way):
 
 def test_the_bound_is_reached_and_arrays_are_refused_before_anything_starts():
     trainer = hostile.Trainer(hostile.CASES["fixed"], "one_by_one")
-    # Others are numbers that can be made real, or the caller's own error.
-    for name in hostile.FAILURES.keys() - {"raises", "complex", "objects"}:
+    # Others are numbers that can be made real, or the caller's own error; or they fail
+    # alone, as no client says what the others look like.
+    alone = {"wrong_shape", "wrong_dtype"}
+    without = trainer.without()
+    for name in alone:
+        check_failure(trainer, without, name)
+    trainer.fed._run = None
+    for name in hostile.FAILURES.keys() - {"raises", "complex", "objects"} - alone:
         with pytest.raises((ValueError, TypeError)):
             trainer.round(hostile.FAILURES[name])
         assert trainer.fed.run is None

@@ -235,6 +235,17 @@ def test_that_a_drawn_cohort_was_abandoned_is_charged(tmp_path):
     assert "rounds_abandoned" not in caveats
 
 
+def test_a_record_of_two_clients_or_twice_one_of_one_is_refused():
+    mechanism = tfdp_fl.NbAFL(epsilon=9.0, constant=3.0, weight_clip=5.0)
+    x, y = toy.arrays(6)
+    for rows in ([[0, 1], [1, 2]], [[0, 0], [1, 2]]):
+        fed = toy.federated(mechanism, clients_per_round=2)
+        data = FederatedDataset.from_indices(x, y, rows)
+        with pytest.raises(ValueError, match="clients must hold each row once with N"):
+            toy.fit(fed, data=data)
+        assert fed.run is None
+
+
 def _secure(mechanism, size=7, **options):
     options["secure_aggregation"] = AdditiveSecretSharing()
     return toy.federated(mechanism, None, size, **options)

@@ -19,7 +19,7 @@ _SECRET = 271828
 
 def _embedding() -> tf.keras.Model:
     layers = tf.keras.layers
-    inputs, table = layers.Input((4,), dtype="int32"), layers.Embedding(10, 3)
+    inputs, table = layers.Input((4,), dtype="int32"), toy.Table(10, 3)
     return tf.keras.Sequential([inputs, table, layers.Flatten(), layers.Dense(3)])
 
 
@@ -77,6 +77,7 @@ _X = np.ones((1, 8), np.float32)
         ({"a": (np.full((3, 8), _SECRET), [_SECRET])}, "Error"),
         ({"a": (np.full((3, 7), float(_SECRET)), [0, 1, 2])}, "Error"),
         ({"a": ({"w": _X}, [1]), "b": ({f"w{_SECRET}": _X}, [1])}, "got others"),
+        ({"b": ({f"w{_SECRET}": _X}, [1])}, "got others"),
         # A number that no embedding has, with all clients and with one.
         (dict.fromkeys("ab", _tokens(_SECRET)), "No client could be trained"),
         ({"a": _tokens(1), "b": _tokens(_SECRET)}, "1 client.* Client 'b': .*Error"),

@@ -41,7 +41,14 @@ def _after_nobody(x: Any, y: Any) -> Any:
 
 
 def _streamed(x: Any) -> Any:
-    return _fit(FederatedDataset.from_client_fn(["ben"], lambda _: (x, _Y)))
+    spec = tf.TensorSpec(x.shape[1:]), tf.TensorSpec([], tf.int64)
+    return _fit(FederatedDataset.from_client_fn(["ben"], lambda _: (x, _Y), spec))
+
+
+def _uncallable() -> Any:
+    broken = tf.keras.Sequential([tf.keras.Input((8,)), tf.keras.layers.Dense(3)])
+    broken.layers[0].call = mock.Mock(side_effect=RuntimeError("mind the gap"))
+    return toy.federated(model=broken).fit(toy.clients())
 
 
 def _frame(**options: Any) -> Any:
@@ -113,6 +120,7 @@ _MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (_not_compiled, {}, "compile|before fit"),
     (_table, {}, "clients|DataFrame|from_dataframe"),
     (lambda: toy.federated().fit(_X, _Y), {}, "client_ids|whose row each is|=ids"),
+    (_uncallable, {}, "model must be one that can be called|RuntimeError|mind the g"),
     (_after_nobody, {"x": _X[:, :7], "y": _Y}, _WRONG_SHAPE),
     (_streamed, {"x": _X[:, :7]}, _WRONG_SHAPE),
     (_after_nobody, {"x": _X, "y": _Y + 7}, "labels|client 'ben'|from 0 to 2"),

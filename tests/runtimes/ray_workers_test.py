@@ -299,7 +299,7 @@ def test_a_client_that_passes_all_bounds_leaves_the_history_in_them(
 def test_data_of_one_client_that_raises_ends_its_own_training_alone(workers):
     x = np.ones([_NUM_CLIENTS * 4, 2], np.int32)
     x[::8] = 271828  # What the embedding has no row of, of every other client.
-    layers = [_layers.Input((2,), dtype="int32"), _layers.Embedding(10, 3)]
+    layers = [_layers.Input((2,), dtype="int32"), toy.Table(10, 3)]
     layers += [_layers.Flatten(), _layers.Dense(3)]
     case = _Case(
         clients=lambda: _in_rows(x, x[:, 0] % 3),

@@ -308,7 +308,7 @@ def test_what_would_make_every_trial_fail_is_said_before_the_charge():
 def test_a_cohort_that_fails_as_a_whole_ends_no_trial():
     # Else one client that does not fail would decide that a model is found.
     kind, inputs = keras.layers, keras.layers.Input((1,), dtype="int32")
-    layers = [inputs, kind.Embedding(9, 3), kind.Flatten(), kind.Dense(3)]
+    layers = [inputs, toy.Table(9, 3), kind.Flatten(), kind.Dense(3)]
     y = toy.arrays(10)[1]
     public = tfdp_fl.PublicScore(np.zeros([10, 1], np.int32), y, "accuracy")
     search = _search(lambda rate: _wrapped(keras.Sequential(layers)), score=public)
@@ -645,3 +645,18 @@ def test_a_fit_within_a_fit():
     with _trained(train), _trials(1):
         _fit(search)
     assert len(refused) == 1
+
+
+@pytest.mark.parametrize("readable", [0, 1])
+def test_a_private_score_of_clients_that_nobody_can_read_is_a_number(readable):
+    ids = [f"anna {k}" for k in range(100)]
+    score = tfdp_fl.PrivateScore("accuracy", noise_multiplier=4.0)
+    held_out = score.split(tfdp_fl.FederatedDataset.from_client_fn(ids, len)).held_out
+    known = {*ids} - {*held_out.client_ids[readable:]}
+    clients = tfdp_fl.FederatedDataset.from_client_fn(
+        ids, lambda k: toy.arrays(10) if k in known else 1 / 0
+    )
+    search = _search(score=score)
+    with _trials(1), _trained():
+        _fit(search, clients, verbose=0)
+    assert search.best == _CANDIDATES[1]

@@ -318,7 +318,8 @@ def _dtypes(value_type: tff.types.Type) -> list[tf.DType]:
     """Returns the dtypes of a value's tensors, in the order of `to_list`."""
     if isinstance(value_type, tff.TensorType):
         return [tf.as_dtype(value_type.dtype)]
-    return [dtype for each in value_type for dtype in _dtypes(each)]
+    leaves = tff.structure.flatten(value_type)
+    return [tf.as_dtype(each.dtype) for each in leaves]
 
 
 def _without_varargs(function: Callable[..., Any], arity: int) -> Any:

@@ -7,6 +7,7 @@ rests on `sources` (examples) and `tables` (ids).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import os
@@ -30,7 +31,13 @@ class FederatedDataset:
     numbers of examples, and none at all. Features and labels may be any nest
     that Keras takes: an array, or a dict, tuple or list of nests. Beside the
     labels there may be weights of examples, as Keras's `sample_weight`: a
-    client is then `(x, y, sample_weight)`. All examples have one shape.
+    client is then `(x, y, sample_weight)`.
+
+    What an example must look like is public: it is the schema of a table
+    (`from_indices`, `from_dataframe`), or declared as `element_spec`, or else taken
+    from the model and its loss when the clients train. It is never computed from
+    clients. Each client's numbers are cast to it; a client that does not fit fails
+    alone, as one that cannot be read does.
 
     Made from arrays (`from_client_arrays`, `from_indices`), a dataset is
     *indexed*: every example is held once, in flat CPU tensors which the
@@ -68,7 +75,7 @@ class FederatedDataset:
 
     @classmethod
     def from_client_arrays(
-        cls, clients: Mapping[Any, tuple[Nest, ...]]
+        cls, clients: Mapping[Any, tuple[Nest, ...]], element_spec: Nest | None = None
     ) -> FederatedDataset:
         """Makes a dataset from every client's own arrays.
 
@@ -78,16 +85,22 @@ class FederatedDataset:
         Args:
           clients: Maps a client's id to `(x, y)` or `(x, y, sample_weight)`,
             nests of arrays whose leading dimension is the client's number of
-            examples, which may be 0. The nests, and the arrays' dtypes and
-            other dimensions, are the same for all clients that have examples.
+            examples, which may be 0.
+          element_spec: As in `from_client_fn`.
 
         Raises:
-          TypeError, ValueError: If a client's arrays do not fit together or do
-            not fit the other clients' (naming it), or if there is no client.
+          TypeError, ValueError: If a client's arrays do not fit together (naming
+            it), or if there is no client.
         """
         _validate.instance_of(Mapping, clients=clients)
         sources.at_least_one_client(clients=clients)
-        return cls.from_indices(*sources.pack(clients.items()))
+        made = cls(sources.pack(clients.items()), list(clients))
+        return made._declared(element_spec)
+
+    def _declared(self, element_spec: Nest | None) -> FederatedDataset:
+        if element_spec is None:
+            return self
+        return self.conform(sources.held_spec(element_spec))
 
     @classmethod
     def from_indices(
@@ -198,7 +211,7 @@ class FederatedDataset:
 
     @classmethod
     def from_tf_datasets(
-        cls, clients: Mapping[Any, tf.data.Dataset]
+        cls, clients: Mapping[Any, tf.data.Dataset], element_spec: Nest | None = None
     ) -> FederatedDataset:
         """Makes a dataset from every client's own `tf.data.Dataset`.
 
@@ -207,23 +220,27 @@ class FederatedDataset:
             `(x, y, sample_weight)` or a dict of `x`, `y` and perhaps
             `sample_weight`; or of batches of them, if each array's first
             dimension is unknown (as `dataset.batch` makes it).
+          element_spec: As in `from_client_fn`.
 
         Raises:
           TypeError, ValueError: If elements are not such examples, have another
-            size that is unknown, differ between clients or never end, or if
-            there is no client.
+            size that is unknown, or never end; or if there is no client.
         """
         _validate.instance_of(Mapping, clients=clients)
-        clients = dict(clients)
-        spec = sources.common_spec(clients)
         sources.at_least_one_client(clients=clients)
+        for client_id, dataset in clients.items():
+            with sources.naming(client_id):
+                sources.check_dataset(dataset)
         # By the datasets themselves `reading` tells one list of clients from another.
-        datasets = tuple(clients.values())
-        source = sources.StreamedSource(datasets, sources.read_pair, spec)
-        return cls(source, list(clients))
+        source = sources.StreamedSource(
+            tuple(clients.values()), sources.read_pair, None
+        )
+        return cls(source, list(clients))._declared(element_spec)
 
     @classmethod
-    def from_client_data(cls, client_data: Any) -> FederatedDataset:
+    def from_client_data(
+        cls, client_data: Any, element_spec: Nest | None = None
+    ) -> FederatedDataset:
         """Makes a dataset from a `tff.simulation.datasets.ClientData`.
 
         Clients stay where the client data has them (on disk, for TFF's own)
@@ -234,10 +251,11 @@ class FederatedDataset:
             `create_tf_dataset_for_client(client_id)`, of elements as
             `from_tf_datasets` takes them: `client_data.preprocess(fn)` makes them
             so.
+          element_spec: As in `from_client_fn`.
 
         Raises:
-          TypeError, ValueError: If this is not client data, if a client's
-            elements are not such examples, or if it has no client.
+          TypeError, ValueError: If this is not client data, if it has no client, or
+            none whose elements are such examples.
         """
         if not hasattr(client_data, "create_tf_dataset_for_client"):
             raise TypeError(
@@ -247,11 +265,9 @@ class FederatedDataset:
         dataset_of = client_data.create_tf_dataset_for_client
         client_ids = list(client_data.client_ids)
         sources.at_least_one_client(client_data=client_ids)
-        spec = nests.agreed_spec(
-            sources.common_spec({name: dataset_of(name)}) for name in client_ids
-        )
+        _check_any(client_ids, dataset_of)
         return cls.from_client_fn(
-            client_ids, lambda name: sources.read_pair(dataset_of(name)), spec
+            client_ids, lambda name: sources.read_pair(dataset_of(name)), element_spec
         )
 
     @classmethod
@@ -271,8 +287,8 @@ class FederatedDataset:
             which keeps to half of the cores while a cohort of small clients
             trains on one; so do threads and processes that it starts then.
           element_spec: A tuple of such nests of `tf.TensorSpec` of one example,
-            without a leading dimension; None: the first that two clients have
-            (or else the first of all), who are read when it is needed.
+            without a leading dimension, which is public; None: it is taken from the
+            model and the loss, if they tell (see `tfdp_fl.DPFederatedModel.fit`).
 
         Raises:
           TypeError, ValueError: If `fn` cannot be called, if ids repeat, or if
@@ -280,12 +296,9 @@ class FederatedDataset:
         """
         if not callable(fn):
             raise TypeError(f"fn must be callable, got {fn!r}.")
-        if element_spec is not None:
-            element_spec = sources.held_spec(element_spec)
         sources.at_least_one_client(client_ids=client_ids)
-        return cls(
-            sources.StreamedSource(tuple(client_ids), fn, element_spec), client_ids
-        )
+        source = sources.StreamedSource(tuple(client_ids), fn, None)
+        return cls(source, client_ids)._declared(element_spec)
 
     # What there is.
 
@@ -304,9 +317,20 @@ class FederatedDataset:
     def element_spec(self) -> tuple[Nest, Nest]:
         """The `tf.TensorSpec`s (x, y) of one example.
 
-        Where examples have weights, y is a pair `(y, sample_weight)` of them.
+        Where examples have weights, y is a pair `(y, sample_weight)` of them. Unless
+        `is_declared`, it is only what the first client that can be read has.
         """
         return self._source.element_spec
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether clients are read when they are asked for."""
+        return isinstance(self._source, sources.StreamedSource)
+
+    @property
+    def is_declared(self) -> bool:
+        """Whether what examples look like is known, and public."""
+        return self._source.is_declared
 
     @property
     def is_indexed(self) -> bool:
@@ -323,7 +347,7 @@ class FederatedDataset:
         hold goes in as well, if it is in memory.
         """
         digest = tables.digest(self._client_ids)
-        if self.has_names or not isinstance(self._source, sources.IndexedSource):
+        if self.has_names or isinstance(self._source, sources.StreamedSource):
             return digest
         both = digest + self._source.content_digest()
         return hashlib.sha256(both.encode()).hexdigest()
@@ -335,7 +359,7 @@ class FederatedDataset:
         None where it can. Of clients without names that are read when they are asked
         for: how they are read.
         """
-        if self.has_names or isinstance(self._source, sources.IndexedSource):
+        if self.has_names or not isinstance(self._source, sources.StreamedSource):
             return None
         return tuple(self._source.keys), self._source.read_fn
 
@@ -401,22 +425,24 @@ class FederatedDataset:
 
         Args:
           fraction: The share of the clients in the second dataset, between 0
-            and 1. Where all of a few would be on one side, the client whose
-            hash is nearest is on the other.
+            and 1.
 
         Returns:
           The dataset of the other clients, and that of the held-out ones.
 
         Raises:
-          ValueError: If there are fewer than two clients.
+          ValueError: If all clients are on one side. (To move one would change its
+            side when others come.)
         """
         fraction = _validate.inside_unit_interval(fraction=fraction)
         places = np.array([tables.place_of(each) for each in self._client_ids])
         held_out = places < fraction
-        if held_out.all():
-            held_out[np.argmax(places)] = False
-        if not held_out.any():
-            held_out[np.argmin(places)] = True
+        if held_out.all() or not held_out.any():
+            raise ValueError(
+                "clients must be more, so that the hashes of their ids put some on "
+                f"each side of a share of {fraction:g}, got {self.num_clients}: no "
+                "client is moved, because one that comes or goes would move it back."
+            )
         return self.take(np.flatnonzero(~held_out)), self.take(np.flatnonzero(held_out))
 
     def map(self, fn: Callable[[Nest, Nest], tuple[Nest, ...]]) -> FederatedDataset:
@@ -434,6 +460,23 @@ class FederatedDataset:
             raise TypeError(f"fn must be callable, got {fn!r}.")
         return self._with(self._source.map(fn), self._client_ids)
 
+    def conform(
+        self, spec: tuple[Nest, Nest], names: nests.Names | None = None
+    ) -> FederatedDataset:
+        """Returns the dataset whose clients are each cast to a spec, or fail alone.
+
+        Args:
+          spec: As `element_spec`. Clients' data must have no part in it.
+          names: Those of the inputs and outputs of the model that it is taken from.
+        """
+        return self._with(self._source.conformed(spec, names), self._client_ids)
+
+    def checked(self, check: Callable[[Nest], None]) -> FederatedDataset:
+        """Returns a streamed dataset whose clients fail where a check of x raises."""
+        assert isinstance(self._source, sources.StreamedSource)
+        source = dataclasses.replace(self._source, check=check)
+        return self._with(source, self._client_ids)
+
     def with_ids(self, client_ids: Sequence[Any]) -> FederatedDataset:
         """Returns the same clients under other ids, one for each."""
         if len(client_ids) != self.num_clients:
@@ -449,12 +492,12 @@ class FederatedDataset:
         Raises:
           Exception: What reading a client raised.
         """
-        if self.is_indexed:
+        if not self.is_streamed:
             return self
-        clients = map(self._source.read, range(self.num_clients))
-        named = zip(self._client_ids, clients, strict=True)
-        made = self.from_indices(*sources.pack(named))
-        return self._with(made._source, self._client_ids)
+        read = self._source.read
+        named = ((k, nests.unpaired(*read(n))) for n, k in enumerate(self._client_ids))
+        made = self._with(sources.pack(named), self._client_ids)
+        return made.conform(self.element_spec) if self.is_declared else made
 
     # How the engine reads it.
 
@@ -483,6 +526,16 @@ class FederatedDataset:
         """
         return self._indexed("client_rows").rows(self._checked(positions))
 
+    def failures(self, positions: Any) -> list[ClientFailure]:
+        """Returns which of some clients are known to fail, in their order.
+
+        Args:
+          positions: int64[k].
+        """
+        failed = self._source.failed
+        known = [place for place in positions.tolist() if place in failed]
+        return [ClientFailure(place, failed[place]) for place in known]
+
     def read_clients(self, positions: Any) -> Iterator[ClientExamples | ClientFailure]:
         """Yields the examples of some clients, in the order asked for.
 
@@ -504,8 +557,9 @@ class FederatedDataset:
     def _indexed(self, method: str) -> sources.IndexedSource:
         if not isinstance(self._source, sources.IndexedSource):
             raise ValueError(
-                f"{method} must be called on an indexed dataset, got a "
-                "streamed one; in_memory() makes it indexed."
+                f"{method} must be called on an indexed dataset, got a streamed one, "
+                "or clients that differ; in_memory() makes it indexed, conform(spec) "
+                "casts them."
             )
         return self._source
 
@@ -530,5 +584,18 @@ class FederatedDataset:
     # In words.
 
     def __repr__(self) -> str:
-        kind = "indexed" if self.is_indexed else "streamed"
+        kind = "streamed" if self.is_streamed else "indexed"
         return f"<FederatedDataset: {self.num_clients} clients, {kind}>"
+
+
+def _check_any(client_ids: Sequence[Any], dataset_of: Callable[[Any], Any]) -> None:
+    """Raises TypeError or ValueError if no client's dataset has examples."""
+    wrong: Exception | None = None
+    for client_id in client_ids:
+        try:
+            sources.check_dataset(dataset_of(client_id))
+            return
+        except Exception as error:  # Any client's code may run here.
+            wrong = wrong or error
+    if isinstance(wrong, nests.SAFE_ERRORS):
+        raise wrong

@@ -370,7 +370,8 @@ def load_shakespeare(
             clients[name] = x[kept], y[kept]
         test.append(_examples(ids[end:], length))
     x_test, y_test = (np.concatenate(arrays) for arrays in zip(*test, strict=True))
-    dataset = FederatedDataset.from_client_arrays(clients)
+    spec = tf.TensorSpec([length], tf.int32)
+    dataset = FederatedDataset.from_client_arrays(clients, (spec, spec))
     return dataset, (x_test, y_test)
 
 

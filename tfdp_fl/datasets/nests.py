@@ -11,7 +11,8 @@ other dtype is kept, `uint8` images and `int64` labels among them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +20,18 @@ import tensorflow as tf
 
 # An array, or a dict, tuple or list of nests.
 Nest = Any
+# Of a model's inputs, and of its outputs.
+Names = tuple[Sequence[str], Sequence[str]]
 
 _NUMBERS = (bool, int, float, np.number, np.bool_)
 PADDING = "keras.utils.pad_sequences pads sequences of unequal length"
+
+
+_STRINGS = "a tf.keras.layers.StringLookup of their values makes integers of strings"
+NO_CAST = (
+    "x, y and sample_weight must hold whole numbers where those are expected, got a "
+    "fraction, a NaN or a number that is too large"
+)
 
 
 class ExamplesTypeError(TypeError):
@@ -237,39 +247,122 @@ def _dtype(leaf: Any) -> tf.DType:
     return tf.as_dtype(leaf.dtype)
 
 
-def agreed_spec(specs: Iterable[Nest]) -> Nest | None:
-    """Returns the first spec that two clients have, or else the first; None of none.
+def conform(
+    x: Nest, y: Nest, spec: Nest, names: Names | None = None
+) -> tuple[Nest, Nest, np.ndarray]:
+    """Returns one client's examples (or many clients') as a spec has them.
 
-    What examples look like is the same for all: no client decides it alone.
+    What examples look like is the same for all and public; this looks at nobody
+    else's. Numbers are cast to the spec's dtype; examples without weights count 1. As
+    in Keras, inputs and outputs of a model may be in their order or go by their names,
+    and be with or without sizes of 1 at the end of a shape.
+
+    Args:
+      x: Features, a nest of arrays or CPU tensors.
+      y: Labels, likewise.
+      spec: The `tf.TensorSpec`s (x, y) of one example.
+      names: Those of the inputs and outputs of the model that the spec is taken
+        from; None where it was declared.
+
+    Returns:
+      (x, y) of the spec, whose leaves are those that were given if they fitted; and
+      bool [n], whether an example's numbers are the same after the cast.
+
+    Raises:
+      ExamplesValueError: They are of other names, shapes or kinds.
     """
-    seen: dict[str, Nest] = {}
-    for spec in specs:
-        if repr(spec) in seen:
-            return spec
-        seen[repr(spec)] = spec
-    return next(iter(seen.values()), None)
-
-
-def check_same_spec(spec: Nest, expected: Nest) -> None:
-    """Raises ValueError unless examples (x, y) of one spec are of another."""
-    if isinstance(spec[1], Weighted) != isinstance(expected[1], Weighted):
+    given, want = unpaired(x, y), unpaired(*spec)
+    if len(given) > len(want):
         raise ExamplesValueError(
-            "sample_weight must be given for every client or for none, got it for some."
+            "sample_weight, weights of examples, must be declared as the third part of "
+            "an element_spec, got a client that has some."
         )
-    for name, own, other in zip(("x", "y"), spec, expected, strict=True):
-        got = describe_spec(own)
-        try:
-            same = tf.nest.map_structure(
-                lambda a, b: (a.dtype, a.shape) == (b.dtype, b.shape), own, other
-            )
-        except (TypeError, ValueError):  # A name may be what a client wrote.
-            same, got = False, "others"
-        if not all(tf.nest.flatten(same)):
+    fits, parts = np.ones(common_length(x, y), bool), []
+    if len(given) < len(want):
+        given = (*given, _ones(want[2], len(fits)))
+    order = ("x", "y", "sample_weight")
+    for place, (name, own, wanted) in enumerate(zip(order, given, want, strict=False)):
+        called = None if names is None else names[min(place, 1)]
+        specs = tf.nest.flatten(wanted)
+        if place == 2 and isinstance(own, np.ndarray | tf.Tensor):
+            # As in Keras, one weight is that of all outputs.
+            own = tf.nest.pack_sequence_as(wanted, [own] * len(specs))
+        leaves = _arranged(own, wanted, called)
+        wrong = ""
+        if leaves is None:
+            wrong = "others"  # Names may be what a client wrote.
+        elif not all(map(functools.partial(_is_of, names is None), leaves, specs)):
+            wrong = describe_spec(spec_of(own))
+        if wrong:
+            hint = _STRINGS if "string" in wrong else PADDING
             raise ExamplesValueError(
-                f"{name} must be of the same names, dtypes and example shapes for "
-                f"every client, {describe_spec(other)}, got {got}; "
-                f"{PADDING}."
+                f"{name} must be {describe_spec(wanted)} for each example, got "
+                f"{wrong}; {hint}."
             )
+        cast = list(map(_cast, leaves or (), specs))
+        fits = np.all([fits, *(same for _, same in cast)], axis=0)
+        parts.append(tf.nest.pack_sequence_as(wanted, [leaf for leaf, _ in cast]))
+    return *pair(tuple(parts)), fits
+
+
+def _ones(spec: Nest, number: int) -> Nest:
+    """Returns ones for a number of examples of a spec."""
+    return tf.nest.map_structure(
+        lambda leaf: np.ones([number, *leaf.shape], leaf.dtype.as_numpy_dtype), spec
+    )
+
+
+def _arranged(nest: Nest, spec: Nest, names: Sequence[str] | None) -> list[Any] | None:
+    """Returns the leaves of a nest in a spec's order; None if it is another nest."""
+    leaves, count = tf.nest.flatten(nest), len(tf.nest.flatten(spec))
+    try:
+        tf.nest.assert_same_structure(nest, spec)
+    except (TypeError, ValueError):
+        if names is None:
+            return None
+        if isinstance(nest, dict):
+            if not nest.keys() >= set(names) > set():
+                return None
+            leaves = [nest[name] for name in names]
+        elif (
+            not isinstance(nest, list | tuple) or not len(leaves) == len(nest) == count
+        ):
+            return None
+    is_array = [isinstance(leaf, np.ndarray | tf.Tensor) for leaf in leaves]
+    return leaves if all(is_array) else None
+
+
+def _sizes(shape: Any) -> list[int]:
+    sizes = list(shape)
+    while sizes and sizes[-1] == 1:
+        sizes.pop()
+    return sizes
+
+
+def _is_of(exactly: bool, leaf: Any, spec: tf.TensorSpec) -> bool:
+    """Returns whether an array [n, ...] can be cast to a spec of one example."""
+    same_kind = (_dtype(leaf) == tf.string) == (spec.dtype == tf.string)
+    sizes = list if exactly else _sizes
+    return same_kind and sizes(leaf.shape[1:]) == sizes(spec.shape)
+
+
+def _cast(leaf: Any, spec: tf.TensorSpec) -> tuple[Any, np.ndarray]:
+    """Returns an array of a spec, and whether each example stays as it was, bool [n].
+
+    Rounding to a floating-point dtype is not a change: Keras does the same.
+    """
+    same, dtype = np.ones(leaf.shape[0], bool), spec.dtype
+    if _dtype(leaf) != dtype:
+        array = view(leaf) if isinstance(leaf, tf.Tensor) else leaf
+        with np.errstate(all="ignore"):
+            leaf = array.astype(dtype.as_numpy_dtype)
+            if not (dtype.is_floating or dtype == tf.string):
+                kept = (leaf.astype(array.dtype) == array) & ((leaf < 0) == (array < 0))
+                same = kept.reshape(len(kept), -1).all(axis=1)
+    shape = [leaf.shape[0], *spec.shape]
+    if list(leaf.shape) != shape:
+        leaf = (tf.reshape if isinstance(leaf, tf.Tensor) else np.reshape)(leaf, shape)
+    return leaf, same
 
 
 def no_examples(spec: Nest) -> Nest:

@@ -21,22 +21,26 @@ _ALLOWED = (
 )
 
 
-def as_federated(clients: Any) -> FederatedDataset:
+def as_federated(clients: Any, element_spec: Any = None) -> FederatedDataset:
     """Returns clients' data as a `FederatedDataset`.
 
     Args:
       clients: One already; a mapping from client ids to `(x, y)` or `(x, y,
         sample_weight)` (nests of arrays) or to `tf.data.Dataset`s; a list of
         those, whose clients are then 0 to N - 1; or a TFF `ClientData`.
+      element_spec: What an example looks like, as in
+        `FederatedDataset.from_client_fn`, unless the model and the loss tell.
 
     Raises:
       TypeError: It is something else; the message names its type only.
-      ValueError: Clients do not fit together.
+      ValueError: A client's own examples do not fit together.
     """
     if isinstance(clients, FederatedDataset):
+        if element_spec is not None:
+            raise ValueError("element_spec must be None for a FederatedDataset.")
         return clients
     if hasattr(clients, "create_tf_dataset_for_client"):
-        return FederatedDataset.from_client_data(clients)
+        return FederatedDataset.from_client_data(clients, element_spec)
     is_list = isinstance(clients, list | tuple)
     by_id = dict(enumerate(clients)) if is_list else clients
     kinds = tuple | list | tf.data.Dataset
@@ -49,7 +53,8 @@ def as_federated(clients: Any) -> FederatedDataset:
     if by_id and all(isinstance(data, tf.data.Dataset) for data in by_id.values()):
         make = FederatedDataset.from_tf_datasets
     dataset = make(
-        {k: tuple(v) if isinstance(v, list) else v for k, v in by_id.items()}
+        {k: tuple(v) if isinstance(v, list) else v for k, v in by_id.items()},
+        element_spec,
     )
     # Known by their places, then: see `FederatedDataset.clients_digest`.
     return dataset.with_ids(range(len(by_id))) if is_list else dataset
@@ -95,9 +100,10 @@ def by_person(
 
     Raises:
       ValueError: A row has no id or a missing value (naming column and row), or
-        lengths differ.
+        lengths or pandas indexes differ.
     """
     given = {"x": x, "y": y, "sample_weight": sample_weight}
+    check_aligned(**given, client_ids=client_ids)
     given = {
         argument: nests.as_arrays(as_keras_takes(nest, argument), argument)
         for argument, nest in given.items()
@@ -109,6 +115,28 @@ def by_person(
         for leaf in tf.nest.flatten(nest):
             tables.check_finite(argument, leaf)
     return FederatedDataset.from_indices(**given, indices=rows)
+
+
+def check_aligned(**given: Any) -> None:
+    """Raises ValueError if rows that go together have different pandas indexes.
+
+    By position one person's row would be taken for another's, in silence.
+    """
+    first: Any = None
+    for argument, nest in given.items():
+        is_nest = isinstance(nest, dict | tuple) or (
+            isinstance(nest, list) and nest and hasattr(nest[0], "iloc")
+        )
+        for leaf in tf.nest.flatten(nest) if is_nest else [nest]:
+            if not hasattr(leaf, "iloc"):
+                continue
+            first = (argument, leaf.index) if first is None else first
+            if not leaf.index.equals(first[1]):
+                raise ValueError(
+                    f"{argument} must have the same pandas index, in the same order, "
+                    f"as {first[0]}, got another: align them (y.loc[x.index]), or give "
+                    "arrays (.to_numpy()) if their rows go together as they are."
+                )
 
 
 def as_keras_takes(nest: Any, argument: str) -> Nest:
@@ -157,6 +185,7 @@ def bound_rows(
     """
     _validate.positive_integer(most=most)
     _validate.one_of(("random", "first", "last"), choose=choose)
+    check_aligned(x=x, y=y, client_ids=client_ids)
     generator, kept = np.random.default_rng(), []
     x, y = nests.with_array_leaves(x, "x"), nests.with_array_leaves(y, "y")
     rows = tables.rows_of_persons(client_ids, nests.common_length(x, y))

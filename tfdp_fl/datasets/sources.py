@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
@@ -73,6 +73,10 @@ class IndexedSource:
       starts: int64[N].
       lengths: int64[N].
       table: int32[slots].
+      is_declared: Whether the spec of the arrays is public: the schema of a table, or
+        what was declared. Else it is what the clients happened to have.
+      failed: The clients whose examples are not of the spec, by position; they own
+        no slots.
     """
 
     x: nests.Nest
@@ -80,6 +84,8 @@ class IndexedSource:
     starts: np.ndarray
     lengths: np.ndarray
     table: np.ndarray
+    is_declared: bool = True
+    failed: Mapping[int, Exception] = dataclasses.field(default_factory=dict)
 
     @property
     def element_spec(self) -> nests.Nest:
@@ -104,6 +110,8 @@ class IndexedSource:
 
     def read(self, position: int) -> tuple[nests.Nest, nests.Nest]:
         """Returns the examples of one client as NumPy nests (x, y)."""
+        if position in self.failed:
+            raise self.failed[position]
         rows, _ = self.rows(np.array([position]))
         return nests.take(nests.views((self.x, self.y)), rows)
 
@@ -123,7 +131,14 @@ class IndexedSource:
     def take(self, positions: np.ndarray) -> IndexedSource:
         """Returns the source of some of the clients, sharing everything."""
         return dataclasses.replace(
-            self, starts=self.starts[positions], lengths=self.lengths[positions]
+            self,
+            starts=self.starts[positions],
+            lengths=self.lengths[positions],
+            failed={
+                place: self.failed[position]
+                for place, position in enumerate(positions.tolist())
+                if position in self.failed
+            },
         )
 
     def map(self, fn: Callable[..., Any]) -> IndexedSource:
@@ -137,6 +152,116 @@ class IndexedSource:
             )
         return dataclasses.replace(self, x=x, y=y)
 
+    def conformed(self, spec: nests.Nest, names: nests.Names | None) -> IndexedSource:
+        """Returns the source with all examples cast to a public spec."""
+        places = np.arange(len(self.starts))
+        return MixedSource((self,), 0 * places, places).conformed(spec, names)
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedSource:
+    """Clients in memory whose own arrays are of several kinds.
+
+    Nobody's kind is everybody's: `conformed` makes an `IndexedSource` of those whose
+    examples can be cast to a spec that is known otherwise.
+
+    Attributes:
+      parts: The clients of each kind.
+      part: int64[N], in which of them a client is.
+      places: int64[N], its position there.
+    """
+
+    parts: tuple[IndexedSource, ...]
+    part: np.ndarray
+    places: np.ndarray
+    is_declared: ClassVar[bool] = False
+
+    @property
+    def failed(self) -> Mapping[int, Exception]:
+        """The clients that could not be mapped, by position."""
+        two = zip(self.part.tolist(), self.places.tolist(), strict=True)
+        errors = (self.parts[number].failed.get(place) for number, place in two)
+        return {n: error for n, error in enumerate(errors) if error is not None}
+
+    @property
+    def element_spec(self) -> nests.Nest:
+        """The spec of the first client's kind, to look at."""
+        return self.parts[self.part[0]].element_spec
+
+    def read(self, position: int) -> tuple[nests.Nest, nests.Nest]:
+        """Returns the examples of one client as NumPy nests (x, y)."""
+        return self.parts[self.part[position]].read(self.places[position])
+
+    def sizes(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the number of examples of some clients, int64[k]."""
+        two = zip(self.part[positions], self.places[positions], strict=True)
+        return np.array([self.parts[n].lengths[place] for n, place in two], np.int64)
+
+    def content_digest(self) -> str:
+        """Returns a SHA-256 of all examples, and of which are whose."""
+        whose = repr((self.part.tolist(), self.places.tolist()))
+        digests = (part.content_digest() for part in self.parts)
+        return hashlib.sha256(" ".join((whose, *digests)).encode()).hexdigest()
+
+    def take(self, positions: np.ndarray) -> MixedSource:
+        """Returns the source of some of the clients, sharing everything."""
+        part, places = self.part[positions], self.places[positions]
+        return dataclasses.replace(self, part=part, places=places)
+
+    def map(self, fn: Callable[..., Any]) -> MixedSource:
+        """Returns the source with `fn(x, y)` applied once to all of each kind."""
+        parts, errors = [], []
+        for part in self.parts:
+            try:
+                parts.append(part.map(fn))
+            except Exception as error:  # Not of another kind's clients.
+                errors.append(error)
+                filled = np.flatnonzero(part.lengths)
+                failed = dict.fromkeys(filled.tolist(), error)
+                none = np.zeros_like(part.lengths)
+                parts.append(dataclasses.replace(part, lengths=none, failed=failed))
+        if len(errors) == len(parts):
+            raise errors[0]
+        return dataclasses.replace(self, parts=tuple(parts))
+
+    def conformed(self, spec: nests.Nest, names: nests.Names | None) -> IndexedSource:
+        """Returns the source with all examples cast to a public spec.
+
+        Clients that cannot be cast have failed, and change nothing for the others.
+        """
+        found, slots, first_row, first_slot = [], [], 0, 0
+        failed = dict(self.failed)
+        starts, lengths = np.zeros((2, len(self.part)), np.int64)
+        for number, part in enumerate(self.parts):
+            members = np.flatnonzero(self.part == number)
+            own = self.places[members]
+            members, own = members[part.lengths[own] > 0], own[part.lengths[own] > 0]
+            if not len(members):
+                continue
+            try:
+                x, y, fits = nests.conform(part.x, part.y, spec, names)
+            except nests.SAFE_ERRORS as error:
+                failed |= dict.fromkeys(members.tolist(), error)
+                continue
+            if not fits.all():
+                rows = (part.rows(own[[place]])[0] for place in range(len(own)))
+                kept = np.array([fits[each].all() for each in rows])
+                no_cast = nests.ExamplesValueError(nests.NO_CAST)
+                failed |= dict.fromkeys(members[~kept].tolist(), no_cast)
+                members, own = members[kept], own[kept]
+            starts[members] = part.starts[own] + first_slot
+            lengths[members] = part.lengths[own]
+            slots.append(part.table.astype(np.int64) + first_row)
+            found.append((x, y))
+            first_slot += len(part.table)
+            first_row += len(fits)
+        if len(found) > 1:
+            found = [nests.concatenate([nests.as_arrays(each, "x") for each in found])]
+        x, y, num_rows = as_tensors(*(found or [nests.no_examples(spec)])[0])
+        table = np.concatenate([np.zeros(0, np.int64), *slots])
+        table, _ = row_table([table], max(num_rows, 1))
+        return IndexedSource(x, y, starts, lengths, table, True, failed)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StreamedSource:
@@ -145,38 +270,44 @@ class StreamedSource:
     Attributes:
       keys: What `read_fn` knows the clients by, in their order.
       read_fn: Takes a key, returns that client's nests (x, y); may raise.
-      known_spec: The `tf.TensorSpec`s (x, y) of one example; None: those that
-        two clients have first.
+      known_spec: The `tf.TensorSpec`s (x, y) of one example, which are public; None:
+        they are not known yet, and every client is read as it is.
+      names: Those of the model that the spec is taken from, if it is.
+      check: Raises ValueError for features that a model cannot take.
     """
 
     keys: Sequence[Any]
     read_fn: Callable[[Any], Any]
     known_spec: nests.Nest | None
+    names: nests.Names | None = None
+    check: Callable[[nests.Nest], None] | None = None
+    failed: ClassVar[Mapping[int, Exception]] = {}
+
+    @property
+    def is_declared(self) -> bool:
+        """Whether it is known what examples look like."""
+        return self.known_spec is not None
 
     @functools.cached_property
     def element_spec(self) -> nests.Nest:
         """The `tf.TensorSpec`s (x, y) of one example.
 
+        Where they are not known: the first client's that can be read, to look at.
+
         Raises:
-          ValueError: If it was not given and no client can be read.
+          ValueError: If there is none.
         """
         if self.known_spec is not None:
             return self.known_spec
         error: Exception | None = None
-
-        def specs() -> Iterator[nests.Nest]:
-            nonlocal error
-            for key in self.keys:
-                try:
-                    x, y, length = self._arrays(key)
-                except Exception as raised:  # Any client's code may run here.
-                    error = error or raised
-                    continue
-                if length:
-                    yield nests.spec_of((x, y))
-
-        if (found := nests.agreed_spec(specs())) is not None:
-            return found
+        for key in self.keys:
+            try:
+                x, y, length = self._arrays(key)
+            except Exception as raised:  # Any client's code may run here.
+                error = error or raised
+                continue
+            if length:
+                return nests.spec_of((x, y))
         why = "none has any"
         if error is not None:
             why = f"the first error was {ClientFailure(0, error).reason}"
@@ -207,7 +338,13 @@ class StreamedSource:
         # Copies: what is checked is what is used, whatever becomes of a file or of a
         # buffer that serves the next client too.
         x, y = tf.nest.map_structure(nests.copied, (x, y))
-        nests.check_same_spec(nests.spec_of((x, y)), self.element_spec)
+        if self.known_spec is None:
+            return x, y
+        x, y, fits = nests.conform(x, y, self.known_spec, self.names)
+        if not fits.all():
+            raise nests.ExamplesValueError(nests.NO_CAST)
+        if self.check is not None:
+            self.check(x)
         return x, y
 
     def sizes(self, positions: np.ndarray) -> np.ndarray:
@@ -219,8 +356,7 @@ class StreamedSource:
     def take(self, positions: np.ndarray) -> StreamedSource:
         """Returns the source of some of the clients."""
         keys = [self.keys[position] for position in positions]
-        spec = self.known_spec or vars(self).get("element_spec")
-        return StreamedSource(keys, self.read_fn, spec)
+        return dataclasses.replace(self, keys=keys)
 
     def map(self, fn: Callable[..., Any]) -> StreamedSource:
         """Returns the source with `fn(x, y)` applied to what a client reads.
@@ -234,8 +370,12 @@ class StreamedSource:
 
         return StreamedSource(self.keys, read, None)
 
+    def conformed(self, spec: nests.Nest, names: nests.Names | None) -> StreamedSource:
+        """Returns the source with all examples cast to a public spec."""
+        return dataclasses.replace(self, known_spec=spec, names=names)
 
-Source = IndexedSource | StreamedSource
+
+Source = IndexedSource | MixedSource | StreamedSource
 
 
 def _client_arrays(examples: Any) -> tuple[nests.Nest, nests.Nest, int]:
@@ -297,32 +437,53 @@ def _mapped(fn: Callable[..., Any], x: nests.Nest, y: nests.Nest) -> Any:
 
 def pack(
     clients: Iterable[tuple[Any, tuple[nests.Nest, ...]]],
-) -> tuple[nests.Nest, nests.Nest, dict[Any, np.ndarray]]:
-    """Returns flat arrays `(x, y)` of all clients' examples, and whose rows are where.
+) -> IndexedSource | MixedSource:
+    """Returns the source of clients in memory, each as it is.
 
     Args:
       clients: Pairs of a client's id and its examples.
 
     Raises:
-      ValueError, TypeError: If they do not fit together, naming the client.
+      ValueError, TypeError: If one's own do not fit together, naming the client.
     """
-    filled, empty, rows, start = [], [], {}, 0
+    kinds: dict[str, list[tuple[nests.Nest, nests.Nest]]] = {}
+    sizes: dict[str, list[int]] = {}
+    at: list[Any] = []
+    without, empty = [], []
     for client_id, examples in clients:
         with naming(client_id):
             x, y, length = _client_arrays(examples)
-            rows[client_id] = np.arange(start, start + length)
-            start += length
-            if length:
-                filled.append((x, y))
-                nests.check_same_spec(*map(nests.spec_of, (filled[-1], filled[0])))
-            elif tf.nest.flatten(x) and tf.nest.flatten(y):
-                empty.append((x, y))
-    if not (filled or empty):
+        if length:
+            kind = repr(nests.spec_of((x, y)))
+            at.append((kind, len(kinds.setdefault(kind, []))))
+            kinds[kind].append((x, y))
+            sizes.setdefault(kind, []).append(length)
+            continue
+        without.append(len(at))
+        at.append(None)
+        if tf.nest.flatten(x) and tf.nest.flatten(y):
+            empty.append((x, y))
+    if not (kinds or empty):
         raise ValueError(
             "clients must have at least one array among them, got only empty lists."
         )
-    # If every client is empty, the first one's arrays say what of.
-    return *nests.concatenate(filled or empty[:1]), rows
+    if not kinds:  # Then the first one's arrays say what of.
+        kinds, sizes = {"": empty[:1]}, {"": []}
+    first = next(iter(kinds))
+    for place in without:
+        at[place] = first, len(sizes[first])
+        sizes[first].append(0)
+    parts = []
+    for kind, own in kinds.items():
+        x, y, num_rows = as_tensors(*nests.concatenate(own))
+        table, _ = row_table([np.arange(num_rows)], num_rows)
+        lengths = np.array(sizes[kind], np.int64)
+        starts = np.cumsum(lengths) - lengths
+        parts.append(IndexedSource(x, y, starts, lengths, table, False))
+    numbers = {kind: number for number, kind in enumerate(kinds)}
+    part = np.array([numbers[kind] for kind, _ in at])
+    mixed = MixedSource(tuple(parts), part, np.array([place for _, place in at]))
+    return mixed if len(parts) > 1 else parts[0].take(mixed.places)
 
 
 @contextlib.contextmanager
@@ -375,21 +536,6 @@ def row_table(
 # Clients with a `tf.data.Dataset` each.
 
 
-def common_spec(clients: Mapping[Any, tf.data.Dataset]) -> nests.Nest:
-    """Returns the spec (x, y) of one example of every client.
-
-    Raises:
-      TypeError, ValueError: A client has no such examples, or others; it is named.
-    """
-    spec: Any = None
-    for client_id, dataset in clients.items():
-        with naming(client_id):
-            client_spec = _example_spec(dataset)
-            spec = spec or client_spec
-            nests.check_same_spec(client_spec, spec)
-    return spec
-
-
 def _is_batched(dataset: tf.data.Dataset) -> bool:
     """Returns whether every array of an element is of any number of examples."""
     return all(
@@ -398,8 +544,8 @@ def _is_batched(dataset: tf.data.Dataset) -> bool:
     )
 
 
-def _example_spec(dataset: tf.data.Dataset) -> tuple[nests.Nest, nests.Nest]:
-    """Returns the spec (x, y) of one example, as it is in a `FederatedDataset`."""
+def check_dataset(dataset: tf.data.Dataset) -> None:
+    """Raises TypeError or ValueError unless a client's dataset has examples."""
     if not isinstance(dataset, tf.data.Dataset):
         raise nests.ExamplesTypeError(
             f"dataset must be a tf.data.Dataset, got a {type(dataset).__name__}."
@@ -413,11 +559,12 @@ def _example_spec(dataset: tf.data.Dataset) -> tuple[nests.Nest, nests.Nest]:
         spec = tf.nest.map_structure(
             lambda leaf: tf.TensorSpec(leaf.shape[1:], leaf.dtype), spec
         )
-    return held_spec(spec)
+    held_spec(spec)
 
 
 def read_pair(dataset: tf.data.Dataset) -> tuple[nests.Nest, nests.Nest]:
     """Reads a dataset of examples, or of batches of them, into arrays (x, y)."""
+    check_dataset(dataset)
     return _element_pair(read_elements(dataset))
 
 

@@ -15,8 +15,11 @@ from typing import Any
 import numpy as np
 
 from tfdp_fl import _validate
+from tfdp_fl.datasets import nests
 
 Columns = str | Sequence[str] | Mapping[str, str | Sequence[str]]
+# Unicode's format and control characters.
+_UNSEEN = ("Cf", "Cc")
 # Of columns that are no numbers: the values that each may have, known beforehand.
 Vocabulary = Mapping[str, Sequence[Any]]
 
@@ -60,7 +63,8 @@ def distinct(client_ids: Sequence[Any]) -> Sequence[Any]:
         if other is not client_id:
             warnings.warn(
                 f"client_ids has {other!r} and {client_id!r}, which differ only in "
-                "type, Unicode form, spaces or a '.0'. If both are one client, the "
+                "type, Unicode form, case, spaces, characters that are not seen, "
+                "leading zeros or a '.0'. If both are one client, the "
                 "guarantee does not cover that client: make their ids equal.",
                 RuntimeWarning,
                 stacklevel=4,
@@ -73,9 +77,11 @@ def _as_read(client_id: Any) -> str:
     text = (
         client_id.decode("latin-1") if isinstance(client_id, bytes) else str(client_id)
     )
-    text = "".join(unicodedata.normalize("NFKC", text).split())
-    # A column of whole numbers with a gap is one of floats.
-    return re.sub(r"^([+-]?\d+)\.0+$", r"\1", text)
+    text = "".join(unicodedata.normalize("NFKC", text).casefold().split())
+    # Such as a byte order mark, or a space without width.
+    text = "".join(one for one in text if unicodedata.category(one) not in _UNSEEN)
+    # A column of whole numbers with a gap is one of floats; one of text has zeros.
+    return re.sub(r"^([+-]?)0*(\d+?)(\.0+)?$", r"\1\2", text)
 
 
 def digest(client_ids: Sequence[Any]) -> str:
@@ -102,29 +108,40 @@ def rows_of_persons(client_ids: Any, num_rows: int) -> dict[Any, np.ndarray]:
         raise ValueError("x must have rows, got none.")
     if np.ma.is_masked(client_ids):
         client_ids = np.where(np.ma.getmaskarray(client_ids), None, client_ids.data)
-    ids = np.asarray(client_ids)
-    if (
-        isinstance(client_ids, list | tuple)
-        and ids.dtype.kind in "US"
-        and not all(isinstance(value, str | bytes) for value in client_ids)
-    ):
-        # NumPy has written numbers out: 1 and 1.0 would be two persons.
-        raise ValueError(
-            "client_ids must be numbers alone or strings alone, got a list of both."
-        )
-    if ids.ndim != 1 or len(ids) != num_rows:
+    if isinstance(client_ids, list | tuple):
+        values = [v.item() if isinstance(v, np.generic) else v for v in client_ids]
+        shape, kinds = [len(values)], {isinstance(v, str | bytes) for v in values}
+        if len(kinds) > 1 and any(isinstance(v, int | float) for v in values):
+            # NumPy would write numbers out: 1 and 1.0 would be two persons.
+            raise ValueError(
+                "client_ids must be numbers alone or strings alone, got a list of both."
+            )
+    else:
+        ids = client_ids if hasattr(client_ids, "iloc") else np.asarray(client_ids)
+        if getattr(ids.dtype, "kind", "O") == "M" and isinstance(ids, np.ndarray):
+            ids = ids.astype("datetime64[us]")  # Python has no finer ones.
+        shape, values = list(ids.shape), ids.tolist()
+    if shape != [num_rows]:
         raise ValueError(
             f"client_ids must be a vector with one id for each of the {num_rows} "
-            f"rows, got {list(ids.shape)}."
+            f"rows, got {shape}."
         )
-    values = ids.tolist()
     for row, value in enumerate(values):
-        if not isinstance(value, int | float | str | bytes) or value != value:
+        if not _is_id(value):
             raise ValueError(
-                "client_ids must be a number or a string in every row, got a "
-                f"{type(value).__name__} that is none in row {row}."
+                "client_ids must be a number, a string, or another value that Python "
+                f"can hash in every row, got a {type(value).__name__} that is none in "
+                f"row {row}."
             )
     return rows_by_client(values)
+
+
+def _is_id(value: Any) -> bool:
+    try:
+        hash(value)
+        return value is not None and bool(value == value)
+    except (TypeError, ValueError):
+        return False
 
 
 def rows_by_client(row_ids: list[Any]) -> dict[Any, np.ndarray]:
@@ -195,7 +212,7 @@ def split(
     return (
         arrays(frame, features, "features", vocabulary),
         arrays(frame, label, "label", vocabulary),
-        rows_by_client(frame[client].tolist()),
+        rows_of_persons(frame[client], len(frame)),
         weights,
     )
 
@@ -319,11 +336,11 @@ def _codes(column: Any, name: str, values: Sequence[Any]) -> np.ndarray:
 
 def parquet_clients(
     path: str | os.PathLike[str], *columns: Any, **named: Any
-) -> tuple[list[Any], Callable[[Any], tuple[Any, ...]]] | None:
-    """Returns the clients of a sorted Parquet file, and what reads one of them.
+) -> tuple[list[Any], Callable[[Any], tuple[Any, ...]], Any] | None:
+    """Returns the clients of a sorted Parquet file, what reads one, and their spec.
 
-    All values are checked now, one row group at a time. None: the rows of a client are
-    not together.
+    All values are checked now, one row group at a time; the spec is that of the file's
+    schema. None: the rows of a client are not together.
 
     Args:
       path: The file.
@@ -343,7 +360,7 @@ def parquet_clients(
     for number in range(metadata.num_row_groups):
         size = metadata.row_group(number).num_rows
         try:
-            _, _, rows, _ = split(group(number), *columns, **named)
+            x, y, rows, weights = split(group(number), *columns, **named)
         except ValueError as error:
             if not first_row:
                 raise
@@ -367,4 +384,5 @@ def parquet_clients(
             raise ValueError(f"{path} has changed: rows of other clients are there.")
         return (x, y) if weights is None else (x, y, weights)
 
-    return list(pieces), read
+    examples = (x, y) if weights is None else (x, y, weights)
+    return list(pieces), read, nests.spec_of(examples)

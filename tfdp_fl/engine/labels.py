@@ -6,13 +6,14 @@ update is clipped whatever they are, and is zero if they make no number of it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import keras_versions
+from tfdp_fl import keras_versions, losses
 from tfdp_fl.datasets import FederatedDataset, nests
 
 # Losses of Keras that take a number for each example, whatever the output is.
@@ -35,6 +36,23 @@ class LabelRange(NamedTuple):
     leaf: int
     num_classes: int
     ignored: int | None
+
+
+def spec_for(loss: Any, output: tf.Tensor) -> tf.TensorSpec | None:
+    """Returns what one label looks like for a loss that is known; None for others.
+
+    Args:
+      loss: The loss of an output.
+      output: The output's values for a batch.
+    """
+    function: Any = getattr(loss, "fn", loss)
+    if isinstance(loss, losses.BalancedSoftmaxCrossentropy):
+        return tf.TensorSpec(output.shape[1:-1], tf.int64)
+    if not (keras_versions.is_of_keras(function) and hasattr(function, "__name__")):
+        return None  # It may take labels of any kind.
+    if function.__name__ in _OF_NUMBERS:
+        return tf.TensorSpec(output.shape[1:-1], tf.int64)
+    return tf.TensorSpec(output.shape[1:], tf.float32)
 
 
 def ranges(
@@ -122,3 +140,71 @@ def check_clients(dataset: FederatedDataset, allowed: list[LabelRange]) -> None:
         if wrong:
             name = dataset.client_ids[position]
             raise ValueError(f"clients: {wrong} for client {name!r}.")
+
+
+# Rows that are looked at together.
+_ROWS = 8192
+
+
+class IndexCheck:
+    """What a model's embeddings can look up, of features.
+
+    On a CPU a row that a table has not got ends its client's training, with a message
+    that may quote it; on a GPU it is zeros.
+    """
+
+    def __init__(self, model: tf.keras.Model):
+        """Finds the embeddings of a functional or sequential model."""
+        found = keras_versions.embedding_inputs(model)
+        self._layers = [layer for layer, _ in found]
+        self._looked_up: Any = None
+        if found:  # Of one within another model the inputs are not this one's.
+            with contextlib.suppress(Exception):
+                self._looked_up = tf.keras.Model(
+                    keras_versions.inputs_of(model), [tensor for _, tensor in found]
+                )
+
+    def problem(self, x: Any) -> tuple[int, str] | None:
+        """Returns the first row [0, n) of features that has none, and what is wrong."""
+        number = len(tf.nest.flatten(x)[0])
+        for start in range(0, number if self._looked_up is not None else 0, _ROWS):
+            rows = slice(start, start + _ROWS)
+            part = tf.nest.map_structure(
+                lambda leaf, rows=rows: tf.convert_to_tensor(leaf[rows]), x
+            )
+            found = tf.nest.flatten(self._looked_up(part))
+            for layer, tensor in zip(self._layers, found, strict=True):
+                values = np.asarray(tensor).reshape(len(tensor), -1)
+                # Keras counts negative ones from the end.
+                inside = (values >= -layer.input_dim) & (values < layer.input_dim)
+                if not inside.all():
+                    row, column = np.argwhere(~inside)[0]
+                    return start + int(row), (
+                        f"features must be indexes from 0 to {layer.input_dim - 1} for "
+                        f"the embedding {layer.name!r}, got one outside of that in "
+                        f"column {column}: make input_dim larger, or give values that "
+                        "it does not know an index of their own"
+                    )
+        return None
+
+    def check_clients(self, dataset: FederatedDataset) -> FederatedDataset:
+        """Returns clients who are checked when they are read.
+
+        Raises:
+          ValueError: Somebody's in memory have such a row.
+        """
+        if self._looked_up is None:
+            return dataset
+        if not dataset.is_indexed:
+            return dataset.checked(self._check)
+        rows, lengths = dataset.client_rows(np.arange(dataset.num_clients))
+        x = tf.nest.map_structure(lambda leaf: tf.gather(leaf, rows), dataset.flat()[0])
+        if wrong := self.problem(x):
+            position = np.searchsorted(np.cumsum(lengths), wrong[0], side="right")
+            name = dataset.client_ids[int(position)]
+            raise ValueError(f"clients: {wrong[1]}, for client {name!r}.")
+        return dataset
+
+    def _check(self, x: Any) -> None:
+        if wrong := self.problem(x):
+            raise nests.ExamplesValueError(f"{wrong[1]}.")

@@ -242,8 +242,11 @@ class Layout:
         """
         if dataset.is_indexed:
             x, y = stored_examples(dataset)
-            rows, lengths = dataset.client_rows(pending.inputs.positions)
-            members = np.arange(len(lengths))
+            positions = pending.inputs.positions
+            pending.failures += dataset.failures(positions)
+            failed = [failure.position for failure in pending.failures]
+            members = np.flatnonzero(~np.isin(positions, failed))
+            rows, lengths = dataset.client_rows(positions[members])
             yield Chunk(x, y, _table(pending.inputs, members, lengths, rows))
             return
         read = self._streamed(dataset, pending)

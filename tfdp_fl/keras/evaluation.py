@@ -20,7 +20,7 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import dp_accounting
@@ -72,6 +72,7 @@ class Validation:
                 f"{type(data).__name__}."
             )
         names = ("validation_data", "y", "sample_weight")
+        persons.check_aligned(**dict(zip(names, data, strict=False)))
         parts = tuple(map(persons.as_keras_takes, data, names))
         object.__setattr__(self, "data", parts)
 
@@ -95,22 +96,28 @@ class Validation:
         held_out = data.clients_digest
         return clients, dataclasses.replace(self, data=data, held_out=held_out)
 
-    def check_features(self, model: tf.keras.Model) -> None:
-        """Raises ValueError if the data has other features than a model takes."""
+    def conformed(self, model: tf.keras.Model, training: engine.Training) -> Validation:
+        """Returns what is validated on clients that a model takes.
+
+        Raises:
+          ValueError: The data has other features than the model takes.
+        """
         if isinstance(self.data, FederatedDataset):
             argument = "clients" if self.held_out else "validation_data"
-            with preparation.checked_features(model, self.data, argument):
-                return
+            data = preparation.conform(model, training, self.data, argument)
+            with preparation.checked_features(model, data, argument):
+                return dataclasses.replace(self, data=data)
         if not isinstance(self.data, tuple | list):
-            return
+            return self
         try:
             spec = tf.nest.map_structure(
                 lambda leaf: nests.spec_of(nests.as_array(leaf[:1], "x")),
                 nests.with_array_leaves(self.data[0], "x"),
             )
         except (TypeError, ValueError, IndexError):
-            return  # Something else that Keras may take.
+            return self  # Something else that Keras may take.
         preparation.check_features(model, spec, "validation_data")
+        return self
 
     def evaluate(self, model: tf.keras.Model) -> dict[str, float]:
         """Returns the model's metrics on the data, by `val_` and name."""
@@ -167,19 +174,19 @@ def evaluate(
     clients: FederatedDataset,
     batch_size: int,
     verbose: int,
-    in_any_case: Iterable[str] = (),
+    silent: bool = False,
 ) -> dict[str, np.ndarray]:
     """Returns a compiled model's metrics client by client, as `evaluate_clients` does.
 
-    Metrics `in_any_case` have a column even if nobody has a value; with them nothing
-    is raised or warned of, which would tell of a client.
+    Clients are those of `preparation.conform`. Of `silent` ones nothing is raised or
+    warned of: it would tell of a client.
     """
     number = clients.num_clients
     counts = np.zeros(number, np.int64)
     rows: list[dict[str, tf.Tensor]] = []
     failed: list[ClientFailure] = []
     raised = False
-    metrics_of = _evaluation(model, training, clients.element_spec)
+    names, metrics_of = _evaluation(model, training, clients.element_spec)
     bar = tf.keras.utils.Progbar(number, verbose=verbose, unit_name="client")
     for client in clients.read_clients(np.arange(number)):
         values: dict[str, tf.Tensor] = {}
@@ -194,13 +201,12 @@ def evaluate(
                 raised = True
         rows.append(values)
         bar.update(len(rows))
-    names = [*next(filter(None, rows), dict.fromkeys(in_any_case))]
-    if raised and not names:
+    if raised and not silent and not any(rows):
         raise ValueError(
             "clients must have examples that the model can be evaluated on, and none "
             f"of {number} has: the first error was {failed[0].reason}."
         )
-    if not in_any_case:
+    if not silent:
         what = "client(s) could not be read, or evaluated on; their metrics are NaN"
         _warn_of(failed, clients, what)
     columns = {n: np.array([float(row.get(n, np.nan)) for row in rows]) for n in names}
@@ -211,8 +217,8 @@ def _evaluation(
     model: tf.keras.Model,
     training: engine.Training,
     element_spec: tuple[Any, Any],
-) -> Callable[[Iterator[tuple[Any, Any]]], dict[str, tf.Tensor]]:
-    """Returns what computes a client's loss and metrics, by name, of its batches.
+) -> tuple[list[str], Callable[[Iterator[tuple[Any, Any]]], dict[str, tf.Tensor]]]:
+    """Returns the names of loss and metrics, and what computes them of batches.
 
     It is the pure function of `engine.trainer`, traced and checked: an operation that
     could pass something on is refused, and a metric that is not one number.
@@ -239,7 +245,7 @@ def _evaluation(
             return {}
         return {"loss": total / count, **trainer.metric_results(metrics)}
 
-    return metrics_of
+    return ["loss", *trainer.metric_results(trainer.no_metrics())], metrics_of
 
 
 def _batches(x: Any, y: Any, size: int, batch_size: int) -> Iterator[tuple[Any, Any]]:
@@ -368,7 +374,7 @@ def release(
             clients,
             batch_size,
             verbose,
-            private.bounds,
+            True,
         )
         private.contributions(values)  # Raises before anything is charged.
         with _interrupts.after_the_block():

@@ -28,6 +28,7 @@ from tfdp_fl.datasets import persons
 from tfdp_fl.engine import CohortEngine, Training
 from tfdp_fl.keras import (
     evaluation,
+    preparation,
     round_loop,
     statement,
     training_setup,
@@ -36,7 +37,6 @@ from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.callbacks import federated_callback, ledger
 from tfdp_fl.keras.checkpoint import InterruptedRun
 from tfdp_fl.keras.evaluation import PrivateMetrics, Validation
-from tfdp_fl.keras.preparation import prepare
 from tfdp_fl.keras.run import FitPlan, Run
 from tfdp_fl.keras.training_setup import PrivacyTarget, TrainingSetup
 from tfdp_fl.mechanisms import ClientWeighting, Mechanism, noise
@@ -340,7 +340,9 @@ class DPFederatedModel:
         """
         training = self.require_compiled("evaluate_clients")
         _validate.positive_integer(batch_size=batch_size)
-        dataset = datasets.as_federated(clients)
+        dataset = preparation.conform(
+            self.model, training, datasets.as_federated(clients)
+        )
         bar = _checked_verbose(verbose)
         if private is not None:
             return evaluation.release(self, private, dataset, batch_size, bar)
@@ -401,7 +403,9 @@ class DPFederatedModel:
           clients: The clients' data: a `FederatedDataset`, a mapping or list
             of `(x, y)`, of `(x, y, sample_weight)` or of `tf.data.Dataset`s,
             or a TFF `ClientData` (see
-            `tfdp_fl.datasets.as_federated`). Where spending is counted for
+            `tfdp_fl.datasets.as_federated`). Each client is cast to what the model's
+            inputs and the loss expect, or to a declared `element_spec`, or fails
+            alone. Where spending is counted for
             each client (local and per-record guarantees), and within a pass
             over shuffled clients, they must be the same clients in the same
             order as before; elsewhere they may be others, and the statement
@@ -429,7 +433,8 @@ class DPFederatedModel:
             `tfdp_fl.runtimes.RayWorkers`.
           x: Another name for `clients`, as Keras has it.
           client_ids: For `fit(x, y, client_ids=ids)`: the client of each row, [n]
-            numbers or strings. All rows of one id are one client, protected as a whole.
+            numbers, strings, dates, or other values that Python can hash. All rows of
+            one id are one client, protected as a whole.
           sample_weight: With `client_ids`: what each row counts in the loss, [n].
           shuffle: Whether clients shuffle their examples for every epoch.
           validation_split: The share of the clients that are held out, whole,
@@ -454,7 +459,7 @@ class DPFederatedModel:
           known, and `between_client_variance` and `update_scale` if asked for.
         """
         training_setup.refuse_arguments("fit", others)
-        self.require_compiled("fit")
+        training = self.require_compiled("fit")
         if resume_from is None:  # Else both come from there: weights and their cost.
             run_lib.check_owner(self)
         if client_ids is None and isinstance(y, int | np.integer) and rounds == 1:
@@ -464,6 +469,7 @@ class DPFederatedModel:
         clients = persons.of_fit(
             clients if x is None else x, y, client_ids, sample_weight
         )
+        clients = preparation.conform_all(self.model, training, clients)
         clients, validation = Validation(
             data=validation_data,
             every=validation_freq,
@@ -494,7 +500,7 @@ class DPFederatedModel:
                 )
         self._verbose = _checked_verbose(verbose)
         callbacks = federated_callback.checked(callbacks)
-        validation.check_features(self.model)
+        validation = validation.conformed(self.model, training)
         plan = FitPlan(
             first_round=self.rounds,
             last_round=self.rounds + rounds,
@@ -509,7 +515,9 @@ class DPFederatedModel:
             plan = FitPlan(**interrupted.state["plan"])
             calibration = interrupted.state["calibration"]
             callbacks += ledger.ledger_of_resumed(resume_from, callbacks)
-        run, engine = prepare(self, clients, plan, calibration, between_client_variance)
+        run, engine = preparation.prepare(
+            self, clients, plan, calibration, between_client_variance
+        )
         self._engine = engine
         with _interrupts.after_the_block():
             # Interrupted between, the weights come back without what they cost.

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import engine, sampling
+from tfdp_fl import engine, keras_versions, sampling
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
-from tfdp_fl.engine import trainer
+from tfdp_fl.engine import labels, trainer
 from tfdp_fl.keras.run import FitPlan, Population, Run
 from tfdp_fl.mechanisms import Deployment, Mechanism, grid, noise
 
@@ -173,6 +173,12 @@ def _records(
         return None, None
     if clients.is_indexed:
         sizes = clients.client_sizes().tolist()
+        rows, _ = clients.client_rows(np.arange(clients.num_clients))
+        if len(np.unique(rows)) < len(rows):
+            raise ValueError(
+                f"clients must hold each row once with {mechanism.name}, which "
+                "protects a row as one record of one client, got some repeatedly."
+            )
     else:
         sizes = [
             nests.common_length(client.x, client.y)
@@ -256,6 +262,133 @@ def _engine(
     return made
 
 
+def conform(
+    model: tf.keras.Model,
+    training: engine.Training,
+    clients: FederatedDataset,
+    argument: str = "clients",
+) -> FederatedDataset:
+    """Returns clients whose examples look as is declared, or as model and loss say.
+
+    That is public: no client has a part in it, and whoever does not fit fails alone.
+
+    Args:
+      model: The Keras model.
+      training: What was compiled.
+      clients: Any clients.
+      argument: What they are, for errors.
+
+    Raises:
+      ValueError: Nothing is declared, and model and loss do not tell.
+    """
+    if clients.is_declared:
+        return clients
+    x, input_names = _features_of(model)
+    if x is None or not all(
+        leaf.shape.is_fully_defined() for leaf in tf.nest.flatten(x)
+    ):
+        raise _undeclared(argument, "the model does not tell the sizes of its inputs")
+    check_features(model, x, argument)
+    predicted = model(trainer.zeros_like_batch(x), training=False)
+    y, weight = _labels_of(model, training, predicted)
+    if y is None:
+        raise _undeclared(argument, "the loss does not tell what its labels are")
+    if weight is not None:
+        y = nests.Weighted(y, weight)
+    names = input_names, getattr(model, "output_names", None) or ()
+    return clients.conform((x, y), names)
+
+
+def conform_all(
+    model: tf.keras.Model, training: engine.Training, clients: FederatedDataset
+) -> FederatedDataset:
+    """Does what `conform` does; refuses clients in memory of which nobody fits."""
+    conformed = conform(model, training, clients)
+    failed = conformed.failures(np.arange(clients.num_clients))
+    if clients.is_streamed or not failed or conformed.client_sizes().any():
+        return labels.IndexCheck(model).check_clients(conformed)
+    place = failed[0].position
+    client = clients.take([place])
+    x, y = client.element_spec[0], nests.labels_of(client.element_spec[1])
+    # What says more, where no name is one that the client may have written.
+    if isinstance(x, tf.TensorSpec) and isinstance(y, tf.TensorSpec):
+        with checked_features(model, client):
+            x, y = map(trainer.zeros_like_batch, (x, y))
+            labels.ranges([y], _outputs(model, training, model(x)))
+    error, name = failed[0].error, clients.client_ids[place]
+    raise type(error)(f"clients (client {name!r}): {error}") from error
+
+
+def _undeclared(argument: str, why: str) -> ValueError:
+    return ValueError(
+        f"{argument} must have an element_spec, because {why}, and what clients hold "
+        "must not decide it: declare the tf.TensorSpecs of one example, as in "
+        "tfdp_fl.datasets.as_federated(clients, element_spec=(tf.TensorSpec([20], "
+        "tf.int64), tf.TensorSpec([], tf.float32)))."
+    )
+
+
+def _features_of(model: tf.keras.Model) -> tuple[Any, list[str]]:
+    """Returns the specs of a model's inputs, and their names; None if it has none."""
+    inputs = keras_versions.inputs_of(model)
+    if inputs is not None:
+        leaves = tf.nest.flatten(inputs)
+        specs = [_spec(leaf.shape[1:], tf.as_dtype(leaf.dtype)) for leaf in leaves]
+        names = [leaf.name.partition(":")[0] for leaf in leaves]
+        return tf.nest.pack_sequence_as(inputs, specs), names
+    # One of its own class knows the shapes that it was built with, and no dtypes.
+    built: Any = getattr(model, "get_build_config", dict)() or {}
+    shapes: Any = built.get("input_shape")
+    is_one = isinstance(shapes, tuple) and not any(map(np.iterable, shapes))
+    parts: Any = shapes if isinstance(shapes, dict) else {"": is_one and shapes}
+    for dtype in tf.float32, tf.int64:
+        with contextlib.suppress(TypeError, ValueError):
+            spec = {k: tf.TensorSpec(part[1:], dtype) for k, part in parts.items()}
+            spec = spec if isinstance(shapes, dict) else spec[""]
+            check_features(model, spec, "")
+            return spec, []
+    return None, []
+
+
+def _spec(shape: Any, dtype: tf.DType) -> tf.TensorSpec:
+    """Returns a spec of 32-bit floating point and 64-bit integers."""
+    if dtype.is_floating:
+        return tf.TensorSpec(shape, tf.float32)
+    return tf.TensorSpec(shape, tf.int64 if dtype.is_integer else dtype)
+
+
+def _outputs(
+    model: tf.keras.Model, training: engine.Training, predicted: Any
+) -> list[tuple[Any, Any, Any]]:
+    """Returns the place of each loss's labels, its output, and the loss."""
+    flat = tf.nest.flatten(predicted)
+    if not keras_versions.IS_KERAS_3:
+        return [(0, flat[0], tf.keras.losses.get(training.loss))]
+    compiled, _ = keras_versions.compiled_loss_and_metrics(
+        model, training.loss, None, training.loss_weights, None
+    )
+    places = tf.nest.pack_sequence_as(predicted, range(len(flat)))
+    return keras_versions.labels_and_outputs(training.loss, compiled, places, predicted)
+
+
+def _labels_of(
+    model: tf.keras.Model, training: engine.Training, predicted: Any
+) -> tuple[Any, Any]:
+    """Returns the specs of labels and of their weights; None of what is not known."""
+    flat = tf.nest.flatten(predicted)
+    outputs = _outputs(model, training, predicted)
+    found = {place: labels.spec_for(loss, output) for place, output, loss in outputs}
+    specs = [found.get(place) for place in range(len(flat))]
+    if not all(spec is not None and spec.shape.is_fully_defined() for spec in specs):
+        return None, None
+    weight = None
+    if keras_versions.IS_KERAS_3:
+        # One for each example, whatever rank its losses are of.
+        shapes = ([1] * max(0, output.shape.rank - 2) for output in flat)
+        weight = tf.nest.pack_sequence_as(predicted, list(map(tf.TensorSpec, shapes)))
+    return tf.nest.pack_sequence_as(predicted, specs), weight
+
+
 def check_features(
     model: tf.keras.Model, spec: Any, argument: str, whose: str = ""
 ) -> None:
@@ -268,9 +401,16 @@ def check_features(
         takes = "".join(
             f", {tf.as_dtype(leaf.dtype).name}{list(leaf.shape[1:])}" for leaf in inputs
         )
+        got = nests.describe_spec(spec)
+        if takes == f", {got}":  # It is the model.
+            raise nests.ExamplesValueError(
+                f"model must be one that can be called on {argument}, of {got} for "
+                f"each example{whose}, got a {type(error).__name__} on zeros: "
+                f"{' '.join(str(error).split())}"
+            ) from error
         raise nests.ExamplesValueError(
             f"{argument} must have features that the model takes{takes}, got "
-            f"{nests.describe_spec(spec)} for each example{whose}."
+            f"{got} for each example{whose}."
         ) from error
 
 
@@ -280,7 +420,7 @@ def checked_features(
 ) -> Iterator[None]:
     """Checks clients' features; errors about examples in the block name a client."""
     place = 0
-    if clients.is_indexed:
+    if not clients.is_streamed:
         place = int(np.argmax(clients.client_sizes() > 0))
     whose = f"client {clients.client_ids[place]!r}"
     check_features(model, clients.element_spec[0], argument, f" of {whose}")

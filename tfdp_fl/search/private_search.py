@@ -117,6 +117,7 @@ class PrivateSearch:
         shuffle: bool = False,
         directory: str | os.PathLike[str] | None = None,
         resume_from: str | os.PathLike[str] | None = None,
+        verbose: str | int = 0,
     ) -> tf.keras.Model:
         """Runs a search, and returns the Keras model of its best trial.
 
@@ -135,6 +136,8 @@ class PrivateSearch:
           resume_from: The `directory` of a search that was interrupted. It goes on
             with as many trials as were left; an interrupted one counts as failed.
             All other arguments must be as they were.
+          verbose: As in `DPFederatedModel.fit`, and without effect: what a search
+            showed while it runs would tell of its trials.
 
         Returns:
           The model; it cannot be trained further, as its cost is counted here. It is
@@ -145,6 +148,8 @@ class PrivateSearch:
             Nothing is charged.
           LedgerError: The ledger could not be written. Nothing was trained.
         """
+        if verbose not in (0, 1, 2, "auto"):
+            raise TypeError(f"verbose must be 0, 1, 2 or 'auto', got {verbose!r}.")
         with run_lib.fitting(self, "fit", "search"):
             options = {
                 "rounds": _validate.positive_integer(rounds=rounds),

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfdp_fl import _validate, accounting, engine, keras_versions, sampling, schedules
 from tfdp_fl.accounting.search import BestOfTrialsDpEvent, TrialCount
-from tfdp_fl.datasets import FederatedDataset, nests, tables
+from tfdp_fl.datasets import FederatedDataset, nests
 from tfdp_fl.engine import trainer
 from tfdp_fl.keras import DPFederatedModel, evaluation, preparation, statement
 from tfdp_fl.keras import run as run_lib
@@ -168,17 +168,6 @@ class PrivateScore:
     def split(self, clients: FederatedDataset) -> Split:
         """Returns the clients that train, those that score, and what a score costs."""
         training, held_out = clients.split_by_id(self._share)
-        are_apart = (
-            max(map(tables.place_of, held_out.client_ids))
-            < self._share
-            <= min(map(tables.place_of, training.client_ids))
-        )
-        if not are_apart:  # One was moved to the side that has none.
-            raise ValueError(
-                "clients must be more, so that the hashes of their ids put some on "
-                f"each side of held_out={self._share:g}, got {clients.num_clients}: "
-                "else a client that comes or goes would move another one."
-            )
         return Split(
             training=training,
             held_out=held_out,
@@ -190,9 +179,8 @@ class PrivateScore:
         self, model: tf.keras.Model, training: engine.Training, held_out: Any
     ) -> float:
         """Returns the noisy mean for a model, negated if less is better."""
-        values = evaluation.evaluate(
-            model, training, held_out, 1024, 0, in_any_case=self._release.bounds
-        )
+        held_out = preparation.conform(model, training, held_out)
+        values = evaluation.evaluate(model, training, held_out, 1024, 0, silent=True)
         generator = np.random.Generator(np.random.Philox())
         released = self._release.released(values, generator)
         return _signed(released[self.metric]["mean"], self.mode)
@@ -272,7 +260,9 @@ class Trial:
             self._server = keras_versions.build_optimizer(server, trainable)
         self.initial = self.values()
         self._made, self._training = made, training
-        self._split, self._options = split, options
+        conformed = preparation.conform_all(made.model, training, split.training)
+        self._split = dataclasses.replace(split, training=conformed)
+        self._options = options
         self._deployment = Deployment(
             clients_per_round=self.clients_per_round,
             num_clients=split.training.num_clients,
