@@ -144,7 +144,7 @@ charge = accounting.RoundCharge(
 )
 accountant = accounting.PrivacyAccountant()
 accountant.add(charge)
-print(accountant.epsilon(1e-5), accounting.tightest([charge]))
+print(accountant.epsilon(1e-5), accounting.select_accountant([charge]))
 
 # %% ledger
 from tfdp_fl import accounting

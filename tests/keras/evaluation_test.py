@@ -39,7 +39,7 @@ def test_clients_held_out_are_read_for_validation_alone():
     for client in range(10):
         assert read.count(client) == (1 if client in held.client_ids else 4)
     assert _HELD_OUT in fed.privacy_statement(1e-2)
-    assert fed.run.spending.clients.num_clients == 10 - held.num_clients
+    assert fed.run.spending.per_client.num_clients == 10 - held.num_clients
     # Clients that trained at some time are not stated as held out.
     fed = toy.federated(tfdp_fl.NoPrivacy(), clients_per_round=5)
     broken = mock.patch.object(CohortEngine, "release", side_effect=KeyError)

@@ -199,14 +199,14 @@ def test_a_budget_is_asked_in_the_act_of_charging(tmp_path, when, most):
 def test_a_budget_or_target_counts_what_is_charged_while_it_plans(most):
     fed = toy.federated()
     toy.fit(fed, 1)
-    most_rounds = planning.most_rounds
+    largest_affordable = planning.largest_affordable
 
     def planned(*arguments):
-        found = most_rounds(*arguments)
+        found = largest_affordable(*arguments)
         _evaluate(fed)  # As another thread might, between answer and what follows.
         return found
 
-    with mock.patch.object(planning, "most_rounds", planned):
+    with mock.patch.object(planning, "largest_affordable", planned):
         toy.fit(fed, 3, [tfdp_fl.callbacks.PrivacyBudget(most, _DELTA)])
     assert fed.epsilon(_DELTA) <= most
     fed = toy.private(60.0, 4)

@@ -159,7 +159,7 @@ def test_a_resume_that_fails_leaves_the_run_where_it_was(tmp_path):
     fed = toy.federated(mechanism, None, 10, "cyclic")
     _fit(fed, 3, [RoundCheckpoint(tmp_path, every=2, keep=9)])
     (tmp_path / "round-00000003.npz").unlink()
-    before, spending = fed.run.sampler.state(), accounting.spending.Spending
+    before, spending = fed.run.sampler.state(), accounting.account.PrivacyAccount
     patch = mock.patch.object(spending, "from_state", side_effect=OSError)
     with patch, pytest.raises(OSError):
         _fit(fed, 3, [RoundCheckpoint(tmp_path)], resume_from=tmp_path)

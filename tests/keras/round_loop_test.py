@@ -50,7 +50,7 @@ def test_a_client_that_is_drawn_trains_once(streamed):
     assert [positions for _, positions in cohorts.drawn] == cohorts.trained
     assert len(set(cohorts.seeds)) == 6
     counts = np.bincount(np.concatenate(cohorts.trained), minlength=40)
-    np.testing.assert_array_equal(fed.run.spending.clients.participations, counts)
+    np.testing.assert_array_equal(fed.run.spending.per_client.participations, counts)
 
 
 def test_another_attempt_at_a_seeded_round_draws_anew():

@@ -16,8 +16,8 @@ import pytest
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import accounting
-from tfdp_fl.accounting import releases
-from tfdp_fl.accounting.search import TrialCount
+from tfdp_fl.accounting import curves
+from tfdp_fl.accounting.private_selection import TrialCount
 from tfdp_fl.search import private_search, trial
 from tfdp_fl.search.private_search import SearchDirectory
 
@@ -80,7 +80,7 @@ _NOISE, _calibrate = {}, accounting.calibrate
 def _calibrated_once(monkeypatch):
     """Has no noise looked for twice, nor in narrow cells: it takes seconds."""
     for name in ("_PLD_INTERVAL", "_PLD_COARSE_INTERVAL"):
-        monkeypatch.setattr(releases, name, 1e-2)
+        monkeypatch.setattr(curves, name, 1e-2)
 
     def calibrate(make_charges, *target, upper):
         key = tuple(make_charges(1.0)), target, upper
@@ -125,7 +125,7 @@ def test_candidates_that_cost_differently_keep_it_together():
 
 def test_a_whole_search_learns_with_the_noise_that_was_charged():
     search = _search(target_epsilon=50.0, candidates=[{"rate": 1.0}])
-    spending = accounting.spending.Spending
+    spending = accounting.account.PrivacyAccount
     spy = {"autospec": True, "side_effect": spending.charge}
     with mock.patch.object(spending, "charge", **spy) as charged, _trials(2):
         model = search.fit(toy.clients(100), rounds=8, batch_size=10)

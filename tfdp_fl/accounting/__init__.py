@@ -1,7 +1,13 @@
 """Privacy accounting of what really ran."""
 
-from tfdp_fl.accounting.accountant import PrivacyAccountant, tightest
+from tfdp_fl.accounting.accountant import PrivacyAccountant, select_accountant
 from tfdp_fl.accounting.charge import RoundCharge
+from tfdp_fl.accounting.gaussian import (
+    analytic_noise_multiplier,
+    epsilon_of_mu_squared,
+    gaussian_delta,
+    gaussian_epsilon,
+)
 from tfdp_fl.accounting.ledger import (
     Budget,
     BudgetExceededError,
@@ -23,12 +29,6 @@ from tfdp_fl.accounting.planning import (
     delta,
     epsilon,
     max_rounds,
-)
-from tfdp_fl.accounting.releases import (
-    analytic_noise_multiplier,
-    epsilon_of_mu_squared,
-    gaussian_delta,
-    gaussian_epsilon,
 )
 from tfdp_fl.accounting.statement import CAVEATS, StatementFacts, privacy_statement
 
@@ -60,5 +60,5 @@ __all__ = [
     "gaussian_epsilon",
     "max_rounds",
     "privacy_statement",
-    "tightest",
+    "select_accountant",
 ]

@@ -19,7 +19,8 @@ from dp_accounting.rdp import rdp_privacy_accountant
 
 from tfdp_fl import _validate
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import releases, search
+from tfdp_fl.accounting import curves, gaussian, private_selection
+from tfdp_fl.accounting.private_selection import BestOfTrialsDpEvent
 
 # PLD takes a second or two for each further kind of round.
 _MOST_KINDS_FOR_PLD = 3
@@ -84,7 +85,7 @@ class PrivacyAccountant:
         """The neighbouring relation; None before the first round."""
         return next((charge.relation for charge in self._counts), None)
 
-    def would_be(
+    def with_charges(
         self, *charges: charge_lib.RoundCharge | tuple[charge_lib.RoundCharge, int]
     ) -> PrivacyAccountant:
         """Returns a copy with charges added; this one stays as it is."""
@@ -157,7 +158,7 @@ class PrivacyAccountant:
         """
         delta = _validate.inside_unit_interval(delta=delta)
         if (z := self._exact_noise(accountant)) is not None:
-            return releases.gaussian_epsilon(z, delta)
+            return gaussian.gaussian_epsilon(z, delta)
         if accountant == "rdp":
             return self._least(dp_accounting.rdp.compute_epsilon, delta)
         if event := self._search:
@@ -203,7 +204,7 @@ class PrivacyAccountant:
         """
         epsilon = _validate.non_negative(epsilon=epsilon)
         if (z := self._exact_noise(accountant)) is not None:
-            return releases.gaussian_delta(z, epsilon)
+            return gaussian.gaussian_delta(z, epsilon)
         if accountant == "rdp":
             return min(1.0, self._least(rdp_privacy_accountant.compute_delta, epsilon))
         return float(self._compose_pld().get_delta_for_epsilon(epsilon))
@@ -217,7 +218,7 @@ class PrivacyAccountant:
         mu_squared = self._mu_squared
         is_exact = self.is_one_gaussian and (accountant == "pld" or not mu_squared)
         if is_exact or mu_squared == math.inf:
-            return releases.noise_of_mu_squared(mu_squared)
+            return gaussian.noise_of_mu_squared(mu_squared)
         return None
 
     def _least(self, convert: Callable[..., tuple[float, float]], at: float) -> float:
@@ -227,13 +228,13 @@ class PrivacyAccountant:
         long as the figure falls.
         """
         # The lowest orders bound the total variation: they say where it is all.
-        least = convert(releases.PARTS[0], self._curve(0), at)[0]
+        least = convert(curves.PARTS[0], self._curve(0), at)[0]
         if least == 0:
             return 0.0
-        part, seen = releases.FIRST_PART, {0}
-        while part < len(releases.PARTS) and part not in seen:
+        part, seen = curves.FIRST_PART, {0}
+        while part < len(curves.PARTS) and part not in seen:
             seen.add(part)
-            orders = releases.PARTS[part]
+            orders = curves.PARTS[part]
             value, order = convert(orders, self._curve(part), at)
             least = min(least, value)
             if order == orders[-1]:
@@ -245,10 +246,10 @@ class PrivacyAccountant:
 
     def _curve(self, part: int) -> np.ndarray:
         """Returns the history's Renyi divergence at one part of the orders."""
-        curve = releases.PARTS[part] * (self._mu_squared / 2)
+        curve = curves.PARTS[part] * (self._mu_squared / 2)
         for charge, count in self._others.items():
             event = charge.dp_event("rdp")
-            curve = curve + count * releases.curve(event, self.relation, part)
+            curve = curve + count * curves.rdp_curve(event, self.relation, part)
         return curve
 
     @property
@@ -262,25 +263,27 @@ class PrivacyAccountant:
         return self._search is not None
 
     @property
-    def _search(self) -> search.BestOfTrialsDpEvent | None:
+    def _search(self) -> BestOfTrialsDpEvent | None:
         if self._mu_squared or list(self._others.values()) != [1]:
             return None
         event = next(iter(self._others)).dp_event()
-        return event if isinstance(event, search.BestOfTrialsDpEvent) else None
+        return event if isinstance(event, BestOfTrialsDpEvent) else None
 
     def _epsilon_by_profile(
-        self, event: search.BestOfTrialsDpEvent, delta: float, coarse: bool
+        self, event: BestOfTrialsDpEvent, delta: float, coarse: bool
     ) -> float:
         # Of one trial a bound that is computed quickly says how wide cells must be.
-        orders = releases.PARTS[releases.FIRST_PART]
-        curves = [
-            releases.curve_of_trial(one, self.relation, releases.FIRST_PART)
+        orders = curves.PARTS[curves.FIRST_PART]
+        by_event = [
+            curves.curve_of_trial(one, self.relation, curves.FIRST_PART)
             for one in event.events
         ]
-        bound = dp_accounting.rdp.compute_epsilon(orders, np.max(curves, axis=0), 1e-9)
-        interval = releases.pld_interval(bound[0], coarse)
-        trials = [releases.event_pld(e, self.relation, interval) for e in event.events]
-        return search.epsilon_of_best(event, trials, delta)
+        bound = dp_accounting.rdp.compute_epsilon(
+            orders, np.max(by_event, axis=0), 1e-9
+        )
+        interval = curves.pld_interval(bound[0], coarse)
+        trials = [curves.event_pld(e, self.relation, interval) for e in event.events]
+        return private_selection.epsilon_of_best(event, trials, delta)
 
     def _compose_pld(
         self, coarse: bool = False
@@ -298,10 +301,10 @@ class PrivacyAccountant:
         largest_loss = math.inf
         with contextlib.suppress(ValueError):
             largest_loss = self.epsilon(1e-9)
-        interval = releases.pld_interval(largest_loss, coarse)
+        interval = curves.pld_interval(largest_loss, coarse)
         parts = []
         for event, count in counts.items():
-            one = releases.event_pld(event, self.relation, interval)
+            one = curves.event_pld(event, self.relation, interval)
             parts.append(one.self_compose(count) if count > 1 else one)
         return functools.reduce(lambda one, other: one.compose(other), parts)
 
@@ -328,7 +331,7 @@ def _unsampled(event: Any) -> Any:
     return {name: _unsampled(part) for name, part in event.items()}
 
 
-def tightest(charges: Iterable[charge_lib.RoundCharge]) -> str:
+def select_accountant(charges: Iterable[charge_lib.RoundCharge]) -> str:
     """Returns "pld" where it is tight and quick for a run, "rdp" elsewhere.
 
     That is where every round amounts to Gaussians, amplified in at most three

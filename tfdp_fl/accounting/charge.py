@@ -13,8 +13,8 @@ import attr
 import dp_accounting
 
 from tfdp_fl import _storage, _validate, schedules
-from tfdp_fl.accounting import releases
-from tfdp_fl.accounting.search import BestOfTrialsDpEvent
+from tfdp_fl.accounting import gaussian
+from tfdp_fl.accounting.private_selection import BestOfTrialsDpEvent
 
 SAMPLINGS = ("poisson", "fixed_size", "shuffled", "cyclic")
 # How clients came where nobody drew them: as they liked, so many rounds apart.
@@ -277,7 +277,7 @@ def noise_multiplier_of(event: dp_accounting.DpEvent) -> float | None:
     if isinstance(event, dp_accounting.GaussianDpEvent):
         return float(event.noise_multiplier)
     mu_squared = _mu_squared(event)
-    return None if mu_squared is None else releases.noise_of_mu_squared(mu_squared)
+    return None if mu_squared is None else gaussian.noise_of_mu_squared(mu_squared)
 
 
 def _mu_squared(event: dp_accounting.DpEvent) -> float | None:
@@ -340,10 +340,10 @@ def event_to_json(event: dp_accounting.DpEvent) -> dict[str, Any]:
         raise ValueError("event must not hold NaN.")
     if kind is dp_accounting.GaussianDpEvent:
         z = fields["noise_multiplier"]
-        if 0 < z < releases.LEAST_NOISE:
+        if 0 < z < gaussian.LEAST_NOISE:
             fields["noise_multiplier"] = 0.0
-        elif releases.MOST_NOISE < z < math.inf:
-            fields["noise_multiplier"] = releases.MOST_NOISE
+        elif gaussian.MOST_NOISE < z < math.inf:
+            fields["noise_multiplier"] = gaussian.MOST_NOISE
     return {"type": kind.__name__, **fields}
 
 

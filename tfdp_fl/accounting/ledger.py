@@ -39,7 +39,7 @@ from typing import Any
 import tfdp_fl
 from tfdp_fl import _interrupts, _storage, _validate
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import releases
+from tfdp_fl.accounting import gaussian
 from tfdp_fl.accounting.accountant import PrivacyAccountant
 
 FORMAT = "tfdp_fl privacy ledger 3"
@@ -204,7 +204,7 @@ class LedgerContents:
         spent = math.fsum(
             largest_mu_squared(entries) for entries in self.by_run().values()
         )
-        return releases.epsilon_of_mu_squared(spent, delta)
+        return gaussian.epsilon_of_mu_squared(spent, delta)
 
     def lost_mu_squared(self, next_round: int, run: str) -> float:
         """Returns what one client may have spent in rounds that were lost.

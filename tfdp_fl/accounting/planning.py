@@ -133,13 +133,13 @@ def max_rounds(
             history = PrivacyAccountant(_planned(z, sampling, num_clients, m, rounds))
             return history.epsilon(delta, by)
 
-        return most_rounds(cost, target, limit, guess)
+        return largest_affordable(cost, target, limit, guess)
 
     by_rdp = most("rdp", 1)
     return by_rdp if accountant == "rdp" else most(accountant, max(by_rdp, 1))
 
 
-def most_rounds(
+def largest_affordable(
     cost: Callable[[int], float], target: float, limit: int, guess: int
 ) -> int:
     """Returns how many rounds cost no more than a target, of at most `limit`.

@@ -128,7 +128,7 @@ class RoundHistory:
         """Whether a round may be run without passing the budget."""
         if self.budget is None:
             return True
-        after = self.accountant().would_be(planned.charge)
+        after = self.accountant().with_charges(planned.charge)
         epsilon = after.epsilon(self.budget.delta, self.budget.accountant)
         return epsilon <= self.budget.epsilon
 

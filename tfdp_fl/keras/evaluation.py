@@ -28,8 +28,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _interrupts, _validate, engine
+from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests, persons
 from tfdp_fl.engine import program, tff_models
 from tfdp_fl.engine import trainer as trainer_lib
@@ -353,10 +353,10 @@ def release(
     _check(fed)
     with contextlib.ExitStack() as stack:
         # One at a time, also within a fit: it closes the ledgers that it opened.
-        stack.enter_context(run_lib.fitting(fed, "evaluate_clients"))
+        stack.enter_context(run_lib.fit_lock(fed, "evaluate_clients"))
         if not run_lib.is_fitting(fed.model):
             # To ledgers it is a fit of no rounds: what they tell counts.
-            fitting = run_lib.fitting(fed.model, "evaluate_clients")
+            fitting = run_lib.fit_lock(fed.model, "evaluate_clients")
             stack.enter_context(fitting)
             ledgers = [c for c in fed.federated_callbacks if isinstance(c, Ledger)]
             stack.enter_context(told_of_rounds(ledgers, fed.rounds, fed.rounds))
@@ -376,7 +376,7 @@ def release(
             return private.released(values, np.random.Generator(np.random.Philox()))
 
 
-def _check(fed: DPFederatedModel) -> spending_lib.Spending:
+def _check(fed: DPFederatedModel) -> account_lib.PrivacyAccount:
     """Raises ValueError unless there is an account for a release beside the rounds."""
     run_lib.check_owner(fed)
     spending = fed.spending
@@ -403,17 +403,17 @@ def _check(fed: DPFederatedModel) -> spending_lib.Spending:
 
 def _ask(fed: DPFederatedModel, charge: charge_lib.RoundCharge) -> None:
     """Raises ValueError if a release beside the rounds cannot be paid for."""
-    _check(fed).central.would_be(charge)  # Of the same neighbouring relation.
+    _check(fed).central.with_charges(charge)  # Of the same neighbouring relation.
     for callback in fed.federated_callbacks:
         callback.check_release(charge)
 
 
 def _pay(fed: DPFederatedModel, charge: charge_lib.RoundCharge) -> None:
     """Charges a release: the budgets are asked, then ledgers, then memory."""
-    name = spending_lib.new_evaluation()
-    spent = spending_lib.OtherRun(charges=collections.Counter([charge]), mu_squared=0.0)
+    name = account_lib.new_evaluation()
+    spent = account_lib.OtherRun(charges=collections.Counter([charge]), mu_squared=0.0)
     with run_lib.charging:
         _ask(fed, charge)
         for callback in fed.federated_callbacks:
             callback.on_release_charged(name, charge)
-        _check(fed).keep_others({name: spent})
+        _check(fed).merge_runs({name: spent})

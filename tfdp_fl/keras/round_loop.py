@@ -226,7 +226,7 @@ class RoundLoop:
         charge = run.cost(inputs.round_index, len(positions) - silent)
         mu_squared, local = run.mu_squared, None
         if spending.by_client:
-            after = spending.clients.copy()
+            after = spending.per_client.copy()
             after.add(positions, mu_squared)
             most = after.max_mu_squared
             local = {"mu_squared": mu_squared, "max_mu_squared": most}
@@ -243,7 +243,7 @@ class RoundLoop:
             for callback in self.federated:
                 callback.on_round_charged(inputs.round_index, charge, details)
             spending.charge(charge, positions, mu_squared)
-            run_lib.claim(self.fed, self.engine.server.variables)
+            run_lib.mark_owner(self.fed, self.engine.server.variables)
         if run.populations[-1:] != [run.population]:
             run.populations.append(run.population)
 

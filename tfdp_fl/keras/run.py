@@ -24,8 +24,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import accounting, keras_versions, sampling
+from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import ledger as ledger_lib
-from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.auditing import CanaryAudit
 from tfdp_fl.keras.training_setup import TrainingSetup
 from tfdp_fl.mechanisms import Deployment, Round, noise
@@ -159,7 +159,7 @@ class Run:
     plan: FitPlan
     sampler: sampling.CohortSampler
     deployment: Deployment
-    spending: spending_lib.Spending
+    spending: account_lib.PrivacyAccount
     population: Population
     reading: tuple[object, ...] | None = None
     run_id: str = dataclasses.field(default_factory=ledger_lib.new_run)
@@ -181,7 +181,7 @@ class Run:
 
     def begin_fit(self, validation: Validation) -> None:
         """Prepares for the clients of a `fit`, and notes what it was given."""
-        self.spending.expect(self.population[0])
+        self.spending.set_population(self.population[0])
         if self.plan.seed is not None:
             self.caveats.add("seed_given")
         if self.setup.noise_generator == noise.PHILOX:
@@ -237,14 +237,14 @@ class Run:
             **plain,
             sampler=sampler,
             caveats=set(state["caveats"]),
-            spending=spending_lib.Spending.from_state(state["spending"]),
+            spending=account_lib.PrivacyAccount.from_state(state["spending"]),
             mechanism_state=tf.nest.pack_sequence_as(prepared.mechanism_state, values),
         )
 
     # What the coming rounds draw and cost.
 
     def draw(
-        self, round_index: int, account: spending_lib.LocalAccount | None = None
+        self, round_index: int, account: account_lib.LocalAccount | None = None
     ) -> np.ndarray:
         """Returns the positions (int64 [K]) of a round's clients.
 
@@ -254,7 +254,7 @@ class Run:
         limit = self.setup.mechanism.max_participations
         if limit is None:
             return positions
-        account = account or self.spending.clients
+        account = account or self.spending.per_client
         return positions[account.participations[positions] < limit]
 
     def cost(
@@ -270,7 +270,7 @@ class Run:
         if answered is not None:
             size = answered
         expected = self.deployment.cohort_size(round_index)
-        if mechanism.guarantee == spending_lib.LOCAL and size < expected:
+        if mechanism.guarantee == account_lib.LOCAL and size < expected:
             # Clients that are missing did not add their noise.
             event = dp_accounting.NonPrivateDpEvent()
         return self.sampler.charge(round_index, event)
@@ -288,7 +288,7 @@ class Run:
         The cohorts of a shuffled order are known beforehand. Of others it is
         not known which clients they will draw: any that may still take part.
         """
-        mu_squared, clients = self.mu_squared, self.spending.clients
+        mu_squared, clients = self.mu_squared, self.spending.per_client
         elsewhere = self.spending.mu_squared_elsewhere
         if self.setup.sampling != "shuffled":
             most = self.setup.mechanism.max_participations
@@ -312,7 +312,7 @@ class Run:
                 return accounting.epsilon_of_mu_squared(spent, delta)
             ahead = range(self.rounds, self.rounds + count)
             kinds = collections.Counter(map(cost, ahead)).items()
-            after = self.spending.central.would_be(*kinds)
+            after = self.spending.central.with_charges(*kinds)
             return after.epsilon(delta, accountant or self.setup.accountant)
 
         return epsilon
@@ -349,7 +349,7 @@ def check_owner(fed: Any) -> None:
             )
 
 
-def claim(fed: Any, variables: Iterable[tf.Variable]) -> None:
+def mark_owner(fed: Any, variables: Iterable[tf.Variable]) -> None:
     """Notes that what shaped some variables is counted by a `DPFederatedModel`."""
     owner = weakref.ref(fed)
     for variable in variables:
@@ -362,7 +362,7 @@ def is_fitting(model: tf.keras.Model) -> bool:
 
 
 @contextlib.contextmanager
-def fitting(trained: Any, what: str, kind: str = "Keras model") -> Iterator[None]:
+def fit_lock(trained: Any, what: str, kind: str = "Keras model") -> Iterator[None]:
     """Lets nothing else train a Keras model (or a search) within the block."""
     with _beginning:
         if trained in _fitting:
@@ -378,12 +378,12 @@ def fitting(trained: Any, what: str, kind: str = "Keras model") -> Iterator[None
         _fitting.discard(trained)
 
 
-def alone(method: _Method) -> _Method:
+def exclusive(method: _Method) -> _Method:
     """Has a method of a `DPFederatedModel` run while no `fit` of its model does."""
 
     @functools.wraps(method)
     def called(self, *args: Any, **kwargs: Any) -> Any:
-        with fitting(self.model, method.__name__):
+        with fit_lock(self.model, method.__name__):
             return method(self, *args, **kwargs)
 
     return called  # type: ignore[return-value]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tfdp_fl import accounting, engine, mechanisms
-from tfdp_fl.accounting import spending as spending_lib
+from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.training_setup import TrainingSetup
 
@@ -31,11 +31,11 @@ def facts(
     if spending.by_client:
         composed = {
             "epsilon_local": spending.epsilon,
-            "max_participations": spending.clients.max_participations,
+            "max_participations": spending.per_client.max_participations,
         }
-    if spending.guarantee == spending_lib.LOCAL:
+    if spending.guarantee == account_lib.LOCAL:
         composed["central_epsilon"] = spending.central.epsilon
-    if spending.guarantee == spending_lib.RECORD:
+    if spending.guarantee == account_lib.RECORD:
         composed["implied_epsilon"] = mechanism.epsilon
     return accounting.StatementFacts(
         **composed,
@@ -45,7 +45,7 @@ def facts(
         mechanism_parameters=_parameters(setup, run.rounds),
         unit=unit(mechanism),
         sampling=setup.sampling,
-        num_clients=spending.clients.num_clients,
+        num_clients=spending.per_client.num_clients,
         populations=[
             size for size, _ in dict.fromkeys(run.populations or [run.population])
         ],
@@ -63,7 +63,7 @@ def facts(
 
 def unit(mechanism: mechanisms.Mechanism) -> str:
     """Returns what the mechanism protects as a whole."""
-    return "record" if mechanism.guarantee == spending_lib.RECORD else "client"
+    return "record" if mechanism.guarantee == account_lib.RECORD else "client"
 
 
 def _description(setup: TrainingSetup) -> str:
@@ -74,7 +74,7 @@ def _description(setup: TrainingSetup) -> str:
         return sentence
     divisor = (
         "the sum of the weights"
-        if setup.mechanism.guarantee == spending_lib.NONE
+        if setup.mechanism.guarantee == account_lib.NONE
         else f"m times {weighting.mean_weight:g}, which was given beforehand"
     )
     return f"{sentence} {weighting.describe()} The sum is divided by {divisor}."
@@ -124,8 +124,8 @@ def caveats_of_setup(
 ) -> dict[str, bool]:
     """Returns which caveats hold of a training by how it is set, ran or not."""
     mechanism = setup.mechanism
-    private = mechanism.guarantee != spending_lib.NONE
-    by_client = mechanism.guarantee in spending_lib.BY_CLIENT
+    private = mechanism.guarantee != account_lib.NONE
+    by_client = mechanism.guarantee in account_lib.BY_CLIENT
     at_clients = mechanism.noise_site == "client"
     securely = setup.secure_aggregation is not None
     return {
@@ -145,7 +145,7 @@ def caveats_of_setup(
 
 def _caveats(run: run_lib.Run, cohort_engine: engine.CohortEngine) -> tuple[str, ...]:
     spending = run.spending
-    private = spending.guarantee != spending_lib.NONE
+    private = spending.guarantee != account_lib.NONE
     other_runs = len(spending.others) > spending.evaluations
     holds = {
         **caveats_of_setup(run.setup, cohort_engine),

@@ -21,9 +21,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _storage, _validate, accounting, datasets
+from tfdp_fl.accounting.account import CENTRAL, OtherRun, PrivacyAccount
 from tfdp_fl.accounting.ledger import new_run
-from tfdp_fl.accounting.search import TrialCount
-from tfdp_fl.accounting.spending import CENTRAL, OtherRun, Spending
+from tfdp_fl.accounting.private_selection import TrialCount
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import DPFederatedModel, checkpoint
 from tfdp_fl.keras import run as run_lib
@@ -102,7 +102,7 @@ class PrivateSearch:
         )
         self._score = _validate.instance_of((PublicScore, PrivateScore), score=score)
         # Each search is a run of its own; so are others in its ledger.
-        self._spending = Spending(CENTRAL, num_clients=1)
+        self._spending = PrivacyAccount(CENTRAL, num_clients=1)
         self._searches: set[str] = set()
         self._ended: set[str] = set()
         self._last: tuple[Split, list[Trial]] | None = None
@@ -145,7 +145,7 @@ class PrivateSearch:
             Nothing is charged.
           LedgerError: The ledger could not be written. Nothing was trained.
         """
-        with run_lib.fitting(self, "fit", "search"):
+        with run_lib.fit_lock(self, "fit", "search"):
             options = {
                 "rounds": _validate.positive_integer(rounds=rounds),
                 "batch_size": _validate.positive_integer(batch_size=batch_size),
@@ -328,7 +328,7 @@ class PrivateSearch:
         finally:
             for trial in trials:
                 trial.reset()
-                run_lib.claim(self, trial.variables)
+                run_lib.mark_owner(self, trial.variables)
 
     def _pay(
         self,
@@ -340,14 +340,16 @@ class PrivateSearch:
         ledger = directory.ledger
         if ledger is not None:
             contents = ledger.contents()
-            self._spending.absorb(contents, run="", source=_LEDGER)
-            self._spending.central.would_be(charge)  # Or raises, before it is written.
+            self._spending.merge_ledger(contents, run="", source=_LEDGER)
+            self._spending.central.with_charges(
+                charge
+            )  # Or raises, before it is written.
             directory.write(state)  # Whatever is charged can be resumed.
             if state.run_id not in contents.by_run():
                 size, trials = charge.num_clients, self._trials.describe()
                 ledger.record(0, charge, size, run=state.run_id, search=trials)
         this = OtherRun(charges=collections.Counter([charge]), mu_squared=0.0)
-        self._spending.keep_others({f"{state.run_id} in {_LEDGER}": this})
+        self._spending.merge_runs({f"{state.run_id} in {_LEDGER}": this})
         self._searches.add(state.run_id)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _validate, accounting, engine, keras_versions, sampling, schedules
-from tfdp_fl.accounting.search import BestOfTrialsDpEvent, TrialCount
+from tfdp_fl.accounting.private_selection import BestOfTrialsDpEvent, TrialCount
 from tfdp_fl.datasets import FederatedDataset, nests, tables
 from tfdp_fl.engine import trainer
 from tfdp_fl.keras import DPFederatedModel, evaluation, preparation, statement
@@ -381,7 +381,7 @@ class Trial:
     def _train(self) -> None:
         assert self._fed is not None  # `prepare` made it.
         # The model is this trial's alone: it was reset.
-        run_lib.claim(self._fed, self.variables)
+        run_lib.mark_owner(self._fed, self.variables)
         self._fed.fit(self._split.training, verbose=0, **self._options)
         run, _ = self._fed.require_trained("a trial")
         if not run.spending.own <= self._planned:

@@ -177,7 +177,7 @@ class PrivacyBudget(FederatedCallback):
         # First: another thread may charge an evaluation at any time.
         self._counted = fed.run.spending.others
         cost = fed.run.epsilon_after(self.delta, self.accountant)
-        allowed = planning.most_rounds(cost, self.epsilon, asked, _TRIED_FIRST)
+        allowed = planning.largest_affordable(cost, self.epsilon, asked, _TRIED_FIRST)
         # Rounds that are abandoned cost nothing, so it can only be more.
         self._affordable_before = first_round + allowed
         if allowed < asked:
@@ -211,7 +211,7 @@ class PrivacyBudget(FederatedCallback):
     def check_release(self, charge: RoundCharge) -> None:
         """Raises ValueError if a release would overspend the budget."""
         fed = self.federated_model
-        spent = fed.run.spending.central.would_be(charge)
+        spent = fed.run.spending.central.with_charges(charge)
         after = spent.epsilon(self.delta, self.accountant or fed.setup.accountant)
         if after > self.epsilon:
             # Rounded up to three decimals.

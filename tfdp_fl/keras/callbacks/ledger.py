@@ -10,8 +10,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp_fl import _validate, accounting
+from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.keras import checkpoint, statement
 from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
 from tfdp_fl.keras.run import Run
@@ -90,7 +90,7 @@ class Ledger(FederatedCallback):
                     "from its directory."
                 )
         self._check_runs(contents)
-        run.spending.absorb(contents, run.run_id, self._key)
+        run.spending.merge_ledger(contents, run.run_id, self._key)
         run.known_ledgers[self._key] = ledger.head
         self._begin()
         self._catch_up(contents)
@@ -116,7 +116,7 @@ class Ledger(FederatedCallback):
             return
         guarantee = fed.mechanism.guarantee
         other = contents.header.get("mechanism", {}).get("guarantee", guarantee)
-        central = {spending_lib.CENTRAL, spending_lib.NONE}
+        central = {account_lib.CENTRAL, account_lib.NONE}
         if other != guarantee and not {other, guarantee} <= central:
             raise ValueError(
                 f"path must be a ledger of runs with a {guarantee} guarantee, to be "
@@ -139,7 +139,7 @@ class Ledger(FederatedCallback):
         spending, runs = run.spending, contents.by_run()
         lost = contents.lost_mu_squared(run.rounds, run.run_id)
         self._elsewhere = max(0.0, spending.lost_mu_squared - lost)
-        most = spending.clients.max_mu_squared + self._elsewhere
+        most = spending.per_client.max_mu_squared + self._elsewhere
         local = {"mu_squared": 0.0, "max_mu_squared": most}
         written = collections.Counter(
             entry.charge for entry in runs.get(run.run_id, ()) if entry.charge

@@ -13,7 +13,7 @@ from tfdp_fl import _validate
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger
 from tfdp_fl.accounting.accountant import PrivacyAccountant
-from tfdp_fl.accounting.releases import epsilon_of_mu_squared
+from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
 
 CENTRAL, LOCAL, RECORD, NONE = "central", "local", "record", "none"
 # Guarantees that are composed for each client.
@@ -120,7 +120,7 @@ class LocalAccount:
         return float((self.mu_squared + added).max())
 
 
-class Spending:
+class PrivacyAccount:
     """The cost of the rounds that ran, and of those that ledgers tell of.
 
     A central guarantee is composed over rounds under the sampling that ran. A
@@ -134,7 +134,7 @@ class Spending:
         and ledger file, as the files tell it.
       central: The `PrivacyAccountant` of all rounds, those of other runs
         included.
-      clients: The `LocalAccount` of the clients' own releases.
+      per_client: The `LocalAccount` of the clients' own releases.
       lost_mu_squared: What any one client may have spent on top in rounds that
         a crash cut off between their charge and their checkpoint: nobody can
         tell any more which clients those were.
@@ -145,7 +145,7 @@ class Spending:
         self.own: collections.Counter[charge_lib.RoundCharge] = collections.Counter()
         self.others: dict[str, OtherRun] = {}
         self.central = PrivacyAccountant()
-        self.clients = LocalAccount(num_clients)
+        self.per_client = LocalAccount(num_clients)
         self.lost_mu_squared = 0.0
 
     @property
@@ -181,7 +181,7 @@ class Spending:
     @property
     def max_mu_squared(self) -> float:
         """The most that one client can have spent, in all runs."""
-        return self.clients.max_mu_squared + self.mu_squared_elsewhere
+        return self.per_client.max_mu_squared + self.mu_squared_elsewhere
 
     @property
     def mu_squared_elsewhere(self) -> float:
@@ -192,13 +192,13 @@ class Spending:
         others = sum(each.mu_squared for each in self.others.values())
         return self.lost_mu_squared + others
 
-    def expect(self, num_clients: int) -> None:
+    def set_population(self, num_clients: int) -> None:
         """Sets the number of clients; clients other than before start anew.
 
         What was spent centrally does not depend on who the clients are.
         """
-        if self.clients.num_clients != num_clients:
-            self.clients = LocalAccount(num_clients)
+        if self.per_client.num_clients != num_clients:
+            self.per_client = LocalAccount(num_clients)
 
     def charge(
         self,
@@ -216,9 +216,11 @@ class Spending:
         """
         self.central.add(charge)
         self.own[charge] += 1
-        self.clients.add(positions, mu_squared if self.by_client else 0.0)
+        self.per_client.add(positions, mu_squared if self.by_client else 0.0)
 
-    def absorb(self, contents: ledger.LedgerContents, run: str, source: str) -> None:
+    def merge_ledger(
+        self, contents: ledger.LedgerContents, run: str, source: str
+    ) -> None:
         """Counts what a ledger tells of and is not counted yet.
 
         Rounds of this run that only the ledger knows (a crash cut them off
@@ -261,9 +263,9 @@ class Spending:
             others[other if beside else f"{other} in {source}"] = OtherRun(
                 charges=charges, mu_squared=spent
             )
-        self.keep_others(others, own)
+        self.merge_runs(others, own)
 
-    def keep_others(
+    def merge_runs(
         self,
         others: dict[str, OtherRun],
         own: collections.Counter[charge_lib.RoundCharge] | None = None,
@@ -299,8 +301,8 @@ class Spending:
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint must keep: JSON values and arrays."""
         return {
-            "mu_squared": self.clients.mu_squared.copy(),
-            "participations": self.clients.participations.copy(),
+            "mu_squared": self.per_client.mu_squared.copy(),
+            "participations": self.per_client.participations.copy(),
             "guarantee": self.guarantee,
             "charges": _as_json(self.own),
             "others": {
@@ -311,17 +313,17 @@ class Spending:
         }
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Spending:
+    def from_state(cls, state: dict[str, Any]) -> PrivacyAccount:
         """Returns the spending that `state` was taken of."""
         spending = cls(state["guarantee"], len(state["mu_squared"]))
         others = {
             name: OtherRun(charges=_from_json(charges), mu_squared=float(mu_squared))
             for name, (charges, mu_squared) in state["others"].items()
         }
-        spending.keep_others(others, _from_json(state["charges"]))
-        clients = spending.clients
-        clients.mu_squared[:] = state["mu_squared"]
-        clients.participations[:] = state["participations"]
+        spending.merge_runs(others, _from_json(state["charges"]))
+        per_client = spending.per_client
+        per_client.mu_squared[:] = state["mu_squared"]
+        per_client.participations[:] = state["participations"]
         spending.lost_mu_squared = float(state["lost_mu_squared"])
         return spending
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.accounting import charges
 from tfdp_fl import accounting
-from tfdp_fl.accounting import spending as spending_lib
+from tfdp_fl.accounting import account as account_lib
 
 _DELTA = 1e-3
 exact = accounting.epsilon_of_mu_squared
@@ -20,7 +20,7 @@ def _charge(z=2.0):
 
 def _spending(guarantee, *rounds):
     """Returns the spending of rounds of (clients, mu^2)."""
-    spending = spending_lib.Spending(guarantee, 10)
+    spending = account_lib.PrivacyAccount(guarantee, 10)
     for clients, mu_squared in rounds:
         spending.charge(_charge(), np.array(clients), mu_squared)
     return spending
@@ -39,7 +39,7 @@ def test_a_local_one_is_that_of_the_most_seen_client(guarantee):
     spending.lost_mu_squared = 0.25
     state = spending.state()
     state["charges"] = json.loads(json.dumps(state["charges"]))
-    for each in (spending, again := spending_lib.Spending.from_state(state)):
+    for each in (spending, again := account_lib.PrivacyAccount.from_state(state)):
         assert each.epsilon(_DELTA) == exact(1.25, _DELTA)
         assert each.central.epsilon(_DELTA) == _central(2)
         assert each.rounds == 2
@@ -65,28 +65,28 @@ def test_what_a_ledger_tells_of_is_counted_once():
     runs = (("own", 2.0), ("own", 3.0), ("other", 2.0), ("third", 2.0))
     contents = _ledger(*((*run, None) for run in runs))
     for _ in range(2):
-        spending.absorb(contents, "own", "a.jsonl")
+        spending.merge_ledger(contents, "own", "a.jsonl")
         assert (spending.rounds, spending.rounds_of_others) == (3, 2)
         assert spending.epsilon(_DELTA) == _central(5, [2.0, 2.0, 2.0, 2.0, 3.0])
-    again = spending_lib.Spending.from_state(spending.state())
+    again = account_lib.PrivacyAccount.from_state(spending.state())
     assert again.epsilon(_DELTA) == spending.epsilon(_DELTA)
     assert again.others == spending.others
     # A run in two files may have gone on from one checkpoint in two places.
-    spending.absorb(_ledger(("other", 2.0, None)), "own", "copy of a.jsonl")
+    spending.merge_ledger(_ledger(("other", 2.0, None)), "own", "copy of a.jsonl")
     assert spending.rounds_of_others == 3
 
 
 def test_local_spending_of_others_counts_against_every_client():
     spending = _spending("local", ([1, 2], 0.5))
-    spending.absorb(_ledger(*[("other", 2.0, 0.25)] * 2), "own", "a.jsonl")
+    spending.merge_ledger(_ledger(*[("other", 2.0, 0.25)] * 2), "own", "a.jsonl")
     assert spending.max_mu_squared == 0.5 + 0.5
     with pytest.raises(ValueError, match="all have a local guarantee"):
-        spending.absorb(_ledger(("third", 2.0, None)), "own", "b.jsonl")
+        spending.merge_ledger(_ledger(("third", 2.0, None)), "own", "b.jsonl")
     assert spending.max_mu_squared == 0.5 + 0.5
 
 
 def test_the_client_that_spent_most_counts():
-    account = spending_lib.LocalAccount(5)
+    account = account_lib.LocalAccount(5)
     for positions, mu_squared in ([0, 3], 0.25), ([3, 4], 0.5), ([3], 0.75):
         account.add(np.array(positions), mu_squared)
     np.testing.assert_array_equal(account.participations, [1, 0, 0, 3, 1])
@@ -100,7 +100,7 @@ def test_the_client_that_spent_most_counts():
 
 
 def test_the_client_that_may_spend_most_is_in_every_round():
-    account = spending_lib.LocalAccount(4)
+    account = account_lib.LocalAccount(4)
     account.add(np.array([0, 1]), 0.5)
     account.add(np.array([0]), 0.5)
     after = account.max_mu_squared_after_draws
