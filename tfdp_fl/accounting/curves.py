@@ -17,7 +17,6 @@ from dp_accounting import pld
 from dp_accounting.pld import common as pld_common
 from dp_accounting.pld import privacy_loss_distribution
 from dp_accounting.rdp import rdp_privacy_accountant
-from scipy import special
 
 from tfdp_fl.accounting.private_selection import BestOfTrialsDpEvent
 
@@ -38,14 +37,17 @@ _ORDERS = np.array(
 _INTEGERS = _ORDERS[np.floor(_ORDERS) == _ORDERS].astype(int)
 # For a cohort of a fixed size an order takes its square of steps.
 _INTEGERS_OF_FIXED_SIZE = np.array([*_INTEGERS[:64], *_INTEGERS[65::3], 8192])
-# Most curves are needed near one order: they are computed in these parts.
+# Most curves are needed near one order: they are computed in these parts. The first is
+# the lowest order alone, which bounds the total variation.
 PARTS = np.split(
     _ORDERS,
-    np.searchsorted(_ORDERS, [1.3, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]),
+    np.searchsorted(
+        _ORDERS, [_ORDERS[1], 1.3, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+    ),
 )
-FIRST_PART = 4  # From order 8.
-# What rounding may hide of a divergence that is next to nothing.
-_ROUNDING = 1e-15
+FIRST_PART = 5  # From order 8.
+# A few roundings of a float64.
+_ROUNDING = 2.0**-50
 _TAIL = 13.0  # Standard deviations; exp(-13^2/2) = 2e-37.
 _MAX_GRID_POINTS = 20_000
 
@@ -56,7 +58,7 @@ _PLD_MAX_CELLS = 2_000_000
 _PLD_COARSE_INTERVAL = 1e-3
 
 
-@functools.lru_cache(maxsize=8192)
+@functools.lru_cache(maxsize=2**16)
 def rdp_curve(
     event: dp_accounting.DpEvent,
     relation: dp_accounting.NeighboringRelation,
@@ -64,7 +66,8 @@ def rdp_curve(
 ) -> np.ndarray:
     """Returns an event's Renyi divergence at each of `PARTS[part]`.
 
-    That of `dp_accounting.rdp.RdpAccountant`. A sampled Gaussian is computed at
+    That of `dp_accounting.rdp.RdpAccountant`, rounded up: near order 1 it is a small
+    difference of numbers near 1, divided by one. A sampled Gaussian is computed at
     integer orders. Between them log A = (order - 1) divergence is convex (Wang,
     Balle & Kasiviswanathan 2019, corollary 10), which bounds the others.
 
@@ -80,6 +83,7 @@ def rdp_curve(
         first = max(0, np.searchsorted(integers, alpha[0], "right") - 1)
         integers = integers[first : np.searchsorted(integers, alpha[-1]) + 1]
         log_a = (integers - 1) * _dp_accountings(event, relation, integers)
+        log_a += _rounding_of_log_a(log_a, integers, event)
         log_a = np.interp(alpha, [1, *integers], [0, *log_a])
         if not fixed_size:
             log_a = _with_fractional_orders(log_a, alpha, event)
@@ -87,8 +91,8 @@ def rdp_curve(
         everybody = alpha / (2 * event.event.noise_multiplier**2)
         rdp = np.minimum(log_a / (alpha - 1), everybody)
     else:
-        rdp = _dp_accountings(event, relation, alpha)
-    rdp = np.maximum(rdp, _ROUNDING)
+        rdp = _dp_accountings(event, relation, alpha) + _ROUNDING / (alpha - 1)
+    rdp = np.maximum(rdp * (1 + 1e-13), 1e-15)
     rdp.setflags(write=False)
     return rdp
 
@@ -127,6 +131,23 @@ def curve_of_trial(
         parts = [curve_of_trial(each, relation, part) for each in event.events]
         return np.sum([np.zeros(len(PARTS[part])), *parts], axis=0)
     return rdp_curve(event, relation, part)
+
+
+def _rounding_of_log_a(log_a: np.ndarray, orders: np.ndarray, event: Any) -> np.ndarray:
+    """Returns what rounding may have taken off log A, computed as a sum at an order.
+
+    The first term is near 1, with an error of a few roundings. All others, of which
+    logarithms of binomial coefficients and of q^order are added up, have that of their
+    logarithms, and are a share of the sum that is at most order q + log A.
+    """
+    q = (
+        event.sampling_probability
+        if isinstance(event, dp_accounting.PoissonSampledDpEvent)
+        else event.sample_size / event.source_dataset_size
+    )
+    log_a = np.maximum(log_a, 0.0)
+    of_logs = orders * (2 + np.log(orders) - math.log(max(q, 1e-300)))
+    return _ROUNDING * (4 + log_a + of_logs * np.minimum(1, orders * q + log_a))
 
 
 def _is_sampled_gaussian(event: dp_accounting.DpEvent) -> bool:
@@ -185,8 +206,14 @@ def _with_fractional_orders(
     x = np.arange(-_TAIL * z, alpha[-1, 0] + _TAIL * z, step)
     weight = np.logaddexp(math.log1p(-q), math.log(q) + (2 * x - 1) / (2 * z * z))
     density = math.log(step / (z * math.sqrt(2 * math.pi))) - x * x / (2 * z * z)
+    logs = alpha * weight + density
+    terms = np.exp(logs - logs.max(axis=1, keepdims=True))
+    total = terms.sum(axis=1)
+    # Each term has the roundings of what was added up to its logarithm.
+    size = (terms * (np.abs(alpha * weight) + np.abs(density))).sum(axis=1) / total
     exact = log_a.copy()
-    exact[fractional] = special.logsumexp(alpha * weight + density, axis=1)
+    exact[fractional] = np.maximum(logs.max(axis=1) + np.log(total), 0.0)
+    exact[fractional] += _ROUNDING * (4 + size)
     return exact
 
 
