@@ -164,7 +164,7 @@ facts = accounting.StatementFacts(
     guarantee="central", mechanism="mine", epsilon_rdp=lambda delta: 1.0
 )
 print(accounting.privacy_statement(facts, 1e-5))
-budget = accounting.Budget(epsilon=2.0, delta=1e-5)
+budget = accounting.PrivacyBudget(epsilon=2.0, delta=1e-5)
 
 # %% auditing
 audit = tfdp_fl.auditing.CanaryAudit(num_canaries=20)

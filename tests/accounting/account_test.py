@@ -22,7 +22,7 @@ def _spending(guarantee, *rounds):
     """Returns the spending of rounds of (clients, mu^2)."""
     spending = account_lib.PrivacyAccount(guarantee, 10)
     for clients, mu_squared in rounds:
-        spending.charge(_charge(), np.array(clients), mu_squared)
+        spending.charge(_charge(), positions=np.array(clients), mu_squared=mu_squared)
     return spending
 
 
@@ -43,7 +43,7 @@ def test_a_local_one_is_that_of_the_most_seen_client(guarantee):
         assert each.epsilon(_DELTA) == exact(1.25, _DELTA)
         assert each.central.epsilon(_DELTA) == _central(2)
         assert each.rounds == 2
-    again.charge(_charge(), np.array([2]), math.inf)
+    again.charge(_charge(), positions=np.array([2]), mu_squared=math.inf)
     assert again.epsilon(_DELTA) == math.inf > spending.epsilon(_DELTA)
 
 

@@ -219,7 +219,7 @@ def _record(named: Mapping[str, Any]) -> Any:
     return ArrayRecord({name: Array(np.asarray(a)) for name, a in named.items()})
 
 
-def mark_owner(message: Any, **metadata: Any) -> Any:
+def claim(message: Any, **metadata: Any) -> Any:
     """Has a message say other things of itself."""
     both = {**metadata, **{f"_{name}": value for name, value in metadata.items()}}
     message.metadata.__dict__.update(both)

@@ -127,11 +127,11 @@ def test_a_round_broken_off_in_or_after_its_release_is_counted(when):
     fed, drawn = toy.federated(clients_per_round=5), []
     release = round_loop.RoundLoop._release
 
-    def broken_off(loop, pending):
+    def broken_off(loop, pending, paid):
         drawn.append((tuple(pending.inputs.seed), tuple(pending.inputs.positions)))
         if when == "in":
             loop.engine.release = toy.interrupt
-        release(loop, pending)
+        release(loop, pending, paid)
         raise KeyboardInterrupt
 
     with mock.patch.object(round_loop.RoundLoop, "_release", broken_off):

@@ -1,6 +1,8 @@
 """Privacy accounting of what really ran."""
 
+from tfdp_fl.accounting.account import Charge, ChargeError, PrivacyAccount
 from tfdp_fl.accounting.accountant import PrivacyAccountant, select_accountant
+from tfdp_fl.accounting.budget import BudgetExceededError, PrivacyBudget
 from tfdp_fl.accounting.charge import RoundCharge
 from tfdp_fl.accounting.gaussian import (
     analytic_noise_multiplier,
@@ -9,8 +11,6 @@ from tfdp_fl.accounting.gaussian import (
     gaussian_epsilon,
 )
 from tfdp_fl.accounting.ledger import (
-    Budget,
-    BudgetExceededError,
     LedgerContents,
     LedgerEntry,
     LedgerEntryError,
@@ -30,12 +30,14 @@ from tfdp_fl.accounting.planning import (
     epsilon,
     max_rounds,
 )
+from tfdp_fl.accounting.rounding import factor_upwards, upwards
 from tfdp_fl.accounting.statement import CAVEATS, StatementFacts, privacy_statement
 
 __all__ = [
     "CAVEATS",
-    "Budget",
     "BudgetExceededError",
+    "Charge",
+    "ChargeError",
     "LedgerContents",
     "LedgerEntry",
     "LedgerEntryError",
@@ -45,7 +47,9 @@ __all__ = [
     "LedgerMovedError",
     "LedgerTamperedError",
     "LedgerWriteError",
+    "PrivacyAccount",
     "PrivacyAccountant",
+    "PrivacyBudget",
     "PrivacyLedger",
     "RoundCharge",
     "StatementFacts",
@@ -56,9 +60,11 @@ __all__ = [
     "epsilon",
     "epsilon_from_ledger",
     "epsilon_of_mu_squared",
+    "factor_upwards",
     "gaussian_delta",
     "gaussian_epsilon",
     "max_rounds",
     "privacy_statement",
     "select_accountant",
+    "upwards",
 ]

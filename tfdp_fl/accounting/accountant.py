@@ -69,6 +69,9 @@ class PrivacyAccountant:
         self._others: dict[charge_lib.RoundCharge, int] = {}
         # Their Renyi curves, by those parts of the orders that were asked for.
         self._sums: dict[int, np.ndarray] = {}
+        # Of a copy: the original, how many rounds that had, and what came since.
+        self._origin: tuple[PrivacyAccountant, int] | None = None
+        self._since: list[tuple[charge_lib.RoundCharge, int]] = []
         # How wide cells were, how many of each event, and what they compose to.
         self._composed: tuple[float, _Events, _Distribution] | None = None
         # Of each pass its cost, and where cohorts lie in its order, with their weight.
@@ -101,6 +104,7 @@ class PrivacyAccountant:
         other = copy.copy(self)
         for name in ("_counts", "_others", "_passes", "_sums"):
             setattr(other, name, dict(getattr(self, name)))
+        other._origin, other._since = (self, self._rounds), []
         other._add_all(charges)
         return other
 
@@ -128,6 +132,8 @@ class PrivacyAccountant:
         elif z is None or (charge.is_amplified and z < math.inf):
             if more := round(self._pass_increase(charge, count)):
                 self._others[charge] = self._others.get(charge, 0) + more
+                if self._origin is not None:
+                    self._since.append((charge, more))
                 for part, total in self._sums.items():
                     self._sums[part] = total + more * _rdp_curve(charge, part)
         else:
@@ -267,15 +273,20 @@ class PrivacyAccountant:
 
     def _curve(self, part: int) -> np.ndarray:
         """Returns the history's divergence at one part of the orders, rounded up."""
-        total = self._sums.get(part)
-        if total is None:
-            total = np.zeros(len(curves.PARTS[part]))
-            for charge, count in self._others.items():
-                total = total + count * _rdp_curve(charge, part)
-            self._sums[part] = total
         gaussians = curves.PARTS[part] * (self._mu_squared / 2)
         # More than what the roundings of the sums can hide.
-        return (total + gaussians) * (1 + 1e-12)
+        return (self._sum(part) + gaussians) * (1 + 1e-12)
+
+    def _sum(self, part: int) -> np.ndarray:
+        """Returns the divergence of what sampling amplifies, added up once."""
+        if part not in self._sums:
+            total, rounds = np.zeros(len(curves.PARTS[part])), [*self._others.items()]
+            if self._origin is not None and self._origin[0].rounds == self._origin[1]:
+                total, rounds = self._origin[0]._sum(part), self._since
+            for charge, count in rounds:
+                total = total + count * _rdp_curve(charge, part)
+            self._sums[part] = total
+        return self._sums[part]
 
     @property
     def is_few_kinds(self) -> bool:
@@ -354,8 +365,8 @@ def _rdp_curve(charge: charge_lib.RoundCharge, part: int) -> np.ndarray:
 
 
 # Canonne, Kamath & Steinke 2020, proposition 12, https://arxiv.org/abs/2004.00010,
-# rounded up: an epsilon by more than a delta, so that the delta of an epsilon is at most
-# the one that it was computed of.
+# rounded up: an epsilon by more than a delta, so that the delta of an epsilon is at
+# most the one that it was computed of.
 
 
 def _epsilons(orders: np.ndarray, rdp: np.ndarray, delta: float) -> np.ndarray:

@@ -41,6 +41,8 @@ from tfdp_fl import _interrupts, _storage, _validate
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import gaussian
 from tfdp_fl.accounting.accountant import PrivacyAccountant
+from tfdp_fl.accounting.budget import BudgetExceededError, PrivacyBudget
+from tfdp_fl.accounting.rounding import upwards
 
 FORMAT = "tfdp_fl privacy ledger 3"
 _GENESIS = "0" * 64
@@ -72,33 +74,6 @@ class LedgerForkedError(LedgerError):
 
 class LedgerEntryError(LedgerError, ValueError):
     """A line would say what no round can have cost."""
-
-
-class BudgetExceededError(RuntimeError):
-    """The release would spend more than the budget; nothing was written."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Budget:
-    """The most that all releases in one ledger may cost together.
-
-    Attributes:
-      epsilon: Above 0.
-      delta: Between 0 and 1.
-      accountant: "rdp" or "pld": what epsilon is computed by.
-
-    Raises:
-      TypeError, ValueError: An argument is not allowed.
-    """
-
-    epsilon: float
-    delta: float
-    accountant: str = "rdp"
-
-    def __post_init__(self):
-        _validate.positive(epsilon=self.epsilon)
-        _validate.inside_unit_interval(delta=self.delta)
-        _validate.one_of(charge_lib.ACCOUNTANTS, accountant=self.accountant)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -244,6 +219,7 @@ class PrivacyLedger:
     Attributes:
       path: The file.
       run: The id of the run whose rounds are recorded.
+      lock: Held while a line is written.
     """
 
     def __init__(
@@ -293,8 +269,8 @@ class PrivacyLedger:
         # A fork inherits the file, its lock and the place of the next line.
         self._process = os.getpid()
         self.run = new_run() if run is None else _checked_run(run)
-        # Flower's strategies share an open ledger: one of them records at a time.
-        self._recording = threading.Lock()
+        # Accounts may share an open ledger: one of them asks and records at a time.
+        self.lock = threading.RLock()
         self._descriptor: int | None = None
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         if mode == "create":
@@ -374,7 +350,7 @@ class PrivacyLedger:
         *,
         local: dict[str, float] | None = None,
         run: str | None = None,
-        budget: Budget | None = None,
+        budget: PrivacyBudget | None = None,
         **details: Any,
     ) -> None:
         """Writes one round's line, and returns when it is on the disk.
@@ -416,7 +392,7 @@ class PrivacyLedger:
         if charge is not None:
             _validate.instance_of(charge_lib.RoundCharge, charge=charge)
         if budget is not None:
-            _validate.instance_of(Budget, budget=budget)
+            _validate.instance_of(PrivacyBudget, budget=budget)
         body: dict[str, Any] = {
             "kind": "round",
             "run": self.run if run is None else _checked_run(run),
@@ -428,7 +404,7 @@ class PrivacyLedger:
             "details": _storage.plain(details, _refuse),
         }
         entry = _entry(body)
-        with self._recording:
+        with self.lock:
             if budget is not None:
                 self._ask(budget, entry)
             with _interrupts.after_the_block():
@@ -436,7 +412,7 @@ class PrivacyLedger:
                 entry = dataclasses.replace(entry, line_hash=self._append(body))
                 self._contents = self._contents.with_entry(entry)
 
-    def _ask(self, budget: Budget, entry: LedgerEntry) -> None:
+    def _ask(self, budget: PrivacyBudget, entry: LedgerEntry) -> None:
         """Raises BudgetExceededError if one more round would pass the budget."""
         after = self._contents.with_entry(entry)
         epsilon = after.epsilon(budget.delta, budget.accountant)
@@ -444,9 +420,9 @@ class PrivacyLedger:
             epsilon = max(epsilon, after.local_epsilon(budget.delta))
         if not epsilon <= budget.epsilon:
             raise BudgetExceededError(
-                f"Round {entry.round_index} would bring epsilon to {epsilon:.6g} at "
-                f"delta={budget.delta:g} by all {len(after.entries)} rounds "
-                f"of the ledger {self.path}, and the budget is {budget.epsilon:g}. "
+                f"Round {entry.round_index} would bring epsilon to {upwards(epsilon)} "
+                f"at delta={upwards(budget.delta)} by all {self.rounds + 1} rounds of "
+                f"the ledger {self.path}, and the budget is {upwards(budget.epsilon)}. "
                 "Nothing was written; the round must not be released."
             )
 

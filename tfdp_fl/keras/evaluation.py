@@ -15,7 +15,6 @@ Privacy, 2014, appendix A).
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import math
@@ -28,6 +27,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _interrupts, _validate, engine
+from tfdp_fl.accounting import Charge
 from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests, persons
@@ -36,7 +36,7 @@ from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.keras import preparation
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.callbacks import Ledger
-from tfdp_fl.keras.callbacks.federated_callback import told_of_rounds
+from tfdp_fl.keras.callbacks.federated_callback import PrivacyBudget, told_of_rounds
 
 if TYPE_CHECKING:
     from tfdp_fl.keras.model import DPFederatedModel
@@ -317,9 +317,13 @@ class PrivateMetrics:
         return np.where(usable[:, None], vectors, 0.0)
 
     def released(
-        self, values: Mapping[str, np.ndarray], generator: np.random.Generator
+        self,
+        values: Mapping[str, np.ndarray],
+        generator: np.random.Generator,
+        paid: Charge,
     ) -> dict[str, Any]:
         """Returns the noisy result of all clients' metrics, by name, [N]."""
+        paid.use()
         total = self.contributions(values).sum(axis=0)
         noise = generator.normal(size=total.shape)
         # Everything is computed from the noisy sum: nothing else is used.
@@ -372,8 +376,9 @@ def release(
         private.contributions(values)  # Raises before anything is charged.
         with _interrupts.after_the_block():
             # Broken off between, a ledger has a line that the run does not know of.
-            _pay(fed, charge)
-            return private.released(values, np.random.Generator(np.random.Philox()))
+            paid = _pay(fed, charge)
+            generator = np.random.Generator(np.random.Philox())
+            return private.released(values, generator, paid)
 
 
 def _check(fed: DPFederatedModel) -> account_lib.PrivacyAccount:
@@ -408,12 +413,23 @@ def _ask(fed: DPFederatedModel, charge: charge_lib.RoundCharge) -> None:
         callback.check_release(charge)
 
 
-def _pay(fed: DPFederatedModel, charge: charge_lib.RoundCharge) -> None:
-    """Charges a release: the budgets are asked, then ledgers, then memory."""
+def _pay(fed: DPFederatedModel, charge: charge_lib.RoundCharge) -> Charge:
+    """Charges a release; returns the receipt."""
     name = account_lib.new_evaluation()
-    spent = account_lib.OtherRun(charges=collections.Counter([charge]), mu_squared=0.0)
-    with run_lib.charging:
+
+    def ask(_: Charge) -> None:
         _ask(fed, charge)
         for callback in fed.federated_callbacks:
             callback.on_release_charged(name, charge)
-        _check(fed).merge_runs({name: spent})
+
+    budgets = [
+        c.budget for c in fed.federated_callbacks if isinstance(c, PrivacyBudget)
+    ]
+    return _check(fed).charge(
+        charge,
+        budgets=budgets,
+        ask=ask,
+        name=name,
+        round_index=max(0, fed.rounds - 1),
+        details={"evaluation": True},
+    )

@@ -515,7 +515,7 @@ class DPFederatedModel:
             # Interrupted between, the weights come back without what they cost.
             if interrupted is not None:
                 run = interrupted.restore(self, engine, run)
-                run_lib.mark_owner(self, engine.server.variables)
+                run_lib.mark_owner(self, engine.server.variables, self.model)
             if audit is not None:
                 audit.begin(engine)
                 run.audit = audit

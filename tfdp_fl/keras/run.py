@@ -149,8 +149,6 @@ class Run:
       audit: The last `CanaryAudit`; no checkpoint keeps it.
       releasing: Whether a release has begun and not ended: if it was broken off, the
         model may have moved by a round that `rounds` does not count.
-      known_ledgers: The hash of the last line that this run knows of each
-        ledger, by the ledger's path.
       attempts: Numbers the draws of all rounds; no checkpoint keeps it.
       executor: How clients were trained, for people to read; nor this.
     """
@@ -175,9 +173,13 @@ class Run:
     budget_delta: float | None = None
     audit: CanaryAudit | None = None
     releasing: bool = False
-    known_ledgers: dict[str, str] = dataclasses.field(default_factory=dict)
     attempts: Attempts = dataclasses.field(default_factory=Attempts)
     executor: str | None = None
+
+    @property
+    def known_ledgers(self) -> dict[str, str]:
+        """The hash of the last line that is counted of each ledger, by its path."""
+        return self.spending.known_ledgers
 
     def begin_fit(self, validation: Validation) -> None:
         """Prepares for the clients of a `fit`, and notes what it was given."""
@@ -231,13 +233,15 @@ class Run:
         sampler.restore(state["sampler"])
         plain = {name: state[name] for name in _PLAIN}
         plain["populations"] = [(n, ids) for n, ids in state["populations"]]
-        plain["known_ledgers"] = {**prepared.known_ledgers, **state["known_ledgers"]}
+        spending = account_lib.PrivacyAccount.from_state(state["spending"])
+        known = plain.pop("known_ledgers")
+        spending.known_ledgers = {**prepared.known_ledgers, **known}
         return dataclasses.replace(
             prepared,
             **plain,
             sampler=sampler,
             caveats=set(state["caveats"]),
-            spending=account_lib.PrivacyAccount.from_state(state["spending"]),
+            spending=spending,
             mechanism_state=tf.nest.pack_sequence_as(prepared.mechanism_state, values),
         )
 
@@ -326,34 +330,61 @@ class Run:
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
-# Held from the moment that a budget is asked until the charge is written, so that
-# nothing else can spend what was promised, nor train the same variables.
-charging = threading.Lock()
-
 _TRAINED_BY = "_tfdp_fl_trained_by"
 # Keras models, and searches, of which a `fit` is running.
 _fitting: weakref.WeakSet[Any] = weakref.WeakSet()
 _beginning = threading.Lock()
+# By Keras model and layer, which may replace their variables (`quantize`).
+_owners: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+_marking = threading.RLock()
 
 
 def check_owner(fed: Any) -> None:
     """Raises ValueError if another `DPFederatedModel` trained some of the weights."""
-    for variable in keras_versions.tf_variables(fed.model.weights):
-        owner = getattr(variable, _TRAINED_BY, None)
-        if owner is not None and owner() is not fed:
-            raise ValueError(
-                f"model {fed.model.name!r} was already trained on clients by another "
-                "DPFederatedModel, itself or a layer that it shares, and what that "
-                "cost is counted there, not here. Go on with that one, resume from "
-                "its checkpoint, or build the Keras model anew."
-            )
+    variables = keras_versions.tf_variables(fed.model.weights)
+    marks = [getattr(variable, _TRAINED_BY, None) for variable in variables]
+    marks += [
+        _owners.get(layer)
+        for layer in keras_versions.layers_of(fed.model, include_self=True)
+    ]
+    if any(owner is not None and owner() is not fed for owner in marks):
+        raise ValueError(
+            f"model {fed.model.name!r} was already trained on clients by another "
+            "DPFederatedModel, itself or a layer that it shares, and what that "
+            "cost is counted there, not here. Go on with that one, resume from "
+            "its checkpoint, or build the Keras model anew."
+        )
 
 
-def mark_owner(fed: Any, variables: Iterable[tf.Variable]) -> None:
-    """Notes that what shaped some variables is counted by a `DPFederatedModel`."""
-    owner = weakref.ref(fed)
-    for variable in variables:
-        setattr(variable, _TRAINED_BY, owner)
+def mark_owner(
+    owner: Any, variables: Iterable[tf.Variable], model: tf.keras.Model | None = None
+) -> None:
+    """Notes that what shaped some variables is counted by a `DPFederatedModel`.
+
+    The note is also on the model and on those of its layers that have such variables:
+    a layer may replace them.
+
+    Args:
+      owner: What counts: a `DPFederatedModel`, or a search.
+      variables: Those that its rounds move.
+      model: The Keras model; None: that of the owner, of which nobody else may have
+        trained anything.
+
+    Raises:
+      ValueError: Another one trained some of the weights. Nothing is marked.
+    """
+    with _marking:
+        if model is None:
+            check_owner(owner)
+            model = owner.model
+        mark, moved = weakref.ref(owner), set()
+        for variable in variables:
+            setattr(variable, _TRAINED_BY, mark)
+            moved.add(id(variable))
+        _owners[model] = mark
+        for layer in keras_versions.layers_of(model):
+            if any(id(v) in moved for v in keras_versions.tf_variables(layer.weights)):
+                _owners[layer] = mark
 
 
 def is_fitting(model: tf.keras.Model) -> bool:

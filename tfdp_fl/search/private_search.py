@@ -8,7 +8,6 @@ trial gets enough noise for the whole search to keep the target.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import os
@@ -21,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _storage, _validate, accounting, datasets
-from tfdp_fl.accounting.account import CENTRAL, OtherRun, PrivacyAccount
+from tfdp_fl.accounting.account import CENTRAL, PrivacyAccount
 from tfdp_fl.accounting.ledger import new_run
 from tfdp_fl.accounting.private_selection import TrialCount
 from tfdp_fl.datasets import FederatedDataset
@@ -167,9 +166,9 @@ class PrivateSearch:
             plan = {**self._plan(dataset, options), "build": charge.to_json()}
             with files.locked(resumes, self._target):
                 state = self._begin(files if resumes else None, plan, trials)
-                self._pay(files, state, charge)
+                paid = self._pay(files, state, charge)
                 self._last = split, trials
-                self._run_trials(files, state, trials)
+                self._run_trials(files, state, trials, paid)
                 self._ended.add(state.run_id)
             best = state.best
             self.best = None if best is None else dict(self.candidates[best])
@@ -311,7 +310,11 @@ class PrivateSearch:
         return state
 
     def _run_trials(
-        self, directory: SearchDirectory, state: SearchState, trials: list[Trial]
+        self,
+        directory: SearchDirectory,
+        state: SearchState,
+        trials: list[Trial],
+        paid: accounting.Charge,
     ) -> None:
         """Runs the trials that are left; the state has the best of all."""
         try:
@@ -320,7 +323,7 @@ class PrivateSearch:
                 state.begun += 1
                 directory.write(state)
                 place = secrets.randbelow(len(trials))
-                score = trials[place].run(self._score)
+                score = trials[place].run(self._score, paid)
                 if score > state.score:
                     state.best, state.score = place, score
                     state.weights = trials[place].values()
@@ -328,29 +331,33 @@ class PrivateSearch:
         finally:
             for trial in trials:
                 trial.reset()
-                run_lib.mark_owner(self, trial.variables)
+                run_lib.mark_owner(self, trial.variables, trial.model)
 
     def _pay(
         self,
         directory: SearchDirectory,
         state: SearchState,
         charge: accounting.RoundCharge,
-    ) -> None:
-        """Charges the search, on the disk and in memory, before any trial."""
-        ledger = directory.ledger
-        if ledger is not None:
-            contents = ledger.contents()
-            self._spending.merge_ledger(contents, run="", source=_LEDGER)
-            self._spending.central.with_charges(
-                charge
-            )  # Or raises, before it is written.
-            directory.write(state)  # Whatever is charged can be resumed.
-            if state.run_id not in contents.by_run():
-                size, trials = charge.num_clients, self._trials.describe()
-                ledger.record(0, charge, size, run=state.run_id, search=trials)
-        this = OtherRun(charges=collections.Counter([charge]), mu_squared=0.0)
-        self._spending.merge_runs({f"{state.run_id} in {_LEDGER}": this})
+    ) -> accounting.Charge:
+        """Charges the search before any trial; returns the receipt."""
+        account, ledger = self._spending, directory.ledger
+        try:
+            if ledger is not None:
+                account.keep_ledger(_LEDGER, ledger, run="a search's ledger")
+                account.refresh()
+                directory.write(state)  # Whatever is charged can be resumed.
+            paid = account.charge(
+                charge,
+                name=state.run_id,
+                cohort_size=charge.num_clients,
+                details={"search": self._trials.describe()},
+                # Of a trial, and of its score on clients.
+                uses=2 * (state.trials - state.begun),
+            )
+        finally:
+            account.drop_ledger(_LEDGER)
         self._searches.add(state.run_id)
+        return paid
 
 
 @dataclasses.dataclass(kw_only=True)
