@@ -266,11 +266,11 @@ def test_what_another_ledger_failed_to_write_once_it_was_written_is_charged(tmp_
     fed, resumed, record = _shuffled(), _shuffled(), accounting.PrivacyLedger.record
 
     def full(ledger, round_index, *args, **kwargs):
-        if ledger.path.name == "other" and round_index:
+        if ledger.path.parent.name == "other" and round_index:
             raise accounting.LedgerWriteError("the disk is full")
         record(ledger, round_index, *args, **kwargs)
 
-    keep = [RoundCheckpoint(tmp_path), Ledger(tmp_path / "other")]
+    keep = [RoundCheckpoint(tmp_path), RoundCheckpoint(tmp_path / "other")]
     patch = mock.patch.object(accounting.PrivacyLedger, "record", full)
     with patch, pytest.raises(accounting.LedgerWriteError):
         toy.fit(fed, 3, keep)
@@ -279,7 +279,7 @@ def test_what_another_ledger_failed_to_write_once_it_was_written_is_charged(tmp_
     assert fed.epsilon(_DELTA) == pytest.approx(
         accounting.epsilon_from_ledger(tmp_path / "ledger.jsonl", _DELTA)
     )
-    (tmp_path / "other").unlink()
+    shutil.rmtree(tmp_path / "other")
     toy.fit(resumed, 3, resume_from=tmp_path)
     assert (resumed.rounds, resumed.spending.rounds) == (3, 4)
     assert "rounds_charged_twice" in resumed.run.caveats

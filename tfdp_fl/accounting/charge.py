@@ -13,7 +13,7 @@ import attr
 import dp_accounting
 
 from tfdp_fl import _storage, _validate, schedules
-from tfdp_fl.accounting import gaussian
+from tfdp_fl.accounting import gaussian, schema
 from tfdp_fl.accounting.private_selection import BestOfTrialsDpEvent
 
 SAMPLINGS = ("poisson", "fixed_size", "shuffled", "cyclic")
@@ -187,6 +187,7 @@ class RoundCharge:
           TypeError, ValueError: It is not what `to_json` writes.
         """
         fields = dict(json.loads(text) if isinstance(text, str) else text)
+        schema.check_event(fields.get("event"))
         return cls(**{**fields, "event": event_from_json(fields.get("event"))})
 
     def __hash__(self) -> int:
@@ -311,7 +312,9 @@ def normalised(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
             "event must be a dp_accounting.DpEvent, got "
             f"{event!r} of type {type(event).__name__}."
         )
-    return event_from_json(event_to_json(event))
+    as_json = event_to_json(event)
+    schema.check_event(as_json)
+    return event_from_json(as_json)
 
 
 def _event_class(name: Any) -> Any:

@@ -256,8 +256,12 @@ class RoundLoop:
             )
         except BudgetExceededError as error:
             raise _BudgetSpentError from error
-        finally:
+        except BaseException:
             # One of several ledgers may have it, where another one failed.
+            if spending.rounds > before:
+                run.caveats.add("rounds_charged_twice")
+            raise
+        finally:
             is_new = run.populations[-1:] != [run.population]
             if spending.rounds > before and is_new:
                 run.populations.append(run.population)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
+import hashlib
 import os
 import pathlib
 import secrets
@@ -103,7 +105,7 @@ class PrivateSearch:
         # Each search is a run of its own; so are others in its ledger.
         self._spending = PrivacyAccount(CENTRAL, num_clients=1)
         self._searches: set[str] = set()
-        self._ended: set[str] = set()
+        self._ended: dict[str, str] = {}
         self._last: tuple[Split, list[Trial]] | None = None
 
     def fit(
@@ -129,11 +131,13 @@ class PrivateSearch:
           local_epochs: Likewise.
           shuffle: Likewise.
           directory: Where `ledger.jsonl` is kept, which holds the search as one line;
-            other runs in it count as well. Until the search has ended the
-            directory also holds its state, which is secret. None: nothing is kept.
+            other runs in it count as well. The directory also holds the search's
+            state, and later its result: keep it secret for ever, as the times of its
+            files tell how long the search took. None: nothing is kept.
           resume_from: The `directory` of a search that was interrupted. It goes on
             with as many trials as were left; an interrupted one counts as failed.
-            All other arguments must be as they were.
+            One that has ended gives the same model again, at no cost. All other
+            arguments must be as they were.
 
         Returns:
           The model; it cannot be trained further, as its cost is counted here. It is
@@ -169,7 +173,8 @@ class PrivateSearch:
                 paid = self._pay(files, state, charge)
                 self._last = split, trials
                 self._run_trials(files, state, trials, paid)
-                self._ended.add(state.run_id)
+                files.end(state)
+                self._ended[state.run_id] = state.digest()
             best = state.best
             self.best = None if best is None else dict(self.candidates[best])
             winner = trials[best or 0]
@@ -294,19 +299,17 @@ class PrivateSearch:
                 weights=trials[0].initial,
             )
         state = interrupted.read()
-        if state.run_id in self._ended:  # Both results would be one charge's.
-            raise ValueError(
-                "resume_from must hold a search that has not ended here, got a copy "
-                "of one that has."
-            )
+        # A second result would be the same charge's.
+        interrupted.check_end(state, self._ended.get(state.run_id))
         for name, value in plan.items():
             if state.plan.get(name) != value:
                 raise ValueError(
                     f"{name} must be as in the interrupted search, got another value."
                 )
-        for trial, initial in zip(trials, state.initial, strict=True):
-            trial.initial = initial
-            trial.reset()
+        if not state.ended:
+            for trial, initial in zip(trials, state.initial, strict=True):
+                trial.initial = initial
+                trial.reset()
         return state
 
     def _run_trials(
@@ -327,7 +330,6 @@ class PrivateSearch:
                 if score > state.score:
                     state.best, state.score = place, score
                     state.weights = trials[place].values()
-            directory.forget()
         finally:
             for trial in trials:
                 trial.reset()
@@ -345,6 +347,7 @@ class PrivateSearch:
             if ledger is not None:
                 account.keep_ledger(_LEDGER, ledger, run="a search's ledger")
                 account.refresh()
+                account.central.with_charges(charge)  # Or raises, unwritten.
                 directory.write(state)  # Whatever is charged can be resumed.
             paid = account.charge(
                 charge,
@@ -374,6 +377,7 @@ class SearchState:
       best: The place of the best candidate so far, or None.
       score: Its score.
       weights: Its weights; until there is one, those of the first candidate.
+      ended: Whether the search has ended. Then what is secret of its trials is gone.
     """
 
     plan: dict[str, Any]
@@ -385,13 +389,30 @@ class SearchState:
     begun: int = 0
     best: int | None = None
     score: float = -np.inf
+    ended: bool = False
+
+    def end(self) -> None:
+        """Forgets what is secret: how many trials there were, and the best's score."""
+        self.trials = self.begun = 0
+        self.score, self.initial, self.ended = -np.inf, [], True
+
+    def digest(self) -> str:
+        """Returns what tells this result from all others."""
+        made = hashlib.sha256(f"{self.run_id} {self.best}".encode())
+        for each in self.weights:
+            made.update(np.ascontiguousarray(each).tobytes())
+        return made.hexdigest()
 
 
 class SearchDirectory:
-    """Keeps a ledger of searches and, until one has ended, its state.
+    """Keeps a ledger of searches, and the state or the result of the last one.
 
-    The state is readable by its owner only, and is deleted before the result of the
-    search is returned. Without a path nothing is kept.
+    It is readable by its owner only. When a search ends, its result takes the place
+    of its state, and then the ledger gets a line that says so: from there on this
+    result is the only one that the search can have. All files have the time at which
+    the ledger was made: later ones would tell how long the trials took. (When a file
+    was last touched the system keeps for itself, so the directory stays secret.)
+    Without a path nothing is kept.
 
     Attributes:
       ledger: The ledger while it is locked; None without a path.
@@ -423,11 +444,16 @@ class SearchDirectory:
             mechanism={"name": "PrivateSearch", "guarantee": "central"},
         ) as self.ledger:
             self._check(resumes)  # Others may have been here meanwhile.
-            yield
+            try:
+                yield
+            finally:
+                self._hide_times()
 
     def _check(self, resumes: bool) -> None:
         assert self._path is not None
         waits = (self._path / _STATE).exists()
+        if waits and not resumes:
+            waits = not self._state().ended
         if waits != resumes:
             argument = "resume_from" if resumes else "directory"
             raise ValueError(
@@ -439,11 +465,31 @@ class SearchDirectory:
     def read(self) -> SearchState:
         """Returns the state of an interrupted search, whose ledger has to be here."""
         assert self._path is not None
-        data = (self._path / _STATE).read_bytes()
-        state = SearchState(**checkpoint.from_bytes(data))
+        state = self._state()
         ledger = self._path / _LEDGER
         accounting.PrivacyLedger.read(ledger, expected_head=state.ledger_head)
         return state
+
+    def _state(self) -> SearchState:
+        assert self._path is not None
+        data = (self._path / _STATE).read_bytes()
+        return SearchState(**checkpoint.from_bytes(data))
+
+    def check_end(self, state: SearchState, digest: str | None) -> None:
+        """Raises ValueError for an older state of a search that has ended.
+
+        Args:
+          state: The state.
+          digest: Of the result of that search, if this process knows it.
+        """
+        if self.ledger is not None:
+            digest = self.ledger.contents().ended.get(state.run_id, digest)
+        if digest is not None and not (state.ended and state.digest() == digest):
+            raise ValueError(
+                "resume_from must hold a search that has not ended, or its result, "
+                "got an older state of one that has: its trials would give a second "
+                "result, which nobody has paid for."
+            )
 
     def write(self, state: SearchState) -> None:
         """Replaces the state on the disk."""
@@ -452,7 +498,21 @@ class SearchDirectory:
             data = checkpoint.to_bytes(vars(state))
             checkpoint.write_atomically(self._path / _STATE, data)
 
-    def forget(self) -> None:
-        """Deletes the state: the search has ended."""
-        if self._path is not None:
-            (self._path / _STATE).unlink(missing_ok=True)
+    def end(self, state: SearchState) -> None:
+        """Puts the result in the place of the state, and notes it in the ledger.
+
+        Broken off between, the result is there, and the line follows when it is read.
+        """
+        state.end()
+        if self.ledger is None or state.run_id in self.ledger.contents().ended:
+            return
+        self.write(state)
+        self.ledger.record_end(state.run_id, state.digest())
+
+    def _hide_times(self) -> None:
+        assert self._path is not None and self.ledger is not None
+        made = self.ledger.contents().header["created"]
+        time = datetime.datetime.fromisoformat(made).timestamp()
+        for place in (self._path / _STATE, self._path / _LEDGER, self._path):
+            with contextlib.suppress(OSError):
+                os.utime(place, (time, time))
