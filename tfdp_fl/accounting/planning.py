@@ -14,6 +14,7 @@ from scipy import optimize
 from tfdp_fl import _validate, schedules
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting.accountant import Charges, PrivacyAccountant
+from tfdp_fl.accounting.rounding import upwards
 
 # Nobody trains longer; without it a free mechanism would never stop.
 _MOST_ROUNDS = 1 << 40
@@ -266,8 +267,9 @@ def _solve(
     while epsilon(high) > wanted:
         if high >= limit:
             raise ValueError(
-                f"target_epsilon={target:g} at delta={delta:g} cannot be kept by any "
-                f"noise multiplier up to {limit:.4g} (epsilon is {epsilon(high):.4g} "
+                f"target_epsilon={upwards(target)} at delta={upwards(delta)} cannot be "
+                f"kept by any noise multiplier up to {limit:.4g} (epsilon is "
+                f"{upwards(epsilon(high))} "
                 "there)."
             )
         low, high, factor = high, min(limit, high * factor), factor * factor

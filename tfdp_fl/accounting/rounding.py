@@ -27,7 +27,10 @@ def upwards(value: float, digits: int = 4) -> str:
     if value < 1 <= rounded:
         return upwards(value, digits + 4)
     rounded = rounded.normalize()
-    return f"{rounded:g}" if rounded.adjusted() > -5 else f"{rounded:e}"
+    if -5 < rounded.adjusted() < 16:
+        return f"{rounded:f}"
+    mantissa, exponent = f"{rounded:e}".split("e")
+    return f"{mantissa}e{int(exponent):+03d}"
 
 
 def factor_upwards(epsilon: float) -> str:
@@ -35,3 +38,14 @@ def factor_upwards(epsilon: float) -> str:
     if epsilon >= 700:
         return f"exp({upwards(epsilon)})"
     return upwards(math.exp(epsilon) * (1 + 1e-14), 3)
+
+
+def upwards_for_bar(value: float) -> float:
+    """Returns a number that a Keras progress bar, which rounds it, shows as no less.
+
+    It shows four decimals, or five digits of a number up to 0.001.
+    """
+    if not math.isfinite(value) or value <= 1e-3:
+        return float(upwards(value, 5))
+    exact = decimal.Decimal(repr(float(value)))
+    return float(exact.quantize(decimal.Decimal("1e-4"), decimal.ROUND_CEILING))

@@ -399,8 +399,9 @@ class PrivateRounds:
         self.stopped_before_round = server_round
         budget = cast(accounting.PrivacyBudget, self._history.budget)
         _logger.warning(
-            "Stopped before round %s, which would bring epsilon above %g at delta=%g.",
-            *(server_round, budget.epsilon, budget.delta),
+            "Stopped before round %s, which would bring epsilon above %s at delta=%s.",
+            server_round,
+            *map(accounting.upwards, (budget.epsilon, budget.delta)),
         )
 
     def _release(

@@ -631,7 +631,8 @@ class DPFederatedModel:
             delta = self.setup.delta or run.budget_delta
         if delta is None:
             sizes = [size for size, _ in run.populations]
-            units = run.num_records or max(run.spending.per_client.num_clients, *sizes)
+            sizes.append(run.spending.per_client.num_clients)
+            units = run.num_records or max(sizes)
             delta = min(0.5, units**-1.1)
         return accounting.privacy_statement(
             statement.facts(run, cohort_engine), delta, format

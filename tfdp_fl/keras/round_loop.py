@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from tfdp_fl import _interrupts, auditing
-from tfdp_fl.accounting import BudgetExceededError, Charge
+from tfdp_fl.accounting import BudgetExceededError, Charge, upwards
+from tfdp_fl.accounting.rounding import upwards_for_bar
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import Executor, PendingRound, RoundInputs, secure_sum
 from tfdp_fl.keras import run as run_lib
@@ -333,9 +334,14 @@ def _progress(verbose: int, first_round: int, last_round: int) -> Any:
         }
         if bar is not None:
             bar.stateful_metrics = {*shown}
+            if "epsilon" in shown:
+                shown["epsilon"] = upwards_for_bar(shown["epsilon"])
             bar.update(done - first_round, shown.items())
         elif verbose:
-            values = "".join(f" - {name}: {v:.4g}" for name, v in shown.items())
+            values = "".join(
+                f" - {name}: {upwards(v) if name == 'epsilon' else f'{v:.4g}'}"
+                for name, v in shown.items()
+            )
             print(f"Round {done}/{last_round} - {seconds:.2f}s{values}", flush=True)
 
     return show

@@ -11,9 +11,6 @@ from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.training_setup import TrainingSetup
 
-# PLD takes about a second for each kind of round, and a schedule has many.
-_MOST_KINDS_FOR_PLD = 5
-
 
 def facts(
     run: run_lib.Run, cohort_engine: engine.CohortEngine
@@ -54,6 +51,9 @@ def facts(
         cohort_sizes=run.cohort_sizes,
         rounds=spending.rounds,
         rounds_of_others=spending.rounds_of_others,
+        evaluated=[
+            each.num_clients for each in spending.charges_of_evaluations.values()
+        ],
         pld_is_exact=spending.central.is_one_gaussian,
         implied_delta=mechanism.implied_delta,
         caveats=_caveats(run, cohort_engine),
@@ -96,12 +96,7 @@ def _epsilon_by_pld(
     accountant: accounting.PrivacyAccountant,
 ) -> Callable[[float], float | None] | None:
     """Returns epsilon by delta; None where it takes long, or is not to be had."""
-    kinds = {
-        (charge.sampling_probability, charge.event)
-        for charge, _ in accountant.charges
-        if charge.is_amplified
-    }
-    if len(kinds) > _MOST_KINDS_FOR_PLD:
+    if not accountant.is_few_kinds:
         return None
 
     def epsilon(delta: float) -> float | None:
@@ -128,6 +123,8 @@ def caveats_of_setup(
     by_client = mechanism.guarantee in account_lib.BY_CLIENT
     at_clients = mechanism.noise_site == "client"
     securely = setup.secure_aggregation is not None
+    released = private and cohort_engine.server.has_non_trainable
+    kept = cohort_engine.keeps_non_trainable
     return {
         "client_noise_needs_honest_clients": at_clients,
         "secure_aggregation": securely,
@@ -137,8 +134,9 @@ def caveats_of_setup(
         and not by_client
         and private,
         "secure_aggregation_norms_seen": securely and cohort_engine.query.two_phase,
-        "non_trainable_released": private and cohort_engine.server.has_non_trainable,
-        "non_trainable_kept": cohort_engine.keeps_non_trainable,
+        "non_trainable_released": released and not kept,
+        "non_trainable_kept": kept and not released,
+        "non_trainable_partly_kept": kept and released,
         "client_weighting_given": private and setup.client_weighting is not None,
     }
 
