@@ -45,7 +45,7 @@ def upwards_for_bar(value: float) -> float:
 
     It shows four decimals, or five digits of a number up to 0.001.
     """
-    if not math.isfinite(value) or value <= 1e-3:
+    if not 1e-3 < value < 1e12:
         return float(upwards(value, 5))
     exact = decimal.Decimal(repr(float(value)))
     return float(exact.quantize(decimal.Decimal("1e-4"), decimal.ROUND_CEILING))

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdp_fl import engine, sampling
 from tfdp_fl.accounting import account as account_lib
+from tfdp_fl.accounting import upwards
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 from tfdp_fl.engine import trainer
 from tfdp_fl.keras.run import FitPlan, Population, Run
@@ -211,8 +212,8 @@ def _calibrated_for(
                 warnings.warn(
                     f"rounds={rounds} goes beyond the {before} rounds for which "
                     f"{mechanism.name} set its noise to keep "
-                    f"epsilon={mechanism.epsilon:g}. The noise stays as it was, and "
-                    "epsilon will be larger.",
+                    f"epsilon={upwards(mechanism.epsilon)}. The noise stays as it was, "
+                    "and epsilon will be larger.",
                     RuntimeWarning,
                     stacklevel=5,
                 )
