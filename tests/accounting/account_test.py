@@ -1,7 +1,13 @@
 """What a run has spent, centrally and client by client."""
 
+import collections
 import json
 import math
+import os
+import signal
+import threading
+from concurrent import futures
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -111,3 +117,134 @@ def test_the_client_that_may_spend_most_is_in_every_round():
     assert after(9, 0.75, 2) == 1.5
     assert after(9, np.inf, 2) == np.inf
     assert after(0, np.inf) == 1.0
+
+
+# The one act that spends.
+
+
+def _kept(tmp_path, *names):
+    account = account_lib.PrivacyAccount("central", 10)
+    ledgers = [accounting.PrivacyLedger(tmp_path / name, run="own") for name in names]
+    for ledger in ledgers:
+        account.keep_ledger(str(ledger.path), ledger, "own")
+    return account, ledgers
+
+
+def _told(tmp_path, name):
+    return accounting.epsilon_from_ledger(tmp_path / name, _DELTA)
+
+
+def test_a_charge_within_a_charge_is_refused_and_nothing_waits():
+    account, refused = account_lib.PrivacyAccount("central", 10), []
+
+    def again(asked):
+        with pytest.raises(accounting.ChargeError, match="while another one of the"):
+            account.charge(_charge())
+        refused.append(asked)
+        with pytest.raises(accounting.ChargeError, match="not paid"):
+            asked.use()
+
+    paid = account.charge(_charge(), ask=again)
+    assert (account.rounds, refused) == (1, [paid])
+    paid.use()
+    with pytest.raises(accounting.ChargeError, match="used before"):
+        paid.use()
+    # A charge that was refused leaves the lock free, and nothing charged.
+    with pytest.raises(KeyError):
+        account.charge(_charge(), ask={}.__getitem__)
+    assert account.charge(_charge()) and account.rounds == 2
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("fails", [0, 1])
+def test_memory_has_what_a_ledger_has(tmp_path, error, fails):
+    account, ledgers = _kept(tmp_path, "a", "b")
+    record = accounting.PrivacyLedger.record
+
+    def full(ledger, *args, **kwargs):
+        if ledger is ledgers[fails]:
+            raise error
+        record(ledger, *args, **kwargs)
+
+    account.charge(_charge())
+    with mock.patch.object(accounting.PrivacyLedger, "record", full):
+        with pytest.raises(error):
+            account.charge(_charge())
+    assert account.rounds == 1 + fails == account.central.rounds
+    assert account.epsilon(_DELTA) == _told(tmp_path, "a")
+    account.charge(_charge(3.0))
+    assert account.epsilon(_DELTA) == pytest.approx(_told(tmp_path, "a"))
+
+
+def test_a_signal_within_a_charge_waits_until_it_is_whole(tmp_path):
+    account, _ = _kept(tmp_path, "a")
+    with pytest.raises(KeyboardInterrupt):
+        account.charge(_charge(), ask=lambda _: signal.raise_signal(signal.SIGINT))
+    assert (account.rounds, account.epsilon(_DELTA)) == (1, _told(tmp_path, "a"))
+    account.charge(_charge())
+
+
+def test_threads_and_accounts_that_share_a_ledger_spend_one_budget(tmp_path):
+    ledger = accounting.PrivacyLedger(tmp_path / "a")
+    accounts = [account_lib.PrivacyAccount("central", 10) for _ in range(2)]
+    for account in accounts:
+        account.keep_ledger("a", ledger, ledger.run)
+    most = accounting.epsilon(2.0, "poisson", 10, 4, 6, _DELTA)
+    budget = accounting.PrivacyBudget(most * 1.0001, _DELTA)
+
+    def charge(account):
+        try:
+            return bool(account.charge(_charge(), budgets=[budget]))
+        except accounting.BudgetExceededError:
+            return False
+
+    with futures.ThreadPoolExecutor(4) as threads:
+        assert sum(threads.map(charge, accounts * 8)) == 6
+    for account in accounts:
+        account.refresh()
+        assert account.epsilon(_DELTA) == _told(tmp_path, "a") <= budget.epsilon
+
+
+def test_what_a_budget_was_said_to_allow_is_forgotten_when_something_else_is_charged():
+    account = account_lib.PrivacyAccount("central", 10)
+    most = accounting.epsilon(2.0, "poisson", 10, 4, 6, _DELTA)
+    budget, six = accounting.PrivacyBudget(most * 1.0001, _DELTA), {_charge(): 6}
+    account.note_allowed(budget, account.version, collections.Counter(six))
+    for _ in range(5):
+        account.charge(_charge(), budgets=[budget])
+    account.charge(_charge(), name="evaluation 1")
+    with pytest.raises(accounting.BudgetExceededError, match="epsilon to"):
+        account.charge(_charge(), budgets=[budget])
+    # Neither is what was said before that, nor another kind of round.
+    account.note_allowed(budget, 0, collections.Counter(six))
+    assert not account.allows(budget, _charge())
+    assert account.rounds == 5
+    # An id is charged once, and pays for the same alone.
+    account.charge(_charge(), name="evaluation 1")
+    assert account.central.rounds == 6
+    with pytest.raises(ValueError, match="name must be new"):
+        account.charge(_charge(3.0), name="evaluation 1")
+
+
+def test_a_fork_within_another_thread_s_charge_is_not_stuck():
+    account = account_lib.PrivacyAccount("central", 10)
+    within, over = threading.Event(), threading.Event()
+
+    def slow(_):
+        within.set()
+        over.wait(60)
+
+    thread = threading.Thread(
+        target=account.charge, args=[_charge()], kwargs={"ask": slow}
+    )
+    thread.start()
+    assert within.wait(60)
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        account.charge(_charge())
+        os._exit(0)
+    over.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    assert account.rounds == 1

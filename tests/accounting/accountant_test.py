@@ -84,6 +84,41 @@ def test_poisson_by_rdp(n, share, z, rounds, log_delta):
     assert found >= history.epsilon(delta, "pld", True) * 0.999 - 1e-5
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(charge_lib.SAMPLINGS),
+    st.integers(1, 900),
+    st.floats(0.3, 300),
+    st.integers(1, 10**5),
+    st.floats(math.log(1e-60), math.log(0.3)),
+)
+def test_the_delta_of_an_epsilon_is_what_it_was_computed_of(s, m, z, rounds, log_delta):
+    history, delta = _history((_charge(s, m=m, z=z), rounds)), math.exp(log_delta)
+    epsilon = history.epsilon(delta)
+    found = history.delta(epsilon)
+    assert found <= delta
+    assert epsilon == 0 or found >= delta * (1 - 1e-5)
+
+
+def test_a_delta_far_out_is_found_at_a_high_order():
+    history = _history((_charge(m=1, z=20.0), 100))
+    direct = dp_accounting_rdp.RdpAccountant()
+    direct.compose(dp_accounting.PoissonSampledDpEvent(0.001, _G(20.0)), 100)
+    assert 0 < history.delta(0.1) <= direct.get_delta(0.1) < 1e-40
+
+
+def test_a_round_computes_one_curve_whatever_came_before():
+    history, curve = _history(), curves.rdp_curve
+    for k in range(40):
+        history.add(_charge(z=1 + k / 100))
+        history.epsilon(1e-5)
+        with unittest.mock.patch.object(curves, "rdp_curve", wraps=curve) as computed:
+            history.with_charges(_charge(z=5.0)).epsilon(1e-5)
+        assert computed.call_count <= len(curves.PARTS)
+    # Of so many kinds PLD would take minutes.
+    assert history.epsilon(1e-5, "pld") == history.epsilon(1e-5)
+
+
 def test_mixed_rounds_by_pld():
     direct = pld.PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
     direct.compose(dp_accounting.PoissonSampledDpEvent(0.05, _G(2.0)), 7)

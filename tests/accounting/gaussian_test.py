@@ -99,6 +99,22 @@ def test_fractional_orders_are_the_integral(q, z):
         assert value == pytest.approx(_renyi_by_quadrature(q, z, alpha), rel=1e-7)
 
 
+@pytest.mark.parametrize("q, z", [(1e-3, 2.0), (1e-6, 1.0), (0.05, 8.0)])
+def test_near_order_one_the_curve_is_no_less_than_it_is(q, z):
+    orders, curve = _curve(q, z, 3)
+    with mpmath.workdps(40):
+        for alpha, value in list(zip(orders, curve, strict=True))[::9]:
+            a, mu = mpmath.mpf(float(alpha)), 1 / mpmath.mpf(z)
+
+            def integrand(x, a=a, mu=mu):
+                ratio = (1 - mpmath.mpf(q)) + q * mpmath.exp(mu * x - mu * mu / 2)
+                return mpmath.npdf(x) * (ratio**a - 1 - a * (ratio - 1))
+
+            points = [-12, -6, -3, 0, 3, 6, 12, 20]
+            log_a = mpmath.log1p(mpmath.quad(integrand, points))
+            assert log_a / (a - 1) <= value <= log_a / (a - 1) * (1 + 1e-6) + 1e-11
+
+
 @pytest.mark.parametrize("q", [0.001, 0.3, 0.9])
 @pytest.mark.parametrize("z", [0.02, 0.4, 20.0])
 def test_the_curve_rises_with_the_order_and_sampling_never_costs(q, z):

@@ -317,6 +317,7 @@ class PrivacyAccountant:
     def _epsilon_by_profile(
         self, event: BestOfTrialsDpEvent, delta: float, coarse: bool
     ) -> float:
+        coarse = coarse or len(event.events) > _MOST_KINDS_FOR_PLD
         # Of one trial a bound that is computed quickly says how wide cells must be.
         orders = curves.PARTS[curves.FIRST_PART]
         by_event = [

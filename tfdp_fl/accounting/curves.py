@@ -177,7 +177,7 @@ def _composed(
 ) -> Any:
     try:
         return accountant.compose(event)
-    except dp_accounting.UnsupportedEventError as error:
+    except (dp_accounting.UnsupportedEventError, OverflowError) as error:
         raise ValueError(
             f"event {event!r} has no bound by {type(accountant).__name__}; "
             f"accountant={other!r} may have one. {error}"

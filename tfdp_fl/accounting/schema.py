@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _MOST_EVENTS, _DEEPEST = 10_000, 16
-_MOST_TRIALS_EVENTS = 128
+_MOST_TRIALS_EVENTS = 64
 
 Check = Callable[[Any], bool]
 

@@ -87,8 +87,8 @@ def make_private(
     if target_delta * num_clients >= 1:
         warnings.warn(
             f"target_delta should be below 1 / num_clients = {1 / num_clients:.3g}, "
-            f"got {accounting.upwards(target_delta)}: a mechanism that publishes one of "
-            f"the {num_clients} clients outright could have that delta.",
+            f"got {accounting.upwards(target_delta)}: a mechanism that publishes one "
+            f"of the {num_clients} clients outright could have that delta.",
             RuntimeWarning,
             stacklevel=2,
         )
