@@ -167,9 +167,9 @@ def test_memory_has_what_a_ledger_has(tmp_path, error, fails):
         record(ledger, *args, **kwargs)
 
     account.charge(_charge())
-    with mock.patch.object(accounting.PrivacyLedger, "record", full):
-        with pytest.raises(error):
-            account.charge(_charge())
+    patch = mock.patch.object(accounting.PrivacyLedger, "record", full)
+    with patch, pytest.raises(error):
+        account.charge(_charge())
     assert account.rounds == 1 + fails == account.central.rounds
     assert account.epsilon(_DELTA) == _told(tmp_path, "a")
     account.charge(_charge(3.0))
