@@ -33,7 +33,7 @@ import os
 import pathlib
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tfdp_fl
@@ -749,7 +749,7 @@ _OF_ROUND = {
 
 
 def _check_fields(
-    body: dict[str, Any], checks: dict[str, Callable[[Any], bool]]
+    body: dict[str, Any], checks: Mapping[str, Callable[[Any], bool]]
 ) -> None:
     for name, check in checks.items():
         if not check(body[name]):

@@ -112,7 +112,9 @@ class RoundHistory:
           ValueError: a round has no central charge, or another sampling.
         """
         ledger, known = self.ledger, self._account.known_ledgers.get("")
-        for entry in () if ledger is None or ledger.head == known else ledger.entries:
+        if ledger is None or ledger.head == known:
+            return
+        for entry in ledger.entries:
             if entry.charge is None or entry.charge.sampling != self._sampling:
                 raise ValueError(
                     f"ledger must hold rounds of {self._sampling} sampling and "
