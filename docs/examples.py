@@ -144,7 +144,7 @@ charge = accounting.RoundCharge(
 )
 accountant = accounting.PrivacyAccountant()
 accountant.add(charge)
-print(accountant.epsilon(1e-5), accounting.tightest([charge]))
+print(accountant.epsilon(1e-5), accounting.select_accountant([charge]))
 
 # %% ledger
 from tfdp_fl import accounting
@@ -164,7 +164,7 @@ facts = accounting.StatementFacts(
     guarantee="central", mechanism="mine", epsilon_rdp=lambda delta: 1.0
 )
 print(accounting.privacy_statement(facts, 1e-5))
-budget = accounting.Budget(epsilon=2.0, delta=1e-5)
+budget = accounting.PrivacyBudget(epsilon=2.0, delta=1e-5)
 
 # %% auditing
 audit = tfdp_fl.auditing.CanaryAudit(num_canaries=20)

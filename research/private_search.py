@@ -28,7 +28,7 @@ import numpy as np
 import tfdp_fl
 from research import reproduce_geyer
 from tfdp_fl import accounting
-from tfdp_fl.accounting import search
+from tfdp_fl.accounting import private_selection
 from tfdp_fl.experiments import tasks, training
 from tfdp_fl.experiments.settings import Settings
 
@@ -39,7 +39,7 @@ _RUNS.append((10_000, 400, 300, 1e-6))
 
 def _of_search(plan: tuple, epsilon: float, rounds: int, delta: float, law: str):
     """Returns the noise multiplier of a search of 24 expected trials."""
-    count = search.TrialCount.named(24, law)
+    count = private_selection.TrialCount.named(24, law)
 
     def charge(event: dp_accounting.DpEvent, plan=plan) -> accounting.RoundCharge:
         names = ("sampling", "num_clients", "clients_per_round")
@@ -50,7 +50,7 @@ def _of_search(plan: tuple, epsilon: float, rounds: int, delta: float, law: str)
     def charges(z: float) -> list[accounting.RoundCharge]:
         one_round = charge(dp_accounting.GaussianDpEvent(z)).dp_event()
         trial = dp_accounting.SelfComposedDpEvent(one_round, rounds)
-        best = search.BestOfTrialsDpEvent((trial,), count.mean, count.shape)
+        best = private_selection.BestOfTrialsDpEvent((trial,), count.mean, count.shape)
         return [charge(best, ("poisson", plan[1], plan[1]))]
 
     return accounting.calibrate(charges, epsilon, delta, "pld")

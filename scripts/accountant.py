@@ -13,7 +13,6 @@ Read a ledger, without the model:
 
 from __future__ import annotations
 
-import math
 import pathlib
 from collections.abc import Iterable, Sequence
 
@@ -81,7 +80,7 @@ def _compare(given: dict[str, float]) -> None:
         )
     if given["clients_per_round"] > given["num_clients"]:
         raise ValueError("clients_per_round must be at most num_clients.")
-    told = ", ".join(f"{name} = {value:g}" for name, value in given.items())
+    told = ", ".join(f"{name} = {_shown(value)}" for name, value in given.items())
     print(f"Given {told}:\n")
     rows, reasons = [[missing[0], *(f"by {a.upper()}" for a in _ACCOUNTANTS)]], []
     for sampling in _SAMPLINGS:
@@ -141,12 +140,12 @@ def _print_ledger(delta: float) -> None:
                 value = _show(contents.accountant().epsilon(delta, name))
             except ValueError as error:
                 value = f"- ({error})"
-            label = f"epsilon by {name.upper()} at delta = {delta:g}"
+            label = f"epsilon by {name.upper()} at delta = {_shown(delta)}"
             table.append([label, value])
     if any(entry.local is not None for entry in contents.entries):
         table.append(
             [
-                f"local epsilon at delta = {delta:g}",
+                f"local epsilon at delta = {_shown(delta)}",
                 _show(contents.local_epsilon(delta)),
             ]
         )
@@ -155,12 +154,13 @@ def _print_ledger(delta: float) -> None:
 
 def _show(value: float | int | None, name: str = "") -> str:
     if isinstance(value, float):
-        if name == "delta":
-            return f"{value:.4g}"
-        if name == "noise_multiplier":  # Never less than was solved for.
-            return f"{math.ceil(value * 1e5) / 1e5:.5f}"
-        return f"{value:.4f}" if 0.1 <= abs(value) < 1e6 else f"{value:.4g}"
+        # Never less than was solved for.
+        return accounting.upwards(value, 4 if name == "delta" else 5)
     return str(value)
+
+
+def _shown(value: float) -> str:
+    return accounting.upwards(value, 6)
 
 
 def _print_table(rows: Iterable[Sequence[str]]) -> None:

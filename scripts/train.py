@@ -23,7 +23,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tfdp_fl import _console
+from tfdp_fl import _console, accounting
 
 _console.load_tensorflow()
 
@@ -144,7 +144,8 @@ def _print_result(result: dict, output_dir: str) -> None:
         }[result["guarantee"]]
         print(
             f"Epsilon:  {_up(result['epsilon'])} at delta = "
-            f"{result['delta']:.3g} ({result['accountant'].upper()}) {whom}."
+            f"{accounting.upwards(result['delta'])} "
+            f"({result['accountant'].upper()}) {whom}."
         )
     if result["stopped"] == "interrupted":
         print("Interrupted; --resume goes on.")
@@ -156,7 +157,7 @@ def _up(epsilon: float) -> str:
     """Returns an epsilon rounded up, never down."""
     if not math.isfinite(epsilon):
         return "infinite"
-    return f"{math.ceil(epsilon * 1000) / 1000:.3f}"
+    return accounting.upwards(epsilon)
 
 
 def run() -> None:

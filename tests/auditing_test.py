@@ -16,7 +16,7 @@ import tfdp_fl
 from tests.keras import toy
 from tests.mechanisms.rounds import flat
 from tfdp_fl import auditing
-from tfdp_fl.accounting import releases
+from tfdp_fl.accounting import gaussian
 from tfdp_fl.auditing import CanaryAudit
 from tfdp_fl.engine import cohort
 from tfdp_fl.mechanisms import noise
@@ -65,7 +65,7 @@ def test_one_release_is_found_within_fifteen_percent(z):
     observed = auditing.scores(drawn, noisy, added, np.ones(count))
     scores = auditing.Scores(observed=observed, null_std=size**-0.5)
     found = auditing.estimate(scores, _DELTA)
-    exact = releases.gaussian_epsilon(z, _DELTA)
+    exact = gaussian.gaussian_epsilon(z, _DELTA)
     assert found.epsilon / exact == pytest.approx(1, abs=0.15)
     assert found.low <= found.epsilon <= found.high
     # Of those who did not take part nothing is found.

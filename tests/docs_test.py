@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from tfdp_fl.accounting import releases
+from tfdp_fl.accounting import curves
 from tfdp_fl.experiments import Settings
 from tools import docs_site
 
@@ -60,7 +60,7 @@ def _run(page: str, blocks: Iterable[str] | None = None) -> str:
 def _in_a_new_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("_PLD_INTERVAL", "_PLD_COARSE_INTERVAL"):  # Narrow cells take long.
-        monkeypatch.setattr(releases, name, 1e-2)
+        monkeypatch.setattr(curves, name, 1e-2)
 
 
 _OTHERS = {*_PAGES} - {"README", "data", "auditing"}

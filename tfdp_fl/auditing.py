@@ -16,7 +16,7 @@ from scipy import stats
 
 from tfdp_fl import _validate, engine
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import gaussian_epsilon
+from tfdp_fl.accounting import gaussian_epsilon, upwards
 
 __all__ = ["CanaryAudit", "Estimate", "Scores"]
 
@@ -232,9 +232,9 @@ class CanaryAudit:
             f"An audit with {found.num_canaries} canary clients in "
             f"{self._rounds} of the rounds, by one who sees the model before "
             f"the first of them and {seen}, estimates epsilon as "
-            f"{found.epsilon:.3g} (95 % interval {found.low:.3g} to "
-            f"{found.high:.3g}) at delta = {delta:g} (Andrew et al. 2023): "
-            "what one attack found, and no bound."
+            f"{upwards(found.epsilon, 3)} (95 % interval {found.low:.3g} to "
+            f"{upwards(found.high, 3)}) at delta = {upwards(delta)} "
+            "(Andrew et al. 2023): what one attack found, and no bound."
         )
 
     # Details.

@@ -83,7 +83,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "accounting": (
         "Planning",
         "tfdp_fl.accounting: epsilon delta calibrate_noise_multiplier max_rounds "
-        "calibrate tightest epsilon_from_ledger",
+        "calibrate select_accountant epsilon_from_ledger",
     ),
     "gaussians": (
         "Gaussians",

@@ -19,7 +19,7 @@ from tests.accounting.charges import history as _history
 from tfdp_fl import accounting
 from tfdp_fl.accounting import accountant as accountant_lib
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import releases
+from tfdp_fl.accounting import curves, gaussian
 
 _G = dp_accounting.GaussianDpEvent
 
@@ -84,6 +84,41 @@ def test_poisson_by_rdp(n, share, z, rounds, log_delta):
     assert found >= history.epsilon(delta, "pld", True) * 0.999 - 1e-5
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(charge_lib.SAMPLINGS),
+    st.integers(1, 900),
+    st.floats(0.3, 300),
+    st.integers(1, 10**5),
+    st.floats(math.log(1e-60), math.log(0.3)),
+)
+def test_the_delta_of_an_epsilon_is_what_it_was_computed_of(s, m, z, rounds, log_delta):
+    history, delta = _history((_charge(s, m=m, z=z), rounds)), math.exp(log_delta)
+    epsilon = history.epsilon(delta)
+    found = history.delta(epsilon)
+    assert found <= delta
+    assert epsilon == 0 or found >= delta * (1 - 1e-5)
+
+
+def test_a_delta_far_out_is_found_at_a_high_order():
+    history = _history((_charge(m=1, z=20.0), 100))
+    direct = dp_accounting_rdp.RdpAccountant()
+    direct.compose(dp_accounting.PoissonSampledDpEvent(0.001, _G(20.0)), 100)
+    assert 0 < history.delta(0.1) <= direct.get_delta(0.1) < 1e-40
+
+
+def test_a_round_computes_one_curve_whatever_came_before():
+    history, curve = _history(), curves.rdp_curve
+    for k in range(40):
+        history.add(_charge(z=1 + k / 100))
+        history.epsilon(1e-5)
+        with unittest.mock.patch.object(curves, "rdp_curve", wraps=curve) as computed:
+            history.with_charges(_charge(z=5.0)).epsilon(1e-5)
+        assert computed.call_count <= len(curves.PARTS)
+    # Of so many kinds PLD would take minutes.
+    assert history.epsilon(1e-5, "pld") == history.epsilon(1e-5)
+
+
 def test_mixed_rounds_by_pld():
     direct = pld.PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
     direct.compose(dp_accounting.PoissonSampledDpEvent(0.05, _G(2.0)), 7)
@@ -115,7 +150,7 @@ def test_incremental_is_the_whole(sampling):
     for charge in rounds:
         # What would be leaves the history alone.
         before = step_by_step.epsilon(1e-5), step_by_step.charges
-        predicted = step_by_step.would_be(charge).epsilon(1e-5)
+        predicted = step_by_step.with_charges(charge).epsilon(1e-5)
         assert (step_by_step.epsilon(1e-5), step_by_step.charges) == before
         step_by_step.add(charge)
         spent = step_by_step.epsilon(1e-5)
@@ -134,7 +169,7 @@ def test_k_passes_are_one_gaussian_of_z_over_root_k(k):
     for p, c in itertools.product(range(k), range(10)):
         history.add(_charge("shuffled", z=z, pass_index=p, pass_offset=100 * c))
     one = _history(_charge("shuffled", z=z / math.sqrt(k)))
-    exact = releases.gaussian_epsilon(z / math.sqrt(k), 1e-5)
+    exact = gaussian.gaussian_epsilon(z / math.sqrt(k), 1e-5)
     assert history.epsilon(1e-5) == pytest.approx(one.epsilon(1e-5), abs=1e-9)
     assert history.epsilon(1e-5, "pld") == pytest.approx(exact, abs=1e-9)
 
@@ -154,8 +189,8 @@ def test_a_pass_costs_what_its_most_exposed_client_met(cohorts):
         spent[start : start + size] += weight
         place = {"pass_index": 0, "pass_offset": start}
         history.add(_charge("shuffled", _N, size, weight**-0.5, **place))
-        copy = history.would_be()
-        expected = releases.epsilon_of_mu_squared(spent.max(), 1e-3)
+        copy = history.with_charges()
+        expected = gaussian.epsilon_of_mu_squared(spent.max(), 1e-3)
         for again in (copy, history):
             assert again.epsilon(1e-3, "pld") == pytest.approx(expected)
         copy.add(_charge("shuffled", _N, _N, pass_index=0, pass_offset=0))
@@ -191,7 +226,7 @@ def test_two_relations_are_refused_and_nothing_is_added():
 def test_a_huge_epsilon_gets_coarser_cells_and_stays_above():
     charge = _charge(n=100, m=10, z=1.5)
     fine = _history((charge, 40)).epsilon(1e-5, "pld")
-    with unittest.mock.patch.object(releases, "_PLD_MAX_CELLS", 2_000):
+    with unittest.mock.patch.object(curves, "_PLD_MAX_CELLS", 2_000):
         coarse = _history((charge, 40)).epsilon(1e-5, "pld")
     assert fine <= coarse <= 1.01 * fine
 
@@ -203,7 +238,7 @@ def test_every_round_that_a_client_could_have_been_in(sampling, moved):
     event = dp_accounting.PoissonSampledDpEvent(0.1, _G(1.5))
     sampled = _history((_charge("cyclic", m=10, event=event), 3))
     for each, mu_squared in ((history, moved**2 * 16), (sampled, 3 / 1.5**2)):
-        expected = releases.epsilon_of_mu_squared(mu_squared, 1e-5)
+        expected = gaussian.epsilon_of_mu_squared(mu_squared, 1e-5)
         known = each.epsilon_if_participation_is_known(1e-5)
         assert known == pytest.approx(expected, abs=1e-9)
     event = dp_accounting.TruncatedSubsampledGaussianDpEvent(100, 0.1, 20, 3.0)
@@ -247,4 +282,4 @@ def test_a_coarse_bound_is_a_little_larger(sampling, n, m, z, rounds):
 def test_near_full_cohorts_of_a_fixed_size_are_left_to_rdp(size, wanted):
     # N = 40, m = 39, z = 4, three rounds: PLD says 8.01, RDP 4.01.
     one = _charge("fixed_size", 40, size, 4.0)
-    assert accountant_lib.tightest([one]) == wanted
+    assert accountant_lib.select_accountant([one]) == wanted

@@ -8,13 +8,14 @@ from tests.accounting.charges import charge
 from tfdp_fl import accounting
 
 _DELTA = 1e-5
+_epsilon = accounting.epsilon_of_mu_squared
 _A_TENTH = {"mu_squared": 0.1, "max_mu_squared": 0.1}
 _HALF = {"mu_squared": 0.5, "max_mu_squared": 0.5}
 
 
 def _for_rounds(rounds):
     epsilon = accounting.epsilon(1.0, "poisson", 1000, 100, rounds, _DELTA)
-    return accounting.Budget(epsilon * 1.0001, _DELTA)
+    return accounting.PrivacyBudget(epsilon * 1.0001, _DELTA)
 
 
 @pytest.fixture(name="path")
@@ -69,7 +70,9 @@ def test_threads_of_one_ledger_spend_one_budget(path):
 
 
 def test_a_local_amount_is_composed_for_the_client_that_spent_most(path):
-    budget = accounting.Budget(accounting.epsilon_of_mu_squared(1.0, _DELTA), _DELTA)
+    budget = accounting.PrivacyBudget(
+        accounting.epsilon_of_mu_squared(1.0, _DELTA), _DELTA
+    )
     with accounting.PrivacyLedger(path) as ledger:
         ledger.record(0, None, 5, local=_HALF)
         ledger.record(0, None, 5, local=_HALF, run="other", budget=budget)
@@ -89,7 +92,7 @@ def test_a_local_amount_is_composed_for_the_client_that_spent_most(path):
 def test_what_cannot_be_known_is_refused(path, mechanism, first, second):
     with accounting.PrivacyLedger(path, mechanism=mechanism) as ledger:
         ledger.record(0, first[0], 5, local=first[1])
-        options = {"local": second[1], "budget": accounting.Budget(50.0, _DELTA)}
+        options = {"local": second[1], "budget": accounting.PrivacyBudget(50.0, _DELTA)}
         _exceeded(ledger, 1, second[0], 5, match="epsilon to inf", **options)
         with pytest.raises(TypeError, match="budget"):
             ledger.record(1, charge(), 5, budget=50.0)
@@ -100,4 +103,4 @@ def test_a_budget_is_checked_when_it_is_made():
     wrong = {"epsilon": (0.0, float("nan")), "delta": (0.0, 1.0), "accountant": ("x",)}
     for name, value in [(key, each) for key in wrong for each in wrong[key]]:
         with pytest.raises(ValueError, match=name):
-            accounting.Budget(**{"epsilon": 1.0, "delta": _DELTA, name: value})
+            accounting.PrivacyBudget(**{"epsilon": 1.0, "delta": _DELTA, name: value})

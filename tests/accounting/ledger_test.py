@@ -425,3 +425,60 @@ def test_a_full_disk_or_a_failed_sync_is_no_record(path, open_ledger, name, code
     assert path.read_bytes() == before
     open_ledger.record(1, charge(), 5)  # There is room again.
     assert len(read(path).entries) == 2
+
+
+_ONE = {"type": "GaussianDpEvent", "noise_multiplier": 1.0}
+_DEEP = _ONE
+for _ in range(20):
+    _DEEP = {"type": "SelfComposedDpEvent", "count": 1, "event": _DEEP}
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {
+            "type": "DiscreteLaplaceDpEvent",
+            "noise_parameter": 1e-9,
+            "sensitivity": 9**9,
+        },
+        {
+            **{"type": "MixtureOfGaussiansDpEvent", "standard_deviation": 1e-9},
+            **{"sensitivities": [1.0], "sampling_probs": [1.0]},
+        },
+        {"type": "BestOfTrialsDpEvent", "events": [_ONE] * 999, "mean": 2, "shape": 1},
+        {"type": "BestOfTrialsDpEvent", "events": [_ONE], "mean": 1e30, "shape": 1},
+        {"type": "GaussianDpEvent", "noise_multiplier": "1"},
+        {"type": "GaussianDpEvent", "noise_multiplier": True},
+        {"type": "SelfComposedDpEvent", "count": 2**70, "event": _ONE},
+        {"type": "LaplaceDpEvent", "noise_multiplier": 1e-12},
+        {"type": "ComposedDpEvent", "events": [_ONE] * 20_000},
+        _DEEP,
+        [],
+    ],
+)
+def test_an_event_that_nobody_can_compute_is_refused_by_its_line(path, event):
+    with accounting.PrivacyLedger(path) as ledger:
+        ledger.record(0, charge(), 5)
+        body = json.loads(path.read_bytes().splitlines()[-1])
+        head, _ = body.pop("hash"), body.pop("previous")
+    body["charge"]["event"] = event
+    line, _ = ledger_lib.line_after(head, body)
+    with path.open("ab") as file:
+        file.write(line + b"\n")
+    with pytest.raises(ValueError, match=r"Line 3 of the ledger .* cannot be read"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    "field, value", [("round", "1"), ("cohort_size", 2.5), ("run", 3), ("time", None)]
+)
+def test_a_field_of_another_type_is_refused_by_its_line(path, field, value):
+    with accounting.PrivacyLedger(path) as ledger:
+        ledger.record(0, charge(), 5)
+        body = json.loads(path.read_bytes().splitlines()[-1])
+        head, _ = body.pop("hash"), body.pop("previous")
+    line, _ = ledger_lib.line_after(head, {**body, field: value})
+    with path.open("ab") as file:
+        file.write(line + b"\n")
+    with pytest.raises(ValueError, match=f"Line 3 .* {field} must not be"):
+        read(path)

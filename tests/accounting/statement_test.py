@@ -2,11 +2,15 @@
 
 import json
 import math
+import pathlib
+import re
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tfdp_fl import accounting, mechanisms  # noqa: F401 - it adds caveats.
-from tfdp_fl.accounting import statement
+from tfdp_fl.accounting import rounding, statement
 
 _FACTS = {"guarantee": "central", "mechanism": "FixedClipping", "sampling": "poisson"}
 _FACTS |= {"mechanism_description": "updates are clipped and their sum is noised"}
@@ -67,7 +71,7 @@ def _content(delta=1e-5, **changes):
         ),
         (
             {**_RECORD, **_NO_CENTRAL, **_IMPLIED},
-            ("per record", "epsilon = 10 and a constant that implies delta = 0.169"),
+            ("per record", "epsilon = 10 and a constant that implies delta = 0.1691"),
             ("per_record", "epsilon_large"),
         ),
         ({"rounds_of_others": 4}, ("3 rounds of training and 4 of other runs",), ()),
@@ -87,9 +91,41 @@ def test_what_holds_is_said(changes, words, keys):
 
 def test_an_epsilon_is_never_rounded_down():
     written = {2.0: "2", 1.99995: "2", 1.2341: "1.235", 0.012341: "0.01235"}
+    written |= {2.0000000001: "2.001", 0.9999999: "0.9999999"}
     for epsilon, said in (written | {83.936917: "83.94", 12345.1: "12350"}).items():
         text = _text(epsilon_pld=None, epsilon_rdp=epsilon)
         assert f"epsilon = {said} at" in text
+        (factor,) = re.findall(r"exp\(epsilon\) = ([0-9.e+]*\d)", text) or ["inf"]
+        assert float(factor) >= math.exp(min(epsilon, 700))
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.floats(1e-300, 1e300), st.integers(3, 7))
+def test_a_figure_is_printed_upwards_and_near(value, digits):
+    printed = accounting.upwards(value, digits)
+    assert value <= float(printed) <= value * (1 + 1.01 * 10.0 ** (1 - digits))
+    assert (printed == "1") <= (value == 1)
+    # So is what a progress bar of Keras makes of it.
+    shown = rounding.upwards_for_bar(value)
+    assert value <= float(f"{shown:.4f}" if shown > 1e-3 else f"{shown:.4e}")
+    # Of a delta that somebody gave nothing is added.
+    assert accounting.upwards(float(f"{value:.3g}")) == f"{value:.3g}" or value > 999
+
+
+def test_nothing_else_formats_an_epsilon_a_delta_or_their_factor():
+    found = []
+    for folder in ("tfdp_fl", "scripts"):
+        for path in pathlib.Path(folder).rglob("*"):
+            if path.suffix in (".py", ".html", ".txt") and "mechanisms" not in str(
+                path
+            ):
+                text = path.read_text("utf-8")
+                found += re.findall(
+                    r"\{[^{}]*(?:epsilon|delta)[^{}]*:\.?\d*[gfe]\}"
+                    r'|"%\.?\d?[gfe]" ?\| ?format\([^)]*(?:epsilon|delta)',
+                    text,
+                )
+    assert found == []
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 import tfdp_fl
 from tests.keras import toy
-from tfdp_fl import accounting
+from tfdp_fl import _interrupts, accounting
 from tfdp_fl.keras import checkpoint
 from tfdp_fl.keras.callbacks import (
     FederatedCallback,
@@ -20,6 +20,7 @@ from tfdp_fl.keras.callbacks import (
     PrivacyBudget,
     Report,
     RoundCheckpoint,
+    federated_callback,
     report,
 )
 
@@ -274,3 +275,22 @@ def test_a_report_is_one_file_with_everything(tmp_path):
     assert not re.search("<script>|<svg", page)
     with pytest.raises(ValueError, match="path must name a file"):
         Report(tmp_path)
+
+
+def test_a_signal_just_before_signals_are_held_back_leaves_nobody_untold():
+    ends, held = [FederatedCallback() for _ in range(2)], [KeyboardInterrupt]
+    for each in ends:
+        each.on_fit_end = mock.Mock()
+    block = _interrupts.after_the_block
+
+    def late():
+        if held:
+            raise held.pop()
+        return block()
+
+    patch = mock.patch.object(_interrupts, "after_the_block", late)
+    told = federated_callback.told_of_rounds(ends, 0, 1)
+    with patch, pytest.raises(KeyboardInterrupt), told:
+        pass
+    for each in ends:
+        each.on_fit_end.assert_called_once_with()

@@ -39,7 +39,7 @@ def test_clients_held_out_are_read_for_validation_alone():
     for client in range(10):
         assert read.count(client) == (1 if client in held.client_ids else 4)
     assert _HELD_OUT in fed.privacy_statement(1e-2)
-    assert fed.run.spending.clients.num_clients == 10 - held.num_clients
+    assert fed.run.spending.per_client.num_clients == 10 - held.num_clients
     # Clients that trained at some time are not stated as held out.
     fed = toy.federated(tfdp_fl.NoPrivacy(), clients_per_round=5)
     broken = mock.patch.object(CohortEngine, "release", side_effect=KeyError)
@@ -220,7 +220,9 @@ def test_noise_has_its_standard_deviation_and_the_sum_is_all_that_is_used():
     # Of 10,000 normal numbers 5 % are 7 standard deviations of their own deviation.
     private, generator = _private(noise_multiplier=2.5), np.random.default_rng(7)
     values = {n: generator.uniform(*bounds, 500) for n, bounds in _BOUNDS.items()}
-    results = [private.released(values, generator) for _ in range(10_000)]
+    account = accounting.PrivacyAccount("central", 1)
+    paid = account.charge(private.charge("poisson", 500), uses=10_002)
+    results = [private.released(values, generator, paid) for _ in range(10_000)]
     for name in _BOUNDS:
         means = [each[name]["mean"] for each in results]
         assert abs(np.std(means) / results[0][name]["noise_stddev"] - 1) < 0.05
@@ -229,8 +231,11 @@ def test_noise_has_its_standard_deviation_and_the_sum_is_all_that_is_used():
     assert results[0]["num_clients_stddev"] == pytest.approx(2.5 * 3**0.5)
     total = private.contributions(values).sum(axis=0)
     with mock.patch.object(PrivateMetrics, "contributions", lambda *_: total[None]):
-        one = private.released({}, np.random.default_rng(1))
-    assert one == private.released(values, np.random.default_rng(1))
+        one = private.released({}, np.random.default_rng(1), paid)
+    assert one == private.released(values, np.random.default_rng(1), paid)
+    # What was not paid for, or is used up, releases nothing.
+    with pytest.raises(accounting.ChargeError, match="a charge of its own"):
+        private.released(values, generator, paid)
 
 
 def test_without_noise_it_is_the_clients_own_and_with_it_each_time_another():

@@ -204,7 +204,7 @@ def test_what_clients_sent_in_abandoned_rounds_is_charged(tmp_path, mechanism, c
     assert history["abandoned_rounds"] == [1.0] * 3
     toy.assert_same(before, fed)
     assert fed.spending.rounds == charged
-    assert fed.spending.clients.max_participations == charged
+    assert fed.spending.per_client.max_participations == charged
     delta = mechanism.implied_delta or _DELTA
     assert (fed.epsilon(delta) > 0) == (charged > 0)
     facts = fed.privacy_statement(delta, "dict")

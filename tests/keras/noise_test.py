@@ -213,7 +213,7 @@ def test_the_mean_of_those_that_answered_has_the_noise_of_each(gone, answered, o
     else:
         assert not np.any(moves)
     # All that were drawn are charged, as what they sent may have been seen.
-    assert fed.spending.clients.participations.tolist() == [2] * 5
+    assert fed.spending.per_client.participations.tolist() == [2] * 5
     wanted = accounting.gaussian_epsilon(Z / (2 * 2**0.5), 1e-3)
     assert fed.epsilon(1e-3) == pytest.approx(wanted)
 

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import copy
+import itertools
 import pickle
 import signal
 import threading
@@ -16,6 +17,7 @@ from tfdp_fl import accounting
 from tfdp_fl.accounting import planning
 from tfdp_fl.engine import CohortEngine
 from tfdp_fl.keras import checkpoint
+from tfdp_fl.keras import run as run_lib
 
 _DELTA = 1e-3
 _TRAINED = "already trained on clients"
@@ -173,6 +175,40 @@ def test_two_models_that_share_a_layer_at_once():
         assert fed.spending.rounds == 2
 
 
+def test_a_model_that_replaces_its_variables_stays_whose_it_is():
+    fed = toy.federated(model=toy.dense())
+    toy.fit(fed, 2)
+    layer = fed.model.layers[-1]
+    if hasattr(fed.model, "quantize"):
+        fed.model.quantize("int8")
+    else:
+        layer.kernel = tf.Variable(layer.kernel)
+    again = tf.keras.Sequential([tf.keras.layers.Input((8,)), layer])
+    for model in (fed.model, again):
+        with pytest.raises(ValueError, match=_TRAINED):
+            run_lib.check_owner(mock.Mock(model=model))
+
+
+@pytest.mark.parametrize("where", ["on_round_charged", "allow_round"])
+def test_an_evaluation_that_is_asked_for_within_a_charge_is_refused(where, tmp_path):
+    fed, inside = toy.federated(), tfdp_fl.callbacks.FederatedCallback()
+    ledger, calls = tfdp_fl.callbacks.Ledger(tmp_path / "ledger"), itertools.count()
+
+    def evaluate(*_):
+        if where == "on_round_charged" or next(
+            calls
+        ):  # Before a round is drawn it may.
+            _evaluate(fed)
+        return True
+
+    setattr(inside, where, evaluate)
+    with pytest.raises(accounting.ChargeError, match="within it"):
+        toy.fit(fed, 2, [ledger, inside])
+    assert fed.epsilon(_DELTA) == 0.0
+    assert accounting.PrivacyLedger.read(ledger.path).entries == ()
+    toy.fit(fed, 1, [ledger])
+
+
 # What a budget allowed is spent by a private evaluation in a callback.
 
 
@@ -199,14 +235,14 @@ def test_a_budget_is_asked_in_the_act_of_charging(tmp_path, when, most):
 def test_a_budget_or_target_counts_what_is_charged_while_it_plans(most):
     fed = toy.federated()
     toy.fit(fed, 1)
-    most_rounds = planning.most_rounds
+    largest_affordable = planning.largest_affordable
 
     def planned(*arguments):
-        found = most_rounds(*arguments)
+        found = largest_affordable(*arguments)
         _evaluate(fed)  # As another thread might, between answer and what follows.
         return found
 
-    with mock.patch.object(planning, "most_rounds", planned):
+    with mock.patch.object(planning, "largest_affordable", planned):
         toy.fit(fed, 3, [tfdp_fl.callbacks.PrivacyBudget(most, _DELTA)])
     assert fed.epsilon(_DELTA) <= most
     fed = toy.private(60.0, 4)

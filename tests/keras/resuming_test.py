@@ -21,7 +21,6 @@ from tests.keras import toy
 from tfdp_fl import accounting, engine
 from tfdp_fl.keras import checkpoint
 from tfdp_fl.keras.callbacks import (
-    FederatedCallback,
     Ledger,
     PrivacyBudget,
     RoundCheckpoint,
@@ -159,7 +158,7 @@ def test_a_resume_that_fails_leaves_the_run_where_it_was(tmp_path):
     fed = toy.federated(mechanism, None, 10, "cyclic")
     _fit(fed, 3, [RoundCheckpoint(tmp_path, every=2, keep=9)])
     (tmp_path / "round-00000003.npz").unlink()
-    before, spending = fed.run.sampler.state(), accounting.spending.Spending
+    before, spending = fed.run.sampler.state(), accounting.account.PrivacyAccount
     patch = mock.patch.object(spending, "from_state", side_effect=OSError)
     with patch, pytest.raises(OSError):
         _fit(fed, 3, [RoundCheckpoint(tmp_path)], resume_from=tmp_path)
@@ -263,12 +262,24 @@ def test_missing_checkpoints_and_ledger_are_named(copy, tmp_path):
     _refused(fed, copy, "ledger .* is missing", accounting.LedgerError)
 
 
-def test_what_another_callback_refused_once_it_was_written_is_charged(tmp_path):
-    fed, resumed, refuses = _shuffled(), _shuffled(), FederatedCallback()
-    refuses.on_round_charged = mock.Mock(side_effect=[None, OSError])
-    with pytest.raises(OSError):
-        toy.fit(fed, 3, [RoundCheckpoint(tmp_path), refuses])
-    assert (fed.rounds, fed.spending.rounds) == (1, 1)
+def test_what_another_ledger_failed_to_write_once_it_was_written_is_charged(tmp_path):
+    fed, resumed, record = _shuffled(), _shuffled(), accounting.PrivacyLedger.record
+
+    def full(ledger, round_index, *args, **kwargs):
+        if ledger.path.parent.name == "other" and round_index:
+            raise accounting.LedgerWriteError("the disk is full")
+        record(ledger, round_index, *args, **kwargs)
+
+    keep = [RoundCheckpoint(tmp_path), RoundCheckpoint(tmp_path / "other")]
+    patch = mock.patch.object(accounting.PrivacyLedger, "record", full)
+    with patch, pytest.raises(accounting.LedgerWriteError):
+        toy.fit(fed, 3, keep)
+    # Not released, and in memory as on the disk.
+    assert (fed.rounds, fed.spending.rounds) == (1, 2)
+    assert fed.epsilon(_DELTA) == pytest.approx(
+        accounting.epsilon_from_ledger(tmp_path / "ledger.jsonl", _DELTA)
+    )
+    shutil.rmtree(tmp_path / "other")
     toy.fit(resumed, 3, resume_from=tmp_path)
     assert (resumed.rounds, resumed.spending.rounds) == (3, 4)
     assert "rounds_charged_twice" in resumed.run.caveats

@@ -50,7 +50,7 @@ def test_a_client_that_is_drawn_trains_once(streamed):
     assert [positions for _, positions in cohorts.drawn] == cohorts.trained
     assert len(set(cohorts.seeds)) == 6
     counts = np.bincount(np.concatenate(cohorts.trained), minlength=40)
-    np.testing.assert_array_equal(fed.run.spending.clients.participations, counts)
+    np.testing.assert_array_equal(fed.run.spending.per_client.participations, counts)
 
 
 def test_another_attempt_at_a_seeded_round_draws_anew():
@@ -127,11 +127,11 @@ def test_a_round_broken_off_in_or_after_its_release_is_counted(when):
     fed, drawn = toy.federated(clients_per_round=5), []
     release = round_loop.RoundLoop._release
 
-    def broken_off(loop, pending):
+    def broken_off(loop, pending, paid):
         drawn.append((tuple(pending.inputs.seed), tuple(pending.inputs.positions)))
         if when == "in":
             loop.engine.release = toy.interrupt
-        release(loop, pending)
+        release(loop, pending, paid)
         raise KeyboardInterrupt
 
     with mock.patch.object(round_loop.RoundLoop, "_release", broken_off):

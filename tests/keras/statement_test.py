@@ -1,6 +1,7 @@
 """The privacy statement says what ran, and every caveat that holds."""
 
 import pytest
+import tensorflow as tf
 
 import tfdp_fl
 from tests.keras import toy
@@ -138,3 +139,33 @@ def test_no_privacy_or_no_round_says_so():
     toy.fit(fed, callbacks=[budget])
     facts = fed.privacy_statement(format="dict")
     assert (facts["rounds"], facts["epsilon"], facts["delta"]) == (0, 0.0, _DELTA)
+
+
+def test_a_statement_before_anything_was_charged_takes_a_delta_of_its_own():
+    fed = toy.federated()
+    with pytest.raises(KeyboardInterrupt):
+        toy.fit(fed, 1, [toy.at_end(toy.interrupt, 0, "on_epoch_begin")])
+    assert "after 0 rounds" in fed.privacy_statement()
+    assert fed.privacy_statement(None, "dict")["delta"] == pytest.approx(40**-1.1)
+
+
+def test_a_frozen_layer_beside_a_normalization_is_not_said_to_be_both():
+    fed = toy.federated(
+        model=lambda: toy.dense(
+            lambda: tf.keras.layers.Dense(8, trainable=False),
+            tf.keras.layers.BatchNormalization,
+        )
+    )
+    toy.fit(fed, 1)
+    told = {
+        key for key in fed.privacy_statement(1e-3, "dict")["caveats"] if "non_tr" in key
+    }
+    assert told == {"non_trainable_partly_kept"}
+
+
+def test_an_evaluation_on_other_clients_is_told_of_with_their_number():
+    fed = toy.federated(sampling="poisson")
+    toy.fit(fed, 1)
+    private = tfdp_fl.PrivateMetrics(bounds={"loss": (0.0, 5.0)}, noise_multiplier=2.0)
+    fed.evaluate_clients(toy.clients(33), verbose=0, private=private)
+    assert "Metrics of 33 clients were released" in fed.privacy_statement(1e-3)

@@ -177,7 +177,7 @@ class _Loan:
         self.compiled.set_learning_rate(self._rate)
         self.fed = fed = before.with_setup(mechanism=before.setup.mechanism)
         fed._setup, fed._engine, self.test = before.setup, before.engine, test
-        run_lib.claim(fed, keras_versions.tf_variables(model.variables))
+        run_lib.mark_owner(fed, keras_versions.tf_variables(model.variables), model)
         return fed
 
 

@@ -105,7 +105,7 @@ def _accounting() -> Calls:
     yield _usual(a.calibrate_noise_multiplier, **without, **target)
     yield _usual(a.max_rounds, **no_rounds, **target)
     yield _usual(a.calibrate, make_charges=lambda z: [(charge(z=z), 2)], **target)
-    yield _usual(a.Budget, epsilon=2.0, **at)
+    yield _usual(a.PrivacyBudget, epsilon=2.0, **at)
     fields = {"sampling": "poisson", "num_clients": 100, "clients_per_round": 10.0}
     yield _usual(a.RoundCharge, **fields, event=_GAUSSIAN)
     yield _usual(a.RoundCharge.from_json, text=charge().to_json())

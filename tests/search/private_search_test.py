@@ -1,7 +1,9 @@
 """A search is charged as a whole, and tells of nothing but its best trial."""
 
 import contextlib
+import datetime
 import io
+import json
 import logging
 import os
 import shutil
@@ -16,8 +18,8 @@ import pytest
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import accounting
-from tfdp_fl.accounting import releases
-from tfdp_fl.accounting.search import TrialCount
+from tfdp_fl.accounting import curves
+from tfdp_fl.accounting.private_selection import TrialCount
 from tfdp_fl.search import private_search, trial
 from tfdp_fl.search.private_search import SearchDirectory
 
@@ -80,7 +82,7 @@ _NOISE, _calibrate = {}, accounting.calibrate
 def _calibrated_once(monkeypatch):
     """Has no noise looked for twice, nor in narrow cells: it takes seconds."""
     for name in ("_PLD_INTERVAL", "_PLD_COARSE_INTERVAL"):
-        monkeypatch.setattr(releases, name, 1e-2)
+        monkeypatch.setattr(curves, name, 1e-2)
 
     def calibrate(make_charges, *target, upper):
         key = tuple(make_charges(1.0)), target, upper
@@ -125,16 +127,16 @@ def test_candidates_that_cost_differently_keep_it_together():
 
 def test_a_whole_search_learns_with_the_noise_that_was_charged():
     search = _search(target_epsilon=50.0, candidates=[{"rate": 1.0}])
-    spending = accounting.spending.Spending
+    spending = accounting.account.PrivacyAccount
     spy = {"autospec": True, "side_effect": spending.charge}
     with mock.patch.object(spending, "charge", **spy) as charged, _trials(2):
         model = search.fit(toy.clients(100), rounds=8, batch_size=10)
     assert model.evaluate(*toy.arrays(100, seed=9), verbose=0)[1] > 0.6
     assert search.best == {"rate": 1.0}
-    assert charged.call_count == 2 * 8
+    assert charged.call_count == 1 + 2 * 8  # The search, and its trials.
     ((said, _),) = search._spending.central.charges
     (trained,) = said.event.events
-    rounds = {call.args[1].dp_event() for call in charged.mock_calls}
+    rounds = {call.args[1].dp_event() for call in charged.mock_calls[1:]}
     assert rounds == {trained.events[0].event}
     assert trained.events[0].count == 8
 
@@ -382,6 +384,10 @@ def _everything_seen(number, folder):
         model = _fit(_search(), directory=folder)
     logging.getLogger().removeHandler(handler)
     assert getattr(model, "history", None) is None
+    made = datetime.datetime.fromisoformat(json.loads(_lines(folder)[0])["created"])
+    for path in (folder, *folder.iterdir()):  # Nor when the trials were over.
+        assert path.stat().st_mtime == pytest.approx(made.timestamp(), abs=1e-3)
+    assert [json.loads(line).get("time", "") for line in _lines(folder)] == [""] * 3
     files = {path.name: path.stat().st_size for path in folder.iterdir()}
     return printed.getvalue(), handler.handle.call_count, len(warned), files
 
@@ -390,8 +396,10 @@ def test_the_number_of_trials_is_nowhere(tmp_path, capfd):
     one, six, none = (_everything_seen(n, tmp_path / str(n)) for n in (1, 6, 0))
     assert "trial" not in capfd.readouterr().err
     assert one[:3] == ("", 0, 0)
-    assert list(one[3]) == ["ledger.jsonl"]
-    assert one == six == none
+    assert sorted(one[3]) == ["ledger.jsonl", "search.npz"]
+    assert one == six
+    none[3]["search.npz"] = one[3]["search.npz"]  # "null" for the best's place.
+    assert one == none
     for option in ("callbacks", "seed", "validation_data", "verbose", "audit"):
         with pytest.raises(TypeError, match=option):
             _fit(_search(), **{option: None})
@@ -469,7 +477,8 @@ def test_one_line_before_the_first_trial_or_nothing_is_trained(tmp_path):
         assert (lines, search.epsilon(_DELTA)) == ([], 0.0)
         _fit(search, directory=tmp_path)
     assert [len(each) for each in lines] == [2, 2, 2]
-    assert _lines(tmp_path) == lines[0]
+    assert _lines(tmp_path)[:2] == lines[0]
+    assert [json.loads(each)["kind"] for each in _lines(tmp_path)[2:]] == ["ended"]
     assert _told(tmp_path) == search.epsilon(_DELTA)
 
 
@@ -494,16 +503,16 @@ def test_runs_before_and_after_count_together(tmp_path):
 
 def test_a_search_that_another_process_ended_meanwhile(tmp_path):
     assert _broken(_search(), directory=tmp_path)
-    check, others = SearchDirectory._check, [_search()]
+    check, others, models = SearchDirectory._check, [_search()], []
 
     def last(directory, resumes):
         check(directory, resumes)
         while others:
-            _fit(others.pop(), resume_from=tmp_path)
+            models.append(_fit(others.pop(), resume_from=tmp_path))
 
     meanwhile = mock.patch.object(SearchDirectory, "_check", last)
-    with _trained(), meanwhile, pytest.raises(ValueError, match="holds none"):
-        _fit(_search(), resume_from=tmp_path)
+    with _trained(lambda one: _set(one, np.random.normal(size=(8, 3)))), meanwhile:
+        toy.assert_same(_fit(_search(), resume_from=tmp_path), models[0])
 
 
 def _broken(search, number=3, trained=None, **options):
@@ -532,10 +541,54 @@ def test_a_search_that_is_resumed_until_it_likes_the_result(tmp_path):
     assert len(trained) == 3  # Each was run once, and never again.
     assert last.best is None
     assert last.epsilon(_DELTA) == search.epsilon(_DELTA)
-    with _trained(), pytest.raises(ValueError, match="interrupted search"):
+    lines = _lines(tmp_path)
+    assert [json.loads(line)["kind"] for line in lines[1:]] == ["round", "ended"]
+    # It has ended: the same again, at no cost.
+    for again in (_search(), last):
+        with _trained(lambda _: trained.append(None)):
+            _fit(again, resume_from=tmp_path)
+        assert len(trained) == 3
+        assert again.epsilon(_DELTA) == search.epsilon(_DELTA)
+    assert _lines(tmp_path) == lines
+    # Another search may follow it.
+    with _trained():
+        _fit(_search(), directory=tmp_path)
+    assert len(_lines(tmp_path)) == 5
+
+
+@pytest.mark.parametrize("killed", [None, "write", "record_end"])
+def test_an_older_state_beside_the_line_of_the_end_is_refused(tmp_path, killed):
+    state, kernel = tmp_path / "search.npz", lambda one: _set(one, next(coming))
+    coming = iter(np.random.default_rng(0).normal(size=(50, 8, 3)))
+    assert _broken(_search(), 3, directory=tmp_path)
+    older = state.read_bytes()
+    where = {"write": SearchDirectory, "record_end": accounting.PrivacyLedger}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_trained(kernel))
+        if killed is not None:
+            dies = mock.patch.object(where[killed], killed, side_effect=MemoryError)
+            if killed == "write":  # The last one: two trials were left.
+                write = SearchDirectory.write
+
+                def last(*given):
+                    if given[1].ended:
+                        raise MemoryError
+                    write(*given)
+
+                dies = mock.patch.object(SearchDirectory, "write", last)
+            with dies, pytest.raises(MemoryError):
+                _fit(_search(), resume_from=tmp_path)
+            # Nobody has the result: it is made, or read, once more.
+        model = _fit(_search(), resume_from=tmp_path)
+        toy.assert_same(model, _fit(_search(), resume_from=tmp_path))
+    lines, result = _lines(tmp_path), state.read_bytes()
+    assert [json.loads(line)["kind"] for line in lines[1:]] == ["round", "ended"]
+    state.write_bytes(older)
+    with _trained(kernel), pytest.raises(ValueError, match="an older state of one"):
         _fit(_search(), resume_from=tmp_path)
-    assert len(_lines(tmp_path)) == 2
-    assert os.listdir(tmp_path) == ["ledger.jsonl"]
+    assert _lines(tmp_path) == lines
+    state.write_bytes(result)
+    toy.assert_same(model, _fit(_search(), resume_from=tmp_path))
 
 
 def test_a_copy_of_a_search_is_not_ended_twice_for_one_charge(tmp_path):
@@ -543,7 +596,7 @@ def test_a_copy_of_a_search_is_not_ended_twice_for_one_charge(tmp_path):
     assert _broken(search, 1, directory=tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "other")
     assert not _broken(search, resume_from=tmp_path / "one")
-    with pytest.raises(ValueError, match="that has not ended here"):
+    with pytest.raises(ValueError, match="an older state of one"):
         _broken(search, resume_from=tmp_path / "other")
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tfdp_fl import auditing
-from tfdp_fl.accounting import releases
+from tfdp_fl.accounting import gaussian
 from tfdp_fl.experiments import Settings, training
 
 _MECHANISMS = (
@@ -31,7 +31,7 @@ def test_nothing_above_the_claim(values, iterates):
     assert found.low <= claimed
 
 
-_TRUTH = releases.gaussian_epsilon(1 / 8, 1e-5)
+_TRUTH = gaussian.gaussian_epsilon(1 / 8, 1e-5)
 
 
 def _estimates(releases, count, size, rounds=1, measured=False):

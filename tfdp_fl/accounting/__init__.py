@@ -1,10 +1,16 @@
 """Privacy accounting of what really ran."""
 
-from tfdp_fl.accounting.accountant import PrivacyAccountant, tightest
+from tfdp_fl.accounting.account import Charge, ChargeError, PrivacyAccount
+from tfdp_fl.accounting.accountant import PrivacyAccountant, select_accountant
+from tfdp_fl.accounting.budget import BudgetExceededError, PrivacyBudget
 from tfdp_fl.accounting.charge import Participation, Relation, RoundCharge
+from tfdp_fl.accounting.gaussian import (
+    analytic_noise_multiplier,
+    epsilon_of_mu_squared,
+    gaussian_delta,
+    gaussian_epsilon,
+)
 from tfdp_fl.accounting.ledger import (
-    Budget,
-    BudgetExceededError,
     LedgerContents,
     LedgerEntry,
     LedgerEntryError,
@@ -24,18 +30,14 @@ from tfdp_fl.accounting.planning import (
     epsilon,
     max_rounds,
 )
-from tfdp_fl.accounting.releases import (
-    analytic_noise_multiplier,
-    epsilon_of_mu_squared,
-    gaussian_delta,
-    gaussian_epsilon,
-)
+from tfdp_fl.accounting.rounding import factor_upwards, upwards
 from tfdp_fl.accounting.statement import CAVEATS, StatementFacts, privacy_statement
 
 __all__ = [
     "CAVEATS",
-    "Budget",
     "BudgetExceededError",
+    "Charge",
+    "ChargeError",
     "LedgerContents",
     "LedgerEntry",
     "LedgerEntryError",
@@ -46,7 +48,9 @@ __all__ = [
     "LedgerTamperedError",
     "LedgerWriteError",
     "Participation",
+    "PrivacyAccount",
     "PrivacyAccountant",
+    "PrivacyBudget",
     "PrivacyLedger",
     "Relation",
     "RoundCharge",
@@ -58,9 +62,11 @@ __all__ = [
     "epsilon",
     "epsilon_from_ledger",
     "epsilon_of_mu_squared",
+    "factor_upwards",
     "gaussian_delta",
     "gaussian_epsilon",
     "max_rounds",
     "privacy_statement",
-    "tightest",
+    "select_accountant",
+    "upwards",
 ]

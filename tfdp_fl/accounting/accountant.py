@@ -15,19 +15,22 @@ from typing import Any, TypeAlias
 import dp_accounting
 import numpy as np
 from dp_accounting.pld import privacy_loss_distribution
-from dp_accounting.rdp import rdp_privacy_accountant
 
 from tfdp_fl import _validate
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import releases, search
+from tfdp_fl.accounting import curves, gaussian, private_selection
+from tfdp_fl.accounting.private_selection import BestOfTrialsDpEvent
 
-# PLD takes a second or two for each further kind of round.
-_MOST_KINDS_FOR_PLD = 3
+# PLD takes a second or two for each further kind of round. Of more than a few kinds it
+# is computed in coarse cells only, and of more than these not at all.
+_FEW_KINDS, _MOST_KINDS_FOR_PLD = 3, 16
 
 # Rounds, each as a charge or as (charge, count).
 Charges: TypeAlias = (
     "Iterable[charge_lib.RoundCharge | tuple[charge_lib.RoundCharge, int]]"
 )
+_Distribution: TypeAlias = privacy_loss_distribution.PrivacyLossDistribution
+_Events: TypeAlias = "collections.Counter[dp_accounting.DpEvent]"
 _Cohorts: TypeAlias = tuple[tuple[float, float, float], ...]
 
 
@@ -44,8 +47,10 @@ class PrivacyAccountant:
     (replace-one) next to all others (add-or-remove-one) are refused, as no
     single guarantee of either kind covers both. Those others may be mixed.
 
-    RDP adds up one cached curve for each distinct charge. PLD is composed on
-    demand, equal charges by self-composition.
+    RDP keeps the sum of all rounds' Renyi curves, so a round costs the same whatever
+    came before. PLD is composed on demand, equal charges by self-composition, and what
+    was composed is kept. Of more than 16 kinds of rounds that sampling amplifies, PLD
+    would take minutes: RDP's epsilon, which is an upper bound too, stands for it.
     """
 
     def __init__(self, charges: Charges = ()):
@@ -58,9 +63,17 @@ class PrivacyAccountant:
           ValueError: They have two neighbouring relations.
         """
         self._counts: dict[charge_lib.RoundCharge, int] = {}
+        self._rounds = 0
         # Of all Gaussians without amplification; what was spent on all else.
         self._mu_squared = 0.0
         self._others: dict[charge_lib.RoundCharge, int] = {}
+        # Their Renyi curves, by those parts of the orders that were asked for.
+        self._sums: dict[int, np.ndarray] = {}
+        # Of a copy: the original, how many rounds that had, and what came since.
+        self._origin: tuple[PrivacyAccountant, int] | None = None
+        self._since: list[tuple[charge_lib.RoundCharge, int]] = []
+        # How wide cells were, how many of each event, and what they compose to.
+        self._composed: tuple[float, _Events, _Distribution] | None = None
         # Of each pass its cost, and where cohorts lie in its order, with their weight.
         self._passes: dict[Hashable, tuple[float, _Cohorts]] = {}
         self._add_all(charges)
@@ -72,7 +85,7 @@ class PrivacyAccountant:
     @property
     def rounds(self) -> int:
         """How many rounds were added."""
-        return sum(self._counts.values())
+        return self._rounds
 
     @property
     def charges(self) -> tuple[tuple[charge_lib.RoundCharge, int], ...]:
@@ -84,13 +97,14 @@ class PrivacyAccountant:
         """The neighbouring relation; None before the first round."""
         return next((c.relation.in_accounting for c in self._counts), None)
 
-    def would_be(
+    def with_charges(
         self, *charges: charge_lib.RoundCharge | tuple[charge_lib.RoundCharge, int]
     ) -> PrivacyAccountant:
         """Returns a copy with charges added; this one stays as it is."""
         other = copy.copy(self)
-        for name in ("_counts", "_others", "_passes"):
+        for name in ("_counts", "_others", "_passes", "_sums"):
             setattr(other, name, dict(getattr(self, name)))
+        other._origin, other._since = (self, self._rounds), []
         other._add_all(charges)
         return other
 
@@ -112,12 +126,17 @@ class PrivacyAccountant:
                 f"{relation.name}; one guarantee cannot cover both."
             )
         self._counts[charge] = self._counts.get(charge, 0) + count
+        self._rounds += count
         z = charge.noise_multiplier
         if z == 0:
             self._mu_squared = math.inf
         elif z is None or (charge.is_amplified and z < math.inf):
             if more := round(self._pass_increase(charge, count)):
                 self._others[charge] = self._others.get(charge, 0) + more
+                if self._origin is not None:
+                    self._since.append((charge, more))
+                for part, total in self._sums.items():
+                    self._sums[part] = total + more * _rdp_curve(charge, part)
         else:
             one = (charge.sensitivity / z) ** 2
             self._mu_squared += self._pass_increase(charge, count * one)
@@ -158,9 +177,13 @@ class PrivacyAccountant:
         """
         delta = _validate.inside_unit_interval(delta=delta)
         if (z := self._exact_noise(accountant)) is not None:
-            return releases.gaussian_epsilon(z, delta)
-        if accountant == "rdp":
-            return self._least(dp_accounting.rdp.compute_epsilon, delta)
+            return gaussian.gaussian_epsilon(z, delta)
+        if accountant == "rdp" or not self.is_few_kinds:
+            return (
+                0.0
+                if self._total_variation <= delta
+                else self._least(lambda orders, rdp: _epsilons(orders, rdp, delta))
+            )
         if event := self._search:
             by_profile = self._epsilon_by_profile(event, delta, coarse)
             # RDP may say less of many trials that are about as many each time.
@@ -200,13 +223,14 @@ class PrivacyAccountant:
 
         Args:
           epsilon: At least 0.
-          accountant: "rdp" or "pld"; of a search PLD knows none.
+          accountant: "rdp" or "pld" (see the class); of a search PLD knows none.
         """
         epsilon = _validate.non_negative(epsilon=epsilon)
         if (z := self._exact_noise(accountant)) is not None:
-            return releases.gaussian_delta(z, epsilon)
-        if accountant == "rdp":
-            return min(1.0, self._least(rdp_privacy_accountant.compute_delta, epsilon))
+            return gaussian.gaussian_delta(z, epsilon)
+        if accountant == "rdp" or not self.is_few_kinds:
+            least = self._least(lambda orders, rdp: _log_deltas(orders, rdp, epsilon))
+            return min(1.0, self._total_variation, math.exp(min(least, 0.0)))
         return float(self._compose_pld().get_delta_for_epsilon(epsilon))
 
     def _exact_noise(self, accountant: str) -> float | None:
@@ -218,39 +242,57 @@ class PrivacyAccountant:
         mu_squared = self._mu_squared
         is_exact = self.is_one_gaussian and (accountant == "pld" or not mu_squared)
         if is_exact or mu_squared == math.inf:
-            return releases.noise_of_mu_squared(mu_squared)
+            return gaussian.noise_of_mu_squared(mu_squared)
         return None
 
-    def _least(self, convert: Callable[..., tuple[float, float]], at: float) -> float:
-        """Returns the least figure over the Renyi orders, rounded up.
+    @property
+    def _total_variation(self) -> float:
+        """An upper bound of delta at any epsilon: sqrt(1 - exp(-KL)), rounded up.
 
-        Any order gives a bound. The best one is looked for from order 8 on, as
-        long as the figure falls.
+        The Kullback-Leibler divergence is at most that of any Renyi order (Bretagnolle
+        & Huber 1979).
         """
-        # The lowest orders bound the total variation: they say where it is all.
-        least = convert(releases.PARTS[0], self._curve(0), at)[0]
-        if least == 0:
-            return 0.0
-        part, seen = releases.FIRST_PART, {0}
-        while part < len(releases.PARTS) and part not in seen:
+        return math.sqrt(-math.expm1(-float(self._curve(0)[0]))) * (1 + 1e-12)
+
+    def _least(self, bounds: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> float:
+        """Returns the least of what `bounds` has for each order and its divergence.
+
+        Any order gives a bound. log delta is convex in the order, as (order - 1) times
+        the divergence is; so the best one is found downhill from order 8 on.
+        """
+        part, least, seen = curves.FIRST_PART, math.inf, set()
+        while 0 <= part < len(curves.PARTS) and part not in seen:
             seen.add(part)
-            orders = releases.PARTS[part]
-            value, order = convert(orders, self._curve(part), at)
-            least = min(least, value)
-            if order == orders[-1]:
+            values = bounds(curves.PARTS[part], self._curve(part))
+            best = int(np.argmin(values))
+            least = min(least, float(values[best]))
+            if best == len(values) - 1:
                 part += 1
-            elif order == orders[0]:
+            elif best == 0:
                 part -= 1
-        # More than what the roundings of thousands of sums can hide.
-        return float(least) * (1 + 1e-12)
+        return least
 
     def _curve(self, part: int) -> np.ndarray:
-        """Returns the history's Renyi divergence at one part of the orders."""
-        curve = releases.PARTS[part] * (self._mu_squared / 2)
-        for charge, count in self._others.items():
-            event = charge.dp_event("rdp")
-            curve = curve + count * releases.curve(event, self.relation, part)
-        return curve
+        """Returns the history's divergence at one part of the orders, rounded up."""
+        gaussians = curves.PARTS[part] * (self._mu_squared / 2)
+        # More than what the roundings of the sums can hide.
+        return (self._sum(part) + gaussians) * (1 + 1e-12)
+
+    def _sum(self, part: int) -> np.ndarray:
+        """Returns the divergence of what sampling amplifies, added up once."""
+        if part not in self._sums:
+            total, rounds = np.zeros(len(curves.PARTS[part])), [*self._others.items()]
+            if self._origin is not None and self._origin[0].rounds == self._origin[1]:
+                total, rounds = self._origin[0]._sum(part), self._since
+            for charge, count in rounds:
+                total = total + count * _rdp_curve(charge, part)
+            self._sums[part] = total
+        return self._sums[part]
+
+    @property
+    def is_few_kinds(self) -> bool:
+        """Whether the rounds are of so few kinds that PLD is computed."""
+        return len(self._others) <= _MOST_KINDS_FOR_PLD
 
     @property
     def is_one_gaussian(self) -> bool:
@@ -263,30 +305,35 @@ class PrivacyAccountant:
         return self._search is not None
 
     @property
-    def _search(self) -> search.BestOfTrialsDpEvent | None:
-        if self._mu_squared or list(self._others.values()) != [1]:
+    def _search(self) -> BestOfTrialsDpEvent | None:
+        if (
+            self._mu_squared
+            or len(self._others) != 1
+            or [*self._others.values()] != [1]
+        ):
             return None
         event = next(iter(self._others)).dp_event()
-        return event if isinstance(event, search.BestOfTrialsDpEvent) else None
+        return event if isinstance(event, BestOfTrialsDpEvent) else None
 
     def _epsilon_by_profile(
-        self, event: search.BestOfTrialsDpEvent, delta: float, coarse: bool
+        self, event: BestOfTrialsDpEvent, delta: float, coarse: bool
     ) -> float:
+        coarse = coarse or len(event.events) > _MOST_KINDS_FOR_PLD
         # Of one trial a bound that is computed quickly says how wide cells must be.
-        orders = releases.PARTS[releases.FIRST_PART]
-        curves = [
-            releases.curve_of_trial(one, self.relation, releases.FIRST_PART)
+        orders = curves.PARTS[curves.FIRST_PART]
+        by_event = [
+            curves.curve_of_trial(one, self.relation, curves.FIRST_PART)
             for one in event.events
         ]
-        bound = dp_accounting.rdp.compute_epsilon(orders, np.max(curves, axis=0), 1e-9)
-        interval = releases.pld_interval(bound[0], coarse)
-        trials = [releases.event_pld(e, self.relation, interval) for e in event.events]
-        return search.epsilon_of_best(event, trials, delta)
+        bound = dp_accounting.rdp.compute_epsilon(
+            orders, np.max(by_event, axis=0), 1e-9
+        )
+        interval = curves.pld_interval(bound[0], coarse)
+        trials = [curves.event_pld(e, self.relation, interval) for e in event.events]
+        return private_selection.epsilon_of_best(event, trials, delta)
 
-    def _compose_pld(
-        self, coarse: bool = False
-    ) -> privacy_loss_distribution.PrivacyLossDistribution:
-        counts: collections.Counter[dp_accounting.DpEvent] = collections.Counter()
+    def _compose_pld(self, coarse: bool = False) -> _Distribution:
+        counts: _Events = collections.Counter()
         for charge, count in self._others.items():
             counts[charge.dp_event("pld")] += count
         if self._mu_squared:
@@ -299,12 +346,42 @@ class PrivacyAccountant:
         largest_loss = math.inf
         with contextlib.suppress(ValueError):
             largest_loss = self.epsilon(1e-9)
-        interval = releases.pld_interval(largest_loss, coarse)
-        parts = []
-        for event, count in counts.items():
-            one = releases.event_pld(event, self.relation, interval)
+        coarse = coarse or len(counts) > _FEW_KINDS
+        interval = curves.pld_interval(largest_loss, coarse)
+        parts, rest = [], counts
+        # Of one kind to compose anew is quick, and cuts off fewer tails.
+        if self._composed is not None and len(counts) > 1:
+            kept_interval, kept, composed = self._composed
+            if kept_interval == interval and kept <= counts:
+                parts, rest = [composed], counts - kept
+        for event, count in rest.items():
+            one = curves.event_pld(event, self.relation, interval)
             parts.append(one.self_compose(count) if count > 1 else one)
-        return functools.reduce(lambda one, other: one.compose(other), parts)
+        whole = functools.reduce(lambda one, other: one.compose(other), parts)
+        self._composed = interval, counts, whole
+        return whole
+
+
+def _rdp_curve(charge: charge_lib.RoundCharge, part: int) -> np.ndarray:
+    return curves.rdp_curve(charge.dp_event("rdp"), charge.relation, part)
+
+
+# Canonne, Kamath & Steinke 2020, proposition 12, https://arxiv.org/abs/2004.00010,
+# rounded up: an epsilon by more than a delta, so that the delta of an epsilon is at
+# most the one that it was computed of.
+
+
+def _epsilons(orders: np.ndarray, rdp: np.ndarray, delta: float) -> np.ndarray:
+    """Returns epsilon at delta by each order; not below 0."""
+    logs = np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
+    found = np.maximum(rdp + logs, 0.0)
+    return found + 1e-12 * (found + rdp + np.abs(logs))
+
+
+def _log_deltas(orders: np.ndarray, rdp: np.ndarray, epsilon: float) -> np.ndarray:
+    """Returns the logarithm of delta at epsilon by each order."""
+    found = (orders - 1) * (rdp - epsilon + np.log1p(-1 / orders)) - np.log(orders)
+    return found + 1e-14 * ((orders - 1) * (rdp + epsilon) + np.log(orders) + 1)
 
 
 def _largest_sum(cohorts: Iterable[tuple[float, float, float]]) -> float:
@@ -329,7 +406,7 @@ def _unsampled(event: Any) -> Any:
     return {name: _unsampled(part) for name, part in event.items()}
 
 
-def tightest(charges: Iterable[charge_lib.RoundCharge]) -> str:
+def select_accountant(charges: Iterable[charge_lib.RoundCharge]) -> str:
     """Returns "pld" where it is tight and quick for a run, "rdp" elsewhere.
 
     That is where every round amounts to Gaussians, amplified in at most three
@@ -344,7 +421,7 @@ def tightest(charges: Iterable[charge_lib.RoundCharge]) -> str:
     amplified = [charge for charge in kinds if charge.is_amplified]
     by_rdp = (
         any(charge.noise_multiplier is None for charge in kinds)
-        or len(amplified) > _MOST_KINDS_FOR_PLD
+        or len(amplified) > _FEW_KINDS
         or any(
             charge.sampling == "fixed_size" and charge.sampling_probability >= 0.5
             for charge in amplified

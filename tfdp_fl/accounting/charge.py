@@ -14,9 +14,9 @@ import attr
 import dp_accounting
 
 from tfdp_fl import _storage, _validate, schedules
-from tfdp_fl.accounting import releases
+from tfdp_fl.accounting import gaussian, schema
 from tfdp_fl.accounting.known_selection import KnownSelectionDpEvent
-from tfdp_fl.accounting.search import BestOfTrialsDpEvent
+from tfdp_fl.accounting.private_selection import BestOfTrialsDpEvent
 
 if TYPE_CHECKING:
     from typing import Self
@@ -193,6 +193,7 @@ class Participation:
         """
         fields = dict(json.loads(text) if isinstance(text, str) else text)
         if "event" in fields:
+            schema.check_event(fields["event"])
             fields["event"] = event_from_json(fields["event"])
         return cls(**fields)
 
@@ -382,7 +383,7 @@ def noise_multiplier_of(event: dp_accounting.DpEvent) -> float | None:
     if isinstance(event, dp_accounting.GaussianDpEvent):
         return float(event.noise_multiplier)
     mu_squared = _mu_squared(event)
-    return None if mu_squared is None else releases.noise_of_mu_squared(mu_squared)
+    return None if mu_squared is None else gaussian.noise_of_mu_squared(mu_squared)
 
 
 def _mu_squared(event: dp_accounting.DpEvent) -> float | None:
@@ -416,7 +417,9 @@ def normalised(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
             "event must be a dp_accounting.DpEvent, got "
             f"{event!r} of type {type(event).__name__}."
         )
-    return event_from_json(event_to_json(event))
+    as_json = event_to_json(event)
+    schema.check_event(as_json)
+    return event_from_json(as_json)
 
 
 def _event_class(name: Any) -> Any:
@@ -444,10 +447,10 @@ def event_to_json(event: dp_accounting.DpEvent) -> dict[str, Any]:
         raise ValueError("event must not hold NaN.")
     if kind is dp_accounting.GaussianDpEvent:
         z = fields["noise_multiplier"]
-        if 0 < z < releases.LEAST_NOISE:
+        if 0 < z < gaussian.LEAST_NOISE:
             fields["noise_multiplier"] = 0.0
-        elif releases.MOST_NOISE < z < math.inf:
-            fields["noise_multiplier"] = releases.MOST_NOISE
+        elif gaussian.MOST_NOISE < z < math.inf:
+            fields["noise_multiplier"] = gaussian.MOST_NOISE
     return {"type": kind.__name__, **fields}
 
 

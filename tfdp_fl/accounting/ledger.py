@@ -33,14 +33,16 @@ import os
 import pathlib
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tfdp_fl
 from tfdp_fl import _interrupts, _storage, _validate
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import releases
+from tfdp_fl.accounting import gaussian
 from tfdp_fl.accounting.accountant import PrivacyAccountant
+from tfdp_fl.accounting.budget import BudgetExceededError, PrivacyBudget
+from tfdp_fl.accounting.rounding import upwards
 
 FORMAT = "tfdp_fl privacy ledger 3"
 _GENESIS = "0" * 64
@@ -74,31 +76,8 @@ class LedgerEntryError(LedgerError, ValueError):
     """A line would say what no round can have cost."""
 
 
-class BudgetExceededError(RuntimeError):
-    """The release would spend more than the budget; nothing was written."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Budget:
-    """The most that all releases in one ledger may cost together.
-
-    Attributes:
-      epsilon: Above 0.
-      delta: Between 0 and 1.
-      accountant: "rdp" or "pld": what epsilon is computed by.
-
-    Raises:
-      TypeError, ValueError: An argument is not allowed.
-    """
-
-    epsilon: float
-    delta: float
-    accountant: str = "rdp"
-
-    def __post_init__(self):
-        _validate.positive(epsilon=self.epsilon)
-        _validate.inside_unit_interval(delta=self.delta)
-        _validate.one_of(charge_lib.ACCOUNTANTS, accountant=self.accountant)
+class LedgerLineError(LedgerTamperedError, LedgerEntryError):
+    """A line of a file says what no round can have cost, or nobody can compute."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +91,8 @@ class LedgerEntry:
         guarantee is given.
       local: For noise added by clients, the largest spending of a single
         client: {"mu_squared": of this round, "max_mu_squared": so far}.
-      time: When the line was written, UTC, ISO 8601.
+      time: When the line was written, UTC, ISO 8601; "" for a search, whose time
+        tells of its trials.
       details: The mechanism's parameters of the round, and anything else.
       run: The id of the run that released the round.
       line_hash: The hash of its line: a `head` that the ledger once had.
@@ -137,12 +117,14 @@ class LedgerContents:
       entries: The rounds, in the order in which they were released.
       truncated: Whether the last line was cut short by a crash.
       head: The hash of the last whole line.
+      ended: Of each search that has ended, the digest of its result, by its run.
     """
 
     header: dict[str, Any]
     entries: tuple[LedgerEntry, ...]
     truncated: bool
     head: str
+    ended: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def with_entry(self, entry: LedgerEntry) -> LedgerContents:
         """Returns the contents with one more round at their end."""
@@ -204,7 +186,7 @@ class LedgerContents:
         spent = math.fsum(
             largest_mu_squared(entries) for entries in self.by_run().values()
         )
-        return releases.epsilon_of_mu_squared(spent, delta)
+        return gaussian.epsilon_of_mu_squared(spent, delta)
 
     def lost_mu_squared(self, next_round: int, run: str) -> float:
         """Returns what one client may have spent in rounds that were lost.
@@ -244,6 +226,7 @@ class PrivacyLedger:
     Attributes:
       path: The file.
       run: The id of the run whose rounds are recorded.
+      lock: Held while a line is written.
     """
 
     def __init__(
@@ -293,9 +276,12 @@ class PrivacyLedger:
         # A fork inherits the file, its lock and the place of the next line.
         self._process = os.getpid()
         self.run = new_run() if run is None else _checked_run(run)
-        # Flower's strategies share an open ledger: one of them records at a time.
-        self._recording = threading.Lock()
+        # Accounts may share an open ledger: one of them asks and records at a time.
+        self.lock = threading.RLock()
         self._descriptor: int | None = None
+        # What all lines cost, once a budget was asked, and whether that is all.
+        self._central: PrivacyAccountant | None = None
+        self._is_central = True
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         if mode == "create":
             flags |= os.O_EXCL
@@ -305,7 +291,8 @@ class PrivacyLedger:
                 f"hash {expected_head}."
             )
         try:
-            self._descriptor = os.open(self._place, flags, 0o600)
+            with _interrupts.after_the_block():  # What is open can be closed.
+                self._descriptor = os.open(self._place, flags, 0o600)
         except FileExistsError:
             raise FileExistsError(
                 errno.EEXIST,
@@ -320,8 +307,10 @@ class PrivacyLedger:
             ) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._contents = self._recover(expected_head)
-            if not self._contents.header:
+            contents = self._recover(expected_head)
+            self._header, self._head = contents.header, contents.head
+            self._entries, self._ended = [*contents.entries], dict(contents.ended)
+            if not self._header:
                 header = {
                     "format": FORMAT,
                     "version": tfdp_fl.__version__,
@@ -332,10 +321,8 @@ class PrivacyLedger:
                     "target_delta": target_delta,
                     "mechanism": mechanism,
                 }
-                head = self._append({"kind": "header", **header})
-                self._contents = dataclasses.replace(
-                    self._contents, header=header, head=head
-                )
+                self._head = self._append({"kind": "header", **header})
+                self._header = header
                 # The folder may be written but not read.
                 with contextlib.suppress(PermissionError):
                     _storage.sync_folder(os.path.dirname(self._place))
@@ -354,17 +341,17 @@ class PrivacyLedger:
     @property
     def head(self) -> str:
         """The hash of the last line: keep it elsewhere to detect a cut."""
-        return self._contents.head
+        return self._head
 
     @property
     def rounds(self) -> int:
         """How many rounds the ledger holds."""
-        return len(self.entries)
+        return len(self._entries)
 
     @property
     def entries(self) -> tuple[LedgerEntry, ...]:
         """The rounds that the ledger holds."""
-        return self._contents.entries
+        return tuple(self._entries)
 
     def record(
         self,
@@ -374,7 +361,7 @@ class PrivacyLedger:
         *,
         local: dict[str, float] | None = None,
         run: str | None = None,
-        budget: Budget | None = None,
+        budget: PrivacyBudget | None = None,
         **details: Any,
     ) -> None:
         """Writes one round's line, and returns when it is on the disk.
@@ -416,7 +403,7 @@ class PrivacyLedger:
         if charge is not None:
             _validate.instance_of(charge_lib.RoundCharge, charge=charge)
         if budget is not None:
-            _validate.instance_of(Budget, budget=budget)
+            _validate.instance_of(PrivacyBudget, budget=budget)
         body: dict[str, Any] = {
             "kind": "round",
             "run": self.run if run is None else _checked_run(run),
@@ -424,29 +411,60 @@ class PrivacyLedger:
             "cohort_size": _validate.non_negative_integer(cohort_size=cohort_size),
             "charge": charge and json.loads(charge.to_json()),
             "local": local and checked_local(local, charge),
-            "time": _now(),
+            "time": "" if "search" in details else _now(),
             "details": _storage.plain(details, _refuse),
         }
         entry = _entry(body)
-        with self._recording:
+        with self.lock:
             if budget is not None:
                 self._ask(budget, entry)
             with _interrupts.after_the_block():
                 # Else a line could be on the disk of which this object does not know.
-                entry = dataclasses.replace(entry, line_hash=self._append(body))
-                self._contents = self._contents.with_entry(entry)
+                self._head = self._append(body)
+                self._entries.append(dataclasses.replace(entry, line_hash=self._head))
+                if self._central is not None and charge is not None:
+                    self._central.add(charge)
 
-    def _ask(self, budget: Budget, entry: LedgerEntry) -> None:
+    def record_end(self, run: str, digest: str) -> None:
+        """Writes that a search has ended, without the time, which is secret.
+
+        Args:
+          run: The id of the search.
+          digest: Of its result, which is then the only one that it can have.
+
+        Raises:
+          LedgerError: As in `record`.
+        """
+        body = {"kind": "ended", "run": _checked_run(run), "digest": digest}
+        with self.lock, _interrupts.after_the_block():
+            self._head = self._append(body)
+            self._ended[run] = digest
+
+    def _ask(self, budget: PrivacyBudget, entry: LedgerEntry) -> None:
         """Raises BudgetExceededError if one more round would pass the budget."""
-        after = self._contents.with_entry(entry)
-        epsilon = after.epsilon(budget.delta, budget.accountant)
-        if entry.local is not None:  # Also where the header names no guarantee.
-            epsilon = max(epsilon, after.local_epsilon(budget.delta))
+        if self._central is None:
+            self._central = self._read().accountant()
+            self._is_central = all(each.charge is not None for each in self._entries)
+            self._is_central &= all(each.local is None for each in self._entries)
+        guarantee = self._header.get("mechanism", {}).get("guarantee")
+        if (
+            self._is_central
+            and guarantee not in ("local", "record")
+            and (entry.charge is not None and entry.local is None)
+        ):
+            after = self._central.with_charges(entry.charge)
+            epsilon = after.epsilon(budget.delta, budget.accountant)
+        else:
+            self._is_central = False
+            contents = self._read().with_entry(entry)
+            epsilon = contents.epsilon(budget.delta, budget.accountant)
+            if entry.local is not None:  # Also where the header names no guarantee.
+                epsilon = max(epsilon, contents.local_epsilon(budget.delta))
         if not epsilon <= budget.epsilon:
             raise BudgetExceededError(
-                f"Round {entry.round_index} would bring epsilon to {epsilon:.6g} at "
-                f"delta={budget.delta:g} by all {len(after.entries)} rounds "
-                f"of the ledger {self.path}, and the budget is {budget.epsilon:g}. "
+                f"Round {entry.round_index} would bring epsilon to {upwards(epsilon)} "
+                f"at delta={upwards(budget.delta)} by all {self.rounds + 1} rounds of "
+                f"the ledger {self.path}, and the budget is {upwards(budget.epsilon)}. "
                 "Nothing was written; the round must not be released."
             )
 
@@ -454,7 +472,16 @@ class PrivacyLedger:
         """Returns what the ledger holds now; others may write to one that is closed."""
         if self._descriptor is None:
             return PrivacyLedger.read(self._place)
-        return self._contents
+        return self._read()
+
+    def _read(self) -> LedgerContents:
+        return LedgerContents(
+            header=self._header,
+            entries=tuple(self._entries),
+            truncated=False,
+            head=self._head,
+            ended=dict(self._ended),
+        )
 
     def close(self) -> None:
         """Releases the file and its lock."""
@@ -464,6 +491,11 @@ class PrivacyLedger:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = None
+
+    def __del__(self) -> None:
+        """Lets go of the lock where whoever opened it was broken off."""
+        if getattr(self, "_descriptor", None) is not None:
+            self.close()
 
     def __enter__(self) -> PrivacyLedger:
         return self
@@ -613,21 +645,30 @@ def _parse(
     *lines, tail = data.split(b"\n")  # The last one is empty, or has no end.
     header: dict[str, Any] = {}
     entries: list[LedgerEntry] = []
+    ended: dict[str, str] = {}
     head, seen, whole = _GENESIS, {_GENESIS}, 0
     for number, line in enumerate([*lines, _without_rest(tail)], start=1):
         has_end = number <= len(lines)
         try:
             body, digest = _verified(line, head, number == 1, name)
-            if number == 1:
-                header = body
-            else:
-                entries.append(_entry(body, digest))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             if not has_end:
                 break
             raise LedgerTamperedError(
                 f"Line {number} of the ledger {name} does not verify: {error}. "
                 "A line was removed, changed or moved."
+            ) from error
+        try:
+            if number == 1:
+                header = body
+            elif body["kind"] == "ended":
+                _check_fields(body, _OF_END)
+                ended[body["run"]] = body["digest"]
+            else:
+                entries.append(_entry(body, digest))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise LedgerLineError(
+                f"Line {number} of the ledger {name} cannot be read: {error}"
             ) from error
         head = digest
         seen.add(head)
@@ -643,6 +684,7 @@ def _parse(
         entries=tuple(entries),
         truncated=whole < len(data) or not data,
         head=head,
+        ended=ended,
     )
     return contents, whole
 
@@ -681,7 +723,41 @@ def _verified(
     return body, digest
 
 
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**53
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) < 1000
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+# The fields of a line, and what they may be; an event has a schema of its own.
+_OF_END = {"run": _is_text, "digest": _is_text}
+_OF_ROUND = {
+    "run": lambda value: _is_text(value) and bool(value),
+    "time": _is_text,
+    "round": _is_count,
+    "cohort_size": _is_count,
+    "details": _is_object,
+    "charge": lambda value: value is None or isinstance(value, dict),
+    "local": lambda value: value is None or isinstance(value, dict),
+}
+
+
+def _check_fields(
+    body: dict[str, Any], checks: Mapping[str, Callable[[Any], bool]]
+) -> None:
+    for name, check in checks.items():
+        if not check(body[name]):
+            raise ValueError(f"{name} must not be {body[name]!r:.80}.")
+
+
 def _entry(body: dict[str, Any], line_hash: str = "") -> LedgerEntry:
+    _check_fields(body, _OF_ROUND)
     local, charge = body["local"], body["charge"]
     if charge is not None:
         charge = charge_lib.RoundCharge.from_json(charge)
@@ -705,6 +781,9 @@ def checked_local(
     Infinity is what a release without noise costs, so a round may say it, but
     not next to a charge that has noise.
     """
+    for name in ("mu_squared", "max_mu_squared"):
+        if isinstance(local[name], str | bool):
+            raise LedgerEntryError(f"{name} must be a number, got {local[name]!r:.80}.")
     checked = {name: float(local[name]) for name in ("mu_squared", "max_mu_squared")}
     for name, value in checked.items():
         if not value >= 0:

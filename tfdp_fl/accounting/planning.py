@@ -14,6 +14,7 @@ from scipy import optimize
 from tfdp_fl import _validate, schedules
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting.accountant import Charges, PrivacyAccountant
+from tfdp_fl.accounting.rounding import upwards
 
 # Nobody trains longer; without it a free mechanism would never stop.
 _MOST_ROUNDS = 1 << 40
@@ -133,13 +134,13 @@ def max_rounds(
             history = PrivacyAccountant(_planned(z, sampling, num_clients, m, rounds))
             return history.epsilon(delta, by)
 
-        return most_rounds(cost, target, limit, guess)
+        return largest_affordable(cost, target, limit, guess)
 
     by_rdp = most("rdp", 1)
     return by_rdp if accountant == "rdp" else most(accountant, max(by_rdp, 1))
 
 
-def most_rounds(
+def largest_affordable(
     cost: Callable[[int], float], target: float, limit: int, guess: int
 ) -> int:
     """Returns how many rounds cost no more than a target, of at most `limit`.
@@ -266,8 +267,9 @@ def _solve(
     while epsilon(high) > wanted:
         if high >= limit:
             raise ValueError(
-                f"target_epsilon={target:g} at delta={delta:g} cannot be kept by any "
-                f"noise multiplier up to {limit:.4g} (epsilon is {epsilon(high):.4g} "
+                f"target_epsilon={upwards(target)} at delta={upwards(delta)} cannot be "
+                f"kept by any noise multiplier up to {limit:.4g} (epsilon is "
+                f"{upwards(epsilon(high))} "
                 "there)."
             )
         low, high, factor = high, min(limit, high * factor), factor * factor

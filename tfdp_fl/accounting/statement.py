@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfdp_fl import _storage, _validate
-from tfdp_fl.accounting import charge
+from tfdp_fl.accounting import charge, rounding
 
 if TYPE_CHECKING:
     import jinja2
@@ -91,6 +91,7 @@ class StatementFacts:
       rounds: How many rounds were released.
       rounds_of_others: How many rounds of other runs the epsilons count as
         well.
+      evaluated: N of each private release of clients' metrics that they count.
       epsilon_rdp: Central epsilon by Renyi accounting.
       epsilon_pld: Central epsilon by privacy loss distributions.
       pld_is_exact: Whether `epsilon_pld` is the exact one of a Gaussian.
@@ -121,6 +122,7 @@ class StatementFacts:
     cohort_sizes: Sequence[int] = ()
     rounds: int = 0
     rounds_of_others: int = 0
+    evaluated: Sequence[int] = ()
     epsilon_rdp: Epsilon = None
     epsilon_pld: Epsilon = None
     pld_is_exact: bool = False
@@ -192,7 +194,9 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
     # Locally any two data sets of a client are neighbours.
     relation = charge.relation_of("fixed_size" if local else facts.sampling)
     populations = list(facts.populations) or [facts.num_clients]
-    implied = _implied_caveats(facts, delta, best, populations)
+    # A guarantee for a client of an evaluation needs a delta for that, too.
+    protected = [*populations, *facts.evaluated]
+    implied = _implied_caveats(facts, delta, best, protected)
     content: dict[str, Any] = {
         **vars(facts),
         "has_guarantee": math.isfinite(best),
@@ -219,11 +223,12 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
         "facts": facts,
         "neighbours": relation.value,
         "secret": facts.sampling in _SECRET,
-        "at_delta": f"delta = {delta:g}",
+        "at_delta": f"delta = {rounding.upwards(delta, 6)}",
+        "delta_text": rounding.upwards(delta, 6),
         "best": best,
         "known": known,
         "central_epsilon": values["central_epsilon"],
-        "factor": f"{math.exp(best):.3g}" if best < 700 else f"exp({_up(best)})",
+        "factor": rounding.factor_upwards(best),
     }
     template = _template()
     for name, block in template.blocks.items():
@@ -287,20 +292,14 @@ def _template() -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters.update(
-        up=_up, counted=_counted, is_finite=math.isfinite, number=_number, short=_short
+        up=rounding.upwards,
+        counted=_counted,
+        is_finite=math.isfinite,
+        number=_number,
+        short=_short,
     )
     text = pathlib.Path(__file__).with_name("statement.txt").read_text("utf-8")
     return environment.from_string(text)
-
-
-def _up(value: float) -> str:
-    """Writes an epsilon with four significant digits, rounded up."""
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    unit = 10.0 ** (math.floor(math.log10(abs(value))) - 3)
-    # A hair of tolerance, or 2.5 would become 2.501.
-    rounded = math.ceil(value / unit - 1e-9) * unit
-    return f"{rounded:.4g}" if rounded < 1e4 else f"{rounded:.0f}"
 
 
 def _number(value: float) -> str:

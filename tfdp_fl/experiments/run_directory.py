@@ -21,6 +21,7 @@ import shutil
 from typing import Any
 
 from tfdp_fl import _storage
+from tfdp_fl.accounting import upwards
 from tfdp_fl.keras import callbacks
 
 CONFIG = "config.json"
@@ -103,7 +104,12 @@ class HistoryFile(callbacks.FederatedCallback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Adds a round's row; rounds are counted from 1, as printed."""
         row = {"round": epoch + 1, **(logs or {})}
-        self._rows.append({name: f"{value:.7g}" for name, value in row.items()})
+        self._rows.append(
+            {
+                name: upwards(value, 7) if name == "epsilon" else f"{value:.7g}"
+                for name, value in row.items()
+            }
+        )
         columns = dict.fromkeys(name for row in self._rows for name in row)
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, [*columns], lineterminator="\n")

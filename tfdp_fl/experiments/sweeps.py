@@ -29,6 +29,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp_fl import _on_use, _storage, _validate
+from tfdp_fl.accounting import upwards
 from tfdp_fl.experiments import run_directory, training
 from tfdp_fl.experiments.settings import Settings
 
@@ -38,6 +39,7 @@ _FIGURES = (
     *("accuracy", "loss", "epsilon", "delta", "central_epsilon"),
     *("rounds", "seconds"),
 )
+_ROUNDED_UP = ("epsilon", "delta", "central_epsilon")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +126,7 @@ def run_sweep(
         result = _run(trial, path)
         print(
             f"{head}: accuracy {result['accuracy']:.4f}, epsilon "
-            f"{result['epsilon']:.4g}, {result['rounds']} rounds, "
+            f"{upwards(result['epsilon'])}, {result['rounds']} rounds, "
             f"{result['seconds']:.0f} s",
             flush=True,
         )
@@ -188,11 +190,11 @@ def write_tables(root: pathlib.Path, trials: Sequence[Trial]) -> None:
     summary["accuracy"] = by_run["accuracy"].mean()
     summary["stddev"] = by_run["accuracy"].std()
     # The worst of the seeds.
-    summary[["epsilon", "delta", "central_epsilon"]] = by_run[
-        ["epsilon", "delta", "central_epsilon"]
-    ].max()
+    summary[[*_ROUNDED_UP]] = by_run[[*_ROUNDED_UP]].max()
     summary[["rounds", "seconds"]] = by_run[["rounds", "seconds"]].mean()
     root.mkdir(parents=True, exist_ok=True)
     for name, table in (("runs", runs.drop(columns="run")), ("summary", summary)):
+        for figure in _ROUNDED_UP:
+            table[figure] = table[figure].map(lambda v: upwards(v, 7), "ignore")
         text = table.to_csv(index=False, float_format="%.7g")
         _storage.write_text(root / f"{name}.csv", text)

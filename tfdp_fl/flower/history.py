@@ -13,10 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from tfdp_fl import _validate, mechanisms
-from tfdp_fl.accounting import accountant as accountant_lib
-from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import ledger as ledger_lib
+from tfdp_fl import _validate, accounting, mechanisms
+from tfdp_fl.accounting import account as account_lib
 
 # The name of a client that is a node.
 ClientOf = Callable[[int], str | int]
@@ -38,7 +36,7 @@ class ReleasedRound:
     server_round: int
     clip_norm: float
     num_replies: int
-    charge: charge_lib.RoundCharge
+    charge: accounting.RoundCharge
     is_released: bool = True
 
 
@@ -58,8 +56,8 @@ class RoundHistory:
     def __init__(
         self,
         sampling: str,
-        budget: ledger_lib.Budget | None,
-        ledger: str | os.PathLike[str] | ledger_lib.PrivacyLedger | None,
+        budget: accounting.PrivacyBudget | None,
+        ledger: str | os.PathLike[str] | accounting.PrivacyLedger | None,
         description: str,
     ):
         """Opens the ledger, if there is one.
@@ -70,15 +68,16 @@ class RoundHistory:
         """
         self.released: list[ReleasedRound] = []
         self.budget, self._sampling = budget, sampling
-        self.ledger: ledger_lib.PrivacyLedger | None = None
+        self.ledger: accounting.PrivacyLedger | None = None
+        self._account = account_lib.PrivacyAccount(account_lib.CENTRAL, 1)
         if ledger is None:
             return
-        kinds = (str, os.PathLike, ledger_lib.PrivacyLedger)
+        kinds = (str, os.PathLike, accounting.PrivacyLedger)
         _validate.instance_of(kinds, ledger=ledger)
-        if isinstance(ledger, ledger_lib.PrivacyLedger):
+        if isinstance(ledger, accounting.PrivacyLedger):
             self.ledger = ledger
         else:
-            self.ledger = ledger_lib.PrivacyLedger(
+            self.ledger = accounting.PrivacyLedger(
                 ledger,
                 mode="append",
                 target_epsilon=budget.epsilon if budget else None,
@@ -86,7 +85,8 @@ class RoundHistory:
                 mechanism={"guarantee": "central", "name": description},
             )
         try:
-            self._charges()
+            self._account.keep_ledger("", self.ledger, self.ledger.run)
+            self._refresh()
         except ValueError:
             if self.ledger is not ledger:
                 self.ledger.close()
@@ -102,40 +102,37 @@ class RoundHistory:
         """How many of them others released: they stand in the ledger only."""
         return self.num_rounds - len(self.released)
 
-    def accountant(self) -> accountant_lib.PrivacyAccountant:
+    def accountant(self) -> accounting.PrivacyAccountant:
         """Returns what all charged rounds cost."""
-        return accountant_lib.PrivacyAccountant(self._charges())
+        self._refresh()
+        return self._account.central
 
-    def _charges(self) -> list[charge_lib.RoundCharge]:
-        """Returns what rounds cost, those of other runs in the ledger too, or raises.
+    def _refresh(self, _: Any = None) -> None:
+        """Counts what others wrote into the ledger.
 
         Raises:
-          ValueError: One has no central charge, or another sampling.
+          ValueError: a round has no central charge, or another sampling.
         """
-        if self.ledger is None:
-            return [released.charge for released in self.released]
-        charges = []
-        for entry in self.ledger.entries:
+        ledger, known = self.ledger, self._account.known_ledgers.get("")
+        if ledger is None or ledger.head == known:
+            return
+        for entry in ledger.entries:
             if entry.charge is None or entry.charge.sampling != self._sampling:
                 raise ValueError(
                     f"ledger must hold rounds of {self._sampling} sampling and "
-                    f"with a central charge only, got {self.ledger.path} with one "
+                    f"with a central charge only, got {ledger.path} with one "
                     f"of {entry.charge!r}: its neighbouring relation is another, "
                     "and no one epsilon covers both."
                 )
-            charges.append(entry.charge)
-        return charges
+        self._account.refresh()
 
     def affords(self, planned: ReleasedRound) -> bool:
         """Whether a round may be run without passing the budget."""
-        if self.budget is None:
-            return True
-        after = self.accountant().would_be(planned.charge)
-        epsilon = after.epsilon(self.budget.delta, self.budget.accountant)
-        return epsilon <= self.budget.epsilon
+        self._refresh()
+        return self.budget is None or self._account.allows(self.budget, planned.charge)
 
-    def add(self, released: ReleasedRound) -> None:
-        """Charges a round, on disk first; asks the budget in the same act.
+    def add(self, released: ReleasedRound) -> accounting.Charge:
+        """Charges a round, on disk first; returns the receipt.
 
         Raises:
           BudgetExceededError: if it would pass the budget, because others wrote
@@ -143,19 +140,22 @@ class RoundHistory:
           LedgerWriteError: if its line could not be written.
           In both cases nothing is charged, and it must not be released.
         """
-        if self.ledger is not None:
-            abandoned: dict[str, Any] = {} if released.is_released else {"abandoned": 1}
-            self.ledger.record(
-                self.ledger.rounds,
-                released.charge,
-                int(released.charge.clients_per_round),
-                budget=self.budget,
-                server_round=released.server_round,
-                clip_norm=released.clip_norm,
-                num_replies=released.num_replies,
+        abandoned: dict[str, Any] = {} if released.is_released else {"abandoned": 1}
+        paid = self._account.charge(
+            released.charge,
+            budgets=[] if self.budget is None else [self.budget],
+            ask=self._refresh,
+            round_index=self.num_rounds,
+            cohort_size=int(released.charge.clients_per_round),
+            details={
+                "server_round": released.server_round,
+                "clip_norm": released.clip_norm,
+                "num_replies": released.num_replies,
                 **abandoned,
-            )
+            },
+        )
         self.released.append(released)
+        return paid
 
 
 class Correlation:

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from tfdp_fl import _validate, mechanisms
+from tfdp_fl import _validate, accounting, mechanisms
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.accounting import statement
@@ -138,7 +138,7 @@ class PrivateRounds:
         _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
         budget = None
         if target_epsilon is not None or target_delta is not None:
-            budget = ledger_lib.Budget(
+            budget = accounting.PrivacyBudget(
                 _validate.positive(target_epsilon=target_epsilon),
                 _validate.inside_unit_interval(target_delta=target_delta),
                 accountant,
@@ -416,10 +416,11 @@ class PrivateRounds:
 
     def _stop_before(self, server_round: int) -> None:
         self.stopped_before_round = server_round
-        budget = cast(ledger_lib.Budget, self._history.budget)
+        budget = cast(accounting.PrivacyBudget, self._history.budget)
         _logger.warning(
-            "Stopped before round %s, which would bring epsilon above %g at delta=%g.",
-            *(server_round, budget.epsilon, budget.delta),
+            "Stopped before round %s, which would bring epsilon above %s at delta=%s.",
+            server_round,
+            *map(accounting.upwards, (budget.epsilon, budget.delta)),
         )
 
     def _release(
@@ -497,8 +498,8 @@ class PrivateRounds:
         try:
             # On the disk before anything of the round can be seen; if this raises,
             # nothing has moved.
-            self._history.add(charged)
-        except ledger_lib.BudgetExceededError:
+            self._history.add(charged).use()
+        except accounting.BudgetExceededError:
             self._stop_before(server_round)
             return None
         if kept is not None:

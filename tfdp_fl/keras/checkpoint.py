@@ -354,7 +354,7 @@ class InterruptedRun:
                 )
         for name, contents in ledgers.items():
             # All lines are counted. If more come, another process goes on as well.
-            spending.absorb(contents, run.run_id, name)
+            spending.merge_ledger(contents, run.run_id, name)
             spending.lost_mu_squared = max(
                 spending.lost_mu_squared,
                 contents.lost_mu_squared(run.rounds, run.run_id),
@@ -367,7 +367,7 @@ class InterruptedRun:
             # What lost rounds released, the memory knows nothing of; nor does
             # it go with coefficients that this machine chose otherwise.
             run.mechanism_state = query.new_segment(run.mechanism_state)
-        spending.keep_others(prepared.spending.others)
+        spending.merge_runs(prepared.spending.others)
         for variable, value in pairs:
             variable.assign(tf.cast(value, variable.dtype))
         fed.require_compiled("fit").set_learning_rate(state["learning_rate"])

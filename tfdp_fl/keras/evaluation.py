@@ -15,7 +15,6 @@ Privacy, 2014, appendix A).
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import math
@@ -28,15 +27,16 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _interrupts, _validate, engine
+from tfdp_fl.accounting import Charge
+from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests, persons
 from tfdp_fl.engine import program, tff_models
 from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.keras import preparation
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.callbacks import Ledger
-from tfdp_fl.keras.callbacks.federated_callback import told_of_rounds
+from tfdp_fl.keras.callbacks.federated_callback import PrivacyBudget, told_of_rounds
 
 if TYPE_CHECKING:
     from tfdp_fl.keras.model import DPFederatedModel
@@ -324,9 +324,13 @@ class PrivateMetrics:
         return np.where(usable[:, None], vectors, 0.0)
 
     def released(
-        self, values: Mapping[str, np.ndarray], generator: np.random.Generator
+        self,
+        values: Mapping[str, np.ndarray],
+        generator: np.random.Generator,
+        paid: Charge,
     ) -> dict[str, Any]:
         """Returns the noisy result of all clients' metrics, by name, [N]."""
+        paid.use()
         total = self.contributions(values).sum(axis=0)
         noise = generator.normal(size=total.shape)
         # Everything is computed from the noisy sum: nothing else is used.
@@ -360,10 +364,10 @@ def release(
     _check(fed)
     with contextlib.ExitStack() as stack:
         # One at a time, also within a fit: it closes the ledgers that it opened.
-        stack.enter_context(run_lib.fitting(fed, "evaluate_clients"))
+        stack.enter_context(run_lib.fit_lock(fed, "evaluate_clients"))
         if not run_lib.is_fitting(fed.model):
             # To ledgers it is a fit of no rounds: what they tell counts.
-            fitting = run_lib.fitting(fed.model, "evaluate_clients")
+            fitting = run_lib.fit_lock(fed.model, "evaluate_clients")
             stack.enter_context(fitting)
             ledgers = [c for c in fed.federated_callbacks if isinstance(c, Ledger)]
             stack.enter_context(told_of_rounds(ledgers, fed.rounds, fed.rounds))
@@ -379,11 +383,12 @@ def release(
         private.contributions(values)  # Raises before anything is charged.
         with _interrupts.after_the_block():
             # Broken off between, a ledger has a line that the run does not know of.
-            _pay(fed, charge)
-            return private.released(values, np.random.Generator(np.random.Philox()))
+            paid = _pay(fed, charge)
+            generator = np.random.Generator(np.random.Philox())
+            return private.released(values, generator, paid)
 
 
-def _check(fed: DPFederatedModel) -> spending_lib.Spending:
+def _check(fed: DPFederatedModel) -> account_lib.PrivacyAccount:
     """Raises ValueError unless there is an account for a release beside the rounds."""
     run_lib.check_owner(fed)
     spending = fed.spending
@@ -410,17 +415,28 @@ def _check(fed: DPFederatedModel) -> spending_lib.Spending:
 
 def _ask(fed: DPFederatedModel, charge: charge_lib.RoundCharge) -> None:
     """Raises ValueError if a release beside the rounds cannot be paid for."""
-    _check(fed).central.would_be(charge)  # Of the same neighbouring relation.
+    _check(fed).central.with_charges(charge)  # Of the same neighbouring relation.
     for callback in fed.federated_callbacks:
         callback.check_release(charge)
 
 
-def _pay(fed: DPFederatedModel, charge: charge_lib.RoundCharge) -> None:
-    """Charges a release: the budgets are asked, then ledgers, then memory."""
-    name = spending_lib.new_evaluation()
-    spent = spending_lib.OtherRun(charges=collections.Counter([charge]), mu_squared=0.0)
-    with run_lib.charging:
+def _pay(fed: DPFederatedModel, charge: charge_lib.RoundCharge) -> Charge:
+    """Charges a release; returns the receipt."""
+    name = account_lib.new_evaluation()
+
+    def ask(_: Charge) -> None:
         _ask(fed, charge)
         for callback in fed.federated_callbacks:
             callback.on_release_charged(name, charge)
-        _check(fed).keep_others({name: spent})
+
+    budgets = [
+        c.budget for c in fed.federated_callbacks if isinstance(c, PrivacyBudget)
+    ]
+    return _check(fed).charge(
+        charge,
+        budgets=budgets,
+        ask=ask,
+        name=name,
+        round_index=max(0, fed.rounds - 1),
+        details={"evaluation": True},
+    )

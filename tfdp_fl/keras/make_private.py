@@ -63,7 +63,7 @@ def make_private(
       sampling: "poisson", "fixed_size", "shuffled" or "cyclic".
       accountant: "rdp" or "pld", for the calibration and for `epsilon` of the
         returned model; None: PLD, the tighter one, wherever it is tight and
-        quick (`accounting.tightest`), and RDP elsewhere.
+        quick (`accounting.select_accountant`), and RDP elsewhere.
       **options: Further arguments of the mechanism (such as `clip_norm`) and
         of `DPFederatedModel`. "median" is private here: its
         `median_noise_multiplier`, unless given, is
@@ -87,8 +87,8 @@ def make_private(
     if target_delta * num_clients >= 1:
         warnings.warn(
             f"target_delta should be below 1 / num_clients = {1 / num_clients:.3g}, "
-            f"got {target_delta:g}: a mechanism that publishes one of the "
-            f"{num_clients} clients outright could have that delta.",
+            f"got {accounting.upwards(target_delta)}: a mechanism that publishes one "
+            f"of the {num_clients} clients outright could have that delta.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -137,7 +137,7 @@ def make_private(
         # (PLD cuts off tails of about 1e-15.)
         if accountant is None and target_delta >= 1e-12:
             kinds = charges(1.0 if limit is None else min(1.0, limit))
-            tightest = accounting.tightest(charge for charge, _ in kinds)
+            tightest = accounting.select_accountant(charge for charge, _ in kinds)
             target = dataclasses.replace(target, accountant=tightest)
         why = "" if limit is None else f" {make(_TINY).noise_limit_reason}"
         try:

@@ -23,7 +23,7 @@ from tfdp_fl import (
     keras_versions,
     schedules,
 )
-from tfdp_fl.accounting import spending as spending_lib
+from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.datasets import persons
 from tfdp_fl.engine import CohortEngine, Training
 from tfdp_fl.keras import (
@@ -211,7 +211,7 @@ class DPFederatedModel:
         own = set(dir(self.model)) & HANDED_ON
         return sorted({*super().__dir__(), *own})
 
-    @run_lib.alone
+    @run_lib.exclusive
     def compile(
         self,
         optimizer: Any = "sgd",
@@ -366,7 +366,7 @@ class DPFederatedModel:
     # Training.
 
     @_interrupts.recognised()
-    @run_lib.alone
+    @run_lib.exclusive
     def fit(
         self,
         clients: Any = None,
@@ -523,7 +523,7 @@ class DPFederatedModel:
             # Interrupted between, the weights come back without what they cost.
             if interrupted is not None:
                 run = interrupted.restore(self, engine, run)
-                run_lib.claim(self, engine.server.variables)
+                run_lib.mark_owner(self, engine.server.variables, self.model)
             if audit is not None:
                 audit.begin(engine)
                 run.audit = audit
@@ -586,7 +586,7 @@ class DPFederatedModel:
         return 0 if self.run is None else self.run.rounds
 
     @property
-    def spending(self) -> spending_lib.Spending | None:
+    def spending(self) -> account_lib.PrivacyAccount | None:
         """What the rounds have cost; None before the first `fit`."""
         return None if self.run is None else self.run.spending
 
@@ -639,7 +639,8 @@ class DPFederatedModel:
             delta = self.setup.delta or run.budget_delta
         if delta is None:
             sizes = [size for size, _ in run.populations]
-            units = run.num_records or max(run.spending.clients.num_clients, *sizes)
+            sizes.append(run.spending.per_client.num_clients)
+            units = run.num_records or max(sizes)
             delta = min(0.5, units**-1.1)
         return accounting.privacy_statement(
             statement.facts(run, cohort_engine), delta, format

@@ -17,7 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import engine, keras_versions, sampling
-from tfdp_fl.accounting import spending as spending_lib
+from tfdp_fl.accounting import account as account_lib
+from tfdp_fl.accounting import upwards
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 from tfdp_fl.engine import labels, trainer
 from tfdp_fl.keras.run import FitPlan, Population, Run
@@ -66,7 +67,7 @@ def prepare(
         max_participations=participations,
     )
     mechanism.check(deployment)
-    if mechanism.guarantee not in spending_lib.BY_CLIENT:
+    if mechanism.guarantee not in account_lib.BY_CLIENT:
         # Schedules go on where they were.
         mechanism.check(dataclasses.replace(deployment, rounds=plan.last_round))
     cohort_engine = _engine(fed, clients, plan, deployment, moments)
@@ -92,7 +93,7 @@ def prepare(
         "releasing": False,
     }
     if run is None:
-        spending = spending_lib.Spending(mechanism.guarantee, clients.num_clients)
+        spending = account_lib.PrivacyAccount(mechanism.guarantee, clients.num_clients)
         run = Run(setup=setup, spending=spending, **of_this_fit)
     else:
         run = dataclasses.replace(run, **of_this_fit)
@@ -169,7 +170,7 @@ def _records(
     cannot be read count as none: they fail in their rounds as well, and
     one of them is not to end the run.
     """
-    if mechanism.guarantee != spending_lib.RECORD:
+    if mechanism.guarantee != account_lib.RECORD:
         return None, None
     if clients.is_indexed:
         sizes = clients.client_sizes().tolist()
@@ -208,7 +209,7 @@ def _calibrated_for(
     """
     run, mechanism, target = fed.run, fed.mechanism, fed.setup.target
     rounds = plan.last_round - plan.first_round
-    if mechanism.guarantee in spending_lib.BY_CLIENT:
+    if mechanism.guarantee in account_lib.BY_CLIENT:
         if resumed is not None:
             return resumed
         if run is not None and run.populations:
@@ -218,8 +219,8 @@ def _calibrated_for(
                 warnings.warn(
                     f"rounds={rounds} goes beyond the {before} rounds for which "
                     f"{mechanism.name} set its noise to keep "
-                    f"epsilon={mechanism.epsilon:g}. The noise stays as it was, and "
-                    "epsilon will be larger.",
+                    f"epsilon={upwards(mechanism.epsilon)}. The noise stays as it was, "
+                    "and epsilon will be larger.",
                     RuntimeWarning,
                     stacklevel=5,
                 )
@@ -240,7 +241,7 @@ def _engine(
 ) -> engine.CohortEngine:
     setup, training = fed.setup, fed.require_compiled("fit")
     bound_to = deployment
-    if fed.mechanism.guarantee not in spending_lib.BY_CLIENT:
+    if fed.mechanism.guarantee not in account_lib.BY_CLIENT:
         bound_to = dataclasses.replace(deployment, rounds=None, max_participations=None)
     made_for = training, bound_to, clients.element_spec, moments
     if fed.engine is not None and fed.engine.made_for == made_for:

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from tfdp_fl import _interrupts, auditing, sampling
+from tfdp_fl.accounting import BudgetExceededError, Charge, upwards
+from tfdp_fl.accounting.rounding import upwards_for_bar
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import Executor, PendingRound, RoundInputs, secure_sum
 from tfdp_fl.keras import run as run_lib
@@ -188,9 +190,9 @@ class RoundLoop:
         # Broken off later, a round would be charged and not released, or
         # released and not in the history.
         whole.enter_context(_interrupts.after_the_block())
-        self._charge(inputs, failed + pending.without_noise)
+        paid = self._charge(inputs, failed + pending.without_noise)
         self.run.sampler.release(cohort)
-        released = self._release(pending)
+        released = self._release(pending, paid)
         if failed:
             self.run.caveats.add("clients_excluded")
         # The metrics first, as Keras orders them.
@@ -219,39 +221,59 @@ class RoundLoop:
             windows=None if run.windows is None else run.windows[positions],
         )
 
-    def _charge(self, inputs: RoundInputs, silent: int = 0) -> None:
-        """Pays for a round: first in every ledger, then in memory.
+    def _charge(self, inputs: RoundInputs, silent: int = 0) -> Charge:
+        """Pays for a round; returns the receipt.
 
-        Of its clients so many were `silent`: they added no noise of their own.
+        `silent`: clients that added no noise of their own.
         """
         run, positions, spending = self.run, inputs.positions, self.run.spending
-        charge = run.cost(inputs.round_index, len(positions) - silent)
-        mu_squared, local = run.mu_squared, None
-        if spending.by_client:
-            after = spending.clients.copy()
-            after.add(positions, mu_squared)
-            most = after.max_mu_squared
-            local = {"mu_squared": mu_squared, "max_mu_squared": most}
+        cost = run.cost(inputs.round_index, len(positions) - silent)
         details: dict[str, Any] = {
-            "cohort_size": len(positions),
             "noise_multiplier": inputs.noise_multiplier,
             "noise_generator": self.setup.noise_generator,
-            "local": local,
         }
-        with run_lib.charging:
-            run_lib.check_owner(self.fed)
-            if not self._is_allowed(inputs.round_index):
-                raise _BudgetSpentError
-            for callback in self.federated:
-                callback.on_round_charged(inputs.round_index, charge, details)
-            spending.charge(charge, positions, mu_squared)
-            run_lib.claim(self.fed, self.engine.server.variables)
-        if run.populations[-1:] != [run.population]:
-            run.populations.append(run.population)
 
-    def _release(self, pending: PendingRound) -> dict[str, float]:
+        def ask(asked: Charge) -> None:
+            run_lib.mark_owner(self.fed, self.engine.server.variables)
+            if not self._is_allowed(inputs.round_index):
+                raise BudgetExceededError
+            told = {"cohort_size": asked.cohort_size, "local": asked.local, **details}
+            for callback in self.federated:
+                callback.on_round_charged(inputs.round_index, cost, told)
+
+        before = spending.rounds
+        try:
+            paid = spending.charge(
+                cost,
+                budgets=[
+                    each.budget
+                    for each in self.federated
+                    if isinstance(each, PrivacyBudget)
+                ],
+                ask=ask,
+                positions=positions,
+                mu_squared=run.mu_squared,
+                round_index=inputs.round_index,
+                cohort_size=len(positions),
+                details=details,
+            )
+        except BudgetExceededError as error:
+            raise _BudgetSpentError from error
+        except BaseException:
+            # One of several ledgers may have it, where another one failed.
+            if spending.rounds > before:
+                run.caveats.add("rounds_charged_twice")
+            raise
+        finally:
+            is_new = run.populations[-1:] != [run.population]
+            if spending.rounds > before and is_new:
+                run.populations.append(run.population)
+        return paid
+
+    def _release(self, pending: PendingRound, paid: Charge) -> dict[str, float]:
         """Lets the model change by what was paid for."""
         run = self.run
+        paid.use()
         run.releasing = True
         run.mechanism_state, released = self.engine.release(pending)
         run.cohort_sizes.append(len(pending.inputs.positions))
@@ -313,9 +335,14 @@ def _progress(verbose: int, first_round: int, last_round: int) -> Any:
         }
         if bar is not None:
             bar.stateful_metrics = {*shown}
+            if "epsilon" in shown:
+                shown["epsilon"] = upwards_for_bar(shown["epsilon"])
             bar.update(done - first_round, shown.items())
         elif verbose:
-            values = "".join(f" - {name}: {v:.4g}" for name, v in shown.items())
+            values = "".join(
+                f" - {name}: {upwards(v) if name == 'epsilon' else f'{v:.4g}'}"
+                for name, v in shown.items()
+            )
             print(f"Round {done}/{last_round} - {seconds:.2f}s{values}", flush=True)
 
     return show

@@ -24,8 +24,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import accounting, keras_versions, sampling
+from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import ledger as ledger_lib
-from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.auditing import CanaryAudit
 from tfdp_fl.keras.training_setup import TrainingSetup
 from tfdp_fl.mechanisms import Deployment, Round, noise
@@ -149,8 +149,6 @@ class Run:
       audit: The last `CanaryAudit`; no checkpoint keeps it.
       releasing: Whether a release has begun and not ended: if it was broken off, the
         model may have moved by a round that `rounds` does not count.
-      known_ledgers: The hash of the last line that this run knows of each
-        ledger, by the ledger's path.
       attempts: Numbers the draws of all rounds; no checkpoint keeps it.
       executor: How clients were trained, for people to read; nor this.
     """
@@ -159,7 +157,7 @@ class Run:
     plan: FitPlan
     sampler: sampling.CohortSampler
     deployment: Deployment
-    spending: spending_lib.Spending
+    spending: account_lib.PrivacyAccount
     population: Population
     reading: tuple[object, ...] | None = None
     run_id: str = dataclasses.field(default_factory=ledger_lib.new_run)
@@ -175,13 +173,17 @@ class Run:
     budget_delta: float | None = None
     audit: CanaryAudit | None = None
     releasing: bool = False
-    known_ledgers: dict[str, str] = dataclasses.field(default_factory=dict)
     attempts: Attempts = dataclasses.field(default_factory=Attempts)
     executor: str | None = None
 
+    @property
+    def known_ledgers(self) -> dict[str, str]:
+        """The hash of the last line that is counted of each ledger, by its path."""
+        return self.spending.known_ledgers
+
     def begin_fit(self, validation: Validation) -> None:
         """Prepares for the clients of a `fit`, and notes what it was given."""
-        self.spending.expect(self.population[0])
+        self.spending.set_population(self.population[0])
         if self.plan.seed is not None:
             self.caveats.add("seed_given")
         if self.setup.noise_generator == noise.PHILOX:
@@ -231,13 +233,15 @@ class Run:
         sampler.restore(state["sampler"])
         plain = {name: state[name] for name in _PLAIN}
         plain["populations"] = [(n, ids) for n, ids in state["populations"]]
-        plain["known_ledgers"] = {**prepared.known_ledgers, **state["known_ledgers"]}
+        spending = account_lib.PrivacyAccount.from_state(state["spending"])
+        known = plain.pop("known_ledgers")
+        spending.known_ledgers = {**prepared.known_ledgers, **known}
         return dataclasses.replace(
             prepared,
             **plain,
             sampler=sampler,
             caveats=set(state["caveats"]),
-            spending=spending_lib.Spending.from_state(state["spending"]),
+            spending=spending,
             mechanism_state=tf.nest.pack_sequence_as(prepared.mechanism_state, values),
         )
 
@@ -250,13 +254,13 @@ class Run:
         return self.sampler.unsettled or self.sampler.draw()
 
     def taking_part(
-        self, positions: np.ndarray, account: spending_lib.LocalAccount | None = None
+        self, positions: np.ndarray, account: account_lib.LocalAccount | None = None
     ) -> np.ndarray:
         """Returns a cohort without those who took part as often as they may."""
         limit = self.setup.mechanism.max_participations
         if limit is None:
             return positions
-        account = account or self.spending.clients
+        account = account or self.spending.per_client
         return positions[account.participations[positions] < limit]
 
     def cost(
@@ -264,15 +268,17 @@ class Run:
     ) -> accounting.RoundCharge:
         """Returns what a round costs."""
         mechanism = self.setup.mechanism
-        first = mechanism.event_index(self.rounds, self.mechanism_state.memory)
-        event = mechanism.round_event(
-            first + round_index - self.rounds, self.deployment
-        )
+        state, ahead = self.mechanism_state, round_index - self.rounds
+        index = mechanism.event_index(self.rounds, state.memory) + ahead
+        if ahead:
+            event = mechanism.round_event(index, self.deployment)
+        else:
+            event = mechanism.event_at(index, self.deployment, state)
         size = self.sampler.expected_cohort_size(round_index)
         if answered is not None:
             size = answered
         expected = self.deployment.cohort_size(round_index)
-        if mechanism.guarantee == spending_lib.LOCAL and size < expected:
+        if mechanism.guarantee == account_lib.LOCAL and size < expected:
             # Clients that are missing did not add their noise.
             event = dp_accounting.NonPrivateDpEvent()
         cohort = self.sampler.unsettled
@@ -293,7 +299,7 @@ class Run:
         The cohorts of a shuffled order are known beforehand. Of others it is
         not known which clients they will draw: any that may still take part.
         """
-        mu_squared, clients = self.mu_squared, self.spending.clients
+        mu_squared, clients = self.mu_squared, self.spending.per_client
         elsewhere = self.spending.mu_squared_elsewhere
         if not isinstance(self.sampler, sampling.ShuffledSampler):
             most = self.setup.mechanism.max_participations
@@ -318,7 +324,7 @@ class Run:
                 return accounting.epsilon_of_mu_squared(spent, delta)
             ahead = range(self.rounds, self.rounds + count)
             kinds = collections.Counter(map(cost, ahead)).items()
-            after = self.spending.central.would_be(*kinds)
+            after = self.spending.central.with_charges(*kinds)
             return after.epsilon(delta, accountant or self.setup.accountant)
 
         return epsilon
@@ -332,34 +338,61 @@ class Run:
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
-# Held from the moment that a budget is asked until the charge is written, so that
-# nothing else can spend what was promised, nor train the same variables.
-charging = threading.Lock()
-
 _TRAINED_BY = "_tfdp_fl_trained_by"
 # Keras models, and searches, of which a `fit` is running.
 _fitting: weakref.WeakSet[Any] = weakref.WeakSet()
 _beginning = threading.Lock()
+# By Keras model and layer, which may replace their variables (`quantize`).
+_owners: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+_marking = threading.RLock()
 
 
 def check_owner(fed: Any) -> None:
     """Raises ValueError if another `DPFederatedModel` trained some of the weights."""
-    for variable in keras_versions.tf_variables(fed.model.weights):
-        owner = getattr(variable, _TRAINED_BY, None)
-        if owner is not None and owner() is not fed:
-            raise ValueError(
-                f"model {fed.model.name!r} was already trained on clients by another "
-                "DPFederatedModel, itself or a layer that it shares, and what that "
-                "cost is counted there, not here. Go on with that one, resume from "
-                "its checkpoint, or build the Keras model anew."
-            )
+    variables = keras_versions.tf_variables(fed.model.weights)
+    marks = [getattr(variable, _TRAINED_BY, None) for variable in variables]
+    marks += [
+        _owners.get(layer)
+        for layer in keras_versions.layers_of(fed.model, include_self=True)
+    ]
+    if any(owner is not None and owner() is not fed for owner in marks):
+        raise ValueError(
+            f"model {fed.model.name!r} was already trained on clients by another "
+            "DPFederatedModel, itself or a layer that it shares, and what that "
+            "cost is counted there, not here. Go on with that one, resume from "
+            "its checkpoint, or build the Keras model anew."
+        )
 
 
-def claim(fed: Any, variables: Iterable[tf.Variable]) -> None:
-    """Notes that what shaped some variables is counted by a `DPFederatedModel`."""
-    owner = weakref.ref(fed)
-    for variable in variables:
-        setattr(variable, _TRAINED_BY, owner)
+def mark_owner(
+    owner: Any, variables: Iterable[tf.Variable], model: tf.keras.Model | None = None
+) -> None:
+    """Notes that what shaped some variables is counted by a `DPFederatedModel`.
+
+    The note is also on the model and on those of its layers that have such variables:
+    a layer may replace them.
+
+    Args:
+      owner: What counts: a `DPFederatedModel`, or a search.
+      variables: Those that its rounds move.
+      model: The Keras model; None: that of the owner, of which nobody else may have
+        trained anything.
+
+    Raises:
+      ValueError: Another one trained some of the weights. Nothing is marked.
+    """
+    with _marking:
+        if model is None:
+            check_owner(owner)
+            model = owner.model
+        mark, moved = weakref.ref(owner), set()
+        for variable in variables:
+            setattr(variable, _TRAINED_BY, mark)
+            moved.add(id(variable))
+        _owners[model] = mark
+        for layer in keras_versions.layers_of(model):
+            if any(id(v) in moved for v in keras_versions.tf_variables(layer.weights)):
+                _owners[layer] = mark
 
 
 def is_fitting(model: tf.keras.Model) -> bool:
@@ -368,7 +401,7 @@ def is_fitting(model: tf.keras.Model) -> bool:
 
 
 @contextlib.contextmanager
-def fitting(trained: Any, what: str, kind: str = "Keras model") -> Iterator[None]:
+def fit_lock(trained: Any, what: str, kind: str = "Keras model") -> Iterator[None]:
     """Lets nothing else train a Keras model (or a search) within the block."""
     with _beginning:
         if trained in _fitting:
@@ -384,12 +417,12 @@ def fitting(trained: Any, what: str, kind: str = "Keras model") -> Iterator[None
         _fitting.discard(trained)
 
 
-def alone(method: _Method) -> _Method:
+def exclusive(method: _Method) -> _Method:
     """Has a method of a `DPFederatedModel` run while no `fit` of its model does."""
 
     @functools.wraps(method)
     def called(self, *args: Any, **kwargs: Any) -> Any:
-        with fitting(self.model, method.__name__):
+        with fit_lock(self.model, method.__name__):
             return method(self, *args, **kwargs)
 
     return called  # type: ignore[return-value]

@@ -7,12 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tfdp_fl import accounting, engine, mechanisms
-from tfdp_fl.accounting import spending as spending_lib
+from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.training_setup import TrainingSetup
-
-# PLD takes about a second for each kind of round, and a schedule has many.
-_MOST_KINDS_FOR_PLD = 5
 
 
 def facts(
@@ -31,11 +28,11 @@ def facts(
     if spending.by_client:
         composed = {
             "epsilon_local": spending.epsilon,
-            "max_participations": spending.clients.max_participations,
+            "max_participations": spending.per_client.max_participations,
         }
-    if spending.guarantee == spending_lib.LOCAL:
+    if spending.guarantee == account_lib.LOCAL:
         composed["central_epsilon"] = spending.central.epsilon
-    if spending.guarantee == spending_lib.RECORD:
+    if spending.guarantee == account_lib.RECORD:
         composed["implied_epsilon"] = mechanism.epsilon
     return accounting.StatementFacts(
         **composed,
@@ -45,7 +42,7 @@ def facts(
         mechanism_parameters=_parameters(setup, run.rounds),
         unit=unit(mechanism),
         sampling=setup.sampling,
-        num_clients=spending.clients.num_clients,
+        num_clients=spending.per_client.num_clients,
         populations=[
             size for size, _ in dict.fromkeys(run.populations or [run.population])
         ],
@@ -54,6 +51,9 @@ def facts(
         cohort_sizes=run.cohort_sizes,
         rounds=spending.rounds,
         rounds_of_others=spending.rounds_of_others,
+        evaluated=[
+            each.num_clients for each in spending.charges_of_evaluations.values()
+        ],
         pld_is_exact=spending.central.is_one_gaussian,
         implied_delta=mechanism.implied_delta,
         caveats=_caveats(run, cohort_engine),
@@ -63,7 +63,7 @@ def facts(
 
 def unit(mechanism: mechanisms.Mechanism) -> str:
     """Returns what the mechanism protects as a whole."""
-    return "record" if mechanism.guarantee == spending_lib.RECORD else "client"
+    return "record" if mechanism.guarantee == account_lib.RECORD else "client"
 
 
 def _description(setup: TrainingSetup) -> str:
@@ -74,7 +74,7 @@ def _description(setup: TrainingSetup) -> str:
         return sentence
     divisor = (
         "the sum of the weights"
-        if setup.mechanism.guarantee == spending_lib.NONE
+        if setup.mechanism.guarantee == account_lib.NONE
         else f"m times {weighting.mean_weight:g}, which was given beforehand"
     )
     return f"{sentence} {weighting.describe()} The sum is divided by {divisor}."
@@ -96,12 +96,7 @@ def _epsilon_by_pld(
     accountant: accounting.PrivacyAccountant,
 ) -> Callable[[float], float | None] | None:
     """Returns epsilon by delta; None where it takes long, or is not to be had."""
-    kinds = {
-        (charge.sampling_probability, charge.event)
-        for charge, _ in accountant.charges
-        if charge.is_amplified
-    }
-    if len(kinds) > _MOST_KINDS_FOR_PLD:
+    if not accountant.is_few_kinds:
         return None
 
     def epsilon(delta: float) -> float | None:
@@ -124,10 +119,12 @@ def caveats_of_setup(
 ) -> dict[str, bool]:
     """Returns which caveats hold of a training by how it is set, ran or not."""
     mechanism = setup.mechanism
-    private = mechanism.guarantee != spending_lib.NONE
-    by_client = mechanism.guarantee in spending_lib.BY_CLIENT
+    private = mechanism.guarantee != account_lib.NONE
+    by_client = mechanism.guarantee in account_lib.BY_CLIENT
     at_clients = mechanism.noise_site == "client"
     securely = setup.secure_aggregation is not None
+    released = private and cohort_engine.server.has_non_trainable
+    kept = cohort_engine.keeps_non_trainable
     return {
         "client_noise_needs_honest_clients": at_clients,
         "secure_aggregation": securely,
@@ -137,19 +134,20 @@ def caveats_of_setup(
         and not by_client
         and private,
         "secure_aggregation_norms_seen": securely and cohort_engine.query.two_phase,
-        "non_trainable_released": private and cohort_engine.server.has_non_trainable,
-        "non_trainable_kept": cohort_engine.keeps_non_trainable,
+        "non_trainable_released": released and not kept,
+        "non_trainable_kept": kept and not released,
+        "non_trainable_partly_kept": kept and released,
         "client_weighting_given": private and setup.client_weighting is not None,
     }
 
 
 def _caveats(run: run_lib.Run, cohort_engine: engine.CohortEngine) -> tuple[str, ...]:
     spending = run.spending
-    private = spending.guarantee != spending_lib.NONE
+    private = spending.guarantee != account_lib.NONE
     other_runs = len(spending.others) > spending.evaluations
     holds = {
         **caveats_of_setup(run.setup, cohort_engine),
-        "rounds_may_be_abandoned": spending.guarantee == spending_lib.CENTRAL
+        "rounds_may_be_abandoned": spending.guarantee == account_lib.CENTRAL
         and any(charge.charge_if_abandoned for charge in spending.own),
         "unnoised_metrics": private,
         "validation_clients_held_out": bool(run.held_out),

@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfdp_fl import _validate, accounting, correlated_noise, schedules
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting.charge import SEPARATED
-from tfdp_fl.accounting.releases import epsilon_of_mu_squared
+from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
 from tfdp_fl.aggregators import state as state_lib
 from tfdp_fl.mechanisms import CorrelatedNoise, contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib

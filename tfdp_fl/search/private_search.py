@@ -8,9 +8,10 @@ trial gets enough noise for the whole search to keep the target.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
+import datetime
+import hashlib
 import os
 import pathlib
 import secrets
@@ -21,9 +22,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _storage, _validate, accounting, datasets
+from tfdp_fl.accounting.account import CENTRAL, PrivacyAccount
 from tfdp_fl.accounting.ledger import new_run
-from tfdp_fl.accounting.search import TrialCount
-from tfdp_fl.accounting.spending import CENTRAL, OtherRun, Spending
+from tfdp_fl.accounting.private_selection import TrialCount
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import DPFederatedModel, checkpoint
 from tfdp_fl.keras import run as run_lib
@@ -102,9 +103,9 @@ class PrivateSearch:
         )
         self._score = _validate.instance_of((PublicScore, PrivateScore), score=score)
         # Each search is a run of its own; so are others in its ledger.
-        self._spending = Spending(CENTRAL, num_clients=1)
+        self._spending = PrivacyAccount(CENTRAL, num_clients=1)
         self._searches: set[str] = set()
-        self._ended: set[str] = set()
+        self._ended: dict[str, str] = {}
         self._last: tuple[Split, list[Trial]] | None = None
 
     def fit(
@@ -131,11 +132,13 @@ class PrivateSearch:
           local_epochs: Likewise.
           shuffle: Likewise.
           directory: Where `ledger.jsonl` is kept, which holds the search as one line;
-            other runs in it count as well. Until the search has ended the
-            directory also holds its state, which is secret. None: nothing is kept.
+            other runs in it count as well. The directory also holds the search's
+            state, and later its result: keep it secret for ever, as the times of its
+            files tell how long the search took. None: nothing is kept.
           resume_from: The `directory` of a search that was interrupted. It goes on
             with as many trials as were left; an interrupted one counts as failed.
-            All other arguments must be as they were.
+            One that has ended gives the same model again, at no cost. All other
+            arguments must be as they were.
           verbose: As in `DPFederatedModel.fit`, and without effect: what a search
             showed while it runs would tell of its trials.
 
@@ -150,7 +153,7 @@ class PrivateSearch:
         """
         if verbose not in (0, 1, 2, "auto"):
             raise TypeError(f"verbose must be 0, 1, 2 or 'auto', got {verbose!r}.")
-        with run_lib.fitting(self, "fit", "search"):
+        with run_lib.fit_lock(self, "fit", "search"):
             options = {
                 "rounds": _validate.positive_integer(rounds=rounds),
                 "batch_size": _validate.positive_integer(batch_size=batch_size),
@@ -172,10 +175,11 @@ class PrivateSearch:
             plan = {**self._plan(dataset, options), "build": charge.to_json()}
             with files.locked(resumes, self._target):
                 state = self._begin(files if resumes else None, plan, trials)
-                self._pay(files, state, charge)
+                paid = self._pay(files, state, charge)
                 self._last = split, trials
-                self._run_trials(files, state, trials)
-                self._ended.add(state.run_id)
+                self._run_trials(files, state, trials, paid)
+                files.end(state)
+                self._ended[state.run_id] = state.digest()
             best = state.best
             self.best = None if best is None else dict(self.candidates[best])
             winner = trials[best or 0]
@@ -300,23 +304,25 @@ class PrivateSearch:
                 weights=trials[0].initial,
             )
         state = interrupted.read()
-        if state.run_id in self._ended:  # Both results would be one charge's.
-            raise ValueError(
-                "resume_from must hold a search that has not ended here, got a copy "
-                "of one that has."
-            )
+        # A second result would be the same charge's.
+        interrupted.check_end(state, self._ended.get(state.run_id))
         for name, value in plan.items():
             if state.plan.get(name) != value:
                 raise ValueError(
                     f"{name} must be as in the interrupted search, got another value."
                 )
-        for trial, initial in zip(trials, state.initial, strict=True):
-            trial.initial = initial
-            trial.reset()
+        if not state.ended:
+            for trial, initial in zip(trials, state.initial, strict=True):
+                trial.initial = initial
+                trial.reset()
         return state
 
     def _run_trials(
-        self, directory: SearchDirectory, state: SearchState, trials: list[Trial]
+        self,
+        directory: SearchDirectory,
+        state: SearchState,
+        trials: list[Trial],
+        paid: accounting.Charge,
     ) -> None:
         """Runs the trials that are left; the state has the best of all."""
         try:
@@ -325,35 +331,41 @@ class PrivateSearch:
                 state.begun += 1
                 directory.write(state)
                 place = secrets.randbelow(len(trials))
-                score = trials[place].run(self._score)
+                score = trials[place].run(self._score, paid)
                 if score > state.score:
                     state.best, state.score = place, score
                     state.weights = trials[place].values()
-            directory.forget()
         finally:
             for trial in trials:
                 trial.reset()
-                run_lib.claim(self, trial.variables)
+                run_lib.mark_owner(self, trial.variables, trial.model)
 
     def _pay(
         self,
         directory: SearchDirectory,
         state: SearchState,
         charge: accounting.RoundCharge,
-    ) -> None:
-        """Charges the search, on the disk and in memory, before any trial."""
-        ledger = directory.ledger
-        if ledger is not None:
-            contents = ledger.contents()
-            self._spending.absorb(contents, run="", source=_LEDGER)
-            self._spending.central.would_be(charge)  # Or raises, before it is written.
-            directory.write(state)  # Whatever is charged can be resumed.
-            if state.run_id not in contents.by_run():
-                size, trials = charge.num_clients, self._trials.describe()
-                ledger.record(0, charge, size, run=state.run_id, search=trials)
-        this = OtherRun(charges=collections.Counter([charge]), mu_squared=0.0)
-        self._spending.keep_others({f"{state.run_id} in {_LEDGER}": this})
+    ) -> accounting.Charge:
+        """Charges the search before any trial; returns the receipt."""
+        account, ledger = self._spending, directory.ledger
+        try:
+            if ledger is not None:
+                account.keep_ledger(_LEDGER, ledger, run="a search's ledger")
+                account.refresh()
+                account.central.with_charges(charge)  # Or raises, unwritten.
+                directory.write(state)  # Whatever is charged can be resumed.
+            paid = account.charge(
+                charge,
+                name=state.run_id,
+                cohort_size=charge.num_clients,
+                details={"search": self._trials.describe()},
+                # Of a trial, and of its score on clients.
+                uses=2 * (state.trials - state.begun),
+            )
+        finally:
+            account.drop_ledger(_LEDGER)
         self._searches.add(state.run_id)
+        return paid
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -370,6 +382,7 @@ class SearchState:
       best: The place of the best candidate so far, or None.
       score: Its score.
       weights: Its weights; until there is one, those of the first candidate.
+      ended: Whether the search has ended. Then what is secret of its trials is gone.
     """
 
     plan: dict[str, Any]
@@ -381,13 +394,30 @@ class SearchState:
     begun: int = 0
     best: int | None = None
     score: float = -np.inf
+    ended: bool = False
+
+    def end(self) -> None:
+        """Forgets what is secret: how many trials there were, and the best's score."""
+        self.trials = self.begun = 0
+        self.score, self.initial, self.ended = -np.inf, [], True
+
+    def digest(self) -> str:
+        """Returns what tells this result from all others."""
+        made = hashlib.sha256(f"{self.run_id} {self.best}".encode())
+        for each in self.weights:
+            made.update(np.ascontiguousarray(each).tobytes())
+        return made.hexdigest()
 
 
 class SearchDirectory:
-    """Keeps a ledger of searches and, until one has ended, its state.
+    """Keeps a ledger of searches, and the state or the result of the last one.
 
-    The state is readable by its owner only, and is deleted before the result of the
-    search is returned. Without a path nothing is kept.
+    It is readable by its owner only. When a search ends, its result takes the place
+    of its state, and then the ledger gets a line that says so: from there on this
+    result is the only one that the search can have. All files have the time at which
+    the ledger was made: later ones would tell how long the trials took. (When a file
+    was last touched the system keeps for itself, so the directory stays secret.)
+    Without a path nothing is kept.
 
     Attributes:
       ledger: The ledger while it is locked; None without a path.
@@ -419,11 +449,16 @@ class SearchDirectory:
             mechanism={"name": "PrivateSearch", "guarantee": "central"},
         ) as self.ledger:
             self._check(resumes)  # Others may have been here meanwhile.
-            yield
+            try:
+                yield
+            finally:
+                self._hide_times()
 
     def _check(self, resumes: bool) -> None:
         assert self._path is not None
         waits = (self._path / _STATE).exists()
+        if waits and not resumes:
+            waits = not self._state().ended
         if waits != resumes:
             argument = "resume_from" if resumes else "directory"
             raise ValueError(
@@ -435,11 +470,31 @@ class SearchDirectory:
     def read(self) -> SearchState:
         """Returns the state of an interrupted search, whose ledger has to be here."""
         assert self._path is not None
-        data = (self._path / _STATE).read_bytes()
-        state = SearchState(**checkpoint.from_bytes(data))
+        state = self._state()
         ledger = self._path / _LEDGER
         accounting.PrivacyLedger.read(ledger, expected_head=state.ledger_head)
         return state
+
+    def _state(self) -> SearchState:
+        assert self._path is not None
+        data = (self._path / _STATE).read_bytes()
+        return SearchState(**checkpoint.from_bytes(data))
+
+    def check_end(self, state: SearchState, digest: str | None) -> None:
+        """Raises ValueError for an older state of a search that has ended.
+
+        Args:
+          state: The state.
+          digest: Of the result of that search, if this process knows it.
+        """
+        if self.ledger is not None:
+            digest = self.ledger.contents().ended.get(state.run_id, digest)
+        if digest is not None and not (state.ended and state.digest() == digest):
+            raise ValueError(
+                "resume_from must hold a search that has not ended, or its result, "
+                "got an older state of one that has: its trials would give a second "
+                "result, which nobody has paid for."
+            )
 
     def write(self, state: SearchState) -> None:
         """Replaces the state on the disk."""
@@ -448,7 +503,21 @@ class SearchDirectory:
             data = checkpoint.to_bytes(vars(state))
             checkpoint.write_atomically(self._path / _STATE, data)
 
-    def forget(self) -> None:
-        """Deletes the state: the search has ended."""
-        if self._path is not None:
-            (self._path / _STATE).unlink(missing_ok=True)
+    def end(self, state: SearchState) -> None:
+        """Puts the result in the place of the state, and notes it in the ledger.
+
+        Broken off between, the result is there, and the line follows when it is read.
+        """
+        state.end()
+        if self.ledger is None or state.run_id in self.ledger.contents().ended:
+            return
+        self.write(state)
+        self.ledger.record_end(state.run_id, state.digest())
+
+    def _hide_times(self) -> None:
+        assert self._path is not None and self.ledger is not None
+        made = self.ledger.contents().header["created"]
+        time = datetime.datetime.fromisoformat(made).timestamp()
+        for place in (self._path / _STATE, self._path / _LEDGER, self._path):
+            with contextlib.suppress(OSError):
+                os.utime(place, (time, time))

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _validate, accounting, engine, keras_versions, sampling, schedules
-from tfdp_fl.accounting.search import BestOfTrialsDpEvent, TrialCount
+from tfdp_fl.accounting.private_selection import BestOfTrialsDpEvent, TrialCount
 from tfdp_fl.datasets import FederatedDataset, nests
 from tfdp_fl.engine import trainer
 from tfdp_fl.keras import DPFederatedModel, evaluation, preparation, statement
@@ -109,10 +109,14 @@ class PublicScore:
         return Split(training=clients)
 
     def __call__(
-        self, model: tf.keras.Model, training: engine.Training, held_out: Any
+        self,
+        model: tf.keras.Model,
+        training: engine.Training,
+        held_out: Any,
+        paid: accounting.Charge,
     ) -> float:
         """Returns the metric of a model, negated if less is better."""
-        del training, held_out
+        del training, held_out, paid
         values = model.evaluate(
             self._x, self._y, batch_size=1024, verbose=0, return_dict=True
         )
@@ -176,13 +180,17 @@ class PrivateScore:
         )
 
     def __call__(
-        self, model: tf.keras.Model, training: engine.Training, held_out: Any
+        self,
+        model: tf.keras.Model,
+        training: engine.Training,
+        held_out: Any,
+        paid: accounting.Charge,
     ) -> float:
         """Returns the noisy mean for a model, negated if less is better."""
         held_out = preparation.conform(model, training, held_out)
         values = evaluation.evaluate(model, training, held_out, 1024, 0, silent=True)
         generator = np.random.Generator(np.random.Philox())
-        released = self._release.released(values, generator)
+        released = self._release.released(values, generator, paid)
         return _signed(released[self.metric]["mean"], self.mode)
 
     def digest(self) -> str:
@@ -357,13 +365,17 @@ class Trial:
         # A cohort of failures alone ends no trial: that it did would tell of a client.
         made.has_trained = True
 
-    def run(self, score: PublicScore | PrivateScore) -> float:
-        """Trains and scores once; returns -infinity for a trial that failed."""
+    def run(self, score: PublicScore | PrivateScore, paid: accounting.Charge) -> float:
+        """Trains and scores once; returns -infinity for a trial that failed.
+
+        `paid` is the search's receipt, which counts its trials.
+        """
+        paid.use()
         self.reset()
         try:
             with _silence():
                 self._train()
-                value = score(self.model, self._training, self._split.held_out)
+                value = score(self.model, self._training, self._split.held_out, paid)
         except Exception:  # What happened is as secret as that it happened.
             return -math.inf
         return value if math.isfinite(value) else -math.inf
@@ -371,7 +383,7 @@ class Trial:
     def _train(self) -> None:
         assert self._fed is not None  # `prepare` made it.
         # The model is this trial's alone: it was reset.
-        run_lib.claim(self._fed, self.variables)
+        run_lib.mark_owner(self._fed, self.variables, self.model)
         self._fed.fit(self._split.training, verbose=0, **self._options)
         run, _ = self._fed.require_trained("a trial")
         if not run.spending.own <= self._planned:

@@ -8,16 +8,16 @@ that before it overspends.
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp_fl import _interrupts, _validate
-from tfdp_fl.accounting import RoundCharge, planning
+from tfdp_fl import _interrupts, _validate, accounting
+from tfdp_fl.accounting import RoundCharge, planning, upwards
 from tfdp_fl.keras.training_setup import PrivacyTarget
 
 # Rounds that a budget is first asked about: as many as most runs have.
@@ -103,6 +103,7 @@ def told_of_rounds(
 ) -> Iterator[None]:
     """Tells callbacks of the rounds planned, and of the end, however it comes."""
     suppressed: tuple[type[Exception], ...] = (Exception,)
+    untold = [*reversed(callbacks)]
     try:
         # What a ledger tells of counts against every budget.
         for callback in sorted(callbacks, key=lambda one: one.order):
@@ -111,14 +112,24 @@ def told_of_rounds(
         suppressed = ()
     finally:
         # All are told, also where one of them raises: else a ledger stays open, and
-        # locked, as long as the process.
-        with (
-            _interrupts.after_the_block(),
-            contextlib.suppress(*suppressed),
-            contextlib.ExitStack() as ending,
-        ):
-            for callback in reversed(callbacks):
-                ending.callback(callback.on_fit_end)
+        # locked, as long as the process. Twice, as a signal may come before the first
+        # holds it back; whom the first told is not told again.
+        try:
+            _tell_all(untold, suppressed)
+        finally:
+            _tell_all(untold, suppressed)
+
+
+def _tell_all(
+    untold: list[FederatedCallback], suppressed: tuple[type[Exception], ...]
+) -> None:
+    with (
+        _interrupts.after_the_block(),
+        contextlib.suppress(*suppressed),
+        contextlib.ExitStack() as ending,
+    ):
+        while untold:
+            ending.callback(untold.pop().on_fit_end)
 
 
 def checked(callbacks: Any) -> list[tf.keras.callbacks.Callback]:
@@ -157,7 +168,7 @@ class PrivacyBudget(FederatedCallback):
       stopped_before_round: The round (from 0) that was not run, or None.
     """
 
-    _name = "PrivacyBudget"
+    _name, _tolerance = "PrivacyBudget", 1.0
 
     def __init__(self, epsilon: float, delta: float, accountant: str | None = None):
         super().__init__()
@@ -165,26 +176,35 @@ class PrivacyBudget(FederatedCallback):
         self.delta = _validate.inside_unit_interval(delta=delta)
         self.accountant = _validate.one_of((None, "rdp", "pld"), accountant=accountant)
         self.stopped_before_round: int | None = None
-        # Rounds before this one are known to fit, unless something else was
-        # charged since: `_counted` is what was known then.
-        self._affordable_before = 0
-        self._counted: Any = None
+
+    @property
+    def budget(self) -> accounting.PrivacyBudget:
+        """What the model's account is asked to keep."""
+        accountant = self.accountant or self.federated_model.setup.accountant
+        return accounting.PrivacyBudget(
+            self.epsilon * self._tolerance, self.delta, accountant
+        )
 
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
         """Says at the start if the budget ends before the rounds do."""
         fed, asked = self.federated_model, last_round - first_round
         self.stopped_before_round = None
         # First: another thread may charge an evaluation at any time.
-        self._counted = fed.run.spending.others
+        version = fed.run.spending.version
         cost = fed.run.epsilon_after(self.delta, self.accountant)
-        allowed = planning.most_rounds(cost, self.epsilon, asked, _TRIED_FIRST)
+        allowed = planning.largest_affordable(
+            cost, self.budget.epsilon, asked, _TRIED_FIRST
+        )
         # Rounds that are abandoned cost nothing, so it can only be more.
-        self._affordable_before = first_round + allowed
+        ahead = range(first_round, first_round + allowed)
+        charges = collections.Counter(map(fed.run.cost, ahead))
+        fed.run.spending.note_allowed(self.budget, version, charges)
         if allowed < asked:
             # Which clients later cohorts draw is known of shuffled ones only.
             at_least = fed.run.spending.by_client and fed.setup.sampling != "shuffled"
             self._say_what_is_allowed(
-                f"{self._name}: epsilon={self.epsilon:g} at delta={self.delta:g} "
+                f"{self._name}: epsilon={upwards(self.epsilon)} at delta="
+                f"{upwards(self.delta)} "
                 f"allows {'at least ' * at_least}{allowed} of the {asked} rounds "
                 f"asked for; training {'may' if at_least else 'will'} end after those."
             )
@@ -195,30 +215,32 @@ class PrivacyBudget(FederatedCallback):
     def allow_round(self, round_index: int) -> bool:
         """Returns False if the round would overspend the budget."""
         fed = self.federated_model
-        counted = fed.run.spending.others
-        if round_index < self._affordable_before and counted == self._counted:
+        run, budget = fed.run, self.budget
+        if run.spending.by_client:
+            after = run.epsilon_after(self.delta)(1)
+        elif run.spending.allows(budget, cost := run.cost(round_index)):
             return True
-        after = fed.run.epsilon_after(self.delta, self.accountant)(1)
-        if after <= self.epsilon:
+        else:
+            after = run.spending.epsilon_with(budget, cost)
+        if after <= budget.epsilon:
             return True
         self.stopped_before_round = round_index
         fed.say(
             f"{self._name}: stopped before round {round_index + 1}, which would bring "
-            f"epsilon to {after:.4g} (budget {self.epsilon:g} at delta={self.delta:g})."
+            f"epsilon to {upwards(after)} (budget {upwards(self.epsilon)} at delta="
+            f"{upwards(self.delta)})."
         )
         return False
 
     def check_release(self, charge: RoundCharge) -> None:
         """Raises ValueError if a release would overspend the budget."""
         fed = self.federated_model
-        spent = fed.run.spending.central.would_be(charge)
-        after = spent.epsilon(self.delta, self.accountant or fed.setup.accountant)
-        if after > self.epsilon:
-            # Rounded up to three decimals.
-            rounded = math.ceil(after * 1000) / 1000 if after < math.inf else after
+        after = fed.run.spending.epsilon_with(self.budget, charge)
+        if after > self.budget.epsilon:
+            most = upwards(self.epsilon)
             raise ValueError(
-                f"private would bring epsilon to {rounded:.3f} at delta="
-                f"{self.delta:g}, above the epsilon={self.epsilon:g} of the "
+                f"private would bring epsilon to {upwards(after)} at delta="
+                f"{upwards(self.delta)}, above the epsilon={most} of the "
                 f"{self._name}: raise its noise_multiplier, or train fewer rounds. "
                 "Nothing was evaluated."
             )
@@ -231,11 +253,11 @@ class KeepTarget(PrivacyBudget):
     silent the training is.
     """
 
-    _name = "target of make_private"
+    # Calibration may be off by rounding; that is no reason to stop.
+    _name, _tolerance = "target of make_private", 1 + 1e-9
 
     def __init__(self, target: PrivacyTarget):
-        # Calibration may be off by rounding; that is no reason to stop.
-        super().__init__(target.epsilon * (1 + 1e-9), target.delta, target.accountant)
+        super().__init__(target.epsilon, target.delta, target.accountant)
 
     def _say_what_is_allowed(self, message: str) -> None:
         fed = self.federated_model

@@ -9,9 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp_fl import _validate, accounting
+from tfdp_fl import _interrupts, _validate, accounting
+from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.keras import checkpoint, statement
 from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
 from tfdp_fl.keras.run import Run
@@ -45,6 +45,7 @@ class Ledger(FederatedCallback):
         self._append = append
         self._opened: accounting.PrivacyLedger | None = None
         self._elsewhere = 0.0
+        self._account: accounting.PrivacyAccount | None = None
 
     @property
     def _run(self) -> Run:
@@ -60,20 +61,21 @@ class Ledger(FederatedCallback):
         fed, run = self.federated_model, self._run
         target = fed.setup.target
         known = run.known_ledgers.get(self._key)
-        self._opened = ledger = accounting.PrivacyLedger(
-            self.path,
-            mode="append",
-            target_epsilon=None if target is None else target.epsilon,
-            target_delta=fed.setup.delta if target is None else target.delta,
-            mechanism={
-                "name": fed.mechanism.name,
-                "guarantee": fed.mechanism.guarantee,
-                "description": fed.mechanism.describe(),
-            },
-            unit=statement.unit(fed.mechanism),
-            expected_head=known,
-            run=run.run_id,
-        )
+        with _interrupts.after_the_block():  # What is locked is known here.
+            self._opened = ledger = accounting.PrivacyLedger(
+                self.path,
+                mode="append",
+                target_epsilon=None if target is None else target.epsilon,
+                target_delta=fed.setup.delta if target is None else target.delta,
+                mechanism={
+                    "name": fed.mechanism.name,
+                    "guarantee": fed.mechanism.guarantee,
+                    "description": fed.mechanism.describe(),
+                },
+                unit=statement.unit(fed.mechanism),
+                expected_head=known,
+                run=run.run_id,
+            )
         contents = ledger.contents()
         if contents.entries and not self._append:
             if known is None:
@@ -90,11 +92,13 @@ class Ledger(FederatedCallback):
                     "from its directory."
                 )
         self._check_runs(contents)
-        run.spending.absorb(contents, run.run_id, self._key)
+        run.spending.merge_ledger(contents, run.run_id, self._key)
         run.known_ledgers[self._key] = ledger.head
         self._begin()
         self._catch_up(contents)
         run.known_ledgers[self._key] = ledger.head
+        self._account = run.spending
+        run.spending.keep_ledger(self._key, ledger, run.run_id, self._elsewhere)
 
     def _begin(self) -> None:
         """Called when the ledger is open and counted, before its first line."""
@@ -116,7 +120,7 @@ class Ledger(FederatedCallback):
             return
         guarantee = fed.mechanism.guarantee
         other = contents.header.get("mechanism", {}).get("guarantee", guarantee)
-        central = {spending_lib.CENTRAL, spending_lib.NONE}
+        central = {account_lib.CENTRAL, account_lib.NONE}
         if other != guarantee and not {other, guarantee} <= central:
             raise ValueError(
                 f"path must be a ledger of runs with a {guarantee} guarantee, to be "
@@ -139,7 +143,7 @@ class Ledger(FederatedCallback):
         spending, runs = run.spending, contents.by_run()
         lost = contents.lost_mu_squared(run.rounds, run.run_id)
         self._elsewhere = max(0.0, spending.lost_mu_squared - lost)
-        most = spending.clients.max_mu_squared + self._elsewhere
+        most = spending.per_client.max_mu_squared + self._elsewhere
         local = {"mu_squared": 0.0, "max_mu_squared": most}
         written = collections.Counter(
             entry.charge for entry in runs.get(run.run_id, ()) if entry.charge
@@ -154,44 +158,29 @@ class Ledger(FederatedCallback):
             )
         for name, charge in spending.charges_of_evaluations.items():
             if name not in runs:
-                self.on_release_charged(name, charge, written_later=True)
+                self._opened.record(
+                    max(0, run.rounds - 1),
+                    charge,
+                    round(charge.clients_per_round),
+                    run=name,
+                    evaluation=True,
+                    written_later=True,
+                )
 
-    def on_round_charged(
-        self,
-        round_index: int,
-        charge: accounting.RoundCharge,
-        details: dict[str, Any],
-    ) -> None:
-        """Writes the round's line and syncs it."""
-        local = details["local"]
-        if local is not None:
-            most = local["max_mu_squared"] + self._elsewhere
-            local = {**local, "max_mu_squared": most}
-        assert self._opened is not None  # In `fit`, between planning and end.
-        self._opened.record(round_index, charge, **{**details, "local": local})
-        self._run.known_ledgers[self._key] = self._opened.head
-
-    def on_release_charged(
-        self, name: str, charge: accounting.RoundCharge, **details: Any
-    ) -> None:
-        """Writes what is released beside the rounds."""
-        if self._opened is None:  # Of a `fit` in another thread.
+    def check_release(self, charge: accounting.RoundCharge) -> None:
+        """Raises LedgerError if a `fit` of another thread has closed the file."""
+        del charge
+        if self._opened is None:
             raise accounting.LedgerError(
                 f"The ledger {self.path} was closed while this release was prepared, "
                 "by a fit that ended. Nothing was released: ask again."
             )
-        self._opened.record(
-            max(0, self._run.rounds - 1),
-            charge,
-            round(charge.clients_per_round),
-            run=name,
-            evaluation=True,
-            **details,
-        )
-        self._run.known_ledgers[self._key] = self._opened.head
 
     def on_fit_end(self) -> None:
         """Closes the file."""
+        if self._account is not None:
+            self._account.drop_ledger(self._key)
+            self._account = None
         if self._opened is not None:
             self._opened.close()
             self._opened = None

@@ -8,7 +8,7 @@ import os
 import pathlib
 from typing import Any
 
-from tfdp_fl import _storage
+from tfdp_fl import _storage, accounting
 from tfdp_fl.keras import checkpoint
 from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
 
@@ -94,6 +94,7 @@ class Report(FederatedCallback):
             trim_blocks=True,
             lstrip_blocks=True,
         )
+        environment.filters["up"] = accounting.upwards
         return environment.from_string(template).render(
             name=fed.model.name,
             is_broken_off=self._is_broken_off,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, stats
 
-from tfdp_fl.accounting import releases
+from tfdp_fl.accounting import curves, gaussian
 
 
 def _mp_delta(z, epsilon):
@@ -29,25 +29,25 @@ def _mp_delta(z, epsilon):
 @pytest.mark.parametrize("epsilon_z", [0.0, 0.3, 12.0])
 def test_delta_is_never_less_than_it_is(z, epsilon_z):
     # Much noise leaves last digits of nearly equal numbers: it was 0.
-    true, delta = _mp_delta(z, epsilon_z / z), releases.gaussian_delta(z, epsilon_z / z)
+    true, delta = _mp_delta(z, epsilon_z / z), gaussian.gaussian_delta(z, epsilon_z / z)
     assert true <= delta <= true * (1 + 1e-6) + 1e-12
 
 
 def test_what_is_too_small_for_a_float_is_rounded_up():
     for z in (0.0, 1e-320, 1e-200, 1e-155):
-        assert releases.gaussian_epsilon(z, 1e-3) == math.inf
-        assert releases.gaussian_delta(z, 1.0) == 1.0
-    assert releases.gaussian_epsilon(math.inf, 1e-5) == 0.0
-    assert releases.gaussian_delta(math.inf, 0.0) == 0.0
+        assert gaussian.gaussian_epsilon(z, 1e-3) == math.inf
+        assert gaussian.gaussian_delta(z, 1.0) == 1.0
+    assert gaussian.gaussian_epsilon(math.inf, 1e-5) == 0.0
+    assert gaussian.gaussian_delta(math.inf, 0.0) == 0.0
     for delta in (0.0, 1.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="delta"):
-            releases.gaussian_epsilon(1.0, delta)
+            gaussian.gaussian_epsilon(1.0, delta)
     # By the delta of epsilon = 0, 2 Phi(1 / 2z) - 1; it never came back.
-    z = releases.analytic_noise_multiplier(1e-320, 1e-3)
+    z = gaussian.analytic_noise_multiplier(1e-320, 1e-3)
     assert 1e-3 * z * math.sqrt(2 * math.pi) == pytest.approx(1, abs=1e-5)
-    assert releases.analytic_noise_multiplier(1e308, 0.1) > 0
+    assert gaussian.analytic_noise_multiplier(1e308, 0.1) > 0
     with pytest.raises(ValueError, match="epsilon and delta must"):
-        releases.analytic_noise_multiplier(1e-320, 1e-320)
+        gaussian.analytic_noise_multiplier(1e-320, 1e-320)
 
 
 @settings(max_examples=150, deadline=None)
@@ -56,24 +56,24 @@ def test_what_is_too_small_for_a_float_is_rounded_up():
 )
 def test_epsilon_inverts_delta(z, wanted, log_delta):
     delta = math.exp(log_delta)
-    epsilon = releases.gaussian_epsilon(z, delta)
-    assert releases.gaussian_delta(z, epsilon) <= delta * (1 + 1e-9)
+    epsilon = gaussian.gaussian_epsilon(z, delta)
+    assert gaussian.gaussian_delta(z, epsilon) <= delta * (1 + 1e-9)
     less = epsilon - 1e-6 * max(1.0, epsilon)
-    assert less <= 0 or releases.gaussian_delta(z, less) > delta
+    assert less <= 0 or gaussian.gaussian_delta(z, less) > delta
     # The analytic noise is enough, and the smallest.
-    found = releases.analytic_noise_multiplier(wanted, delta)
-    assert releases.gaussian_delta(found, wanted) <= delta * (1 + 1e-9)
-    assert releases.gaussian_delta(found * (1 - 1e-6), wanted) > delta
+    found = gaussian.analytic_noise_multiplier(wanted, delta)
+    assert gaussian.gaussian_delta(found, wanted) <= delta * (1 + 1e-9)
+    assert gaussian.gaussian_delta(found * (1 - 1e-6), wanted) > delta
 
 
 def _curve(q, z, most=64):
     """Returns the orders up to the most, and the divergences at them."""
     event = dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z))
     relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
-    parts = [k for k, part in enumerate(releases.PARTS) if part[0] < most]
+    parts = [k for k, part in enumerate(curves.PARTS) if part[0] < most]
     return (
-        np.concatenate([releases.PARTS[k] for k in parts]),
-        np.concatenate([releases.curve(event, relation, k) for k in parts]),
+        np.concatenate([curves.PARTS[k] for k in parts]),
+        np.concatenate([curves.rdp_curve(event, relation, k) for k in parts]),
     )
 
 
@@ -97,6 +97,22 @@ def test_fractional_orders_are_the_integral(q, z):
     orders, curve = _curve(q, z, 8)
     for alpha, value in list(zip(orders, curve, strict=True))[::12]:
         assert value == pytest.approx(_renyi_by_quadrature(q, z, alpha), rel=1e-7)
+
+
+@pytest.mark.parametrize("q, z", [(1e-3, 2.0), (1e-6, 1.0), (0.05, 8.0)])
+def test_near_order_one_the_curve_is_no_less_than_it_is(q, z):
+    orders, curve = _curve(q, z, 3)
+    with mpmath.workdps(40):
+        for alpha, value in list(zip(orders, curve, strict=True))[::9]:
+            a, mu = mpmath.mpf(float(alpha)), 1 / mpmath.mpf(z)
+
+            def integrand(x, a=a, mu=mu):
+                ratio = (1 - mpmath.mpf(q)) + q * mpmath.exp(mu * x - mu * mu / 2)
+                return mpmath.npdf(x) * (ratio**a - 1 - a * (ratio - 1))
+
+            points = [-12, -6, -3, 0, 3, 6, 12, 20]
+            log_a = mpmath.log1p(mpmath.quad(integrand, points))
+            assert log_a / (a - 1) <= value <= log_a / (a - 1) * (1 + 1e-6) + 1e-11
 
 
 @pytest.mark.parametrize("q", [0.001, 0.3, 0.9])

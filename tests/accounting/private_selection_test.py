@@ -11,14 +11,14 @@ from scipy import signal, stats
 
 from tests.accounting import charges
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import releases, search
+from tfdp_fl.accounting import curves, gaussian, private_selection
 
 _G = dp_accounting.GaussianDpEvent
 _SHAPES = (math.inf, 0.0, 0.5, 1.0, 3.0)
 
 
 def _charge(*of_trials, mean=4.0, shape=math.inf):
-    event = search.BestOfTrialsDpEvent(of_trials, mean, shape)
+    event = private_selection.BestOfTrialsDpEvent(of_trials, mean, shape)
     return charges.charge(n=100, m=100, event=event)
 
 
@@ -35,7 +35,7 @@ def _generating(mean, shape):
     """Returns x -> E[x^K], by Papernot & Steinke's definitions."""
     if math.isinf(shape):
         return lambda x: np.exp(mean * (x - 1))
-    gamma = search._stopping(shape, mean)
+    gamma = private_selection._stopping(shape, mean)
     if shape == 0:
         return lambda x: np.log(1 - (1 - gamma) * x) / math.log(gamma)
     return lambda x: ((1 - (1 - gamma) * x) ** -shape - 1) / (gamma**-shape - 1)
@@ -92,7 +92,7 @@ def _losses(z, q, rounds, step=2e-3):
 @pytest.fixture(autouse=True)
 def _in_coarse_cells(monkeypatch):
     """Which are quick, and round up more."""
-    monkeypatch.setattr(releases, "_PLD_INTERVAL", 1e-3)
+    monkeypatch.setattr(curves, "_PLD_INTERVAL", 1e-3)
 
 
 _BY = pytest.mark.parametrize("accountant", ["rdp", "pld"])
@@ -106,7 +106,7 @@ def test_a_score_that_is_the_presence_of_a_client(shape, mean, z):
     edges = np.linspace(-10 * z, 1 + 10 * z, 20_001)
     p, q = (np.diff(stats.norm.cdf(edges, shift, z)) for shift in (0, 1))
     true = _worst_of_scores(p, q, mean, shape, 1e-5)
-    assert true > 0.9 * releases.gaussian_epsilon(z, 1e-5) - 1e-3
+    assert true > 0.9 * gaussian.gaussian_epsilon(z, 1e-5) - 1e-3
     charge = _charge(_G(z), mean=mean, shape=shape)
     for accountant in charge_lib.ACCOUNTANTS:
         said = _epsilon(charge, accountant=accountant)
@@ -152,9 +152,9 @@ def test_what_one_trial_may_give_away_the_best_of_many_may(shape):
     trial = privacy_loss_distribution.from_privacy_parameters(
         common.DifferentialPrivacyParameters(0.0, 1e-4)
     )
-    event = search.BestOfTrialsDpEvent((), 24.0, shape)
+    event = private_selection.BestOfTrialsDpEvent((), 24.0, shape)
     true = 1 - float(_generating(24.0, shape)(1 - 1e-4))
-    assert search.epsilon_of_best(event, [trial], 0.9 * true) == math.inf
+    assert private_selection.epsilon_of_best(event, [trial], 0.9 * true) == math.inf
 
 
 def test_of_many_trials_the_smaller_bound_is_said():
@@ -176,7 +176,7 @@ def test_a_ledger_keeps_it_exactly():
     charge = _charge(trial, _G(5.0))
     again = charge_lib.RoundCharge.from_json(charge.to_json())
     assert (again, hash(again)) == (charge, hash(charge))
-    assert isinstance(again.event, search.BestOfTrialsDpEvent)
+    assert isinstance(again.event, private_selection.BestOfTrialsDpEvent)
     assert charge_lib.noise_multiplier_of(again.event) is None
 
 
@@ -188,7 +188,7 @@ def test_pld_has_no_answer_of_several_searches_rather_than_a_small_one():
 
 @pytest.mark.parametrize("name", ["poisson", "geometric", "logarithmic", 0.5, 2])
 def test_the_numbers_that_are_drawn_have_the_law_that_is_charged(name):
-    count = search.TrialCount.named(6.0, name)
+    count = private_selection.TrialCount.named(6.0, name)
     generator = np.random.default_rng(3)
     drawn = np.array([count.draw(generator) for _ in range(20_000)])
     # Four standard errors: a false alarm in about 1 of 4 000 runs of 5 tests.
@@ -204,7 +204,7 @@ def test_the_numbers_that_are_drawn_have_the_law_that_is_charged(name):
 def test_what_is_refused():
     for mean in (0.5, math.nan):
         with pytest.raises(ValueError, match="expected_trials"):
-            search.TrialCount.named(mean, "poisson")
+            private_selection.TrialCount.named(mean, "poisson")
     for name in ("uniform", -0.5, math.inf):
         with pytest.raises(ValueError, match="distribution"):
-            search.TrialCount.named(2, name)
+            private_selection.TrialCount.named(2, name)

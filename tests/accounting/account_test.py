@@ -1,0 +1,250 @@
+"""What a run has spent, centrally and client by client."""
+
+import collections
+import json
+import math
+import os
+import signal
+import threading
+from concurrent import futures
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from tests.accounting import charges
+from tfdp_fl import accounting
+from tfdp_fl.accounting import account as account_lib
+
+_DELTA = 1e-3
+exact = accounting.epsilon_of_mu_squared
+
+
+def _charge(z=2.0):
+    return charges.charge(n=10, m=4, z=z)
+
+
+def _spending(guarantee, *rounds):
+    """Returns the spending of rounds of (clients, mu^2)."""
+    spending = account_lib.PrivacyAccount(guarantee, 10)
+    for clients, mu_squared in rounds:
+        spending.charge(_charge(), positions=np.array(clients), mu_squared=mu_squared)
+    return spending
+
+
+def _central(rounds, z=2.0):
+    expected = accounting.epsilon(z, "poisson", 10, 4, rounds, _DELTA)
+    return pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("guarantee", ["local", "record"])
+def test_a_local_one_is_that_of_the_most_seen_client(guarantee):
+    spending = _spending(guarantee, ([1, 2], 0.5), ([2, 3], 0.5))
+    assert spending.epsilon(_DELTA) == exact(1.0, _DELTA)
+    # What a crash may have lost counts against everybody.
+    spending.lost_mu_squared = 0.25
+    state = spending.state()
+    state["charges"] = json.loads(json.dumps(state["charges"]))
+    for each in (spending, again := account_lib.PrivacyAccount.from_state(state)):
+        assert each.epsilon(_DELTA) == exact(1.25, _DELTA)
+        assert each.central.epsilon(_DELTA) == _central(2)
+        assert each.rounds == 2
+    again.charge(_charge(), positions=np.array([2]), mu_squared=math.inf)
+    assert again.epsilon(_DELTA) == math.inf > spending.epsilon(_DELTA)
+
+
+def _ledger(*lines):
+    """Returns contents with lines of (run, noise, local spending)."""
+    facts, entries = {"cohort_size": 4, "time": "", "details": {}}, []
+    for t, (run, z, one) in enumerate(lines):
+        local = one and {"mu_squared": one, "max_mu_squared": one * (t + 1)}
+        facts |= {"round_index": t, "run": run, "charge": _charge(z), "local": local}
+        entries.append(accounting.LedgerEntry(**facts))
+    facts = {"header": {}, "truncated": False, "head": "head"}
+    return accounting.LedgerContents(entries=tuple(entries), **facts)
+
+
+def test_what_a_ledger_tells_of_is_counted_once():
+    spending = _spending("central", *[([1], 0.0)] * 2)
+    assert (spending.epsilon(_DELTA), spending.rounds) == (_central(2), 2)
+    # A round of our own that is known, one that is not, two of others.
+    runs = (("own", 2.0), ("own", 3.0), ("other", 2.0), ("third", 2.0))
+    contents = _ledger(*((*run, None) for run in runs))
+    for _ in range(2):
+        spending.merge_ledger(contents, "own", "a.jsonl")
+        assert (spending.rounds, spending.rounds_of_others) == (3, 2)
+        assert spending.epsilon(_DELTA) == _central(5, [2.0, 2.0, 2.0, 2.0, 3.0])
+    again = account_lib.PrivacyAccount.from_state(spending.state())
+    assert again.epsilon(_DELTA) == spending.epsilon(_DELTA)
+    assert again.others == spending.others
+    # A run in two files may have gone on from one checkpoint in two places.
+    spending.merge_ledger(_ledger(("other", 2.0, None)), "own", "copy of a.jsonl")
+    assert spending.rounds_of_others == 3
+
+
+def test_local_spending_of_others_counts_against_every_client():
+    spending = _spending("local", ([1, 2], 0.5))
+    spending.merge_ledger(_ledger(*[("other", 2.0, 0.25)] * 2), "own", "a.jsonl")
+    assert spending.max_mu_squared == 0.5 + 0.5
+    with pytest.raises(ValueError, match="all have a local guarantee"):
+        spending.merge_ledger(_ledger(("third", 2.0, None)), "own", "b.jsonl")
+    assert spending.max_mu_squared == 0.5 + 0.5
+
+
+def test_the_client_that_spent_most_counts():
+    account = account_lib.LocalAccount(5)
+    for positions, mu_squared in ([0, 3], 0.25), ([3, 4], 0.5), ([3], 0.75):
+        account.add(np.array(positions), mu_squared)
+    np.testing.assert_array_equal(account.participations, [1, 0, 0, 3, 1])
+    assert (account.max_participations, account.max_mu_squared) == (3, 1.5)
+    for mu_squared in (-1.0, math.nan):
+        with pytest.raises(ValueError, match="mu_squared"):
+            account.add(np.array([0]), mu_squared)
+    # A client twice in a cohort is charged twice.
+    account.add(np.array([0, 0]), 1.0)
+    assert account.max_mu_squared == 2.25
+
+
+def test_the_client_that_may_spend_most_is_in_every_round():
+    account = account_lib.LocalAccount(4)
+    account.add(np.array([0, 1]), 0.5)
+    account.add(np.array([0]), 0.5)
+    after = account.max_mu_squared_after_draws
+    assert after(0, 0.5) == 1.0
+    assert after(3, 0.5) == 2.5
+    # Client 0 sits out; the others have two or three rounds left.
+    assert after(1, 0.25, 2) == 1.0
+    assert after(9, 0.75, 2) == 1.5
+    assert after(9, np.inf, 2) == np.inf
+    assert after(0, np.inf) == 1.0
+
+
+# The one act that spends.
+
+
+def _kept(tmp_path, *names):
+    account = account_lib.PrivacyAccount("central", 10)
+    ledgers = [accounting.PrivacyLedger(tmp_path / name, run="own") for name in names]
+    for ledger in ledgers:
+        account.keep_ledger(str(ledger.path), ledger, "own")
+    return account, ledgers
+
+
+def _told(tmp_path, name):
+    return accounting.epsilon_from_ledger(tmp_path / name, _DELTA)
+
+
+def test_a_charge_within_a_charge_is_refused_and_nothing_waits():
+    account, refused = account_lib.PrivacyAccount("central", 10), []
+
+    def again(asked):
+        with pytest.raises(accounting.ChargeError, match="while another one of the"):
+            account.charge(_charge())
+        refused.append(asked)
+        with pytest.raises(accounting.ChargeError, match="not paid"):
+            asked.use()
+
+    paid = account.charge(_charge(), ask=again)
+    assert (account.rounds, refused) == (1, [paid])
+    paid.use()
+    with pytest.raises(accounting.ChargeError, match="used before"):
+        paid.use()
+    # A charge that was refused leaves the lock free, and nothing charged.
+    with pytest.raises(KeyError):
+        account.charge(_charge(), ask={}.__getitem__)
+    assert account.charge(_charge()) and account.rounds == 2
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("fails", [0, 1])
+def test_memory_has_what_a_ledger_has(tmp_path, error, fails):
+    account, ledgers = _kept(tmp_path, "a", "b")
+    record = accounting.PrivacyLedger.record
+
+    def full(ledger, *args, **kwargs):
+        if ledger is ledgers[fails]:
+            raise error
+        record(ledger, *args, **kwargs)
+
+    account.charge(_charge())
+    patch = mock.patch.object(accounting.PrivacyLedger, "record", full)
+    with patch, pytest.raises(error):
+        account.charge(_charge())
+    assert account.rounds == 1 + fails == account.central.rounds
+    assert account.epsilon(_DELTA) == _told(tmp_path, "a")
+    account.charge(_charge(3.0))
+    assert account.epsilon(_DELTA) == pytest.approx(_told(tmp_path, "a"))
+
+
+def test_a_signal_within_a_charge_waits_until_it_is_whole(tmp_path):
+    account, _ = _kept(tmp_path, "a")
+    with pytest.raises(KeyboardInterrupt):
+        account.charge(_charge(), ask=lambda _: signal.raise_signal(signal.SIGINT))
+    assert (account.rounds, account.epsilon(_DELTA)) == (1, _told(tmp_path, "a"))
+    account.charge(_charge())
+
+
+def test_threads_and_accounts_that_share_a_ledger_spend_one_budget(tmp_path):
+    ledger = accounting.PrivacyLedger(tmp_path / "a")
+    accounts = [account_lib.PrivacyAccount("central", 10) for _ in range(2)]
+    for account in accounts:
+        account.keep_ledger("a", ledger, ledger.run)
+    most = accounting.epsilon(2.0, "poisson", 10, 4, 6, _DELTA)
+    budget = accounting.PrivacyBudget(most * 1.0001, _DELTA)
+
+    def charge(account):
+        try:
+            return bool(account.charge(_charge(), budgets=[budget]))
+        except accounting.BudgetExceededError:
+            return False
+
+    with futures.ThreadPoolExecutor(4) as threads:
+        assert sum(threads.map(charge, accounts * 8)) == 6
+    for account in accounts:
+        account.refresh()
+        assert account.epsilon(_DELTA) == _told(tmp_path, "a") <= budget.epsilon
+
+
+def test_what_a_budget_was_said_to_allow_is_forgotten_when_something_else_is_charged():
+    account = account_lib.PrivacyAccount("central", 10)
+    most = accounting.epsilon(2.0, "poisson", 10, 4, 6, _DELTA)
+    budget, six = accounting.PrivacyBudget(most * 1.0001, _DELTA), {_charge(): 6}
+    account.note_allowed(budget, account.version, collections.Counter(six))
+    for _ in range(5):
+        account.charge(_charge(), budgets=[budget])
+    account.charge(_charge(), name="evaluation 1")
+    with pytest.raises(accounting.BudgetExceededError, match="epsilon to"):
+        account.charge(_charge(), budgets=[budget])
+    # Neither is what was said before that, nor another kind of round.
+    account.note_allowed(budget, 0, collections.Counter(six))
+    assert not account.allows(budget, _charge())
+    assert account.rounds == 5
+    # An id is charged once, and pays for the same alone.
+    account.charge(_charge(), name="evaluation 1")
+    assert account.central.rounds == 6
+    with pytest.raises(ValueError, match="name must be new"):
+        account.charge(_charge(3.0), name="evaluation 1")
+
+
+def test_a_fork_within_another_thread_s_charge_is_not_stuck():
+    account = account_lib.PrivacyAccount("central", 10)
+    within, over = threading.Event(), threading.Event()
+
+    def slow(_):
+        within.set()
+        over.wait(60)
+
+    thread = threading.Thread(
+        target=account.charge, args=[_charge()], kwargs={"ask": slow}
+    )
+    thread.start()
+    assert within.wait(60)
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        account.charge(_charge())
+        os._exit(0)
+    over.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    assert account.rounds == 1

@@ -1,0 +1,138 @@
+"""Exact conversions of one Gaussian release, rounded up.
+
+Throughout, `noise_multiplier` is sigma / sensitivity, so 1 / noise_multiplier is the mu
+of Gaussian differential privacy (Dong, Roth & Su 2019).
+"""
+
+from __future__ import annotations
+
+import math
+
+import dp_accounting
+import numpy as np
+from scipy import stats
+
+from tfdp_fl import _validate
+
+# Beyond, an epsilon is above 1e5 or below 1e-5 for any use, and floating point
+# fails: there, noise is taken for less than it is.
+LEAST_NOISE, MOST_NOISE = 1e-3, 1e6
+# Above this, a tail bound of the privacy loss says how much noise is enough.
+_LARGEST_EPSILON = 1e5
+# More than the roundings of a few operations, and of SciPy's functions.
+_ROUNDING_OF_DELTA = 2.0**-46
+
+
+def gaussian_delta(noise_multiplier: float, epsilon: float) -> float:
+    """Returns the delta of one Gaussian release at epsilon, rounded up.
+
+    delta = Phi(mu/2 - eps/mu) - exp(eps) Phi(-mu/2 - eps/mu), mu = 1/z (Balle
+    & Wang 2018, theorem 8, https://arxiv.org/abs/1805.06530).
+
+    Args:
+      noise_multiplier: z = sigma / sensitivity, at least 0; above 1e6 it is
+        taken for that, and below 1e-3 for none.
+      epsilon: At least 0.
+
+    Returns:
+      delta, from 0 to 1; 1.0 without noise.
+    """
+    z = _noise(noise_multiplier)
+    epsilon = _validate.non_negative(epsilon=epsilon)
+    if z == math.inf:
+        return 0.0
+    if z < LEAST_NOISE:
+        return 1.0
+    first = float(stats.norm.logcdf(0.5 / z - epsilon * z))
+    if first == -math.inf:
+        return 0.0
+    second = epsilon + float(stats.norm.logcdf(-0.5 / z - epsilon * z))
+    rounding = _ROUNDING_OF_DELTA * (1 + epsilon - first)
+    return min(1.0, -math.exp(first + rounding) * math.expm1(second - first - rounding))
+
+
+def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
+    """Returns the smallest epsilon of one Gaussian release at delta, rounded up.
+
+    Args:
+      noise_multiplier: z = sigma / sensitivity, at least 0; above 1e6 it is
+        taken for that, and below 1e-3 for none.
+      delta: Between 0 and 1.
+
+    Returns:
+      epsilon; infinity without noise.
+    """
+    z = _noise(noise_multiplier)
+    delta = _validate.inside_unit_interval(delta=delta)
+    if z < LEAST_NOISE:
+        return math.inf
+    if z == math.inf:
+        return 0.0
+    z = min(z, MOST_NOISE)
+    with np.errstate(divide="ignore"):
+        epsilon, step = float(dp_accounting.get_epsilon_gaussian(z, delta)), 1e-12
+    while gaussian_delta(z, epsilon) > delta:
+        epsilon, step = epsilon + step, 2 * step
+    return epsilon
+
+
+def epsilon_of_mu_squared(mu_squared: float, delta: float) -> float:
+    """Returns the exact epsilon of Gaussian releases whose mu^2 add up.
+
+    Args:
+      mu_squared: Sum of (sensitivity / sigma)^2; 0 for nothing released,
+        infinity for a release without noise.
+      delta: Between 0 and 1.
+
+    Raises:
+      ValueError: mu_squared is negative or NaN.
+    """
+    if mu_squared != math.inf:
+        _validate.non_negative(mu_squared=mu_squared)
+    return gaussian_epsilon(noise_of_mu_squared(mu_squared), delta)
+
+
+def noise_of_mu_squared(mu_squared: float) -> float:
+    """Returns the noise multiplier of the one Gaussian that several are."""
+    return mu_squared**-0.5 if mu_squared else math.inf
+
+
+def analytic_noise_multiplier(epsilon: float, delta: float) -> float:
+    """Returns the smallest noise multiplier that is (epsilon, delta)-private.
+
+    The analytic Gaussian mechanism (Balle & Wang 2018, algorithm 1). It holds
+    for every epsilon and never needs more noise than the classic formula.
+
+    Args:
+      epsilon: Above 0.
+      delta: Between 0 and 1.
+
+    Returns:
+      z = sigma / sensitivity, rounded up.
+
+    Raises:
+      ValueError: If an argument is not allowed, or a noise multiplier of 1e6 is
+        not enough.
+    """
+    epsilon = _validate.positive(epsilon=epsilon)
+    delta = _validate.inside_unit_interval(delta=delta)
+    if epsilon > _LARGEST_EPSILON:  # A tail bound of the privacy loss.
+        tail = math.sqrt(-2 * math.log(delta))
+        mu = math.hypot(tail, math.sqrt(2) * math.sqrt(epsilon)) - tail
+        return (1 + 1e-12) / mu
+    if gaussian_delta(MOST_NOISE, epsilon) > delta:
+        raise ValueError(
+            f"epsilon and delta must need a noise multiplier of at most "
+            f"{MOST_NOISE:g}, got {epsilon!r} and {delta!r}."
+        )
+    with np.errstate(divide="ignore"):
+        z, step = float(dp_accounting.get_sigma_gaussian(epsilon, delta)), 1e-12
+    while gaussian_delta(z, epsilon) > delta:
+        z, step = z * (1 + step), 2 * step
+    return z
+
+
+def _noise(noise_multiplier: float) -> float:
+    if noise_multiplier == math.inf:
+        return math.inf
+    return _validate.non_negative(noise_multiplier=noise_multiplier)

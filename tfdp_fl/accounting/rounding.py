@@ -1,0 +1,51 @@
+"""How an epsilon, a delta, and the factor exp(epsilon) are printed: rounded up.
+
+Whoever reads a figure must be able to rely on it. So this is the only place of the
+package that formats one.
+"""
+
+from __future__ import annotations
+
+import decimal
+import math
+
+
+def upwards(value: float, digits: int = 4) -> str:
+    """Returns a number in decimals, never less than it is.
+
+    Args:
+      value: An epsilon, a delta or a factor, at least 0.
+      digits: How many significant digits to round up to. More are used where a number
+        below 1 would else be printed as 1.
+    """
+    if not value or not math.isfinite(value):
+        return f"{value:g}"
+    # As Python writes it, it is read as the same float again: 1e-05 is not 1.001e-05.
+    exact = decimal.Decimal(repr(float(value)))
+    place = exact.adjusted() - digits + 1
+    rounded = exact.quantize(decimal.Decimal((0, (1,), place)), decimal.ROUND_CEILING)
+    if value < 1 <= rounded:
+        return upwards(value, digits + 4)
+    rounded = rounded.normalize()
+    if -5 < rounded.adjusted() < 16:
+        return f"{rounded:f}"
+    mantissa, exponent = f"{rounded:e}".split("e")
+    return f"{mantissa}e{int(exponent):+03d}"
+
+
+def factor_upwards(epsilon: float) -> str:
+    """Returns exp(epsilon) in decimals, never less than it is."""
+    if epsilon >= 700:
+        return f"exp({upwards(epsilon)})"
+    return upwards(math.exp(epsilon) * (1 + 1e-14), 3)
+
+
+def upwards_for_bar(value: float) -> float:
+    """Returns a number that a Keras progress bar, which rounds it, shows as no less.
+
+    It shows four decimals, or five digits of a number up to 0.001.
+    """
+    if not 1e-3 < value < 1e12:
+        return float(upwards(value, 5))
+    exact = decimal.Decimal(repr(float(value)))
+    return float(exact.quantize(decimal.Decimal("1e-4"), decimal.ROUND_CEILING))
