@@ -63,9 +63,10 @@ def bound_factor(
       norm_bound: S, scalar.
       side_bounds: By name, the bound on the absolute value of each side sum.
     """
-    kept = (one.update >= 0) & (one.update * norm <= norm_bound * (1 + _ROUNDING))
+    factor: Any = one.update
+    kept = (factor >= 0) & (factor * norm <= norm_bound * (1 + _ROUNDING))
     one = _bound_sides(one, kept, side_bounds)
-    return one._replace(update=tf.where(one.discarded < 1, one.update, 0.0))
+    return one._replace(update=tf.where(one.discarded < 1, factor, 0.0))
 
 
 def _bound_sides(
