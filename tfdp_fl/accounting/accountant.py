@@ -363,7 +363,7 @@ class PrivacyAccountant:
 
 
 def _rdp_curve(charge: charge_lib.RoundCharge, part: int) -> np.ndarray:
-    return curves.rdp_curve(charge.dp_event("rdp"), charge.relation, part)
+    return curves.rdp_curve(charge.dp_event("rdp"), charge.relation.in_accounting, part)
 
 
 # Canonne, Kamath & Steinke 2020, proposition 12, https://arxiv.org/abs/2004.00010,
