@@ -386,7 +386,8 @@ class Mechanism(abc.ABC):
         z = self.noise_multiplier_at(round_index)
         if z == 0 or self.guarantee != "central":
             return dp_accounting.NonPrivateDpEvent()
-        size = deployment.cohort_size(round_index)
+        # What follows from z and S alone needs no deployment.
+        size = deployment.cohort_size(round_index) if deployment else 1.0
         round = Round(self.reference_clip_norm, z, size)
         mu_squared = self.sensitivity_squared(round, deployment)
         if not 0 < mu_squared < math.inf:
