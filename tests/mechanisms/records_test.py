@@ -1,0 +1,186 @@
+"""The one door into a sum: nothing is broadcast, longer than declared, or rounded."""
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tfdp_fl
+from tests.engine import cohorts
+from tests.mechanisms import rounds
+from tfdp_fl import mechanisms
+from tfdp_fl.mechanisms import records
+from tfdp_fl.mechanisms.contribution import Contribution, Deployment
+
+_FIXED = tfdp_fl.FixedClipping(clip_norm=0.3, noise_multiplier=1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Own(mechanisms.Mechanism):
+    """A mechanism of somebody's own, which does more than it declares."""
+
+    noise_multiplier: float = 1.0
+    longer: float = 1.0
+    outside: float = 0.0
+    heavier: float = 1.0
+    negative: bool = False
+    overrides: bool = False
+    noise: float | None = None
+    side_bounds: ClassVar = {"side": 0.5}
+
+    def first_clip_norm(self):
+        return 0.3
+
+    @property
+    def scales_updates(self):
+        return not self.overrides
+
+    def scale(self, norm, round):
+        scale = self.longer * tf.minimum(1.0, round.clip_norm / norm)
+        return -scale if self.negative else scale
+
+    def sums_of(self, norm, round):
+        return {"side": tf.zeros_like(norm) + 0.5 + self.outside}
+
+    def contribution_of_norm(self, norm, usable, round):
+        one = super().contribution_of_norm(norm, usable, round)
+        return one._replace(weight=one.weight * self.heavier)
+
+    def noise_stddevs(self, round, deployment):
+        update = round.noise_multiplier * round.clip_norm
+        if self.noise is not None:
+            update = tf.constant(self.noise) if tf.is_tensor(update) else self.noise
+        return {"update": update, "side": 5.0}
+
+    def next_clip_norm(self, sums, round):
+        return round.clip_norm * 2
+
+    def describe(self):
+        return "Somebody's own."
+
+
+@pytest.mark.parametrize("overrides", [False, True])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"longer": 1.01},
+        {"longer": 20.0},
+        {"longer": float("nan")},
+        {"outside": 0.01},
+        {"outside": float("nan")},
+        {"heavier": 1.5},
+        {"heavier": float("inf")},
+        {"negative": True},
+    ],
+    ids=str,
+)
+def test_more_than_is_declared_counts_as_nothing(overrides, more):
+    updates = rounds.updates_with_norms([5.0])
+    for options, discarded in (({}, 0), (more, 1)):
+        own = _Own(overrides=overrides, **options)
+        query, state = rounds.bound(own)
+        one = rounds.run_round(query, state, updates).records[0]
+        assert float(one.discarded) == discarded or more == {"negative": True}
+        norm = np.linalg.norm(rounds.flat(one.update))
+        assert norm <= 0.3 * (1 + 1e-5)
+        assert abs(float(one.sums["side"])) <= 0.5 and 0 <= float(one.weight) <= 1
+        if discarded and float(one.discarded):
+            assert not norm and not float(one.sums["side"]) and not float(one.weight)
+
+
+def test_a_cost_is_derived_from_bounds_and_noise():
+    where = Deployment(clients_per_round=8)
+    event = _Own().round_event(0, where)
+    # (S / (z S))^2 + (0.5 / 5)^2.
+    assert event.noise_multiplier == pytest.approx((1 + 0.1**2) ** -0.5)
+    assert _FIXED.round_event(0, where).noise_multiplier == 1.0
+    # Noise that stays where the clip doubles is noticed before it is released.
+    query, state = rounds.bound(_Own(noise=0.3))
+    updates = rounds.updates_with_norms([1.0] * 8)
+    done = rounds.run_round(query, state, updates, noise_multiplier=1.0)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="adds less noise"):
+        rounds.run_round(query, done.next_state, updates, noise_multiplier=1.0)
+    with pytest.raises(TypeError, match="must declare side_bounds"):
+        type("Old", (mechanisms.Mechanism,), {"released_sums": ("side",)})
+
+
+def test_nothing_is_broadcast_into_a_sum():
+    query, _ = rounds.bound(_FIXED)
+    total = query.initial_sample_state([tf.zeros([4, 1]), tf.zeros([3])])
+    fields = dict.fromkeys(Contribution._fields[2:], tf.zeros([]))
+    for update in (
+        [tf.ones([1, 1]), tf.ones([3])],
+        [tf.ones([4, 1]), tf.ones([])],
+        [tf.ones([4, 1]), tf.ones([1, 3])],
+    ):
+        one = Contribution(update=update, sums={}, **fields)
+        with pytest.raises(ValueError, match="never broadcast"):
+            records.add(total, one)
+    with pytest.raises(ValueError):
+        records.add(total, Contribution(update=[tf.ones([4, 1])], sums={}, **fields))
+    # As a hook may hand it in, on every way to train.
+    for options in ({}, {"collect_records": True}, {"at_once": 3}):
+        with pytest.raises(ValueError, match="upload_hook must return one tensor"):
+            engine = cohorts.make_engine(
+                cohorts.mlp(),
+                cohorts.dataset(),
+                mechanism=_FIXED,
+                training={"upload_hook": lambda tensors: [t[:1] for t in tensors]},
+                **options,
+            )
+            cohorts.collect(engine, cohorts.dataset())
+
+
+_SIZES = st.sampled_from([1e-10, 1e-3, 0.3, 1.0, 1.9999999, 1e6, 1e29])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=40), _SIZES, st.randoms()
+)
+def test_sums_of_records_are_exact_in_any_order(values, clip, random):
+    with np.errstate(all="ignore"):
+        given_values = np.float32(clip) * np.float32(values)
+    step = records.step(tf.constant(clip, tf.float32), 10.0)
+    (on_grid,) = records.to_grid([tf.constant(given_values)], step)
+    numbers = on_grid.numpy().astype(np.float64)
+    assert float(step) <= clip * 26 * 2.0**-48
+    np.testing.assert_array_equal(
+        np.round(numbers / float(step)), numbers / float(step)
+    )
+    np.testing.assert_allclose(numbers, given_values, rtol=2.0**-22, atol=float(step))
+    shuffled = numbers.tolist()
+    random.shuffle(shuffled)
+    together = np.add.reduce(numbers.tolist())
+    parts = sum(shuffled[::2]) + sum(shuffled[1::2])
+    assert (
+        together
+        == parts
+        == np.float64(float(sum(map(int, numbers / float(step))))) * float(step)
+    )
+
+
+def test_without_a_bound_there_is_no_grid():
+    assert float(records.step(tf.constant(np.inf), 10.0)) == 0.0
+    (same,) = records.to_grid([tf.constant([1e-30, 3.7])], tf.constant(0.0))
+    np.testing.assert_array_equal(same, np.float32([1e-30, 3.7]))
+
+
+def test_ten_thousand_clients_more_move_a_sum_by_their_records():
+    # In float32, each addition to a large sum would be lost (5 clips of 20 481).
+    query, state = rounds.bound(_FIXED, clients_per_round=20_000)
+    params = query.derive_sample_params(query.begin_round(state, 1.0, 20_000.0))
+    small = query.preprocess_record(params, [tf.fill([1], -2.2e-8)])
+    large = query.preprocess_record(params, [tf.fill([1], 7.0)])
+    total = query.initial_sample_state([tf.zeros([1])])
+    total = total._replace(update=[4097 * tf.cast(large.update[0], tf.float64)])
+    for _ in range(1000):
+        before = total
+        total = query.accumulate_preprocessed_record(before, small)
+    moved = 4097 * float(large.update[0][0]) + 1000 * float(small.update[0][0])
+    assert float(total.update[0][0]) == moved
+    assert float(small.update[0][0]) == pytest.approx(-2.2e-8, rel=0.05)
