@@ -184,3 +184,5 @@ def test_ten_thousand_clients_more_move_a_sum_by_their_records():
     moved = 4097 * float(large.update[0][0]) + 1000 * float(small.update[0][0])
     assert float(total.update[0][0]) == moved
     assert float(small.update[0][0]) == pytest.approx(-2.2e-8, rel=0.05)
+    # Whole numbers of a step: what is far below one is nothing.
+    assert not query.preprocess_record(params, [tf.fill([1], 1e-13)]).update[0].numpy()
