@@ -134,7 +134,7 @@ def compute_on_the_second_device():
                 pending = cohorts.collect(engine, dataset, noise_multiplier=0.5)
                 leaves = tf.nest.flatten((pending.sums, pending.received[:2]))
                 seen.update(leaf.device[-5:] for leaf in leaves)
-                engine.release(pending)
+                engine.release(pending, cohorts.paid())
         assert engine.has_trained_side_by_side == beside
         assert seen == {"CPU:1"}
 

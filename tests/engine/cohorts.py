@@ -4,10 +4,11 @@ import contextlib
 from typing import Any
 from unittest import mock
 
+import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import engine
+from tfdp_fl import accounting, engine
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import dense_models, devices
 from tfdp_fl.mechanisms import ClientWeighting, Deployment, NoPrivacy
@@ -111,8 +112,19 @@ def update_of(pending) -> list[np.ndarray]:
     return [part.numpy() for part in total.contribution.update]
 
 
+def paid() -> Any:
+    """Returns the receipt of a charge that nobody counts."""
+    charge = accounting.Participation(
+        sampling="poisson", num_clients=10, clients_per_round=5
+    ).charge(dp_accounting.GaussianDpEvent(1.0))
+    return accounting.PrivacyAccount("central", 10).charge(
+        charge, round_index=0, cohort_size=5, positions=np.arange(5)
+    )
+
+
 def run_round(cohort_engine, dataset, **changes: Any) -> dict[str, float]:
-    return cohort_engine.release(collect(cohort_engine, dataset, **changes))[1]
+    pending = collect(cohort_engine, dataset, **changes)
+    return cohort_engine.release(pending, paid())[1]
 
 
 def moved_by(model, cohort_engine, dataset, **changes: Any) -> list[np.ndarray]:

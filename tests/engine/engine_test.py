@@ -50,7 +50,7 @@ def _round(dataset, *, count=1, engine=None, **inputs):
     for round_index in range(count):
         options = {"seed": np.array([5, round_index]), "state": state, **inputs}
         pending = cohorts.collect(made, dataset, round_index=round_index, **options)
-        state, logs = made.release(pending)
+        state, logs = made.release(pending, cohorts.paid())
     return rounds.flat(model.get_weights()) - rounds.flat(start), logs
 
 

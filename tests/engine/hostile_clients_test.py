@@ -33,7 +33,7 @@ def _moved(clients, model=None, *, beside=False, few=False, loss=None, **options
     engine.has_trained = False
     with cohorts.side_by_side(beside, few):
         pending = cohorts.collect(engine, dataset, clients_per_round=3.0)
-        _, logs = engine.release(pending)
+        _, logs = engine.release(pending, cohorts.paid())
     moved = [b - a for a, b in zip(before, model.get_weights(), strict=True)]
     return moved, {**logs, "failures": pending.failures}
 

@@ -255,6 +255,13 @@ class PendingRound:
         self.sums[0] = first._replace(contribution=records.add(first.contribution, one))
 
 
+class Receipt(Protocol):
+    """What a release needs: that it is paid for (`accounting.Charge`)."""
+
+    def use(self) -> None:
+        """Raises an error unless it is paid for, and was not used before."""
+
+
 class Executor(Protocol):
     """What trains cohorts: this process's engine, or workers elsewhere."""
 

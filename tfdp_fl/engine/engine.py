@@ -498,17 +498,20 @@ class CohortEngine:
     # Half two.
 
     def release(
-        self, pending: cohort.PendingRound
+        self, pending: cohort.PendingRound, paid: cohort.Receipt
     ) -> tuple[contribution.Round, dict[str, float]]:
         """Adds the noise, divides, and updates the model.
 
         Args:
-          pending: What `collect` returned, charged by now.
+          pending: What `collect` returned.
+          paid: The receipt of `PrivacyAccount.charge`, without which nothing of the
+            round is released.
 
         Returns:
           The query's state before the next round; and the round's values for
           `History`, by name.
         """
+        paid.use()
         with tf.device(self.device):
             return self._release(pending)
 

@@ -273,9 +273,8 @@ class RoundLoop:
     def _release(self, pending: PendingRound, paid: Charge) -> dict[str, float]:
         """Lets the model change by what was paid for."""
         run = self.run
-        paid.use()
         run.releasing = True
-        run.mechanism_state, released = self.engine.release(pending)
+        run.mechanism_state, released = self.engine.release(pending, paid)
         run.cohort_sizes.append(len(pending.inputs.positions))
         run.log_names = list(released)
         run.remember_norms(pending.inputs.positions, pending.window_norms)
