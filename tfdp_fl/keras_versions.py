@@ -72,6 +72,11 @@ def tf_variables(variables: Any) -> list[tf.Variable]:
     return [tf_variable(variable) for variable in variables]
 
 
+def values_of(variables: Any) -> list[np.ndarray]:
+    """Returns the values of Keras's variables."""
+    return [variable.numpy() for variable in tf_variables(variables)]
+
+
 def layers_of(model: tf.keras.Model, include_self: bool = False) -> list[Any]:
     """Returns all layers, those inside others as well, in a fixed order."""
     return list(model._flatten_layers(include_self=include_self))
@@ -135,6 +140,15 @@ def compiled_loss_and_metrics(
         compile_utils.CompileLoss(loss, loss_weights, output_names=names),
         compile_utils.CompileMetrics(metrics, weighted_metrics, output_names=names),
     )
+
+
+def own_metrics(model: tf.keras.Model) -> list[Any]:
+    """Returns the metrics that a model and its layers hold, and not `compile`."""
+    found: dict[int, Any] = {}
+    for layer in layers_of(model, include_self=True):
+        for metric in layer._metrics:
+            found.setdefault(id(metric), metric)
+    return list(found.values())
 
 
 @contextlib.contextmanager

@@ -492,7 +492,7 @@ class CohortEngine:
                 ],
                 values,
             )
-            total = functools.reduce(cohort.add_nests, pending.sums)
+            total = functools.reduce(cohort.CohortSum.plus, pending.sums)
         pending.sums, pending.collected = [total._replace(contribution=one)], []
 
     # Half two.

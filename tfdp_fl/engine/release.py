@@ -117,7 +117,7 @@ class Release:
 
     query: cohort_query.CohortQuery
     server: ServerUpdate
-    metric_results: Callable[[list[tf.Tensor]], dict[str, tf.Tensor]]
+    metric_results: Callable[[cohort.MetricState], dict[str, tf.Tensor]]
     _log_names: list[str] = dataclasses.field(default_factory=list)
     # By the number of sums: all else is alike in every round.
     _traced: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
@@ -142,7 +142,7 @@ class Release:
         return state, dict(zip(self._log_names, values.numpy().tolist(), strict=True))
 
     def _released(self, sums, state, seed, answered):
-        total = functools.reduce(cohort.add_nests, sums)
+        total = functools.reduce(cohort.CohortSum.plus, sums)
         contribution = total.contribution
         with noise.seeded(noise.fold_in(seed, -1)):
             mean, new_state = self.query.get_noised_result(contribution, state)
@@ -155,9 +155,16 @@ class Release:
         else:
             self.server.apply(mean)
         # Most of it is not noised.
-        logs = {
-            "loss": tf.math.divide_no_nan(total.loss, total.examples),
+        measured = {
+            "loss": total.loss / total.examples,
             **self.metric_results(total.metrics),
+        }
+        logs = {
+            # As in rounds that are abandoned, where nobody has a loss.
+            name: tf.where(total.examples > 0, tf.cast(value, tf.float32), np.nan)
+            for name, value in measured.items()
+        }
+        logs |= {
             **self.query.derive_metrics(state),
             "clipped_fraction": tf.math.divide_no_nan(contribution.clipped, answered),
             "mean_update_norm": tf.math.divide_no_nan(contribution.norm, answered),
