@@ -38,9 +38,9 @@ def note_beginnings(metrics: Any) -> None:
     Keras's `reset_state` puts zeros in the place of whatever a metric began with.
     """
     for metric in tf.nest.flatten(metrics):
-        if isinstance(metric, tf.keras.metrics.Metric) and metric.variables:
-            if metric not in _beginnings:
-                _beginnings[metric] = keras_versions.values_of(metric.variables)
+        is_one = isinstance(metric, tf.keras.metrics.Metric) and metric.variables
+        if is_one and metric not in _beginnings:
+            _beginnings[metric] = keras_versions.values_of(metric.variables)
 
 
 class Metrics:

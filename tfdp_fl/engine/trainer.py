@@ -8,7 +8,7 @@ its variables. The user's own model is what is traced, and it does not change.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
