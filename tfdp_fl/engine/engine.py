@@ -137,6 +137,7 @@ class CohortEngine:
             trainer.aggregated[:trainable],
             trainer.aggregated[trainable:],
             training.server_optimizer,
+            trainer.never_negative,
         )
         self._unaggregated = keras_versions.tf_variables(trainer.unaggregated)
         self.keeps_non_trainable = bool(self._unaggregated)

@@ -36,6 +36,7 @@ class ServerUpdate:
         trainable: list[Any],
         non_trainable: list[Any],
         optimizer: tf.keras.optimizers.Optimizer | None = None,
+        never_negative: list[Any] | None = None,
     ):
         """Makes the optimizer's variables.
 
@@ -43,10 +44,19 @@ class ServerUpdate:
           trainable: The model's own variables, as Keras has them.
           non_trainable: Likewise, those that are aggregated.
           optimizer: A Keras optimizer, or None.
+          never_negative: Those of `non_trainable` that noise is not to push below
+            zero. (Of others, the layer says what they may be by a constraint.)
         """
         self._owned = list(trainable)
         self._trainable = keras_versions.tf_variables(trainable)
         self._non_trainable = keras_versions.tf_variables(non_trainable)
+        floored = set(map(id, never_negative or ()))
+        self._limits: list[Callable[[tf.Tensor], Any] | None] = [
+            (lambda value: tf.maximum(value, 0))
+            if id(variable) in floored
+            else getattr(variable, "constraint", None)
+            for variable in non_trainable
+        ]
         self._optimizer = optimizer
         self.variables: list[tf.Variable] = self._trainable + self._non_trainable
         self.state: list[tf.Variable] = []
@@ -69,8 +79,14 @@ class ServerUpdate:
                 for variable, value in zip(self._trainable, mean[:count], strict=True)
             ]
             keras_versions.apply_gradients(self._optimizer, gradients, self._owned)
-        for variable, value in zip(self._non_trainable, mean[count:], strict=True):
-            variable.assign(_kept_valid(variable, _moved(variable, value)))
+        for place, value in enumerate(mean[count:]):
+            variable = self._non_trainable[place]
+            variable.assign(self._within(place, _moved(variable, value)))
+
+    def _within(self, place: int, value: tf.Tensor) -> Any:
+        """Returns a released value where it may be; noise can push it out."""
+        limit = self._limits[place]
+        return value if limit is None else limit(value)
 
     def finalize(self) -> None:
         """Gives the model its last values, as Keras does at the end of `fit`.
@@ -87,7 +103,9 @@ class ServerUpdate:
         count = len(self._trainable)
         for place, variable in enumerate(self.variables):
             value = tf.cast(weights[place], variable.dtype)
-            variable.assign(value if place < count else _kept_valid(variable, value))
+            variable.assign(
+                value if place < count else self._within(place - count, value)
+            )
         return True
 
 
@@ -96,13 +114,6 @@ def _moved(variable: tf.Variable, change: tf.Tensor) -> tf.Tensor:
     wide = tf.float64 if tf.float64 in (variable.dtype, change.dtype) else change.dtype
     moved = tf.cast(variable, wide) + tf.cast(change, wide)
     return tf.cast(moved, variable.dtype)
-
-
-def _kept_valid(variable: tf.Variable, value: tf.Tensor) -> Any:
-    """Noise can push a variance below zero; the released value is cut off."""
-    if "variance" in variable.name.split("/")[-1]:
-        return tf.maximum(value, 0)
-    return value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdp_fl import keras_versions
 from tfdp_fl.datasets import nests
-from tfdp_fl.engine import cohort, labels, layers, lookups
+from tfdp_fl.engine import cohort, labels, layers, lookups, made_up
 from tfdp_fl.engine import metrics as metrics_lib
 from tfdp_fl.mechanisms import noise
 
@@ -99,6 +99,7 @@ class Trainer:
         normalization). The mechanism clips and noises them together.
       unaggregated: Its other variables: frozen weights, adapted constants, and
         what the moving statistics are where they stay at the server.
+      never_negative: Those of `aggregated` that training keeps from below zero.
       label_ranges: What class labels may be (see `labels.ranges`).
       single_loss: The compiled loss of a model with one output, else None.
       metric_specs: Specs of the metrics' `MetricState`.
@@ -107,6 +108,7 @@ class Trainer:
 
     metric_specs: cohort.MetricState
     lookups: tuple[lookups.Lookup, ...] = ()
+    never_negative: list[Any] = []  # noqa: RUF012
 
     def __init__(
         self,
@@ -151,6 +153,7 @@ class Trainer:
             ]
         leaving = {id(variable) for variable in leave}
         self.aggregated = self._trainable + leave
+        self.never_negative = made_up.never_negative(model, leave, x)
         self.unaggregated = [v for v in non_trainable if id(v) not in leaving]
         # In the order of a `ClientState`.
         self._variables = [*self.aggregated, *self.unaggregated, *self._random_state]
