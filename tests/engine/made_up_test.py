@@ -67,3 +67,12 @@ def test_noise_leaves_statistics_where_they_may_be():
     assert np.min(layer.b) < 0
     assert np.min(layer.c) >= np.float32(0.2)
     assert np.max(layer.c) <= np.float32(0.8)
+
+
+def test_what_a_built_model_keeps_has_places_in_its_weights():
+    model = cohorts.sequential([4], _layers.Dense(3), _Norm(), _Running())
+    names = [weight.name for weight in model.weights]
+    places = made_up.places_never_negative(model)
+    assert [names[k] for k in places] == ["moving_variance", "running_var", "c"]
+    with pytest.raises(ValueError, match="knows its inputs"):
+        made_up.places_never_negative(tf.keras.Model())

@@ -59,6 +59,7 @@ def never_negative(model: tf.keras.Model, variables: list[Any], x: Any) -> list[
     rng = np.random.default_rng(0)
     begun = [(v, tf.zeros(v.shape, v.dtype)) for v in variables]
     weights, left, usable = model.trainable_weights, list(variables), 0
+    assigned: set[int] = set()
     for _ in range(_DRAWS if variables else 0):
         features = batch(rng, x)
         drawn = [rng.normal(size=v.shape) for v in weights]
@@ -68,10 +69,43 @@ def never_negative(model: tf.keras.Model, variables: list[Any], x: Any) -> list[
             try:
                 with keras_versions.stateless(mapping) as scope:
                     model(features, training=True)
-                after = [scope.get_current_value(v).numpy() for v in left]
+                values = [scope.get_current_value(v) for v in left]
+                after = [value.numpy() for value in values]
             except Exception:  # Not everything is for made-up numbers.
                 continue
+            assigned |= {
+                id(v)
+                for v, value in zip(left, values, strict=True)
+                if all(value is not zeros for _, zeros in begun)
+            }
             usable += all(np.isfinite(value).all() for value in after)
             pairs = zip(left, after, strict=True)
             left = [v for v, value in pairs if not np.any(value < 0)]
-    return left if usable > _DRAWS else []
+    found = [v for v in left if id(v) in assigned]
+    return found if usable > _DRAWS else []
+
+
+def places_never_negative(model: tf.keras.Model) -> list[int]:
+    """Returns the places of `never_negative` in `get_weights()` of a built model.
+
+    Raises:
+      ValueError: The model does not say what its inputs are.
+    """
+    inputs = getattr(model, "inputs", None)
+    if not inputs:
+        raise ValueError(
+            "non_negative must be a built model that knows its inputs (sequential or "
+            f"functional), or places in get_weights(), got {model!r}."
+        )
+    shapes = [[1, *(size or 8 for size in one.shape[1:])] for one in inputs]
+    made = [
+        tf.zeros(s, tf.as_dtype(i.dtype)) for s, i in zip(shapes, inputs, strict=True)
+    ]
+    state = [
+        variable
+        for variable in model.non_trainable_weights
+        if tf.as_dtype(variable.dtype).is_floating
+    ]
+    x = made[0] if len(made) == 1 else made
+    found = set(map(id, never_negative(model, state, x)))
+    return [k for k, one in enumerate(model.weights) if id(one) in found]

@@ -52,9 +52,8 @@ class ServerUpdate:
         self._non_trainable = keras_versions.tf_variables(non_trainable)
         floored = set(map(id, never_negative or ()))
         self._limits: list[Callable[[tf.Tensor], Any] | None] = [
-            (lambda value: tf.maximum(value, 0))
-            if id(variable) in floored
-            else getattr(variable, "constraint", None)
+            getattr(variable, "constraint", None)
+            or (_floored if id(variable) in floored else None)
             for variable in non_trainable
         ]
         self._optimizer = optimizer
@@ -107,6 +106,10 @@ class ServerUpdate:
                 value if place < count else self._within(place - count, value)
             )
         return True
+
+
+def _floored(value: tf.Tensor) -> tf.Tensor:
+    return tf.maximum(value, 0)
 
 
 def _moved(variable: tf.Variable, change: tf.Tensor) -> tf.Tensor:
