@@ -137,7 +137,9 @@ def compiled_loss_and_metrics(
 
     names = getattr(model, "output_names", None)
     return (
-        compile_utils.CompileLoss(loss, loss_weights, output_names=names),
+        None
+        if loss is None
+        else compile_utils.CompileLoss(loss, loss_weights, output_names=names),
         compile_utils.CompileMetrics(metrics, weighted_metrics, output_names=names),
     )
 
@@ -173,6 +175,19 @@ def loss_options(loss: Any) -> dict[str, Any]:
     return {**loss.get_config(), **getattr(loss, "_fn_kwargs", {})}
 
 
+class Place(int):
+    """The place of a label among all of them; Keras sees the label's shape."""
+
+    shape: Any = None
+
+    @classmethod
+    def of(cls, place: int, label: tf.Tensor) -> Place:
+        """Returns the place of a label."""
+        made = cls(place)
+        made.shape = label.shape
+        return made
+
+
 def labels_and_outputs(
     loss: Any, compiled_loss: Any, y: Any, predicted: Any
 ) -> list[tuple[Any, Any, Any]]:
@@ -181,10 +196,12 @@ def labels_and_outputs(
     Args:
       loss: What Keras's `compile` takes as `loss`.
       compiled_loss: What it makes of it.
-      y: Nest of labels, or of anything else in their places.
+      y: Nest of labels, or of `Place`s.
       predicted: Nest of outputs.
     """
     found: list[tuple[Any, Any, Any]] = []
+    if compiled_loss is None:
+        return found
 
     class Noting(type(compiled_loss)):  # type: ignore[misc]
         def build(self, y_true: Any, y_pred: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,6 +29,7 @@ class ServerUpdate:
     Attributes:
       variables: The server's weights, in the order of an update.
       state: The optimizer's variables, for checkpoints.
+      num_trainable: How many of them are trainable.
       has_non_trainable: Whether non-trainable state is aggregated too.
     """
 
@@ -61,6 +63,7 @@ class ServerUpdate:
         self.state: list[tf.Variable] = []
         if optimizer is not None:
             self.state = keras_versions.build_optimizer(optimizer, self._owned)
+        self.num_trainable = len(self._trainable)
         self.has_non_trainable = bool(non_trainable)
 
     def apply(self, mean: list[tf.Tensor]) -> None:
@@ -133,6 +136,7 @@ class Release:
     server: ServerUpdate
     metric_results: Callable[[cohort.MetricState], dict[str, tf.Tensor]]
     _log_names: list[str] = dataclasses.field(default_factory=list)
+    _said: list[bool] = dataclasses.field(default_factory=list)
     # By the number of sums: all else is alike in every round.
     _traced: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
@@ -153,7 +157,19 @@ class Release:
                 function, autograph=False
             ).get_concrete_function(*map(tf.TensorSpec.from_tensor, flat))
         state, values = self._traced[count](*flat)
-        return state, dict(zip(self._log_names, values.numpy().tolist(), strict=True))
+        *logged, share = values.numpy().tolist()
+        logs = dict(zip(self._log_names, logged, strict=True))
+        if share > _FILLING and logs["clipped_fraction"] > _FILLING and not self._said:
+            self._said.append(True)
+            warnings.warn(
+                "What clients upload of statistics, such as the moving variance of a "
+                "BatchNormalization, fills the clip, so that the weights hardly learn. "
+                "Scale the features to a variance near 1, or give "
+                "non_trainable_state='keep' to the model.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return state, logs
 
     def _released(self, sums, state, seed, answered):
         total = functools.reduce(cohort.CohortSum.plus, sums)
@@ -187,8 +203,22 @@ class Release:
         if total.moments:
             logs.update(_variance_and_scale(total.moments))
         self._log_names[:] = logs
-        values = [tf.cast(value, tf.float32) for value in logs.values()]
+        share = self._share_of_state(contribution.update)
+        values = [tf.cast(value, tf.float32) for value in (*logs.values(), share)]
         return new_state, tf.stack(values)
+
+    def _share_of_state(self, update: Any) -> Any:
+        """Returns what part of a sum's squares is of non-trainable state."""
+        server = self.server
+        if not server.has_non_trainable or not isinstance(update, list):
+            return 0.0
+        squares = [tf.reduce_sum(tf.cast(part, tf.float64) ** 2) for part in update]
+        state = squares[server.num_trainable :] or [tf.zeros([], tf.float64)]
+        return tf.math.divide_no_nan(tf.add_n(state), tf.add_n(squares))
+
+
+# Of what clients' statistics are this part, there is no room for weights.
+_FILLING = 0.95
 
 
 def _variance_and_scale(moments: cohort.Moments) -> dict[str, tf.Tensor]:

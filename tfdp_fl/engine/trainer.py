@@ -8,6 +8,7 @@ its variables. The user's own model is what is traced, and it does not change.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ class Training:
 
     Attributes:
       optimizer: A Keras optimizer; each client starts with fresh slots.
-      loss: What Keras's `compile` takes as `loss`.
+      loss: What Keras's `compile` takes as `loss`; None: the model's own alone.
       metrics: What Keras's `compile` takes as `metrics`.
       weighted_metrics: What Keras's `compile` takes as `weighted_metrics`.
       loss_weights: What Keras's `compile` takes as `loss_weights`.
@@ -167,14 +168,34 @@ class Trainer:
         )
         y, weight = nests.labels_and_weights(y)
         flat = tf.nest.flatten(y)
-        places = tf.nest.pack_sequence_as(y, range(len(flat)))
+        places = tf.nest.pack_sequence_as(
+            y, [keras_versions.Place.of(k, leaf) for k, leaf in enumerate(flat)]
+        )
         outputs = keras_versions.labels_and_outputs(
             training.loss, self._loss, places, predicted
         )
         self.label_ranges = labels.ranges(flat, outputs)
         self.single_loss = outputs[0][2] if len(outputs) == 1 else None
         with keras_versions.stateless(own), keras_versions.losses_of(model, self._loss):
-            model._compute_loss(x, y, predicted, weight, training=True)
+            try:
+                if training.loss is None:  # For what it adds to the losses.
+                    predicted = model(x, training=True)
+                model._compute_loss(x, y, predicted, weight, training=True)
+            except ValueError as error:
+                if training.loss is not None:
+                    raise
+                raise ValueError(
+                    "loss must be given for a model that has none of its own (by a "
+                    f"layer's add_loss, or by compute_loss), got None: {error}"
+                ) from error
+        dtypes = {layer.compute_dtype for layer in keras_versions.layers_of(model)}
+        if "float16" in dtypes:
+            warnings.warn(
+                "float16 trains here without a scale of the loss, so that small "
+                "gradients become zero: take mixed_bfloat16, which needs no scale.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         kept = keras_versions.own_metrics(model)
         self._metrics = metrics_lib.Metrics(compiled_metrics, kept, y, predicted)
         self._metrics.find_merges(self._own_after, x, y, predicted, self.label_ranges)
@@ -330,7 +351,8 @@ class Trainer:
         """
         mapping = list(zip(self._variables, state.values, strict=True))
         # Means of losses, which Keras keeps to show them.
-        mapping += [(v, tf.zeros(v.shape, v.dtype)) for v in self._loss.variables]
+        means = [] if self._loss is None else self._loss.variables
+        mapping += [(v, tf.zeros(v.shape, v.dtype)) for v in means]
         kept = self._metrics.own_variables
         begin = self._metrics.own_begin() if own is None else own
         mapping += zip(kept, begin, strict=True)
