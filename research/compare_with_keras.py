@@ -183,6 +183,7 @@ def compared(kind: type, of: str) -> tuple[str, str]:
     """Returns what became of one kind: a word, and more about it."""
 
     def fresh() -> tuple[Any, dict[str, Any]]:
+        keras.backend.clear_session()  # Names begin anew.
         keras.utils.set_random_seed(1)
         usual = {"optimizer": keras.optimizers.SGD(0.1), **compiled}
         return make(), {k: v() if callable(v) else v for k, v in usual.items()}
@@ -244,7 +245,6 @@ def main(_: Any) -> None:
             if _ONLY.value in kind.__name__:
                 word, more = compared(kind, of)
                 results[word].append((kind.__name__, more))
-                keras.backend.clear_session()
         for word, found in sorted(results.items()):
             print(f"\n{of}: {len(found)} {word}")
             print(", ".join(name for name, more in found if not more))
