@@ -147,6 +147,7 @@ class FunctionalTrainer(trainer.Trainer):
         y: Any,
         weight: Any,
         training: bool = True,
+        own: Any = None,
     ) -> tuple[tf.Tensor, Any, list[tf.Tensor], list[tf.Tensor]]:
         count = len(self.aggregated)
         weights = tuple(state.values[:count]), tuple(state.values[count:])

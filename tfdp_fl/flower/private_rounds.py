@@ -411,17 +411,15 @@ class PrivateRounds:
                     "BatchNorm, say non_negative=[...]; () if there is none.",
                     ", ".join(str(names[k]) if names else str(k) for k in likely),
                 )
-        places = [
-            list(names).index(one) if one in names else one
-            for one in self._non_negative
-        ]
-        wrong = [one for one in places if one not in range(len(sent))]
-        if wrong:
-            raise ValueError(
-                "non_negative must name arrays of the model, or their places below "
-                f"{len(sent)}, got {wrong[0]!r}."
-            )
-        return places
+        known: dict[int | str, int] = {place: place for place in range(len(sent))}
+        known |= {name: place for place, name in enumerate(names)}
+        for one in self._non_negative:
+            if one not in known:
+                raise ValueError(
+                    "non_negative must name arrays of the model, or their places below "
+                    f"{len(sent)}, got {one!r}."
+                )
+        return [known[one] for one in self._non_negative]
 
     def _cohort(
         self, server_round: int, connected: Mapping[Hashable, Any]
