@@ -72,6 +72,11 @@ def tf_variables(variables: Any) -> list[tf.Variable]:
     return [tf_variable(variable) for variable in variables]
 
 
+def values_of(variables: Any) -> list[np.ndarray]:
+    """Returns the values of Keras's variables."""
+    return [variable.numpy() for variable in tf_variables(variables)]
+
+
 def layers_of(model: tf.keras.Model, include_self: bool = False) -> list[Any]:
     """Returns all layers, those inside others as well, in a fixed order."""
     return list(model._flatten_layers(include_self=include_self))
@@ -152,9 +157,20 @@ def compiled_loss_and_metrics(
 
     names = getattr(model, "output_names", None)
     return (
-        compile_utils.CompileLoss(loss, loss_weights, output_names=names),
+        None
+        if loss is None
+        else compile_utils.CompileLoss(loss, loss_weights, output_names=names),
         compile_utils.CompileMetrics(metrics, weighted_metrics, output_names=names),
     )
+
+
+def own_metrics(model: tf.keras.Model) -> list[Any]:
+    """Returns the metrics that a model and its layers hold, and not `compile`."""
+    found: dict[int, Any] = {}
+    for layer in layers_of(model, include_self=True):
+        for metric in layer._metrics:
+            found.setdefault(id(metric), metric)
+    return list(found.values())
 
 
 @contextlib.contextmanager
@@ -179,6 +195,19 @@ def loss_options(loss: Any) -> dict[str, Any]:
     return {**loss.get_config(), **getattr(loss, "_fn_kwargs", {})}
 
 
+class Place(int):
+    """The place of a label among all of them; Keras sees the label's shape."""
+
+    shape: Any = None
+
+    @classmethod
+    def of(cls, place: int, label: tf.Tensor) -> Place:
+        """Returns the place of a label."""
+        made = cls(place)
+        made.shape = label.shape
+        return made
+
+
 def labels_and_outputs(
     loss: Any, compiled_loss: Any, y: Any, predicted: Any
 ) -> list[tuple[Any, Any, Any]]:
@@ -187,10 +216,12 @@ def labels_and_outputs(
     Args:
       loss: What Keras's `compile` takes as `loss`.
       compiled_loss: What it makes of it.
-      y: Nest of labels, or of anything else in their places.
+      y: Nest of labels, or of `Place`s.
       predicted: Nest of outputs.
     """
     found: list[tuple[Any, Any, Any]] = []
+    if compiled_loss is None:
+        return found
 
     class Noting(type(compiled_loss)):  # type: ignore[misc]
         def build(self, y_true: Any, y_pred: Any) -> None:

@@ -1,6 +1,5 @@
 """What becomes of updates: the sums of secure aggregation, and the server's step."""
 
-import functools
 from unittest import mock
 
 import numpy as np
@@ -122,11 +121,9 @@ def test_fedavg_and_fedavgm(optimizer, rate, momentum):
 
 
 def test_state_moves_by_the_mean_and_noise_does_not_make_a_variance_negative():
-    variable = functools.partial(tf.keras.Variable, [1.0, 1.0])
-    state = [variable(name=f"moving_{name}") for name in ("mean", "variance")]
-    with tf.name_scope("variance_head"):
-        weight = variable()
-    update = release.ServerUpdate([weight], state, tf.keras.optimizers.SGD(100.0))
+    weight, *state = (tf.keras.Variable([1.0, 1.0], name="variance") for _ in range(3))
+    optimizer = tf.keras.optimizers.SGD(100.0)
+    update = release.ServerUpdate([weight], state, optimizer, state[1:])
     change = tf.constant([-3.0, 1.0])
 
     def values():

@@ -68,6 +68,36 @@ def _with_a_mask():
     return _net([None], embedding, _LSTM(5, return_sequences=True), _Dense(7))
 
 
+def _with_states():
+    inputs = tf.keras.Input([7, 2])
+    _, *states = _LSTM(5, return_state=True)(inputs)
+    decoded = _LSTM(5, return_sequences=True)(inputs, states)
+    return tf.keras.Model(inputs, _Dense(3)(_LSTM(4)(decoded)))
+
+
+class _WithStates(tf.keras.Model):
+    """Calls its layers in ways of which each is one of Keras's."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = _LSTM(5, return_state=True), _LSTM(5)
+        self.third, self.out = _LSTM(5), _Dense(3)
+        self(tf.zeros([1, 7, 2]))
+
+    def call(self, x, training=False):
+        _, h, c = self.first(sequences=x, training=training)
+        by_place = self.second(x, (h, c), None, training=training)
+        return self.out(by_place + self.third(sequences=x, initial_state=[h, c]))
+
+
+def _adapted():
+    table = _layers.Embedding(10_000, 8)
+    model = _net([6], table, _layers.Flatten(), _Dense(6, "tanh"), _Dense(3))
+    table.enable_lora(2)
+    model.layers[2].enable_lora(3)
+    return model
+
+
 def _masked(rng, size):
     x = rng.integers(1, 7, [size, 6])
     for row in x:
@@ -124,6 +154,15 @@ _CASES = {
         lambda: _net([9, 2], _LSTM(4, return_sequences=True), _LSTM(5), _Dense(3)),
         {"arrays": _arrays(_normal(9, 2)), "rtol": 1e-4},
     ),
+    "states_by_place": (
+        _with_states,
+        {"arrays": _arrays(_normal(7, 2)), "rtol": 1e-4, "atol": 1e-5},
+    ),
+    "states_in_many_ways": (
+        _WithStates,
+        {"arrays": _arrays(_normal(7, 2)), "rtol": 1e-4, "atol": 1e-5},
+    ),
+    "lora": (_adapted, {"arrays": _FEW, "rtol": 1e-4, "atol": 1e-5}),
     "branch": (lambda: _net([4], _Dense(6), _layers.Lambda(_either), _Dense(3)), {}),
     "two_inputs_and_outputs_by_name": (_two_by_two, _BY_NAME),
     "sum_of_labels_without_a_last_dimension": (

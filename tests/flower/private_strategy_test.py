@@ -321,3 +321,29 @@ def test_a_server_whose_clients_clip_imports_no_tensorflow():
     said = {"cwd": pathlib.Path(__file__).parents[2], "capture_output": True}
     done = subprocess.run([sys.executable, "-c", _LIGHT], **said, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_noise_leaves_what_is_said_to_be_non_negative_at_zero_or_above(caplog):
+    ones = np.ones([500]), np.ones([500])
+
+    def released(**options):
+        mechanism = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=9.0)
+        strategy = fm.private(mechanism, 2, **options)
+        grid = fm.Grid({i: fm.adds([np.zeros([500])] * 2) for i in range(2)})
+        got, _ = fm.a_round(strategy, grid, fm.model(*ones))
+        return [np.min(array) for array in fm.arrays(got)]
+
+    assert max(released()) < 0
+    assert caplog.text.count("say non_negative=[...]") == 1
+    caplog.clear()
+    for places in ([1], ("1",)):
+        weight, variance = released(non_negative=places)
+        assert weight < 0
+        assert variance == 0
+    assert max(released(non_negative=())) < 0
+    assert not caplog.text
+    for wrong in ([2], ["variance"]):
+        with pytest.raises(ValueError, match="must name arrays of the model"):
+            released(non_negative=wrong)
+    with pytest.raises(TypeError, match="or a built Keras model"):
+        released(non_negative="1")

@@ -258,11 +258,17 @@ class CohortPrograms:
         present = tf.range(tf.size(table.keys)) < table.num_clients
 
         def summed(part: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-            mask = tf.reshape(present, [-1] + [1] * (part.shape.rank - 1))
-            part = tf.where(mask, tf.cast(part, dtype), tf.zeros([], dtype))
+            here = _beside(present, part)
+            part = tf.where(here, tf.cast(part, dtype), tf.zeros([], dtype))
             return tf.reduce_sum(part, axis=0)
 
         total = tf.nest.map_structure(lambda part: summed(part, part.dtype), totals)
+        nobody = self.trainer.no_metrics()
+        largest = [
+            tf.reduce_max(tf.where(_beside(present, part), part, none), axis=0)
+            for part, none in zip(totals.metrics.largest, nobody.largest, strict=True)
+        ]
+        total = total._replace(metrics=total.metrics._replace(largest=largest))
         if not self.keeps_updates:
             spec = cohort.UpdateSpec.of(received.weights)
             nothing = self.query.initial_sample_state(spec.variables)
@@ -312,7 +318,7 @@ class CohortPrograms:
             state, None if released else received.weights, seed
         )
         update = cohort.UpdateSpec.of(received.weights).require(update)
-        total, rows = cohort.CohortSum.of_nobody([]), cohort.PerClient()
+        total, rows = cohort.CohortSum.of_nobody(), cohort.PerClient()
         if query.keeps_window:
             rows = rows._replace(window_norms=query.mechanism.window_norms(update))
         if self.moments:
@@ -330,6 +336,11 @@ class CohortPrograms:
 
 def _gather(nest: Any, rows: tf.Tensor) -> Any:
     return tf.nest.map_structure(lambda tensor: tf.gather(tensor, rows), nest)
+
+
+def _beside(mask: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
+    """Returns a mask [K] in the rank of a part [K, ...]."""
+    return tf.reshape(mask, [-1] + [1] * (part.shape.rank - 1))
 
 
 def _for_all(function: Any, clients: Any) -> Any:

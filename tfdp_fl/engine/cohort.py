@@ -46,6 +46,26 @@ class Moments(NamedTuple):
     squares: tf.Tensor
 
 
+class MetricState(NamedTuple):
+    """The state of metrics, of some examples.
+
+    Attributes:
+      sums: By how much each state that adds up has moved from its beginning.
+      largest: The states of which clients' largest is theirs together.
+    """
+
+    sums: list[tf.Tensor]
+    largest: list[tf.Tensor]
+
+    def plus(self, other: MetricState) -> MetricState:
+        """Returns the state of both's examples."""
+        largest = map(tf.maximum, self.largest, other.largest)
+        return MetricState(add_nests(self.sums, other.sums), list(largest))
+
+
+_NO_METRICS = MetricState([], [])
+
+
 class CohortSum(NamedTuple):
     """What a group of clients adds up to.
 
@@ -62,16 +82,22 @@ class CohortSum(NamedTuple):
     contribution: Any
     loss: tf.Tensor
     examples: tf.Tensor
-    metrics: list[tf.Tensor]
+    metrics: MetricState
     moments: Moments | tuple[()] = ()
 
     @classmethod
-    def of_nobody(cls, metrics: list[tf.Tensor]) -> CohortSum:
+    def of_nobody(cls, metrics: MetricState = _NO_METRICS) -> CohortSum:
         """Returns the sum before any client."""
         return cls((), tf.zeros([]), tf.zeros([]), metrics)
 
+    def plus(self, other: CohortSum) -> CohortSum:
+        """Returns what both groups of clients add up to."""
+        metrics = self.metrics.plus(other.metrics)
+        one, two = (each._replace(metrics=_NO_METRICS) for each in (self, other))
+        return add_nests(one, two)._replace(metrics=metrics)
+
     def with_batch(
-        self, metrics: list[tf.Tensor], loss: tf.Tensor, size: tf.Tensor
+        self, metrics: MetricState, loss: tf.Tensor, size: tf.Tensor
     ) -> CohortSum:
         """Returns the sum with a batch of `size` examples, and its mean loss."""
         # One client's NaN is no reason not to know the others' loss.
@@ -247,7 +273,7 @@ class PendingRound:
         if self.window_norms is not None:
             self.window_norms[members] = rows.window_norms.numpy()
         before = self.sums[thread]
-        self.sums[thread] = total if before is None else add_nests(before, total)
+        self.sums[thread] = total if before is None else before.plus(total)
 
     def add_contribution(self, one: contribution.Contribution) -> None:
         """Adds a contribution that was not trained here: a canary's."""

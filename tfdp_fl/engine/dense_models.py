@@ -51,7 +51,7 @@ LOSSES = _named(
 # What those compute; not every Keras has a name for each.
 LOSS_FUNCTIONS = tuple(loss().fn for loss in LOSSES)
 
-_METRIC_NAMES = ("accuracy", "acc", "crossentropy", "ce")
+_METRIC_NAMES = ("accuracy", "acc")
 
 # Without weights of their own.
 LAYERS = _named(_layers, "InputLayer Flatten Activation ReLU LeakyReLU")

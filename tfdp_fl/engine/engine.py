@@ -137,6 +137,7 @@ class CohortEngine:
             trainer.aggregated[:trainable],
             trainer.aggregated[trainable:],
             training.server_optimizer,
+            trainer.never_negative,
         )
         self._unaggregated = keras_versions.tf_variables(trainer.unaggregated)
         self.keeps_non_trainable = bool(self._unaggregated)
@@ -492,7 +493,7 @@ class CohortEngine:
                 ],
                 values,
             )
-            total = functools.reduce(cohort.add_nests, pending.sums)
+            total = functools.reduce(cohort.CohortSum.plus, pending.sums)
         pending.sums, pending.collected = [total._replace(contribution=one)], []
 
     # Half two.

@@ -10,6 +10,8 @@ function computed is the same, and so are its gradients, up to rounding.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,14 +32,35 @@ def of_kind(model: tf.keras.Model, kind: type) -> list[Any]:
 
 @contextlib.contextmanager
 def calling(calls: list[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
-    """Has layers compute by other functions, within the block."""
+    """Has layers compute by other functions, within the block.
+
+    A function is called with the layer's first argument, with what computes the same
+    call in Keras's way, and with the other arguments that were given, by their names.
+    """
     for layer, call in calls:
-        vars(layer)["call"] = call
+        vars(layer)["call"] = _taking_the_same(layer.call, call)
     try:
         yield
     finally:
         for layer, _ in calls:
             del vars(layer)["call"]
+
+
+def _taking_the_same(
+    original: Callable[..., Any], call: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns what takes all that a layer's `call` takes, and in the same ways."""
+    signature = inspect.signature(original)
+    first, *_ = signature.parameters
+
+    @functools.wraps(original)
+    @tf.autograph.experimental.do_not_convert
+    def replaced(*arguments: Any, **options: Any) -> Any:
+        given = signature.bind(*arguments, **options).arguments
+        inputs = given.pop(first)
+        return call(inputs, lambda: original(*arguments, **options), **given)
+
+    return replaced
 
 
 def fast(model: tf.keras.Model) -> contextlib.AbstractContextManager[None]:
@@ -52,7 +75,7 @@ def fast(model: tf.keras.Model) -> contextlib.AbstractContextManager[None]:
       model: What is traced in the block.
     """
     eligible = filter(_is_plain, of_kind(model, tf.keras.layers.LSTM))
-    return calling([(layer, _lstm_call(layer, layer.call)) for layer in eligible])
+    return calling([(layer, _lstm_call(layer)) for layer in eligible])
 
 
 def _is_plain(layer: tf.keras.layers.LSTM) -> bool:
@@ -69,20 +92,17 @@ def _is_plain(layer: tf.keras.layers.LSTM) -> bool:
     )
 
 
-def _lstm_call(
-    layer: tf.keras.layers.LSTM, keras_call: Callable[..., tf.Tensor]
-) -> Callable[..., tf.Tensor]:
-    """Returns what to put in the place of the layer's `call`."""
+def _lstm_call(layer: tf.keras.layers.LSTM) -> Callable[..., tf.Tensor]:
+    """Returns what to put in the place of the layer's `call`, as `calling` says."""
 
-    @tf.autograph.experimental.do_not_convert
-    def call(inputs: Any, **options: Any) -> tf.Tensor:
+    def call(inputs: Any, by_keras: Callable[[], Any], **options: Any) -> tf.Tensor:
         if (
             any(options.get(name) is not None for name in ("mask", "initial_state"))
             or not tf.is_tensor(inputs)
             or inputs.dtype != layer.compute_dtype
             or inputs.shape[2:].num_elements() is None
         ):
-            return keras_call(inputs, **options)
+            return by_keras()
         # What is rounded to bfloat16 goes through time in float32: its steps
         # are too small for products in bfloat16 to be faster.
         cell = layer.cell

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfdp_fl import keras_versions
 from tfdp_fl.engine import cohort, layers
 from tfdp_fl.mechanisms import cohort_query, contribution
 
@@ -58,14 +59,24 @@ def plain_gathers(
       tables: The embeddings' weights.
     """
     own = set(map(id, tables))
-    embeddings = layers.of_kind(model, tf.keras.layers.Embedding)
     return layers.calling(
-        [(one, _gather_of(one)) for one in embeddings if id(one.embeddings) in own]
+        [(one, _gather_of(one)) for one in _plain(model) if id(one.embeddings) in own]
     )
 
 
+def _plain(model: tf.keras.Model) -> list[Any]:
+    """Returns the embeddings that look up rows of a weight, and of nothing computed."""
+    return [
+        layer
+        for layer in layers.of_kind(model, tf.keras.layers.Embedding)
+        if layer.built and not keras_versions.has_adapted_weights(layer)
+    ]
+
+
 def _gather_of(layer: Any) -> Any:
-    def call(inputs: Any) -> tf.Tensor:
+    def call(inputs: Any, by_keras: Callable[[], Any]) -> tf.Tensor:
+        if not isinstance(inputs, tf.Tensor):
+            return by_keras()
         if inputs.dtype not in _INTEGERS:
             inputs = tf.cast(inputs, tf.int32)
         rows = tf.gather(tf.convert_to_tensor(layer.embeddings), inputs)
@@ -86,8 +97,7 @@ def find(
       specs: Specs of a batch, (features, labels).
       weights: The trainable weights.
     """
-    embeddings = layers.of_kind(model, tf.keras.layers.Embedding)
-    own = {id(layer.embeddings) for layer in embeddings}
+    own = {id(layer.embeddings) for layer in _plain(model)}
     tables = {n: v.shape[0] for n, v in enumerate(weights) if id(v) in own}
     large = {n for n in tables if math.prod(weights[n].shape) >= _LEAST_ELEMENTS}
     if not large:

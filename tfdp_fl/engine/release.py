@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,6 +29,7 @@ class ServerUpdate:
     Attributes:
       variables: The server's weights, in the order of an update.
       state: The optimizer's variables, for checkpoints.
+      num_trainable: How many of them are trainable.
       has_non_trainable: Whether non-trainable state is aggregated too.
     """
 
@@ -36,6 +38,7 @@ class ServerUpdate:
         trainable: list[Any],
         non_trainable: list[Any],
         optimizer: tf.keras.optimizers.Optimizer | None = None,
+        never_negative: list[Any] | None = None,
     ):
         """Makes the optimizer's variables.
 
@@ -43,15 +46,24 @@ class ServerUpdate:
           trainable: The model's own variables, as Keras has them.
           non_trainable: Likewise, those that are aggregated.
           optimizer: A Keras optimizer, or None.
+          never_negative: Those of `non_trainable` that noise is not to push below
+            zero. (Of others, the layer says what they may be by a constraint.)
         """
         self._owned = list(trainable)
         self._trainable = keras_versions.tf_variables(trainable)
         self._non_trainable = keras_versions.tf_variables(non_trainable)
+        floored = set(map(id, never_negative or ()))
+        self._limits: list[Callable[[tf.Tensor], Any] | None] = [
+            getattr(variable, "constraint", None)
+            or (_floored if id(variable) in floored else None)
+            for variable in non_trainable
+        ]
         self._optimizer = optimizer
         self.variables: list[tf.Variable] = self._trainable + self._non_trainable
         self.state: list[tf.Variable] = []
         if optimizer is not None:
             self.state = keras_versions.build_optimizer(optimizer, self._owned)
+        self.num_trainable = len(self._trainable)
         self.has_non_trainable = bool(non_trainable)
 
     def apply(self, mean: list[tf.Tensor]) -> None:
@@ -69,8 +81,14 @@ class ServerUpdate:
                 for variable, value in zip(self._trainable, mean[:count], strict=True)
             ]
             keras_versions.apply_gradients(self._optimizer, gradients, self._owned)
-        for variable, value in zip(self._non_trainable, mean[count:], strict=True):
-            variable.assign(_kept_valid(variable, _moved(variable, value)))
+        for place, value in enumerate(mean[count:]):
+            variable = self._non_trainable[place]
+            variable.assign(self._within(place, _moved(variable, value)))
+
+    def _within(self, place: int, value: tf.Tensor) -> Any:
+        """Returns a released value where it may be; noise can push it out."""
+        limit = self._limits[place]
+        return value if limit is None else limit(value)
 
     def finalize(self) -> None:
         """Gives the model its last values, as Keras does at the end of `fit`.
@@ -87,8 +105,14 @@ class ServerUpdate:
         count = len(self._trainable)
         for place, variable in enumerate(self.variables):
             value = tf.cast(weights[place], variable.dtype)
-            variable.assign(value if place < count else _kept_valid(variable, value))
+            variable.assign(
+                value if place < count else self._within(place - count, value)
+            )
         return True
+
+
+def _floored(value: tf.Tensor) -> tf.Tensor:
+    return tf.maximum(value, 0)
 
 
 def _moved(variable: tf.Variable, change: tf.Tensor) -> tf.Tensor:
@@ -96,13 +120,6 @@ def _moved(variable: tf.Variable, change: tf.Tensor) -> tf.Tensor:
     wide = tf.float64 if tf.float64 in (variable.dtype, change.dtype) else change.dtype
     moved = tf.cast(variable, wide) + tf.cast(change, wide)
     return tf.cast(moved, variable.dtype)
-
-
-def _kept_valid(variable: tf.Variable, value: tf.Tensor) -> Any:
-    """Noise can push a variance below zero; the released value is cut off."""
-    if "variance" in variable.name.split("/")[-1]:
-        return tf.maximum(value, 0)
-    return value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,8 +134,9 @@ class Release:
 
     query: cohort_query.CohortQuery
     server: ServerUpdate
-    metric_results: Callable[[list[tf.Tensor]], dict[str, tf.Tensor]]
+    metric_results: Callable[[cohort.MetricState], dict[str, tf.Tensor]]
     _log_names: list[str] = dataclasses.field(default_factory=list)
+    _said: list[bool] = dataclasses.field(default_factory=list)
     # By the number of sums: all else is alike in every round.
     _traced: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
@@ -139,10 +157,22 @@ class Release:
                 function, autograph=False
             ).get_concrete_function(*map(tf.TensorSpec.from_tensor, flat))
         state, values = self._traced[count](*flat)
-        return state, dict(zip(self._log_names, values.numpy().tolist(), strict=True))
+        *logged, share = values.numpy().tolist()
+        logs = dict(zip(self._log_names, logged, strict=True))
+        if share > _FILLING and logs["clipped_fraction"] > _FILLING and not self._said:
+            self._said.append(True)
+            warnings.warn(
+                "What clients upload of statistics, such as the moving variance of a "
+                "BatchNormalization, fills the clip, so that the weights hardly learn. "
+                "Scale the features to a variance near 1, or give "
+                "non_trainable_state='keep' to the model.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return state, logs
 
     def _released(self, sums, state, seed, answered):
-        total = functools.reduce(cohort.add_nests, sums)
+        total = functools.reduce(cohort.CohortSum.plus, sums)
         contribution = total.contribution
         with noise.seeded(noise.fold_in(seed, -1)):
             mean, new_state = self.query.get_noised_result(contribution, state)
@@ -155,9 +185,16 @@ class Release:
         else:
             self.server.apply(mean)
         # Most of it is not noised.
-        logs = {
-            "loss": tf.math.divide_no_nan(total.loss, total.examples),
+        measured = {
+            "loss": total.loss / total.examples,
             **self.metric_results(total.metrics),
+        }
+        logs = {
+            # As in rounds that are abandoned, where nobody has a loss.
+            name: tf.where(total.examples > 0, tf.cast(value, tf.float32), np.nan)
+            for name, value in measured.items()
+        }
+        logs |= {
             **self.query.derive_metrics(state),
             "clipped_fraction": tf.math.divide_no_nan(contribution.clipped, answered),
             "mean_update_norm": tf.math.divide_no_nan(contribution.norm, answered),
@@ -166,8 +203,22 @@ class Release:
         if total.moments:
             logs.update(_variance_and_scale(total.moments))
         self._log_names[:] = logs
-        values = [tf.cast(value, tf.float32) for value in logs.values()]
+        share = self._share_of_state(contribution.update)
+        values = [tf.cast(value, tf.float32) for value in (*logs.values(), share)]
         return new_state, tf.stack(values)
+
+    def _share_of_state(self, update: Any) -> Any:
+        """Returns what part of a sum's squares is of non-trainable state."""
+        server = self.server
+        if not server.has_non_trainable or not isinstance(update, list):
+            return 0.0
+        squares = [tf.reduce_sum(tf.cast(part, tf.float64) ** 2) for part in update]
+        state = squares[server.num_trainable :] or [tf.zeros([], tf.float64)]
+        return tf.math.divide_no_nan(tf.add_n(state), tf.add_n(squares))
+
+
+# Of what clients' statistics are this part, there is no room for weights.
+_FILLING = 0.95
 
 
 def _variance_and_scale(moments: cohort.Moments) -> dict[str, tf.Tensor]:

@@ -19,7 +19,8 @@ import tensorflow as tf
 
 from tfdp_fl import keras_versions
 from tfdp_fl.datasets import nests
-from tfdp_fl.engine import labels, trainer
+from tfdp_fl.engine import cohort, labels, trainer
+from tfdp_fl.engine import metrics as metrics_lib
 
 _METRIC_OF_LOSS = {
     "SparseCategoricalCrossentropy": tf.keras.metrics.SparseCategoricalAccuracy,
@@ -99,32 +100,45 @@ class FunctionalTrainer(trainer.Trainer):
         with tf.Graph().as_default():
             state = self._functional.initialize_metrics_state() if metrics else ()
             self._metric_state = tf.nest.map_structure(lambda _: None, state)
-            self.metric_specs = trainer.specs_of(tf.nest.flatten(state))
-            trainer.check_metrics(self.metric_results(self.no_metrics()))
+            specs = trainer.specs_of(tf.nest.flatten(state))
+            self.metric_specs = cohort.MetricState(specs, [])
+            metrics_lib.check(self.metric_results(self.no_metrics()))
         keras_versions.restore_classes(model)
 
-    def metric_results(self, values: list[tf.Tensor]) -> dict[str, tf.Tensor]:
+    def no_metrics(self) -> cohort.MetricState:
+        """Returns the metrics' state before any example."""
+        return tf.nest.map_structure(
+            lambda spec: tf.zeros(spec.shape, spec.dtype), self.metric_specs
+        )
+
+    def metric_results(self, values: cohort.MetricState) -> dict[str, tf.Tensor]:
         """Returns what the compiled metrics say of a state, by name."""
-        if not self.metric_specs:
+        if not values.sums:
             return {}
-        state = tf.nest.pack_sequence_as(self._metric_state, values)
+        state = tf.nest.pack_sequence_as(self._metric_state, values.sums)
         return dict(self._functional.finalize_metrics(state))
 
     def with_batch(
-        self, metrics: list[tf.Tensor], y: Any, predicted: Any, weight: Any = None
-    ) -> list[tf.Tensor]:
+        self,
+        metrics: cohort.MetricState,
+        y: Any,
+        predicted: Any,
+        weight: Any = None,
+        own: Any = (),
+    ) -> cohort.MetricState:
         """Returns the metrics' state with a batch; a NaN counts as 0."""
-        del weight
-        if not metrics:
+        del weight, own
+        if not metrics.sums:
             return metrics
         import tensorflow_federated as tff
 
-        y, predicted = tf.nest.map_structure(trainer.with_numbers_only, (y, predicted))
-        state = tf.nest.pack_sequence_as(self._metric_state, metrics)
-        output = tff.learning.models.BatchOutput(predictions=predicted)
-        return tf.nest.flatten(
-            self._functional.update_metrics_state(state, y, output, None)
+        y, predicted = tf.nest.map_structure(
+            metrics_lib.with_numbers_only, (y, predicted)
         )
+        state = tf.nest.pack_sequence_as(self._metric_state, metrics.sums)
+        output = tff.learning.models.BatchOutput(predictions=predicted)
+        after = self._functional.update_metrics_state(state, y, output, None)
+        return cohort.MetricState(tf.nest.flatten(after), [])
 
     def _forward(
         self,
@@ -133,11 +147,12 @@ class FunctionalTrainer(trainer.Trainer):
         y: Any,
         weight: Any,
         training: bool = True,
-    ) -> tuple[tf.Tensor, Any, list[tf.Tensor]]:
+        own: Any = None,
+    ) -> tuple[tf.Tensor, Any, list[tf.Tensor], list[tf.Tensor]]:
         count = len(self.aggregated)
         weights = tuple(state.values[:count]), tuple(state.values[count:])
         predicted = self._functional.predict_on_batch(weights, x, training)
-        return self._functional.loss(predicted, y), predicted, state.values
+        return self._functional.loss(predicted, y), predicted, state.values, []
 
 
 class _TffOptimizer:

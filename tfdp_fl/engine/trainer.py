@@ -8,7 +8,8 @@ its variables. The user's own model is what is traced, and it does not change.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,8 @@ import tensorflow as tf
 
 from tfdp_fl import keras_versions
 from tfdp_fl.datasets import nests
-from tfdp_fl.engine import cohort, labels, layers, lookups
+from tfdp_fl.engine import cohort, labels, layers, lookups, made_up
+from tfdp_fl.engine import metrics as metrics_lib
 from tfdp_fl.mechanisms import noise
 
 UploadHook = Callable[[list[tf.Tensor]], list[tf.Tensor]]
@@ -29,7 +31,7 @@ class Training:
 
     Attributes:
       optimizer: A Keras optimizer; each client starts with fresh slots.
-      loss: What Keras's `compile` takes as `loss`.
+      loss: What Keras's `compile` takes as `loss`; None: the model's own alone.
       metrics: What Keras's `compile` takes as `metrics`.
       weighted_metrics: What Keras's `compile` takes as `weighted_metrics`.
       loss_weights: What Keras's `compile` takes as `loss_weights`.
@@ -56,6 +58,10 @@ class Training:
     server_optimizer: tf.keras.optimizers.Optimizer | None = None
     broadcast_hook: BroadcastHook | None = None
     jit_compile: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Notes how metrics begin."""
+        metrics_lib.note_beginnings((self.metrics, self.weighted_metrics))
 
     @property
     def learning_rate(self) -> float:
@@ -94,14 +100,16 @@ class Trainer:
         normalization). The mechanism clips and noises them together.
       unaggregated: Its other variables: frozen weights, adapted constants, and
         what the moving statistics are where they stay at the server.
+      never_negative: Those of `aggregated` that training keeps from below zero.
       label_ranges: What class labels may be (see `labels.ranges`).
       single_loss: The compiled loss of a model with one output, else None.
-      metric_specs: Specs of the metrics' state; it adds up over clients.
+      metric_specs: Specs of the metrics' `MetricState`.
       lookups: The tables of which a client trains only the rows that it looks up.
     """
 
-    metric_specs: list[tf.TensorSpec]
+    metric_specs: cohort.MetricState
     lookups: tuple[lookups.Lookup, ...] = ()
+    never_negative: list[Any] = []  # noqa: RUF012
 
     def __init__(
         self,
@@ -146,11 +154,12 @@ class Trainer:
             ]
         leaving = {id(variable) for variable in leave}
         self.aggregated = self._trainable + leave
+        self.never_negative = made_up.never_negative(model, leave, x)
         self.unaggregated = [v for v in non_trainable if id(v) not in leaving]
         # In the order of a `ClientState`.
         self._variables = [*self.aggregated, *self.unaggregated, *self._random_state]
         self._optimizer = ClientOptimizer(training.optimizer, self._trainable)
-        self._loss, self._metrics = keras_versions.compiled_loss_and_metrics(
+        self._loss, compiled_metrics = keras_versions.compiled_loss_and_metrics(
             model,
             training.loss,
             training.metrics,
@@ -159,20 +168,39 @@ class Trainer:
         )
         y, weight = nests.labels_and_weights(y)
         flat = tf.nest.flatten(y)
-        places = tf.nest.pack_sequence_as(y, range(len(flat)))
+        places = tf.nest.pack_sequence_as(
+            y, [keras_versions.Place.of(k, leaf) for k, leaf in enumerate(flat)]
+        )
         outputs = keras_versions.labels_and_outputs(
             training.loss, self._loss, places, predicted
         )
         self.label_ranges = labels.ranges(flat, outputs)
         self.single_loss = outputs[0][2] if len(outputs) == 1 else None
         with keras_versions.stateless(own), keras_versions.losses_of(model, self._loss):
-            model._compute_loss(x, y, predicted, weight, training=True)
-        self._metrics.build(y, predicted)
-        if self._metrics.metrics:  # Some make their variables when they see labels.
-            self._metrics.update_state(y, predicted, weight)
-            self._metrics.reset_state()
-        self.metric_specs = specs_of(self._metrics.variables)
-        check_metrics(self.metric_results(self.no_metrics()))
+            try:
+                if training.loss is None:  # For what it adds to the losses.
+                    predicted = model(x, training=True)
+                model._compute_loss(x, y, predicted, weight, training=True)
+            except ValueError as error:
+                if training.loss is not None:
+                    raise
+                raise ValueError(
+                    "loss must be given for a model that has none of its own (by a "
+                    f"layer's add_loss, or by compute_loss), got None: {error}"
+                ) from error
+        dtypes = {layer.compute_dtype for layer in keras_versions.layers_of(model)}
+        if "float16" in dtypes:
+            warnings.warn(
+                "float16 trains here without a scale of the loss, so that small "
+                "gradients become zero: take mixed_bfloat16, which needs no scale.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        kept = keras_versions.own_metrics(model)
+        self._metrics = metrics_lib.Metrics(compiled_metrics, kept, y, predicted)
+        self._metrics.find_merges(self._own_after, x, y, predicted, self.label_ranges)
+        self.metric_specs = specs_of(self.no_metrics())
+        metrics_lib.check(self.metric_results(self.no_metrics()))
         # Another optimizer may move a row whose gradient is zero, and a hook all rows.
         if self._optimizer.is_plain and training.upload_hook is None:
             self.lookups = lookups.find(
@@ -198,20 +226,19 @@ class Trainer:
             seed=tf.zeros([2], tf.uint64),
         )
 
-    def no_metrics(self) -> list[tf.Tensor]:
+    def no_metrics(self) -> cohort.MetricState:
         """Returns the metrics' state before any example."""
-        return [tf.zeros(spec.shape, spec.dtype) for spec in self.metric_specs]
+        return self._metrics.nobody()
 
-    def metric_results(self, values: list[tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Returns what the compiled metrics say of a state, by name.
+    def metric_results(self, values: cohort.MetricState) -> dict[str, tf.Tensor]:
+        """Returns what the metrics say of a state, by name."""
+        return self._metrics.results(values)
 
-        Args:
-          values: Of `metric_specs`, summed over clients.
-        """
-        results: dict[str, tf.Tensor] = {}
-        for key, value in self._metrics.stateless_result(values).items():
-            results.update(value if isinstance(value, dict) else {key: value})
-        return results
+    def _own_after(self, own: list[tf.Tensor], x: Any, y: Any) -> list[tf.Tensor]:
+        """Returns the values of the model's own metrics after a batch."""
+        received = self.received()
+        state = self.start(received, received.seed)
+        return self._forward(state, x, y, None, own=own)[3]
 
     def start(self, received: cohort.Received, seed: tf.Tensor) -> ClientState:
         """Returns the state in which every client of a round starts.
@@ -237,8 +264,8 @@ class Trainer:
         x: Any,
         y: Any,
         received: cohort.Received,
-        metrics: list[tf.Tensor],
-    ) -> tuple[ClientState, tf.Tensor, list[tf.Tensor]]:
+        metrics: cohort.MetricState,
+    ) -> tuple[ClientState, tf.Tensor, cohort.MetricState]:
         """Takes one step on one batch.
 
         Args:
@@ -257,7 +284,7 @@ class Trainer:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             trainable = state.values[:count]
             tape.watch(trainable)
-            loss, predicted, after = self._forward(state, x, y, weight)
+            loss, predicted, after, own = self._forward(state, x, y, weight)
         for variable, old, new in zip(self.aggregated, trainable, after, strict=False):
             if new is not old:
                 raise ValueError(
@@ -280,7 +307,7 @@ class Trainer:
             gradients, trainable, state.slots, received.learning_rate
         )
         state = ClientState([*trainable, *after[count:]], slots)
-        metrics = self.with_batch(metrics, y, predicted, weight)
+        metrics = self.with_batch(metrics, y, predicted, weight, own)
         if loss.shape.rank:  # A loss without reduction: Keras sums gradients.
             loss = tf.reduce_mean(loss)
         return state, tf.cast(loss, tf.float32), metrics
@@ -290,9 +317,9 @@ class Trainer:
         received: cohort.Received,
         x: Any,
         y: Any,
-        metrics: list[tf.Tensor],
+        metrics: cohort.MetricState,
         training: bool = False,
-    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    ) -> tuple[tf.Tensor, cohort.MetricState]:
         """Returns the loss on a batch, and the metrics' next state.
 
         Args:
@@ -304,17 +331,31 @@ class Trainer:
         """
         y, weight = nests.labels_and_weights(y)
         state = self.start(received, received.seed)
-        loss, predicted, _ = self._forward(state, x, y, weight, training)
-        metrics = self.with_batch(metrics, y, predicted, weight)
+        loss, predicted, _, own = self._forward(state, x, y, weight, training)
+        metrics = self.with_batch(metrics, y, predicted, weight, own)
         return tf.cast(tf.reduce_mean(loss), tf.float32), metrics
 
     def _forward(
-        self, state: ClientState, x: Any, y: Any, weight: Any, training: bool = True
-    ) -> tuple[tf.Tensor, Any, list[tf.Tensor]]:
-        """Returns the loss, the outputs, and the values that they leave behind."""
+        self,
+        state: ClientState,
+        x: Any,
+        y: Any,
+        weight: Any,
+        training: bool = True,
+        own: list[tf.Tensor] | None = None,
+    ) -> tuple[tf.Tensor, Any, list[tf.Tensor], list[tf.Tensor]]:
+        """Returns the loss, the outputs, and the values that they leave behind.
+
+        Those of the model's own metrics, the last ones, begin anew in every call: a
+        layer that reads one finds nothing of others.
+        """
         mapping = list(zip(self._variables, state.values, strict=True))
         # Means of losses, which Keras keeps to show them.
-        mapping += [(v, tf.zeros(v.shape, v.dtype)) for v in self._loss.variables]
+        means = [] if self._loss is None else self._loss.variables
+        mapping += [(v, tf.zeros(v.shape, v.dtype)) for v in means]
+        kept = self._metrics.own_variables
+        begin = self._metrics.own_begin() if own is None else own
+        mapping += zip(kept, begin, strict=True)
         with (
             layers.fast(self.model),
             keras_versions.losses_of(self.model, self._loss),
@@ -323,11 +364,17 @@ class Trainer:
             predicted = self.model(x, training=training)
             loss = self.model._compute_loss(x, y, predicted, weight, training=training)
         after = [scope.get_current_value(variable) for variable in self._variables]
-        return loss, predicted, after
+        own = [tf.convert_to_tensor(scope.get_current_value(v)) for v in kept]
+        return loss, predicted, after, own
 
     def with_batch(
-        self, metrics: list[tf.Tensor], y: Any, predicted: Any, weight: Any = None
-    ) -> list[tf.Tensor]:
+        self,
+        metrics: cohort.MetricState,
+        y: Any,
+        predicted: Any,
+        weight: Any = None,
+        own: list[tf.Tensor] | None = None,
+    ) -> cohort.MetricState:
         """Returns the metrics' state with a batch; a NaN counts as 0.
 
         Args:
@@ -336,13 +383,10 @@ class Trainer:
           predicted: Nest of the model's outputs.
           weight: What the examples count in those metrics that are weighted;
             None: all the same.
+          own: Values of the variables of the model's own metrics after the batch.
         """
-        if not metrics:
-            return metrics
-        y, predicted, weight = tf.nest.map_structure(
-            with_numbers_only, (y, predicted, weight)
-        )
-        return self._metrics.stateless_update_state(metrics, y, predicted, weight)
+        metrics = self._metrics.with_batch(metrics, y, predicted, weight)
+        return metrics if own is None else self._metrics.with_own(metrics, own)
 
     def update(
         self,
@@ -463,18 +507,6 @@ def is_plain_sgd(optimizer: Any) -> bool:
     return not any(config.get(key) for key in (*extras, *limits))
 
 
-def check_metrics(results: Mapping[str, Any]) -> None:
-    """Raises ValueError, naming it, for a metric that is not one number."""
-    for name, value in results.items():
-        shape = tf.convert_to_tensor(value).shape
-        if shape.rank != 0:
-            raise ValueError(
-                f"metrics must give one number each, got {name!r} of shape {shape}. "
-                "Take an average (as F1Score does with average='macro'), or compute "
-                "it after the training, by fed.model."
-            )
-
-
 def check_model(model: tf.keras.Model) -> None:
     """Raises ValueError for a model that takes its steps in its own way."""
     if type(model).train_step is not tf.keras.Model.train_step:
@@ -512,17 +544,6 @@ def batch_specs(element_spec: Any) -> Any:
     return tf.nest.map_structure(
         lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype), element_spec
     )
-
-
-def with_numbers_only(tensor: tf.Tensor | None) -> tf.Tensor | None:
-    """Returns a tensor with 0 for NaN and Inf, and the mask that it had."""
-    if tensor is None or not tensor.dtype.is_floating:
-        return tensor
-    numbers = tf.where(tf.math.is_finite(tensor), tensor, tf.zeros([], tensor.dtype))
-    mask = getattr(tensor, "_keras_mask", None)
-    if mask is not None:
-        numbers._keras_mask = mask
-    return numbers
 
 
 def _dense(gradient: Any) -> tf.Tensor | None:

@@ -79,6 +79,7 @@ class PrivateRounds:
         target_delta: float | None = None,
         accountant: str = "rdp",
         client_of: history.ClientOf | None = None,
+        non_negative: Any = None,
     ):
         """Wraps a strategy.
 
@@ -104,6 +105,10 @@ class PrivateRounds:
           client_of: for `CorrelatedNoise`: the name (a text or a whole number)
             of the client that a node is, by what the server knows of it. None:
             every node is a client of its own, and must keep its id.
+          non_negative: the places in the model, or the names, of arrays that noise
+            is not to push below zero, such as the variances of a BatchNorm; or the
+            built Keras model whose `get_weights()` the arrays are, of which they are
+            found out. None: none, with a warning where there may be one.
 
         Raises:
           TypeError, ValueError: if an argument is not what it should be.
@@ -146,6 +151,7 @@ class PrivateRounds:
         self._history = history.RoundHistory(
             self._sampling, budget, ledger, repr(mechanism)
         )
+        self._non_negative = sums.as_places(non_negative)
         self.discarded_updates = self.rejected_replies = 0
         self.stopped_before_round: int | None = None
 
@@ -344,6 +350,7 @@ class PrivateRounds:
         connected: Mapping[Hashable, Any],
         sent: Sequence[np.ndarray],
         template: Any,
+        names: Sequence[str] = (),
     ) -> sums.ConfiguredRound | None:
         """Draws the clients of a round; None if there is to be none."""
         for array in sent:
@@ -352,6 +359,7 @@ class PrivateRounds:
                     "The model must hold real numbers of at most 64 bits, got an array "
                     f"of dtype {array.dtype}."
                 )
+        non_negative = self._checked_non_negative(sent, names)
         # Rounds that cost nothing are not counted. Read once: others may write to it.
         index = self._history.num_rounds
         if self._is_over(server_round, index):
@@ -380,9 +388,38 @@ class PrivateRounds:
                 float(self.clients_per_round),
             ),
             template=template,
+            non_negative=non_negative,
         )
         self._open = server_round, configured
         return configured
+
+    def _checked_non_negative(
+        self, sent: Sequence[np.ndarray], names: Sequence[str]
+    ) -> list[int]:
+        """Returns the places that stay at 0 or above; warns once if none are said."""
+        if self._non_negative is None:
+            self._non_negative = ()
+            likely = [
+                place
+                for place, array in enumerate(sent)
+                if array.dtype.kind == "f" and array.size and np.min(array) > 0
+            ]
+            if likely:
+                _logger.warning(
+                    "The model has arrays that are positive (%s). Noise may push them "
+                    "below zero: if one must not be, such as the variances of a "
+                    "BatchNorm, say non_negative=[...]; () if there is none.",
+                    ", ".join(str(names[k]) if names else str(k) for k in likely),
+                )
+        known: dict[int | str, int] = {place: place for place in range(len(sent))}
+        known |= {name: place for place, name in enumerate(names)}
+        for one in self._non_negative:
+            if one not in known:
+                raise ValueError(
+                    "non_negative must name arrays of the model, or their places below "
+                    f"{len(sent)}, got {one!r}."
+                )
+        return [known[one] for one in self._non_negative]
 
     def _cohort(
         self, server_round: int, connected: Mapping[Hashable, Any]

@@ -97,6 +97,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
             {node: node for node in grid.get_node_ids()},
             [np.array(array.numpy()) for array in record.values()],
             (key, record),
+            tuple(record),
         )
         if configured is None:
             return []

@@ -43,6 +43,7 @@ class ConfiguredRound:
       mechanism: what is released.
       deployment: where.
       this: S, z and m, as floats.
+      non_negative: the places of arrays that the release keeps at 0 or above.
       template: the model as Flower sent it, with its name if it has one; its form is
         that of the result.
     """
@@ -54,6 +55,7 @@ class ConfiguredRound:
     deployment: mechanisms.Deployment
     this: mechanisms.Round
     template: Any
+    non_negative: Sequence[int] = ()
 
     @property
     def shapes(self) -> replies.Shapes:
@@ -97,6 +99,23 @@ class Outcome(NamedTuple):
     next_clip_norm: float
     discarded: int
     memory: Any = None
+
+
+def as_places(non_negative: Any) -> Sequence[int | str] | None:
+    """Returns the places, or names, that are said; of a Keras model its statistics'."""
+    if non_negative is None:
+        return None
+    if callable(getattr(non_negative, "get_weights", None)):
+        from tfdp_fl.engine import made_up
+
+        return made_up.places_never_negative(non_negative)
+    given = list(non_negative) if isinstance(non_negative, list | tuple | set) else [{}]
+    if not all(isinstance(one, str | int) for one in given):
+        raise TypeError(
+            "non_negative must be places or names of the model's arrays, or a built "
+            f"Keras model, got {non_negative!r}."
+        )
+    return given
 
 
 def check(mechanism: mechanisms.Mechanism, deployment: mechanisms.Deployment) -> None:
@@ -175,9 +194,11 @@ def release(
         name: float(np.random.default_rng().normal(value, stddevs[name]))
         for name, value in sums.items()
     }
-    mean = [array / m for array in total]
+    model = updates.applied(configured.sent, [array / m for array in total])
+    for place in configured.non_negative:
+        model[place] = np.maximum(model[place], 0)
     return Outcome(
-        updates.applied(configured.sent, mean),
+        model,
         float(mechanism.next_clip_norm(noised, this)),
         discarded,
         memory,

@@ -8,6 +8,7 @@ lasts), `statement`.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -235,7 +236,8 @@ class DPFederatedModel:
             at zero each time: with few local steps, plain SGD is usually better,
             and Adam belongs in `server_optimizer`. `LearningRateScheduler`
             changes its rate by round.
-          loss: As in Keras's `compile`.
+          loss: As in Keras's `compile`; None for a model with losses of its own
+            (by `add_loss` or `compute_loss`).
           metrics: As in Keras's `compile`; training metrics are not noised.
           server_optimizer: A Keras optimizer that takes the negated mean
             update as its gradient (SGD with momentum: FedAvgM; Adam: FedAdam).
@@ -257,8 +259,6 @@ class DPFederatedModel:
           **others: None; what is given is refused, with what to give instead.
         """
         training_setup.refuse_arguments("compile", others)
-        if loss is None:
-            raise ValueError("loss must be given, got None.")
         for name, hook in (
             ("upload_hook", upload_hook),
             ("broadcast_hook", broadcast_hook),
@@ -267,6 +267,14 @@ class DPFederatedModel:
                 raise TypeError(f"{name} must be callable, got {hook!r}.")
         optimizer = training_setup.known_to_keras(optimizer=optimizer)
         keras_versions.check_optimizer(optimizer)
+        if keras_versions.learning_rate(optimizer) is None:
+            warnings.warn(
+                "optimizer follows a schedule of its own steps, which begins anew with "
+                "every client in every round: it never gets beyond a client's last "
+                "step. keras.callbacks.LearningRateScheduler sets the rate by round.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         training_setup.check_names(
             loss=loss, metrics=metrics, weighted_metrics=weighted_metrics
         )

@@ -21,8 +21,8 @@ from tfdp_fl.mechanisms import (
 )
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
-# Names of metrics that Keras gives a meaning to by the shape of the output.
-_METRIC_NAMES = ("accuracy", "acc", "crossentropy", "ce")
+# Names that Keras gives a meaning to by the shape of the output.
+_OF_METRICS, _OF_LOSSES = ("accuracy", "acc"), ("crossentropy", "ce")
 # What makes an object of a name, and usual names.
 _OF_KERAS = {
     "optimizer": (tf.keras.optimizers.get, "'sgd', 'adam'"),
@@ -224,8 +224,8 @@ def check_names(**given: Any) -> None:
     """Raises ValueError for names that Keras has no loss or metric of."""
     for argument, nest in given.items():
         for name in tf.nest.flatten(nest):
-            is_special = argument != "loss" and name in _METRIC_NAMES
-            if isinstance(name, str) and not is_special:
+            special = _OF_LOSSES if argument == "loss" else _OF_METRICS
+            if isinstance(name, str) and name.lower() not in special:
                 known_to_keras(**{argument: name})
 
 

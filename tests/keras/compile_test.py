@@ -1,0 +1,103 @@
+"""What `compile` takes of Keras's, and what it says of it."""
+
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdp_fl
+from tests.keras import toy
+
+_layers, _optimizers = tf.keras.layers, tf.keras.optimizers
+
+
+class _Endpoint(_layers.Layer):
+    def call(self, x):
+        self.add_loss(tf.reduce_mean(x**2))
+        return x
+
+
+class Computes(tf.keras.Sequential):
+    def compute_loss(self, x, y, y_pred, sample_weight, training=True):
+        return tf.reduce_mean(y_pred**2)
+
+
+def _of_its_own(kind=tf.keras.Sequential, *layers):
+    tf.keras.utils.set_random_seed(1)
+    return kind([tf.keras.Input([8]), _layers.Dense(3), *layers])
+
+
+def _exact(model, **compiled):
+    """Returns a model that is trained by FedAvg alone."""
+    nothing = tfdp_fl.NoPrivacy()
+    options = {"sampling": "fixed_size", "num_replicas": 1}
+    fed = tfdp_fl.DPFederatedModel(model, nothing, 1, **options)
+    fed.compile(_optimizers.SGD(0.5), jit_compile=False, **compiled)
+    return fed
+
+
+@pytest.mark.parametrize("own", [(Computes,), (tf.keras.Sequential, _Endpoint())])
+def test_a_model_with_losses_of_its_own_needs_no_other(own):
+    x, y = toy.arrays(10)
+    fed, plain = _exact(_of_its_own(*own)), _of_its_own(*own)
+    loss = toy.fit(fed, data={"a": (x, y)}).history["loss"]
+    plain.compile(_optimizers.SGD(0.5))
+    assert loss == pytest.approx(plain.fit(x, y, verbose=0).history["loss"], 1e-5)
+    np.testing.assert_allclose(toy.flat(fed), toy.flat(plain), 1e-5, 1e-6)
+
+
+def test_a_model_without_a_loss_is_refused():
+    with pytest.raises(ValueError, match="loss must be given for a model that has non"):
+        toy.fit(_exact(_of_its_own()))
+
+
+def test_names_are_those_of_keras():
+    for names in ({"loss": "crossentropy"}, {"metrics": ["ACC"], "loss": "mse"}):
+        x, y = toy.arrays(10)
+        fed = _exact(_of_its_own(), **names)
+        wide = y if "metrics" not in names else np.eye(3, dtype=np.float32)[y]
+        assert toy.fit(fed, data={"a": (x, wide)}).history
+    for name in ("acuracy", "crossentropy"):
+        with pytest.raises(ValueError, match="metrics must be one of") as raised:
+            _exact(_of_its_own(), loss="mse", metrics=[name])
+        usual = str(raised.value).partition("(such as ")[2].partition(")")[0]
+        _exact(_of_its_own(), loss="mse", metrics=usual.replace("'", "").split(", "))
+
+
+def _scheduled():
+    decay = _optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+    toy.federated(compile_options={"optimizer": _optimizers.SGD(decay)})
+
+
+def _in_float16():
+    layers = _layers.Dense(3, dtype="mixed_float16")
+    fed = _exact(tf.keras.Sequential([tf.keras.Input([8]), layers]), loss=toy.loss())
+    toy.fit(fed)
+
+
+def _with_large_features(scale, state="aggregate"):
+    x, y = toy.arrays(400)
+    rows = np.arange(400).reshape(40, 10)
+    data = tfdp_fl.datasets.FederatedDataset.from_indices(scale * x, y, rows)
+    fed = toy.federated(model=toy.normalized(), non_trainable_state=state)
+    toy.fit(fed, 3, data=data)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (_scheduled, "LearningRateScheduler"),
+        (_in_float16, "mixed_bfloat16"),
+        (lambda: _with_large_features(100.0), "non_trainable_state='keep'"),
+        (lambda: _with_large_features(1.0), None),
+        (lambda: _with_large_features(100.0, "keep"), None),
+    ],
+)
+def test_what_surprises_is_said_once(function, message):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        function()
+    found = [str(one.message) for one in said if one.category is RuntimeWarning]
+    assert len(found) == bool(message)
+    assert all(message in one for one in found)

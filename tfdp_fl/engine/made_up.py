@@ -1,0 +1,111 @@
+"""Made-up batches, on which is found out what models and metrics do, as no data may be.
+
+Always the same, and nobody's: what is decided by them is a public fact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp_fl import keras_versions
+
+_ROWS, _DRAWS = 7, 4
+
+
+def batch(
+    rng: np.random.Generator,
+    nest: Any,
+    shares: bool = False,
+    classes: Mapping[int, int] | None = None,
+) -> Any:
+    """Returns a batch of random numbers in the place of one of other examples.
+
+    Args:
+      rng: What draws them.
+      nest: The other batch, a nest of tensors.
+      shares: Whether real numbers are positive, and add up to 1 in the last axis.
+      classes: How many whole numbers there are, by the place of a leaf; else 2.
+    """
+    made = []
+    for leaf, tensor in enumerate(tf.nest.flatten(nest)):
+        shape = [_ROWS, *tensor.shape[1:]]
+        if not tensor.dtype.is_floating:
+            values = rng.integers(0, (classes or {}).get(leaf, 2), shape)
+        elif shares:
+            values = rng.uniform(0.01, 0.99, shape)
+            if len(shape) > 1 and shape[-1] > 1:
+                values /= values.sum(axis=-1, keepdims=True)
+        else:
+            values = 3 * rng.normal(size=shape)
+        made.append(tf.cast(values, tensor.dtype))
+    return tf.nest.pack_sequence_as(nest, made)
+
+
+def never_negative(model: tf.keras.Model, variables: list[Any], x: Any) -> list[Any]:
+    """Returns those of a model's state that training keeps from below zero.
+
+    Variances are such, by whatever name, and means of what is not negative. Each is
+    begun with zeros, and the model called on batches and with weights of both signs.
+
+    Args:
+      model: It is read, and never changed.
+      variables: Some that it assigns when it trains.
+      x: Nest of features of a batch.
+    """
+    rng = np.random.default_rng(0)
+    begun = [(v, tf.zeros(v.shape, v.dtype)) for v in variables]
+    weights, left, usable = model.trainable_weights, list(variables), 0
+    assigned: set[int] = set()
+    for _ in range(_DRAWS if variables else 0):
+        features = batch(rng, x)
+        drawn = [rng.normal(size=v.shape) for v in weights]
+        for sign in (1.0, -1.0):
+            values = [sign * value for value in drawn]
+            mapping = [*begun, *zip(weights, values, strict=True)]
+            try:
+                with keras_versions.stateless(mapping) as scope:
+                    model(features, training=True)
+                values = [scope.get_current_value(v) for v in left]
+                after = [value.numpy() for value in values]
+            except Exception:  # Not everything is for made-up numbers.
+                continue
+            assigned |= {
+                id(v)
+                for v, value in zip(left, values, strict=True)
+                if all(value is not zeros for _, zeros in begun)
+            }
+            usable += all(np.isfinite(value).all() for value in after)
+            pairs = zip(left, after, strict=True)
+            left = [v for v, value in pairs if not np.any(value < 0)]
+    found = [v for v in left if id(v) in assigned]
+    return found if usable > _DRAWS else []
+
+
+def places_never_negative(model: tf.keras.Model) -> list[int]:
+    """Returns the places of `never_negative` in `get_weights()` of a built model.
+
+    Raises:
+      ValueError: The model does not say what its inputs are.
+    """
+    inputs = getattr(model, "inputs", None)
+    if not inputs:
+        raise ValueError(
+            "non_negative must be a built model that knows its inputs (sequential or "
+            f"functional), or places in get_weights(), got {model!r}."
+        )
+    shapes = [[1, *(size or 8 for size in one.shape[1:])] for one in inputs]
+    made = [
+        tf.zeros(s, tf.as_dtype(i.dtype)) for s, i in zip(shapes, inputs, strict=True)
+    ]
+    state = [
+        variable
+        for variable in model.non_trainable_weights
+        if tf.as_dtype(variable.dtype).is_floating
+    ]
+    x = made[0] if len(made) == 1 else made
+    found = set(map(id, never_negative(model, state, x)))
+    return [k for k, one in enumerate(model.weights) if id(one) in found]

@@ -1,0 +1,299 @@
+"""Metrics as functions of tensors, and how clients' states of them become one.
+
+A state that clients add to is a sum, from where it begins; or the largest, or the
+smallest, value that any of them had. Which of these is found out on made-up batches.
+They are diagnostics: what a client trains by never reads a state that others moved.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp_fl import keras_versions
+from tfdp_fl.engine import cohort, labels, made_up
+
+# How a metric's variables were before it saw anything, for those that have been seen.
+_beginnings: weakref.WeakKeyDictionary[Any, list[np.ndarray]] = (
+    weakref.WeakKeyDictionary()
+)
+
+# Whether s(a, b), the state after batches a and then b, is made of the two alone: of
+# s(a), s(b) and the beginning. The first that holds is taken.
+_MERGES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "sum": lambda a, b, begin: a + b - begin,
+    "largest": lambda a, b, begin: np.maximum(a, b),
+    "smallest": lambda a, b, begin: np.minimum(a, b),
+}
+_BATCHES = 6
+
+
+def note_beginnings(metrics: Any) -> None:
+    """Notes how metrics begin, while they have seen nothing.
+
+    Keras's `reset_state` puts zeros in the place of whatever a metric began with.
+    """
+    for metric in tf.nest.flatten(metrics):
+        is_one = isinstance(metric, tf.keras.metrics.Metric) and metric.variables
+        if is_one and metric not in _beginnings:
+            _beginnings[metric] = keras_versions.values_of(metric.variables)
+
+
+class Metrics:
+    """Compiled metrics, and those that the model and its layers keep themselves.
+
+    Attributes:
+      own: The latter. A forward pass updates them.
+    """
+
+    def __init__(self, compiled: Any, own: list[Any], y: Any, predicted: Any):
+        """Makes their variables.
+
+        Args:
+          compiled: What Keras's `compile` makes of `metrics`.
+          own: The model's and its layers' metrics.
+          y: Nest of labels of a batch.
+          predicted: The model's outputs for it.
+        """
+        self._compiled = compiled
+        compiled.build(y, predicted)
+        if compiled.metrics:  # Some make their variables when they see labels.
+            compiled.update_state(y, predicted, None)
+            compiled.reset_state()
+        self.own = [m for m in own if all(m is not one for one in compiled.metrics)]
+        note_beginnings(self.own)
+        every = [*compiled.metrics, *self.own]
+        self._variables = [v for metric in every for v in metric.variables]
+        self._names = [metric.name for metric in every for _ in metric.variables]
+        self._begin = [v for metric in every for v in _beginning(metric)]
+        self._merges = ["sum"] * len(self._variables)
+
+    def find_merges(
+        self,
+        own_after: Callable[[list[tf.Tensor], Any, Any], list[tf.Tensor]],
+        x: Any,
+        y: Any,
+        predicted: Any,
+        ranges: Iterable[labels.LabelRange],
+    ) -> None:
+        """Finds out how states of several clients become one.
+
+        Args:
+          own_after: Returns the values of the variables of `own`, from those given,
+            after a forward pass on a batch of features and labels.
+          x: Nest of features of a batch.
+          y: Nest of labels, without weights.
+          predicted: Nest of the model's outputs.
+          ranges: What class labels may be.
+
+        Raises:
+          ValueError: A state is neither a sum nor a largest or smallest value.
+        """
+        if not self._variables:
+            return
+        rng = np.random.default_rng(0)
+        begin = self._begin
+        left = [
+            {k: v for k, v in _MERGES.items() if k != "sum" or value.dtype != bool}
+            for value in begin
+        ]
+        before = begin
+        classes = {one.leaf: one.num_classes for one in ranges}
+        for number in range(_BATCHES):
+            shares = number % 2 == 0
+            batch = (
+                made_up.batch(rng, x, shares),
+                made_up.batch(rng, y, shares, classes),
+                made_up.batch(rng, predicted, shares),
+            )
+            try:
+                alone = self._updated(begin, batch, own_after)
+                after = self._updated(before, batch, own_after)
+                again = self._updated(before, batch, own_after)
+            except Exception:  # Not everything is for made-up numbers.
+                continue
+            if any(np.isnan(value).any() for value in after) or not all(
+                map(np.array_equal, after, again)
+            ):
+                continue  # (The program refuses what draws random numbers.)
+            for merges, *states in zip(left, before, alone, begin, after, strict=True):
+                a, b, start, both = (np.asarray(v, np.float64) for v in states)
+                with np.errstate(invalid="ignore"):
+                    for name, merge in list(merges.items()):
+                        if not np.allclose(both, merge(a, b, start), 1e-4, 1e-5):
+                            del merges[name]
+            before = after
+        for name, merges in zip(self._names, left, strict=True):
+            if not merges:
+                raise ValueError(
+                    "metrics must keep sums (such as a total and a count), or a "
+                    "largest or smallest value, which many clients' states become one "
+                    f"by, got {name!r}, whose state is none. Divide in result(), or "
+                    "compute it after the training, by fed.model."
+                )
+        self._merges = [next(iter(merges)) for merges in left]
+
+    def _updated(
+        self, values: list[Any], batch: tuple[Any, Any, Any], own_after: Any
+    ) -> list[np.ndarray]:
+        x, y, predicted = batch
+        first = len(self._variables) - len(self.own_variables)
+        before = list(map(tf.constant, values))
+        after = self._after(before[:first], y, predicted, None)
+        if self.own:
+            after += own_after(before[first:], x, y)
+        return [np.asarray(value) for value in after]
+
+    def _after(self, values: list[tf.Tensor], *batch: Any) -> list[tf.Tensor]:
+        """Returns the values of the compiled metrics' variables after a batch."""
+        if not values:
+            return []
+        after = self._compiled.stateless_update_state(values, *batch)
+        return list(map(tf.convert_to_tensor, after))
+
+    def nobody(self) -> cohort.MetricState:
+        """Returns the state before any example."""
+        return self._encoded(self._constants())
+
+    def _constants(self) -> list[tf.Tensor]:
+        # Zeros of a size are no constants in the function's graph.
+        return [
+            tf.constant(value) if value.any() else tf.zeros(value.shape, value.dtype)
+            for value in self._begin
+        ]
+
+    def own_begin(self) -> list[tf.Tensor]:
+        """Returns the values of the variables of `own` before any batch."""
+        return self._constants()[len(self._variables) - len(self.own_variables) :]
+
+    @property
+    def own_variables(self) -> list[Any]:
+        """Returns the variables of `own`."""
+        return [variable for metric in self.own for variable in metric.variables]
+
+    def with_batch(
+        self, state: cohort.MetricState, y: Any, predicted: Any, weight: Any
+    ) -> cohort.MetricState:
+        """Returns the state with a batch in the compiled metrics; a NaN counts as 0.
+
+        Args:
+          state: Before it.
+          y: Nest of labels.
+          predicted: Nest of the model's outputs.
+          weight: What the examples count in those metrics that are weighted;
+            None: all the same.
+        """
+        count = len(self._variables) - len(self.own_variables)
+        if not count:
+            return state
+        y, predicted, weight = tf.nest.map_structure(
+            with_numbers_only, (y, predicted, weight)
+        )
+        values = self._decoded(state)
+        values[:count] = self._after(values[:count], y, predicted, weight)
+        return self._encoded(values)
+
+    def with_own(
+        self, state: cohort.MetricState, after: list[tf.Tensor]
+    ) -> cohort.MetricState:
+        """Returns the state with what a forward pass made of `own`, if it is numbers.
+
+        Args:
+          state: Before it.
+          after: The values of the variables of `own` after it, each from its beginning.
+        """
+        if not self.own:
+            return state
+        first = len(self._variables) - len(after)
+        begin = self._constants()
+        usable = tf.constant(True)
+        for value in after:
+            if value.dtype.is_floating:
+                usable &= tf.reduce_all(tf.math.is_finite(value))
+        values = [
+            tf.where(usable, value, start)
+            for value, start in zip(after, begin[first:], strict=True)
+        ]
+        return state.plus(self._encoded([*begin[:first], *values]))
+
+    def results(self, state: cohort.MetricState) -> dict[str, tf.Tensor]:
+        """Returns what the metrics say of a state, by name."""
+        mapping = list(zip(self._variables, self._decoded(state), strict=True))
+        results: dict[str, tf.Tensor] = {}
+        with keras_versions.stateless(mapping):
+            # The loss of a round is reported in any case.
+            own = {one.name: one.result() for one in self.own if one.name != "loss"}
+            for key, value in {**self._compiled.result(), **own}.items():
+                parts = value if isinstance(value, Mapping) else {key: value}
+                # In the scope: it may be a variable itself.
+                results.update({k: tf.convert_to_tensor(v) for k, v in parts.items()})
+        return results
+
+    def _encoded(self, values: list[tf.Tensor]) -> cohort.MetricState:
+        """Returns states by what they are merged by."""
+        state = cohort.MetricState([], [])
+        for value, begin, merge in zip(values, self._begin, self._merges, strict=True):
+            if merge == "sum":
+                state.sums.append(value - begin if begin.any() else value)
+            else:
+                value = _signed(value)
+                state.largest.append(-value if merge == "smallest" else value)
+        return state
+
+    def _decoded(self, state: cohort.MetricState) -> list[tf.Tensor]:
+        sums, largest = iter(state.sums), iter(state.largest)
+        values = []
+        for begin, merge in zip(self._begin, self._merges, strict=True):
+            if merge == "sum":
+                value = next(sums)
+                values.append(value + begin if begin.any() else value)
+            else:
+                value = next(largest)
+                value = -value if merge == "smallest" else value
+                values.append(tf.cast(value, begin.dtype))
+        return values
+
+
+def _beginning(metric: Any) -> list[np.ndarray]:
+    """Returns what a metric's variables begin with, which has been reset."""
+    noted = _beginnings.get(metric)
+    default = tf.keras.metrics.Metric.reset_state
+    if noted is not None and type(metric).reset_state is default:
+        return noted
+    if noted is None or type(metric).reset_state is not default:
+        metric.reset_state()
+    return keras_versions.values_of(metric.variables)
+
+
+def _signed(value: Any) -> tf.Tensor:
+    """Returns a value as what has a negative."""
+    value = tf.convert_to_tensor(value)
+    has_sign = value.dtype.is_floating or value.dtype in (tf.int32, tf.int64)
+    return value if has_sign else tf.cast(value, tf.int64)
+
+
+def check(results: Mapping[str, Any]) -> None:
+    """Raises ValueError, naming it, for a metric that is not one number."""
+    for name, value in results.items():
+        shape = tf.convert_to_tensor(value).shape
+        if shape.rank != 0:
+            raise ValueError(
+                f"metrics must give one number each, got {name!r} of shape {shape}. "
+                "Take an average (as F1Score does with average='macro'), or compute "
+                "it after the training, by fed.model."
+            )
+
+
+def with_numbers_only(tensor: tf.Tensor | None) -> tf.Tensor | None:
+    """Returns a tensor with 0 for NaN and Inf, and the mask that it had."""
+    if tensor is None or not tensor.dtype.is_floating:
+        return tensor
+    numbers = tf.where(tf.math.is_finite(tensor), tensor, tf.zeros([], tensor.dtype))
+    mask = getattr(tensor, "_keras_mask", None)
+    if mask is not None:
+        numbers._keras_mask = mask
+    return numbers
