@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import math
 import time
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfdp_fl import _interrupts, auditing, sampling
+from tfdp_fl import _interrupts, auditing, keras_versions, sampling
 from tfdp_fl.accounting import BudgetExceededError, Charge, upwards
 from tfdp_fl.accounting.rounding import upwards_for_bar
 from tfdp_fl.datasets import FederatedDataset
@@ -64,7 +65,7 @@ class RoundLoop:
         self.run, self.engine = fed.require_trained("fit")
         self.setup = fed.setup
         # The model before any callback was called; None after the first round.
-        self._begun_with: list[bytes] | None = _weights(fed.model)
+        self._begun_with: bytes | None = _weights(fed.model)
         self.federated = [
             callback
             for callback in self.callbacks
@@ -313,9 +314,12 @@ class _BudgetSpentError(Exception):
     """A callback spent, while a cohort trained, what the round was to cost."""
 
 
-def _weights(model: tf.keras.Model) -> list[bytes]:
-    """Returns all weights of a model, to be compared bit for bit."""
-    return [weight.tobytes() for weight in model.get_weights()]
+def _weights(model: tf.keras.Model) -> bytes:
+    """Returns a digest of all weights of a model, which differs if a bit does."""
+    digest = hashlib.sha256()
+    for variable in keras_versions.tf_variables(model.weights):
+        digest.update(variable.numpy().tobytes())  # One at a time: no copy of all.
+    return digest.digest()
 
 
 def _progress(verbose: int, first_round: int, last_round: int) -> Any:
