@@ -100,7 +100,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     ),
     "statement": (
         "Statement and budget",
-        "tfdp_fl.accounting: privacy_statement StatementFacts Budget",
+        "tfdp_fl.accounting: privacy_statement StatementFacts PrivacyBudget PrivacyAccount",
     ),
     "auditing": (
         "Auditing, features and losses",
