@@ -172,10 +172,11 @@ def case(kind: type, of: str) -> tuple[Any, Any, Any, dict[str, Any]]:
     model, y = of_outputs(kind.__name__)
     if of == "losses":
         return model, features((6,)), y, {"loss": lambda: made(kind)}
+    loss = "sparse_categorical_crossentropy" if y.ndim == 1 else "mse"
     if of == "metrics":
         rate = keras.optimizers.SGD(0.0)  # So that all steps see the same weights.
         compiled = {"metrics": lambda: [made(kind)], "optimizer": lambda: rate}
-        return model, features((6,)), y, {"loss": "mse", **compiled}
+        return model, features((6,)), y, {"loss": loss, **compiled}
     return model, features((6,)), y, {"loss": "mse", "optimizer": lambda: made(kind)}
 
 
