@@ -242,10 +242,8 @@ def main(_: Any) -> None:
             results[word].append((kind.__name__, more))
         for word, found in sorted(results.items()):
             print(f"\n{of}: {len(found)} {word}")
-            print(", ".join(name for name, more in found if not more))
             for name, more in found:
-                if more:
-                    print(f"  {name}: {more}", flush=True)
+                print(f"  {name}{more and ': '}{more}", flush=True)
 
 
 if __name__ == "__main__":
