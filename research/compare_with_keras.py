@@ -35,7 +35,6 @@ from tfdp_fl import keras_versions
 _KINDS = flags.DEFINE_list(
     "kinds", ["layers", "losses", "metrics", "optimizers"], "What to compare."
 )
-_ONLY = flags.DEFINE_string("only", "", "Only what has this in its name.")
 
 _Dense = keras.layers.Dense
 EXAMPLES, BATCH = 6, 3
@@ -172,10 +171,11 @@ def case(kind: type, of: str) -> tuple[Any, Any, Any, dict[str, Any]]:
     model, y = of_outputs(kind.__name__)
     if of == "losses":
         return model, features((6,)), y, {"loss": lambda: made(kind)}
+    loss = "sparse_categorical_crossentropy" if y.ndim == 1 else "mse"
     if of == "metrics":
         rate = keras.optimizers.SGD(0.0)  # So that all steps see the same weights.
         compiled = {"metrics": lambda: [made(kind)], "optimizer": lambda: rate}
-        return model, features((6,)), y, {"loss": "mse", **compiled}
+        return model, features((6,)), y, {"loss": loss, **compiled}
     return model, features((6,)), y, {"loss": "mse", "optimizer": lambda: made(kind)}
 
 
@@ -198,7 +198,7 @@ def compared(kind: type, of: str) -> tuple[str, str]:
         rows = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
         expected = plain.fit(x, y, **rows).history
     except Exception as error:
-        return "not trained by Keras", _line(error)
+        return "not trained by Keras", f"{error!r:.150}"
     try:
         model, options = fresh()
         nothing = tfdp_fl.NoPrivacy()
@@ -207,7 +207,7 @@ def compared(kind: type, of: str) -> tuple[str, str]:
         fed.compile(**options, jit_compile=False)
         history = fed.fit({"a": (x, y)}, batch_size=BATCH, verbose=0).history
     except Exception as error:
-        return "refused", _line(error)
+        return "refused", f"{error!r:.150}"
     if keras_versions.own_random_state(model):
         return "random", ""
     pairs = zip(fed.get_weights(), plain.get_weights(), strict=True)
@@ -216,10 +216,6 @@ def compared(kind: type, of: str) -> tuple[str, str]:
         if not close(history[name][0], float(value)):
             wrong.append(f"{name} {history[name][0]:.6g}, Keras {float(value):.6g}")
     return ("different", ", ".join(wrong)) if wrong else ("equal", "")
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:150]
 
 
 def kinds_of(of: str) -> list[type]:
@@ -242,15 +238,12 @@ def main(_: Any) -> None:
     for of in _KINDS.value:
         results = collections.defaultdict(list)
         for kind in kinds_of(of):
-            if _ONLY.value in kind.__name__:
-                word, more = compared(kind, of)
-                results[word].append((kind.__name__, more))
+            word, more = compared(kind, of)
+            results[word].append((kind.__name__, more))
         for word, found in sorted(results.items()):
             print(f"\n{of}: {len(found)} {word}")
-            print(", ".join(name for name, more in found if not more))
             for name, more in found:
-                if more:
-                    print(f"  {name}: {more}", flush=True)
+                print(f"  {name}{more and ': '}{more}", flush=True)
 
 
 if __name__ == "__main__":

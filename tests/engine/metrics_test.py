@@ -77,6 +77,20 @@ def _ratio(total, count):
     return total / count
 
 
+class _Late(tf.keras.metrics.Metric):
+    """Makes its variable when it sees labels."""
+
+    total = None
+
+    def update_state(self, y, p, sample_weight=None):
+        if self.total is None:
+            self.total = self.add_weight(shape=(), initializer=_constant(5.0))
+        self.total.assign_add(_ops.cast(_ops.size(y), "float32"))
+
+    def result(self):
+        return self.total
+
+
 def _metrics():
     """Returns new ones of every kind."""
     return [
@@ -92,6 +106,7 @@ def _metrics():
         _Resets("smoothed", _smoothed, [1.0, 2.0], shown=_ratio),
         _Resets("both", _count_and_largest, [0.0, -9.0], shown=_two),
         tf.keras.metrics.SparseTopKCategoricalAccuracy(2),
+        _Late(name="late"),
     ]
 
 
@@ -150,6 +165,27 @@ def test_a_state_that_is_no_sum_is_refused_by_name(update, begin):
     with pytest.raises(ValueError, match="'mine', whose state is none"):
         cohorts.make_engine(
             cohorts.mlp(), cohorts.dataset(), training={"metrics": metrics}
+        )
+
+
+class _OfTensorFlow(tf.keras.metrics.Metric):
+    """Keeps its state where Keras knows nothing of it."""
+
+    def __init__(self):
+        super().__init__(name="hidden")
+        self.kept = tf.Variable(0.0)
+
+    def update_state(self, y, p, sample_weight=None):
+        self.kept.assign_add(1.0)
+
+    def result(self):
+        return self.kept
+
+
+def test_state_that_keras_does_not_know_of_is_refused():
+    with pytest.raises(ValueError, match="must keep what training reads and changes"):
+        cohorts.make_engine(
+            cohorts.mlp(), cohorts.dataset(), training={"metrics": [_OfTensorFlow()]}
         )
 
 

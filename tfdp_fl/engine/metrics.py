@@ -62,11 +62,11 @@ class Metrics:
         self._compiled = compiled
         compiled.build(y, predicted)
         if compiled.metrics:  # Some make their variables when they see labels.
-            compiled.update_state(y, predicted, None)
-            compiled.reset_state()
+            with keras_versions.stateless([]):
+                compiled.update_state(y, predicted, None)
         self.own = [m for m in own if all(m is not one for one in compiled.metrics)]
-        note_beginnings(self.own)
         every = [*compiled.metrics, *self.own]
+        note_beginnings(every)
         self._variables = [v for metric in every for v in metric.variables]
         self._names = [metric.name for metric in every for _ in metric.variables]
         self._begin = [v for metric in every for v in _beginning(metric)]
@@ -150,7 +150,7 @@ class Metrics:
 
     def _after(self, values: list[tf.Tensor], *batch: Any) -> list[tf.Tensor]:
         """Returns the values of the compiled metrics' variables after a batch."""
-        if not values:
+        if not self._compiled.metrics:
             return []
         after = self._compiled.stateless_update_state(values, *batch)
         return list(map(tf.convert_to_tensor, after))
@@ -188,7 +188,7 @@ class Metrics:
             None: all the same.
         """
         count = len(self._variables) - len(self.own_variables)
-        if not count:
+        if not self._compiled.metrics:
             return state
         y, predicted, weight = tf.nest.map_structure(
             with_numbers_only, (y, predicted, weight)
@@ -259,13 +259,11 @@ class Metrics:
 
 
 def _beginning(metric: Any) -> list[np.ndarray]:
-    """Returns what a metric's variables begin with, which has been reset."""
-    noted = _beginnings.get(metric)
-    default = tf.keras.metrics.Metric.reset_state
-    if noted is not None and type(metric).reset_state is default:
-        return noted
-    if noted is None or type(metric).reset_state is not default:
-        metric.reset_state()
+    """Returns what a metric's variables begin with."""
+    own_way = type(metric).reset_state is not tf.keras.metrics.Metric.reset_state
+    if metric.variables and not own_way:
+        return _beginnings[metric]
+    metric.reset_state()
     return keras_versions.values_of(metric.variables)
 
 
