@@ -100,7 +100,8 @@ PAGES: dict[str, tuple[str, ...]] = {
     ),
     "statement": (
         "Statement and budget",
-        "tfdp_fl.accounting: privacy_statement StatementFacts PrivacyBudget PrivacyAccount",
+        "tfdp_fl.accounting: privacy_statement StatementFacts PrivacyBudget "
+        "PrivacyAccount",
     ),
     "auditing": (
         "Auditing, features and losses",
