@@ -124,8 +124,8 @@ def check_cohort_sizes(
     """Raises ValueError unless all cohorts have a sum.
 
     Where a cohort of k clients has none and one of k + 1 has, the client that is added
-    moves the sum by k + 1 clips. So a Poisson sampled cohort may have no sum only with a
-    probability that any delta has room for, of these clients and of one more or less.
+    moves the sum by k + 1 clips. So a Poisson sampled cohort may have no sum only with
+    a probability that any delta has room for, of these clients and of one more or less.
 
     Args:
       protocol: The protocol.
