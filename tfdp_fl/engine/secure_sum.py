@@ -64,8 +64,8 @@ def sum_securely(
     for places, own in pending.collected:
         rows[places] = tf.concat([own.updates, own.scalars], 1)
     if site != "server":  # Zeros are no noise.
-        heard = [places for places, _ in pending.collected]
-        members = np.sort(np.concatenate([members[:0], *heard]))
+        answered = [places for places, _ in pending.collected]
+        members = np.sort(np.concatenate([members[:0], *answered]))
         rows = rows[members]
     failed = members[:0]
     # The diagnostics are not uploaded.
