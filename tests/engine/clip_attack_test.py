@@ -3,6 +3,7 @@
 The norm is measured in float64, of what the engine added to the sum.
 """
 
+import dataclasses
 import os
 from unittest import mock
 
@@ -258,3 +259,41 @@ def test_nobody_else_is_swallowed():
         sums.append(cohorts.update_of(pending))
     moved = [a.astype(np.float64) - b for a, b in zip(*sums, strict=True)]
     assert references.l2_norm(moved) <= _ALLOWED
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Wide(tfdp_fl.FixedClipping):
+    """Clips to 100 S, with as much more noise."""
+
+    def largest_norm(self, round):
+        return 100.0 * round.clip_norm
+
+    def scale(self, norm, round):
+        return clipping.clip_factor(norm, self.largest_norm(round))
+
+    def noise_stddevs(self, round, deployment):
+        return {"update": round.noise_multiplier * self.largest_norm(round)}
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_side_by_side_the_bound_is_that_of_the_mechanism_not_the_clip(noise):
+    # Whole numbers of steps of S, in place of 100 S, wrapped: 4996 S were added.
+    model = network(8, (), twins=False)
+    x = np.random.default_rng(0).normal(size=[4, 8]).astype(np.float32)
+    data = cohorts.from_arrays({0: (x, np.zeros(4, np.int32))})
+    norms = []
+    for beside in (False, True):
+        made = cohorts.make_engine(
+            *(model, data),
+            mechanism=_Wide(clip_norm=_S, noise_multiplier=noise),
+            loss=tf.keras.losses.BinaryCrossentropy(from_logits=True),
+            jit_compile=None,
+        )
+        with cohorts.side_by_side(beside):
+            pending = cohorts.collect(
+                made, data, learning_rate=1e4, noise_multiplier=noise
+            )
+        assert made.has_trained_side_by_side == beside
+        norms.append(references.l2_norm(cohorts.update_of(pending)))
+    assert norms[0] == pytest.approx(100 * _S, rel=1e-5)
+    assert 99.9 * _S < norms[1] <= 100 * _ALLOWED

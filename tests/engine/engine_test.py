@@ -54,6 +54,20 @@ def _round(dataset, *, count=1, engine=None, **inputs):
     return rounds.flat(model.get_weights()) - rounds.flat(start), logs
 
 
+def test_noise_that_is_another_than_was_charged_is_not_released():
+    class Own(tfdp_fl.FixedClipping):
+        def noise_stddevs(self, round, deployment):
+            z = round.noise_multiplier
+            return {"update": round.clip_norm * (z if isinstance(z, float) else z / 2)}
+
+    model, mechanism = cohorts.mlp(), Own(clip_norm=0.1, noise_multiplier=1.0)
+    made = cohorts.make_engine(model, cohorts.dataset(), mechanism=mechanism)
+    before = rounds.flat(model.get_weights())
+    with pytest.raises(tf.errors.InvalidArgumentError, match="adds less noise"):
+        cohorts.run_round(made, cohorts.dataset(), noise_multiplier=1.0)
+    np.testing.assert_array_equal(rounds.flat(model.get_weights()), before)
+
+
 def test_rounds_do_not_repeat_and_seeds_do():
     quiet = {"learning_rate": 0.0, "noise_multiplier": 1.0, "count": 2}
     dataset, engine = cohorts.dataset(), _engine(units=200)

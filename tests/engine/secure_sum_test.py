@@ -11,6 +11,7 @@ from tests.engine import cohorts
 from tests.mechanisms.rounds import flat
 from tfdp_fl import secure_aggregation
 from tfdp_fl.engine import release, secure_sum
+from tfdp_fl.secure_aggregation import grouped_sum
 
 _CLIP = 1e-4
 _SHARING = secure_aggregation.AdditiveSecretSharing
@@ -83,6 +84,59 @@ def test_a_cohort_that_cannot_be_split_has_failed():
     with pytest.warns(UserWarning, match="can not be split"):
         failed = secure_sum.sum_securely(engine, pending, protocol)
     assert failed == (0, 1, 2, 3, 4)
+
+
+def test_a_client_that_fails_takes_nobody_elses_part_out_of_the_sum():
+    # Of three in a group one failed, and the sum moved by three clips: charged are two.
+    alone = {}
+    for wrong in ((), (1,)):
+        engine, pending = _collected(_fixed(), 1.0)
+        ((members, rows),) = pending.collected
+        kept = np.delete(members, wrong)
+        rows = tf.nest.map_structure(
+            lambda leaf, kept=kept: tf.gather(leaf, kept), rows
+        )
+        pending.collected = [(kept, rows)]
+        assert secure_sum.sum_securely(engine, pending, _SHARING()) == ()
+        alone[wrong] = flat(cohorts.update_of(pending))
+    moved = np.linalg.norm(alone[()] - alone[1,])
+    assert 0.5 * _CLIP < moved <= _CLIP * (1 + 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "clients", "size", "limits", "refused"),
+    [
+        ("poisson", 40, 20, {}, True),  # P(2 or fewer) = 7.5e-10.
+        ("poisson", 400, 60, {}, False),
+        ("poisson", 400, 60, {"max_participants": 3}, True),
+        ("poisson", 3, 3, {}, True),  # Of two, nobody is in the sum.
+        ("poisson", 4, 4, {}, False),
+        ("fixed_size", 40, 3, {}, False),
+        ("fixed_size", 40, 2, {}, True),
+        ("fixed_size", 40, 5, {"max_participants": 4}, True),
+        ("shuffled", 40, 6, {"max_participants": 4}, False),
+    ],
+)
+def test_cohorts_without_a_sum_are_refused(sampling, clients, size, limits, refused):
+    given = _SHARING(**limits), sampling, clients, size
+    if not refused:
+        secure_sum.check_cohort_sizes(*given)
+        return
+    with pytest.raises(ValueError, match=r"secure_aggregation needs.*fixed_size"):
+        secure_sum.check_cohort_sizes(*given)
+
+
+def test_which_cohorts_can_be_split():
+    for limits in ((3, 3), (3, 4), (4, 5), (5, 7), (3, 100)):
+        protocol = _SHARING(min_participants=limits[0], max_participants=limits[1])
+        for size in range(60):
+            try:
+                groups = secure_aggregation.split_into_groups(size, protocol)
+                can = min(map(len, groups), default=0) >= protocol.min_participants
+            except ValueError:
+                can = False
+            found = grouped_sum.can_be_split(np.array([size]), protocol)
+            assert found.tolist() == [can]
 
 
 def test_the_median_clips_what_is_sent():

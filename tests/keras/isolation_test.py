@@ -83,6 +83,24 @@ def test_an_operation_is_refused_by_its_name(operation):
         allowed_operations.check(definition)
 
 
+def _left_over(x):
+    """Adds what was in memory that nobody wrote to."""
+    image, ones = tf.reshape(x, [-1, 1, 1, 8]), tf.ones([8])
+    found = tf.raw_ops.FusedBatchNormGradV3(
+        y_backprop=image,
+        x=image,
+        **dict.fromkeys(["scale", "reserve_space_1", "reserve_space_2"], ones),
+        reserve_space_3=ones,
+        is_training=False,
+    )
+    return x + tf.reduce_sum(found.reserve_space_4)
+
+
+def test_memory_that_nobody_wrote_to_is_not_read():
+    layer = _layers.Lambda(_left_over, output_shape=(8,), name="channel")
+    _assert_refused("in layer 'channel'", _model(layer))
+
+
 class _Keeps(tf.keras.metrics.Metric):
     """Says what the largest label was of all that it has seen."""
 

@@ -3,7 +3,9 @@
 import dataclasses
 import math
 
+import dp_accounting
 import pytest
+import tensorflow as tf
 
 import tfdp_fl
 from tfdp_fl.mechanisms import Deployment
@@ -131,3 +133,63 @@ def test_what_is_overridden_is_not_only_scaled():
     assert not made.bind(Deployment(clients_per_round=3)).only_scales
     scales = {kind for kind in _GOOD if kind(**_GOOD[kind]).scales_updates}
     assert set(_GOOD) - scales == {tfdp_fl.AdaptiveLocalDP, tfdp_fl.NbAFL}
+
+
+def _own(base=tfdp_fl.FixedClipping, **members):
+    """Returns a mechanism of somebody's own."""
+    members = {"describe": lambda self: "", "__module__": "theirs", **members}
+    return type("Own", (base,), members)(clip_norm=1.0, noise_multiplier=5.0)
+
+
+_OF_COST = {
+    "add_noise": lambda self, update, stddev, memory: (update, memory),
+    "clip_to_cohort": lambda self, norms, round: norms[0],
+    "sensitivity_squared": lambda self, round, deployment: 0.01,
+    "needs_exact_cohort": False,
+    "bind": lambda self, deployment: None,
+    "event_at": lambda self, *_: dp_accounting.GaussianDpEvent(9.0),
+}
+
+
+@pytest.mark.parametrize("name", _OF_COST)
+def test_what_changes_the_cost_needs_a_cost_of_its_own(name):
+    # Each was charged as if it had the noise of the base class.
+    member = {name: _OF_COST[name]}
+    with pytest.raises(TypeError, match=f"Own must define round_event, because {name}"):
+        _own(**member)
+    if name == "add_noise":  # Also where a class between does it.
+        with pytest.raises(TypeError, match="NoPrivacy defines"):
+            _own(tfdp_fl.NoPrivacy, guarantee="central")
+    event = tfdp_fl.Mechanism.round_event
+    made = _own(**member, round_event=lambda self, *given: event(self, *given))
+    assert made.all_caveats() == ("own_cost",)
+    assert _own().all_caveats() == ()
+
+
+def test_noise_that_nobody_adds_is_refused():
+    made = _own()
+    object.__setattr__(made, "noise_site", "every client")
+    with pytest.raises(ValueError, match="noise_site must be 'server' or 'client'"):
+        made.bind(Deployment(clients_per_round=3))
+    # A check of one's own that forgets the cohort's size.
+    made = _own(check=lambda self, deployment: None)
+    object.__setattr__(made, "noise_site", "client")
+    with pytest.raises(ValueError, match="needs sampling='fixed_size'"):
+        made.bind(Deployment(clients_per_round=3, sampling="poisson"))
+
+
+def test_a_central_mean_knows_no_weights():
+    seen = []
+
+    def mean(self, update, weight, round, deployment):
+        seen.append(weight)
+        return [tensor / weight for tensor in update]
+
+    weighting = tfdp_fl.ClientWeighting(cap=1.0, mean_weight=0.5)
+    query = _own(mean=mean).bind(
+        Deployment(clients_per_round=4, client_weighting=weighting)
+    )
+    state = query.begin_round(query.initial_global_state(), 5.0, 4.0)
+    total = query.initial_sample_state([tf.zeros([2])])
+    query.get_noised_result(total._replace(weight=tf.constant(3.0)), state)
+    assert [float(weight) for weight in seen] == [2.0]

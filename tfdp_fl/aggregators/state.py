@@ -69,7 +69,7 @@ def history_kind(mechanism: mechanism_lib.Mechanism) -> dict[str, Any]:
     return {
         "mechanism": mechanism.name,
         "guarantee": mechanism.guarantee,
-        "caveats": list(mechanism.caveats()),
+        "caveats": list(mechanism.all_caveats()),
         "noise_site": mechanism.noise_site,
         "must_not_change": mechanism.memory_key(),
     }

@@ -108,6 +108,9 @@ UnicodeScript UnicodeTranscode UnsortedSegmentJoin LookupTableFindV2 LookupTable
 """
 
 _DECOMPOSITIONS = ("Eig", "SelfAdjointEigV2", "Svd")
+# It has two more outputs than gradients, and writes to neither.
+_THREE_WRITTEN = "FusedBatchNormGradV3"
+_UNWRITTEN = re.compile(r"\^?(.*?):(reserve_space.*|[34])")
 
 # What a gradient finds of a branch that was, or was not, taken.
 _OPTIONAL = "OptionalFromValue OptionalGetValue OptionalHasValue OptionalNone"
@@ -171,6 +174,7 @@ def check(definition: tf.compat.v1.GraphDef, layers: Iterable[str] = ()) -> None
       layers: Names by which the error says where the operation is.
     """
     functions = {function.signature.name for function in definition.library.function}
+    normed = {node.name for _, node in nodes(definition) if node.op == _THREE_WRITTEN}
     for path, node in nodes(definition):
         # (Those with an underscore are notes for TensorFlow's gradients.)
         attributes = (v for name, v in node.attr.items() if not name.startswith("_"))
@@ -182,6 +186,8 @@ def check(definition: tf.compat.v1.GraphDef, layers: Iterable[str] = ()) -> None
         unwritten = node.op in _DECOMPOSITIONS and not (
             node.attr["compute_v"].b or node.attr["compute_uv"].b
         )
+        read = filter(None, map(_UNWRITTEN.fullmatch, node.input))
+        unwritten |= any(match[1] in normed for match in read)
         allowed = node.op in ALLOWED or node.op in functions
         if allowed and not (missing or drops or unwritten):
             continue

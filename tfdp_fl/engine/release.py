@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -144,7 +145,12 @@ class Release:
         """Releases a round; returns the query's next state, and the logs."""
         answered = float(pending.cohort_size - len(pending.failures))
         seed = pending.inputs.seed.astype(np.uint64)
-        arguments = pending.sums, pending.state, seed, answered
+        inputs, charged = pending.inputs, math.inf
+        if self.query.mechanism.guarantee == "central":
+            charged = self.query.charged_for(
+                inputs.clients_per_round, inputs.noise_multiplier
+            )
+        arguments = pending.sums, pending.state, seed, answered, charged
         flat = list(map(tf.convert_to_tensor, tf.nest.flatten(arguments)))
         count = len(pending.sums)
         if count not in self._traced:
@@ -171,9 +177,12 @@ class Release:
             )
         return state, logs
 
-    def _released(self, sums, state, seed, answered):
+    def _released(self, sums, state, seed, answered, charged):
         total = functools.reduce(cohort.CohortSum.plus, sums)
         contribution = total.contribution
+        if self.query.mechanism.guarantee == "central":
+            asserted = self.query.check_noise(state, charged)
+            contribution = cohort_query.after_assertions(asserted, contribution)
         with noise.seeded(noise.fold_in(seed, -1)):
             mean, new_state = self.query.get_noised_result(contribution, state)
         if self.query.mechanism.releases_weights:  # If there are any.

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from scipy import stats
 
 from tfdp_fl import mechanisms, secure_aggregation
 from tfdp_fl.engine import cohort, engine
+from tfdp_fl.secure_aggregation import grouped_sum
 
 # Noise of two steps of the grid is, once rounded, the rounded sum's noise but
 # for a part of exp(-2 pi^2 2^2) = 5e-35 (Poisson summation).
@@ -32,6 +34,11 @@ def sum_securely(
     (`AdditiveSecretSharing.within`), not only the one before rounding. Noise
     of the clients' own is rounded with the update, to the nearest value.
 
+    Who is in the sum must not depend on anybody's data, nor must the size of a group: a
+    client more or less would move the sum by all others of its group. So where the
+    server adds the noise, a client whose data cannot be read, or trained on, uploads
+    zeros in its place, and `check_cohort_sizes` refuses cohorts that may be too small.
+
     A client with a value above `max_share_value` does not end the round. If it
     brings no noise that the sum needs, it counts as discarded: it uploads
     zeros. If it does, it has failed.
@@ -52,14 +59,14 @@ def sum_securely(
     site, state = query.mechanism.noise_site, pending.state
     _check_grid(protocol, query, state)
     total = np.zeros(size + query.num_scalars)
-    nobody = np.zeros([0], np.int64), total[None, :][:0].astype(np.float32)
-    collected = [
-        (members, tf.concat([own.updates, own.scalars], 1))
-        for members, own in pending.collected
-    ]
-    members, rows = map(np.concatenate, zip(nobody, *collected, strict=True))
-    order = np.argsort(members, kind="stable")
-    members, rows = members[order], rows[order]
+    rows = np.zeros([pending.cohort_size, len(total)], np.float32)
+    members = np.arange(len(rows))
+    for places, own in pending.collected:
+        rows[places] = tf.concat([own.updates, own.scalars], 1)
+    if site != "server":  # Zeros are no noise.
+        answered = [places for places, _ in pending.collected]
+        members = np.sort(np.concatenate([members[:0], *answered]))
+        rows = rows[members]
     failed = members[:0]
     # The diagnostics are not uploaded.
     uploaded = rows[:, : -mechanisms.NUM_DIAGNOSTICS]
@@ -102,6 +109,50 @@ def sum_securely(
     flat = tf.constant(total)
     cohort_engine.set_sum(pending, flat[:size], flat[size:])
     return tuple(failed.tolist())
+
+
+# A cohort that has no sum is as unlikely.
+_UNLIKELY = 1e-12
+
+
+def check_cohort_sizes(
+    protocol: secure_aggregation.AdditiveSecretSharing,
+    sampling: str,
+    num_clients: int,
+    clients_per_round: float,
+) -> None:
+    """Raises ValueError unless all cohorts have a sum.
+
+    Where a cohort of k clients has none and one of k + 1 has, the client that is added
+    moves the sum by k + 1 clips. So a Poisson sampled cohort may have no sum only with
+    a probability that any delta has room for, of these clients and of one more or less.
+
+    Args:
+      protocol: The protocol.
+      sampling: How cohorts are drawn.
+      num_clients: N.
+      clients_per_round: m, the expected size.
+    """
+    lost = 0.0
+    if sampling != "poisson":
+        size = np.array([int(clients_per_round)])
+        lost = float(not grouped_sum.can_be_split(size, protocol)[0])
+    else:
+        for number in range(num_clients - 1, num_clients + 2):
+            sizes = np.arange(number + 1)
+            sizes = sizes[~grouped_sum.can_be_split(sizes, protocol)]
+            chance = clients_per_round / num_clients
+            lost = max(lost, float(stats.binom.pmf(sizes, number, chance).sum()))
+    if lost >= _UNLIKELY:
+        raise ValueError(
+            "secure_aggregation needs cohorts that always make groups of "
+            f"{protocol.min_participants} (min_participants) to "
+            f"{protocol.max_participants} (max_participants), because one client more "
+            "would else move a sum by all others of its group; with "
+            f"clients_per_round={clients_per_round:g} of {num_clients} and {sampling} "
+            f"sampling the probability that one does not is {lost:.1g}: take "
+            "sampling='fixed_size', more clients a round, or other limits."
+        )
 
 
 def _check_grid(

@@ -320,15 +320,16 @@ class SideBySide:
         # The scale, and each factor times it, are rounded as well.
         norm = tf.cast(size * (1 + 16 * dense_models.ROUNDOFF) * bound, tf.float32)
         usable = tf.math.is_finite(norm)
-        if not self.fine:  # Rounding to whole numbers leads nobody out of the clip.
-            share = dense_models.rounding_share([layer.shape for layer in dense])
-            params = params._replace(clip_norm=params.clip_norm * (1 - share))
         clients = self.query.bounded_factor(
             tf.where(usable, norm, 0.0),
             usable,
             params,
             self.query.client_weight(table.num_examples),
         )
+        if not self.fine:  # Rounding to whole numbers leads nobody out of the bound.
+            share = dense_models.rounding_share([layer.shape for layer in dense])
+            most = self.query.largest_norm(params) * (1 - share) / norm
+            clients = clients._replace(update=tf.minimum(clients.update, most))
         seen = tf.cast(size * length, tf.float32)
         clients = clients._replace(norm=tf.where(usable, seen, 0.0))
         # A rate that is no number makes nobody usable, and zero of everybody.
@@ -362,7 +363,8 @@ class SideBySide:
         """Returns the exact sum of the clients' rounded products X^T D.
 
         Each product is computed by itself, so that a client's is the same among
-        any others. With c = 1.5 2^k for 2^k > 4 S, the float32 number r + c, for
+        any others. S is what no record is longer than (`largest_norm`, whatever
+        the clip). With c = 1.5 2^k for 2^k > 4 S, the float32 number r + c, for
         |r| <= 2 S, lies between 2^k and 2^(k + 1): its bits are those of c plus
         the whole number of steps of 2^(k - 23) <= S 2^-20 that r is rounded to.
         Int32 adds up such numbers, of at most 2^21 each, of 512 clients. (It wraps
@@ -388,7 +390,8 @@ class SideBySide:
                 return total
 
         else:
-            power = 8.0 * records.power_of_two_below(params.clip_norm)
+            largest = tf.cast(self.query.largest_norm(params), tf.float32)
+            power = 8.0 * records.power_of_two_below(largest)
             offset, dtype = 1.5 * power, tf.int32
 
             def as_numbers(product: tf.Tensor) -> tf.Tensor:

@@ -291,7 +291,7 @@ class PrivateRounds:
             "flower_secagg": self._averaged_securely,
             "flower_beside_the_model": True,
         }
-        keys = (*self.mechanism.caveats(), *(key for key in holds if holds[key]))
+        keys = (*self.mechanism.all_caveats(), *(key for key in holds if holds[key]))
         return [statement.CAVEATS[key] for key in keys]
 
     def close(self) -> None:

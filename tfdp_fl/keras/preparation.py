@@ -20,7 +20,7 @@ from tfdp_fl import engine, keras_versions, sampling
 from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import upwards
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
-from tfdp_fl.engine import labels, trainer
+from tfdp_fl.engine import labels, secure_sum, trainer
 from tfdp_fl.keras.run import FitPlan, Population, Run
 from tfdp_fl.mechanisms import Deployment, Mechanism, grid, noise
 
@@ -53,7 +53,11 @@ def prepare(
         noise_multiplier = mechanism.noise_multiplier_at(round_index)
         if setup.noise_generator == noise.EXACT:
             grid.check_noise_multiplier(noise_multiplier)
-        sampler.expected_cohort_size(round_index)
+        size = sampler.expected_cohort_size(round_index)
+        if setup.secure_aggregation is not None and mechanism.guarantee == "central":
+            secure_sum.check_cohort_sizes(
+                setup.secure_aggregation, setup.sampling, clients.num_clients, size
+            )
     num_records, min_examples = _records(mechanism, clients)
     rounds, participations = _calibrated_for(fed, plan, sampler, calibration)
     deployment = Deployment(

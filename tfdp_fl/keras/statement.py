@@ -157,4 +157,4 @@ def _caveats(run: run_lib.Run, cohort_engine: engine.CohortEngine) -> tuple[str,
     }
     seen = run.caveats if private else run.caveats & _OF_ANY_RUN
     true = [key for key in accounting.CAVEATS if holds.get(key) or key in seen]
-    return tuple(dict.fromkeys([*run.setup.mechanism.caveats(), *true]))
+    return tuple(dict.fromkeys([*run.setup.mechanism.all_caveats(), *true]))

@@ -424,7 +424,7 @@ def _caveats(
     mechanism: mechanism_lib.Mechanism, sampling: str, state: Any
 ) -> tuple[str, ...]:
     if mechanism.guarantee == "none":
-        return mechanism.caveats()
+        return mechanism.all_caveats()
     at_clients = mechanism.noise_site == "client"
     apart = sampling == SEPARATED and isinstance(mechanism, CorrelatedNoise)
     rounds_of, since = state_lib.accountable_state(state).history.cohorts()
@@ -433,7 +433,7 @@ def _caveats(
     silent = mechanism.guarantee == "central" and sampling != SEPARATED
     known = any(each["participation"].get("known_selection") for each in drawn)
     return (
-        *mechanism.caveats(),
+        *mechanism.all_caveats(),
         *(("tff_cohorts_not_said",) if silent and not all(rounds_of) else ()),
         *(("rounds_may_be_abandoned",) if known else ()),
         *(("client_noise_needs_honest_clients",) if at_clients else ()),

@@ -231,38 +231,54 @@ class CohortQuery:
         """
         mechanism, state = self.mechanism, global_state
         update, sums = sample_state.update, sample_state.sums
-        memory = state.memory
+        memory, weight = state.memory, sample_state.weight
         if mechanism.guarantee == "central":
-            self._check_noise(state)
+            update = after_assertions(self.check_noise(state), update)
+            weight = self.deployment.expected_weight(state.clients_per_round)
         if mechanism.noise_site == "server":
             stddevs = mechanism.noise_stddevs(state, self.deployment)
             update, memory = self.add_noise(update, stddevs["update"], state)
             sums = _noised(sums, stddevs)
         sums = {name: tf.cast(value, tf.float32) for name, value in sums.items()}
-        mean = mechanism.mean(update, sample_state.weight, state, self.deployment)
+        mean = mechanism.mean(update, weight, state, self.deployment)
         clip_norm = mechanism.next_clip_norm(sums, state)
         after = state._replace(clip_norm=clip_norm, memory=memory)
         return mean, after
 
-    def _check_noise(self, state: Round) -> None:
+    def charged_for(self, clients_per_round: float, noise_multiplier: float) -> float:
+        """Returns sum_i (bound_i / stddev_i)^2, as a round's charge is derived."""
+        mechanism = self.mechanism
+        round = Round(
+            mechanism.reference_clip_norm, noise_multiplier, clients_per_round
+        )
+        return float(mechanism.sensitivity_squared(round, self.deployment))
+
+    def check_noise(self, state: Round, charged: Any = None) -> list[Any]:
         """Raises InvalidArgumentError if a round has less noise than was charged.
 
         A mechanism's cost is derived from its bounds and noise at the first clip; the
-        noise of a mechanism of somebody's own may not keep up with the clip.
+        noise of a mechanism of somebody's own may not keep up with the clip, or be
+        another for tensors than for the numbers that the charge is made of.
+
+        Args:
+          state: The round's.
+          charged: What `charged_for` says; None: as the mechanism says of tensors.
+
+        Returns:
+          What raises it, for `after_assertions`.
         """
-        charged, actual = (
-            self.mechanism.sensitivity_squared(round, self.deployment)
-            for round in (
-                state._replace(clip_norm=self.mechanism.reference_clip_norm),
-                state,
-            )
-        )
-        tf.debugging.assert_less_equal(
+        mechanism = self.mechanism
+        if charged is None:
+            first = state._replace(clip_norm=mechanism.reference_clip_norm)
+            charged = mechanism.sensitivity_squared(first, self.deployment)
+        actual = mechanism.sensitivity_squared(state, self.deployment)
+        assertion = tf.debugging.assert_less_equal(
             tf.cast(actual, tf.float32),
             tf.cast(charged, tf.float32) * (1 + 1e-4),
-            f"{self.mechanism.name} adds less noise for its bounds in this round than "
+            f"{mechanism.name} adds less noise for its bounds in this round than "
             "in the first, by which rounds are charged.",
         )
+        return [] if assertion is None else [assertion]  # None: it was made eagerly.
 
     def derive_metrics(self, state: Round) -> collections.OrderedDict:
         """Returns `clip_norm` and `noise_stddev` (on the sum) of a round."""
@@ -270,6 +286,15 @@ class CohortQuery:
         return collections.OrderedDict(
             clip_norm=state.clip_norm, noise_stddev=tf.cast(stddev, tf.float32)
         )
+
+
+def after_assertions(assertions: list[Any], update: Any) -> Any:
+    """Returns a nest of tensors that nothing is made of before assertions hold.
+
+    A graph would else run them beside what moves the model.
+    """
+    with tf.control_dependencies(assertions):
+        return tf.nest.map_structure(tf.identity, update)
 
 
 def _noised(sums: Mapping[str, Any], stddevs: Mapping[str, Any]) -> dict[str, Any]:

@@ -143,6 +143,11 @@ class Deployment:
             schedules.value_at(self.clients_per_round, round_index, "clients_per_round")
         )
 
+    def expected_weight(self, clients_per_round: Scalar) -> Scalar:
+        """Returns m, times what a client is expected to count: public numbers."""
+        weighting = self.client_weighting
+        return clients_per_round * (1.0 if weighting is None else weighting.mean_weight)
+
 
 class Round(NamedTuple):
     """What holds in one round: Python floats, or float32 scalars.

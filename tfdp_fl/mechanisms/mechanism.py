@@ -38,6 +38,13 @@ from tfdp_fl.mechanisms.contribution import (
     Tensors,
 )
 
+# What the derived cost rests on: a class that changes one of these has to say what
+# its rounds cost, by a `round_event` of its own.
+_OF_COST = (
+    *("add_noise", "bind", "clip_to_cohort", "event_at", "event_index"),
+    *("needs_exact_cohort", "reference_clip_norm", "sensitivity_squared"),
+)
+
 # Between this and its inverse float32 has all its digits, and squares of noise
 # in many coordinates are still numbers.
 _LEAST_NOISE = 1e-18
@@ -131,6 +138,20 @@ class Mechanism(abc.ABC):
                 "released_sums: what a client may add to each sum is part of the cost."
             )
         caveats_lib.add_caveats(cls.own_caveats)
+        if cls.guarantee in ("local", "record", "none"):
+            return
+        cost = cls._definer_of("round_event")
+        for name in _OF_COST:
+            if (definer := cls._definer_of(name)) not in cost.__mro__:
+                raise TypeError(
+                    f"{cls.__name__} must define round_event, because {name}, which "
+                    f"{definer.__name__} defines, changes what a round costs."
+                )
+
+    @classmethod
+    def _definer_of(cls, name: str) -> type:
+        """Returns the class from which a member comes."""
+        return next(kind for kind in cls.__mro__ if name in vars(kind))
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -151,6 +172,11 @@ class Mechanism(abc.ABC):
 
     def check(self, deployment: Deployment) -> None:
         """Raises ValueError if the mechanism is not right for a deployment."""
+        if self.guarantee == "central" and self.noise_site not in ("server", "client"):
+            raise ValueError(
+                "noise_site must be 'server' or 'client' with a central guarantee, "
+                f"which is charged for their noise, got {self.noise_site!r}."
+            )
         if self.needs_exact_cohort and deployment.sampling not in (
             "fixed_size",
             None,
@@ -193,6 +219,7 @@ class Mechanism(abc.ABC):
         Raises:
           ValueError: The mechanism's guarantee does not hold there.
         """
+        Mechanism.check(self, deployment)  # Also where a subclass forgets it.
         self.check(deployment)
         if deployment.noise_generator == noise.EXACT:
             return grid.GridQuery(self, deployment)
@@ -304,13 +331,12 @@ class Mechanism(abc.ABC):
 
         Args:
           update: The noised sum.
-          weight: Float32 scalar, the sum of the clients' weights.
+          weight: Float32 scalar, the sum of the clients' weights; with a central
+            guarantee, whose noise does not cover it, the expected one.
           round: This round.
           deployment: Where it is.
         """
-        expected = round.clients_per_round
-        if deployment.client_weighting is not None:
-            expected = expected * deployment.client_weighting.mean_weight
+        expected = deployment.expected_weight(round.clients_per_round)
         return [tensor / tf.cast(expected, tensor.dtype) for tensor in update]
 
     def next_clip_norm(self, sums: Mapping[str, Any], round: Round) -> Any:
@@ -490,11 +516,16 @@ class Mechanism(abc.ABC):
         """Returns one sentence for the privacy statement."""
 
     def caveats(self) -> tuple[str, ...]:
-        """Returns the keys of the caveats that the statement has to make.
+        """Returns the keys of the caveats that the mechanism has to make.
 
         Of `own_caveats`, or of `accounting.CAVEATS`.
         """
         return ()
+
+    def all_caveats(self) -> tuple[str, ...]:
+        """Returns `caveats`, and what holds of one that declares its own cost."""
+        given = self._definer_of("round_event").__module__.startswith("tfdp_fl.")
+        return self.caveats() if given else (*self.caveats(), "own_cost")
 
     def must_not_change(self) -> Any:
         """Returns what has to stay as it is from round to round; () if nothing.

@@ -67,6 +67,10 @@ class WrappedQuery(cohort_query.CohortQuery):
         params = self._query.derive_sample_params(state.memory)
         return tf.nest.map_structure(tf.convert_to_tensor, params)
 
+    def charged_for(self, clients_per_round: float, noise_multiplier: float) -> float:
+        """Implements `CohortQuery.charged_for`: nothing is derived."""
+        return float("inf")
+
     def largest_norm(self, state: Round) -> Any:
         """Implements `CohortQuery.largest_norm`: what the query may say."""
         params = self.derive_sample_params(state)
@@ -100,6 +104,10 @@ class WrappedQuery(cohort_query.CohortQuery):
             discarded=tf.cast(~usable, tf.float32),
         )
 
+    def check_noise(self, state: Round, charged: Any = None) -> list[Any]:
+        """Implements `CohortQuery.check_noise`: the query is asked (`event_at`)."""
+        return []
+
     def get_noised_result(
         self, sample_state: Contribution, global_state: Round
     ) -> tuple[Tensors, Round]:
@@ -116,7 +124,10 @@ class WrappedQuery(cohort_query.CohortQuery):
         )
         if not divides(self._query):
             result = self.mechanism.mean(
-                result, sample_state.weight, global_state, self.deployment
+                result,
+                self.deployment.expected_weight(global_state.clients_per_round),
+                global_state,
+                self.deployment,
             )
         return result, global_state._replace(memory=inner)
 

@@ -341,7 +341,7 @@ class Trial:
 
     def caveats(self) -> set[str]:
         """Returns the caveats that hold of its trainings; after `prepare`."""
-        caveats = set(self.mechanism.caveats())
+        caveats = set(self.mechanism.all_caveats())
         if self._fed is not None and self._fed.engine is not None:
             holds = statement.caveats_of_setup(self._fed.setup, self._fed.engine)
             caveats |= {name for name, true in holds.items() if true}

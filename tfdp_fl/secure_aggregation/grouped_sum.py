@@ -40,6 +40,15 @@ class GroupedSum:
         return tuple(itertools.chain.from_iterable(succeeded))
 
 
+def can_be_split(
+    num_members: np.ndarray, protocol: additive_sharing.AdditiveSecretSharing
+) -> np.ndarray:
+    """Returns of which cohort sizes, int [n], `sum_in_groups` has a sum: bool [n]."""
+    least, most = protocol.min_participants, protocol.max_participants
+    groups = np.maximum(num_members // least, -(-num_members // most))
+    return num_members // np.maximum(groups, 1) >= least
+
+
 def split_into_groups(
     num_members: int,
     protocol: additive_sharing.AdditiveSecretSharing,
