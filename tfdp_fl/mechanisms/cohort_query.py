@@ -233,7 +233,9 @@ class CohortQuery:
         update, sums = sample_state.update, sample_state.sums
         memory = state.memory
         if mechanism.guarantee == "central":
-            self._check_noise(state)
+            # In a plain graph, as TFF makes, what nothing depends on is not run.
+            with tf.control_dependencies(self.check_noise(state)):
+                update, sums = tf.nest.map_structure(tf.identity, (update, dict(sums)))
         if mechanism.noise_site == "server":
             stddevs = mechanism.noise_stddevs(state, self.deployment)
             update, memory = self.add_noise(update, stddevs["update"], state)
@@ -244,11 +246,14 @@ class CohortQuery:
         after = state._replace(clip_norm=clip_norm, memory=memory)
         return mean, after
 
-    def _check_noise(self, state: Round) -> None:
+    def check_noise(self, state: Round) -> list[Any]:
         """Raises InvalidArgumentError if a round has less noise than was charged.
 
         A mechanism's cost is derived from its bounds and noise at the first clip; the
         noise of a mechanism of somebody's own may not keep up with the clip.
+
+        Returns:
+          In a graph the operations that raise, on which what is released must depend.
         """
         charged, actual = (
             self.mechanism.sensitivity_squared(round, self.deployment)
@@ -257,7 +262,7 @@ class CohortQuery:
                 state,
             )
         )
-        tf.debugging.assert_less_equal(
+        return must_be_at_most(
             tf.cast(actual, tf.float32),
             tf.cast(charged, tf.float32) * (1 + 1e-4),
             f"{self.mechanism.name} adds less noise for its bounds in this round than "
@@ -270,6 +275,12 @@ class CohortQuery:
         return collections.OrderedDict(
             clip_norm=state.clip_norm, noise_stddev=tf.cast(stddev, tf.float32)
         )
+
+
+def must_be_at_most(value: tf.Tensor, limit: tf.Tensor, message: str) -> list[Any]:
+    """Raises InvalidArgumentError, or in a graph returns the operation that does."""
+    check = tf.debugging.assert_less_equal(value, limit, message)
+    return [] if check is None else [check]
 
 
 def _noised(sums: Mapping[str, Any], stddevs: Mapping[str, Any]) -> dict[str, Any]:
