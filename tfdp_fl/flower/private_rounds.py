@@ -290,6 +290,7 @@ class PrivateRounds:
 
     def close(self) -> None:
         """Closes the ledger, so that another process may go on with it."""
+        self._settle()
         if self._history.ledger is not None:
             self._history.ledger.close()
 
@@ -320,14 +321,18 @@ class PrivateRounds:
 
     def _asked_by_strategy(self, server_round: int, *arguments: Any) -> list[Any]:
         """Settles the last round; returns what the wrapped strategy would send."""
-        if self._open[1] is not None:
-            _logger.warning("Round %s is abandoned: no replies came.", self._open[0])
-            self._abandon(self._open[1])
+        self._settle()
         self._open = server_round, None
         if self._is_over(server_round, self._history.num_rounds):
             return []  # Flower's own strategies would wait for clients first.
         configure = getattr(self.strategy, self._configure)
         return list(configure(server_round, *arguments))
+
+    def _settle(self) -> None:
+        """Abandons a round that was begun and not released."""
+        if self._open[1] is not None:
+            _logger.warning("Round %s is abandoned: no replies came.", self._open[0])
+            self._abandon(self._open[1])
 
     def _is_over(self, server_round: int, index: int) -> bool:
         over = self.rounds is not None and index >= self.rounds
