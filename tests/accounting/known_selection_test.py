@@ -9,7 +9,7 @@ from scipy import optimize, stats
 
 from tests.accounting.charges import charge, history
 from tfdp_fl import accounting
-from tfdp_fl.accounting import known_selection, releases
+from tfdp_fl.accounting import curves, known_selection
 
 _Z, _DELTA, _CELL = 2.0, 1e-5, 2e-3
 
@@ -62,7 +62,7 @@ def test_both_accountants_are_above_the_mixture_and_near_it(q, z):
     event = known_selection.KnownSelectionDpEvent(q, dp_accounting.GaussianDpEvent(z))
     relation = dp_accounting.NeighboringRelation.REPLACE_ONE
     # One attempt at epsilon costs q times the delta of the Gaussian.
-    by_pld = releases.event_pld(event, relation, 1e-4)
+    by_pld = curves.event_pld(event, relation, 1e-4)
     for epsilon in (0.0, 0.1, 1.0, 4.0):
         exact = q * accounting.gaussian_delta(z, epsilon)
         found = by_pld.get_delta_for_epsilon(epsilon)
