@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
+import dp_accounting
 import numpy as np
 
 from tfdp_fl import _validate, accounting, mechanisms
@@ -62,8 +63,8 @@ class PrivateRounds:
     # The server's number of the round that is on, and what was fixed for it; None if
     # no clients were asked.
     _open: tuple[int | None, sums.ConfiguredRound | None] = (None, None)
-    # Whether Flower's SecAgg+ added up clients' updates.
-    _averaged_securely = False
+    # By how much SecAgg+ rounds a coordinate of one client's update; None without it.
+    _secagg_step: float | None = None
 
     def __init__(
         self,
@@ -282,7 +283,7 @@ class PrivateRounds:
             "clients_excluded": failed,
             "rounds_may_be_abandoned": self._participation.known_selection,
             "client_noise_needs_honest_clients": self.mechanism.needs_exact_cohort,
-            "flower_secagg": self._averaged_securely,
+            "flower_secagg": self._secagg_step is not None,
             "flower_beside_the_model": True,
         }
         keys = (*self.mechanism.caveats(), *(key for key in holds if holds[key]))
@@ -309,7 +310,7 @@ class PrivateRounds:
 
         SecAgg+ loses the whole sum with one client.
         """
-        loses = self.on_client_failure == "abort" or self._averaged_securely
+        loses = self.on_client_failure == "abort" or self._secagg_step is not None
         return charge_lib.Participation(
             sampling=self._sampling,
             num_clients=self.num_clients,
@@ -368,6 +369,12 @@ class PrivateRounds:
             self._correlation.begin(sent)  # Or raises, before anybody is asked.
             index = self._correlation.record.released
         event = self.mechanism.round_event(index, self._deployment)
+        z = charge_lib.noise_multiplier_of(event)
+        if self._secagg_step is not None and z is not None:
+            # After the clip, so that a client adds more than S.
+            size = sum(array.size for array in sent)
+            most = 1 + math.sqrt(size) * self._secagg_step / self.clip_norm
+            event = dp_accounting.GaussianDpEvent(z / most)
         charge = self._participation.charge(event)
         plan = history.ReleasedRound(server_round, self.clip_norm, len(cohort), charge)
         if not self._history.affords(plan):
@@ -491,14 +498,7 @@ class PrivateRounds:
         kept = self._correlation
         memory = None if kept is None else kept.memory
         outcome = sums.release(configured, list(usable.values()), memory)
-        charged = dataclasses.replace(
-            configured.plan,
-            num_replies=len(usable),
-            # SecAgg+ shows itself first in a round's results, and loses all with one.
-            charge=dataclasses.replace(who, known_selection=True)
-            if averaged and self._sampling == "fixed_size"
-            else who,
-        )
+        charged = dataclasses.replace(configured.plan, num_replies=len(usable))
         self._open = None, None
         try:
             # On the disk before anything of the round can be seen; if this raises,
