@@ -6,7 +6,6 @@ released, abandoned, charged and reported is here.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
@@ -525,8 +524,7 @@ class PrivateRounds:
         abandoned = dataclasses.replace(
             configured.plan, num_replies=0, charge=known, is_released=False
         )
-        with contextlib.suppress(ledger_lib.BudgetExceededError):
-            self._history.add(abandoned)
+        self._history.add(abandoned)
         self._open = None, None
 
 
