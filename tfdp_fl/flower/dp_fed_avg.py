@@ -270,7 +270,7 @@ def _is_one_average(results: _Messages) -> bool:
     Each client's update is then in what stands for any of them.
     """
     sent = [getattr(fit_res, "parameters", None) for _, fit_res in results]
-    return len(sent) > 1 == len(set(map(id, sent))) and sent[0] is not None
+    return len(sent) > 1 == len(set(map(id, sent))) and hasattr(sent[0], "tensors")
 
 
 def _name_of(client: Any) -> Hashable:
