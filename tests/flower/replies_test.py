@@ -164,10 +164,7 @@ def test_whole_rounds_of_mutated_replies(caplog):
     bits = st.fixed_dictionaries({"dpfedavg_norm_bit": st.just(True) | _WRONG})
     sent = _WRONG | st.builds(
         _result,
-        st.builds(_tensors, *map(st.just, good))
-        | tensors
-        | st.builds(_tensors, _WRONG)
-        | _WRONG,
+        each | tensors | st.builds(_tensors, _WRONG) | _WRONG,
         metrics=bits | _WRONG,
     )
     model = _tensors(_npy(np.zeros((3, 2))), _npy(np.float32(0)))
