@@ -135,6 +135,7 @@ def _print_ledger(delta: float) -> None:
         ["head", contents.head],
     ]
     if any(entry.charge is not None for entry in contents.entries):
+        # Where some have none, the reason stands in its place.
         for name in _ACCOUNTANTS:
             try:
                 value = _show(contents.accountant().epsilon(delta, name))
@@ -160,7 +161,7 @@ def _show(value: float | int | None, name: str = "") -> str:
 
 
 def _shown(value: float) -> str:
-    return accounting.upwards(value, 6)
+    return str(value) if isinstance(value, int) else accounting.upwards(value, 6)
 
 
 def _print_table(rows: Iterable[Sequence[str]]) -> None:

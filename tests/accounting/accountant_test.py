@@ -167,7 +167,9 @@ def test_incremental_is_the_whole(sampling):
 def test_k_passes_are_one_gaussian_of_z_over_root_k(k):
     z, history = 1.3, _history()
     for p, c in itertools.product(range(k), range(10)):
-        history.add(_charge("shuffled", z=z, pass_index=p, pass_offset=100 * c))
+        history.add(
+            _charge("shuffled", z=z, pass_index=p, pass_offset=100 * c, partition="a")
+        )
     one = _history(_charge("shuffled", z=z / math.sqrt(k)))
     exact = gaussian.gaussian_epsilon(z / math.sqrt(k), 1e-5)
     assert history.epsilon(1e-5) == pytest.approx(one.epsilon(1e-5), abs=1e-9)
@@ -187,13 +189,13 @@ def test_a_pass_costs_what_its_most_exposed_client_met(cohorts):
     for start, size, weight in cohorts:
         size = min(size, _N - start)
         spent[start : start + size] += weight
-        place = {"pass_index": 0, "pass_offset": start}
+        place = {"pass_index": 0, "pass_offset": start, "partition": "a"}
         history.add(_charge("shuffled", _N, size, weight**-0.5, **place))
         copy = history.with_charges()
         expected = gaussian.epsilon_of_mu_squared(spent.max(), 1e-3)
         for again in (copy, history):
             assert again.epsilon(1e-3, "pld") == pytest.approx(expected)
-        copy.add(_charge("shuffled", _N, _N, pass_index=0, pass_offset=0))
+        copy.add(_charge("shuffled", _N, _N, **{**place, "pass_offset": 0}))
     # Of passes everybody knows who took part.
     known = history.epsilon_if_participation_is_known(1e-3)
     assert known == history.epsilon(1e-3, "pld")
@@ -205,13 +207,30 @@ def test_other_events():
     for accountant in charge_lib.ACCOUNTANTS:
         # Four releases of pure epsilon 1/2.
         assert 1.9 <= history.epsilon(1e-9, accountant) <= 2.01
-    places = [{"pass_index": 0, "pass_offset": 100 * c} for c in range(4)]
+    places = [
+        {"pass_index": 0, "pass_offset": 100 * c, "partition": "a"} for c in range(4)
+    ]
     one_pass = _history(*(_charge("shuffled", event=laplace, **p) for p in places))
     assert 0.49 <= one_pass.epsilon(1e-9, "pld") <= 0.5001
     sampled = _history((_charge(event=laplace), 4))
     assert sampled.epsilon(1e-5, "pld") < 1.0
     with pytest.raises(ValueError, match=r"LaplaceDpEvent.*'pld'"):
         sampled.epsilon(1e-5)
+
+
+def test_an_event_that_samples_itself_is_unsampled_where_it_is_known_who_was_there():
+    event = dp_accounting.dp_event.MixtureOfGaussiansDpEvent(1.0, [0, 1], [0.99, 0.01])
+    history = _history(_charge("cyclic", event=event))
+    assert history.epsilon_if_participation_is_known(1e-5, "pld") == math.inf
+
+
+@pytest.mark.parametrize("n, m, z, t", [(10**5, 8175, 4.96739119, 780), (10, 1, 1, 62)])
+def test_the_delta_of_plds_epsilon_is_not_above_its_own(n, m, z, t):
+    for delta in (1.469255296161866e-08, 2.6357e-3):
+        plan = {"sampling": "poisson", "num_clients": n, "clients_per_round": m}
+        plan |= {"noise_multiplier": z, "rounds": t, "accountant": "pld"}
+        epsilon = accounting.epsilon(**plan, delta=delta)
+        assert accounting.delta(**plan, epsilon=epsilon) <= delta
 
 
 def test_two_relations_are_refused_and_nothing_is_added():

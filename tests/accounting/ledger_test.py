@@ -482,3 +482,30 @@ def test_a_field_of_another_type_is_refused_by_its_line(path, field, value):
         file.write(line + b"\n")
     with pytest.raises(ValueError, match=f"Line 3 .* {field} must not be"):
         read(path)
+
+
+def test_orders_without_a_name_are_never_one_pass(path):
+    place = {"pass_index": 0, "sampling": "shuffled", "n": 100, "m": 10}
+    for run in range(4):  # Each has an order of its own, and a client in one cohort.
+        with _append(path) as ledger:
+            ledger.record(0, charge(**place, pass_offset=10 * run), 10)
+    exact = accounting.epsilon_of_mu_squared(4.0, 1e-5)
+    assert accounting.epsilon_from_ledger(path, 1e-5, "pld") == exact
+
+
+def test_what_a_round_cost_a_client_it_has_spent(path):
+    with PrivacyLedger(path) as ledger:
+        ledger.record(0, None, 5, local=_spent(4.0, 0.0))
+    exact = accounting.epsilon_of_mu_squared(4.0, 1e-5)
+    assert accounting.epsilon_from_ledger(path, 1e-5) == exact
+
+
+def test_a_budget_counts_a_line_without_a_central_charge(path):
+    budget = accounting.PrivacyBudget(8.0, 1e-5)
+    with PrivacyLedger(path) as ledger:
+        ledger.record(0, charge(), 5, budget=budget)
+        ledger.record(1, None, 5, local=_spent(9.0, 9.0))
+        with pytest.raises(accounting.BudgetExceededError, match="epsilon to inf"):
+            ledger.record(2, charge(), 5, budget=budget)
+    with pytest.raises(ValueError, match="1 of 2 rounds without"):
+        read(path).accountant()

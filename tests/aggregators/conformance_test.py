@@ -4,12 +4,14 @@ A false alarm of all of this file together has a probability below 1e-6.
 """
 
 import contextlib
+import dataclasses
 import json
 import math
 
 import dp_accounting
 import numpy as np
 import pytest
+import tensorflow as tf
 import tensorflow_federated as tff
 import tensorflow_privacy as tfp
 from scipy import linalg
@@ -92,6 +94,96 @@ def test_an_event_that_is_no_gaussian_stays_what_it_is():
     declared = {"sampling": "poisson", "num_clients": 10, "clients_per_round": [3, 2]}
     (charge,) = learning.privacy_charges(state, factory.mechanism, **declared)
     assert charge.event == event
+
+
+class _Shrinking(tfp.GaussianSumQuery):
+    """Its noise is smaller each round from the third on."""
+
+    def initial_global_state(self):
+        return super().initial_global_state(), tf.constant(0.0)
+
+    def derive_sample_params(self, state):
+        return super().derive_sample_params(state[0])
+
+    def get_noised_result(self, total, state):
+        z = 4.0 * 0.8 ** tf.maximum(state[1] - 1.0, 0.0)
+        noised = [part + tf.random.normal(part.shape, stddev=z) for part in total]
+        return noised, (state[0], state[1] + 1.0), dp_accounting.GaussianDpEvent(z)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Growing(tfdp_fl.mechanisms.Mechanism):
+    """Its clip grows, and its noise does not."""
+
+    clip_norm: float = 1.0
+    noise_multiplier: float = 2.0
+
+    def noise_stddevs(self, round, deployment):
+        return {"update": round.noise_multiplier}
+
+    def next_clip_norm(self, sums, round):
+        return 3 * round.clip_norm
+
+    def describe(self):
+        return "Growing."
+
+
+def _of_query(stddev, kind=tfp.GaussianSumQuery):
+    event = dp_accounting.GaussianDpEvent(4.0 if kind is _Shrinking else stddev)
+    query = kind(1.0, stddev)
+    return aggregators.QueryFactory(query=query, dp_event=event, clients_per_round=4)
+
+
+@pytest.mark.parametrize(
+    "first, then, rounds_run, message",
+    [
+        (_of_query(4.0, _Shrinking), None, 2, "reports less noise in this round"),
+        # A state of a process with a thirtieth of the noise.
+        (_of_query(0.3), _of_query(10.0), 0, "reports less noise in this round"),
+        (_of_query(10.0), _of_query(0.3), 1, None),
+        (aggregators.from_mechanism(_Growing(), 4), None, 1, "adds less noise"),
+    ],
+)
+def test_a_round_with_less_noise_than_is_written_down_fails(
+    first, then, rounds_run, message
+):
+    state = first.create(VECTOR).initialize()
+    process = (then or first).create(VECTOR)
+    for _ in range(rounds_run):
+        state = process.next(state, VALUES).state
+    if message:
+        with pytest.raises(Exception, match=message):
+            process.next(state, VALUES)
+
+
+@pytest.mark.parametrize("inner", [None, tff.aggregators.SumFactory()])
+def test_a_plain_sum_is_exact_however_it_is_named(inner):
+    given = {"clip_norm": 1.0, "noise_multiplier": 0.0, "clients_per_round": 1}
+    factory = aggregators.FixedClippingFactory(**given, inner_factory=inner)
+    process, part = factory.create(tff.TensorType(np.float32)), np.float32(0.7)
+    total = process.next(process.initialize(), [part] * 300).result
+    assert total == np.float32(300 * np.float64(part))
+
+
+def test_what_a_secure_sum_may_add_is_charged():
+    plain, secure = (
+        aggregators.from_mechanism(
+            tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0), M, inner
+        )
+        for inner in (None, tff.aggregators.SecureSumFactory(4.0))
+    )
+    state = plain.create(VECTOR).initialize()
+    state = plain.create(VECTOR).next(state, VALUES).state
+    line = json.loads(state.history.lines[0])
+    assert line["enlarged"] == 1.0
+    line["enlarged"] = secure._enlarged(None)
+    assert line["enlarged"] == 1 + 2e-3 + M * 2.0**-23
+    history = state.history._replace(lines=np.array([json.dumps(line)], object))
+    sizes = {"sampling": "poisson", "num_clients": 8, "clients_per_round": M}
+    (charge,) = learning.privacy_charges(
+        state._replace(history=history), plain.mechanism, **sizes
+    )
+    assert charge.noise_multiplier == 1 / line["enlarged"]
 
 
 def test_scale_and_independence():

@@ -390,6 +390,19 @@ def test_that_somebody_fails_tells_nothing_that_is_not_charged(rule, path):
     assert ("whether a client was in it" in words) == (rule == "abort")
 
 
+def test_an_abandoned_round_is_charged_whatever_the_budget():
+    # Of those who are drawn one has the network fail. Each round by itself is cheap.
+    mechanism = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=4.0)
+    budget = {"target_epsilon": 1.0, "target_delta": _DELTA}
+    strategy = fm.private(mechanism, m=2, n=40, **budget)
+    grid = fm.Grid({i: fm.adds([np.zeros(3)]) for i in range(40)})
+    begun = [bool(fm.configured(strategy, grid, _MODEL, t)) for t in range(1, 4)]
+    assert begun == [True, False, False]
+    (abandoned,) = strategy.released_rounds
+    assert abandoned.charge.known_selection
+    assert strategy.privacy_epsilon() > 1.0
+
+
 @pytest.mark.parametrize(
     "mechanism",
     [

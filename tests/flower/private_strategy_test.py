@@ -347,3 +347,53 @@ def test_noise_leaves_what_is_said_to_be_non_negative_at_zero_or_above(caplog):
             released(non_negative=wrong)
     with pytest.raises(TypeError, match="or a built Keras model"):
         released(non_negative="1")
+
+
+class _Loose(mechanisms.Mechanism):
+    """Says that it clips to 0.5, and does not; its noise stays where its clip grows."""
+
+    clip_norm, noise_multiplier = 0.5, 1.0
+    noise_stddevs = mock.Mock(return_value={"update": 0.5})
+
+    def scale(self, norm, round):
+        return norm * 0 + 1.0
+
+    def next_clip_norm(self, sums, round):
+        return 3 * round.clip_norm
+
+    def describe(self):
+        return "Loose."
+
+
+def test_a_mechanism_of_ones_own_passes_the_same_door_as_everywhere():
+    strategy = fm.private(_Loose(), m=4)
+    got = _moved(strategy, [[1e6] * 4, *[[0.0] * 4] * 3])
+    assert np.linalg.norm(4 * got) <= 0.5 + 0.5 * 20
+    # 1.5 with noise of 0.5: a third of what is charged.
+    with pytest.raises(Exception, match="adds less noise for its bounds"):
+        _moved(strategy, np.zeros([4, 4]), number=2)
+
+
+def test_a_reply_to_a_message_that_has_no_id_is_nobodys():
+    def without(replies):
+        for message in grid.sent:
+            fm.claim(message, message_id="")
+        return [fm.claim(reply, reply_to_message_id="") for reply in replies]
+
+    strategy = fm.private(m=4)
+    grid = _grid(np.eye(4), without)
+    fm.a_round(strategy, grid, fm.model(np.zeros(4)))
+    assert strategy.rejected_replies == 4
+
+
+def test_a_round_that_a_failing_run_leaves_behind_is_charged():
+    class Fails(fm.Strategy):
+        def start(self, grid, initial_arrays, num_rounds=3):
+            fm.configured(self, grid, initial_arrays)
+            raise RuntimeError("the network")
+
+    strategy = fm.private(fm.NOISY, m=2, n=4, strategy=Fails(2))
+    with pytest.raises(RuntimeError, match="the network"):
+        strategy.start(_grid(np.eye(4)), fm.model(np.zeros(4)))
+    (left,) = strategy.released_rounds
+    assert left.charge.known_selection and not left.is_released

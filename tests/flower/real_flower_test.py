@@ -38,8 +38,9 @@ def _moved(strategy, updates, num_examples=1, wrapped=True, **arguments):
     return moved
 
 
-def _fixed(m, z=0.0, by_server=True):
-    return DPFedAvgFixed(older_api.strategy("FedAvg", m), m, 1.0, z, by_server)
+def _fixed(m, z=0.0, by_server=True, step=2 * _STEP):
+    inner = older_api.strategy("FedAvg", m)
+    return DPFedAvgFixed(inner, m, 1.0, z, by_server, secagg_step=step)
 
 
 @_BOTH
@@ -77,15 +78,25 @@ def test_an_average_of_what_is_not_clipped_is_not_released():
         assert (strategy.released_rounds, strategy.rejected_replies) == ((), 3)
     # Nor where the server was to clip: the fourth would move it by 1, and S is 0.001.
     median = tfdp_fl.MedianClipping(noise_multiplier=0.0)
-    strategy = DPFedAvg(older_api.strategy("FedAvg", 4), 4, median)
+    strategy = DPFedAvg(older_api.strategy("FedAvg", 4), 4, median, secagg_step=1e-6)
     with pytest.raises(ValueError, match=r"mechanism must be .* under SecAgg"):
         _moved(strategy, [[4.0], *3 * [[0.001]]], max_weight=1.0)
     assert strategy.released_rounds == ()
 
 
+def test_what_secagg_rounds_is_charged():
+    strategy = _fixed(4, 1.0, step=1e-3)
+    _moved(strategy, np.zeros((4, 10_000)))
+    (released,) = strategy.released_rounds  # A client adds up to 1 + 100 * 1e-3.
+    assert released.charge.noise_multiplier == pytest.approx(1 / 1.1)
+    with pytest.raises(ValueError, match=r"secagg_step must be given .* got None"):
+        _moved(_fixed(4, 1.0, step=None), np.zeros((4, 10)))
+
+
 @_BOTH
 def test_adaptive_clipping_gets_its_bits(how):
-    strategy = DPFedAvgAdaptive(older_api.strategy("FedAvg", 3), 3, 2.0, 0.0)
+    inner = older_api.strategy("FedAvg", 3)
+    strategy = DPFedAvgAdaptive(inner, 3, 2.0, 0.0, secagg_step=1e-6)
     _moved(strategy, [[1.0, 0], [3.0, 0], [4.0, 0]], **how)
     assert strategy.clip_norm == pytest.approx(2 * np.exp(0.2 / 6))
 

@@ -160,10 +160,11 @@ def test_whole_rounds_of_mutated_replies(caplog):
     caplog.set_level("CRITICAL", "tfdp_fl.flower")
     good = _npy(np.full((3, 2), 0.1)), _npy(np.float32(0.2))
     tensors = st.tuples(*map(_mutated, good)).map(lambda both: _tensors(*both))
+    each = st.builds(_tensors, *map(st.just, good))
     bits = st.fixed_dictionaries({"dpfedavg_norm_bit": st.just(True) | _WRONG})
     sent = _WRONG | st.builds(
         _result,
-        st.just(_tensors(*good)) | tensors | st.builds(_tensors, _WRONG) | _WRONG,
+        each | tensors | st.builds(_tensors, _WRONG) | _WRONG,
         metrics=bits | _WRONG,
     )
     model = _tensors(_npy(np.zeros((3, 2))), _npy(np.float32(0)))

@@ -87,3 +87,16 @@ def test_a_ledger_is_read(tmp_path, monkeypatch):
 def test_bad_combinations_are_refused_before_anything(values, words):
     with pytest.raises(SystemExit, match=words):
         _run(**values)
+
+
+def test_a_ledger_of_two_guarantees_has_no_central_epsilon(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    with accounting.PrivacyLedger(path) as ledger:
+        ledger.record(0, charge(z=9.0), 100)
+        ledger.record(1, None, 100, local={"mu_squared": 9.0, "max_mu_squared": 9.0})
+    text = _run(ledger=str(path), delta=1e-5)
+    assert re.search(r"by RDP at delta = 1e-05 +- \(.*1 of 2 rounds without", text)
+
+
+def test_what_was_given_is_printed_as_it_is():
+    assert "num_clients = 1234567," in _run(**{**_PLAN, "num_clients": 1234567})

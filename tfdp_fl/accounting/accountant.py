@@ -144,14 +144,15 @@ class PrivacyAccountant:
     def _pass_increase(self, charge: charge_lib.RoundCharge, weight: float) -> float:
         """Returns by how much the most exposed client's sum of weights rises.
 
-        Outside a pass, or in a pass that is not known, that is every round. Within
-        one, every client is in one cohort, so a pass costs the most that one of its
-        cohorts does, not their sum (parallel composition); passes add up. A cohort
-        that is run again, after a crash for instance, meets the same clients:
+        Outside a pass, or in a pass of an order that has no name, which may be another
+        one each time, that is every round. Within one, every client is in one cohort,
+        so a pass costs the most that one of its cohorts does, not their sum (parallel
+        composition); passes add up. A cohort that is run again, after a crash for
+        instance, meets the same clients:
         cohorts are intervals of the pass's order, and the cost of a pass is the
         largest sum of weights at any position.
         """
-        if charge.pass_offset is None:
+        if charge.pass_offset is None or charge.partition is None:
             return weight
         kind = None if charge.noise_multiplier is not None else charge.event
         key = (charge.partition, charge.num_clients, charge.pass_index, kind)
@@ -188,7 +189,11 @@ class PrivacyAccountant:
             by_profile = self._epsilon_by_profile(event, delta, coarse)
             # RDP may say less of many trials that are about as many each time.
             return min(by_profile, self.epsilon(delta) if event.shape > 1 else math.inf)
-        return float(self._compose_pld(coarse).get_epsilon_for_delta(delta))
+        loss = self._compose_pld(coarse)
+        epsilon, step = float(loss.get_epsilon_for_delta(delta)), 1e-12
+        while loss.get_delta_for_epsilon(epsilon) > delta:  # It is rounded.
+            epsilon, step = epsilon + step, 2 * step
+        return epsilon
 
     def epsilon_if_participation_is_known(
         self, delta: float, accountant: str | None = None
@@ -401,7 +406,7 @@ def _unsampled(event: Any) -> Any:
         return event
     if event["type"] in ("PoissonSampledDpEvent", "SampledWithoutReplacementDpEvent"):
         return _unsampled(event["event"])
-    if event.keys() & {"sampling_probability", "sample_size"}:
+    if event.keys() & {"sampling_probability", "sample_size", "sampling_probs"}:
         return {"type": "NonPrivateDpEvent"}  # What it costs is not known.
     return {name: _unsampled(part) for name, part in event.items()}
 

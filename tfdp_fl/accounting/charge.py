@@ -78,7 +78,8 @@ class Participation:
         clients_per_round`; given together with `pass_index`.
       partition: A random id, of the order that passes follow ("shuffled") or of the
         division into groups ("cyclic"). Rounds of two orders never count as one
-        pass, and a client may be in any group of each division.
+        pass, and a client may be in any group of each division. None: not known, and
+        any client may be in the round.
       group: For "cyclic": which of the division's groups the cohort came from.
     """
 

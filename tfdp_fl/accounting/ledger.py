@@ -107,6 +107,11 @@ class LedgerEntry:
     run: str = ""
     line_hash: str = ""
 
+    @property
+    def is_central(self) -> bool:
+        """Whether it has a central cost, and no other."""
+        return self.charge is not None and self.local is None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LedgerContents:
@@ -154,9 +159,20 @@ class LedgerContents:
         return 0
 
     def accountant(self) -> PrivacyAccountant:
-        """Returns an accountant to which all rounds were added."""
-        charges = (entry.charge for entry in self.entries if entry.charge is not None)
-        return PrivacyAccountant(collections.Counter(charges).items())
+        """Returns an accountant to which all rounds were added.
+
+        Raises:
+          ValueError: One has no central charge, or one of another relation.
+        """
+        charges = collections.Counter(entry.charge for entry in self.entries)
+        if without := charges.pop(None, 0):
+            raise ValueError(
+                "A ledger must have a central charge for each round to have a central "
+                f"epsilon, got {without} of {len(self.entries)} rounds without."
+            )
+        return PrivacyAccountant(
+            (charge, count) for charge, count in charges.items() if charge is not None
+        )
 
     def epsilon(self, delta: float, accountant: str = "rdp") -> float:
         """Returns the epsilon of all rounds at delta.
@@ -213,7 +229,7 @@ def _spent_and_lost(
             if entry.round_index >= earliest_later:
                 lost += entry.local["mu_squared"]
             else:
-                spent = max(spent, entry.local["max_mu_squared"])
+                spent = max(spent, *entry.local.values())
         earliest_later = min(earliest_later, entry.round_index)
     return spent, lost
 
@@ -279,9 +295,8 @@ class PrivacyLedger:
         # Accounts may share an open ledger: one of them asks and records at a time.
         self.lock = threading.RLock()
         self._descriptor: int | None = None
-        # What all lines cost, once a budget was asked, and whether that is all.
+        # What all lines cost once a budget was asked, if they cost centrally alone.
         self._central: PrivacyAccountant | None = None
-        self._is_central = True
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         if mode == "create":
             flags |= os.O_EXCL
@@ -422,8 +437,10 @@ class PrivacyLedger:
                 # Else a line could be on the disk of which this object does not know.
                 self._head = self._append(body)
                 self._entries.append(dataclasses.replace(entry, line_hash=self._head))
-                if self._central is not None and charge is not None:
-                    self._central.add(charge)
+                known, self._central = self._central, None
+                if known and budget and charge is not None and entry.is_central:
+                    known.add(charge)  # It was asked, and belongs to the others.
+                    self._central = known
 
     def record_end(self, run: str, digest: str) -> None:
         """Writes that a search has ended, without the time, which is secret.
@@ -442,20 +459,14 @@ class PrivacyLedger:
 
     def _ask(self, budget: PrivacyBudget, entry: LedgerEntry) -> None:
         """Raises BudgetExceededError if one more round would pass the budget."""
-        if self._central is None:
-            self._central = self._read().accountant()
-            self._is_central = all(each.charge is not None for each in self._entries)
-            self._is_central &= all(each.local is None for each in self._entries)
         guarantee = self._header.get("mechanism", {}).get("guarantee")
-        if (
-            self._is_central
-            and guarantee not in ("local", "record")
-            and (entry.charge is not None and entry.local is None)
-        ):
+        is_central = all(each.is_central for each in (*self._entries, entry))
+        if guarantee not in ("local", "record") and is_central and entry.charge:
+            if self._central is None:
+                self._central = self._read().accountant()
             after = self._central.with_charges(entry.charge)
             epsilon = after.epsilon(budget.delta, budget.accountant)
         else:
-            self._is_central = False
             contents = self._read().with_entry(entry)
             epsilon = contents.epsilon(budget.delta, budget.accountant)
             if entry.local is not None:  # Also where the header names no guarantee.

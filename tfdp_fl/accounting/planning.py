@@ -43,7 +43,7 @@ def _planned(
         )
         count = rounds if constant else 1
         if sampling == "shuffled":
-            place: dict[str, Any] = dict(cohorts.place(t))
+            place: dict[str, Any] = {**cohorts.place(t), "partition": "planned"}
             # The first round of a pass costs as much as all of it.
             count = -(-count // -(-num_clients // place["clients_per_round"]))
         else:

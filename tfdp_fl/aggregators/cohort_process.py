@@ -85,7 +85,8 @@ def create_cohort_process(
         query,
         derive_sample_params.type_signature.result,
         client_types,
-        exact=inner_factory is None,
+        # A plain sum of whatever is handed in is exact in float64.
+        exact=type(inner_factory) in (type(None), tff.aggregators.SumFactory),
     )
     record_type = preprocess_record.type_signature.result
     sum_process = create_record_sum(record_type, inner_factory, scalars_factory)
@@ -240,7 +241,7 @@ def _create_preprocess_record(
       params_type: Of what clients are sent.
       client_types: Of the value, and perhaps of the weight.
       exact: Whether updates are handed in as float64, of which sums are exact
-        (`mechanisms.records`); an inner factory is handed them as they are.
+        (`mechanisms.records`); a secure sum is handed them as they are.
     """
     value_type = client_types[0]
 
@@ -291,7 +292,10 @@ def _create_noised_result(
             query.noise_shares(query_state) if plan.limits else None,
         )
         update = to_list(total["update"]) if packed else total["update"]
-        with tf.control_dependencies([size]):
+        checks = [size]
+        if query.mechanism.guarantee == "central":
+            checks += query.check_noise(query_state)  # It may be another process's.
+        with tf.control_dependencies(checks):
             record = contribution.Contribution(
                 update=tf.nest.map_structure(tf.identity, update), **scalars
             )

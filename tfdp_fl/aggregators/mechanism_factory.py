@@ -175,7 +175,7 @@ class BoundFactory:
         tensors = tensors_of(value_type)
         unknown = [t for t in tensors if t.shape is None or None in t.shape]
         shapes = None if unknown else tuple(tensor.shape for tensor in tensors)
-        if shapes is None and self.mechanism.draws_noise_itself:
+        if shapes is None and self.mechanism.needs_shapes:
             raise TypeError(
                 "value_type must have tensors of known shapes for a query, on which "
                 f"what it costs can be tried, got {value_type}."
@@ -192,8 +192,9 @@ class BoundFactory:
         # Where there is a schedule, its length is known.
         count = cast(int, deployment.rounds) if self._is_scheduled else 1
         plain = largest_rounding(self._factories["inner_factory"], 1) == 0
+        enlarged = self._enlarged(at_most)
         lines = tuple(
-            state.history_line(self.mechanism, deployment, index, not plain)
+            state.history_line(self.mechanism, deployment, index, not plain, enlarged)
             for index in range(count)
         )
         return cohort_process.create_cohort_process(
@@ -213,6 +214,19 @@ class BoundFactory:
             weight_type,
             **self._factories,
         )
+
+    def _enlarged(self, at_most: int | None) -> float:
+        """Returns by what factor sums may make a client's share more than it is.
+
+        Both sums round it, by at most `_LARGEST_ROUNDING` of the clip and as much of a
+        count's two halves. A secure sum is float32 once it is decoded: of what m
+        clients add up to that takes, or adds, 2^-24.
+        """
+        factories = self._factories.values()
+        if all(largest_rounding(each, 1) == 0 for each in factories):
+            return 1.0
+        clients = at_most or max(state.distinct(self._clients))
+        return 1 + 2 * _LARGEST_ROUNDING + clients * 2.0**-23
 
     def _rounding_of_sums(self, shapes: tuple[tuple[int, ...], ...] | None) -> float:
         """Returns what secure sums may add to a client's share of the update."""

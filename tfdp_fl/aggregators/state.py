@@ -80,13 +80,15 @@ def history_line(
     deployment: contribution.Deployment,
     round_index: int,
     sum_changed: bool = False,
+    enlarged: float = 1.0,
 ) -> str:
     """Returns what a round is and costs, as JSON.
 
     Beside `history_kind`: `sampling`, `num_clients` (null where the process was
     not told) and `clients_per_round`; of a local guarantee `mu_squared`,
     (sensitivity / sigma)^2 of one client's part, and whether the sum takes clients'
-    noise otherwise than it is (`sum_changed`); of others the `event`.
+    noise otherwise than it is (`sum_changed`); of others the `event`, and by what
+    factor the sum may move farther than that says (`enlarged`).
     """
     line = {
         **history_kind(mechanism),
@@ -99,7 +101,7 @@ def history_line(
         line["sum_changed"] = sum_changed
     else:
         event = charge.normalised(mechanism.round_event(round_index, deployment))
-        line["event"] = charge.event_to_json(event)
+        line["event"], line["enlarged"] = charge.event_to_json(event), enlarged
     return _storage.canonical(line)
 
 

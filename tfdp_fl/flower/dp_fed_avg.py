@@ -38,6 +38,7 @@ class DPFedAvg(private_rounds.PrivateRounds):
         mechanism: mechanisms.Mechanism,
         *,
         num_clients: int | None = None,
+        secagg_step: float | None = None,
         **options: Any,
     ):
         """Wraps a strategy.
@@ -48,6 +49,10 @@ class DPFedAvg(private_rounds.PrivateRounds):
           mechanism: a central mechanism without a memory.
           num_clients: N; None means m, which claims nothing for the sampling: a
             round costs as much as if all clients were in it.
+          secagg_step: for `SecAggPlusWorkflow`, what it rounds a coordinate of one
+            client's update by: 2 clipping_range max_weight / quantization_range. A
+            client then counts as adding sqrt(D) of it beside S. None: updates arrive
+            one by one, and a secure average is refused.
           **options: the other keyword-only arguments of `PrivateStrategy`.
 
         Raises:
@@ -55,6 +60,8 @@ class DPFedAvg(private_rounds.PrivateRounds):
           LedgerError: if the ledger cannot be continued.
         """
         m = _validate.positive_integer(num_sampled_clients=num_sampled_clients)
+        if secagg_step is not None:
+            self._secagg_step = _validate.positive(secagg_step=secagg_step)
         if isinstance(mechanism, mechanisms.CorrelatedNoise):
             raise ValueError(
                 "mechanism must be a central one whose noise is new in each round, "
@@ -114,7 +121,8 @@ class DPFedAvg(private_rounds.PrivateRounds):
           abandoned.
 
         Raises:
-          ValueError: if SecAgg+ hands over one average, and the server was to clip.
+          ValueError: if SecAgg+ hands over one average, and the server was to clip
+            or there is no `secagg_step`.
           RoundNotConfiguredError: if the round's `configure_fit` was not
             called, or its results were here before. Nothing is released then.
           LedgerWriteError: if the round could not be written down. Nothing is
@@ -123,7 +131,12 @@ class DPFedAvg(private_rounds.PrivateRounds):
         configured = self._open[1]
         averaged = _is_one_average(results)
         if configured is not None and averaged:
-            self._averaged_securely = True
+            if self._secagg_step is None:
+                raise ValueError(
+                    "secagg_step must be given under SecAgg+, which rounds what "
+                    "is sent by 2 clipping_range max_weight / quantization_range in "
+                    "each coordinate, got None."
+                )
             if not configured.clients_clip:
                 raise ValueError(
                     "mechanism must be FixedClipping or AdaptiveClipping under SecAgg+,"
@@ -256,8 +269,8 @@ def _is_one_average(results: _Messages) -> bool:
 
     Each client's update is then in what stands for any of them.
     """
-    sent = {id(getattr(fit_res, "parameters", fit_res)) for _, fit_res in results}
-    return len(sent) == 1 < len(results)
+    sent = [getattr(fit_res, "parameters", None) for _, fit_res in results]
+    return len(sent) > 1 == len(set(map(id, sent))) and hasattr(sent[0], "tensors")
 
 
 def _name_of(client: Any) -> Hashable:

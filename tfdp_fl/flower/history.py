@@ -134,6 +134,9 @@ class RoundHistory:
     def add(self, released: ReleasedRound) -> accounting.Charge:
         """Charges a round, on disk first; returns the receipt.
 
+        One that was abandoned is charged whatever the budget: it has been, and what it
+        tells cannot be taken back. No other is begun then.
+
         Raises:
           BudgetExceededError: if it would pass the budget, because others wrote
             into the ledger since it was asked.
@@ -143,7 +146,7 @@ class RoundHistory:
         abandoned: dict[str, Any] = {} if released.is_released else {"abandoned": 1}
         paid = self._account.charge(
             released.charge,
-            budgets=[] if self.budget is None else [self.budget],
+            budgets=[self.budget] if self.budget and released.is_released else [],
             ask=self._refresh,
             round_index=self.num_rounds,
             cohort_size=int(released.charge.clients_per_round),

@@ -6,7 +6,6 @@ released, abandoned, charged and reported is here.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
@@ -15,6 +14,7 @@ import secrets
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
+import dp_accounting
 import numpy as np
 
 from tfdp_fl import _validate, accounting, mechanisms
@@ -62,8 +62,8 @@ class PrivateRounds:
     # The server's number of the round that is on, and what was fixed for it; None if
     # no clients were asked.
     _open: tuple[int | None, sums.ConfiguredRound | None] = (None, None)
-    # Whether Flower's SecAgg+ added up clients' updates.
-    _averaged_securely = False
+    # By how much SecAgg+ rounds a coordinate of one client's update; None without it.
+    _secagg_step: float | None = None
 
     def __init__(
         self,
@@ -288,7 +288,7 @@ class PrivateRounds:
             "clients_excluded": failed,
             "rounds_may_be_abandoned": self._participation.known_selection,
             "client_noise_needs_honest_clients": self.mechanism.needs_exact_cohort,
-            "flower_secagg": self._averaged_securely,
+            "flower_secagg": self._secagg_step is not None,
             "flower_beside_the_model": True,
         }
         keys = (*self.mechanism.all_caveats(), *(key for key in holds if holds[key]))
@@ -296,6 +296,7 @@ class PrivateRounds:
 
     def close(self) -> None:
         """Closes the ledger, so that another process may go on with it."""
+        self._settle()
         if self._history.ledger is not None:
             self._history.ledger.close()
 
@@ -314,7 +315,7 @@ class PrivateRounds:
 
         SecAgg+ loses the whole sum with one client.
         """
-        loses = self.on_client_failure == "abort" or self._averaged_securely
+        loses = self.on_client_failure == "abort" or self._secagg_step is not None
         return charge_lib.Participation(
             sampling=self._sampling,
             num_clients=self.num_clients,
@@ -326,14 +327,18 @@ class PrivateRounds:
 
     def _asked_by_strategy(self, server_round: int, *arguments: Any) -> list[Any]:
         """Settles the last round; returns what the wrapped strategy would send."""
-        if self._open[1] is not None:
-            _logger.warning("Round %s is abandoned: no replies came.", self._open[0])
-            self._abandon(self._open[1])
+        self._settle()
         self._open = server_round, None
         if self._is_over(server_round, self._history.num_rounds):
             return []  # Flower's own strategies would wait for clients first.
         configure = getattr(self.strategy, self._configure)
         return list(configure(server_round, *arguments))
+
+    def _settle(self) -> None:
+        """Abandons a round that was begun and not released."""
+        if self._open[1] is not None:
+            _logger.warning("Round %s is abandoned: no replies came.", self._open[0])
+            self._abandon(self._open[1])
 
     def _is_over(self, server_round: int, index: int) -> bool:
         over = self.rounds is not None and index >= self.rounds
@@ -371,6 +376,12 @@ class PrivateRounds:
             self._correlation.begin(sent)  # Or raises, before anybody is asked.
             index = self._correlation.record.released
         event = self.mechanism.round_event(index, self._deployment)
+        z = charge_lib.noise_multiplier_of(event)
+        if self._secagg_step is not None and z is not None:
+            # After the clip, so that a client adds more than S.
+            size = sum(array.size for array in sent)
+            most = 1 + math.sqrt(size) * self._secagg_step / self.clip_norm
+            event = dp_accounting.GaussianDpEvent(z / most)
         charge = self._participation.charge(event)
         plan = history.ReleasedRound(server_round, self.clip_norm, len(cohort), charge)
         if not self._history.affords(plan):
@@ -523,14 +534,7 @@ class PrivateRounds:
         kept = self._correlation
         memory = None if kept is None else kept.memory
         outcome = sums.release(configured, list(usable.values()), memory)
-        charged = dataclasses.replace(
-            configured.plan,
-            num_replies=len(usable),
-            # SecAgg+ shows itself first in a round's results, and loses all with one.
-            charge=dataclasses.replace(who, known_selection=True)
-            if averaged and self._sampling == "fixed_size"
-            else who,
-        )
+        charged = dataclasses.replace(configured.plan, num_replies=len(usable))
         self._open = None, None
         try:
             # On the disk before anything of the round can be seen; if this raises,
@@ -557,8 +561,7 @@ class PrivateRounds:
         abandoned = dataclasses.replace(
             configured.plan, num_replies=0, charge=known, is_released=False
         )
-        with contextlib.suppress(ledger_lib.BudgetExceededError):
-            self._history.add(abandoned)
+        self._history.add(abandoned)
         self._open = None, None
 
 

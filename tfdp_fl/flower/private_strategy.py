@@ -69,7 +69,12 @@ class PrivateStrategy(private_rounds.PrivateRounds):
         Once the budget is spent no more clients are asked to train, and the
         model stays as it is.
         """
-        return type(self.strategy).start(self, grid, initial_arrays, *args, **kwargs)
+        try:
+            return type(self.strategy).start(
+                self, grid, initial_arrays, *args, **kwargs
+            )
+        finally:
+            self._settle()
 
     def configure_train(
         self, server_round: int, arrays: Any, config: Any, grid: Any

@@ -101,8 +101,8 @@ def read_message(
     with _readable():
         metadata = message.metadata
         answered = sent.get(metadata.src_node_id)
-        if answered and metadata.reply_to_message_id != answered:
-            raise ReplyError("it answers another message")
+        if not answered or metadata.reply_to_message_id != answered:
+            raise ReplyError("it answers another message, or one without an id")
         records = list(message.content.array_records.values())
         if len(records) != 1:
             raise ReplyError(f"it must hold one ArrayRecord, got {len(records)}")

@@ -171,7 +171,7 @@ def release(
         }
     else:
         this, factors, sums = _mechanisms_clip(
-            mechanism, this, [change(reply) for reply in answers]
+            configured, [change(reply) for reply in answers]
         )
     total = [np.zeros(shape) for shape in configured.shapes]
     discarded = 0
@@ -206,11 +206,16 @@ def release(
 
 
 def _mechanisms_clip(
-    mechanism: mechanisms.Mechanism,
-    this: mechanisms.Round,
-    changes: Sequence[updates.ClippedUpdate],
+    configured: ConfiguredRound, changes: Sequence[updates.ClippedUpdate]
 ) -> tuple[mechanisms.Round, Sequence[float], dict[str, float]]:
-    """Returns the round with its clip, each update's factor, and the released sums."""
+    """Returns the round with its clip, each update's factor, and the released sums.
+
+    Raises:
+      InvalidArgumentError: The mechanism has less noise now than was charged.
+    """
+    mechanism, this = configured.mechanism, configured.this
+    # Its door lets no more in than is charged, whatever the mechanism says.
+    query = mechanism.bind(configured.deployment)
 
     def tensors() -> mechanisms.Round:
         return mechanisms.Round(*(tf.constant(v, tf.float32) for v in this))
@@ -220,7 +225,8 @@ def _mechanisms_clip(
         clip = mechanism.clip_to_cohort(norms, tensors())
         this = this._replace(clip_norm=float(clip))
     usable = tf.constant([not change.discarded for change in changes], tf.bool)
-    contribution = mechanism.contribution_of_norm(norms, usable, tensors())
+    query.check_noise(tensors())
+    contribution = query.bounded_factor(norms, usable, tensors())
     factors = np.asarray(contribution.update, np.float64) * (1 - _ROUNDING)
     sums = {
         name: float(np.sum(value.numpy(), dtype=np.float64))

@@ -363,7 +363,11 @@ def _event(
     noise that is written down, and were added up as they are.
     """
     if "event" in line:
-        return charge_lib.event_from_json(line["event"])
+        written = charge_lib.event_from_json(line["event"])
+        if (factor := line.get("enlarged", 1.0)) == 1:
+            return written
+        z = charge_lib.noise_multiplier_of(written)
+        return dp_accounting.GaussianDpEvent((z or 0.0) / factor)
     event = mechanism.round_event(index, deployment)
     if isinstance(event, dp_accounting.GaussianDpEvent) and not (
         answered == line["clients_per_round"]

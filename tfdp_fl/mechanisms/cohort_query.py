@@ -233,7 +233,9 @@ class CohortQuery:
         update, sums = sample_state.update, sample_state.sums
         memory, weight = state.memory, sample_state.weight
         if mechanism.guarantee == "central":
-            update = after_assertions(self.check_noise(state), update)
+            update, sums = after_assertions(
+                self.check_noise(state), (update, dict(sums))
+            )
             weight = self.deployment.expected_weight(state.clients_per_round)
         if mechanism.noise_site == "server":
             stddevs = mechanism.noise_stddevs(state, self.deployment)
@@ -265,20 +267,19 @@ class CohortQuery:
           charged: What `charged_for` says; None: as the mechanism says of tensors.
 
         Returns:
-          What raises it, for `after_assertions`.
+          In a graph the operations that raise, for `after_assertions`.
         """
         mechanism = self.mechanism
         if charged is None:
             first = state._replace(clip_norm=mechanism.reference_clip_norm)
             charged = mechanism.sensitivity_squared(first, self.deployment)
         actual = mechanism.sensitivity_squared(state, self.deployment)
-        assertion = tf.debugging.assert_less_equal(
+        return must_be_at_most(
             tf.cast(actual, tf.float32),
             tf.cast(charged, tf.float32) * (1 + 1e-4),
             f"{mechanism.name} adds less noise for its bounds in this round than "
             "in the first, by which rounds are charged.",
         )
-        return [] if assertion is None else [assertion]  # None: it was made eagerly.
 
     def derive_metrics(self, state: Round) -> collections.OrderedDict:
         """Returns `clip_norm` and `noise_stddev` (on the sum) of a round."""
@@ -288,13 +289,20 @@ class CohortQuery:
         )
 
 
-def after_assertions(assertions: list[Any], update: Any) -> Any:
+def after_assertions(assertions: list[Any], tensors: Any) -> Any:
     """Returns a nest of tensors that nothing is made of before assertions hold.
 
-    A graph would else run them beside what moves the model.
+    A graph would else run them beside what moves the model, or, as TFF makes it, not
+    at all.
     """
     with tf.control_dependencies(assertions):
-        return tf.nest.map_structure(tf.identity, update)
+        return tf.nest.map_structure(tf.identity, tensors)
+
+
+def must_be_at_most(value: tf.Tensor, limit: tf.Tensor, message: str) -> list[Any]:
+    """Raises InvalidArgumentError, or in a graph returns the operation that does."""
+    check = tf.debugging.assert_less_equal(value, limit, message)
+    return [] if check is None else [check]
 
 
 def _noised(sums: Mapping[str, Any], stddevs: Mapping[str, Any]) -> dict[str, Any]:

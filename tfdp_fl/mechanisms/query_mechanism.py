@@ -104,10 +104,6 @@ class WrappedQuery(cohort_query.CohortQuery):
             discarded=tf.cast(~usable, tf.float32),
         )
 
-    def check_noise(self, state: Round, charged: Any = None) -> list[Any]:
-        """Implements `CohortQuery.check_noise`: the query is asked (`event_at`)."""
-        return []
-
     def get_noised_result(
         self, sample_state: Contribution, global_state: Round
     ) -> tuple[Tensors, Round]:
@@ -130,6 +126,39 @@ class WrappedQuery(cohort_query.CohortQuery):
                 self.deployment,
             )
         return result, global_state._replace(memory=inner)
+
+    def check_noise(self, state: Round, charged: Any = None) -> list[Any]:
+        """Implements `CohortQuery.check_noise`, by the event that the query reports.
+
+        For runtimes that write down what a round costs before its state is there,
+        which may be another process's. Others ask the query before each charge
+        (`event_at`), and say what was `charged`.
+
+        Raises:
+          ValueError: It reports what is no Gaussian, and not the same each round.
+        """
+        if charged is not None:
+            return []
+        zeros = [tf.zeros(shape) for shape in self.deployment.shapes or ()]
+        declared = charge.normalised(self.mechanism.dp_event)
+        with tf.init_scope():
+            *_, first = _a_round(self._query, zeros, self._query.initial_global_state())
+        *_, event = _a_round(self._query, zeros, state.memory)
+        limit, actual = _mu_squared(declared), _mu_squared(event)
+        limit = _mu_squared(first) if limit is None else limit
+        if limit is not None and actual is not None:
+            name = type(self._query).__name__
+            return cohort_query.must_be_at_most(
+                actual,
+                limit * (1 + _ROUNDING),
+                f"{name} reports less noise in this round than it is charged for.",
+            )
+        if not _same_event(event, first):
+            raise ValueError(
+                "query must report Gaussian events, or the same one in each round, "
+                f"where what rounds cost is written down beforehand, got {event!r}."
+            )
+        return []
 
     def derive_metrics(self, state: Round) -> collections.OrderedDict:
         """Implements `DPQuery.derive_metrics`: what the query itself says."""
@@ -419,6 +448,26 @@ def _a_round(query: Any, template: Tensors, state: Any) -> tuple[Any, Any, Any]:
         query.preprocess_record(params, template),
     )
     return query.get_noised_result(total, state)
+
+
+def _mu_squared(event: dp_accounting.DpEvent) -> Any:
+    """Returns sum z^-2 of Gaussians, float64 also in a graph; None for others."""
+    if isinstance(event, dp_accounting.GaussianDpEvent):
+        return tf.cast(event.noise_multiplier, tf.float64) ** -2
+    if isinstance(event, dp_accounting.NonPrivateDpEvent):
+        return tf.constant(np.inf, tf.float64)
+    if isinstance(event, dp_accounting.ComposedDpEvent):
+        parts = [_mu_squared(part) for part in event.events]
+        return None if any(part is None for part in parts) else sum(parts)
+    return None
+
+
+def _same_event(event: dp_accounting.DpEvent, other: dp_accounting.DpEvent) -> bool:
+    """Returns whether two events are known to be equal, which tensors are not."""
+    try:
+        return charge.normalised(event) == charge.normalised(other)
+    except TypeError:
+        return False
 
 
 def _layout(state: Any) -> list[tuple[Any, Any]]:

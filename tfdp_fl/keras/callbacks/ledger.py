@@ -127,8 +127,10 @@ class Ledger(FederatedCallback):
                 f"counted together, and {self.path} is one of runs with a {other} "
                 "guarantee."
             )
-        sampling, found = fed.setup.sampling, contents.accountant().relation
+        sampling = fed.setup.sampling
         relation = charge_lib.relation_of(sampling).in_accounting
+        charges = (entry.charge for entry in contents.entries if entry.charge)
+        found = next((charge.relation.in_accounting for charge in charges), None)
         if found not in (None, relation):
             raise ValueError(
                 "path must be a ledger of rounds whose neighbouring relation is "
