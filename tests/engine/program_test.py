@@ -57,6 +57,14 @@ def test_dropout_inside_of_an_operation_and_reading_a_variable_are_refused():
     node.attr["dropout"].f = 0.5
     with pytest.raises(ValueError, match="CudnnRNNV3"):
         allowed_operations.check(definition)
+    # Without what they are asked for, these return memory that nobody wrote.
+    for name in ("Eig", "SelfAdjointEigV2", "Svd"):
+        definition = tf.compat.v1.GraphDef()
+        node = definition.node.add(op=name, name="decomposed")
+        with pytest.raises(ValueError, match=name):
+            allowed_operations.check(definition)
+        node.attr["compute_uv" if name == "Svd" else "compute_v"].b = True
+        allowed_operations.check(definition)
     memory = tf.Variable(1.0, name="memory")
     with pytest.raises(ValueError, match="the variable 'memory"):
         program.Program(lambda x: x * memory, _spec())

@@ -60,6 +60,10 @@ CLIENT_ERRORS = (
 )
 
 
+# Calls a program on every machine; returns the flattened results of each.
+RunEverywhere = Callable[[Any, cohort.Received, layout.Chunk], list[list[Any]]]
+
+
 class CohortEngine:
     """Trains cohorts of clients, and updates the model.
 
@@ -155,14 +159,14 @@ class CohortEngine:
             and dense_models.supports(model, training, self.query, element_spec[1])
         ):
             kernels = dense_models.kernels_of(model)
-        self._widths: dict[tuple[layout.Strategy, int], tuple[int, ...]] = {}
+        self._widths: dict[tuple[layout.Strategy, int, bool], tuple[int, ...]] = {}
         self.layout = layout.Layout(
             element_spec=element_spec,
             label_ranges=trainer.label_ranges,
             kernels=kernels,
             collected_bytes=4 * self.update_spec.size if keeps_updates else None,
             xla=bool(training.jit_compile),
-            widths=self._checked_widths,
+            widths=self.checked_widths,
             at_once=devices.clients_at_once(
                 self.device, model, self.update_spec.size, batch_size
             ),
@@ -221,15 +225,24 @@ class CohortEngine:
             how = "side by side where they have few examples"
         return f"clients {how} on {self.num_replicas} threads{self._fallback}"
 
-    def _checked_widths(self, strategy: layout.Strategy, batch: int) -> tuple[int, ...]:
-        """Returns the widths of `dense_models` that this machine's kernels are fit for.
+    def checked_widths(
+        self, strategy: layout.Strategy, batch: int, run: RunEverywhere | None = None
+    ) -> tuple[int, ...]:
+        """Returns the widths of `dense_models` that a machine's kernels are fit for.
 
         A made-up client is trained alone, and in every place of a call of each width:
         what all of them add must be a multiple of what one adds, to the last bit. Of
         a program that fails at its smallest width, none is used.
+
+        Args:
+          strategy: The program's.
+          batch: Examples of a step.
+          run: Calls a program elsewhere; returns the flattened results, of every
+            machine that may train clients. None: here.
         """
-        if (strategy, batch) in self._widths:
-            return self._widths[strategy, batch]
+        key = strategy, batch, run is None
+        if key in self._widths:
+            return self._widths[key]
         kernels = self.layout.kernels or []
         widths = dense_models.widths(kernels, strategy.num_steps, batch)
         rng = np.random.default_rng(0)
@@ -247,25 +260,38 @@ class CohortEngine:
         state = self.query.begin_round(self.query.initial_global_state(), 1.0, 512.0)
         received = self._sent(self.server.variables, state, 0.1, seed)
 
-        def added(count: int, width: int) -> list[np.ndarray]:
+        def added(count: int, width: int) -> list[list[np.ndarray]]:
+            """Returns the sum of so many of that client, of each machine."""
             own = np.tile(np.arange(rows), count)
             table = layout.client_table(own, np.full(count, rows), batch, 1)
             part = layout.Part(strategy, layout.padded_to(table, width))
+            chunk = layout.Chunk(x, y, part.table)
             program = self.programs.program(received, part)
-            total, _ = program(received, layout.Chunk(x, y, part.table))
-            return [tensor.numpy() for tensor in total.contribution.update]
+            if run is None:
+                found = [tf.nest.flatten(program(received, chunk))]
+            else:
+                found = run(program, received, chunk)
+            sums = [
+                tf.nest.pack_sequence_as(program.structure, leaves)[0].contribution
+                for leaves in found
+            ]
+            return [[np.asarray(part) for part in each.update] for each in sums]
 
         fit: list[int] = []
         if widths:
             with tf.device(self.device):
-                alone = added(1, widths[0])
-                for width in widths:
-                    together = added(width, width)
-                    pairs = zip(alone, together, strict=True)
-                    if all(np.array_equal(width * a, b) for a, b in pairs):
+                first = added(1, widths[0])[:1]
+                for width in widths if first else ():
+                    found = added(width, width)
+                    equal = (
+                        np.array_equal(width * a, b)
+                        for together in found
+                        for a, b in zip(first[0], together, strict=True)
+                    )
+                    if found and all(equal):
                         fit.append(width)
-        self._widths[strategy, batch] = tuple(fit if fit[:1] == widths[:1] else ())
-        return self._widths[strategy, batch]
+        self._widths[key] = tuple(fit if fit[:1] == widths[:1] else ())
+        return self._widths[key]
 
     def check_labels(self, dataset: FederatedDataset) -> None:
         """Raises ValueError if a client's labels cannot be the model's."""

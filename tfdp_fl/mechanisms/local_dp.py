@@ -13,7 +13,7 @@ import dp_accounting
 
 from tfdp_fl import _validate
 from tfdp_fl._on_use import tf
-from tfdp_fl.accounting import analytic_noise_multiplier
+from tfdp_fl.accounting import analytic_noise_multiplier, upwards
 from tfdp_fl.mechanisms import (
     clipping,
     cohort_query,
@@ -138,8 +138,8 @@ class LocalMechanism(mechanism.Mechanism):
         if self.calibration == "classic" and one >= 1:
             warnings.warn(
                 "calibration='classic' is proven for epsilon < 1 only, and was asked "
-                f"for at epsilon={one:g}; the epsilon that is reported is computed "
-                "from the noise itself.",
+                f"for at epsilon={upwards(one)}; the epsilon that is reported is "
+                "computed from the noise itself.",
                 stacklevel=2,
             )
         return super().bind(deployment)

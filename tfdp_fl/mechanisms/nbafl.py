@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from tfdp_fl import _validate
 from tfdp_fl._on_use import tf
+from tfdp_fl.accounting.rounding import upwards
 from tfdp_fl.mechanisms import (
     clipping,
     cohort_query,
@@ -208,6 +209,6 @@ class NbAFL(mechanism.Mechanism):
             f"{self.weight_clip:g} and adds Gaussian noise scaled to its own "
             "number of examples before upload; the server clips the mean "
             "elementwise and adds noise before broadcast where the paper "
-            f"requires it. As published, epsilon={self.epsilon:g} at the "
-            f"implied delta={self.implied_delta:.3g}."
+            f"requires it. As published, epsilon={upwards(self.epsilon)} at the "
+            f"implied delta={upwards(self.implied_delta)}."
         )

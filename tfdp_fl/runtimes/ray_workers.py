@@ -80,6 +80,9 @@ class ShardedCohorts:
             kernels=here.kernels if float32_products else None,
             xla=False,
             at_once=None,
+            widths=lambda strategy, batch: cohort_engine.checked_widths(
+                strategy, batch, self._on_every_worker
+            ),
         )
         self._examples: Arrays | None = None
         if clients.is_indexed:
@@ -141,6 +144,20 @@ class ShardedCohorts:
                 leaves = list(map(tf.constant, arrays))
                 trained = tf.nest.pack_sequence_as(traced.structure, leaves)
                 pending.add(part.members, trained)
+
+    def _on_every_worker(
+        self, traced: program.Program, received: Any, chunk: layout.Chunk
+    ) -> list[Arrays]:
+        """Returns a program's flattened results on each worker; [] if one fails."""
+        found = self._workers.run(
+            traced,
+            _arrays(received),
+            None,
+            [_arrays(chunk)] * self._workers.num_workers,
+            float32_products=True,
+        )
+        arrays = [each for each in found if each is not None]
+        return arrays if len(arrays) == len(found) else []
 
     def _shard(self, chunk: layout.Chunk, part: layout.Part) -> Arrays:
         """Returns what goes to a worker: the tables, and perhaps the examples."""
