@@ -28,6 +28,11 @@ def _of_its_own(kind=tf.keras.Sequential, *layers):
     return kind([tf.keras.Input([8]), _layers.Dense(3), *layers])
 
 
+def _table(x, y):
+    """Returns one client of a table, whose columns say what they are."""
+    return tfdp_fl.FederatedDataset.from_indices(x, y, [np.arange(len(x))])
+
+
 def _exact(model, **compiled):
     """Returns a model that is trained by FedAvg alone."""
     nothing = tfdp_fl.NoPrivacy()
@@ -41,7 +46,7 @@ def _exact(model, **compiled):
 def test_a_model_with_losses_of_its_own_needs_no_other(own):
     x, y = toy.arrays(10)
     fed, plain = _exact(_of_its_own(*own)), _of_its_own(*own)
-    loss = toy.fit(fed, data={"a": (x, y)}).history["loss"]
+    loss = toy.fit(fed, data=_table(x, y)).history["loss"]
     plain.compile(_optimizers.SGD(0.5))
     assert loss == pytest.approx(plain.fit(x, y, verbose=0).history["loss"], 1e-5)
     np.testing.assert_allclose(toy.flat(fed), toy.flat(plain), 1e-5, 1e-6)
@@ -57,7 +62,7 @@ def test_names_are_those_of_keras():
         x, y = toy.arrays(10)
         fed = _exact(_of_its_own(), **names)
         wide = y if "metrics" not in names else np.eye(3, dtype=np.float32)[y]
-        assert toy.fit(fed, data={"a": (x, wide)}).history
+        assert toy.fit(fed, data=_table(x, wide)).history
     for name in ("acuracy", "crossentropy"):
         with pytest.raises(ValueError, match="metrics must be one of") as raised:
             _exact(_of_its_own(), loss="mse", metrics=[name])

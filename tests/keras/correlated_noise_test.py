@@ -128,9 +128,9 @@ def test_no_noise_is_released_twice(tmp_path, kind):
 
     released, release = [], CohortEngine.release
 
-    def recorded(engine, pending):
+    def recorded(engine, pending, paid):
         before = engine.server.variables[0].numpy()
-        values = release(engine, pending)
+        values = release(engine, pending, paid)
         released.append(engine.server.variables[0].numpy() - before)
         if len(released) == 2:
             raise KeyboardInterrupt

@@ -88,7 +88,6 @@ _OF_ONE: dict[Any, list[tuple[str, Any, str]]] = {
     ],
     _compiled: [
         ("loss", "sparse_categorical", "sparse_categorical_crossentropy"),
-        ("loss", None, "given"),
         ("metrics", ["acuracy"], "'accuracy'"),
         ("optimizer", "sdg", "'sgd'"),
         ("server_optimizer", "adan", "'sgd'"),

@@ -381,6 +381,8 @@ def _labels_of(
 ) -> tuple[Any, Any]:
     """Returns the specs of labels and of their weights; None of what is not known."""
     flat = tf.nest.flatten(predicted)
+    if {"crossentropy", "ce"}.intersection(map(str, tf.nest.flatten(training.loss))):
+        return None, None  # Keras chooses by the labels.
     outputs = _outputs(model, training, predicted)
     found = {place: labels.spec_for(loss, output) for place, output, loss in outputs}
     specs = [found.get(place) for place in range(len(flat))]
