@@ -17,6 +17,7 @@ from tests.keras import toy
 from tests.mechanisms.rounds import flat
 from tfdp_fl import auditing
 from tfdp_fl.accounting import gaussian
+from tfdp_fl.accounting import rounding
 from tfdp_fl.auditing import CanaryAudit
 from tfdp_fl.engine import cohort
 from tfdp_fl.mechanisms import noise
@@ -118,7 +119,7 @@ def test_one_release_is_found_in_training(iterates, off):
     fed.fit(toy.clients(8), rounds=2, verbose=0)
     text = fed.privacy_statement(_DELTA)
     assert f"audit with {2 * _CANARIES} canary clients in 1 of the rounds" in text
-    assert f"as {found.epsilon:.3g} " in text
+    assert f"as {rounding.upwards(found.epsilon, 3)} " in text
 
 
 @pytest.mark.parametrize(

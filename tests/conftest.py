@@ -9,7 +9,12 @@ import pathlib
 import signal
 import sys
 
+import hypothesis
 import pytest
+
+# No test depends on luck: the same examples each time.
+hypothesis.settings.register_profile("fixed", derandomize=True, database=None)
+hypothesis.settings.load_profile("fixed")
 
 # In CI two suites share the cores. Threads of OpenBLAS wait for each other
 # without letting go of the core: 5 s of work took 200 s so. NumPy comes later.

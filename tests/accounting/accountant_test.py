@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from dp_accounting import pld
 from dp_accounting import rdp as dp_accounting_rdp
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from tests.accounting.charges import charge as _charge
@@ -274,6 +274,8 @@ def test_every_round_that_a_client_could_have_been_in(sampling, moved):
     st.integers(1, 50),
     st.floats(1.0, 3.0),
 )
+# Where taking everybody costs less than what sampling was proven to.
+@example("fixed_size", 34, 1.0, 202, 3, 1.0)
 def test_more_rounds_more_clients_less_noise_never_cost_less(
     sampling, m, z, rounds, more, factor
 ):

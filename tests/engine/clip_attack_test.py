@@ -184,7 +184,7 @@ def test_factors_whose_squares_vanish(path):
     assert 1e-30 <= norm <= _ALLOWED
 
 
-@hypothesis.settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(
     kind=st.sampled_from(
         [((), "linear"), ((40,), "linear"), ((16, 200), "relu"), ((200,), "tanh")]

@@ -146,7 +146,7 @@ def test_where_training_breaks_off_nobody_is_read_any_more(on_workers):
     assert len(files.read) <= 4
 
 
-@hypothesis.settings(deadline=None, max_examples=60, derandomize=True)
+@hypothesis.settings(deadline=None, max_examples=60)
 @hypothesis.given(
     *(st.lists(st.integers(0, 23), max_size=9), st.integers(1, 12)),
     *(st.integers(1, 3), st.sampled_from([None, 0, 7])),

@@ -156,7 +156,7 @@ def test_a_sum_is_that_of_records_made_alone(name):
 
     few = 2 if "side by side" in name or "workers" in name else 5
 
-    @hypothesis.settings(max_examples=few, deadline=None, derandomize=True)
+    @hypothesis.settings(max_examples=few, deadline=None)
     @hypothesis.given(
         st.sets(st.integers(0, len(_SIZES) - 1), min_size=smallest),
         st.integers(0, len(_SIZES) - 1),

@@ -175,7 +175,7 @@ def test_whole_rounds_of_mutated_replies(caplog):
     rounds = itertools.count()
 
     # Deterministic: the same mutations in every run.
-    @hypothesis.settings(max_examples=1000, deadline=None, derandomize=True)
+    @hypothesis.settings(max_examples=1000, deadline=None)
     @hypothesis.given(st.tuples(sent, sent, sent, sent))
     def run(results):
         number = next(rounds)

@@ -263,9 +263,17 @@ class PrivacyAccountant:
         """Returns the least of what `bounds` has for each order and its divergence.
 
         Any order gives a bound. log delta is convex in the order, as (order - 1) times
-        the divergence is; so the best one is found downhill from order 8 on.
+        the divergence is; so the best one is found downhill from order 8 on. What all
+        clients in all rounds cost is another bound, with a valley of its own.
         """
         part, least, seen = curves.FIRST_PART, math.inf, set()
+        mu_squared = self._mu_squared
+        for charge, count in self._others.items():
+            z = charge.noise_multiplier
+            mu_squared += count * (charge.sensitivity / z) ** 2 if z else math.inf
+        if mu_squared < math.inf:
+            everybody = curves.ORDERS * (mu_squared / 2 * (1 + 1e-12))
+            least = float(np.min(bounds(curves.ORDERS, everybody)))
         while 0 <= part < len(curves.PARTS) and part not in seen:
             seen.add(part)
             values = bounds(curves.PARTS[part], self._curve(part))

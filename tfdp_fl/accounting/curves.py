@@ -24,7 +24,7 @@ from tfdp_fl.accounting.private_selection import BestOfTrialsDpEvent
 # Integers to 8192 for a small epsilon; every half to 32, and orders near 1 for a
 # large one. Under sampling the best order is sharp, so neighbours differ by about
 # 5 % in (order - 1). dp-accounting takes no order up to 1.01 for an epsilon.
-_ORDERS = np.array(
+ORDERS = np.array(
     sorted(
         {
             *map(float, rdp_privacy_accountant.DEFAULT_RDP_ORDERS),
@@ -35,16 +35,14 @@ _ORDERS = np.array(
         }
     )
 )
-_INTEGERS = _ORDERS[np.floor(_ORDERS) == _ORDERS].astype(int)
+_INTEGERS = ORDERS[np.floor(ORDERS) == ORDERS].astype(int)
 # For a cohort of a fixed size an order takes its square of steps.
 _INTEGERS_OF_FIXED_SIZE = np.array([*_INTEGERS[:64], *_INTEGERS[65::3], 8192])
 # Most curves are needed near one order: they are computed in these parts. The first is
 # the lowest order alone, which bounds the total variation.
 PARTS = np.split(
-    _ORDERS,
-    np.searchsorted(
-        _ORDERS, [_ORDERS[1], 1.3, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
-    ),
+    ORDERS,
+    np.searchsorted(ORDERS, [ORDERS[1], 1.3, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]),
 )
 FIRST_PART = 5  # From order 8.
 # A few roundings of a float64.
@@ -117,7 +115,7 @@ def _best_of_trials(
         for each in event.events
     ]
     best = rdp_privacy_accountant._compute_rdp_repeat_and_select(
-        _ORDERS, np.max(trials, axis=0), event.mean, event.shape
+        ORDERS, np.max(trials, axis=0), event.mean, event.shape
     )
     return np.split(best, np.cumsum([len(part) for part in PARTS])[:-1])
 
