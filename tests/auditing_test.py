@@ -16,8 +16,7 @@ import tfdp_fl
 from tests.keras import toy
 from tests.mechanisms.rounds import flat
 from tfdp_fl import auditing
-from tfdp_fl.accounting import gaussian
-from tfdp_fl.accounting import rounding
+from tfdp_fl.accounting import gaussian, rounding
 from tfdp_fl.auditing import CanaryAudit
 from tfdp_fl.engine import cohort
 from tfdp_fl.mechanisms import noise
