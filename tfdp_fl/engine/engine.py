@@ -7,10 +7,10 @@ The way of a client's update, from the dataset to the released model:
         CohortPrograms            the compiled program: one client after the
                                   other (or side by side, or in batches):
             Trainer                 start, step by step, update
-            query                   preprocess_record (clip), accumulate (add)
+            algorithm               make_record (clip); records.add
         PendingRound.add        adds up what the programs return
       complete                  LaterClip, where each client's update is kept
-    release                     Release: get_noised_result (noise, mean),
+    release                     Release: algorithm.release (noise, mean),
                                   ServerUpdate.apply (the model moves)
 """
 

@@ -12,12 +12,12 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import dp_accounting
 import numpy as np
 
-from tfdp_fl import _validate, accounting, mechanisms
+from tfdp_fl import _validate, accounting, algorithm, mechanisms
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.accounting import statement
@@ -338,7 +338,8 @@ class PrivateRounds:
         """Abandons a round that was begun and not released."""
         if self._open[1] is not None:
             _logger.warning("Round %s is abandoned: no replies came.", self._open[0])
-            self._abandon(self._open[1])
+            nothing = sums.Collected(0, False, self._open[1].this)
+            algorithm.finish_round(_Server(self), self._open[1], nothing)
 
     def _is_over(self, server_round: int, index: int) -> bool:
         over = self.rounds is not None and index >= self.rounds
@@ -529,40 +530,75 @@ class PrivateRounds:
                 "used, %d replies cannot.",
                 *(server_round, len(usable), m, rejected),
             )
-            self._abandon(configured)
-            return None
-        kept = self._correlation
-        memory = None if kept is None else kept.memory
-        outcome = sums.release(configured, list(usable.values()), memory)
-        charged = dataclasses.replace(configured.plan, num_replies=len(usable))
-        self._open = None, None
+            collected = sums.Collected(len(usable), False, configured.this)
+        else:
+            collected = sums.collect(configured, list(usable.values()))
         try:
-            # On the disk before anything of the round can be seen; if this raises,
-            # nothing has moved.
-            self._history.add(charged).use()
+            outcome = algorithm.finish_round(
+                _Server(self, list(usable)), configured, collected
+            )
         except accounting.BudgetExceededError:
             self._stop_before(server_round)
             return None
-        if kept is not None:
-            kept.released(outcome.memory, map(configured.asked.get, usable))
-        self.discarded_updates += outcome.discarded
-        self.clip_norm = outcome.next_clip_norm
-        return configured, outcome.model
+        return None if outcome is None else (configured, outcome.model)
 
-    def _abandon(self, configured: sums.ConfiguredRound) -> None:
-        """Charges a round of which nothing is released, if that tells something.
 
-        Nothing is told where everybody is in every round, or nobody was drawn.
-        """
-        if not configured.plan.charge.is_amplified:
-            self._open = None, None
-            return
-        known = dataclasses.replace(configured.plan.charge, known_selection=True)
-        abandoned = dataclasses.replace(
-            configured.plan, num_replies=0, charge=known, is_released=False
+@dataclasses.dataclass(frozen=True)
+class _Server:
+    """The second half of a round.
+
+    Attributes:
+      rounds: the strategy.
+      clients: those whose replies are used.
+    """
+
+    rounds: PrivateRounds
+    clients: Sequence[Hashable] = ()
+    is_trusted: ClassVar[bool] = True
+
+    def abandons(self, collected: sums.Collected) -> bool:
+        """See `algorithm.Server`."""
+        return not collected.is_enough
+
+    def charge(
+        self, configured: sums.ConfiguredRound, collected: sums.Collected
+    ) -> accounting.Charge:
+        """See `algorithm.Server`: on the disk before anything can be seen."""
+        if collected.is_enough:
+            self.rounds._open = None, None  # If this raises, nothing has moved.
+            return self.rounds._history.add(
+                dataclasses.replace(configured.plan, num_replies=collected.num_replies)
+            )
+        return self.rounds._history.add(
+            dataclasses.replace(
+                configured.plan,
+                num_replies=0,
+                charge=configured.participation,
+                is_released=False,
+            )
         )
-        self._history.add(abandoned)
-        self._open = None, None
+
+    def abandon(self, configured: sums.ConfiguredRound) -> None:
+        """See `algorithm.Server`."""
+        del configured
+        self.rounds._open = None, None
+
+    def release(
+        self,
+        configured: sums.ConfiguredRound,
+        collected: sums.Collected,
+        paid: accounting.Charge,
+    ) -> sums.Outcome:
+        """See `algorithm.Server`."""
+        rounds, kept = self.rounds, self.rounds._correlation
+        memory = None if kept is None else kept.memory
+        outcome = sums.release(configured, collected, paid, memory)
+        if kept is not None:
+            nodes = [configured.asked[client] for client in self.clients]
+            kept.released(outcome.memory, nodes)
+        rounds.discarded_updates += collected.discarded
+        rounds.clip_norm = outcome.next_clip_norm
+        return outcome
 
 
 def _is_of_flower(thing: Any) -> bool:
