@@ -156,6 +156,11 @@ class Participation:
         return self.sampling_probability < 1
 
     @property
+    def draws_depend_on_each_other(self) -> bool:
+        """Whether who failed tells who else was drawn: for cohorts of a fixed size."""
+        return self.sampling == "fixed_size" and self.is_amplified
+
+    @property
     def charge_if_abandoned(self) -> bool:
         """Whether a round that is abandoned costs as much as one that is released.
 

@@ -287,6 +287,9 @@ class PrivateRounds:
             "flower_cohorts_secret": not correlated and epsilon != known,
             "clients_excluded": failed,
             "rounds_may_be_abandoned": self._participation.known_selection,
+            "cohort_redrawn": others
+            and self._participation.draws_depend_on_each_other
+            and not self._participation.known_selection,
             "client_noise_needs_honest_clients": self.mechanism.needs_exact_cohort,
             "flower_secagg": self._secagg_step is not None,
             "flower_beside_the_model": True,

@@ -66,7 +66,7 @@ class ConfiguredRound:
     def participation(self) -> accounting.RoundCharge:
         """Who could be in it, where that it is abandoned tells who was drawn."""
         who = self.plan.charge
-        tells = who.is_amplified and who.sampling == "fixed_size"
+        tells = who.draws_depend_on_each_other
         return dataclasses.replace(who, known_selection=tells)
 
     @property
@@ -198,12 +198,13 @@ def collect(configured: ConfiguredRound, answers: Sequence[replies.Reply]) -> Co
         this, factors, sums = _mechanisms_clip(
             configured, [change(reply) for reply in answers]
         )
+        bound = float(configured.mechanism.largest_norm(this))
     total = [np.zeros(shape) for shape in configured.shapes]
-    discarded = 0
+    step, discarded = updates.grid_step(bound, len(configured.asked)), 0
     for factor, update in zip(factors, map(change, answers), strict=True):
         discarded += update.discarded
         for array, part in zip(total, update.arrays, strict=True):
-            array += factor * part
+            array += updates.to_grid(factor * part, step)
     return Collected(len(answers), True, this, total, sums, discarded)
 
 

@@ -360,6 +360,9 @@ class InterruptedRun:
                 contents.lost_mu_squared(run.rounds, run.run_id),
             )
             run.known_ledgers[name] = contents.head
+        who = run.sampler.participation(run.rounds)
+        if who.draws_depend_on_each_other and not who.known_selection:
+            run.caveats.add("cohort_redrawn")
         lost = spending.rounds > before
         if lost:
             run.caveats.add("rounds_charged_twice")
