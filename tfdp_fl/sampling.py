@@ -124,7 +124,7 @@ class CohortSampler(abc.ABC):
     # What of a state another sampler may not differ in, and what it has besides.
     _fixed: ClassVar[tuple[str, ...]] = ("sampling", "num_clients", "seed", "an_order")
     _kept: ClassVar[tuple[str, ...]] = ()
-    # Another NumPy that draws other orders of the same key would have clients early.
+    # A NumPy that draws other orders from the same key could schedule clients too soon.
     an_order: ClassVar[list[int]] = np.random.default_rng(0).permutation(10).tolist()
 
     def __init__(

@@ -187,7 +187,7 @@ class PrivacyAccountant:
             )
         if event := self._search:
             by_profile = self._epsilon_by_profile(event, delta, coarse)
-            # RDP may say less of many trials that are about as many each time.
+            # RDP can be tighter when the number of trials is concentrated.
             return min(by_profile, self.epsilon(delta) if event.shape > 1 else math.inf)
         loss = self._compose_pld(coarse)
         epsilon, step = float(loss.get_epsilon_for_delta(delta)), 1e-12

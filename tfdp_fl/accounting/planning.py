@@ -240,7 +240,7 @@ def calibrate(
 
     z = min(1.0, limit)
     if accountant == "pld":
-        # RDP is quick but for a search, and never much below PLD's noise, and coarse
+        # RDP is fast, except for searches, and never much below PLD's noise, and coarse
         # PLD is near it.
         is_search = PrivacyAccountant(make_charges(z)).is_one_search
         with contextlib.suppress(ValueError):

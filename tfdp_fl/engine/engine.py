@@ -82,7 +82,7 @@ class CohortEngine:
       num_replicas: How many clients train at once.
       has_trained: Whether anybody's training has ever succeeded.
       keeps_non_trainable: Whether there is state that is not taken from clients.
-      made_for: What it was made for: for what is equal to it, it serves again.
+      made_for: Cache key: the engine is reused while it is equal.
     """
 
     made_for: Any = None
@@ -454,7 +454,7 @@ class CohortEngine:
             self._train(pending, chunk, self.layout.part(part.strategy, clients))
 
         if not part.strategy.xla:
-            # Nothing is a sum as well; and what the machine raises, it raises here.
+            # An empty batch first: it yields the zero sum, and shows machine errors.
             train(np.arange(0))
         for place, member in enumerate(part.members):
             try:

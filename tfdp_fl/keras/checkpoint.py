@@ -270,7 +270,7 @@ def _shapes(weights: Sequence[Any]) -> dict[str, list[list[int]]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InterruptedRun:
-    """A run that is about to be gone on with.
+    """A run that is about to be resumed.
 
     Attributes:
       directory: Where its checkpoints and its ledger are.

@@ -225,7 +225,7 @@ class Run:
         """Returns the run that a state was taken of.
 
         `prepared` is about to begin with the same arguments: its sampler is put where
-        the state was, and the mechanism's state has to have the structure of its.
+        the state was, and the mechanism's state must match `prepared`'s structure.
         """
         values = [tf.constant(value) for value in state["mechanism_state"]]
         # Of its own: whatever fails later leaves the run that was as it is.

@@ -95,7 +95,7 @@ def _parameters(setup: TrainingSetup, rounds: int) -> dict[str, Any]:
 def _epsilon_by_pld(
     accountant: accounting.PrivacyAccountant,
 ) -> Callable[[float], float | None] | None:
-    """Returns epsilon by delta; None where it takes long, or is not to be had."""
+    """Returns epsilon by delta; None where it takes long, or is unavailable."""
     if not accountant.is_few_kinds:
         return None
 

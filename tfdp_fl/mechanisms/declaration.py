@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Check = Callable[..., Any]
 
-# Between these float32 clips and noises as it should. Below the squares of what is
+# Within this range float32 clips and noises correctly. Below the squares of what is
 # to be clipped begin to vanish, above the noise is no number any more.
 SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM = 1e-10, 1e30
 

@@ -2,8 +2,8 @@
 
 To Keras's callbacks a federated round is an epoch, and the model is the
 trained Keras model. A `FederatedCallback` also gets to know the
-`DPFederatedModel`, and is asked before each round. `PrivacyBudget` ends a training by
-that before it overspends.
+`DPFederatedModel`, and is asked before each round. `PrivacyBudget` uses this to stop
+before overspending.
 """
 
 from __future__ import annotations
