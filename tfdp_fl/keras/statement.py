@@ -50,7 +50,7 @@ def facts(
         clients_per_round=sizes or run.sampler.expected_cohort_size(0),
         cohort_sizes=run.cohort_sizes,
         rounds=spending.rounds,
-        rounds_of_others=spending.rounds_of_others,
+        rounds_of_others=spending.rounds_of_others - spending.evaluations,
         evaluated=[
             each.num_clients for each in spending.charges_of_evaluations.values()
         ],
