@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         MedianClipping,
         NbAFL,
         NoPrivacy,
+        PerLayerClipping,
         QueryMechanism,
     )
     from tfdp_fl.search import PrivateScore, PrivateSearch, PublicScore
@@ -58,6 +59,7 @@ __all__ = [
     "MedianClipping",
     "NbAFL",
     "NoPrivacy",
+    "PerLayerClipping",
     "PrivateMetrics",
     "PrivateScore",
     "PrivateSearch",

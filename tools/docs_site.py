@@ -49,8 +49,9 @@ PAGES: dict[str, tuple[str, ...]] = {
     ),
     "mechanisms": (
         "Mechanisms",
-        "tfdp_fl: FixedClipping() AdaptiveClipping() MedianClipping() LocalDP() "
-        "AdaptiveLocalDP() NbAFL() QueryMechanism() NoPrivacy() ClientWeighting()",
+        "tfdp_fl: FixedClipping() AdaptiveClipping() MedianClipping() "
+        "PerLayerClipping() LocalDP() AdaptiveLocalDP() NbAFL() QueryMechanism() "
+        "NoPrivacy() ClientWeighting()",
     ),
     "correlated_noise": (
         "Correlated noise",

@@ -120,6 +120,11 @@ def parameter(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+# Checks of a number, for `parameter`.
+positive = _validate.positive
+non_negative = _validate.non_negative
+
+
 class OneOf:
     """Allows one of some words.
 
