@@ -198,9 +198,11 @@ def collect(configured: ConfiguredRound, answers: Sequence[replies.Reply]) -> Co
         this, factors, sums = _mechanisms_clip(
             configured, [change(reply) for reply in answers]
         )
-        bound = float(configured.mechanism.largest_norm(this))
+    largest = bound
+    if not configured.clients_clip:
+        largest = float(configured.mechanism.largest_norm(this))
     total = [np.zeros(shape) for shape in configured.shapes]
-    step, discarded = updates.grid_step(bound, len(configured.asked)), 0
+    step, discarded = updates.grid_step(largest, len(configured.asked)), 0
     for factor, update in zip(factors, map(change, answers), strict=True):
         discarded += update.discarded
         for array, part in zip(total, update.arrays, strict=True):
