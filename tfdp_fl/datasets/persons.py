@@ -99,8 +99,8 @@ def by_person(
       sample_weight: What each row counts in the loss, [n], or None.
 
     Raises:
-      ValueError: A row has no id or a missing value (naming column and row), or
-        lengths or pandas indexes differ.
+      ValueError: A row has no id, or a missing value that is no label (naming column
+        and row), or lengths or pandas indexes differ.
     """
     given = {"x": x, "y": y, "sample_weight": sample_weight}
     check_aligned(**given, client_ids=client_ids)
@@ -112,7 +112,8 @@ def by_person(
     num_rows = nests.common_length(given["x"], given["y"])
     rows = tables.rows_of_persons(client_ids, num_rows)
     for argument, nest in given.items():
-        for leaf in tf.nest.flatten(nest):
+        # Labels of clients may be NaN, however they are given: a loss may know them.
+        for leaf in tf.nest.flatten(nest) if argument != "y" else ():
             tables.check_finite(argument, leaf)
     return FederatedDataset.from_indices(**given, indices=rows)
 

@@ -270,7 +270,10 @@ def array(frame: Any, name: str, argument: str, vocabulary: Vocabulary) -> np.nd
             "Make numbers of it, or declare beforehand which values text or categories "
             f"may have: from_dataframe(..., vocabulary={{{name!r}: [...]}})."
         )
-    _check_none_missing(column, argument, "have a value in every row")
+    # (Labels of `fit(x, y, client_ids=)` are as those of any clients.)
+    may_miss = argument == "y" and kind == "f" and declared is None
+    if not may_miss:
+        _check_none_missing(column, argument, "have a value in every row")
     if declared is not None:
         return _codes(column, name, declared)
     if kind == "u" and column.max() > np.iinfo(np.int64).max:
@@ -280,7 +283,8 @@ def array(frame: Any, name: str, argument: str, vocabulary: Vocabulary) -> np.nd
         )
     with np.errstate(over="ignore"):  # What becomes infinite is found below.
         array = column.to_numpy(dtype=np.float32 if kind == "f" else np.int64)
-    check_finite(argument, array, name)
+    if not may_miss:
+        check_finite(argument, array, name)
     return array
 
 
