@@ -190,7 +190,7 @@ def bound_rows(
     generator, kept = np.random.default_rng(), []
     x, y = nests.with_array_leaves(x, "x"), nests.with_array_leaves(y, "y")
     rows = tables.rows_of_persons(client_ids, nests.common_length(x, y))
-    for own in rows.values():
+    for own in rows.by_client().values():
         if choose == "random" and len(own) > most:
             own = generator.choice(own, most, replace=False)
         kept.append(own[-most:] if choose == "last" else own[:most])
