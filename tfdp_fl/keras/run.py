@@ -316,10 +316,7 @@ class Run:
     def charges_ahead(self) -> Callable[[int, int], Charges]:
         """Returns what the rounds from one of the next to another cost, by kind."""
         mechanism = self.setup.mechanism
-        # Ours cost by noise and cohort alone, but for correlated noise.
-        ours = type(mechanism).round_event.__module__.startswith("tfdp_fl.mechanisms.")
-        sampled = (sampling.PoissonSampler, sampling.FixedSizeSampler)
-        steady = ours and not mechanism.min_separation and type(self.sampler) in sampled
+        steady = is_steady(mechanism, self.sampler)
         places: dict[Any, int] = {}
         kinds: list[accounting.RoundCharge] = []
         numbers: list[int] = []  # Of each coming round's kind.
@@ -367,6 +364,16 @@ class Run:
             return after.epsilon(delta, accountant or self.setup.accountant)
 
         return epsilon
+
+
+def is_steady(mechanism: Any, sampler: sampling.CohortSampler) -> bool:
+    """Returns whether rounds of equal noise and cohorts are known to cost the same.
+
+    Not those of a pass, of correlated noise, or of a mechanism of somebody's own.
+    """
+    sampled = (sampling.PoissonSampler, sampling.FixedSizeSampler)
+    ours = type(mechanism).round_event.__module__.startswith("tfdp_fl.mechanisms.")
+    return ours and not mechanism.min_separation and type(sampler) in sampled
 
 
 # One training at a time, and one account, for each Keras model of the process. An
