@@ -130,6 +130,7 @@ class FederatedDataset:
             not an integer or out of range, or if there is no client.
         """
         x, y, num_rows = sources.as_tensors(*nests.pair((x, y, sample_weight)))
+        client_ids: Sequence[Any]
         if isinstance(indices, tables.ClientRows):
             client_ids, rows, lengths = indices
             table, _ = sources.row_table([rows], num_rows)

@@ -297,10 +297,10 @@ def _groups(
             num_bytes += sum(leaf.nbytes for leaf in leaves)
         full = num_bytes >= layout.CHUNK_BYTES or len(read) == _MOST_TOGETHER
         if read and (full or position == everybody[-1]):
-            lengths = [len(tf.nest.flatten(each.y)[0]) for each in read]
             x, y = nests.concatenate([(each.x, each.y) for each in read])
-            positions = [each.position for each in read]
-            yield _Group(np.array(positions), np.array(lengths), x, y), failed
+            sizes = [len(tf.nest.flatten(each.y)[0]) for each in read]
+            places = [each.position for each in read]
+            yield _Group(np.array(places), np.array(sizes), x, y), failed
             read, failed, num_bytes = [], [], 0
     if failed:
         x, y = nests.no_examples(clients.element_spec)
