@@ -193,8 +193,9 @@ class FederatedDataset:
         """Makes a dataset from a Parquet file with a column that names clients.
 
         The file is read once, a row group at a time, to find the clients and to check
-        all values. Where it is sorted by clients, a client is then read when it takes
-        part. Any other file is held in memory.
+        all values. Where it is sorted by clients, the columns are written into a
+        temporary file without a name (in `TMPDIR`), from which a client's rows are read
+        when it takes part. Any other file is held in memory.
 
         Args:
           path: The file.
