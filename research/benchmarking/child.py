@@ -21,7 +21,11 @@ def make(kind: str, options: dict[str, Any]) -> Any:
         from research.benchmarking import tff_side
 
         return tff_side.TFFSide(**options)
-    raise ValueError(f"kind must be 'engine' or 'tff', got {kind!r}.")
+    if kind == "growth":
+        from research.benchmarking import growth
+
+        return growth.GrowthSide(**options)
+    raise ValueError(f"kind must be 'engine', 'tff' or 'growth', got {kind!r}.")
 
 
 def serve(kind: str, options: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def tables(results: Results) -> str:
     """Returns a table for each kind of row that was measured."""
-    makers = (_tff, _rivals, _ratios)
+    makers = (_tff, _rivals, _ratios, _growth)
     return "\n\n".join(filter(None, (make(results) for make in makers)))
 
 
@@ -113,3 +113,20 @@ def _ratios(results: Results) -> str:
         for name, result in found.items()
     ]
     return table(("what", "ratio", "three runs"), rows) if rows else ""
+
+
+def _growth(results: Results) -> str:
+    """Returns the work that was measured small and large."""
+    rows = [
+        (
+            f"{name}: {result['what']}",
+            *(f"{size:,}".replace(",", " ") for size in result["sizes"]),
+            *(milliseconds(result[size]["median"]) for size in ("small", "large")),
+            f"{result['ratio']:.2f}",
+        )
+        for name, result in (results.result("small_and_large") or {})
+        .get("work", {})
+        .items()
+    ]
+    heading = ("what grows", "from", "to", "small", "large", "ratio")
+    return table(heading, rows) if rows else ""

@@ -269,6 +269,31 @@ def _population(context: Context) -> Result:
     return {**times, "ratio": large / small}
 
 
+def small_and_large(context: Context) -> Result:
+    """Compares work that is small by what else there is with such that is large."""
+    from research.benchmarking import growth
+
+    found: Result = {}
+    with Side("growth") as side:
+        for name, (what, small, large, _) in growth.WORK.items():
+            seconds = context.seconds(1.0)
+            both = alternate(
+                context.blocks,
+                {
+                    size: partial(
+                        side.call, "measure", name=name, size=size, seconds=seconds
+                    )
+                    for size in (small, large)
+                },
+            )
+            side.call("forget")
+            ratio = both[large]["median"] / both[small]["median"]
+            found[name] = {"what": what, "ratio": ratio, "sizes": [small, large]}
+            found[name] |= {"small": both[small], "large": both[large]}
+            context.say(f"{name}: {small} -> {large} {what}: {ratio:.2f} times")
+    return {"work": found}
+
+
 def correlated_noise(context: Context) -> Result:
     """Compares noise that goes by three buffers with independent noise."""
     return in_runs(context, partial(_correlated_noise, context))
@@ -401,6 +426,7 @@ def _rows() -> list[Row]:
         ],
         Row("sharded_ray", "ray", "on Ray workers", sharded),
         Row("population", "growth", "time by population", population),
+        Row("small_and_large", "growth", "small against large", small_and_large),
         Row(
             "correlated", "growth", "correlated noise, three buffers", correlated_noise
         ),

@@ -86,6 +86,11 @@ def test_calibration_of_any_charges():
     assert z / math.sqrt(2) / one == pytest.approx(1, abs=2e-3)
     with pytest.raises(ValueError, match="up to 1 "):
         accounting.calibrate(make, 0.01, 1e-5, upper=1.0)
+    # A large target is reached, by one round or by two passes.
+    for rounds in (10, 20):
+        settings = "shuffled", 100, 10, rounds, 1e-5, "pld"
+        little = accounting.calibrate_noise_multiplier(1e6, *settings)
+        assert accounting.epsilon(little, *settings) == pytest.approx(1e6, rel=2e-3)
     limited = accounting.calibrate(make, 2.0, 1e-5, upper=z * 1.01)
     assert limited / z == pytest.approx(1, abs=1e-3)
     with pytest.raises(ValueError, match="target_epsilon=2 "):

@@ -275,3 +275,50 @@ def test_an_index_that_no_embedding_has_is_refused_or_ends_its_client_alone():
     assert re.search(said, [*read][1].reason)
     alone = preparation.conform_all(fed.model, training, table.take([0]))
     assert alone.num_clients == 1  # Nobody has such a row.
+
+
+def _knows_nan(y, predicted):
+    y = tf.reshape(y, [-1, 1])
+    return (
+        tf.where(
+            tf.math.is_nan(y), 0.0, tf.where(tf.math.is_nan(y), 0.0, y) - predicted
+        )
+        ** 2
+    )
+
+
+@_KERAS_3
+@pytest.mark.parametrize("loss", ["mse", _knows_nan])
+def test_a_label_may_be_nan_however_clients_are_given(loss):
+    x, _ = toy.arrays(8)
+    y = np.arange(8, dtype=np.float32)
+    y[3] = np.nan
+    pd = pytest.importorskip("pandas")
+    clients, ids = {"a": (x[:4], y[:4]), "b": (x[4:], y[4:])}, [*"aaaabbbb"]
+    given = [(clients, {})]
+    for labels in y, pd.Series(y):
+        given.append((None, {"x": x, "y": labels, "client_ids": ids}))
+    weights = []
+    for data, options in given:
+        tf.keras.utils.set_random_seed(1)
+        model = tf.keras.Sequential([tf.keras.Input([8]), tf.keras.layers.Dense(1)])
+        fed = tfdp_fl.DPFederatedModel(model, tfdp_fl.NoPrivacy(), 2, "fixed_size")
+        fed.compile("sgd", loss)
+        spec = (tf.TensorSpec([8]), tf.TensorSpec([]))
+        data = None if data is None else as_federated(data, element_spec=spec)
+        with pytest.warns(RuntimeWarning, match="1 NaN.*ignore_class=-1"):
+            history = fed.fit(data, batch_size=2, verbose=0, **options).history
+        assert history["discarded_clients"] == [float(loss == "mse")]
+        weights.append(np.concatenate([w.ravel() for w in fed.get_weights()]))
+    np.testing.assert_array_equal(weights[0], weights[1])
+    np.testing.assert_array_equal(weights[0], weights[2])
+    with pytest.raises(ValueError, match="x must have finite"):
+        fed.fit(np.where(x == x[0, 0], np.nan, x), y, client_ids=ids)
+
+
+def test_batches_of_a_fixed_size_are_not_taken_for_examples(capsys):
+    x, y = _whole(0)
+    batches = _slices((x, y)).batch(2, drop_remainder=True)
+    fed = toy.federated()
+    fed.fit([batches] * 20, verbose=2)
+    assert "drop_remainder=True) makes examples of batches" in capsys.readouterr().out

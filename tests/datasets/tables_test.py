@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.keras import toy
-from tfdp_fl.datasets import FederatedDataset, persons
+from tfdp_fl.datasets import FederatedDataset, persons, tables
 from tfdp_fl.keras import evaluation
 
 _from_frame = FederatedDataset.from_dataframe
@@ -139,10 +139,12 @@ def test_a_sorted_file_is_read_client_by_client(tmp_path, weight):
             streamed.client(client_id), held.client(client_id), strict=True
         ):
             np.testing.assert_array_equal(np.sort(one, 0), np.sort(other, 0))
-    # Another file in its place: nobody is given another's rows.
+    # Another file in its place: what was read and checked is what trains.
+    before = streamed.client("a0")
     whole.sort_values("who", ascending=False).to_parquet(path, row_group_size=4)
-    with pytest.raises(ValueError, match="rows of other clients"):
-        streamed.client("a0")
+    path.with_name("unsorted").unlink()
+    for one, other in zip(before, streamed.client("a0"), strict=True):
+        np.testing.assert_array_equal(one, other)
     whole.loc[whole.who == "b5", "age"] = None
     whole.sort_values("who").to_parquet(path, row_group_size=4)
     with pytest.raises(ValueError, match=r"'age' with.*Row 0 is row \d+ of"):
@@ -308,3 +310,44 @@ def test_nobody_keeps_more_rows_than_the_bound(choose):
     for name, value in (("most", 0), ("choose", "best")):
         with pytest.raises(ValueError, match=name):
             tfdp_fl.bound_rows(*_table(), **{"most": 2, name: value})
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        np.array([3, 1, 1, 2, 3, 1]),
+        np.array([1, 1, 2, 2, 2, 9], np.uint64),
+        np.array([-5, 7, -5, 7, 0, 0], np.int8),
+        np.array([4, 4, 4, 4, 4, 4]),
+    ],
+)
+def test_numbers_are_grouped_as_any_ids_are(ids):
+    found = tables.rows_of_persons(ids, 6)
+    for other in (ids.tolist(), ids.astype(object), pd.Series(ids)):
+        wanted = tables.rows_of_persons(other, 6)
+        assert found.client_ids == wanted.client_ids
+        np.testing.assert_array_equal(found.rows, wanted.rows)
+        np.testing.assert_array_equal(found.lengths, wanted.lengths)
+    by_client = found.by_client()
+    assert list(by_client) == list(dict.fromkeys(ids.tolist()))
+    for client_id, rows in by_client.items():
+        np.testing.assert_array_equal(rows, np.flatnonzero(ids == client_id))
+
+
+def test_ids_that_differ_have_different_digests_and_alike_ones_are_found():
+    lists = [
+        *([1, 2], [2, 1], [12], [1, 2, 0], ["1", "2"], ["12"], ["1", "2", ""]),
+        *([1.0, 2.0], [1, "2"], [b"1", b"2"], [True, 2], range(1, 3), [2**70, 1]),
+    ]
+    assert len({tables.digest(ids) for ids in lists}) == len(lists)
+    assert tables.digest([np.int64(1), 2]) == tables.digest([1, 2])
+    assert tables.digest([np.str_("a")]) == tables.digest(["a"])
+    plain = ["ann", "ben", "x1", "10", "2.5", "-3", "a_b", "1e5", "0x"]
+    assert tables._is_plain([word for word in plain if word != "0x"])
+    for word in plain:
+        assert tables._as_read(word) == word or not tables._is_plain([word])
+    assert not tables._is_plain(["ben", ""])
+    for odd in ("Ann", " ann", "a nn", "01", "1.0", "+07", "\ufeffann", "a\x01"):
+        assert not tables._is_plain(["ben", odd])
+        with pytest.warns(RuntimeWarning, match="differ only in"):
+            tables.distinct([odd, tables._as_read(odd), "ben"])

@@ -85,6 +85,27 @@ def test_epsilon_is_that_of_the_rounds_released():
     assert _run(strategy, 3) == 0
 
 
+def test_the_tighter_accountant_is_the_default():
+    def epsilon(accountant):
+        settings = "fixed_size", 8, 2, 2, _DELTA, accountant
+        return accounting.epsilon(4.0, *settings)
+
+    mechanism = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=4.0)
+    budget = {"target_epsilon": epsilon("pld") + 1e-3, "target_delta": _DELTA}
+    assert epsilon("rdp") > epsilon("pld") + 1e-3
+    strategy = fm.private(mechanism, 2, 8, **budget)
+    assert _run(strategy, 5) == 2
+    assert strategy.privacy_epsilon() == pytest.approx(epsilon("pld"))
+    assert strategy.privacy_epsilon(accountant="rdp") == pytest.approx(epsilon("rdp"))
+    assert strategy.privacy_report()["accountant"] == "pld"
+    by_rdp = fm.private(mechanism, 2, 8, **budget, accountant="rdp")
+    assert _run(by_rdp, 5) < 2
+    # From half of the clients on, RDP is tighter; PLD cuts off tails of 1e-15.
+    assert _private().privacy_report(_DELTA)["accountant"] == "rdp"
+    small = {"target_epsilon": 8.0, "target_delta": 1e-13}
+    assert fm.private(mechanism, 2, 8, **small).privacy_report()["accountant"] == "rdp"
+
+
 def test_it_stops_before_the_round_that_would_overspend(caplog):
     strategy = _private(**_target(4))
     assert _run(strategy, 4) == 4

@@ -12,6 +12,7 @@ from tfdp_fl import accounting, auditing
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import CohortEngine
 from tfdp_fl.keras import callbacks
+from tfdp_fl.keras import run as run_lib
 
 _DELTA = 1e-3
 _T, _B = 8, 4
@@ -87,6 +88,21 @@ def test_a_client_sits_out_after_its_last_round():
     toy.fit(fed, 6)
     assert fed.run.cohort_sizes == [10, 10, 10, 10, 0, 0]
     assert (fed.mechanism.generator.sensitivity / 2.0) ** 2 == _spent(fed)
+
+
+def test_what_clients_had_part_in_is_kept_where_it_counts():
+    limited, free = _federated(_mechanism(max_participations=1)), toy.federated()
+    for fed in (limited, free):
+        toy.fit(fed, 2)
+    assert limited.run.state()["spending"]["participations"].sum() == 20
+    # A central guarantee alone needs nothing of each client.
+    assert free.run.state()["spending"]["participations"] is None
+    state = limited.run.state()
+    again = run_lib.Run.from_state(state, limited.run)
+    toy.assert_same(
+        [again.spending.per_client.participations],
+        [limited.spending.per_client.participations],
+    )
 
 
 def test_an_abandoned_round_moves_nothing():

@@ -143,8 +143,33 @@ class _Vector(tf.keras.metrics.Metric):
         return self.numbers
 
 
+class _Odd(_Vector):
+    def __init__(self, result):
+        super().__init__(name="odd")
+        self.own, self.total = result, self.add_weight((), "zeros")
+
+    def result(self):
+        return self.own(self.total)
+
+
+@pytest.mark.parametrize(
+    "result, said",
+    [
+        (lambda total: (total, total), "'odd' as a tuple"),
+        (lambda total: {"a": {"b": total}}, "'a' as a dict"),
+        (lambda total: None, "'odd' as a NoneType"),
+        (lambda total: "good", "'odd' of string"),
+    ],
+)
+def test_a_metric_that_gives_no_number_is_named(result, said):
+    fed = toy.federated(model=toy.dense())  # Not lent again: metrics look alike.
+    fed.compile("sgd", toy.loss(), metrics=[_Odd(result)])
+    with pytest.raises(ValueError, match=f"one number each, .*got {said}"):
+        toy.fit(fed)
+
+
 def test_a_metric_of_several_numbers_and_other_validation_are_refused():
-    message = "metrics must give one number each, got 'by_class'"
+    message = "metrics must give one number each.*got 'by_class'"
     vector = [_Vector(name="by_class")]
     fed = toy.federated(compile_options={"weighted_metrics": ["accuracy", *vector]})
     with pytest.raises(ValueError, match=message):

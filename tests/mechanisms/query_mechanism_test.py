@@ -178,6 +178,7 @@ _NEVER = r"query must.*FixedClipping"
         (lambda: tfp.NormalizedQuery(_tree(), 8.0), _G(1.0), _NEVER),
         (lambda: tfp.DiscreteGaussianSumQuery(1.0, 1.0), _G(1.0), _NEVER),
         (lambda: tfp.NoPrivacyAverageQuery(), _G(1.0), _NEVER),
+        (tfp.QuantileAdaptiveClipSumQuery(0.0, 1.0, 0.5, 0.2, 1.0, 8), _G(1.0), "NaN"),
         # As much or more is taken.
         (tfp.GaussianSumQuery(0.3, 0.3 * 1.1), _G(1.1), None),
         (tfp.GaussianSumQuery(1.0, 1.5), _G(1.0), None),

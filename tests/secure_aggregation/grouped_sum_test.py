@@ -1,6 +1,7 @@
 """A cohort summed in groups, and what each party sees of it."""
 
 import itertools
+import tracemalloc
 from unittest import mock
 
 import numpy as np
@@ -58,6 +59,16 @@ def test_total_and_groups(kind, dtype):
         np.testing.assert_allclose(value, expected, rtol=0, atol=tolerance)
 
 
+def test_memory_does_not_grow_with_the_group():
+    updates, peaks = np.ones([12, 50_000]), []
+    for size in (3, 12):
+        tracemalloc.start()
+        sum_in_groups(updates[:size], _RING, group_size=size)
+        peaks.append(tracemalloc.get_traced_memory()[1] / updates[0].nbytes)
+        tracemalloc.stop()
+    assert max(peaks) < 1.1 * min(peaks) < 9
+
+
 def test_what_cannot_be_summed():
     updates = list(_updates())
     # A cohort below the minimum fails whole.
@@ -70,6 +81,8 @@ def test_what_cannot_be_summed():
         assert "min_participants=3" in outcome.reason
     with pytest.raises(TypeError, match="num_members"):
         sum_in_groups(lambda i: updates[i], _RING)
+    with pytest.raises(ValueError, match=r"the shape \(40,\), got \(1,\) of member 1"):
+        sum_in_groups([updates[0], updates[1][:1], updates[2]], _RING)
 
 
 def test_what_a_member_sees_depends_on_the_others_sum_only():

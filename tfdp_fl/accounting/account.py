@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -156,6 +155,8 @@ class LocalAccount:
         self.num_clients = _validate.positive_integer(num_clients=num_clients)
         self.mu_squared = np.zeros(self.num_clients)
         self.participations = np.zeros(self.num_clients, np.int64)
+        # Kept, as it is asked for in every round, of however many clients.
+        self._most = 0.0
 
     @property
     def max_participations(self) -> int:
@@ -165,13 +166,22 @@ class LocalAccount:
     @property
     def max_mu_squared(self) -> float:
         """The largest sum of mu^2 over the clients."""
-        return float(self.mu_squared.max())
+        return self._most
 
     def max_mu_squared_after(self, positions: np.ndarray, mu_squared: float) -> float:
         """Returns what `max_mu_squared` would be after `add`."""
+        return self._most_after(positions, mu_squared)
+
+    def _most_after(
+        self, positions: np.ndarray, mu_squared: float, limit: int | None = None
+    ) -> float:
+        """Returns the largest sum after releases; above the limit a client sits out."""
         members, times = np.unique(positions, return_counts=True)
+        if limit is not None:
+            times = np.clip(limit - self.participations[members], 0, times)
+        members, times = members[times > 0], times[times > 0]
         after = self.mu_squared[members] + times * mu_squared
-        return float(after.max(initial=self.max_mu_squared))
+        return float(after.max(initial=self._most))
 
     def add(self, positions: np.ndarray, mu_squared: float) -> None:
         """Charges one release to each of a cohort's clients.
@@ -191,10 +201,28 @@ class LocalAccount:
             )
         np.add.at(self.mu_squared, positions, mu_squared)
         np.add.at(self.participations, positions, 1)
+        self._most = float(self.mu_squared[positions].max(initial=self._most))
 
-    def copy(self) -> LocalAccount:
-        """Returns an independent copy."""
-        return copy.deepcopy(self)
+    def restore(self, mu_squared: np.ndarray, participations: np.ndarray) -> None:
+        """Takes over what each client had spent, float64 [N] and int64 [N]."""
+        self.mu_squared[:], self.participations[:] = mu_squared, participations
+        self._most = float(self.mu_squared.max())
+
+    def max_mu_squared_after_cohorts(
+        self,
+        cohorts: Sequence[np.ndarray],
+        mu_squared: float,
+        max_participations: int | None = None,
+    ) -> float:
+        """Returns what `max_mu_squared` would be after cohorts that are known.
+
+        Args:
+          cohorts: The clients' positions in each, int64 [m].
+          mu_squared: As in `add`.
+          max_participations: After so many rounds a client sits out.
+        """
+        drawn = np.concatenate([np.zeros(0, np.int64), *cohorts])
+        return self._most_after(drawn, mu_squared, max_participations)
 
     def max_mu_squared_after_draws(
         self,
@@ -212,9 +240,10 @@ class LocalAccount:
           mu_squared: (sensitivity / sigma)^2 of one client's release in each.
           max_participations: After so many rounds a client sits out.
         """
-        more = np.full(self.num_clients, draws)
-        if max_participations is not None:
-            more = np.clip(max_participations - self.participations, 0, draws)
+        if max_participations is None:
+            # (No draws cost nothing, also where a draw has no noise.)
+            return self._most + draws * mu_squared if draws else self._most
+        more = np.clip(max_participations - self.participations, 0, draws)
         # What is not drawn costs nothing, also where a draw has no noise.
         added = np.multiply(more, mu_squared, where=more > 0, out=np.zeros(len(more)))
         return float((self.mu_squared + added).max())
@@ -607,11 +636,18 @@ class PrivacyAccount:
             return epsilon_of_mu_squared(self.max_mu_squared, delta)
         return self.central.epsilon(delta, accountant, coarse)
 
-    def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint must keep: JSON values and arrays."""
+    def state(self, per_client: bool = True) -> dict[str, Any]:
+        """Returns what a checkpoint must keep: JSON values and arrays.
+
+        Args:
+          per_client: Whether rounds depend on what each client had part in; they do
+            where the guarantee is composed client by client.
+        """
+        kept, accounts = per_client or self.by_client, self.per_client
         return {
-            "mu_squared": self.per_client.mu_squared.copy(),
-            "participations": self.per_client.participations.copy(),
+            "num_clients": accounts.num_clients,
+            "mu_squared": accounts.mu_squared.copy() if kept else None,
+            "participations": accounts.participations.copy() if kept else None,
             "guarantee": self.guarantee,
             "charges": _as_json(self.own),
             "others": {
@@ -624,15 +660,14 @@ class PrivacyAccount:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> PrivacyAccount:
         """Returns the spending that `state` was taken of."""
-        spending = cls(state["guarantee"], len(state["mu_squared"]))
+        spending = cls(state["guarantee"], state["num_clients"])
         others = {
             name: OtherRun(charges=_from_json(charges), mu_squared=float(mu_squared))
             for name, (charges, mu_squared) in state["others"].items()
         }
         spending.merge_runs(others, _from_json(state["charges"]))
-        per_client = spending.per_client
-        per_client.mu_squared[:] = state["mu_squared"]
-        per_client.participations[:] = state["participations"]
+        if state["mu_squared"] is not None:
+            spending.per_client.restore(state["mu_squared"], state["participations"])
         spending.lost_mu_squared = float(state["lost_mu_squared"])
         return spending
 

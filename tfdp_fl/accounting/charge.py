@@ -437,7 +437,7 @@ def event_to_json(event: dp_accounting.DpEvent) -> dict[str, Any]:
     """Returns an event as JSON can hold it exactly.
 
     A Gaussian's noise multiplier that no accountant can compute with is taken
-    for less than it is: below 1e-3 for none, and above 1e6 for that.
+    for less than it is: below 1e-4 for none, and above 1e6 for that.
     """
     kind = type(event)
     if _event_class(kind.__name__) is not kind:

@@ -14,9 +14,9 @@ from scipy import stats
 
 from tfdp_fl import _validate
 
-# Beyond, an epsilon is above 1e5 or below 1e-5 for any use, and floating point
+# Beyond, an epsilon is above 1e7 or below 1e-5 for any use, and floating point
 # fails: there, noise is taken for less than it is.
-LEAST_NOISE, MOST_NOISE = 1e-3, 1e6
+LEAST_NOISE, MOST_NOISE = 1e-4, 1e6
 # Above this, a tail bound of the privacy loss says how much noise is enough.
 _LARGEST_EPSILON = 1e5
 # More than the roundings of a few operations, and of SciPy's functions.
@@ -31,7 +31,7 @@ def gaussian_delta(noise_multiplier: float, epsilon: float) -> float:
 
     Args:
       noise_multiplier: z = sigma / sensitivity, at least 0; above 1e6 it is
-        taken for that, and below 1e-3 for none.
+        taken for that, and below 1e-4 for none.
       epsilon: At least 0.
 
     Returns:
@@ -56,7 +56,7 @@ def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
 
     Args:
       noise_multiplier: z = sigma / sensitivity, at least 0; above 1e6 it is
-        taken for that, and below 1e-3 for none.
+        taken for that, and below 1e-4 for none.
       delta: Between 0 and 1.
 
     Returns:

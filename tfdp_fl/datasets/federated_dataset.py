@@ -107,7 +107,7 @@ class FederatedDataset:
         cls,
         x: Nest,
         y: Nest,
-        indices: Mapping[Any, Any] | Sequence[Any] | np.ndarray,
+        indices: Mapping[Any, Any] | Sequence[Any] | np.ndarray | tables.ClientRows,
         sample_weight: Nest | None = None,
     ) -> FederatedDataset:
         """Makes a dataset of many clients over the same arrays.
@@ -130,11 +130,16 @@ class FederatedDataset:
             not an integer or out of range, or if there is no client.
         """
         x, y, num_rows = sources.as_tensors(*nests.pair((x, y, sample_weight)))
-        client_ids: Sequence[Any] = range(len(indices))
-        if isinstance(indices, Mapping):
-            client_ids, indices = list(indices), list(indices.values())
-        sources.at_least_one_client(indices=indices)
-        table, lengths = sources.row_table(indices, num_rows)
+        client_ids: Sequence[Any]
+        if isinstance(indices, tables.ClientRows):
+            client_ids, rows, lengths = indices
+            table, _ = sources.row_table([rows], num_rows)
+        else:
+            client_ids = range(len(indices))
+            if isinstance(indices, Mapping):
+                client_ids, indices = list(indices), list(indices.values())
+            sources.at_least_one_client(indices=indices)
+            table, lengths = sources.row_table(indices, num_rows)
         starts = np.cumsum(lengths) - lengths
         return cls(sources.IndexedSource(x, y, starts, lengths, table), client_ids)
 
@@ -188,8 +193,9 @@ class FederatedDataset:
         """Makes a dataset from a Parquet file with a column that names clients.
 
         The file is read once, a row group at a time, to find the clients and to check
-        all values. Where it is sorted by clients, a client is then read when it takes
-        part. Any other file is held in memory.
+        all values. Where it is sorted by clients, the columns are written into a
+        temporary file without a name (in `TMPDIR`), from which a client's rows are read
+        when it takes part. Any other file is held in memory.
 
         Args:
           path: The file.
@@ -415,6 +421,12 @@ class FederatedDataset:
         taken = [self._client_ids[position] for position in positions.tolist()]
         return self._with(self._source.take(positions), taken)
 
+    @functools.cached_property
+    def _places(self) -> np.ndarray:
+        """Each id's own number in [0, 1), float64 [N]."""
+        places = map(tables.place_of, self._client_ids)
+        return np.fromiter(places, np.float64, self.num_clients)
+
     def split_by_id(self, fraction: float) -> tuple[FederatedDataset, FederatedDataset]:
         """Splits the clients by their ids alone, each by itself.
 
@@ -435,8 +447,7 @@ class FederatedDataset:
             side when others come.)
         """
         fraction = _validate.inside_unit_interval(fraction=fraction)
-        places = np.array([tables.place_of(each) for each in self._client_ids])
-        held_out = places < fraction
+        held_out = self._places < fraction
         if held_out.all() or not held_out.any():
             raise ValueError(
                 "clients must be more, so that the hashes of their ids put some on "
@@ -533,6 +544,8 @@ class FederatedDataset:
           positions: int64[k].
         """
         failed = self._source.failed
+        if not failed:
+            return []
         known = [place for place in positions.tolist() if place in failed]
         return [ClientFailure(place, failed[place]) for place in known]
 

@@ -28,6 +28,10 @@ PADDING = "keras.utils.pad_sequences pads sequences of unequal length"
 
 
 _STRINGS = "a tf.keras.layers.StringLookup of their values makes integers of strings"
+_BATCHES = (
+    "batch(..., drop_remainder=True) makes examples of batches: batch without it, or "
+    "unbatch()"
+)
 NO_CAST = (
     "x, y and sample_weight must hold whole numbers where those are expected, got a "
     "fraction, a NaN or a number that is too large"
@@ -295,6 +299,8 @@ def conform(
             wrong = describe_spec(spec_of(own))
         if wrong:
             hint = _STRINGS if "string" in wrong else PADDING
+            if leaves and all(map(_is_batch, leaves, specs)):
+                hint = _BATCHES
             raise ExamplesValueError(
                 f"{name} must be {describe_spec(wanted)} for each example, got "
                 f"{wrong}; {hint}."
@@ -344,6 +350,11 @@ def _is_of(exactly: bool, leaf: Any, spec: tf.TensorSpec) -> bool:
     same_kind = (_dtype(leaf) == tf.string) == (spec.dtype == tf.string)
     sizes = list if exactly else _sizes
     return same_kind and sizes(leaf.shape[1:]) == sizes(spec.shape)
+
+
+def _is_batch(leaf: Any, spec: tf.TensorSpec) -> bool:
+    """Returns whether each example of an array looks like several of a spec."""
+    return leaf.ndim > 1 and _sizes(leaf.shape[2:]) == _sizes(spec.shape)
 
 
 def _cast(leaf: Any, spec: tf.TensorSpec) -> tuple[Any, np.ndarray]:

@@ -99,8 +99,8 @@ def by_person(
       sample_weight: What each row counts in the loss, [n], or None.
 
     Raises:
-      ValueError: A row has no id or a missing value (naming column and row), or
-        lengths or pandas indexes differ.
+      ValueError: A row has no id, or a missing value that is no label (naming column
+        and row), or lengths or pandas indexes differ.
     """
     given = {"x": x, "y": y, "sample_weight": sample_weight}
     check_aligned(**given, client_ids=client_ids)
@@ -112,7 +112,8 @@ def by_person(
     num_rows = nests.common_length(given["x"], given["y"])
     rows = tables.rows_of_persons(client_ids, num_rows)
     for argument, nest in given.items():
-        for leaf in tf.nest.flatten(nest):
+        # Labels of clients may be NaN, however they are given: a loss may know them.
+        for leaf in tf.nest.flatten(nest) if argument != "y" else ():
             tables.check_finite(argument, leaf)
     return FederatedDataset.from_indices(**given, indices=rows)
 
@@ -189,7 +190,7 @@ def bound_rows(
     generator, kept = np.random.default_rng(), []
     x, y = nests.with_array_leaves(x, "x"), nests.with_array_leaves(y, "y")
     rows = tables.rows_of_persons(client_ids, nests.common_length(x, y))
-    for own in rows.values():
+    for own in rows.by_client().values():
         if choose == "random" and len(own) > most:
             own = generator.choice(own, most, replace=False)
         kept.append(own[-most:] if choose == "last" else own[:most])

@@ -516,12 +516,16 @@ def row_table(
     """
     if num_rows > np.iinfo(np.int32).max:
         raise ValueError(f"x must have at most 2**31 - 1 examples, got {num_rows}.")
+    if isinstance(indices, np.ndarray) and indices.ndim == 2:
+        lengths = np.full(len(indices), indices.shape[1], np.int64)
+        return row_table([indices.reshape(-1)], num_rows)[0], lengths
     rows = [np.asarray(client) for client in indices]
     if any(client.ndim != 1 for client in rows):
         raise ValueError("indices must be one 1-D array per client, got another shape.")
     lengths = np.array([len(client) for client in rows], np.int64)
     filled = [client for client in rows if len(client)]
     flat = np.concatenate(filled or [np.zeros(0, np.int32)])
+    # (Concatenated, it is a copy in any case: the caller's own may change.)
     if flat.size:
         if flat.dtype.kind not in "iu":
             raise TypeError(f"indices must be integers, got dtype {flat.dtype}.")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import collections
-import functools
+import contextlib
 import hashlib
 import os
 import re
+import tempfile
 import unicodedata
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
 from tfdp_fl import _validate
 from tfdp_fl.datasets import nests
@@ -48,6 +50,12 @@ def distinct(client_ids: Sequence[Any]) -> Sequence[Any]:
     if isinstance(client_ids, range):
         return client_ids
     kept = list(client_ids)
+    kinds = set(map(type, kept))
+    # Whole numbers, and plain words, are read in one way only: nothing to look for.
+    if len(set(kept)) == len(kept) and (
+        kinds == {int} or (kinds == {str} and _is_plain(kept))
+    ):
+        return kept
     if any(client_id != client_id for client_id in kept):
         raise ValueError("client_ids must name each client, got a missing value (NaN).")
     if any(isinstance(one, float) and abs(one) >= 2**53 for one in kept):
@@ -73,6 +81,18 @@ def distinct(client_ids: Sequence[Any]) -> Sequence[Any]:
     return kept
 
 
+def _is_plain(words: list[str]) -> bool:
+    """Returns whether `_as_read` is known to leave each of these as it is."""
+    text = "\n".join(words)
+    return (
+        text.isascii()
+        and text == text.lower()
+        and text.split() == words
+        and "".join(words).isprintable()
+        and not re.search(r"^[+-]?0|\.0+$", text, re.MULTILINE)
+    )
+
+
 def _as_read(client_id: Any) -> str:
     text = (
         client_id.decode("latin-1") if isinstance(client_id, bytes) else str(client_id)
@@ -86,7 +106,21 @@ def _as_read(client_id: Any) -> str:
 
 def digest(client_ids: Sequence[Any]) -> str:
     """Returns the SHA-256 of ids in their order, hexadecimal."""
-    made = hashlib.sha256()
+    made, number = hashlib.sha256(), len(client_ids)
+    if isinstance(client_ids, range):
+        return hashlib.sha256(repr(client_ids).encode()).hexdigest()
+    kinds = set(map(type, client_ids))
+    if any(issubclass(kind, np.generic) for kind in kinds):
+        client_ids = [v.item() if isinstance(v, np.generic) else v for v in client_ids]
+        kinds = set(map(type, client_ids))
+    if kinds == {int} and -(2**63) <= min(client_ids) <= max(client_ids) < 2**63:
+        numbers = np.fromiter(client_ids, np.int64, number)
+        return hashlib.sha256(b"int" + numbers.astype("<i8").tobytes()).hexdigest()
+    if kinds == {str}:
+        sizes = np.fromiter(map(len, client_ids), np.int64, number)
+        made.update(b"str" + sizes.astype("<i8").tobytes())
+        made.update("".join(client_ids).encode(errors="surrogatepass"))
+        return made.hexdigest()
     for client_id in client_ids:
         text = _text(client_id)
         # With its length before it, no id can pass for two.
@@ -94,8 +128,27 @@ def digest(client_ids: Sequence[Any]) -> str:
     return made.hexdigest()
 
 
-def rows_of_persons(client_ids: Any, num_rows: int) -> dict[Any, np.ndarray]:
-    """Returns each person's rows (int64), by id, in the order of the rows.
+class ClientRows(NamedTuple):
+    """Which rows of a table are whose.
+
+    Attributes:
+      client_ids: The clients' ids, in the order in which they first appear.
+      rows: Int64 [n], one client after another, each in the order of the table.
+      lengths: Int64 [N], how many each has.
+    """
+
+    client_ids: list[Any]
+    rows: np.ndarray
+    lengths: np.ndarray
+
+    def by_client(self) -> dict[Any, np.ndarray]:
+        """Returns each client's rows, by id."""
+        each = np.split(self.rows, np.cumsum(self.lengths)[:-1])
+        return dict(zip(self.client_ids, each, strict=True))
+
+
+def rows_of_persons(client_ids: Any, num_rows: int) -> ClientRows:
+    """Returns each person's rows.
 
     Args:
       client_ids: The client of each row, [n] numbers or strings.
@@ -118,22 +171,29 @@ def rows_of_persons(client_ids: Any, num_rows: int) -> dict[Any, np.ndarray]:
             )
     else:
         ids = client_ids if hasattr(client_ids, "iloc") else np.asarray(client_ids)
-        if getattr(ids.dtype, "kind", "O") == "M" and isinstance(ids, np.ndarray):
+        kind = getattr(ids.dtype, "kind", "O")
+        if kind == "M" and isinstance(ids, np.ndarray):
             ids = ids.astype("datetime64[us]")  # Python has no finer ones.
-        shape, values = list(ids.shape), ids.tolist()
+        shape = list(ids.shape)
+        # (Pandas's own kinds of whole numbers may have gaps.)
+        if kind in "iu" and isinstance(ids.dtype, np.dtype) and shape == [num_rows]:
+            return _grouped_by_number(np.asarray(ids))
+        values = ids.tolist()
     if shape != [num_rows]:
         raise ValueError(
             f"client_ids must be a vector with one id for each of the {num_rows} "
             f"rows, got {shape}."
         )
-    for row, value in enumerate(values):
+    for row, value in enumerate(() if set(map(type, values)) == {str} else values):
         if not _is_id(value):
             raise ValueError(
                 "client_ids must be a number, a string, or another value that Python "
                 f"can hash in every row, got a {type(value).__name__} that is none in "
                 f"row {row}."
             )
-    return rows_by_client(values)
+    place: dict[Any, int] = {}
+    codes = np.array([place.setdefault(each, len(place)) for each in values])
+    return _grouped(list(place), codes)
 
 
 def _is_id(value: Any) -> bool:
@@ -144,18 +204,24 @@ def _is_id(value: Any) -> bool:
         return False
 
 
-def rows_by_client(row_ids: list[Any]) -> dict[Any, np.ndarray]:
-    """Returns each client's rows (int64), by id, in the order of the rows.
+def _grouped_by_number(ids: np.ndarray) -> ClientRows:
+    """Returns the rows of each of some whole numbers, without a loop over them."""
+    if (ids[1:] >= ids[:-1]).all():  # As a table that is sorted by them.
+        first = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
+        lengths = np.diff(np.append(first, len(ids)))
+        return ClientRows(ids[first].tolist(), np.arange(len(ids)), lengths)
+    distinct_ids, first, codes = np.unique(ids, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+    return _grouped(distinct_ids[order].tolist(), places[codes.reshape(-1)])
 
-    Args:
-      row_ids: The client of each row, of which there is one at least.
-    """
-    place: dict[Any, int] = {}
-    codes = np.array([place.setdefault(each, len(place)) for each in row_ids])
-    # Stable: a client's rows stay in the frame's order.
-    order = np.argsort(codes, kind="stable")
-    ends = np.cumsum(np.bincount(codes, minlength=len(place)))
-    return dict(zip(place, np.split(order, ends[:-1]), strict=True))
+
+def _grouped(client_ids: list[Any], codes: np.ndarray) -> ClientRows:
+    """Returns the rows of each client, whose places are `codes` [n]."""
+    # Stable: a client's rows stay in the table's order.
+    rows = np.argsort(codes, kind="stable")
+    return ClientRows(client_ids, rows, np.bincount(codes, minlength=len(client_ids)))
 
 
 # Pandas frames.
@@ -168,7 +234,7 @@ def split(
     label: Columns = "label",
     sample_weight: str | None = None,
     vocabulary: Vocabulary | None = None,
-) -> tuple[Any, Any, dict[Any, np.ndarray], Any]:
+) -> tuple[Any, Any, ClientRows, Any]:
     """Returns (x, y, rows of each client, weights) of a pandas frame.
 
     The arguments and errors are those of `FederatedDataset.from_dataframe`; the
@@ -270,7 +336,10 @@ def array(frame: Any, name: str, argument: str, vocabulary: Vocabulary) -> np.nd
             "Make numbers of it, or declare beforehand which values text or categories "
             f"may have: from_dataframe(..., vocabulary={{{name!r}: [...]}})."
         )
-    _check_none_missing(column, argument, "have a value in every row")
+    # (Labels of `fit(x, y, client_ids=)` are as those of any clients.)
+    may_miss = argument == "y" and kind == "f" and declared is None
+    if not may_miss:
+        _check_none_missing(column, argument, "have a value in every row")
     if declared is not None:
         return _codes(column, name, declared)
     if kind == "u" and column.max() > np.iinfo(np.int64).max:
@@ -280,7 +349,8 @@ def array(frame: Any, name: str, argument: str, vocabulary: Vocabulary) -> np.nd
         )
     with np.errstate(over="ignore"):  # What becomes infinite is found below.
         array = column.to_numpy(dtype=np.float32 if kind == "f" else np.int64)
-    check_finite(argument, array, name)
+    if not may_miss:
+        check_finite(argument, array, name)
     return array
 
 
@@ -339,7 +409,9 @@ def parquet_clients(
 ) -> tuple[list[Any], Callable[[Any], tuple[Any, ...]], Any] | None:
     """Returns the clients of a sorted Parquet file, what reads one, and their spec.
 
-    All values are checked now, one row group at a time; the spec is that of the file's
+    All values are checked now, one row group at a time, and written into temporary
+    files that have no name and go with the process: a client is then read by its own
+    rows alone, and what was checked is what trains. The spec is that of the file's
     schema. None: the rows of a client are not together.
 
     Args:
@@ -349,40 +421,54 @@ def parquet_clients(
     """
     from pyarrow import parquet
 
-    @functools.lru_cache(maxsize=2)  # A client may begin in one and end in the next.
-    def group(number: int) -> Any:
-        table = parquet.ParquetFile(path).read_row_group(number)
-        return table.to_pandas().reset_index(drop=True)
-
-    metadata = parquet.read_metadata(path)
-    pieces: dict[Any, list[tuple[int, slice]]] = collections.defaultdict(list)
-    first_row = 0
-    for number in range(metadata.num_row_groups):
-        size = metadata.row_group(number).num_rows
-        try:
-            x, y, rows, weights = split(group(number), *columns, **named)
-        except ValueError as error:
-            if not first_row:
-                raise
-            raise ValueError(f"{error} Row 0 is row {first_row} of {path}.") from error
-        first_row += size
-        for client_id, own in rows.items():
-            if len(own) <= own[-1] - own[0]:
-                return None
-            pieces[client_id].append((number, slice(own[0], own[-1] + 1)))
-    # Where a group ends, a client may go on in the next.
-    more = sum(map(len, pieces.values())) - len(pieces)
-    if not pieces or more >= metadata.num_row_groups:
-        return None
+    pieces: dict[Any, list[slice]] = collections.defaultdict(list)
+    first_row, examples = 0, None
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(parquet.ParquetFile(path))
+        streams: list[Any] = []
+        for number in range(file.num_row_groups):
+            frame = file.read_row_group(number).to_pandas().reset_index(drop=True)
+            try:
+                x, y, rows, weights = split(frame, *columns, **named)
+            except ValueError as error:
+                if not first_row:
+                    raise
+                raise ValueError(
+                    f"{error} Row 0 is row {first_row} of {path}."
+                ) from error
+            ends = np.cumsum(rows.lengths)
+            for client_id, end, length in zip(
+                rows.client_ids, ends.tolist(), rows.lengths.tolist(), strict=True
+            ):
+                start, last = rows.rows[end - length], rows.rows[end - 1]
+                if length <= last - start:
+                    return None
+                own = slice(first_row + int(start), first_row + int(last) + 1)
+                pieces[client_id].append(own)
+            first_row += len(frame)
+            found = (x, y) if weights is None else (x, y, weights)
+            examples = found if examples is None else examples
+            specs = tf.nest.flatten(nests.spec_of(examples))
+            if tf.nest.flatten(nests.spec_of(found)) != specs:
+                return None  # Pandas reads the groups' columns in different ways.
+            for place, leaf in enumerate(tf.nest.flatten(found)):
+                if not number:
+                    streams.append(stack.enter_context(tempfile.TemporaryFile()))
+                leaf.tofile(streams[place])
+        # Where a group ends, a client may go on in the next.
+        more = sum(map(len, pieces.values())) - len(pieces)
+        if examples is None or more >= file.num_row_groups:
+            return None
+        for stream in streams:
+            stream.flush()
+        mapped = [
+            np.memmap(stream, leaf.dtype, "r", shape=(first_row, *leaf.shape[1:]))
+            for stream, leaf in zip(streams, tf.nest.flatten(examples), strict=True)
+        ]
+    whole = tf.nest.pack_sequence_as(examples, mapped)
 
     def read(client_id: Any) -> tuple[Any, ...]:
-        import pandas
+        own = [nests.take(whole, rows) for rows in pieces[client_id]]
+        return own[0] if len(own) == 1 else nests.concatenate(own)
 
-        own = [group(number).iloc[rows] for number, rows in pieces[client_id]]
-        x, y, found, weights = split(pandas.concat(own), *columns, **named)
-        if list(found) != [client_id]:  # They would count as this one's.
-            raise ValueError(f"{path} has changed: rows of other clients are there.")
-        return (x, y) if weights is None else (x, y, weights)
-
-    examples = (x, y) if weights is None else (x, y, weights)
     return list(pieces), read, nests.spec_of(examples)

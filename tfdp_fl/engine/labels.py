@@ -7,6 +7,7 @@ update is clipped whatever they are, and is zero if they make no number of it.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -113,7 +114,9 @@ def problem(leaves: Sequence[Any], allowed: list[LabelRange]) -> str:
         if ignored is not None:
             inside |= values == ignored
         if not inside.all():
-            other = "" if ignored is None else f" (or {ignored})"
+            other = f" (or {ignored})"
+            if ignored is None:
+                other = " (or what the loss is told to leave out, by ignore_class=-1)"
             return (
                 f"labels must be integers from 0 to {num_classes - 1}{other}, "
                 "to fit the model's output, got one outside of that"
@@ -122,15 +125,27 @@ def problem(leaves: Sequence[Any], allowed: list[LabelRange]) -> str:
 
 
 def check_clients(dataset: FederatedDataset, allowed: list[LabelRange]) -> None:
-    """Raises ValueError if a client has labels that are not allowed.
+    """Raises ValueError if a client has labels that are not allowed; warns of NaN.
 
     Of a dataset that is read client by client nothing is known before; its
     clients are checked when they are read.
     """
     if not dataset.is_indexed:
         return
-    leaves = list(map(np.asarray, tf.nest.flatten(dataset.flat()[1])))
+    leaves = list(map(np.asarray, tf.nest.flatten(nests.labels_of(dataset.flat()[1]))))
     if not problem(leaves, allowed):
+        missing = sum(
+            int(np.isnan(leaf).sum()) for leaf in leaves if leaf.dtype.kind == "f"
+        )
+        if missing:  # As Keras, whose loss may leave them out.
+            warnings.warn(
+                f"Labels have {missing} NaN. Unless your loss leaves them out, the "
+                "loss of such a client is NaN, and its update counts as zero. Leave "
+                "those rows out; or mark them by a number that the loss leaves out, "
+                "as SparseCategoricalCrossentropy(ignore_class=-1) does with -1.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return
     rows, lengths = dataset.client_rows(np.arange(dataset.num_clients))
     if not problem([leaf[rows] for leaf in leaves], allowed):

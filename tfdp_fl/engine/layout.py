@@ -514,15 +514,16 @@ def gathered(chunk: Chunk, table: ClientTable) -> Chunk:
     """Returns a chunk of one client's own rows, padded by its own number of steps.
 
     XLA compiles a program for each shape of its arguments, which are thereby the
-    client's own, and powers of two of a batch.
+    client's own, and powers of eight of a batch: four up to 512 steps. What is padded
+    is gathered, and no step is taken on it.
     """
     size = len(table.batch)
-    missing = size * _power_of_two(-(-len(table.rows) // size)) - len(table.rows)
+    missing = size * _power_of_eight(-(-len(table.rows) // size)) - len(table.rows)
     rows = np.pad(table.rows, (0, missing))
     x, y = tf.nest.map_structure(lambda leaf: tf.gather(leaf, rows), chunk[:2])
     return Chunk(x, y, table._replace(rows=np.arange(len(rows), dtype=np.int32)))
 
 
-def _power_of_two(number: int) -> int:
-    """Returns the smallest power of two that is not less, and at least 1."""
-    return 1 << max(0, number - 1).bit_length()
+def _power_of_eight(number: int) -> int:
+    """Returns the smallest power of eight that is not less, and at least 1."""
+    return 8 ** -(-(max(number, 1) - 1).bit_length() // 3)

@@ -230,7 +230,7 @@ class Metrics:
             for key, value in {**self._compiled.result(), **own}.items():
                 parts = value if isinstance(value, Mapping) else {key: value}
                 # In the scope: it may be a variable itself.
-                results.update({k: tf.convert_to_tensor(v) for k, v in parts.items()})
+                results.update({k: _as_tensor(k, v) for k, v in parts.items()})
         return results
 
     def _encoded(self, values: list[tf.Tensor]) -> cohort.MetricState:
@@ -274,16 +274,28 @@ def _signed(value: Any) -> tf.Tensor:
     return value if has_sign else tf.cast(value, tf.int64)
 
 
+def _as_tensor(name: str, value: Any) -> tf.Tensor:
+    try:
+        return tf.convert_to_tensor(value)
+    except Exception as error:  # Of many kinds, by what the value is.
+        raise ValueError(_NOT_ONE % (name, f"as a {type(value).__name__}")) from error
+
+
+_NOT_ONE = (
+    "metrics must give one number each, or a dict of numbers, got %r %s. Take an "
+    "average (as F1Score does with average='macro'), give a dict that names each "
+    "number, or compute it after the training, by fed.model."
+)
+
+
 def check(results: Mapping[str, Any]) -> None:
     """Raises ValueError, naming it, for a metric that is not one number."""
     for name, value in results.items():
-        shape = tf.convert_to_tensor(value).shape
-        if shape.rank != 0:
-            raise ValueError(
-                f"metrics must give one number each, got {name!r} of shape {shape}. "
-                "Take an average (as F1Score does with average='macro'), or compute "
-                "it after the training, by fed.model."
-            )
+        tensor = _as_tensor(name, value)
+        if tensor.dtype.is_complex or tensor.dtype == tf.string:
+            raise ValueError(_NOT_ONE % (name, f"of {tensor.dtype.name}"))
+        if tensor.shape.rank != 0:
+            raise ValueError(_NOT_ONE % (name, f"of shape {tensor.shape}"))
 
 
 def with_numbers_only(tensor: tf.Tensor | None) -> tf.Tensor | None:

@@ -77,7 +77,7 @@ class PrivateRounds:
         ledger: str | os.PathLike[str] | ledger_lib.PrivacyLedger | None = None,
         target_epsilon: float | None = None,
         target_delta: float | None = None,
-        accountant: str = "rdp",
+        accountant: str | None = None,
         client_of: history.ClientOf | None = None,
         non_negative: Any = None,
     ):
@@ -101,7 +101,8 @@ class PrivateRounds:
           target_epsilon: the budget: a round that would bring epsilon above it
             is not begun.
           target_delta: at this delta; both or neither.
-          accountant: "rdp" or "pld", for the budget.
+          accountant: "rdp" or "pld", for the budget and for what is reported; None:
+            the tighter one where it is quick (`accounting.select_accountant`).
           client_of: for `CorrelatedNoise`: the name (a text or a whole number)
             of the client that a node is, by what the server knows of it. None:
             every node is a client of its own, and must keep its id.
@@ -140,7 +141,17 @@ class PrivateRounds:
         rules = ("abort",) if mechanism.needs_exact_cohort else ("exclude", "abort")
         self._on_client_failure = on_client_failure or rules[0]
         _validate.one_of(rules, on_client_failure=self._on_client_failure)
+        if accountant is None:
+            # (PLD cuts off tails of about 1e-15.)
+            events = (
+                mechanism.round_event(index, self._deployment)
+                for index in range(rounds or 1)
+            )
+            kinds = {self._participation.charge(event) for event in set(events)}
+            is_coarse = target_delta is not None and target_delta < 1e-12
+            accountant = "rdp" if is_coarse else accounting.select_accountant(kinds)
         _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
+        self._accountant = accountant
         budget = None
         if target_epsilon is not None or target_delta is not None:
             budget = accounting.PrivacyBudget(
@@ -211,7 +222,7 @@ class PrivateRounds:
         return tuple(self._history.released)
 
     def privacy_epsilon(
-        self, delta: float | None = None, accountant: str = "rdp"
+        self, delta: float | None = None, accountant: str | None = None
     ) -> float:
         """Returns epsilon at delta after the rounds charged so far.
 
@@ -219,7 +230,7 @@ class PrivateRounds:
 
         Args:
           delta: the failure probability; None means `target_delta`.
-          accountant: "rdp" or "pld".
+          accountant: "rdp" or "pld"; None: the strategy's own.
 
         Returns:
           Epsilon; infinity if a round was released without noise.
@@ -227,7 +238,8 @@ class PrivateRounds:
         Raises:
           ValueError: if an argument is not allowed.
         """
-        return self._history.accountant().epsilon(self._delta(delta), accountant)
+        delta, accountant = self._delta(delta), accountant or self._accountant
+        return self._history.accountant().epsilon(delta, accountant)
 
     def _delta(self, delta: float | None) -> float:
         if delta is not None:
@@ -237,13 +249,13 @@ class PrivateRounds:
         return self._history.budget.delta
 
     def privacy_report(
-        self, delta: float | None = None, accountant: str = "rdp"
+        self, delta: float | None = None, accountant: str | None = None
     ) -> dict[str, Any]:
         """Returns what is guaranteed, and what was assumed, as JSON values.
 
         Args:
           delta: the failure probability; None means `target_delta`.
-          accountant: "rdp" or "pld".
+          accountant: "rdp" or "pld"; None: the strategy's own.
 
         Returns:
           epsilon (None if there is no guarantee), epsilon_if_cohorts_are_known
@@ -253,6 +265,7 @@ class PrivateRounds:
           that have to be read with epsilon.
         """
         delta, spent = self._delta(delta), self._history.accountant()
+        accountant = accountant or self._accountant
         epsilon = spent.epsilon(delta, accountant)
         known = spent.epsilon_if_participation_is_known(delta, accountant)
         return {

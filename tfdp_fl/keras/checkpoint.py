@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import io
 import json
@@ -20,7 +21,8 @@ import os
 import pathlib
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Hashable, Iterator, Sequence
 from reprlib import repr as short
 from typing import TYPE_CHECKING, Any
 
@@ -36,12 +38,14 @@ from tfdp_fl.mechanisms import ClientWeighting
 if TYPE_CHECKING:
     from tfdp_fl.keras.model import DPFederatedModel
 
-FORMAT = "tfdp_fl checkpoint 6"
+FORMAT = "tfdp_fl checkpoint 7"
 _NAME = re.compile(r"round-(\d{8})\.npz")
 _PLACE = "place of an array"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 LEDGER = "ledger.jsonl"
+# Longer ones are kept as a digest: no save costs by the rounds that are planned.
+_LONG_SCHEDULE = 100
 CLIENTS_DIGEST = "clients' ids (their digest, in order)"
 # What must be the same when a run is resumed.
 _OF_PLAN = ("batch_size", "local_epochs", "shuffle", "seed")
@@ -83,7 +87,9 @@ def to_bytes(state: dict[str, Any]) -> bytes:
     if text.count(f'"{_PLACE}": ') != len(arrays):
         raise ValueError(f"state must have no key {_PLACE!r}, got one.")
     stream = io.BytesIO()
-    np.savez(stream, np.array(text), *arrays)
+    # What was charged repeats itself, round by round.
+    packed = np.frombuffer(zlib.compress(text.encode(), 1), np.uint8)
+    np.savez(stream, packed, *arrays)
     data = stream.getvalue()
     return data + hashlib.sha256(data).digest()
 
@@ -100,7 +106,10 @@ def from_bytes(data: bytes) -> dict[str, Any]:
         def array_of(value: dict[str, Any]) -> Any:
             return file[f"arr_{value[_PLACE]}"] if _PLACE in value else value
 
-        body = json.loads(str(file["arr_0"]), object_hook=array_of)
+        if file["arr_0"].dtype != np.uint8:
+            raise ValueError("an earlier version wrote it")
+        text = zlib.decompress(file["arr_0"].tobytes()).decode()
+        body = json.loads(text, object_hook=array_of)
     if body["format"] != FORMAT:
         raise ValueError(f"it has the format {body['format']!r}")
     return body["state"]
@@ -209,8 +218,10 @@ def ledger_key(path: str | os.PathLike[str]) -> str:
 def capture(fed: DPFederatedModel, ledger_head: str | None) -> dict[str, Any]:
     """Returns the state of a training between two rounds."""
     run, cohort_engine = fed.require_trained("checkpoint")
+    state = run.state()
+    state["cohort_sizes"] = np.array(state["cohort_sizes"], np.int32)
     return {
-        **run.state(),
+        **state,
         "weights": [v.numpy() for v in fed.model.weights],
         "server_optimizer": [v.numpy() for v in cohort_engine.server.state],
         "settings": settings(fed, run.population, run.plan),
@@ -229,9 +240,8 @@ def settings(
     def described(value: Any) -> Any:
         if isinstance(value, (dp_accounting.DpEvent, ClientWeighting)):
             return repr(value)
-        if callable(value):  # A schedule: what it says of these rounds.
-            rounds = range(plan.first_round, plan.last_round)
-            return [schedules.value_at(value, t, "a schedule") for t in rounds]
+        if isinstance(value, Hashable) and callable(value):
+            return _scheduled(value, plan.first_round, plan.last_round)
         return type(value).__name__
 
     of_mechanism = setup.mechanism.parameters().items()
@@ -248,7 +258,23 @@ def settings(
         "grad_clip": training.grad_clip,
         "keras": keras_versions.name(),
     }
+    for name, value in values.items():
+        is_long = isinstance(value, list | tuple) and len(value) > _LONG_SCHEDULE
+        if is_long and all(isinstance(each, int | float) for each in value):
+            values[name] = _in_short(value)
     return _storage.plain(values, described)
+
+
+@functools.lru_cache(maxsize=8)  # Asked for by every checkpoint of a fit.
+def _scheduled(schedule: Any, first_round: int, last_round: int) -> str:
+    """Returns what a schedule says of some rounds: in short, and a digest of all."""
+    rounds = range(first_round, last_round)
+    return _in_short([schedules.value_at(schedule, t, "a schedule") for t in rounds])
+
+
+def _in_short(values: Sequence[float]) -> str:
+    digest = hashlib.sha256(np.array(values, "<f8").tobytes()).hexdigest()
+    return f"a schedule of {short(list(values))} ({digest})"
 
 
 def _config(optimizer: Any) -> Any:
@@ -336,7 +362,7 @@ class InterruptedRun:
         What was spent is what the ledger says: it also has the rounds that
         were charged after the checkpoint, whose result may have been seen.
         """
-        state = self.state
+        state = {**self.state, "cohort_sizes": self.state["cohort_sizes"].tolist()}
         variables = [*fed.model.weights, *cohort_engine.server.state]
         values = [*state["weights"], *state["server_optimizer"]]
         pairs = list(zip(variables, values, strict=True))

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import dp_accounting
 import numpy as np
@@ -30,8 +31,14 @@ from tfdp_fl import _interrupts, _validate, engine
 from tfdp_fl.accounting import Charge
 from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests, persons
-from tfdp_fl.engine import program, tff_models
+from tfdp_fl.datasets import (
+    ClientExamples,
+    ClientFailure,
+    FederatedDataset,
+    nests,
+    persons,
+)
+from tfdp_fl.engine import layout, program, tff_models
 from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.keras import preparation
 from tfdp_fl.keras import run as run_lib
@@ -40,6 +47,9 @@ from tfdp_fl.keras.callbacks.federated_callback import PrivacyBudget, told_of_ro
 
 if TYPE_CHECKING:
     from tfdp_fl.keras.model import DPFederatedModel
+
+# How many clients one call evaluates on.
+_MOST_TOGETHER = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,6 +150,24 @@ def _all_batches(clients: FederatedDataset, batch_size: int) -> tf.data.Dataset:
     """Returns all clients' examples, as Keras takes them."""
     spec = nests.unpaired(*clients.element_spec)
 
+    what = "clients held out for validation could not be read, and are left out"
+    if clients.is_indexed:
+        everybody = np.arange(clients.num_clients)
+        _warn_of(clients.failures(everybody), clients, what)
+        stored = nests.unpaired(*clients.flat())
+        rows, _ = clients.client_rows(everybody)
+
+        def gathered(some: tf.Tensor) -> Any:
+            return tf.nest.map_structure(lambda leaf: tf.gather(leaf, some), stored)
+
+        if len(rows):
+            return (
+                tf.data.Dataset.from_tensor_slices(rows)
+                .batch(batch_size)
+                .map(tf.autograph.experimental.do_not_convert(gathered))
+                .prefetch(2)
+            )
+
     def examples() -> Iterator[Any]:
         failed: list[ClientFailure] = []
         for client in clients.read_clients(None):
@@ -147,7 +175,6 @@ def _all_batches(clients: FederatedDataset, batch_size: int) -> tf.data.Dataset:
                 failed.append(client)
             elif len(tf.nest.flatten(client.y)[0]):
                 yield nests.unpaired(client.x, client.y)
-        what = "clients held out for validation could not be read, and are left out"
         _warn_of(failed, clients, what)
 
     return tf.data.Dataset.from_generator(
@@ -183,25 +210,30 @@ def evaluate(
     """
     number = clients.num_clients
     counts = np.zeros(number, np.int64)
-    rows: list[dict[str, tf.Tensor]] = []
     failed: list[ClientFailure] = []
-    raised = False
     names, metrics_of = _evaluation(model, training, clients.element_spec)
+    values = np.full([len(names), number], np.nan)
     bar = tf.keras.utils.Progbar(number, verbose=verbose, unit_name="client")
-    for client in clients.read_clients(np.arange(number)):
-        values: dict[str, tf.Tensor] = {}
-        if isinstance(client, ClientFailure):
-            failed.append(client)
-        else:
-            counts[client.position] = size = len(tf.nest.flatten(client.y)[0])
+    raised, evaluated = False, False
+    for group, misread in _groups(clients):
+        failed += misread
+        counts[group.positions] = group.lengths
+        for some in itertools.chain([group], group.one_by_one()):
             try:
-                values = metrics_of(_batches(client.x, client.y, size, batch_size))
+                found = metrics_of(some, batch_size)
             except engine.CLIENT_ERRORS as error:
-                failed.append(ClientFailure(client.position, error))
-                raised = True
-        rows.append(values)
-        bar.update(len(rows))
-    if raised and not silent and not any(rows):
+                if len(some.positions) == 1:
+                    failed.append(ClientFailure(int(some.positions[0]), error))
+                    raised = True
+                continue
+            values[:, some.positions] = found
+            evaluated |= bool(some.lengths.any())
+            if some is group:
+                break
+        bar.update(int(group.positions[-1]) + 1 if len(group.positions) else number)
+    failed.sort(key=lambda failure: failure.position)
+    values[:, counts == 0] = np.nan
+    if raised and not silent and not evaluated:
         raise ValueError(
             "clients must have examples that the model can be evaluated on, and none "
             f"of {number} has: the first error was {failed[0].reason}."
@@ -209,20 +241,89 @@ def evaluate(
     if not silent:
         what = "client(s) could not be read, or evaluated on; their metrics are NaN"
         _warn_of(failed, clients, what)
-    columns = {n: np.array([float(row.get(n, np.nan)) for row in rows]) for n in names}
-    return {"num_examples": counts, **columns}
+    return {"num_examples": counts, **dict(zip(names, values, strict=True))}
+
+
+class _Group(NamedTuple):
+    """Clients that are evaluated on in one call, one after the other.
+
+    Attributes:
+      positions: Int64 [k].
+      lengths: Int64 [k], how many examples each has.
+      x: Nest of features [sum of lengths, ...], one client after the other.
+      y: Nest of labels, likewise.
+    """
+
+    positions: np.ndarray
+    lengths: np.ndarray
+    x: Any
+    y: Any
+
+    def one_by_one(self) -> Iterator[_Group]:
+        """Yields each client as a group of its own."""
+        if len(self.positions) < 2:
+            return
+        ends = np.cumsum(self.lengths)
+        for place, end in enumerate(ends.tolist()):
+            one, rows = slice(place, place + 1), slice(end - self.lengths[place], end)
+            x, y = nests.take((self.x, self.y), rows)
+            yield _Group(self.positions[one], self.lengths[one], x, y)
+
+
+def _groups(
+    clients: FederatedDataset,
+) -> Iterator[tuple[_Group, list[ClientFailure]]]:
+    """Yields all clients in groups, and those of them that could not be read."""
+    everybody, num_bytes = np.arange(clients.num_clients), 0
+    if clients.is_indexed:
+        stored = nests.views(clients.flat())
+        row_bytes = sum(leaf[:1].nbytes for leaf in tf.nest.flatten(stored))
+        _, lengths = clients.client_rows(everybody)
+        borders = np.cumsum(lengths) * row_bytes // layout.CHUNK_BYTES
+        borders = borders * clients.num_clients + everybody // _MOST_TOGETHER
+        for positions in np.split(everybody, np.flatnonzero(np.diff(borders)) + 1):
+            rows, lengths = clients.client_rows(positions)
+            x, y = nests.take(stored, rows)
+            yield _Group(positions, lengths, x, y), clients.failures(positions)
+        return
+    read: list[ClientExamples] = []
+    failed: list[ClientFailure] = []
+    for position, client in enumerate(clients.read_clients(everybody)):
+        if isinstance(client, ClientFailure):
+            failed.append(client)
+        elif len(tf.nest.flatten(client.y)[0]):
+            read.append(client)
+            leaves = tf.nest.flatten((client.x, client.y))
+            num_bytes += sum(leaf.nbytes for leaf in leaves)
+        full = num_bytes >= layout.CHUNK_BYTES or len(read) == _MOST_TOGETHER
+        if read and (full or position == everybody[-1]):
+            x, y = nests.concatenate([(each.x, each.y) for each in read])
+            sizes = [len(tf.nest.flatten(each.y)[0]) for each in read]
+            places = [each.position for each in read]
+            yield _Group(np.array(places), np.array(sizes), x, y), failed
+            read, failed, num_bytes = [], [], 0
+    if failed:
+        x, y = nests.no_examples(clients.element_spec)
+        yield _Group(everybody[:0], everybody[:0], x, y), failed
 
 
 def _evaluation(
     model: tf.keras.Model,
     training: engine.Training,
     element_spec: tuple[Any, Any],
-) -> tuple[list[str], Callable[[Iterator[tuple[Any, Any]]], dict[str, tf.Tensor]]]:
-    """Returns the names of loss and metrics, and what computes them of batches.
+) -> tuple[list[str], Callable[[_Group, int], np.ndarray]]:
+    """Returns the names of loss and metrics, and what computes them of a group.
+
+    The latter takes a group and a batch size, and returns float64 [number of names, k].
 
     It is the pure function of `engine.trainer`, traced and checked: an operation that
-    could pass something on is refused, and a metric that is not one number.
+    could pass something on is refused, and a metric that is not one number. Kept with
+    what was compiled, so that an evaluation of every round traces it once.
     """
+    made_for = element_spec, [id(variable) for variable in model.weights]
+    kept = vars(training).get("_evaluation")
+    if kept is not None and kept[0] == made_for:
+        return kept[1]
     for name in ("test_step", "compute_metrics"):
         if getattr(type(model), name) is not getattr(tf.keras.Model, name):
             raise ValueError(
@@ -231,29 +332,60 @@ def _evaluation(
                 "compile metrics, or evaluate fed.model."
             )
     trainer = tff_models.make_trainer(model, training, element_spec)
+    names = ["loss", *trainer.metric_results(trainer.no_metrics())]
+    step = program.in_own_graph(trainer.evaluate)
+
+    def of_group(
+        received: Any, x: Any, y: Any, lengths: tf.Tensor, batch_size: tf.Tensor
+    ) -> tf.Tensor:
+        def client(
+            k: tf.Tensor, first: tf.Tensor, rows: tf.Tensor
+        ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+            end = first + lengths[k]
+
+            def batch(
+                start: tf.Tensor, total: tf.Tensor, metrics: Any
+            ) -> tuple[tf.Tensor, tf.Tensor, Any]:
+                stop = tf.minimum(start + batch_size, end)
+                own = nests.take((x, y), slice(start, stop))
+                loss, metrics = step(received, *own, metrics)
+                return stop, total + loss * tf.cast(stop - start, tf.float32), metrics
+
+            _, total, metrics = tf.while_loop(
+                lambda start, *_: start < end,
+                batch,
+                (first, tf.zeros([]), trainer.no_metrics()),
+                parallel_iterations=1,
+            )
+            found = trainer.metric_results(metrics)
+            loss = total / tf.cast(lengths[k], tf.float32)
+            row = [tf.cast(v, tf.float64) for v in ({"loss": loss} | found).values()]
+            rows = tf.tensor_scatter_nd_update(rows, [[k]], tf.stack(row)[None])
+            return k + 1, end, rows
+
+        # (Not a constant, which cannot be written to.)
+        nothing = tf.cast(batch_size < 0, tf.float64)
+        rows = tf.fill([tf.size(lengths), len(names)], nothing)
+        return tf.while_loop(
+            lambda k, *_: k < tf.size(lengths),
+            client,
+            (0, 0, tf.ensure_shape(rows, [None, len(names)])),
+            parallel_iterations=1,
+        )[2]
+
     received = trainer.received()
     specs = trainer_lib.specs_of(received), *trainer_lib.batch_specs(element_spec)
-    step = program.Program(trainer.evaluate, *specs, trainer.metric_specs, model=model)
+    sizes = tf.TensorSpec([None], tf.int32), tf.TensorSpec([], tf.int32)
+    made = program.Program(of_group, *specs, *sizes, model=model)
 
-    def metrics_of(batches: Iterator[tuple[Any, Any]]) -> dict[str, tf.Tensor]:
-        metrics, total, count = trainer.no_metrics(), 0.0, 0
-        for x, y in batches:
-            size = len(tf.nest.flatten(y)[0])
-            loss, metrics = step(received, x, y, metrics)
-            total, count = total + loss * size, count + size
-        if not count:
-            return {}
-        return {"loss": total / count, **trainer.metric_results(metrics)}
+    def metrics_of(group: _Group, batch_size: int) -> np.ndarray:
+        size = np.int32(min(batch_size, np.iinfo(np.int32).max // 2))
+        lengths = group.lengths.astype(np.int32)
+        return made(received, group.x, group.y, lengths, size).numpy().T
 
-    return ["loss", *trainer.metric_results(trainer.no_metrics())], metrics_of
-
-
-def _batches(x: Any, y: Any, size: int, batch_size: int) -> Iterator[tuple[Any, Any]]:
-    for start in range(0, size, batch_size):
-        rows = slice(start, start + batch_size)
-        yield tf.nest.map_structure(
-            lambda leaf, rows=rows: tf.convert_to_tensor(leaf[rows]), (x, y)
-        )
+    found = names, metrics_of
+    object.__setattr__(training, "_evaluation", (made_for, found))
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfdp_fl import _validate, accounting, mechanisms, schedules
 from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.keras import model as model_lib
+from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras import training_setup
 
 _MODEL_OPTIONS = {
@@ -204,10 +205,23 @@ def charged(
 ) -> collections.Counter[accounting.RoundCharge]:
     """Returns what the rounds of a deployment cost, and how often each."""
     mechanism.check(deployment)
-    return collections.Counter(
-        sampler.charge(t, mechanism.round_event(t, deployment))
-        for t in range(deployment.rounds or 0)
-    )
+    rounds, kinds = deployment.rounds or 0, {}
+    if not run_lib.is_steady(mechanism, sampler):
+        kinds = dict.fromkeys(range(rounds), 1)
+    elif schedules.is_constant(mechanism.noise_multiplier) and schedules.is_constant(
+        deployment.clients_per_round
+    ):
+        kinds = {0: rounds} if rounds else {}
+    else:
+        alike: dict[tuple[float, float], int] = {}
+        for t in range(rounds):
+            key = mechanism.noise_multiplier_at(t), deployment.cohort_size(t)
+            first = alike.setdefault(key, t)
+            kinds[first] = kinds.get(first, 0) + 1
+    found: collections.Counter[accounting.RoundCharge] = collections.Counter()
+    for t, count in kinds.items():
+        found[sampler.charge(t, mechanism.round_event(t, deployment))] += count
+    return found
 
 
 def largest_noise(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import engine, keras_versions, sampling
+from tfdp_fl import engine, keras_versions, sampling, schedules
 from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import upwards
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
@@ -49,7 +49,12 @@ def prepare(
     setup, mechanism, run = fed.setup, fed.mechanism, fed.run
     population = _checked_population(fed, clients)
     sampler = _sampler(fed, clients, plan)
-    for round_index in range(plan.first_round, plan.last_round):
+    asked = range(plan.first_round, plan.last_round)
+    if schedules.is_constant(mechanism.noise_multiplier) and not (
+        setup.secure_aggregation or setup.noise_generator == noise.EXACT
+    ):
+        asked = asked[:1]
+    for round_index in asked:
         noise_multiplier = mechanism.noise_multiplier_at(round_index)
         if setup.noise_generator == noise.EXACT:
             grid.check_noise_multiplier(noise_multiplier)

@@ -7,7 +7,6 @@ these; a checkpoint adds them.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
 import dataclasses
@@ -23,7 +22,7 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import accounting, keras_versions, sampling
+from tfdp_fl import accounting, keras_versions, sampling, schedules
 from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.auditing import CanaryAudit
@@ -90,6 +89,9 @@ def shuffle_generator(seed: int | None, attempt: Attempt) -> np.random.Generator
 
 # How many clients there are, and a digest of their ids, in order.
 Population = tuple[int, str]
+
+# Kinds of rounds, and how many there are of each.
+Charges = list[tuple[accounting.RoundCharge, int]]
 
 # What a checkpoint keeps as it is.
 _PLAIN = (
@@ -216,7 +218,9 @@ class Run:
             "calibration": (self.deployment.rounds, self.deployment.max_participations),
             "caveats": sorted(self.caveats),
             "sampler": self.sampler.state(),
-            "spending": self.spending.state(),
+            "spending": self.spending.state(
+                per_client=self.setup.mechanism.max_participations is not None
+            ),
             "mechanism_state": [tf.convert_to_tensor(v).numpy() for v in memory],
         }
 
@@ -253,15 +257,13 @@ class Run:
             self.sampler.next_round = self.rounds
         return self.sampler.unsettled or self.sampler.draw()
 
-    def taking_part(
-        self, positions: np.ndarray, account: account_lib.LocalAccount | None = None
-    ) -> np.ndarray:
+    def taking_part(self, positions: np.ndarray) -> np.ndarray:
         """Returns a cohort without those who took part as often as they may."""
         limit = self.setup.mechanism.max_participations
         if limit is None:
             return positions
-        account = account or self.spending.per_client
-        return positions[account.participations[positions] < limit]
+        times = self.spending.per_client.participations[positions]
+        return positions[times < limit]
 
     def cost(
         self, round_index: int, answered: int | None = None
@@ -301,33 +303,81 @@ class Run:
         """
         mu_squared, clients = self.mu_squared, self.spending.per_client
         elsewhere = self.spending.mu_squared_elsewhere
+        most = self.setup.mechanism.max_participations
         if not isinstance(self.sampler, sampling.ShuffledSampler):
-            most = self.setup.mechanism.max_participations
             return elsewhere + clients.max_mu_squared_after_draws(
                 rounds, mu_squared, most
             )
-        trial = clients.copy()
-        for ahead in range(rounds):
-            planned = self.sampler.planned(self.rounds + ahead)
-            trial.add(self.taking_part(planned, trial), mu_squared)
-        return elsewhere + trial.max_mu_squared
+        planned = map(self.sampler.planned, range(self.rounds, self.rounds + rounds))
+        return elsewhere + clients.max_mu_squared_after_cohorts(
+            [*planned], mu_squared, most
+        )
+
+    def charges_ahead(self) -> Callable[[int, int], Charges]:
+        """Returns what the rounds from one of the next to another cost, by kind."""
+        mechanism = self.setup.mechanism
+        steady = is_steady(mechanism, self.sampler)
+        given = mechanism.noise_multiplier, self.setup.clients_per_round
+        constant = steady and all(map(schedules.is_constant, given))
+        places: dict[Any, int] = {}
+        kinds: list[accounting.RoundCharge] = []
+        numbers: list[int] = []  # Of each coming round's kind.
+
+        def number_of(ahead: int) -> int:
+            index: Any = self.rounds + ahead
+            if ahead and steady:  # (The coming round's cohort may be drawn.)
+                index = (
+                    mechanism.noise_multiplier_at(index),
+                    self.sampler.expected_cohort_size(index),
+                )
+            if index not in places:
+                cost = self.cost(self.rounds + ahead)
+                if cost not in places:
+                    places[cost] = len(kinds)
+                    kinds.append(cost)
+                places[index] = places[cost]
+            return places[index]
+
+        def charges(first: int, end: int) -> Charges:
+            asked = min(end, 2) if constant else end
+            numbers.extend(map(number_of, range(len(numbers), asked)))
+            numbers.extend(numbers[-1:] * (end - len(numbers)))
+            times = np.bincount(np.array(numbers[first:end], np.int64))
+            found = np.flatnonzero(times).tolist()
+            return [(kinds[number], int(times[number])) for number in found]
+
+        return charges
 
     def epsilon_after(
-        self, delta: float, accountant: str | None = None
+        self,
+        delta: float,
+        accountant: str | None = None,
+        ahead: Callable[[int, int], Charges] | None = None,
     ) -> Callable[[int], float]:
         """Returns what epsilon would be after the next so many rounds."""
-        cost = functools.cache(self.cost)
+        charges = ahead or self.charges_ahead()
+        composed = {0: self.spending.central}
 
         def epsilon(count: int) -> float:
             if self.spending.by_client:
                 spent = self._mu_squared_after(count)
                 return accounting.epsilon_of_mu_squared(spent, delta)
-            ahead = range(self.rounds, self.rounds + count)
-            kinds = collections.Counter(map(cost, ahead)).items()
-            after = self.spending.central.with_charges(*kinds)
+            before = max(known for known in composed if known <= count)
+            after = composed[before].with_charges(*charges(before, count))
+            composed[count] = after
             return after.epsilon(delta, accountant or self.setup.accountant)
 
         return epsilon
+
+
+def is_steady(mechanism: Any, sampler: sampling.CohortSampler) -> bool:
+    """Returns whether rounds of equal noise and cohorts are known to cost the same.
+
+    Not those of a pass, of correlated noise, or of a mechanism of somebody's own.
+    """
+    sampled = (sampling.PoissonSampler, sampling.FixedSizeSampler)
+    ours = type(mechanism).round_event.__module__.startswith("tfdp_fl.mechanisms.")
+    return ours and not mechanism.min_separation and type(sampler) in sampled
 
 
 # One training at a time, and one account, for each Keras model of the process. An

@@ -160,7 +160,8 @@ class MedianClipping(mechanism.Mechanism):
     def check(self, deployment: Deployment) -> None:
         """Refuses an exact median of so few that one client sets it."""
         super().check(deployment)
-        rounds = range(deployment.rounds or 1)
+        constant = schedules.is_constant(deployment.clients_per_round)
+        rounds = range(1 if constant else deployment.rounds or 1)
         smallest = min(map(deployment.cohort_size, rounds))
         if self.median_noise_multiplier is None and smallest < 3:
             raise ValueError(

@@ -372,7 +372,13 @@ def check_query(
                 "query must have a state that keeps its structure and shapes "
                 f"from round to round, got {name}; {_USE_INSTEAD}."
             )
-        reported = charge.normalised(event)
+        try:
+            reported = charge.normalised(event)
+        except ValueError as error:
+            raise ValueError(
+                f"query must report what a round costs, got {name} with an event of "
+                f"NaN, {event!r}: its clip norm, 0 for instance, divides by 0."
+            ) from error
         enough = spent >= _epsilons(reported) * (1 - _ROUNDING)
         if reported != declared and not enough.all():
             raise ValueError(

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -223,14 +223,23 @@ class AdditiveSecretSharing:
         Returns:
           n arrays of the shape of `encoded` and of `share_dtype`.
         """
+        *shares, left_over = self.shares(encoded, participants, _random_bytes)
+        shares.insert(remainder % participants, left_over)
+        return shares
+
+    def shares(
+        self,
+        encoded: np.ndarray,
+        participants: int,
+        _random_bytes: Callable[[int], bytes] = os.urandom,
+    ) -> Iterator[np.ndarray]:
+        """Yields what `split` returns, one by one; the one left over comes last."""
         left_over = encoded.copy()
-        shares = []
         for _ in range(participants - 1):
             share = self._random_share(encoded.shape, _random_bytes)
             left_over -= share
-            shares.append(share)
-        shares.insert(remainder % participants, left_over)
-        return shares
+            yield share
+        yield left_over
 
     def _random_share(
         self, shape: tuple[int, ...], random_bytes: Callable[[int], bytes]

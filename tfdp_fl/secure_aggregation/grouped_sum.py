@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import itertools
-import secrets
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -104,15 +102,16 @@ def sum_in_groups(
 ) -> GroupedSum:
     """Sums a cohort's updates through the protocol, group by group.
 
-    Every member runs the whole protocol on its own update, in this process. If
-    each update already carries its client's share of the noise, nobody, the server
-    included, ever holds a sum without noise.
+    Every member's update is encoded and split by the protocol, in this process, and
+    the shares are added up. If each update already carries its client's share of the
+    noise, nobody, the server included, ever holds a sum without noise.
 
     Each group's sum is seen by its members, and by the server: with noise of
     stddev s per update a group of g shows noise of stddev s sqrt(g), less
     than the cohort's s sqrt(m).
 
-    Memory: the messages of one group of g members, about g^2 times an update.
+    Memory: a few times an update, whatever the size of a group: shares are made one
+    by one, and added up as they come.
 
     Args:
       updates: the cohort's updates, float vectors [D]; or a callable that
@@ -155,26 +154,24 @@ def _sum_group(
     update_of: Callable[[int], np.ndarray],
     protocol: additive_sharing.AdditiveSecretSharing,
 ) -> member.AggregationOutcome:
-    """Lets the members of one group exchange their messages in this process."""
+    """Adds up the shares of one group's members in this process."""
     if len(indices) < protocol.min_participants:
         least = protocol.min_participants
         reason = f"a cohort of {len(indices)} is below min_participants={least}"
         return member.AggregationOutcome(False, None, indices, reason)
-    session = secrets.token_hex(16)
-    members: dict[member.MemberId, member.Member] = {
-        index: member.Member(
-            protocol,
-            index,
-            np.asarray(update_of(index)),
-            members=indices,
-            session=session,
-        )
-        for index in indices
-    }
-    sent = collections.deque(
-        message for one in members.values() for message in one.begin(0.0)
+    protocol.check_group_size(len(indices))
+    total: np.ndarray | None = None
+    for index in indices:
+        update = np.asarray(update_of(index))
+        encoded = protocol.encode(update, f"tensor 0 of member {index!r}")
+        total = np.zeros_like(encoded) if total is None else total
+        if encoded.shape != total.shape:  # NumPy would broadcast it.
+            raise ValueError(
+                f"updates must all have the shape {total.shape}, got {encoded.shape} "
+                f"of member {index!r}."
+            )
+        for share in protocol.shares(encoded, len(indices)):
+            total += share
+    return member.AggregationOutcome(
+        True, protocol.decode(cast(np.ndarray, total)), indices
     )
-    while sent:
-        message = sent.popleft()
-        sent.extend(members[message.recipient].receive(message, 0.0))
-    return cast(member.AggregationOutcome, members[indices[0]].outcome)

@@ -191,13 +191,13 @@ class PrivacyBudget(FederatedCallback):
         self.stopped_before_round = None
         # First: another thread may charge an evaluation at any time.
         version = fed.run.spending.version
-        cost = fed.run.epsilon_after(self.delta, self.accountant)
+        ahead = fed.run.charges_ahead()
+        cost = fed.run.epsilon_after(self.delta, self.accountant, ahead)
         allowed = planning.largest_affordable(
             cost, self.budget.epsilon, asked, _TRIED_FIRST
         )
         # Rounds that are abandoned cost nothing, so it can only be more.
-        ahead = range(first_round, first_round + allowed)
-        charges = collections.Counter(map(fed.run.cost, ahead))
+        charges = collections.Counter(dict(ahead(0, allowed)))
         fed.run.spending.note_allowed(self.budget, version, charges)
         if allowed < asked:
             # Which clients later cohorts draw is known of shuffled ones only.
