@@ -49,7 +49,8 @@ class BoundFactory:
             adaptive clipping and the diagnostics: float32 scalars); None for
             a plain sum. Where the updates are summed securely these should
             be, too.
-          sampling: "poisson", "fixed_size", "shuffled", "cyclic", "separated"
+          sampling: "poisson", "fixed_size", "random_allocation" (for which m is
+            N/t, t = floor(N/m)), "shuffled", "cyclic", "separated"
             (clients come as they like), or None if unknown.
           **numbers: Of `Deployment`: `num_clients`, `rounds` (planned; a local
             mechanism's budget and callables need it), `min_examples` and
@@ -110,7 +111,7 @@ class BoundFactory:
             **cast(dict[str, Any], numbers),
         )
         mechanism.bind(self.deployment)
-        self._has_whole_cohorts = sampling not in ("poisson", None)
+        self._has_whole_cohorts = sampling not in (*charge_lib.OF_ANY_SIZE, None)
         whole = mechanism.needs_exact_cohort or self._has_whole_cohorts
         for size in state.distinct(clients):
             most = self.deployment.num_clients or 2**63
@@ -185,7 +186,7 @@ class BoundFactory:
         )
         rounding, limits = self._rounding_of_sums(shapes), self._limits(deployment)
         at_most = deployment.num_clients
-        if at_most is not None and deployment.sampling == "poisson":
+        if at_most is not None and deployment.sampling in charge_lib.OF_ANY_SIZE:
             at_most = state.largest_poisson_cohort(
                 at_most, max(state.distinct(self._clients))
             )
