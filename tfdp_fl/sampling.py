@@ -22,7 +22,7 @@ import abc
 import dataclasses
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, ClassVar, cast
 
 import dp_accounting
@@ -544,6 +544,37 @@ class RandomAllocationSampler(PassSampler):
     def begins_pass(self, round_index: int) -> bool:
         """See base class."""
         return self._place(round_index)["pass_offset"] == 0
+
+
+class NamedAllocation:
+    """Random allocation of clients that are known by name, such as a server's nodes.
+
+    Whoever has a new name draws its round as the others do, without a change to theirs.
+    Another object has another secret: its first round begins a pass of its own.
+
+    Args:
+      num_clients: N.
+      clients_per_round: m, of which t = floor(N/m) rounds to a pass follow.
+    """
+
+    def __init__(self, num_clients: int, clients_per_round: float):
+        self._passes = charge_lib.AllocationPasses(num_clients, clients_per_round)
+        self._key, self._partition = secrets.token_bytes(32), secrets.token_hex(8)
+        self._next_round = 0
+
+    def draw(self, names: Iterable[Hashable]) -> tuple[list[Hashable], dict[str, Any]]:
+        """Returns those whose round is the next one, and its place for a charge."""
+        place = self._passes.place(self._next_round)
+        self._next_round += 1
+        t = round(self._passes.num_clients / place["clients_per_round"])
+
+        def round_of(name: Hashable) -> int:
+            text = f"{place['pass_index']} {name!r}".encode()
+            word = hashlib.blake2b(text, digest_size=8, key=self._key).digest()
+            return int.from_bytes(word, "little") % t
+
+        drawn = [name for name in names if round_of(name) == place["pass_offset"]]
+        return drawn, {**place, "partition": self._partition}
 
 
 class ShuffledSampler(PassSampler):

@@ -388,7 +388,7 @@ class AllocationPasses:
         clients_per_round: schedules.Schedule,
         first_round: int = 0,
     ):
-        self._num_clients = _validate.positive_integer(num_clients=num_clients)
+        self.num_clients = _validate.positive_integer(num_clients=num_clients)
         self._schedule = clients_per_round
         self.first_round = first_round
         # Of each known pass its first round, and one past its last.
@@ -410,7 +410,7 @@ class AllocationPasses:
                 f"from 0), with which a pass begins, and {t} in round {round_index}."
             )
         return {
-            "clients_per_round": self._num_clients / t,
+            "clients_per_round": self.num_clients / t,
             "pass_index": begin,
             "pass_offset": round_index - begin,
         }
@@ -428,8 +428,8 @@ class AllocationPasses:
 
     def _rounds_at(self, round_index: int) -> int:
         m = schedules.value_at(self._schedule, round_index, "clients_per_round")
-        m = checked_size(m, self._num_clients, fractional=True)
-        return rounds_per_pass(self._num_clients, m)
+        m = checked_size(m, self.num_clients, fractional=True)
+        return rounds_per_pass(self.num_clients, m)
 
 
 class PassCohorts:

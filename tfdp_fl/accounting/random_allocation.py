@@ -141,9 +141,10 @@ def _add(one: _Law, other: _Law, cells: int) -> _Law:
     above = np.cumsum(np.bincount(place, masses * sums, _BINS)[::-1])
     ends = [np.searchsorted(below, tail) for tail in (_TAIL, _RARE)]
     ends += [_BINS - np.searchsorted(above, tail) for tail in (_RARE, _TAIL)]
-    ends = np.maximum.accumulate(ends - np.arange(4)) + np.arange(4)  # All differ.
     # Four of five cells are where most of the mass is.
-    knots, counts = start + width * ends, np.array([0, 0.1, 0.9, 1])
+    counts, places = np.array([0, 0.1, 0.9, 1]), np.arange(4)
+    # (All differ.)
+    knots = start + width * (np.maximum.accumulate(ends - places) + places)
     grid = np.exp(np.interp(np.linspace(0, 1, cells), counts, knots))
     cell = np.interp(logs, knots, counts) * (cells - 1)
     spread, beyond = _spread(sums, masses, grid, cell)

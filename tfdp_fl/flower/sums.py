@@ -156,7 +156,8 @@ def release(
     S neither way (Andrew et al. 2021, Algorithm 1). Else the mechanism says c_k.
     """
     mechanism, this = configured.mechanism, configured.this
-    m, asked = len(configured.asked), configured.instruction
+    # Of a cohort of a random size, what is expected.
+    m, asked = float(this.clients_per_round), configured.instruction
     size = sum(map(math.prod, configured.shapes))
     bound = updates.largest_honest_norm(asked.clip_norm, asked.noise_stddev, size)
 
