@@ -5,8 +5,9 @@ r"""Which sampling: what each costs, and how good models are at equal epsilon.
 Draws epsilon over rounds for five samplings (N = 1000, m = 100, z = 1, delta 1e-5), and
 trains digits (N = 500, m = 100, 60 rounds, the model of the first page) and MNIST's
 oriented gradients (N = 1000 of 60 images, m = 100, 100 rounds, one hidden layer of 64)
-under three of them with the noise that keeps one epsilon, five seeds of the model (the
-clients' draws and the noise are secret). Writes research/samplings.json.
+under three of them with the noise that keeps epsilon = 1, five seeds of the model (the
+clients' draws and the noise are secret). Writes research/samplings.json; what is in it
+is not computed again.
 """
 
 from __future__ import annotations
@@ -103,28 +104,33 @@ def accuracy(task: Any, sampling: str, epsilon: float) -> tuple[float, float]:
 
 def main() -> None:
     """Draws the costs, trains, keeps the rows and prints their means."""
-    found = costs()
-    draw(found)
-    rows: list[dict[str, Any]] = []
-    given = tasks(sys.argv[1])
-    kinds = list(itertools.product(given, (1.0, 2.0), _TRAINED))
-    for seed, (name, epsilon, sampling) in itertools.product(_SEEDS, kinds):
-        tf.keras.utils.set_random_seed(seed)
-        score, z = accuracy(given[name], sampling, epsilon)
-        rows.append({"task": name, "epsilon": epsilon, "sampling": sampling})
-        rows[-1] |= {"seed": seed, "accuracy": score, "noise_multiplier": z}
-        print(rows[-1], flush=True)
-        kept = {"epsilons": found, "rounds": _ROUNDS, "rows": rows}
+    kept: dict[str, Any] = {"rows": []}
+    if _RESULTS.exists():
+        kept = json.loads(_RESULTS.read_text())
+    kept.setdefault("epsilons", costs())
+    draw(kept["epsilons"])
+    given, known = tasks(sys.argv[1]), {_key(row): row for row in kept["rows"]}
+    for seed, name, sampling in itertools.product(_SEEDS, given, _TRAINED):
+        row: dict[str, Any] = {"task": name, "sampling": sampling, "seed": seed}
+        if _key(row) not in known:
+            tf.keras.utils.set_random_seed(seed)
+            score, z = accuracy(given[name], sampling, epsilon=1.0)
+            known[_key(row)] = {**row, "accuracy": score, "noise_multiplier": z}
+        kept["rows"] = list(known.values())
         _RESULTS.write_text(json.dumps(kept, indent=0) + "\n")
-    for name, epsilon, sampling in kinds:
+    for name, sampling in itertools.product(given, _TRAINED):
         of_kind = [
-            row["accuracy"]
-            for row in rows
-            if (row["task"], row["epsilon"], row["sampling"])
-            == (name, epsilon, sampling)
+            (row["accuracy"], row["noise_multiplier"])
+            for row in kept["rows"]
+            if (row["task"], row["sampling"]) == (name, sampling)
         ]
-        spread = np.std(of_kind, ddof=1)
-        print(name, epsilon, sampling, f"{np.mean(of_kind):.3f} ± {spread:.3f}")
+        scores, noise = zip(*of_kind, strict=True)
+        spread = np.std(scores, ddof=1)
+        print(name, sampling, f"z {noise[0]:.2f}, {np.mean(scores):.3f} ± {spread:.3f}")
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["task"], row["sampling"], row["seed"]
 
 
 if __name__ == "__main__":
