@@ -54,13 +54,16 @@ def test_every_node_is_asked_once_a_pass_and_a_new_server_begins_a_pass():
     assert report["relation"] == "one client is added or removed"
     known = accounting.gaussian_epsilon(1 / np.sqrt(2), 1e-5)
     assert report["epsilon_if_cohorts_are_known"] == pytest.approx(known)
-    # A node more changes nobody else's round.
-    one = sampling.NamedAllocation(12, 3)
-    other = sampling.NamedAllocation(12, 3)
+
+
+def test_nodes_draw_unforeseeably_and_by_themselves():
+    one, other, secret = (sampling.NamedAllocation(200, 20) for _ in range(3))
     other._key = one._key
-    for _ in range(8):
-        before, _ = one.draw(range(12))
-        assert [each for each in other.draw(range(13))[0] if each < 12] == before
+    for _ in range(20):
+        drawn, _ = one.draw(range(200))
+        # A node more changes nobody else's round; another server has other secrets.
+        assert [each for each in other.draw(range(201))[0] if each < 200] == drawn
+        assert secret.draw(range(200))[0] != drawn
 
 
 def test_a_ledger_counts_the_passes_of_both_servers(tmp_path):
