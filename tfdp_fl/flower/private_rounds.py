@@ -489,11 +489,12 @@ class PrivateRounds:
                 )
             _logger.warning("Round %s is abandoned: %s.", server_round, text)
             return None
+        who = self._participation
         if self._sampling == "random_allocation":
             return self._allocation.draw(eligible)
-        system, q = secrets.SystemRandom(), self.clients_per_round / self.num_clients
         if self._sampling == "poisson":
-            return [each for each in eligible if system.random() < q], {}
+            draw, q = secrets.SystemRandom().random, who.sampling_probability
+            return [each for each in eligible if draw() < q], {}
         if len(eligible) < self.clients_per_round:
             _logger.warning(
                 "Round %s is not begun: only %d of %d connected clients may take part "
@@ -502,7 +503,7 @@ class PrivateRounds:
             )
             return None
         # Flower draws by Python's `random`, which can be foretold.
-        return system.sample(eligible, self.clients_per_round), {}
+        return secrets.SystemRandom().sample(eligible, self.clients_per_round), {}
 
     def _stop_before(self, server_round: int) -> None:
         self.stopped_before_round = server_round
