@@ -1,11 +1,13 @@
 """Rounds of a random allocation: everybody once a pass, in secret."""
 
+import dp_accounting
 import numpy as np
 import pytest
 
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import accounting, sampling
+from tfdp_fl.auditing import CanaryAudit
 from tfdp_fl.keras.callbacks import Ledger, PrivacyBudget, RoundCheckpoint
 from tfdp_fl.keras.evaluation import PrivateMetrics
 
@@ -246,6 +248,29 @@ def test_make_private_keeps_its_target_and_uses_it_up(mechanism):
     assert fed.setup.accountant == "pld"
     assert toy.fit(fed, 14).epoch == list(range(12))  # The fourth pass is whole.
     assert 2.0 * (1 - 1e-3) <= fed.epsilon(_DELTA) <= 2.0 * (1 + 1e-9)
+
+
+def test_canaries_are_in_one_round_of_each_pass():
+    audit = CanaryAudit(num_canaries=300)
+    audit._places, audit._rng = {}, np.random.default_rng(0)
+    drawn = [
+        audit._drawn(
+            accounting.RoundCharge(
+                sampling=_ALLOCATION,
+                num_clients=40,
+                clients_per_round=40 / 3,
+                event=dp_accounting.GaussianDpEvent(1.0),
+                pass_index=begin,
+                pass_offset=offset,
+                partition="secret",
+            )
+        )
+        for begin in (0, 3)
+        for offset in range(3)
+    ]
+    for each in (drawn[:3], drawn[3:]):
+        np.testing.assert_array_equal(np.sort(np.concatenate(each)), np.arange(300))
+        assert min(map(len, each)) > 40  # Of 100; else with a chance below 1e-11.
 
 
 def test_correlated_noise_and_shares_of_noise_need_other_samplings():
