@@ -51,13 +51,14 @@ FORMATS = ("text", "dict")
 _CAVEATS_OF_SAMPLING = {
     "poisson": ("population_stated",),
     "fixed_size": ("fixed_size_population_known",),
+    "random_allocation": ("population_stated", "allocation_charged_whole"),
     "shuffled": ("shuffled_zero_out",),
     "cyclic": ("cyclic_zero_out", "cyclic_no_amplification"),
     "separated": ("separated_zero_out",),
 }
 
 # Those that make epsilon smaller for a draw that nobody knows.
-_SECRET = ("poisson", "fixed_size")
+_SECRET = ("poisson", "fixed_size", "random_allocation")
 
 _EPSILONS = (
     *("epsilon_rdp", "epsilon_pld", "epsilon_local", "central_epsilon"),

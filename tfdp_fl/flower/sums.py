@@ -202,7 +202,7 @@ def collect(configured: ConfiguredRound, answers: Sequence[replies.Reply]) -> Co
     if not configured.clients_clip:
         largest = float(configured.mechanism.largest_norm(this))
     total = [np.zeros(shape) for shape in configured.shapes]
-    step, discarded = updates.grid_step(largest, len(configured.asked)), 0
+    step, discarded = updates.grid_step(largest, float(this.clients_per_round)), 0
     for factor, update in zip(factors, map(change, answers), strict=True):
         discarded += update.discarded
         for array, part in zip(total, update.arrays, strict=True):
@@ -228,7 +228,8 @@ def release(
     """
     paid.use()
     mechanism, this, total = configured.mechanism, collected.this, collected.update
-    m, asked = len(configured.asked), configured.instruction
+    # Of a cohort of a random size, what is expected.
+    m, asked = float(this.clients_per_round), configured.instruction
     stddevs = {
         name: float(value)
         for name, value in mechanism.noise_stddevs(this, configured.deployment).items()

@@ -108,7 +108,7 @@ def largest_honest_norm(clip_norm: float, stddev: float, size: int) -> float:
     return clip_norm + stddev * radius
 
 
-def grid_step(largest: float, clients_per_round: int) -> float:
+def grid_step(largest: float, clients_per_round: float) -> float:
     """Returns the step that records are rounded to, a power of two; 0 for none.
 
     Float64 adds up 4 (m + 16) records of it without any rounding, as those of

@@ -184,7 +184,7 @@ class CheckpointDirectory:
 def write_atomically(file: pathlib.Path, data: bytes) -> None:
     """Replaces a file as a whole: after a crash it is the old or the new one.
 
-    Checkpoints hold what predicts cohorts (the seed, or the key of shuffled ones), so
+    Checkpoints hold what predicts cohorts (the seed, or the key of those of passes), so
     nobody else reads them. Raises CheckpointWriteError if it failed.
     """
     with (

@@ -107,9 +107,10 @@ class DPFederatedModel:
             callable, here or in the mechanism, is called once for each round:
             what it returns is used and charged.
           sampling: "poisson": every client takes part with probability m/N;
-            "fixed_size": m of N without replacement; "shuffled": every client
-            once per pass; "cyclic": fixed groups in turn, m of the group (see
-            `sampling.CyclicSampler`).
+            "fixed_size": m of N without replacement; "random_allocation": every
+            client, by itself, in one of the floor(N / m) rounds of each pass;
+            "shuffled": every client once per pass; "cyclic": fixed groups in turn, m
+            of the group (see `sampling.CyclicSampler`).
           delta: Where given, `History` has epsilon at this delta.
           accountant: "rdp" or "pld", by which epsilon is computed unless told
             otherwise. PLD is tighter, and costs about 0.1 s a round where
@@ -426,7 +427,7 @@ class DPFederatedModel:
             inputs and the loss expect, or to a declared `element_spec`, or fails
             alone. Where spending is counted for
             each client (local and per-record guarantees), and within a pass
-            over shuffled clients, they must be the same clients in the same
+            over the clients, they must be the same clients in the same
             order as before; elsewhere they may be others, and the statement
             names every N. With `client_ids`: the features of all rows of one table,
             [n, ...], as arrays or a pandas frame.

@@ -298,13 +298,13 @@ class Run:
     def _mu_squared_after(self, rounds: int) -> float:
         """Returns the most that one client can have spent after so many more rounds.
 
-        The cohorts of a shuffled order are known beforehand. Of others it is
-        not known which clients they will draw: any that may still take part.
+        The cohorts of passes are known beforehand. Of others it is not known which
+        clients they will draw: any that may still take part.
         """
         mu_squared, clients = self.mu_squared, self.spending.per_client
         elsewhere = self.spending.mu_squared_elsewhere
         most = self.setup.mechanism.max_participations
-        if not isinstance(self.sampler, sampling.ShuffledSampler):
+        if not isinstance(self.sampler, sampling.PassSampler):
             return elsewhere + clients.max_mu_squared_after_draws(
                 rounds, mu_squared, most
             )
