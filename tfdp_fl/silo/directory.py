@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdp_fl import _storage, accounting
+from tfdp_fl import accounting
 from tfdp_fl.keras import checkpoint
 
 _LOCK, _STATE, _ANSWERS = "lock", "silo.npz", "answers"
@@ -268,8 +268,8 @@ def changed(path: pathlib.Path, what: str) -> SiloChangedError:
     """Returns the error of a silo that is not what it was."""
     return SiloChangedError(
         f"The silo in {path} goes on with the people and the settings that it began "
-        f"with: {what}. Put them back; or take a new directory, and tell the people "
-        "who are in both that they pay what both spend. Nothing was charged."
+        f"with: {what.rstrip('.')}. Put them back; or take a new directory, and tell "
+        "the people who are in both that they pay what both spend. Nothing was charged."
     )
 
 

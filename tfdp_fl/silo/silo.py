@@ -99,8 +99,11 @@ class Silo:
         if not callable(build):
             raise TypeError(f"build must be callable, got {build!r}.")
         self._build = build
-        self._table = persons.by_person(x, y, client_ids)
-        self._arguments = {
+        table = persons.by_person(x, y, client_ids)
+        # In whatever order the table comes next time.
+        names = [repr(name) for name in table.client_ids]
+        self._table = table.take(np.argsort(names, kind="stable"))
+        self._arguments: dict[str, Any] = {
             "rounds": _validate.positive_integer(rounds=rounds),
             "batch_size": _validate.positive_integer(batch_size=batch_size),
             "local_epochs": _validate.positive_integer(local_epochs=local_epochs),
@@ -143,8 +146,8 @@ class Silo:
           `spent`.
 
         Raises:
-          ValueError: The weights have other shapes, are not finite or too large: nothing
-            was charged.
+          ValueError: The weights have other shapes, are not finite or too large:
+            nothing was charged.
           SiloError: See its subclasses: in use, moved, changed, or an id that came
             before with other weights. Nothing was charged.
           LedgerWriteError, CheckpointWriteError: The disk is full, or read-only. What
@@ -167,7 +170,7 @@ class Silo:
         private: PrivateMetrics,
         message_id: str | int | None = None,
     ) -> dict[str, Any]:
-        """Returns noisy metrics of weights on this silo's people, once they are charged.
+        """Returns noisy metrics of weights on this silo's people; charges them first.
 
         Args:
           weights: As in `train`.
@@ -217,7 +220,7 @@ class Silo:
         with self._files.exclusive():
             fed, _ = self._opened()
             self._fed = fed
-            facts = fed.privacy_statement(delta, "dict")
+            facts: Any = fed.privacy_statement(delta, "dict")
             facts["silo"] = self._paragraph(facts, self._files.lost(_charged(fed)))
             if format == "dict":
                 return facts
