@@ -33,7 +33,7 @@ _DISTRIBUTIONS = {
 }
 # From the top; the packages of a row know nothing of each other.
 _LAYERS = (
-    ("experiments", "search"),
+    ("experiments", "search", "silo"),
     ("keras", "learning", "runtimes"),
     ("aggregators", "flower"),
     ("engine",),

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import functools
+import itertools
 import os
 import shutil
 import sys
@@ -21,6 +22,19 @@ from tfdp_fl.keras import checkpoint
 from tfdp_fl.silo import directory as directory_lib
 
 _MEANS = tfdp_fl.PrivateMetrics(bounds={"accuracy": (0, 1)}, noise_multiplier=30.0)
+
+
+@pytest.fixture(scope="module", name="trained")
+def _trained(tmp_path_factory):
+    """A directory that has answered one message, to be copied."""
+    path = tmp_path_factory.mktemp("silo") / "trained"
+    one = hospital.silo(path)
+    one.train(one.get_weights(), "first")
+    return path
+
+
+def _copied(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "copy")
 
 
 def _exact(values):
@@ -114,30 +128,26 @@ def test_a_new_process_goes_on_where_the_last_one_was(tmp_path, options):
     assert facts["epsilon"] <= second.epsilon(hospital.DELTA) <= 4.0
 
 
-@pytest.mark.parametrize(
-    ("spoil", "why"),
-    [
-        (lambda w: w[:-1], "must be numbers of the shapes"),
-        (lambda w: [*w[:-1], w[-1][None]], "must be numbers of the shapes"),
-        (lambda w: [v.astype(str) for v in w], "must be numbers of the shapes"),
-        (lambda w: [v.astype(complex) for v in w], "must be numbers of the shapes"),
-        (lambda w: [np.full_like(v, np.nan) for v in w], "must be finite"),
-        (lambda w: [*w[:-1], np.array([np.inf])], "must be finite"),
-        (lambda w: [*w[:-1], np.array([1e300])], "must be finite"),
-        (lambda w: [*w[:-1], np.array([-1e30])], "at most 100000 in magnitude"),
-        (lambda w: [*w[:3], w[3] - 2.0, *w[4:]], "whose output is finite"),
-    ],
-)
-def test_useless_weights_are_refused_and_cost_nothing(tmp_path, spoil, why):
-    of = functools.partial(hospital.build, normalized=True)
-    one = hospital.silo(tmp_path, of)
+def test_useless_weights_are_refused_and_cost_nothing(tmp_path):
+    one = hospital.silo(tmp_path, functools.partial(hospital.build, normalized=True))
     start = one.get_weights()
-    for kind in (
-        one.train,
-        functools.partial(one.evaluate, private=_MEANS),
-    ):
+    shapes, finite = "must be numbers of the shapes", "must be finite"
+    useless = [
+        (start[:-1], shapes),
+        ([*start[:-1], start[-1][None]], shapes),
+        ([w.astype(str) for w in start], shapes),
+        ([w.astype(complex) for w in start], shapes),
+        ([np.full_like(w, np.nan) for w in start], finite),
+        ([*start[:-1], np.array([np.inf])], finite),
+        ([*start[:-1], np.array([1e300])], finite),
+        ([*start[:-1], np.array([-1e30])], "at most 100000 in magnitude"),
+        # A negative variance.
+        ([*start[:3], start[3] - 2.0, *start[4:]], "whose output is finite"),
+    ]
+    evaluate = functools.partial(one.evaluate, private=_MEANS)
+    for (weights, why), act in itertools.product(useless, (one.train, evaluate)):
         with pytest.raises(ValueError, match=why):
-            kind(spoil(start), message_id="bad")
+            act(weights, message_id="bad")
     assert hospital.charged(tmp_path) == 0
     # The id is still free for a better one.
     assert one.train([w.astype(np.float64) for w in start], "bad").rounds == 1
@@ -239,13 +249,13 @@ def test_a_copied_or_restored_directory_is_refused(tmp_path):
         ("round-*.npz", ValueError, "ledger of another run"),
     ],
 )
-def test_a_directory_that_lost_a_file_is_refused(tmp_path, name, error, match):
-    start = hospital.silo(tmp_path).get_weights()
-    hospital.silo(tmp_path).train(start)
-    for file in tmp_path.glob(name):
+def test_a_directory_that_lost_a_file_is_refused(tmp_path, trained, name, error, match):
+    path = _copied(trained, tmp_path)
+    for file in path.glob(name):
         file.unlink()
+    one = hospital.silo(path, moved=True)
     with pytest.raises(error, match=match):
-        hospital.silo(tmp_path).train(start)
+        one.train(one.get_weights())
 
 
 def test_a_ledger_that_was_cut_is_refused(tmp_path):
@@ -259,20 +269,20 @@ def test_a_ledger_that_was_cut_is_refused(tmp_path):
             each.train(one.get_weights())
 
 
-def test_other_people_are_refused_and_other_rows_are_charged(tmp_path):
-    start = hospital.silo(tmp_path).get_weights()
-    hospital.silo(tmp_path).train(start)
+def test_other_people_are_refused_and_other_rows_are_charged(tmp_path, trained):
+    path = _copied(trained, tmp_path)
+    start = hospital.silo(path).get_weights()
     data = hospital.table(hospital.NUM_PEOPLE + 1)
     others = {**hospital.table(), "client_ids": 100 + hospital.table()["client_ids"]}
     for changed in data, others:
         with pytest.raises(silo.SiloChangedError, match="the people and the settings"):
-            hospital.silo(tmp_path, **changed).train(start)
-    assert hospital.charged(tmp_path) == 1
+            hospital.silo(path, moved=True, **changed).train(start)
+    assert hospital.charged(path) == 1
     # The same people with other rows: each round is bounded for each of them.
     order = np.random.default_rng(1).permutation(2 * hospital.NUM_PEOPLE)[:-1]
     newer = {name: part[order] for name, part in hospital.table(seed=5).items()}
-    hospital.silo(tmp_path, **newer).train(start)
-    assert hospital.charged(tmp_path) == 2
+    assert hospital.silo(path, moved=True, **newer).train(start).rounds == 1
+    assert hospital.charged(path) == 2
 
 
 @pytest.mark.parametrize(
@@ -293,22 +303,22 @@ def test_other_people_are_refused_and_other_rows_are_charged(tmp_path):
     ],
     ids=str,
 )
-def test_a_build_that_changed_is_refused(tmp_path, change):
-    start = hospital.silo(tmp_path).get_weights()
-    hospital.silo(tmp_path).train(start)
-    changed = hospital.silo(tmp_path, functools.partial(hospital.build, **change))
+def test_a_build_that_changed_is_refused(tmp_path, trained, change):
+    path = _copied(trained, tmp_path)
+    of = functools.partial(hospital.build, **change)
+    changed = hospital.silo(path, of, moved=True)
     with pytest.raises(silo.SiloChangedError, match="Put them back"):
         changed.train(changed.get_weights())
-    assert hospital.charged(tmp_path) == 1
-    assert hospital.silo(tmp_path).train(start).rounds == 1
+    assert hospital.charged(path) == 1
 
 
-def test_how_it_trains_stays_as_well(tmp_path):
-    start = hospital.silo(tmp_path).get_weights()
-    hospital.silo(tmp_path).train(start)
+def test_how_it_trains_stays_as_well(tmp_path, trained):
+    path = _copied(trained, tmp_path)
     for change in {"batch_size": 3}, {"local_epochs": 2}, {"rounds": 2}:
+        one = hospital.silo(path, moved=True, **change)
         with pytest.raises(silo.SiloChangedError, match=next(iter(change))):
-            hospital.silo(tmp_path, **change).train(start)
+            one.train(one.get_weights())
+    assert hospital.charged(path) == 1
 
 
 def test_what_cannot_be_a_silo_is_refused_when_it_is_made(tmp_path):
@@ -450,10 +460,9 @@ def test_a_kill_at_any_line_loses_nothing_that_is_not_said(tmp_path):
         one, lambda: one.train(came, "m"), path, tmp_path / "states"
     )
     assert len(states) > 7
-    print(len(states))
     shutil.rmtree(path)  # Its ledger would count as well, where it can be read.
     answers, ledgers = [], []
-    for state in states:
+    for number, state in enumerate(states):
         killed = hospital.charged(state)
         ledgers.append(killed)
         file = (
@@ -481,6 +490,8 @@ def test_a_kill_at_any_line_loses_nothing_that_is_not_said(tmp_path):
         assert ("rounds_charged_twice" in facts["caveats"]) == bool(repeated)
         assert answer.epsilon == again.epsilon(hospital.DELTA)
         assert len({w.tobytes() for w in answer.weights}) > 1
+        if number % 2:
+            continue
         # Another message instead: what is lost is said, and stays charged.
         another = hospital.silo(other, rounds=2, moved=True)
         with warnings.catch_warnings(record=True) as caught:

@@ -5,18 +5,12 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tfdp_fl.flower import client as client_lib
 
-if TYPE_CHECKING:
-    from tfdp_fl.keras import PrivateMetrics
-    from tfdp_fl.silo import Silo
 
-
-def silo_app(
-    make_silo: Callable[..., Silo], private_metrics: PrivateMetrics | None = None
-) -> Any:
+def silo_app(make_silo: Callable[..., Any], private_metrics: Any = None) -> Any:
     """Returns a `ClientApp` whose node is one silo, under any of Flower's strategies.
 
         app = silo_app(lambda context: tfdp_fl.Silo(build, x, y, ...))
@@ -28,16 +22,16 @@ def silo_app(
     same message again gets the same reply.
 
     Args:
-      make_silo: Called with Flower's `Context` (or nothing, if it takes nothing) where
-        a node gets its first message in a process.
-      private_metrics: What an evaluate message is answered with, noised and charged;
-        None: with the declared number of people alone.
+      make_silo: Returns a `tfdp_fl.Silo`. Called with Flower's `Context` (or nothing,
+        if it takes nothing) where a node gets its first message in a process.
+      private_metrics: The `tfdp_fl.PrivateMetrics` that an evaluate message is answered
+        with, charged for each; None: with the declared number of people alone.
 
     Raises:
       RuntimeError: For a message that the silo refuses. Only the kind of what was
         raised leaves the node; all of it is in the node's own log.
     """
-    silos: dict[int, Silo] = {}
+    silos: dict[int, Any] = {}
     app = importlib.import_module("flwr.clientapp").ClientApp()
 
     def answer(message: Any, context: Any, kind: str) -> Any:
