@@ -377,48 +377,48 @@ def test_metrics_leave_noised_and_charged_only(tmp_path):
     assert hospital.charged(tmp_path) == 2
 
 
-def test_a_disk_that_is_full_or_read_only_loses_nothing(tmp_path, monkeypatch):
-    one = hospital.silo(tmp_path / "one")
+@pytest.mark.parametrize("for_good", [False, True])
+def test_a_disk_that_is_full_loses_nothing(tmp_path, monkeypatch, for_good):
+    one = hospital.silo(tmp_path)
     start = one.get_weights()
     one.train(start)
-    writes, fail_at = [0], [0]
-    real_write, real_fsync = checkpoint.write_atomically, os.fsync
+    left, real, charged = [0], os.fsync, 1
 
-    def failing(real):
-        def call(*arguments):
-            writes[0] += 1
-            if writes[0] >= fail_at[0]:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return real(*arguments)
+    def failing(descriptor):
+        left[0] -= 1
+        if left[0] == 0 or (for_good and left[0] < 0):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor)
 
-        return call
-
-    monkeypatch.setattr(ledger.os, "fsync", failing(real_fsync))
-    number, answered = 1, False
-    while not answered:
-        fail_at[0] = writes[0] + number
-        before = hospital.charged(tmp_path / "one")
+    monkeypatch.setattr(os, "fsync", failing)
+    for number in itertools.count(1):
+        left[0] = number  # The first so many writes succeed.
         try:
             update = one.train(start, message_id="m")
-            answered = True
         except (accounting.LedgerError, checkpoint.CheckpointError) as error:
             assert "No space left" in str(error)
             # What was charged may have been lost, never the other way round.
-            assert hospital.charged(tmp_path / "one") >= before
-            number += 1
-        fail_at[0] = writes[0] + 1000
+            assert hospital.charged(tmp_path) >= charged
+            charged = hospital.charged(tmp_path)
+            continue
+        break
+    left[0] = 1000
     assert number > 5
     assert update.rounds == 1
+    again = one.train(start, message_id="m")
+    assert hospital.is_same(again, update)
     assert one.epsilon(hospital.DELTA) == update.epsilon
-    assert hospital.is_same(one.train(start, message_id="m"), update)
-    assert real_write is checkpoint.write_atomically
+
+
+def test_a_disk_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
+    one = hospital.silo(tmp_path)
 
     def read_only(*arguments, **options):
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(directory_lib.os, "open", read_only)
     with pytest.raises(silo.SiloError, match="must be one that can be written"):
-        one.train(start)
+        one.train(one.get_weights())
 
 
 def _states(one, act, path, into):

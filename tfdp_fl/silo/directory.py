@@ -97,13 +97,13 @@ class SiloDirectory:
     Attributes:
       path: The directory; made if need be, for its owner alone.
       state: What `silo.npz` holds; read when the lock is taken.
-      written: Its bytes, by which another process's work is noticed.
+      is_ours: Whether nobody else was at work here since this object was.
     """
 
     def __init__(self, path: str | os.PathLike[str], moved: bool):
         self.path = pathlib.Path(path)
         self._moved = moved
-        self.state, self.written = dict(_NEW), b""
+        self.state, self._data, self.is_ours = dict(_NEW), b"", True
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -128,6 +128,8 @@ class SiloDirectory:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._read()
             yield
+            if self._place() != self.state["place"]:
+                self._write(place=self._place())
         except BlockingIOError:
             raise SiloInUseError(
                 f"The silo in {self.path} is at work on another message. Nothing was "
@@ -140,7 +142,7 @@ class SiloDirectory:
         """Notes what the coming charges are for, before the first of them."""
         self._write(
             lost=self.lost(charged),
-            place=self._place(),
+            place=[*self._place()[:2], None],
             message={**vars(message), "first_round": first_round, "charged": charged},
         )
 
@@ -176,7 +178,7 @@ class SiloDirectory:
         file = self._answer_file(message.key)
         if not file.exists():
             return None
-        stored = _stored(file)
+        stored = _stored(file, file.read_bytes())
         if stored["payload"] != message.payload:
             raise SiloMessageError(
                 f"message_id {message.name} was answered before, for other weights "
@@ -189,7 +191,6 @@ class SiloDirectory:
         """Writes an answer, before anybody gets it."""
         data = checkpoint.to_bytes({"payload": message.payload, "answer": answer})
         checkpoint.write_atomically(self._answer_file(message.key), data)
-        self._write(place=self._place())
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
         """Raises SiloChangedError unless what `build` returns is as it was."""
@@ -208,14 +209,13 @@ class SiloDirectory:
         return self.path / _ANSWERS / f"{key}.npz"
 
     def _read(self) -> None:
-        file = self.path / _STATE
-        if file.exists():
-            self.state, self.written = _stored(file), file.read_bytes()
+        file, ledger = self.path / _STATE, checkpoint.ledger_path(self.path)
+        data = file.read_bytes() if file.exists() else b""
+        self.is_ours, self._data = data == self._data, data
+        self.state = _stored(file, data) if data else dict(_NEW)
+        if data:
             self._check_place()
-            return
-        self.state, self.written = dict(_NEW), b""
-        ledger = checkpoint.ledger_path(self.path)
-        if ledger.exists() and accounting.PrivacyLedger.read(ledger).entries:
+        elif ledger.exists() and accounting.PrivacyLedger.read(ledger).entries:
             raise SiloError(
                 f"{file} is missing, which says what the ledger beside it was charged "
                 "for. Put it back. (A directory of RoundCheckpoint is not a silo's.)"
@@ -225,33 +225,32 @@ class SiloDirectory:
         state = {**self.state, **changes}
         data = checkpoint.to_bytes(state)
         checkpoint.write_atomically(self.path / _STATE, data)
-        self.state, self.written = state, data
+        self.state, self._data = state, data
 
     def _place(self) -> list[Any]:
-        """Returns the hash of the ledger's last line, its inode and change time."""
+        """Returns the ledger's inode, the hash of its last line, its change time."""
         path = checkpoint.ledger_path(self.path)
-        there = path.stat()
-        head = accounting.PrivacyLedger.read(path).head
-        return [head, there.st_ino, there.st_ctime_ns]
-
-    def _check_place(self) -> None:
-        """Raises SiloMovedError if the ledger is not the file that it was.
-
-        After a crash it may have more lines than when its place was noted, and so
-        another change time.
-        """
-        noted = self.state["place"]
-        path = checkpoint.ledger_path(self.path)
-        if noted is None:
-            return
         if not path.exists():
             raise accounting.LedgerError(
                 f"The ledger {path} is missing, which says what this silo has spent."
             )
-        accounting.PrivacyLedger.read(path, expected_head=noted[0])
+        there = path.stat()
+        head = accounting.PrivacyLedger.read(path).head
+        return [there.st_ino, head, there.st_ctime_ns]
+
+    def _check_place(self) -> None:
+        """Raises SiloMovedError if the ledger is not the file that it was.
+
+        While a message is at work its lines and its change time are not known, nor
+        after a crash.
+        """
+        if self.state["place"] is None:
+            return
+        inode, head, time = self.state["place"]
         now = self._place()
-        same = now[1:] if now[0] == noted[0] else now[1:2]
-        if same == noted[1 : 1 + len(same)]:
+        path = checkpoint.ledger_path(self.path)
+        accounting.PrivacyLedger.read(path, expected_head=head)
+        if now[0] == inode and time in (None, now[2]):
             return
         if not self._moved:
             raise SiloMovedError(
@@ -273,8 +272,8 @@ def changed(path: pathlib.Path, what: str) -> SiloChangedError:
     )
 
 
-def _stored(file: pathlib.Path) -> Any:
+def _stored(file: pathlib.Path, data: bytes) -> Any:
     try:
-        return checkpoint.from_bytes(file.read_bytes())
+        return checkpoint.from_bytes(data)
     except ValueError as error:
         raise SiloError(f"{file} is damaged: {error}. Restore it.") from error

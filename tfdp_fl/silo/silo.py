@@ -115,9 +115,8 @@ class Silo:
         target = self._new.setup.target
         assert target is not None
         self.target = target
-        # At what the directory held when its state was `_seen`.
+        # At what the directory holds, if nobody else was at work there.
         self._fed: DPFederatedModel | None = None
-        self._seen = b""
 
     @property
     def num_people(self) -> int:
@@ -160,7 +159,6 @@ class Silo:
             if answer is None:
                 answer = self._train(message, given)
                 self._files.keep(message, answer)
-                self._seen = self._files.written
             return SiloUpdate(**answer)
 
     def evaluate(
@@ -196,7 +194,7 @@ class Silo:
                 self._files.begin(message, fed.rounds, _charged(fed))
                 answer = fed.evaluate_clients(self._table, verbose=0, private=private)
                 self._files.keep(message, answer)
-                self._fed, self._seen = fed, self._files.written
+                self._fed = fed
             return answer
 
     def epsilon(self, delta: float) -> float:
@@ -288,7 +286,7 @@ class Silo:
         fed, self._fed = self._fed, None
         files, callbacks = self._files, [self._saved()]
         first = files.begun(message)
-        if fed is not None and first is None and self._seen == files.written:
+        if fed is not None and first is None and files.is_ours:
             return fed, None
         fed, self._new = self._new or self._built(), None
         files.check_settings(_settings(fed))
@@ -317,7 +315,6 @@ class Silo:
                 RuntimeWarning,
                 stacklevel=4,
             )
-        self._seen = files.written
         return fed, first
 
     def _saved(self) -> RoundCheckpoint:
