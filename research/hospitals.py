@@ -267,9 +267,9 @@ def nvflare(data: pathlib.Path, epsilon: float = 4.0) -> None:
     folder = _ROOT / "build/nvflare"
     if not (folder / "bin/python").exists():
         venv.create(folder, with_pip=True)
-        packages = [str(_ROOT), "nvflare==2.9.*"]
         pip = [folder / "bin/python", "-m", "pip", "install", "-q"]
-        subprocess.run([*pip, *packages], check=True)
+        wanted = ["-r", _ROOT / "requirements/nvflare.in"]
+        subprocess.run([*pip, *wanted], check=True)
     if pathlib.Path(sys.prefix).resolve() != folder.resolve():
         again = [folder / "bin/python", __file__, "nvflare", data]
         environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
