@@ -249,8 +249,8 @@ class Silo:
         )
         if lost:
             said += (
-                f" {lost} release(s) were charged for messages that were broken off: "
-                "nobody got the answer, and epsilon counts them all the same."
+                f" Releases charged for messages that were broken off: {lost}. Nobody "
+                "got those answers, and epsilon counts them all the same."
             )
         return said
 
@@ -309,9 +309,9 @@ class Silo:
         lost = files.lost(_charged(fed)) - files.state["lost"]
         if lost and first is None:
             warnings.warn(
-                f"Message {files.state['message']['name']} was broken off: {lost} "
-                "release(s) were charged for it, and nobody got the answer. They are "
-                "counted in epsilon.",
+                f"Message {files.state['message']['name']} was broken off. Releases "
+                f"charged for it: {lost}. Nobody got the answer, and epsilon counts "
+                "them all the same.",
                 RuntimeWarning,
                 stacklevel=4,
             )
