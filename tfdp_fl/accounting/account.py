@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -682,7 +683,13 @@ class PrivacyAccount:
 
 
 def _as_json(charges: collections.Counter[charge_lib.RoundCharge]) -> list:
-    return [[charge.to_json(), count] for charge, count in charges.items()]
+    return [[_charge_as_json(charge), count] for charge, count in charges.items()]
+
+
+# Every checkpoint of a run has those of all its rounds.
+@functools.lru_cache(maxsize=2**14)
+def _charge_as_json(charge: charge_lib.RoundCharge) -> str:
+    return charge.to_json()
 
 
 def _from_json(charges: list) -> collections.Counter[charge_lib.RoundCharge]:
