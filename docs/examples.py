@@ -219,12 +219,12 @@ print(members["ann"].outcome.value)
 
 # %% writing_mechanisms_parts
 import tensorflow as tf
-from tfdp_fl import mechanisms
+from tfdp_fl import algorithm, mechanisms
 
 deployment = mechanisms.Deployment(clients_per_round=10)
 query = fixed.bind(deployment)
 state = query.begin_round(query.initial_global_state(), 1.0, 10)
-one = query.preprocess_record(query.derive_sample_params(state), [tf.ones(3)])
+one = algorithm.make_record(query, query.derive_sample_params(state), [tf.ones(3)])
 print(one.update, one.norm)
 
 # %% aggregators (tff)

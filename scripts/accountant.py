@@ -20,7 +20,7 @@ from absl import app, flags
 
 from tfdp_fl import _console, _validate, accounting
 
-_SAMPLINGS = ("poisson", "fixed_size", "shuffled")
+_SAMPLINGS = ("random_allocation", "poisson", "fixed_size", "shuffled")
 _ACCOUNTANTS = ("rdp", "pld")
 _CLIENTS = ("num_clients", "clients_per_round")
 _SOLVED = ("rounds", "noise_multiplier", "epsilon", "delta")
@@ -99,9 +99,9 @@ def _compare(given: dict[str, float]) -> None:
     if len(reasons) == len(_SAMPLINGS) * len(_ACCOUNTANTS):
         raise ValueError("none of the samplings has a solution.")
     print(
-        "\nPoisson and shuffled: a client is added or removed. Fixed size: a "
-        "client is\nreplaced by another, which moves the clipped sum twice as "
-        "far."
+        "\nRandom allocation, Poisson and shuffled: a client is added or removed.\n"
+        "Fixed size: a client is replaced by another, which moves the clipped sum\n"
+        "twice as far."
     )
 
 

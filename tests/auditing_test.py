@@ -116,7 +116,7 @@ def test_one_release_is_found_in_training(iterates, off):
     assert found.epsilon / fed.epsilon(_DELTA, "pld") == pytest.approx(1, abs=off)
     assert found.num_canaries == 2 * _CANARIES
     fed.fit(toy.clients(8), rounds=2, verbose=0)
-    text = fed.privacy_statement(_DELTA)
+    text = toy.said(fed, _DELTA)
     assert f"audit with {2 * _CANARIES} canary clients in 1 of the rounds" in text
     assert f"as {rounding.upwards(found.epsilon, 3)} " in text
 

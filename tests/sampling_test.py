@@ -13,7 +13,7 @@ from scipy import linalg, stats
 import tfdp_fl
 from tfdp_fl import accounting, correlated_noise, sampling
 
-_SAMPLINGS = ("poisson", "fixed_size", "shuffled")
+_SAMPLINGS = ("poisson", "fixed_size", "random_allocation", "shuffled")
 _EVENT = dp_accounting.GaussianDpEvent(1.0)
 _make = sampling.make_sampler
 _all = pytest.mark.parametrize("name", _SAMPLINGS)
@@ -72,8 +72,8 @@ def test_with_a_seed_a_round_s_cohort_is_its_own(name):
     one, other = (_make(name, 100, 20, seed=3) for _ in range(2))
     assert one.sampling == name
     forward = [one.cohort(t) for t in range(12)]
-    other.next_round = 3  # One that begins later is in step.
-    for t in range(3, 12):
+    other.next_round = 5  # One that begins later is in step.
+    for t in range(5, 12):
         np.testing.assert_array_equal(other.cohort(t), forward[t])
     different = _make(name, 100, 20, seed=4)
     assert not all(np.array_equal(different.cohort(t), forward[t]) for t in range(12))
@@ -199,7 +199,7 @@ def test_an_abandoned_round_s_group_has_its_turn_again():
     assert sampler._group().tolist() != of_round[::4].tolist()
 
 
-@_all
+@pytest.mark.parametrize("name", ["poisson", "fixed_size", "shuffled"])
 def test_charges_are_the_plan_s_and_of_the_size_that_was_drawn(name):
     def sizes(t):
         return 20 + 10 * (t % 3)
@@ -235,11 +235,12 @@ def test_the_state_is_json_and_resumes(name, seed):
     state = json.loads(json.dumps(one.state()))
     other.restore(state)
     np.testing.assert_array_equal(other.cohort(3), drawn)
-    if seed is not None or name == "shuffled":
+    in_passes = name in ("random_allocation", "shuffled")
+    if seed is not None or in_passes:
         for t in range(4, 11):
             np.testing.assert_array_equal(other.cohort(t), one.cohort(t))
     assert other.charge(3, _EVENT) == one.charge(3, _EVENT)
-    if name == "shuffled" and seed is None:
+    if in_passes and seed is None:
         # The partition, which ledgers hold, says nothing of the key.
         assert state["partition"] not in state["key"]
         assert len(bytes.fromhex(state["key"])) == 32
@@ -376,6 +377,119 @@ def test_shuffled_passes_cost_what_the_worst_client_met(steps, n, m, seed):
     )
     true = accounting.epsilon_of_mu_squared(float(met.max()), 1e-5)
     assert spent.epsilon(1e-5, "pld") >= true * (1 - 1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(_all_steps, st.integers(6, 20), st.integers(1, 3))
+def test_allocated_passes_cost_what_the_worst_client_met(steps, n, m):
+    cohorts = _released(lambda: _make("random_allocation", n, m), steps)
+    places, met = {}, {}
+    for cohort in cohorts:
+        who = cohort.participation
+        key = who.partition, who.pass_index
+        counts = met.setdefault(key, np.zeros(n))
+        counts[cohort.positions] += 1
+        for client in cohort.positions:  # Of a pass, in one of its rounds alone.
+            place = places.setdefault((*key, client), who.pass_offset)
+            assert place == who.pass_offset
+    spent = accounting.PrivacyAccountant(
+        c.participation.charge(_EVENT) for c in cohorts
+    )
+    true = accounting.PrivacyAccountant(
+        accounting.RoundCharge(
+            sampling="random_allocation",
+            num_clients=n,
+            clients_per_round=n / (n // m),
+            event=dp_accounting.GaussianDpEvent(counts.max() ** -0.5),
+        )
+        for counts in met.values()
+        if counts.max()
+    )
+    assert spent.epsilon(1e-5) >= true.epsilon(1e-5) * (1 - 1e-9)
+
+
+def _allocated(sampler, rounds):
+    """Returns the round in which each client is, int64 [N], of consecutive ones."""
+    where = np.full(sampler.num_clients, -1)
+    for t in rounds:
+        cohort = sampler.draw()
+        assert np.all(where[cohort.positions] == -1)  # Nobody twice.
+        where[cohort.positions] = t
+        sampler.release(cohort)
+    return where
+
+
+def test_clients_draw_a_uniform_round_of_each_pass_by_themselves():
+    n, t, passes = 12, 4, 3000
+    sampler = _make("random_allocation", n, 3)
+    assert sampler.expected_cohort_size(7) == 3
+    where = np.array([_allocated(sampler, range(t)) for _ in range(passes)])
+    assert where.min() == 0  # Everybody, in every pass.
+    variance = passes / t * (1 - 1 / t)
+    counts = np.array([(where == k).sum(0) for k in range(t)])
+    deviations = (counts - passes / t) ** 2 / (passes / t)
+    _assert_chi_squared(deviations, n * (t - 1))
+    # Independently of each other, and of what they drew before: who knows all earlier
+    # draws of all clients foretells the next one no better.
+    neighbours = (where == np.roll(where, 1, axis=1)).sum()
+    _assert_expected(neighbours - n * passes / t, n * variance)
+    again = (where[1:] == where[:-1]).sum()
+    _assert_expected(again - n * (passes - 1) / t, n * variance)
+    # In passes that begin where the sampler does.
+    late = _make("random_allocation", n, 3)
+    late.next_round = 6
+    assert [late.begins_pass(k) for k in range(6, 11)] == [1, 0, 0, 0, 1]
+    assert [late.max_participations(k, 6) for k in (0, 1, 4, 5)] == [0, 1, 1, 2]
+
+
+def test_a_client_more_or_less_changes_nobody_elses_round():
+    sampler, key = _make("random_allocation", 100, 10), None
+    where = []
+    for n in (100, 101, 109, 99):  # Of ten rounds, all of them.
+        sampler = _make("random_allocation", n, n / 10)
+        key = sampler._key = key or sampler._key
+        where.append(_allocated(sampler, range(10)))
+    for other in where[1:]:
+        both = min(len(other), 100)
+        np.testing.assert_array_equal(other[:both], where[0][:both])
+    # Passes of another length, or with another key, have nothing in common.
+    other = _make("random_allocation", 1000, 200), _make("random_allocation", 1000, 100)
+    one = _make("random_allocation", 1000, 100)
+    one._key = other[0]._key
+    where = _allocated(one, range(10))
+    for each, rounds in zip(other, (5, 10), strict=True):
+        same = (_allocated(each, range(rounds)) == where % rounds).sum()
+        _assert_expected(same - 1000 / rounds, 1000 / rounds * (1 - 1 / rounds))
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_a_pass_that_was_interrupted_goes_on_in_the_same_secret_order(seed):
+    sampler = _make("random_allocation", 60, 10, seed)
+    sampler.attempt = (0, 1, 2)
+    first = _allocated(sampler, range(3))
+    state = json.loads(json.dumps(sampler.state()))
+    assert state["partition"] not in str(state["key"])
+    rests = []
+    for word in (8, 9):  # Twice, as by two forks, each with entropy of its own.
+        resumed = _make("random_allocation", 60, 10, seed)
+        resumed.restore(state)
+        resumed.attempt = (3, word)
+        rest = _allocated(resumed, range(3, 6))
+        np.testing.assert_array_equal((first == -1), (rest != -1))
+        rests.append(rest)
+        following = resumed.draw()
+        assert following.participation.pass_index == 6
+        rests.append(following.positions)
+    np.testing.assert_array_equal(rests[0], rests[2])
+    # With a seed the passes after it differ: as two, they are charged as independent.
+    # Without, they are one, whose rounds ran twice.
+    assert np.array_equal(rests[1], rests[3]) == (seed is None)
+    # A sampler without the key draws and is charged anew.
+    other = _make("random_allocation", 60, 10, seed)
+    other.next_round = 3
+    who = other.draw().participation
+    assert (who.pass_index, who.pass_offset) == (3, 0)
+    assert who.partition != state["partition"]
 
 
 _CORRELATED = tfdp_fl.CorrelatedNoise(

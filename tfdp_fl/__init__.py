@@ -26,9 +26,11 @@ if TYPE_CHECKING:
         MedianClipping,
         NbAFL,
         NoPrivacy,
+        PerLayerClipping,
         QueryMechanism,
     )
     from tfdp_fl.search import PrivateScore, PrivateSearch, PublicScore
+    from tfdp_fl.silo import Silo, SiloUpdate
 
 # The one place where the version is written.
 __version__ = "0.1.0"
@@ -41,7 +43,7 @@ _PACKAGES = {
     if not module.name.startswith("_")
 }
 # Those that hand names on to here, each after all that it imports.
-_HANDING_ON = ("mechanisms", "correlated_noise", "datasets", "keras", "search")
+_HANDING_ON = ("mechanisms", "correlated_noise", "datasets", "keras", "search", "silo")
 
 __all__ = [
     "BLT",
@@ -58,11 +60,14 @@ __all__ = [
     "MedianClipping",
     "NbAFL",
     "NoPrivacy",
+    "PerLayerClipping",
     "PrivateMetrics",
     "PrivateScore",
     "PrivateSearch",
     "PublicScore",
     "QueryMechanism",
+    "Silo",
+    "SiloUpdate",
     "__version__",
     "accounting",
     "bound_rows",

@@ -252,14 +252,17 @@ class CanaryAudit:
     def _drawn(self, charge: charge_lib.RoundCharge) -> np.ndarray:
         """Draws the canaries of a round, each as a client is drawn."""
         size, population = charge.clients_per_round, charge.num_clients
-        if charge.pass_index is not None:
-            # Each has a place in the pass's order, as each client has.
+        if charge.pass_index is not None and charge.pass_offset is not None:
+            # Each has a place in the pass's order, or one of its rounds, as each client
+            # has.
+            allocated = charge.sampling == "random_allocation"
+            start = charge.pass_offset * (size if allocated else 1)
             key = (charge.partition, charge.pass_index)
             if key not in self._places:
                 self._places = {
                     key: self._rng.uniform(0, population, self.num_canaries)
                 }
-            places = self._places[key] - charge.pass_offset
+            places = self._places[key] - start
             return np.flatnonzero((places >= 0) & (places < size))
         chance = size / population
         drawn = self._rng.random(self.num_canaries)

@@ -235,7 +235,7 @@ def labels_and_outputs(
         found.append((label, output, loss))
         return tf.zeros([])
 
-    # Another one, because what it is built with it expects for ever.
+    # Another one, because a built loss stays tied to its first structure.
     names = compiled_loss.output_names
     is_named = names and isinstance(y, dict) and isinstance(predicted, list | tuple)
     if is_named and not y.keys() <= set(names):

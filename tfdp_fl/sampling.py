@@ -2,8 +2,8 @@
 
 Without a seed, cohorts come from the operating system's entropy and cannot be
 predicted: Poisson and fixed-size cohorts from fresh entropy in every round,
-shuffled ones from a secret key drawn once. With a seed, a cohort depends on the
-seed and the number of the draw alone.
+those that come in passes from a secret key drawn once. With a seed, a cohort depends
+on the seed and the number of the draw alone.
 
 Cohorts are sorted by position, which says nothing about how they were drawn.
 
@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import hashlib
 import secrets
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, ClassVar, cast
 
 import dp_accounting
@@ -47,11 +49,12 @@ def make_sampler(
     """Returns the sampler of that name.
 
     Args:
-      sampling: "poisson", "fixed_size", "shuffled" or "cyclic".
+      sampling: "poisson", "fixed_size", "random_allocation", "shuffled" or
+        "cyclic".
       num_clients: N.
-      clients_per_round: m, at most N: a number (whole, except for Poisson,
-        where it is the expected size), a sequence with one per round, or a
-        callable of the 0-based round.
+      clients_per_round: m, at most N: a number (whole, except for Poisson and random
+        allocation, where it is the expected size), a sequence with one per round, or
+        a callable of the 0-based round.
       seed: None for secret, fresh entropy.
       num_groups: For "cyclic": how many groups take turns, which is
         the min separation of a client's rounds; None: as many as there are
@@ -60,8 +63,13 @@ def make_sampler(
         "fixed_size" every round is charged otherwise then (see
         `Participation.known_selection`); others do not mind.
     """
-    kinds = (PoissonSampler, FixedSizeSampler, ShuffledSampler, CyclicSampler)
-    by_name: dict[str, Any] = {kind.sampling: kind for kind in kinds}
+    by_name: dict[str, Any] = {
+        "poisson": PoissonSampler,
+        "fixed_size": FixedSizeSampler,
+        "random_allocation": RandomAllocationSampler,
+        "shuffled": ShuffledSampler,
+        "cyclic": CyclicSampler,
+    }
     _validate.one_of(by_name, sampling=sampling)
     options: dict[str, Any] = {}
     if sampling == "cyclic":
@@ -69,6 +77,31 @@ def make_sampler(
     if sampling == "fixed_size":
         options["may_abandon"] = may_abandon
     return by_name[sampling](num_clients, clients_per_round, seed=seed, **options)
+
+
+def expected_sizes(
+    sampling: str, num_clients: int, clients_per_round: schedules.Schedule
+) -> schedules.Schedule:
+    """Returns the expected size of each cohort, by which a sum is divided.
+
+    That is m, but under random allocation, whose t = floor(N/m) rounds share all
+    clients, N/t.
+    """
+    if sampling != "random_allocation":
+        return clients_per_round
+
+    def size(m: float) -> float:
+        m = charge_lib.checked_size(m, num_clients, fractional=True)
+        return num_clients / charge_lib.rounds_per_pass(num_clients, m)
+
+    given = schedules.fixed(clients_per_round)
+    if callable(given):
+        return lambda t: size(schedules.value_at(given, t, "clients_per_round"))
+    return (
+        size(given)
+        if schedules.is_constant(given)
+        else tuple(size(m) for m in cast(Sequence[float], given))
+    )
 
 
 def seed_sequence(
@@ -124,7 +157,7 @@ class CohortSampler(abc.ABC):
     # What of a state another sampler may not differ in, and what it has besides.
     _fixed: ClassVar[tuple[str, ...]] = ("sampling", "num_clients", "seed", "an_order")
     _kept: ClassVar[tuple[str, ...]] = ()
-    # Another NumPy that draws other orders of the same key would have clients early.
+    # A NumPy that draws other orders from the same key could schedule clients too soon.
     an_order: ClassVar[list[int]] = np.random.default_rng(0).permutation(10).tolist()
 
     def __init__(
@@ -138,6 +171,7 @@ class CohortSampler(abc.ABC):
             seed = _validate.non_negative_integer(seed=seed)
         self.seed = seed
         self._next_round = 0
+        self._first_round = 0  # That a sampler begins with.
         self.unsettled: Cohort | None = None
         self._has_drawn = False
         # Of what is drawn for more than a round.
@@ -168,6 +202,8 @@ class CohortSampler(abc.ABC):
                 f"back, got {round_index}."
             )
         self._next_round = round_index
+        if not self._has_drawn:
+            self._first_round = round_index
 
     def draw(self) -> Cohort:
         """Returns the cohort of the next round.
@@ -292,14 +328,15 @@ class CohortSampler(abc.ABC):
 
     def begins_pass(self, round_index: int) -> bool:
         """Returns whether no pass over the clients is in progress."""
-        del round_index  # Only shuffled cohorts come in passes.
+        del round_index  # Most cohorts do not come in passes.
         return True
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint must keep, as JSON values.
 
-        For shuffled cohorts without a seed this holds the secret key, and it holds a
-        cohort that is not settled: a reader of the checkpoint can tell the cohorts.
+        For cohorts that come in passes, without a seed, this holds the secret key, and
+        it holds a cohort that is not settled: a reader of the checkpoint can tell the
+        cohorts.
         """
         fixed = {name: getattr(self, name) for name in self._fixed}
         drawn = None
@@ -428,7 +465,119 @@ class FixedSizeSampler(CohortSampler):
         return {**super()._place(round_index), "known_selection": self.may_abandon}
 
 
-class ShuffledSampler(CohortSampler):
+class PassSampler(CohortSampler):
+    """Cohorts of passes in which every client has one round, which a key tells."""
+
+    _kept: ClassVar[tuple[str, ...]] = ("key", "partition")
+
+    def _draw(self, round_index: int) -> np.ndarray:
+        """See base class."""
+        return self.planned(round_index)
+
+    @abc.abstractmethod
+    def planned(self, round_index: int) -> np.ndarray:
+        """Returns who is in a round, int64 [size]; the key tells it beforehand."""
+
+
+class RandomAllocationSampler(PassSampler):
+    """Each client, by itself and in secret, in one of the t rounds of a pass.
+
+    t is floor(N/m), so N/t clients are expected in each; a cohort's size is binomial,
+    and may be 0. A client's round follows from the secret key, the pass and the
+    client's position alone, so nobody who is added or removed at the end changes
+    anyone else's. Passes begin with the round that the sampler begins with; one in
+    which it is replaced by another sampler is not gone on with.
+    """
+
+    sampling = "random_allocation"
+    _fractional_sizes = True
+    _kept = (*PassSampler._kept, "first_round", "salt")
+    # The pass's first round, and with a seed what sets its draws apart.
+    _salt: Sequence[int] = ()
+    _passes: charge_lib.AllocationPasses | None = None
+
+    def _draw(self, round_index: int) -> np.ndarray:
+        """See base class."""
+        begin = self._place(round_index)["pass_index"]
+        self._salt = self._salt_of(begin)
+        return self.planned(round_index)
+
+    def planned(self, round_index: int) -> np.ndarray:
+        """See base class."""
+        place = self._place(round_index)
+        begin, t = (
+            place["pass_index"],
+            round(self.num_clients / place["clients_per_round"]),
+        )
+        stream = (t, *self._salt_of(begin))
+        if self._order is None or self._order[0] != stream:
+            secret = self._key if self.seed is None else f"seed {self.seed}"
+            text = f"{secret} {_STREAM} {stream}"
+            # Each position's own 64 bits, whatever the number of positions: those of
+            # one round are 2^-64 t more likely than those of another, at most.
+            words = hashlib.shake_256(text.encode()).digest(8 * self.num_clients)
+            self._order = stream, np.frombuffer(words, "<u8") % t
+        return np.flatnonzero(self._order[1] == place["pass_offset"])
+
+    def _salt_of(self, begin: int) -> tuple[int, ...]:
+        """Returns the pass and, with a seed, the entropy of the attempt that began it.
+
+        That of later ones in the pass may be another one, after a resume.
+        """
+        if self._salt and self._salt[0] == begin:
+            return tuple(self._salt)
+        entropy = () if self.seed is None or not self.attempt else self.attempt[1:]
+        return (begin, *entropy)
+
+    def _place(self, round_index: int) -> dict[str, Any]:
+        if self._passes is None or self._passes.first_round != self._first_round:
+            self._passes = charge_lib.AllocationPasses(
+                self.num_clients, self._clients_per_round, self._first_round
+            )
+        return {"partition": self._partition, **self._passes.place(round_index)}
+
+    def max_participations(self, rounds: int, first_round: int = 0) -> int:
+        """Returns how many passes the rounds touch."""
+        ahead = range(first_round, first_round + rounds)
+        return len({self._place(t)["pass_index"] for t in ahead})
+
+    def begins_pass(self, round_index: int) -> bool:
+        """See base class."""
+        return self._place(round_index)["pass_offset"] == 0
+
+
+class NamedAllocation:
+    """Random allocation of clients that are known by name, such as a server's nodes.
+
+    Whoever has a new name draws its round as the others do, without a change to theirs.
+    Another object has another secret: its first round begins a pass of its own.
+
+    Args:
+      num_clients: N.
+      clients_per_round: m, of which t = floor(N/m) rounds to a pass follow.
+    """
+
+    def __init__(self, num_clients: int, clients_per_round: float):
+        self._passes = charge_lib.AllocationPasses(num_clients, clients_per_round)
+        self._key, self._partition = secrets.token_bytes(32), secrets.token_hex(8)
+        self._next_round = 0
+
+    def draw(self, names: Iterable[Hashable]) -> tuple[list[Hashable], dict[str, Any]]:
+        """Returns those whose round is the next one, and its place for a charge."""
+        place = self._passes.place(self._next_round)
+        self._next_round += 1
+        t = round(self._passes.num_clients / place["clients_per_round"])
+
+        def round_of(name: Hashable) -> int:
+            text = f"{place['pass_index']} {name!r}".encode()
+            word = hashlib.blake2b(text, digest_size=8, key=self._key).digest()
+            return int.from_bytes(word, "little") % t
+
+        drawn = [name for name in names if round_of(name) == place["pass_offset"]]
+        return drawn, {**place, "partition": self._partition}
+
+
+class ShuffledSampler(PassSampler):
     """Every client exactly once per pass, in an order drawn for each pass.
 
     A cohort never straddles two passes: where m does not divide N, the last
@@ -437,7 +586,6 @@ class ShuffledSampler(CohortSampler):
     """
 
     sampling = "shuffled"
-    _kept = ("key", "partition")
 
     def __init__(
         self,
@@ -448,12 +596,8 @@ class ShuffledSampler(CohortSampler):
         super().__init__(num_clients, clients_per_round, seed)
         self._cohorts = charge_lib.PassCohorts(num_clients, self._clients_per_round)
 
-    def _draw(self, round_index: int) -> np.ndarray:
-        """See base class."""
-        return self.planned(round_index)
-
     def planned(self, round_index: int) -> np.ndarray:
-        """Returns who is in a round, int64 [size]; the order tells it beforehand."""
+        """See base class."""
         index, start, stop = self._cohorts.cohort(round_index)
         order = self._permutation(_STREAM, index)
         return np.sort(order[start:stop].astype(np.int64))

@@ -19,7 +19,8 @@ _ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # How the pages of the API reference are grouped in the navigation.
 _GROUPS = {
-    "Training": "make_private model model_after search callbacks runtimes auditing",
+    "Training": "make_private model model_after search silo callbacks runtimes "
+    "auditing",
     "Data": "federated_dataset federated_dataset_use datasets sampling",
     "Mechanisms": "mechanisms correlated_noise writing_mechanisms "
     "writing_mechanisms_parts",
@@ -47,10 +48,19 @@ PAGES: dict[str, tuple[str, ...]] = {
         "tfdp_fl: PrivateSearch(fit,epsilon,privacy_statement) PublicScore() "
         "PrivateScore()",
     ),
+    "silo": (
+        "A silo of a federation",
+        "tfdp_fl: Silo(get_weights,train,evaluate,epsilon,privacy_statement,report) "
+        "SiloUpdate()",
+        "tfdp_fl.flower: silo_app",
+        "tfdp_fl.silo: SiloError SiloInUseError SiloMovedError SiloChangedError "
+        "SiloMessageError",
+    ),
     "mechanisms": (
         "Mechanisms",
-        "tfdp_fl: FixedClipping() AdaptiveClipping() MedianClipping() LocalDP() "
-        "AdaptiveLocalDP() NbAFL() QueryMechanism() NoPrivacy() ClientWeighting()",
+        "tfdp_fl: FixedClipping() AdaptiveClipping() MedianClipping() "
+        "PerLayerClipping() LocalDP() AdaptiveLocalDP() NbAFL() QueryMechanism() "
+        "NoPrivacy() ClientWeighting()",
     ),
     "correlated_noise": (
         "Correlated noise",
@@ -220,7 +230,12 @@ def _example(page: str) -> list[str]:
             before = f"```python\n{known['before'].strip()}\n```"
             hidden = before.replace("\n", "\n    ")
             return [block, "", '??? note "It begins with"', "", f"    {hidden}"]
-    guides = {"flower": "flower", "learning": "tff", "writing": "architecture"}
+    guides = {
+        "silo": "silos",
+        "flower": "flower",
+        "learning": "tff",
+        "writing": "architecture",
+    }
     (guide,) = (guides[word] for word in guides if page.startswith(word))
     return [f"An example is in the guide: [{guide}](../{guide}.md)."]
 

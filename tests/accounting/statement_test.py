@@ -26,7 +26,11 @@ _IMPLIED = {"epsilon_local": 30.0, "implied_epsilon": 10.0, "implied_delta": 0.1
 
 def _text(delta=1e-5, format="text", **changes):
     facts = accounting.StatementFacts(**{**_FACTS, **changes})
-    return accounting.privacy_statement(facts, delta, format)
+    found = accounting.privacy_statement(facts, delta, format)
+    if format == "dict":
+        return found
+    assert max(map(len, found.splitlines())) <= 80
+    return " ".join(found.split())
 
 
 def _content(delta=1e-5, **changes):

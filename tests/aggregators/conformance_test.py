@@ -333,6 +333,23 @@ def test_a_cohort_whose_round_failed_has_had_its_turn():
         _epsilon(aggregators.with_cohort(state, fewer), mechanism, **way)
 
 
+def test_a_pass_of_a_random_allocation_is_charged_once_and_divided_by_its_size():
+    mechanism = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0)
+    way = {"sampling": "random_allocation", "num_clients": 7}
+    process = aggregators.from_mechanism(mechanism, 3, **way).create(_TYPE)
+    state, sampler = process.initialize(), make_sampler(way["sampling"], 7, 3, seed=1)
+    for _ in range(2):
+        cohort = sampler.draw()
+        state = aggregators.with_cohort(state, cohort)
+        state = process.next(state, [_ZEROS] * len(cohort.positions)).state
+        sampler.release(cohort)
+    sizes = [json.loads(line)["clients_per_round"] for line in state.history.lines]
+    assert sizes == pytest.approx([3.5, 3.5])
+    spent = _epsilon(state, mechanism, **way, clients_per_round=3, accountant="pld")
+    given = (1.0, way["sampling"], 7, 3, 2, 1e-5, "pld")
+    assert spent == tfdp_fl.accounting.epsilon(*given)
+
+
 def test_a_cohort_of_a_fixed_size_is_not_thrown_away():
     mechanism = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0)
     way = {"sampling": "fixed_size", "num_clients": 8}

@@ -120,6 +120,10 @@ CASES = {
             "Flower": "its clients add noise before the clip of the round is known",
         },
     ),
+    "PerLayerClipping": Case(
+        lambda z: tfdp_fl.PerLayerClipping(clip_norm=S, noise_multiplier=z),
+        not_in={"side by side": _ADDS_NOISE, "Flower": "its clip is no one factor"},
+    ),
     "LocalDP": Case(
         lambda z: tfdp_fl.LocalDP(clip_norm=S, noise_multiplier=max(z, 1e-7)),
         stddev=Z * S / math.sqrt(M),

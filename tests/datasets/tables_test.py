@@ -181,9 +181,13 @@ def test_fit_is_that_of_the_clients_with_all_their_rows():
     names = dict.fromkeys(ids.tolist())
     clients = {name: [each[ids == name] for each in (x, y, weight)] for name in names}
     other.fit({name: tuple(rows) for name, rows in clients.items()}, **options)
-    # Rounds in their place, as in Keras.
-    one.fit(persons.by_person(x, y, ids), 2, **options)
-    other.fit({name: tuple(rows[:2]) for name, rows in clients.items()}, 2, **options)
+    one.fit(persons.by_person(x, y, ids), rounds=2, **options)
+    without = {name: tuple(rows[:2]) for name, rows in clients.items()}
+    other.fit(without, rounds=2, **options)
+    with pytest.raises(
+        TypeError, match=r"rounds by its name, fit\(clients, rounds=2\)"
+    ):
+        other.fit(without, 2)
     toy.assert_same(one, other)
     assert one.rounds == 3
     assert one.epsilon(1e-3) == other.epsilon(1e-3)

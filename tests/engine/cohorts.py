@@ -5,8 +5,10 @@ from typing import Any
 from unittest import mock
 
 import dp_accounting
+import hypothesis
 import numpy as np
 import tensorflow as tf
+from hypothesis import strategies as st
 
 from tfdp_fl import accounting, engine
 from tfdp_fl.datasets import FederatedDataset
@@ -201,3 +203,56 @@ def reference_update(
     after = model.get_weights()
     model.set_weights(before)
     return [b - a for a, b in zip(before, after, strict=True)]
+
+
+SILENT = 1
+
+
+def hostile_updates(template, count=20):
+    """Returns updates like `template`: hostile ones, and one that is zero (SILENT)."""
+    rng = np.random.default_rng(0)
+    updates = [
+        [rng.normal(size=np.shape(part)) * 10.0 ** (k % 7 - 4) for part in template]
+        for k in range(count)
+    ]
+    updates[3][0][0] = np.nan
+    updates[5] = [1e30 + part for part in updates[5]]
+    updates[SILENT] = [0 * part for part in updates[SILENT]]
+    return updates
+
+
+def check_sums(total, count, few, smallest=1, silent=None):
+    """Asserts sum(P with k) = sum(P) + record(k), bit for bit, in any order.
+
+    Args:
+      total: Returns, of positions, a sum of records and the side sums.
+      count: How many clients there are.
+      few: How many cohorts are tried.
+      smallest: If not 1, nobody is summed alone, and only this is tried:
+      silent: whose record is zero moves no bit.
+    """
+
+    @hypothesis.settings(max_examples=few, deadline=None)
+    @hypothesis.given(
+        st.sets(st.integers(0, count - 1), min_size=smallest),
+        st.integers(0, count - 1),
+    )
+    def check(others, client):
+        others.discard(client)
+        hypothesis.assume(len(others) >= smallest)
+        without, sums_without = total(sorted(others))
+        together, sums = total(sorted({*others, client}))
+        if client == silent:
+            np.testing.assert_array_equal(together, without)
+        if smallest > 1:
+            return
+        alone, own_sums = total([client])
+        np.testing.assert_array_equal(together, without + alone)
+        np.testing.assert_array_equal(
+            sums or 0, np.add(sums_without or 0, own_sums or 0)
+        )
+        # In whatever order the clients stand.
+        again, _ = total([client, *sorted(others, reverse=True)])
+        np.testing.assert_array_equal(together, again)
+
+    check()

@@ -74,7 +74,7 @@ def test_a_run_costs_one_gaussian(strategy):
     assert fed.epsilon(_DELTA) == pytest.approx(wanted, abs=1e-6)
     assert _memory(fed)[0] == _T
     assert not any("buffer" in name or "memory" in name for name in history)
-    text = fed.privacy_statement(_DELTA)
+    text = toy.said(fed, _DELTA)
     for words in ("at least the min separation apart", "as secret as the data"):
         assert words in text
     # Later rounds are a segment of their own.

@@ -38,7 +38,7 @@ def test_clients_held_out_are_read_for_validation_alone():
     # All others in each of four rounds; those once, when it is over.
     for client in range(10):
         assert read.count(client) == (1 if client in held.client_ids else 4)
-    assert _HELD_OUT in fed.privacy_statement(1e-2)
+    assert _HELD_OUT in toy.said(fed, 1e-2)
     assert fed.run.spending.per_client.num_clients == 10 - held.num_clients
     # Clients that trained at some time are not stated as held out.
     fed = toy.federated(tfdp_fl.NoPrivacy(), clients_per_round=5)
@@ -46,12 +46,12 @@ def test_clients_held_out_are_read_for_validation_alone():
     with broken, pytest.raises(KeyError):
         toy.fit(fed, data=_named())  # Charged, and lost.
     toy.fit(fed, data=_named(), validation_split=0.25)
-    assert _HELD_OUT not in fed.privacy_statement(1e-2)
+    assert _HELD_OUT not in toy.said(fed, 1e-2)
     for splits in ((0.0, 0.25), (0.25, 0.5)):
         fed._run = None
         for split in splits:
             toy.fit(fed, data=_named(), validation_split=split)
-        assert _HELD_OUT not in fed.privacy_statement(1e-2)
+        assert _HELD_OUT not in toy.said(fed, 1e-2)
 
 
 def test_one_client_more_moves_no_other_to_the_other_side():
@@ -318,7 +318,7 @@ def test_it_is_in_epsilon(sampling):
     for by in ("rdp",) if sampling == "fixed_size" else ("rdp", "pld"):
         assert fed.epsilon(_DELTA, by) == pytest.approx(own.epsilon(_DELTA, by))
     if sampling == "shuffled":
-        statement = fed.privacy_statement(_DELTA)
+        statement = toy.said(fed, _DELTA)
         assert "that evaluate_clients released" in statement
         assert "Philox4x64-10" in statement  # Also where the rounds' noise is exact.
     assert fed.rounds == 2
@@ -432,7 +432,7 @@ def test_within_a_fit_the_directory_stays_locked_and_a_resumed_run_knows(tmp_pat
 
     toy.fit(fed, 3, [saved, toy.at_end(evaluate, 1), toy.stop(fed, 1)], seed=1)
     _evaluated(fed)
-    assert "that evaluate_clients released" in fed.privacy_statement(_DELTA)
+    assert "that evaluate_clients released" in toy.said(fed, _DELTA)
     cut = shutil.copytree(path, tmp_path / "cut") / "ledger.jsonl"
     cut.write_bytes(b"".join(cut.read_bytes().splitlines(keepends=True)[:-1]))
     with pytest.raises(accounting.LedgerTamperedError):

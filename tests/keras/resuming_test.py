@@ -97,6 +97,17 @@ def test_a_resumed_run_ends_in_the_same_weights(tmp_path, make):
     assert caveats.keys() >= {"rounds_charged_twice", "seed_given"}
 
 
+def test_a_resumed_run_of_a_fixed_size_says_that_another_cohort_was_drawn(tmp_path):
+    for sampling in ("fixed_size", "poisson"):
+        directory = tmp_path / sampling / "run"
+        first, resumed = (toy.federated(sampling=sampling) for _ in range(2))
+        _fit(first, callbacks=[RoundCheckpoint(directory, keep=9)])
+        _fit(resumed, resume_from=_copy_as_of(directory, 3))
+        for fed, expected in ((first, False), (resumed, sampling == "fixed_size")):
+            caveats = fed.privacy_statement(_DELTA, format="dict")["caveats"]
+            assert ("cohort_redrawn" in caveats) == expected
+
+
 def _put_back(directory, rounds):
     """Cuts the ledger of a directory off after some rounds."""
     ledger = directory / "ledger.jsonl"

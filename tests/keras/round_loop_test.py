@@ -125,16 +125,16 @@ def test_runs_that_share_a_ledger_share_no_noise(tmp_path):
 @pytest.mark.parametrize("when", ["in", "after"])
 def test_a_round_broken_off_in_or_after_its_release_is_counted(when):
     fed, drawn = toy.federated(clients_per_round=5), []
-    release = round_loop.RoundLoop._release
+    release = round_loop.RoundLoop.release
 
-    def broken_off(loop, pending, paid):
+    def broken_off(loop, cohort, pending, paid):
         drawn.append((tuple(pending.inputs.seed), tuple(pending.inputs.positions)))
         if when == "in":
             loop.engine.release = toy.interrupt
-        release(loop, pending, paid)
+        release(loop, cohort, pending, paid)
         raise KeyboardInterrupt
 
-    with mock.patch.object(round_loop.RoundLoop, "_release", broken_off):
+    with mock.patch.object(round_loop.RoundLoop, "release", broken_off):
         for done in (1, 2):
             with pytest.raises(KeyboardInterrupt):
                 toy.fit(fed, seed=1)

@@ -80,7 +80,7 @@ def test_a_central_guarantee():
         *("pseudorandom_noise", "population_stated", "start_and_callbacks_trusted"),
     }
     assert facts["epsilon_if_participation_is_known"] > facts["epsilon"]
-    text = fed.privacy_statement()
+    text = toy.said(fed)
     for needed in ("epsilon = ", "one client is added or removed", "N = 40 and"):
         assert needed in text
 
@@ -98,7 +98,7 @@ def test_a_local_guarantee_is_not_called_central():
         *("local_not_central", "radius_from_unnoised_norms"),
         *("layers_charged_separately", "classic_above_one"),
     }
-    assert "Local differential privacy" in fed.privacy_statement()
+    assert "Local differential privacy" in toy.said(fed)
     # The central number of shuffled local noise is for replaced data.
     mechanism = tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=4.0)
     fed = _trained(mechanism, 2, clients_per_round=10, accountant="pld")
@@ -123,13 +123,13 @@ def test_nbafl_is_per_record():
         caveats = fed.privacy_statement(delta, "dict")["caveats"]
         assert ("delta_not_below_one_over_records" in caveats) == large
         assert "delta_not_below_one_over_n" not in caveats
-    assert "at most 2C/n" in fed.privacy_statement()
+    assert "at most 2C/n" in toy.said(fed)
     assert fed.privacy_statement(format="dict")["delta"] == pytest.approx(400**-1.1)
 
 
 def test_no_privacy_or_no_round_says_so():
     fed = _trained(tfdp_fl.NoPrivacy())
-    assert "no differential-privacy guarantee" in fed.privacy_statement(_DELTA)
+    assert "no differential-privacy guarantee" in toy.said(fed, _DELTA)
     facts = fed.privacy_statement(_DELTA, "dict")
     assert (facts["has_guarantee"], facts["epsilon"]) == (False, None)
     assert not facts["caveats"]
@@ -145,7 +145,7 @@ def test_a_statement_before_anything_was_charged_takes_a_delta_of_its_own():
     fed = toy.federated()
     with pytest.raises(KeyboardInterrupt):
         toy.fit(fed, 1, [toy.at_end(toy.interrupt, 0, "on_epoch_begin")])
-    assert "after 0 rounds" in fed.privacy_statement()
+    assert "after 0 rounds" in toy.said(fed)
     assert fed.privacy_statement(None, "dict")["delta"] == pytest.approx(40**-1.1)
 
 
@@ -168,4 +168,4 @@ def test_an_evaluation_on_other_clients_is_told_of_with_their_number():
     toy.fit(fed, 1)
     private = tfdp_fl.PrivateMetrics(bounds={"loss": (0.0, 5.0)}, noise_multiplier=2.0)
     fed.evaluate_clients(toy.clients(33), verbose=0, private=private)
-    assert "Metrics of 33 clients were released" in fed.privacy_statement(1e-3)
+    assert "Metrics of 33 clients were released" in toy.said(fed, 1e-3)

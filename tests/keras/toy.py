@@ -77,7 +77,7 @@ def private(epsilon: float, rounds: int, metrics: Any = None, **options: Any):
 def fit(fed: Any, rounds: int = 1, callbacks: Any = (), data: Any = None, **options):
     """Trains without a word on `clients`, or on other data."""
     data = clients() if data is None else data
-    return fed.fit(data, rounds, callbacks=list(callbacks), verbose=0, **options)
+    return fed.fit(data, rounds=rounds, callbacks=list(callbacks), verbose=0, **options)
 
 
 def loss() -> tf.keras.losses.Loss:
@@ -182,6 +182,11 @@ class _Loan:
 
 
 _loans: dict[str, list[_Loan]] = {}
+
+
+def said(trained: Any, *arguments: Any) -> str:
+    """Returns a privacy statement in one line."""
+    return " ".join(trained.privacy_statement(*arguments).split())
 
 
 def federated(

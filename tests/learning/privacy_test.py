@@ -229,3 +229,41 @@ def test_what_local_noise_is_worth_centrally(sampling, z):
         other = state._replace(history=wrong)
         (charge,) = learning.privacy_charges(other, asked, **declared)
         assert charge.event == nothing
+
+
+def test_passes_of_a_random_allocation_are_charged_by_their_tokens():
+    way, allocation = {"sampling": "random_allocation"}, "random_allocation"
+
+    def cost(rounds, by="pld"):
+        return accounting.epsilon(1.0, allocation, 1000, 100, rounds, DELTA, by)
+
+    sampler = sampling.make_sampler(allocation, 1000, 100)
+    first = state_after(fixed(1.0), 4, sampler=sampler)
+    assert spent(first, fixed(1.0), **way, accountant="pld") == cost(1)
+    saved = sampler.state()
+    rest = state_after(fixed(1.0), 6, sampler=sampler)
+    whole = one_after_the_other(first, rest)
+    assert spent(whole, fixed(1.0), **way, accountant="pld") == cost(10)
+    # Restarted from a state of the sampler, rounds of one pass were run twice; with
+    # another sampler it is another pass.
+    again = sampling.make_sampler(allocation, 1000, 100)
+    again.restore(saved)
+    twice = state_after(fixed(1.0), 6, sampler=again)
+    anew = state_after(fixed(1.0), 6, sampler=allocation)
+    z = 1 / np.sqrt(2)
+    for more, expected in (
+        (twice, accounting.epsilon(z, allocation, 1000, 100, 1, DELTA, "pld")),
+        (anew, cost(20)),
+    ):
+        state = one_after_the_other(first, rest, more)
+        found = spent(state, fixed(1.0), **way, accountant="pld")
+        assert found == pytest.approx(expected)
+    # Of whom nobody says who they were, all may have been in every round.
+    unsaid = state_after(fixed(1.0), 2, sampler=None)
+    expected = accounting.gaussian_epsilon(z, DELTA)
+    found = spent(unsaid, fixed(1.0), **way, accountant="pld")
+    assert found == pytest.approx(expected)
+    # m need not divide N: the process is made with N / t.
+    sampler = sampling.make_sampler(allocation, 1000, 300)
+    state = state_after(fixed(1.0), 3, clients_per_round=1000 / 3, sampler=sampler)
+    spent(state, fixed(1.0), **way, clients_per_round=300)

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.mechanisms import references, rounds, statistics
+from tfdp_fl import algorithm
 from tfdp_fl.mechanisms import Deployment, Round, noise
 
 _WIDE = [[100, 100], [100, 100], [5000]]
@@ -64,9 +65,9 @@ def test_the_count_is_noised_with_sigma_b_in_all(noise_site, sigma_b):
         normal=lambda shape, stddev: stddev,
         add_normal=lambda tensors, stddev: tensors,
     ):
-        record = query.preprocess_record(params, [tf.zeros([1])])
+        record = algorithm.make_record(query, params, [tf.zeros([1])])
         total = query.initial_sample_state([tf.zeros([1])])
-        _, after = query.get_noised_result(total, begun)
+        _, after = algorithm.release(query, total, begun)
     # The clip moves by exp(-rate b), b = (what is added to the count) / m.
     by_server = -m * math.log(float(after.clip_norm) / 0.1) / 0.2
     by_client = float(record.sums["below_clip"]) - 0.5

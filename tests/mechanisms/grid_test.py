@@ -12,6 +12,7 @@ from scipy import special, stats
 
 import tfdp_fl
 from tests.mechanisms import rounds, statistics
+from tfdp_fl import algorithm
 from tfdp_fl.mechanisms import grid
 
 _S, _M = 0.3, 4
@@ -84,7 +85,7 @@ def test_noise_has_the_stddev_that_is_charged():
     query, state = _query(_LARGE)
     state = query.begin_round(state, 1.0, _M)
     zeros = query.initial_sample_state([tf.zeros(s) for s in _LARGE])
-    traced = tf.function(lambda: query.get_noised_result(zeros, state)[0][0])
+    traced = tf.function(lambda: algorithm.release(query, zeros, state)[0][0])
     statistics.assert_uncorrelated(traced(), traced())
 
 

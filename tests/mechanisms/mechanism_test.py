@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfdp_fl
+from tfdp_fl import algorithm
 from tfdp_fl.mechanisms import Deployment
 
 _CORRELATED = {"clip_norm": 0.5, "noise_multiplier": 1.0, "strategy": "blt:2"}
@@ -191,5 +192,5 @@ def test_a_central_mean_knows_no_weights():
     )
     state = query.begin_round(query.initial_global_state(), 5.0, 4.0)
     total = query.initial_sample_state([tf.zeros([2])])
-    query.get_noised_result(total._replace(weight=tf.constant(3.0)), state)
+    algorithm.release(query, total._replace(weight=tf.constant(3.0)), state)
     assert [float(weight) for weight in seen] == [2.0]

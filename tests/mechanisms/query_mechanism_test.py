@@ -121,7 +121,7 @@ def test_a_query_whose_noise_shrinks_is_charged_what_it_reports():
     for t in range(12):
         charged.append(mechanism.event_at(t, where, state).noise_multiplier)
         updates = [[np.zeros(1000, np.float32)]] * 8
-        state = rounds.run_round(bound, state, updates).next_state
+        state = rounds.run_round(bound, state, updates, charged=0.0).next_state
     expected = np.minimum(0.9, 0.98 ** np.arange(12.0))
     np.testing.assert_allclose(charged, expected, rtol=1e-5)
 

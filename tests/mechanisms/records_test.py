@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import tfdp_fl
 from tests.engine import cohorts
 from tests.mechanisms import rounds
-from tfdp_fl import mechanisms
+from tfdp_fl import algorithm, mechanisms
 from tfdp_fl.mechanisms import records
 from tfdp_fl.mechanisms.contribution import Contribution, Deployment
 
@@ -174,15 +174,19 @@ def test_ten_thousand_clients_more_move_a_sum_by_their_records():
     # In float32, each addition to a large sum would be lost (5 clips of 20 481).
     query, state = rounds.bound(_FIXED, clients_per_round=20_000)
     params = query.derive_sample_params(query.begin_round(state, 1.0, 20_000.0))
-    small = query.preprocess_record(params, [tf.fill([1], -2.2e-8)])
-    large = query.preprocess_record(params, [tf.fill([1], 7.0)])
+    small = algorithm.make_record(query, params, [tf.fill([1], -2.2e-8)])
+    large = algorithm.make_record(query, params, [tf.fill([1], 7.0)])
     total = query.initial_sample_state([tf.zeros([1])])
     total = total._replace(update=[4097 * tf.cast(large.update[0], tf.float64)])
     for _ in range(1000):
         before = total
-        total = query.accumulate_preprocessed_record(before, small)
+        total = records.add(before, small)
     moved = 4097 * float(large.update[0][0]) + 1000 * float(small.update[0][0])
     assert float(total.update[0][0]) == moved
     assert float(small.update[0][0]) == pytest.approx(-2.2e-8, rel=0.05)
     # Whole numbers of a step: what is far below one is nothing.
-    assert not query.preprocess_record(params, [tf.fill([1], 1e-13)]).update[0].numpy()
+    assert (
+        not algorithm.make_record(query, params, [tf.fill([1], 1e-13)])
+        .update[0]
+        .numpy()
+    )

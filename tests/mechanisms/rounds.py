@@ -5,7 +5,9 @@ import collections
 import numpy as np
 import tensorflow as tf
 
+from tfdp_fl import algorithm
 from tfdp_fl.mechanisms import Client, Deployment
+from tfdp_fl.mechanisms import records as records_lib
 
 SHAPES = ([3, 4], [4], [4, 2], [2])
 
@@ -46,6 +48,7 @@ def run_round(
     num_examples=None,
     windows=None,
     template=None,
+    charged=None,
 ) -> Round:
     """Runs the methods in the order that `mechanism.py` gives."""
     m = len(updates) if clients_per_round is None else clients_per_round
@@ -61,9 +64,9 @@ def run_round(
     for k, update in enumerate(updates):
         told = [each and tf.constant(each[k]) for each in (num_examples, windows)]
         client = Client(*told)
-        records.append(query.preprocess_record(params, update, client))
-        total = query.accumulate_preprocessed_record(total, records[-1])
-    mean, next_state = query.get_noised_result(total, state)
+        records.append(algorithm.make_record(query, params, update, client))
+        total = records_lib.add(total, records[-1])
+    mean, next_state = algorithm.release(query, total, state, charged)
     mean = [np.asarray(v) for v in mean]
     return Round(mean, total, state, next_state, records)
 

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfdp_fl import _validate, mechanisms, schedules
-from tfdp_fl.mechanisms import fixed_clipping
+from tfdp_fl import mechanisms, schedules
 
 
 @mechanisms.register("smooth")
@@ -25,9 +24,9 @@ class SmoothClipping(mechanisms.Mechanism):
         "smooth": "Every update is shrunk, the small ones too."
     }
 
-    noise_multiplier: schedules.Schedule = fixed_clipping.noise_multiplier_parameter()
+    noise_multiplier: schedules.Schedule = mechanisms.noise_multiplier_parameter()
     start_norm: float = mechanisms.parameter(
-        _validate.positive, "S of the first round.", default=0.5
+        mechanisms.positive, "S of the first round.", default=0.5
     )
 
     def first_clip_norm(self):

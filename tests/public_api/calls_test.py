@@ -74,6 +74,7 @@ def _mechanisms() -> Calls:
     yield _usual(m.FixedClipping, **_FIXED)
     yield _usual(m.AdaptiveClipping, noise_multiplier=1.0)
     yield _usual(m.MedianClipping, noise_multiplier=1.0)
+    yield _usual(m.PerLayerClipping, **_FIXED)
     yield _usual(m.LocalDP, clip_norm=1.0, **_LOCAL)
     yield _usual(m.AdaptiveLocalDP, **_LOCAL)
     yield _usual(m.NbAFL, epsilon=5.0, constant=3.0, weight_clip=1.0)

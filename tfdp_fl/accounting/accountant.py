@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import dp_accounting
 import numpy as np
@@ -41,7 +41,10 @@ class PrivacyAccountant:
     (`RoundCharge.dp_event`). Rounds without amplification (shuffled, or
     everybody in every cohort) are Gaussians and collapse to one; a pass over
     shuffled clients costs the largest 1/z^2 that one client met in it, so k
-    passes at constant z are one Gaussian of z/sqrt(k).
+    passes at constant z are one Gaussian of z/sqrt(k). A pass of random allocation is
+    charged whole when its first round is, and its other rounds cost nothing more; one
+    of them that is run again has a client of it meet more, so that the pass costs as
+    if all of its rounds had as little noise.
 
     A history has one neighbouring relation: fixed-size rounds
     (replace-one) next to all others (add-or-remove-one) are refused, as no
@@ -130,16 +133,47 @@ class PrivacyAccountant:
         z = charge.noise_multiplier
         if z == 0:
             self._mu_squared = math.inf
+        elif z is not None and z < math.inf and _is_allocated(charge):
+            self._add_to_pass(charge, count)
         elif z is None or (charge.is_amplified and z < math.inf):
-            if more := round(self._pass_increase(charge, count)):
-                self._others[charge] = self._others.get(charge, 0) + more
-                if self._origin is not None:
-                    self._since.append((charge, more))
-                for part, total in self._sums.items():
-                    self._sums[part] = total + more * _rdp_curve(charge, part)
+            self._add_other(charge, round(self._pass_increase(charge, count)))
         else:
             one = (charge.sensitivity / z) ** 2
             self._mu_squared += self._pass_increase(charge, count * one)
+
+    def _add_other(self, charge: charge_lib.RoundCharge, more: int) -> None:
+        if not more:
+            return
+        self._others[charge] = self._others.get(charge, 0) + more
+        if self._origin is not None:
+            self._since.append((charge, more))
+        for part, total in self._sums.items():
+            self._sums[part] = total + more * _rdp_curve(charge, part)
+
+    def _add_to_pass(self, charge: charge_lib.RoundCharge, count: int) -> None:
+        """Adds rounds of a random allocation, whose first stands for their pass.
+
+        Of the rounds of one pass, a client is in one. Their noise multipliers, equal or
+        not, are at least z, of the largest sum of 1/z_i^2 that one round (run again,
+        after a crash for instance) has; with z in each of them the pass costs more.
+        """
+        one = cast(float, charge.noise_multiplier) ** -2
+        if charge.pass_index is None or charge.partition is None:
+            # Each may be of a pass of its own.
+            self._add_other(_whole_pass(charge, one), count)
+            return
+        key = _pass_key(charge)
+        before = self._passes.get(key, (0.0, ()))[0]
+        if not self._pass_increase(charge, count * one):
+            return
+        if before:
+            known = _whole_pass(charge, before)
+            self._others[known] -= 1
+            if not self._others[known]:
+                del self._others[known]
+            # What was added up has it in it.
+            self._sums, self._origin = {}, None
+        self._add_other(_whole_pass(charge, self._passes[key][0]), 1)
 
     def _pass_increase(self, charge: charge_lib.RoundCharge, weight: float) -> float:
         """Returns by how much the most exposed client's sum of weights rises.
@@ -149,14 +183,15 @@ class PrivacyAccountant:
         so a pass costs the most that one of its cohorts does, not their sum (parallel
         composition); passes add up. A cohort that is run again, after a crash for
         instance, meets the same clients:
-        cohorts are intervals of the pass's order, and the cost of a pass is the
-        largest sum of weights at any position.
+        cohorts are intervals of the pass's order (of random allocation, of the order
+        of its rounds), and the cost of a pass is the largest sum of weights at any
+        position.
         """
         if charge.pass_offset is None or charge.partition is None:
             return weight
-        kind = None if charge.noise_multiplier is not None else charge.event
-        key = (charge.partition, charge.num_clients, charge.pass_index, kind)
-        start, stop = charge.pass_offset, charge.pass_offset + charge.clients_per_round
+        key, start = _pass_key(charge), charge.pass_offset
+        is_allocated = charge.sampling == "random_allocation"
+        stop = start + (1 if is_allocated else charge.clients_per_round)
         cost, before = self._passes.get(key, (0.0, ()))
         now = (*before, (start, stop, weight))
         met = any(low < stop and start < high for low, high, _ in before)
@@ -187,7 +222,7 @@ class PrivacyAccountant:
             )
         if event := self._search:
             by_profile = self._epsilon_by_profile(event, delta, coarse)
-            # RDP may say less of many trials that are about as many each time.
+            # RDP can be tighter when the number of trials is concentrated.
             return min(by_profile, self.epsilon(delta) if event.shape > 1 else math.inf)
         loss = self._compose_pld(coarse)
         epsilon, step = float(loss.get_epsilon_for_delta(delta)), 1e-12
@@ -211,6 +246,15 @@ class PrivacyAccountant:
         def unsampled(charge: charge_lib.RoundCharge) -> charge_lib.RoundCharge:
             event = _unsampled(charge_lib.event_to_json(charge.event))
             size = charge.clients_per_round
+            if charge.sampling == "random_allocation":
+                # To who knows the rounds, a client's is the place in a known order.
+                order = f"{charge.partition} {charge.rounds_per_pass}"
+                return dataclasses.replace(
+                    charge,
+                    sampling="shuffled",
+                    clients_per_round=1,
+                    partition=charge.partition and order,
+                )
             return dataclasses.replace(
                 charge,
                 event=charge_lib.event_from_json(event),
@@ -363,6 +407,8 @@ class PrivacyAccountant:
         interval = curves.pld_interval(largest_loss, coarse)
         parts, rest = [], counts
         # Of one kind to compose anew is quick, and cuts off fewer tails.
+        if self._composed is not None and self._composed[:2] == (interval, counts):
+            return self._composed[2]
         if self._composed is not None and len(counts) > 1:
             kept_interval, kept, composed = self._composed
             if kept_interval == interval and kept <= counts:
@@ -373,6 +419,30 @@ class PrivacyAccountant:
         whole = functools.reduce(lambda one, other: one.compose(other), parts)
         self._composed = interval, counts, whole
         return whole
+
+
+def _is_allocated(charge: charge_lib.RoundCharge) -> bool:
+    return charge.sampling == "random_allocation" and charge.is_amplified
+
+
+def _whole_pass(
+    charge: charge_lib.RoundCharge, mu_squared: float
+) -> charge_lib.RoundCharge:
+    """Returns the charge of a pass whose rounds have so much noise, by itself."""
+    return dataclasses.replace(
+        charge,
+        event=dp_accounting.GaussianDpEvent(gaussian.noise_of_mu_squared(mu_squared)),
+        pass_index=None,
+        pass_offset=None,
+        partition=None,
+    )
+
+
+def _pass_key(charge: charge_lib.RoundCharge) -> Hashable:
+    kind = None if charge.noise_multiplier is not None else charge.event
+    key = (charge.partition, charge.num_clients, charge.pass_index, kind)
+    # A cohort of a shuffled order may be cut otherwise; an allocation draws again.
+    return (*key, charge.rounds_per_pass) if _is_allocated(charge) else key
 
 
 def _rdp_curve(charge: charge_lib.RoundCharge, part: int) -> np.ndarray:
@@ -432,9 +502,11 @@ def select_accountant(charges: Iterable[charge_lib.RoundCharge]) -> str:
     """
     kinds = {_validate.instance_of(charge_lib.RoundCharge, charge=c) for c in charges}
     amplified = [charge for charge in kinds if charge.is_amplified]
+    # Whichever passes the rounds are of, they are one kind.
+    num_kinds = len({charge.dp_event("pld") for charge in amplified})
     by_rdp = (
         any(charge.noise_multiplier is None for charge in kinds)
-        or len(amplified) > _FEW_KINDS
+        or num_kinds > _FEW_KINDS
         or any(
             charge.sampling == "fixed_size" and charge.sampling_probability >= 0.5
             for charge in amplified

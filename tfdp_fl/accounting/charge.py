@@ -17,15 +17,20 @@ from tfdp_fl import _storage, _validate, schedules
 from tfdp_fl.accounting import gaussian, schema
 from tfdp_fl.accounting.known_selection import KnownSelectionDpEvent
 from tfdp_fl.accounting.private_selection import BestOfTrialsDpEvent
+from tfdp_fl.accounting.random_allocation import RandomAllocationDpEvent
 
 if TYPE_CHECKING:
     from typing import Self
 
-SAMPLINGS = ("poisson", "fixed_size", "shuffled", "cyclic")
+SAMPLINGS = ("poisson", "fixed_size", "random_allocation", "shuffled", "cyclic")
 # How clients came where nobody drew them: as they liked, so many rounds apart.
 SEPARATED = "separated"
 # Those that make a round cheaper than its event.
-_AMPLIFIED = ("poisson", "fixed_size")
+_AMPLIFIED = ("poisson", "fixed_size", "random_allocation")
+# Those whose cost is known of Gaussians alone.
+_OF_GAUSSIANS = ("fixed_size", "random_allocation")
+# Those whose cohorts have a random size, which is binomial.
+OF_ANY_SIZE = ("poisson", "random_allocation")
 ACCOUNTANTS = ("rdp", "pld")
 
 
@@ -60,23 +65,29 @@ class Participation:
     Attributes:
       sampling: How the cohort was really drawn: "poisson" (each client with
         probability q = m/N), "fixed_size" (m of N without replacement),
+        "random_allocation" (in a pass of t = floor(N/m) rounds each client in one,
+        which it draws uniformly, by itself and in secret),
         "shuffled" (each client once per pass; no amplification claimed),
         "cyclic" (fixed groups in turn, m of a group without replacement; no
         amplification claimed); or "separated": clients came as they liked, and
         nothing is claimed for it.
       num_clients: N, the number of clients in the population.
-      clients_per_round: m, the expected number of clients in this round.
+      clients_per_round: m, the expected number of clients in this round; N/t under
+        random allocation.
       known_selection: For "fixed_size": whether a cohort is abandoned when one of
         its clients fails. The cohorts that are released are then drawn from those
         who do not fail, so nothing is claimed for the secrecy of a selection: with
         probability m/N the client counts as having been in the attempt for all to
         see. That holds for every attempt, released or abandoned.
       pass_index: For "shuffled": the pass over the clients that the round
-        belongs to. None: unknown, and any client may be in the round.
+        belongs to; for "random_allocation": the round with which its pass began. None:
+        unknown, and any client may be in the round.
       pass_offset: For "shuffled": where in the pass's order the cohort begins,
         so that it holds the positions from `pass_offset` up to `pass_offset +
-        clients_per_round`; given together with `pass_index`.
-      partition: A random id, of the order that passes follow ("shuffled") or of the
+        clients_per_round`. For "random_allocation": which of the pass's rounds it
+        is, from 0. Given together with `pass_index`.
+      partition: A random id, of the order that passes follow ("shuffled"), of the
+        secret that clients draw by ("random_allocation") or of the
         division into groups ("cyclic"). Rounds of two orders never count as one
         pass, and a client may be in any group of each division. None: not known, and
         any client may be in the round.
@@ -96,8 +107,9 @@ class Participation:
         _validate.one_of((*SAMPLINGS, SEPARATED), sampling=self.sampling)
         n = _validate.positive_integer(num_clients=self.num_clients)
         m = _validate.positive(clients_per_round=self.clients_per_round)
+        fractional = self.sampling in OF_ANY_SIZE
         if self.sampling != "poisson":
-            m = checked_size(m, n)
+            m = checked_size(m, n, fractional)
         if self.known_selection and self.sampling != "fixed_size":
             raise ValueError(
                 "known_selection must be False but for fixed_size sampling, got "
@@ -105,16 +117,17 @@ class Participation:
             )
         place = {"pass_index": self.pass_index, "pass_offset": self.pass_offset}
         place = {name: each for name, each in place.items() if each is not None}
-        named = self.sampling in ("shuffled", "cyclic")
+        in_passes = self.sampling in ("shuffled", "random_allocation")
+        named = in_passes or self.sampling == "cyclic"
         if (
             len(place) == 1
-            or (place and self.sampling != "shuffled")
+            or (place and not in_passes)
             or (self.partition is not None and not named)
         ):
             raise ValueError(
-                "pass_index and pass_offset must be given together, they for "
-                "shuffled sampling alone and partition for that or cyclic sampling, "
-                f"got {place!r} and partition={self.partition!r} for "
+                "pass_index and pass_offset must be given together, they for shuffled "
+                "sampling or random allocation alone and partition for these or "
+                f"cyclic sampling, got {place!r} and partition={self.partition!r} for "
                 f"{self.sampling} sampling."
             )
         if self.group is not None:
@@ -128,6 +141,13 @@ class Participation:
             object.__setattr__(self, name, value)
         object.__setattr__(self, "num_clients", n)
         object.__setattr__(self, "clients_per_round", m)
+        if self.sampling == "random_allocation" and (
+            (self.pass_offset or 0) >= self.rounds_per_pass
+        ):
+            raise ValueError(
+                "pass_offset must be below the floor(N/m) rounds of a pass, "
+                f"{self.rounds_per_pass}, got {self.pass_offset}."
+            )
         object.__setattr__(self, "known_selection", bool(self.known_selection))
 
     def charge(self, event: dp_accounting.DpEvent) -> RoundCharge:
@@ -144,10 +164,17 @@ class Participation:
         return RoundCharge(**fields, event=event)
 
     @property
+    def rounds_per_pass(self) -> int:
+        """T, how many rounds a pass of random allocation has."""
+        return rounds_per_pass(self.num_clients, self.clients_per_round)
+
+    @property
     def sampling_probability(self) -> float:
         """The ratio m/N, at most 1; 1 where no amplification is claimed."""
         if self.sampling not in _AMPLIFIED:
             return 1.0
+        if self.sampling == "random_allocation":
+            return 1 / self.rounds_per_pass
         return min(1.0, self.clients_per_round / self.num_clients)
 
     @property
@@ -156,13 +183,18 @@ class Participation:
         return self.sampling_probability < 1
 
     @property
+    def draws_depend_on_each_other(self) -> bool:
+        """Whether who failed tells who else was drawn: for cohorts of a fixed size."""
+        return self.sampling == "fixed_size" and self.is_amplified
+
+    @property
     def charge_if_abandoned(self) -> bool:
         """Whether a round that is abandoned costs as much as one that is released.
 
-        Poisson sampling draws the others independently of any one client: whether
-        they fail, and the release if they do not, are a public coin and the usual
-        sampled release. Shuffled and cyclic cohorts claim no amplification. A failing
-        client itself is not protected in either.
+        Poisson sampling and random allocation draw the others independently of any one
+        client: whether they fail, and the release if they do not, are a public coin and
+        the usual sampled release. Shuffled and cyclic cohorts claim no amplification. A
+        failing client itself is not protected in either.
         """
         return self.known_selection and self.is_amplified
 
@@ -209,7 +241,8 @@ class RoundCharge(Participation):
       event: What the mechanism releases about the cohort, without sampling.
         `GaussianDpEvent(z)` for noise of z times the clip norm on the sum,
         several Gaussians composed, `NonPrivateDpEvent` for no privacy. Under
-        "fixed_size" only these; elsewhere whatever the accountant supports.
+        "fixed_size" and "random_allocation" only these; elsewhere whatever the
+        accountant supports.
     """
 
     event: dp_accounting.DpEvent
@@ -222,10 +255,10 @@ class RoundCharge(Participation):
             raise ValueError(
                 f"event must have a noise multiplier of at least 0, got {self.event!r}."
             )
-        if z is None and self.sampling == "fixed_size":
+        if z is None and self.sampling in _OF_GAUSSIANS:
             raise ValueError(
                 "event must be a GaussianDpEvent or a composition of them "
-                f"under fixed_size sampling, got {self.event!r}."
+                f"under {self.sampling} sampling, got {self.event!r}."
             )
 
     @functools.cached_property
@@ -251,7 +284,9 @@ class RoundCharge(Participation):
         https://arxiv.org/abs/1808.00087), and PLD gets
         `TruncatedSubsampledGaussianDpEvent(N, 1.0, m, z)`, which doubles the
         sensitivity itself; both under replace-one. Where the selection counts as
-        known, `KnownSelectionDpEvent(q, Gaussian(z/2))`. Shuffled: the bare event,
+        known, `KnownSelectionDpEvent(q, Gaussian(z/2))`. Random allocation:
+        `RandomAllocationDpEvent(t, Gaussian(z))`, which is the cost of the round's
+        whole pass (see `PrivacyAccountant`). Shuffled: the bare event,
         of which a client meets one per pass (see `PrivacyAccountant`). Cyclic:
         the bare event, also for a client who cannot be in the round.
 
@@ -285,6 +320,8 @@ class RoundCharge(Participation):
             )
         if not self.is_amplified:
             return event
+        if self.sampling == "random_allocation":
+            return RandomAllocationDpEvent(self.rounds_per_pass, event)
         return dp_accounting.PoissonSampledDpEvent(self.sampling_probability, event)
 
     @functools.cached_property
@@ -303,6 +340,7 @@ def relation_of(sampling: str) -> Relation:
     """Returns when two data sets are neighbours under a sampling."""
     return {
         "poisson": Relation.ADD_OR_REMOVE_ONE,
+        "random_allocation": Relation.ADD_OR_REMOVE_ONE,
         "fixed_size": Relation.REPLACE_ONE,
     }.get(sampling, Relation.REPLACE_SPECIAL)
 
@@ -313,7 +351,7 @@ def checked_size(value: float, num_clients: int, fractional: bool = False) -> fl
     Args:
       value: The size.
       num_clients: N.
-      fractional: Whether an expected size need not be whole (Poisson).
+      fractional: Whether an expected size need not be whole.
     """
     size = _validate.positive(clients_per_round=value)
     if size > num_clients:
@@ -326,6 +364,77 @@ def checked_size(value: float, num_clients: int, fractional: bool = False) -> fl
     if not fractional:
         raise ValueError(f"clients_per_round must be a whole number, got {value!r}.")
     return size
+
+
+def rounds_per_pass(num_clients: int, clients_per_round: float) -> int:
+    """Returns t = floor(N/m), also where m is N/t, rounded."""
+    return max(1, math.floor(num_clients / clients_per_round * (1 + 1e-12)))
+
+
+def require_one_noise(round_index: int, z: float, begin: int, of_pass: float) -> None:
+    """Raises ValueError for another noise multiplier than the pass began with."""
+    if z != of_pass:
+        raise ValueError(
+            "noise_multiplier must be the same in all rounds of a pass of random "
+            f"allocation, got {of_pass:g} in round {begin} (counted from 0), with "
+            f"which a pass begins, and {z:g} in round {round_index}."
+        )
+
+
+class AllocationPasses:
+    """Cuts rounds into the passes of a random allocation, t = floor(N/m) rounds each.
+
+    The first begins with `first_round`.
+    """
+
+    def __init__(
+        self,
+        num_clients: int,
+        clients_per_round: schedules.Schedule,
+        first_round: int = 0,
+    ):
+        self.num_clients = _validate.positive_integer(num_clients=num_clients)
+        self._schedule = clients_per_round
+        self.first_round = first_round
+        # Of each known pass its first round, and one past its last.
+        self._passes: list[tuple[int, int]] = [(first_round, first_round)]
+
+    def place(self, round_index: int) -> dict[str, Any]:
+        """Returns what a `RoundCharge` says of a round's place in its pass.
+
+        Raises:
+          ValueError: m is another one than in the rounds of the pass before.
+        """
+        round_index = max(round_index, self.first_round)
+        begin, end = self._pass_of(round_index)
+        t = self._rounds_at(round_index)
+        if t != end - begin:
+            raise ValueError(
+                "clients_per_round must give all rounds of a pass of random allocation "
+                f"the same floor(N/m), got {end - begin} in round {begin} (counted "
+                f"from 0), with which a pass begins, and {t} in round {round_index}."
+            )
+        return {
+            "clients_per_round": self.num_clients / t,
+            "pass_index": begin,
+            "pass_offset": round_index - begin,
+        }
+
+    def _pass_of(self, round_index: int) -> tuple[int, int]:
+        begin = self.first_round
+        if schedules.is_constant(self._schedule):
+            t = self._rounds_at(0)
+            begin += (round_index - begin) // t * t
+            return begin, begin + t
+        while self._passes[-1][1] <= round_index:
+            end = self._passes[-1][1]
+            self._passes.append((end, end + self._rounds_at(end)))
+        return next(each for each in reversed(self._passes) if each[0] <= round_index)
+
+    def _rounds_at(self, round_index: int) -> int:
+        m = schedules.value_at(self._schedule, round_index, "clients_per_round")
+        m = checked_size(m, self.num_clients, fractional=True)
+        return rounds_per_pass(self.num_clients, m)
 
 
 class PassCohorts:
@@ -424,7 +533,8 @@ def normalised(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
 
 
 def _event_class(name: Any) -> Any:
-    own = {kind.__name__: kind for kind in (BestOfTrialsDpEvent, KnownSelectionDpEvent)}
+    kinds = (BestOfTrialsDpEvent, KnownSelectionDpEvent, RandomAllocationDpEvent)
+    own = {kind.__name__: kind for kind in kinds}
     return own.get(name) or getattr(dp_accounting.dp_event, str(name), None)
 
 

@@ -35,6 +35,7 @@ def _planned(
     _validate.one_of(charge_lib.SAMPLINGS, sampling=sampling)
     rounds = _validate.non_negative_integer(rounds=rounds)
     cohorts = charge_lib.PassCohorts(num_clients, clients_per_round)
+    passes = charge_lib.AllocationPasses(num_clients, clients_per_round)
     constant = all(map(schedules.is_constant, (noise_multiplier, clients_per_round)))
     for t in range(min(rounds, 1) if constant else rounds):
         z = schedules.value_at(noise_multiplier, t, "noise_multiplier")
@@ -46,6 +47,15 @@ def _planned(
             place: dict[str, Any] = {**cohorts.place(t), "partition": "planned"}
             # The first round of a pass costs as much as all of it.
             count = -(-count // -(-num_clients // place["clients_per_round"]))
+        elif sampling == "random_allocation":
+            place = passes.place(t)
+            size, begin = place["clients_per_round"], place["pass_index"]
+            z_of_pass = schedules.value_at(noise_multiplier, begin, "noise_multiplier")
+            charge_lib.require_one_noise(t, z, begin, z_of_pass)
+            if t > begin:  # Its pass is charged whole, with its first round.
+                continue
+            place = {"clients_per_round": size}
+            count = -(-count // charge_lib.rounds_per_pass(num_clients, size))
         else:
             size = schedules.value_at(clients_per_round, t, "clients_per_round")
             size = charge_lib.checked_size(size, num_clients, fractional=True)
@@ -71,7 +81,8 @@ def epsilon(
       noise_multiplier: z, noise stddev on the sum of clipped updates over the
         clip norm: a constant, one value per round, or a callable of the
         0-based round. 0: no privacy, epsilon is infinite.
-      sampling: "poisson", "fixed_size", "shuffled" or "cyclic".
+      sampling: "poisson", "fixed_size", "random_allocation", "shuffled" or
+        "cyclic".
       num_clients: N.
       clients_per_round: m, at most N: a constant, sequence or callable.
       rounds: T, at least 0.
@@ -240,7 +251,7 @@ def calibrate(
 
     z = min(1.0, limit)
     if accountant == "pld":
-        # RDP is quick but for a search, and never much below PLD's noise, and coarse
+        # RDP is fast, except for searches, and never much below PLD's noise, and coarse
         # PLD is near it.
         is_search = PrivacyAccountant(make_charges(z)).is_one_search
         with contextlib.suppress(ValueError):

@@ -101,6 +101,7 @@ _KINDS: dict[str, dict[str, Check]] = {
         "noise_multiplier": _number(1e-2, 1e6, 0.0, math.inf),
     },
     "KnownSelectionDpEvent": {"sampling_probability": _SHARE, "event": _is_event},
+    "RandomAllocationDpEvent": {"rounds": _whole(1, 2**40), "event": _is_event},
     "RepeatAndSelectDpEvent": {
         "event": _is_event,
         "mean": _number(0.0, 1e6),

@@ -8,6 +8,7 @@ import math
 import pathlib
 import re
 import statistics
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -50,13 +51,14 @@ FORMATS = ("text", "dict")
 _CAVEATS_OF_SAMPLING = {
     "poisson": ("population_stated",),
     "fixed_size": ("fixed_size_population_known",),
+    "random_allocation": ("population_stated", "allocation_charged_whole"),
     "shuffled": ("shuffled_zero_out",),
     "cyclic": ("cyclic_zero_out", "cyclic_no_amplification"),
     "separated": ("separated_zero_out",),
 }
 
 # Those that make epsilon smaller for a draw that nobody knows.
-_SECRET = ("poisson", "fixed_size")
+_SECRET = ("poisson", "fixed_size", "random_allocation")
 
 _EPSILONS = (
     *("epsilon_rdp", "epsilon_pld", "epsilon_local", "central_epsilon"),
@@ -156,8 +158,9 @@ def privacy_statement(
     Args:
       facts: What ran.
       delta: At which the epsilons are stated.
-      format: "text" (paragraphs) or "dict" (the facts and sentences as JSON values;
-        an infinite epsilon is None, with "has_guarantee" False;
+      format: "text" (paragraphs, in lines of at most 80 characters) or "dict" (the
+        facts and sentences as JSON values; an infinite epsilon is None, with
+        "has_guarantee" False;
         "epsilon_if_participation_is_known" is the epsilon that holds without the
         secrecy of "secrecy").
     """
@@ -172,7 +175,10 @@ def privacy_statement(
         paragraphs.append(
             "To be read with it: " + " ".join(content["caveats"].values())
         )
-    return "\n\n".join(p for p in paragraphs if p)
+    wrap = functools.partial(
+        textwrap.fill, width=80, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n\n".join(wrap(paragraph) for paragraph in paragraphs if paragraph)
 
 
 def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:

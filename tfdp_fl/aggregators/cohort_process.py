@@ -1,14 +1,13 @@
 """A mechanism's query as a TFF aggregation process.
 
-The order of calls is that of `tfdp_fl.mechanisms.mechanism`; one `next` is one
-round:
+One `next` is one round:
 
     server:   begin_round (this round's m and z)
     two_phase clients: record_norm -> server: clip_to_cohort
     server:   derive_sample_params, broadcast
-    clients:  preprocess_record
+    clients:  algorithm.make_record
     sum:      the inner factory
-    server:   get_noised_result, once, and the cohort size's check
+    server:   algorithm.release, once, and the cohort size's check
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 
+from tfdp_fl import algorithm
 from tfdp_fl.aggregators import state
 from tfdp_fl.mechanisms import cohort_query, contribution
 
@@ -45,7 +45,7 @@ def create_cohort_process(
       plan: What changes from round to round, and which cohorts are allowed.
       value_type: Type of one client's value, a structure of float tensors.
       weight_type: Type of the second value of each client, which is handed to
-        `preprocess_record` as its third argument; None if there is none.
+        `algorithm.make_record`; None if there is none.
       inner_factory: Sums the updates (see `create_record_sum`).
       scalars_factory: Sums the other numbers of the records.
     """
@@ -81,16 +81,16 @@ def create_cohort_process(
 
     if query.two_phase:
         clip_to_cohort = _create_clip_to_cohort(query, query_state_type, value_type)
-    preprocess_record = _create_preprocess_record(
+    make_record = create_make_record(
         query,
         derive_sample_params.type_signature.result,
         client_types,
         # A plain sum of whatever is handed in is exact in float64.
         exact=type(inner_factory) in (type(None), tff.aggregators.SumFactory),
     )
-    record_type = preprocess_record.type_signature.result
+    record_type = make_record.type_signature.result
     sum_process = create_record_sum(record_type, inner_factory, scalars_factory)
-    get_noised_result = _create_noised_result(
+    release_round = _create_release(
         query,
         plan,
         sum_process.next.type_signature.result.result.member,
@@ -100,7 +100,7 @@ def create_cohort_process(
     )
 
     @tff.tensorflow.computation(
-        get_noised_result.type_signature.result[1],
+        release_round.type_signature.result[1],
         sum_process.next.type_signature.result.measurements.member,
     )
     def add_inner(measurements, inner):
@@ -126,10 +126,10 @@ def create_cohort_process(
         params = tff.federated_broadcast(
             tff.federated_map(derive_sample_params, query_state)
         )
-        record = tff.federated_map(preprocess_record, (params, value, *weight))
+        record = tff.federated_map(make_record, (params, value, *weight))
         total = sum_process.next(server_state.sum_state, record)
         mean, measurements, new_query_state, rounds, history = tff.federated_map(
-            get_noised_result,
+            release_round,
             (total.result, query_state, server_state.rounds, server_state.history),
         )
         if inner_factory is not None:
@@ -228,7 +228,7 @@ def create_record_sum(
     return tff.templates.AggregationProcess(init_fn, next_fn)
 
 
-def _create_preprocess_record(
+def create_make_record(
     query: cohort_query.CohortQuery,
     params_type: tff.types.Type,
     client_types: list[tff.types.Type],
@@ -248,7 +248,7 @@ def _create_preprocess_record(
     def preprocess(params, value, *weight):
         client = [contribution.Client(num_examples=number) for number in weight]
         tensors = to_list(value)
-        record = query.preprocess_record(params, tensors, *client)
+        record = algorithm.make_record(query, params, tensors, *client)
         fields = collections.OrderedDict(record._asdict())
         update = fields.pop("update")
         if exact:
@@ -267,7 +267,7 @@ def _create_preprocess_record(
     )
 
 
-def _create_noised_result(
+def _create_release(
     query: cohort_query.CohortQuery,
     plan: state.RoundPlan,
     total_type: tff.types.Type,
@@ -281,7 +281,7 @@ def _create_noised_result(
     """
 
     @tff.tensorflow.computation(total_type, *state_types)
-    def get_noised_result(total, query_state, round_index, history):
+    def release_round(total, query_state, round_index, history):
         scalars = collections.OrderedDict(total["scalars"])
         size = plan.checked(
             # A secure sum is off by its quantization.
@@ -292,14 +292,11 @@ def _create_noised_result(
             query.noise_shares(query_state) if plan.limits else None,
         )
         update = to_list(total["update"]) if packed else total["update"]
-        checks = [size]
-        if query.mechanism.guarantee == "central":
-            checks += query.check_noise(query_state)  # It may be another process's.
-        with tf.control_dependencies(checks):
-            record = contribution.Contribution(
-                update=tf.nest.map_structure(tf.identity, update), **scalars
-            )
-            mean, new_state = query.get_noised_result(record, query_state)
+        record = cohort_query.after_assertions(
+            [size], contribution.Contribution(update=update, **scalars)
+        )
+        # (The state may be another process's.)
+        mean, new_state = algorithm.release(query, record, query_state)
         measurements = collections.OrderedDict(
             query.derive_metrics(query_state),
             clipped_fraction=tf.math.divide_no_nan(record.clipped, size),
@@ -315,7 +312,7 @@ def _create_noised_result(
             plan.written_down(history, round_index, size),
         )
 
-    return get_noised_result
+    return release_round
 
 
 def _dtypes(value_type: tff.types.Type) -> list[tf.DType]:

@@ -11,6 +11,7 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from tfdp_fl import _validate, mechanisms, schedules
+from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.aggregators import cohort_process, state
 from tfdp_fl.mechanisms import contribution
@@ -49,7 +50,9 @@ class BoundFactory:
             adaptive clipping and the diagnostics: float32 scalars); None for
             a plain sum. Where the updates are summed securely these should
             be, too.
-          sampling: "poisson", "fixed_size", "shuffled", "cyclic", "separated"
+          sampling: "poisson", "fixed_size", "random_allocation" (with
+            `num_clients`, so that a mean is divided by N / floor(N/m)),
+            "shuffled", "cyclic", "separated"
             (clients come as they like), or None if unknown.
           **numbers: Of `Deployment`: `num_clients`, `rounds` (planned; a local
             mechanism's budget and callables need it), `min_examples` and
@@ -78,6 +81,10 @@ class BoundFactory:
             _validate.one_of(_SAMPLINGS, sampling=sampling)
         # Schedules as tables: a TFF computation cannot call a callable.
         rounds = numbers.pop("rounds", None)
+        if sampling is not None and (population := numbers.get("num_clients")):
+            clients_per_round = sampling_lib.expected_sizes(
+                sampling, population, clients_per_round
+            )
         self._clients = clients = state.tabulated(
             clients_per_round, "clients_per_round", rounds, _validate.positive
         )
@@ -110,7 +117,7 @@ class BoundFactory:
             **cast(dict[str, Any], numbers),
         )
         mechanism.bind(self.deployment)
-        self._has_whole_cohorts = sampling not in ("poisson", None)
+        self._has_whole_cohorts = sampling not in (*charge_lib.OF_ANY_SIZE, None)
         whole = mechanism.needs_exact_cohort or self._has_whole_cohorts
         for size in state.distinct(clients):
             most = self.deployment.num_clients or 2**63
@@ -185,7 +192,7 @@ class BoundFactory:
         )
         rounding, limits = self._rounding_of_sums(shapes), self._limits(deployment)
         at_most = deployment.num_clients
-        if at_most is not None and deployment.sampling == "poisson":
+        if at_most is not None and deployment.sampling in charge_lib.OF_ANY_SIZE:
             at_most = state.largest_poisson_cohort(
                 at_most, max(state.distinct(self._clients))
             )
@@ -479,4 +486,5 @@ LocalDPFactory = factory_of(mechanisms.LocalDP)
 MedianClippingFactory = factory_of(mechanisms.MedianClipping)
 NbAFLFactory = factory_of(mechanisms.NbAFL)
 NoPrivacyFactory = factory_of(mechanisms.NoPrivacy)
+PerLayerClippingFactory = factory_of(mechanisms.PerLayerClipping)
 QueryFactory = factory_of(mechanisms.QueryMechanism)

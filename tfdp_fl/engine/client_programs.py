@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdp_fl import algorithm
 from tfdp_fl.engine import cohort, layout, lookups, side_by_side
 from tfdp_fl.engine import program as program_lib
 from tfdp_fl.engine import trainer as trainer_lib
@@ -125,7 +126,7 @@ class CohortPrograms:
             contributions = total.contribution
             if not self.keeps_updates:
                 contributions = lookups.accumulate(
-                    tables, taken, self.query, contributions, one.contribution
+                    tables, taken, contributions, one.contribution
                 )
             moments = cohort.add_nests(total.moments, one.moments)
             # Written in place, as nothing else uses it.
@@ -330,7 +331,7 @@ class CohortPrograms:
             )
         with noise.seeded(noise.fold_in(seed, 0)):
             client = query.client(num_examples, window)
-            one = query.preprocess_record(received.params, update, client)
+            one = algorithm.make_record(query, received.params, update, client)
         return total._replace(contribution=one), rows
 
 

@@ -7,10 +7,10 @@ The way of a client's update, from the dataset to the released model:
         CohortPrograms            the compiled program: one client after the
                                   other (or side by side, or in batches):
             Trainer                 start, step by step, update
-            query                   preprocess_record (clip), accumulate (add)
+            algorithm               make_record (clip); records.add
         PendingRound.add        adds up what the programs return
       complete                  LaterClip, where each client's update is kept
-    release                     Release: get_noised_result (noise, mean),
+    release                     Release: algorithm.release (noise, mean),
                                   ServerUpdate.apply (the model moves)
 """
 
@@ -82,7 +82,7 @@ class CohortEngine:
       num_replicas: How many clients train at once.
       has_trained: Whether anybody's training has ever succeeded.
       keeps_non_trainable: Whether there is state that is not taken from clients.
-      made_for: What it was made for: for what is equal to it, it serves again.
+      made_for: Cache key: the engine is reused while it is equal.
     """
 
     made_for: Any = None
@@ -454,7 +454,7 @@ class CohortEngine:
             self._train(pending, chunk, self.layout.part(part.strategy, clients))
 
         if not part.strategy.xla:
-            # Nothing is a sum as well; and what the machine raises, it raises here.
+            # An empty batch first: it yields the zero sum, and shows machine errors.
             train(np.arange(0))
         for place, member in enumerate(part.members):
             try:

@@ -447,8 +447,8 @@ def split(
     Args:
       table: The clients.
       num_groups: How many groups. A single one keeps the order given.
-      at_most: How many clients a table may have; None: any number. No few of them
-        are left for the last table.
+      at_most: How many clients a table may have; None: any number. Clients are
+        spread evenly over tables.
       loads: The work that each group has already, in steps; None: none.
 
     Returns:

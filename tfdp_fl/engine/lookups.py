@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from tfdp_fl import keras_versions
 from tfdp_fl.engine import cohort, layers
-from tfdp_fl.mechanisms import cohort_query, contribution
+from tfdp_fl.mechanisms import contribution, records
 
 # Smaller ones are faster as they are.
 _LEAST_ELEMENTS = 2**16
@@ -233,22 +233,24 @@ def _places(named: tf.Tensor, size: int, dtype: tf.DType) -> tf.Tensor:
 def accumulate(
     lookups: tuple[Lookup, ...],
     taken: list[tf.Tensor],
-    query: cohort_query.CohortQuery,
     total: contribution.Contribution,
     one: contribution.Contribution,
 ) -> contribution.Contribution:
     """Returns a sum of contributions with a client's added, whose tables are narrow."""
     if not lookups:
-        return query.accumulate_preprocessed_record(total, one)
+        return records.add(total, one)
     places = {lookup.weight: rows for lookup, rows in zip(lookups, taken, strict=True)}
-    pairs = zip(total.update, one.update, strict=True)
-    update = [
-        tf.tensor_scatter_nd_add(whole, places[n][:, None], tf.cast(part, whole.dtype))
-        if n in places
-        else whole + tf.cast(part, whole.dtype)
-        for n, (whole, part) in enumerate(pairs)
-    ]
-    added = query.accumulate_preprocessed_record(
-        total._replace(update=[]), one._replace(update=[])
+    whole = [k for k in range(len(total.update)) if k not in places]
+    added = records.add(
+        *(
+            each._replace(update=[each.update[k] for k in whole])
+            for each in (total, one)
+        )
     )
-    return added._replace(update=update)
+    update = dict(zip(whole, added.update, strict=True))
+    for k, rows in places.items():
+        table, part = total.update[k], one.update[k]
+        update[k] = tf.tensor_scatter_nd_add(
+            table, rows[:, None], tf.cast(part, table.dtype)
+        )
+    return added._replace(update=[update[k] for k in range(len(update))])

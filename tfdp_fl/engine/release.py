@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import keras_versions
+from tfdp_fl import algorithm, keras_versions
 from tfdp_fl.engine import cohort
 from tfdp_fl.mechanisms import cohort_query, noise
 
@@ -180,11 +180,10 @@ class Release:
     def _released(self, sums, state, seed, answered, charged):
         total = functools.reduce(cohort.CohortSum.plus, sums)
         contribution = total.contribution
-        if self.query.mechanism.guarantee == "central":
-            asserted = self.query.check_noise(state, charged)
-            contribution = cohort_query.after_assertions(asserted, contribution)
         with noise.seeded(noise.fold_in(seed, -1)):
-            mean, new_state = self.query.get_noised_result(contribution, state)
+            mean, new_state = algorithm.release(
+                self.query, contribution, state, charged
+            )
         if self.query.mechanism.releases_weights:  # If there are any.
             tf.cond(
                 contribution.weight > 0,
@@ -317,7 +316,8 @@ class LaterClip:
             update, scalars, key, window = arguments
             client_seed = noise.fold_in(seed, key)
             with noise.seeded(noise.fold_in(client_seed, 0)):
-                one = self._query.preprocess_record(
+                one = algorithm.make_record(
+                    self._query,
                     params,
                     self._spec.unflatten(update),
                     self._query.client(scalars[1], window),

@@ -10,6 +10,7 @@ import tensorflow as tf
 from scipy import stats
 
 from tfdp_fl import mechanisms, secure_aggregation
+from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.engine import cohort, engine
 from tfdp_fl.secure_aggregation import grouped_sum
 
@@ -124,7 +125,7 @@ def check_cohort_sizes(
     """Raises ValueError unless all cohorts have a sum.
 
     Where a cohort of k clients has none and one of k + 1 has, the client that is added
-    moves the sum by k + 1 clips. So a Poisson sampled cohort may have no sum only with
+    moves the sum by k + 1 clips. So a cohort of a random size may have no sum only with
     a probability that any delta has room for, of these clients and of one more or less.
 
     Args:
@@ -134,7 +135,7 @@ def check_cohort_sizes(
       clients_per_round: m, the expected size.
     """
     lost = 0.0
-    if sampling != "poisson":
+    if sampling not in charge_lib.OF_ANY_SIZE:
         size = np.array([int(clients_per_round)])
         lost = float(not grouped_sum.can_be_split(size, protocol)[0])
     else:

@@ -9,6 +9,7 @@ from tfdp_fl.flower.dp_fed_avg import DPFedAvg, DPFedAvgAdaptive, DPFedAvgFixed
 from tfdp_fl.flower.history import ReleasedRound
 from tfdp_fl.flower.private_rounds import RoundNotConfiguredError
 from tfdp_fl.flower.private_strategy import PrivateStrategy
+from tfdp_fl.flower.silo_app import silo_app
 
 __all__ = [
     "DPFedAvg",
@@ -19,4 +20,5 @@ __all__ = [
     "ReleasedRound",
     "RoundNotConfiguredError",
     "private_mod",
+    "silo_app",
 ]

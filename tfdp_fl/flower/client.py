@@ -196,7 +196,7 @@ class DPFedAvgNumPyClient:
         asked = Instruction.of(config)
         # The wrapped client may train in place.
         received = [np.array(array) for array in parameters]
-        returned, _, metrics = _trained(self.client.fit, parameters, config)
+        returned, _, metrics = trained(self.client.fit, parameters, config)
         arrays, applied, discarded = release(received, returned, asked)
         self.discarded_updates += discarded
         return arrays, _NUM_EXAMPLES, {**metrics, **applied}
@@ -278,7 +278,7 @@ def private_mod(
     # The app may train in place.
     _, record = only_record(message.content, "The server")
     received = {name: np.array(a.numpy()) for name, a in record.items()}
-    reply = _trained(call_next, message, context)
+    reply = trained(call_next, message, context)
     if reply.has_error():
         return reply
 
@@ -310,7 +310,7 @@ def private_mod(
     return reply
 
 
-def _trained(train: Callable[[Any, Any], Any], what: Any, how: Any) -> Any:
+def trained(train: Callable[[Any, Any], Any], what: Any, how: Any) -> Any:
     """Returns what a client's own code makes; of what it raises, only the kind leaves.
 
     Flower sends the server what an exception says, which may quote examples.

@@ -60,6 +60,12 @@ class DPFedAvg(private_rounds.PrivateRounds):
           LedgerError: if the ledger cannot be continued.
         """
         m = _validate.positive_integer(num_sampled_clients=num_sampled_clients)
+        if options.get("sampling") not in (None, "fixed_size"):
+            raise ValueError(
+                "sampling must be 'fixed_size' with Flower's older API, which runs no "
+                "round without clients, and with SecAgg+, which has no sum of too few, "
+                f"got {options['sampling']!r}; PrivateStrategy takes it."
+            )
         if secagg_step is not None:
             self._secagg_step = _validate.positive(secagg_step=secagg_step)
         if isinstance(mechanism, mechanisms.CorrelatedNoise):

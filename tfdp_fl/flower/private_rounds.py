@@ -12,12 +12,13 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import dp_accounting
 import numpy as np
 
-from tfdp_fl import _validate, accounting, mechanisms
+from tfdp_fl import _validate, accounting, algorithm, mechanisms, schedules
+from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.accounting import statement
@@ -72,6 +73,7 @@ class PrivateRounds:
         *,
         num_clients: int,
         clients_per_round: int,
+        sampling: str | None = None,
         rounds: int | None = None,
         on_client_failure: str | None = None,
         ledger: str | os.PathLike[str] | ledger_lib.PrivacyLedger | None = None,
@@ -90,6 +92,12 @@ class PrivateRounds:
           num_clients: N. In each round at least so many must be connected.
           clients_per_round: m, how many of them are asked in each round, drawn
             by the operating system's random numbers.
+          sampling: "fixed_size": m of those that are connected; "poisson": each of
+            them with probability m/N; or "random_allocation": each of them, by
+            itself, in one of the floor(N/m) rounds of each pass. With the last two,
+            which cost less, a round may have no client at all, and is released as
+            noise. A server that restarts begins a new pass. None: "fixed_size", or
+            with `CorrelatedNoise` "separated", which is all that it takes.
           rounds: T. No more are begun; those that a ledger holds count.
           on_client_failure: "exclude" (the others are released) or "abort" (the
             round is abandoned). Only "abort" if the clients share the noise
@@ -126,14 +134,35 @@ class PrivateRounds:
         self.rounds = (
             rounds if rounds is None else _validate.positive_integer(rounds=rounds)
         )
-        self._sampling = "fixed_size"
+        allowed = (None, "fixed_size", *charge_lib.OF_ANY_SIZE)
+        self._sampling = _validate.one_of(allowed, sampling=sampling) or "fixed_size"
+        self._expected_size = cast(
+            float,
+            sampling_lib.expected_sizes(
+                self._sampling, self.num_clients, self.clients_per_round
+            ),
+        )
+        self._allocation = sampling_lib.NamedAllocation(
+            self.num_clients, self.clients_per_round
+        )
         self._correlation: history.Correlation | None = None
         if isinstance(mechanism, mechanisms.CorrelatedNoise):
+            if sampling is not None:
+                raise ValueError(
+                    "sampling must be None with CorrelatedNoise, which counts on how "
+                    f"far apart a client's rounds are, got {sampling!r}."
+                )
             self._sampling = "separated"
             self._correlation = history.Correlation(mechanism, client_of)
         elif client_of is not None:
             raise ValueError(
                 f"client_of must be None but for CorrelatedNoise, got {client_of!r}."
+            )
+        constant = schedules.is_constant(mechanism.noise_multiplier)
+        if self._sampling == "random_allocation" and not constant:
+            raise ValueError(
+                "mechanism must have one noise_multiplier under random allocation, "
+                f"whose passes are charged whole, got {mechanism!r}."
             )
         sums.check(mechanism, self._deployment)
         # A clip that only the cohort tells is 0 before there is one.
@@ -288,7 +317,9 @@ class PrivateRounds:
         failed = any(
             r.is_released and r.num_replies < r.charge.clients_per_round
             for r in self._history.released
+            if r.charge.sampling not in charge_lib.OF_ANY_SIZE
         )
+        of_any_size = self._sampling in charge_lib.OF_ANY_SIZE
         holds = {
             "floating_point_noise": True,
             "hyperparameter_search_not_counted": not others,
@@ -298,8 +329,13 @@ class PrivateRounds:
             "participations_checked": correlated,
             "flower_nodes_are_clients": not (correlated and correlated.client_of),
             "flower_cohorts_secret": not correlated and epsilon != known,
+            "population_stated": of_any_size,
+            "allocation_charged_whole": self._sampling == "random_allocation",
             "clients_excluded": failed,
             "rounds_may_be_abandoned": self._participation.known_selection,
+            "cohort_redrawn": others
+            and self._participation.draws_depend_on_each_other
+            and not self._participation.known_selection,
             "client_noise_needs_honest_clients": self.mechanism.needs_exact_cohort,
             "flower_secagg": self._secagg_step is not None,
             "flower_beside_the_model": True,
@@ -316,7 +352,7 @@ class PrivateRounds:
     @property
     def _deployment(self) -> mechanisms.Deployment:
         return mechanisms.Deployment(
-            clients_per_round=self.clients_per_round,
+            clients_per_round=self._expected_size,
             num_clients=self.num_clients,
             sampling=self._sampling,
             rounds=self.rounds,
@@ -332,7 +368,7 @@ class PrivateRounds:
         return charge_lib.Participation(
             sampling=self._sampling,
             num_clients=self.num_clients,
-            clients_per_round=self.clients_per_round,
+            clients_per_round=self._expected_size,
             known_selection=loses and self._sampling == "fixed_size",
         )
 
@@ -351,7 +387,8 @@ class PrivateRounds:
         """Abandons a round that was begun and not released."""
         if self._open[1] is not None:
             _logger.warning("Round %s is abandoned: no replies came.", self._open[0])
-            self._abandon(self._open[1])
+            nothing = sums.Collected(0, False, self._open[1].this)
+            algorithm.finish_round(_Server(self), self._open[1], nothing)
 
     def _is_over(self, server_round: int, index: int) -> bool:
         over = self.rounds is not None and index >= self.rounds
@@ -382,9 +419,10 @@ class PrivateRounds:
         index = self._history.num_rounds
         if self._is_over(server_round, index):
             return None
-        cohort = self._cohort(server_round, connected)
-        if not cohort:
+        drawn = self._cohort(server_round, connected)
+        if drawn is None:
             return None
+        cohort, place = drawn
         if self._correlation is not None:
             self._correlation.begin(sent)  # Or raises, before anybody is asked.
             index = self._correlation.record.released
@@ -395,7 +433,7 @@ class PrivateRounds:
             size = sum(array.size for array in sent)
             most = 1 + math.sqrt(size) * self._secagg_step / self.clip_norm
             event = dp_accounting.GaussianDpEvent(z / most)
-        charge = self._participation.charge(event)
+        charge = dataclasses.replace(self._participation, **place).charge(event)
         plan = history.ReleasedRound(server_round, self.clip_norm, len(cohort), charge)
         if not self._history.affords(plan):
             self._stop_before(server_round)
@@ -409,7 +447,7 @@ class PrivateRounds:
             this=mechanisms.Round(
                 self.clip_norm,
                 self.mechanism.noise_multiplier_at(index),
-                float(self.clients_per_round),
+                float(self._expected_size),
             ),
             template=template,
             non_negative=non_negative,
@@ -447,8 +485,11 @@ class PrivateRounds:
 
     def _cohort(
         self, server_round: int, connected: Mapping[Hashable, Any]
-    ) -> list[Hashable]:
-        """Returns m clients, drawn uniformly and unforeseeably; [] if too few."""
+    ) -> tuple[list[Hashable], dict[str, Any]] | None:
+        """Returns clients, drawn unforeseeably, and the place in a pass of the round.
+
+        None if too few are connected.
+        """
         eligible, num_connected = list(connected), len(connected)
         if self._correlation is not None:
             eligible, num_connected = self._correlation.eligible(connected)
@@ -464,16 +505,22 @@ class PrivateRounds:
                     f"(min_available_nodes={self.num_clients})."
                 )
             _logger.warning("Round %s is abandoned: %s.", server_round, text)
-            return []
+            return None
+        who = self._participation
+        if self._sampling == "random_allocation":
+            return self._allocation.draw(eligible)
+        if self._sampling == "poisson":
+            draw, q = secrets.SystemRandom().random, who.sampling_probability
+            return [each for each in eligible if draw() < q], {}
         if len(eligible) < self.clients_per_round:
             _logger.warning(
                 "Round %s is not begun: only %d of %d connected clients may take part "
                 "so soon, or so often.",
                 *(server_round, len(eligible), num_connected),
             )
-            return []
+            return None
         # Flower draws by Python's `random`, which can be foretold.
-        return secrets.SystemRandom().sample(eligible, self.clients_per_round)
+        return secrets.SystemRandom().sample(eligible, self.clients_per_round), {}
 
     def _stop_before(self, server_round: int) -> None:
         self.stopped_before_round = server_round
@@ -542,40 +589,75 @@ class PrivateRounds:
                 "used, %d replies cannot.",
                 *(server_round, len(usable), m, rejected),
             )
-            self._abandon(configured)
-            return None
-        kept = self._correlation
-        memory = None if kept is None else kept.memory
-        outcome = sums.release(configured, list(usable.values()), memory)
-        charged = dataclasses.replace(configured.plan, num_replies=len(usable))
-        self._open = None, None
+            collected = sums.Collected(len(usable), False, configured.this)
+        else:
+            collected = sums.collect(configured, list(usable.values()))
         try:
-            # On the disk before anything of the round can be seen; if this raises,
-            # nothing has moved.
-            self._history.add(charged).use()
+            outcome = algorithm.finish_round(
+                _Server(self, list(usable)), configured, collected
+            )
         except accounting.BudgetExceededError:
             self._stop_before(server_round)
             return None
-        if kept is not None:
-            kept.released(outcome.memory, map(configured.asked.get, usable))
-        self.discarded_updates += outcome.discarded
-        self.clip_norm = outcome.next_clip_norm
-        return configured, outcome.model
+        return None if outcome is None else (configured, outcome.model)
 
-    def _abandon(self, configured: sums.ConfiguredRound) -> None:
-        """Charges a round of which nothing is released, if that tells something.
 
-        Nothing is told where everybody is in every round, or nobody was drawn.
-        """
-        if not configured.plan.charge.is_amplified:
-            self._open = None, None
-            return
-        known = dataclasses.replace(configured.plan.charge, known_selection=True)
-        abandoned = dataclasses.replace(
-            configured.plan, num_replies=0, charge=known, is_released=False
+@dataclasses.dataclass(frozen=True)
+class _Server:
+    """The second half of a round.
+
+    Attributes:
+      rounds: the strategy.
+      clients: those whose replies are used.
+    """
+
+    rounds: PrivateRounds
+    clients: Sequence[Hashable] = ()
+    is_trusted: ClassVar[bool] = True
+
+    def abandons(self, collected: sums.Collected) -> bool:
+        """See `algorithm.Server`."""
+        return not collected.is_enough
+
+    def charge(
+        self, configured: sums.ConfiguredRound, collected: sums.Collected
+    ) -> accounting.Charge:
+        """See `algorithm.Server`: on the disk before anything can be seen."""
+        if collected.is_enough:
+            self.rounds._open = None, None  # If this raises, nothing has moved.
+            return self.rounds._history.add(
+                dataclasses.replace(configured.plan, num_replies=collected.num_replies)
+            )
+        return self.rounds._history.add(
+            dataclasses.replace(
+                configured.plan,
+                num_replies=0,
+                charge=configured.participation,
+                is_released=False,
+            )
         )
-        self._history.add(abandoned)
-        self._open = None, None
+
+    def abandon(self, configured: sums.ConfiguredRound) -> None:
+        """See `algorithm.Server`."""
+        del configured
+        self.rounds._open = None, None
+
+    def release(
+        self,
+        configured: sums.ConfiguredRound,
+        collected: sums.Collected,
+        paid: accounting.Charge,
+    ) -> sums.Outcome:
+        """See `algorithm.Server`."""
+        rounds, kept = self.rounds, self.rounds._correlation
+        memory = None if kept is None else kept.memory
+        outcome = sums.release(configured, collected, paid, memory)
+        if kept is not None:
+            nodes = [configured.asked[client] for client in self.clients]
+            kept.released(outcome.memory, nodes)
+        rounds.discarded_updates += collected.discarded
+        rounds.clip_norm = outcome.next_clip_norm
+        return outcome
 
 
 def _is_of_flower(thing: Any) -> bool:

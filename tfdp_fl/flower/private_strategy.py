@@ -31,8 +31,8 @@ class PrivateStrategy(private_rounds.PrivateRounds):
             target_epsilon=8.0, target_delta=1e-5, ledger="ledger.jsonl")
         result = strategy.start(grid=grid, initial_arrays=arrays, num_rounds=99)
 
-    Each round m of the connected nodes are drawn uniformly, without replacement,
-    by the operating system's random numbers, whichever and however many nodes the
+    Each round some of the connected nodes are drawn (see `sampling`), by the
+    operating system's random numbers, whichever and however many nodes the
     wrapped strategy would have asked. What they send is read as if it were
     hostile, clipped, added up, noised and divided by m, however many replied; the
     wrapped strategy is handed that model as one reply, and nothing else: no
@@ -62,6 +62,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
     _configure, _aggregate = "configure_train", "aggregate_train"
     _metrics_function = "train_metrics_aggr_fn"
     _sent: Sequence[Any] = ()
+    _made: Any = None
 
     def start(self, grid: Any, initial_arrays: Any, *args, **kwargs) -> Any:
         """Runs the wrapped strategy's rounds; arguments and result are its own.
@@ -95,6 +96,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
         made = self._asked_by_strategy(server_round, arrays, config, grid)
         if not made:
             return []
+        self._made = made[0]
         content = private_rounds.the_same([message.content for message in made])
         key, record = client_lib.only_record(content, "The wrapped strategy")
         configured = self._begin(
@@ -160,7 +162,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
         key, record = configured.template
         named = dict(zip(record, model, strict=True))
         metrics = client_lib.flower("MetricRecord")({self._weight_key: 1})
-        handed = copy.copy(self._sent[0])
+        handed = copy.copy(self._made)
         handed.content = type(handed.content)(
             {
                 key: client_lib.array_record(record, named),

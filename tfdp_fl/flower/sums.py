@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfdp_fl import mechanisms
+from tfdp_fl import accounting, mechanisms
 from tfdp_fl._on_use import tf
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.flower import client as client_lib
@@ -63,6 +63,13 @@ class ConfiguredRound:
         return [array.shape for array in self.sent]
 
     @property
+    def participation(self) -> accounting.RoundCharge:
+        """Who could be in it, where that it is abandoned tells who was drawn."""
+        who = self.plan.charge
+        tells = who.draws_depend_on_each_other
+        return dataclasses.replace(who, known_selection=tells)
+
+    @property
     def clients_clip(self) -> bool:
         """Whether the clients clip, and the server only once more."""
         return type(self.mechanism) in _CLIPPED_BY_CLIENTS
@@ -91,13 +98,11 @@ class Outcome(NamedTuple):
     Attributes:
       model: w and the noised mean of the updates, in the dtypes of w.
       next_clip_norm: S of the next round.
-      discarded: how many updates were not finite, and became zero.
       memory: of correlated noise, after the round; None if there is none.
     """
 
     model: list[np.ndarray]
     next_clip_norm: float
-    discarded: int
     memory: Any = None
 
 
@@ -141,22 +146,42 @@ def check(mechanism: mechanisms.Mechanism, deployment: mechanisms.Deployment) ->
         )
 
 
-def release(
-    configured: ConfiguredRound, answers: Sequence[replies.Reply], memory: Any = None
-) -> Outcome:
-    """Returns w + (sum_k c_k Delta_k + noise) / m, and the next S.
+@dataclasses.dataclass(frozen=True)
+class Collected:
+    """What came back of a round's clients; nobody has seen it.
 
-    Computed in float64 and rounded once, after the noise: what rounding adds
-    to single updates (much, in float16) is not in the sum. A missing client
-    only lowers it: noise and m are those of the plan.
+    Attributes:
+      num_replies: of how many clients.
+      is_enough: whether it may be released; else there is no sum.
+      this: the round, with its clip.
+      update: sum_k c_k Delta_k, float64 arrays.
+      sums: what is released beside it, by name.
+      discarded: how many updates were not finite, and became zero.
+    """
+
+    num_replies: int
+    is_enough: bool
+    this: mechanisms.Round
+    update: list[np.ndarray] = dataclasses.field(default_factory=list)
+    sums: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    discarded: int = 0
+
+
+def collect(configured: ConfiguredRound, answers: Sequence[replies.Reply]) -> Collected:
+    """Clips each client's update, and adds them up.
+
+    Computed in float64: what rounding adds to single updates (much, in float16) is not
+    in the sum. A missing client only lowers it: noise and m are those of the plan.
 
     The server clips once more what it is about to noise, and where clients noise, it
     scales down what no honest client sends. Where clients clip, their norm bits
     are counted from the middle (b - 1/2), so that a client that is missing pulls
     S neither way (Andrew et al. 2021, Algorithm 1). Else the mechanism says c_k.
+
+    Raises:
+      InvalidArgumentError: The mechanism has less noise now than is charged.
     """
-    mechanism, this = configured.mechanism, configured.this
-    m, asked = len(configured.asked), configured.instruction
+    asked, this = configured.instruction, configured.this
     size = sum(map(math.prod, configured.shapes))
     bound = updates.largest_honest_norm(asked.clip_norm, asked.noise_stddev, size)
 
@@ -167,42 +192,64 @@ def release(
     if configured.clients_clip:
         sums = {
             name: sum(bool(reply.norm_bit) - 0.5 for reply in answers)
-            for name in mechanism.released_sums
+            for name in configured.mechanism.released_sums
         }
     else:
         this, factors, sums = _mechanisms_clip(
             configured, [change(reply) for reply in answers]
         )
+    largest = bound
+    if not configured.clients_clip:
+        largest = float(configured.mechanism.largest_norm(this))
     total = [np.zeros(shape) for shape in configured.shapes]
-    discarded = 0
+    step, discarded = updates.grid_step(largest, float(this.clients_per_round)), 0
     for factor, update in zip(factors, map(change, answers), strict=True):
         discarded += update.discarded
         for array, part in zip(total, update.arrays, strict=True):
-            array += factor * part
+            array += updates.to_grid(factor * part, step)
+    return Collected(len(answers), True, this, total, sums, discarded)
+
+
+def release(
+    configured: ConfiguredRound,
+    collected: Collected,
+    paid: accounting.Charge,
+    memory: Any = None,
+) -> Outcome:
+    """Returns w + (sum_k c_k Delta_k + noise) / m, and the next S.
+
+    Rounded once, after the noise.
+
+    Args:
+      configured: the round.
+      collected: what `collect` returned.
+      paid: the receipt, without which nothing is released.
+      memory: of correlated noise; None if there is none.
+    """
+    paid.use()
+    mechanism, this, total = configured.mechanism, collected.this, collected.update
+    # Of a cohort of a random size, what is expected.
+    m, asked = float(this.clients_per_round), configured.instruction
     stddevs = {
         name: float(value)
         for name, value in mechanism.noise_stddevs(this, configured.deployment).items()
     }
     # One share of the noise for each client whose noise is not there: all m of
     # them, or those whose reply was of no use, or discarded.
-    shares = m - len(answers) + discarded if asked.noise_stddev else m
+    missing = m - collected.num_replies + collected.discarded
+    shares = missing if asked.noise_stddev else m
     if memory is not None:
         total, memory = _correlated(mechanism, total, stddevs["update"], memory)
     elif shares:
         total = updates.noised(total, stddevs["update"] * (shares / m) ** 0.5)
     noised = {
         name: float(np.random.default_rng().normal(value, stddevs[name]))
-        for name, value in sums.items()
+        for name, value in collected.sums.items()
     }
     model = updates.applied(configured.sent, [array / m for array in total])
     for place in configured.non_negative:
         model[place] = np.maximum(model[place], 0)
-    return Outcome(
-        model,
-        float(mechanism.next_clip_norm(noised, this)),
-        discarded,
-        memory,
-    )
+    return Outcome(model, float(mechanism.next_clip_norm(noised, this)), memory)
 
 
 def _mechanisms_clip(

@@ -184,7 +184,7 @@ class CheckpointDirectory:
 def write_atomically(file: pathlib.Path, data: bytes) -> None:
     """Replaces a file as a whole: after a crash it is the old or the new one.
 
-    Checkpoints hold what predicts cohorts (the seed, or the key of shuffled ones), so
+    Checkpoints hold what predicts cohorts (the seed, or the key of those of passes), so
     nobody else reads them. Raises CheckpointWriteError if it failed.
     """
     with (
@@ -296,7 +296,7 @@ def _shapes(weights: Sequence[Any]) -> dict[str, list[list[int]]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InterruptedRun:
-    """A run that is about to be gone on with.
+    """A run that is about to be resumed.
 
     Attributes:
       directory: Where its checkpoints and its ledger are.
@@ -386,6 +386,9 @@ class InterruptedRun:
                 contents.lost_mu_squared(run.rounds, run.run_id),
             )
             run.known_ledgers[name] = contents.head
+        who = run.sampler.participation(run.rounds)
+        if who.draws_depend_on_each_other and not who.known_selection:
+            run.caveats.add("cohort_redrawn")
         lost = spending.rounds > before
         if lost:
             run.caveats.add("rounds_charged_twice")

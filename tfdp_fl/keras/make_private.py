@@ -61,7 +61,7 @@ def make_private(
         target) or one of your own (`mechanisms.register`); or a mechanism
         whose `noise_multiplier` is replaced (a schedule of it is scaled as a
         whole).
-      sampling: "poisson", "fixed_size", "shuffled" or "cyclic".
+      sampling: "poisson", "fixed_size", "random_allocation", "shuffled" or "cyclic".
       accountant: "rdp" or "pld", for the calibration and for `epsilon` of the
         returned model; None: PLD, the tighter one, wherever it is tight and
         quick (`accounting.select_accountant`), and RDP elsewhere.
@@ -95,9 +95,9 @@ def make_private(
         )
     # Calibrated for the very cohort sizes that will be drawn.
     clients_per_round = schedules.fixed(clients_per_round)
+    sizes = sampling_lib.expected_sizes(sampling, num_clients, clients_per_round)
     smallest = min(
-        schedules.value_at(clients_per_round, t, "clients_per_round")
-        for t in range(rounds)
+        schedules.value_at(sizes, t, "clients_per_round") for t in range(rounds)
     )
     _validate.positive(clients_per_round=smallest)
     make: Callable[[float], mechanisms.Mechanism]
@@ -125,7 +125,7 @@ def make_private(
     noise = None
     if make(_TINY).guarantee == "central":
         deployment = mechanisms.Deployment(
-            clients_per_round=clients_per_round,
+            clients_per_round=sizes,
             num_clients=num_clients,
             sampling=sampling,
             rounds=rounds,

@@ -107,9 +107,10 @@ class DPFederatedModel:
             callable, here or in the mechanism, is called once for each round:
             what it returns is used and charged.
           sampling: "poisson": every client takes part with probability m/N;
-            "fixed_size": m of N without replacement; "shuffled": every client
-            once per pass; "cyclic": fixed groups in turn, m of the group (see
-            `sampling.CyclicSampler`).
+            "fixed_size": m of N without replacement; "random_allocation": every
+            client, by itself, in one of the floor(N / m) rounds of each pass;
+            "shuffled": every client once per pass; "cyclic": fixed groups in turn, m
+            of the group (see `sampling.CyclicSampler`).
           delta: Where given, `History` has epsilon at this delta.
           accountant: "rdp" or "pld", by which epsilon is computed unless told
             otherwise. PLD is tighter, and costs about 0.1 s a round where
@@ -122,8 +123,8 @@ class DPFederatedModel:
           non_trainable_state: "aggregate" or "keep".
           secure_aggregation: An `AdditiveSecretSharing`, through which the
             clients' records are summed; None sums them in the engine.
-          num_replicas: How many clients train at once; None: one per core.
-            Another number adds up in another order, so the last bits differ.
+          num_replicas: How many clients train at once; None: one per core. The
+            result does not depend on it.
           noise_generator: What the noise is drawn from: "philox", which is
             fast; or "exact", for `FixedClipping` with the server's noise: updates
             are added on a grid, and the noise is the ideal Gaussian rounded to it,
@@ -141,11 +142,22 @@ class DPFederatedModel:
           ValueError: An argument is not allowed; the message names it.
           TypeError: An argument has the wrong type.
         """
-        arguments = {**locals()}
-        del arguments["self"], arguments["model"]
         training_setup.check_model(model)
         self._model = model
-        self._setup = TrainingSetup(**arguments)
+        self._setup = TrainingSetup(
+            mechanism=mechanism,
+            clients_per_round=clients_per_round,
+            sampling=sampling,
+            delta=delta,
+            accountant=accountant,
+            on_client_failure=on_client_failure,
+            non_trainable_state=non_trainable_state,
+            secure_aggregation=secure_aggregation,
+            num_replicas=num_replicas,
+            noise_generator=noise_generator,
+            target=target,
+            client_weighting=client_weighting,
+        )
         self._run: Run | None = None
         # Whether clients' metrics were shown without noise.
         self._showed_metrics = False
@@ -415,12 +427,11 @@ class DPFederatedModel:
             inputs and the loss expect, or to a declared `element_spec`, or fails
             alone. Where spending is counted for
             each client (local and per-record guarantees), and within a pass
-            over shuffled clients, they must be the same clients in the same
+            over the clients, they must be the same clients in the same
             order as before; elsewhere they may be others, and the statement
             names every N. With `client_ids`: the features of all rows of one table,
             [n, ...], as arrays or a pandas frame.
-          y: With `client_ids`: the labels of all rows. (A number without them is
-            `rounds`.)
+          y: With `client_ids`: the labels of all rows.
           rounds: How many rounds to run (with `resume_from`: how many the
             interrupted call was to run in all).
           batch_size: Examples in one local batch; a client's last may be short.
@@ -470,8 +481,11 @@ class DPFederatedModel:
         training = self.require_compiled("fit")
         if resume_from is None:  # Else both come from there: weights and their cost.
             run_lib.check_owner(self)
-        if client_ids is None and isinstance(y, int | np.integer) and rounds == 1:
-            y, rounds = None, y
+        if client_ids is None and isinstance(y, int | np.integer):
+            raise TypeError(
+                f"y must be the labels of a table's rows, got {y!r}: give the number "
+                f"of rounds by its name, fit(clients, rounds={y})."
+            )
         if clients is not None and x is not None:
             raise TypeError("x must be None where clients is given: both are the data.")
         clients = persons.of_fit(

@@ -11,7 +11,7 @@ import dataclasses
 import secrets
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import tensorflow as tf
@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfdp_fl import engine, keras_versions, sampling, schedules
 from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import upwards
+from tfdp_fl.accounting.charge import require_one_noise
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 from tfdp_fl.engine import labels, secure_sum, trainer
 from tfdp_fl.keras.run import FitPlan, Population, Run
@@ -59,6 +60,10 @@ def prepare(
         if setup.noise_generator == noise.EXACT:
             grid.check_noise_multiplier(noise_multiplier)
         size = sampler.expected_cohort_size(round_index)
+        if isinstance(sampler, sampling.RandomAllocationSampler):
+            begin = cast(int, sampler.participation(round_index).pass_index)
+            of_pass = mechanism.noise_multiplier_at(begin)
+            require_one_noise(round_index, noise_multiplier, begin, of_pass)
         if setup.secure_aggregation is not None and mechanism.guarantee == "central":
             secure_sum.check_cohort_sizes(
                 setup.secure_aggregation, setup.sampling, clients.num_clients, size
@@ -66,7 +71,9 @@ def prepare(
     num_records, min_examples = _records(mechanism, clients)
     rounds, participations = _calibrated_for(fed, plan, sampler, calibration)
     deployment = Deployment(
-        clients_per_round=setup.clients_per_round,
+        clients_per_round=sampling.expected_sizes(
+            setup.sampling, clients.num_clients, setup.clients_per_round
+        ),
         num_clients=clients.num_clients,
         sampling=setup.sampling,
         min_examples=min_examples,
@@ -127,7 +134,9 @@ def _checked_population(fed: DPFederatedModel, clients: FederatedDataset) -> Pop
     if run is not None and clients.reading is not None:
         if clients.reading == run.reading:
             population = run.population
-        elif run.spending.by_client or fed.setup.sampling in ("shuffled", "cyclic"):
+        elif run.spending.by_client or (
+            fed.setup.sampling in ("shuffled", "cyclic", "random_allocation")
+        ):
             # Who had which place cannot be seen.
             population = (size, secrets.token_hex())
     if run is None or run.populations[-1:] in ([], [population]):
@@ -160,7 +169,7 @@ def _sampler(
         before = fed.run.sampler
         if (before.num_clients, before.seed) == (clients.num_clients, plan.seed):
             return before
-    return sampling.make_sampler(
+    made = sampling.make_sampler(
         fed.setup.sampling,
         clients.num_clients,
         fed.setup.clients_per_round,
@@ -168,6 +177,8 @@ def _sampler(
         fed.mechanism.min_separation,
         may_abandon=fed.setup.may_abandon,
     )
+    made.next_round = plan.first_round
+    return made
 
 
 def _records(

@@ -1,11 +1,7 @@
-"""The rounds of one call of `fit`.
+"""The rounds of one call of `fit`, with what stands beside them.
 
-    draw a cohort -> collect its updates -> charge -> release
-
-The charge stands between the two halves of a round: what was collected is seen
-by nobody before it is paid for. What was abandoned is charged where that it was
-tells of who was drawn (`Participation.charge_if_abandoned`), and where clients have
-to trust nobody: a server that abandons a round has received what they sent.
+The round itself is `tfdp_fl.algorithm`; here are callbacks, progress, logs, audits,
+clients that fail, and interrupts.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfdp_fl import _interrupts, auditing, keras_versions, sampling
+from tfdp_fl import _interrupts, algorithm, auditing, keras_versions, sampling
 from tfdp_fl.accounting import BudgetExceededError, Charge, upwards
 from tfdp_fl.accounting.rounding import upwards_for_bar
 from tfdp_fl.datasets import FederatedDataset
@@ -141,7 +137,7 @@ class RoundLoop:
                 "tfdp_fl.callbacks.RoundCheckpoint and fit(resume_from=directory)."
             )
         with contextlib.ExitStack() as whole:
-            logs = self._round(round_index, whole)
+            logs = self._round(whole)
             self._validate_and_call(round_index, logs)
         return logs
 
@@ -162,50 +158,32 @@ class RoundLoop:
             callback.on_round_released(round_index, logs)
         self.keras_callbacks.on_epoch_end(round_index, logs)
 
-    def _round(self, round_index: int, whole: contextlib.ExitStack) -> dict[str, float]:
-        """Draws, collects, charges, releases; returns the round's logs.
+    # The round itself: `algorithm.FrontEnd`.
+
+    def _round(self, whole: contextlib.ExitStack) -> dict[str, float]:
+        """Runs a round; returns its logs.
 
         `whole` is closed when the round's callbacks were called.
         """
-        cohort, inputs = self._draw(round_index)
-        pending = self.collector.collect(self.clients, inputs)
-        failed = self._failed(pending)
-        logs = {"cohort_size": float(len(inputs.positions))}
-        report = {"failed_clients": float(failed), "abandoned_rounds": 0.0}
-        if failed and self.setup.aborts_on_failure:
-            by_client = self.run.spending.by_client
-            charged = by_client or cohort.participation.charge_if_abandoned
-            whole.enter_context(_interrupts.after_the_block())
-            if charged:
-                self._charge(inputs)
-            self.run.sampler.abandon(cohort)
-            if by_client or not charged:
-                self.run.caveats.add(
-                    "rounds_abandoned_charged" if by_client else "rounds_abandoned"
-                )
-            self.run.rounds += 1
-            report["abandoned_rounds"] = 1.0
-            return {**dict.fromkeys(self.run.log_names, math.nan), **logs, **report}
-        if self.audit is not None:
-            self.audit.join(pending, self.run.cost(round_index))
-        # Broken off later, a round would be charged and not released, or
-        # released and not in the history.
-        whole.enter_context(_interrupts.after_the_block())
-        paid = self._charge(inputs, failed + pending.without_noise)
-        self.run.sampler.release(cohort)
-        released = self._release(pending, paid)
-        if failed:
-            self.run.caveats.add("clients_excluded")
-        # The metrics first, as Keras orders them.
-        return {**released, **logs, **report}
+        self._whole = whole
+        released = algorithm.run_round(self)
+        is_abandoned = released is None
+        if released is None:
+            released = dict.fromkeys(self.run.log_names, math.nan)
+        return {  # The metrics first, as Keras orders them.
+            **released,
+            "cohort_size": float(len(self._inputs.positions)),
+            "failed_clients": float(self._failed),
+            "abandoned_rounds": float(is_abandoned),
+        }
 
-    def _draw(self, round_index: int) -> tuple[sampling.Cohort, RoundInputs]:
-        """Returns what is decided about a round before anybody trains."""
-        run, plan = self.run, self.run.plan
+    def draw(self) -> sampling.Cohort:
+        """See `algorithm.FrontEnd`: decides all about a round before anybody trains."""
+        run, plan, round_index = self.run, self.run.plan, self.run.rounds
         run.sampler.attempt = attempt = run.attempts.take()
         cohort = run.draw()
         positions = run.taking_part(cohort.positions)
-        return cohort, RoundInputs(
+        self._inputs = RoundInputs(
             round_index=round_index,
             state=run.mechanism_state,
             positions=positions,
@@ -221,14 +199,49 @@ class RoundLoop:
             else None,
             windows=None if run.windows is None else run.windows[positions],
         )
+        return cohort
 
-    def _charge(self, inputs: RoundInputs, silent: int = 0) -> Charge:
-        """Pays for a round; returns the receipt.
+    def collect(self, cohort: sampling.Cohort) -> PendingRound:
+        """See `algorithm.FrontEnd`."""
+        del cohort
+        pending = self.collector.collect(self.clients, self._inputs)
+        self._failed = self._count_failed(pending)
+        return pending
 
-        `silent`: clients that added no noise of their own.
-        """
-        run, positions, spending = self.run, inputs.positions, self.run.spending
-        cost = run.cost(inputs.round_index, len(positions) - silent)
+    @property
+    def is_trusted(self) -> bool:
+        """See `algorithm.FrontEnd`."""
+        return not self.run.spending.by_client
+
+    def abandons(self, pending: PendingRound) -> bool:
+        """See `algorithm.FrontEnd`: one client's failure may be enough."""
+        del pending
+        return self._failed > 0 and self.setup.aborts_on_failure
+
+    def abandon(self, cohort: sampling.Cohort) -> None:
+        """See `algorithm.FrontEnd`."""
+        run, charged = self.run, cohort.participation.charge_if_abandoned
+        self._whole.enter_context(_interrupts.after_the_block())
+        run.sampler.abandon(cohort)
+        if not self.is_trusted:
+            run.caveats.add("rounds_abandoned_charged")
+        elif not charged:
+            run.caveats.add("rounds_abandoned")
+        run.rounds += 1
+
+    def charge(self, cohort: sampling.Cohort, pending: PendingRound) -> Charge:
+        """See `algorithm.FrontEnd`."""
+        run, spending, inputs = self.run, self.run.spending, pending.inputs
+        if self.audit is not None and not self.abandons(pending):
+            self.audit.join(pending, run.cost(inputs.round_index))
+        # Broken off later, a round would be charged and not released, or
+        # released and not in the history.
+        self._whole.enter_context(_interrupts.after_the_block())
+        positions = inputs.positions
+        with_noise = len(positions)
+        if not self.abandons(pending):  # Of those, nobody's noise counts any more.
+            with_noise -= self._failed + pending.without_noise
+        cost = run.cost(inputs.round_index, with_noise)
         details: dict[str, Any] = {
             "noise_multiplier": inputs.noise_multiplier,
             "noise_generator": self.setup.noise_generator,
@@ -271,9 +284,12 @@ class RoundLoop:
                 run.populations.append(run.population)
         return paid
 
-    def _release(self, pending: PendingRound, paid: Charge) -> dict[str, float]:
-        """Lets the model change by what was paid for."""
+    def release(
+        self, cohort: sampling.Cohort, pending: PendingRound, paid: Charge
+    ) -> dict[str, float]:
+        """See `algorithm.FrontEnd`: lets the model change by what was paid for."""
         run = self.run
+        run.sampler.release(cohort)
         run.releasing = True
         run.mechanism_state, released = self.engine.release(pending, paid)
         run.cohort_sizes.append(len(pending.inputs.positions))
@@ -283,9 +299,11 @@ class RoundLoop:
         run.releasing = False
         if self.audit is not None:
             self.audit.released()
+        if self._failed:
+            run.caveats.add("clients_excluded")
         return released
 
-    def _failed(self, pending: PendingRound) -> int:
+    def _count_failed(self, pending: PendingRound) -> int:
         """Sums securely if asked to; says and returns how many clients failed."""
         groups: tuple[int, ...] = ()
         if self.setup.secure_aggregation is not None:

@@ -229,7 +229,7 @@ class Run:
         """Returns the run that a state was taken of.
 
         `prepared` is about to begin with the same arguments: its sampler is put where
-        the state was, and the mechanism's state has to have the structure of its.
+        the state was, and the mechanism's state must match `prepared`'s structure.
         """
         values = [tf.constant(value) for value in state["mechanism_state"]]
         # Of its own: whatever fails later leaves the run that was as it is.
@@ -298,13 +298,13 @@ class Run:
     def _mu_squared_after(self, rounds: int) -> float:
         """Returns the most that one client can have spent after so many more rounds.
 
-        The cohorts of a shuffled order are known beforehand. Of others it is
-        not known which clients they will draw: any that may still take part.
+        The cohorts of passes are known beforehand. Of others it is not known which
+        clients they will draw: any that may still take part.
         """
         mu_squared, clients = self.mu_squared, self.spending.per_client
         elsewhere = self.spending.mu_squared_elsewhere
         most = self.setup.mechanism.max_participations
-        if not isinstance(self.sampler, sampling.ShuffledSampler):
+        if not isinstance(self.sampler, sampling.PassSampler):
             return elsewhere + clients.max_mu_squared_after_draws(
                 rounds, mu_squared, most
             )

@@ -50,7 +50,7 @@ def facts(
         clients_per_round=sizes or run.sampler.expected_cohort_size(0),
         cohort_sizes=run.cohort_sizes,
         rounds=spending.rounds,
-        rounds_of_others=spending.rounds_of_others,
+        rounds_of_others=spending.rounds_of_others - spending.evaluations,
         evaluated=[
             each.num_clients for each in spending.charges_of_evaluations.values()
         ],
@@ -95,7 +95,7 @@ def _parameters(setup: TrainingSetup, rounds: int) -> dict[str, Any]:
 def _epsilon_by_pld(
     accountant: accounting.PrivacyAccountant,
 ) -> Callable[[float], float | None] | None:
-    """Returns epsilon by delta; None where it takes long, or is not to be had."""
+    """Returns epsilon by delta; None where it takes long, or is unavailable."""
     if not accountant.is_few_kinds:
         return None
 

@@ -176,8 +176,8 @@ def build_dp_fed_avg(
       local_epochs: How often each client goes through its data set.
       inner_factory: Sums the updates (see `MechanismFactory`).
       scalars_factory: Sums the other numbers (see `MechanismFactory`).
-      sampling: How the cohorts are drawn ("poisson", "fixed_size" or
-        "shuffled"), if it is known now; `epsilon` needs it.
+      sampling: How the cohorts are drawn ("poisson", "fixed_size",
+        "random_allocation" or "shuffled"), if it is known now; `epsilon` needs it.
       num_clients: The population N, if it is known now; `epsilon` needs it.
       rounds: The number of rounds that are planned. Local mechanisms with a
         budget, NbAFL and callable schedules need it.

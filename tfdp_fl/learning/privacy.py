@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _validate, accounting, correlated_noise, schedules
+from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting.charge import SEPARATED
 from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
@@ -68,7 +69,7 @@ def privacy_charges(
       mechanism: The mechanism that ran the last round. Earlier ones may have
         had another noise multiplier, if the mechanism was of the same kind.
       sampling: How the cohorts were drawn: "poisson", "fixed_size",
-        "shuffled", "cyclic" or "separated" (see `epsilon`).
+        "random_allocation", "shuffled", "cyclic" or "separated" (see `epsilon`).
       num_clients: N, the population they were drawn from.
       clients_per_round: m, as the process that ran the last round had it.
       rounds: The number of rounds that were planned, where the mechanism
@@ -90,7 +91,9 @@ def privacy_charges(
     found = state_lib.accountable_state(state)
     weights = getattr(state, "global_model_weights", None)
     deployment = contribution.Deployment(
-        clients_per_round=clients_per_round,
+        clients_per_round=sampling_lib.expected_sizes(
+            sampling, num_clients, clients_per_round
+        ),
         num_clients=num_clients,
         sampling=sampling,
         rounds=rounds,
@@ -137,13 +140,16 @@ def _everybody(
     """Returns who could have been in a round if nobody says: every client.
 
     Not so under Poisson sampling, whose cohorts follow from nothing but what is
-    declared. Of a fixed size it is not known whether cohorts were drawn again.
+    declared. Of a fixed size, or of a pass, it is not known whether cohorts were drawn
+    again.
     """
     size, population = line["clients_per_round"], cast(int, deployment.num_clients)
     return accounting.Participation(
         sampling=cast(str, deployment.sampling),
         num_clients=population,
-        clients_per_round=population if deployment.sampling == "fixed_size" else size,
+        clients_per_round=population
+        if deployment.sampling in ("fixed_size", "random_allocation")
+        else size,
     )
 
 
@@ -227,8 +233,8 @@ def epsilon(
         `tfdp_fl.aggregators.accountable_state`).
       mechanism: The mechanism that ran the last round. What earlier rounds
         cost is in the state; a state of another kind of mechanism is refused.
-      sampling: "poisson", "fixed_size", "shuffled", "cyclic" or "separated":
-        clients come as they like, for correlated noise at least its min
+      sampling: "poisson", "fixed_size", "random_allocation", "shuffled", "cyclic" or
+        "separated": clients come as they like, for correlated noise at least its min
         separation apart, and nothing is claimed for who comes.
       num_clients: N.
       clients_per_round: m, as the process that ran the last round had it.
@@ -387,7 +393,7 @@ def _check_answered(
     """Raises ValueError if more clients answered than the sampling draws."""
     population = cast(int, deployment.num_clients)
     most = planned = line["clients_per_round"]
-    if deployment.sampling == "poisson":
+    if deployment.sampling in charge_lib.OF_ANY_SIZE:
         most = state_lib.largest_poisson_cohort(population, min(planned, population))
     if answered > most:
         raise ValueError(

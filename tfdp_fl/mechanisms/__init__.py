@@ -12,8 +12,19 @@ from tfdp_fl.mechanisms.contribution import (
     Round,
 )
 from tfdp_fl.mechanisms.correlated_noise import CorrelatedNoise
-from tfdp_fl.mechanisms.declaration import by_name, names, parameter, register
-from tfdp_fl.mechanisms.fixed_clipping import FixedClipping, NoPrivacy
+from tfdp_fl.mechanisms.declaration import (
+    by_name,
+    names,
+    non_negative,
+    parameter,
+    positive,
+    register,
+)
+from tfdp_fl.mechanisms.fixed_clipping import (
+    FixedClipping,
+    NoPrivacy,
+    noise_multiplier_parameter,
+)
 from tfdp_fl.mechanisms.local_dp import LocalDP
 from tfdp_fl.mechanisms.mechanism import Mechanism, Target
 from tfdp_fl.mechanisms.median_clipping import (
@@ -21,6 +32,7 @@ from tfdp_fl.mechanisms.median_clipping import (
     default_median_noise_multiplier,
 )
 from tfdp_fl.mechanisms.nbafl import NbAFL
+from tfdp_fl.mechanisms.per_layer_clipping import PerLayerClipping
 from tfdp_fl.mechanisms.query_mechanism import QueryMechanism
 
 __all__ = [
@@ -39,12 +51,16 @@ __all__ = [
     "MedianClipping",
     "NbAFL",
     "NoPrivacy",
+    "PerLayerClipping",
     "QueryMechanism",
     "Round",
     "Target",
     "by_name",
     "default_median_noise_multiplier",
     "names",
+    "noise_multiplier_parameter",
+    "non_negative",
     "parameter",
+    "positive",
     "register",
 ]

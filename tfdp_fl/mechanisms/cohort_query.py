@@ -5,19 +5,17 @@ Every runtime calls it so, once a round:
     state  = query.begin_round(state, z, m)         # this round's m and z
     params = query.derive_sample_params(state)
     for each client:                                # in parallel
-        record = query.preprocess_record(params, update, client)
-    total  = sum of the records
-    mean, state = query.get_noised_result(total, state)
+        record = algorithm.make_record(query, params, update, client)
+        total  = records.add(total, record)
+    mean, state = algorithm.release(query, total, state)
 
 A query with `two_phase` sets the clip from the norms of the whole cohort:
 between `begin_round` and `derive_sample_params` a runtime collects
 `query.record_norm(update)` from every client and calls
 `state = query.clip_to_cohort(state, norms)`.
 
-The methods are those of TF-Privacy's `SumAggregationDPQuery`, for records that
-are lists of tensors. What a round costs is the mechanism's `round_event`. TF-Privacy's
-package is not imported for that: it takes two seconds, and cannot be installed beside
-current versions of TensorFlow.
+The order is that of TF-Privacy's `SumAggregationDPQuery`, for records that are lists of
+tensors. What a round costs is the mechanism's `round_event`.
 """
 
 from __future__ import annotations
@@ -146,31 +144,29 @@ class CohortQuery:
             discarded=tf.zeros([]),
         )
 
-    def preprocess_record(
-        self,
-        params: Round,
-        record: Tensors,
-        client: Client = Client(),  # noqa: B008
-    ) -> Contribution:
-        """Returns a client's record: clipped, bounded, with the noise it is to add."""
+    def clip(self, params: Round, update: Tensors, client: Client) -> Contribution:
+        """Returns a client's record, clipped, as the one door lets it in.
+
+        Args:
+          params: What `derive_sample_params` returned.
+          update: Float tensors, the client's update (or weights).
+          client: What it knows of itself.
+        """
         mechanism = self.mechanism
         if mechanism.scales_updates:
-            norm, usable = clipping.usable_norm(record)
+            norm, usable = clipping.usable_norm(update)
             one = self.bounded_factor(norm, usable, params, client.weight)
-            one = one._replace(update=clipping.scaled(record, one.update))
-        else:
-            one = mechanism.contribution(record, params, client, self.deployment)
-            if mechanism.guarantee == "central":
-                norm_bound = self.largest_norm(params)
-                one = records.bound(one, norm_bound, mechanism.side_bounds)
-        if mechanism.noise_site == "client":
-            shares = self.noise_shares(params)
-            update = noise.add_normal(one.update, shares["update"])
-            return one._replace(update=update, sums=_noised(one.sums, shares))
-        if mechanism.client_noise is not None:
-            stddev = mechanism.client_noise(params, client, self.deployment)
-            return one._replace(update=noise.add_normal(one.update, stddev))
-        return one._replace(update=self.to_grid(one.update, params))
+            return one._replace(update=clipping.scaled(update, one.update))
+        one = mechanism.contribution(update, params, client, self.deployment)
+        if mechanism.guarantee == "central":
+            return records.bound(one, self.largest_norm(params), mechanism.side_bounds)
+        return one
+
+    def with_shares(self, params: Round, record: Contribution) -> Contribution:
+        """Returns a record with the client's share of the noise, on all it hands in."""
+        shares = self.noise_shares(params)
+        update = noise.add_normal(record.update, shares["update"])
+        return record._replace(update=update, sums=_noised(record.sums, shares))
 
     def bounded_factor(
         self, norm: tf.Tensor, usable: tf.Tensor, params: Round, weight: Any = None
@@ -210,42 +206,26 @@ class CohortQuery:
         """Returns what no client's record is larger than, before noise."""
         return self.mechanism.largest_norm(state)
 
-    def accumulate_preprocessed_record(
-        self, sample_state: Contribution, preprocessed_record: Contribution
-    ) -> Contribution:
-        """Adds one client's record to a sum of records (see `records`)."""
-        return records.add(sample_state, preprocessed_record)
-
     def add_noise(
-        self, update: Tensors, stddev: Any, state: Round
-    ) -> tuple[Tensors, Any]:
-        """Adds the server's noise to a sum; returns it and the next memory."""
-        return self.mechanism.add_noise(update, stddev, state.memory)
-
-    def get_noised_result(
-        self, sample_state: Contribution, global_state: Round
-    ) -> tuple[Tensors, Round]:
-        """Returns the noised mean, and the state before the next round.
-
-        The noise goes by the clip that the clients of this round used.
-        """
-        mechanism, state = self.mechanism, global_state
-        update, sums = sample_state.update, sample_state.sums
-        memory, weight = state.memory, sample_state.weight
-        if mechanism.guarantee == "central":
-            update, sums = after_assertions(
-                self.check_noise(state), (update, dict(sums))
-            )
-            weight = self.deployment.expected_weight(state.clients_per_round)
-        if mechanism.noise_site == "server":
-            stddevs = mechanism.noise_stddevs(state, self.deployment)
-            update, memory = self.add_noise(update, stddevs["update"], state)
+        self, total: Contribution, state: Round
+    ) -> tuple[Tensors, dict[str, tf.Tensor], Any]:
+        """Returns the sum and the side sums with the server's noise; next memory."""
+        update, memory, sums = total.update, state.memory, dict(total.sums)
+        if self.mechanism.noise_site == "server":
+            stddevs = self.mechanism.noise_stddevs(state, self.deployment)
+            update, memory = self._noised_update(update, stddevs["update"], state)
             sums = _noised(sums, stddevs)
         sums = {name: tf.cast(value, tf.float32) for name, value in sums.items()}
-        mean = mechanism.mean(update, weight, state, self.deployment)
-        clip_norm = mechanism.next_clip_norm(sums, state)
-        after = state._replace(clip_norm=clip_norm, memory=memory)
-        return mean, after
+        return update, sums, memory
+
+    def _noised_update(
+        self, update: Tensors, stddev: Any, state: Round
+    ) -> tuple[Tensors, Any]:
+        return self.mechanism.add_noise(update, stddev, state.memory)
+
+    def divide(self, update: Tensors, weight: Any, state: Round) -> Tensors:
+        """Returns the mean of a noised sum (`Mechanism.mean`)."""
+        return self.mechanism.mean(update, weight, state, self.deployment)
 
     def charged_for(self, clients_per_round: float, noise_multiplier: float) -> float:
         """Returns sum_i (bound_i / stddev_i)^2, as a round's charge is derived."""

@@ -213,13 +213,13 @@ class Contribution(NamedTuple):
         return [*self.sums.values(), *self[2:]]
 
     def with_scalars(self, update: Any, scalars: Any) -> Contribution:
-        """Returns a contribution of the same kind: `scalars` turned round."""
+        """Inverse of `scalars`."""
         count = len(self.sums)
         sums = dict(zip(self.sums, scalars[:count], strict=True))
         return Contribution(update, sums, *scalars[count:])
 
     def weighted(self, weight: Any) -> Contribution:
-        """Returns contributions that count less, and hand in as much else.
+        """Scales update and weight, and nothing else.
 
         Args:
           weight: Float32 in [0, 1], of the shape of `update`, which is the

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Check = Callable[..., Any]
 
-# Between these float32 clips and noises as it should. Below the squares of what is
+# Within this range float32 clips and noises correctly. Below the squares of what is
 # to be clipped begin to vanish, above the noise is no number any more.
 SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM = 1e-10, 1e30
 
@@ -118,6 +118,11 @@ def parameter(
     """
     metadata = {"check": check, "help": help, "start": start, "none_word": none_word}
     return dataclasses.field(default=default, metadata=metadata)
+
+
+# Checks of a number, for `parameter`.
+positive = _validate.positive
+non_negative = _validate.non_negative
 
 
 class OneOf:

@@ -78,29 +78,25 @@ class GridQuery(cohort_query.CohortQuery):
             [tf.zeros(each.shape, tf.float64) for each in template]
         )
 
-    def preprocess_record(
-        self,
-        params: Any,
-        record: Tensors,
-        client: Client = Client(),  # noqa: B008
-    ) -> Contribution:
-        """Returns a client's contribution: its update in steps, float64."""
-        clipped_to = params._replace(clip_norm=params.clip_norm * self.clip_share)
-        one = super().preprocess_record(clipped_to, record, client)
+    def clip(self, params: Any, update: Tensors, client: Client) -> Contribution:
+        """Implements `CohortQuery.clip`, with room for the rounding after it."""
+        share = params._replace(clip_norm=params.clip_norm * self.clip_share)
+        return super().clip(share, update, client)
+
+    def to_grid(self, update: Tensors, params: Any) -> Tensors:
+        """Implements `CohortQuery.to_grid`: in steps, float64; zeros if too long."""
         to_steps = STEPS / tf.cast(params.clip_norm, tf.float64)
-        steps = [tf.round(tf.cast(each, tf.float64) * to_steps) for each in one.update]
+        steps = [tf.round(tf.cast(each, tf.float64) * to_steps) for each in update]
         # Whole numbers, so this is exact as long as it is below 2^53; and not
         # below 2^40 if it is not. False for a NaN.
         squares = clipping.added([tf.reduce_sum(each * each) for each in steps])
         within = squares <= float(STEPS) ** 2
-        return one._replace(
-            update=[tf.where(within, each, tf.zeros_like(each)) for each in steps]
-        )
+        return [tf.where(within, each, tf.zeros_like(each)) for each in steps]
 
-    def add_noise(
+    def _noised_update(
         self, update: Tensors, stddev: Any, state: Any
     ) -> tuple[Tensors, Any]:
-        """Implements `CohortQuery.add_noise`, from steps on; not for a worker."""
+        """Implements `CohortQuery._noised_update`, from steps; not for a worker."""
         del stddev  # In steps it follows from z alone.
         sizes = [steps.shape.num_elements() for steps in update]
         z = tf.cast(state.noise_multiplier, tf.float64) * (1 + _Z_ERROR)

@@ -13,7 +13,7 @@ import dp_accounting
 
 from tfdp_fl import _validate
 from tfdp_fl._on_use import tf
-from tfdp_fl.accounting import analytic_noise_multiplier, upwards
+from tfdp_fl.accounting import analytic_noise_multiplier, charge, upwards
 from tfdp_fl.mechanisms import (
     clipping,
     cohort_query,
@@ -267,8 +267,8 @@ class LocalDP(LocalMechanism):
         """Implements `Mechanism.round_event`: what the mean gives centrally.
 
         m independent client noises of stddev z_local S are a central noise
-        multiplier of sqrt(m) z_local, if exactly m clients answer. A Poisson
-        cohort brings a random number of noises: nothing is claimed then.
+        multiplier of sqrt(m) z_local, if exactly m clients answer. A cohort of a
+        random size brings a random number of noises: nothing is claimed then.
 
         Neighbours are those of the local guarantee, one client's data replaced
         by other data, which moves the sum by 2S. The charge of a fixed-size
@@ -276,7 +276,7 @@ class LocalDP(LocalMechanism):
         here.
         """
         multiplier = self.client_noise_multiplier(deployment)
-        if multiplier == 0 or deployment.sampling in ("poisson", None):
+        if multiplier == 0 or deployment.sampling in (*charge.OF_ANY_SIZE, None):
             return dp_accounting.NonPrivateDpEvent()
         if deployment.sampling != "fixed_size":
             multiplier /= SENSITIVITY

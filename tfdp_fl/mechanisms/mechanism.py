@@ -84,9 +84,9 @@ class Mechanism(abc.ABC):
         (`Contribution.sums`), each with the bound on its absolute value.
       releases_weights: Whether clients send weights and not updates, which
         then replace the model.
-      max_participations: After so many rounds a client sits out, if not None.
-      min_separation: So many rounds at least are from one round of a client to
-        its next, if not None; cyclic sampling has as many groups.
+      max_participations: Maximum rounds per client; None: unlimited.
+      min_separation: Minimum rounds between participations; None: no limit. Cyclic
+        sampling has as many groups.
       clip_norm: S of the first round, where it is a parameter.
       noise_multiplier: z, where it is a parameter.
       epsilon: A budget that the noise is calibrated to, where it is a
@@ -248,7 +248,7 @@ class Mechanism(abc.ABC):
         return {"update": round.noise_multiplier * round.clip_norm}
 
     def largest_norm(self, round: Round) -> Any:
-        """Returns what no client's contribution is larger than: S."""
+        """Returns the L2 bound on a contribution: S."""
         return round.clip_norm
 
     def scale(self, norm: tf.Tensor, round: Round) -> tf.Tensor:
@@ -355,7 +355,7 @@ class Mechanism(abc.ABC):
 
         Raises:
           ValueError: It is negative, or the noise that it makes of the first clip
-            is none that float32 holds.
+            is not representable in float32.
         """
         noise_multiplier = _validate.non_negative(
             noise_multiplier=schedules.value_at(

@@ -38,7 +38,7 @@ PHILOX, EXACT = GENERATORS = ("philox", "exact")
 _CHILD, _DRAW = 1, 2
 
 # How a long draw is cut up: no chunk shorter than this, no more of them than
-# that, so that a graph stays small and no chunk is over before it has begun.
+# that, so that a graph stays small and chunks amortise their overhead.
 _SMALLEST_CHUNK = 2**16
 _MOST_CHUNKS = 32
 

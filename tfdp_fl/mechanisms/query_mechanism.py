@@ -86,15 +86,10 @@ class WrappedQuery(cohort_query.CohortQuery):
         )
         return zeros._replace(update=update)
 
-    def preprocess_record(
-        self,
-        params: Any,
-        record: Tensors,
-        client: Client = Client(),  # noqa: B008
-    ) -> Contribution:
-        """Zeroes a NaN or Inf update, then lets the query preprocess it."""
-        norm, usable = clipping.usable_norm(record)
-        safe = clipping.scaled(record, tf.cast(usable, tf.float32))
+    def clip(self, params: Any, update: Tensors, client: Client) -> Contribution:
+        """Implements `CohortQuery.clip`: zeroes a NaN or Inf; the query clips."""
+        norm, usable = clipping.usable_norm(update)
+        safe = clipping.scaled(update, tf.cast(usable, tf.float32))
         return Contribution(
             update=self._query.preprocess_record(params, safe),
             sums={},
@@ -104,28 +99,29 @@ class WrappedQuery(cohort_query.CohortQuery):
             discarded=tf.cast(~usable, tf.float32),
         )
 
-    def get_noised_result(
-        self, sample_state: Contribution, global_state: Round
-    ) -> tuple[Tensors, Round]:
-        """Returns the query's result, as a mean over the expected m."""
+    def to_grid(self, update: Any, params: Any) -> Any:
+        """Implements `CohortQuery.to_grid`: the query's records stay as they are."""
+        return update
+
+    def add_noise(
+        self, total: Contribution, state: Round
+    ) -> tuple[Tensors, dict[str, tf.Tensor], Any]:
+        """Implements `CohortQuery.add_noise`: returns the query's result, and state."""
         # TF-Privacy's queries take float32: the exact sum is rounded once, by at most
         # 2^-24 of its length.
-        total = tf.nest.map_structure(
-            lambda part: tf.cast(part, tf.float32), sample_state.update
+        update = tf.nest.map_structure(
+            lambda part: tf.cast(part, tf.float32), total.update
         )
-        result, inner = with_own_noise(
+        result, memory = with_own_noise(
             lambda *given: self._query.get_noised_result(*given)[:2],
-            total,
-            global_state.memory,
+            update,
+            state.memory,
         )
-        if not divides(self._query):
-            result = self.mechanism.mean(
-                result,
-                self.deployment.expected_weight(global_state.clients_per_round),
-                global_state,
-                self.deployment,
-            )
-        return result, global_state._replace(memory=inner)
+        return result, {}, memory
+
+    def divide(self, update: Tensors, weight: Any, state: Round) -> Tensors:
+        """Implements `CohortQuery.divide`: not what the query divided itself."""
+        return update if divides(self._query) else super().divide(update, weight, state)
 
     def check_noise(self, state: Round, charged: Any = None) -> list[Any]:
         """Implements `CohortQuery.check_noise`, by the event that the query reports.

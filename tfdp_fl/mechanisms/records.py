@@ -107,17 +107,17 @@ def power_of_two_below(value: tf.Tensor) -> tf.Tensor:
 
 
 def to_grid(update: list[tf.Tensor], size: tf.Tensor) -> list[tf.Tensor]:
-    """Rounds an update to multiples of a step: a relative error of 2^-23 at most.
+    """Rounds an update to multiples of a step, by at most one, or 2^-23 of itself.
 
-    Adding 1.5 2^23 steps leaves float32 no digits below one step (and of larger
-    numbers none below their own last digit, which is one or more steps); taking it
-    away again leaves a multiple of the step.
+    A sum with 1.5 2^24 steps is at least 2^23 steps, unless the number itself is: so
+    its last float32 digit is one step or more, and what is left when they are taken
+    away again is a multiple of the step.
 
     Args:
       update: Float tensors.
       size: Float32 scalar, a power of two; 0 leaves float32 numbers as they are.
     """
-    offset = size * (1.5 * 2.0**23)
+    offset = size * (1.5 * 2.0**24)
 
     def rounded(tensor: tf.Tensor) -> tf.Tensor:
         return (tf.cast(tensor, tf.float32) + offset) - offset

@@ -219,7 +219,7 @@ class _Actor:
         self._float32_products = devices.products_are_float32()
 
     def float32_products(self) -> bool:
-        """Returns whether products of float32 numbers are such, once it is there."""
+        """Returns whether the worker multiplies in full float32, once it is there."""
         return self._float32_products
 
     def run(

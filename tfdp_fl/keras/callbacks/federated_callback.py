@@ -2,8 +2,8 @@
 
 To Keras's callbacks a federated round is an epoch, and the model is the
 trained Keras model. A `FederatedCallback` also gets to know the
-`DPFederatedModel`, and is asked before each round. `PrivacyBudget` ends a training by
-that before it overspends.
+`DPFederatedModel`, and is asked before each round. `PrivacyBudget` uses this to stop
+before overspending.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp_fl import _interrupts, _validate, accounting
+from tfdp_fl import _interrupts, _validate, accounting, sampling
 from tfdp_fl.accounting import RoundCharge, planning, upwards
 from tfdp_fl.keras.training_setup import PrivacyTarget
 
@@ -200,8 +200,9 @@ class PrivacyBudget(FederatedCallback):
         charges = collections.Counter(dict(ahead(0, allowed)))
         fed.run.spending.note_allowed(self.budget, version, charges)
         if allowed < asked:
-            # Which clients later cohorts draw is known of shuffled ones only.
-            at_least = fed.run.spending.by_client and fed.setup.sampling != "shuffled"
+            # Which clients later cohorts draw is known of those of passes only.
+            in_passes = isinstance(fed.run.sampler, sampling.PassSampler)
+            at_least = fed.run.spending.by_client and not in_passes
             self._say_what_is_allowed(
                 f"{self._name}: epsilon={upwards(self.epsilon)} at delta="
                 f"{upwards(self.delta)} "

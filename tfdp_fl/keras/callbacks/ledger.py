@@ -196,7 +196,7 @@ class RoundCheckpoint(Ledger):
     written before its result can be seen. It belongs to one run: a new training
     refuses a directory that holds another's checkpoints, and two at once are
     refused. The files are readable by their owner only: with a seed, or
-    shuffled cohorts, they tell who takes part.
+    cohorts that come in passes, they tell who takes part.
 
     Attributes:
       directory: Where the files are; made if need be.

@@ -1,0 +1,137 @@
+r"""Which sampling: what each costs, and how good models are at equal epsilon.
+
+    python research/samplings.py $DATA/mnist.npz
+
+Draws epsilon over rounds for five samplings (N = 1000, m = 100, z = 1, delta 1e-5), and
+trains digits (N = 500, m = 100, 60 rounds, the model of the first page) and MNIST's
+oriented gradients (N = 1000 of 60 images, m = 100, 100 rounds, one hidden layer of 64)
+under three of them with the noise that keeps epsilon = 1, five seeds of the model (the
+clients' draws and the noise are secret). Writes research/samplings.json; what is in it
+is not computed again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pathlib
+import sys
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import tfdp_fl
+from tfdp_fl import accounting
+
+_RESULTS = pathlib.Path(__file__).with_suffix(".json")
+_PICTURE = pathlib.Path(__file__).parents[1] / "docs/images/samplings.png"
+_TRAINED = ("random_allocation", "poisson", "shuffled")
+_SEEDS, _ROUNDS = range(5), (1, 2, 5, *range(10, 201, 10))
+
+
+def costs() -> dict[str, list[float]]:
+    """Returns epsilon after so many rounds, by sampling."""
+    return {
+        sampling: [
+            accounting.epsilon(1.0, sampling, 1000, 100, rounds, 1e-5, "pld")
+            for rounds in _ROUNDS
+        ]
+        for sampling in (*_TRAINED, "fixed_size", "cyclic")
+    }
+
+
+def draw(found: dict[str, list[float]]) -> None:
+    """Draws them."""
+    from matplotlib import figure
+
+    drawn = figure.Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = drawn.subplots()
+    for sampling, epsilons in found.items():
+        steps = "steps-post" if sampling in ("random_allocation", "shuffled") else None
+        axes.plot(_ROUNDS, epsilons, drawstyle=steps, label=sampling)
+    axes.set(yscale="log", xlabel="rounds", ylabel="epsilon, delta = 1e-5")
+    axes.set_yticks(ticks := [1, 2, 5, 10, 20, 50, 100], map(str, ticks))
+    axes.legend()
+    drawn.savefig(_PICTURE, dpi=150)
+
+
+def _layers(inputs: int, hidden: int) -> list[Any]:
+    layers = tf.keras.layers
+    return [
+        layers.Input((inputs,)),
+        layers.Dense(hidden, "relu"),
+        layers.Dense(10),
+    ]
+
+
+def tasks(path: str) -> dict[str, Any]:
+    """Returns clients, test data, and what else a task has, by its name."""
+    digits, mnist = (
+        tfdp_fl.datasets.load_digits(num_clients=500),
+        tfdp_fl.datasets.load_mnist(1000, examples_per_client=60, path=path),
+    )
+    return {
+        "digits": (*digits, 60, 1e-3, 0.2, lambda: _layers(64, 128)),
+        "mnist": (*mnist, 100, 1e-5, 0.1, _oriented),
+    }
+
+
+def _oriented() -> list[Any]:
+    layers = tf.keras.layers
+    image = [layers.Input((784,)), layers.Reshape((28, 28))]
+    return [*image, tfdp_fl.features.OrientedGradients(), *_layers(392, 64)[1:]]
+
+
+def accuracy(task: Any, sampling: str, epsilon: float) -> tuple[float, float]:
+    """Returns the accuracy on test data, and the noise multiplier."""
+    clients, test, rounds, delta, rate, layers = task
+    fed = tfdp_fl.make_private(
+        tf.keras.Sequential(layers()),
+        target_epsilon=epsilon,
+        target_delta=delta,
+        num_clients=clients.num_clients,
+        clients_per_round=100,
+        rounds=rounds,
+        sampling=sampling,
+    )
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    fed.compile(tf.keras.optimizers.SGD(rate), loss, ["accuracy"])
+    fed.fit(clients, rounds=rounds, batch_size=10, verbose=0)
+    found = fed.evaluate(*test, verbose=0, return_dict=True)["accuracy"]
+    return float(found), float(fed.mechanism.noise_multiplier)
+
+
+def main() -> None:
+    """Draws the costs, trains, keeps the rows and prints their means."""
+    kept: dict[str, Any] = {"rows": []}
+    if _RESULTS.exists():
+        kept = json.loads(_RESULTS.read_text())
+    kept.setdefault("epsilons", costs())
+    draw(kept["epsilons"])
+    given, known = tasks(sys.argv[1]), {_key(row): row for row in kept["rows"]}
+    for seed, name, sampling in itertools.product(_SEEDS, given, _TRAINED):
+        row: dict[str, Any] = {"task": name, "sampling": sampling, "seed": seed}
+        if _key(row) not in known:
+            tf.keras.utils.set_random_seed(seed)
+            score, z = accuracy(given[name], sampling, epsilon=1.0)
+            known[_key(row)] = {**row, "accuracy": score, "noise_multiplier": z}
+        kept["rows"] = list(known.values())
+        _RESULTS.write_text(json.dumps(kept, indent=0) + "\n")
+    for name, sampling in itertools.product(given, _TRAINED):
+        of_kind = [
+            (row["accuracy"], row["noise_multiplier"])
+            for row in kept["rows"]
+            if (row["task"], row["sampling"]) == (name, sampling)
+        ]
+        scores, noise = zip(*of_kind, strict=True)
+        spread = np.std(scores, ddof=1)
+        print(name, sampling, f"z {noise[0]:.2f}, {np.mean(scores):.3f} ± {spread:.3f}")
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["task"], row["sampling"], row["seed"]
+
+
+if __name__ == "__main__":
+    main()

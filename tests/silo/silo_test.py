@@ -1,0 +1,564 @@
+"""A silo: what it promises its people, against the server and against accidents."""
+
+import errno
+import fcntl
+import functools
+import itertools
+import os
+import shutil
+import sys
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdp_fl
+from tests.silo import hospital
+from tfdp_fl import _storage, accounting, keras_versions, silo
+from tfdp_fl.accounting import ledger
+from tfdp_fl.keras import checkpoint
+from tfdp_fl.silo import directory as directory_lib
+
+_MEANS = tfdp_fl.PrivateMetrics(bounds={"accuracy": (0, 1)}, noise_multiplier=30.0)
+
+
+@pytest.fixture(scope="module", name="trained")
+def _trained(tmp_path_factory):
+    """A directory that has answered one message, to be copied."""
+    path = tmp_path_factory.mktemp("silo") / "trained"
+    one = hospital.silo(path)
+    one.train(one.get_weights(), "first")
+    return path
+
+
+def _copied(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "copy")
+
+
+def _exact(values):
+    return [np.asarray(value).tobytes() for value in values]
+
+
+def test_each_answer_is_charged_and_the_same_message_costs_nothing(tmp_path):
+    one = hospital.silo(tmp_path, rounds=2)
+    start = one.get_weights()
+    assert one.epsilon(hospital.DELTA) == 0.0
+    update = one.train(start, message_id="first")
+    assert (update.rounds, update.spent, hospital.charged(tmp_path)) == (2, False, 2)
+    assert [w.shape for w in update.weights] == [w.shape for w in start]
+    assert _exact(update.weights) != _exact(start)
+    assert update.epsilon == one.epsilon(hospital.DELTA) > 0
+    # Again, late, from another process, after others.
+    one.train(update.weights, message_id="second")
+    for again in one, hospital.silo(tmp_path, rounds=2):
+        assert hospital.is_same(again.train(start, message_id="first"), update)
+    assert hospital.charged(tmp_path) == 4
+    with pytest.raises(silo.SiloMessageError, match="answered before, for other"):
+        one.train(update.weights, message_id="first")
+    assert hospital.charged(tmp_path) == 4
+    # Without an id each is another; so is another kind of message with the same id.
+    one.evaluate(start, private=_MEANS, message_id="first")
+    assert hospital.charged(tmp_path) == 5
+    assert not hospital.is_same(one.train(start), update)
+    for folder, _, files in os.walk(tmp_path):
+        assert os.stat(folder).st_mode & 0o077 == 0 or folder == str(tmp_path)
+        for name in files:
+            assert os.stat(os.path.join(folder, name)).st_mode & 0o077 == 0
+
+
+def test_a_spent_silo_returns_what_came_and_never_passes_its_target(tmp_path):
+    one = hospital.silo(tmp_path, rounds=4)
+    weights = one.get_weights()
+    with pytest.warns(RuntimeWarning, match="allows 2 of the 4 rounds"):
+        answers = [one.train(weights), one.train(weights)]
+    assert [(a.rounds, a.spent) for a in answers] == [(4, False), (2, True)]
+    before, came = hospital.charged(tmp_path), [w + 1 for w in weights]
+    with pytest.warns(RuntimeWarning, match="allows 0"):
+        update = one.train(came, message_id=7)
+        again = hospital.silo(tmp_path, rounds=4).train(came, message_id=7)
+    assert (update.rounds, update.spent) == (0, True)
+    assert _exact(update.weights) == _exact(came)
+    assert hospital.is_same(again, update)
+    assert hospital.charged(tmp_path) == before
+    assert update.epsilon == one.epsilon(hospital.DELTA) <= 4.0
+    # Nor is there anything left for metrics.
+    with pytest.raises(ValueError, match="private would bring epsilon to"):
+        one.evaluate(
+            came,
+            private=tfdp_fl.PrivateMetrics(
+                bounds={"loss": (0, 1)}, noise_multiplier=1.0
+            ),
+        )
+    assert hospital.charged(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mechanism": "adaptive", "sampling": "poisson"},
+        {"mechanism": "fixed", "clip_norm": 0.5, "sampling": "fixed_size"},
+        {"mechanism": "median", "sampling": "shuffled"},
+        {"mechanism": "correlated", "clip_norm": 0.5, "sampling": "cyclic"},
+    ],
+    ids=lambda options: options["sampling"],
+)
+def test_a_new_process_goes_on_where_the_last_one_was(tmp_path, options):
+    of = functools.partial(hospital.build, **options)
+    first = hospital.silo(tmp_path, of)
+    weights = first.get_weights()
+    for _ in range(2):
+        weights = first.train(weights).weights
+    second = hospital.silo(tmp_path, of)
+    first.privacy_statement(), second.privacy_statement()
+    left, right = (checkpoint.capture(each._fed, None) for each in (first, second))
+    for name in ("mechanism_state", "server_optimizer"):
+        assert _exact(left[name]) == _exact(right[name]), name
+    for name in ("rounds", "sampler", "run_id"):
+        assert str(left[name]) == str(right[name]), name
+    assert first._fed.spending.own == second._fed.spending.own
+    # In turns, with neither knowing of the other but by the directory.
+    for each in first, second, first:
+        weights = each.train(weights).weights
+    assert hospital.charged(tmp_path) == 5
+    facts = second.privacy_statement(format="dict")
+    assert facts["rounds"] == 5
+    assert "rounds_charged_twice" not in facts["caveats"]
+    assert facts["epsilon"] <= second.epsilon(hospital.DELTA) <= 4.0
+
+
+def test_useless_weights_are_refused_and_cost_nothing(tmp_path):
+    # (TFF, which trains on TensorFlow 2.14, takes no normalization.)
+    normalized = keras_versions.IS_KERAS_3
+    of = functools.partial(hospital.build, normalized=normalized)
+    one = hospital.silo(tmp_path, of)
+    start = one.get_weights()
+    shapes, finite = "must be numbers of the shapes", "must be finite"
+    useless = [
+        (start[:-1], shapes),
+        ([*start[:-1], start[-1][None]], shapes),
+        ([w.astype(str) for w in start], shapes),
+        ([w.astype(complex) for w in start], shapes),
+        ([np.full_like(w, np.nan) for w in start], finite),
+        ([*start[:-1], np.array([np.inf])], finite),
+        ([*start[:-1], np.array([1e300])], finite),
+        ([*start[:-1], np.array([-1e30])], "at most 100000 in magnitude"),
+    ]
+    if normalized:  # A negative variance.
+        spoilt = [*start[:3], start[3] - 2.0, *start[4:]]
+        useless.append((spoilt, "whose output is finite"))
+    evaluate = functools.partial(one.evaluate, private=_MEANS)
+    for (weights, why), act in itertools.product(useless, (one.train, evaluate)):
+        with pytest.raises(ValueError, match=why):
+            act(weights, message_id="bad")
+    assert hospital.charged(tmp_path) == 0
+    # The id is still free for a better one.
+    assert one.train([w.astype(np.float64) for w in start], "bad").rounds == 1
+
+
+def test_weights_made_to_draw_one_person_out_move_no_bound(tmp_path):
+    # With next to no noise the answer moves by the clip over m, whatever was sent.
+    of = functools.partial(
+        hospital.build,
+        **{"mechanism": "fixed", "clip_norm": 0.1, "sampling": "cyclic"},
+        **{"clients_per_round": 30, "target_epsilon": 1e9, "loss": "mse"},
+        learning_rate=1e4,
+    )
+    data = hospital.table()
+    data["x"][:2] = 1e3  # One person answers to weights that no other feels.
+    one = hospital.silo(tmp_path, of, **data)
+    start = [np.where(w == 0, 0.0, 300 * w) for w in one.get_weights()]
+    update = one.train(start)
+    moved = np.concatenate(
+        [(a - b).ravel() for a, b in zip(update.weights, start, strict=True)]
+    )
+    noise = one._fed.mechanism.noise_multiplier * 0.1 / 30
+    assert noise < 1e-4
+    # 8 standard deviations of each of 19 coordinates, and float32's steps.
+    assert np.linalg.norm(moved) <= 0.1 + 8 * 19 * noise + 1e-3
+    charges = {
+        str(entry.charge)
+        for sent in (start, one.get_weights(), [0 * w for w in start])
+        for entry in _entries(one, sent, tmp_path)
+    }
+    assert len(charges) == 1
+
+
+def _entries(one, weights, path):
+    one.train(weights)
+    return accounting.PrivacyLedger.read(checkpoint.ledger_path(path)).entries
+
+
+def test_one_at_a_time(tmp_path):
+    one, other = hospital.silo(tmp_path), hospital.silo(tmp_path)
+    start = one.get_weights()
+    one.train(start, "first")
+    inside, errors = [], []
+
+    def locked():
+        # As another process would: a file description of its own.
+        with open(tmp_path / "lock") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            for act in (
+                lambda: one.train(start, "second"),
+                lambda: other.train(start, "first"),
+                lambda: other.evaluate(start, private=_MEANS),
+                other.privacy_statement,
+            ):
+                with pytest.raises(silo.SiloInUseError, match="at work on another"):
+                    act()
+                errors.append(act)
+            inside.append(hospital.charged(tmp_path))
+
+    thread = threading.Thread(target=locked)
+    thread.start()
+    thread.join()
+    assert (len(errors), inside) == (4, [1])
+    assert one.train(start, "second").rounds == 1
+
+
+def test_a_copied_or_restored_directory_is_refused(tmp_path):
+    there, copy = tmp_path / "there", tmp_path / "copy"
+    one = hospital.silo(there)
+    start = one.get_weights()
+    one.train(start, 1)
+    shutil.copytree(there, copy)
+    with pytest.raises(silo.SiloMovedError, match="moved=True"):
+        hospital.silo(copy).train(start, 2)
+    with pytest.raises(silo.SiloMovedError):
+        hospital.silo(copy).train(start, 1)
+    one.train(start, 2)
+    # Yesterday's, put back: whole, and the ledger alone.
+    shutil.copytree(copy, there, dirs_exist_ok=True)
+    with pytest.raises(silo.SiloMovedError, match="restored from a backup"):
+        one.train(start, 3)
+    shutil.rmtree(there)
+    shutil.copytree(copy, there)
+    with pytest.raises(silo.SiloMovedError):
+        hospital.silo(there).train(start, 3)
+    # Moved on purpose.
+    moved = hospital.silo(copy, moved=True)
+    moved.train(start, 2)
+    assert hospital.silo(copy).train(start, 3).rounds == 1
+    os.replace(copy, tmp_path / "elsewhere")
+    assert hospital.silo(tmp_path / "elsewhere").train(start, 4).rounds == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "match"),
+    [
+        ("ledger.jsonl", accounting.LedgerError, "missing"),
+        ("silo.npz", silo.SiloError, "missing"),
+        ("round-*.npz", ValueError, "ledger of another run"),
+    ],
+)
+def test_a_directory_that_lost_a_file_is_refused(tmp_path, trained, name, error, match):
+    path = _copied(trained, tmp_path)
+    for file in path.glob(name):
+        file.unlink()
+    one = hospital.silo(path, moved=True)
+    with pytest.raises(error, match=match):
+        one.train(one.get_weights())
+
+
+def test_a_ledger_that_was_cut_is_refused(tmp_path):
+    one = hospital.silo(tmp_path, rounds=2)
+    one.train(one.get_weights())
+    file = tmp_path / "ledger.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:-1]))
+    for each in one, hospital.silo(tmp_path, rounds=2, moved=True):
+        with pytest.raises(accounting.LedgerTamperedError, match="were removed"):
+            each.train(one.get_weights())
+
+
+def test_other_people_are_refused_and_other_rows_are_charged(tmp_path, trained):
+    path = _copied(trained, tmp_path)
+    start = hospital.silo(path).get_weights()
+    data = hospital.table(hospital.NUM_PEOPLE + 1)
+    others = {**hospital.table(), "client_ids": 100 + hospital.table()["client_ids"]}
+    for changed in data, others:
+        with pytest.raises(silo.SiloChangedError, match="the people and the settings"):
+            hospital.silo(path, moved=True, **changed).train(start)
+    assert hospital.charged(path) == 1
+    # The same people with other rows: each round is bounded for each of them.
+    order = np.random.default_rng(1).permutation(2 * hospital.NUM_PEOPLE)[:-1]
+    newer = {name: part[order] for name, part in hospital.table(seed=5).items()}
+    assert hospital.silo(path, moved=True, **newer).train(start).rounds == 1
+    assert hospital.charged(path) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"activation": "relu"},
+        {"loss": "mse"},
+        {"learning_rate": 0.1},
+        {"normalized": True},
+        {"target_epsilon": 5.0},
+        {"rounds": 7},
+        {"mechanism": "fixed", "clip_norm": 0.5},
+        {"initial_clip_norm": 0.2},
+        {"sampling": "fixed_size"},
+        {"clients_per_round": 11},
+        {"num_clients": 29},
+        {"target_delta": 1e-4},
+    ],
+    ids=str,
+)
+def test_a_build_that_changed_is_refused(tmp_path, trained, change):
+    path = _copied(trained, tmp_path)
+    of = functools.partial(hospital.build, **change)
+    changed = hospital.silo(path, of, moved=True)
+    with pytest.raises(silo.SiloChangedError, match="Put them back"):
+        changed.train(changed.get_weights())
+    assert hospital.charged(path) == 1
+
+
+def test_how_it_trains_stays_as_well(tmp_path, trained):
+    path = _copied(trained, tmp_path)
+    for change in {"batch_size": 3}, {"local_epochs": 2}, {"rounds": 2}:
+        one = hospital.silo(path, moved=True, **change)
+        with pytest.raises(silo.SiloChangedError, match=next(iter(change))):
+            one.train(one.get_weights())
+    assert hospital.charged(path) == 1
+
+
+def test_what_cannot_be_a_silo_is_refused_when_it_is_made(tmp_path):
+    for of, error, match in (
+        (None, TypeError, "build must be callable"),
+        (lambda: None, TypeError, "must return a compiled DPFederatedModel"),
+        (
+            lambda: hospital.build(mechanism="none"),
+            ValueError,
+            "whose guarantee is central",
+        ),
+        (
+            lambda: hospital.build(mechanism="local", clip_norm=1.0),
+            ValueError,
+            "whose guarantee is central",
+        ),
+        (_used, ValueError, "must return a new model"),
+        (lambda: hospital.build().with_setup()._compiled, TypeError, "must return"),
+    ):
+        with pytest.raises(error, match=match):
+            hospital.silo(tmp_path / "new", of)
+    for change in {"rounds": 0}, {"batch_size": 0}, {"local_epochs": -1}:
+        with pytest.raises(ValueError, match=f"{next(iter(change))} must be"):
+            hospital.silo(tmp_path / "new", **change)
+    with pytest.raises(ValueError, match="client_ids"):
+        hospital.silo(tmp_path / "new", client_ids=[1, 2])
+    one = hospital.silo(tmp_path / "new")
+    with pytest.raises(TypeError, match="message_id must be"):
+        one.train(one.get_weights(), message_id=b"x")
+    with pytest.raises(TypeError, match="private"):
+        one.evaluate(one.get_weights())
+    assert not (tmp_path / "new").exists()
+
+
+def _used():
+    fed, data = hospital.build(), hospital.table()
+    fed.fit(data["x"], data["y"], client_ids=data["client_ids"], verbose=0)
+    return fed
+
+
+def test_metrics_leave_noised_and_charged_only(tmp_path):
+    one = hospital.silo(tmp_path)
+    start = one.get_weights()
+    first = one.evaluate(start, private=_MEANS, message_id=1)
+    assert set(first) == {"num_clients", "num_clients_stddev", "accuracy"}
+    assert hospital.charged(tmp_path) == 1
+    assert one.epsilon(hospital.DELTA) > 0
+    again = hospital.silo(tmp_path)
+    assert again.evaluate(start, private=_MEANS, message_id=1) == first
+    other = tfdp_fl.PrivateMetrics(bounds={"loss": (0, 1)}, noise_multiplier=30.0)
+    with pytest.raises(silo.SiloMessageError):
+        again.evaluate(start, private=other, message_id=1)
+    assert hospital.charged(tmp_path) == 1
+    update = again.train(start)
+    assert update.epsilon == again.epsilon(hospital.DELTA)
+    assert hospital.charged(tmp_path) == 2
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+def test_a_disk_that_is_full_loses_nothing(tmp_path, monkeypatch, for_good):
+    one = hospital.silo(tmp_path)
+    start = one.get_weights()
+    one.train(start)
+    left, real, charged = [0], os.fsync, 1
+
+    def failing(descriptor):
+        left[0] -= 1
+        if left[0] == 0 or (for_good and left[0] < 0):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    for number in itertools.count(1):
+        left[0] = number  # The first so many writes succeed.
+        try:
+            update = one.train(start, message_id="m")
+        except (accounting.LedgerError, checkpoint.CheckpointError) as error:
+            assert "No space left" in str(error)
+            # What was charged may have been lost, never the other way round.
+            assert hospital.charged(tmp_path) >= charged
+            charged = hospital.charged(tmp_path)
+            continue
+        break
+    left[0] = 1000
+    assert number > 5
+    assert update.rounds == 1
+    again = one.train(start, message_id="m")
+    assert hospital.is_same(again, update)
+    assert one.epsilon(hospital.DELTA) == update.epsilon
+
+
+def test_a_disk_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
+    one = hospital.silo(tmp_path)
+
+    def read_only(*arguments, **options):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(directory_lib.os, "open", read_only)
+    with pytest.raises(silo.SiloError, match="must be one that can be written"):
+        one.train(one.get_weights())
+
+
+def _states(one, act, path, into):
+    """Runs `act`; copies each state that the directory is in at a line of the code."""
+    modules = (silo.silo, directory_lib, checkpoint, ledger)
+    files = {module.__file__ for module in modules}
+    seen, copies = [None], []
+
+    def trace(frame, event, argument):
+        if frame.f_code.co_filename not in files:
+            return None
+        listing = sorted(
+            (str(each), each.stat().st_size, each.stat().st_mtime_ns)
+            for each in path.rglob("*")
+            # (One that is not whole yet is nothing to whoever comes next.)
+            if not each.name.startswith(_storage.TEMPORARY)
+        )
+        if listing != seen[0]:
+            seen[0] = listing
+            copies.append(into / str(len(copies)))
+            shutil.copytree(path, copies[-1])
+        return trace
+
+    sys.settrace(trace)
+    try:
+        answer = act()
+    finally:
+        sys.settrace(None)
+    return answer, copies
+
+
+def test_a_kill_at_any_line_loses_nothing_that_is_not_said(tmp_path):
+    path = tmp_path / "one"
+    one = hospital.silo(path, rounds=2)
+    start = one.get_weights()
+    one.train(start, "before")
+    came = [w + 0.1 for w in start]
+    update, states = _states(
+        one, lambda: one.train(came, "m"), path, tmp_path / "states"
+    )
+    assert len(states) > 7
+    shutil.rmtree(path)  # Its ledger would count as well, where it can be read.
+    answers, ledgers = [], []
+    for number, state in enumerate(states):
+        killed = hospital.charged(state)
+        ledgers.append(killed)
+        file = (
+            state
+            / "answers"
+            / (directory_lib.Message.of("train", "m", came).key + ".npz")
+        )
+        answered = file.exists()
+        assert killed == 4 or not answered
+        other = state.with_name(f"{state.name}-other")
+        shutil.copytree(state, other)
+        # The same message again: the same answer, or the rest of the work.
+        again = hospital.silo(state, rounds=2, moved=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            answer = again.train(came, "m")
+        assert not any("was broken off" in str(each.message) for each in caught)
+        assert answer.rounds == 2
+        answers.append(hospital.is_same(answer, update))
+        assert answers[-1] or not answered
+        # One round may be run twice, and both are charged and told of.
+        repeated = hospital.charged(state) - 4
+        assert repeated in (0, 1)
+        facts = again.privacy_statement(format="dict")
+        assert ("rounds_charged_twice" in facts["caveats"]) == bool(repeated)
+        assert answer.epsilon == again.epsilon(hospital.DELTA)
+        assert len({w.tobytes() for w in answer.weights}) > 1
+        if number % 2:
+            continue
+        # Another message instead: what is lost is said, and stays charged.
+        another = hospital.silo(other, rounds=2, moved=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            another.train(start, "n")
+        lost = 0 if answered else killed - 2
+        said = [str(c.message) for c in caught if "broken off" in str(c.message)]
+        assert bool(said) == bool(lost)
+        text = another.privacy_statement()
+        assert (f"that were broken off: {lost}. Nobody" in text) == bool(lost)
+        assert hospital.charged(other) == killed + 2
+    assert any(answers)
+    assert not all(answers)
+    assert ledgers == sorted(ledgers)
+    assert set(ledgers) == {2, 3, 4}
+
+
+def test_a_damaged_checkpoint_costs_a_round_and_says_so(tmp_path):
+    one = hospital.silo(tmp_path)
+    start = one.get_weights()
+    for number in range(2):
+        one.train(start, number)
+    newest = max(tmp_path.glob("round-*.npz"))
+    newest.write_bytes(newest.read_bytes()[:-9])
+    again = hospital.silo(tmp_path)
+    with pytest.warns(RuntimeWarning, match="is damaged"):
+        update = again.train(start, 2)
+    assert update.epsilon == again.epsilon(hospital.DELTA)
+    facts = again.privacy_statement(format="dict")
+    assert "rounds_charged_twice" in facts["caveats"]
+    assert facts["rounds"] == hospital.charged(tmp_path) == 3
+
+
+def test_the_statement_answers_a_privacy_officer(tmp_path):
+    one = hospital.silo(tmp_path / "state")
+    one.train(one.get_weights())
+    text = one.privacy_statement()
+    epsilon = one.privacy_statement(format="dict")["epsilon"]
+    double = accounting.upwards(2 * epsilon)
+    for said in (
+        "with 30 people (a number that is declared and public)",
+        "one person of this silo, with all of their rows",
+        "the server, the other silos, and whoever gets a model from them",
+        "They may send any weights, send them again, stop, or work together",
+        f"epsilon = {accounting.upwards(epsilon)} at delta = 0.001",
+        f"another one that has spent as much has epsilon = {double} at delta = 0.002",
+        "Nobody is protected against this silo's own staff",
+        "by the sum of their epsilons",
+    ):
+        assert said in text, said
+    page = tmp_path / "report.html"
+    one.report(page)
+    html = page.read_text()
+    assert "own staff and machines" in html
+    assert accounting.upwards(epsilon) in html
+    assert "broken off" not in text
+
+
+def test_a_model_without_a_config_is_known_by_its_class():
+    class Own(tf.keras.Model):
+        def get_config(self):
+            raise NotImplementedError
+
+    assert silo.silo._architecture(Own()).endswith("Own")
+    twice = [silo.silo._architecture(hospital.build().model) for _ in range(2)]
+    assert twice[0] == twice[1]

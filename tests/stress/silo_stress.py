@@ -1,0 +1,158 @@
+"""A silo killed at each line of its code; and silos behind Flower's own server.
+
+The second needs flwr 1.42 (CONTRIBUTING.md); each message has a process of its own.
+"""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+from tests.flower import flower_messages as fm
+from tests.silo import hospital
+from tests.stress import killed_silo
+
+# Of about 300 lines, each so many-th.
+_STEP = int(os.environ.get("TFDP_FL_SILO_STEP", "7"))
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def _run(folder, number):
+    command = [sys.executable, "-m", "tests.stress.killed_silo", folder, str(number)]
+    said = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+    assert said.returncode in (0, -9), said.stderr
+    return said.stdout if said.returncode == 0 else ""
+
+
+def test_killed_at_each_line_it_answers_in_the_end_and_pays_for_all(tmp_path):
+    number, kills = 1, 0
+    while True:
+        folder = tmp_path / str(number)
+        first = _run(folder, number)
+        charged = hospital.charged(folder)
+        if first:
+            assert charged == killed_silo.ROUNDS
+            break
+        kills += 1
+        # A second kill at the same line, which a restart may pass or not.
+        second = _run(folder, number)
+        last = _run(folder, 0)
+        assert not second or json.loads(second) == json.loads(last)
+        weights, rounds, epsilon = json.loads(last)
+        assert rounds == killed_silo.ROUNDS
+        sent = killed_silo.weights()
+        assert all(np.shape(a) == b.shape for a, b in zip(weights, sent, strict=True))
+        # Each of the kills can have cost one round.
+        assert 0 <= hospital.charged(folder) - killed_silo.ROUNDS <= 2
+        assert epsilon == hospital.silo(folder).epsilon(hospital.DELTA)
+        number += _STEP
+    assert kills * _STEP > 100
+
+
+_APP = """
+import pathlib
+
+from flwr.app import ArrayRecord
+from flwr.serverapp import ServerApp, strategy
+
+import tfdp_fl
+from tests.silo import hospital
+
+FOLDER = pathlib.Path({folder!r})
+server = ServerApp()
+
+
+def make(context):
+    name = str(context.node_config["hospital"])
+    with open(FOLDER / f"processes-{{name}}", "a") as file:
+        file.write("one\\n")
+    return hospital.silo(FOLDER / name)
+
+
+client = tfdp_fl.flower.silo_app(make)
+
+
+@server.main()
+def main(grid, context):
+    usual = {{"min_available_nodes": 2, "min_train_nodes": 2, "fraction_evaluate": 0.0}}
+    start = ArrayRecord(hospital.build().get_weights())
+    averaged = strategy.FedAvg(**usual)
+    result = averaged.start(grid=grid, initial_arrays=start, num_rounds={rounds})
+    (FOLDER / "result").write_text(repr(len(result.train_metrics_clientapp)))
+"""
+_PROJECT = """
+[project]
+name = "hospitals"
+version = "1.0.0"
+license = "Apache-2.0"
+[tool.flwr.app]
+publisher = "tfdp-fl"
+[tool.flwr.app.components]
+serverapp = "hospitals_app:server"
+clientapp = "hospitals_app:client"
+[tool.flwr.app.config]
+"""
+
+
+def _port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@fm.NEEDS_FLOWER
+def test_flowers_own_server_and_nodes_on_loopback(tmp_path):
+    rounds, port, state = 3, _port(), tmp_path / "state"
+    for folder in state, tmp_path / "app", tmp_path / "home":
+        folder.mkdir()
+    app = _APP.format(folder=str(state), rounds=rounds)
+    (tmp_path / "app/hospitals_app.py").write_text(app)
+    (tmp_path / "app/pyproject.toml").write_text(_PROJECT)
+    (tmp_path / "home/config.toml").write_text(
+        f'[superlink]\ndefault = "here"\n[superlink.here]\n'
+        f'address = "127.0.0.1:{port}"\ninsecure = true\n'
+    )
+    bin_folder = pathlib.Path(sys.executable).parent
+    environment = {
+        **os.environ,
+        "FLWR_HOME": str(tmp_path / "home"),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "PATH": f"{bin_folder}:{os.environ['PATH']}",
+        "PYTHONPATH": str(_ROOT),
+    }
+    link = f"127.0.0.1:{port}"
+    node = ["flower-supernode", "--insecure", "--superlink", link]
+    commands = [["flower-superlink", "--insecure", "--port", str(port)]]
+    for number in range(2):
+        own = ["--port", str(_port()), "--node-config", f"hospital={number}"]
+        commands.append([*node, *own])
+    how = {"env": environment, "stdout": subprocess.DEVNULL}
+    started = [
+        subprocess.Popen([bin_folder / name, *rest], stderr=subprocess.DEVNULL, **how)
+        for name, *rest in commands
+    ]
+    try:
+        run = [bin_folder / "flwr", "run", tmp_path / "app", "here"]
+        deadline = time.monotonic() + 300
+        while subprocess.run(run, check=False, **how).returncode:
+            assert time.monotonic() < deadline, "no SuperLink"
+            time.sleep(2)
+        deadline = time.monotonic() + 900
+        while not (state / "result").exists():
+            assert time.monotonic() < deadline, "no result"
+            time.sleep(1)
+    finally:
+        for process in started:
+            process.terminate()
+        for process in started:
+            process.wait()
+    assert (state / "result").read_text() == str(rounds)
+    for name in "01":
+        assert hospital.charged(state / name) == rounds
+        # A process for each message.
+        assert len((state / f"processes-{name}").read_text().split()) == rounds

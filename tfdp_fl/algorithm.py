@@ -1,0 +1,150 @@
+"""Algorithm 1: a round of differentially private federated averaging.
+
+    draw        a cohort, which says who could have been in it
+    send        the model, the clip S and what clients noise with
+    collect     of each client one record: clip its update, let it in, add it up
+    charge      what could have happened, before anybody has seen anything
+    noise       on the sum, of the size that was charged
+    divide      by the planned number of clients
+    move        the model, and the clip
+
+(McMahan et al. 2018, Algorithm 1, https://arxiv.org/abs/1710.06963; the clip moves as
+in Andrew et al. 2021, Algorithm 1, https://arxiv.org/abs/1905.03871.)
+
+Everything runs what is here: Keras's `fit` calls `run_round`; a Flower server
+`finish_round`, when replies are in; TFF compiles `make_record` and `release` into its
+computations, and charges what their state wrote down. Why can nothing go around it?
+
+1. Own data only. `make_record` is given one client's update, and what the server sent;
+   the update is made of that client's examples, in a program that is chosen by its own
+   size (engine/layout.py).
+2. One door. `Query.clip` returns what mechanisms/records.py has let in: of the sum's
+   own shapes, within its bounds; only `records.add` adds to a sum.
+3. Exact sums. `Query.to_grid` rounds a record to a grid on which float64 adds without
+   any error (mechanisms/records.py).
+4. Charged is what could have happened. The charge is made of the cohort that `draw`
+   returned; it is settled before the next one is drawn (sampling.py).
+5. Charge, noise, release. `Server.release` needs the receipt that only
+   `PrivacyAccount.charge` gives, and each receipt is good for one release
+   (accounting/account.py). `release` refuses to add less noise than was charged for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from tfdp_fl._on_use import tf
+from tfdp_fl.accounting import Charge
+from tfdp_fl.mechanisms import Client, Contribution, Round, cohort_query, noise
+
+Drawn = Any  # A `sampling.Cohort`, or what else has a `participation`.
+Pending = Any  # What came back, and nobody has seen.
+
+
+class Server(Protocol):
+    """What holds the model: Keras's `fit`, or a Flower server."""
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether what clients send counts as unseen until it is released."""
+
+    def abandons(self, pending: Pending) -> bool:
+        """Returns whether too little came back for a release."""
+
+    def abandon(self, cohort: Drawn) -> None:
+        """Settles a cohort of which nothing is released."""
+
+    def charge(self, cohort: Drawn, pending: Pending) -> Charge:
+        """Pays for a round by `PrivacyAccount.charge`, or raises."""
+
+    def release(self, cohort: Drawn, pending: Pending, paid: Charge) -> Any:
+        """Settles a cohort; adds noise, divides (`release`), and moves the model."""
+
+
+class FrontEnd(Server, Protocol):
+    """A server whose clients train here and now."""
+
+    def draw(self) -> Drawn:
+        """Returns the next round's cohort, by its sampler."""
+
+    def collect(self, cohort: Drawn) -> Pending:
+        """Has the clients train; returns the sum of their records (`make_record`)."""
+
+
+def run_round(front: FrontEnd) -> Any:
+    """Runs a round; see `finish_round`."""
+    cohort = front.draw()
+    pending = front.collect(cohort)
+    return finish_round(front, cohort, pending)
+
+
+def finish_round(server: Server, cohort: Drawn, pending: Pending) -> Any:
+    """Charges and releases what a cohort sent; or abandons it, and returns None.
+
+    Raises:
+      BudgetExceededError, LedgerError: It may not be charged. Nothing is released.
+    """
+    if server.abandons(pending):
+        # That it is abandoned may tell who was drawn; and a server that nobody trusts
+        # has seen what its clients sent.
+        if cohort.participation.charge_if_abandoned or not server.is_trusted:
+            server.charge(cohort, pending)
+        server.abandon(cohort)
+        return None
+    paid = server.charge(cohort, pending)
+    return server.release(cohort, pending, paid)
+
+
+def make_record(
+    query: cohort_query.CohortQuery,
+    params: Round,
+    update: list[tf.Tensor],
+    client: Client = Client(),  # noqa: B008
+) -> Contribution:
+    """Returns what one client adds to the sum: clipped, bounded, and rounded.
+
+    Args:
+      query: The mechanism's query.
+      params: What the server sent: `query.derive_sample_params(state)`.
+      update: Float tensors, of the model's shapes.
+      client: What the client knows of itself.
+    """
+    mechanism = query.mechanism
+    record = query.clip(params, update, client)
+    if mechanism.noise_site == "client":  # A share each, complete with all m.
+        return query.with_shares(params, record)
+    if mechanism.client_noise is not None:  # Local: each client's is enough.
+        stddev = mechanism.client_noise(params, client, query.deployment)
+        return record._replace(update=noise.add_normal(record.update, stddev))
+    return record._replace(update=query.to_grid(record.update, params))
+
+
+def release(
+    query: cohort_query.CohortQuery,
+    total: Contribution,
+    state: Round,
+    charged: Any = None,
+) -> tuple[list[tf.Tensor], Round]:
+    """Returns the noised mean of a cohort's records, and the state before the next.
+
+    The noise goes by the clip that the clients of this round used.
+
+    Args:
+      query: The mechanism's query.
+      total: The sum of the records.
+      state: The round's.
+      charged: What the charge was derived from (`query.charged_for`); None: what the
+        mechanism says at its first clip.
+
+    Raises:
+      InvalidArgumentError: The noise is less than what was charged for.
+    """
+    mechanism, weight = query.mechanism, total.weight
+    if mechanism.guarantee == "central":
+        checked = query.check_noise(state, charged)
+        total = cohort_query.after_assertions(checked, total)
+        weight = query.deployment.expected_weight(state.clients_per_round)
+    update, sums, memory = query.add_noise(total, state)
+    mean = query.divide(update, weight, state)
+    clip_norm = mechanism.next_clip_norm(sums, state)
+    return mean, state._replace(clip_norm=clip_norm, memory=memory)

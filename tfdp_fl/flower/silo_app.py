@@ -1,0 +1,70 @@
+"""A Flower node that is an organisation: a `tfdp_fl.Silo` as a `ClientApp`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from tfdp_fl.flower import client as client_lib
+
+
+def silo_app(make_silo: Callable[..., Any], private_metrics: Any = None) -> Any:
+    """Returns a `ClientApp` whose node is one silo, under any of Flower's strategies.
+
+        app = silo_app(lambda context: tfdp_fl.Silo(build, x, y, ...))
+
+    A train message's one ArrayRecord goes to `Silo.train`; the reply has the answer
+    under the same names, and the metrics "num-examples" (the declared number of
+    people, by which strategies weigh), "rounds", "epsilon" and "spent" (0 or 1).
+    The process may end after each message: the silo goes on from its directory. The
+    same message again gets the same reply.
+
+    Args:
+      make_silo: Returns a `tfdp_fl.Silo`. Called with Flower's `Context` (or nothing,
+        if it takes nothing) where a node gets its first message in a process.
+      private_metrics: The `tfdp_fl.PrivateMetrics` that an evaluate message is answered
+        with, charged for each; None: with the declared number of people alone.
+
+    Raises:
+      RuntimeError: For a message that the silo refuses. Only the kind of what was
+        raised leaves the node; all of it is in the node's own log.
+    """
+    silos: dict[int, Any] = {}
+    app = importlib.import_module("flwr.clientapp").ClientApp()
+
+    def answer(message: Any, context: Any, kind: str) -> Any:
+        if context.node_id not in silos:
+            takes = (context,) if inspect.signature(make_silo).parameters else ()
+            silos[context.node_id] = make_silo(*takes)
+        silo = silos[context.node_id]
+        metrics: dict[str, Any] = {client_lib.DEFAULT_WEIGHT_KEY: silo.num_people}
+        records: dict[str, Any] = {}
+        key, record = client_lib.only_record(message.content, "The server")
+        weights = [array.numpy() for array in record.values()]
+        sent = message.metadata
+        message_id = f"{sent.run_id} {sent.message_id}" if sent.message_id else None
+        if kind == "train":
+            update = silo.train(weights, message_id)
+            returned = dict(zip(record, update.weights, strict=True))
+            records[key] = client_lib.array_record(record, returned)
+            metrics["rounds"], metrics["spent"] = update.rounds, int(update.spent)
+            metrics["epsilon"] = update.epsilon
+        elif private_metrics is not None:
+            noisy = silo.evaluate(
+                weights, private=private_metrics, message_id=message_id
+            )
+            metrics |= {name: noisy[name]["mean"] for name in private_metrics.bounds}
+        records["metrics"] = client_lib.flower("MetricRecord")(metrics)
+        content = client_lib.flower("RecordDict")(records)
+        return client_lib.flower("Message")(content, reply_to=message)
+
+    for kind in ("train", "evaluate"):
+
+        def handle(message: Any, context: Any, kind: str = kind) -> Any:
+            call = lambda sent, where: answer(sent, where, kind)  # noqa: E731
+            return client_lib.trained(call, message, context)
+
+        getattr(app, kind)()(handle)
+    return app

@@ -1,0 +1,20 @@
+"""One organisation of a federation, which protects each of its own people."""
+
+from tfdp_fl.silo.directory import (
+    SiloChangedError,
+    SiloError,
+    SiloInUseError,
+    SiloMessageError,
+    SiloMovedError,
+)
+from tfdp_fl.silo.silo import Silo, SiloUpdate
+
+__all__ = [
+    "Silo",
+    "SiloChangedError",
+    "SiloError",
+    "SiloInUseError",
+    "SiloMessageError",
+    "SiloMovedError",
+    "SiloUpdate",
+]

@@ -1,0 +1,279 @@
+"""What a silo keeps on the disk: its lock, the message it is at, and its answers.
+
+The rounds' own files, a ledger and checkpoints, are those of a `RoundCheckpoint` in the
+same directory. In the order of their writing, for one message:
+
+    checkpoint, with the weights that came -> the message is begun -> for each round
+    its line in the ledger, then its checkpoint -> the answer -> the ledger's place
+
+So a process can end at any moment. Before the second arrow the message is as good as
+never sent. After it, the same message goes on from the newest checkpoint, and any other
+message finds out how much was charged for an answer that nobody got. After the answer
+is written, only the answer counts.
+
+A ledger that was copied or restored does not know what was charged where it was before.
+Nobody can write the inode and the change time of a file, so they tell its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tfdp_fl import accounting
+from tfdp_fl.keras import checkpoint
+
+_LOCK, _STATE, _ANSWERS = "lock", "silo.npz", "answers"
+_NEW: dict[str, Any] = {"message": None, "lost": 0, "settings": None, "place": None}
+
+
+class SiloError(RuntimeError):
+    """Something is wrong with a silo's directory."""
+
+
+class SiloInUseError(SiloError):
+    """Another process, or another thread, is at work in the directory."""
+
+
+class SiloMovedError(SiloError):
+    """The directory was copied, moved or restored."""
+
+
+class SiloChangedError(SiloError, ValueError):
+    """The people of the table, or what `build` returns, are not those of before."""
+
+
+class SiloMessageError(SiloError, ValueError):
+    """A `message_id` came before, with something else."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """A message, by what it asks for.
+
+    Attributes:
+      key: The SHA-256 of its kind and id.
+      payload: The SHA-256 of all that it holds.
+      name: Its id, as people read it.
+    """
+
+    key: str
+    payload: str
+    name: str
+
+    @classmethod
+    def of(
+        cls, kind: str, message_id: Any, weights: Sequence[np.ndarray], asked: str = ""
+    ) -> Message:
+        """Returns the message of a kind, an id, weights, and whatever else it asks."""
+        if message_id is None:  # One of its own.
+            name, given = "without an id", os.urandom(16).hex()
+        elif isinstance(message_id, str | int):
+            name = given = repr(message_id)
+        else:
+            raise TypeError(
+                "message_id must be a string, an integer or None, got a "
+                f"{type(message_id).__name__}."
+            )
+        payload = hashlib.sha256(asked.encode())
+        for array in weights:
+            payload.update(f"{array.dtype} {array.shape} ".encode())
+            payload.update(np.ascontiguousarray(array).tobytes())
+        key = hashlib.sha256(f"{kind} {given}".encode()).hexdigest()
+        return cls(key, payload.hexdigest(), name)
+
+
+class SiloDirectory:
+    """The files of one silo.
+
+    Attributes:
+      path: The directory; made if need be, for its owner alone.
+      state: What `silo.npz` holds; read when the lock is taken.
+      is_ours: Whether nobody else was at work here since this object was.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], moved: bool):
+        self.path = pathlib.Path(path)
+        self._moved = moved
+        self.state, self._data, self.is_ours = dict(_NEW), b"", True
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Keeps all others out of the directory while the block runs.
+
+        Raises:
+          SiloInUseError: Somebody else is in it.
+          SiloMovedError: See `_check_place`.
+          SiloError: It cannot be written, or its state is damaged or missing.
+        """
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self.path / _ANSWERS).mkdir(mode=0o700, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            descriptor = os.open(self.path / _LOCK, flags, 0o600)
+        except OSError as error:
+            raise SiloError(
+                f"directory must be one that can be written, got {self.path}: "
+                f"{error.strerror}."
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._read()
+            yield
+            if self._place() != self.state["place"]:
+                self._write(place=self._place())
+        except BlockingIOError:
+            raise SiloInUseError(
+                f"The silo in {self.path} is at work on another message. Nothing was "
+                "done or charged: send this one again when it has answered."
+            ) from None
+        finally:
+            os.close(descriptor)  # And with it goes the lock.
+
+    def begin(self, message: Message, first_round: int, charged: int) -> None:
+        """Notes what the coming charges are for, before the first of them."""
+        self._write(
+            lost=self.lost(charged),
+            place=[*self._place()[:2], None],
+            message={**vars(message), "first_round": first_round, "charged": charged},
+        )
+
+    def begun(self, message: Message | None) -> int | None:
+        """Returns the first round of a message that was broken off; None if not so."""
+        begun = self.state["message"]
+        if message is None or begun is None:
+            return None
+        if any(begun[name] != value for name, value in vars(message).items()):
+            return None
+        # If the newest checkpoint was damaged, the one before knows nothing of it.
+        plan = checkpoint.CheckpointDirectory(self.path).newest()["plan"]
+        is_of_it = plan["first_round"] == begun["first_round"]
+        return begun["first_round"] if is_of_it else None
+
+    def lost(self, charged: int) -> int:
+        """Returns how many releases were charged for answers that nobody got.
+
+        Args:
+          charged: How many were charged in all.
+        """
+        begun, lost = self.state["message"], self.state["lost"]
+        if begun is None or self._answer_file(begun["key"]).exists():
+            return lost
+        return lost + max(0, charged - begun["charged"])
+
+    def answer(self, message: Message) -> Any:
+        """Returns the answer that a message got; None if it got none.
+
+        Raises:
+          SiloMessageError: Its id came before, with something else.
+        """
+        file = self._answer_file(message.key)
+        if not file.exists():
+            return None
+        stored = _stored(file, file.read_bytes())
+        if stored["payload"] != message.payload:
+            raise SiloMessageError(
+                f"message_id {message.name} was answered before, for other weights "
+                "or another request: give each message an id of its own. Nothing was "
+                "done or charged."
+            )
+        return stored["answer"]
+
+    def keep(self, message: Message, answer: Any) -> None:
+        """Writes an answer, before anybody gets it."""
+        data = checkpoint.to_bytes({"payload": message.payload, "answer": answer})
+        checkpoint.write_atomically(self._answer_file(message.key), data)
+
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Raises SiloChangedError unless what `build` returns is as it was."""
+        before = self.state["settings"]
+        if before is None:
+            self._write(settings=settings)
+            return
+        for name in before | settings:
+            if before.get(name) != settings.get(name):
+                raise changed(
+                    self.path,
+                    f"{name} was {before.get(name)!r}, and is {settings.get(name)!r}",
+                )
+
+    def _answer_file(self, key: str) -> pathlib.Path:
+        return self.path / _ANSWERS / f"{key}.npz"
+
+    def _read(self) -> None:
+        file, ledger = self.path / _STATE, checkpoint.ledger_path(self.path)
+        data = file.read_bytes() if file.exists() else b""
+        self.is_ours, self._data = data == self._data, data
+        self.state = _stored(file, data) if data else dict(_NEW)
+        if data:
+            self._check_place()
+        elif ledger.exists() and accounting.PrivacyLedger.read(ledger).entries:
+            raise SiloError(
+                f"{file} is missing, which says what the ledger beside it was charged "
+                "for. Put it back. (A directory of RoundCheckpoint is not a silo's.)"
+            )
+
+    def _write(self, **changes: Any) -> None:
+        state = {**self.state, **changes}
+        data = checkpoint.to_bytes(state)
+        checkpoint.write_atomically(self.path / _STATE, data)
+        self.state, self._data = state, data
+
+    def _place(self) -> list[Any]:
+        """Returns the ledger's inode, the hash of its last line, its change time."""
+        path = checkpoint.ledger_path(self.path)
+        if not path.exists():
+            raise accounting.LedgerError(
+                f"The ledger {path} is missing, which says what this silo has spent."
+            )
+        there = path.stat()
+        head = accounting.PrivacyLedger.read(path).head
+        return [there.st_ino, head, there.st_ctime_ns]
+
+    def _check_place(self) -> None:
+        """Raises SiloMovedError if the ledger is not the file that it was.
+
+        While a message is at work its lines and its change time are not known, nor
+        after a crash.
+        """
+        if self.state["place"] is None:
+            return
+        inode, head, time = self.state["place"]
+        now = self._place()
+        path = checkpoint.ledger_path(self.path)
+        accounting.PrivacyLedger.read(path, expected_head=head)
+        if now[0] == inode and time in (None, now[2]):
+            return
+        if not self._moved:
+            raise SiloMovedError(
+                f"directory {self.path} was copied, moved or restored from a backup "
+                "(or its files' owner or mode was changed), so its ledger may lack "
+                "what was charged in another place. If it is whole, the newest and "
+                "the only one in use, say so once by Silo(..., moved=True); else go on "
+                "in the place where the newest is. Nothing was done or charged."
+            )
+        self._write(place=now)
+
+
+def changed(path: pathlib.Path, what: str) -> SiloChangedError:
+    """Returns the error of a silo that is not what it was."""
+    return SiloChangedError(
+        f"The silo in {path} goes on with the people and the settings that it began "
+        f"with: {what.rstrip('.')}. Put them back; or take a new directory, and tell "
+        "the people who are in both that they pay what both spend. Nothing was charged."
+    )
+
+
+def _stored(file: pathlib.Path, data: bytes) -> Any:
+    try:
+        return checkpoint.from_bytes(data)
+    except ValueError as error:
+        raise SiloError(f"{file} is damaged: {error}. Restore it.") from error

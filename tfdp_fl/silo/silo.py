@@ -1,0 +1,454 @@
+"""One organisation of a federation: its table of people, its model, its ledger.
+
+Somebody outside (a server, other organisations) sends weights. The silo sets them,
+runs private rounds on its own people, charges each before it is released, and answers
+with the weights. What leaves is a release already: of the whole exchange, whatever the
+others send, the part that depends on this silo's people is the output of an adaptive
+composition, for which the ledger's epsilon holds (Dwork & Roth 2014, section 3.5.2;
+what the others do with it, and send next, is post-processing). People of other silos
+are not in this table, so theirs is another guarantee (parallel composition), and
+somebody in several pays the sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp_fl import _storage, _validate, accounting, keras_versions
+from tfdp_fl.accounting import upwards
+from tfdp_fl.datasets import persons
+from tfdp_fl.engine import trainer
+from tfdp_fl.keras import DPFederatedModel, PrivateMetrics, checkpoint, preparation
+from tfdp_fl.keras.callbacks import FederatedCallback, Report, RoundCheckpoint
+from tfdp_fl.silo.directory import Message, SiloDirectory, changed
+
+# No trained weight is as large; training from there only makes NaN of it.
+_LARGEST_WEIGHT = 1e5
+# Of every run of a silo, for its statement and its `Report`.
+_CAVEATS = {"silo_outsiders", "silo_several", "silo_staff"}
+
+
+@dataclasses.dataclass(frozen=True)
+class SiloUpdate:
+    """What a silo answers to weights; all of it may be published.
+
+    Attributes:
+      weights: As `get_weights` has them.
+      rounds: How many private rounds were run from the weights that came.
+      epsilon: What all releases so far cost, at the delta of the target.
+      spent: Whether the target allowed fewer rounds than were to be run; with none,
+        `weights` are those that came.
+    """
+
+    weights: list[np.ndarray]
+    rounds: int
+    epsilon: float
+    spent: bool
+
+
+class Silo:
+    """Trains on its own people for a federation, privately for each of them.
+
+    Each person of the table, with all of their rows, is protected against everybody
+    outside, the server and the other silos included. Whatever the process, a silo goes
+    on from its directory: clip, sampler, server optimizer, correlated noise, spending.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], DPFederatedModel],
+        x: Any,
+        y: Any,
+        *,
+        client_ids: Any,
+        directory: str | os.PathLike[str],
+        rounds: int = 1,
+        batch_size: int = 32,
+        local_epochs: int = 1,
+        moved: bool = False,
+    ):
+        """Names what is trained, on whom, and where that is kept.
+
+        Args:
+          build: Returns a new, compiled model of `make_private`, the same in each
+            process: its `target_epsilon` is the most that this silo will ever spend in
+            this directory, and its `num_clients` is the declared number of people.
+          x: Features of all rows, as in `fit(x, y, client_ids=...)`.
+          y: Labels of all rows.
+          client_ids: The person of each row.
+          directory: Of this silo alone; made if need be. It holds the ledger, the state
+            and the answers, for its owner's eyes only (mode 0600).
+          rounds: How many private rounds are run for each message.
+          batch_size: Examples in one local batch.
+          local_epochs: How often a person's rows are gone over in one round.
+          moved: Whether the directory was moved here on purpose, whole and up to date,
+            and is in use nowhere else.
+
+        Raises:
+          TypeError, ValueError: An argument is not allowed.
+        """
+        if not callable(build):
+            raise TypeError(f"build must be callable, got {build!r}.")
+        self._build = build
+        table = persons.by_person(x, y, client_ids)
+        # In whatever order the table comes next time.
+        names = [repr(name) for name in table.client_ids]
+        self._table = table.take(np.argsort(names, kind="stable"))
+        self._arguments: dict[str, Any] = {
+            "rounds": _validate.positive_integer(rounds=rounds),
+            "batch_size": _validate.positive_integer(batch_size=batch_size),
+            "local_epochs": _validate.positive_integer(local_epochs=local_epochs),
+            "verbose": 0,
+        }
+        self._files = SiloDirectory(directory, moved)
+        # Built, but not at what the directory holds.
+        self._new: DPFederatedModel | None = self._built()
+        target = self._new.setup.target
+        assert target is not None
+        self.target = target
+        # At what the directory holds, if nobody else was at work there.
+        self._fed: DPFederatedModel | None = None
+
+    @property
+    def num_people(self) -> int:
+        """How many people were declared: public, unlike how many rows they have."""
+        return self.target.num_clients
+
+    def get_weights(self) -> list[np.ndarray]:
+        """Returns the weights that `build` begins with, which know nothing of people.
+
+        A server can begin with those of any one silo.
+        """
+        return (self._new or self._built()).get_weights()
+
+    def train(
+        self, weights: Sequence[Any], message_id: str | int | None = None
+    ) -> SiloUpdate:
+        """Runs private rounds from weights that came; charges, then answers.
+
+        Args:
+          weights: As `get_weights` has them.
+          message_id: The same message again, with its id, gets the same answer and
+            costs nothing. None: each call is another message.
+
+        Returns:
+          The answer. Once the target is spent it has the weights that came, and
+          `spent`.
+
+        Raises:
+          ValueError: The weights have other shapes, are not finite or too large:
+            nothing was charged.
+          SiloError: See its subclasses: in use, moved, changed, or an id that came
+            before with other weights. Nothing was charged.
+          LedgerWriteError, CheckpointWriteError: The disk is full, or read-only. What
+            was charged is in the ledger; the same message may be sent again.
+        """
+        given = self._checked(weights)
+        message = Message.of("train", message_id, given)
+        with self._files.exclusive():
+            answer = self._files.answer(message)
+            if answer is None:
+                answer = self._train(message, given)
+                self._files.keep(message, answer)
+            return SiloUpdate(**answer)
+
+    def evaluate(
+        self,
+        weights: Sequence[Any],
+        *,
+        private: PrivateMetrics,
+        message_id: str | int | None = None,
+    ) -> dict[str, Any]:
+        """Returns noisy metrics of weights on this silo's people; charges them first.
+
+        Args:
+          weights: As in `train`.
+          private: What is released, within which bounds, with how much noise. There
+            are no other metrics: exact ones would tell of people.
+          message_id: As in `train`.
+
+        Returns:
+          As `DPFederatedModel.evaluate_clients`.
+
+        Raises:
+          ValueError: As in `train`; or the target allows no such release any more.
+        """
+        _validate.instance_of(PrivateMetrics, private=private)
+        given = self._checked(weights)
+        asked = f"{private.noise_multiplier!r} {sorted(private.bounds.items())!r}"
+        message = Message.of("evaluate", message_id, given, asked)
+        with self._files.exclusive():
+            answer = self._files.answer(message)
+            if answer is None:
+                fed, _ = self._opened()
+                self._set_weights(fed, given)
+                self._files.begin(message, fed.rounds, _charged(fed))
+                answer = fed.evaluate_clients(self._table, verbose=0, private=private)
+                self._files.keep(message, answer)
+                self._fed = fed
+            return answer
+
+    def epsilon(self, delta: float) -> float:
+        """Returns what each person of this silo has spent at most, by the ledger."""
+        _validate.inside_unit_interval(delta=delta)
+        path = checkpoint.ledger_path(self._files.path)
+        if not path.exists():
+            return 0.0
+        return accounting.epsilon_from_ledger(path, delta, self.target.accountant)
+
+    def privacy_statement(
+        self, delta: float | None = None, format: str = "text"
+    ) -> str | dict[str, Any]:
+        """Returns what this silo's people are promised, against whom, and what not.
+
+        Args:
+          delta: Where epsilon is stated; None: the target's.
+          format: "text" or "dict", as `DPFederatedModel.privacy_statement`, with the
+            silo's own paragraph as "silo".
+        """
+        with self._files.exclusive():
+            fed, _ = self._opened()
+            self._fed = fed
+            facts: Any = fed.privacy_statement(delta, "dict")
+            facts["silo"] = self._paragraph(facts, self._files.lost(_charged(fed)))
+            if format == "dict":
+                return facts
+            return f"{facts['silo']}\n\n{fed.privacy_statement(delta, format)}"
+
+    def report(self, path: str | os.PathLike[str], delta: float | None = None) -> None:
+        """Writes the page of a `Report`: statement and settings, without any chart."""
+        with self._files.exclusive():
+            page = Report(path, self.target.delta if delta is None else delta)
+            page.federated_model, _ = self._opened()
+            self._fed = page.federated_model
+            page.on_train_begin()
+            page.on_train_end()
+            page.on_fit_end()
+
+    def _paragraph(self, facts: dict[str, Any], lost: int) -> str:
+        epsilon, delta = facts["epsilon"], facts["delta"]
+        said = (
+            f"One silo of a federation, with {self.num_people} people (a number that "
+            "is declared and public). What is protected is one person of this silo, "
+            "with all of their rows in its table; where this statement says client, it "
+            "means such a person. Protected against: everybody outside this silo, "
+            "which is the server, the other silos, and whoever gets a model from them. "
+            "They may send any weights, send them again, stop, or work together: the "
+            f"promise stays epsilon = {upwards(epsilon)} at delta = {upwards(delta, 6)}"
+            ". Somebody who is in this silo and in another one that has spent as much "
+            f"has epsilon = {upwards(2 * epsilon)} at delta = {upwards(2 * delta, 6)}."
+        )
+        if lost:
+            said += (
+                f" Releases charged for messages that were broken off: {lost}. Nobody "
+                "got those answers, and epsilon counts them all the same."
+            )
+        return said
+
+    def _train(self, message: Message, given: list[np.ndarray]) -> dict[str, Any]:
+        fed, first = self._opened(message)
+        if first is None:
+            first = fed.rounds
+            self._set_weights(fed, given)
+            begin = _Begin(self._files, message)
+            fed.fit(self._table, callbacks=[self._saved(), begin], **self._arguments)
+        ran = fed.rounds - first
+        self._fed = fed
+        return {
+            "weights": fed.get_weights() if ran else given,
+            "rounds": ran,
+            "epsilon": fed.epsilon(self.target.delta),
+            "spent": ran < self._arguments["rounds"],
+        }
+
+    def _opened(
+        self, message: Message | None = None
+    ) -> tuple[DPFederatedModel, int | None]:
+        """Returns the model where the directory has it; takes it out of `self`.
+
+        If anything fails before it is put back, the next call begins with the disk.
+
+        Args:
+          message: If it was begun and broken off, its rounds are run to the end.
+
+        Returns:
+          The model; and the first round of that message, or None.
+        """
+        fed, self._fed = self._fed, None
+        files, callbacks = self._files, [self._saved()]
+        first = files.begun(message)
+        if fed is not None and first is None and files.is_ours:
+            return fed, None
+        fed, self._new = self._new or self._built(), None
+        files.check_settings(_settings(fed))
+        if first is None:
+            callbacks.append(_NoRound())
+        if checkpoint.CheckpointDirectory(files.path).rounds():
+            try:
+                fed.fit(
+                    self._table,
+                    callbacks=callbacks,
+                    resume_from=files.path,
+                    **self._arguments,
+                )
+            except ValueError as error:
+                raise changed(files.path, str(error)) from error
+        else:
+            fed.fit(self._table, callbacks=callbacks, **self._arguments)
+        assert fed.run is not None
+        fed.run.caveats |= _CAVEATS
+        lost = files.lost(_charged(fed)) - files.state["lost"]
+        if lost and first is None:
+            warnings.warn(
+                f"Message {files.state['message']['name']} was broken off. Releases "
+                f"charged for it: {lost}. Nobody got the answer, and epsilon counts "
+                "them all the same.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        return fed, first
+
+    def _saved(self) -> RoundCheckpoint:
+        return RoundCheckpoint(self._files.path)
+
+    def _built(self) -> DPFederatedModel:
+        fed = self._build()
+        if not isinstance(fed, DPFederatedModel):
+            raise TypeError(
+                "build must return a compiled DPFederatedModel, got a "
+                f"{type(fed).__name__}."
+            )
+        fed.require_compiled("build returns the model")
+        if fed.setup.target is None or fed.mechanism.guarantee != "central":
+            raise ValueError(
+                "build must return a model of make_private with a mechanism whose "
+                "guarantee is central, so that the silo keeps a target for its people, "
+                f"got {fed.mechanism.name} with the target {fed.setup.target}."
+            )
+        if fed.run is not None:
+            raise ValueError("build must return a new model each time, got a used one.")
+        return fed
+
+    def _checked(self, weights: Sequence[Any]) -> list[np.ndarray]:
+        """Returns weights in the model's dtypes; raises ValueError for useless ones."""
+        fed = self._fed or self._new or self._built()
+        variables = keras_versions.tf_variables(fed.model.weights)
+        trainable = {id(v) for v in keras_versions.tf_variables(fed.trainable_weights)}
+        arrays = [np.asarray(each) for each in weights]
+        shapes = [tuple(v.shape) for v in variables]
+        if [a.shape for a in arrays] != shapes or any(
+            a.dtype.kind in "OSUmMc" for a in arrays
+        ):
+            raise ValueError(
+                f"weights must be numbers of the shapes {shapes}, as get_weights() has "
+                f"them, got {[f'{a.dtype}{list(a.shape)}' for a in arrays]}."
+            )
+        with np.errstate(over="ignore", invalid="ignore"):
+            arrays = [
+                a.astype(v.dtype.as_numpy_dtype)
+                for a, v in zip(arrays, variables, strict=True)
+            ]
+        for place, (array, variable) in enumerate(zip(arrays, variables, strict=True)):
+            values = array.astype(np.float64)
+            largest = np.abs(values).max(initial=0.0)
+            if not np.isfinite(largest):
+                raise ValueError(
+                    f"weights must be finite, got NaN or infinity in weights[{place}]."
+                )
+            if id(variable) in trainable and largest > _LARGEST_WEIGHT:
+                raise ValueError(
+                    f"weights must be at most {_LARGEST_WEIGHT:g} in magnitude, got "
+                    f"{largest:g} in weights[{place}]: no training makes use of it."
+                )
+        return arrays
+
+    def _set_weights(self, fed: DPFederatedModel, given: list[np.ndarray]) -> None:
+        """Sets weights; raises ValueError if the model then answers with NaN.
+
+        It is asked about zeros and ones, never about people.
+        """
+        fed.set_weights(given)
+        training = fed.require_compiled("train")
+        spec = preparation.conform(fed.model, training, self._table).element_spec[0]
+        zeros = trainer.zeros_like_batch(spec)
+        ones = tf.nest.map_structure(
+            lambda leaf: tf.ones_like(leaf) if leaf.dtype.is_floating else leaf, zeros
+        )
+        for features in zeros, ones:
+            for output in tf.nest.flatten(fed.model(features, training=False)):
+                if not np.isfinite(np.asarray(output)).all():
+                    raise ValueError(
+                        "weights must make a model whose output is finite, got NaN or "
+                        "infinity for features of zeros or ones. Nothing was charged."
+                    )
+
+
+class _NoRound(FederatedCallback):
+    """Has a `fit` restore what there is, and train nothing."""
+
+    def allow_round(self, round_index: int) -> bool:
+        del round_index
+        return False
+
+
+class _Begin(FederatedCallback):
+    """Notes the message once a checkpoint has its weights, before it is charged."""
+
+    def __init__(self, files: SiloDirectory, message: Message):
+        super().__init__()
+        self._files, self._message = files, message
+
+    def on_rounds_planned(self, first_round: int, last_round: int) -> None:
+        del last_round
+        fed = self.federated_model
+        self._files.begin(self._message, first_round, _charged(fed))
+
+
+def _charged(fed: DPFederatedModel) -> int:
+    """Returns how many releases were charged: rounds, and evaluations beside them."""
+    assert fed.spending is not None
+    return fed.spending.rounds + fed.spending.evaluations
+
+
+def _settings(fed: DPFederatedModel) -> dict[str, Any]:
+    """Returns what of a built model has to stay, beyond what checkpoints compare."""
+    training = fed.require_compiled("train")
+
+    def described(value: Any) -> Any:
+        if hasattr(value, "get_config"):
+            return [type(value).__name__, _storage.plain(value.get_config(), repr)]
+        return getattr(value, "__name__", type(value).__name__)
+
+    settings = {
+        "the model": _architecture(fed.model),
+        "its loss": training.loss,
+        "its learning rate": training.learning_rate,
+        "the target": vars(fed.setup.target),
+        "its weights' shapes": [w.shape for w in fed.model.weights],
+    }
+    return _storage.plain(settings, described)
+
+
+def _architecture(model: tf.keras.Model) -> str:
+    """Returns a digest of a model's layers, whatever names Keras gave them.
+
+    (A second model of one process is not `sequential`, but `sequential_1`.)
+    """
+    try:
+        config = json.loads(model.to_json())
+    except (NotImplementedError, TypeError, ValueError):
+        return type(model).__qualname__  # One of its own class, without a config.
+    config.pop("compile_config", None)
+    text = _storage.canonical(config)
+    for place, layer in enumerate(keras_versions.layers_of(model, include_self=True)):
+        text = text.replace(json.dumps(layer.name), f'"layer {place}"')
+    return hashlib.sha256(text.encode()).hexdigest()
