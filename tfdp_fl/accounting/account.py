@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -284,6 +285,10 @@ class PrivacyAccount:
         self._rounds = 0
         # Counts what else than a round was counted since.
         self._version = 0
+        # What was asked about last, and the accountant after it.
+        self._asked: (
+            tuple[int, int, charge_lib.RoundCharge, PrivacyAccountant] | None
+        ) = None
         # Of a budget, rounds that it is known to allow, the own ones included.
         self._allowed: dict[
             PrivacyBudget, collections.Counter[charge_lib.RoundCharge]
@@ -434,7 +439,8 @@ class PrivacyAccount:
             self.refresh()
             key = self._key(name)
             if key not in self.others:
-                self.central.with_charges(cost)  # Raises for another relation.
+                if self.central.relation not in (None, cost.relation.in_accounting):
+                    self.central.with_charges(cost)  # Raises.
                 for budget in budgets:
                     self._require(budget, cost, most)
                 self._write(receipt, positions, mu_squared)
@@ -456,8 +462,12 @@ class PrivacyAccount:
         if self.by_client:
             spent = most + self.mu_squared_elsewhere
             return epsilon_of_mu_squared(spent, budget.delta)
-        after = self.central.with_charges(cost)
-        return after.epsilon(budget.delta, budget.accountant)
+        asked = self._asked
+        if asked is None or asked[:3] != (self._version, self._rounds, cost):
+            # Several ask in a round, and a copy costs by the kinds of rounds so far.
+            after = self.central.with_charges(cost)
+            self._asked = asked = self._version, self._rounds, cost, after
+        return asked[3].epsilon(budget.delta, budget.accountant)
 
     def note_allowed(
         self,
@@ -673,7 +683,13 @@ class PrivacyAccount:
 
 
 def _as_json(charges: collections.Counter[charge_lib.RoundCharge]) -> list:
-    return [[charge.to_json(), count] for charge, count in charges.items()]
+    return [[_charge_as_json(charge), count] for charge, count in charges.items()]
+
+
+# Every checkpoint of a run has those of all its rounds.
+@functools.lru_cache(maxsize=2**14)
+def _charge_as_json(charge: charge_lib.RoundCharge) -> str:
+    return charge.to_json()
 
 
 def _from_json(charges: list) -> collections.Counter[charge_lib.RoundCharge]:
