@@ -50,7 +50,11 @@ def _clients(number: int) -> Any:
 def _fit(fed: Any, clients: Any, rounds: int = 1, callbacks: Any = ()) -> Work:
     def work() -> Any:
         return fed.fit(
-            clients, rounds, batch_size=_BATCH, callbacks=list(callbacks), verbose=0
+            clients,
+            rounds=rounds,
+            batch_size=_BATCH,
+            callbacks=list(callbacks),
+            verbose=0,
         )
 
     work()  # Traces.

@@ -91,6 +91,25 @@ def test_metrics_of_clients_held_out_are_those_of_their_examples():
             assert found[name][place] == pytest.approx(value, abs=1e-5)
 
 
+@pytest.mark.parametrize("together", [2, 1024])
+def test_each_client_is_evaluated_on_its_own_rows_alone(together, monkeypatch):
+    monkeypatch.setattr(evaluation, "_MOST_TOGETHER", together)
+    sizes = {"a": 5, "b": 2, "none": 0, "c": 9, "d": 1}
+    clients = {k: toy.arrays(n, seed=n) for k, n in sizes.items()}
+    fed = toy.federated(compile_options={"metrics": ["accuracy"]})
+    streamed = FederatedDataset.from_client_fn([*clients], clients.get)
+    for given in (clients, streamed):
+        found = fed.evaluate_clients(given, batch_size=4, verbose=0)
+        assert found["num_examples"].tolist() == [*sizes.values()]
+        for place, (x, y) in enumerate(clients.values()):
+            if not len(x):
+                assert np.isnan(found["loss"][place])
+                continue
+            wanted = fed.evaluate(x, y, batch_size=4, verbose=0, return_dict=True)
+            for name, value in wanted.items():
+                assert found[name][place] == pytest.approx(value, abs=1e-5)
+
+
 def _read(name):
     if name == "broken":
         raise OSError("secret.csv is not there")
