@@ -73,11 +73,4 @@ def is_same(update: Any, other: Any) -> bool:
     """Returns whether two answers are the same, bit for bit."""
     ours = [(w.dtype, w.tobytes()) for w in update.weights]
     theirs = [(w.dtype, w.tobytes()) for w in other.weights]
-    return (
-        ours == theirs
-        and vars(update).keys() == vars(other).keys()
-        and all(
-            getattr(update, name) == getattr(other, name)
-            for name in ("rounds", "epsilon", "spent")
-        )
-    )
+    return ours == theirs and update[1:] == other[1:]

@@ -12,13 +12,12 @@ somebody in several pays the sum.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -37,8 +36,7 @@ _LARGEST_WEIGHT = 1e5
 _CAVEATS = {"silo_outsiders", "silo_several", "silo_staff"}
 
 
-@dataclasses.dataclass(frozen=True)
-class SiloUpdate:
+class SiloUpdate(NamedTuple):
     """What a silo answers to weights; all of it may be published.
 
     Attributes:
