@@ -45,14 +45,14 @@ def draw(found: dict[str, list[float]]) -> None:
     """Draws them."""
     from matplotlib import figure
 
-    drawn = figure.Figure(figsize=(6.4, 3.6), layout="constrained")
+    drawn = figure.Figure(figsize=(7.2, 3.4), layout="constrained")
     axes = drawn.subplots()
     for sampling, epsilons in found.items():
-        steps = "steps-post" if sampling in ("random_allocation", "shuffled") else None
+        steps = "steps-pre" if sampling in ("random_allocation", "shuffled") else None
         axes.plot(_ROUNDS, epsilons, drawstyle=steps, label=sampling)
     axes.set(yscale="log", xlabel="rounds", ylabel="epsilon, delta = 1e-5")
     axes.set_yticks(ticks := [1, 2, 5, 10, 20, 50, 100], map(str, ticks))
-    axes.legend()
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     drawn.savefig(_PICTURE, dpi=150)
 
 

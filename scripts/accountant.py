@@ -20,7 +20,7 @@ from absl import app, flags
 
 from tfdp_fl import _console, _validate, accounting
 
-_SAMPLINGS = ("random_allocation", "poisson", "fixed_size", "shuffled")
+_SAMPLINGS = ("poisson", "random_allocation", "fixed_size", "shuffled")
 _ACCOUNTANTS = ("rdp", "pld")
 _CLIENTS = ("num_clients", "clients_per_round")
 _SOLVED = ("rounds", "noise_multiplier", "epsilon", "delta")

@@ -104,6 +104,23 @@ def test_a_pass_of_two_rounds_is_that_of_a_quadrature(z):
 
 
 @pytest.mark.parametrize(
+    "t, z, epsilon", [(10, 1.0, 2.0), (5, 0.7, 4.0), (34, 0.8, 4.0), (100, 0.6, 5.0)]
+)
+def test_small_deltas_are_those_of_a_conditional_simulation(t, z, epsilon):
+    # delta = E_Q (Y_1 + R - k)+ where Y_1 is the largest: exact given all others
+    # (Asmussen & Kroese 2006). From 2e-4 to 7e-9.
+    mu, k = -1 / (2 * z * z), t * math.exp(epsilon)
+    others = np.exp(mu + np.random.default_rng(t).normal(0, 1 / z, (100_000, t - 1)))
+    sums = others.sum(axis=1)
+    u = (np.log(np.maximum(k - sums, others.max(axis=1))) - mu) * z
+    each = stats.norm.sf(u - 1 / z) + (sums - k) * stats.norm.sf(u)
+    error = stats.norm.isf(_FALSE_ALARM) * each.std() / math.sqrt(len(each))
+    loss = curves.event_pld(_pass(t, z), _RELATION, 1e-4)
+    bound = loss._pmf_remove.get_delta_for_epsilon(epsilon)
+    assert each.mean() - error <= bound <= 1.03 * (each.mean() + error)
+
+
+@pytest.mark.parametrize(
     "n, m, rounds, z, delta, lower, upper",
     [
         (500, 100, 60, 2.3, 1e-3, 1.987, 2.076),

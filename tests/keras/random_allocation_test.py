@@ -61,6 +61,7 @@ def test_everybody_takes_part_once_a_pass_and_each_pass_is_charged_whole(drawn):
     exact = accounting.gaussian_epsilon(1 / np.sqrt(2), _DELTA)
     assert known == pytest.approx(exact) and known > facts["epsilon"]
     assert "must stay secret" in facts["secrecy"]
+    assert "counts one round of each pass" in facts["secrecy"]
     assert {"allocation_charged_whole", "population_stated"} <= facts["caveats"].keys()
     # A mean is divided by the expected size, N / t, of m that does not divide N.
     fed = _allocated(m=12)
@@ -166,10 +167,9 @@ def test_other_clients_or_another_seed_begin_a_pass_of_their_own(drawn):
 def test_held_out_clients_are_in_no_pass(drawn):
     fed = _allocated(m=5)
     toy.fit(fed, 5, validation_split=0.4)
-    n = fed.run.population[0]
-    assert n < 40
-    t = drawn[0].participation.rounds_per_pass
-    np.testing.assert_array_equal(_members(drawn[:t])[: n // 2], np.arange(n)[: n // 2])
+    n, t = fed.run.population[0], drawn[0].participation.rounds_per_pass
+    assert n < 40 and t == n // 5
+    np.testing.assert_array_equal(_members(drawn[:t]), np.arange(n))
 
 
 def test_what_changes_within_a_pass_is_refused_before_it_is_trained():

@@ -3,6 +3,7 @@
 The second needs flwr 1.42 (CONTRIBUTING.md); each message has a process of its own.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -131,13 +132,14 @@ def test_flowers_own_server_and_nodes_on_loopback(tmp_path):
     for number in range(2):
         own = ["--port", str(_port()), "--node-config", f"hospital={number}"]
         commands.append([*node, *own])
-    how = {"env": environment, "stdout": subprocess.DEVNULL}
-    started = [
-        subprocess.Popen([bin_folder / name, *rest], stderr=subprocess.DEVNULL, **how)
-        for name, *rest in commands
-    ]
-    try:
-        run = [bin_folder / "flwr", "run", tmp_path / "app", "here"]
+    run = [bin_folder / "flwr", "run", tmp_path / "app", "here"]
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(open(tmp_path / "log", "wb"))
+        how = {"env": environment, "stdout": log, "stderr": log}
+        for name, *rest in commands:
+            process = subprocess.Popen([bin_folder / name, *rest], **how)
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
         deadline = time.monotonic() + 300
         while subprocess.run(run, check=False, **how).returncode:
             assert time.monotonic() < deadline, "no SuperLink"
@@ -146,11 +148,6 @@ def test_flowers_own_server_and_nodes_on_loopback(tmp_path):
         while not (state / "result").exists():
             assert time.monotonic() < deadline, "no result"
             time.sleep(1)
-    finally:
-        for process in started:
-            process.terminate()
-        for process in started:
-            process.wait()
     assert (state / "result").read_text() == str(rounds)
     for name in "01":
         assert hospital.charged(state / name) == rounds

@@ -165,7 +165,7 @@ class Participation:
 
     @property
     def rounds_per_pass(self) -> int:
-        """T, how many rounds a pass of random allocation has."""
+        """How many rounds a pass of random allocation has: t = floor(N/m)."""
         return rounds_per_pass(self.num_clients, self.clients_per_round)
 
     @property

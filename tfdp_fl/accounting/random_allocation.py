@@ -42,7 +42,7 @@ class RandomAllocationDpEvent(dp_accounting.DpEvent):
 
     Attributes:
       rounds: t, the rounds of the pass.
-      event: The Gaussian of one round; without sampling.
+      event: The Gaussian of one round, without sampling.
     """
 
     rounds: int
