@@ -101,7 +101,7 @@ x, y = np.random.rand(6, 64), np.zeros(6, int)
 tfdp_fl.FederatedDataset.from_client_arrays({"ann": (x, y), "bob": (x, y)})
 tfdp_fl.FederatedDataset.from_indices(x, y, {"ann": [0, 1], "bob": [2, 5]})
 tfdp_fl.FederatedDataset.from_client_fn(["ann", "bob"], lambda name: (x, y))
-x, y, ids = tfdp_fl.bound_rows(x, y, ["ann"] * 4 + ["bob"] * 2, most=2)
+x, y, ids = tfdp_fl.limit_rows_per_client(x, y, ["ann"] * 4 + ["bob"] * 2, max_rows=2)
 
 # %% federated_dataset_use
 print(clients.num_clients, clients.element_spec, clients.client_sizes().sum())
@@ -221,7 +221,7 @@ print(members["ann"].outcome.value)
 import tensorflow as tf
 from tfdp_fl import algorithm, mechanisms
 
-deployment = mechanisms.Deployment(clients_per_round=10)
+deployment = mechanisms.PrivacyContext(clients_per_round=10)
 query = fixed.bind(deployment)
 state = query.begin_round(query.initial_global_state(), 1.0, 10)
 one = algorithm.make_record(query, query.derive_sample_params(state), [tf.ones(3)])

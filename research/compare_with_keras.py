@@ -217,7 +217,7 @@ def compared(kind: type, of: str) -> tuple[str, str]:
     try:
         model, options = fresh()
         nothing = tfdp_fl.NoPrivacy()
-        usual = {"sampling": "fixed_size", "num_replicas": 1}
+        usual = {"sampling": "fixed_size", "max_parallel_clients": 1}
         fed = tfdp_fl.DPFederatedModel(model, nothing, 1, **usual)
         fed.compile(**options, jit_compile=False)
         history = fed.fit({"a": (x, y)}, batch_size=BATCH, verbose=0).history

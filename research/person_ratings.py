@@ -148,7 +148,7 @@ def of_persons(table: Table, training: np.ndarray, epsilon: float | None) -> Any
     """Returns a model that was trained with a guarantee for each person, or none."""
     import tfdp_fl
 
-    x, y, ids = tfdp_fl.bound_rows(*table.of(training), most=table.most)
+    x, y, ids = tfdp_fl.limit_rows_per_client(*table.of(training), max_rows=table.most)
     model, rounds, m = build(table), 100, len(training) // 4
     if epsilon is None:
         fed = tfdp_fl.DPFederatedModel(model, tfdp_fl.NoPrivacy(), m)
@@ -193,7 +193,7 @@ def of_records(table: Table, training: np.ndarray, z: float, most: int) -> Any:
 
     import tfdp_fl
 
-    x, y, _ = tfdp_fl.bound_rows(*table.of(training), most=most)
+    x, y, _ = tfdp_fl.limit_rows_per_client(*table.of(training), max_rows=most)
     batch = int(_RATE * len(y))
     model = build(table)
     model.compile(

@@ -32,7 +32,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import pandas as pd
 from absl import app, flags
 
-from tfdp_fl import _storage
+from tfdp_fl import _files
 from tfdp_fl.experiments import run_directory, sweeps, training
 
 ROWS = (
@@ -119,11 +119,9 @@ def read_runs(root: pathlib.Path) -> pd.DataFrame:
 def write_results(root: pathlib.Path) -> str:
     """Writes runs.csv and table1.md; returns the latter."""
     runs = read_runs(root)
-    _storage.write_text(
-        root / "runs.csv", runs.to_csv(index=False, float_format="%.7g")
-    )
+    _files.write_text(root / "runs.csv", runs.to_csv(index=False, float_format="%.7g"))
     table = markdown(runs)
-    _storage.write_text(root / "table1.md", table)
+    _files.write_text(root / "table1.md", table)
     return table
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 from absl import app, flags
 
-from tfdp_fl import _console, _validate, accounting
+from tfdp_fl import _progress, _validate, accounting
 
 _SAMPLINGS = ("poisson", "random_allocation", "fixed_size", "shuffled")
 _ACCOUNTANTS = ("rdp", "pld")
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> None:
         else:
             _compare(given)
     except (ValueError, accounting.LedgerError) as error:
-        raise SystemExit(f"{_console.name()}: {error}") from error
+        raise SystemExit(f"{_progress.name()}: {error}") from error
 
 
 def _compare(given: dict[str, float]) -> None:
@@ -175,7 +175,7 @@ def _print_table(rows: Iterable[Sequence[str]]) -> None:
 
 def run() -> None:
     """Entry point of the installed command."""
-    _console.run(main, __doc__)
+    _progress.run(main, __doc__)
 
 
 if __name__ == "__main__":

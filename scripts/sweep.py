@@ -16,9 +16,9 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from tfdp_fl import _console
+from tfdp_fl import _progress
 
-_console.load_tensorflow()
+_progress.load_tensorflow()
 
 from absl import flags
 
@@ -53,9 +53,9 @@ _SHIPPED = pathlib.Path(__file__).parent / "configs"
 
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
-        sys.exit(f"{_console.name()}: {argv[1]!r} is not a flag.")
+        sys.exit(f"{_progress.name()}: {argv[1]!r} is not a flag.")
     if not _CONFIG.value:
-        sys.exit(f"{_console.name()}: --config must be given.")
+        sys.exit(f"{_progress.name()}: --config must be given.")
     path = pathlib.Path(_CONFIG.value)
     if not path.exists() and (_SHIPPED / f"{path.name}.json").exists():
         path = _SHIPPED / f"{path.name}.json"
@@ -66,12 +66,12 @@ def main(argv: Sequence[str]) -> None:
             config["base"] = {**config.get("base", {}), "data_path": _DATA_PATH.value}
         sweeps.run_sweep(config, _OUTPUT_DIR.value or pathlib.Path("runs") / path.stem)
     except (ImportError, OSError, ValueError) as error:
-        sys.exit(f"{_console.name()}: {error}")
+        sys.exit(f"{_progress.name()}: {error}")
 
 
 def run() -> None:
     """Entry point of the installed command."""
-    _console.run(main, __doc__)
+    _progress.run(main, __doc__)
 
 
 if __name__ == "__main__":

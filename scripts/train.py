@@ -23,9 +23,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tfdp_fl import _console, accounting
+from tfdp_fl import _progress, accounting
 
-_console.load_tensorflow()
+_progress.load_tensorflow()
 
 from absl import flags
 
@@ -66,7 +66,7 @@ _VERBOSE = flags.DEFINE_enum(
 
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
-        sys.exit(f"{_console.name()}: {argv[1]!r} is not a flag.")
+        sys.exit(f"{_progress.name()}: {argv[1]!r} is not a flag.")
     given = settings_lib.given_flags()
     if training.use_one_thread_per_operation():
         print(
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> None:
             settings = _settings_of(output_dir, given)
         prepared = training.prepare(settings)
     except (ImportError, OSError, TypeError, ValueError) as error:
-        sys.exit(f"{_console.name()}: {error}")
+        sys.exit(f"{_progress.name()}: {error}")
     _print_settings(prepared.settings)
     # As Ctrl-C does: what ran is saved, and can be gone on with.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> None:
             verbose=_verbosity(),
         )
     except KeyboardInterrupt:  # While files were written, at the end.
-        sys.exit(f"{_console.name()}: interrupted; --resume goes on.")
+        sys.exit(f"{_progress.name()}: interrupted; --resume goes on.")
     _print_result(result, output_dir)
 
 
@@ -162,7 +162,7 @@ def _up(epsilon: float) -> str:
 
 def run() -> None:
     """Entry point of the installed command."""
-    _console.run(main, __doc__, settings_lib.__name__)
+    _progress.run(main, __doc__, settings_lib.__name__)
 
 
 if __name__ == "__main__":

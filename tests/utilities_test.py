@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from tfdp_fl import _console, _storage, _validate, schedules
+from tfdp_fl import _files, _progress, _validate, schedules
 
 
 @pytest.mark.parametrize(
@@ -85,12 +85,12 @@ def test_a_callable_is_asked_once_for_each_round_and_gives_a_number():
 @pytest.mark.parametrize("sync", [False, True])
 def test_readers_see_the_old_file_until_the_new_one_is_whole(tmp_path, sync):
     path = tmp_path / "file.txt"
-    _storage.write_text(path, "old")
-    with pytest.raises(KeyboardInterrupt), _storage.replacing(path, sync=sync) as file:
+    _files.write_text(path, "old")
+    with pytest.raises(KeyboardInterrupt), _files.replacing(path, sync=sync) as file:
         file.write(b"half")
         raise KeyboardInterrupt
     assert path.read_text() == "old"
-    with _storage.replacing(path, sync=sync) as file:
+    with _files.replacing(path, sync=sync) as file:
         file.write(b"ne")
         file.flush()
         assert path.read_text() == "old"
@@ -100,10 +100,10 @@ def test_readers_see_the_old_file_until_the_new_one_is_whole(tmp_path, sync):
 
 
 def test_a_start_is_quiet_unless_it_fails(capfd):
-    with _console.quiet_start():
+    with _progress.quiet_start():
         os.write(2, b"oneDNN is on\n")
     assert capfd.readouterr().err == ""
-    with pytest.raises(ImportError), _console.quiet_start():
+    with pytest.raises(ImportError), _progress.quiet_start():
         os.write(2, b"oneDNN is on\n")
         raise ImportError("no cuDNN")
     assert "oneDNN is on\n" in capfd.readouterr().err

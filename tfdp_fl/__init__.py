@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tfdp_fl import accounting, datasets, losses
     from tfdp_fl.correlated_noise import BLT, BandedToeplitz
-    from tfdp_fl.datasets import FederatedDataset, bound_rows
+    from tfdp_fl.datasets import FederatedDataset, limit_rows_per_client
     from tfdp_fl.keras import (
         DPFederatedModel,
         PrivateMetrics,
@@ -70,9 +70,9 @@ __all__ = [
     "SiloUpdate",
     "__version__",
     "accounting",
-    "bound_rows",
     "callbacks",
     "datasets",
+    "limit_rows_per_client",
     "losses",
     "make_private",
     "validate",

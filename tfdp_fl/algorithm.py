@@ -33,9 +33,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from tfdp_fl._on_use import tf
+from tfdp_fl._lazy_tf import tf
 from tfdp_fl.accounting import Charge
-from tfdp_fl.mechanisms import Client, Contribution, Round, cohort_query, noise
+from tfdp_fl.mechanisms import cohort_query, noise
+from tfdp_fl.mechanisms.contribution import ClientContext, Contribution, RoundState
+from tfdp_fl.terms import Guarantee, NoiseSite
 
 Drawn = Any  # A `sampling.Cohort`, or what else has a `participation`.
 Pending = Any  # What came back, and nobody has seen.
@@ -97,9 +99,9 @@ def finish_round(server: Server, cohort: Drawn, pending: Pending) -> Any:
 
 def make_record(
     query: cohort_query.CohortQuery,
-    params: Round,
+    params: RoundState,
     update: list[tf.Tensor],
-    client: Client = Client(),  # noqa: B008
+    client: ClientContext = ClientContext(),  # noqa: B008
 ) -> Contribution:
     """Returns what one client adds to the sum: clipped, bounded, and rounded.
 
@@ -111,7 +113,7 @@ def make_record(
     """
     mechanism = query.mechanism
     record = query.clip(params, update, client)
-    if mechanism.noise_site == "client":  # A share each, complete with all m.
+    if mechanism.noise_site == NoiseSite.CLIENT:  # A share each, complete with all m.
         return query.with_shares(params, record)
     if mechanism.client_noise is not None:  # Local: each client's is enough.
         stddev = mechanism.client_noise(params, client, query.deployment)
@@ -122,12 +124,10 @@ def make_record(
 def release(
     query: cohort_query.CohortQuery,
     total: Contribution,
-    state: Round,
+    state: RoundState,
     charged: Any = None,
-) -> tuple[list[tf.Tensor], Round]:
+) -> tuple[list[tf.Tensor], RoundState]:
     """Returns the noised mean of a cohort's records, and the state before the next.
-
-    The noise goes by the clip that the clients of this round used.
 
     Args:
       query: The mechanism's query.
@@ -140,7 +140,7 @@ def release(
       InvalidArgumentError: The noise is less than what was charged for.
     """
     mechanism, weight = query.mechanism, total.weight
-    if mechanism.guarantee == "central":
+    if mechanism.guarantee == Guarantee.CENTRAL:
         checked = query.check_noise(state, charged)
         total = cohort_query.after_assertions(checked, total)
         weight = query.deployment.expected_weight(state.clients_per_round)

@@ -17,6 +17,7 @@ from scipy import stats
 from tfdp_fl import _validate, engine
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import gaussian_epsilon, upwards
+from tfdp_fl.terms import Guarantee, Sampling
 
 __all__ = ["CanaryAudit", "Estimate", "Scores"]
 
@@ -97,7 +98,7 @@ class CanaryAudit:
             )
         query = cohort_engine.query
         if (
-            query.mechanism.guarantee != "central"
+            query.mechanism.guarantee != Guarantee.CENTRAL
             or not query.only_scales
             or cohort_engine.collects_records
         ):
@@ -131,7 +132,7 @@ class CanaryAudit:
         """
         query, spec = self._required().query, self._required().update_spec
         params = query.derive_sample_params(pending.state)
-        norm = tf.cast(query.largest_norm(pending.state), tf.float32)
+        norm = tf.cast(query.l2_norm_bound(pending.state), tf.float32)
         scale = query.mechanism.contribution_of_norm(
             norm, tf.constant(True), params
         ).update
@@ -255,7 +256,7 @@ class CanaryAudit:
         if charge.pass_index is not None and charge.pass_offset is not None:
             # Each has a place in the pass's order, or one of its rounds, as each client
             # has.
-            allocated = charge.sampling == "random_allocation"
+            allocated = charge.sampling == Sampling.RANDOM_ALLOCATION
             start = charge.pass_offset * (size if allocated else 1)
             key = (charge.partition, charge.pass_index)
             if key not in self._places:

@@ -30,6 +30,7 @@ import numpy as np
 
 from tfdp_fl import _validate, schedules
 from tfdp_fl.accounting import charge as charge_lib
+from tfdp_fl.terms import Sampling
 
 # Keeps the cohorts' random numbers apart from other uses of the same seed.
 _STREAM = 0x636F686F7274  # "cohort"
@@ -72,9 +73,9 @@ def make_sampler(
     }
     _validate.one_of(by_name, sampling=sampling)
     options: dict[str, Any] = {}
-    if sampling == "cyclic":
+    if sampling == Sampling.CYCLIC:
         options["num_groups"] = num_groups
-    if sampling == "fixed_size":
+    if sampling == Sampling.FIXED_SIZE:
         options["may_abandon"] = may_abandon
     return by_name[sampling](num_clients, clients_per_round, seed=seed, **options)
 
@@ -87,7 +88,7 @@ def expected_sizes(
     That is m, but under random allocation, whose t = floor(N/m) rounds share all
     clients, N/t.
     """
-    if sampling != "random_allocation":
+    if sampling != Sampling.RANDOM_ALLOCATION:
         return clients_per_round
 
     def size(m: float) -> float:
@@ -408,7 +409,7 @@ class PoissonSampler(CohortSampler):
     equally likely, so it is drawn in O(m). An empty cohort is possible.
     """
 
-    sampling = "poisson"
+    sampling = Sampling.POISSON
     _fractional_sizes = True
 
     def _draw(self, round_index: int) -> np.ndarray:
@@ -431,7 +432,7 @@ class FixedSizeSampler(CohortSampler):
       may_abandon: Whether they may.
     """
 
-    sampling = "fixed_size"
+    sampling = Sampling.FIXED_SIZE
     _fixed = (*CohortSampler._fixed, "may_abandon")
 
     def __init__(
@@ -489,7 +490,7 @@ class RandomAllocationSampler(PassSampler):
     which it is replaced by another sampler is not gone on with.
     """
 
-    sampling = "random_allocation"
+    sampling = Sampling.RANDOM_ALLOCATION
     _fractional_sizes = True
     _kept = (*PassSampler._kept, "first_round", "salt")
     # The pass's first round, and with a seed what sets its draws apart.
@@ -585,7 +586,7 @@ class ShuffledSampler(PassSampler):
     No amplification by sampling is claimed.
     """
 
-    sampling = "shuffled"
+    sampling = Sampling.SHUFFLED
 
     def __init__(
         self,
@@ -634,7 +635,7 @@ class CyclicSampler(CohortSampler):
       num_groups: b, which is also the min separation of a client's rounds.
     """
 
-    sampling = "cyclic"
+    sampling = Sampling.CYCLIC
     _fixed = (*CohortSampler._fixed, "num_groups")
     _kept = ("key", "partition", "released")
 

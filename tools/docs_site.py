@@ -74,7 +74,8 @@ PAGES: dict[str, tuple[str, ...]] = {
     "federated_dataset": (
         "FederatedDataset: from your data",
         "tfdp_fl: FederatedDataset(from_client_arrays,from_indices,from_dataframe,"
-        "from_tf_datasets,from_client_data,from_client_fn,from_parquet) bound_rows",
+        "from_tf_datasets,from_client_data,from_client_fn,from_parquet) "
+        "limit_rows_per_client",
     ),
     "federated_dataset_use": (
         "FederatedDataset: its clients",
@@ -122,7 +123,8 @@ PAGES: dict[str, tuple[str, ...]] = {
     "writing_mechanisms": ("Writing a mechanism", "tfdp_fl.mechanisms: Mechanism"),
     "writing_mechanisms_parts": (
         "Parts of a mechanism",
-        "tfdp_fl.mechanisms: register parameter Round Client Contribution Deployment",
+        "tfdp_fl.mechanisms: register parameter RoundState ClientContext "
+        "Contribution PrivacyContext",
     ),
     "sampling": ("Sampling", "tfdp_fl.sampling: *"),
     "runtimes": ("Ray workers", "tfdp_fl.runtimes: *"),

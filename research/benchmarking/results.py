@@ -11,7 +11,7 @@ import subprocess
 from typing import Any
 
 from research.benchmarking import machine
-from tfdp_fl import _storage
+from tfdp_fl import _files
 
 _FORMAT = 2
 
@@ -95,7 +95,7 @@ class Results:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"format": _FORMAT, "rows": self.rows}, indent=1)
-        _storage.write_text(self._path, text + "\n")
+        _files.write_text(self._path, text + "\n")
 
     def result(self, name: str) -> dict[str, Any] | None:
         """Returns what was measured, or None."""

@@ -7,7 +7,7 @@ import tensorflow_federated as tff
 import tfdp_fl
 from tests.engine import cohorts
 from tfdp_fl.aggregators import cohort_process
-from tfdp_fl.mechanisms import Deployment
+from tfdp_fl.mechanisms import PrivacyContext
 
 _FIXED = tfdp_fl.FixedClipping(clip_norm=0.3, noise_multiplier=1.0)
 _ADAPTIVE = tfdp_fl.AdaptiveClipping(
@@ -19,7 +19,7 @@ _ADAPTIVE = tfdp_fl.AdaptiveClipping(
 def test_a_sum_is_that_of_records_made_alone(mechanism):
     template = [np.zeros([4, 3], np.float32), np.ones(3, np.float32)]
     value_type = tff.to_type([(part.dtype.type, part.shape) for part in template])
-    query = mechanism.bind(Deployment(clients_per_round=10))
+    query = mechanism.bind(PrivacyContext(clients_per_round=10))
 
     @tff.tensorflow.computation
     def params():

@@ -31,7 +31,7 @@ def test_federated_averaging():
     rate = collections.OrderedDict(learning_rate=np.float32(0.1))
     for client_work in ((), rate, np.int32(3)):
         state = learning_state(client_work=client_work)
-        assert state_lib.accountable_state(state) is STATE
+        assert state_lib.accounted_state(state) is STATE
 
 
 def test_sums_of_constant_bounds():
@@ -40,7 +40,7 @@ def test_sums_of_constant_bounds():
         "scalars_factory": tff.aggregators.SecureSumFactory(99.0),
     }
     state = ours(**constant).create(SCALAR).initialize()
-    assert state_lib.accountable_state(state) is state
+    assert state_lib.accounted_state(state) is state
 
 
 @pytest.mark.parametrize(
@@ -63,11 +63,11 @@ def test_what_follows_the_clients_or_is_around_the_mechanism_is_refused(
     state = wrapped.create(SCALAR).initialize()
     for each in (state, learning_state(state)):
         with pytest.raises(ValueError, match=f"{message}.*build_dp_fed_avg"):
-            state_lib.accountable_state(each)
+            state_lib.accounted_state(each)
     # Nor a weighted mean.
     state = tff.aggregators.MeanFactory(ours()).create(SCALAR, SCALAR).initialize()
     with pytest.raises(ValueError, match="divides once more"):
-        state_lib.accountable_state(learning_state(state))
+        state_lib.accounted_state(learning_state(state))
 
 
 def test_what_is_no_sum_and_what_else_may_be_released_is_refused():
@@ -83,4 +83,4 @@ def test_what_is_no_sum_and_what_else_may_be_released_is_refused():
         {"aggregator": ()},
     ):
         with pytest.raises(ValueError, match="build_dp_fed_avg"):
-            state_lib.accountable_state(learning_state(**parts))
+            state_lib.accounted_state(learning_state(**parts))

@@ -69,7 +69,7 @@ def _keras(
         model = keras.Sequential([keras.Input([size]), dense])
         how = (clients_per_round, _sampling(mechanism))
         federated = tfdp_fl.DPFederatedModel(
-            model, mechanism, *how, num_replicas=2, **options
+            model, mechanism, *how, max_parallel_clients=2, **options
         )
         federated.compile(
             keras.optimizers.SGD(1.0),
@@ -157,7 +157,7 @@ def _query(mechanism, rounds, clients_per_round):
     size = len(rounds[0][0])
     # Two variables, where it is not a layer that is clipped.
     sizes = [size // 2, size - size // 2] if mechanism.scales_updates else [size]
-    deployment = mechanisms.Deployment(
+    deployment = mechanisms.PrivacyContext(
         clients_per_round=clients_per_round,
         num_clients=20,
         sampling=_sampling(mechanism),

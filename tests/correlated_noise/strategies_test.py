@@ -123,7 +123,7 @@ def stream(generator):
         parts = zip(tf.split(row, sizes), SHAPES, strict=True)
         return generator.next_noise(memory, [tf.reshape(p, s) for p, s in parts])
 
-    memory = generator.first_memory(SHAPES)
+    memory = generator.init_noise_state(SHAPES)
     result = []
     for row in tf.constant(draws, tf.float32):
         noise, memory = one_round(memory, row)

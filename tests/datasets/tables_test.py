@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.keras import toy
-from tfdp_fl.datasets import FederatedDataset, persons, tables
+from tfdp_fl.datasets import FederatedDataset, adapters, tables
 from tfdp_fl.keras import evaluation
 
 _from_frame = FederatedDataset.from_dataframe
@@ -57,7 +57,7 @@ def test_one_column_a_mapping_and_a_series():
     frame = pd.DataFrame({"age": [1, 2, 3], "height": [0.5, 1.5, 2.5]}, [7, 8, 9])
     labels = pd.Series([0, 1, 0], index=[7, 8, 9])
     for given in (labels, pd.Index(labels)):
-        x, y = persons.by_person(frame, given, [5, 5, 6]).client(5)
+        x, y = adapters.by_person(frame, given, [5, 5, 6]).client(5)
         np.testing.assert_array_equal(x, [[1, 0.5], [2, 1.5]])
         np.testing.assert_array_equal(y, [0, 1])
     # Names that are no text, as of a file without a header.
@@ -181,7 +181,7 @@ def test_fit_is_that_of_the_clients_with_all_their_rows():
     names = dict.fromkeys(ids.tolist())
     clients = {name: [each[ids == name] for each in (x, y, weight)] for name in names}
     other.fit({name: tuple(rows) for name, rows in clients.items()}, **options)
-    one.fit(persons.by_person(x, y, ids), rounds=2, **options)
+    one.fit(adapters.by_person(x, y, ids), rounds=2, **options)
     without = {name: tuple(rows[:2]) for name, rows in clients.items()}
     other.fit(without, rounds=2, **options)
     with pytest.raises(
@@ -243,7 +243,7 @@ def _with_a_gap(x, *_):
 )
 def test_what_does_not_go_together(change, message):
     with pytest.raises(ValueError, match=message):
-        persons.by_person(*change(*_table()))
+        adapters.by_person(*change(*_table()))
 
 
 @pytest.mark.parametrize(
@@ -261,9 +261,9 @@ def test_ids_are_the_same_in_a_frame_and_beside_a_table(ids):
     named = _from_frame(frame, "who").client_ids
     assert len(named) == 2
     for given in (ids, pd.Series(ids), pd.Series(ids, dtype=object)):
-        assert persons.by_person(x, y, given).client_ids == named
+        assert adapters.by_person(x, y, given).client_ids == named
     with pytest.raises(ValueError, match=r"client_ids must be .* row 1"):
-        persons.by_person(x, y, [ids[0], {}, ids[2]])
+        adapters.by_person(x, y, [ids[0], {}, ids[2]])
 
 
 def _other_index(values):
@@ -277,10 +277,10 @@ def test_rows_of_one_person_are_not_anothers(name):
     given = {"y": y, "client_ids": ids, "sample_weight": np.ones(len(y))}
     given = {key: pd.Series(values) for key, values in given.items()}
     x = {"a": pd.DataFrame(x), "b": x}
-    takes = [lambda: persons.by_person(x, **given)]
+    takes = [lambda: adapters.by_person(x, **given)]
     if name != "sample_weight":
         bounded = {key: given[key] for key in ("y", "client_ids")}
-        takes.append(lambda: tfdp_fl.bound_rows(x, **bounded, most=2))
+        takes.append(lambda: tfdp_fl.limit_rows_per_client(x, **bounded, max_rows=2))
     if name != "none":
         given[name] = _other_index(given[name].to_numpy())
         bounded = {key: given[key] for key in ("y", "client_ids")}
@@ -299,7 +299,9 @@ def test_rows_of_one_person_are_not_anothers(name):
 def test_nobody_keeps_more_rows_than_the_bound(choose):
     x = {"a": np.arange(9), "b": pd.DataFrame({"c": np.arange(9)})}
     ids = np.array([1, 1, 1, 1, 1, 2, 2, 3, 1])
-    left, y, kept = tfdp_fl.bound_rows(x, np.arange(9), ids, most=2, choose=choose)
+    left, y, kept = tfdp_fl.limit_rows_per_client(
+        x, np.arange(9), ids, max_rows=2, keep=choose
+    )
     assert np.bincount(kept).tolist() == [0, 2, 2, 1]
     np.testing.assert_array_equal(left["a"], y)
     np.testing.assert_array_equal(left["b"]["c"], y)
@@ -309,7 +311,7 @@ def test_nobody_keeps_more_rows_than_the_bound(choose):
         assert [row for row in y if ids[row] == 1] == own
     for name, value in (("most", 0), ("choose", "best")):
         with pytest.raises(ValueError, match=name):
-            tfdp_fl.bound_rows(*_table(), **{"most": 2, name: value})
+            tfdp_fl.limit_rows_per_client(*_table(), **{"most": 2, name: value})
 
 
 @pytest.mark.parametrize(

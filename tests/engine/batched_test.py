@@ -127,7 +127,7 @@ def compute_on_the_second_device():
             net = cohorts.mlp()
         # Where the cohort sets the clip, all are clipped on one device.
         mechanism = _MECHANISMS["fixed" if beside else "median"]
-        options = {"jit_compile": None, "num_replicas": 2}
+        options = {"jit_compile": None, "max_parallel_clients": 2}
         engine = cohorts.make_engine(net, dataset, mechanism=mechanism, **options)
         with cohorts.side_by_side(beside):
             for _ in range(2):
@@ -147,7 +147,7 @@ def test_everything_is_computed_where_the_model_is():
 
 def test_anything_else_than_a_cpu_batches():
     gpu, small = "/device:GPU:0", cohorts.mlp()
-    assert devices.default_num_replicas(gpu) == 1
+    assert devices.default_parallel_clients(gpu) == 1
     assert devices.clients_at_once("/device:CPU:0", small, 63, 5) is None
     with mock.patch.object(devices, "_device_bytes", lambda _: 2.0**20):
         assert devices.clients_at_once(gpu, small, 63, 5) > 50

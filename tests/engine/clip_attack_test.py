@@ -228,7 +228,9 @@ def test_a_model_of_few_bits_hands_in_more(dtype):
 def test_complex_weights_are_refused_whose_imaginary_part_would_have_no_noise():
     for size in (3, 300):
         with pytest.raises(ValueError, match="real numbers, got complex64"):
-            clipping.usable_norm([tf.zeros([size]), tf.zeros([size], tf.complex64)])
+            clipping.finite_global_norm(
+                [tf.zeros([size]), tf.zeros([size], tf.complex64)]
+            )
 
 
 def test_honest_clients_are_cut_a_thousandth_too_short_at_most():
@@ -265,14 +267,14 @@ def test_nobody_else_is_swallowed():
 class _Wide(tfdp_fl.FixedClipping):
     """Clips to 100 S, with as much more noise."""
 
-    def largest_norm(self, round):
+    def l2_norm_bound(self, round):
         return 100.0 * round.clip_norm
 
     def scale(self, norm, round):
-        return clipping.clip_factor(norm, self.largest_norm(round))
+        return clipping.clip_factor(norm, self.l2_norm_bound(round))
 
     def noise_stddevs(self, round, deployment):
-        return {"update": round.noise_multiplier * self.largest_norm(round)}
+        return {"update": round.noise_multiplier * self.l2_norm_bound(round)}
 
 
 @pytest.mark.parametrize("noise", [0.0, 1.0])

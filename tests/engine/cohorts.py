@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tfdp_fl import accounting, engine
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import dense_models, devices
-from tfdp_fl.mechanisms import ClientWeighting, Deployment, NoPrivacy
+from tfdp_fl.mechanisms import ClientWeighting, NoPrivacy, PrivacyContext
 
 SIZES = (7, 0, 3, 5)
 FEATURES, CLASSES = 4, 3
@@ -65,14 +65,14 @@ def make_engine(
     **options: Any,
 ) -> engine.CohortEngine:
     """Returns an engine, for cohorts of a fixed size; `at_once`: as on a GPU."""
-    usual = {"mechanism": NoPrivacy(), "num_replicas": 1}
+    usual = {"mechanism": NoPrivacy(), "max_parallel_clients": 1}
     made = engine.Training(
         optimizer=optimizer or tf.keras.optimizers.SGD(0.1),
         loss=cross_entropy() if loss is None else loss,
         jit_compile=jit_compile,
         **(training or {}),
     )
-    deployment = Deployment(
+    deployment = PrivacyContext(
         clients_per_round=dataset.num_clients,
         num_clients=dataset.num_clients,
         sampling="fixed_size",

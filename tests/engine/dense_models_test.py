@@ -12,7 +12,7 @@ from tests.mechanisms import rounds
 from tfdp_fl import keras_versions
 from tfdp_fl import losses as our_losses
 from tfdp_fl.engine import dense_models, trainer
-from tfdp_fl.mechanisms import Deployment
+from tfdp_fl.mechanisms import PrivacyContext
 
 _ROWS, _CLASSES = 14, 3
 _layers, _losses, _metrics = tf.keras.layers, tf.keras.losses, tf.keras.metrics
@@ -47,7 +47,7 @@ def _model(layers=(), activation="tanh"):
 def _is_supported(loss="mse", metrics=None, **options):
     sgd = tf.keras.optimizers.SGD(0.1)
     training = trainer.Training(optimizer=sgd, loss=loss, metrics=metrics)
-    query = tfdp_fl.NoPrivacy().bind(Deployment(clients_per_round=3))
+    query = tfdp_fl.NoPrivacy().bind(PrivacyContext(clients_per_round=3))
     return dense_models.supports(_model(**options), training, query)
 
 

@@ -101,7 +101,8 @@ def test_what_an_interrupted_round_still_does_moves_no_other():
     # Its steps would be in the updates of clients that are charged.
     dataset = cohorts.dataset((5, 5, 5, 5))
     one, other = (
-        cohorts.make_engine(cohorts.mlp(), dataset, num_replicas=2) for _ in range(2)
+        cohorts.make_engine(cohorts.mlp(), dataset, max_parallel_clients=2)
+        for _ in range(2)
     )
     call = program.Program.__call__
     go_on, still = threading.Event(), []
@@ -135,7 +136,7 @@ def test_on_threads_in_parts_or_streamed_in_chunks(name):
     dataset = cohorts.dataset((7, 0, 3, 12, 5, 5))
     options = {"count": 2, "noise_multiplier": 0.1}
     usual = _round(dataset, engine=_engine(name), **options)
-    threads = _engine(name, num_replicas=2)
+    threads = _engine(name, max_parallel_clients=2)
     _assert_same(_round(dataset, engine=threads, **options), usual)
     with mock.patch.object(layout, "CHUNK_BYTES", 4 * 51 * 2):
         _assert_same(_round(dataset, engine=_engine(name), **options), usual)
@@ -156,7 +157,7 @@ def _both(dataset, name="fixed", **options):
     results = []
     with cohorts.side_by_side(few=False):
         for jit_compile in (None, False):
-            engine = _engine(name, num_replicas=2, jit_compile=jit_compile)
+            engine = _engine(name, max_parallel_clients=2, jit_compile=jit_compile)
             results.append(_round(dataset, engine=engine, **options))
             assert engine[1].has_trained_side_by_side == (jit_compile is None)
     return results
@@ -174,7 +175,7 @@ def test_a_few_at_a_time_is_the_same():
         with mock.patch.object(dense_models, "is_small", lambda *_: False):
             _assert_same(*_both(dataset, count=3))
         # What was added up stays when the next cohort trains.
-        _, engine = _engine(num_replicas=1, jit_compile=None)
+        _, engine = _engine(max_parallel_clients=1, jit_compile=None)
         with cohorts.side_by_side():
             (total,) = cohorts.collect(engine, dataset).sums
             before = [part.numpy().copy() for part in total.contribution.update]
@@ -225,7 +226,7 @@ def test_a_step_in_bfloat16_is_kerass_before_it_rounds_the_update():
 
 def test_cohorts_of_changing_size_trace_once():
     dataset = cohorts.dataset((5, 7, 0, 12, 3, 5, 5, 5))
-    _, engine = _engine("median", num_replicas=2)
+    _, engine = _engine("median", max_parallel_clients=2)
     # With batches of one size, and of several.
     for positions in ([0, 1, 2], [0, 5, 6], [], [1], [1, 2, 3, 4], range(8), [3, 4]):
         cohorts.run_round(engine, dataset, positions=np.array(positions, int))
@@ -240,7 +241,7 @@ def _reference_updates(units=6):
 
 @pytest.mark.parametrize("name", ["fixed", "median"])
 def test_variance_and_scale_are_those_of_the_unclipped_updates(name):
-    engine = _engine(name, units=3000, moments=True, num_replicas=2)
+    engine = _engine(name, units=3000, moments=True, max_parallel_clients=2)
     _, logs = _round(cohorts.dataset(), engine=engine)
     found = logs["between_client_variance"], logs["update_scale"]
     wanted = references.variance_and_scale(_reference_updates(units=3000))
@@ -298,7 +299,7 @@ def test_every_client_draws_noise_of_its_own(options, stddevs):
 def test_adaptive_local_dp_returns_the_norms_before_noise():
     mechanism = tfdp_fl.AdaptiveLocalDP(epsilon=8.0, delta=1e-5)
     dataset = cohorts.dataset()
-    options = {"mechanism": mechanism, "num_replicas": 2}
+    options = {"mechanism": mechanism, "max_parallel_clients": 2}
     engine = cohorts.make_engine(cohorts.mlp(), dataset, **options)
     windows = np.full([4, 3, 4], np.nan, np.float32)
     pending = cohorts.collect(engine, dataset, windows=windows)

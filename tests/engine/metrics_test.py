@@ -112,8 +112,8 @@ def _metrics():
 
 _WAYS = {
     "one by one": {},
-    "three threads": {"num_replicas": 3},
-    "streamed": {"num_replicas": 2},
+    "three threads": {"max_parallel_clients": 3},
+    "streamed": {"max_parallel_clients": 2},
     "batched": {"at_once": 2},
     "XLA": {"jit_compile": True},
 }
@@ -235,7 +235,7 @@ def test_metrics_that_a_model_keeps_are_those_of_keras(kind):
         cohorts.client_arrays([5, 5, 0, 5]),
     )
     dataset = cohorts.from_arrays(arrays)
-    engine = cohorts.make_engine(model, dataset, num_replicas=2)
+    engine = cohorts.make_engine(model, dataset, max_parallel_clients=2)
     options = {"learning_rate": 0.0, "local_epochs": 1}
     logs = cohorts.run_round(engine, dataset, **options)
     x, y = map(np.concatenate, zip(*arrays.values(), strict=True))

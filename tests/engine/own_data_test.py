@@ -39,10 +39,10 @@ def _lookup():
 EXECUTORS = {
     "one by one": (_BEYOND, {}),
     "one by one, adaptive": (_DROPPING, {"mechanism": _ADAPTIVE}),
-    "one by one, two threads": (_BEYOND, {"num_replicas": 2}),
-    "streamed": (_BEYOND, {"num_replicas": 2}),
+    "one by one, two threads": (_BEYOND, {"max_parallel_clients": 2}),
+    "streamed": (_BEYOND, {"max_parallel_clients": 2}),
     "XLA": (_DROPPING, {"jit_compile": True}),
-    "side by side": (_BEYOND, {"jit_compile": None, "num_replicas": 2}),
+    "side by side": (_BEYOND, {"jit_compile": None, "max_parallel_clients": 2}),
     "side by side, fine": (_BEYOND, {"jit_compile": None, "noise": 1e-4}),
     "side by side, adaptive": (_BEYOND, {"jit_compile": None, "mechanism": _ADAPTIVE}),
     "side by side, on workers": (_BEYOND, {"jit_compile": None, "workers": True}),
@@ -176,8 +176,8 @@ def _flower(mechanism):
 
     def total(positions):
         plan = history.ReleasedRound(1, 0.3, len(positions), None)
-        where = mechanisms.Deployment(clients_per_round=10)
-        this = mechanisms.Round(0.3, 1.0, 10.0)
+        where = mechanisms.PrivacyContext(clients_per_round=10)
+        this = mechanisms.RoundState(0.3, 1.0, 10.0)
         asked = dict.fromkeys(range(10))
         configured = sums.ConfiguredRound(
             sent, asked, plan, mechanism, where, this, None

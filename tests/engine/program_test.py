@@ -88,7 +88,7 @@ def _engine(executor, make_model=_with_state):
         cohorts.mlp() if executor == "XLA" else make_model(),
         cohorts.dataset(),
         mechanism=mechanisms.MedianClipping(noise_multiplier=0.0),
-        num_replicas=1 if executor == "one thread" else 2,
+        max_parallel_clients=1 if executor == "one thread" else 2,
         jit_compile=executor == "XLA",
         at_once=4 if executor == "batched" else None,
     )

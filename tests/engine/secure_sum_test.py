@@ -55,7 +55,7 @@ def test_is_within_the_clip_where_the_server_adds_the_noise(mechanism, bits):
     # coordinates may be up to 27 % longer than this clip.
     sent = _sent(mechanism, _SHARING(bits=bits))
     assert len(sent) == 3
-    scalars = len(mechanism.released_sums) + 1
+    scalars = len(mechanism.side_names) + 1
     for vector in sent:
         assert 0.5 * _CLIP <= np.linalg.norm(vector[:-scalars]) <= _CLIP
         assert vector[-1] == 1.0

@@ -206,7 +206,7 @@ def test_every_client_starts_with_fresh_slots(name):
 def test_the_rate_follows_the_round_and_metrics_are_of_the_local_steps():
     model, arrays, dataset = cohorts.mlp(), cohorts.client_arrays(), cohorts.dataset()
     measured = {"metrics": ["accuracy", "sparse_top_k_categorical_accuracy"]}
-    options = {"optimizer": _optimizers.Adam(0.1), "num_replicas": 2}
+    options = {"optimizer": _optimizers.Adam(0.1), "max_parallel_clients": 2}
     engine = cohorts.make_engine(model, dataset, training=measured, **options)
     before = model.get_weights()
     # Rate 0: every step sees the same weights.

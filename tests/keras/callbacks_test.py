@@ -12,7 +12,7 @@ import pytest
 
 import tfdp_fl
 from tests.keras import toy
-from tfdp_fl import _interrupts, accounting
+from tfdp_fl import _signals, accounting
 from tfdp_fl.keras import checkpoint
 from tfdp_fl.keras.callbacks import (
     FederatedCallback,
@@ -281,15 +281,15 @@ def test_a_signal_just_before_signals_are_held_back_leaves_nobody_untold():
     ends, held = [FederatedCallback() for _ in range(2)], [KeyboardInterrupt]
     for each in ends:
         each.on_fit_end = mock.Mock()
-    block = _interrupts.after_the_block
+    block = _signals.defer_signals
 
     def late():
         if held:
             raise held.pop()
         return block()
 
-    patch = mock.patch.object(_interrupts, "after_the_block", late)
-    told = federated_callback.told_of_rounds(ends, 0, 1)
+    patch = mock.patch.object(_signals, "defer_signals", late)
+    told = federated_callback.callback_session(ends, 0, 1)
     with patch, pytest.raises(KeyboardInterrupt), told:
         pass
     for each in ends:

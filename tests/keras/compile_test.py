@@ -36,7 +36,7 @@ def _table(x, y):
 def _exact(model, **compiled):
     """Returns a model that is trained by FedAvg alone."""
     nothing = tfdp_fl.NoPrivacy()
-    options = {"sampling": "fixed_size", "num_replicas": 1}
+    options = {"sampling": "fixed_size", "max_parallel_clients": 1}
     fed = tfdp_fl.DPFederatedModel(model, nothing, 1, **options)
     fed.compile(_optimizers.SGD(0.5), jit_compile=False, **compiled)
     return fed

@@ -35,7 +35,7 @@ HOSTILE = 1  # Which client it is.
 CLIP = 0.4
 _UNIT = 2.0**-24
 
-Client = tuple[np.ndarray, np.ndarray]
+ClientContext = tuple[np.ndarray, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ CASES = {
 }
 
 
-def _filled(value: float) -> Callable[[Client], Client]:
+def _filled(value: float) -> Callable[[ClientContext], ClientContext]:
     return lambda client: (np.full_like(client[0], value), client[1])
 
 
@@ -102,7 +102,7 @@ def _cancelling(client):
 
 
 # What becomes of the client's data. Some counts as nothing, some is clipped.
-ATTACKS: dict[str, Callable[[Client], Client]] = {
+ATTACKS: dict[str, Callable[[ClientContext], ClientContext]] = {
     "nan": _filled(np.nan),
     "inf": _filled(np.inf),
     "minus_inf": _filled(-np.inf),
@@ -122,7 +122,7 @@ def _raises(client):
 
 
 # What is no example at all; only a client that is read may come with it.
-FAILURES: dict[str, Callable[[Client], Any]] = {
+FAILURES: dict[str, Callable[[ClientContext], Any]] = {
     "wrong_shape": lambda c: (c[0][:, :2], c[1]),
     "wrong_rank": lambda c: (c[0].ravel(), c[1]),
     "wrong_dtype": lambda c: (c[0].astype("S4"), c[1]),
@@ -137,7 +137,7 @@ FAILURES: dict[str, Callable[[Client], Any]] = {
 }
 
 
-def clients() -> dict[int, Client]:
+def clients() -> dict[int, ClientContext]:
     """Returns usual clients, but for the hostile one alike."""
     rng = np.random.default_rng(3)
     x = rng.normal(size=(2, EXAMPLES, FEATURES)).astype(np.float32)
@@ -146,7 +146,7 @@ def clients() -> dict[int, Client]:
     return {k: (x[kind], y[kind]) for k, kind in enumerate(kinds)}
 
 
-def without_examples(client: Client) -> Client:
+def without_examples(client: ClientContext) -> ClientContext:
     """Returns a client of no examples."""
     return client[0][:0], client[1][:0]
 
@@ -218,7 +218,7 @@ class Trainer:
         self._weights = self.fed.get_weights()
         self.start = toy.flat(self._weights)
 
-    def round(self, change: Callable[[Client], Any]) -> Outcome:
+    def round(self, change: Callable[[ClientContext], Any]) -> Outcome:
         """Trains one round, of changed data of the hostile client."""
         data: Any = clients()
         if self.way.startswith("streamed"):

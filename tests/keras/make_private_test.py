@@ -9,7 +9,7 @@ import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import accounting
 from tfdp_fl import sampling as sampling_lib
-from tfdp_fl.mechanisms import Deployment, default_median_noise_multiplier
+from tfdp_fl.mechanisms import PrivacyContext, default_median_noise_multiplier
 
 _DELTA = 1e-4
 _CLIENTS = 1000
@@ -24,7 +24,7 @@ def _make(target=4.0, rounds=30, m=100, **options):
 def _cost(mechanism, sampling="poisson", rounds=30, m=100):
     """Returns epsilon of the rounds, computed anew."""
     planned = {"num_clients": _CLIENTS, "sampling": sampling, "rounds": rounds}
-    deployment = Deployment(clients_per_round=m, **planned)
+    deployment = PrivacyContext(clients_per_round=m, **planned)
     sampler = sampling_lib.make_sampler(sampling, _CLIENTS, m)
     history = accounting.PrivacyAccountant()
     for t in range(rounds):
@@ -80,7 +80,7 @@ def test_local_targets_hold_for_the_client_seen_most(mechanism, options):
     made = _make(8.0, mechanism=mechanism, **options).mechanism
     planned = {"rounds": 30, "max_participations": 30, "num_variables": 2}
     cohorts = {"clients_per_round": 100, "num_clients": _CLIENTS, "sampling": "poisson"}
-    spent = 30 * made.mu_squared(Deployment(**cohorts, **planned))
+    spent = 30 * made.mu_squared(PrivacyContext(**cohorts, **planned))
     _assert_used_up(accounting.epsilon_of_mu_squared(spent, _DELTA), 8.0)
     # Nor do clients get a fresh target for every fit.
     fed = toy.private(8.0, 6, mechanism=mechanism, sampling="shuffled", **options)

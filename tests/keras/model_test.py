@@ -12,10 +12,10 @@ import tensorflow as tf
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import engine
-from tfdp_fl._on_use import tfp
+from tfdp_fl._lazy_tf import tfp
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import callbacks, checkpoint
-from tfdp_fl.keras.model import HANDED_ON
+from tfdp_fl.keras.model import FORWARDED_ATTRIBUTES
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
 _DELTA = 1e-3
@@ -96,7 +96,7 @@ def test_standard_callbacks_work_as_they_are(tmp_path):
 
 def test_names_of_keras_are_the_models_unless_they_train_or_change_it():
     fed = toy.federated()
-    for name in HANDED_ON:
+    for name in FORWARDED_ATTRIBUTES:
         if hasattr(fed.model, name):  # Versions of Keras differ.
             assert type(getattr(fed, name)) is type(getattr(fed.model, name)), name
             assert name in dir(fed)

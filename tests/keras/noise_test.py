@@ -104,7 +104,7 @@ _EXACT = {"noise_generator": "exact"}
     [
         ("server", {}, False),
         ("client", {}, False),
-        ("server", {"jit_compile": True, "num_replicas": 2, **_EXACT}, False),
+        ("server", {"jit_compile": True, "max_parallel_clients": 2, **_EXACT}, False),
         ("server", _EXACT, True),
     ],
 )

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.keras import toy
-from tfdp_fl import _storage, accounting
+from tfdp_fl import _files, accounting
 from tfdp_fl.engine import engine as engine_lib
 from tfdp_fl.keras import callbacks, checkpoint, round_loop
 
@@ -84,7 +84,7 @@ def _dies_half_way(fatal: pathlib.Path) -> None:
 
     def wrapped(file, data, *args, **kwargs):
         if file == fatal:
-            with _storage.replacing(file, mode=0o600, sync=True) as stream:
+            with _files.replacing(file, mode=0o600, sync=True) as stream:
                 stream.write(data[: len(data) // 2])
                 stream.flush()
                 _die()
@@ -98,7 +98,7 @@ def _run(path: pathlib.Path, process: str, point: str | None, round_index: int) 
     engine, saved = engine_lib.CohortEngine, checkpoint.CheckpointDirectory
     match point:
         case "collected":
-            _dies(round_loop.RoundLoop, "_charge", round_index + 1, before=True)
+            _dies(round_loop.RoundLoop, "charge", round_index + 1, before=True)
         case "charged" | "released":
             _dies(engine, "release", round_index + 1, before=point == "charged")
         case "half a checkpoint":

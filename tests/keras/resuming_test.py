@@ -40,7 +40,7 @@ def _adaptive():
     return toy.federated(
         tfdp_fl.AdaptiveClipping(noise_multiplier=0.8),
         *(toy.dropout, 15, "poisson"),
-        num_replicas=2,
+        max_parallel_clients=2,
         compile_options={"server_optimizer": averaging},
     )
 

@@ -68,7 +68,7 @@ def two_layers() -> tf.keras.Model:
 def private(epsilon: float, rounds: int, metrics: Any = None, **options: Any):
     """Returns a compiled model of `make_private`, by RDP, which is quick."""
     usual = {"target_delta": 1e-3, "num_clients": NUM_CLIENTS, "clients_per_round": 20}
-    usual |= {"accountant": "rdp", "num_replicas": 1, **options}
+    usual |= {"accountant": "rdp", "max_parallel_clients": 1, **options}
     fed = tfdp_fl.make_private(dense(), target_epsilon=epsilon, rounds=rounds, **usual)
     fed.compile("sgd", loss(), metrics, jit_compile=False)
     return fed
@@ -205,7 +205,7 @@ def federated(
     mechanism = mechanism or tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0)
     make, chosen = model or dense, compile_options or {}
     given = {"mechanism": mechanism, "clients_per_round": clients_per_round}
-    given |= {"sampling": sampling, "num_replicas": 1, **options}
+    given |= {"sampling": sampling, "max_parallel_clients": 1, **options}
     described = {
         name: (type(value), getattr(value, "get_config", lambda value=value: value)())
         for name, value in chosen.items()

@@ -165,7 +165,7 @@ def test_medians_bits_and_means_without_privacy():
     median = float(np.median([np.linalg.norm(each) for each in _updates(sizes)]))
     mechanism = tfdp_fl.MedianClipping(noise_multiplier=0.0)
     train, history = _mean_of(
-        _clients(sizes), _NUM_EXAMPLES(cap=6), mechanism, num_replicas=2
+        _clients(sizes), _NUM_EXAMPLES(cap=6), mechanism, max_parallel_clients=2
     )
     assert history["clip_norm"] == [pytest.approx(median, rel=1e-5)]
     counted = [min(size / 6, 1.0) for size in sizes]

@@ -6,7 +6,7 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from tfdp_fl import aggregators, learning, mechanisms
-from tfdp_fl.aggregators import accountable_state
+from tfdp_fl.aggregators import accounted_state
 from tfdp_fl.learning import fed_avg
 
 CLIENTS = 4
@@ -98,7 +98,7 @@ def test_failed_client_programs_and_epsilon(cohort, tmp_path):
     asyncio.run(release.release(metrics, 2))
     assert 2 in release.values()
     assert_close(process.get_model_weights(loaded), weights, atol=0)
-    assert accountable_state(loaded).rounds == 2
+    assert accounted_state(loaded).rounds == 2
 
     # Epsilon is that of the rounds in the state.
     def spent(state):

@@ -19,7 +19,7 @@ def state_after(mechanism, rounds, clients_per_round=100, sampler="poisson", **f
 
     Their cohorts are of a sampler, or of a new one of that name; None: nobody said.
     """
-    deployment = mechanism_lib.Deployment(
+    deployment = mechanism_lib.PrivacyContext(
         clients_per_round=clients_per_round, **{"rounds": 10, **facts}
     )
     sizes = np.array([deployment.cohort_size(k) for k in range(rounds)])
@@ -191,7 +191,7 @@ def test_the_statement_says_what_the_number_is():
     assert json.loads(json.dumps(value)) == float(value)
     for words in ("epsilon = 7.9", "was declared by the caller", "the server's state"):
         assert words in value.statement
-    facts = value.in_words("dict")
+    facts = value.to_statement("dict")
     assert facts["epsilon"] == value
     assert {"tff_cohorts_declared", "tff_other_releases"} <= set(facts["caveats"])
 

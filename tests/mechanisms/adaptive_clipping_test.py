@@ -9,7 +9,7 @@ import tensorflow as tf
 import tfdp_fl
 from tests.mechanisms import references, rounds, statistics
 from tfdp_fl import algorithm
-from tfdp_fl.mechanisms import Deployment, Round, noise
+from tfdp_fl.mechanisms import PrivacyContext, RoundState, noise
 
 _WIDE = [[100, 100], [100, 100], [5000]]
 
@@ -82,11 +82,11 @@ def test_z_delta_of_what_is_allowed_is_right_in_float32(sigma_b):
     given = {"noise_multiplier": 0.1, "count_noise_stddev": sigma_b}
     mechanism = tfdp_fl.AdaptiveClipping(**given)
     # m / 20 follows the schedule of m, where sigma_b is not given.
-    deployment = Deployment(clients_per_round=5)
-    other = Deployment(clients_per_round=lambda t: 10 * (t + 1))
+    deployment = PrivacyContext(clients_per_round=5)
+    other = PrivacyContext(clients_per_round=lambda t: 10 * (t + 1))
     default = tfdp_fl.AdaptiveClipping(noise_multiplier=0.5)
     for m, z in ((10, 0.5), (40, 1.5)):
-        stddevs = default.noise_stddevs(Round(2.0, z, float(m)), other)
+        stddevs = default.noise_stddevs(RoundState(2.0, z, float(m)), other)
         assert stddevs["below_clip"] == pytest.approx(m / 20)
         update = 2.0 * references.update_noise_multiplier(z, m / 20)
         assert stddevs["update"] == pytest.approx(update, rel=1e-5)
@@ -95,9 +95,11 @@ def test_z_delta_of_what_is_allowed_is_right_in_float32(sigma_b):
         mechanism.with_noise_multiplier(z * (1 + 1e-6))
     wanted = references.update_noise_multiplier(z, sigma_b)
     for number in (float, tf.constant):
-        stddevs = mechanism.noise_stddevs(Round(1.0, number(z), 5.0), deployment)
+        stddevs = mechanism.noise_stddevs(RoundState(1.0, number(z), 5.0), deployment)
         np.testing.assert_allclose(stddevs["update"], wanted, rtol=2e-3)
-    stddevs = mechanism.noise_stddevs(Round(1.0, tf.constant(0.0), 5.0), deployment)
+    stddevs = mechanism.noise_stddevs(
+        RoundState(1.0, tf.constant(0.0), 5.0), deployment
+    )
     assert float(stddevs["update"]) == 0.0
 
 
@@ -107,13 +109,13 @@ def test_z_of_two_sigma_b_or_more_is_an_error(z, sigma_b):
         tfdp_fl.AdaptiveClipping(noise_multiplier=z, count_noise_stddev=sigma_b)
     mechanism = tfdp_fl.AdaptiveClipping(noise_multiplier=1.0)
     with pytest.raises(ValueError, match=r"noise_multiplier.*count_noise"):
-        mechanism.bind(Deployment(clients_per_round=10))
-    mechanism.bind(Deployment(clients_per_round=11))
+        mechanism.bind(PrivacyContext(clients_per_round=10))
+    mechanism.bind(PrivacyContext(clients_per_round=11))
     # In every round of a schedule; both releases together cost z.
     mechanism = tfdp_fl.AdaptiveClipping(noise_multiplier=lambda t: 0.4 * t)
     with pytest.raises(ValueError, match="noise_multiplier"):
-        mechanism.check(Deployment(clients_per_round=10, rounds=5))
-    short = Deployment(clients_per_round=10, rounds=3)
+        mechanism.check(PrivacyContext(clients_per_round=10, rounds=5))
+    short = PrivacyContext(clients_per_round=10, rounds=3)
     assert mechanism.round_event(2, short) == dp_accounting.GaussianDpEvent(0.8)
     with pytest.raises(ValueError, match="noise_multiplier"):
         mechanism.round_event(3, short)

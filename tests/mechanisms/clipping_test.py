@@ -9,14 +9,14 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.mechanisms import references, rounds
-from tfdp_fl._on_use import tfp
-from tfdp_fl.mechanisms import Client, Deployment, Round, clipping
+from tfdp_fl._lazy_tf import tfp
+from tfdp_fl.mechanisms import ClientContext, PrivacyContext, RoundState, clipping
 
 
 def _clipped(update, clip_norm=1.0):
     mechanism = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=0.0)
-    round_ = Round(tf.constant(clip_norm), 0.0, 1.0)
-    where = Client(), Deployment(clients_per_round=1)
+    round_ = RoundState(tf.constant(clip_norm), 0.0, 1.0)
+    where = ClientContext(), PrivacyContext(clients_per_round=1)
     return mechanism.contribution(update, round_, *where)
 
 
@@ -101,7 +101,7 @@ def test_a_weight_makes_no_factor_larger():
     rng = np.random.default_rng(0)
     factor = rng.random(10**6).astype(np.float32)
     norm = tf.constant(1 / np.maximum(factor, 1e-6), tf.float32)
-    round_ = Round(tf.constant(1.0), 0.0, 1.0)
+    round_ = RoundState(tf.constant(1.0), 0.0, 1.0)
     fixed = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=0.0)
     one = fixed.contribution_of_norm(norm, norm > 0, round_)
     counted = _NUM_EXAMPLES(cap=3.0).weight(4 * rng.random(10**6))
@@ -128,7 +128,7 @@ def test_mechanisms_that_it_is_not_for():
         tfdp_fl.NbAFL(epsilon=8.0, constant=2.0, weight_clip=1.0),
         tfdp_fl.QueryMechanism(query=query, dp_event=event),
     ):
-        mechanism.bind(Deployment(**known))
+        mechanism.bind(PrivacyContext(**known))
         counted = {**known, "client_weighting": _NUM_EXAMPLES(cap=9)}
         with pytest.raises(ValueError, match="client_weighting must be"):
-            mechanism.bind(Deployment(**counted))
+            mechanism.bind(PrivacyContext(**counted))

@@ -6,10 +6,10 @@ import tensorflow as tf
 import tfdp_fl
 from tests.mechanisms import rounds
 from tfdp_fl import accounting
-from tfdp_fl.mechanisms import Deployment, noise
+from tfdp_fl.mechanisms import PrivacyContext, noise
 
 _CYCLIC = {"clients_per_round": 4, "num_clients": 16, "sampling": "cyclic"}
-_DEPLOYMENT = Deployment(**_CYCLIC)
+_DEPLOYMENT = PrivacyContext(**_CYCLIC)
 
 
 def _mechanism(strategy="blt:2", **options):
@@ -24,7 +24,7 @@ def _query(mechanism):
 
 def _history(mechanism, rounds, **where):
     where = {**_CYCLIC, **where}
-    events = (mechanism.round_event(t, Deployment(**where)) for t in range(rounds))
+    events = (mechanism.round_event(t, PrivacyContext(**where)) for t in range(rounds))
     charges = (accounting.RoundCharge(**where, event=event) for event in events)
     return accounting.PrivacyAccountant(charges)
 
@@ -59,7 +59,7 @@ def test_a_new_segment_forgets_all_but_the_clip():
     new = query.new_segment(done.next_state)
     assert (int(new.memory.position), float(new.clip_norm)) == (0, 0.5)
     assert not any(np.any(buffer) for buffer in new.memory.buffers)
-    query = _mechanism("blt").bind(Deployment(clients_per_round=4))
+    query = _mechanism("blt").bind(PrivacyContext(clients_per_round=4))
     with pytest.raises(ValueError, match="shapes"):
         query.initial_global_state()
 
@@ -103,6 +103,6 @@ def test_what_is_charged_is_where_the_memory_stands():
 )
 def test_where_it_may_not_be_used(changes, message):
     mechanism = _mechanism(max_participations=1)
-    mechanism.check(Deployment(**_CYCLIC, max_participations=1))
+    mechanism.check(PrivacyContext(**_CYCLIC, max_participations=1))
     with pytest.raises(ValueError, match=message):
-        mechanism.check(Deployment(**{**_CYCLIC, **changes}))
+        mechanism.check(PrivacyContext(**{**_CYCLIC, **changes}))

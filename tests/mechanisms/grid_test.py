@@ -70,7 +70,7 @@ def test_what_rounding_would_lead_out_of_the_clip_is_zero():
     steps = math.floor(grid.STEPS / math.sqrt(count)) + 0.501
     update = [np.full([count], steps * _STEP, np.float32)]
     assert _squares(update) > 0.99 * grid.STEPS**2
-    with mock.patch.object(grid.GridQuery, "clip_share", 1.0):
+    with mock.patch.object(grid.RoundedGaussianQuery, "clip_share", 1.0):
         assert _squares(update) == 0
 
 

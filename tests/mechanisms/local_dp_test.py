@@ -9,9 +9,9 @@ import tensorflow as tf
 import tfdp_fl
 from tests.mechanisms import references, rounds, statistics
 from tfdp_fl import accounting
-from tfdp_fl.mechanisms import Client, Deployment, Round
+from tfdp_fl.mechanisms import ClientContext, PrivacyContext, RoundState
 
-_DEPLOYMENT = Deployment(
+_DEPLOYMENT = PrivacyContext(
     clients_per_round=4, num_clients=20, sampling="fixed_size", rounds=10
 )
 
@@ -25,7 +25,7 @@ def _noise(deployment, **arguments):
 @pytest.mark.parametrize("epsilon, delta", [(0.3, 1e-3), (8.0, 1e-6), (50.0, 1e-3)])
 @pytest.mark.parametrize("count", [1, 10])
 def test_basic_splits_epsilon_and_delta_by_the_rounds(epsilon, delta, count):
-    deployment = Deployment(clients_per_round=4, rounds=count)
+    deployment = PrivacyContext(clients_per_round=4, rounds=count)
     for calibration in ("analytic", "classic"):
         options = {"calibration": calibration, "composition": "basic"}
         actual = _noise(deployment, epsilon=epsilon, delta=delta, **options)
@@ -38,7 +38,7 @@ def test_basic_splits_epsilon_and_delta_by_the_rounds(epsilon, delta, count):
 @pytest.mark.parametrize("participations", [1, 7, None])
 def test_rdp_composes_a_clients_own_participations(epsilon, participations):
     where = {"rounds": 50, "max_participations": participations}
-    deployment = Deployment(clients_per_round=4, **where)
+    deployment = PrivacyContext(clients_per_round=4, **where)
     actual = _noise(deployment, epsilon=epsilon, delta=1e-5)
     # k releases are one of sigma/sqrt(k). Not knowing k assumes every round.
     root_k = math.sqrt(participations or 50)
@@ -65,7 +65,7 @@ def test_one_round_costs_a_client_its_sensitivity_over_sigma(z):
     mechanism = tfdp_fl.LocalDP(clip_norm=7.0, noise_multiplier=z)
     assert mechanism.mu_squared(_DEPLOYMENT) == pytest.approx((2 / z) ** 2)
     # On the sum of m = 4: sqrt(m) times what one client adds.
-    stddevs = mechanism.noise_stddevs(Round(7.0, 0.0, 4.0), _DEPLOYMENT)
+    stddevs = mechanism.noise_stddevs(RoundState(7.0, 0.0, 4.0), _DEPLOYMENT)
     assert stddevs == {"update": pytest.approx(2 * z * 7.0)}
     quiet = tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=0.0)
     assert quiet.mu_squared(_DEPLOYMENT) == math.inf
@@ -75,7 +75,7 @@ def test_one_round_costs_a_client_its_sensitivity_over_sigma(z):
     spent = accounting.gaussian_epsilon(mu_squared**-0.5, 1e-5)
     assert spent == pytest.approx(8.0, abs=1e-4)
     with pytest.raises(ValueError, match="rounds"):
-        mechanism.bind(Deployment(clients_per_round=4))
+        mechanism.bind(PrivacyContext(clients_per_round=4))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_one_round_costs_a_client_its_sensitivity_over_sigma(z):
 )
 def test_the_mean_gives_a_central_guarantee_where_m_answer_for_sure(sampling, event):
     mechanism = tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=1.5)
-    deployment = Deployment(clients_per_round=4, sampling=sampling)
+    deployment = PrivacyContext(clients_per_round=4, sampling=sampling)
     assert mechanism.round_event(0, deployment) == event
     assert mechanism.guarantee == "local"
     assert "local_not_central" in mechanism.caveats()
@@ -110,7 +110,7 @@ def _bound(num_layers, **arguments):
 def _radii(query, window=None):
     if window is not None:
         window = tf.constant(window)
-    return query.mechanism.radii(Client(window=window), query.deployment)
+    return query.mechanism.radii(ClientContext(window=window), query.deployment)
 
 
 @pytest.mark.parametrize("norms", [[], [0.3, 0.6, 0.1], [5.0, 0.1, 0.1], [0.0] * 3])
@@ -172,7 +172,7 @@ def test_layers_share_the_budget_or_have_the_noise_that_disco_published(options,
 
 def test_joint_layers_spend_the_budget_once_and_separate_ones_each():
     # Of whom LocalDP's mean would have a central guarantee.
-    deployment = Deployment(
+    deployment = PrivacyContext(
         clients_per_round=2, sampling="fixed_size", rounds=5, num_variables=4
     )
     for layers, caveat, releases in (

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import tfdp_fl
 from tfdp_fl import algorithm
-from tfdp_fl.mechanisms import Deployment
+from tfdp_fl.mechanisms import PrivacyContext
 
 _CORRELATED = {"clip_norm": 0.5, "noise_multiplier": 1.0, "strategy": "blt:2"}
 _CORRELATED |= {"rounds": 12, "min_separation": 4}
@@ -88,7 +88,7 @@ def test_noise_that_float32_cannot_keep_is_refused(clip, noise):
 
 @pytest.mark.parametrize("sampling", ["poisson", "shuffled"])
 def test_noise_at_the_clients_needs_cohorts_of_fixed_size(sampling):
-    deployment = Deployment(clients_per_round=5, sampling=sampling)
+    deployment = PrivacyContext(clients_per_round=5, sampling=sampling)
     for mechanism in (
         tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=0.1, noise_site="client"),
         tfdp_fl.AdaptiveClipping(noise_multiplier=0.1, noise_site="client"),
@@ -102,7 +102,7 @@ def test_the_noise_multiplier_follows_its_schedule():
     for schedule in ([1.0, 2.0, 3.0], lambda t: t + 1.0):
         made = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=schedule)
         assert [made.noise_multiplier_at(t) for t in range(3)] == [1, 2, 3]
-        deployment = Deployment(clients_per_round=10)
+        deployment = PrivacyContext(clients_per_round=10)
         events = [made.round_event(t, deployment) for t in range(3)]
         assert [event.noise_multiplier for event in events] == [1, 2, 3]
     # A callable that answers otherwise when it is asked again is asked once a round.
@@ -131,7 +131,7 @@ def test_what_is_overridden_is_not_only_scaled():
 
     made = Own(clip_norm=1.0, noise_multiplier=1.0)
     assert not made.scales_updates
-    assert not made.bind(Deployment(clients_per_round=3)).only_scales
+    assert not made.bind(PrivacyContext(clients_per_round=3)).only_scales
     scales = {kind for kind in _GOOD if kind(**_GOOD[kind]).scales_updates}
     assert set(_GOOD) - scales == {tfdp_fl.AdaptiveLocalDP, tfdp_fl.NbAFL}
 
@@ -171,12 +171,12 @@ def test_noise_that_nobody_adds_is_refused():
     made = _own()
     object.__setattr__(made, "noise_site", "every client")
     with pytest.raises(ValueError, match="noise_site must be 'server' or 'client'"):
-        made.bind(Deployment(clients_per_round=3))
+        made.bind(PrivacyContext(clients_per_round=3))
     # A check of one's own that forgets the cohort's size.
     made = _own(check=lambda self, deployment: None)
     object.__setattr__(made, "noise_site", "client")
     with pytest.raises(ValueError, match="needs sampling='fixed_size'"):
-        made.bind(Deployment(clients_per_round=3, sampling="poisson"))
+        made.bind(PrivacyContext(clients_per_round=3, sampling="poisson"))
 
 
 def test_a_central_mean_knows_no_weights():
@@ -188,7 +188,7 @@ def test_a_central_mean_knows_no_weights():
 
     weighting = tfdp_fl.ClientWeighting(cap=1.0, mean_weight=0.5)
     query = _own(mean=mean).bind(
-        Deployment(clients_per_round=4, client_weighting=weighting)
+        PrivacyContext(clients_per_round=4, client_weighting=weighting)
     )
     state = query.begin_round(query.initial_global_state(), 5.0, 4.0)
     total = query.initial_sample_state([tf.zeros([2])])

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.mechanisms import references, rounds, statistics
-from tfdp_fl.mechanisms import Deployment, median_clipping, noise
+from tfdp_fl.mechanisms import PrivacyContext, median_clipping, noise
 
 _WIDE = [[100, 100], [100, 100], [5000]]
 
@@ -25,7 +25,7 @@ def test_an_empty_cohort_keeps_the_last_median():
     # One of two clients is not to set it.
     for sizes in (2, (5, 2)):
         with pytest.raises(ValueError, match="clients_per_round must be at least 3"):
-            query.mechanism.check(Deployment(clients_per_round=sizes, rounds=2))
+            query.mechanism.check(PrivacyContext(clients_per_round=sizes, rounds=2))
     state = rounds.run_round(query, state, rounds.updates_with_norms([3.0])).next_state
     (template,) = rounds.zero_updates(1, _WIDE)
     options = {"noise_multiplier": 1.0, "clients_per_round": 4, "template": template}
@@ -79,7 +79,7 @@ def test_every_answer_has_noise_of_its_own():
 
 @pytest.mark.parametrize("z, z_median", [(1.0, 1.0), (0.7, 3.0), (5.0, 0.5)])
 def test_a_private_median_is_composed_into_the_round(z, z_median):
-    deployment = Deployment(clients_per_round=5)
+    deployment = PrivacyContext(clients_per_round=5)
     event = _mechanism(z_median, z).round_event(0, deployment)
     assert event.noise_multiplier == pytest.approx((z**-2 + z_median**-2) ** -0.5)
     assert "exact_median" not in _mechanism(z_median, z).caveats()

@@ -6,12 +6,12 @@ import tensorflow as tf
 import tfdp_fl
 from tests.mechanisms import references, rounds, statistics
 from tfdp_fl import algorithm
-from tfdp_fl.mechanisms import Deployment
+from tfdp_fl.mechanisms import PrivacyContext
 
 _WIDE = [[150, 150], [150, 150], [5000]]
 # T = 10 is below sqrt(N) L = 40: no noise before broadcast. T = 100 is above.
-_SHORT = Deployment(clients_per_round=4, num_clients=100, rounds=10)
-_LONG = Deployment(clients_per_round=4, num_clients=100, rounds=100, min_examples=7)
+_SHORT = PrivacyContext(clients_per_round=4, num_clients=100, rounds=10)
+_LONG = PrivacyContext(clients_per_round=4, num_clients=100, rounds=100, min_examples=7)
 
 
 def _mechanism(epsilon=10.0, constant=1.0, weight_clip=0.5):
@@ -86,7 +86,7 @@ def test_else_the_mean_is_only_clipped_element_by_element(value):
 def test_what_the_noise_depends_on_must_be_known(name):
     known = {"rounds": 100, "num_clients": 100, "min_examples": 3, name: None}
     with pytest.raises(ValueError, match=name):
-        _mechanism().bind(Deployment(clients_per_round=4, **known))
+        _mechanism().bind(PrivacyContext(clients_per_round=4, **known))
     _mechanism().bind(_SHORT)  # Where no noise is due.
 
 

@@ -51,6 +51,6 @@ def test_all_of_a_client_in_one_layer_is_within_s():
     query, state = rounds.bound(mechanism)
     begun = query.begin_round(state, 1.0, 8.0)
     huge = [tf.fill(shape, 1e18) for shape in rounds.SHAPES]
-    one = query.clip(query.derive_sample_params(begun), huge, rounds.Client())
+    one = query.clip(query.derive_sample_params(begun), huge, rounds.ClientContext())
     assert np.linalg.norm(rounds.flat(one.update)) == pytest.approx(_S, rel=1e-5)
     assert not one.discarded

@@ -5,8 +5,8 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.mechanisms import references, rounds, statistics
-from tfdp_fl._on_use import tfp
-from tfdp_fl.mechanisms import Deployment, noise
+from tfdp_fl._lazy_tf import tfp
+from tfdp_fl.mechanisms import PrivacyContext, noise
 
 _WIDE = [[100, 100], [100, 100], [5000]]
 _G = dp_accounting.GaussianDpEvent
@@ -114,7 +114,7 @@ def test_a_query_whose_noise_shrinks_is_charged_what_it_reports():
     query = Shrinking(None)
     declared = dp_accounting.GaussianDpEvent(0.9)
     mechanism = tfdp_fl.QueryMechanism(query=query, dp_event=declared)
-    where = Deployment(clients_per_round=8, shapes=((1000,),), num_variables=1)
+    where = PrivacyContext(clients_per_round=8, shapes=((1000,),), num_variables=1)
     bound = mechanism.bind(where)
     state = bound.initial_global_state()
     charged = []
@@ -194,7 +194,7 @@ def test_an_event_that_costs_less_is_refused(query, event, message):
             pytest.skip(f"TF-Privacy needs {error.name} for this query.")
     if message is None:
         mechanism = _mechanism(query, event)
-        assert mechanism.round_event(3, Deployment(clients_per_round=8)) == event
+        assert mechanism.round_event(3, PrivacyContext(clients_per_round=8)) == event
     else:
         with pytest.raises(ValueError, match=message):
             _mechanism(query, event)
@@ -237,7 +237,7 @@ _ZEROS = "must take tensors of zeros of the model's shapes"
 def test_what_cannot_be_tried_before_is_tried_when_it_is_bound(
     mechanism, shapes, message
 ):
-    deployment = Deployment(clients_per_round=8, num_variables=2, shapes=shapes)
+    deployment = PrivacyContext(clients_per_round=8, num_variables=2, shapes=shapes)
     if message is None:
         mechanism.bind(deployment)
     else:

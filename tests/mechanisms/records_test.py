@@ -14,7 +14,7 @@ from tests.engine import cohorts
 from tests.mechanisms import rounds
 from tfdp_fl import algorithm, mechanisms
 from tfdp_fl.mechanisms import records
-from tfdp_fl.mechanisms.contribution import Contribution, Deployment
+from tfdp_fl.mechanisms.contribution import Contribution, PrivacyContext
 
 _FIXED = tfdp_fl.FixedClipping(clip_norm=0.3, noise_multiplier=1.0)
 
@@ -43,7 +43,7 @@ class _Own(mechanisms.Mechanism):
         scale = self.longer * tf.minimum(1.0, round.clip_norm / norm)
         return -scale if self.negative else scale
 
-    def sums_of(self, norm, round):
+    def side_statistics(self, norm, round):
         return {"side": tf.zeros_like(norm) + 0.5 + self.outside}
 
     def contribution_of_norm(self, norm, usable, round):
@@ -93,7 +93,7 @@ def test_more_than_is_declared_counts_as_nothing(overrides, more):
 
 
 def test_a_cost_is_derived_from_bounds_and_noise():
-    where = Deployment(clients_per_round=8)
+    where = PrivacyContext(clients_per_round=8)
     event = _Own().round_event(0, where)
     # (S / (z S))^2 + (0.5 / 5)^2.
     assert event.noise_multiplier == pytest.approx((1 + 0.1**2) ** -0.5)
@@ -105,7 +105,7 @@ def test_a_cost_is_derived_from_bounds_and_noise():
     with pytest.raises(tf.errors.InvalidArgumentError, match="adds less noise"):
         rounds.run_round(query, done.next_state, updates, noise_multiplier=1.0)
     with pytest.raises(TypeError, match="must declare side_bounds"):
-        type("Old", (mechanisms.Mechanism,), {"released_sums": ("side",)})
+        type("Old", (mechanisms.Mechanism,), {"side_names": ("side",)})
 
 
 def test_nothing_is_broadcast_into_a_sum():

@@ -6,14 +6,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import algorithm
-from tfdp_fl.mechanisms import Client, Deployment
+from tfdp_fl.mechanisms import ClientContext, PrivacyContext
 from tfdp_fl.mechanisms import records as records_lib
 
 SHAPES = ([3, 4], [4], [4, 2], [2])
 
 
 # What a round gave; `total` is the sum of the records.
-Round = collections.namedtuple("Round", "mean total state next_state records")
+RoundState = collections.namedtuple("Round", "mean total state next_state records")
 
 
 def updates_with_norms(norms, shapes=SHAPES, seed: int = 0):
@@ -29,7 +29,7 @@ def updates_with_norms(norms, shapes=SHAPES, seed: int = 0):
 
 def bound(mechanism, clients_per_round=8, **where):
     """Returns a mechanism's query, and the state before its first round."""
-    query = mechanism.bind(Deployment(clients_per_round=clients_per_round, **where))
+    query = mechanism.bind(PrivacyContext(clients_per_round=clients_per_round, **where))
     return query, query.initial_global_state()
 
 
@@ -49,7 +49,7 @@ def run_round(
     windows=None,
     template=None,
     charged=None,
-) -> Round:
+) -> RoundState:
     """Runs the methods in the order that `mechanism.py` gives."""
     m = len(updates) if clients_per_round is None else clients_per_round
     template = tf.nest.map_structure(tf.constant, template or updates[0])
@@ -63,12 +63,12 @@ def run_round(
     total, records = query.initial_sample_state(template), []
     for k, update in enumerate(updates):
         told = [each and tf.constant(each[k]) for each in (num_examples, windows)]
-        client = Client(*told)
+        client = ClientContext(*told)
         records.append(algorithm.make_record(query, params, update, client))
         total = records_lib.add(total, records[-1])
     mean, next_state = algorithm.release(query, total, state, charged)
     mean = [np.asarray(v) for v in mean]
-    return Round(mean, total, state, next_state, records)
+    return RoundState(mean, total, state, next_state, records)
 
 
 def assert_close(tensors, expected, **tolerances) -> None:

@@ -36,7 +36,7 @@ class SmoothClipping(mechanisms.Mechanism):
         squared = norm**2 + round.clip_norm**2
         return round.clip_norm * tf.math.rsqrt(squared)
 
-    def sums_of(self, norm, round):
+    def side_statistics(self, norm, round):
         return {"length": tf.minimum(norm / round.clip_norm, 1.0)}
 
     def noise_stddevs(self, round, deployment) -> dict[str, Any]:

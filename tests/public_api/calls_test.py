@@ -25,7 +25,7 @@ from tests.accounting.charges import charge
 from tests.flower import flower_messages as fm
 from tests.keras import toy
 from tfdp_fl import accounting, datasets
-from tfdp_fl._on_use import tfp
+from tfdp_fl._lazy_tf import tfp
 
 _FIXED = {"clip_norm": 1.0, "noise_multiplier": 1.0}
 _LOCAL = {"epsilon": 5.0, "delta": 1e-3}

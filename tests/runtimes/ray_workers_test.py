@@ -244,7 +244,7 @@ def test_the_clip_holds_for_data_that_an_adversary_would_choose(workers, name):
     with policy(name):
         model = clip_attack_test.network(400, (128,))
         federated = tfdp_fl.DPFederatedModel(
-            *(model, _fixed(clip_norm=clip), 1, "fixed_size"), num_replicas=1
+            *(model, _fixed(clip_norm=clip), 1, "fixed_size"), max_parallel_clients=1
         )
         loss = tf.keras.losses.BinaryCrossentropy(from_logits=True)
         federated.compile(tf.keras.optimizers.SGD(50.0), loss)

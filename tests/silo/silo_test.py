@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.silo import hospital
-from tfdp_fl import _storage, accounting, keras_versions, silo
+from tfdp_fl import _files, accounting, keras_versions, silo
 from tfdp_fl.accounting import ledger
 from tfdp_fl.keras import checkpoint
 from tfdp_fl.silo import directory as directory_lib
@@ -438,7 +438,7 @@ def _states(one, act, path, into):
             (str(each), each.stat().st_size, each.stat().st_mtime_ns)
             for each in path.rglob("*")
             # (One that is not whole yet is nothing to whoever comes next.)
-            if not each.name.startswith(_storage.TEMPORARY)
+            if not each.name.startswith(_files.TEMPORARY)
         )
         if listing != seen[0]:
             seen[0] = listing
@@ -532,7 +532,8 @@ def test_a_damaged_checkpoint_costs_a_round_and_says_so(tmp_path):
 def test_the_statement_answers_a_privacy_officer(tmp_path):
     one = hospital.silo(tmp_path / "state")
     one.train(one.get_weights())
-    text = one.privacy_statement()
+    assert max(map(len, one.privacy_statement().splitlines())) <= 80
+    text = " ".join(one.privacy_statement().split())
     epsilon = one.privacy_statement(format="dict")["epsilon"]
     double = accounting.upwards(2 * epsilon)
     for said in (

@@ -80,7 +80,7 @@ def test_of_adaptive_local_noise(xla):
     mechanism = tfdp_fl.AdaptiveLocalDP(
         epsilon=1.0, delta=1e-3, clipping_radius=_S, **published
     )
-    options = {"jit_compile": xla, "num_replicas": 1 + xla}
+    options = {"jit_compile": xla, "max_parallel_clients": 1 + xla}
     made = noise_test.model(_WIDTH)
     rounds, _ = noise_test.train(mechanism, 1, made, options=options)
     stddev = 2 * _S * math.sqrt(2 * math.log(1.25 / 1e-3)) / _M**0.5

@@ -19,15 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from tfdp_fl import _interrupts, _validate
+from tfdp_fl import _signals, _validate
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger
 from tfdp_fl.accounting.accountant import PrivacyAccountant
 from tfdp_fl.accounting.budget import BudgetExceededError, PrivacyBudget
 from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
 from tfdp_fl.accounting.rounding import upwards
+from tfdp_fl.terms import Guarantee
 
-CENTRAL, LOCAL, RECORD, NONE = "central", "local", "record", "none"
+CENTRAL, LOCAL, RECORD, NONE = Guarantee
 # Guarantees that are composed for each client.
 BY_CLIENT = (LOCAL, RECORD)
 
@@ -424,7 +425,7 @@ class PrivacyAccount:
         )
         with (
             # Broken off between, a ledger could have a line that memory has not.
-            _interrupts.after_the_block(),
+            _signals.defer_signals(),
             self._charge_lock,
             contextlib.ExitStack() as stack,
         ):

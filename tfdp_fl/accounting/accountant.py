@@ -20,6 +20,7 @@ from tfdp_fl import _validate
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import curves, gaussian, private_selection
 from tfdp_fl.accounting.private_selection import BestOfTrialsDpEvent
+from tfdp_fl.terms import Sampling
 
 # PLD takes a second or two for each further kind of round. Of more than a few kinds it
 # is computed in coarse cells only, and of more than these not at all.
@@ -190,7 +191,7 @@ class PrivacyAccountant:
         if charge.pass_offset is None or charge.partition is None:
             return weight
         key, start = _pass_key(charge), charge.pass_offset
-        is_allocated = charge.sampling == "random_allocation"
+        is_allocated = charge.sampling == Sampling.RANDOM_ALLOCATION
         stop = start + (1 if is_allocated else charge.clients_per_round)
         cost, before = self._passes.get(key, (0.0, ()))
         now = (*before, (start, stop, weight))
@@ -246,7 +247,7 @@ class PrivacyAccountant:
         def unsampled(charge: charge_lib.RoundCharge) -> charge_lib.RoundCharge:
             event = _unsampled(charge_lib.event_to_json(charge.event))
             size = charge.clients_per_round
-            if charge.sampling == "random_allocation":
+            if charge.sampling == Sampling.RANDOM_ALLOCATION:
                 # To who knows the rounds, a client's is the place in a known order.
                 order = f"{charge.partition} {charge.rounds_per_pass}"
                 return dataclasses.replace(
@@ -422,7 +423,7 @@ class PrivacyAccountant:
 
 
 def _is_allocated(charge: charge_lib.RoundCharge) -> bool:
-    return charge.sampling == "random_allocation" and charge.is_amplified
+    return charge.sampling == Sampling.RANDOM_ALLOCATION and charge.is_amplified
 
 
 def _whole_pass(
@@ -508,7 +509,8 @@ def select_accountant(charges: Iterable[charge_lib.RoundCharge]) -> str:
         any(charge.noise_multiplier is None for charge in kinds)
         or num_kinds > _FEW_KINDS
         or any(
-            charge.sampling == "fixed_size" and charge.sampling_probability >= 0.5
+            charge.sampling == Sampling.FIXED_SIZE
+            and charge.sampling_probability >= 0.5
             for charge in amplified
         )
     )

@@ -13,18 +13,19 @@ from typing import TYPE_CHECKING, Any, cast
 import attr
 import dp_accounting
 
-from tfdp_fl import _storage, _validate, schedules
+from tfdp_fl import _files, _validate, schedules
 from tfdp_fl.accounting import gaussian, schema
 from tfdp_fl.accounting.known_selection import KnownSelectionDpEvent
 from tfdp_fl.accounting.private_selection import BestOfTrialsDpEvent
 from tfdp_fl.accounting.random_allocation import RandomAllocationDpEvent
+from tfdp_fl.terms import Sampling
 
 if TYPE_CHECKING:
     from typing import Self
 
 SAMPLINGS = ("poisson", "fixed_size", "random_allocation", "shuffled", "cyclic")
 # How clients came where nobody drew them: as they liked, so many rounds apart.
-SEPARATED = "separated"
+SEPARATED = Sampling.SEPARATED
 # Those that make a round cheaper than its event.
 _AMPLIFIED = ("poisson", "fixed_size", "random_allocation")
 # Those whose cost is known of Gaussians alone.
@@ -108,17 +109,17 @@ class Participation:
         n = _validate.positive_integer(num_clients=self.num_clients)
         m = _validate.positive(clients_per_round=self.clients_per_round)
         fractional = self.sampling in OF_ANY_SIZE
-        if self.sampling != "poisson":
+        if self.sampling != Sampling.POISSON:
             m = checked_size(m, n, fractional)
-        if self.known_selection and self.sampling != "fixed_size":
+        if self.known_selection and self.sampling != Sampling.FIXED_SIZE:
             raise ValueError(
                 "known_selection must be False but for fixed_size sampling, got "
                 f"{self.sampling} sampling."
             )
         place = {"pass_index": self.pass_index, "pass_offset": self.pass_offset}
         place = {name: each for name, each in place.items() if each is not None}
-        in_passes = self.sampling in ("shuffled", "random_allocation")
-        named = in_passes or self.sampling == "cyclic"
+        in_passes = self.sampling in (Sampling.SHUFFLED, Sampling.RANDOM_ALLOCATION)
+        named = in_passes or self.sampling == Sampling.CYCLIC
         if (
             len(place) == 1
             or (place and not in_passes)
@@ -131,7 +132,7 @@ class Participation:
                 f"{self.sampling} sampling."
             )
         if self.group is not None:
-            if self.sampling != "cyclic":
+            if self.sampling != Sampling.CYCLIC:
                 raise ValueError(
                     f"group must be None but for cyclic sampling, got {self.group!r}."
                 )
@@ -141,7 +142,7 @@ class Participation:
             object.__setattr__(self, name, value)
         object.__setattr__(self, "num_clients", n)
         object.__setattr__(self, "clients_per_round", m)
-        if self.sampling == "random_allocation" and (
+        if self.sampling == Sampling.RANDOM_ALLOCATION and (
             (self.pass_offset or 0) >= self.rounds_per_pass
         ):
             raise ValueError(
@@ -159,7 +160,7 @@ class Participation:
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(Participation)
         }
-        if self.sampling == "cyclic":
+        if self.sampling == Sampling.CYCLIC:
             fields["partition"] = fields["group"] = None
         return RoundCharge(**fields, event=event)
 
@@ -173,7 +174,7 @@ class Participation:
         """The ratio m/N, at most 1; 1 where no amplification is claimed."""
         if self.sampling not in _AMPLIFIED:
             return 1.0
-        if self.sampling == "random_allocation":
+        if self.sampling == Sampling.RANDOM_ALLOCATION:
             return 1 / self.rounds_per_pass
         return min(1.0, self.clients_per_round / self.num_clients)
 
@@ -185,7 +186,7 @@ class Participation:
     @property
     def draws_depend_on_each_other(self) -> bool:
         """Whether who failed tells who else was drawn: for cohorts of a fixed size."""
-        return self.sampling == "fixed_size" and self.is_amplified
+        return self.sampling == Sampling.FIXED_SIZE and self.is_amplified
 
     @property
     def charge_if_abandoned(self) -> bool:
@@ -206,10 +207,10 @@ class Participation:
     def to_json(self) -> str:
         """Returns all of it as one line of JSON, exact to the last bit."""
         fields = {
-            field.name: _storage.plain(getattr(self, field.name), event_to_json)
+            field.name: _files.plain(getattr(self, field.name), event_to_json)
             for field in dataclasses.fields(self)
         }
-        return _storage.canonical(
+        return _files.canonical(
             {
                 name: value
                 for name, value in fields.items()
@@ -272,7 +273,7 @@ class RoundCharge(Participation):
     @property
     def sensitivity(self) -> float:
         """How far one client moves the clipped sum, in clip norms."""
-        return 2.0 if self.sampling == "fixed_size" else 1.0
+        return 2.0 if self.sampling == Sampling.FIXED_SIZE else 1.0
 
     def dp_event(self, accountant: str = "rdp") -> dp_accounting.DpEvent:
         """Returns the event that dp_accounting charges for this round.
@@ -307,7 +308,7 @@ class RoundCharge(Participation):
         if self.known_selection and self.is_amplified:
             one = dp_accounting.GaussianDpEvent(cast(float, z) / self.sensitivity)
             return KnownSelectionDpEvent(self.sampling_probability, one)
-        if self.sampling == "fixed_size":
+        if self.sampling == Sampling.FIXED_SIZE:
             z = cast(float, z)  # Anything else was refused when it was made.
             if accountant == "pld":
                 return dp_accounting.TruncatedSubsampledGaussianDpEvent(
@@ -320,7 +321,7 @@ class RoundCharge(Participation):
             )
         if not self.is_amplified:
             return event
-        if self.sampling == "random_allocation":
+        if self.sampling == Sampling.RANDOM_ALLOCATION:
             return RandomAllocationDpEvent(self.rounds_per_pass, event)
         return dp_accounting.PoissonSampledDpEvent(self.sampling_probability, event)
 
@@ -551,10 +552,10 @@ def event_to_json(event: dp_accounting.DpEvent) -> dict[str, Any]:
             f"lists, got {event!r}."
         )
     fields = {
-        field.name: _storage.plain(getattr(event, field.name), event_to_json)
+        field.name: _files.plain(getattr(event, field.name), event_to_json)
         for field in attr.fields(kind)
     }
-    if "NaN" in _storage.canonical(fields):
+    if "NaN" in _files.canonical(fields):
         raise ValueError("event must not hold NaN.")
     if kind is dp_accounting.GaussianDpEvent:
         z = fields["noise_multiplier"]

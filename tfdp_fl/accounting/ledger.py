@@ -37,12 +37,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tfdp_fl
-from tfdp_fl import _interrupts, _storage, _validate
+from tfdp_fl import _files, _signals, _validate
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import gaussian
 from tfdp_fl.accounting.accountant import PrivacyAccountant
 from tfdp_fl.accounting.budget import BudgetExceededError, PrivacyBudget
 from tfdp_fl.accounting.rounding import upwards
+from tfdp_fl.terms import Guarantee
 
 FORMAT = "tfdp_fl privacy ledger 3"
 _GENESIS = "0" * 64
@@ -183,7 +184,7 @@ class LedgerContents:
         """
         guarantee = self.header.get("mechanism", {}).get("guarantee")
         charges = [entry.charge for entry in self.entries]
-        if guarantee in ("local", "record") or set(charges) == {None}:
+        if guarantee in (Guarantee.LOCAL, Guarantee.RECORD) or set(charges) == {None}:
             return self.local_epsilon(delta)
         if None in charges:
             return math.inf
@@ -306,7 +307,7 @@ class PrivacyLedger:
                 f"hash {expected_head}."
             )
         try:
-            with _interrupts.after_the_block():  # What is open can be closed.
+            with _signals.defer_signals():  # What is open can be closed.
                 self._descriptor = os.open(self._place, flags, 0o600)
         except FileExistsError:
             raise FileExistsError(
@@ -340,7 +341,7 @@ class PrivacyLedger:
                 self._header = header
                 # The folder may be written but not read.
                 with contextlib.suppress(PermissionError):
-                    _storage.sync_folder(os.path.dirname(self._place))
+                    _files.sync_folder(os.path.dirname(self._place))
         except BlockingIOError:
             self.close()
             raise LedgerInUseError(
@@ -427,13 +428,13 @@ class PrivacyLedger:
             "charge": charge and json.loads(charge.to_json()),
             "local": local and checked_local(local, charge),
             "time": "" if "search" in details else _now(),
-            "details": _storage.plain(details, _refuse),
+            "details": _files.plain(details, _refuse),
         }
         entry = _entry(body)
         with self.lock:
             if budget is not None:
                 self._ask(budget, entry)
-            with _interrupts.after_the_block():
+            with _signals.defer_signals():
                 # Else a line could be on the disk of which this object does not know.
                 self._head = self._append(body)
                 self._entries.append(dataclasses.replace(entry, line_hash=self._head))
@@ -453,7 +454,7 @@ class PrivacyLedger:
           LedgerError: As in `record`.
         """
         body = {"kind": "ended", "run": _checked_run(run), "digest": digest}
-        with self.lock, _interrupts.after_the_block():
+        with self.lock, _signals.defer_signals():
             self._head = self._append(body)
             self._ended[run] = digest
 
@@ -461,7 +462,11 @@ class PrivacyLedger:
         """Raises BudgetExceededError if one more round would pass the budget."""
         guarantee = self._header.get("mechanism", {}).get("guarantee")
         is_central = all(each.is_central for each in (*self._entries, entry))
-        if guarantee not in ("local", "record") and is_central and entry.charge:
+        if (
+            guarantee not in (Guarantee.LOCAL, Guarantee.RECORD)
+            and is_central
+            and entry.charge
+        ):
             if self._central is None:
                 self._central = self._read().accountant()
             after = self._central.with_charges(entry.charge)
@@ -813,5 +818,5 @@ def checked_local(
 def line_after(head: str, body: dict[str, Any]) -> tuple[bytes, str]:
     """Returns the line that says this after one with the hash `head`, and its hash."""
     body = {**body, "previous": head}
-    digest = hashlib.sha256(_storage.canonical(body).encode()).hexdigest()
-    return _storage.canonical({**body, "hash": digest}).encode(), digest
+    digest = hashlib.sha256(_files.canonical(body).encode()).hexdigest()
+    return _files.canonical({**body, "hash": digest}).encode(), digest

@@ -15,6 +15,7 @@ from tfdp_fl import _validate, schedules
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting.accountant import Charges, PrivacyAccountant
 from tfdp_fl.accounting.rounding import upwards
+from tfdp_fl.terms import Sampling
 
 # Nobody trains longer; without it a free mechanism would never stop.
 _MOST_ROUNDS = 1 << 40
@@ -43,11 +44,11 @@ def _planned(
             _validate.non_negative(noise_multiplier=z)
         )
         count = rounds if constant else 1
-        if sampling == "shuffled":
+        if sampling == Sampling.SHUFFLED:
             place: dict[str, Any] = {**cohorts.place(t), "partition": "planned"}
             # The first round of a pass costs as much as all of it.
             count = -(-count // -(-num_clients // place["clients_per_round"]))
-        elif sampling == "random_allocation":
+        elif sampling == Sampling.RANDOM_ALLOCATION:
             place = passes.place(t)
             size, begin = place["clients_per_round"], place["pass_index"]
             z_of_pass = schedules.value_at(noise_multiplier, begin, "noise_multiplier")

@@ -12,8 +12,9 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tfdp_fl import _storage, _validate
+from tfdp_fl import _files, _validate
 from tfdp_fl.accounting import charge, rounding
+from tfdp_fl.terms import Guarantee
 
 if TYPE_CHECKING:
     import jinja2
@@ -44,7 +45,7 @@ def add_caveats(sentences: Mapping[str, str]) -> None:
             )
 
 
-GUARANTEES = ("central", "local", "record", "none")
+GUARANTEES = tuple(Guarantee)
 FORMATS = ("text", "dict")
 
 # What a sampling has to have said of it, where the guarantee is central.
@@ -175,22 +176,26 @@ def privacy_statement(
         paragraphs.append(
             "To be read with it: " + " ".join(content["caveats"].values())
         )
-    wrap = functools.partial(
-        textwrap.fill, width=80, break_long_words=False, break_on_hyphens=False
-    )
     return "\n\n".join(wrap(paragraph) for paragraph in paragraphs if paragraph)
+
+
+def wrap(paragraph: str) -> str:
+    """Returns a paragraph in lines of at most 80 characters."""
+    return textwrap.fill(
+        paragraph, width=80, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
     values = {name: _value(getattr(facts, name), delta) for name in _EPSILONS}
-    local = facts.guarantee in ("local", "record")
+    local = facts.guarantee in (Guarantee.LOCAL, Guarantee.RECORD)
     used = ("epsilon_local",) if local else ("epsilon_pld", "epsilon_rdp")
     stated = [value for name in used if (value := values[name]) is not None]
     # Both accountants give upper bounds: the lower one holds.
     best = min(stated, default=math.inf)
-    if facts.guarantee == "none":
+    if facts.guarantee == Guarantee.NONE:
         best = math.inf
-    central = facts.guarantee == "central" and math.isfinite(best)
+    central = facts.guarantee == Guarantee.CENTRAL and math.isfinite(best)
     known = values["epsilon_if_participation_is_known"] if central else None
     if central and facts.sampling not in _SECRET:
         known = best
@@ -208,8 +213,8 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
         "has_guarantee": math.isfinite(best),
         "relation": relation.name,
         "delta": delta,
-        "epsilon": _storage.finite(best),
-        **{name: _storage.finite(value) for name, value in values.items()},
+        "epsilon": _files.finite(best),
+        **{name: _files.finite(value) for name, value in values.items()},
         "populations": populations,
         "clients_per_round": _range(facts.clients_per_round),
         "cohort_sizes": _range(facts.cohort_sizes),
@@ -258,7 +263,7 @@ def _implied_caveats(
         *of_guarantee.get(facts.guarantee, _CAVEATS_OF_SAMPLING[facts.sampling]),
     ]
     protected, usual = max(populations), "delta_not_below_one_over_n"
-    if facts.guarantee == "record":
+    if facts.guarantee == Guarantee.RECORD:
         protected = facts.num_records or 0
         usual = "delta_not_below_one_over_records"
     if delta * protected >= 1:

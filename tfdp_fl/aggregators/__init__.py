@@ -19,7 +19,7 @@ from tfdp_fl.aggregators.mechanism_factory import (
 from tfdp_fl.aggregators.state import (
     AggregatorState,
     RoundHistory,
-    accountable_state,
+    accounted_state,
     with_cohort,
 )
 
@@ -38,7 +38,7 @@ __all__ = [
     "QueryFactory",
     "RoundHistory",
     "WeightsFactory",
-    "accountable_state",
+    "accounted_state",
     "factory_of",
     "from_mechanism",
     "with_cohort",

@@ -246,7 +246,7 @@ def create_make_record(
     value_type = client_types[0]
 
     def preprocess(params, value, *weight):
-        client = [contribution.Client(num_examples=number) for number in weight]
+        client = [contribution.ClientContext(num_examples=number) for number in weight]
         tensors = to_list(value)
         record = algorithm.make_record(query, params, tensors, *client)
         fields = collections.OrderedDict(record._asdict())
@@ -288,7 +288,7 @@ def _create_release(
             tf.round(scalars.pop("cohort_size")),
             query_state.clients_per_round,
             scalars["weight"],
-            query.largest_norm(query_state),
+            query.l2_norm_bound(query_state),
             query.noise_shares(query_state) if plan.limits else None,
         )
         update = to_list(total["update"]) if packed else total["update"]

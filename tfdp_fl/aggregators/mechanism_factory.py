@@ -16,6 +16,7 @@ from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.aggregators import cohort_process, state
 from tfdp_fl.mechanisms import contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
+from tfdp_fl.terms import Guarantee
 
 _SAMPLINGS = (*charge_lib.SAMPLINGS, charge_lib.SEPARATED)
 # A secure sum rounds each number to a grid of so many steps between its bounds.
@@ -54,7 +55,7 @@ class BoundFactory:
             `num_clients`, so that a mean is divided by N / floor(N/m)),
             "shuffled", "cyclic", "separated"
             (clients come as they like), or None if unknown.
-          **numbers: Of `Deployment`: `num_clients`, `rounds` (planned; a local
+          **numbers: Of `PrivacyContext`: `num_clients`, `rounds` (planned; a local
             mechanism's budget and callables need it), `min_examples` and
             `max_participations` of one client; None if unknown. The last is not
             enforced here: TFF hands over clients without names.
@@ -106,10 +107,10 @@ class BoundFactory:
             )
         self._is_scheduled = bool(planned)
         # Of correlated noise it is counted by groups, unless it is declared.
-        central = mechanism.guarantee == "central"
+        central = mechanism.guarantee == Guarantee.CENTRAL
         if numbers.get("max_participations") is None and not central:
             numbers["max_participations"] = mechanism.max_participations
-        self.deployment = contribution.Deployment(
+        self.deployment = contribution.PrivacyContext(
             clients_per_round=clients,
             sampling=sampling,
             rounds=min(planned) if rounds is None and planned else rounds,
@@ -128,7 +129,7 @@ class BoundFactory:
         }
         event = mechanism.round_event(0, self.deployment)
         # A state may come to its later rounds without the first ones of this plan.
-        self._has_price = mechanism.guarantee == "central" and (
+        self._has_price = mechanism.guarantee == Guarantee.CENTRAL and (
             not isinstance(event, dp_accounting.NonPrivateDpEvent)
             or max(state.distinct(self._noise)) > 0
         )
@@ -260,7 +261,7 @@ class BoundFactory:
                 )
         return rounding
 
-    def _limits(self, deployment: contribution.Deployment) -> dict[str, float]:
+    def _limits(self, deployment: contribution.PrivacyContext) -> dict[str, float]:
         """Returns `RoundPlan.limits`, which only noise of clients has.
 
         Each client's noise is but a share: what a secure sum cuts off of the shares
@@ -269,7 +270,7 @@ class BoundFactory:
         if not (self._has_price and self.mechanism.needs_exact_cohort):
             return {}
         m, clip = deployment.cohort_size(0), self.mechanism.first_clip_norm()
-        first = contribution.Round(clip, self.mechanism.noise_multiplier_at(0), m)
+        first = contribution.RoundState(clip, self.mechanism.noise_multiplier_at(0), m)
         limits = {}
         for name, stddev in self.mechanism.noise_stddevs(first, deployment).items():
             of_update = name == "update"
@@ -314,7 +315,7 @@ def largest_rounding(factory: Any, num_elements: int) -> float:
     lower, upper = bounds_of(factory)
     if not lower <= 0 <= upper:
         return math.inf  # A client that hands in nothing counts as a bound.
-    # Bounds that move make a state, which `accountable_state` refuses.
+    # Bounds that move make a state, which `accounted_state` refuses.
     width = 0.0 if upper == math.inf else upper - lower
     return math.sqrt(num_elements) * width / _STEPS
 

@@ -14,10 +14,11 @@ import tensorflow as tf
 import tensorflow_federated as tff
 from scipy import stats
 
-from tfdp_fl import _storage, _validate, sampling, schedules
+from tfdp_fl import _files, _validate, sampling, schedules
 from tfdp_fl.accounting import charge
 from tfdp_fl.mechanisms import contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
+from tfdp_fl.terms import Guarantee, Sampling
 
 # One number for all rounds, or one for each.
 Table: TypeAlias = float | tuple[float, ...]
@@ -71,13 +72,13 @@ def history_kind(mechanism: mechanism_lib.Mechanism) -> dict[str, Any]:
         "guarantee": mechanism.guarantee,
         "caveats": list(mechanism.all_caveats()),
         "noise_site": mechanism.noise_site,
-        "must_not_change": mechanism.memory_key(),
+        "static_config": mechanism.state_fingerprint(),
     }
 
 
 def history_line(
     mechanism: mechanism_lib.Mechanism,
-    deployment: contribution.Deployment,
+    deployment: contribution.PrivacyContext,
     round_index: int,
     sum_changed: bool = False,
     enlarged: float = 1.0,
@@ -96,13 +97,13 @@ def history_line(
         "num_clients": deployment.num_clients,
         "clients_per_round": deployment.cohort_size(round_index),
     }
-    if mechanism.guarantee in ("local", "record"):
+    if mechanism.guarantee in (Guarantee.LOCAL, Guarantee.RECORD):
         line["mu_squared"] = float(mechanism.mu_squared(deployment))
         line["sum_changed"] = sum_changed
     else:
         event = charge.normalised(mechanism.round_event(round_index, deployment))
         line["event"], line["enlarged"] = charge.event_to_json(event), enlarged
-    return _storage.canonical(line)
+    return _files.canonical(line)
 
 
 def tabulated(
@@ -317,7 +318,7 @@ def _holds_mechanism(state: Any) -> bool:
     return any(map(_holds_mechanism, state))
 
 
-def accountable_state(state: Any) -> AggregatorState:
+def accounted_state(state: Any) -> AggregatorState:
     """Returns the mechanism's state, if all of a state can be accounted for.
 
     Known are the states of `tff.learning`'s federated averaging whose
@@ -366,7 +367,7 @@ def with_cohort(state: Any, cohort: sampling.Cohort) -> Any:
     A round whose cohort is not said is charged as if every client had been in it.
 
     Args:
-      state: A state that `accountable_state` takes.
+      state: A state that `accounted_state` takes.
       cohort: What a sampler of `tfdp_fl.sampling` drew. Again the same one changes
         nothing.
 
@@ -374,7 +375,7 @@ def with_cohort(state: Any, cohort: sampling.Cohort) -> Any:
       RuntimeError: The cohort was in a round of this state already, or the state has
         one of a fixed size that was not released: it cannot be abandoned.
     """
-    found = accountable_state(state)
+    found = accounted_state(state)
     _validate.instance_of(sampling.Cohort, cohort=cohort)
     rounds, since = found.history.cohorts()
     if any(each["draw_id"] == cohort.draw_id for part in rounds for each in part):
@@ -386,7 +387,7 @@ def with_cohort(state: Any, cohort: sampling.Cohort) -> Any:
         return state
     for each in since:
         before = charge.Participation.from_json(each["participation"])
-        spared = before.sampling != "fixed_size" or before.charge_if_abandoned
+        spared = before.sampling != Sampling.FIXED_SIZE or before.charge_if_abandoned
         if before.is_amplified and not spared:
             raise RuntimeError(
                 "cohort must be the one that the state was given before, of a fixed "
@@ -399,7 +400,7 @@ def with_cohort(state: Any, cohort: sampling.Cohort) -> Any:
         "draw_id": cohort.draw_id,
     }
     attempts = tf.constant(found.history.attempts, tf.string)
-    added = tf.concat([attempts, [_storage.canonical(line)]], axis=0)
+    added = tf.concat([attempts, [_files.canonical(line)]], axis=0)
     found = found._replace(history=found.history._replace(attempts=added))
     if isinstance(state, tff.learning.templates.LearningAlgorithmState):
         return state._replace(aggregator=found)

@@ -9,7 +9,7 @@ from tfdp_fl.correlated_noise.strategies import (
     BLT,
     BandedToeplitz,
     Generator,
-    Memory,
+    NoiseState,
     Strategy,
 )
 
@@ -17,7 +17,7 @@ __all__ = [
     "BLT",
     "BandedToeplitz",
     "Generator",
-    "Memory",
+    "NoiseState",
     "Participation",
     "ParticipationRecord",
     "Strategy",

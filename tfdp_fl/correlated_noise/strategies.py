@@ -22,7 +22,7 @@ import numpy as np
 from scipy import signal
 
 from tfdp_fl import _validate
-from tfdp_fl._on_use import tf
+from tfdp_fl._lazy_tf import tf
 from tfdp_fl.correlated_noise import toeplitz
 from tfdp_fl.correlated_noise.participation import Participation
 
@@ -30,7 +30,7 @@ Numbers: TypeAlias = Sequence[float] | np.ndarray
 Tensors: TypeAlias = "list[tf.Tensor]"
 
 
-class Memory(NamedTuple):
+class NoiseState(NamedTuple):
     """What the noise of the coming rounds depends on. It is secret.
 
     With it, the models that were released tell the sums without noise.
@@ -71,10 +71,12 @@ class Generator(abc.ABC):
         return toeplitz.charges(self.coefficients, self.participation)
 
     @abc.abstractmethod
-    def next_noise(self, memory: Memory, fresh: Tensors) -> tuple[Tensors, Memory]:
+    def next_noise(
+        self, memory: NoiseState, fresh: Tensors
+    ) -> tuple[Tensors, NoiseState]:
         """Returns n of one of the first T rounds, and the memory after it."""
 
-    def noise(self, memory: Memory, fresh: Tensors) -> tuple[Tensors, Memory]:
+    def noise(self, memory: NoiseState, fresh: Tensors) -> tuple[Tensors, NoiseState]:
         """Returns n of a round, and the memory after it.
 
         After T rounds the memory is emptied: a new segment begins, whose
@@ -88,17 +90,17 @@ class Generator(abc.ABC):
         memory = tf.cond(
             memory.position < self.participation.rounds,
             lambda: memory,
-            lambda: self.first_memory(shapes),
+            lambda: self.init_noise_state(shapes),
         )
         return self.next_noise(memory, fresh)
 
-    def first_memory(self, shapes: Sequence[Sequence[int]]) -> Memory:
+    def init_noise_state(self, shapes: Sequence[Sequence[int]]) -> NoiseState:
         """Returns the memory before the first round: zeros.
 
         Args:
           shapes: Of the model's variables.
         """
-        return Memory(
+        return NoiseState(
             tf.zeros([], tf.int32),
             [tf.zeros([self.copies, *shape]) for shape in shapes],
         )
@@ -143,11 +145,13 @@ class BandedGenerator(Generator):
         self.copies = len(self.coefficients) - 1
         self.numbers = tuple(self.coefficients.tolist())
 
-    def next_noise(self, memory: Memory, fresh: Tensors) -> tuple[Tensors, Memory]:
+    def next_noise(
+        self, memory: NoiseState, fresh: Tensors
+    ) -> tuple[Tensors, NoiseState]:
         """See base class."""
         position, buffers = memory
         if not self.copies:
-            return fresh, Memory(position + 1, buffers)
+            return fresh, NoiseState(position + 1, buffers)
         row = position % self.copies
         # c_j weighs row (t - j) mod copies: backwards from the row before.
         backwards = tf.constant(self.coefficients[:0:-1], tf.float32)
@@ -160,7 +164,7 @@ class BandedGenerator(Generator):
             tf.tensor_scatter_nd_update(buffer, [[row]], n[None])
             for n, buffer in zip(noise, buffers, strict=True)
         ]
-        return noise, Memory(position + 1, kept)
+        return noise, NoiseState(position + 1, kept)
 
 
 def _weighted_sum(weights: tf.Tensor, buffer: tf.Tensor) -> tf.Tensor:
@@ -220,7 +224,9 @@ class BLTGenerator(Generator):
         self.copies = len(poles)
         self.numbers = (*poles.tolist(), *self.weights.tolist())
 
-    def next_noise(self, memory: Memory, fresh: Tensors) -> tuple[Tensors, Memory]:
+    def next_noise(
+        self, memory: NoiseState, fresh: Tensors
+    ) -> tuple[Tensors, NoiseState]:
         """See base class."""
         position, buffers = memory
         weights = tf.constant(self.weights, tf.float32)
@@ -231,7 +237,7 @@ class BLTGenerator(Generator):
             column = tf.reshape(theta, [-1] + [1] * len(z.shape))
             noise.append(n)
             kept.append(column * buffer + n[None])
-        return noise, Memory(position + 1, kept)
+        return noise, NoiseState(position + 1, kept)
 
 
 @dataclasses.dataclass(frozen=True)

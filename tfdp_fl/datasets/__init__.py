@@ -1,5 +1,6 @@
 """Data for federated training: many clients' examples, and loaders of some."""
 
+from tfdp_fl.datasets.adapters import as_federated, limit_rows_per_client
 from tfdp_fl.datasets.federated_dataset import FederatedDataset
 from tfdp_fl.datasets.loaders import (
     load_digits,
@@ -9,7 +10,6 @@ from tfdp_fl.datasets.loaders import (
     partition,
     shakespeare_vocabulary,
 )
-from tfdp_fl.datasets.persons import as_federated, bound_rows
 from tfdp_fl.datasets.sources import ClientExamples, ClientFailure
 
 __all__ = [
@@ -17,7 +17,7 @@ __all__ = [
     "ClientFailure",
     "FederatedDataset",
     "as_federated",
-    "bound_rows",
+    "limit_rows_per_client",
     "load_digits",
     "load_emnist",
     "load_mnist",

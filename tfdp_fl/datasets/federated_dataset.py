@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _on_use, _validate
+from tfdp_fl import _lazy_tf, _validate
 from tfdp_fl.datasets import nests, sources, tables
 from tfdp_fl.datasets.nests import Nest
 from tfdp_fl.datasets.sources import ClientExamples, ClientFailure
@@ -206,7 +206,7 @@ class FederatedDataset:
           ImportError: pandas or pyarrow is not installed.
           ValueError: As in `from_dataframe`.
         """
-        with _on_use.needed("pandas pyarrow", "Reading .parquet files"):
+        with _lazy_tf.needed("pandas pyarrow", "Reading .parquet files"):
             import pandas
             import pyarrow  # noqa: F401
         streamed = tables.parquet_clients(path, *columns, **named)
@@ -424,7 +424,7 @@ class FederatedDataset:
     @functools.cached_property
     def _places(self) -> np.ndarray:
         """Each id's own number in [0, 1), float64 [N]."""
-        places = map(tables.place_of, self._client_ids)
+        places = map(tables.hash_to_unit_interval, self._client_ids)
         return np.fromiter(places, np.float64, self.num_clients)
 
     def split_by_id(self, fraction: float) -> tuple[FederatedDataset, FederatedDataset]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _on_use, _validate
+from tfdp_fl import _lazy_tf, _validate
 from tfdp_fl.datasets import nests, sources
 from tfdp_fl.datasets.federated_dataset import FederatedDataset
 
@@ -57,7 +57,7 @@ def load_digits(
       ImportError: If scikit-learn is not installed.
       TypeError, ValueError: If an argument is out of its range.
     """
-    with _on_use.needed("scikit-learn", "load_digits"):
+    with _lazy_tf.needed("scikit-learn", "load_digits"):
         from sklearn import datasets
 
     digits = datasets.load_digits()
@@ -198,7 +198,7 @@ def load_emnist(
     Raises:
       ImportError: If TFF is not installed.
     """
-    with _on_use.needed("tensorflow-federated", "load_emnist"):
+    with _lazy_tf.needed("tensorflow-federated", "load_emnist"):
         import tensorflow_federated as tff
     train, test = tff.simulation.datasets.emnist.load_data(only_digits)
     clients = FederatedDataset.from_client_fn(

@@ -26,7 +26,7 @@ _UNSEEN = ("Cf", "Cc")
 Vocabulary = Mapping[str, Sequence[Any]]
 
 
-def place_of(client_id: Any) -> float:
+def hash_to_unit_interval(client_id: Any) -> float:
     """Returns a number in [0, 1) that is an id's own."""
     digest = hashlib.sha256(_text(client_id).encode()).digest()
     return int.from_bytes(digest[:6], "big") / 2**48

@@ -3,7 +3,7 @@
 `_one_by_one` is a loop over clients, of any model and any mechanism. `_batched`
 computes the same for a chunk of clients at once, as one batched program: what a
 GPU is good at. Both share what becomes of a client that has trained: `_result`,
-where the mechanism clips. `side_by_side.SideBySide` takes their place for dense
+where the mechanism clips. `side_by_side.GhostClipping` takes their place for dense
 models.
 """
 
@@ -46,7 +46,7 @@ class CohortPrograms:
     )
 
     def program(
-        self, received: cohort.Received, part: layout.Part
+        self, received: cohort.Broadcast, part: layout.Part
     ) -> program_lib.Program:
         """Returns what trains a part's clients; it is traced the first time.
 
@@ -60,7 +60,9 @@ class CohortPrograms:
         kind, num_steps, fine, xla = part.strategy
         train: Callable[..., cohort.Trained] = self._batched
         if kind == layout.SIDE_BY_SIDE:
-            train = side_by_side.SideBySide(self.trainer, self.query, num_steps, fine)
+            train = side_by_side.GhostClipping(
+                self.trainer, self.query, num_steps, fine
+            )
         elif kind == layout.ONE_BY_ONE:
             train = functools.partial(self._one_by_one, xla)
 
@@ -80,7 +82,7 @@ class CohortPrograms:
         return made
 
     def _one_by_one(
-        self, full_batches: bool, received: cohort.Received, chunk: layout.Chunk
+        self, full_batches: bool, received: cohort.Broadcast, chunk: layout.Chunk
     ) -> cohort.Trained:
         """Trains the clients of a chunk one after the other.
 
@@ -186,7 +188,7 @@ class CohortPrograms:
             return tf.ensure_shape(tf.fill([size, width], zero), [None, width])
 
         spec, kept = cohort.UpdateSpec.of(weights), cohort.PerClient()
-        total = cohort.CohortSum.of_nobody(self.trainer.no_metrics())
+        total = cohort.CohortSum.zeros(self.trainer.no_metrics())
         if self.keeps_updates:
             # Not arrays of tensors, which are in memory twice when stacked.
             kept = kept._replace(updates=rows(spec.size), scalars=rows(2))
@@ -201,7 +203,7 @@ class CohortPrograms:
         return tf.nest.map_structure(unfolded, total), kept
 
     def _batched(
-        self, received: cohort.Received, chunk: layout.Chunk
+        self, received: cohort.Broadcast, chunk: layout.Chunk
     ) -> cohort.Trained:
         """Trains the clients of a chunk at once, of which some may be padding.
 
@@ -217,7 +219,7 @@ class CohortPrograms:
 
         def start(key: tf.Tensor) -> Any:
             seed = noise.fold_in(received.seed, key)
-            nothing = cohort.CohortSum.of_nobody(self.trainer.no_metrics())
+            nothing = cohort.CohortSum.zeros(self.trainer.no_metrics())
             return seed, (self.trainer.start(received, seed), nothing)
 
         def step(s: tf.Tensor, clients: Any) -> tuple[tf.Tensor, Any]:
@@ -287,7 +289,7 @@ class CohortPrograms:
         total: cohort.CohortSum,
         batch: tuple[Any, Any],
         size: tf.Tensor,
-        received: cohort.Received,
+        received: cohort.Broadcast,
     ) -> tuple[trainer_lib.ClientState, cohort.CohortSum]:
         """Takes one step of a client, on a batch of `size` examples."""
         state, loss, metrics = self.trainer.step(state, *batch, received, total.metrics)
@@ -295,7 +297,7 @@ class CohortPrograms:
 
     def _result(
         self,
-        received: cohort.Received,
+        received: cohort.Broadcast,
         seed: tf.Tensor,
         state: trainer_lib.ClientState,
         num_examples: tf.Tensor,
@@ -319,12 +321,12 @@ class CohortPrograms:
             state, None if released else received.weights, seed
         )
         update = cohort.UpdateSpec.of(received.weights).require(update)
-        total, rows = cohort.CohortSum.of_nobody(), cohort.PerClient()
+        total, rows = cohort.CohortSum.zeros(), cohort.PerClient()
         if query.keeps_window:
             rows = rows._replace(window_norms=query.mechanism.window_norms(update))
         if self.moments:
             total = total._replace(moments=_moments(update))
-        if self.keeps_updates:  # `release.LaterClip` clips them.
+        if self.keeps_updates:  # `release.DeferredClipping` clips them.
             scalars = query.record_norm(update), tf.cast(num_examples, tf.float32)
             return total, rows._replace(
                 updates=cohort.flatten(update), scalars=tf.stack(scalars)

@@ -13,7 +13,7 @@ from tfdp_fl.datasets import ClientFailure, FederatedDataset
 from tfdp_fl.mechanisms import contribution, records
 
 
-class Received(NamedTuple):
+class Broadcast(NamedTuple):
     """What the server sends to every client of a round.
 
     Attributes:
@@ -86,7 +86,7 @@ class CohortSum(NamedTuple):
     moments: Moments | tuple[()] = ()
 
     @classmethod
-    def of_nobody(cls, metrics: MetricState = _NO_METRICS) -> CohortSum:
+    def zeros(cls, metrics: MetricState = _NO_METRICS) -> CohortSum:
         """Returns the sum before any client."""
         return cls((), tf.zeros([]), tf.zeros([]), metrics)
 
@@ -193,7 +193,7 @@ class RoundInputs:
     """
 
     round_index: int
-    state: contribution.Round
+    state: contribution.RoundState
     positions: np.ndarray
     clients_per_round: float
     noise_multiplier: float
@@ -241,8 +241,8 @@ class PendingRound:
     """
 
     inputs: RoundInputs
-    state: contribution.Round
-    received: Received
+    state: contribution.RoundState
+    received: Broadcast
     sums: list[Any]
     window_norms: np.ndarray | None = None
     collected: list[tuple[np.ndarray, PerClient]] = dataclasses.field(

@@ -36,7 +36,7 @@ def is_cpu(device: str) -> bool:
     return tf.DeviceSpec.from_string(device).device_type == "CPU"
 
 
-def default_num_replicas(device: str) -> int:
+def default_parallel_clients(device: str) -> int:
     """Returns how many clients to train at once: on CPUs one for each core.
 
     Two clients at the same time keep two cores busier than one client whose small

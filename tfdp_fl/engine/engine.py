@@ -9,7 +9,7 @@ The way of a client's update, from the dataset to the released model:
             Trainer                 start, step by step, update
             algorithm               make_record (clip); records.add
         PendingRound.add        adds up what the programs return
-      complete                  LaterClip, where each client's update is kept
+      complete                  DeferredClipping, where each client's update is kept
     release                     Release: algorithm.release (noise, mean),
                                   ServerUpdate.apply (the model moves)
 """
@@ -61,7 +61,7 @@ CLIENT_ERRORS = (
 
 
 # Calls a program on every machine; returns the flattened results of each.
-RunEverywhere = Callable[[Any, cohort.Received, layout.Chunk], list[list[Any]]]
+RunEverywhere = Callable[[Any, cohort.Broadcast, layout.Chunk], list[list[Any]]]
 
 
 class CohortEngine:
@@ -79,13 +79,13 @@ class CohortEngine:
       update_spec: The shapes of a client's update.
       layout: How cohorts are read and laid out.
       programs: The compiled programs that train clients.
-      num_replicas: How many clients train at once.
+      max_parallel_clients: How many clients train at once.
       has_trained: Whether anybody's training has ever succeeded.
       keeps_non_trainable: Whether there is state that is not taken from clients.
-      made_for: Cache key: the engine is reused while it is equal.
+      cache_key: Cache key: the engine is reused while it is equal.
     """
 
-    made_for: Any = None
+    cache_key: Any = None
 
     def __init__(
         self,
@@ -93,12 +93,12 @@ class CohortEngine:
         model: tf.keras.Model,
         training: trainer_lib.Training,
         mechanism: mechanism_lib.Mechanism,
-        deployment: contribution.Deployment,
+        deployment: contribution.PrivacyContext,
         element_spec: tuple[Any, Any],
         aggregate_non_trainable: bool = True,
         moments: bool = False,
         collect_records: bool = False,
-        num_replicas: int | None = None,
+        max_parallel_clients: int | None = None,
         batch_size: int = 1,
     ):
         """Traces, and so checks, how clients train one by one.
@@ -114,7 +114,7 @@ class CohortEngine:
           aggregate_non_trainable: Whether non-trainable state leaves clients.
           moments: Whether to compute Geyer's V_c and U_s.
           collect_records: Whether each client's contribution is wanted itself.
-          num_replicas: Clients trained at once; None: one for each core.
+          max_parallel_clients: Clients trained at once; None: one for each core.
           batch_size: The usual batch size, by which XLA is chosen.
 
         Raises:
@@ -124,7 +124,9 @@ class CohortEngine:
         self.collects_records = collect_records
         self.has_trained = False
         self.device = devices.home_of(model)
-        self.num_replicas = num_replicas or devices.default_num_replicas(self.device)
+        self.max_parallel_clients = (
+            max_parallel_clients or devices.default_parallel_clients(self.device)
+        )
         with tf.device(self.device):
             trainer = tff_models.make_trainer(
                 model, training, element_spec, aggregate_non_trainable
@@ -177,13 +179,13 @@ class CohortEngine:
         )
         self._later_clip = None
         if keeps_updates:
-            self._later_clip = release.LaterClip(self.query, self.update_spec)
+            self._later_clip = release.DeferredClipping(self.query, self.update_spec)
         self._release = release.Release(self.query, self.server, trainer.metric_results)
         if self.layout.at_once is not None or kernels is None:
             # (What trains side by side was compared with lists in `supports`.)
             with tf.device(self.device):
                 self._trace_one_by_one()
-        self._pool = concurrent.futures.ThreadPoolExecutor(self.num_replicas)
+        self._pool = concurrent.futures.ThreadPoolExecutor(self.max_parallel_clients)
 
     def _trace_one_by_one(self) -> None:
         nobody = layout.client_table(np.zeros(0, int), np.zeros(0, int), 1, 1)
@@ -223,7 +225,7 @@ class CohortEngine:
         how = layout.ONE_BY_ONE
         if self.layout.kernels is not None:
             how = "side by side where they have few examples"
-        return f"clients {how} on {self.num_replicas} threads{self._fallback}"
+        return f"clients {how} on {self.max_parallel_clients} threads{self._fallback}"
 
     def checked_widths(
         self, strategy: layout.Strategy, batch: int, run: RunEverywhere | None = None
@@ -347,22 +349,22 @@ class CohortEngine:
             inputs=inputs,
             state=state,
             received=self._sent(weights, state, inputs.learning_rate, inputs.seed),
-            sums=[None] * self.num_replicas,
+            sums=[None] * self.max_parallel_clients,
             window_norms=norms,
         )
 
     def _sent(
         self,
         weights: list[Any],
-        state: contribution.Round,
+        state: contribution.RoundState,
         rate: float,
         seed: np.ndarray,
-    ) -> cohort.Received:
+    ) -> cohort.Broadcast:
         """Returns what the server sends to the clients of a round."""
         params: Any = ()
         if self._later_clip is None:
             params = self.query.derive_sample_params(state)
-        return cohort.Received(
+        return cohort.Broadcast(
             weights=weights,
             unaggregated=[variable.value() for variable in self._unaggregated],
             params=params,
@@ -403,7 +405,7 @@ class CohortEngine:
         """Lays a chunk out; has its programs made ready, in one thread."""
         received = pending.received
         groups = self.layout.lay_out(
-            chunk.table, self.num_replicas, fine=needs_fine_grid(pending)
+            chunk.table, self.max_parallel_clients, fine=needs_fine_grid(pending)
         )
         for part in itertools.chain.from_iterable(groups):
             try:
@@ -526,7 +528,7 @@ class CohortEngine:
 
     def release(
         self, pending: cohort.PendingRound, paid: cohort.Receipt
-    ) -> tuple[contribution.Round, dict[str, float]]:
+    ) -> tuple[contribution.RoundState, dict[str, float]]:
         """Adds the noise, divides, and updates the model.
 
         Args:

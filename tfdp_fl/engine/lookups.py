@@ -178,8 +178,8 @@ def _is_of_rows(gather: tf.Operation) -> bool:
 
 
 def narrow(
-    lookups: tuple[Lookup, ...], received: cohort.Received, x: Any, rows: tf.Tensor
-) -> tuple[cohort.Received, list[tf.Tensor]]:
+    lookups: tuple[Lookup, ...], received: cohort.Broadcast, x: Any, rows: tf.Tensor
+) -> tuple[cohort.Broadcast, list[tf.Tensor]]:
     """Returns what a client is sent of the tables: only the rows that it looks up.
 
     Args:

@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp_fl import _interrupts, keras_versions
+from tfdp_fl import _signals, keras_versions
 from tfdp_fl.engine import allowed_operations
 
 
@@ -63,7 +63,7 @@ class Program:
             )
         layers = [] if model is None else keras_versions.layers_of(model)
         names = [layer.name for layer in layers]
-        with _interrupts.after_the_block():
+        with _signals.defer_signals():
             # An interrupt inside would leave this thread in the function's graph.
             graph, inputs, results = _traced(function, specs, model)
         definition = graph.as_graph_def()
@@ -83,7 +83,7 @@ class Program:
             operation.name for operation in getattr(graph, "control_outputs", ())
         ]
         self.specs = [tf.TensorSpec(v.shape, v.dtype) for v in inputs]
-        with _interrupts.after_the_block():
+        with _signals.defer_signals():
             self._run = tf.compat.v1.wrap_function(self.imported, self.specs)
             if xla:
                 pure = self._run

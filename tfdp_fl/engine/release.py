@@ -1,6 +1,6 @@
 """Releasing a round: noise on the sum, the mean, and the model's move.
 
-Before it, where each client's update is kept, their clip (`LaterClip`).
+Before it, where each client's update is kept, their clip (`DeferredClipping`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfdp_fl import algorithm, keras_versions
 from tfdp_fl.engine import cohort
 from tfdp_fl.mechanisms import cohort_query, noise
+from tfdp_fl.terms import Guarantee
 
 
 class ServerUpdate:
@@ -146,7 +147,7 @@ class Release:
         answered = float(pending.cohort_size - len(pending.failures))
         seed = pending.inputs.seed.astype(np.uint64)
         inputs, charged = pending.inputs, math.inf
-        if self.query.mechanism.guarantee == "central":
+        if self.query.mechanism.guarantee == Guarantee.CENTRAL:
             charged = self.query.charged_for(
                 inputs.clients_per_round, inputs.noise_multiplier
             )
@@ -245,7 +246,7 @@ def _variance_and_scale(moments: cohort.Moments) -> dict[str, tf.Tensor]:
     }
 
 
-class LaterClip:
+class DeferredClipping:
     """Clips a cohort's updates that were kept, once all their norms are known."""
 
     def __init__(self, query: cohort_query.CohortQuery, update_spec: cohort.UpdateSpec):

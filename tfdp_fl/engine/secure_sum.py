@@ -13,6 +13,7 @@ from tfdp_fl import mechanisms, secure_aggregation
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.engine import cohort, engine
 from tfdp_fl.secure_aggregation import grouped_sum
+from tfdp_fl.terms import NoiseSite
 
 # Noise of two steps of the grid is, once rounded, the rounded sum's noise but
 # for a part of exp(-2 pi^2 2^2) = 5e-35 (Poisson summation).
@@ -64,7 +65,7 @@ def sum_securely(
     members = np.arange(len(rows))
     for places, own in pending.collected:
         rows[places] = tf.concat([own.updates, own.scalars], 1)
-    if site != "server":  # Zeros are no noise.
+    if site != NoiseSite.SERVER:  # Zeros are no noise.
         answered = [places for places, _ in pending.collected]
         members = np.sort(np.concatenate([members[:0], *answered]))
         rows = rows[members]
@@ -74,18 +75,18 @@ def sum_securely(
     allowed = np.abs(uploaded) <= protocol.max_share_value
     (places,) = np.nonzero(~allowed.all(axis=1))
     if len(places):
-        if site == "client":
+        if site == NoiseSite.CLIENT:
             failed = members[places]
         _warn(members, places, protocol, fails=len(failed) > 0)
         rows[places, :size] = 0.0
         rows[places, -1] = 1.0  # Discarded.
         # A mean over the clients that answered is one without these; a fixed
         # divisor does not look at the weight, and the bit is the client's to give.
-        if site == "every client":
+        if site == NoiseSite.EVERY_CLIENT:
             uploaded[places] = 0.0
             pending.without_noise += len(places)
         uploaded[~allowed] = 0.0
-    bound = float(query.largest_norm(state)) if site == "server" else None
+    bound = float(query.l2_norm_bound(state)) if site == NoiseSite.SERVER else None
 
     def sent_by(index: int) -> np.ndarray:
         sent = uploaded[index].astype(np.float64)
@@ -165,7 +166,7 @@ def _check_grid(
     if protocol.mode != "ring":
         return
     needed = [("the bits and the weight of a client", 0.5)]
-    if query.mechanism.noise_site == "client":
+    if query.mechanism.noise_site == NoiseSite.CLIENT:
         needed += [
             (f"a client's noise on its {name}", float(share) / _STEPS_OF_NOISE)
             for name, share in query.noise_shares(state).items()

@@ -142,7 +142,7 @@ class _FirstLayer(_DenseLayer):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SideBySide:
+class GhostClipping:
     """Trains clients of a dense model side by side, and adds them up.
 
     Attributes:
@@ -164,7 +164,7 @@ class SideBySide:
         return {id(v): place for place, v in enumerate(self.trainer.aggregated)}
 
     def __call__(
-        self, received: cohort.Received, chunk: layout.Chunk
+        self, received: cohort.Broadcast, chunk: layout.Chunk
     ) -> cohort.Trained:
         """Trains K clients: all steps of theirs, then clips and adds up.
 
@@ -177,7 +177,7 @@ class SideBySide:
         batch = tf.size(table.batch)
         rows, sizes = self._batches(table)
         layers = self._layers(received.weights, x, rows, sizes)
-        total = cohort.CohortSum.of_nobody(self.trainer.no_metrics())
+        total = cohort.CohortSum.zeros(self.trainer.no_metrics())
         for step in range(self.steps):
             labels = tf.nest.map_structure(
                 lambda leaf, step=step: self._examples(leaf, rows[step], sizes[step]),
@@ -250,7 +250,7 @@ class SideBySide:
         y: Any,
         sizes: tf.Tensor,
         batch: tf.Tensor,
-        received: cohort.Received,
+        received: cohort.Broadcast,
         total: cohort.CohortSum,
     ) -> cohort.CohortSum:
         """Takes one step of every client, on labels (and weights) y [K B].
@@ -298,7 +298,7 @@ class SideBySide:
         )
 
     def _clip_and_sum(
-        self, received: cohort.Received, dense: list[_DenseLayer], table: Any
+        self, received: cohort.Broadcast, dense: list[_DenseLayer], table: Any
     ) -> contribution.Contribution:
         """Scales each client's update as the mechanism says, and adds up.
 
@@ -328,7 +328,7 @@ class SideBySide:
         )
         if not self.fine:  # Rounding to whole numbers leads nobody out of the bound.
             share = dense_models.rounding_share([layer.shape for layer in dense])
-            most = self.query.largest_norm(params) * (1 - share) / norm
+            most = self.query.l2_norm_bound(params) * (1 - share) / norm
             clients = clients._replace(update=tf.minimum(clients.update, most))
         seen = tf.cast(size * length, tf.float32)
         clients = clients._replace(norm=tf.where(usable, seen, 0.0))
@@ -363,7 +363,7 @@ class SideBySide:
         """Returns the exact sum of the clients' rounded products X^T D.
 
         Each product is computed by itself, so that a client's is the same among
-        any others. S is what no record is longer than (`largest_norm`, whatever
+        any others. S is what no record is longer than (`l2_norm_bound`, whatever
         the clip). With c = 1.5 2^k for 2^k > 4 S, the float32 number r + c, for
         |r| <= 2 S, lies between 2^k and 2^(k + 1): its bits are those of c plus
         the whole number of steps of 2^(k - 23) <= S 2^-20 that r is rounded to.
@@ -390,7 +390,7 @@ class SideBySide:
                 return total
 
         else:
-            largest = tf.cast(self.query.largest_norm(params), tf.float32)
+            largest = tf.cast(self.query.l2_norm_bound(params), tf.float32)
             power = 8.0 * records.power_of_two_below(largest)
             offset, dtype = 1.5 * power, tf.int32
 

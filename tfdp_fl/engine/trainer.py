@@ -216,9 +216,9 @@ class Trainer:
         received.weights[: len(weights)] = weights
         self.evaluate(received, x, y, self.no_metrics(), training=True)
 
-    def received(self) -> cohort.Received:
+    def received(self) -> cohort.Broadcast:
         """Returns what a client of no round receives: the model as it is."""
-        return cohort.Received(
+        return cohort.Broadcast(
             weights=keras_versions.tf_variables(self.aggregated),
             unaggregated=keras_versions.tf_variables(self.unaggregated),
             params=(),
@@ -240,7 +240,7 @@ class Trainer:
         state = self.start(received, received.seed)
         return self._forward(state, x, y, None, own=own)[3]
 
-    def start(self, received: cohort.Received, seed: tf.Tensor) -> ClientState:
+    def start(self, received: cohort.Broadcast, seed: tf.Tensor) -> ClientState:
         """Returns the state in which every client of a round starts.
 
         Args:
@@ -263,7 +263,7 @@ class Trainer:
         state: ClientState,
         x: Any,
         y: Any,
-        received: cohort.Received,
+        received: cohort.Broadcast,
         metrics: cohort.MetricState,
     ) -> tuple[ClientState, tf.Tensor, cohort.MetricState]:
         """Takes one step on one batch.
@@ -314,7 +314,7 @@ class Trainer:
 
     def evaluate(
         self,
-        received: cohort.Received,
+        received: cohort.Broadcast,
         x: Any,
         y: Any,
         metrics: cohort.MetricState,

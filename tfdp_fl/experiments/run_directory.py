@@ -20,7 +20,7 @@ import pathlib
 import shutil
 from typing import Any
 
-from tfdp_fl import _storage
+from tfdp_fl import _files
 from tfdp_fl.accounting import upwards
 from tfdp_fl.keras import callbacks
 
@@ -78,8 +78,8 @@ def keep_ledger_alone(path: str | os.PathLike[str]) -> None:
 
 def write_json(path: pathlib.Path, value: Any) -> None:
     """Writes JSON; what is not finite becomes null."""
-    value = _storage.finite(_storage.plain(value))
-    _storage.write_text(path, json.dumps(value, indent=2) + "\n")
+    value = _files.finite(_files.plain(value))
+    _files.write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 class HistoryFile(callbacks.FederatedCallback):
@@ -115,7 +115,7 @@ class HistoryFile(callbacks.FederatedCallback):
         writer = csv.DictWriter(text, [*columns], lineterminator="\n")
         writer.writeheader()
         writer.writerows(self._rows)
-        _storage.write_text(self._path, text.getvalue())
+        _files.write_text(self._path, text.getvalue())
 
 
 def draw(path: pathlib.Path, title: str) -> None:

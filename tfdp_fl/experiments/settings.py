@@ -19,12 +19,13 @@ from absl import flags
 from tfdp_fl import _validate, mechanisms
 from tfdp_fl.accounting.charge import SAMPLINGS
 from tfdp_fl.mechanisms import declaration
+from tfdp_fl.terms import Guarantee
 
 MECHANISMS: dict[str, type[mechanisms.Mechanism]] = {
     name: mechanisms.by_name(name) for name in mechanisms.names()
 }
 CENTRAL = tuple(
-    name for name, kind in MECHANISMS.items() if kind.guarantee == "central"
+    name for name, kind in MECHANISMS.items() if kind.guarantee == Guarantee.CENTRAL
 )
 
 _DATASETS = ("digits", "mnist", "shakespeare")
@@ -327,7 +328,7 @@ class Settings(_Options):
     def _implied_delta(self) -> float | None:
         """Returns the delta that follows from the mechanism's parameters."""
         kind: Any = MECHANISMS[self.mechanism]
-        if kind.guarantee != "record":
+        if kind.guarantee != Guarantee.RECORD:
             return None
         made = kind(epsilon=1.0, **_starts(self.mechanism) | self.mechanism_options())
         return min(made.implied_delta, 1 - 1e-9)

@@ -28,7 +28,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp_fl import _on_use, _storage, _validate
+from tfdp_fl import _files, _lazy_tf, _validate
 from tfdp_fl.accounting import upwards
 from tfdp_fl.experiments import run_directory, training
 from tfdp_fl.experiments.settings import Settings
@@ -166,7 +166,7 @@ def _run(trial: Trial, path: pathlib.Path) -> dict[str, Any]:
 
 def write_tables(root: pathlib.Path, trials: Sequence[Trial]) -> None:
     """Writes `runs.csv` and `summary.csv` from the results there are."""
-    with _on_use.needed("pandas", "A sweep"):
+    with _lazy_tf.needed("pandas", "A sweep"):
         import pandas as pd
 
     rows: list[dict[str, Any]] = []
@@ -197,4 +197,4 @@ def write_tables(root: pathlib.Path, trials: Sequence[Trial]) -> None:
         for figure in _ROUNDED_UP:
             table[figure] = table[figure].map(lambda v: upwards(v, 7), "ignore")
         text = table.to_csv(index=False, float_format="%.7g")
-        _storage.write_text(root / f"{name}.csv", text)
+        _files.write_text(root / f"{name}.csv", text)

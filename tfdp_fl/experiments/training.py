@@ -12,13 +12,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp_fl import _storage, losses, mechanisms
+from tfdp_fl import _files, losses, mechanisms
 from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.experiments import run_directory, tasks
 from tfdp_fl.experiments import settings as settings_lib
 from tfdp_fl.experiments.settings import Settings
 from tfdp_fl.keras import DPFederatedModel, callbacks, make_private
 from tfdp_fl.keras.make_private import known_facts
+from tfdp_fl.terms import Guarantee
 
 
 def use_one_thread_per_operation() -> bool:
@@ -102,7 +103,7 @@ def _federated_model(
     }
     noise = settings.schedule("noise_multiplier")
     by_default = None not in options.values()  # Else asked for by name.
-    if noise is None and kind.guarantee == "central":
+    if noise is None and kind.guarantee == Guarantee.CENTRAL:
         mechanism: Any = settings.mechanism
         if not by_default:
             mechanism, options = kind(noise_multiplier=1.0, **options), {}
@@ -122,9 +123,9 @@ def _federated_model(
         own = {field.name for field in dataclasses.fields(kind)}
         options |= {name: budget[name] for name in own & budget.keys()}
         made = kind(**options)
-    elif kind.guarantee == "central" and by_default:
-        target = mechanisms.Target(noise, math.inf, delta, smallest)
-        made = kind.for_target(target, **options)
+    elif kind.guarantee == Guarantee.CENTRAL and by_default:
+        target = mechanisms.CalibrationTarget(noise, math.inf, delta, smallest)
+        made = kind.from_budget(target, **options)
     else:
         made = kind(noise_multiplier=noise, **options)
     return DPFederatedModel(
@@ -240,7 +241,7 @@ def _leave_files(
     settings, federated_model = prepared.settings, prepared.federated_model
     model = federated_model.model
     tasks.whole_model(prepared.task, model).save(path / run_directory.MODEL)
-    _storage.write_text(
+    _files.write_text(
         path / run_directory.STATEMENT,
         f"{federated_model.privacy_statement(prepared.delta)}\n",
     )
@@ -270,6 +271,6 @@ def _leave_files(
     if mechanism.guarantee == mechanisms.LocalDP.guarantee:
         result["central_epsilon"] = federated_model.central_epsilon(prepared.delta, by)
     run_directory.write_json(path / run_directory.RESULT, result)
-    if mechanism.guarantee != "none" and federated_model.rounds:
+    if mechanism.guarantee != Guarantee.NONE and federated_model.rounds:
         run_directory.draw(path, f"{settings.dataset}, {mechanism.name}")
     return result

@@ -98,7 +98,9 @@ class DPFedAvg(private_rounds.PrivateRounds):
         made = self._asked_by_strategy(server_round, parameters, client_manager)
         if not made:
             return []
-        told = private_rounds.the_same([instruction for _, instruction in made])
+        told = private_rounds.require_identical(
+            [instruction for _, instruction in made]
+        )
         clients = list(client_manager.all().values())  # Clients come and go.
         configured = self._begin(
             server_round,

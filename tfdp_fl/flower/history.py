@@ -206,8 +206,8 @@ class Correlation:
         """
         shapes = tuple(array.shape for array in sent)
         if self.memory is None:
-            self.memory = self._mechanism.first_memory(
-                mechanisms.Deployment(clients_per_round=1, shapes=shapes)
+            self.memory = self._mechanism.init_noise_state(
+                mechanisms.PrivacyContext(clients_per_round=1, shapes=shapes)
             )
         known = tuple(tuple(b.shape[1:]) for b in self.memory.buffers)
         if shapes != known:

@@ -23,6 +23,7 @@ from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.accounting import statement
 from tfdp_fl.flower import history, replies, sums
+from tfdp_fl.terms import Sampling
 
 # Flower's strategies (read in flwr 1.12 and 1.42) that average with the weights they
 # are given, and do no more to the clients' replies.
@@ -159,7 +160,7 @@ class PrivateRounds:
                 f"client_of must be None but for CorrelatedNoise, got {client_of!r}."
             )
         constant = schedules.is_constant(mechanism.noise_multiplier)
-        if self._sampling == "random_allocation" and not constant:
+        if self._sampling == Sampling.RANDOM_ALLOCATION and not constant:
             raise ValueError(
                 "mechanism must have one noise_multiplier under random allocation, "
                 f"whose passes are charged whole, got {mechanism!r}."
@@ -330,7 +331,7 @@ class PrivateRounds:
             "flower_nodes_are_clients": not (correlated and correlated.client_of),
             "flower_cohorts_secret": not correlated and epsilon != known,
             "population_stated": of_any_size,
-            "allocation_charged_whole": self._sampling == "random_allocation",
+            "allocation_charged_whole": self._sampling == Sampling.RANDOM_ALLOCATION,
             "clients_excluded": failed,
             "rounds_may_be_abandoned": self._participation.known_selection,
             "cohort_redrawn": others
@@ -350,8 +351,8 @@ class PrivateRounds:
             self._history.ledger.close()
 
     @property
-    def _deployment(self) -> mechanisms.Deployment:
-        return mechanisms.Deployment(
+    def _deployment(self) -> mechanisms.PrivacyContext:
+        return mechanisms.PrivacyContext(
             clients_per_round=self._expected_size,
             num_clients=self.num_clients,
             sampling=self._sampling,
@@ -369,7 +370,7 @@ class PrivateRounds:
             sampling=self._sampling,
             num_clients=self.num_clients,
             clients_per_round=self._expected_size,
-            known_selection=loses and self._sampling == "fixed_size",
+            known_selection=loses and self._sampling == Sampling.FIXED_SIZE,
         )
 
     # A round.
@@ -444,7 +445,7 @@ class PrivateRounds:
             plan=plan,
             mechanism=self.mechanism,
             deployment=self._deployment,
-            this=mechanisms.Round(
+            this=mechanisms.RoundState(
                 self.clip_norm,
                 self.mechanism.noise_multiplier_at(index),
                 float(self._expected_size),
@@ -507,9 +508,9 @@ class PrivateRounds:
             _logger.warning("Round %s is abandoned: %s.", server_round, text)
             return None
         who = self._participation
-        if self._sampling == "random_allocation":
+        if self._sampling == Sampling.RANDOM_ALLOCATION:
             return self._allocation.draw(eligible)
-        if self._sampling == "poisson":
+        if self._sampling == Sampling.POISSON:
             draw, q = secrets.SystemRandom().random, who.sampling_probability
             return [each for each in eligible if draw() < q], {}
         if len(eligible) < self.clients_per_round:
@@ -665,7 +666,7 @@ def _is_of_flower(thing: Any) -> bool:
     return (getattr(thing, "__module__", None) or "").partition(".")[0] == "flwr"
 
 
-def the_same(contents: Sequence[Any]) -> Any:
+def require_identical(contents: Sequence[Any]) -> Any:
     """Returns what all clients are sent; raises ValueError if they are not sent one."""
     for other in contents[1:]:
         if other is not contents[0] and other != contents[0]:

@@ -97,7 +97,9 @@ class PrivateStrategy(private_rounds.PrivateRounds):
         if not made:
             return []
         self._made = made[0]
-        content = private_rounds.the_same([message.content for message in made])
+        content = private_rounds.require_identical(
+            [message.content for message in made]
+        )
         key, record = client_lib.only_record(content, "The wrapped strategy")
         configured = self._begin(
             server_round,

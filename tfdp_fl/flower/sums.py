@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tfdp_fl import accounting, mechanisms
-from tfdp_fl._on_use import tf
+from tfdp_fl._lazy_tf import tf
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.flower import client as client_lib
 from tfdp_fl.flower import history, replies, updates
 from tfdp_fl.mechanisms import noise
+from tfdp_fl.terms import Guarantee, NoiseSite
 
 # What clients are told to clip to, where the server does it for them.
 NO_CLIP = 1e30
@@ -52,8 +53,8 @@ class ConfiguredRound:
     asked: dict[Hashable, Any]
     plan: history.ReleasedRound
     mechanism: mechanisms.Mechanism
-    deployment: mechanisms.Deployment
-    this: mechanisms.Round
+    deployment: mechanisms.PrivacyContext
+    this: mechanisms.RoundState
     template: Any
     non_negative: Sequence[int] = ()
 
@@ -84,11 +85,11 @@ class ConfiguredRound:
         if not self.clients_clip:
             return client_lib.Instruction(NO_CLIP)
         share = 0.0
-        if self.mechanism.noise_site == "client":
+        if self.mechanism.noise_site == NoiseSite.CLIENT:
             stddevs = self.mechanism.noise_stddevs(self.this, self.deployment)
             share = float(stddevs["update"]) / len(self.asked) ** 0.5
         return client_lib.Instruction(
-            float(self.this.clip_norm), share, bool(self.mechanism.released_sums)
+            float(self.this.clip_norm), share, bool(self.mechanism.side_names)
         )
 
 
@@ -123,18 +124,20 @@ def as_places(non_negative: Any) -> Sequence[int | str] | None:
     return given
 
 
-def check(mechanism: mechanisms.Mechanism, deployment: mechanisms.Deployment) -> None:
+def check(
+    mechanism: mechanisms.Mechanism, deployment: mechanisms.PrivacyContext
+) -> None:
     """Raises ValueError if a mechanism releases what neither way can make."""
     mechanism.check(deployment)
     if type(mechanism) in _CLIPPED_BY_CLIENTS:
         return
     one_gaussian = charge_lib.noise_multiplier_of(mechanism.round_event(0, deployment))
     new_each_round = (
-        mechanism.event_period is None and mechanism.first_memory(deployment) == ()
+        mechanism.event_period is None and mechanism.init_noise_state(deployment) == ()
     )
     if not (
-        mechanism.guarantee == "central"
-        and mechanism.noise_site == "server"
+        mechanism.guarantee == Guarantee.CENTRAL
+        and mechanism.noise_site == NoiseSite.SERVER
         and mechanism.scales_updates
         and one_gaussian is not None
         and (new_each_round or isinstance(mechanism, mechanisms.CorrelatedNoise))
@@ -161,7 +164,7 @@ class Collected:
 
     num_replies: int
     is_enough: bool
-    this: mechanisms.Round
+    this: mechanisms.RoundState
     update: list[np.ndarray] = dataclasses.field(default_factory=list)
     sums: Mapping[str, float] = dataclasses.field(default_factory=dict)
     discarded: int = 0
@@ -192,7 +195,7 @@ def collect(configured: ConfiguredRound, answers: Sequence[replies.Reply]) -> Co
     if configured.clients_clip:
         sums = {
             name: sum(bool(reply.norm_bit) - 0.5 for reply in answers)
-            for name in configured.mechanism.released_sums
+            for name in configured.mechanism.side_names
         }
     else:
         this, factors, sums = _mechanisms_clip(
@@ -200,7 +203,7 @@ def collect(configured: ConfiguredRound, answers: Sequence[replies.Reply]) -> Co
         )
     largest = bound
     if not configured.clients_clip:
-        largest = float(configured.mechanism.largest_norm(this))
+        largest = float(configured.mechanism.l2_norm_bound(this))
     total = [np.zeros(shape) for shape in configured.shapes]
     step, discarded = updates.grid_step(largest, float(this.clients_per_round)), 0
     for factor, update in zip(factors, map(change, answers), strict=True):
@@ -254,7 +257,7 @@ def release(
 
 def _mechanisms_clip(
     configured: ConfiguredRound, changes: Sequence[updates.ClippedUpdate]
-) -> tuple[mechanisms.Round, Sequence[float], dict[str, float]]:
+) -> tuple[mechanisms.RoundState, Sequence[float], dict[str, float]]:
     """Returns the round with its clip, each update's factor, and the released sums.
 
     Raises:
@@ -264,8 +267,8 @@ def _mechanisms_clip(
     # Its door lets no more in than is charged, whatever the mechanism says.
     query = mechanism.bind(configured.deployment)
 
-    def tensors() -> mechanisms.Round:
-        return mechanisms.Round(*(tf.constant(v, tf.float32) for v in this))
+    def tensors() -> mechanisms.RoundState:
+        return mechanisms.RoundState(*(tf.constant(v, tf.float32) for v in this))
 
     norms = tf.constant([updates.norm(c.arrays) for c in changes], tf.float32)
     if mechanism.clip_to_cohort is not None:

@@ -30,7 +30,7 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _storage, accounting, engine, keras_versions, schedules
+from tfdp_fl import _files, accounting, engine, keras_versions, schedules
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras.run import FitPlan, Population, Run
 from tfdp_fl.mechanisms import ClientWeighting
@@ -72,7 +72,7 @@ def to_bytes(state: dict[str, Any]) -> bytes:
     """
     arrays: list[np.ndarray] = []
 
-    def place_of(value: Any) -> dict[str, int]:
+    def hash_to_unit_interval(value: Any) -> dict[str, int]:
         array = np.asarray(value)
         if array.dtype.hasobject:  # A file that nobody could read.
             raise TypeError(
@@ -83,7 +83,7 @@ def to_bytes(state: dict[str, Any]) -> bytes:
         arrays.append(array if array.dtype.kind != "V" else array.astype("f4"))
         return {_PLACE: len(arrays)}
 
-    text = json.dumps({"format": FORMAT, "state": state}, default=place_of)
+    text = json.dumps({"format": FORMAT, "state": state}, default=hash_to_unit_interval)
     if text.count(f'"{_PLACE}": ') != len(arrays):
         raise ValueError(f"state must have no key {_PLACE!r}, got one.")
     stream = io.BytesIO()
@@ -167,7 +167,7 @@ class CheckpointDirectory:
 
     def clear_after(self, round_index: int) -> None:
         """Renames later checkpoints, damaged ones; removes what was half written."""
-        for leftover in self.path.glob(f"{_storage.TEMPORARY}*"):
+        for leftover in self.path.glob(f"{_files.TEMPORARY}*"):
             leftover.unlink(missing_ok=True)
         for later in self.rounds():
             if later > round_index:
@@ -189,7 +189,7 @@ def write_atomically(file: pathlib.Path, data: bytes) -> None:
     """
     with (
         _clear_errors(file),
-        _storage.replacing(file, mode=0o600, sync=True) as stream,
+        _files.replacing(file, mode=0o600, sync=True) as stream,
     ):
         stream.write(data)
 
@@ -227,7 +227,7 @@ def capture(fed: DPFederatedModel, ledger_head: str | None) -> dict[str, Any]:
         "settings": settings(fed, run.population, run.plan),
         "learning_rate": fed.require_compiled("checkpoint").learning_rate,
         "ledger_head": ledger_head,
-        "memory_of": fed.mechanism.memory_key(),
+        "memory_of": fed.mechanism.state_fingerprint(),
     }
 
 
@@ -262,7 +262,7 @@ def settings(
         is_long = isinstance(value, list | tuple) and len(value) > _LONG_SCHEDULE
         if is_long and all(isinstance(each, int | float) for each in value):
             values[name] = _in_short(value)
-    return _storage.plain(values, described)
+    return _files.plain(values, described)
 
 
 @functools.lru_cache(maxsize=8)  # Asked for by every checkpoint of a fit.
@@ -392,7 +392,7 @@ class InterruptedRun:
         lost = spending.rounds > before
         if lost:
             run.caveats.add("rounds_charged_twice")
-        if lost or state["memory_of"] != query.mechanism.memory_key():
+        if lost or state["memory_of"] != query.mechanism.state_fingerprint():
             # What lost rounds released, the memory knows nothing of; nor does
             # it go with coefficients that this machine chose otherwise.
             run.mechanism_state = query.new_segment(run.mechanism_state)

@@ -27,7 +27,7 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _interrupts, _validate, engine
+from tfdp_fl import _signals, _validate, engine
 from tfdp_fl.accounting import Charge
 from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import charge as charge_lib
@@ -35,15 +35,16 @@ from tfdp_fl.datasets import (
     ClientExamples,
     ClientFailure,
     FederatedDataset,
+    adapters,
     nests,
-    persons,
 )
 from tfdp_fl.engine import layout, program, tff_models
 from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.keras import preparation
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.callbacks import Ledger
-from tfdp_fl.keras.callbacks.federated_callback import PrivacyBudget, told_of_rounds
+from tfdp_fl.keras.callbacks.federated_callback import PrivacyBudget, callback_session
+from tfdp_fl.terms import Sampling
 
 if TYPE_CHECKING:
     from tfdp_fl.keras.model import DPFederatedModel
@@ -82,8 +83,8 @@ class Validation:
                 f"{type(data).__name__}."
             )
         names = ("validation_data", "y", "sample_weight")
-        persons.check_aligned(**dict(zip(names, data, strict=False)))
-        parts = tuple(map(persons.as_keras_takes, data, names))
+        adapters.check_aligned(**dict(zip(names, data, strict=False)))
+        parts = tuple(map(adapters.to_keras_inputs, data, names))
         object.__setattr__(self, "data", parts)
 
     def without_held_out(
@@ -320,9 +321,9 @@ def _evaluation(
     could pass something on is refused, and a metric that is not one number. Kept with
     what was compiled, so that an evaluation of every round traces it once.
     """
-    made_for = element_spec, [id(variable) for variable in model.weights]
+    cache_key = element_spec, [id(variable) for variable in model.weights]
     kept = vars(training).get("_evaluation")
-    if kept is not None and kept[0] == made_for:
+    if kept is not None and kept[0] == cache_key:
         return kept[1]
     for name in ("test_step", "compute_metrics"):
         if getattr(type(model), name) is not getattr(tf.keras.Model, name):
@@ -384,7 +385,7 @@ def _evaluation(
         return made(received, group.x, group.y, lengths, size).numpy().T
 
     found = names, metrics_of
-    object.__setattr__(training, "_evaluation", (made_for, found))
+    object.__setattr__(training, "_evaluation", (cache_key, found))
     return found
 
 
@@ -428,7 +429,7 @@ class PrivateMetrics:
         a fixed size, a client is replaced by another.
         """
         everybody = charge_lib.Participation(
-            sampling="fixed_size" if sampling == "fixed_size" else "poisson",
+            sampling="fixed_size" if sampling == Sampling.FIXED_SIZE else "poisson",
             num_clients=num_clients,
             clients_per_round=num_clients,
         )
@@ -502,7 +503,7 @@ def release(
             fitting = run_lib.fit_lock(fed.model, "evaluate_clients")
             stack.enter_context(fitting)
             ledgers = [c for c in fed.federated_callbacks if isinstance(c, Ledger)]
-            stack.enter_context(told_of_rounds(ledgers, fed.rounds, fed.rounds))
+            stack.enter_context(callback_session(ledgers, fed.rounds, fed.rounds))
         _ask(fed, charge)
         values = evaluate(
             fed.model,
@@ -513,7 +514,7 @@ def release(
             True,
         )
         private.contributions(values)  # Raises before anything is charged.
-        with _interrupts.after_the_block():
+        with _signals.defer_signals():
             # Broken off between, a ledger has a line that the run does not know of.
             paid = _pay(fed, charge)
             generator = np.random.Generator(np.random.Philox())

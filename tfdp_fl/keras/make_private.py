@@ -17,6 +17,7 @@ from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.keras import model as model_lib
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras import training_setup
+from tfdp_fl.terms import Guarantee
 
 _MODEL_OPTIONS = {
     field.name for field in dataclasses.fields(training_setup.TrainingSetup)
@@ -108,8 +109,10 @@ def make_private(
         options = known_facts(kind, rounds, num_clients, smallest) | options
 
         def make(noise: float) -> mechanisms.Mechanism:
-            wanted = mechanisms.Target(noise, target.epsilon, target.delta, smallest)
-            return kind.for_target(wanted, **options)
+            wanted = mechanisms.CalibrationTarget(
+                noise, target.epsilon, target.delta, smallest
+            )
+            return kind.from_budget(wanted, **options)
 
     sampler = sampling_lib.make_sampler(
         sampling,
@@ -123,8 +126,8 @@ def make_private(
         ),
     )
     noise = None
-    if make(_TINY).guarantee == "central":
-        deployment = mechanisms.Deployment(
+    if make(_TINY).guarantee == Guarantee.CENTRAL:
+        deployment = mechanisms.PrivacyContext(
             clients_per_round=sizes,
             num_clients=num_clients,
             sampling=sampling,
@@ -155,7 +158,7 @@ def make_private(
         sampling,
         delta=target.delta,
         accountant=target.accountant,
-        target=None if made.guarantee == "none" else target,
+        target=None if made.guarantee == Guarantee.NONE else target,
         **model_options,
     )
 
@@ -201,7 +204,7 @@ def scaled_noise(
 def charged(
     mechanism: mechanisms.Mechanism,
     sampler: sampling_lib.CohortSampler,
-    deployment: mechanisms.Deployment,
+    deployment: mechanisms.PrivacyContext,
 ) -> collections.Counter[accounting.RoundCharge]:
     """Returns what the rounds of a deployment cost, and how often each."""
     mechanism.check(deployment)
@@ -226,7 +229,7 @@ def charged(
 
 def largest_noise(
     make: Callable[[float], mechanisms.Mechanism],
-    deployment: mechanisms.Deployment,
+    deployment: mechanisms.PrivacyContext,
 ) -> float | None:
     """Returns the largest noise multiplier that a mechanism allows; None: any."""
     with contextlib.suppress(ValueError):
@@ -253,14 +256,16 @@ def _check_mechanism(
                 "them to the mechanism."
             )
         has_noise = "noise_multiplier" in mechanism.parameters()
-        if mechanism.guarantee != "central" or not has_noise:
+        if mechanism.guarantee != Guarantee.CENTRAL or not has_noise:
             raise ValueError(
                 "mechanism must be one whose noise_multiplier can be chosen (such as "
                 f"FixedClipping) or the name of one, got {mechanism!r}."
             )
         return
     names = [
-        n for n in mechanisms.names() if mechanisms.by_name(n).guarantee != "record"
+        n
+        for n in mechanisms.names()
+        if mechanisms.by_name(n).guarantee != Guarantee.RECORD
     ]
     kind = mechanisms.by_name(_validate.one_of(names, mechanism=mechanism))
     allowed = {field.name for field in dataclasses.fields(kind)} - _CHOSEN

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import (
-    _interrupts,
+    _signals,
     _validate,
     accounting,
     auditing,
@@ -25,7 +25,7 @@ from tfdp_fl import (
     schedules,
 )
 from tfdp_fl.accounting import account as account_lib
-from tfdp_fl.datasets import persons
+from tfdp_fl.datasets import adapters
 from tfdp_fl.engine import CohortEngine, Training
 from tfdp_fl.keras import (
     evaluation,
@@ -58,7 +58,7 @@ _OF_KERAS = (
     "supports_jit supports_masking test_on_batch to_json trainable_variables "
     "trainable_weights variable_dtype variables weights"
 )
-HANDED_ON = frozenset(_OF_KERAS.split())
+FORWARDED_ATTRIBUTES = frozenset(_OF_KERAS.split())
 
 
 class NotCompiledError(RuntimeError, ValueError):
@@ -92,7 +92,7 @@ class DPFederatedModel:
         on_client_failure: str | None = None,
         non_trainable_state: str = "aggregate",
         secure_aggregation: AdditiveSecretSharing | None = None,
-        num_replicas: int | None = None,
+        max_parallel_clients: int | None = None,
         noise_generator: str = "philox",
         target: PrivacyTarget | None = None,
         client_weighting: ClientWeighting | None = None,
@@ -123,7 +123,7 @@ class DPFederatedModel:
           non_trainable_state: "aggregate" or "keep".
           secure_aggregation: An `AdditiveSecretSharing`, through which the
             clients' records are summed; None sums them in the engine.
-          num_replicas: How many clients train at once; None: one per core. The
+          max_parallel_clients: How many clients train at once; None: one per core. The
             result does not depend on it.
           noise_generator: What the noise is drawn from: "philox", which is
             fast; or "exact", for `FixedClipping` with the server's noise: updates
@@ -153,7 +153,7 @@ class DPFederatedModel:
             on_client_failure=on_client_failure,
             non_trainable_state=non_trainable_state,
             secure_aggregation=secure_aggregation,
-            num_replicas=num_replicas,
+            max_parallel_clients=max_parallel_clients,
             noise_generator=noise_generator,
             target=target,
             client_weighting=client_weighting,
@@ -198,7 +198,7 @@ class DPFederatedModel:
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the Keras model, if it is handed on."""
-        if name not in HANDED_ON:
+        if name not in FORWARDED_ATTRIBUTES:
             raise AttributeError(
                 f"DPFederatedModel has no {name!r}: it trains by fit(clients, "
                 "rounds=...), where clip and noise are accounted for. The Keras model "
@@ -221,7 +221,7 @@ class DPFederatedModel:
 
     def __dir__(self) -> list[str]:
         """Returns all names, with those of the Keras model's handed on."""
-        own = set(dir(self.model)) & HANDED_ON
+        own = set(dir(self.model)) & FORWARDED_ATTRIBUTES
         return sorted({*super().__dir__(), *own})
 
     @run_lib.exclusive
@@ -277,7 +277,7 @@ class DPFederatedModel:
         ):
             if hook is not None and not callable(hook):
                 raise TypeError(f"{name} must be callable, got {hook!r}.")
-        optimizer = training_setup.known_to_keras(optimizer=optimizer)
+        optimizer = training_setup.resolve_optimizer(optimizer=optimizer)
         keras_versions.check_optimizer(optimizer)
         if keras_versions.learning_rate(optimizer) is None:
             warnings.warn(
@@ -296,7 +296,7 @@ class DPFederatedModel:
                     f"server_optimizer must be None with {self.mechanism.name}, which "
                     f"releases weights and no update, got {server_optimizer!r}."
                 )
-            server_optimizer = training_setup.known_to_keras(
+            server_optimizer = training_setup.resolve_optimizer(
                 server_optimizer=server_optimizer
             )
         as_keras = {
@@ -321,7 +321,7 @@ class DPFederatedModel:
     def evaluate(self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Evaluates as Keras's `evaluate` does; of tables all that `fit` takes."""
         self.require_compiled("evaluate")
-        x, y = persons.as_keras_takes(x, "x"), persons.as_keras_takes(y, "y")
+        x, y = adapters.to_keras_inputs(x, "x"), adapters.to_keras_inputs(y, "y")
         return self.model.evaluate(x, y, *args, **kwargs)
 
     def evaluate_clients(
@@ -373,7 +373,7 @@ class DPFederatedModel:
 
     def predict(self, x: Any, *args: Any, **kwargs: Any) -> np.ndarray:
         """Predicts as Keras's `predict` does; of tables all that `fit` takes."""
-        return self.model.predict(persons.as_keras_takes(x, "x"), *args, **kwargs)
+        return self.model.predict(adapters.to_keras_inputs(x, "x"), *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
@@ -385,7 +385,7 @@ class DPFederatedModel:
 
     # Training.
 
-    @_interrupts.recognised()
+    @_signals.handled()
     @run_lib.exclusive
     def fit(
         self,
@@ -488,7 +488,7 @@ class DPFederatedModel:
             )
         if clients is not None and x is not None:
             raise TypeError("x must be None where clients is given: both are the data.")
-        clients = persons.of_fit(
+        clients = adapters.resolve_fit_data(
             clients if x is None else x, y, client_ids, sample_weight
         )
         clients = preparation.conform_all(self.model, training, clients)
@@ -541,7 +541,7 @@ class DPFederatedModel:
             self, clients, plan, calibration, between_client_variance
         )
         self._engine = engine
-        with _interrupts.after_the_block():
+        with _signals.defer_signals():
             # Interrupted between, the weights come back without what they cost.
             if interrupted is not None:
                 run = interrupted.restore(self, engine, run)

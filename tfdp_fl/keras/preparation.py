@@ -23,7 +23,8 @@ from tfdp_fl.accounting.charge import require_one_noise
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 from tfdp_fl.engine import labels, secure_sum, trainer
 from tfdp_fl.keras.run import FitPlan, Population, Run
-from tfdp_fl.mechanisms import Deployment, Mechanism, grid, noise
+from tfdp_fl.mechanisms import Mechanism, PrivacyContext, grid, noise
+from tfdp_fl.terms import Guarantee, Sampling
 
 if TYPE_CHECKING:
     from tfdp_fl.keras.model import DPFederatedModel
@@ -64,13 +65,16 @@ def prepare(
             begin = cast(int, sampler.participation(round_index).pass_index)
             of_pass = mechanism.noise_multiplier_at(begin)
             require_one_noise(round_index, noise_multiplier, begin, of_pass)
-        if setup.secure_aggregation is not None and mechanism.guarantee == "central":
+        if (
+            setup.secure_aggregation is not None
+            and mechanism.guarantee == Guarantee.CENTRAL
+        ):
             secure_sum.check_cohort_sizes(
                 setup.secure_aggregation, setup.sampling, clients.num_clients, size
             )
     num_records, min_examples = _records(mechanism, clients)
     rounds, participations = _calibrated_for(fed, plan, sampler, calibration)
-    deployment = Deployment(
+    deployment = PrivacyContext(
         clients_per_round=sampling.expected_sizes(
             setup.sampling, clients.num_clients, setup.clients_per_round
         ),
@@ -135,7 +139,8 @@ def _checked_population(fed: DPFederatedModel, clients: FederatedDataset) -> Pop
         if clients.reading == run.reading:
             population = run.population
         elif run.spending.by_client or (
-            fed.setup.sampling in ("shuffled", "cyclic", "random_allocation")
+            fed.setup.sampling
+            in (Sampling.SHUFFLED, Sampling.CYCLIC, Sampling.RANDOM_ALLOCATION)
         ):
             # Who had which place cannot be seen.
             population = (size, secrets.token_hex())
@@ -222,7 +227,7 @@ def _calibrated_for(
 ) -> Sequence[int | None]:
     """Returns for how many rounds clients set their noise.
 
-    `rounds` and `max_participations` of a `Deployment`: those of the
+    `rounds` and `max_participations` of a `PrivacyContext`: those of the
     target, or else of the first `fit`. They stay, once a round was
     charged: a later `fit` has no fresh budget to calibrate to. A resumed
     one goes on with what the interrupted one had.
@@ -256,15 +261,15 @@ def _engine(
     fed: DPFederatedModel,
     clients: FederatedDataset,
     plan: FitPlan,
-    deployment: Deployment,
+    deployment: PrivacyContext,
     moments: bool,
 ) -> engine.CohortEngine:
     setup, training = fed.setup, fed.require_compiled("fit")
     bound_to = deployment
     if fed.mechanism.guarantee not in account_lib.BY_CLIENT:
         bound_to = dataclasses.replace(deployment, rounds=None, max_participations=None)
-    made_for = training, bound_to, clients.element_spec, moments
-    if fed.engine is not None and fed.engine.made_for == made_for:
+    cache_key = training, bound_to, clients.element_spec, moments
+    if fed.engine is not None and fed.engine.cache_key == cache_key:
         return fed.engine
     with checked_features(fed.model, clients):
         made = engine.CohortEngine(
@@ -276,10 +281,10 @@ def _engine(
             aggregate_non_trainable=setup.non_trainable_state == "aggregate",
             moments=moments,
             collect_records=setup.secure_aggregation is not None,
-            num_replicas=setup.num_replicas,
+            max_parallel_clients=setup.max_parallel_clients,
             batch_size=plan.batch_size,
         )
-    made.made_for = made_for
+    made.cache_key = cache_key
     return made
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfdp_fl import _interrupts, algorithm, auditing, keras_versions, sampling
+from tfdp_fl import _signals, algorithm, auditing, keras_versions, sampling
 from tfdp_fl.accounting import BudgetExceededError, Charge, upwards
 from tfdp_fl.accounting.rounding import upwards_for_bar
 from tfdp_fl.datasets import FederatedDataset
@@ -25,7 +25,7 @@ from tfdp_fl.keras.callbacks.federated_callback import (
     FederatedCallback,
     KeepTarget,
     PrivacyBudget,
-    told_of_rounds,
+    callback_session,
 )
 from tfdp_fl.keras.evaluation import Validation
 
@@ -96,7 +96,7 @@ class RoundLoop:
         run, plan, model = self.run, self.run.plan, self.fed.model
         model.stop_training = False
         show = _progress(self.verbose, run.rounds, plan.last_round)
-        with told_of_rounds(self.federated, run.rounds, plan.last_round):
+        with callback_session(self.federated, run.rounds, plan.last_round):
             if run.spending.rounds_of_others:
                 # On the same clients, and perhaps with the same seed.
                 run.attempts.renew()
@@ -221,7 +221,7 @@ class RoundLoop:
     def abandon(self, cohort: sampling.Cohort) -> None:
         """See `algorithm.FrontEnd`."""
         run, charged = self.run, cohort.participation.charge_if_abandoned
-        self._whole.enter_context(_interrupts.after_the_block())
+        self._whole.enter_context(_signals.defer_signals())
         run.sampler.abandon(cohort)
         if not self.is_trusted:
             run.caveats.add("rounds_abandoned_charged")
@@ -236,7 +236,7 @@ class RoundLoop:
             self.audit.join(pending, run.cost(inputs.round_index))
         # Broken off later, a round would be charged and not released, or
         # released and not in the history.
-        self._whole.enter_context(_interrupts.after_the_block())
+        self._whole.enter_context(_signals.defer_signals())
         positions = inputs.positions
         with_noise = len(positions)
         if not self.abandons(pending):  # Of those, nobody's noise counts any more.

@@ -27,7 +27,7 @@ from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.auditing import CanaryAudit
 from tfdp_fl.keras.training_setup import TrainingSetup
-from tfdp_fl.mechanisms import Deployment, Round, noise
+from tfdp_fl.mechanisms import PrivacyContext, RoundState, noise
 
 if TYPE_CHECKING:
     from tfdp_fl.keras.evaluation import Validation
@@ -158,7 +158,7 @@ class Run:
     setup: TrainingSetup
     plan: FitPlan
     sampler: sampling.CohortSampler
-    deployment: Deployment
+    deployment: PrivacyContext
     spending: account_lib.PrivacyAccount
     population: Population
     reading: tuple[object, ...] | None = None
@@ -166,7 +166,7 @@ class Run:
     rounds: int = 0
     populations: list[Population] = dataclasses.field(default_factory=list)
     num_records: int | None = None
-    mechanism_state: Round
+    mechanism_state: RoundState
     windows: np.ndarray | None = None
     cohort_sizes: list[int] = dataclasses.field(default_factory=list)
     log_names: list[str] = dataclasses.field(default_factory=lambda: ["loss"])

@@ -10,6 +10,7 @@ from tfdp_fl import accounting, engine, mechanisms
 from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.training_setup import TrainingSetup
+from tfdp_fl.terms import NoiseSite
 
 
 def facts(
@@ -121,7 +122,7 @@ def caveats_of_setup(
     mechanism = setup.mechanism
     private = mechanism.guarantee != account_lib.NONE
     by_client = mechanism.guarantee in account_lib.BY_CLIENT
-    at_clients = mechanism.noise_site == "client"
+    at_clients = mechanism.noise_site == NoiseSite.CLIENT
     securely = setup.secure_aggregation is not None
     released = private and cohort_engine.server.has_non_trainable
     kept = cohort_engine.keeps_non_trainable

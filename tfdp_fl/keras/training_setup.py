@@ -14,12 +14,13 @@ from tfdp_fl.accounting.charge import ACCOUNTANTS, SAMPLINGS
 from tfdp_fl.engine import trainer
 from tfdp_fl.mechanisms import (
     ClientWeighting,
-    Deployment,
     FixedClipping,
     Mechanism,
+    PrivacyContext,
     noise,
 )
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
+from tfdp_fl.terms import NoiseSite
 
 # Names that Keras gives a meaning to by the shape of the output.
 _OF_METRICS, _OF_LOSSES = ("accuracy", "acc"), ("crossentropy", "ce")
@@ -94,7 +95,7 @@ class TrainingSetup:
     on_client_failure: str | None = None
     non_trainable_state: str = "aggregate"
     secure_aggregation: AdditiveSecretSharing | None = None
-    num_replicas: int | None = None
+    max_parallel_clients: int | None = None
     noise_generator: str = noise.PHILOX
     target: PrivacyTarget | None = None
     client_weighting: ClientWeighting | None = None
@@ -108,8 +109,8 @@ class TrainingSetup:
         )
         if self.delta is not None:
             _validate.inside_unit_interval(delta=self.delta)
-        if self.num_replicas is not None:
-            _validate.positive_integer(num_replicas=self.num_replicas)
+        if self.max_parallel_clients is not None:
+            _validate.positive_integer(max_parallel_clients=self.max_parallel_clients)
         if self.target is not None:
             _validate.instance_of(PrivacyTarget, target=self.target)
         mechanism = self.mechanism
@@ -122,14 +123,17 @@ class TrainingSetup:
         object.__setattr__(self, "on_client_failure", self._failure_rule())
         mechanism.check_weighting(self.client_weighting)
         mechanism.check(
-            Deployment(clients_per_round=self.clients_per_round, sampling=self.sampling)
+            PrivacyContext(
+                clients_per_round=self.clients_per_round, sampling=self.sampling
+            )
         )
 
     def _check_generator(self) -> None:
         generator, mechanism = self.noise_generator, self.mechanism
         _validate.one_of(noise.GENERATORS, noise_generator=generator)
         if generator == noise.EXACT and (
-            type(mechanism) is not FixedClipping or mechanism.noise_site != "server"
+            type(mechanism) is not FixedClipping
+            or mechanism.noise_site != NoiseSite.SERVER
         ):
             raise ValueError(
                 "noise_generator='exact' needs FixedClipping with noise_site='server', "
@@ -204,7 +208,7 @@ def refuse_arguments(method: str, given: Iterable[str]) -> None:
         raise TypeError(f"{method} takes no {name}{hint}.")
 
 
-def known_to_keras(**given: Any) -> Any:
+def resolve_optimizer(**given: Any) -> Any:
     """Returns what Keras's `compile` makes of one argument, or raises ValueError."""
     ((argument, value),) = given.items()
     get, usual = _OF_KERAS[argument.removeprefix("server_").removeprefix("weighted_")]
@@ -226,7 +230,7 @@ def check_names(**given: Any) -> None:
         for name in tf.nest.flatten(nest):
             special = _OF_LOSSES if argument == "loss" else _OF_METRICS
             if isinstance(name, str) and name.lower() not in special:
-                known_to_keras(**{argument: name})
+                resolve_optimizer(**{argument: name})
 
 
 def check_model(model: Any) -> None:

@@ -35,7 +35,7 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
         self,
         process: tff.learning.templates.LearningProcess,
         mechanism: mechanism_lib.Mechanism,
-        deployment: contribution.Deployment,
+        deployment: contribution.PrivacyContext,
     ):
         """Takes over the computations of a process.
 
@@ -126,7 +126,7 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
           format: "text" or "dict".
           **declared: The other arguments of `epsilon`.
         """
-        return self.epsilon(state, delta=delta, **declared).in_words(format)
+        return self.epsilon(state, delta=delta, **declared).to_statement(format)
 
 
 def build_dp_fed_avg(

@@ -23,6 +23,7 @@ from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
 from tfdp_fl.aggregators import state as state_lib
 from tfdp_fl.mechanisms import CorrelatedNoise, contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
+from tfdp_fl.terms import Guarantee, NoiseSite, Sampling
 
 
 class Epsilon(float):
@@ -37,7 +38,7 @@ class Epsilon(float):
     facts: accounting.StatementFacts | None = None
     delta: float | None = None
 
-    def in_words(self, format: str = "text") -> Any:
+    def to_statement(self, format: str = "text") -> Any:
         """Returns the privacy statement, in a format of `privacy_statement`."""
         facts = cast(accounting.StatementFacts, self.facts)
         return accounting.privacy_statement(facts, cast(float, self.delta), format)
@@ -45,7 +46,7 @@ class Epsilon(float):
     @property
     def statement(self) -> str:
         """The privacy statement: what holds, for whom, and what is not in."""
-        return self.in_words()
+        return self.to_statement()
 
 
 def privacy_charges(
@@ -65,7 +66,7 @@ def privacy_charges(
 
     Args:
       state: The state of a learning process, or an `AggregatorState` (see
-        `tfdp_fl.aggregators.accountable_state`).
+        `tfdp_fl.aggregators.accounted_state`).
       mechanism: The mechanism that ran the last round. Earlier ones may have
         had another noise multiplier, if the mechanism was of the same kind.
       sampling: How the cohorts were drawn: "poisson", "fixed_size",
@@ -88,9 +89,9 @@ def privacy_charges(
         it may hold releases that are not the mechanism's.
     """
     _validate.instance_of(mechanism_lib.Mechanism, mechanism=mechanism)
-    found = state_lib.accountable_state(state)
+    found = state_lib.accounted_state(state)
     weights = getattr(state, "global_model_weights", None)
-    deployment = contribution.Deployment(
+    deployment = contribution.PrivacyContext(
         clients_per_round=sampling_lib.expected_sizes(
             sampling, num_clients, clients_per_round
         ),
@@ -113,7 +114,7 @@ def privacy_charges(
             zip(lines, found.history[1], strict=True)
         )
     ]
-    if sampling == "cyclic" and isinstance(mechanism, CorrelatedNoise):
+    if sampling == Sampling.CYCLIC and isinstance(mechanism, CorrelatedNoise):
         events = _folded(events, rounds_of, mechanism, max_participations)
     charges = []
     for index, (event, drawn) in enumerate(zip(events, rounds_of, strict=True)):
@@ -124,7 +125,7 @@ def privacy_charges(
                 charges.append(who.charge(event))
         if not drawn:
             charges.append(who.charge(event))
-        elif deployment.sampling == "shuffled":
+        elif deployment.sampling == Sampling.SHUFFLED:
             line = {"clients_per_round": who.clients_per_round}
             _check_answered(index, found.history[1][index], line, deployment)
     for each in since:
@@ -135,7 +136,7 @@ def privacy_charges(
 
 
 def _everybody(
-    line: dict[str, Any], deployment: contribution.Deployment
+    line: dict[str, Any], deployment: contribution.PrivacyContext
 ) -> accounting.Participation:
     """Returns who could have been in a round if nobody says: every client.
 
@@ -148,7 +149,7 @@ def _everybody(
         sampling=cast(str, deployment.sampling),
         num_clients=population,
         clients_per_round=population
-        if deployment.sampling in ("fixed_size", "random_allocation")
+        if deployment.sampling in (Sampling.FIXED_SIZE, Sampling.RANDOM_ALLOCATION)
         else size,
     )
 
@@ -156,7 +157,7 @@ def _everybody(
 def _check_cohorts(
     drawn: list[list[dict[str, Any]]],
     lines: list[dict[str, Any]],
-    deployment: contribution.Deployment,
+    deployment: contribution.PrivacyContext,
 ) -> None:
     """Raises ValueError if a cohort was drawn otherwise than is declared."""
     for index, each in ((i, each) for i, part in enumerate(drawn) for each in part):
@@ -165,7 +166,7 @@ def _check_cohorts(
         if index < len(lines):
             size = lines[index]["clients_per_round"]
         same_size = math.isclose(who.clients_per_round, size, rel_tol=1e-5)
-        if deployment.sampling == "shuffled":  # What is left of a pass.
+        if deployment.sampling == Sampling.SHUFFLED:  # What is left of a pass.
             same_size = who.clients_per_round <= size
         if not same_size or (who.sampling, who.num_clients) != (
             deployment.sampling,
@@ -230,7 +231,7 @@ def epsilon(
 
     Args:
       state: The state of a learning process, or an `AggregatorState` (see
-        `tfdp_fl.aggregators.accountable_state`).
+        `tfdp_fl.aggregators.accounted_state`).
       mechanism: The mechanism that ran the last round. What earlier rounds
         cost is in the state; a state of another kind of mechanism is refused.
       sampling: "poisson", "fixed_size", "random_allocation", "shuffled", "cyclic" or
@@ -260,9 +261,9 @@ def epsilon(
     }
     times = None
     noise_multipliers: set[Any] = set()
-    if mechanism.guarantee in ("local", "record"):
-        found = state_lib.accountable_state(state)
-        lines = _lines(found, mechanism, contribution.Deployment(**declared))
+    if mechanism.guarantee in (Guarantee.LOCAL, Guarantee.RECORD):
+        found = state_lib.accounted_state(state)
+        lines = _lines(found, mechanism, contribution.PrivacyContext(**declared))
         sizes = [line["clients_per_round"] for line in lines]
         times = min(len(lines), max_participations or len(lines))
         spent = sorted((line["mu_squared"] for line in lines), reverse=True)
@@ -284,7 +285,7 @@ def epsilon(
             "epsilon_if_participation_is_known": known,
             "pld_is_exact": record.is_one_gaussian,
         }
-        written = state_lib.accountable_state(state).history.lines
+        written = state_lib.accounted_state(state).history.lines
         sizes = [
             float(json.loads(line)["clients_per_round"]) for line in np.asarray(written)
         ]
@@ -297,7 +298,7 @@ def epsilon(
         )
     result = Epsilon(value)
     result.delta = delta
-    per_record = mechanism.guarantee == "record"
+    per_record = mechanism.guarantee == Guarantee.RECORD
     result.facts = accounting.StatementFacts(
         guarantee=mechanism.guarantee,
         mechanism=mechanism.name,
@@ -321,7 +322,7 @@ def epsilon(
 def _lines(
     found: state_lib.AggregatorState,
     mechanism: mechanism_lib.Mechanism,
-    deployment: contribution.Deployment,
+    deployment: contribution.PrivacyContext,
 ) -> list[dict[str, Any]]:
     """Returns what is written down, if it can be told what it means."""
     written, answered = map(np.asarray, found.history[:2])
@@ -351,7 +352,7 @@ def _lines(
                 f"round {index + 1} of the state was run with, got "
                 f"{deployment.num_clients!r}."
             )
-        if mechanism.guarantee == "central":
+        if mechanism.guarantee == Guarantee.CENTRAL:
             _check_answered(index, answered[index], line, deployment)
     return lines
 
@@ -361,7 +362,7 @@ def _event(
     line: dict[str, Any],
     answered: float,
     mechanism: mechanism_lib.Mechanism,
-    deployment: contribution.Deployment,
+    deployment: contribution.PrivacyContext,
 ) -> dp_accounting.DpEvent:
     """Returns what a round released, of local noise what it is worth centrally.
 
@@ -388,7 +389,7 @@ def _check_answered(
     index: int,
     answered: float,
     line: dict[str, Any],
-    deployment: contribution.Deployment,
+    deployment: contribution.PrivacyContext,
 ) -> None:
     """Raises ValueError if more clients answered than the sampling draws."""
     population = cast(int, deployment.num_clients)
@@ -406,7 +407,7 @@ def _check_answered(
 def _check_last(
     lines: list[dict[str, Any]],
     mechanism: mechanism_lib.Mechanism,
-    deployment: contribution.Deployment,
+    deployment: contribution.PrivacyContext,
 ) -> None:
     """Raises ValueError if the last round cannot be what is declared."""
     last, size = len(lines) - 1, lines[-1]["clients_per_round"]
@@ -433,14 +434,14 @@ def _check_last(
 def _caveats(
     mechanism: mechanism_lib.Mechanism, sampling: str, state: Any
 ) -> tuple[str, ...]:
-    if mechanism.guarantee == "none":
+    if mechanism.guarantee == Guarantee.NONE:
         return mechanism.all_caveats()
-    at_clients = mechanism.noise_site == "client"
+    at_clients = mechanism.noise_site == NoiseSite.CLIENT
     apart = sampling == SEPARATED and isinstance(mechanism, CorrelatedNoise)
-    rounds_of, since = state_lib.accountable_state(state).history.cohorts()
+    rounds_of, since = state_lib.accounted_state(state).history.cohorts()
     drawn = [each for part in (*rounds_of, since) for each in part]
     # Of a local guarantee, or where nobody draws, that says nothing.
-    silent = mechanism.guarantee == "central" and sampling != SEPARATED
+    silent = mechanism.guarantee == Guarantee.CENTRAL and sampling != SEPARATED
     known = any(each["participation"].get("known_selection") for each in drawn)
     return (
         *mechanism.all_caveats(),

@@ -5,11 +5,11 @@ from tfdp_fl.mechanisms.adaptive_local_dp import AdaptiveLocalDP
 from tfdp_fl.mechanisms.cohort_query import CohortQuery
 from tfdp_fl.mechanisms.contribution import (
     NUM_DIAGNOSTICS,
-    Client,
+    ClientContext,
     ClientWeighting,
     Contribution,
-    Deployment,
-    Round,
+    PrivacyContext,
+    RoundState,
 )
 from tfdp_fl.mechanisms.correlated_noise import CorrelatedNoise
 from tfdp_fl.mechanisms.declaration import (
@@ -26,7 +26,7 @@ from tfdp_fl.mechanisms.fixed_clipping import (
     noise_multiplier_parameter,
 )
 from tfdp_fl.mechanisms.local_dp import LocalDP
-from tfdp_fl.mechanisms.mechanism import Mechanism, Target
+from tfdp_fl.mechanisms.mechanism import CalibrationTarget, Mechanism
 from tfdp_fl.mechanisms.median_clipping import (
     MedianClipping,
     default_median_noise_multiplier,
@@ -39,12 +39,12 @@ __all__ = [
     "NUM_DIAGNOSTICS",
     "AdaptiveClipping",
     "AdaptiveLocalDP",
-    "Client",
+    "CalibrationTarget",
+    "ClientContext",
     "ClientWeighting",
     "CohortQuery",
     "Contribution",
     "CorrelatedNoise",
-    "Deployment",
     "FixedClipping",
     "LocalDP",
     "Mechanism",
@@ -52,9 +52,9 @@ __all__ = [
     "NbAFL",
     "NoPrivacy",
     "PerLayerClipping",
+    "PrivacyContext",
     "QueryMechanism",
-    "Round",
-    "Target",
+    "RoundState",
     "by_name",
     "default_median_noise_multiplier",
     "names",

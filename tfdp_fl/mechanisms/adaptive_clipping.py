@@ -15,9 +15,9 @@ import dp_accounting
 import numpy as np
 
 from tfdp_fl import _validate, schedules
-from tfdp_fl._on_use import tf
+from tfdp_fl._lazy_tf import tf
 from tfdp_fl.mechanisms import declaration, fixed_clipping, mechanism
-from tfdp_fl.mechanisms.contribution import Deployment, Round
+from tfdp_fl.mechanisms.contribution import PrivacyContext, RoundState
 
 # The name of the released sum of bits.
 BELOW = "below_clip"
@@ -124,10 +124,10 @@ class AdaptiveClipping(mechanism.Mechanism):
         return clients_per_round * COUNT_NOISE_FRACTION
 
     @classmethod
-    def for_target(
-        cls, target: mechanism.Target, **options: Any
+    def from_budget(
+        cls, target: mechanism.CalibrationTarget, **options: Any
     ) -> mechanism.Mechanism:
-        """Implements `Mechanism.for_target`.
+        """Implements `Mechanism.from_budget`.
 
         Unless `count_noise_stddev` is given it is m / 20, or z where that is
         more: z_Delta is then at most 1.155 z. With small cohorts m / 20 would
@@ -140,24 +140,24 @@ class AdaptiveClipping(mechanism.Mechanism):
             default = target.clients_per_round * COUNT_NOISE_FRACTION
             if isinstance(largest, float | int) and largest > default:
                 options["count_noise_stddev"] = largest
-        return super().for_target(target, **options)
+        return super().from_budget(target, **options)
 
     def first_clip_norm(self) -> float:
         """Implements `Mechanism.first_clip_norm`."""
         return self.initial_clip_norm
 
-    def noise_limit(self, round_index: int, deployment: Deployment) -> float:
+    def noise_limit(self, round_index: int, deployment: PrivacyContext) -> float:
         """Implements `Mechanism.noise_limit`: just below 2 sigma_b."""
         size = deployment.cohort_size(round_index)
         return 2 * self.count_noise_stddev_of(size) * _CLOSEST
 
-    def _check_round(self, round_index: int, deployment: Deployment) -> None:
+    def _check_round(self, round_index: int, deployment: PrivacyContext) -> None:
         check_count_noise(
             self.noise_multiplier_at(round_index),
             self.count_noise_stddev_of(deployment.cohort_size(round_index)),
         )
 
-    def check(self, deployment: Deployment) -> None:
+    def check(self, deployment: PrivacyContext) -> None:
         """Implements `Mechanism.check`."""
         super().check(deployment)
         given = (self.noise_multiplier, deployment.clients_per_round)
@@ -165,7 +165,9 @@ class AdaptiveClipping(mechanism.Mechanism):
         for round_index in range(1 if constant else deployment.rounds or 1):
             self._check_round(round_index, deployment)
 
-    def noise_stddevs(self, round: Round, deployment: Deployment) -> dict[str, Any]:
+    def noise_stddevs(
+        self, round: RoundState, deployment: PrivacyContext
+    ) -> dict[str, Any]:
         """Implements `Mechanism.noise_stddevs`: z_Delta S, and sigma_b.
 
         z_Delta = (z^-2 - (2 sigma_b)^-2)^(-1/2), here written so that it is 0 at
@@ -181,14 +183,16 @@ class AdaptiveClipping(mechanism.Mechanism):
             count = _choose(z > 0, count, 0.0)
         return {"update": z_delta * round.clip_norm, BELOW: count}
 
-    def sums_of(self, norm: tf.Tensor, round: Round) -> dict[str, tf.Tensor]:
-        """Implements `Mechanism.sums_of`: b_k - 1/2, whether norms are at most S.
+    def side_statistics(
+        self, norm: tf.Tensor, round: RoundState
+    ) -> dict[str, tf.Tensor]:
+        """Implements `Mechanism.side_statistics`: b_k - 1/2, if norms are at most S.
 
         Centred, so that a client that is there or not moves their sum by 1/2.
         """
         return {BELOW: tf.cast(norm <= round.clip_norm, tf.float32) - 0.5}
 
-    def next_clip_norm(self, sums: Mapping[str, Any], round: Round) -> Any:
+    def next_clip_norm(self, sums: Mapping[str, Any], round: RoundState) -> Any:
         """Implements `Mechanism.next_clip_norm`: S exp(-eta (b - gamma)).
 
         b is the noised count divided by m; it may lie outside [0, 1]. S stays
@@ -207,7 +211,7 @@ class AdaptiveClipping(mechanism.Mechanism):
         return _choose(moved < high, moved, high)
 
     def round_event(
-        self, round_index: int, deployment: Deployment
+        self, round_index: int, deployment: PrivacyContext
     ) -> dp_accounting.DpEvent:
         """Implements `Mechanism.round_event`: updates and count as one.
 

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from tfdp_fl import _validate
-from tfdp_fl._on_use import tf
+from tfdp_fl._lazy_tf import tf
 from tfdp_fl.mechanisms import clipping, declaration, local_dp
 from tfdp_fl.mechanisms.contribution import (
-    Client,
+    ClientContext,
     Contribution,
-    Deployment,
-    Round,
+    PrivacyContext,
+    RoundState,
     Tensors,
 )
 
@@ -87,14 +87,14 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         default="joint",
     )
 
-    def _num_layers(self, deployment: Deployment) -> int:
+    def _num_layers(self, deployment: PrivacyContext) -> int:
         if deployment.num_variables is None:
             raise ValueError(
                 "num_variables must be known to AdaptiveLocalDP, got None."
             )
         return deployment.num_variables
 
-    def releases_per_round(self, deployment: Deployment) -> int:
+    def releases_per_round(self, deployment: PrivacyContext) -> int:
         """Implements `LocalMechanism.releases_per_round`."""
         return 1 if self.layers == "joint" else self._num_layers(deployment)
 
@@ -116,7 +116,7 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         least = self.clipping_radius * 1e-3
         return max(least, declaration.SMALLEST_CLIP_NORM)
 
-    def radii(self, client: Client, deployment: Deployment) -> tf.Tensor:
+    def radii(self, client: ClientContext, deployment: PrivacyContext) -> tf.Tensor:
         """Returns a client's radii for this round, float32 [L].
 
         r_l = min(mean of the layer's norms in the window, clipping_radius), and at
@@ -134,7 +134,11 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         return tf.where(count > 0, smaller, self.clipping_radius)
 
     def contribution(
-        self, update: Tensors, round: Round, client: Client, deployment: Deployment
+        self,
+        update: Tensors,
+        round: RoundState,
+        client: ClientContext,
+        deployment: PrivacyContext,
     ) -> Contribution:
         """Implements `Mechanism.contribution`, layer by layer.
 
@@ -158,14 +162,14 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         )
 
     def client_noise(
-        self, round: Round, client: Client, deployment: Deployment
+        self, round: RoundState, client: ClientContext, deployment: PrivacyContext
     ) -> list[tf.Tensor]:
         """Implements `Mechanism.client_noise`: sigma_l of every layer."""
         radii = self.radii(client, deployment)
         layers = self._num_layers(deployment)
         return tf.unstack(self._layer_noise_multiplier(deployment) * radii, num=layers)
 
-    def _layer_noise_multiplier(self, deployment: Deployment) -> float:
+    def _layer_noise_multiplier(self, deployment: PrivacyContext) -> float:
         """Returns sigma_l / r_l.
 
         L layers that are released together are one Gaussian release of
@@ -177,7 +181,9 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         ratio = self.noise_over_sensitivity(deployment)
         return local_dp.SENSITIVITY * ratio * together
 
-    def noise_stddevs(self, round: Round, deployment: Deployment) -> dict[str, Any]:
+    def noise_stddevs(
+        self, round: RoundState, deployment: PrivacyContext
+    ) -> dict[str, Any]:
         """Implements `Mechanism.noise_stddevs`: m layers, largest radius."""
         one = self._layer_noise_multiplier(deployment) * round.clip_norm
         return {"update": round.clients_per_round**0.5 * one}

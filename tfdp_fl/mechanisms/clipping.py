@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Sequence
 
-from tfdp_fl._on_use import tf
+from tfdp_fl._lazy_tf import tf
 
 # Terms of one float32 sum of squares: no more than these, and not fewer than
 # those without need, as each sum costs a float64 number.
@@ -100,7 +100,7 @@ def scaled(tensors: list[tf.Tensor], scale: tf.Tensor) -> list[tf.Tensor]:
     ]
 
 
-def usable_norm(update: list[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+def finite_global_norm(update: list[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the norm of an update, and whether it can be used at all.
 
     Returns:

@@ -24,16 +24,17 @@ import collections
 from collections.abc import Mapping
 from typing import Any
 
-from tfdp_fl._on_use import tf
+from tfdp_fl._lazy_tf import tf
 from tfdp_fl.mechanisms import clipping, noise, records
 from tfdp_fl.mechanisms.contribution import (
     NUM_DIAGNOSTICS,
-    Client,
+    ClientContext,
     Contribution,
-    Deployment,
-    Round,
+    PrivacyContext,
+    RoundState,
     Tensors,
 )
+from tfdp_fl.terms import Guarantee, NoiseSite
 
 
 class CohortQuery:
@@ -47,7 +48,7 @@ class CohortQuery:
       deployment: Where it is used.
     """
 
-    def __init__(self, mechanism: Any, deployment: Deployment):
+    def __init__(self, mechanism: Any, deployment: PrivacyContext):
         mechanism.check_weighting(deployment.client_weighting)
         self.mechanism = mechanism
         self.deployment = deployment
@@ -69,12 +70,15 @@ class CohortQuery:
         Then a runtime that knows the norm need not have the update itself.
         Not so if the client adds noise.
         """
-        return self.mechanism.scales_updates and self.mechanism.noise_site == "server"
+        return (
+            self.mechanism.scales_updates
+            and self.mechanism.noise_site == NoiseSite.SERVER
+        )
 
     @property
     def num_scalars(self) -> int:
         """How many `Contribution.scalars` there are."""
-        return len(self.mechanism.released_sums) + 1 + NUM_DIAGNOSTICS
+        return len(self.mechanism.side_names) + 1 + NUM_DIAGNOSTICS
 
     def client_weight(self, num_examples: Any) -> tf.Tensor | None:
         """Returns what clients count, from what they have; None: 1 each.
@@ -85,34 +89,36 @@ class CohortQuery:
         weighting = self.deployment.client_weighting
         return None if weighting is None else weighting.weight(num_examples)
 
-    def client(self, num_examples: tf.Tensor, window: tf.Tensor) -> Client:
+    def client(self, num_examples: tf.Tensor, window: tf.Tensor) -> ClientContext:
         """Returns what a client knows of itself; its window only where it has one."""
         weight = self.client_weight(num_examples)
-        return Client(num_examples, window if self.keeps_window else None, weight)
+        return ClientContext(
+            num_examples, window if self.keeps_window else None, weight
+        )
 
-    def initial_global_state(self) -> Round:
+    def initial_global_state(self) -> RoundState:
         """Returns the state before the first round."""
-        return Round(
+        return RoundState(
             clip_norm=tf.constant(self.mechanism.first_clip_norm(), tf.float32),
             noise_multiplier=tf.constant(0.0),
             clients_per_round=tf.constant(1.0),
-            memory=self.mechanism.first_memory(self.deployment),
+            memory=self.mechanism.init_noise_state(self.deployment),
         )
 
-    def new_segment(self, state: Round) -> Round:
+    def new_segment(self, state: RoundState) -> RoundState:
         """Returns a state that has forgotten the rounds before, but its clip.
 
         Where a round may have been released that the state knows nothing of,
         later noise must not be correlated with that of the rounds before it.
         """
-        return state._replace(memory=self.mechanism.first_memory(self.deployment))
+        return state._replace(memory=self.mechanism.init_noise_state(self.deployment))
 
     def begin_round(
         self,
-        state: Round,
+        state: RoundState,
         noise_multiplier: tf.Tensor | float,
         clients_per_round: tf.Tensor | float,
-    ) -> Round:
+    ) -> RoundState:
         """Returns the state with the values that hold for this round."""
         return state._replace(
             noise_multiplier=tf.cast(noise_multiplier, tf.float32),
@@ -121,13 +127,13 @@ class CohortQuery:
 
     def record_norm(self, record: Tensors) -> tf.Tensor:
         """Returns the norm (float32 scalar) of a client's unclipped update."""
-        return clipping.usable_norm(record)[0]
+        return clipping.finite_global_norm(record)[0]
 
-    def clip_to_cohort(self, state: Round, norms: tf.Tensor) -> Round:
+    def clip_to_cohort(self, state: RoundState, norms: tf.Tensor) -> RoundState:
         """Returns the state with the clip that the cohort's norms give."""
         return state._replace(clip_norm=self.mechanism.clip_to_cohort(norms, state))
 
-    def derive_sample_params(self, state: Round) -> Round:
+    def derive_sample_params(self, state: RoundState) -> RoundState:
         """Returns what every client of a round gets to know: not the memory."""
         return state._replace(memory=())
 
@@ -135,16 +141,16 @@ class CohortQuery:
         """Returns the zeros that the records of a cohort are added to: float64."""
         return Contribution(
             update=[tf.zeros(tensor.shape, tf.float64) for tensor in template],
-            sums={
-                name: tf.zeros([], tf.float64) for name in self.mechanism.released_sums
-            },
+            sums={name: tf.zeros([], tf.float64) for name in self.mechanism.side_names},
             weight=tf.zeros([]),
             norm=tf.zeros([]),
             clipped=tf.zeros([]),
             discarded=tf.zeros([]),
         )
 
-    def clip(self, params: Round, update: Tensors, client: Client) -> Contribution:
+    def clip(
+        self, params: RoundState, update: Tensors, client: ClientContext
+    ) -> Contribution:
         """Returns a client's record, clipped, as the one door lets it in.
 
         Args:
@@ -154,22 +160,22 @@ class CohortQuery:
         """
         mechanism = self.mechanism
         if mechanism.scales_updates:
-            norm, usable = clipping.usable_norm(update)
+            norm, usable = clipping.finite_global_norm(update)
             one = self.bounded_factor(norm, usable, params, client.weight)
             return one._replace(update=clipping.scaled(update, one.update))
         one = mechanism.contribution(update, params, client, self.deployment)
-        if mechanism.guarantee == "central":
-            return records.bound(one, self.largest_norm(params), mechanism.side_bounds)
+        if mechanism.guarantee == Guarantee.CENTRAL:
+            return records.bound(one, self.l2_norm_bound(params), mechanism.side_bounds)
         return one
 
-    def with_shares(self, params: Round, record: Contribution) -> Contribution:
+    def with_shares(self, params: RoundState, record: Contribution) -> Contribution:
         """Returns a record with the client's share of the noise, on all it hands in."""
         shares = self.noise_shares(params)
         update = noise.add_normal(record.update, shares["update"])
         return record._replace(update=update, sums=_noised(record.sums, shares))
 
     def bounded_factor(
-        self, norm: tf.Tensor, usable: tf.Tensor, params: Round, weight: Any = None
+        self, norm: tf.Tensor, usable: tf.Tensor, params: RoundState, weight: Any = None
     ) -> Contribution:
         """Returns records of which only the updates' norms are known, bounded.
 
@@ -183,18 +189,18 @@ class CohortQuery:
         """
         one = self.mechanism.contribution_of_norm(norm, usable, params).weighted(weight)
         return records.bound_factor(
-            one, norm, self.largest_norm(params), self.mechanism.side_bounds
+            one, norm, self.l2_norm_bound(params), self.mechanism.side_bounds
         )
 
-    def to_grid(self, update: Tensors, params: Round) -> Tensors:
+    def to_grid(self, update: Tensors, params: RoundState) -> Tensors:
         """Rounds a record so that sums of records are exact (see `records`)."""
         return records.to_grid(update, self.grid_step(params))
 
-    def grid_step(self, params: Round) -> tf.Tensor:
+    def grid_step(self, params: RoundState) -> tf.Tensor:
         """Returns the step that records are rounded to, float32 scalar."""
-        return records.step(self.largest_norm(params), params.clients_per_round)
+        return records.step(self.l2_norm_bound(params), params.clients_per_round)
 
-    def noise_shares(self, params: Round) -> dict[str, tf.Tensor]:
+    def noise_shares(self, params: RoundState) -> dict[str, tf.Tensor]:
         """Returns what each of m clients adds: the mth part of a variance."""
         stddevs = self.mechanism.noise_stddevs(params, self.deployment)
         return {
@@ -202,16 +208,16 @@ class CohortQuery:
             for name, stddev in stddevs.items()
         }
 
-    def largest_norm(self, state: Round) -> tf.Tensor | float:
+    def l2_norm_bound(self, state: RoundState) -> tf.Tensor | float:
         """Returns what no client's record is larger than, before noise."""
-        return self.mechanism.largest_norm(state)
+        return self.mechanism.l2_norm_bound(state)
 
     def add_noise(
-        self, total: Contribution, state: Round
+        self, total: Contribution, state: RoundState
     ) -> tuple[Tensors, dict[str, tf.Tensor], Any]:
         """Returns the sum and the side sums with the server's noise; next memory."""
         update, memory, sums = total.update, state.memory, dict(total.sums)
-        if self.mechanism.noise_site == "server":
+        if self.mechanism.noise_site == NoiseSite.SERVER:
             stddevs = self.mechanism.noise_stddevs(state, self.deployment)
             update, memory = self._noised_update(update, stddevs["update"], state)
             sums = _noised(sums, stddevs)
@@ -219,23 +225,23 @@ class CohortQuery:
         return update, sums, memory
 
     def _noised_update(
-        self, update: Tensors, stddev: Any, state: Round
+        self, update: Tensors, stddev: Any, state: RoundState
     ) -> tuple[Tensors, Any]:
         return self.mechanism.add_noise(update, stddev, state.memory)
 
-    def divide(self, update: Tensors, weight: Any, state: Round) -> Tensors:
+    def divide(self, update: Tensors, weight: Any, state: RoundState) -> Tensors:
         """Returns the mean of a noised sum (`Mechanism.mean`)."""
         return self.mechanism.mean(update, weight, state, self.deployment)
 
     def charged_for(self, clients_per_round: float, noise_multiplier: float) -> float:
         """Returns sum_i (bound_i / stddev_i)^2, as a round's charge is derived."""
         mechanism = self.mechanism
-        round = Round(
+        round = RoundState(
             mechanism.reference_clip_norm, noise_multiplier, clients_per_round
         )
         return float(mechanism.sensitivity_squared(round, self.deployment))
 
-    def check_noise(self, state: Round, charged: Any = None) -> list[Any]:
+    def check_noise(self, state: RoundState, charged: Any = None) -> list[Any]:
         """Raises InvalidArgumentError if a round has less noise than was charged.
 
         A mechanism's cost is derived from its bounds and noise at the first clip; the
@@ -261,7 +267,7 @@ class CohortQuery:
             "in the first, by which rounds are charged.",
         )
 
-    def derive_metrics(self, state: Round) -> collections.OrderedDict:
+    def derive_metrics(self, state: RoundState) -> collections.OrderedDict:
         """Returns `clip_norm` and `noise_stddev` (on the sum) of a round."""
         stddev = self.mechanism.noise_stddevs(state, self.deployment)["update"]
         return collections.OrderedDict(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from tfdp_fl import _validate, schedules
-from tfdp_fl._on_use import tf
+from tfdp_fl._lazy_tf import tf
 
 # One tensor for each variable of the model.
 Tensors: TypeAlias = "list[tf.Tensor]"
@@ -107,7 +107,7 @@ class ClientWeighting:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Deployment:
+class PrivacyContext:
     """Where a mechanism is used: the facts that are not the mechanism's own.
 
     Attributes:
@@ -149,7 +149,7 @@ class Deployment:
         return clients_per_round * (1.0 if weighting is None else weighting.mean_weight)
 
 
-class Round(NamedTuple):
+class RoundState(NamedTuple):
     """What holds in one round: Python floats, or float32 scalars.
 
     It is what a query carries from round to round, and what every client of a
@@ -169,7 +169,7 @@ class Round(NamedTuple):
     memory: tuple[()] | list[Any] | dict[str, Any] = ()
 
 
-class Client(NamedTuple):
+class ClientContext(NamedTuple):
     """What a client knows of itself.
 
     Attributes:

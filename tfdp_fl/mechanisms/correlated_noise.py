@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 import dp_accounting
 
 from tfdp_fl import _validate, correlated_noise, schedules
-from tfdp_fl._on_use import tf
+from tfdp_fl._lazy_tf import tf
 from tfdp_fl.correlated_noise import strategies
 from tfdp_fl.mechanisms import declaration, mechanism, noise
-from tfdp_fl.mechanisms.contribution import Deployment, Tensors
+from tfdp_fl.mechanisms.contribution import PrivacyContext, Tensors
+from tfdp_fl.terms import Sampling
 
 
 @declaration.register("correlated")
@@ -137,9 +138,9 @@ class CorrelatedNoise(mechanism.Mechanism):
         """T: the charges of a new segment begin anew."""
         return self.rounds
 
-    def check(self, deployment: Deployment) -> None:
+    def check(self, deployment: PrivacyContext) -> None:
         """Implements `Mechanism.check`."""
-        if deployment.sampling not in ("cyclic", "separated", None):
+        if deployment.sampling not in (Sampling.CYCLIC, Sampling.SEPARATED, None):
             raise ValueError(
                 "sampling must be 'cyclic' or, of clients who come as they like, "
                 f"'separated' with {self.name}, because its noise counts on a "
@@ -172,18 +173,18 @@ class CorrelatedNoise(mechanism.Mechanism):
                 f"{self.min_separation}."
             )
 
-    def first_memory(self, deployment: Deployment) -> strategies.Memory:
-        """Implements `Mechanism.first_memory`: buffers of zeros."""
+    def init_noise_state(self, deployment: PrivacyContext) -> strategies.NoiseState:
+        """Implements `Mechanism.init_noise_state`: buffers of zeros."""
         if deployment.shapes is None:
             raise ValueError(
                 f"{self.name} needs to know the shapes of an update before its "
-                "first round (Deployment.shapes), got None."
+                "first round (PrivacyContext.shapes), got None."
             )
-        return self.generator.first_memory(deployment.shapes)
+        return self.generator.init_noise_state(deployment.shapes)
 
     def add_noise(
-        self, update: Tensors, stddev: tf.Tensor, memory: strategies.Memory
-    ) -> tuple[Tensors, strategies.Memory]:
+        self, update: Tensors, stddev: tf.Tensor, memory: strategies.NoiseState
+    ) -> tuple[Tensors, strategies.NoiseState]:
         """Implements `Mechanism.add_noise`: adds stddev n_t."""
         fresh = noise.standard_normals(update, noise.next_seed())
         made, memory = self.generator.noise(memory, fresh)
@@ -194,13 +195,13 @@ class CorrelatedNoise(mechanism.Mechanism):
         ]
         return noised, memory
 
-    def event_index(self, round_index: int, memory: strategies.Memory) -> int:
+    def event_index(self, round_index: int, memory: strategies.NoiseState) -> int:
         """Implements `Mechanism.event_index`: where the memory stands."""
         del round_index  # Abandoned rounds have no noise.
         return int(memory.position)
 
     def round_event(
-        self, round_index: int, deployment: Deployment
+        self, round_index: int, deployment: PrivacyContext
     ) -> dp_accounting.DpEvent:
         """Implements `Mechanism.round_event`: a Gaussian of z / col_t.
 
@@ -232,8 +233,8 @@ class CorrelatedNoise(mechanism.Mechanism):
         """Implements `Mechanism.caveats`."""
         return ("correlated_noise_separation", "correlated_noise_secret")
 
-    def must_not_change(self) -> Any:
-        """Implements `Mechanism.must_not_change`: all but the clip.
+    def static_config(self) -> Any:
+        """Implements `Mechanism.static_config`: all but the clip.
 
         Also the coefficients, which another machine may choose otherwise.
         """

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from tfdp_fl import _validate, schedules
-from tfdp_fl._on_use import tf
+from tfdp_fl._lazy_tf import tf
 from tfdp_fl.mechanisms import clipping, declaration, mechanism
-from tfdp_fl.mechanisms.contribution import Deployment, Round, Tensors
+from tfdp_fl.mechanisms.contribution import PrivacyContext, RoundState, Tensors
+from tfdp_fl.terms import Guarantee
 
 
 def noise_multiplier_parameter() -> schedules.Schedule:
@@ -85,19 +86,21 @@ class NoPrivacy(mechanism.Mechanism):
     the statement says so.
     """
 
-    guarantee: ClassVar[str] = "none"
+    guarantee: ClassVar[str] = Guarantee.NONE
     suggested_run: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
-    def for_target(cls, target: mechanism.Target, **options: Any) -> NoPrivacy:
-        """Implements `Mechanism.for_target`: no target is kept."""
+    def from_budget(
+        cls, target: mechanism.CalibrationTarget, **options: Any
+    ) -> NoPrivacy:
+        """Implements `Mechanism.from_budget`: no target is kept."""
         return cls(**options)
 
-    def largest_norm(self, round: Round) -> float:
-        """Implements `Mechanism.largest_norm`: there is no bound."""
+    def l2_norm_bound(self, round: RoundState) -> float:
+        """Implements `Mechanism.l2_norm_bound`: there is no bound."""
         return float("inf")
 
-    def scale(self, norm: tf.Tensor, round: Round) -> tf.Tensor:
+    def scale(self, norm: tf.Tensor, round: RoundState) -> tf.Tensor:
         """Implements `Mechanism.scale`: nothing is clipped."""
         return tf.ones_like(norm)
 
@@ -108,7 +111,11 @@ class NoPrivacy(mechanism.Mechanism):
         return update, memory
 
     def mean(
-        self, update: Tensors, weight: tf.Tensor, round: Round, deployment: Deployment
+        self,
+        update: Tensors,
+        weight: tf.Tensor,
+        round: RoundState,
+        deployment: PrivacyContext,
     ) -> Tensors:
         """Implements `Mechanism.mean`: over those who answered, 0 for none."""
         return clipping.mean_of_answers(update, weight)

@@ -27,9 +27,9 @@ import mpmath
 import numpy as np
 from scipy import special
 
-from tfdp_fl._on_use import tf
+from tfdp_fl._lazy_tf import tf
 from tfdp_fl.mechanisms import clipping, cohort_query
-from tfdp_fl.mechanisms.contribution import Client, Contribution, Tensors
+from tfdp_fl.mechanisms.contribution import ClientContext, Contribution, Tensors
 
 # Steps of the grid in a clip.
 STEPS = 2**20
@@ -56,7 +56,7 @@ def check_noise_multiplier(noise_multiplier: float) -> None:
         )
 
 
-class GridQuery(cohort_query.CohortQuery):
+class RoundedGaussianQuery(cohort_query.CohortQuery):
     """A mechanism with a clip and the server's noise, on a grid."""
 
     @property
@@ -78,7 +78,7 @@ class GridQuery(cohort_query.CohortQuery):
             [tf.zeros(each.shape, tf.float64) for each in template]
         )
 
-    def clip(self, params: Any, update: Tensors, client: Client) -> Contribution:
+    def clip(self, params: Any, update: Tensors, client: ClientContext) -> Contribution:
         """Implements `CohortQuery.clip`, with room for the rounding after it."""
         share = params._replace(clip_norm=params.clip_norm * self.clip_share)
         return super().clip(share, update, client)

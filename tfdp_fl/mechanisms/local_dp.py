@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import dp_accounting
 
 from tfdp_fl import _validate
-from tfdp_fl._on_use import tf
+from tfdp_fl._lazy_tf import tf
 from tfdp_fl.accounting import analytic_noise_multiplier, charge, upwards
 from tfdp_fl.mechanisms import (
     clipping,
@@ -20,7 +20,13 @@ from tfdp_fl.mechanisms import (
     declaration,
     mechanism,
 )
-from tfdp_fl.mechanisms.contribution import Client, Deployment, Round, Tensors
+from tfdp_fl.mechanisms.contribution import (
+    ClientContext,
+    PrivacyContext,
+    RoundState,
+    Tensors,
+)
+from tfdp_fl.terms import Guarantee, NoiseSite, Sampling
 
 # Noise that every client adds by itself wants few weights, few rounds and
 # everybody in them (docs/mechanisms.md shows what comes out).
@@ -80,8 +86,8 @@ class LocalMechanism(mechanism.Mechanism):
     says of them.
     """
 
-    guarantee: ClassVar[str] = "local"
-    noise_site: ClassVar[str] = "every client"
+    guarantee: ClassVar[str] = Guarantee.LOCAL
+    noise_site: ClassVar[str] = NoiseSite.EVERY_CLIENT
     delta: ClassVar[Any]
     own_caveats: ClassVar[Mapping[str, str]] = {
         "classic_above_one": (
@@ -113,7 +119,11 @@ class LocalMechanism(mechanism.Mechanism):
     )
 
     def mean(
-        self, update: Tensors, weight: tf.Tensor, round: Round, deployment: Deployment
+        self,
+        update: Tensors,
+        weight: tf.Tensor,
+        round: RoundState,
+        deployment: PrivacyContext,
     ) -> Tensors:
         """Implements `Mechanism.mean`: over the clients that answered.
 
@@ -123,16 +133,16 @@ class LocalMechanism(mechanism.Mechanism):
         return clipping.mean_of_answers(update, weight)
 
     @classmethod
-    def for_target(
-        cls, target: mechanism.Target, **options: Any
+    def from_budget(
+        cls, target: mechanism.CalibrationTarget, **options: Any
     ) -> mechanism.Mechanism:
-        """Implements `Mechanism.for_target`: calibrated when it is used."""
+        """Implements `Mechanism.from_budget`: calibrated when it is used."""
         budget: dict[str, Any] = {"epsilon": target.epsilon, "delta": target.delta}
         return cls(**budget, **options)
 
-    def bind(self, deployment: Deployment) -> cohort_query.CohortQuery:
+    def bind(self, deployment: PrivacyContext) -> cohort_query.CohortQuery:
         """Implements `Mechanism.bind`: the noise has to be known there."""
-        self.noise_stddevs(Round(1.0, 0.0, 1.0), deployment)
+        self.noise_stddevs(RoundState(1.0, 0.0, 1.0), deployment)
         releases = deployment.rounds if self.composition == "basic" else 1
         one = (self.epsilon or 0.0) / (releases or 1)
         if self.calibration == "classic" and one >= 1:
@@ -144,11 +154,11 @@ class LocalMechanism(mechanism.Mechanism):
             )
         return super().bind(deployment)
 
-    def releases_per_round(self, deployment: Deployment) -> int:
+    def releases_per_round(self, deployment: PrivacyContext) -> int:
         """Returns how many separately charged releases one round makes."""
         return 1
 
-    def noise_over_sensitivity(self, deployment: Deployment) -> float:
+    def noise_over_sensitivity(self, deployment: PrivacyContext) -> float:
         """Returns sigma / sensitivity of one release, calibrated if need be.
 
         Raises:
@@ -169,7 +179,7 @@ class LocalMechanism(mechanism.Mechanism):
             participations=deployment.max_participations or deployment.rounds,
         )
 
-    def mu_squared(self, deployment: Deployment) -> float:
+    def mu_squared(self, deployment: PrivacyContext) -> float:
         """Returns (sensitivity / sigma)^2 of one client's part in one round.
 
         Infinite without noise.
@@ -242,27 +252,31 @@ class LocalDP(LocalMechanism):
         """Implements `Mechanism.noise_multiplier_at`: 0 for the server's."""
         return self.noise_multiplier or 0.0
 
-    def client_noise(self, round: Round, client: Client, deployment: Deployment) -> Any:
+    def client_noise(
+        self, round: RoundState, client: ClientContext, deployment: PrivacyContext
+    ) -> Any:
         """Implements `Mechanism.client_noise`: z_local S."""
         return self.client_noise_multiplier(deployment) * round.clip_norm
 
-    def noise_stddevs(self, round: Round, deployment: Deployment) -> dict[str, Any]:
+    def noise_stddevs(
+        self, round: RoundState, deployment: PrivacyContext
+    ) -> dict[str, Any]:
         """Implements `Mechanism.noise_stddevs`: sqrt(m) z S, on m releases."""
         one = self.client_noise_multiplier(deployment) * round.clip_norm
         return {"update": round.clients_per_round**0.5 * one}
 
-    def noise_over_sensitivity(self, deployment: Deployment) -> float:
+    def noise_over_sensitivity(self, deployment: PrivacyContext) -> float:
         """Implements `LocalMechanism.noise_over_sensitivity`."""
         if self.noise_multiplier is not None:
             return self.noise_multiplier / SENSITIVITY
         return super().noise_over_sensitivity(deployment)
 
-    def client_noise_multiplier(self, deployment: Deployment) -> float:
+    def client_noise_multiplier(self, deployment: PrivacyContext) -> float:
         """Returns z_local, the noise of one client divided by S."""
         return SENSITIVITY * self.noise_over_sensitivity(deployment)
 
     def round_event(
-        self, round_index: int, deployment: Deployment
+        self, round_index: int, deployment: PrivacyContext
     ) -> dp_accounting.DpEvent:
         """Implements `Mechanism.round_event`: what the mean gives centrally.
 
@@ -278,7 +292,7 @@ class LocalDP(LocalMechanism):
         multiplier = self.client_noise_multiplier(deployment)
         if multiplier == 0 or deployment.sampling in (*charge.OF_ANY_SIZE, None):
             return dp_accounting.NonPrivateDpEvent()
-        if deployment.sampling != "fixed_size":
+        if deployment.sampling != Sampling.FIXED_SIZE:
             multiplier /= SENSITIVITY
         return dp_accounting.GaussianDpEvent(
             multiplier * math.sqrt(deployment.cohort_size(round_index))

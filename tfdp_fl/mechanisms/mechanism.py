@@ -8,7 +8,7 @@ runtime. Members that say so take Python floats and TensorFlow scalars alike,
 so that the planner, Flower's strategies and the privacy statement use the same
 formulas as the training.
 
-Bound to a `Deployment` it gives a `CohortQuery` (`cohort_query`), which every
+Bound to a `PrivacyContext` it gives a `CohortQuery` (`cohort_query`), which every
 runtime runs in the same order; `docs/architecture.md` walks through an
 example.
 """
@@ -26,17 +26,18 @@ from typing import Any, ClassVar, NamedTuple
 import dp_accounting
 
 from tfdp_fl import _validate, schedules
-from tfdp_fl._on_use import tf
+from tfdp_fl._lazy_tf import tf
 from tfdp_fl.accounting import statement as caveats_lib
 from tfdp_fl.mechanisms import clipping, cohort_query, grid, noise
 from tfdp_fl.mechanisms.contribution import (
-    Client,
+    ClientContext,
     ClientWeighting,
     Contribution,
-    Deployment,
-    Round,
+    PrivacyContext,
+    RoundState,
     Tensors,
 )
+from tfdp_fl.terms import Guarantee, NoiseSite
 
 # What the derived cost rests on: a class that changes one of these has to say what
 # its rounds cost, by a `round_event` of its own.
@@ -50,7 +51,7 @@ _OF_COST = (
 _LEAST_NOISE = 1e-18
 
 
-class Target(NamedTuple):
+class CalibrationTarget(NamedTuple):
     """What `make_private` asks a mechanism to keep.
 
     Attributes:
@@ -101,7 +102,7 @@ class Mechanism(abc.ABC):
       suggested_run: What `train.py` does unless told otherwise, by flag.
     """
 
-    guarantee: ClassVar[str] = "central"
+    guarantee: ClassVar[str] = Guarantee.CENTRAL
     side_bounds: ClassVar[Mapping[str, float]] = {}
     releases_weights: ClassVar[bool] = False
     suggested_run: ClassVar[Mapping[str, Any]] = {"target_epsilon": 8.0}
@@ -110,7 +111,7 @@ class Mechanism(abc.ABC):
     clip_norm: ClassVar[float] = 0.0
     # A schedule; mypy would take one that is callable for a method.
     noise_multiplier: ClassVar[Any] = 0.0
-    noise_site: ClassVar[str] = "server"
+    noise_site: ClassVar[str] = NoiseSite.SERVER
     window: ClassVar[int | None] = None
     epsilon: ClassVar[float | None] = None
     noise_limit_reason: ClassVar[str] = ""
@@ -132,13 +133,13 @@ class Mechanism(abc.ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "released_sums" in vars(cls):
+        if "side_names" in vars(cls):
             raise TypeError(
                 f"{cls.__name__} must declare side_bounds={{name: bound}} in place of "
-                "released_sums: what a client may add to each sum is part of the cost."
+                "side_names: what a client may add to each sum is part of the cost."
             )
         caveats_lib.add_caveats(cls.own_caveats)
-        if cls.guarantee in ("local", "record", "none"):
+        if cls.guarantee in (Guarantee.LOCAL, Guarantee.RECORD, Guarantee.NONE):
             return
         cost = cls._definer_of("round_event")
         for name in _OF_COST:
@@ -170,9 +171,12 @@ class Mechanism(abc.ABC):
 
     # Where it may be used.
 
-    def check(self, deployment: Deployment) -> None:
+    def check(self, deployment: PrivacyContext) -> None:
         """Raises ValueError if the mechanism is not right for a deployment."""
-        if self.guarantee == "central" and self.noise_site not in ("server", "client"):
+        if self.guarantee == Guarantee.CENTRAL and self.noise_site not in (
+            NoiseSite.SERVER,
+            NoiseSite.CLIENT,
+        ):
             raise ValueError(
                 "noise_site must be 'server' or 'client' with a central guarantee, "
                 f"which is charged for their noise, got {self.noise_site!r}."
@@ -199,8 +203,8 @@ class Mechanism(abc.ABC):
         _validate.instance_of(ClientWeighting, client_weighting=weighting)
         if not (
             self.scales_updates
-            and self.guarantee in ("central", "none")
-            and self.noise_site in ("server", "client")
+            and self.guarantee in (Guarantee.CENTRAL, Guarantee.NONE)
+            and self.noise_site in (NoiseSite.SERVER, NoiseSite.CLIENT)
             and not self.releases_weights
         ):
             raise ValueError(
@@ -210,7 +214,7 @@ class Mechanism(abc.ABC):
                 f"or NoPrivacy), got {weighting!r}."
             )
 
-    def bind(self, deployment: Deployment) -> cohort_query.CohortQuery:
+    def bind(self, deployment: PrivacyContext) -> cohort_query.CohortQuery:
         """Returns the TensorFlow side of the mechanism.
 
         Args:
@@ -222,7 +226,7 @@ class Mechanism(abc.ABC):
         Mechanism.check(self, deployment)  # Also where a subclass forgets it.
         self.check(deployment)
         if deployment.noise_generator == noise.EXACT:
-            return grid.GridQuery(self, deployment)
+            return grid.RoundedGaussianQuery(self, deployment)
         return cohort_query.CohortQuery(self, deployment)
 
     # The mathematics.
@@ -231,11 +235,13 @@ class Mechanism(abc.ABC):
         """Returns the clip of the first round."""
         return self.clip_norm
 
-    def first_memory(self, deployment: Deployment) -> Any:
+    def init_noise_state(self, deployment: PrivacyContext) -> Any:
         """Returns the memory before the first round; () for none."""
         return ()
 
-    def noise_stddevs(self, round: Round, deployment: Deployment) -> dict[str, Any]:
+    def noise_stddevs(
+        self, round: RoundState, deployment: PrivacyContext
+    ) -> dict[str, Any]:
         """Returns the noise on the sum of updates, and on each released sum.
 
         Args:
@@ -243,15 +249,15 @@ class Mechanism(abc.ABC):
           deployment: Where it is.
 
         Returns:
-          Stddevs by name: "update" and `released_sums`.
+          Stddevs by name: "update" and `side_names`.
         """
         return {"update": round.noise_multiplier * round.clip_norm}
 
-    def largest_norm(self, round: Round) -> Any:
+    def l2_norm_bound(self, round: RoundState) -> Any:
         """Returns the L2 bound on a contribution: S."""
         return round.clip_norm
 
-    def scale(self, norm: tf.Tensor, round: Round) -> tf.Tensor:
+    def scale(self, norm: tf.Tensor, round: RoundState) -> tf.Tensor:
         """Returns what an update is multiplied by: min(1, S / norm).
 
         Args:
@@ -260,8 +266,10 @@ class Mechanism(abc.ABC):
         """
         return clipping.clip_factor(norm, round.clip_norm)
 
-    def sums_of(self, norm: tf.Tensor, round: Round) -> dict[str, tf.Tensor]:
-        """Returns a client's other summands, by the names in released_sums.
+    def side_statistics(
+        self, norm: tf.Tensor, round: RoundState
+    ) -> dict[str, tf.Tensor]:
+        """Returns a client's other summands, by the names in side_names.
 
         Args:
           norm: Float32, any shape: norms of updates, 0 for one with a NaN.
@@ -270,7 +278,7 @@ class Mechanism(abc.ABC):
         return {}
 
     def contribution_of_norm(
-        self, norm: tf.Tensor, usable: tf.Tensor, round: Round
+        self, norm: tf.Tensor, usable: tf.Tensor, round: RoundState
     ) -> Contribution:
         """Returns contributions where only the updates' norms are known.
 
@@ -285,7 +293,7 @@ class Mechanism(abc.ABC):
         scale = self.scale(norm, round)
         return Contribution(
             update=tf.where(usable, scale, 0.0),
-            sums=self.sums_of(norm, round),
+            sums=self.side_statistics(norm, round),
             weight=tf.ones_like(norm),
             norm=norm,
             clipped=tf.cast((norm > 0) & (scale < 1), tf.float32),
@@ -293,7 +301,11 @@ class Mechanism(abc.ABC):
         )
 
     def contribution(
-        self, update: Tensors, round: Round, client: Client, deployment: Deployment
+        self,
+        update: Tensors,
+        round: RoundState,
+        client: ClientContext,
+        deployment: PrivacyContext,
     ) -> Contribution:
         """Returns one client's clipped contribution, before any noise.
 
@@ -306,7 +318,7 @@ class Mechanism(abc.ABC):
           client: What the client knows of itself.
           deployment: Where it is.
         """
-        one = self.contribution_of_norm(*clipping.usable_norm(update), round)
+        one = self.contribution_of_norm(*clipping.finite_global_norm(update), round)
         one = one.weighted(client.weight)
         return one._replace(update=clipping.scaled(update, one.update))
 
@@ -318,12 +330,16 @@ class Mechanism(abc.ABC):
         Args:
           update: The sum of the clients' updates.
           stddev: What `noise_stddevs` says.
-          memory: `Round.memory`; () without one.
+          memory: `RoundState.memory`; () without one.
         """
         return noise.add_normal(update, stddev), memory
 
     def mean(
-        self, update: Tensors, weight: tf.Tensor, round: Round, deployment: Deployment
+        self,
+        update: Tensors,
+        weight: tf.Tensor,
+        round: RoundState,
+        deployment: PrivacyContext,
     ) -> Tensors:
         """Returns the released mean of a noised sum: the sum divided by m.
 
@@ -339,7 +355,7 @@ class Mechanism(abc.ABC):
         expected = deployment.expected_weight(round.clients_per_round)
         return [tensor / tf.cast(expected, tensor.dtype) for tensor in update]
 
-    def next_clip_norm(self, sums: Mapping[str, Any], round: Round) -> Any:
+    def next_clip_norm(self, sums: Mapping[str, Any], round: RoundState) -> Any:
         """Returns the clip of the next round.
 
         Args:
@@ -371,7 +387,7 @@ class Mechanism(abc.ABC):
             )
         return noise_multiplier
 
-    def noise_limit(self, round_index: int, deployment: Deployment) -> float:
+    def noise_limit(self, round_index: int, deployment: PrivacyContext) -> float:
         """Returns what a round's noise multiplier has to stay below."""
         return float("inf")
 
@@ -381,11 +397,11 @@ class Mechanism(abc.ABC):
         Args:
           round_index: The coming round, counted from 0, abandoned rounds
             included.
-          memory: `Round.memory` before it; () without one.
+          memory: `RoundState.memory` before it; () without one.
         """
         return round_index
 
-    def mu_squared(self, deployment: Deployment) -> float:
+    def mu_squared(self, deployment: PrivacyContext) -> float:
         """Returns (sensitivity / sigma)^2 of one client's own release.
 
         Of mechanisms whose guarantee is composed client by client: "local" and
@@ -397,7 +413,7 @@ class Mechanism(abc.ABC):
         )
 
     def round_event(
-        self, round_index: int, deployment: Deployment
+        self, round_index: int, deployment: PrivacyContext
     ) -> dp_accounting.DpEvent:
         """Returns what one round releases, before sampling is considered.
 
@@ -410,11 +426,11 @@ class Mechanism(abc.ABC):
         Roth & Su 2019, corollary 3.3).
         """
         z = self.noise_multiplier_at(round_index)
-        if z == 0 or self.guarantee != "central":
+        if z == 0 or self.guarantee != Guarantee.CENTRAL:
             return dp_accounting.NonPrivateDpEvent()
         # What follows from z and S alone needs no deployment.
         size = deployment.cohort_size(round_index) if deployment else 1.0
-        round = Round(self.reference_clip_norm, z, size)
+        round = RoundState(self.reference_clip_norm, z, size)
         mu_squared = self.sensitivity_squared(round, deployment)
         if not 0 < mu_squared < math.inf:
             return dp_accounting.NonPrivateDpEvent()
@@ -429,7 +445,7 @@ class Mechanism(abc.ABC):
         return self.first_clip_norm() or 1.0
 
     def event_at(
-        self, round_index: int, deployment: Deployment, state: Round
+        self, round_index: int, deployment: PrivacyContext, state: RoundState
     ) -> dp_accounting.DpEvent:
         """Returns what the coming round releases, asked right before its charge.
 
@@ -441,7 +457,7 @@ class Mechanism(abc.ABC):
         del state
         return self.round_event(round_index, deployment)
 
-    def sensitivity_squared(self, round: Round, deployment: Deployment) -> Any:
+    def sensitivity_squared(self, round: RoundState, deployment: PrivacyContext) -> Any:
         """Returns sum_i (bound_i / stddev_i)^2 of a round; infinity without noise.
 
         Args:
@@ -449,12 +465,12 @@ class Mechanism(abc.ABC):
           deployment: Where it is.
         """
         stddevs = self.noise_stddevs(round, deployment)
-        bounds = {"update": self.largest_norm(round), **self.side_bounds}
+        bounds = {"update": self.l2_norm_bound(round), **self.side_bounds}
         ratios = [_ratio(bounds[name], stddev) for name, stddev in stddevs.items()]
         return sum(ratio**2 for ratio in ratios)
 
     @classmethod
-    def for_target(cls, target: Target, **options: Any) -> Mechanism:
+    def from_budget(cls, target: CalibrationTarget, **options: Any) -> Mechanism:
         """Returns the mechanism that `make_private` tries for a target.
 
         Args:
@@ -475,7 +491,7 @@ class Mechanism(abc.ABC):
         return type(self).__name__
 
     @property
-    def released_sums(self) -> tuple[str, ...]:
+    def side_names(self) -> tuple[str, ...]:
         """The names of `Contribution.sums`."""
         return tuple(self.side_bounds)
 
@@ -509,7 +525,7 @@ class Mechanism(abc.ABC):
     @property
     def needs_exact_cohort(self) -> bool:
         """Whether fewer than m answers are less noise than is charged."""
-        return self.noise_site == "client"
+        return self.noise_site == NoiseSite.CLIENT
 
     @abc.abstractmethod
     def describe(self) -> str:
@@ -527,7 +543,7 @@ class Mechanism(abc.ABC):
         given = self._definer_of("round_event").__module__.startswith("tfdp_fl.")
         return self.caveats() if given else (*self.caveats(), "own_cost")
 
-    def must_not_change(self) -> Any:
+    def static_config(self) -> Any:
         """Returns what has to stay as it is from round to round; () if nothing.
 
         Beside the mechanism's class. Other parameters may change (in TFF a
@@ -536,9 +552,9 @@ class Mechanism(abc.ABC):
         """
         return ()
 
-    def memory_key(self) -> str:
-        """Returns what a memory belongs to: a digest of `must_not_change`."""
-        text = repr(self.must_not_change())
+    def state_fingerprint(self) -> str:
+        """Returns what a memory belongs to: a digest of `static_config`."""
+        text = repr(self.static_config())
         return hashlib.sha256(text.encode()).hexdigest()
 
     def parameters(self) -> dict[str, Any]:

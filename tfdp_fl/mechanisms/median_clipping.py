@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 import dp_accounting
 
 from tfdp_fl import _validate, schedules
-from tfdp_fl._on_use import tf
+from tfdp_fl._lazy_tf import tf
 from tfdp_fl.mechanisms import (
     declaration,
     fixed_clipping,
     mechanism,
     noise,
 )
-from tfdp_fl.mechanisms.contribution import Deployment, Round
+from tfdp_fl.mechanisms.contribution import PrivacyContext, RoundState
 
 # The private median is sought on a geometric grid that does not depend on the
 # data: 2^12 cells over eight decades are 0.45 % apart.
@@ -144,10 +144,10 @@ class MedianClipping(mechanism.Mechanism):
     noise_site: str = fixed_clipping.noise_site_parameter()
 
     @classmethod
-    def for_target(
-        cls, target: mechanism.Target, **options: Any
+    def from_budget(
+        cls, target: mechanism.CalibrationTarget, **options: Any
     ) -> mechanism.Mechanism:
-        """Implements `Mechanism.for_target`: the median is private."""
+        """Implements `Mechanism.from_budget`: the median is private."""
         if options.get("median_noise_multiplier") is None:
             smallest: Any = target.noise_multiplier
             if isinstance(smallest, tuple):
@@ -155,9 +155,9 @@ class MedianClipping(mechanism.Mechanism):
             options["median_noise_multiplier"] = default_median_noise_multiplier(
                 smallest, target.clients_per_round
             )
-        return super().for_target(target, **options)
+        return super().from_budget(target, **options)
 
-    def check(self, deployment: Deployment) -> None:
+    def check(self, deployment: PrivacyContext) -> None:
         """Refuses an exact median of so few that one client sets it."""
         super().check(deployment)
         constant = schedules.is_constant(deployment.clients_per_round)
@@ -170,7 +170,7 @@ class MedianClipping(mechanism.Mechanism):
                 f"{smallest:g}; a median_noise_multiplier gives a private one."
             )
 
-    def clip_to_cohort(self, norms: tf.Tensor, round: Round) -> tf.Tensor:
+    def clip_to_cohort(self, norms: tf.Tensor, round: RoundState) -> tf.Tensor:
         """Returns the median of the cohort's norms (float32 vector).
 
         An empty cohort has no exact median, and keeps the S of the round
@@ -189,7 +189,7 @@ class MedianClipping(mechanism.Mechanism):
         )
 
     def round_event(
-        self, round_index: int, deployment: Deployment
+        self, round_index: int, deployment: PrivacyContext
     ) -> dp_accounting.DpEvent:
         """Implements `Mechanism.round_event`: sum and private median as one."""
         event = super().round_event(round_index, deployment)

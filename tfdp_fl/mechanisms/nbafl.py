@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from tfdp_fl import _validate
-from tfdp_fl._on_use import tf
+from tfdp_fl._lazy_tf import tf
 from tfdp_fl.accounting.rounding import upwards
 from tfdp_fl.mechanisms import (
     clipping,
@@ -19,15 +19,16 @@ from tfdp_fl.mechanisms import (
     noise,
 )
 from tfdp_fl.mechanisms.contribution import (
-    Client,
+    ClientContext,
     Contribution,
-    Deployment,
-    Round,
+    PrivacyContext,
+    RoundState,
     Tensors,
 )
+from tfdp_fl.terms import Guarantee, NoiseSite
 
 
-def _known(name: str, deployment: Deployment) -> int:
+def _known(name: str, deployment: PrivacyContext) -> int:
     """Returns a number of a deployment, or raises where it is not known."""
     value = getattr(deployment, name)
     if not value:
@@ -37,7 +38,7 @@ def _known(name: str, deployment: Deployment) -> int:
     return value
 
 
-def _num_examples(client: Client) -> tf.Tensor:
+def _num_examples(client: ClientContext) -> tf.Tensor:
     """Returns n, float32 scalar; 0 for what is no number of examples.
 
     Who has a weight has noise: both go by this.
@@ -75,8 +76,8 @@ class NbAFL(mechanism.Mechanism):
       mu: Weight of the proximal term, >= 0.
     """
 
-    guarantee: ClassVar[str] = "record"
-    noise_site: ClassVar[str] = "every client"
+    guarantee: ClassVar[str] = Guarantee.RECORD
+    noise_site: ClassVar[str] = NoiseSite.EVERY_CLIENT
     own_caveats: ClassVar[Mapping[str, str]] = {
         "record_sensitivity_assumed": (
             "The guarantee rests on the published assumption that one record "
@@ -118,7 +119,7 @@ class NbAFL(mechanism.Mechanism):
         """The delta at which `epsilon` is claimed: 1.25 exp(-c^2/2)."""
         return min(1.0, 1.25 * math.exp(-(self.constant**2) / 2))
 
-    def downlink_stddev(self, deployment: Deployment) -> float:
+    def downlink_stddev(self, deployment: PrivacyContext) -> float:
         """Returns sigma_D (Wei et al. 2020, Theorem 1).
 
         2 c C sqrt(T^2 - L^2 N) / (min_n N epsilon) if T > sqrt(N) L, and 0
@@ -137,7 +138,7 @@ class NbAFL(mechanism.Mechanism):
         one = 2.0 * self.constant * self.weight_clip * math.sqrt(exceeding)
         return one / (examples * num_clients * self.epsilon)
 
-    def bind(self, deployment: Deployment) -> cohort_query.CohortQuery:
+    def bind(self, deployment: PrivacyContext) -> cohort_query.CohortQuery:
         """Implements `Mechanism.bind`."""
         self.downlink_stddev(deployment)
         return super().bind(deployment)
@@ -146,25 +147,31 @@ class NbAFL(mechanism.Mechanism):
         """Implements `Mechanism.first_clip_norm`: C."""
         return self.weight_clip
 
-    def noise_stddevs(self, round: Round, deployment: Deployment) -> dict[str, Any]:
+    def noise_stddevs(
+        self, round: RoundState, deployment: PrivacyContext
+    ) -> dict[str, Any]:
         """Implements `Mechanism.noise_stddevs`: before broadcast."""
         return {"update": self.downlink_stddev(deployment)}
 
     def contribution(
-        self, update: Tensors, round: Round, client: Client, deployment: Deployment
+        self,
+        update: Tensors,
+        round: RoundState,
+        client: ClientContext,
+        deployment: PrivacyContext,
     ) -> Contribution:
         """Implements `Mechanism.contribution`: n w / max(1, ||w|| / C).
 
         A client without examples has nothing to say and weighs nothing.
         """
-        clipped = super().contribution(update, round, Client(), deployment)
+        clipped = super().contribution(update, round, ClientContext(), deployment)
         weight = _num_examples(client) * (1.0 - clipped.discarded)
         return clipped._replace(
             update=clipping.scaled(clipped.update, weight), weight=weight
         )
 
     def client_noise(
-        self, round: Round, client: Client, deployment: Deployment
+        self, round: RoundState, client: ClientContext, deployment: PrivacyContext
     ) -> tf.Tensor:
         """Implements `Mechanism.client_noise`: n sigma_U, on n times weights.
 
@@ -176,7 +183,11 @@ class NbAFL(mechanism.Mechanism):
         return tf.where(_num_examples(client) > 0, stddev, 0.0)
 
     def mean(
-        self, update: Tensors, weight: tf.Tensor, round: Round, deployment: Deployment
+        self,
+        update: Tensors,
+        weight: tf.Tensor,
+        round: RoundState,
+        deployment: PrivacyContext,
     ) -> Tensors:
         """Implements `Mechanism.mean`: p / max(1, |p| / C), N(0, sigma_D^2).
 
@@ -190,7 +201,7 @@ class NbAFL(mechanism.Mechanism):
         stddev = self.downlink_stddev(deployment)
         return noise.add_normal(weights, stddev) if stddev > 0 else weights
 
-    def mu_squared(self, deployment: Deployment) -> float:
+    def mu_squared(self, deployment: PrivacyContext) -> float:
         """Returns (sensitivity / sigma_U)^2 of one upload, for any n.
 
         With the paper's sensitivity 2C/n it is (epsilon / (T c))^2.

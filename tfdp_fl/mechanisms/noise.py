@@ -25,7 +25,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tfdp_fl._on_use import tf
+from tfdp_fl._lazy_tf import tf
 
 # TensorFlow's number of the generator Philox, and the key under which it turns a
 # seed into a key and a counter (`stateless_random_ops.cc`).

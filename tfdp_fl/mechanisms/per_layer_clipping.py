@@ -6,13 +6,13 @@ import dataclasses
 import math
 
 from tfdp_fl import schedules
-from tfdp_fl._on_use import tf
+from tfdp_fl._lazy_tf import tf
 from tfdp_fl.mechanisms import clipping, declaration, fixed_clipping, mechanism
 from tfdp_fl.mechanisms.contribution import (
-    Client,
+    ClientContext,
     Contribution,
-    Deployment,
-    Round,
+    PrivacyContext,
+    RoundState,
     Tensors,
 )
 
@@ -45,10 +45,14 @@ class PerLayerClipping(mechanism.Mechanism):
     noise_site: str = fixed_clipping.noise_site_parameter()
 
     def contribution(
-        self, update: Tensors, round: Round, client: Client, deployment: Deployment
+        self,
+        update: Tensors,
+        round: RoundState,
+        client: ClientContext,
+        deployment: PrivacyContext,
     ) -> Contribution:
         """Implements `Mechanism.contribution`: Delta_l min(1, S_l / ||Delta_l||)."""
-        norm, usable = clipping.usable_norm(update)
+        norm, usable = clipping.finite_global_norm(update)
         bound = round.clip_norm / math.sqrt(len(update))
         norms = [clipping.global_norm([layer]) for layer in update]
         factors = [

@@ -12,14 +12,14 @@ import numpy as np
 from dp_accounting import rdp
 
 from tfdp_fl import _validate
-from tfdp_fl._on_use import tf, tfp
+from tfdp_fl._lazy_tf import tf, tfp
 from tfdp_fl.accounting import charge
 from tfdp_fl.mechanisms import clipping, cohort_query, mechanism, noise
 from tfdp_fl.mechanisms.contribution import (
-    Client,
+    ClientContext,
     Contribution,
-    Deployment,
-    Round,
+    PrivacyContext,
+    RoundState,
     Tensors,
 )
 
@@ -47,22 +47,22 @@ _RANDOM = ("Random", "Multinomial", "ParameterizedTruncated", "Stateful", "Trunc
 
 
 class WrappedQuery(cohort_query.CohortQuery):
-    """Runs a TF-Privacy query, whose state is `Round.memory`."""
+    """Runs a TF-Privacy query, whose state is `RoundState.memory`."""
 
-    def __init__(self, mechanism: QueryMechanism, deployment: Deployment):
+    def __init__(self, mechanism: QueryMechanism, deployment: PrivacyContext):
         super().__init__(mechanism, deployment)
         self._query = mechanism.query
 
-    def initial_global_state(self) -> Round:
+    def initial_global_state(self) -> RoundState:
         """Implements `DPQuery.initial_global_state`."""
         inner = self._query.initial_global_state()
         return super().initial_global_state()._replace(memory=inner)
 
-    def new_segment(self, state: Round) -> Round:
+    def new_segment(self, state: RoundState) -> RoundState:
         """Implements `CohortQuery.new_segment`: no noise depends on the state."""
         return state
 
-    def derive_sample_params(self, state: Round) -> Any:
+    def derive_sample_params(self, state: RoundState) -> Any:
         """Implements `DPQuery.derive_sample_params`."""
         params = self._query.derive_sample_params(state.memory)
         return tf.nest.map_structure(tf.convert_to_tensor, params)
@@ -71,8 +71,8 @@ class WrappedQuery(cohort_query.CohortQuery):
         """Implements `CohortQuery.charged_for`: nothing is derived."""
         return float("inf")
 
-    def largest_norm(self, state: Round) -> Any:
-        """Implements `CohortQuery.largest_norm`: what the query may say."""
+    def l2_norm_bound(self, state: RoundState) -> Any:
+        """Implements `CohortQuery.l2_norm_bound`: what the query may say."""
         params = self.derive_sample_params(state)
         return getattr(params, "clip_norm", float("inf"))
 
@@ -86,9 +86,9 @@ class WrappedQuery(cohort_query.CohortQuery):
         )
         return zeros._replace(update=update)
 
-    def clip(self, params: Any, update: Tensors, client: Client) -> Contribution:
+    def clip(self, params: Any, update: Tensors, client: ClientContext) -> Contribution:
         """Implements `CohortQuery.clip`: zeroes a NaN or Inf; the query clips."""
-        norm, usable = clipping.usable_norm(update)
+        norm, usable = clipping.finite_global_norm(update)
         safe = clipping.scaled(update, tf.cast(usable, tf.float32))
         return Contribution(
             update=self._query.preprocess_record(params, safe),
@@ -104,7 +104,7 @@ class WrappedQuery(cohort_query.CohortQuery):
         return update
 
     def add_noise(
-        self, total: Contribution, state: Round
+        self, total: Contribution, state: RoundState
     ) -> tuple[Tensors, dict[str, tf.Tensor], Any]:
         """Implements `CohortQuery.add_noise`: returns the query's result, and state."""
         # TF-Privacy's queries take float32: the exact sum is rounded once, by at most
@@ -119,11 +119,11 @@ class WrappedQuery(cohort_query.CohortQuery):
         )
         return result, {}, memory
 
-    def divide(self, update: Tensors, weight: Any, state: Round) -> Tensors:
+    def divide(self, update: Tensors, weight: Any, state: RoundState) -> Tensors:
         """Implements `CohortQuery.divide`: not what the query divided itself."""
         return update if divides(self._query) else super().divide(update, weight, state)
 
-    def check_noise(self, state: Round, charged: Any = None) -> list[Any]:
+    def check_noise(self, state: RoundState, charged: Any = None) -> list[Any]:
         """Implements `CohortQuery.check_noise`, by the event that the query reports.
 
         For runtimes that write down what a round costs before its state is there,
@@ -156,7 +156,7 @@ class WrappedQuery(cohort_query.CohortQuery):
             )
         return []
 
-    def derive_metrics(self, state: Round) -> collections.OrderedDict:
+    def derive_metrics(self, state: RoundState) -> collections.OrderedDict:
         """Implements `DPQuery.derive_metrics`: what the query itself says."""
         flat = collections.OrderedDict()
         for name, value in self._query.derive_metrics(state.memory).items():
@@ -280,7 +280,7 @@ class QueryMechanism(mechanism.Mechanism):
             )
         check_query(self.query, self.dp_event, [VECTOR])
 
-    def bind(self, deployment: Deployment) -> WrappedQuery:
+    def bind(self, deployment: PrivacyContext) -> WrappedQuery:
         """Implements `Mechanism.bind`."""
         vectors = [VECTOR] * (deployment.num_variables or 1)
         check_query(self.query, self.dp_event, vectors)
@@ -289,13 +289,13 @@ class QueryMechanism(mechanism.Mechanism):
         return WrappedQuery(self, deployment)
 
     def round_event(
-        self, round_index: int, deployment: Deployment
+        self, round_index: int, deployment: PrivacyContext
     ) -> dp_accounting.DpEvent:
         """Implements `Mechanism.round_event`: the event that was given."""
         return self.dp_event
 
     def event_at(
-        self, round_index: int, deployment: Deployment, state: Round
+        self, round_index: int, deployment: PrivacyContext, state: RoundState
     ) -> dp_accounting.DpEvent:
         """Implements `Mechanism.event_at`: the dearer of what is given and reported.
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tfdp_fl._on_use import tf
+from tfdp_fl._lazy_tf import tf
 from tfdp_fl.mechanisms import clipping
 from tfdp_fl.mechanisms.contribution import Contribution
 
@@ -41,7 +41,7 @@ def bound(
       norm_bound: S, scalar: the L2 bound on a contribution.
       side_bounds: By name, the bound on the absolute value of each side sum.
     """
-    norm, usable = clipping.usable_norm(list(one.update))
+    norm, usable = clipping.finite_global_norm(list(one.update))
     kept = usable & (norm <= norm_bound * (1 + _ROUNDING))
     one = _bound_sides(one, kept, side_bounds)
     return one._replace(

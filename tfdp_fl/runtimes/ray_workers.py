@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfdp_fl import _on_use, _validate, engine
+from tfdp_fl import _lazy_tf, _validate, engine
 from tfdp_fl.datasets import FederatedDataset, nests
 from tfdp_fl.engine import devices, layout, program
 
@@ -273,7 +273,7 @@ def _opened(sealed: _Sealed) -> Any:
 
 
 def _ray() -> Any:
-    with _on_use.needed("ray", "RayWorkers"):
+    with _lazy_tf.needed("ray", "RayWorkers"):
         import ray
     return ray
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _storage, _validate, accounting, datasets
+from tfdp_fl import _files, _validate, accounting, datasets
 from tfdp_fl.accounting.account import CENTRAL, PrivacyAccount
 from tfdp_fl.accounting.ledger import new_run
 from tfdp_fl.accounting.private_selection import TrialCount
@@ -258,7 +258,7 @@ class PrivateSearch:
         self, clients: FederatedDataset, options: dict[str, Any]
     ) -> dict[str, Any]:
         """Returns what a resumed search must have as it was, as JSON values."""
-        return _storage.plain(
+        return _files.plain(
             {
                 "candidates": self.candidates,
                 "expected_trials": self._trials.mean,

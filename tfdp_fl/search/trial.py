@@ -27,7 +27,8 @@ from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.evaluation import PrivateMetrics
 from tfdp_fl.keras.make_private import charged, largest_noise
 from tfdp_fl.keras.run import FitPlan
-from tfdp_fl.mechanisms import Deployment, Mechanism
+from tfdp_fl.mechanisms import Mechanism, PrivacyContext
+from tfdp_fl.terms import Guarantee, Sampling
 
 Candidate = dict[str, Any]
 
@@ -271,7 +272,7 @@ class Trial:
         conformed = preparation.conform_all(made.model, training, split.training)
         self._split = dataclasses.replace(split, training=conformed)
         self._options = options
-        self._deployment = Deployment(
+        self._deployment = PrivacyContext(
             clients_per_round=self.clients_per_round,
             num_clients=split.training.num_clients,
             sampling="poisson",
@@ -419,7 +420,7 @@ def _check_mechanism(made: DPFederatedModel, candidate: Candidate) -> None:
     """Raises ValueError unless the noise of a candidate can be replaced."""
     mechanism, problem = made.mechanism, None
     noise = mechanism.parameters().get("noise_multiplier")
-    if made.setup.sampling != "poisson":
+    if made.setup.sampling != Sampling.POISSON:
         problem = f"sampling='poisson', got {made.setup.sampling!r}"
     elif made.setup.aborts_on_failure:
         problem = (
@@ -428,7 +429,7 @@ def _check_mechanism(made: DPFederatedModel, candidate: Candidate) -> None:
         )
     elif not schedules.is_constant(made.setup.clients_per_round):
         problem = "a constant clients_per_round, got a schedule"
-    elif mechanism.guarantee != "central" or not isinstance(noise, int | float):
+    elif mechanism.guarantee != Guarantee.CENTRAL or not isinstance(noise, int | float):
         problem = (
             "a central mechanism with a constant noise_multiplier (FixedClipping, "
             f"AdaptiveClipping, MedianClipping), got {mechanism.describe()!r}"

@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _storage, _validate, accounting, keras_versions
-from tfdp_fl.accounting import upwards
-from tfdp_fl.datasets import persons
+from tfdp_fl import _files, _validate, accounting, keras_versions
+from tfdp_fl.accounting import statement, upwards
+from tfdp_fl.datasets import adapters
 from tfdp_fl.engine import trainer
 from tfdp_fl.keras import DPFederatedModel, PrivateMetrics, checkpoint, preparation
 from tfdp_fl.keras.callbacks import FederatedCallback, Report, RoundCheckpoint
 from tfdp_fl.silo.directory import Message, SiloDirectory, changed
+from tfdp_fl.terms import Guarantee
 
 # No trained weight is as large; training from there only makes NaN of it.
 _LARGEST_WEIGHT = 1e5
@@ -97,7 +98,7 @@ class Silo:
         if not callable(build):
             raise TypeError(f"build must be callable, got {build!r}.")
         self._build = build
-        table = persons.by_person(x, y, client_ids)
+        table = adapters.by_person(x, y, client_ids)
         # In whatever order the table comes next time.
         names = [repr(name) for name in table.client_ids]
         self._table = table.take(np.argsort(names, kind="stable"))
@@ -220,7 +221,8 @@ class Silo:
             facts["silo"] = self._paragraph(facts, self._files.lost(_charged(fed)))
             if format == "dict":
                 return facts
-            return f"{facts['silo']}\n\n{fed.privacy_statement(delta, format)}"
+            own = statement.wrap(facts["silo"])
+            return f"{own}\n\n{fed.privacy_statement(delta, format)}"
 
     def report(self, path: str | os.PathLike[str], delta: float | None = None) -> None:
         """Writes the page of a `Report`: statement and settings, without any chart."""
@@ -326,7 +328,7 @@ class Silo:
                 f"{type(fed).__name__}."
             )
         fed.require_compiled("build returns the model")
-        if fed.setup.target is None or fed.mechanism.guarantee != "central":
+        if fed.setup.target is None or fed.mechanism.guarantee != Guarantee.CENTRAL:
             raise ValueError(
                 "build must return a model of make_private with a mechanism whose "
                 "guarantee is central, so that the silo keeps a target for its people, "
@@ -423,7 +425,7 @@ def _settings(fed: DPFederatedModel) -> dict[str, Any]:
 
     def described(value: Any) -> Any:
         if hasattr(value, "get_config"):
-            return [type(value).__name__, _storage.plain(value.get_config(), repr)]
+            return [type(value).__name__, _files.plain(value.get_config(), repr)]
         return getattr(value, "__name__", type(value).__name__)
 
     settings = {
@@ -433,7 +435,7 @@ def _settings(fed: DPFederatedModel) -> dict[str, Any]:
         "the target": vars(fed.setup.target),
         "its weights' shapes": [w.shape for w in fed.model.weights],
     }
-    return _storage.plain(settings, described)
+    return _files.plain(settings, described)
 
 
 def _architecture(model: tf.keras.Model) -> str:
@@ -446,7 +448,7 @@ def _architecture(model: tf.keras.Model) -> str:
     except (NotImplementedError, TypeError, ValueError):
         return type(model).__qualname__  # One of its own class, without a config.
     config.pop("compile_config", None)
-    text = _storage.canonical(config)
+    text = _files.canonical(config)
     for place, layer in enumerate(keras_versions.layers_of(model, include_self=True)):
         text = text.replace(json.dumps(layer.name), f'"layer {place}"')
     return hashlib.sha256(text.encode()).hexdigest()

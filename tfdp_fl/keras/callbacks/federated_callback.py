@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp_fl import _interrupts, _validate, accounting, sampling
+from tfdp_fl import _signals, _validate, accounting, sampling
 from tfdp_fl.accounting import RoundCharge, planning, upwards
 from tfdp_fl.keras.training_setup import PrivacyTarget
 
@@ -98,7 +98,7 @@ class FederatedCallback(tf.keras.callbacks.Callback):
 
 
 @contextlib.contextmanager
-def told_of_rounds(
+def callback_session(
     callbacks: Sequence[FederatedCallback], first_round: int, last_round: int
 ) -> Iterator[None]:
     """Tells callbacks of the rounds planned, and of the end, however it comes."""
@@ -124,7 +124,7 @@ def _tell_all(
     untold: list[FederatedCallback], suppressed: tuple[type[Exception], ...]
 ) -> None:
     with (
-        _interrupts.after_the_block(),
+        _signals.defer_signals(),
         contextlib.suppress(*suppressed),
         contextlib.ExitStack() as ending,
     ):

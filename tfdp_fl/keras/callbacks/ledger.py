@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp_fl import _interrupts, _validate, accounting
+from tfdp_fl import _signals, _validate, accounting
 from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.keras import checkpoint, statement
@@ -61,7 +61,7 @@ class Ledger(FederatedCallback):
         fed, run = self.federated_model, self._run
         target = fed.setup.target
         known = run.known_ledgers.get(self._key)
-        with _interrupts.after_the_block():  # What is locked is known here.
+        with _signals.defer_signals():  # What is locked is known here.
             self._opened = ledger = accounting.PrivacyLedger(
                 self.path,
                 mode="append",

@@ -8,7 +8,7 @@ import os
 import pathlib
 from typing import Any
 
-from tfdp_fl import _storage, accounting
+from tfdp_fl import _files, accounting
 from tfdp_fl.keras import checkpoint
 from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
 
@@ -76,7 +76,7 @@ class Report(FederatedCallback):
 
     def on_fit_end(self) -> None:
         """Writes the page."""
-        _storage.write_text(self.path, self._page())
+        _files.write_text(self.path, self._page())
 
     def _page(self) -> str:
         import jinja2

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests.keras import toy
-from tfdp_fl import _interrupts
+from tfdp_fl import _signals
 from tfdp_fl.engine import program
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -35,14 +35,14 @@ def _send(number=signal.SIGINT):
 def test_waits_for_the_end(number):
     done = []
     with pytest.raises(KeyboardInterrupt):
-        with _interrupts.after_the_block():
+        with _signals.defer_signals():
             _send(number)
             done.append("to the end")
         done.append("and not on")
     assert done == ["to the end"]
     assert _default_again()
     # A second one is heard at once.
-    with pytest.raises(KeyboardInterrupt), _interrupts.after_the_block():
+    with pytest.raises(KeyboardInterrupt), _signals.defer_signals():
         _send(number)
         _send(number)
         done.append("never")
@@ -51,7 +51,7 @@ def test_waits_for_the_end(number):
     # An error in the block loses no signal.
     heard = []
     for error in (KeyboardInterrupt, OSError):
-        with pytest.raises(error) as raised, _interrupts.after_the_block():
+        with pytest.raises(error) as raised, _signals.defer_signals():
             _send(number)
             raise OSError("the disk is full")
         assert error is OSError or isinstance(raised.value.__context__, OSError)
@@ -70,7 +70,7 @@ def test_a_signal_while_handlers_are_put_back():
     with (
         mock.patch.object(signal, "signal", interrupted),
         pytest.raises(KeyboardInterrupt),
-        _interrupts.after_the_block(),
+        _signals.defer_signals(),
     ):
         pass
     # The other handler is still there, and lets nothing wait for ever.
@@ -105,16 +105,16 @@ def test_one_that_c_code_made_another_error_of(kind):
         except KeyboardInterrupt:
             raise kind("returned a result with an exception set") from None
 
-    with pytest.raises(KeyboardInterrupt), _interrupts.recognised():
+    with pytest.raises(KeyboardInterrupt), _signals.handled():
         swallowed()
     assert _default_again()
     fed = toy.federated()
     begin = tf.keras.callbacks.LambdaCallback(on_epoch_begin=swallowed)
     with pytest.raises(KeyboardInterrupt):
         toy.fit(fed, 2, [begin])
-    with pytest.raises(kind), _interrupts.recognised():
+    with pytest.raises(kind), _signals.handled():
         raise kind("of its own")
     signal.signal(signal.SIGTERM, lambda *_: None)
-    with pytest.raises(kind), _interrupts.recognised():
+    with pytest.raises(kind), _signals.handled():
         _send(signal.SIGTERM)
         raise kind("after a signal that interrupts nothing")

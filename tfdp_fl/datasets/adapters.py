@@ -60,7 +60,9 @@ def as_federated(clients: Any, element_spec: Any = None) -> FederatedDataset:
     return dataset.with_ids(range(len(by_id))) if is_list else dataset
 
 
-def of_fit(data: Any, y: Any, client_ids: Any, sample_weight: Any) -> FederatedDataset:
+def resolve_fit_data(
+    data: Any, y: Any, client_ids: Any, sample_weight: Any
+) -> FederatedDataset:
     """Returns the clients that `fit` was given, in either way.
 
     Args:
@@ -105,7 +107,7 @@ def by_person(
     given = {"x": x, "y": y, "sample_weight": sample_weight}
     check_aligned(**given, client_ids=client_ids)
     given = {
-        argument: nests.as_arrays(as_keras_takes(nest, argument), argument)
+        argument: nests.as_arrays(to_keras_inputs(nest, argument), argument)
         for argument, nest in given.items()
         if nest is not None
     }
@@ -140,7 +142,7 @@ def check_aligned(**given: Any) -> None:
                 )
 
 
-def as_keras_takes(nest: Any, argument: str) -> Nest:
+def to_keras_inputs(nest: Any, argument: str) -> Nest:
     """Returns arrays in the place of lists, frames and series; the rest as it is.
 
     Strings are tensors, as Keras takes no NumPy strings.
@@ -163,8 +165,8 @@ def as_keras_takes(nest: Any, argument: str) -> Nest:
     return tf.nest.map_structure(array, nests.with_array_leaves(nest, argument))
 
 
-def bound_rows(
-    x: Any, y: Any, client_ids: Any, *, most: int, choose: str = "random"
+def limit_rows_per_client(
+    x: Any, y: Any, client_ids: Any, *, max_rows: int, keep: str = "random"
 ) -> tuple[Any, Any, Any]:
     """Returns a table in which no person has more than so many rows.
 
@@ -175,8 +177,8 @@ def bound_rows(
       x: Features [n, ...], a nest of arrays, or a pandas frame.
       y: Labels [n, ...], likewise; of `(y, sample_weight)` both are bounded.
       client_ids: Whose row each is, [n] numbers or strings.
-      most: How many rows of a person stay, at least 1.
-      choose: Which: "random" (each person's own draw), "first" or "last".
+      max_rows: How many rows of a person stay, at least 1.
+      keep: Which: "random" (each person's own draw), "first" or "last".
 
     Returns:
       `(x, y, client_ids)` of the rows that stay, in their order.
@@ -184,16 +186,16 @@ def bound_rows(
     Raises:
       TypeError, ValueError: An argument is not allowed; the message names it.
     """
-    _validate.positive_integer(most=most)
-    _validate.one_of(("random", "first", "last"), choose=choose)
+    _validate.positive_integer(max_rows=max_rows)
+    _validate.one_of(("random", "first", "last"), keep=keep)
     check_aligned(x=x, y=y, client_ids=client_ids)
     generator, kept = np.random.default_rng(), []
     x, y = nests.with_array_leaves(x, "x"), nests.with_array_leaves(y, "y")
     rows = tables.rows_of_persons(client_ids, nests.common_length(x, y))
     for own in rows.by_client().values():
-        if choose == "random" and len(own) > most:
-            own = generator.choice(own, most, replace=False)
-        kept.append(own[-most:] if choose == "last" else own[:most])
+        if keep == "random" and len(own) > max_rows:
+            own = generator.choice(own, max_rows, replace=False)
+        kept.append(own[-max_rows:] if keep == "last" else own[:max_rows])
     stay = np.sort(np.concatenate(kept))
 
     def take(leaf: Any) -> Any:

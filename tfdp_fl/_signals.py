@@ -12,7 +12,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextlib.contextmanager
-def after_the_block() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """Lets SIGINT and SIGTERM, where Python handles them, wait for the end.
 
     A second one is heard at once: a user who asks twice cannot wait. None is lost
@@ -49,7 +49,7 @@ def after_the_block() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recognised() -> Iterator[None]:
+def handled() -> Iterator[None]:
     """Raises KeyboardInterrupt where C code made another error of it.
 
     Python raises it in whatever runs, and an extension that meets it while it

@@ -1,0 +1,46 @@
+"""The words for who is trusted, who adds noise, and how clients are drawn.
+
+Users write the strings; `Term.X == "x"` holds both ways, and JSON keeps the string.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class Term(str, enum.Enum):
+    """A word with a fixed meaning, which prints as the string that it is."""
+
+    def __str__(self) -> str:
+        return self.value
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+class Guarantee(Term):
+    """What is protected, against whom."""
+
+    CENTRAL = "central"  # A client; the server is trusted.
+    LOCAL = "local"  # A client; nobody is trusted.
+    RECORD = "record"  # One example, not a client.
+    NONE = "none"
+
+
+class NoiseSite(Term):
+    """Who adds the noise."""
+
+    SERVER = "server"
+    CLIENT = "client"  # Each of m clients its share; exactly m have to answer.
+    EVERY_CLIENT = "every client"  # Each client for itself.
+
+
+class Sampling(Term):
+    """How the clients of a round are drawn."""
+
+    POISSON = "poisson"
+    FIXED_SIZE = "fixed_size"
+    SHUFFLED = "shuffled"
+    CYCLIC = "cyclic"
+    RANDOM_ALLOCATION = "random_allocation"
+    SEPARATED = "separated"
