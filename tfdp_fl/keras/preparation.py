@@ -52,7 +52,10 @@ def prepare(
     population = _checked_population(fed, clients)
     sampler = _sampler(fed, clients, plan)
     asked = range(plan.first_round, plan.last_round)
-    if schedules.is_constant(mechanism.noise_multiplier) and not (
+    are_alike = schedules.is_constant(mechanism.noise_multiplier) and (
+        schedules.is_constant(setup.clients_per_round)
+    )
+    if are_alike and not (
         setup.secure_aggregation or setup.noise_generator == noise.EXACT
     ):
         asked = asked[:1]
