@@ -462,6 +462,26 @@ def test_a_client_more_or_less_changes_nobody_elses_round():
         _assert_expected(same - 1000 / rounds, 1000 / rounds * (1 - 1 / rounds))
 
 
+def test_a_pass_that_is_allocated_anew_under_a_seed_is_another_pass():
+    # A crash between a round's release and its checkpoint; then others fail.
+    event, charges = dp_accounting.GaussianDpEvent(0.6), []
+    before = _make("random_allocation", 40, 20, 1).state()
+    for word in (11, 22):
+        sampler = _make("random_allocation", 40, 20, 1)
+        sampler.restore(before)
+        sampler.attempt = (0, word)
+        if word == 22:
+            sampler.abandon(sampler.draw())
+        charges.append(sampler.charge(sampler.draw(), event))
+    poisson = accounting.Participation(
+        sampling="poisson", num_clients=40, clients_per_round=20
+    ).charge(event)
+    independent = accounting.PrivacyAccountant([(poisson, 2)])
+    said = accounting.PrivacyAccountant(charges)
+    for delta in (1e-3, 1e-6):
+        assert said.epsilon(delta, "pld") >= independent.epsilon(delta, "pld")
+
+
 @pytest.mark.parametrize("seed", [None, 5])
 def test_a_pass_that_was_interrupted_goes_on_in_the_same_secret_order(seed):
     sampler = _make("random_allocation", 60, 10, seed)

@@ -535,7 +535,12 @@ class RandomAllocationSampler(PassSampler):
             self._passes = charge_lib.AllocationPasses(
                 self.num_clients, self._clients_per_round, self._first_round
             )
-        return {"partition": self._partition, **self._passes.place(round_index)}
+        place = self._passes.place(round_index)
+        partition, (_, *entropy) = self._partition, self._salt_of(place["pass_index"])
+        if entropy:  # Allocated anew, it is another pass.
+            own = hashlib.sha256(f"{entropy}".encode()).hexdigest()[:8]
+            partition = f"{partition} {own}"
+        return {"partition": partition, **place}
 
     def max_participations(self, rounds: int, first_round: int = 0) -> int:
         """Returns how many passes the rounds touch."""

@@ -309,9 +309,9 @@ def test_nobody_keeps_more_rows_than_the_bound(choose):
     if choose != "random":
         own = {"first": [0, 1], "last": [4, 8]}[choose]
         assert [row for row in y if ids[row] == 1] == own
-    for name, value in (("most", 0), ("choose", "best")):
+    for name, value in (("max_rows", 0), ("keep", "best")):
         with pytest.raises(ValueError, match=name):
-            tfdp_fl.limit_rows_per_client(*_table(), **{"most": 2, name: value})
+            tfdp_fl.limit_rows_per_client(*_table(), **{"max_rows": 2, name: value})
 
 
 @pytest.mark.parametrize(

@@ -404,3 +404,22 @@ def test_a_round_is_charged_for_the_noise_and_cohort_it_had():
     parameters = fed.privacy_statement(1e-3, "dict")["mechanism_parameters"]
     wanted = f"{min(noise):g} to {max(noise):g} (scheduled)"
     assert parameters["noise_multiplier"] == wanted
+
+
+def test_another_seed_does_not_draw_another_cohort_of_a_fixed_size():
+    fed = toy.federated(clients_per_round=5)
+
+    def ends(*_):
+        raise KeyboardInterrupt
+
+    drawn = []
+    for seed in (1, 2, 3):
+        with (
+            mock.patch.object(engine.CohortEngine, "collect", ends),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            toy.fit(fed, 1, seed=seed)
+        drawn.append(fed.run.sampler.unsettled.positions.tolist())
+    assert drawn[0] == drawn[1] == drawn[2]
+    toy.fit(fed, 1, seed=4)
+    assert fed.run.sampler.unsettled is None

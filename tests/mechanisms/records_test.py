@@ -190,3 +190,17 @@ def test_ten_thousand_clients_more_move_a_sum_by_their_records():
         .update[0]
         .numpy()
     )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", [tfdp_fl.FixedClipping, tfdp_fl.PerLayerClipping])
+def test_short_floats_are_clipped_as_float32(kind, dtype):
+    mechanism = kind(clip_norm=0.3, noise_multiplier=1.0)
+    query, state = rounds.bound(mechanism, clients_per_round=20)
+    params = query.derive_sample_params(query.begin_round(state, 1.0, 20.0))
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        update = [tf.cast(generator.normal(size=(40, 30)), dtype) for _ in range(3)]
+        one = algorithm.make_record(query, params, update)
+        length = np.linalg.norm(rounds.flat(one.update).astype(float))
+        assert 0.29 < length <= 0.3 * (1 + 1e-5)

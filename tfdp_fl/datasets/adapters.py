@@ -90,7 +90,11 @@ def resolve_fit_data(
 
 
 def by_person(
-    x: Any, y: Any, client_ids: Any, sample_weight: Any = None
+    x: Any,
+    y: Any,
+    client_ids: Any,
+    sample_weight: Any = None,
+    num_people: int | None = None,
 ) -> FederatedDataset:
     """Returns the clients of a table: each person, with all its rows.
 
@@ -99,10 +103,13 @@ def by_person(
       y: Labels [n, ...], likewise.
       client_ids: Whose row each is, [n] numbers or strings.
       sample_weight: What each row counts in the loss, [n], or None.
+      num_people: How many people are declared; places that nobody has are clients
+        without examples. None: as many as there are.
 
     Raises:
-      ValueError: A row has no id, or a missing value that is no label (naming column
-        and row), or lengths or pandas indexes differ.
+      ValueError: There are more people than declared; a row has no id, or a missing
+        value that is no label (naming column and row); or lengths or pandas indexes
+        differ.
     """
     given = {"x": x, "y": y, "sample_weight": sample_weight}
     check_aligned(**given, client_ids=client_ids)
@@ -117,6 +124,16 @@ def by_person(
         # Labels of clients may be NaN, however they are given: a loss may know them.
         for leaf in tf.nest.flatten(nest) if argument != "y" else ():
             tables.check_finite(argument, leaf)
+    if num_people is not None:
+        known = rows.by_client()
+        if len(known) > num_people:
+            raise ValueError(
+                f"client_ids must name at most {num_people} people, the number that is "
+                f"declared, got {len(known)}."
+            )
+        places = range(num_people - len(known))
+        nobody = {f"(nobody {k})": np.zeros(0, np.int64) for k in places}
+        return FederatedDataset.from_indices(**given, indices={**known, **nobody})
     return FederatedDataset.from_indices(**given, indices=rows)
 
 

@@ -46,8 +46,6 @@ class PrivateRounds:
 
     Attributes:
       strategy: the wrapped strategy.
-      num_clients: N.
-      clients_per_round: m.
       rounds: T, or None.
       clip_norm: S, of the next round.
       discarded_updates: how many updates arrived not finite, and became zero.
@@ -128,8 +126,8 @@ class PrivateRounds:
         self.strategy = strategy
         _validate.instance_of(mechanisms.Mechanism, mechanism=mechanism)
         self._mechanism = mechanism
-        self.num_clients = _validate.positive_integer(num_clients=num_clients)
-        self.clients_per_round = int(
+        self._num_clients = _validate.positive_integer(num_clients=num_clients)
+        self._clients_per_round = int(
             charge_lib.checked_size(clients_per_round, self.num_clients)
         )
         self.rounds = (
@@ -240,6 +238,16 @@ class PrivateRounds:
     def mechanism(self) -> mechanisms.Mechanism:
         """What is released; it cannot be exchanged during a run."""
         return self._mechanism
+
+    @property
+    def num_clients(self) -> int:
+        """N; it cannot be exchanged during a run, whose rounds are charged by it."""
+        return self._num_clients
+
+    @property
+    def clients_per_round(self) -> int:
+        """m, likewise."""
+        return self._clients_per_round
 
     @property
     def on_client_failure(self) -> str:

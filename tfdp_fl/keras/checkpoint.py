@@ -63,12 +63,14 @@ class CheckpointWriteError(CheckpointError):
     """A file could not be written; what stood before is as it was."""
 
 
-def to_bytes(state: dict[str, Any]) -> bytes:
+def to_bytes(state: dict[str, Any], level: int = 1) -> bytes:
     """Returns the bytes of a file.
 
     Args:
       state: JSON values, and in their midst arrays of any NumPy dtype but object; of
         short floats, such as bfloat16, the values come back as float32.
+      level: How well text is compressed; 0 where the size of a file is to tell nothing
+        of what it says.
     """
     arrays: list[np.ndarray] = []
 
@@ -88,7 +90,7 @@ def to_bytes(state: dict[str, Any]) -> bytes:
         raise ValueError(f"state must have no key {_PLACE!r}, got one.")
     stream = io.BytesIO()
     # What was charged repeats itself, round by round.
-    packed = np.frombuffer(zlib.compress(text.encode(), 1), np.uint8)
+    packed = np.frombuffer(zlib.compress(text.encode(), level), np.uint8)
     np.savez(stream, packed, *arrays)
     data = stream.getvalue()
     return data + hashlib.sha256(data).digest()

@@ -186,6 +186,13 @@ def _sampler(
         may_abandon=fed.setup.may_abandon,
     )
     made.next_round = plan.first_round
+    if fed.run is not None and (drawn := fed.run.sampler.unsettled) is not None:
+        # Another cohort in its place would tell who was in it.
+        who = drawn.participation
+        if who.draws_depend_on_each_other and made.num_clients == who.num_clients:
+            made.unsettled = dataclasses.replace(drawn, round_index=made.next_round)
+        elif who.draws_depend_on_each_other:
+            fed.run.caveats.add("cohort_redrawn")
     return made
 
 

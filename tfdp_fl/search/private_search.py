@@ -500,7 +500,7 @@ class SearchDirectory:
         """Replaces the state on the disk."""
         if self._path is not None and self.ledger is not None:
             state.ledger_head = self.ledger.head
-            data = checkpoint.to_bytes(vars(state))
+            data = checkpoint.to_bytes(vars(state), level=0)
             checkpoint.write_atomically(self._path / _STATE, data)
 
     def end(self, state: SearchState) -> None:

@@ -98,7 +98,13 @@ class Silo:
         if not callable(build):
             raise TypeError(f"build must be callable, got {build!r}.")
         self._build = build
-        table = adapters.by_person(x, y, client_ids)
+        # Built, but not at what the directory holds.
+        self._new: DPFederatedModel | None = self._built()
+        target = self._new.setup.target
+        assert target is not None
+        self.target = target
+        # Of the declared size, so that no answer tells how many people there are.
+        table = adapters.by_person(x, y, client_ids, num_people=target.num_clients)
         # In whatever order the table comes next time.
         names = [repr(name) for name in table.client_ids]
         self._table = table.take(np.argsort(names, kind="stable"))
@@ -109,13 +115,10 @@ class Silo:
             "verbose": 0,
         }
         self._files = SiloDirectory(directory, moved)
-        # Built, but not at what the directory holds.
-        self._new: DPFederatedModel | None = self._built()
-        target = self._new.setup.target
-        assert target is not None
-        self.target = target
         # At what the directory holds, if nobody else was at work there.
         self._fed: DPFederatedModel | None = None
+        # What is wrong with the table is said here, to its owner alone.
+        self._new.fit(self._table, callbacks=[_NoRound()], **self._arguments)
 
     @property
     def num_people(self) -> int:
