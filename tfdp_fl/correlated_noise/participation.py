@@ -125,14 +125,14 @@ class ParticipationRecord:
         own = self._rounds.get(client, [])
         if own and self.released - own[-1] < gap:
             return (
-                f"it took part {self.released - own[-1]} released round(s) ago, "
+                f"its last round was released {self.released - own[-1]} rounds ago, "
                 f"and min_separation={gap}"
             )
         begin = self.released - self.released % self.participation.rounds
         times = sum(round_index >= begin for round_index in own)
         if times >= most:
             return (
-                f"it took part {times} time(s) in this segment, and "
+                f"it has taken part in {times} rounds of this segment, and "
                 f"max_participations={most}"
             )
         return None

@@ -240,7 +240,7 @@ def evaluate(
             f"of {number} has: the first error was {failed[0].reason}."
         )
     if not silent:
-        what = "client(s) could not be read, or evaluated on; their metrics are NaN"
+        what = "clients could not be read, or evaluated on; their metrics are NaN"
         _warn_of(failed, clients, what)
     return {"num_examples": counts, **dict(zip(names, values, strict=True))}
 

@@ -317,15 +317,19 @@ class RoundLoop:
             first = pending.failures[0]
             name = self.clients.client_ids[first.position]
             self.fed.say(
-                f"{number} the data of {len(pending.failures)} client(s) could not be "
+                f"{number} the data of {_clients(len(pending.failures))} could not be "
                 f"read; {what}. Client {name!r}: {first.reason}"
             )
         if groups:
             self.fed.say(
-                f"{number} secure aggregation failed for {len(groups)} client(s), who "
-                f"keep their own updates; {what}."
+                f"{number} secure aggregation failed for {_clients(len(groups))}; their "
+                f"updates were not sent, and {what}."
             )
         return len(pending.failures) + len(groups)
+
+
+def _clients(number: int) -> str:
+    return "1 client" if number == 1 else f"{number} clients"
 
 
 class _BudgetSpentError(Exception):
