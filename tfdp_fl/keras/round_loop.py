@@ -322,8 +322,8 @@ class RoundLoop:
             )
         if groups:
             self.fed.say(
-                f"{number} secure aggregation failed for {_clients(len(groups))}; their "
-                f"updates were not sent, and {what}."
+                f"{number} secure aggregation failed for {_clients(len(groups))}; "
+                f"their updates were not sent, and {what}."
             )
         return len(pending.failures) + len(groups)
 
