@@ -8,12 +8,10 @@
     divide      by the planned number of clients
     move        the model, and the clip
 
-(McMahan et al. 2018, Algorithm 1, https://arxiv.org/abs/1710.06963; the clip moves as
-in Andrew et al. 2021, Algorithm 1, https://arxiv.org/abs/1905.03871.)
-
-Everything runs what is here: Keras's `fit` calls `run_round`; a Flower server
-`finish_round`, when replies are in; TFF compiles `make_record` and `release` into its
-computations, and charges what their state wrote down. Why can nothing go around it?
+(McMahan et al. 2018, https://arxiv.org/abs/1710.06963; the clip: Andrew et al. 2021.)
+Keras's `fit` calls `run_round`; a Flower server `finish_round`; TFF compiles
+`make_record` and `release`, and charges what its state wrote down. Why can nothing go
+around it?
 
 1. Own data only. `make_record` is given one client's update, and what the server sent;
    the update is made of that client's examples, in a program that is chosen by its own
@@ -112,6 +110,8 @@ def make_record(
       client: What the client knows of itself.
     """
     mechanism = query.mechanism
+    # With fewer bits a product is rounded by more than a clip may be.
+    update = [tf.cast(t, tf.float32) if t.dtype.size < 4 else t for t in update]
     record = query.clip(params, update, client)
     if mechanism.noise_site == NoiseSite.CLIENT:  # A share each, complete with all m.
         return query.with_shares(params, record)

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
+import dp_accounting
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -13,6 +14,7 @@ import tfdp_fl
 from tests.engine import cohorts
 from tests.mechanisms import rounds
 from tfdp_fl import algorithm, mechanisms
+from tfdp_fl._lazy_tf import tfp
 from tfdp_fl.mechanisms import records
 from tfdp_fl.mechanisms.contribution import Contribution, PrivacyContext
 
@@ -193,9 +195,17 @@ def test_ten_thousand_clients_more_move_a_sum_by_their_records():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("kind", [tfdp_fl.FixedClipping, tfdp_fl.PerLayerClipping])
+@pytest.mark.parametrize("kind", ["fixed", "per layer", "query"])
 def test_short_floats_are_clipped_as_float32(kind, dtype):
-    mechanism = kind(clip_norm=0.3, noise_multiplier=1.0)
+    options = {"clip_norm": 0.3, "noise_multiplier": 1.0}
+    mechanism = {
+        "fixed": lambda: tfdp_fl.FixedClipping(**options),
+        "per layer": lambda: tfdp_fl.PerLayerClipping(**options),
+        "query": lambda: tfdp_fl.QueryMechanism(
+            query=tfp.GaussianSumQuery(0.3, 0.3),
+            dp_event=dp_accounting.GaussianDpEvent(1.0),
+        ),
+    }[kind]()
     query, state = rounds.bound(mechanism, clients_per_round=20)
     params = query.derive_sample_params(query.begin_round(state, 1.0, 20.0))
     generator = np.random.default_rng(0)

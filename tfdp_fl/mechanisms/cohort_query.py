@@ -159,8 +159,6 @@ class CohortQuery:
           client: What it knows of itself.
         """
         mechanism = self.mechanism
-        # With fewer bits a product is rounded by more than a clip may be.
-        update = [tf.cast(t, tf.float32) if t.dtype.size < 4 else t for t in update]
         if mechanism.scales_updates:
             norm, usable = clipping.finite_global_norm(update)
             one = self.bounded_factor(norm, usable, params, client.weight)
