@@ -429,8 +429,9 @@ class PrivacyAccount:
             self._charge_lock,
             contextlib.ExitStack() as stack,
         ):
-            most = self.per_client.max_mu_squared_after(positions, mu_squared)
+            most = 0.0
             if self.by_client:
+                most = self.per_client.max_mu_squared_after(positions, mu_squared)
                 receipt.local = {"mu_squared": mu_squared, "max_mu_squared": most}
             if ask is not None:
                 ask(receipt)

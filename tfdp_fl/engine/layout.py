@@ -73,12 +73,11 @@ class ClientTable(NamedTuple):
         """Returns how many steps each client takes, [K]."""
         return -(-self.num_examples // len(self.batch)) * self.epochs
 
-    def by_client(self, change: Any) -> ClientTable:
+    def map_clients(self, change: Any) -> ClientTable:
         """Returns a table with a function called on the arrays that have K rows."""
         names = self._fields[self._fields.index("first_row") :]
         arrays = tuple(getattr(self, name) for name in names)
-        changed = tf.nest.map_structure(change, arrays)
-        return self._replace(**dict(zip(names, changed, strict=True)))
+        return self._replace(**dict(zip(names, map(change, arrays), strict=True)))
 
 
 def client_table(
@@ -137,7 +136,7 @@ def select(table: ClientTable, places: np.ndarray) -> ClientTable:
     """Returns the table of some of a table's clients, in the order given."""
     if len(places) == len(table.members) and (np.diff(places) > 0).all():
         return table
-    some = table.by_client(lambda array: array[places])
+    some = table.map_clients(lambda array: array[places])
     lengths = some.num_examples.astype(np.int64) * table.epochs
     return some._replace(
         rows=table.rows[_ranges(some.first_row, lengths)],
@@ -150,10 +149,11 @@ def padded_to(table: ClientTable, width: int) -> ClientTable:
     """Pads a table with clients that have no examples; `num_clients` stays."""
 
     def pad(array: np.ndarray) -> np.ndarray:
-        missing = width - len(array)
-        return np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1))
+        padded = np.zeros([width, *array.shape[1:]], array.dtype)
+        padded[: len(array)] = array
+        return padded
 
-    return table.by_client(pad)
+    return table.map_clients(pad)
 
 
 class Strategy(NamedTuple):
