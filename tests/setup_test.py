@@ -1,6 +1,7 @@
 """What is installed, how packages depend on each other, and light imports."""
 
 import ast
+import graphlib
 import json
 import os
 import pathlib
@@ -34,8 +35,8 @@ _DISTRIBUTIONS = {
 # From the top; the packages of a row know nothing of each other.
 _LAYERS = (
     ("experiments", "search", "silo"),
-    ("keras", "learning", "runtimes"),
-    ("aggregators", "flower"),
+    ("keras", "aggregators", "learning", "runtimes"),
+    ("tff", "flower"),
     ("engine",),
     ("mechanisms", "secure_aggregation"),
     ("accounting", "correlated_noise", "datasets"),
@@ -131,6 +132,27 @@ def test_a_package_imports_only_from_those_below_it():
     for name, others in imports.items():
         for other in others:
             assert layer[name] < layer[other], f"{name} imports {other}"
+
+
+def test_no_circle_of_imports():
+    modules = {
+        ".".join(path.relative_to(_ROOT).with_suffix("").parts): path
+        for path in (_ROOT / "tfdp_fl").rglob("*.py")
+    }
+    # Those for type checkers alone count as well.
+    below = {}
+    for name, path in modules.items():
+        found = below.setdefault(name, set())
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    own = f"{node.module}.{alias.name}"
+                    package = f"{node.module}.__init__"
+                    found |= {*[m for m in (own, node.module) if m in modules][:1]}
+                    if own not in modules and package in modules:
+                        found.add(package)
+    del below["tfdp_fl.__init__"]
+    graphlib.TopologicalSorter(below).prepare()  # Raises for a circle.
 
 
 def test_every_python_file_is_a_source_of_a_bazel_target():

@@ -9,7 +9,7 @@ import tensorflow_federated as tff
 import tensorflow_privacy as tfp
 
 from tfdp_fl import aggregators, learning, mechanisms
-from tfdp_fl.aggregators import state as state_lib
+from tfdp_fl.tff import state as state_lib
 
 SCALAR = tff.TensorType(np.float32)
 NESTED = tff.types.to_type(

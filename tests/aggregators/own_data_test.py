@@ -6,8 +6,8 @@ import tensorflow_federated as tff
 
 import tfdp_fl
 from tests.engine import cohorts
-from tfdp_fl.aggregators import cohort_process
 from tfdp_fl.mechanisms import PrivacyContext
+from tfdp_fl.tff import cohort_process
 
 _FIXED = tfdp_fl.FixedClipping(clip_norm=0.3, noise_multiplier=1.0)
 _ADAPTIVE = tfdp_fl.AdaptiveClipping(

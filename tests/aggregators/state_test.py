@@ -6,7 +6,7 @@ import pytest
 import tensorflow_federated as tff
 
 from tfdp_fl import aggregators
-from tfdp_fl.aggregators import state as state_lib
+from tfdp_fl.tff import state as state_lib
 
 STATE = state_lib.AggregatorState((), 1, (), ())
 SCALAR = tff.TensorType(np.float32)

@@ -13,8 +13,7 @@ from tests.engine import cohorts
 from tests.keras import hostile, toy
 from tfdp_fl import engine
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import cohort, labels, layout
-from tfdp_fl.runtimes import ray_workers
+from tfdp_fl.engine import cohort, labels, layout, ray_workers
 
 
 class _Files:

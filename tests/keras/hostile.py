@@ -28,7 +28,7 @@ from tests.keras import toy
 from tests.outside.loading import smooth_clipping
 from tfdp_fl import secure_aggregation
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.runtimes import ray_workers
+from tfdp_fl.engine import ray_workers
 
 FEATURES, CLASSES, EXAMPLES, CLIENTS = 4, 3, 6, 4
 HOSTILE = 1  # Which client it is.

@@ -16,8 +16,7 @@ from tests.keras import toy
 from tfdp_fl import accounting
 from tfdp_fl.accounting import planning
 from tfdp_fl.engine import CohortEngine
-from tfdp_fl.keras import checkpoint
-from tfdp_fl.keras import run as run_lib
+from tfdp_fl.keras import checkpoint, federated_training
 
 _DELTA = 1e-3
 _TRAINED = "already trained on clients"
@@ -186,7 +185,7 @@ def test_a_model_that_replaces_its_variables_stays_whose_it_is():
     again = tf.keras.Sequential([tf.keras.layers.Input((8,)), layer])
     for model in (fed.model, again):
         with pytest.raises(ValueError, match=_TRAINED):
-            run_lib.check_owner(mock.Mock(model=model))
+            federated_training.check_owner(mock.Mock(model=model))
 
 
 @pytest.mark.parametrize("where", ["on_round_charged", "allow_round"])

@@ -14,8 +14,7 @@ import tensorflow as tf
 
 import tfdp_fl
 from tfdp_fl import keras_versions
-from tfdp_fl.keras import checkpoint
-from tfdp_fl.keras import run as run_lib
+from tfdp_fl.keras import checkpoint, federated_training
 
 NUM_CLIENTS = 40
 NUM_CLASSES = 3
@@ -177,7 +176,9 @@ class _Loan:
         self.compiled.set_learning_rate(self._rate)
         self.fed = fed = before.with_setup(mechanism=before.setup.mechanism)
         fed._setup, fed._engine, self.test = before.setup, before.engine, test
-        run_lib.mark_owner(fed, keras_versions.tf_variables(model.variables), model)
+        federated_training.mark_owner(
+            fed, keras_versions.tf_variables(model.variables), model
+        )
         return fed
 
 

@@ -7,7 +7,7 @@ import tensorflow_federated as tff
 
 from tfdp_fl import aggregators, learning, mechanisms
 from tfdp_fl.aggregators import accounted_state
-from tfdp_fl.learning import fed_avg
+from tfdp_fl.tff import fed_avg
 
 CLIENTS = 4
 OPTIMIZER = tff.learning.optimizers.build_sgdm(0.1)

@@ -7,8 +7,8 @@ import pytest
 
 from tfdp_fl import accounting, learning, mechanisms, sampling
 from tfdp_fl.aggregators import AggregatorState, RoundHistory, with_cohort
-from tfdp_fl.aggregators.state import history_line
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
+from tfdp_fl.tff.state import history_line
 
 DELTA = 1e-5
 DECLARED = {"sampling": "poisson", "num_clients": 1000, "clients_per_round": 100}

@@ -19,8 +19,7 @@ from tests.keras import toy
 from tests.mechanisms import references
 from tfdp_fl import runtimes, secure_aggregation
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import devices, layout, program
-from tfdp_fl.runtimes import ray_workers
+from tfdp_fl.engine import devices, layout, program, ray_workers
 
 ray = pytest.importorskip("ray", reason="ray is not installed (tests only)")
 _layers = tf.keras.layers

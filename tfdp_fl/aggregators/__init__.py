@@ -1,6 +1,6 @@
-"""TFF aggregation factories of the mechanisms."""
+"""TFF aggregation factories of the mechanisms: the public names of `tfdp_fl.tff`."""
 
-from tfdp_fl.aggregators.mechanism_factory import (
+from tfdp_fl.tff.mechanism_factory import (
     AdaptiveClippingFactory,
     AdaptiveLocalDPFactory,
     CorrelatedNoiseFactory,
@@ -16,7 +16,7 @@ from tfdp_fl.aggregators.mechanism_factory import (
     factory_of,
     from_mechanism,
 )
-from tfdp_fl.aggregators.state import (
+from tfdp_fl.tff.state import (
     AggregatorState,
     RoundHistory,
     accounted_state,

@@ -24,7 +24,7 @@ import warnings
 import zlib
 from collections.abc import Hashable, Iterator, Sequence
 from reprlib import repr as short
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dp_accounting
 import numpy as np
@@ -32,11 +32,9 @@ import tensorflow as tf
 
 from tfdp_fl import _files, accounting, engine, keras_versions, schedules
 from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.keras.federated_training import FederatedTraining
 from tfdp_fl.keras.run import FitPlan, Population, Run
 from tfdp_fl.mechanisms import ClientWeighting
-
-if TYPE_CHECKING:
-    from tfdp_fl.keras.model import DPFederatedModel
 
 FORMAT = "tfdp_fl checkpoint 7"
 _NAME = re.compile(r"round-(\d{8})\.npz")
@@ -217,7 +215,7 @@ def ledger_key(path: str | os.PathLike[str]) -> str:
     return os.path.realpath(path)
 
 
-def capture(fed: DPFederatedModel, ledger_head: str | None) -> dict[str, Any]:
+def capture(fed: FederatedTraining, ledger_head: str | None) -> dict[str, Any]:
     """Returns the state of a training between two rounds."""
     run, cohort_engine = fed.require_trained("checkpoint")
     state = run.state()
@@ -234,7 +232,7 @@ def capture(fed: DPFederatedModel, ledger_head: str | None) -> dict[str, Any]:
 
 
 def settings(
-    fed: DPFederatedModel, population: Population, plan: FitPlan
+    fed: FederatedTraining, population: Population, plan: FitPlan
 ) -> dict[str, Any]:
     """Returns, by argument, what must be the same when a run is resumed."""
     setup, training = fed.setup, fed.require_compiled("fit")
@@ -314,7 +312,7 @@ class InterruptedRun:
     def read(
         cls,
         directory: str | os.PathLike[str],
-        fed: DPFederatedModel,
+        fed: FederatedTraining,
         clients: FederatedDataset,
         asked: FitPlan,
     ) -> InterruptedRun:
@@ -357,7 +355,7 @@ class InterruptedRun:
         return cls(directory=pathlib.Path(directory), state=state, ledger=ledger)
 
     def restore(
-        self, fed: DPFederatedModel, cohort_engine: engine.CohortEngine, prepared: Run
+        self, fed: FederatedTraining, cohort_engine: engine.CohortEngine, prepared: Run
     ) -> Run:
         """Puts model and engine in the state of the checkpoint; returns the run.
 

@@ -21,7 +21,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import dp_accounting
 import numpy as np
@@ -40,14 +40,11 @@ from tfdp_fl.datasets import (
 )
 from tfdp_fl.engine import layout, program, tff_models
 from tfdp_fl.engine import trainer as trainer_lib
-from tfdp_fl.keras import preparation
-from tfdp_fl.keras import run as run_lib
+from tfdp_fl.keras import federated_training, preparation
 from tfdp_fl.keras.callbacks import Ledger
 from tfdp_fl.keras.callbacks.federated_callback import PrivacyBudget, callback_session
+from tfdp_fl.keras.federated_training import FederatedTraining
 from tfdp_fl.terms import Sampling
-
-if TYPE_CHECKING:
-    from tfdp_fl.keras.model import DPFederatedModel
 
 # How many clients one call evaluates on.
 _MOST_TOGETHER = 1024
@@ -485,7 +482,7 @@ class PrivateMetrics:
 
 
 def release(
-    fed: DPFederatedModel,
+    fed: FederatedTraining,
     private: PrivateMetrics,
     clients: FederatedDataset,
     batch_size: int,
@@ -497,10 +494,10 @@ def release(
     _check(fed)
     with contextlib.ExitStack() as stack:
         # One at a time, also within a fit: it closes the ledgers that it opened.
-        stack.enter_context(run_lib.fit_lock(fed, "evaluate_clients"))
-        if not run_lib.is_fitting(fed.model):
+        stack.enter_context(federated_training.fit_lock(fed, "evaluate_clients"))
+        if not federated_training.is_fitting(fed.model):
             # To ledgers it is a fit of no rounds: what they tell counts.
-            fitting = run_lib.fit_lock(fed.model, "evaluate_clients")
+            fitting = federated_training.fit_lock(fed.model, "evaluate_clients")
             stack.enter_context(fitting)
             ledgers = [c for c in fed.federated_callbacks if isinstance(c, Ledger)]
             stack.enter_context(callback_session(ledgers, fed.rounds, fed.rounds))
@@ -521,9 +518,9 @@ def release(
             return private.released(values, generator, paid)
 
 
-def _check(fed: DPFederatedModel) -> account_lib.PrivacyAccount:
+def _check(fed: FederatedTraining) -> account_lib.PrivacyAccount:
     """Raises ValueError unless there is an account for a release beside the rounds."""
-    run_lib.check_owner(fed)
+    federated_training.check_owner(fed)
     spending = fed.spending
     if spending is None:
         raise ValueError(
@@ -546,14 +543,14 @@ def _check(fed: DPFederatedModel) -> account_lib.PrivacyAccount:
     return spending
 
 
-def _ask(fed: DPFederatedModel, charge: charge_lib.RoundCharge) -> None:
+def _ask(fed: FederatedTraining, charge: charge_lib.RoundCharge) -> None:
     """Raises ValueError if a release beside the rounds cannot be paid for."""
     _check(fed).central.with_charges(charge)  # Of the same neighbouring relation.
     for callback in fed.federated_callbacks:
         callback.check_release(charge)
 
 
-def _pay(fed: DPFederatedModel, charge: charge_lib.RoundCharge) -> Charge:
+def _pay(fed: FederatedTraining, charge: charge_lib.RoundCharge) -> Charge:
     """Charges a release; returns the receipt."""
     name = account_lib.new_evaluation()
 

@@ -24,21 +24,20 @@ from tfdp_fl import (
     keras_versions,
     schedules,
 )
-from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.datasets import adapters
-from tfdp_fl.engine import CohortEngine, Training
+from tfdp_fl.engine import Training
 from tfdp_fl.keras import (
     evaluation,
+    federated_training,
     preparation,
     round_loop,
     statement,
     training_setup,
 )
-from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.callbacks import federated_callback, ledger
 from tfdp_fl.keras.checkpoint import InterruptedRun
 from tfdp_fl.keras.evaluation import PrivateMetrics, Validation
-from tfdp_fl.keras.run import FitPlan, Run
+from tfdp_fl.keras.run import FitPlan
 from tfdp_fl.keras.training_setup import PrivacyTarget, TrainingSetup
 from tfdp_fl.mechanisms import ClientWeighting, Mechanism, noise
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
@@ -61,11 +60,7 @@ _OF_KERAS = (
 FORWARDED_ATTRIBUTES = frozenset(_OF_KERAS.split())
 
 
-class NotCompiledError(RuntimeError, ValueError):
-    """`fit` was called before `compile`."""
-
-
-class DPFederatedModel:
+class DPFederatedModel(federated_training.FederatedTraining):
     """Trains a Keras model on the data of many clients.
 
     Every round draws a cohort, trains each of its clients from the current
@@ -143,8 +138,7 @@ class DPFederatedModel:
           TypeError: An argument has the wrong type.
         """
         training_setup.check_model(model)
-        self._model = model
-        self._setup = TrainingSetup(
+        setup = TrainingSetup(
             mechanism=mechanism,
             clients_per_round=clients_per_round,
             sampling=sampling,
@@ -158,14 +152,7 @@ class DPFederatedModel:
             target=target,
             client_weighting=client_weighting,
         )
-        self._run: Run | None = None
-        # Whether clients' metrics were shown without noise.
-        self._showed_metrics = False
-        self._compiled: Training | None = None
-        self._engine: CohortEngine | None = None
-        self._verbose = 0
-        # Of the last `fit`: its budgets, ledgers and checkpoints.
-        self.federated_callbacks: list[federated_callback.FederatedCallback] = []
+        super().__init__(model, setup)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuses to be copied or pickled: a copy would count on its own."""
@@ -175,24 +162,6 @@ class DPFederatedModel:
             "train with a tfdp_fl.callbacks.RoundCheckpoint and give its directory "
             "to fit(resume_from=...); `model` is the Keras model."
         )
-
-    @property
-    def model(self) -> tf.keras.Model:
-        """The Keras model; it holds the trained weights at any time."""
-        return self._model
-
-    @property
-    def setup(self) -> TrainingSetup:
-        """The arguments that it was made with."""
-        return self._setup
-
-    @property
-    def run(self) -> Run | None:
-        """The training up to now; None before the first `fit`.
-
-        Rounds, clip, spending, and what else later rounds depend on.
-        """
-        return self._run
 
     # Keras's own methods.
 
@@ -224,7 +193,7 @@ class DPFederatedModel:
         own = set(dir(self.model)) & FORWARDED_ATTRIBUTES
         return sorted({*super().__dir__(), *own})
 
-    @run_lib.exclusive
+    @federated_training.exclusive
     def compile(
         self,
         optimizer: Any = "sgd",
@@ -386,7 +355,7 @@ class DPFederatedModel:
     # Training.
 
     @_signals.handled()
-    @run_lib.exclusive
+    @federated_training.exclusive
     def fit(
         self,
         clients: Any = None,
@@ -480,7 +449,7 @@ class DPFederatedModel:
         training_setup.refuse_arguments("fit", others)
         training = self.require_compiled("fit")
         if resume_from is None:  # Else both come from there: weights and their cost.
-            run_lib.check_owner(self)
+            federated_training.check_owner(self)
         if client_ids is None and isinstance(y, int | np.integer):
             raise TypeError(
                 f"y must be the labels of a table's rows, got {y!r}: give the number "
@@ -545,11 +514,13 @@ class DPFederatedModel:
             # Interrupted between, the weights come back without what they cost.
             if interrupted is not None:
                 run = interrupted.restore(self, engine, run)
-                run_lib.mark_owner(self, engine.server.variables, self.model)
+                federated_training.mark_owner(self, engine.server.variables, self.model)
             if audit is not None:
                 audit.begin(engine)
                 run.audit = audit
-            run.begin_fit(validation)
+            run.begin_fit(
+                validates=validation.data is not None, held_out=validation.held_out
+            )
             if self._showed_metrics:
                 run.caveats.add("client_metrics_shown")
             self._run = run
@@ -557,23 +528,6 @@ class DPFederatedModel:
         return round_loop.RoundLoop(
             self, clients, callbacks, validation, collector, audit, self._verbose
         ).train()
-
-    def require_compiled(self, what: str) -> Training:
-        """Returns what `compile` was given; raises NotCompiledError before."""
-        if self._compiled is None:
-            raise NotCompiledError(
-                f"compile must be called before {what}, with an optimizer and a loss."
-            )
-        return self._compiled
-
-    def require_trained(self, what: str) -> tuple[Run, CohortEngine]:
-        """Returns the run and what runs it; raises ValueError before `fit`."""
-        if self.run is None or self.engine is None:
-            raise ValueError(
-                f"fit must be called before {what}: there is nothing to state yet."
-            )
-        run_lib.check_owner(self)
-        return self.run, self.engine
 
     def with_setup(self, **changes: Any) -> DPFederatedModel:
         """Returns a new wrapper of the same model, which is compiled alike.
@@ -585,32 +539,7 @@ class DPFederatedModel:
         made._compiled = self._compiled
         return made
 
-    def say(self, message: str) -> None:
-        """Tells the user something about the training, unless silent."""
-        if self._verbose:
-            print(f"\n{message}", flush=True)
-
     # Privacy.
-
-    @property
-    def engine(self) -> CohortEngine | None:
-        """What runs the rounds; None before the first `fit`."""
-        return self._engine
-
-    @property
-    def mechanism(self) -> Mechanism:
-        """What is released about a cohort."""
-        return self.setup.mechanism
-
-    @property
-    def rounds(self) -> int:
-        """How many rounds were run (abandoned ones included)."""
-        return 0 if self.run is None else self.run.rounds
-
-    @property
-    def spending(self) -> account_lib.PrivacyAccount | None:
-        """What the rounds have cost; None before the first `fit`."""
-        return None if self.run is None else self.run.spending
 
     def epsilon(self, delta: float, accountant: str | None = None) -> float:
         """Returns the epsilon at delta of the rounds that ran.
@@ -624,7 +553,7 @@ class DPFederatedModel:
           accountant: "rdp" or "pld"; None: the model's own.
         """
         delta = _validate.inside_unit_interval(delta=delta)
-        run_lib.check_owner(self)
+        federated_training.check_owner(self)
         if self.spending is None:
             return 0.0
         return self.spending.epsilon(delta, accountant or self.setup.accountant)
@@ -637,7 +566,7 @@ class DPFederatedModel:
         it is infinite, and the local epsilon is the bound.
         """
         delta = _validate.inside_unit_interval(delta=delta)
-        run_lib.check_owner(self)
+        federated_training.check_owner(self)
         if self.spending is None:
             return 0.0
         return self.spending.central.epsilon(delta, accountant or self.setup.accountant)

@@ -11,7 +11,7 @@ import dataclasses
 import secrets
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
@@ -22,16 +22,14 @@ from tfdp_fl.accounting import upwards
 from tfdp_fl.accounting.charge import require_one_noise
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 from tfdp_fl.engine import labels, secure_sum, trainer
+from tfdp_fl.keras.federated_training import FederatedTraining
 from tfdp_fl.keras.run import FitPlan, Population, Run
 from tfdp_fl.mechanisms import Mechanism, PrivacyContext, grid, noise
 from tfdp_fl.terms import Guarantee, Sampling
 
-if TYPE_CHECKING:
-    from tfdp_fl.keras.model import DPFederatedModel
-
 
 def prepare(
-    fed: DPFederatedModel,
+    fed: FederatedTraining,
     clients: FederatedDataset,
     plan: FitPlan,
     calibration: Sequence[int] | None = None,
@@ -127,7 +125,9 @@ def prepare(
     return run, cohort_engine
 
 
-def _checked_population(fed: DPFederatedModel, clients: FederatedDataset) -> Population:
+def _checked_population(
+    fed: FederatedTraining, clients: FederatedDataset
+) -> Population:
     """Refuses far fewer clients than planned, and others where spending is theirs."""
     run, target, size = fed.run, fed.setup.target, clients.num_clients
     if target is not None and 2 * size < target.num_clients:
@@ -171,7 +171,7 @@ def _checked_population(fed: DPFederatedModel, clients: FederatedDataset) -> Pop
 
 
 def _sampler(
-    fed: DPFederatedModel, clients: FederatedDataset, plan: FitPlan
+    fed: FederatedTraining, clients: FederatedDataset, plan: FitPlan
 ) -> sampling.CohortSampler:
     if fed.run is not None:
         before = fed.run.sampler
@@ -230,7 +230,7 @@ def _records(
 
 
 def _calibrated_for(
-    fed: DPFederatedModel,
+    fed: FederatedTraining,
     plan: FitPlan,
     sampler: sampling.CohortSampler,
     resumed: Sequence[int] | None,
@@ -268,7 +268,7 @@ def _calibrated_for(
 
 
 def _engine(
-    fed: DPFederatedModel,
+    fed: FederatedTraining,
     clients: FederatedDataset,
     plan: FitPlan,
     deployment: PrivacyContext,

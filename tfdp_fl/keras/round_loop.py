@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
@@ -20,6 +20,7 @@ from tfdp_fl.accounting import BudgetExceededError, Charge, upwards
 from tfdp_fl.accounting.rounding import upwards_for_bar
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import Executor, PendingRound, RoundInputs, secure_sum
+from tfdp_fl.keras import federated_training
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.callbacks.federated_callback import (
     FederatedCallback,
@@ -28,9 +29,7 @@ from tfdp_fl.keras.callbacks.federated_callback import (
     callback_session,
 )
 from tfdp_fl.keras.evaluation import Validation
-
-if TYPE_CHECKING:
-    from tfdp_fl.keras.model import DPFederatedModel
+from tfdp_fl.keras.federated_training import FederatedTraining
 
 # Of interest only where there is any.
 _RARE = ("abandoned_rounds", "discarded_clients", "failed_clients")
@@ -48,7 +47,7 @@ class RoundLoop:
     It makes the callbacks the model's.
     """
 
-    fed: DPFederatedModel
+    fed: FederatedTraining
     clients: FederatedDataset
     callbacks: list[tf.keras.callbacks.Callback]
     validation: Validation
@@ -71,7 +70,7 @@ class RoundLoop:
             self.federated.append(KeepTarget(self.setup.target))
         for callback in self.federated:
             other = callback.federated_model
-            if other not in (None, fed) and run_lib.is_fitting(other.model):
+            if other not in (None, fed) and federated_training.is_fitting(other.model):
                 raise RuntimeError(
                     f"callbacks must not have the {type(callback).__name__} of a fit "
                     "that is running: give each model callbacks of its own."
@@ -248,7 +247,7 @@ class RoundLoop:
         }
 
         def ask(asked: Charge) -> None:
-            run_lib.mark_owner(self.fed, self.engine.server.variables)
+            federated_training.mark_owner(self.fed, self.engine.server.variables)
             if not self._is_allowed(inputs.round_index):
                 raise BudgetExceededError
             told = {"cohort_size": asked.cohort_size, "local": asked.local, **details}

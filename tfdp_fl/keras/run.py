@@ -7,30 +7,23 @@ these; a checkpoint adds them.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import functools
 import os
 import secrets
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import accounting, keras_versions, sampling, schedules
+from tfdp_fl import accounting, sampling, schedules
 from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.auditing import CanaryAudit
 from tfdp_fl.keras.training_setup import TrainingSetup
 from tfdp_fl.mechanisms import PrivacyContext, RoundState, noise
-
-if TYPE_CHECKING:
-    from tfdp_fl.keras.evaluation import Validation
 
 # What each stream of random numbers is for; cohorts have their own (sampling).
 NOISE_STREAM, SHUFFLE_STREAM = 1, 2
@@ -183,8 +176,13 @@ class Run:
         """The hash of the last line that is counted of each ledger, by its path."""
         return self.spending.known_ledgers
 
-    def begin_fit(self, validation: Validation) -> None:
-        """Prepares for the clients of a `fit`, and notes what it was given."""
+    def begin_fit(self, *, validates: bool, held_out: str | None) -> None:
+        """Prepares for the clients of a `fit`, and notes what it was given.
+
+        Args:
+          validates: Whether there is validation data.
+          held_out: The digest of the clients that are held out for it.
+        """
         self.spending.set_population(self.population[0])
         if self.plan.seed is not None:
             self.caveats.add("seed_given")
@@ -192,12 +190,12 @@ class Run:
             self.caveats |= {"floating_point_noise", "pseudorandom_noise"}
         else:
             self.caveats.add("exact_noise")
-        if validation.data is not None:
+        if validates:
             self.caveats.add("validation_data_not_covered")
         # A round that was charged may have been released, also if it broke off.
         begun = self.rounds or self.spending.rounds
-        goes_on = not begun or self.held_out == validation.held_out
-        self.held_out = validation.held_out if goes_on else ""
+        goes_on = not begun or self.held_out == held_out
+        self.held_out = held_out if goes_on else ""
 
     def remember_norms(self, positions: np.ndarray, norms: np.ndarray | None) -> None:
         """Moves clients' windows on by one round; norms are NaN where none answered."""
@@ -378,101 +376,3 @@ def is_steady(mechanism: Any, sampler: sampling.CohortSampler) -> bool:
     sampled = (sampling.PoissonSampler, sampling.FixedSizeSampler)
     ours = type(mechanism).round_event.__module__.startswith("tfdp_fl.mechanisms.")
     return ours and not mechanism.min_separation and type(sampler) in sampled
-
-
-# One training at a time, and one account, for each Keras model of the process. An
-# epsilon is that of all rounds that shaped the weights. It is wrong if two trainings
-# move the same weights at once, each counting only its own rounds, or if a second
-# wrapper around a trained model starts counting at 0. So every variable that a round
-# moves bears a note of what trained it: Keras models may share layers.
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-_TRAINED_BY = "_tfdp_fl_trained_by"
-# Keras models, and searches, of which a `fit` is running.
-_fitting: weakref.WeakSet[Any] = weakref.WeakSet()
-_beginning = threading.Lock()
-# By Keras model and layer, which may replace their variables (`quantize`).
-_owners: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-_marking = threading.RLock()
-
-
-def check_owner(fed: Any) -> None:
-    """Raises ValueError if another `DPFederatedModel` trained some of the weights."""
-    variables = keras_versions.tf_variables(fed.model.weights)
-    marks = [getattr(variable, _TRAINED_BY, None) for variable in variables]
-    marks += [
-        _owners.get(layer)
-        for layer in keras_versions.layers_of(fed.model, include_self=True)
-    ]
-    if any(owner is not None and owner() is not fed for owner in marks):
-        raise ValueError(
-            f"model {fed.model.name!r} was already trained on clients by another "
-            "DPFederatedModel, itself or a layer that it shares, and what that "
-            "cost is counted there, not here. Go on with that one, resume from "
-            "its checkpoint, or build the Keras model anew."
-        )
-
-
-def mark_owner(
-    owner: Any, variables: Iterable[tf.Variable], model: tf.keras.Model | None = None
-) -> None:
-    """Notes that what shaped some variables is counted by a `DPFederatedModel`.
-
-    The note is also on the model and on those of its layers that have such variables:
-    a layer may replace them.
-
-    Args:
-      owner: What counts: a `DPFederatedModel`, or a search.
-      variables: Those that its rounds move.
-      model: The Keras model; None: that of the owner, of which nobody else may have
-        trained anything.
-
-    Raises:
-      ValueError: Another one trained some of the weights. Nothing is marked.
-    """
-    with _marking:
-        if model is None:
-            check_owner(owner)
-            model = owner.model
-        mark, moved = weakref.ref(owner), set()
-        for variable in variables:
-            setattr(variable, _TRAINED_BY, mark)
-            moved.add(id(variable))
-        _owners[model] = mark
-        for layer in keras_versions.layers_of(model):
-            if any(id(v) in moved for v in keras_versions.tf_variables(layer.weights)):
-                _owners[layer] = mark
-
-
-def is_fitting(model: tf.keras.Model) -> bool:
-    """Returns whether a `fit` of the Keras model is running."""
-    return model in _fitting
-
-
-@contextlib.contextmanager
-def fit_lock(trained: Any, what: str, kind: str = "Keras model") -> Iterator[None]:
-    """Lets nothing else train a Keras model (or a search) within the block."""
-    with _beginning:
-        if trained in _fitting:
-            raise RuntimeError(
-                f"{what} was called while a fit of the same {kind} (or an evaluation "
-                "that is charged) is running. What they cost is counted one after the "
-                "other: wait until it returns."
-            )
-        _fitting.add(trained)
-    try:
-        yield
-    finally:
-        _fitting.discard(trained)
-
-
-def exclusive(method: _Method) -> _Method:
-    """Has a method of a `DPFederatedModel` run while no `fit` of its model does."""
-
-    @functools.wraps(method)
-    def called(self, *args: Any, **kwargs: Any) -> Any:
-        with fit_lock(self.model, method.__name__):
-            return method(self, *args, **kwargs)
-
-    return called  # type: ignore[return-value]

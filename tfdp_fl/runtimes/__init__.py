@@ -1,6 +1,6 @@
 """Where a cohort's shards run when one process is not enough."""
 
-from tfdp_fl.runtimes.ray_workers import (
+from tfdp_fl.engine.ray_workers import (
     RayWorkers,
     WorkerError,
     WorkerLost,

@@ -26,8 +26,7 @@ from tfdp_fl.accounting.account import CENTRAL, PrivacyAccount
 from tfdp_fl.accounting.ledger import new_run
 from tfdp_fl.accounting.private_selection import TrialCount
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.keras import DPFederatedModel, checkpoint
-from tfdp_fl.keras import run as run_lib
+from tfdp_fl.keras import DPFederatedModel, checkpoint, federated_training
 from tfdp_fl.search.trial import PrivateScore, PublicScore, Split, Trial, calibrated
 
 # What a search keeps in its directory.
@@ -153,7 +152,7 @@ class PrivateSearch:
         """
         if verbose not in (0, 1, 2, "auto"):
             raise TypeError(f"verbose must be 0, 1, 2 or 'auto', got {verbose!r}.")
-        with run_lib.fit_lock(self, "fit", "search"):
+        with federated_training.fit_lock(self, "fit", "search"):
             options = {
                 "rounds": _validate.positive_integer(rounds=rounds),
                 "batch_size": _validate.positive_integer(batch_size=batch_size),
@@ -338,7 +337,7 @@ class PrivateSearch:
         finally:
             for trial in trials:
                 trial.reset()
-                run_lib.mark_owner(self, trial.variables, trial.model)
+                federated_training.mark_owner(self, trial.variables, trial.model)
 
     def _pay(
         self,

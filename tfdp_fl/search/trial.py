@@ -22,8 +22,13 @@ from tfdp_fl import _validate, accounting, engine, keras_versions, sampling, sch
 from tfdp_fl.accounting.private_selection import BestOfTrialsDpEvent, TrialCount
 from tfdp_fl.datasets import FederatedDataset, nests
 from tfdp_fl.engine import trainer
-from tfdp_fl.keras import DPFederatedModel, evaluation, preparation, statement
-from tfdp_fl.keras import run as run_lib
+from tfdp_fl.keras import (
+    DPFederatedModel,
+    evaluation,
+    federated_training,
+    preparation,
+    statement,
+)
 from tfdp_fl.keras.evaluation import PrivateMetrics
 from tfdp_fl.keras.make_private import charged, largest_noise
 from tfdp_fl.keras.run import FitPlan
@@ -251,7 +256,7 @@ class Trial:
                 f"{type(made).__name__} for {candidate!r}."
             )
         training = made.require_compiled(f"build returns {candidate!r}")
-        run_lib.check_owner(made)
+        federated_training.check_owner(made)
         if made.run is not None:
             raise ValueError(
                 f"build must return a new model, got one for {candidate!r} that was "
@@ -384,7 +389,7 @@ class Trial:
     def _train(self) -> None:
         assert self._fed is not None  # `prepare` made it.
         # The model is this trial's alone: it was reset.
-        run_lib.mark_owner(self._fed, self.variables, self.model)
+        federated_training.mark_owner(self._fed, self.variables, self.model)
         self._fed.fit(self._split.training, verbose=0, **self._options)
         run, _ = self._fed.require_trained("a trial")
         if not run.spending.own <= self._planned:

@@ -16,11 +16,12 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 
-from tfdp_fl import _validate, aggregators, sampling, schedules
-from tfdp_fl.learning import privacy
+from tfdp_fl import _validate, sampling, schedules
 from tfdp_fl.mechanisms import contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 from tfdp_fl.mechanisms.nbafl import NbAFL
+from tfdp_fl.tff import mechanism_factory, privacy
+from tfdp_fl.tff import state as state_lib
 
 
 class DPLearningProcess(tff.learning.templates.LearningProcess):
@@ -77,7 +78,7 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
                     f"cohort must be drawn with the {name} that the process was built "
                     f"with, {built_with!r}, got {got!r}."
                 )
-        return aggregators.with_cohort(state, cohort)
+        return state_lib.with_cohort(state, cohort)
 
     def epsilon(
         self, state: Any, *, delta: float, accountant: str = "rdp", **declared: Any
@@ -215,7 +216,9 @@ def build_dp_fed_avg(
                 "server_optimizer_fn must be None with NbAFL, which replaces the "
                 f"model, got {server_optimizer_fn!r}."
             )
-        factory = aggregators.WeightsFactory(mechanism, clients_per_round, **facts)
+        factory = mechanism_factory.WeightsFactory(
+            mechanism, clients_per_round, **facts
+        )
         weighted = factory
         server_optimizer_fn = ReplacingOptimizer()
         if mechanism.proximal_weight > 0:
@@ -223,7 +226,9 @@ def build_dp_fed_avg(
                 client_optimizer_fn, mechanism.proximal_weight
             )
     else:
-        factory = aggregators.from_mechanism(mechanism, clients_per_round, **facts)
+        factory = mechanism_factory.from_mechanism(
+            mechanism, clients_per_round, **facts
+        )
         weighted = tff.aggregators.as_weighted_aggregator(factory)
     work = build_local_training(
         model_fn,

@@ -13,10 +13,10 @@ import tensorflow_federated as tff
 from tfdp_fl import _validate, mechanisms, schedules
 from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.aggregators import cohort_process, state
 from tfdp_fl.mechanisms import contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 from tfdp_fl.terms import Guarantee
+from tfdp_fl.tff import cohort_process, state
 
 _SAMPLINGS = (*charge_lib.SAMPLINGS, charge_lib.SEPARATED)
 # A secure sum rounds each number to a grid of so many steps between its bounds.

@@ -25,8 +25,8 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from tfdp_fl import algorithm
-from tfdp_fl.aggregators import state
 from tfdp_fl.mechanisms import cohort_query, contribution
+from tfdp_fl.tff import state
 
 
 def create_cohort_process(

@@ -20,10 +20,10 @@ from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting.charge import SEPARATED
 from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
-from tfdp_fl.aggregators import state as state_lib
 from tfdp_fl.mechanisms import CorrelatedNoise, contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 from tfdp_fl.terms import Guarantee, NoiseSite, Sampling
+from tfdp_fl.tff import state as state_lib
 
 
 class Epsilon(float):

@@ -1,0 +1,205 @@
+"""A Keras model under training on clients: what all parts of `fit` share.
+
+One training at a time, and one account, for each Keras model of the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from tfdp_fl import keras_versions
+from tfdp_fl.accounting import PrivacyAccount
+from tfdp_fl.engine import CohortEngine, Training
+from tfdp_fl.keras.run import Run
+from tfdp_fl.keras.training_setup import TrainingSetup
+from tfdp_fl.mechanisms import Mechanism
+
+
+class NotCompiledError(RuntimeError, ValueError):
+    """`fit` was called before `compile`."""
+
+
+class FederatedTraining:
+    """A Keras model, how it trains, and its training up to now."""
+
+    def __init__(self, model: tf.keras.Model, setup: TrainingSetup):
+        """Begins with a model that was not trained on clients.
+
+        Args:
+          model: The Keras model.
+          setup: How its rounds are run.
+        """
+        self._model = model
+        self._setup = setup
+        self._run: Run | None = None
+        # Whether clients' metrics were shown without noise.
+        self._showed_metrics = False
+        self._compiled: Training | None = None
+        self._engine: CohortEngine | None = None
+        self._verbose = 0
+        # Of the last `fit`: its budgets, ledgers and checkpoints.
+        self.federated_callbacks: list[tf.keras.callbacks.Callback] = []
+
+    @property
+    def model(self) -> tf.keras.Model:
+        """The Keras model; it holds the trained weights at any time."""
+        return self._model
+
+    @property
+    def setup(self) -> TrainingSetup:
+        """The arguments that it was made with."""
+        return self._setup
+
+    @property
+    def run(self) -> Run | None:
+        """The training up to now; None before the first `fit`.
+
+        Rounds, clip, spending, and what else later rounds depend on.
+        """
+        return self._run
+
+    @property
+    def engine(self) -> CohortEngine | None:
+        """What runs the rounds; None before the first `fit`."""
+        return self._engine
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """What is released about a cohort."""
+        return self.setup.mechanism
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds were run (abandoned ones included)."""
+        return 0 if self.run is None else self.run.rounds
+
+    @property
+    def spending(self) -> PrivacyAccount | None:
+        """What the rounds have cost; None before the first `fit`."""
+        return None if self.run is None else self.run.spending
+
+    def require_compiled(self, what: str) -> Training:
+        """Returns what `compile` was given; raises NotCompiledError before."""
+        if self._compiled is None:
+            raise NotCompiledError(
+                f"compile must be called before {what}, with an optimizer and a loss."
+            )
+        return self._compiled
+
+    def require_trained(self, what: str) -> tuple[Run, CohortEngine]:
+        """Returns the run and what runs it; raises ValueError before `fit`."""
+        if self.run is None or self.engine is None:
+            raise ValueError(
+                f"fit must be called before {what}: there is nothing to state yet."
+            )
+        check_owner(self)
+        return self.run, self.engine
+
+    def say(self, message: str) -> None:
+        """Tells the user something about the training, unless silent."""
+        if self._verbose:
+            print(f"\n{message}", flush=True)
+
+
+# An epsilon is that of all rounds that shaped the weights. It is wrong if two trainings
+# move the same weights at once, each counting only its own rounds, or if a second
+# wrapper around a trained model starts counting at 0. So every variable that a round
+# moves bears a note of what trained it: Keras models may share layers.
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+_TRAINED_BY = "_tfdp_fl_trained_by"
+# Keras models, and searches, of which a `fit` is running.
+_fitting: weakref.WeakSet[Any] = weakref.WeakSet()
+_beginning = threading.Lock()
+# By Keras model and layer, which may replace their variables (`quantize`).
+_owners: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+_marking = threading.RLock()
+
+
+def check_owner(fed: Any) -> None:
+    """Raises ValueError if another `DPFederatedModel` trained some of the weights."""
+    variables = keras_versions.tf_variables(fed.model.weights)
+    marks = [getattr(variable, _TRAINED_BY, None) for variable in variables]
+    marks += [
+        _owners.get(layer)
+        for layer in keras_versions.layers_of(fed.model, include_self=True)
+    ]
+    if any(owner is not None and owner() is not fed for owner in marks):
+        raise ValueError(
+            f"model {fed.model.name!r} was already trained on clients by another "
+            "DPFederatedModel, itself or a layer that it shares, and what that "
+            "cost is counted there, not here. Go on with that one, resume from "
+            "its checkpoint, or build the Keras model anew."
+        )
+
+
+def mark_owner(
+    owner: Any, variables: Iterable[tf.Variable], model: tf.keras.Model | None = None
+) -> None:
+    """Notes that what shaped some variables is counted by a `DPFederatedModel`.
+
+    The note is also on the model and on those of its layers that have such variables:
+    a layer may replace them.
+
+    Args:
+      owner: What counts: a `DPFederatedModel`, or a search.
+      variables: Those that its rounds move.
+      model: The Keras model; None: that of the owner, of which nobody else may have
+        trained anything.
+
+    Raises:
+      ValueError: Another one trained some of the weights. Nothing is marked.
+    """
+    with _marking:
+        if model is None:
+            check_owner(owner)
+            model = owner.model
+        mark, moved = weakref.ref(owner), set()
+        for variable in variables:
+            setattr(variable, _TRAINED_BY, mark)
+            moved.add(id(variable))
+        _owners[model] = mark
+        for layer in keras_versions.layers_of(model):
+            if any(id(v) in moved for v in keras_versions.tf_variables(layer.weights)):
+                _owners[layer] = mark
+
+
+def is_fitting(model: tf.keras.Model) -> bool:
+    """Returns whether a `fit` of the Keras model is running."""
+    return model in _fitting
+
+
+@contextlib.contextmanager
+def fit_lock(trained: Any, what: str, kind: str = "Keras model") -> Iterator[None]:
+    """Lets nothing else train a Keras model (or a search) within the block."""
+    with _beginning:
+        if trained in _fitting:
+            raise RuntimeError(
+                f"{what} was called while a fit of the same {kind} (or an evaluation "
+                "that is charged) is running. What they cost is counted one after the "
+                "other: wait until it returns."
+            )
+        _fitting.add(trained)
+    try:
+        yield
+    finally:
+        _fitting.discard(trained)
+
+
+def exclusive(method: _Method) -> _Method:
+    """Has a method of a `DPFederatedModel` run while no `fit` of its model does."""
+
+    @functools.wraps(method)
+    def called(self, *args: Any, **kwargs: Any) -> Any:
+        with fit_lock(self.model, method.__name__):
+            return method(self, *args, **kwargs)
+
+    return called  # type: ignore[return-value]
