@@ -28,13 +28,13 @@ from tfdp_fl.datasets import adapters
 from tfdp_fl.engine import Training
 from tfdp_fl.keras import (
     evaluation,
+    facts,
     federated_training,
     preparation,
     round_loop,
-    statement,
     training_setup,
 )
-from tfdp_fl.keras.callbacks import federated_callback, ledger
+from tfdp_fl.keras.callbacks import federated_callback, persistence
 from tfdp_fl.keras.checkpoint import InterruptedRun
 from tfdp_fl.keras.evaluation import PrivateMetrics, Validation
 from tfdp_fl.keras.run import FitPlan
@@ -505,7 +505,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             interrupted = InterruptedRun.read(resume_from, self, clients, plan)
             plan = FitPlan(**interrupted.state["plan"])
             calibration = interrupted.state["calibration"]
-            callbacks += ledger.ledger_of_resumed(resume_from, callbacks)
+            callbacks += persistence.ledger_of_resumed(resume_from, callbacks)
         run, engine = preparation.prepare(
             self, clients, plan, calibration, between_client_variance
         )
@@ -594,7 +594,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             units = run.num_records or max(sizes)
             delta = min(0.5, units**-1.1)
         return accounting.privacy_statement(
-            statement.facts(run, cohort_engine), delta, format
+            facts.of_run(run, cohort_engine), delta, format
         )
 
 

@@ -25,9 +25,9 @@ from tfdp_fl.engine import trainer
 from tfdp_fl.keras import (
     DPFederatedModel,
     evaluation,
+    facts,
     federated_training,
     preparation,
-    statement,
 )
 from tfdp_fl.keras.evaluation import PrivateMetrics
 from tfdp_fl.keras.make_private import charged, largest_noise
@@ -349,7 +349,7 @@ class Trial:
         """Returns the caveats that hold of its trainings; after `prepare`."""
         caveats = set(self.mechanism.all_caveats())
         if self._fed is not None and self._fed.engine is not None:
-            holds = statement.caveats_of_setup(self._fed.setup, self._fed.engine)
+            holds = facts.caveats_of_setup(self._fed.setup, self._fed.engine)
             caveats |= {name for name, true in holds.items() if true}
         return caveats
 

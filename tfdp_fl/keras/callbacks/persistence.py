@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdp_fl import _signals, _validate, accounting
 from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.keras import checkpoint, statement
+from tfdp_fl.keras import checkpoint, facts
 from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
 from tfdp_fl.keras.run import Run
 
@@ -72,7 +72,7 @@ class Ledger(FederatedCallback):
                     "guarantee": fed.mechanism.guarantee,
                     "description": fed.mechanism.describe(),
                 },
-                unit=statement.unit(fed.mechanism),
+                unit=facts.unit(fed.mechanism),
                 expected_head=known,
                 run=run.run_id,
             )

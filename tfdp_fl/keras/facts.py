@@ -13,7 +13,7 @@ from tfdp_fl.keras.training_setup import TrainingSetup
 from tfdp_fl.terms import NoiseSite
 
 
-def facts(
+def of_run(
     run: run_lib.Run, cohort_engine: engine.CohortEngine
 ) -> accounting.StatementFacts:
     """Returns what ran."""
