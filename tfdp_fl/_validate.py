@@ -12,14 +12,16 @@ import numbers
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from tfdp_fl.terms import Json
 
-def _one(checked: dict[str, Any]) -> tuple[str, Any]:
+
+def _one(checked: Json) -> tuple[str, Any]:
     ((name, value),) = checked.items()
     return name, value
 
 
 def _number(
-    checked: dict[str, Any],
+    checked: Json,
     allowed: str,
     is_allowed: Callable[[Any], bool],
     kind: Any = numbers.Real,

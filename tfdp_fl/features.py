@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _validate
+from tfdp_fl.terms import Json
 
 
 @tf.keras.utils.register_keras_serializable(package="tfdp_fl")
@@ -98,7 +99,7 @@ class OrientedGradients(tf.keras.layers.Layer):
         cells = (height // self.cell) * (width // self.cell)
         return (batch, cells * self.directions)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Json:
         """Returns the arguments."""
         return {
             **super().get_config(),

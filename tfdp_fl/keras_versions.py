@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdp_fl.terms import Json
+
 IS_KERAS_3 = hasattr(tf.keras, "ops")
 
 # Earlier ones keep a compiled model's losses in another way.
@@ -190,7 +192,7 @@ def losses_of_rows(loss: Any, label: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
     return loss.call(convert(label, loss.dtype), convert(output, loss.dtype))
 
 
-def loss_options(loss: Any) -> dict[str, Any]:
+def loss_options(loss: Any) -> Json:
     """Returns what a loss or a metric was made with."""
     return {**loss.get_config(), **getattr(loss, "_fn_kwargs", {})}
 

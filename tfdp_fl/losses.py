@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp_fl import _validate
+from tfdp_fl.terms import Json
 
 
 @tf.keras.utils.register_keras_serializable("tfdp_fl")
@@ -80,6 +81,6 @@ class BalancedSoftmaxCrossentropy(tf.keras.losses.Loss):
             labels, logits + tf.math.log(prior)
         )
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Json:
         """Returns what the loss is made again from."""
         return {**super().get_config(), "smoothing": self.smoothing}

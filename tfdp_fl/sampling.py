@@ -30,7 +30,7 @@ import numpy as np
 
 from tfdp_fl import _validate, schedules
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.terms import Sampling
+from tfdp_fl.terms import Json, Sampling
 
 # Keeps the cohorts' random numbers apart from other uses of the same seed.
 _STREAM = 0x636F686F7274  # "cohort"
@@ -64,7 +64,7 @@ def make_sampler(
         "fixed_size" every round is charged otherwise then (see
         `Participation.known_selection`); others do not mind.
     """
-    by_name: dict[str, Any] = {
+    by_name: Json = {
         "poisson": PoissonSampler,
         "fixed_size": FixedSizeSampler,
         "random_allocation": RandomAllocationSampler,
@@ -72,7 +72,7 @@ def make_sampler(
         "cyclic": CyclicSampler,
     }
     _validate.one_of(by_name, sampling=sampling)
-    options: dict[str, Any] = {}
+    options: Json = {}
     if sampling == Sampling.CYCLIC:
         options["num_groups"] = num_groups
     if sampling == Sampling.FIXED_SIZE:
@@ -318,7 +318,7 @@ class CohortSampler(abc.ABC):
             return self.participation(cohort).charge(event)
         return cohort.participation.charge(event)
 
-    def _place(self, round_index: int) -> dict[str, Any]:
+    def _place(self, round_index: int) -> Json:
         """Returns what a participation says of the round's size, and of its pass."""
         return {"clients_per_round": self._nominal_size(round_index)}
 
@@ -332,7 +332,7 @@ class CohortSampler(abc.ABC):
         del round_index  # Most cohorts do not come in passes.
         return True
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         """Returns what a checkpoint must keep, as JSON values.
 
         For cohorts that come in passes, without a seed, this holds the secret key, and
@@ -350,7 +350,7 @@ class CohortSampler(abc.ABC):
             "unsettled": drawn,
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: Json) -> None:
         """Goes on where `state` was taken, with the cohort that was not settled.
 
         Raises:
@@ -462,7 +462,7 @@ class FixedSizeSampler(CohortSampler):
         size = int(self._nominal_size(round_index))
         return self._without_replacement(self._generator(round_index), size)
 
-    def _place(self, round_index: int) -> dict[str, Any]:
+    def _place(self, round_index: int) -> Json:
         return {**super()._place(round_index), "known_selection": self.may_abandon}
 
 
@@ -530,7 +530,7 @@ class RandomAllocationSampler(PassSampler):
         entropy = () if self.seed is None or not self.attempt else self.attempt[1:]
         return (begin, *entropy)
 
-    def _place(self, round_index: int) -> dict[str, Any]:
+    def _place(self, round_index: int) -> Json:
         if self._passes is None or self._passes.first_round != self._first_round:
             self._passes = charge_lib.AllocationPasses(
                 self.num_clients, self._clients_per_round, self._first_round
@@ -568,7 +568,7 @@ class NamedAllocation:
         self._key, self._partition = secrets.token_bytes(32), secrets.token_hex(8)
         self._next_round = 0
 
-    def draw(self, names: Iterable[Hashable]) -> tuple[list[Hashable], dict[str, Any]]:
+    def draw(self, names: Iterable[Hashable]) -> tuple[list[Hashable], Json]:
         """Returns those whose round is the next one, and its place for a charge."""
         place = self._passes.place(self._next_round)
         self._next_round += 1
@@ -608,7 +608,7 @@ class ShuffledSampler(PassSampler):
         order = self._permutation(_STREAM, index)
         return np.sort(order[start:stop].astype(np.int64))
 
-    def _place(self, round_index: int) -> dict[str, Any]:
+    def _place(self, round_index: int) -> Json:
         return {"partition": self._partition, **self._cohorts.place(round_index)}
 
     def max_participations(self, rounds: int, first_round: int = 0) -> int:
@@ -701,7 +701,7 @@ class CyclicSampler(CohortSampler):
         super().release(cohort)
         self._released += 1
 
-    def _place(self, round_index: int) -> dict[str, Any]:
+    def _place(self, round_index: int) -> Json:
         ahead = self._released + round_index - self.next_round
         return {
             **super()._place(round_index),

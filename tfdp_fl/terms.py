@@ -6,6 +6,10 @@ Users write the strings; `Term.X == "x"` holds both ways, and JSON keeps the str
 from __future__ import annotations
 
 import enum
+from typing import Any
+
+# What a JSON file can hold, settings by name.
+Json = dict[str, Any]
 
 
 class Term(str, enum.Enum):

@@ -26,7 +26,7 @@ from tfdp_fl.accounting.accountant import PrivacyAccountant
 from tfdp_fl.accounting.budget import BudgetExceededError, PrivacyBudget
 from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
 from tfdp_fl.accounting.rounding import upwards
-from tfdp_fl.terms import Guarantee
+from tfdp_fl.terms import Guarantee, Json
 
 CENTRAL, LOCAL, RECORD, NONE = Guarantee
 # Guarantees that are composed for each client.
@@ -77,7 +77,7 @@ class Charge:
     cohort_size: int
     name: str | None
     local: dict[str, float] | None
-    details: dict[str, Any]
+    details: Json
     _uses: int = 0  # Set when it is paid.
 
     def use(self) -> None:
@@ -648,7 +648,7 @@ class PrivacyAccount:
             return epsilon_of_mu_squared(self.max_mu_squared, delta)
         return self.central.epsilon(delta, accountant, coarse)
 
-    def state(self, per_client: bool = True) -> dict[str, Any]:
+    def state(self, per_client: bool = True) -> Json:
         """Returns what a checkpoint must keep: JSON values and arrays.
 
         Args:
@@ -670,7 +670,7 @@ class PrivacyAccount:
         }
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> PrivacyAccount:
+    def from_state(cls, state: Json) -> PrivacyAccount:
         """Returns the spending that `state` was taken of."""
         spending = cls(state["guarantee"], state["num_clients"])
         others = {

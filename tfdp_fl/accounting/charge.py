@@ -18,7 +18,7 @@ from tfdp_fl.accounting import gaussian, schema
 from tfdp_fl.accounting.known_selection import KnownSelectionDpEvent
 from tfdp_fl.accounting.private_selection import BestOfTrialsDpEvent
 from tfdp_fl.accounting.random_allocation import RandomAllocationDpEvent
-from tfdp_fl.terms import Sampling
+from tfdp_fl.terms import Json, Sampling
 
 if TYPE_CHECKING:
     from typing import Self
@@ -219,7 +219,7 @@ class Participation:
         )
 
     @classmethod
-    def from_json(cls, text: str | dict[str, Any]) -> Self:
+    def from_json(cls, text: str | Json) -> Self:
         """Returns what `to_json` wrote (text, or already parsed).
 
         Raises:
@@ -400,7 +400,7 @@ class AllocationPasses:
         # Of each known pass its first round, and one past its last.
         self._passes: list[tuple[int, int]] = [(first_round, first_round)]
 
-    def place(self, round_index: int) -> dict[str, Any]:
+    def place(self, round_index: int) -> Json:
         """Returns what a `RoundCharge` says of a round's place in its pass.
 
         Raises:
@@ -539,7 +539,7 @@ def _event_class(name: Any) -> Any:
     return own.get(name) or getattr(dp_accounting.dp_event, str(name), None)
 
 
-def event_to_json(event: dp_accounting.DpEvent) -> dict[str, Any]:
+def event_to_json(event: dp_accounting.DpEvent) -> Json:
     """Returns an event as JSON can hold it exactly.
 
     A Gaussian's noise multiplier that no accountant can compute with is taken

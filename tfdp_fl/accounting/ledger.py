@@ -43,7 +43,7 @@ from tfdp_fl.accounting import gaussian
 from tfdp_fl.accounting.accountant import PrivacyAccountant
 from tfdp_fl.accounting.budget import BudgetExceededError, PrivacyBudget
 from tfdp_fl.accounting.rounding import upwards
-from tfdp_fl.terms import Guarantee
+from tfdp_fl.terms import Guarantee, Json
 
 FORMAT = "tfdp_fl privacy ledger 3"
 _GENESIS = "0" * 64
@@ -104,7 +104,7 @@ class LedgerEntry:
     charge: charge_lib.RoundCharge | None
     local: dict[str, float] | None
     time: str
-    details: dict[str, Any]
+    details: Json
     run: str = ""
     line_hash: str = ""
 
@@ -126,7 +126,7 @@ class LedgerContents:
       ended: Of each search that has ended, the digest of its result, by its run.
     """
 
-    header: dict[str, Any]
+    header: Json
     entries: tuple[LedgerEntry, ...]
     truncated: bool
     head: str
@@ -254,7 +254,7 @@ class PrivacyLedger:
         unit: str = "client",
         target_epsilon: float | None = None,
         target_delta: float | None = None,
-        mechanism: dict[str, Any] | None = None,
+        mechanism: Json | None = None,
         expected_head: str | None = None,
         run: str | None = None,
     ):
@@ -420,7 +420,7 @@ class PrivacyLedger:
             _validate.instance_of(charge_lib.RoundCharge, charge=charge)
         if budget is not None:
             _validate.instance_of(PrivacyBudget, budget=budget)
-        body: dict[str, Any] = {
+        body: Json = {
             "kind": "round",
             "run": self.run if run is None else _checked_run(run),
             "round": _validate.non_negative_integer(round_index=round_index),
@@ -560,7 +560,7 @@ class PrivacyLedger:
             self._write(b"\n")
         return dataclasses.replace(contents, truncated=False)
 
-    def _append(self, body: dict[str, Any]) -> str:
+    def _append(self, body: Json) -> str:
         """Writes a line; returns its hash."""
         line, digest = line_after(self.head, body)
         self._write(line + b"\n")
@@ -659,7 +659,7 @@ def _parse(
     """Verifies a whole file; returns also how many of its bytes are whole lines."""
     _validate.instance_of((str, type(None)), expected_head=expected_head)
     *lines, tail = data.split(b"\n")  # The last one is empty, or has no end.
-    header: dict[str, Any] = {}
+    header: Json = {}
     entries: list[LedgerEntry] = []
     ended: dict[str, str] = {}
     head, seen, whole = _GENESIS, {_GENESIS}, 0
@@ -719,9 +719,7 @@ def _without_rest(line: bytes) -> bytes:
     return text[:end].encode("utf-8", "surrogateescape")
 
 
-def _verified(
-    line: bytes, head: str, first: bool, name: str
-) -> tuple[dict[str, Any], str]:
+def _verified(line: bytes, head: str, first: bool, name: str) -> tuple[Json, str]:
     """Returns what a line says, and its hash; `head` is that of the line before it."""
     body = dict(json.loads(line.decode()))
     for key in ("previous", "hash"):
@@ -764,15 +762,13 @@ _OF_ROUND = {
 }
 
 
-def _check_fields(
-    body: dict[str, Any], checks: Mapping[str, Callable[[Any], bool]]
-) -> None:
+def _check_fields(body: Json, checks: Mapping[str, Callable[[Any], bool]]) -> None:
     for name, check in checks.items():
         if not check(body[name]):
             raise ValueError(f"{name} must not be {body[name]!r:.80}.")
 
 
-def _entry(body: dict[str, Any], line_hash: str = "") -> LedgerEntry:
+def _entry(body: Json, line_hash: str = "") -> LedgerEntry:
     _check_fields(body, _OF_ROUND)
     local, charge = body["local"], body["charge"]
     if charge is not None:
@@ -790,7 +786,7 @@ def _entry(body: dict[str, Any], line_hash: str = "") -> LedgerEntry:
 
 
 def checked_local(
-    local: dict[str, Any], charge: charge_lib.RoundCharge | None
+    local: Json, charge: charge_lib.RoundCharge | None
 ) -> dict[str, float]:
     """Returns a round's local spending, or raises LedgerEntryError.
 
@@ -815,7 +811,7 @@ def checked_local(
     return checked
 
 
-def line_after(head: str, body: dict[str, Any]) -> tuple[bytes, str]:
+def line_after(head: str, body: Json) -> tuple[bytes, str]:
     """Returns the line that says this after one with the hash `head`, and its hash."""
     body = {**body, "previous": head}
     digest = hashlib.sha256(_files.canonical(body).encode()).hexdigest()

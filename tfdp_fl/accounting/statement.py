@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfdp_fl import _files, _validate
 from tfdp_fl.accounting import charge, rounding
-from tfdp_fl.terms import Guarantee
+from tfdp_fl.terms import Guarantee, Json
 
 if TYPE_CHECKING:
     import jinja2
@@ -151,7 +151,7 @@ class StatementFacts:
 
 def privacy_statement(
     facts: StatementFacts, delta: float, format: str = "text"
-) -> str | dict[str, Any]:
+) -> str | Json:
     """Returns the privacy statement of a run.
 
     Every epsilon in the text is rounded up, never down.
@@ -186,7 +186,7 @@ def wrap(paragraph: str) -> str:
     )
 
 
-def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
+def _content(facts: StatementFacts, delta: float) -> Json:
     values = {name: _value(getattr(facts, name), delta) for name in _EPSILONS}
     local = facts.guarantee in (Guarantee.LOCAL, Guarantee.RECORD)
     used = ("epsilon_local",) if local else ("epsilon_pld", "epsilon_rdp")
@@ -208,7 +208,7 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
     # A guarantee for a client of an evaluation needs a delta for that, too.
     protected = [*populations, *facts.evaluated]
     implied = _implied_caveats(facts, delta, best, protected)
-    content: dict[str, Any] = {
+    content: Json = {
         **vars(facts),
         "has_guarantee": math.isfinite(best),
         "relation": relation.name,
@@ -284,7 +284,7 @@ def _value(epsilon: Epsilon, delta: float) -> float | None:
     return None if value is None else float(value)
 
 
-def _range(sizes: float | Sequence[float]) -> dict[str, Any]:
+def _range(sizes: float | Sequence[float]) -> Json:
     values = list(sizes) if isinstance(sizes, Sequence) else [sizes]
     figures: dict[str, Callable[..., float]]
     figures = {"min": min, "max": max, "mean": statistics.fmean}

@@ -16,7 +16,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from scipy import signal
@@ -25,6 +25,7 @@ from tfdp_fl import _validate
 from tfdp_fl._lazy_tf import tf
 from tfdp_fl.correlated_noise import toeplitz
 from tfdp_fl.correlated_noise.participation import Participation
+from tfdp_fl.terms import Json
 
 Numbers: TypeAlias = Sequence[float] | np.ndarray
 Tensors: TypeAlias = "list[tf.Tensor]"
@@ -342,7 +343,7 @@ class BLT:
 # How the noise of one round is correlated with that of others.
 Strategy: TypeAlias = BandedToeplitz | BLT
 
-_BY_WORD: dict[str, Any] = {"banded": BandedToeplitz, "blt": BLT}
+_BY_WORD: Json = {"banded": BandedToeplitz, "blt": BLT}
 
 
 def checked(**checked: Strategy | str) -> Strategy:

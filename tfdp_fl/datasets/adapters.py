@@ -21,7 +21,7 @@ _ALLOWED = (
 )
 
 
-def as_federated(clients: Any, element_spec: Any = None) -> FederatedDataset:
+def as_federated(clients: Any, element_spec: nests.Nest = None) -> FederatedDataset:
     """Returns clients' data as a `FederatedDataset`.
 
     Args:
@@ -61,7 +61,7 @@ def as_federated(clients: Any, element_spec: Any = None) -> FederatedDataset:
 
 
 def resolve_fit_data(
-    data: Any, y: Any, client_ids: Any, sample_weight: Any
+    data: Any, y: nests.Nest, client_ids: Any, sample_weight: nests.Nest
 ) -> FederatedDataset:
     """Returns the clients that `fit` was given, in either way.
 
@@ -90,10 +90,10 @@ def resolve_fit_data(
 
 
 def by_person(
-    x: Any,
-    y: Any,
+    x: nests.Nest,
+    y: nests.Nest,
     client_ids: Any,
-    sample_weight: Any = None,
+    sample_weight: nests.Nest = None,
     num_people: int | None = None,
 ) -> FederatedDataset:
     """Returns the clients of a table: each person, with all its rows.
@@ -159,7 +159,7 @@ def check_aligned(**given: Any) -> None:
                 )
 
 
-def to_keras_inputs(nest: Any, argument: str) -> Nest:
+def to_keras_inputs(nest: nests.Nest, argument: str) -> Nest:
     """Returns arrays in the place of lists, frames and series; the rest as it is.
 
     Strings are tensors, as Keras takes no NumPy strings.
@@ -169,7 +169,7 @@ def to_keras_inputs(nest: Any, argument: str) -> Nest:
       argument: What it is, for errors; of "y" alone integers stay integers.
     """
 
-    def array(leaf: Any) -> Any:
+    def array(leaf: nests.Nest) -> Any:
         if hasattr(leaf, "to_frame"):  # A series or an index.
             return tables.array(leaf.to_frame(name=argument), argument, argument, {})
         if hasattr(leaf, "iloc"):
@@ -183,7 +183,12 @@ def to_keras_inputs(nest: Any, argument: str) -> Nest:
 
 
 def limit_rows_per_client(
-    x: Any, y: Any, client_ids: Any, *, max_rows: int, keep: str = "random"
+    x: nests.Nest,
+    y: nests.Nest,
+    client_ids: Any,
+    *,
+    max_rows: int,
+    keep: str = "random",
 ) -> tuple[Any, Any, Any]:
     """Returns a table in which no person has more than so many rows.
 
@@ -215,7 +220,7 @@ def limit_rows_per_client(
         kept.append(own[-max_rows:] if keep == "last" else own[:max_rows])
     stay = np.sort(np.concatenate(kept))
 
-    def take(leaf: Any) -> Any:
+    def take(leaf: nests.Nest) -> Any:
         if leaf is None:
             return None
         return leaf.iloc[stay] if hasattr(leaf, "iloc") else np.asanyarray(leaf)[stay]

@@ -20,6 +20,8 @@ import tensorflow as tf
 
 # An array, or a dict, tuple or list of nests.
 Nest = Any
+# The specs of an example's features, and of its labels.
+ElementSpec = tuple[Nest, Nest]
 # Of a model's inputs, and of its outputs.
 Names = tuple[Sequence[str], Sequence[str]]
 
@@ -104,7 +106,7 @@ def labels_and_weights(y: Nest) -> tuple[Nest, Nest | None]:
     return labels_of(y), weights_of(y)
 
 
-def as_tensor(leaf: Any, name: str) -> tf.Tensor:
+def as_tensor(leaf: Nest, name: str) -> tf.Tensor:
     """Returns an immutable CPU tensor that owns its numbers.
 
     A tensor that already lies on the CPU is kept as it is. Anything else is
@@ -130,7 +132,7 @@ def as_tensor(leaf: Any, name: str) -> tf.Tensor:
     return tensor
 
 
-def as_array(leaf: Any, name: str) -> np.ndarray:
+def as_array(leaf: Nest, name: str) -> np.ndarray:
     """Returns what `as_tensor` would hold, as a NumPy array."""
     if np.ma.is_masked(leaf):
         raise ExamplesValueError(f"{name} must have no masked values, got some.")
@@ -245,7 +247,7 @@ def spec_of(nest: Nest) -> Nest:
     )
 
 
-def _dtype(leaf: Any) -> tf.DType:
+def _dtype(leaf: Nest) -> tf.DType:
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "SUO":
         return tf.string
     return tf.as_dtype(leaf.dtype)
@@ -345,19 +347,19 @@ def _sizes(shape: Any) -> list[int]:
     return sizes
 
 
-def _is_of(exactly: bool, leaf: Any, spec: tf.TensorSpec) -> bool:
+def _is_of(exactly: bool, leaf: Nest, spec: tf.TensorSpec) -> bool:
     """Returns whether an array [n, ...] can be cast to a spec of one example."""
     same_kind = (_dtype(leaf) == tf.string) == (spec.dtype == tf.string)
     sizes = list if exactly else _sizes
     return same_kind and sizes(leaf.shape[1:]) == sizes(spec.shape)
 
 
-def _is_batch(leaf: Any, spec: tf.TensorSpec) -> bool:
+def _is_batch(leaf: Nest, spec: tf.TensorSpec) -> bool:
     """Returns whether each example of an array looks like several of a spec."""
     return leaf.ndim > 1 and _sizes(leaf.shape[2:]) == _sizes(spec.shape)
 
 
-def _cast(leaf: Any, spec: tf.TensorSpec) -> tuple[Any, np.ndarray]:
+def _cast(leaf: Nest, spec: tf.TensorSpec) -> tuple[Any, np.ndarray]:
     """Returns an array of a spec, and whether each example stays as it was, bool [n].
 
     Rounding to a floating-point dtype is not a change: Keras does the same.

@@ -388,7 +388,7 @@ def _client_arrays(examples: Any) -> tuple[nests.Nest, nests.Nest, int]:
     return x, y, nests.common_length(x, y)
 
 
-def held_spec(spec: Any) -> nests.Nest:
+def held_spec(spec: nests.Nest) -> nests.Nest:
     """Returns the spec (x, y) that examples have in a dataset, of what is given."""
     if not isinstance(spec, tuple) or not all(
         isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined()

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdp_fl import _validate
 from tfdp_fl.datasets import nests
+from tfdp_fl.terms import Json
 
 Columns = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 # Unicode's format and control characters.
@@ -65,7 +66,7 @@ def distinct(client_ids: Sequence[Any]) -> Sequence[Any]:
         )
     if len(set(kept)) < len(kept):
         raise ValueError("client_ids must be distinct, got some repeatedly.")
-    read: dict[str, Any] = {}
+    read: Json = {}
     for client_id in kept:
         other = read.setdefault(_as_read(client_id), client_id)
         if other is not client_id:

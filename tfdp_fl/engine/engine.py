@@ -28,7 +28,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
-from tfdp_fl.datasets import ClientFailure, FederatedDataset
+from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 from tfdp_fl.engine import (
     allowed_operations,
     client_programs,
@@ -94,7 +94,7 @@ class CohortEngine:
         training: trainer_lib.Training,
         mechanism: mechanism_lib.Mechanism,
         deployment: contribution.PrivacyContext,
-        element_spec: tuple[Any, Any],
+        element_spec: nests.ElementSpec,
         aggregate_non_trainable: bool = True,
         moments: bool = False,
         collect_records: bool = False,

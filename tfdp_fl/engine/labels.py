@@ -179,7 +179,7 @@ class IndexCheck:
                     keras_versions.inputs_of(model), [tensor for _, tensor in found]
                 )
 
-    def problem(self, x: Any) -> tuple[int, str] | None:
+    def problem(self, x: nests.Nest) -> tuple[int, str] | None:
         """Returns the first row [0, n) of features that has none, and what is wrong."""
         number = len(tf.nest.flatten(x)[0])
         for start in range(0, number if self._looked_up is not None else 0, _ROWS):
@@ -220,6 +220,6 @@ class IndexCheck:
             raise ValueError(f"clients: {wrong[1]}, for client {name!r}.")
         return dataset
 
-    def _check(self, x: Any) -> None:
+    def _check(self, x: nests.Nest) -> None:
         if wrong := self.problem(x):
             raise nests.ExamplesValueError(f"{wrong[1]}.")

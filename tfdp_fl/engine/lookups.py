@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
+from tfdp_fl.datasets import nests
 from tfdp_fl.engine import cohort, layers
 from tfdp_fl.mechanisms import contribution, records
 
@@ -86,7 +87,7 @@ def _gather_of(layer: Any) -> Any:
 
 
 def find(
-    model: tf.keras.Model, forward: Any, specs: Any, weights: list[Any]
+    model: tf.keras.Model, forward: Any, specs: nests.Nest, weights: list[Any]
 ) -> tuple[Lookup, ...]:
     """Returns the lookups of which it is certain, of tables that are large.
 
@@ -113,7 +114,7 @@ def find(
     ]
     found: list[Lookup] = []
 
-    def step(x: Any, y: Any, values: list[tf.Tensor]) -> None:
+    def step(x: nests.Nest, y: nests.Nest, values: list[tf.Tensor]) -> None:
         with plain_gathers(model, [weights[number] for number in tables]):
             forward(x, y, values)
         found.extend(_of_features(x, values, tables, large))
@@ -126,7 +127,7 @@ def find(
 
 
 def _of_features(
-    x: Any, values: list[tf.Tensor], tables: dict[int, int], large: set[int]
+    x: nests.Nest, values: list[tf.Tensor], tables: dict[int, int], large: set[int]
 ) -> Iterator[Lookup]:
     for place, feature in enumerate(tf.nest.flatten(x)):
         gathers = _gathers(feature) if feature.dtype in _INTEGERS else None
@@ -178,7 +179,10 @@ def _is_of_rows(gather: tf.Operation) -> bool:
 
 
 def narrow(
-    lookups: tuple[Lookup, ...], received: cohort.Broadcast, x: Any, rows: tf.Tensor
+    lookups: tuple[Lookup, ...],
+    received: cohort.Broadcast,
+    x: nests.Nest,
+    rows: tf.Tensor,
 ) -> tuple[cohort.Broadcast, list[tf.Tensor]]:
     """Returns what a client is sent of the tables: only the rows that it looks up.
 
@@ -201,7 +205,7 @@ def narrow(
     return received._replace(weights=weights), taken
 
 
-def rename(lookups: tuple[Lookup, ...], taken: list[tf.Tensor], x: Any) -> Any:
+def rename(lookups: tuple[Lookup, ...], taken: list[tf.Tensor], x: nests.Nest) -> Any:
     """Returns a batch of features that name the places of rows among those taken.
 
     Args:

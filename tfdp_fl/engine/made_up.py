@@ -12,13 +12,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
+from tfdp_fl.datasets import nests
 
 _ROWS, _DRAWS = 7, 4
 
 
 def batch(
     rng: np.random.Generator,
-    nest: Any,
+    nest: nests.Nest,
     shares: bool = False,
     classes: Mapping[int, int] | None = None,
 ) -> Any:
@@ -45,7 +46,9 @@ def batch(
     return tf.nest.pack_sequence_as(nest, made)
 
 
-def never_negative(model: tf.keras.Model, variables: list[Any], x: Any) -> list[Any]:
+def never_negative(
+    model: tf.keras.Model, variables: list[Any], x: nests.Nest
+) -> list[Any]:
     """Returns those of a model's state that training keeps from below zero.
 
     Variances are such, by whatever name, and means of what is not negative. Each is

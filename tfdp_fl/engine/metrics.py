@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
+from tfdp_fl.datasets import nests
 from tfdp_fl.engine import cohort, labels, made_up
 
 # How a metric's variables were before it saw anything, for those that have been seen.
@@ -50,7 +51,9 @@ class Metrics:
       own: The latter. A forward pass updates them.
     """
 
-    def __init__(self, compiled: Any, own: list[Any], y: Any, predicted: Any):
+    def __init__(
+        self, compiled: Any, own: list[Any], y: nests.Nest, predicted: nests.Nest
+    ):
         """Makes their variables.
 
         Args:
@@ -75,9 +78,9 @@ class Metrics:
     def find_merges(
         self,
         own_after: Callable[[list[tf.Tensor], Any, Any], list[tf.Tensor]],
-        x: Any,
-        y: Any,
-        predicted: Any,
+        x: nests.Nest,
+        y: nests.Nest,
+        predicted: nests.Nest,
         ranges: Iterable[labels.LabelRange],
     ) -> None:
         """Finds out how states of several clients become one.
@@ -176,7 +179,11 @@ class Metrics:
         return [variable for metric in self.own for variable in metric.variables]
 
     def with_batch(
-        self, state: cohort.MetricState, y: Any, predicted: Any, weight: Any
+        self,
+        state: cohort.MetricState,
+        y: nests.Nest,
+        predicted: nests.Nest,
+        weight: Any,
     ) -> cohort.MetricState:
         """Returns the state with a batch in the compiled metrics; a NaN counts as 0.
 

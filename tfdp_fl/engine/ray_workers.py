@@ -27,6 +27,7 @@ from absl import logging
 from tfdp_fl import _lazy_tf, _validate, engine
 from tfdp_fl.datasets import FederatedDataset, nests
 from tfdp_fl.engine import devices, layout, program
+from tfdp_fl.terms import Json
 
 Arrays = list[np.ndarray]
 # Arrays as `_sealed` leaves them.
@@ -215,7 +216,7 @@ class _Actor:
 
     def __init__(self, threads: int):
         self._threads = threads
-        self._made: dict[str, Any] = {}
+        self._made: Json = {}
         self._float32_products = devices.products_are_float32()
 
     def float32_products(self) -> bool:

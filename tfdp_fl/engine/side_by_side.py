@@ -247,7 +247,7 @@ class GhostClipping:
     def _step(
         self,
         layers: list[Any],
-        y: Any,
+        y: nests.Nest,
         sizes: tf.Tensor,
         batch: tf.Tensor,
         received: cohort.Broadcast,
@@ -418,7 +418,7 @@ class GhostClipping:
         return as_sum(total)
 
 
-def _of_one_output(y: Any) -> Any:
+def _of_one_output(y: nests.Nest) -> Any:
     """Returns the one label, with the one weight of each example beside it."""
     (label,) = tf.nest.flatten(nests.labels_of(y))
     if nests.weights_of(y) is None:

@@ -36,7 +36,7 @@ class FunctionalTrainer(trainer.Trainer):
         self,
         model: tf.keras.Model,
         training: trainer.Training,
-        element_spec: tuple[Any, Any],
+        element_spec: nests.ElementSpec,
     ):
         """Makes a functional model of a Keras model.
 
@@ -121,8 +121,8 @@ class FunctionalTrainer(trainer.Trainer):
     def with_batch(
         self,
         metrics: cohort.MetricState,
-        y: Any,
-        predicted: Any,
+        y: nests.Nest,
+        predicted: nests.Nest,
         weight: Any = None,
         own: Any = (),
     ) -> cohort.MetricState:
@@ -143,8 +143,8 @@ class FunctionalTrainer(trainer.Trainer):
     def _forward(
         self,
         state: trainer.ClientState,
-        x: Any,
-        y: Any,
+        x: nests.Nest,
+        y: nests.Nest,
         weight: Any,
         training: bool = True,
         own: Any = None,
@@ -257,7 +257,7 @@ def _refused(what: str) -> ValueError:
 def make_trainer(
     model: tf.keras.Model,
     training: trainer.Training,
-    element_spec: tuple[Any, Any],
+    element_spec: nests.ElementSpec,
     aggregate_non_trainable: bool = True,
 ) -> trainer.Trainer:
     """Returns a `Trainer` (see there) for the Keras that is installed."""

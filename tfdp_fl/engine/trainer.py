@@ -115,7 +115,7 @@ class Trainer:
         self,
         model: tf.keras.Model,
         training: Training,
-        element_spec: tuple[Any, Any],
+        element_spec: nests.ElementSpec,
         aggregate_non_trainable: bool = True,
     ):
         """Checks that the model, the training and the examples go together.
@@ -210,7 +210,9 @@ class Trainer:
                 self._trainable,
             )
 
-    def _until_gradients(self, x: Any, y: Any, weights: list[tf.Tensor]) -> None:
+    def _until_gradients(
+        self, x: nests.Nest, y: nests.Nest, weights: list[tf.Tensor]
+    ) -> None:
         """Computes what a step does before the gradients."""
         received = self.received()
         received.weights[: len(weights)] = weights
@@ -234,7 +236,9 @@ class Trainer:
         """Returns what the metrics say of a state, by name."""
         return self._metrics.results(values)
 
-    def _own_after(self, own: list[tf.Tensor], x: Any, y: Any) -> list[tf.Tensor]:
+    def _own_after(
+        self, own: list[tf.Tensor], x: nests.Nest, y: nests.Nest
+    ) -> list[tf.Tensor]:
         """Returns the values of the model's own metrics after a batch."""
         received = self.received()
         state = self.start(received, received.seed)
@@ -261,8 +265,8 @@ class Trainer:
     def step(
         self,
         state: ClientState,
-        x: Any,
-        y: Any,
+        x: nests.Nest,
+        y: nests.Nest,
         received: cohort.Broadcast,
         metrics: cohort.MetricState,
     ) -> tuple[ClientState, tf.Tensor, cohort.MetricState]:
@@ -315,8 +319,8 @@ class Trainer:
     def evaluate(
         self,
         received: cohort.Broadcast,
-        x: Any,
-        y: Any,
+        x: nests.Nest,
+        y: nests.Nest,
         metrics: cohort.MetricState,
         training: bool = False,
     ) -> tuple[tf.Tensor, cohort.MetricState]:
@@ -338,8 +342,8 @@ class Trainer:
     def _forward(
         self,
         state: ClientState,
-        x: Any,
-        y: Any,
+        x: nests.Nest,
+        y: nests.Nest,
         weight: Any,
         training: bool = True,
         own: list[tf.Tensor] | None = None,
@@ -370,8 +374,8 @@ class Trainer:
     def with_batch(
         self,
         metrics: cohort.MetricState,
-        y: Any,
-        predicted: Any,
+        y: nests.Nest,
+        predicted: nests.Nest,
         weight: Any = None,
         own: list[tf.Tensor] | None = None,
     ) -> cohort.MetricState:
@@ -525,21 +529,21 @@ def check_model(model: tf.keras.Model) -> None:
             )
 
 
-def zeros_like_batch(element_spec: Any, batch_size: int = 1) -> Any:
+def zeros_like_batch(element_spec: nests.Nest, batch_size: int = 1) -> Any:
     """Returns a nest of zeros in the shape of a batch of examples."""
     return tf.nest.map_structure(
         lambda spec: tf.zeros([batch_size, *spec.shape], spec.dtype), element_spec
     )
 
 
-def specs_of(nest: Any) -> Any:
+def specs_of(nest: nests.Nest) -> Any:
     """Returns the specs of a nest of tensors or variables."""
     return tf.nest.map_structure(
         lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype), nest
     )
 
 
-def batch_specs(element_spec: Any) -> Any:
+def batch_specs(element_spec: nests.Nest) -> Any:
     """Returns the specs of a batch of any number of examples."""
     return tf.nest.map_structure(
         lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype), element_spec

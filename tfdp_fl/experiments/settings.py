@@ -19,7 +19,7 @@ from absl import flags
 from tfdp_fl import _validate, mechanisms
 from tfdp_fl.accounting.charge import SAMPLINGS
 from tfdp_fl.mechanisms import declaration
-from tfdp_fl.terms import Guarantee
+from tfdp_fl.terms import Guarantee, Json
 
 MECHANISMS: dict[str, type[mechanisms.Mechanism]] = {
     name: mechanisms.by_name(name) for name in mechanisms.names()
@@ -170,7 +170,7 @@ def parameters_of(mechanism: str) -> tuple[str, ...]:
 
 def _parameters() -> dict[str, Option]:
     """Returns an option for every parameter of every mechanism."""
-    kinds: dict[str, Any] = {}
+    kinds: Json = {}
     helps: dict[str, dict[str, list[str]]] = {}
     for mechanism in MECHANISMS:
         for field in _fields(mechanism):
@@ -203,7 +203,7 @@ def _kind(field: dataclasses.Field[Any]) -> Any:
     return {"int": int, "float": float, "bool": bool}.get(declared.split(" ")[0], str)
 
 
-def _starts(mechanism: str) -> dict[str, Any]:
+def _starts(mechanism: str) -> Json:
     """Returns the parameters that `train.py` starts from."""
     starts = {field.name: field.metadata.get("start") for field in _fields(mechanism)}
     return {name: value for name, value in starts.items() if value is not None}
@@ -333,7 +333,7 @@ class Settings(_Options):
         made = kind(epsilon=1.0, **_starts(self.mechanism) | self.mechanism_options())
         return min(made.implied_delta, 1 - 1e-9)
 
-    def mechanism_options(self) -> dict[str, Any]:
+    def mechanism_options(self) -> Json:
         """Returns the mechanism's parameters that are set, noise excepted.
 
         Raises:
@@ -451,7 +451,7 @@ def define_flags() -> None:
             _DEFINE[option.kind](name, _default(option), _help(option))
 
 
-def given_flags() -> dict[str, Any]:
+def given_flags() -> Json:
     """Returns the settings whose flags stand on the command line."""
     return {
         name: flags.FLAGS[name].value for name in OPTIONS if flags.FLAGS[name].present

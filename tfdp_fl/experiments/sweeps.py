@@ -32,6 +32,7 @@ from tfdp_fl import _files, _lazy_tf, _validate
 from tfdp_fl.accounting import upwards
 from tfdp_fl.experiments import run_directory, training
 from tfdp_fl.experiments.settings import Settings
+from tfdp_fl.terms import Json
 
 _PARTS = ("description", "base", "grid", "runs", "seeds")
 # What the tables say of a run, by its name in `result.json`.
@@ -53,7 +54,7 @@ class Trial:
     """
 
     name: str
-    varied: dict[str, Any]
+    varied: Json
     settings: Settings
 
     @property
@@ -146,7 +147,7 @@ def _check_unchanged(path: pathlib.Path, trial: Trial) -> None:
             )
 
 
-def _run(trial: Trial, path: pathlib.Path) -> dict[str, Any]:
+def _run(trial: Trial, path: pathlib.Path) -> Json:
     tf.keras.backend.clear_session()
     # Its ledger has what was charged.
     resume = any((path / run_directory.CHECKPOINT).glob("*.npz"))
@@ -169,7 +170,7 @@ def write_tables(root: pathlib.Path, trials: Sequence[Trial]) -> None:
     with _lazy_tf.needed("pandas", "A sweep"):
         import pandas as pd
 
-    rows: list[dict[str, Any]] = []
+    rows: list[Json] = []
     for trial in trials:
         path = root / trial.directory / run_directory.RESULT
         if path.is_file():

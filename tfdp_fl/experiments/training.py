@@ -19,7 +19,7 @@ from tfdp_fl.experiments import settings as settings_lib
 from tfdp_fl.experiments.settings import Settings
 from tfdp_fl.keras import DPFederatedModel, callbacks, make_private
 from tfdp_fl.keras.make_private import known_facts
-from tfdp_fl.terms import Guarantee
+from tfdp_fl.terms import Guarantee, Json
 
 
 def use_one_thread_per_operation() -> bool:
@@ -145,7 +145,7 @@ def _server_optimizer(settings: Settings) -> Any:
     if settings.server_schedule == "linear":
         decay = tf.keras.optimizers.schedules.PolynomialDecay
         rate = decay(rate, settings.rounds, 0.0)
-    average: dict[str, Any] = {}
+    average: Json = {}
     if settings.server_ema:
         average = {"use_ema": True, "ema_momentum": settings.server_ema}
     return tf.keras.optimizers.SGD(rate, settings.server_momentum or 0.0, **average)
@@ -158,7 +158,7 @@ def run(
     overwrite: bool = False,
     resume: bool = False,
     verbose: str | int = "auto",
-) -> dict[str, Any]:
+) -> Json:
     """Trains, and leaves the files of `run_directory` in `output_dir`.
 
     An interrupt (Ctrl-C) ends the training; what ran until then is saved, and
@@ -237,7 +237,7 @@ def run(
 
 def _leave_files(
     prepared: Prepared, path: pathlib.Path, stopped: str | None, seconds: float
-) -> dict[str, Any]:
+) -> Json:
     settings, federated_model = prepared.settings, prepared.federated_model
     model = federated_model.model
     tasks.whole_model(prepared.task, model).save(path / run_directory.MODEL)

@@ -16,6 +16,7 @@ import numpy as np
 
 from tfdp_fl import _validate
 from tfdp_fl.flower import updates
+from tfdp_fl.terms import Json
 
 _logger = logging.getLogger(__name__)
 
@@ -57,9 +58,9 @@ class Instruction(NamedTuple):
     wants_norm_bit: bool = False
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Json:
         """What a client is told, under Flower's names."""
-        told: dict[str, Any] = {CLIP_NORM: self.clip_norm}
+        told: Json = {CLIP_NORM: self.clip_norm}
         if self.noise_stddev:
             told[NOISE_STDDEV] = self.noise_stddev
         if self.wants_norm_bit:
@@ -86,7 +87,7 @@ def release(
     received: Sequence[np.ndarray],
     returned: Sequence[np.ndarray],
     asked: Instruction,
-) -> tuple[list[np.ndarray], dict[str, Any], bool]:
+) -> tuple[list[np.ndarray], Json, bool]:
     """Returns what leaves the client: w + clip(Delta) (+ noise), and what was done.
 
     Without noise it is within S of what was received, after rounding too. An
@@ -119,7 +120,7 @@ def release(
         )
     else:
         arrays = updates.applied_within(received, update.arrays, asked.clip_norm)
-    metrics: dict[str, Any] = {
+    metrics: Json = {
         APPLIED_CLIP_NORM: asked.clip_norm,
         APPLIED_NOISE_STDDEV: asked.noise_stddev,
     }
@@ -174,7 +175,7 @@ class DPFedAvgNumPyClient:
 
     def fit(
         self, parameters: Sequence[np.ndarray], config: Mapping[str, Any]
-    ) -> tuple[list[np.ndarray], int, dict[str, Any]]:
+    ) -> tuple[list[np.ndarray], int, Json]:
         """Lets the wrapped client train; returns w + clip(Delta) (+ noise).
 
         Args:
@@ -205,13 +206,13 @@ class DPFedAvgNumPyClient:
         """The wrapped client's `get_parameters`."""
         return self.client.get_parameters(config)
 
-    def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def get_properties(self, config: Mapping[str, Any]) -> Json:
         """The wrapped client's `get_properties`."""
         return self.client.get_properties(config)
 
     def evaluate(
         self, parameters: Sequence[np.ndarray], config: Mapping[str, Any]
-    ) -> tuple[float, int, dict[str, Any]]:
+    ) -> tuple[float, int, Json]:
         """The wrapped client's `evaluate`."""
         return self.client.evaluate(parameters, config)
 
@@ -292,7 +293,7 @@ def private_mod(
     arrays, applied, _ = release(list(received.values()), returned, asked)
     records = dict(reply.content)  # The app may have sent back what it got.
     records[key] = array_record(record, dict(zip(received, arrays, strict=True)))
-    weight: dict[str, Any] = {weight_key: _NUM_EXAMPLES}
+    weight: Json = {weight_key: _NUM_EXAMPLES}
     if key == _LEGACY_MODEL:
         old = records[_LEGACY_METRICS]
         records[_LEGACY_METRICS] = type(old)({**old, **applied})
@@ -337,7 +338,7 @@ def only_record(content: Any, sender: str) -> tuple[str, Any]:
 
 
 def _set_metrics(
-    records: dict[str, Any], there: Mapping[str, Any], metrics: Mapping[str, Any]
+    records: Json, there: Mapping[str, Any], metrics: Mapping[str, Any]
 ) -> None:
     """Sets metrics wherever the first of them, the weight, stands."""
     weight = next(iter(metrics))

@@ -12,6 +12,7 @@ import numpy as np
 
 from tfdp_fl import _validate, mechanisms
 from tfdp_fl.flower import private_rounds, replies
+from tfdp_fl.terms import Json
 
 # A client of the last round (a proxy) and what it was sent or returned.
 _Messages = list[tuple[Any, Any]]
@@ -118,7 +119,7 @@ class DPFedAvg(private_rounds.PrivateRounds):
 
     def aggregate_fit(
         self, server_round: int, results: _Messages, failures: Sequence[Any]
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> tuple[Any, Json]:
         """Hands the noised mean, as the only result, to the strategy.
 
         Whatever a client replied, it is no error here: such a client counts

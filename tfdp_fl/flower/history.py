@@ -15,6 +15,7 @@ import numpy as np
 
 from tfdp_fl import _validate, accounting, mechanisms
 from tfdp_fl.accounting import account as account_lib
+from tfdp_fl.terms import Json
 
 # The name of a client that is a node.
 ClientOf = Callable[[int], str | int]
@@ -143,7 +144,7 @@ class RoundHistory:
           LedgerWriteError: if its line could not be written.
           In both cases nothing is charged, and it must not be released.
         """
-        abandoned: dict[str, Any] = {} if released.is_released else {"abandoned": 1}
+        abandoned: Json = {} if released.is_released else {"abandoned": 1}
         paid = self._account.charge(
             released.charge,
             budgets=[self.budget] if self.budget and released.is_released else [],

@@ -22,8 +22,9 @@ from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.accounting import statement
+from tfdp_fl.datasets import nests
 from tfdp_fl.flower import history, replies, sums
-from tfdp_fl.terms import Sampling
+from tfdp_fl.terms import Json, Sampling
 
 # Flower's strategies (read in flwr 1.12 and 1.42) that average with the weights they
 # are given, and do no more to the clients' replies.
@@ -288,7 +289,7 @@ class PrivateRounds:
 
     def privacy_report(
         self, delta: float | None = None, accountant: str | None = None
-    ) -> dict[str, Any]:
+    ) -> Json:
         """Returns what is guaranteed, and what was assumed, as JSON values.
 
         Args:
@@ -413,7 +414,7 @@ class PrivateRounds:
         server_round: int,
         connected: Mapping[Hashable, Any],
         sent: Sequence[np.ndarray],
-        template: Any,
+        template: nests.Nest,
         names: Sequence[str] = (),
     ) -> sums.ConfiguredRound | None:
         """Draws the clients of a round; None if there is to be none."""
@@ -494,7 +495,7 @@ class PrivateRounds:
 
     def _cohort(
         self, server_round: int, connected: Mapping[Hashable, Any]
-    ) -> tuple[list[Hashable], dict[str, Any]] | None:
+    ) -> tuple[list[Hashable], Json] | None:
         """Returns clients, drawn unforeseeably, and the place in a pass of the round.
 
         None if too few are connected.

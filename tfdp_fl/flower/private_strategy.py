@@ -12,6 +12,7 @@ import numpy as np
 from tfdp_fl.flower import client as client_lib
 from tfdp_fl.flower import private_rounds, sums
 from tfdp_fl.flower import replies as replies_lib
+from tfdp_fl.terms import Json
 
 _logger = logging.getLogger(__name__)
 
@@ -188,7 +189,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
         )
 
 
-def _with_config(content: Any, told: dict[str, Any]) -> Any:
+def _with_config(content: Any, told: Json) -> Any:
     """Returns a copy that tells a client more, in its (first) ConfigRecord."""
     configs = dict(content.config_records)
     key = next(iter(configs), "config")

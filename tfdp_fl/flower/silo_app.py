@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tfdp_fl.flower import client as client_lib
+from tfdp_fl.terms import Json
 
 
 def silo_app(make_silo: Callable[..., Any], private_metrics: Any = None) -> Any:
@@ -39,8 +40,8 @@ def silo_app(make_silo: Callable[..., Any], private_metrics: Any = None) -> Any:
             takes = (context,) if inspect.signature(make_silo).parameters else ()
             silos[context.node_id] = make_silo(*takes)
         silo = silos[context.node_id]
-        metrics: dict[str, Any] = {client_lib.DEFAULT_WEIGHT_KEY: silo.num_people}
-        records: dict[str, Any] = {}
+        metrics: Json = {client_lib.DEFAULT_WEIGHT_KEY: silo.num_people}
+        records: Json = {}
         key, record = client_lib.only_record(message.content, "The server")
         weights = [array.numpy() for array in record.values()]
         sent = message.metadata

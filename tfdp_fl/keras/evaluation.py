@@ -44,7 +44,7 @@ from tfdp_fl.keras import federated_training, preparation
 from tfdp_fl.keras.callbacks import Ledger
 from tfdp_fl.keras.callbacks.federated_callback import PrivacyBudget, callback_session
 from tfdp_fl.keras.federated_training import FederatedTraining
-from tfdp_fl.terms import Sampling
+from tfdp_fl.terms import Json, Sampling
 
 # How many clients one call evaluates on.
 _MOST_TOGETHER = 1024
@@ -130,7 +130,7 @@ class Validation:
     def evaluate(self, model: tf.keras.Model) -> dict[str, float]:
         """Returns the model's metrics on the data, by `val_` and name."""
         data = self.data
-        options: dict[str, Any] = {"verbose": 0, "return_dict": True}
+        options: Json = {"verbose": 0, "return_dict": True}
         if isinstance(data, FederatedDataset):
             data = _all_batches(data, self.batch_size)
         if not isinstance(data, tf.data.Dataset):
@@ -254,8 +254,8 @@ class _Group(NamedTuple):
 
     positions: np.ndarray
     lengths: np.ndarray
-    x: Any
-    y: Any
+    x: nests.Nest
+    y: nests.Nest
 
     def one_by_one(self) -> Iterator[_Group]:
         """Yields each client as a group of its own."""
@@ -308,7 +308,7 @@ def _groups(
 def _evaluation(
     model: tf.keras.Model,
     training: engine.Training,
-    element_spec: tuple[Any, Any],
+    element_spec: nests.ElementSpec,
 ) -> tuple[list[str], Callable[[_Group, int], np.ndarray]]:
     """Returns the names of loss and metrics, and what computes them of a group.
 
@@ -334,7 +334,11 @@ def _evaluation(
     step = program.in_own_graph(trainer.evaluate)
 
     def of_group(
-        received: Any, x: Any, y: Any, lengths: tf.Tensor, batch_size: tf.Tensor
+        received: Any,
+        x: nests.Nest,
+        y: nests.Nest,
+        lengths: tf.Tensor,
+        batch_size: tf.Tensor,
     ) -> tf.Tensor:
         def client(
             k: tf.Tensor, first: tf.Tensor, rows: tf.Tensor
@@ -458,7 +462,7 @@ class PrivateMetrics:
         values: Mapping[str, np.ndarray],
         generator: np.random.Generator,
         paid: Charge,
-    ) -> dict[str, Any]:
+    ) -> Json:
         """Returns the noisy result of all clients' metrics, by name, [N]."""
         paid.use()
         total = self.contributions(values).sum(axis=0)
@@ -467,7 +471,7 @@ class PrivateMetrics:
         noisy = (total + self.noise_multiplier * noise) * self._scale
         stddev = self.noise_multiplier * self._scale
         count = max(float(noisy[0]), 1.0)
-        result: dict[str, Any] = {
+        result: Json = {
             "num_clients": float(noisy[0]),
             "num_clients_stddev": stddev,
         }
@@ -487,7 +491,7 @@ def release(
     clients: FederatedDataset,
     batch_size: int,
     verbose: int,
-) -> dict[str, Any]:
+) -> Json:
     """Evaluates on clients, and releases the noisy result once it is paid for."""
     _validate.instance_of(PrivateMetrics, private=private)
     charge = private.charge(fed.setup.sampling, clients.num_clients)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
 
 from tfdp_fl import accounting, engine, mechanisms
 from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.training_setup import TrainingSetup
-from tfdp_fl.terms import NoiseSite
+from tfdp_fl.terms import Json, NoiseSite
 
 
 def of_run(
@@ -19,7 +18,7 @@ def of_run(
     """Returns what ran."""
     spending, setup, mechanism = run.spending, run.setup, run.setup.mechanism
     sizes = [charge.clients_per_round for charge in spending.own.elements()]
-    composed: dict[str, Any] = {
+    composed: Json = {
         "epsilon_rdp": spending.central.epsilon,
         "epsilon_pld": _epsilon_by_pld(spending.central),
         "epsilon_if_participation_is_known": (
@@ -81,7 +80,7 @@ def _description(setup: TrainingSetup) -> str:
     return f"{sentence} {weighting.describe()} The sum is divided by {divisor}."
 
 
-def _parameters(setup: TrainingSetup, rounds: int) -> dict[str, Any]:
+def _parameters(setup: TrainingSetup, rounds: int) -> Json:
     """Returns the mechanism's parameters; of a schedule, its range."""
     parameters = setup.mechanism.parameters()
     noise = parameters.get("noise_multiplier")

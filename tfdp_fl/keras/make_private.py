@@ -17,7 +17,7 @@ from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.keras import model as model_lib
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras import training_setup
-from tfdp_fl.terms import Guarantee
+from tfdp_fl.terms import Guarantee, Json
 
 _MODEL_OPTIONS = {
     field.name for field in dataclasses.fields(training_setup.TrainingSetup)
@@ -245,9 +245,7 @@ def largest_noise(
     return None if math.isinf(limit) else limit * (1 - 1e-9)
 
 
-def _check_mechanism(
-    mechanism: str | mechanisms.Mechanism, options: dict[str, Any]
-) -> None:
+def _check_mechanism(mechanism: str | mechanisms.Mechanism, options: Json) -> None:
     """Raises unless noise can be calibrated for a mechanism with these options."""
     if isinstance(mechanism, mechanisms.Mechanism):
         if options:

@@ -24,7 +24,7 @@ from tfdp_fl import (
     keras_versions,
     schedules,
 )
-from tfdp_fl.datasets import adapters
+from tfdp_fl.datasets import adapters, nests
 from tfdp_fl.engine import Training
 from tfdp_fl.keras import (
     evaluation,
@@ -41,6 +41,7 @@ from tfdp_fl.keras.run import FitPlan
 from tfdp_fl.keras.training_setup import PrivacyTarget, TrainingSetup
 from tfdp_fl.mechanisms import ClientWeighting, Mechanism, noise
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
+from tfdp_fl.terms import Json
 
 # What of the Keras model is handed on: what reads it, or sets its weights. Whatever
 # would train it on data without clipping and noise, or change what was compiled, is
@@ -287,7 +288,9 @@ class DPFederatedModel(federated_training.FederatedTraining):
         )
         self.model.compile(**as_keras)
 
-    def evaluate(self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def evaluate(
+        self, x: nests.Nest = None, y: nests.Nest = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Evaluates as Keras's `evaluate` does; of tables all that `fit` takes."""
         self.require_compiled("evaluate")
         x, y = adapters.to_keras_inputs(x, "x"), adapters.to_keras_inputs(y, "y")
@@ -300,7 +303,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         verbose: str | int = "auto",
         *,
         private: PrivateMetrics | None = None,
-    ) -> dict[str, Any]:
+    ) -> Json:
         """Returns the model's metrics on each client's own data.
 
         Without `private` these are exact numbers about single clients, for
@@ -340,7 +343,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             self.run.caveats.add("client_metrics_shown")
         return evaluation.evaluate(self.model, training, dataset, batch_size, bar)
 
-    def predict(self, x: Any, *args: Any, **kwargs: Any) -> np.ndarray:
+    def predict(self, x: nests.Nest, *args: Any, **kwargs: Any) -> np.ndarray:
         """Predicts as Keras's `predict` does; of tables all that `fit` takes."""
         return self.model.predict(adapters.to_keras_inputs(x, "x"), *args, **kwargs)
 
@@ -359,7 +362,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
     def fit(
         self,
         clients: Any = None,
-        y: Any = None,
+        y: nests.Nest = None,
         *,
         rounds: int = 1,
         batch_size: int = 32,
@@ -370,9 +373,9 @@ class DPFederatedModel(federated_training.FederatedTraining):
         verbose: str | int = "auto",
         seed: int | None = None,
         runtime: Any = None,
-        x: Any = None,
+        x: nests.Nest = None,
         client_ids: Any = None,
-        sample_weight: Any = None,
+        sample_weight: nests.Nest = None,
         shuffle: bool = False,
         validation_split: float = 0.0,
         resume_from: str | os.PathLike[str] | None = None,
@@ -573,7 +576,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
 
     def privacy_statement(
         self, delta: float | None = None, format: str = "text"
-    ) -> str | dict[str, Any]:
+    ) -> str | Json:
         """Returns what was guaranteed, to whom, and what was not.
 
         Args:

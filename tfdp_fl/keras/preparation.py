@@ -25,7 +25,7 @@ from tfdp_fl.engine import labels, secure_sum, trainer
 from tfdp_fl.keras.federated_training import FederatedTraining
 from tfdp_fl.keras.run import FitPlan, Population, Run
 from tfdp_fl.mechanisms import Mechanism, PrivacyContext, grid, noise
-from tfdp_fl.terms import Guarantee, Sampling
+from tfdp_fl.terms import Guarantee, Json, Sampling
 
 
 def prepare(
@@ -101,7 +101,7 @@ def prepare(
         # The memory of correlated noise goes on only with the same clients in the
         # same groups, and if nothing was released that it does not know of.
         state = query.new_segment(state)
-    of_this_fit: dict[str, Any] = {
+    of_this_fit: Json = {
         "plan": plan,
         "sampler": sampler,
         "population": population,
@@ -394,7 +394,7 @@ def _spec(shape: Any, dtype: tf.DType) -> tf.TensorSpec:
 
 
 def _outputs(
-    model: tf.keras.Model, training: engine.Training, predicted: Any
+    model: tf.keras.Model, training: engine.Training, predicted: nests.Nest
 ) -> list[tuple[Any, Any, Any]]:
     """Returns the place of each loss's labels, its output, and the loss."""
     flat = tf.nest.flatten(predicted)
@@ -408,7 +408,7 @@ def _outputs(
 
 
 def _labels_of(
-    model: tf.keras.Model, training: engine.Training, predicted: Any
+    model: tf.keras.Model, training: engine.Training, predicted: nests.Nest
 ) -> tuple[Any, Any]:
     """Returns the specs of labels and of their weights; None of what is not known."""
     flat = tf.nest.flatten(predicted)
@@ -428,7 +428,7 @@ def _labels_of(
 
 
 def check_features(
-    model: tf.keras.Model, spec: Any, argument: str, whose: str = ""
+    model: tf.keras.Model, spec: nests.Nest, argument: str, whose: str = ""
 ) -> None:
     """Raises ValueError if a model cannot take features."""
     try:

@@ -30,6 +30,7 @@ from tfdp_fl.keras.callbacks.federated_callback import (
 )
 from tfdp_fl.keras.evaluation import Validation
 from tfdp_fl.keras.federated_training import FederatedTraining
+from tfdp_fl.terms import Json
 
 # Of interest only where there is any.
 _RARE = ("abandoned_rounds", "discarded_clients", "failed_clients")
@@ -241,7 +242,7 @@ class RoundLoop:
         if not self.abandons(pending):  # Of those, nobody's noise counts any more.
             with_noise -= self._failed + pending.without_noise
         cost = run.cost(inputs.round_index, with_noise)
-        details: dict[str, Any] = {
+        details: Json = {
             "noise_multiplier": inputs.noise_multiplier,
             "noise_generator": self.setup.noise_generator,
         }

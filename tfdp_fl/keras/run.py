@@ -24,6 +24,7 @@ from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.auditing import CanaryAudit
 from tfdp_fl.keras.training_setup import TrainingSetup
 from tfdp_fl.mechanisms import PrivacyContext, RoundState, noise
+from tfdp_fl.terms import Json
 
 # What each stream of random numbers is for; cohorts have their own (sampling).
 NOISE_STREAM, SHUFFLE_STREAM = 1, 2
@@ -207,7 +208,7 @@ class Run:
             [self.windows[positions, 1:], norms[:, None]], axis=1
         )
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         """Returns what a checkpoint keeps: JSON values and arrays."""
         memory = tf.nest.flatten(self.mechanism_state)
         return {

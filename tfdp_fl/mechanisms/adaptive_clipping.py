@@ -18,6 +18,7 @@ from tfdp_fl import _validate, schedules
 from tfdp_fl._lazy_tf import tf
 from tfdp_fl.mechanisms import declaration, fixed_clipping, mechanism
 from tfdp_fl.mechanisms.contribution import PrivacyContext, RoundState
+from tfdp_fl.terms import Json
 
 # The name of the released sum of bits.
 BELOW = "below_clip"
@@ -165,9 +166,7 @@ class AdaptiveClipping(mechanism.Mechanism):
         for round_index in range(1 if constant else deployment.rounds or 1):
             self._check_round(round_index, deployment)
 
-    def noise_stddevs(
-        self, round: RoundState, deployment: PrivacyContext
-    ) -> dict[str, Any]:
+    def noise_stddevs(self, round: RoundState, deployment: PrivacyContext) -> Json:
         """Implements `Mechanism.noise_stddevs`: z_Delta S, and sigma_b.
 
         z_Delta = (z^-2 - (2 sigma_b)^-2)^(-1/2), here written so that it is 0 at

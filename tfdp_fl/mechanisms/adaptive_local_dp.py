@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tfdp_fl import _validate
 from tfdp_fl._lazy_tf import tf
@@ -17,6 +17,7 @@ from tfdp_fl.mechanisms.contribution import (
     RoundState,
     Tensors,
 )
+from tfdp_fl.terms import Json
 
 
 @declaration.register("adaptive_local")
@@ -181,9 +182,7 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         ratio = self.noise_over_sensitivity(deployment)
         return local_dp.SENSITIVITY * ratio * together
 
-    def noise_stddevs(
-        self, round: RoundState, deployment: PrivacyContext
-    ) -> dict[str, Any]:
+    def noise_stddevs(self, round: RoundState, deployment: PrivacyContext) -> Json:
         """Implements `Mechanism.noise_stddevs`: m layers, largest radius."""
         one = self._layer_noise_multiplier(deployment) * round.clip_norm
         return {"update": round.clients_per_round**0.5 * one}

@@ -34,7 +34,7 @@ from tfdp_fl.mechanisms.contribution import (
     RoundState,
     Tensors,
 )
-from tfdp_fl.terms import Guarantee, NoiseSite
+from tfdp_fl.terms import Guarantee, Json, NoiseSite
 
 
 class CohortQuery:
@@ -291,7 +291,7 @@ def must_be_at_most(value: tf.Tensor, limit: tf.Tensor, message: str) -> list[An
     return [] if check is None else [check]
 
 
-def _noised(sums: Mapping[str, Any], stddevs: Mapping[str, Any]) -> dict[str, Any]:
+def _noised(sums: Mapping[str, Any], stddevs: Mapping[str, Any]) -> Json:
     """Returns what is released beside updates, with noise."""
     return {
         name: tf.cast(value, tf.float32) + noise.normal([], stddevs[name])

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from tfdp_fl import _validate, schedules
 from tfdp_fl._lazy_tf import tf
+from tfdp_fl.terms import Json
 
 # One tensor for each variable of the model.
 Tensors: TypeAlias = "list[tf.Tensor]"
@@ -166,7 +167,7 @@ class RoundState(NamedTuple):
     clip_norm: Scalar
     noise_multiplier: Scalar
     clients_per_round: Scalar
-    memory: tuple[()] | list[Any] | dict[str, Any] = ()
+    memory: tuple[()] | list[Any] | Json = ()
 
 
 class ClientContext(NamedTuple):

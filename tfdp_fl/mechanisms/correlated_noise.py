@@ -17,7 +17,7 @@ from tfdp_fl._lazy_tf import tf
 from tfdp_fl.correlated_noise import strategies
 from tfdp_fl.mechanisms import declaration, mechanism, noise
 from tfdp_fl.mechanisms.contribution import PrivacyContext, Tensors
-from tfdp_fl.terms import Sampling
+from tfdp_fl.terms import Json, Sampling
 
 
 @declaration.register("correlated")
@@ -242,6 +242,6 @@ class CorrelatedNoise(mechanism.Mechanism):
         del values["clip_norm"]
         return (*values.items(), self.generator.numbers)
 
-    def parameters(self) -> dict[str, Any]:
+    def parameters(self) -> Json:
         """Implements `Mechanism.parameters`; the strategy as its text."""
         return {**super().parameters(), "strategy": repr(self.strategy)}

@@ -26,7 +26,7 @@ from tfdp_fl.mechanisms.contribution import (
     RoundState,
     Tensors,
 )
-from tfdp_fl.terms import Guarantee, NoiseSite, Sampling
+from tfdp_fl.terms import Guarantee, Json, NoiseSite, Sampling
 
 # Noise that every client adds by itself wants few weights, few rounds and
 # everybody in them (docs/mechanisms.md shows what comes out).
@@ -137,7 +137,7 @@ class LocalMechanism(mechanism.Mechanism):
         cls, target: mechanism.CalibrationTarget, **options: Any
     ) -> mechanism.Mechanism:
         """Implements `Mechanism.from_budget`: calibrated when it is used."""
-        budget: dict[str, Any] = {"epsilon": target.epsilon, "delta": target.delta}
+        budget: Json = {"epsilon": target.epsilon, "delta": target.delta}
         return cls(**budget, **options)
 
     def bind(self, deployment: PrivacyContext) -> cohort_query.CohortQuery:
@@ -258,9 +258,7 @@ class LocalDP(LocalMechanism):
         """Implements `Mechanism.client_noise`: z_local S."""
         return self.client_noise_multiplier(deployment) * round.clip_norm
 
-    def noise_stddevs(
-        self, round: RoundState, deployment: PrivacyContext
-    ) -> dict[str, Any]:
+    def noise_stddevs(self, round: RoundState, deployment: PrivacyContext) -> Json:
         """Implements `Mechanism.noise_stddevs`: sqrt(m) z S, on m releases."""
         one = self.client_noise_multiplier(deployment) * round.clip_norm
         return {"update": round.clients_per_round**0.5 * one}

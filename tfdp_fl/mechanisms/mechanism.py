@@ -37,7 +37,7 @@ from tfdp_fl.mechanisms.contribution import (
     RoundState,
     Tensors,
 )
-from tfdp_fl.terms import Guarantee, NoiseSite
+from tfdp_fl.terms import Guarantee, Json, NoiseSite
 
 # What the derived cost rests on: a class that changes one of these has to say what
 # its rounds cost, by a `round_event` of its own.
@@ -239,9 +239,7 @@ class Mechanism(abc.ABC):
         """Returns the memory before the first round; () for none."""
         return ()
 
-    def noise_stddevs(
-        self, round: RoundState, deployment: PrivacyContext
-    ) -> dict[str, Any]:
+    def noise_stddevs(self, round: RoundState, deployment: PrivacyContext) -> Json:
         """Returns the noise on the sum of updates, and on each released sum.
 
         Args:
@@ -477,12 +475,12 @@ class Mechanism(abc.ABC):
           target: What is to be kept, and by which noise it is tried.
           **options: The other parameters that were given.
         """
-        given: dict[str, Any] = {"noise_multiplier": target.noise_multiplier}
+        given: Json = {"noise_multiplier": target.noise_multiplier}
         return cls(**given, **options)
 
     def with_noise_multiplier(self, noise_multiplier: Any) -> Mechanism:
         """Returns the same mechanism with another noise multiplier."""
-        changed: dict[str, Any] = {"noise_multiplier": noise_multiplier}
+        changed: Json = {"noise_multiplier": noise_multiplier}
         return dataclasses.replace(self, **changed)
 
     @property
@@ -557,7 +555,7 @@ class Mechanism(abc.ABC):
         text = repr(self.static_config())
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def parameters(self) -> dict[str, Any]:
+    def parameters(self) -> Json:
         """Returns the mechanism's parameters by name, for reports."""
         return {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self)

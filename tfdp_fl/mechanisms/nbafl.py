@@ -25,7 +25,7 @@ from tfdp_fl.mechanisms.contribution import (
     RoundState,
     Tensors,
 )
-from tfdp_fl.terms import Guarantee, NoiseSite
+from tfdp_fl.terms import Guarantee, Json, NoiseSite
 
 
 def _known(name: str, deployment: PrivacyContext) -> int:
@@ -147,9 +147,7 @@ class NbAFL(mechanism.Mechanism):
         """Implements `Mechanism.first_clip_norm`: C."""
         return self.weight_clip
 
-    def noise_stddevs(
-        self, round: RoundState, deployment: PrivacyContext
-    ) -> dict[str, Any]:
+    def noise_stddevs(self, round: RoundState, deployment: PrivacyContext) -> Json:
         """Implements `Mechanism.noise_stddevs`: before broadcast."""
         return {"update": self.downlink_stddev(deployment)}
 

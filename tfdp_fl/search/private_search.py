@@ -28,6 +28,7 @@ from tfdp_fl.accounting.private_selection import TrialCount
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import DPFederatedModel, checkpoint, federated_training
 from tfdp_fl.search.trial import PrivateScore, PublicScore, Split, Trial, calibrated
+from tfdp_fl.terms import Json
 
 # What a search keeps in its directory.
 _LEDGER, _STATE = "ledger.jsonl", "search.npz"
@@ -87,13 +88,13 @@ class PrivateSearch:
         if not callable(build):
             raise TypeError(f"build must be callable, got {build!r}.")
         _validate.instance_of((list, tuple), candidates=candidates)
-        self.candidates: list[dict[str, Any]] = []
+        self.candidates: list[Json] = []
         for candidate in candidates:
             _validate.instance_of(Mapping, candidates=candidate)
             self.candidates.append(dict(candidate))
         if not self.candidates:
             raise ValueError("candidates must hold at least one, got none.")
-        self.best: dict[str, Any] | None = None
+        self.best: Json | None = None
         self._build = build
         self._trials = TrialCount.named(expected_trials, distribution)
         self._target = (
@@ -196,7 +197,7 @@ class PrivateSearch:
 
     def privacy_statement(
         self, delta: float | None = None, format: str = "text"
-    ) -> str | dict[str, Any]:
+    ) -> str | Json:
         """Returns what was guaranteed, to whom, and what was not.
 
         Args:
@@ -253,9 +254,7 @@ class PrivateSearch:
         )
         return accounting.privacy_statement(facts, delta, format)
 
-    def _plan(
-        self, clients: FederatedDataset, options: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _plan(self, clients: FederatedDataset, options: Json) -> Json:
         """Returns what a resumed search must have as it was, as JSON values."""
         return _files.plain(
             {
@@ -270,7 +269,7 @@ class PrivateSearch:
             }
         )
 
-    def _built(self, split: Split, options: dict[str, Any]) -> list[Trial]:
+    def _built(self, split: Split, options: Json) -> list[Trial]:
         """Calls `build` for all candidates, and checks what it made."""
         trials: list[Trial] = []
         seen: set[int] = set()
@@ -291,7 +290,7 @@ class PrivateSearch:
     def _begin(
         self,
         interrupted: SearchDirectory | None,
-        plan: dict[str, Any],
+        plan: Json,
         trials: list[Trial],
     ) -> SearchState:
         """Returns the state of a new search, or of the one that goes on."""
@@ -384,7 +383,7 @@ class SearchState:
       ended: Whether the search has ended. Then what is secret of its trials is gone.
     """
 
-    plan: dict[str, Any]
+    plan: Json
     trials: int
     initial: list[list[np.ndarray]]
     weights: list[np.ndarray]

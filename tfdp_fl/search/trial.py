@@ -33,9 +33,9 @@ from tfdp_fl.keras.evaluation import PrivateMetrics
 from tfdp_fl.keras.make_private import charged, largest_noise
 from tfdp_fl.keras.run import FitPlan
 from tfdp_fl.mechanisms import Mechanism, PrivacyContext
-from tfdp_fl.terms import Guarantee, Sampling
+from tfdp_fl.terms import Guarantee, Json, Sampling
 
-Candidate = dict[str, Any]
+Candidate = Json
 
 _MODES = ("auto", "max", "min")
 _IS_ERROR = re.compile("loss|error|entropy|divergence|perplexity|mse|mae|mape|msle")
@@ -71,8 +71,8 @@ class PublicScore:
 
     def __init__(
         self,
-        x: Any,
-        y: Any,
+        x: nests.Nest,
+        y: nests.Nest,
         metric: str,
         *,
         mode: str = "auto",
@@ -216,7 +216,7 @@ def _signed(value: float, mode: str) -> float:
     return -float(value) if mode == "min" else float(value)
 
 
-def _example_hashes(x: Any, y: Any) -> set[bytes]:
+def _example_hashes(x: nests.Nest, y: nests.Nest) -> set[bytes]:
     """Returns a hash of each different example."""
     leaves = map(_comparable, tf.nest.flatten((x, y)))
     return {
@@ -246,9 +246,7 @@ class Trial:
       initial: The values that its variables begin with.
     """
 
-    def __init__(
-        self, candidate: Candidate, made: Any, split: Split, options: dict[str, Any]
-    ):
+    def __init__(self, candidate: Candidate, made: Any, split: Split, options: Json):
         """Checks what `build` made; `options` are those of `fit`, and its rounds."""
         if not isinstance(made, DPFederatedModel):
             raise TypeError(

@@ -30,9 +30,10 @@ import numpy as np
 
 from tfdp_fl import accounting
 from tfdp_fl.keras import checkpoint
+from tfdp_fl.terms import Json
 
 _LOCK, _STATE, _ANSWERS = "lock", "silo.npz", "answers"
-_NEW: dict[str, Any] = {"message": None, "lost": 0, "settings": None, "place": None}
+_NEW: Json = {"message": None, "lost": 0, "settings": None, "place": None}
 
 
 class SiloError(RuntimeError):

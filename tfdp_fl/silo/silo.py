@@ -24,12 +24,12 @@ import tensorflow as tf
 
 from tfdp_fl import _files, _validate, accounting, keras_versions
 from tfdp_fl.accounting import statement, upwards
-from tfdp_fl.datasets import adapters
+from tfdp_fl.datasets import adapters, nests
 from tfdp_fl.engine import trainer
 from tfdp_fl.keras import DPFederatedModel, PrivateMetrics, checkpoint, preparation
 from tfdp_fl.keras.callbacks import FederatedCallback, Report, RoundCheckpoint
 from tfdp_fl.silo.directory import Message, SiloDirectory, changed
-from tfdp_fl.terms import Guarantee
+from tfdp_fl.terms import Guarantee, Json
 
 # No trained weight is as large; training from there only makes NaN of it.
 _LARGEST_WEIGHT = 1e5
@@ -65,8 +65,8 @@ class Silo:
     def __init__(
         self,
         build: Callable[[], DPFederatedModel],
-        x: Any,
-        y: Any,
+        x: nests.Nest,
+        y: nests.Nest,
         *,
         client_ids: Any,
         directory: str | os.PathLike[str],
@@ -108,7 +108,7 @@ class Silo:
         # In whatever order the table comes next time.
         names = [repr(name) for name in table.client_ids]
         self._table = table.take(np.argsort(names, kind="stable"))
-        self._arguments: dict[str, Any] = {
+        self._arguments: Json = {
             "rounds": _validate.positive_integer(rounds=rounds),
             "batch_size": _validate.positive_integer(batch_size=batch_size),
             "local_epochs": _validate.positive_integer(local_epochs=local_epochs),
@@ -169,7 +169,7 @@ class Silo:
         *,
         private: PrivateMetrics,
         message_id: str | int | None = None,
-    ) -> dict[str, Any]:
+    ) -> Json:
         """Returns noisy metrics of weights on this silo's people; charges them first.
 
         Args:
@@ -209,7 +209,7 @@ class Silo:
 
     def privacy_statement(
         self, delta: float | None = None, format: str = "text"
-    ) -> str | dict[str, Any]:
+    ) -> str | Json:
         """Returns what this silo's people are promised, against whom, and what not.
 
         Args:
@@ -237,7 +237,7 @@ class Silo:
             page.on_train_end()
             page.on_fit_end()
 
-    def _paragraph(self, facts: dict[str, Any], lost: int) -> str:
+    def _paragraph(self, facts: Json, lost: int) -> str:
         epsilon, delta = facts["epsilon"], facts["delta"]
         said = (
             f"One silo of a federation, with {self.num_people} people (a number that "
@@ -257,7 +257,7 @@ class Silo:
             )
         return said
 
-    def _train(self, message: Message, given: list[np.ndarray]) -> dict[str, Any]:
+    def _train(self, message: Message, given: list[np.ndarray]) -> Json:
         fed, first = self._opened(message)
         if first is None:
             first = fed.rounds
@@ -422,7 +422,7 @@ def _charged(fed: DPFederatedModel) -> int:
     return fed.spending.rounds + fed.spending.evaluations
 
 
-def _settings(fed: DPFederatedModel) -> dict[str, Any]:
+def _settings(fed: DPFederatedModel) -> Json:
     """Returns what of a built model has to stay, beyond what checkpoints compare."""
     training = fed.require_compiled("train")
 

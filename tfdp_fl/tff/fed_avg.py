@@ -20,6 +20,7 @@ from tfdp_fl import _validate, sampling, schedules
 from tfdp_fl.mechanisms import contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 from tfdp_fl.mechanisms.nbafl import NbAFL
+from tfdp_fl.terms import Json
 from tfdp_fl.tff import mechanism_factory, privacy
 from tfdp_fl.tff import state as state_lib
 
@@ -118,7 +119,7 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
 
     def privacy_statement(
         self, state: Any, *, delta: float, format: str = "text", **declared: Any
-    ) -> str | dict[str, Any]:
+    ) -> str | Json:
         """Returns the privacy statement after a state.
 
         Args:
@@ -199,7 +200,7 @@ def build_dp_fed_avg(
     if server_optimizer_fn is not None:
         _validate.instance_of(optimizer, server_optimizer_fn=server_optimizer_fn)
     local_epochs = _validate.positive_integer(local_epochs=local_epochs)
-    facts: dict[str, Any] = {
+    facts: Json = {
         "inner_factory": inner_factory,
         "scalars_factory": scalars_factory,
         "sampling": sampling,

@@ -15,7 +15,7 @@ from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.mechanisms import contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
-from tfdp_fl.terms import Guarantee
+from tfdp_fl.terms import Guarantee, Json
 from tfdp_fl.tff import cohort_process, state
 
 _SAMPLINGS = (*charge_lib.SAMPLINGS, charge_lib.SEPARATED)
@@ -115,7 +115,7 @@ class BoundFactory:
             sampling=sampling,
             rounds=min(planned) if rounds is None and planned else rounds,
             num_variables=1,
-            **cast(dict[str, Any], numbers),
+            **cast(Json, numbers),
         )
         mechanism.bind(self.deployment)
         self._has_whole_cohorts = sampling not in (*charge_lib.OF_ANY_SIZE, None)

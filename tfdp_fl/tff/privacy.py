@@ -22,7 +22,7 @@ from tfdp_fl.accounting.charge import SEPARATED
 from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
 from tfdp_fl.mechanisms import CorrelatedNoise, contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
-from tfdp_fl.terms import Guarantee, NoiseSite, Sampling
+from tfdp_fl.terms import Guarantee, Json, NoiseSite, Sampling
 from tfdp_fl.tff import state as state_lib
 
 
@@ -136,7 +136,7 @@ def privacy_charges(
 
 
 def _everybody(
-    line: dict[str, Any], deployment: contribution.PrivacyContext
+    line: Json, deployment: contribution.PrivacyContext
 ) -> accounting.Participation:
     """Returns who could have been in a round if nobody says: every client.
 
@@ -155,8 +155,8 @@ def _everybody(
 
 
 def _check_cohorts(
-    drawn: list[list[dict[str, Any]]],
-    lines: list[dict[str, Any]],
+    drawn: list[list[Json]],
+    lines: list[Json],
     deployment: contribution.PrivacyContext,
 ) -> None:
     """Raises ValueError if a cohort was drawn otherwise than is declared."""
@@ -182,7 +182,7 @@ def _check_cohorts(
 
 def _folded(
     events: list[dp_accounting.DpEvent],
-    rounds_of: list[list[dict[str, Any]]],
+    rounds_of: list[list[Json]],
     mechanism: CorrelatedNoise,
     most: int | None,
 ) -> list[dp_accounting.DpEvent]:
@@ -254,7 +254,7 @@ def epsilon(
     _validate.instance_of(mechanism_lib.Mechanism, mechanism=mechanism)
     if max_participations is not None:
         _validate.positive_integer(max_participations=max_participations)
-    declared: dict[str, Any] = {
+    declared: Json = {
         "sampling": sampling,
         "num_clients": num_clients,
         "clients_per_round": clients_per_round,
@@ -268,7 +268,7 @@ def epsilon(
         times = min(len(lines), max_participations or len(lines))
         spent = sorted((line["mu_squared"] for line in lines), reverse=True)
         value = epsilon_of_mu_squared(math.fsum(spent[:times]), delta)
-        how: dict[str, Any] = {"epsilon_local": value}
+        how: Json = {"epsilon_local": value}
     else:
         charges = privacy_charges(
             state,
@@ -323,7 +323,7 @@ def _lines(
     found: state_lib.AggregatorState,
     mechanism: mechanism_lib.Mechanism,
     deployment: contribution.PrivacyContext,
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """Returns what is written down, if it can be told what it means."""
     written, answered = map(np.asarray, found.history[:2])
     done = int(found.rounds)
@@ -359,7 +359,7 @@ def _lines(
 
 def _event(
     index: int,
-    line: dict[str, Any],
+    line: Json,
     answered: float,
     mechanism: mechanism_lib.Mechanism,
     deployment: contribution.PrivacyContext,
@@ -388,7 +388,7 @@ def _event(
 def _check_answered(
     index: int,
     answered: float,
-    line: dict[str, Any],
+    line: Json,
     deployment: contribution.PrivacyContext,
 ) -> None:
     """Raises ValueError if more clients answered than the sampling draws."""
@@ -405,7 +405,7 @@ def _check_answered(
 
 
 def _check_last(
-    lines: list[dict[str, Any]],
+    lines: list[Json],
     mechanism: mechanism_lib.Mechanism,
     deployment: contribution.PrivacyContext,
 ) -> None:

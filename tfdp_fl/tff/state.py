@@ -18,7 +18,7 @@ from tfdp_fl import _files, _validate, sampling, schedules
 from tfdp_fl.accounting import charge
 from tfdp_fl.mechanisms import contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
-from tfdp_fl.terms import Guarantee, Sampling
+from tfdp_fl.terms import Guarantee, Json, Sampling
 
 # One number for all rounds, or one for each.
 Table: TypeAlias = float | tuple[float, ...]
@@ -51,7 +51,7 @@ class RoundHistory(NamedTuple):
     attempts: Any = ()
     attempted: Any = ()
 
-    def cohorts(self) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]]]:
+    def cohorts(self) -> tuple[list[list[Json]], list[Json]]:
         """Returns the cohorts that were drawn for each round, and those since."""
         read = [json.loads(text) for text in np.asarray(self.attempts).tolist()]
         ended = (
@@ -62,7 +62,7 @@ class RoundHistory(NamedTuple):
         return parts, read[ends[-1] :]
 
 
-def history_kind(mechanism: mechanism_lib.Mechanism) -> dict[str, Any]:
+def history_kind(mechanism: mechanism_lib.Mechanism) -> Json:
     """Returns what rounds must have in common for one epsilon, as JSON values.
 
     That is not the noise: each round's line says what it cost.

@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfdp_fl import _signals, _validate, accounting, sampling
 from tfdp_fl.accounting import RoundCharge, planning, upwards
 from tfdp_fl.keras.training_setup import PrivacyTarget
+from tfdp_fl.terms import Json
 
 # Rounds that a budget is first asked about: as many as most runs have.
 _TRIED_FIRST = 2**12
@@ -53,7 +54,7 @@ class FederatedCallback(tf.keras.callbacks.Callback):
         return True
 
     def on_round_charged(
-        self, round_index: int, charge: RoundCharge, details: dict[str, Any]
+        self, round_index: int, charge: RoundCharge, details: Json
     ) -> None:
         """Called before a trained cohort's result can be seen by anyone.
 
