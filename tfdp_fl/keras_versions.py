@@ -212,7 +212,7 @@ class Place(int):
 
 def labels_and_outputs(
     loss: Any, compiled_loss: Any, y: Any, predicted: Any
-) -> list[tuple[Any, Any, Any]]:
+) -> list[tuple[tf.keras.losses.Loss, tf.Tensor, tf.Tensor]]:
     """Returns what Keras gives to each loss: labels, an output, and the loss itself.
 
     Args:
@@ -221,7 +221,7 @@ def labels_and_outputs(
       y: Nest of labels, or of `Place`s.
       predicted: Nest of outputs.
     """
-    found: list[tuple[Any, Any, Any]] = []
+    found: list[tuple[tf.keras.losses.Loss, tf.Tensor, tf.Tensor]] = []
     if compiled_loss is None:
         return found
 
@@ -258,7 +258,7 @@ def labels_and_outputs(
 # Optimizers.
 
 
-def check_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: tf.keras.optimizers.Optimizer) -> None:
     """Raises ValueError for an optimizer that clients cannot train by."""
     if getattr(optimizer, "use_ema", False):
         raise ValueError(
@@ -287,13 +287,15 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
-def learning_rate(optimizer: Any) -> Any:
+def learning_rate(optimizer: tf.keras.optimizers.Optimizer) -> Any:
     """Returns the variable that holds the rate; None if it follows a schedule."""
     rate = tf_variable(optimizer._learning_rate)
     return None if callable(rate) else rate  # A schedule is.
 
 
-def stateless_optimizer(optimizer: Any, variables: list[Any]) -> Any:
+def stateless_optimizer(
+    optimizer: tf.keras.optimizers.Optimizer, variables: list[tf.Variable]
+) -> Any:
     """Returns a copy of an optimizer of Keras 3 with a `stateless_apply`.
 
     Keras refuses that on TensorFlow, where its optimizers assign by TensorFlow's
@@ -321,7 +323,9 @@ def stateless_optimizer(optimizer: Any, variables: list[Any]) -> Any:
     return made
 
 
-def build_optimizer(optimizer: Any, variables: list[Any]) -> list[tf.Variable]:
+def build_optimizer(
+    optimizer: tf.keras.optimizers.Optimizer, variables: list[tf.Variable]
+) -> list[tf.Variable]:
     """Makes an optimizer's variables; returns them all."""
     if not IS_KERAS_3:
         optimizer.build(variables)
@@ -339,6 +343,10 @@ def build_optimizer(optimizer: Any, variables: list[Any]) -> list[tf.Variable]:
     ]
 
 
-def apply_gradients(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
+def apply_gradients(
+    optimizer: tf.keras.optimizers.Optimizer,
+    gradients: list[tf.Tensor],
+    variables: list[tf.Variable],
+) -> None:
     """Takes one step on variables that the optimizer was built for."""
     optimizer.apply_gradients(zip(gradients, variables, strict=True))

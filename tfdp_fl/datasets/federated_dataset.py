@@ -11,10 +11,11 @@ import dataclasses
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from tfdp_fl import _lazy_tf, _validate
@@ -54,7 +55,7 @@ class FederatedDataset:
       has_names: Whether the ids are more than places (0 is the first client).
     """
 
-    def __init__(self, source: sources.Source, client_ids: Sequence[Any]):
+    def __init__(self, source: sources.Source, client_ids: Sequence[Hashable]):
         """Use one of the `from_...` class methods instead.
 
         Args:
@@ -65,7 +66,9 @@ class FederatedDataset:
         self._source = source
         self._client_ids = tables.distinct(client_ids)
 
-    def _with(self, source: sources.Source, ids: Sequence[Any]) -> FederatedDataset:
+    def _with(
+        self, source: sources.Source, ids: Sequence[Hashable]
+    ) -> FederatedDataset:
         """Returns a dataset of clients whose ids were found to be distinct."""
         made = FederatedDataset(source, range(len(ids)))
         made._client_ids, made.has_names = ids, self.has_names
@@ -75,7 +78,9 @@ class FederatedDataset:
 
     @classmethod
     def from_client_arrays(
-        cls, clients: Mapping[Any, tuple[Nest, ...]], element_spec: Nest | None = None
+        cls,
+        clients: Mapping[Any, tuple[Nest, ...]],
+        element_spec: Nest | None = None,
     ) -> FederatedDataset:
         """Makes a dataset from every client's own arrays.
 
@@ -130,7 +135,7 @@ class FederatedDataset:
             not an integer or out of range, or if there is no client.
         """
         x, y, num_rows = sources.as_tensors(*nests.pair((x, y, sample_weight)))
-        client_ids: Sequence[Any]
+        client_ids: Sequence[Hashable]
         if isinstance(indices, tables.ClientRows):
             client_ids, rows, lengths = indices
             table, _ = sources.row_table([rows], num_rows)
@@ -217,7 +222,9 @@ class FederatedDataset:
 
     @classmethod
     def from_tf_datasets(
-        cls, clients: Mapping[Any, tf.data.Dataset], element_spec: Nest | None = None
+        cls,
+        clients: Mapping[Any, tf.data.Dataset],
+        element_spec: Nest | None = None,
     ) -> FederatedDataset:
         """Makes a dataset from every client's own `tf.data.Dataset`.
 
@@ -279,7 +286,7 @@ class FederatedDataset:
     @classmethod
     def from_client_fn(
         cls,
-        client_ids: Sequence[Any],
+        client_ids: Sequence[Hashable],
         fn: Callable[[Any], tuple[Nest, ...]],
         element_spec: Nest | None = None,
     ) -> FederatedDataset:
@@ -314,7 +321,7 @@ class FederatedDataset:
         return len(self._client_ids)
 
     @property
-    def client_ids(self) -> Sequence[Any]:
+    def client_ids(self) -> Sequence[Hashable]:
         """The clients' ids, in the order of their positions (a copy)."""
         ids = self._client_ids
         return ids if isinstance(ids, range) else list(ids)
@@ -369,7 +376,7 @@ class FederatedDataset:
             return None
         return tuple(self._source.keys), self._source.read_fn
 
-    def client_sizes(self, positions: Any = None) -> np.ndarray:
+    def client_sizes(self, positions: npt.ArrayLike | None = None) -> np.ndarray:
         """Returns the number of examples of clients, int64[k].
 
         Args:
@@ -385,7 +392,7 @@ class FederatedDataset:
     def _positions(self) -> dict[Any, int]:
         return {client: place for place, client in enumerate(self._client_ids)}
 
-    def client(self, client_id: Any) -> tuple[Nest, ...]:
+    def client(self, client_id: Hashable) -> tuple[Nest, ...]:
         """Returns a client's `(x, y)`, as NumPy nests.
 
         Where examples have weights, `(x, y, sample_weight)`.
@@ -395,7 +402,7 @@ class FederatedDataset:
         """
         return nests.unpaired(*self._source.read(self._positions[client_id]))
 
-    def create_tf_dataset_for_client(self, client_id: Any) -> tf.data.Dataset:
+    def create_tf_dataset_for_client(self, client_id: Hashable) -> tf.data.Dataset:
         """Returns a client's examples, one by one, under TFF's name for it.
 
         Raises:
@@ -405,7 +412,7 @@ class FederatedDataset:
 
     # Other datasets from this one.
 
-    def take(self, positions: Any) -> FederatedDataset:
+    def take(self, positions: npt.ArrayLike) -> FederatedDataset:
         """Returns the dataset of the clients at some positions, int[k].
 
         It shares the examples with this one; the clients keep their ids.
@@ -488,7 +495,7 @@ class FederatedDataset:
         source = dataclasses.replace(self._source, check=check)
         return self._with(source, self._client_ids)
 
-    def with_ids(self, client_ids: Sequence[Any]) -> FederatedDataset:
+    def with_ids(self, client_ids: Sequence[Hashable]) -> FederatedDataset:
         """Returns the same clients under other ids, one for each."""
         if len(client_ids) != self.num_clients:
             raise ValueError(
@@ -522,7 +529,7 @@ class FederatedDataset:
         source = self._indexed("flat")
         return source.x, source.y
 
-    def client_rows(self, positions: Any) -> tuple[np.ndarray, np.ndarray]:
+    def client_rows(self, positions: npt.ArrayLike) -> tuple[np.ndarray, np.ndarray]:
         """Returns which rows of `flat()` are the examples of some clients.
 
         Only indexed datasets have rows. The cost is that of the rows asked
@@ -537,7 +544,7 @@ class FederatedDataset:
         """
         return self._indexed("client_rows").rows(self._checked(positions))
 
-    def failures(self, positions: Any) -> list[ClientFailure]:
+    def failures(self, positions: np.ndarray) -> list[ClientFailure]:
         """Returns which of some clients are known to fail, in their order.
 
         Args:
@@ -549,7 +556,9 @@ class FederatedDataset:
         known = [place for place in positions.tolist() if place in failed]
         return [ClientFailure(place, failed[place]) for place in known]
 
-    def read_clients(self, positions: Any) -> Iterator[ClientExamples | ClientFailure]:
+    def read_clients(
+        self, positions: npt.ArrayLike | None
+    ) -> Iterator[ClientExamples | ClientFailure]:
         """Yields the examples of some clients, in the order asked for.
 
         Args:
@@ -576,7 +585,7 @@ class FederatedDataset:
             )
         return self._source
 
-    def _checked(self, positions: Any) -> np.ndarray:
+    def _checked(self, positions: npt.ArrayLike | None) -> np.ndarray:
         """Returns client positions as int64[k], within range."""
         if positions is None:
             return np.arange(self.num_clients)
@@ -601,7 +610,9 @@ class FederatedDataset:
         return f"<FederatedDataset: {self.num_clients} clients, {kind}>"
 
 
-def _check_any(client_ids: Sequence[Any], dataset_of: Callable[[Any], Any]) -> None:
+def _check_any(
+    client_ids: Sequence[Hashable], dataset_of: Callable[[Any], Any]
+) -> None:
     """Raises TypeError or ValueError if no client's dataset has examples."""
     wrong: Exception | None = None
     for client_id in client_ids:

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -276,7 +276,7 @@ class StreamedSource:
       check: Raises ValueError for features that a model cannot take.
     """
 
-    keys: Sequence[Any]
+    keys: Sequence[Hashable]
     read_fn: Callable[[Any], Any]
     known_spec: nests.Nest | None
     names: nests.Names | None = None
@@ -316,7 +316,7 @@ class StreamedSource:
             f"read; {why}."
         ) from (error if isinstance(error, nests.SAFE_ERRORS) else None)
 
-    def _arrays(self, key: Any) -> tuple[nests.Nest, nests.Nest, int]:
+    def _arrays(self, key: Hashable) -> tuple[nests.Nest, nests.Nest, int]:
         """Reads a client; what it raises is an `Exception`."""
         try:
             return _client_arrays(self.read_fn(key))
@@ -364,7 +364,7 @@ class StreamedSource:
         It may change the arrays: they are the client's own.
         """
 
-        def read(key: Any) -> Any:
+        def read(key: Hashable) -> Any:
             x, y, _ = self._arrays(key)
             return _mapped(fn, *tf.nest.map_structure(np.array, (x, y)))
 
@@ -487,7 +487,7 @@ def pack(
 
 
 @contextlib.contextmanager
-def naming(client_id: Any) -> Iterator[None]:
+def naming(client_id: Hashable) -> Iterator[None]:
     """Has errors about a client's examples name the client."""
     try:
         yield

@@ -10,7 +10,7 @@ import re
 import tempfile
 import unicodedata
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,19 +27,19 @@ _UNSEEN = ("Cf", "Cc")
 Vocabulary = Mapping[str, Sequence[Any]]
 
 
-def hash_to_unit_interval(client_id: Any) -> float:
+def hash_to_unit_interval(client_id: Hashable) -> float:
     """Returns a number in [0, 1) that is an id's own."""
     digest = hashlib.sha256(_text(client_id).encode()).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
 
 
-def _text(client_id: Any) -> str:
+def _text(client_id: Hashable) -> str:
     if isinstance(client_id, np.generic):
         client_id = client_id.item()
     return f"{type(client_id).__qualname__} {client_id!r}"
 
 
-def distinct(client_ids: Sequence[Any]) -> Sequence[Any]:
+def distinct(client_ids: Sequence[Hashable]) -> Sequence[Hashable]:
     """Returns ids as a dataset keeps them: a list, or a range of places.
 
     A client under two ids takes part twice, and its sum is bounded once. Ids that
@@ -50,7 +50,7 @@ def distinct(client_ids: Sequence[Any]) -> Sequence[Any]:
     """
     if isinstance(client_ids, range):
         return client_ids
-    kept = list(client_ids)
+    kept: list[Any] = list(client_ids)
     kinds = set(map(type, kept))
     # Whole numbers, and plain words, are read in one way only: nothing to look for.
     if len(set(kept)) == len(kept) and (
@@ -94,7 +94,7 @@ def _is_plain(words: list[str]) -> bool:
     )
 
 
-def _as_read(client_id: Any) -> str:
+def _as_read(client_id: Hashable) -> str:
     text = (
         client_id.decode("latin-1") if isinstance(client_id, bytes) else str(client_id)
     )
@@ -138,7 +138,7 @@ class ClientRows(NamedTuple):
       lengths: Int64 [N], how many each has.
     """
 
-    client_ids: list[Any]
+    client_ids: list[Hashable]
     rows: np.ndarray
     lengths: np.ndarray
 
@@ -218,7 +218,7 @@ def _grouped_by_number(ids: np.ndarray) -> ClientRows:
     return _grouped(distinct_ids[order].tolist(), places[codes.reshape(-1)])
 
 
-def _grouped(client_ids: list[Any], codes: np.ndarray) -> ClientRows:
+def _grouped(client_ids: list[Hashable], codes: np.ndarray) -> ClientRows:
     """Returns the rows of each client, whose places are `codes` [n]."""
     # Stable: a client's rows stay in the table's order.
     rows = np.argsort(codes, kind="stable")
@@ -468,7 +468,7 @@ def parquet_clients(
         ]
     whole = tf.nest.pack_sequence_as(examples, mapped)
 
-    def read(client_id: Any) -> tuple[Any, ...]:
+    def read(client_id: Hashable) -> tuple[Any, ...]:
         own = [nests.take(whole, rows) for rows in pieces[client_id]]
         return own[0] if len(own) == 1 else nests.concatenate(own)
 

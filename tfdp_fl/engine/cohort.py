@@ -138,7 +138,7 @@ class UpdateSpec:
     variables: list[tf.TensorSpec]
 
     @classmethod
-    def of(cls, variables: list[Any]) -> UpdateSpec:
+    def of(cls, variables: list[tf.Variable]) -> UpdateSpec:
         """Returns the spec of updates of some variables, or of their values."""
         return cls([tf.TensorSpec(v.shape, upload_dtype(v.dtype)) for v in variables])
 

@@ -75,7 +75,7 @@ def is_mean_over_rows(loss: Any) -> bool:
     )
 
 
-def _is_sum_over_rows(metric: Any) -> bool:
+def _is_sum_over_rows(metric: tf.keras.metrics.Metric) -> bool:
     """Returns True for a metric that adds up a function of single rows.
 
     Keras's own all do, but the hinge ones. (A client's update is none of a metric's.)
@@ -116,7 +116,7 @@ def _has_usual_options(loss_or_metric: Any) -> bool:
     )
 
 
-def _takes_rows_one_by_one(layer: Any) -> bool:
+def _takes_rows_one_by_one(layer: tf.keras.layers.Layer) -> bool:
     """Returns True for a layer that is listed, or a plain dense one."""
     if getattr(layer, "activity_regularizer", None) is not None:
         return False
@@ -129,7 +129,7 @@ def _takes_rows_one_by_one(layer: Any) -> bool:
     return type(layer) in LAYERS or _is_plain_dense(layer)
 
 
-def _is_plain_dense(layer: Any) -> bool:
+def _is_plain_dense(layer: tf.keras.layers.Layer) -> bool:
     """Returns whether a layer is Keras's dense one, and trains all it has."""
     options = "kernel_regularizer bias_regularizer kernel_constraint bias_constraint"
     return (

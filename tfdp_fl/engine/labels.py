@@ -57,7 +57,8 @@ def spec_for(loss: Any, output: tf.Tensor) -> tf.TensorSpec | None:
 
 
 def ranges(
-    labels: Sequence[tf.Tensor], outputs: list[tuple[Any, Any, Any]]
+    labels: Sequence[tf.Tensor],
+    outputs: list[tuple[tf.keras.losses.Loss, tf.Tensor, tf.Tensor]],
 ) -> list[LabelRange]:
     """Returns the ranges of the labels that are numbers of classes.
 

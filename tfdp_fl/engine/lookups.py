@@ -74,7 +74,7 @@ def _plain(model: tf.keras.Model) -> list[Any]:
     ]
 
 
-def _gather_of(layer: Any) -> Any:
+def _gather_of(layer: tf.keras.layers.Layer) -> Any:
     def call(inputs: Any, by_keras: Callable[[], Any]) -> tf.Tensor:
         if not isinstance(inputs, tf.Tensor):
             return by_keras()

@@ -47,7 +47,7 @@ def batch(
 
 
 def never_negative(
-    model: tf.keras.Model, variables: list[Any], x: nests.Nest
+    model: tf.keras.Model, variables: list[tf.Variable], x: nests.Nest
 ) -> list[Any]:
     """Returns those of a model's state that training keeps from below zero.
 

@@ -141,7 +141,7 @@ class Metrics:
         self._merges = [next(iter(merges)) for merges in left]
 
     def _updated(
-        self, values: list[Any], batch: tuple[Any, Any, Any], own_after: Any
+        self, values: list[tf.Tensor], batch: tuple[Any, Any, Any], own_after: Any
     ) -> list[np.ndarray]:
         x, y, predicted = batch
         first = len(self._variables) - len(self.own_variables)
@@ -183,7 +183,7 @@ class Metrics:
         state: cohort.MetricState,
         y: nests.Nest,
         predicted: nests.Nest,
-        weight: Any,
+        weight: tf.Tensor | None,
     ) -> cohort.MetricState:
         """Returns the state with a batch in the compiled metrics; a NaN counts as 0.
 
@@ -265,7 +265,7 @@ class Metrics:
         return values
 
 
-def _beginning(metric: Any) -> list[np.ndarray]:
+def _beginning(metric: tf.keras.metrics.Metric) -> list[np.ndarray]:
     """Returns what a metric's variables begin with."""
     own_way = type(metric).reset_state is not tf.keras.metrics.Metric.reset_state
     if metric.variables and not own_way:

@@ -39,6 +39,7 @@ from tfdp_fl.datasets import nests
 from tfdp_fl.engine import cohort, dense_models, layout
 from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.mechanisms import cohort_query, contribution, records
+from tfdp_fl.mechanisms.contribution import RoundState
 
 # Products of so many elements are made of all clients at once, larger ones one after
 # the other: they stay in the processor's cache.
@@ -55,7 +56,12 @@ class _DenseLayer:
         [K, B, out] for each step.
     """
 
-    def __init__(self, layer: Any, kernel: tf.Tensor, bias: tf.Tensor | None = None):
+    def __init__(
+        self,
+        layer: tf.keras.layers.Layer,
+        kernel: tf.Tensor,
+        bias: tf.Tensor | None = None,
+    ):
         self.layer = layer
         self.shape = tuple(layer.kernel.shape)
         self.gradients: list[tf.Tensor] = []
@@ -359,7 +365,7 @@ class GhostClipping:
             ],
         )
 
-    def _sum_of(self, x: tf.Tensor, d: tf.Tensor, params: Any) -> tf.Tensor:
+    def _sum_of(self, x: tf.Tensor, d: tf.Tensor, params: RoundState) -> tf.Tensor:
         """Returns the exact sum of the clients' rounded products X^T D.
 
         Each product is computed by itself, so that a client's is the same among

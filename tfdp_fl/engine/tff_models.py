@@ -123,7 +123,7 @@ class FunctionalTrainer(trainer.Trainer):
         metrics: cohort.MetricState,
         y: nests.Nest,
         predicted: nests.Nest,
-        weight: Any = None,
+        weight: tf.Tensor | None = None,
         own: Any = (),
     ) -> cohort.MetricState:
         """Returns the metrics' state with a batch; a NaN counts as 0."""
@@ -145,7 +145,7 @@ class FunctionalTrainer(trainer.Trainer):
         state: trainer.ClientState,
         x: nests.Nest,
         y: nests.Nest,
-        weight: Any,
+        weight: tf.Tensor | None,
         training: bool = True,
         own: Any = None,
     ) -> tuple[tf.Tensor, Any, list[tf.Tensor], list[tf.Tensor]]:
@@ -158,7 +158,9 @@ class FunctionalTrainer(trainer.Trainer):
 class _TffOptimizer:
     """A TFF optimizer, as `trainer.ClientOptimizer` is."""
 
-    def __init__(self, optimizer: Any, variables: list[tf.Variable]):
+    def __init__(
+        self, optimizer: tf.keras.optimizers.Optimizer, variables: list[tf.Variable]
+    ):
         self._optimizer = optimizer
         self._specs = tuple(trainer.specs_of(variables))
 
@@ -172,7 +174,7 @@ class _TffOptimizer:
 
     def apply(
         self,
-        gradients: list[Any],
+        gradients: list[tf.Tensor],
         weights: list[tf.Tensor],
         slots: list[tf.Tensor],
         learning_rate: tf.Tensor,
@@ -184,7 +186,9 @@ class _TffOptimizer:
         return list(weights), tf.nest.flatten(state)
 
 
-def _optimizer(optimizer: Any, variables: list[tf.Variable]) -> Any:
+def _optimizer(
+    optimizer: tf.keras.optimizers.Optimizer, variables: list[tf.Variable]
+) -> Any:
     """Returns TFF's optimizer in the place of one of Keras's."""
     if trainer.is_plain_sgd(optimizer):
         return trainer.ClientOptimizer(optimizer, variables)
@@ -224,7 +228,9 @@ def _loss_object(loss: Any) -> tf.keras.losses.Loss:
     return found()
 
 
-def _named_metric(metric: Any, loss: tf.keras.losses.Loss) -> tuple[str, Any]:
+def _named_metric(
+    metric: tf.keras.metrics.Metric, loss: tf.keras.losses.Loss
+) -> tuple[str, Any]:
     """Returns a metric's name, and what makes it."""
     if metric in ("accuracy", "acc") and type(loss).__name__ in _METRIC_OF_LOSS:
         kind = _METRIC_OF_LOSS[type(loss).__name__]

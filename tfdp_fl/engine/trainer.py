@@ -344,7 +344,7 @@ class Trainer:
         state: ClientState,
         x: nests.Nest,
         y: nests.Nest,
-        weight: Any,
+        weight: tf.Tensor | None,
         training: bool = True,
         own: list[tf.Tensor] | None = None,
     ) -> tuple[tf.Tensor, Any, list[tf.Tensor], list[tf.Tensor]]:
@@ -376,7 +376,7 @@ class Trainer:
         metrics: cohort.MetricState,
         y: nests.Nest,
         predicted: nests.Nest,
-        weight: Any = None,
+        weight: tf.Tensor | None = None,
         own: list[tf.Tensor] | None = None,
     ) -> cohort.MetricState:
         """Returns the metrics' state with a batch; a NaN counts as 0.
@@ -426,7 +426,9 @@ class Trainer:
 class ClientOptimizer:
     """A Keras optimizer as a function of tensors; new for every client."""
 
-    def __init__(self, optimizer: tf.keras.optimizers.Optimizer, variables: list[Any]):
+    def __init__(
+        self, optimizer: tf.keras.optimizers.Optimizer, variables: list[tf.Variable]
+    ):
         """Makes a copy that assigns nothing.
 
         Args:
@@ -469,7 +471,7 @@ class ClientOptimizer:
 
     def apply(
         self,
-        gradients: list[Any],
+        gradients: list[tf.Tensor],
         weights: list[tf.Tensor],
         slots: list[tf.Tensor],
         learning_rate: tf.Tensor,
@@ -498,7 +500,7 @@ class ClientOptimizer:
         return after, slots
 
 
-def is_plain_sgd(optimizer: Any) -> bool:
+def is_plain_sgd(optimizer: tf.keras.optimizers.Optimizer) -> bool:
     """Returns True for w <- w - lr g with a fixed rate, and nothing else."""
     if (
         type(optimizer) is not tf.keras.optimizers.SGD
@@ -550,10 +552,10 @@ def batch_specs(element_spec: nests.Nest) -> Any:
     )
 
 
-def _dense(gradient: Any) -> tf.Tensor | None:
+def _dense(gradient: tf.Tensor) -> tf.Tensor | None:
     """Adds up repeated rows, without which a norm would not be the norm."""
     return None if gradient is None else tf.convert_to_tensor(gradient)
 
 
-def _plus(gradient: Any, extra: tf.Tensor) -> tf.Tensor:
+def _plus(gradient: tf.Tensor, extra: tf.Tensor) -> tf.Tensor:
     return extra if gradient is None else _dense(gradient) + extra

@@ -197,7 +197,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
     @federated_training.exclusive
     def compile(
         self,
-        optimizer: Any = "sgd",
+        optimizer: tf.keras.optimizers.Optimizer = "sgd",
         loss: Any = None,
         metrics: Any = None,
         server_optimizer: tf.keras.optimizers.Optimizer | None = None,

@@ -395,7 +395,7 @@ def _spec(shape: Any, dtype: tf.DType) -> tf.TensorSpec:
 
 def _outputs(
     model: tf.keras.Model, training: engine.Training, predicted: nests.Nest
-) -> list[tuple[Any, Any, Any]]:
+) -> list[tuple[tf.keras.losses.Loss, tf.Tensor, tf.Tensor]]:
     """Returns the place of each loss's labels, its output, and the loss."""
     flat = tf.nest.flatten(predicted)
     if not keras_versions.IS_KERAS_3:

@@ -233,7 +233,7 @@ def check_names(**given: Any) -> None:
                 resolve_optimizer(**{argument: name})
 
 
-def check_model(model: Any) -> None:
+def check_model(model: tf.keras.Model) -> None:
     """Raises unless a model can be trained as it is."""
     keras_versions.check_installed()
     _validate.instance_of(tf.keras.Model, model=model)
@@ -249,7 +249,7 @@ def check_model(model: Any) -> None:
         )
 
 
-def validate(model: Any, *, strict: bool = False) -> list[str]:
+def validate(model: tf.keras.Model, *, strict: bool = False) -> list[str]:
     """Returns why a model cannot be trained or protected, if it cannot.
 
     In the manner of Opacus's `ModuleValidator.validate`. What depends on the clients

@@ -17,7 +17,7 @@ import numpy as np
 from tfdp_fl import _validate, schedules
 from tfdp_fl._lazy_tf import tf
 from tfdp_fl.mechanisms import declaration, fixed_clipping, mechanism
-from tfdp_fl.mechanisms.contribution import PrivacyContext, RoundState
+from tfdp_fl.mechanisms.contribution import PrivacyContext, RoundState, Scalar
 from tfdp_fl.terms import Json
 
 # The name of the released sum of bits.
@@ -118,7 +118,7 @@ class AdaptiveClipping(mechanism.Mechanism):
             largest = max(largest)
         check_count_noise(cast(float, largest), self.count_noise_stddev)
 
-    def count_noise_stddev_of(self, clients_per_round: Any) -> Any:
+    def count_noise_stddev_of(self, clients_per_round: Scalar) -> Scalar:
         """Returns sigma_b of a round of so many clients (number or tensor)."""
         if self.count_noise_stddev is not None:
             return self.count_noise_stddev
@@ -191,7 +191,7 @@ class AdaptiveClipping(mechanism.Mechanism):
         """
         return {BELOW: tf.cast(norm <= round.clip_norm, tf.float32) - 0.5}
 
-    def next_clip_norm(self, sums: Mapping[str, Any], round: RoundState) -> Any:
+    def next_clip_norm(self, sums: Mapping[str, Scalar], round: RoundState) -> Scalar:
         """Implements `Mechanism.next_clip_norm`: S exp(-eta (b - gamma)).
 
         b is the noised count divided by m; it may lie outside [0, 1]. S stays

@@ -30,8 +30,10 @@ from tfdp_fl.mechanisms.contribution import (
     NUM_DIAGNOSTICS,
     ClientContext,
     Contribution,
+    Memory,
     PrivacyContext,
     RoundState,
+    Scalar,
     Tensors,
 )
 from tfdp_fl.terms import Guarantee, Json, NoiseSite
@@ -80,11 +82,11 @@ class CohortQuery:
         """How many `Contribution.scalars` there are."""
         return len(self.mechanism.side_names) + 1 + NUM_DIAGNOSTICS
 
-    def client_weight(self, num_examples: Any) -> tf.Tensor | None:
+    def client_weight(self, num_examples: Scalar) -> tf.Tensor | None:
         """Returns what clients count, from what they have; None: 1 each.
 
         Args:
-          num_examples: Any shape: see `ClientWeighting.weight`.
+          num_examples: Scalar shape: see `ClientWeighting.weight`.
         """
         weighting = self.deployment.client_weighting
         return None if weighting is None else weighting.weight(num_examples)
@@ -214,7 +216,7 @@ class CohortQuery:
 
     def add_noise(
         self, total: Contribution, state: RoundState
-    ) -> tuple[Tensors, dict[str, tf.Tensor], Any]:
+    ) -> tuple[Tensors, dict[str, tf.Tensor], Memory]:
         """Returns the sum and the side sums with the server's noise; next memory."""
         update, memory, sums = total.update, state.memory, dict(total.sums)
         if self.mechanism.noise_site == NoiseSite.SERVER:
@@ -225,8 +227,8 @@ class CohortQuery:
         return update, sums, memory
 
     def _noised_update(
-        self, update: Tensors, stddev: Any, state: RoundState
-    ) -> tuple[Tensors, Any]:
+        self, update: Tensors, stddev: Scalar, state: RoundState
+    ) -> tuple[Tensors, Memory]:
         return self.mechanism.add_noise(update, stddev, state.memory)
 
     def divide(self, update: Tensors, weight: Any, state: RoundState) -> Tensors:
@@ -291,7 +293,7 @@ def must_be_at_most(value: tf.Tensor, limit: tf.Tensor, message: str) -> list[An
     return [] if check is None else [check]
 
 
-def _noised(sums: Mapping[str, Any], stddevs: Mapping[str, Any]) -> Json:
+def _noised(sums: Mapping[str, Scalar], stddevs: Mapping[str, Any]) -> Json:
     """Returns what is released beside updates, with noise."""
     return {
         name: tf.cast(value, tf.float32) + noise.normal([], stddevs[name])

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 from tfdp_fl import _validate, schedules
 from tfdp_fl._lazy_tf import tf
-from tfdp_fl.terms import Json
 
 # One tensor for each variable of the model.
 Tensors: TypeAlias = "list[tf.Tensor]"
 Scalar: TypeAlias = "float | tf.Tensor"
+# A nest of tensors that only the server keeps from round to round.
+Memory: TypeAlias = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ class ClientWeighting:
         """Returns what clients count, float32 in [0, 1].
 
         Args:
-          num_examples: Any shape: how many examples they have, or any other
+          num_examples: Scalar shape: how many examples they have, or any other
             number that a client makes up.
         """
         share = tf.cast(num_examples, tf.float32) / tf.constant(self.cap, tf.float32)
@@ -167,7 +168,7 @@ class RoundState(NamedTuple):
     clip_norm: Scalar
     noise_multiplier: Scalar
     clients_per_round: Scalar
-    memory: tuple[()] | list[Any] | Json = ()
+    memory: Memory = ()
 
 
 class ClientContext(NamedTuple):

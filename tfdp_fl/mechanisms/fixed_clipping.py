@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from tfdp_fl import _validate, schedules
 from tfdp_fl._lazy_tf import tf
 from tfdp_fl.mechanisms import clipping, declaration, mechanism
-from tfdp_fl.mechanisms.contribution import PrivacyContext, RoundState, Tensors
+from tfdp_fl.mechanisms.contribution import Memory, PrivacyContext, RoundState, Tensors
 from tfdp_fl.terms import Guarantee
 
 
@@ -105,8 +105,8 @@ class NoPrivacy(mechanism.Mechanism):
         return tf.ones_like(norm)
 
     def add_noise(
-        self, update: Tensors, stddev: tf.Tensor, memory: Any
-    ) -> tuple[Tensors, Any]:
+        self, update: Tensors, stddev: tf.Tensor, memory: Memory
+    ) -> tuple[Tensors, Memory]:
         """Implements `Mechanism.add_noise`: nothing is added."""
         return update, memory
 

@@ -29,7 +29,14 @@ from scipy import special
 
 from tfdp_fl._lazy_tf import tf
 from tfdp_fl.mechanisms import clipping, cohort_query
-from tfdp_fl.mechanisms.contribution import ClientContext, Contribution, Tensors
+from tfdp_fl.mechanisms.contribution import (
+    ClientContext,
+    Contribution,
+    Memory,
+    RoundState,
+    Scalar,
+    Tensors,
+)
 
 # Steps of the grid in a clip.
 STEPS = 2**20
@@ -78,12 +85,14 @@ class RoundedGaussianQuery(cohort_query.CohortQuery):
             [tf.zeros(each.shape, tf.float64) for each in template]
         )
 
-    def clip(self, params: Any, update: Tensors, client: ClientContext) -> Contribution:
+    def clip(
+        self, params: RoundState, update: Tensors, client: ClientContext
+    ) -> Contribution:
         """Implements `CohortQuery.clip`, with room for the rounding after it."""
         share = params._replace(clip_norm=params.clip_norm * self.clip_share)
         return super().clip(share, update, client)
 
-    def to_grid(self, update: Tensors, params: Any) -> Tensors:
+    def to_grid(self, update: Tensors, params: RoundState) -> Tensors:
         """Implements `CohortQuery.to_grid`: in steps, float64; zeros if too long."""
         to_steps = STEPS / tf.cast(params.clip_norm, tf.float64)
         steps = [tf.round(tf.cast(each, tf.float64) * to_steps) for each in update]
@@ -94,8 +103,8 @@ class RoundedGaussianQuery(cohort_query.CohortQuery):
         return [tf.where(within, each, tf.zeros_like(each)) for each in steps]
 
     def _noised_update(
-        self, update: Tensors, stddev: Any, state: Any
-    ) -> tuple[Tensors, Any]:
+        self, update: Tensors, stddev: Scalar, state: Any
+    ) -> tuple[Tensors, Memory]:
         """Implements `CohortQuery._noised_update`, from steps; not for a worker."""
         del stddev  # In steps it follows from z alone.
         sizes = [steps.shape.num_elements() for steps in update]

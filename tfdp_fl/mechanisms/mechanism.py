@@ -33,8 +33,10 @@ from tfdp_fl.mechanisms.contribution import (
     ClientContext,
     ClientWeighting,
     Contribution,
+    Memory,
     PrivacyContext,
     RoundState,
+    Scalar,
     Tensors,
 )
 from tfdp_fl.terms import Guarantee, Json, NoiseSite
@@ -251,7 +253,7 @@ class Mechanism(abc.ABC):
         """
         return {"update": round.noise_multiplier * round.clip_norm}
 
-    def l2_norm_bound(self, round: RoundState) -> Any:
+    def l2_norm_bound(self, round: RoundState) -> Scalar:
         """Returns the L2 bound on a contribution: S."""
         return round.clip_norm
 
@@ -321,8 +323,8 @@ class Mechanism(abc.ABC):
         return one._replace(update=clipping.scaled(update, one.update))
 
     def add_noise(
-        self, update: Tensors, stddev: tf.Tensor, memory: Any
-    ) -> tuple[Tensors, Any]:
+        self, update: Tensors, stddev: tf.Tensor, memory: Memory
+    ) -> tuple[Tensors, Memory]:
         """Adds the server's noise to a sum; returns it and the next memory.
 
         Args:
@@ -353,7 +355,7 @@ class Mechanism(abc.ABC):
         expected = deployment.expected_weight(round.clients_per_round)
         return [tensor / tf.cast(expected, tensor.dtype) for tensor in update]
 
-    def next_clip_norm(self, sums: Mapping[str, Any], round: RoundState) -> Any:
+    def next_clip_norm(self, sums: Mapping[str, Scalar], round: RoundState) -> Scalar:
         """Returns the clip of the next round.
 
         Args:
@@ -389,7 +391,7 @@ class Mechanism(abc.ABC):
         """Returns what a round's noise multiplier has to stay below."""
         return float("inf")
 
-    def event_index(self, round_index: int, memory: Any) -> int:
+    def event_index(self, round_index: int, memory: Memory) -> int:
         """Returns what `round_event` is to be asked for.
 
         Args:
@@ -455,7 +457,9 @@ class Mechanism(abc.ABC):
         del state
         return self.round_event(round_index, deployment)
 
-    def sensitivity_squared(self, round: RoundState, deployment: PrivacyContext) -> Any:
+    def sensitivity_squared(
+        self, round: RoundState, deployment: PrivacyContext
+    ) -> Scalar:
         """Returns sum_i (bound_i / stddev_i)^2 of a round; infinity without noise.
 
         Args:
@@ -562,7 +566,7 @@ class Mechanism(abc.ABC):
         }
 
 
-def _ratio(bound: Any, stddev: Any) -> Any:
+def _ratio(bound: Scalar, stddev: Scalar) -> Scalar:
     """Returns bound / stddev: 0 for a bound of 0, else infinity without noise."""
     if isinstance(bound, numbers.Real) and isinstance(stddev, numbers.Real):
         return 0.0 if not bound else float(bound) / stddev if stddev else math.inf

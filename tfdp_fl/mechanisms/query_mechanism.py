@@ -18,8 +18,10 @@ from tfdp_fl.mechanisms import clipping, cohort_query, mechanism, noise
 from tfdp_fl.mechanisms.contribution import (
     ClientContext,
     Contribution,
+    Memory,
     PrivacyContext,
     RoundState,
+    Scalar,
     Tensors,
 )
 
@@ -71,7 +73,7 @@ class WrappedQuery(cohort_query.CohortQuery):
         """Implements `CohortQuery.charged_for`: nothing is derived."""
         return float("inf")
 
-    def l2_norm_bound(self, state: RoundState) -> Any:
+    def l2_norm_bound(self, state: RoundState) -> Scalar:
         """Implements `CohortQuery.l2_norm_bound`: what the query may say."""
         params = self.derive_sample_params(state)
         return getattr(params, "clip_norm", float("inf"))
@@ -86,7 +88,9 @@ class WrappedQuery(cohort_query.CohortQuery):
         )
         return zeros._replace(update=update)
 
-    def clip(self, params: Any, update: Tensors, client: ClientContext) -> Contribution:
+    def clip(
+        self, params: RoundState, update: Tensors, client: ClientContext
+    ) -> Contribution:
         """Implements `CohortQuery.clip`: zeroes a NaN or Inf; the query clips."""
         norm, usable = clipping.finite_global_norm(update)
         safe = clipping.scaled(update, tf.cast(usable, tf.float32))
@@ -99,13 +103,13 @@ class WrappedQuery(cohort_query.CohortQuery):
             discarded=tf.cast(~usable, tf.float32),
         )
 
-    def to_grid(self, update: Any, params: Any) -> Any:
+    def to_grid(self, update: Any, params: RoundState) -> Any:
         """Implements `CohortQuery.to_grid`: the query's records stay as they are."""
         return update
 
     def add_noise(
         self, total: Contribution, state: RoundState
-    ) -> tuple[Tensors, dict[str, tf.Tensor], Any]:
+    ) -> tuple[Tensors, dict[str, tf.Tensor], Memory]:
         """Implements `CohortQuery.add_noise`: returns the query's result, and state."""
         # TF-Privacy's queries take float32: the exact sum is rounded once, by at most
         # 2^-24 of its length.

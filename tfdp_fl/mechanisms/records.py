@@ -21,7 +21,7 @@ from typing import Any
 
 from tfdp_fl._lazy_tf import tf
 from tfdp_fl.mechanisms import clipping
-from tfdp_fl.mechanisms.contribution import Contribution
+from tfdp_fl.mechanisms.contribution import Contribution, Scalar
 
 # What rounding may do to a norm as it is computed (docs/clipping.md).
 _ROUNDING = 1e-5
@@ -32,7 +32,7 @@ _STEP_BITS = 50
 
 
 def bound(
-    one: Contribution, norm_bound: Any, side_bounds: Mapping[str, float]
+    one: Contribution, norm_bound: Scalar, side_bounds: Mapping[str, float]
 ) -> Contribution:
     """Returns a client's contribution, or zeros if it is more than was declared.
 
@@ -52,7 +52,7 @@ def bound(
 def bound_factor(
     one: Contribution,
     norm: tf.Tensor,
-    norm_bound: Any,
+    norm_bound: Scalar,
     side_bounds: Mapping[str, float],
 ) -> Contribution:
     """As `bound`, for contributions whose `update` is the factor of an update.
@@ -83,7 +83,7 @@ def _bound_sides(
     )
 
 
-def step(norm_bound: Any, clients_per_round: Any) -> tf.Tensor:
+def step(norm_bound: Scalar, clients_per_round: Scalar) -> tf.Tensor:
     """Returns the step of the grid: a power of two, float32 scalar; 0 for none.
 
     It is at most S (m + 16) 2^-49, so that 4 (m + 16) coordinates of at most 2 S
