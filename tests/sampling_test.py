@@ -234,7 +234,9 @@ def test_the_state_is_json_and_resumes(name, seed):
     drawn = one.cohort(3)  # It is drawn, and what becomes of it is not known.
     state = json.loads(json.dumps(one.state()))
     other.restore(state)
-    np.testing.assert_array_equal(other.cohort(3), drawn)
+    # Of draws by themselves, each process has its own.
+    goes_on = seed is not None or name != "poisson"
+    assert np.array_equal(other.cohort(3), drawn) == goes_on
     in_passes = name in ("random_allocation", "shuffled")
     if seed is not None or in_passes:
         for t in range(4, 11):

@@ -335,13 +335,15 @@ class CohortSampler(abc.ABC):
     def state(self) -> Json:
         """Returns what a checkpoint must keep, as JSON values.
 
-        For cohorts that come in passes, without a seed, this holds the secret key, and
-        it holds a cohort that is not settled: a reader of the checkpoint can tell the
-        cohorts.
+        For cohorts that come in passes, without a seed, this holds the secret key; of
+        a fixed size, the cohort that is not settled. A reader of the checkpoint can
+        tell these cohorts. Independent draws are not kept: two processes that go on
+        from one state would release one cohort twice, and charge two.
         """
         fixed = {name: getattr(self, name) for name in self._fixed}
         drawn = None
-        if (cohort := self.unsettled) is not None:
+        cohort = self.unsettled
+        if cohort is not None and cohort.participation.draws_depend_on_each_other:
             drawn = [cohort.positions.tolist(), cohort.draw_id]
         return {
             **fixed,

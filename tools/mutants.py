@@ -23,7 +23,8 @@ import sys
 import tempfile
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
-_GREEN, _RED, _NOTHING_RAN = 0, 1, 77
+_GREEN, _RED, _NOTHING_RAN, _HANGS = 0, 1, 77, 78
+_PATIENCE = 900.0  # Seconds: far more than any fault's tests take.
 # Forked from one process that has imported what takes time, and nothing of ours.
 _CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -85,7 +86,10 @@ def _outcome(folder: str, arguments: str, fault: str = "") -> int:
     del fault
     process = _CONTEXT.Process(target=_pytest, args=(folder, arguments))
     process.start()
-    process.join()
+    process.join(_PATIENCE)
+    if process.is_alive():
+        process.kill()
+        return _HANGS
     return process.exitcode
 
 
@@ -105,7 +109,7 @@ def verdict(fault: Fault, folder: str) -> str:
         after = _outcome(folder, fault.tests, fault.name)
     finally:
         path.write_text(text, "utf-8")
-    if after == _RED:
+    if after in (_RED, _HANGS):
         return "caught"
     return "NOT CAUGHT" if after == _GREEN else f"BROKEN: its tests end with {after}"
 

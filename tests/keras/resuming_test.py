@@ -108,6 +108,31 @@ def test_a_resumed_run_of_a_fixed_size_says_that_another_cohort_was_drawn(tmp_pa
             assert ("cohort_redrawn" in caveats) == expected
 
 
+@pytest.mark.parametrize("sampling", ["poisson", "fixed_size"])
+def test_a_cohort_that_an_ended_process_drew_is_never_released_by_others(
+    tmp_path, sampling
+):
+    # Each would be charged as a draw of its own, and all be releases of one.
+    drawn, collect = [], engine.CohortEngine.collect
+
+    def seen(own, clients, inputs):
+        drawn.append(tuple(inputs.positions))
+        if len(drawn) == 1:
+            raise KeyboardInterrupt
+        return collect(own, clients, inputs)
+
+    with mock.patch.object(engine.CohortEngine, "collect", seen):
+        first = toy.federated(sampling=sampling)
+        with pytest.raises(KeyboardInterrupt):
+            _fit(first, callbacks=[RoundCheckpoint(tmp_path / "run")])
+        copies = [
+            shutil.copytree(tmp_path / "run", tmp_path / f"copy {k}") for k in (1, 2)
+        ]
+        for copy in copies:
+            _fit(toy.federated(sampling=sampling), resume_from=copy)
+    assert len(drawn) == len(set(drawn)) == 1 + 2 * _ROUNDS
+
+
 def _put_back(directory, rounds):
     """Cuts the ledger of a directory off after some rounds."""
     ledger = directory / "ledger.jsonl"
