@@ -572,9 +572,14 @@ def test_an_answer_does_not_tell_how_many_people_there_are(tmp_path, sampling):
 
     answers = []
     for people in (hospital.NUM_PEOPLE, hospital.NUM_PEOPLE - 1):
+        # Nor does somebody whose id is that of an empty place.
+        table = hospital.table(people)
+        ids = table.pop("client_ids").astype(object)
+        ids[-2:] = "(nobody 0)"
         one = tfdp_fl.Silo(
             build,
-            **hospital.table(people),
+            **table,
+            client_ids=ids,
             directory=tmp_path / str(people),
             rounds=6,
             batch_size=2,
@@ -602,3 +607,34 @@ def test_a_label_that_is_no_class_is_said_to_the_silos_owner_alone(tmp_path):
     with pytest.raises(ValueError, match="labels must be"):
         tfdp_fl.Silo(build, **table, directory=tmp_path / "state")
     assert not (tmp_path / "state" / "ledger.jsonl").exists()
+
+
+def test_a_cohort_that_fails_as_a_whole_gets_an_answer_like_any_other(tmp_path):
+    # Else weights that make training raise above a threshold ask for the lowest value.
+    class Checked(tf.keras.layers.Layer):
+        def call(self, x):
+            return tf.debugging.check_numerics(tf.exp(x), "diverged")
+
+    def build():
+        layers = tf.keras.layers
+        model = tf.keras.Sequential(
+            [layers.Input((hospital.NUM_FEATURES,)), layers.Dense(1), Checked()]
+        )
+        fed = tfdp_fl.make_private(
+            model,
+            target_epsilon=4.0,
+            target_delta=hospital.DELTA,
+            num_clients=hospital.NUM_PEOPLE,
+            clients_per_round=10,
+            rounds=6,
+        )
+        fed.compile(tf.keras.optimizers.SGD(0.1), "mse")
+        return fed
+
+    x = hospital.table()["x"]
+    made = hospital.silo(tmp_path / "silo", of=build, x=np.full_like(x, -1))
+    weights = [np.full((hospital.NUM_FEATURES, 1), -100.0, "f"), np.zeros(1, "f")]
+    answer = made.train(weights)
+    assert answer.rounds and hospital.charged(tmp_path / "silo") == answer.rounds
+    assert not np.array_equal(answer.weights[0], weights[0])
+    assert "whether this silo answers" in made.privacy_statement().replace("\n", " ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -131,8 +132,11 @@ def by_person(
                 f"client_ids must name at most {num_people} people, the number that is "
                 f"declared, got {len(known)}."
             )
-        places = range(num_people - len(known))
-        nobody = {f"(nobody {k})": np.zeros(0, np.int64) for k in places}
+        places = (f"(nobody {k})" for k in itertools.count())
+        free = (place for place in places if place not in known)
+        nobody = dict.fromkeys(
+            itertools.islice(free, num_people - len(known)), np.zeros(0, np.int64)
+        )
         return FederatedDataset.from_indices(**given, indices={**known, **nobody})
     return FederatedDataset.from_indices(**given, indices=rows)
 

@@ -80,7 +80,8 @@ class CohortEngine:
       layout: How cohorts are read and laid out.
       programs: The compiled programs that train clients.
       max_parallel_clients: How many clients train at once.
-      has_trained: Whether anybody's training has ever succeeded.
+      has_trained: Whether anybody's training has ever succeeded, or nobody may be told
+        that it never did.
       keeps_non_trainable: Whether there is state that is not taken from clients.
       cache_key: Cache key: the engine is reused while it is equal.
     """

@@ -20,7 +20,8 @@ def silo_app(make_silo: Callable[..., Any], private_metrics: Any = None) -> Any:
     under the same names, and the metrics "num-examples" (the declared number of
     people, by which strategies weigh), "rounds", "epsilon" and "spent" (0 or 1).
     The process may end after each message: the silo goes on from its directory. The
-    same message again gets the same reply.
+    same message again gets the same reply. Make the silo once by hand before its node
+    starts: what its table lacks is said to you then, and would show by an error later.
 
     Args:
       make_silo: Returns a `tfdp_fl.Silo`. Called with Flower's `Context` (or nothing,

@@ -361,13 +361,13 @@ class Trial:
         self._fed = self._made.with_setup(
             mechanism=self.mechanism, delta=None, target=None
         )
+        # A cohort of failures alone ends no trial: that it did would tell of a client.
+        self._fed._raises_if_all_fail = False
         options = dict(self._options)
         last_round = options.pop("rounds")
         plan = FitPlan(first_round=0, last_round=last_round, seed=None, **options)
         _, made = preparation.prepare(self._fed, self._split.training, plan)
         self._fed._engine = made
-        # A cohort of failures alone ends no trial: that it did would tell of a client.
-        made.has_trained = True
 
     def run(self, score: PublicScore | PrivateScore, paid: accounting.Charge) -> float:
         """Trains and scores once; returns -infinity for a trial that failed.
