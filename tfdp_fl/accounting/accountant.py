@@ -67,10 +67,12 @@ class PrivacyAccountant:
           ValueError: They have two neighbouring relations.
         """
         self._counts: dict[charge_lib.RoundCharge, int] = {}
-        self._rounds = 0
-        # Of all Gaussians without amplification; what was spent on all else.
+        self._rounds = self._additions = 0
+        # Of all Gaussians without amplification; what was spent on all else, and what
+        # that would cost as such Gaussians.
         self._mu_squared = 0.0
         self._others: dict[charge_lib.RoundCharge, int] = {}
+        self._others_mu_squared = 0.0
         # Their Renyi curves, by those parts of the orders that were asked for.
         self._sums: dict[int, np.ndarray] = {}
         # Of a copy: the original, how many rounds that had, and what came since.
@@ -131,6 +133,7 @@ class PrivacyAccountant:
             )
         self._counts[charge] = self._counts.get(charge, 0) + count
         self._rounds += count
+        self._additions += 1
         z = charge.noise_multiplier
         if z == 0:
             self._mu_squared = math.inf
@@ -146,6 +149,10 @@ class PrivacyAccountant:
         if not more:
             return
         self._others[charge] = self._others.get(charge, 0) + more
+        z = charge.noise_multiplier
+        self._others_mu_squared += (
+            more * (charge.sensitivity / z) ** 2 if z else math.inf
+        )
         if self._origin is not None:
             self._since.append((charge, more))
         for part, total in self._sums.items():
@@ -169,6 +176,7 @@ class PrivacyAccountant:
             return
         if before:
             known = _whole_pass(charge, before)
+            # (Its share of the sum of all stays: that is an upper bound.)
             self._others[known] -= 1
             if not self._others[known]:
                 del self._others[known]
@@ -312,12 +320,9 @@ class PrivacyAccountant:
         clients in all rounds cost is another bound, with a valley of its own.
         """
         part, least, seen = curves.FIRST_PART, math.inf, set()
-        mu_squared = self._mu_squared
-        for charge, count in self._others.items():
-            z = charge.noise_multiplier
-            mu_squared += count * (charge.sensitivity / z) ** 2 if z else math.inf
+        mu_squared = self._mu_squared + self._others_mu_squared
         if mu_squared < math.inf:
-            everybody = curves.ORDERS * (mu_squared / 2 * (1 + 1e-12))
+            everybody = curves.ORDERS * (mu_squared / 2 * self._rounding)
             least = float(np.min(bounds(curves.ORDERS, everybody)))
         while 0 <= part < len(curves.PARTS) and part not in seen:
             seen.add(part)
@@ -333,8 +338,12 @@ class PrivacyAccountant:
     def _curve(self, part: int) -> np.ndarray:
         """Returns the history's divergence at one part of the orders, rounded up."""
         gaussians = curves.PARTS[part] * (self._mu_squared / 2)
-        # More than what the roundings of the sums can hide.
-        return (self._sum(part) + gaussians) * (1 + 1e-12)
+        return (self._sum(part) + gaussians) * self._rounding
+
+    @property
+    def _rounding(self) -> float:
+        """A factor by more than what the roundings of the sums can hide."""
+        return 1 + max(1e-12, 2.0**-52 * self._additions)
 
     def _sum(self, part: int) -> np.ndarray:
         """Returns the divergence of what sampling amplifies, added up once."""
