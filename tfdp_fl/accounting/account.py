@@ -175,10 +175,18 @@ class LocalAccount:
         return self._most_after(positions, mu_squared)
 
     def _most_after(
-        self, positions: np.ndarray, mu_squared: float, limit: int | None = None
+        self,
+        positions: np.ndarray,
+        mu_squared: float,
+        limit: int | None = None,
+        whole_passes: int = 0,
     ) -> float:
         """Returns the largest sum after releases; above the limit a client sits out."""
         members, times = np.unique(positions, return_counts=True)
+        if whole_passes:
+            more = np.full(self.num_clients, whole_passes)
+            more[members] += times
+            members, times = np.arange(self.num_clients), more
         if limit is not None:
             times = np.clip(limit - self.participations[members], 0, times)
         members, times = members[times > 0], times[times > 0]
@@ -215,6 +223,7 @@ class LocalAccount:
         cohorts: Sequence[np.ndarray],
         mu_squared: float,
         max_participations: int | None = None,
+        whole_passes: int = 0,
     ) -> float:
         """Returns what `max_mu_squared` would be after cohorts that are known.
 
@@ -222,9 +231,10 @@ class LocalAccount:
           cohorts: The clients' positions in each, int64 [m].
           mu_squared: As in `add`.
           max_participations: After so many rounds a client sits out.
+          whole_passes: How often every client takes part besides.
         """
         drawn = np.concatenate([np.zeros(0, np.int64), *cohorts])
-        return self._most_after(drawn, mu_squared, max_participations)
+        return self._most_after(drawn, mu_squared, max_participations, whole_passes)
 
     def max_mu_squared_after_draws(
         self,

@@ -7,6 +7,7 @@ these; a checkpoint adds them.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -308,15 +309,20 @@ class Run:
             return elsewhere + clients.max_mu_squared_after_draws(
                 rounds, mu_squared, most
             )
-        planned = map(self.sampler.planned, range(self.rounds, self.rounds + rounds))
+        ahead = range(self.rounds, self.rounds + rounds)
+        head, whole, tail = self.sampler.split(ahead)
+        planned = [*map(self.sampler.planned, (*head, *tail))]
         return elsewhere + clients.max_mu_squared_after_cohorts(
-            [*planned], mu_squared, most
+            planned, mu_squared, most, whole
         )
 
     def charges_ahead(self) -> Callable[[int, int], Charges]:
-        """Returns what the rounds from one of the next to another cost, by kind."""
-        mechanism = self.setup.mechanism
-        steady = is_steady(mechanism, self.sampler)
+        """Returns what the rounds from one of the next to another cost, by kind.
+
+        Rounds of a pass that cost as much together as one of them may stand as one.
+        """
+        mechanism, sampler = self.setup.mechanism, self.sampler
+        steady = is_steady(mechanism)
         given = mechanism.noise_multiplier, self.setup.clients_per_round
         constant = steady and all(map(schedules.is_constant, given))
         places: dict[Any, int] = {}
@@ -325,10 +331,11 @@ class Run:
 
         def number_of(ahead: int) -> int:
             index: Any = self.rounds + ahead
-            if ahead and steady:  # (The coming round's cohort may be drawn.)
+            # (The coming round's cohort may be drawn.)
+            if ahead and steady and not isinstance(sampler, sampling.PassSampler):
                 index = (
                     mechanism.noise_multiplier_at(index),
-                    self.sampler.expected_cohort_size(index),
+                    sampler.expected_cohort_size(index),
                 )
             if index not in places:
                 cost = self.cost(self.rounds + ahead)
@@ -339,9 +346,14 @@ class Run:
             return places[index]
 
         def charges(first: int, end: int) -> Charges:
-            asked = min(end, 2) if constant else end
-            numbers.extend(map(number_of, range(len(numbers), asked)))
-            numbers.extend(numbers[-1:] * (end - len(numbers)))
+            if constant and end > first:
+                rounds = range(self.rounds + first, self.rounds + end)
+                planned = collections.Counter([self.cost(rounds[0])])
+                event = mechanism.round_event(self.rounds + 1, self.deployment)
+                for kind, count in sampler.charges(rounds[1:], event):
+                    planned[kind] += count
+                return [*planned.items()]
+            numbers.extend(map(number_of, range(len(numbers), end)))
             times = np.bincount(np.array(numbers[first:end], np.int64))
             found = np.flatnonzero(times).tolist()
             return [(kinds[number], int(times[number])) for number in found]
@@ -370,14 +382,13 @@ class Run:
         return epsilon
 
 
-def is_steady(mechanism: Any, sampler: sampling.CohortSampler) -> bool:
-    """Returns whether rounds of equal noise and cohorts are known to cost the same.
+def is_steady(mechanism: Any) -> bool:
+    """Returns whether rounds of equal noise and size are known to release the same.
 
-    Not those of a pass, of correlated noise, or of a mechanism of somebody's own.
+    Not those of correlated noise, or of a mechanism of somebody's own.
     """
-    sampled = (sampling.PoissonSampler, sampling.FixedSizeSampler)
     ours = type(mechanism).round_event.__module__.startswith("tfdp_fl.mechanisms.")
-    return ours and not mechanism.min_separation and type(sampler) in sampled
+    return ours and not mechanism.min_separation
 
 
 # One training at a time, and one account, for each Keras model of the process. An
