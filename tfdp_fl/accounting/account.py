@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -658,30 +657,37 @@ class PrivacyAccount:
             return epsilon_of_mu_squared(self.max_mu_squared, delta)
         return self.central.epsilon(delta, accountant, coarse)
 
-    def state(self, per_client: bool = True) -> dict[str, Any]:
+    def state(
+        self, per_client: bool = True, beside: ledger.PrivacyLedger | None = None
+    ) -> dict[str, Any]:
         """Returns what a checkpoint must keep: JSON values and arrays.
 
         Args:
           per_client: Whether rounds depend on what each client had part in; they do
             where the guarantee is composed client by client.
+          beside: This run's ledger, which whoever reads the state merges. If it has all
+            rounds, they are left out: no checkpoint grows with them.
         """
         kept, accounts = per_client or self.by_client, self.per_client
+        has_all = beside is not None and beside.rounds_of(beside.run) >= self._rounds
         return {
             "num_clients": accounts.num_clients,
             "mu_squared": accounts.mu_squared.copy() if kept else None,
             "participations": accounts.participations.copy() if kept else None,
             "guarantee": self.guarantee,
-            "charges": _as_json(self.own),
+            "rounds": self._rounds,
+            "charges": [] if has_all else _as_json(self.own),
             "others": {
                 name: [_as_json(other.charges), other.mu_squared]
                 for name, other in self.others.items()
+                if not (beside and beside.rounds_of(name))
             },
             "lost_mu_squared": self.lost_mu_squared,
         }
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> PrivacyAccount:
-        """Returns the spending that `state` was taken of."""
+        """Returns the spending that `state` was taken of, but for what was left out."""
         spending = cls(state["guarantee"], state["num_clients"])
         others = {
             name: OtherRun(charges=_from_json(charges), mu_squared=float(mu_squared))
@@ -695,13 +701,7 @@ class PrivacyAccount:
 
 
 def _as_json(charges: collections.Counter[charge_lib.RoundCharge]) -> list:
-    return [[_charge_as_json(charge), count] for charge, count in charges.items()]
-
-
-# Every checkpoint of a run has those of all its rounds.
-@functools.lru_cache(maxsize=2**14)
-def _charge_as_json(charge: charge_lib.RoundCharge) -> str:
-    return charge.to_json()
+    return [[charge.to_json(), count] for charge, count in charges.items()]
 
 
 def _from_json(charges: list) -> collections.Counter[charge_lib.RoundCharge]:

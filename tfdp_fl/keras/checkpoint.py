@@ -38,7 +38,7 @@ from tfdp_fl.mechanisms import ClientWeighting
 if TYPE_CHECKING:
     from tfdp_fl.keras.model import DPFederatedModel
 
-FORMAT = "tfdp_fl checkpoint 7"
+FORMAT = "tfdp_fl checkpoint 8"
 _NAME = re.compile(r"round-(\d{8})\.npz")
 _PLACE = "place of an array"
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -217,13 +217,15 @@ def ledger_key(path: str | os.PathLike[str]) -> str:
     return os.path.realpath(path)
 
 
-def capture(fed: DPFederatedModel, ledger_head: str | None) -> dict[str, Any]:
-    """Returns the state of a training between two rounds."""
+def capture(
+    fed: DPFederatedModel,
+    ledger_head: str | None,
+    ledger: accounting.PrivacyLedger | None = None,
+) -> dict[str, Any]:
+    """Returns the state of a training between two rounds, kept beside a ledger."""
     run, cohort_engine = fed.require_trained("checkpoint")
-    state = run.state()
-    state["cohort_sizes"] = np.array(state["cohort_sizes"], np.int32)
     return {
-        **state,
+        **run.state(ledger),
         "weights": [v.numpy() for v in fed.model.weights],
         "server_optimizer": [v.numpy() for v in cohort_engine.server.state],
         "settings": settings(fed, run.population, run.plan),
@@ -364,7 +366,7 @@ class InterruptedRun:
         What was spent is what the ledger says: it also has the rounds that
         were charged after the checkpoint, whose result may have been seen.
         """
-        state = {**self.state, "cohort_sizes": self.state["cohort_sizes"].tolist()}
+        state = self.state
         variables = [*fed.model.weights, *cohort_engine.server.state]
         values = [*state["weights"], *state["server_optimizer"]]
         pairs = list(zip(variables, values, strict=True))
@@ -372,7 +374,7 @@ class InterruptedRun:
         # Nobody knows what was drawn after the checkpoint, here or from a copy.
         run.attempts.renew()
         query, spending = cohort_engine.query, run.spending
-        key, before = ledger_key(ledger_path(self.directory)), spending.rounds
+        key = ledger_key(ledger_path(self.directory))
         ledgers = {key: self.ledger}
         for other, head in run.known_ledgers.items():
             # They may hold rounds that came after the checkpoint, too.
@@ -391,7 +393,7 @@ class InterruptedRun:
         who = run.sampler.participation(run.rounds)
         if who.draws_depend_on_each_other and not who.known_selection:
             run.caveats.add("cohort_redrawn")
-        lost = spending.rounds > before
+        lost = spending.rounds > state["spending"]["rounds"]
         if lost:
             run.caveats.add("rounds_charged_twice")
         if lost or state["memory_of"] != query.mechanism.state_fingerprint():

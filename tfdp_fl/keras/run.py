@@ -97,7 +97,7 @@ Charges = list[tuple[accounting.RoundCharge, int]]
 # What a checkpoint keeps as it is.
 _PLAIN = (
     *("run_id", "rounds", "populations", "known_ledgers", "log_names"),
-    *("cohort_sizes", "held_out", "windows"),
+    *("held_out", "windows"),
 )
 
 
@@ -143,7 +143,7 @@ class Run:
         round: its clip, and its memory if it has any.
       windows: Float32 [N, W, L], each client's window of norms; None if the
         mechanism keeps none.
-      cohort_sizes: How many clients each released round had.
+      cohort_sizes: How many released rounds had how many clients.
       log_names: The values that a round reports.
       caveats: Keys of `accounting.CAVEATS` of which the rounds are the reason.
       held_out: The digest of the clients that each `fit` so far held out for
@@ -169,7 +169,9 @@ class Run:
     num_records: int | None = None
     mechanism_state: RoundState
     windows: np.ndarray | None = None
-    cohort_sizes: list[int] = dataclasses.field(default_factory=list)
+    cohort_sizes: collections.Counter[int] = dataclasses.field(
+        default_factory=collections.Counter
+    )
     log_names: list[str] = dataclasses.field(default_factory=lambda: ["loss"])
     caveats: set[str] = dataclasses.field(default_factory=set)
     held_out: str | None = None
@@ -210,8 +212,11 @@ class Run:
             [self.windows[positions, 1:], norms[:, None]], axis=1
         )
 
-    def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps: JSON values and arrays."""
+    def state(self, ledger: ledger_lib.PrivacyLedger | None = None) -> dict[str, Any]:
+        """Returns what a checkpoint keeps, beside its ledger: JSON values and arrays.
+
+        (See `PrivacyAccount.state`.)
+        """
         memory = tf.nest.flatten(self.mechanism_state)
         return {
             **{name: getattr(self, name) for name in _PLAIN},
@@ -220,8 +225,9 @@ class Run:
             "caveats": sorted(self.caveats),
             "sampler": self.sampler.state(),
             "spending": self.spending.state(
-                per_client=self.setup.mechanism.max_participations is not None
+                self.setup.mechanism.max_participations is not None, ledger
             ),
+            "cohort_sizes": [*self.cohort_sizes.items()],
             "mechanism_state": [tf.convert_to_tensor(v).numpy() for v in memory],
         }
 
@@ -246,6 +252,7 @@ class Run:
             **plain,
             sampler=sampler,
             caveats=set(state["caveats"]),
+            cohort_sizes=collections.Counter(dict(state["cohort_sizes"])),
             spending=spending,
             mechanism_state=tf.nest.pack_sequence_as(prepared.mechanism_state, values),
         )
