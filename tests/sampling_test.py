@@ -1,6 +1,7 @@
 """Who is drawn, how often, and whether anybody could have known."""
 
 import copy
+import itertools
 import json
 
 import dp_accounting
@@ -536,3 +537,27 @@ def test_groups_cost_what_the_worst_client_met(steps, said):
     # As promised it costs no more.
     if "abandon" not in steps and not {"restore", "copy", "new"} & {*steps}:
         assert times == 1 or not all(said[: len(cohorts)])
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "random_allocation", "cyclic"])
+def test_rounds_planned_pass_by_pass_cost_what_they_cost_one_by_one(kind):
+    event = dp_accounting.GaussianDpEvent(3.0)
+    for (n, m), begin, rounds in itertools.product(
+        [(10, 3), (12, 4), (7, 7), (23, 5)], range(1, 7), range(1, 12)
+    ):
+        planned = sampling.make_sampler(kind, n, m)
+        planned.next_round = 1
+        planned.cohort(1)
+        # The rounds so far; of the pass in progress one was charged twice.
+        before = [planned.charge(t, event) for t in (*range(1, begin + 1), begin)]
+        ahead = range(begin + 1, begin + 1 + rounds)
+        one_by_one = [*before, *(planned.charge(t, event) for t in ahead)]
+        by_pass = [*before, *planned.charges(ahead, event)]
+        costs = [
+            accounting.PrivacyAccountant(charges).epsilon(1e-5)
+            for charges in (one_by_one, by_pass)
+        ]
+        assert costs[0] == pytest.approx(costs[1], rel=1e-9)
+        passes = {planned.participation(t).pass_index for t in ahead}
+        if kind != "cyclic":
+            assert planned.max_participations(rounds, begin + 1) == len(passes)

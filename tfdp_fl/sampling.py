@@ -318,6 +318,13 @@ class CohortSampler(abc.ABC):
             return self.participation(cohort).charge(event)
         return cohort.participation.charge(event)
 
+    def charges(
+        self, rounds: range, event: dp_accounting.DpEvent
+    ) -> list[tuple[charge_lib.RoundCharge, int]]:
+        """Returns what planned rounds cost, by kind, for one m and one event."""
+        kinds = [self.charge(t, event) for t in rounds[:1]]
+        return [(kind, len(rounds)) for kind in kinds]
+
     def _place(self, round_index: int) -> Json:
         """Returns what a participation says of the round's size, and of its pass."""
         return {"clients_per_round": self._nominal_size(round_index)}
@@ -481,6 +488,49 @@ class PassSampler(CohortSampler):
     def planned(self, round_index: int) -> np.ndarray:
         """Returns who is in a round, int64 [size]; the key tells it beforehand."""
 
+    def split(self, rounds: range) -> tuple[range, int, range]:
+        """Returns the rest of a pass, how many whole passes follow, and what is left.
+
+        Of one m; with a schedule it is all the rest.
+        """
+        if not rounds or not schedules.is_constant(self._clients_per_round):
+            return rounds, 0, rounds[:0]
+        begin, t = self._pass_of(rounds.start)
+        head = rounds[: (begin - rounds.start) % t]
+        whole, left = divmod(len(rounds) - len(head), t)
+        return head, whole, rounds[len(rounds) - left :]
+
+    @abc.abstractmethod
+    def _pass_of(self, round_index: int) -> tuple[int, int]:
+        """Returns with which round a pass begins, and how many it has, of one m."""
+
+    @abc.abstractmethod
+    def _rest(self, rounds: range) -> list[charge_lib.Participation]:
+        """Returns who could be in some rounds of one pass, of one m."""
+
+    def charges(
+        self, rounds: range, event: dp_accounting.DpEvent
+    ) -> list[tuple[charge_lib.RoundCharge, int]]:
+        """See base class; a new pass costs as much as its first round."""
+        head, whole, tail = self.split(rounds)
+        parts = [*self._rest(head), *map(self.participation, tail[:1])]
+        found = [(part.charge(event), 1) for part in parts]
+        if whole:
+            one = dataclasses.replace(
+                self.participation(rounds[len(head)]),
+                pass_index=None,
+                pass_offset=None,
+                partition=None,
+            )
+            found.append((one.charge(event), whole))
+        return found
+
+    def max_participations(self, rounds: int, first_round: int = 0) -> int:
+        """Returns how many passes the rounds touch."""
+        head, whole, tail = self.split(range(first_round, first_round + rounds))
+        begun = {self._place(t)["pass_index"] for t in head}
+        return len(begun) + whole + bool(tail)
+
 
 class RandomAllocationSampler(PassSampler):
     """Each client, by itself and in secret, in one of the t rounds of a pass.
@@ -544,10 +594,14 @@ class RandomAllocationSampler(PassSampler):
             partition = f"{partition} {own}"
         return {"partition": partition, **place}
 
-    def max_participations(self, rounds: int, first_round: int = 0) -> int:
-        """Returns how many passes the rounds touch."""
-        ahead = range(first_round, first_round + rounds)
-        return len({self._place(t)["pass_index"] for t in ahead})
+    def _pass_of(self, round_index: int) -> tuple[int, int]:
+        who = self.participation(round_index)
+        return cast(int, who.pass_index), who.rounds_per_pass
+
+    def _rest(self, rounds: range) -> list[charge_lib.Participation]:
+        # Of a later pass no round was charged yet: it costs what one of them does.
+        now = rounds.start <= self.next_round + 1
+        return [*map(self.participation, rounds if now else rounds[:1])]
 
     def begins_pass(self, round_index: int) -> bool:
         """See base class."""
@@ -613,12 +667,17 @@ class ShuffledSampler(PassSampler):
     def _place(self, round_index: int) -> Json:
         return {"partition": self._partition, **self._cohorts.place(round_index)}
 
-    def max_participations(self, rounds: int, first_round: int = 0) -> int:
-        """Returns how many passes the rounds touch."""
+    def _pass_of(self, round_index: int) -> tuple[int, int]:
+        t = -(-self.num_clients // int(self._nominal_size(0)))
+        return round_index // t * t, t
+
+    def _rest(self, rounds: range) -> list[charge_lib.Participation]:
         if not rounds:
-            return 0
-        first = self._cohorts.cohort(first_round)[0]
-        return self._cohorts.cohort(first_round + rounds - 1)[0] - first + 1
+            return []
+        # Side by side in the pass's order, they are one longer cohort.
+        first, last = map(self._cohorts.cohort, (rounds[0], rounds[-1]))
+        who = self.participation(rounds[0])
+        return [dataclasses.replace(who, clients_per_round=last[2] - first[1])]
 
     def begins_pass(self, round_index: int) -> bool:
         """See base class."""

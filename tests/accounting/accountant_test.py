@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import pathlib
+import threading
 import unittest.mock
 
 import dp_accounting
@@ -304,3 +305,26 @@ def test_near_full_cohorts_of_a_fixed_size_are_left_to_rdp(size, wanted):
     # N = 40, m = 39, z = 4, three rounds: PLD says 8.01, RDP 4.01.
     one = _charge("fixed_size", 40, size, 4.0)
     assert accountant_lib.select_accountant([one]) == wanted
+
+
+def test_who_asks_while_another_thread_adds_loses_nothing(monkeypatch):
+    one, curve = accountant_lib.PrivacyAccountant(), accountant_lib._rdp_curve
+    charges = [_charge(z=z) for z in (1.0, 0.5)]
+    one.add(charges[0])
+    asking, added = threading.Event(), threading.Event()
+
+    def slow(charge, part):
+        if part == curves.FIRST_PART:
+            asking.set()
+            added.wait(1.0)  # It never comes, as nobody adds meanwhile.
+        return curve(charge, part)
+
+    monkeypatch.setattr(accountant_lib, "_rdp_curve", slow)
+    asks = threading.Thread(target=one.epsilon, args=(1e-5,))
+    asks.start()
+    assert asking.wait(60)
+    monkeypatch.setattr(accountant_lib, "_rdp_curve", curve)
+    one.add(charges[1])
+    added.set()
+    asks.join()
+    assert one.epsilon(1e-5) == accountant_lib.PrivacyAccountant(charges).epsilon(1e-5)

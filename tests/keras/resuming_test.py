@@ -321,6 +321,30 @@ def test_what_another_ledger_failed_to_write_once_it_was_written_is_charged(tmp_
     assert "rounds_charged_twice" in resumed.run.caveats
 
 
+def test_a_checkpoint_leaves_to_its_ledger_what_that_tells(tmp_path):
+    whole = _median()
+    _fit(whole, 2)  # Before there is a ledger.
+    callback = RoundCheckpoint(tmp_path / "run", keep=10)
+    with (
+        mock.patch.object(
+            callback, "_catch_up", side_effect=RuntimeError("a crash"), autospec=True
+        ),
+        pytest.raises(RuntimeError, match="a crash"),
+    ):
+        _fit(whole, 2, [callback])
+    first = checkpoint.CheckpointDirectory(tmp_path / "run").newest()
+    assert len(first["spending"]["charges"]) == 2  # No line has them.
+    _fit(whole, 4, [RoundCheckpoint(tmp_path / "other")])
+    states = checkpoint.CheckpointDirectory(tmp_path / "other")
+    spent = states.newest()["spending"]
+    assert (spent["rounds"], spent["charges"]) == (6, [])
+    resumed = _median()
+    _fit(resumed, 4, resume_from=tmp_path / "other")
+    assert resumed.run.spending.own == whole.run.spending.own
+    assert resumed.run.spending.own.total() == 6
+    assert "rounds_charged_twice" not in resumed.run.caveats
+
+
 def test_a_budget_counts_what_was_charged_and_lost(copy, trained):
     resumed = toy.federated()
     (copy / "round-00000002.npz").unlink()

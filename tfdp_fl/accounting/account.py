@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -175,10 +174,18 @@ class LocalAccount:
         return self._most_after(positions, mu_squared)
 
     def _most_after(
-        self, positions: np.ndarray, mu_squared: float, limit: int | None = None
+        self,
+        positions: np.ndarray,
+        mu_squared: float,
+        limit: int | None = None,
+        whole_passes: int = 0,
     ) -> float:
         """Returns the largest sum after releases; above the limit a client sits out."""
         members, times = np.unique(positions, return_counts=True)
+        if whole_passes:
+            more = np.full(self.num_clients, whole_passes)
+            more[members] += times
+            members, times = np.arange(self.num_clients), more
         if limit is not None:
             times = np.clip(limit - self.participations[members], 0, times)
         members, times = members[times > 0], times[times > 0]
@@ -215,6 +222,7 @@ class LocalAccount:
         cohorts: Sequence[np.ndarray],
         mu_squared: float,
         max_participations: int | None = None,
+        whole_passes: int = 0,
     ) -> float:
         """Returns what `max_mu_squared` would be after cohorts that are known.
 
@@ -222,9 +230,10 @@ class LocalAccount:
           cohorts: The clients' positions in each, int64 [m].
           mu_squared: As in `add`.
           max_participations: After so many rounds a client sits out.
+          whole_passes: How often every client takes part besides.
         """
         drawn = np.concatenate([np.zeros(0, np.int64), *cohorts])
-        return self._most_after(drawn, mu_squared, max_participations)
+        return self._most_after(drawn, mu_squared, max_participations, whole_passes)
 
     def max_mu_squared_after_draws(
         self,
@@ -648,30 +657,37 @@ class PrivacyAccount:
             return epsilon_of_mu_squared(self.max_mu_squared, delta)
         return self.central.epsilon(delta, accountant, coarse)
 
-    def state(self, per_client: bool = True) -> Json:
+    def state(
+        self, per_client: bool = True, beside: ledger.PrivacyLedger | None = None
+    ) -> Json:
         """Returns what a checkpoint must keep: JSON values and arrays.
 
         Args:
           per_client: Whether rounds depend on what each client had part in; they do
             where the guarantee is composed client by client.
+          beside: This run's ledger, which whoever reads the state merges. If it has all
+            rounds, they are left out: no checkpoint grows with them.
         """
         kept, accounts = per_client or self.by_client, self.per_client
+        has_all = beside is not None and beside.rounds_of(beside.run) >= self._rounds
         return {
             "num_clients": accounts.num_clients,
             "mu_squared": accounts.mu_squared.copy() if kept else None,
             "participations": accounts.participations.copy() if kept else None,
             "guarantee": self.guarantee,
-            "charges": _as_json(self.own),
+            "rounds": self._rounds,
+            "charges": [] if has_all else _as_json(self.own),
             "others": {
                 name: [_as_json(other.charges), other.mu_squared]
                 for name, other in self.others.items()
+                if not (beside and beside.rounds_of(name))
             },
             "lost_mu_squared": self.lost_mu_squared,
         }
 
     @classmethod
     def from_state(cls, state: Json) -> PrivacyAccount:
-        """Returns the spending that `state` was taken of."""
+        """Returns the spending that `state` was taken of, but for what was left out."""
         spending = cls(state["guarantee"], state["num_clients"])
         others = {
             name: OtherRun(charges=_from_json(charges), mu_squared=float(mu_squared))
@@ -685,13 +701,7 @@ class PrivacyAccount:
 
 
 def _as_json(charges: collections.Counter[charge_lib.RoundCharge]) -> list:
-    return [[_charge_as_json(charge), count] for charge, count in charges.items()]
-
-
-# Every checkpoint of a run has those of all its rounds.
-@functools.lru_cache(maxsize=2**14)
-def _charge_as_json(charge: charge_lib.RoundCharge) -> str:
-    return charge.to_json()
+    return [[charge.to_json(), count] for charge, count in charges.items()]
 
 
 def _from_json(charges: list) -> collections.Counter[charge_lib.RoundCharge]:

@@ -9,8 +9,10 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
+import threading
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import dp_accounting
 import numpy as np
@@ -33,6 +35,30 @@ Charges: TypeAlias = (
 _Distribution: TypeAlias = privacy_loss_distribution.PrivacyLossDistribution
 _Events: TypeAlias = "collections.Counter[dp_accounting.DpEvent]"
 _Cohorts: TypeAlias = tuple[tuple[float, float, float], ...]
+
+
+# Threads that ask while another one adds would each keep sums that lack the other's. A
+# child of a fork has a lock of its own, which nobody holds.
+_lock = threading.RLock()
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
+def _one_at_a_time(method: _Method) -> _Method:
+    @functools.wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with _lock:
+            return method(*args, **kwargs)
+
+    return called  # type: ignore[return-value]
 
 
 class PrivacyAccountant:
@@ -67,10 +93,12 @@ class PrivacyAccountant:
           ValueError: They have two neighbouring relations.
         """
         self._counts: dict[charge_lib.RoundCharge, int] = {}
-        self._rounds = 0
-        # Of all Gaussians without amplification; what was spent on all else.
+        self._rounds = self._additions = 0
+        # Of all Gaussians without amplification; what was spent on all else, and what
+        # that would cost as such Gaussians.
         self._mu_squared = 0.0
         self._others: dict[charge_lib.RoundCharge, int] = {}
+        self._others_mu_squared = 0.0
         # Their Renyi curves, by those parts of the orders that were asked for.
         self._sums: dict[int, np.ndarray] = {}
         # Of a copy: the original, how many rounds that had, and what came since.
@@ -92,6 +120,7 @@ class PrivacyAccountant:
         return self._rounds
 
     @property
+    @_one_at_a_time
     def charges(self) -> tuple[tuple[charge_lib.RoundCharge, int], ...]:
         """The history as (charge, count), in order of first appearance."""
         return tuple(self._counts.items())
@@ -101,6 +130,7 @@ class PrivacyAccountant:
         """The neighbouring relation; None before the first round."""
         return next((c.relation.in_accounting for c in self._counts), None)
 
+    @_one_at_a_time
     def with_charges(
         self, *charges: charge_lib.RoundCharge | tuple[charge_lib.RoundCharge, int]
     ) -> PrivacyAccountant:
@@ -112,6 +142,7 @@ class PrivacyAccountant:
         other._add_all(charges)
         return other
 
+    @_one_at_a_time
     def add(self, charge: charge_lib.RoundCharge, count: int = 1) -> None:
         """Adds a round, or several equal ones.
 
@@ -131,6 +162,7 @@ class PrivacyAccountant:
             )
         self._counts[charge] = self._counts.get(charge, 0) + count
         self._rounds += count
+        self._additions += 1
         z = charge.noise_multiplier
         if z == 0:
             self._mu_squared = math.inf
@@ -146,6 +178,10 @@ class PrivacyAccountant:
         if not more:
             return
         self._others[charge] = self._others.get(charge, 0) + more
+        z = charge.noise_multiplier
+        self._others_mu_squared += (
+            more * (charge.sensitivity / z) ** 2 if z else math.inf
+        )
         if self._origin is not None:
             self._since.append((charge, more))
         for part, total in self._sums.items():
@@ -169,6 +205,7 @@ class PrivacyAccountant:
             return
         if before:
             known = _whole_pass(charge, before)
+            # (Its share of the sum of all stays: that is an upper bound.)
             self._others[known] -= 1
             if not self._others[known]:
                 del self._others[known]
@@ -201,6 +238,7 @@ class PrivacyAccountant:
         self._passes[key] = max(cost, _largest_sum(now) if met else weight), now
         return self._passes[key][0] - cost
 
+    @_one_at_a_time
     def epsilon(
         self, delta: float, accountant: str = "rdp", coarse: bool = False
     ) -> float:
@@ -231,6 +269,7 @@ class PrivacyAccountant:
             epsilon, step = epsilon + step, 2 * step
         return epsilon
 
+    @_one_at_a_time
     def epsilon_if_participation_is_known(
         self, delta: float, accountant: str | None = None
     ) -> float:
@@ -268,6 +307,7 @@ class PrivacyAccountant:
         by_pld = known.is_one_gaussian or known.is_one_search
         return known.epsilon(delta, accountant or ("pld" if by_pld else "rdp"))
 
+    @_one_at_a_time
     def delta(self, epsilon: float, accountant: str = "rdp") -> float:
         """Returns delta at epsilon; 1 where a round had no noise.
 
@@ -312,12 +352,9 @@ class PrivacyAccountant:
         clients in all rounds cost is another bound, with a valley of its own.
         """
         part, least, seen = curves.FIRST_PART, math.inf, set()
-        mu_squared = self._mu_squared
-        for charge, count in self._others.items():
-            z = charge.noise_multiplier
-            mu_squared += count * (charge.sensitivity / z) ** 2 if z else math.inf
+        mu_squared = self._mu_squared + self._others_mu_squared
         if mu_squared < math.inf:
-            everybody = curves.ORDERS * (mu_squared / 2 * (1 + 1e-12))
+            everybody = curves.ORDERS * (mu_squared / 2 * self._rounding)
             least = float(np.min(bounds(curves.ORDERS, everybody)))
         while 0 <= part < len(curves.PARTS) and part not in seen:
             seen.add(part)
@@ -333,8 +370,12 @@ class PrivacyAccountant:
     def _curve(self, part: int) -> np.ndarray:
         """Returns the history's divergence at one part of the orders, rounded up."""
         gaussians = curves.PARTS[part] * (self._mu_squared / 2)
-        # More than what the roundings of the sums can hide.
-        return (self._sum(part) + gaussians) * (1 + 1e-12)
+        return (self._sum(part) + gaussians) * self._rounding
+
+    @property
+    def _rounding(self) -> float:
+        """A factor by more than what the roundings of the sums can hide."""
+        return 1 + max(1e-12, 2.0**-52 * self._additions)
 
     def _sum(self, part: int) -> np.ndarray:
         """Returns the divergence of what sampling amplifies, added up once."""

@@ -462,6 +462,10 @@ class PassCohorts:
     def cohort(self, round_index: int) -> tuple[int, int, int]:
         """Returns (pass, first position, one past the last) of a round."""
         n = self._num_clients
+        if schedules.is_constant(self._schedule):
+            m = int(checked_size(self._schedule, n))
+            index, place = divmod(round_index, -(-n // m))
+            return index, place * m, min(n, place * m + m)
         while len(self._cohorts) <= round_index:
             index, _, start = self._cohorts[-1] if self._cohorts else (0, 0, 0)
             if start == n:

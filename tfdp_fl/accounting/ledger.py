@@ -326,6 +326,7 @@ class PrivacyLedger:
             contents = self._recover(expected_head)
             self._header, self._head = contents.header, contents.head
             self._entries, self._ended = [*contents.entries], dict(contents.ended)
+            self._rounds_of = collections.Counter(e.run for e in self._entries)
             if not self._header:
                 header = {
                     "format": FORMAT,
@@ -363,6 +364,10 @@ class PrivacyLedger:
     def rounds(self) -> int:
         """How many rounds the ledger holds."""
         return len(self._entries)
+
+    def rounds_of(self, run: str) -> int:
+        """Returns how many of them are of a run."""
+        return self._rounds_of[run]
 
     @property
     def entries(self) -> tuple[LedgerEntry, ...]:
@@ -438,6 +443,7 @@ class PrivacyLedger:
                 # Else a line could be on the disk of which this object does not know.
                 self._head = self._append(body)
                 self._entries.append(dataclasses.replace(entry, line_hash=self._head))
+                self._rounds_of[entry.run] += 1
                 known, self._central = self._central, None
                 if known and budget and charge is not None and entry.is_central:
                     known.add(charge)  # It was asked, and belongs to the others.

@@ -35,8 +35,9 @@ from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras.federated_training import FederatedTraining
 from tfdp_fl.keras.run import FitPlan, Population, Run
 from tfdp_fl.mechanisms import ClientWeighting
+from tfdp_fl.terms import Json
 
-FORMAT = "tfdp_fl checkpoint 7"
+FORMAT = "tfdp_fl checkpoint 8"
 _NAME = re.compile(r"round-(\d{8})\.npz")
 _PLACE = "place of an array"
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -61,7 +62,7 @@ class CheckpointWriteError(CheckpointError):
     """A file could not be written; what stood before is as it was."""
 
 
-def to_bytes(state: dict[str, Any], level: int = 1) -> bytes:
+def to_bytes(state: Json, level: int = 1) -> bytes:
     """Returns the bytes of a file.
 
     Args:
@@ -94,7 +95,7 @@ def to_bytes(state: dict[str, Any], level: int = 1) -> bytes:
     return data + hashlib.sha256(data).digest()
 
 
-def from_bytes(data: bytes) -> dict[str, Any]:
+def from_bytes(data: bytes) -> Json:
     """Returns what was written; raises ValueError unless it is to the last bit."""
     data, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
     if hashlib.sha256(data).digest() != digest:
@@ -103,7 +104,7 @@ def from_bytes(data: bytes) -> dict[str, Any]:
         if "arr_0" not in file:
             raise ValueError("an earlier version wrote it")
 
-        def array_of(value: dict[str, Any]) -> Any:
+        def array_of(value: Json) -> Any:
             return file[f"arr_{value[_PLACE]}"] if _PLACE in value else value
 
         if file["arr_0"].dtype != np.uint8:
@@ -137,7 +138,7 @@ class CheckpointDirectory:
         """Returns where the checkpoint before a round is, or would be."""
         return self.path / f"round-{round_index:08d}.npz"
 
-    def newest(self) -> dict[str, Any]:
+    def newest(self) -> Json:
         """Returns the newest state that is whole; warns of damaged checkpoints."""
         rounds = self.rounds()
         if not rounds:
@@ -174,7 +175,7 @@ class CheckpointDirectory:
                 file = self.file(later)
                 file.replace(file.with_suffix(".damaged"))
 
-    def write(self, round_index: int, state: dict[str, Any], keep: int) -> None:
+    def write(self, round_index: int, state: Json, keep: int) -> None:
         """Writes the state before a round, then removes all but the newest `keep`."""
         write_atomically(self.file(round_index), to_bytes(state))
         for old in self.rounds()[keep:]:
@@ -215,13 +216,15 @@ def ledger_key(path: str | os.PathLike[str]) -> str:
     return os.path.realpath(path)
 
 
-def capture(fed: FederatedTraining, ledger_head: str | None) -> dict[str, Any]:
-    """Returns the state of a training between two rounds."""
+def capture(
+    fed: FederatedTraining,
+    ledger_head: str | None,
+    ledger: accounting.PrivacyLedger | None = None,
+) -> Json:
+    """Returns the state of a training between two rounds, kept beside a ledger."""
     run, cohort_engine = fed.require_trained("checkpoint")
-    state = run.state()
-    state["cohort_sizes"] = np.array(state["cohort_sizes"], np.int32)
     return {
-        **state,
+        **run.state(ledger),
         "weights": [v.numpy() for v in fed.model.weights],
         "server_optimizer": [v.numpy() for v in cohort_engine.server.state],
         "settings": settings(fed, run.population, run.plan),
@@ -231,9 +234,7 @@ def capture(fed: FederatedTraining, ledger_head: str | None) -> dict[str, Any]:
     }
 
 
-def settings(
-    fed: FederatedTraining, population: Population, plan: FitPlan
-) -> dict[str, Any]:
+def settings(fed: FederatedTraining, population: Population, plan: FitPlan) -> Json:
     """Returns, by argument, what must be the same when a run is resumed."""
     setup, training = fed.setup, fed.require_compiled("fit")
 
@@ -305,7 +306,7 @@ class InterruptedRun:
     """
 
     directory: pathlib.Path
-    state: dict[str, Any]
+    state: Json
     ledger: accounting.LedgerContents
 
     @classmethod
@@ -362,7 +363,7 @@ class InterruptedRun:
         What was spent is what the ledger says: it also has the rounds that
         were charged after the checkpoint, whose result may have been seen.
         """
-        state = {**self.state, "cohort_sizes": self.state["cohort_sizes"].tolist()}
+        state = self.state
         variables = [*fed.model.weights, *cohort_engine.server.state]
         values = [*state["weights"], *state["server_optimizer"]]
         pairs = list(zip(variables, values, strict=True))
@@ -370,7 +371,7 @@ class InterruptedRun:
         # Nobody knows what was drawn after the checkpoint, here or from a copy.
         run.attempts.renew()
         query, spending = cohort_engine.query, run.spending
-        key, before = ledger_key(ledger_path(self.directory)), spending.rounds
+        key = ledger_key(ledger_path(self.directory))
         ledgers = {key: self.ledger}
         for other, head in run.known_ledgers.items():
             # They may hold rounds that came after the checkpoint, too.
@@ -389,7 +390,7 @@ class InterruptedRun:
         who = run.sampler.participation(run.rounds)
         if who.draws_depend_on_each_other and not who.known_selection:
             run.caveats.add("cohort_redrawn")
-        lost = spending.rounds > before
+        lost = spending.rounds > state["spending"]["rounds"]
         if lost:
             run.caveats.add("rounds_charged_twice")
         if lost or state["memory_of"] != query.mechanism.state_fingerprint():

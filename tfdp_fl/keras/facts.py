@@ -48,7 +48,7 @@ def of_run(
         ],
         num_records=run.num_records,
         clients_per_round=sizes or run.sampler.expected_cohort_size(0),
-        cohort_sizes=run.cohort_sizes,
+        cohort_sizes=[*run.cohort_sizes.elements()],
         rounds=spending.rounds,
         rounds_of_others=spending.rounds_of_others - spending.evaluations,
         evaluated=[

@@ -209,12 +209,16 @@ def charged(
     """Returns what the rounds of a deployment cost, and how often each."""
     mechanism.check(deployment)
     rounds, kinds = deployment.rounds or 0, {}
-    if not run_lib.is_steady(mechanism, sampler):
-        kinds = dict.fromkeys(range(rounds), 1)
-    elif schedules.is_constant(mechanism.noise_multiplier) and schedules.is_constant(
-        deployment.clients_per_round
+    steady = run_lib.is_steady(mechanism)
+    if (
+        steady
+        and schedules.is_constant(mechanism.noise_multiplier)
+        and (schedules.is_constant(deployment.clients_per_round))
     ):
-        kinds = {0: rounds} if rounds else {}
+        event = mechanism.round_event(0, deployment)
+        return collections.Counter(dict(sampler.charges(range(rounds), event)))
+    if not steady or isinstance(sampler, sampling_lib.PassSampler):
+        kinds = dict.fromkeys(range(rounds), 1)
     else:
         alike: dict[tuple[float, float], int] = {}
         for t in range(rounds):

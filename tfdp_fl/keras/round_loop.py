@@ -292,7 +292,7 @@ class RoundLoop:
         run.sampler.release(cohort)
         run.releasing = True
         run.mechanism_state, released = self.engine.release(pending, paid)
-        run.cohort_sizes.append(len(pending.inputs.positions))
+        run.cohort_sizes[len(pending.inputs.positions)] += 1
         run.log_names = list(released)
         run.remember_norms(pending.inputs.positions, pending.window_norms)
         run.rounds += 1

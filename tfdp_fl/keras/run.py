@@ -7,6 +7,7 @@ these; a checkpoint adds them.
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import os
@@ -90,7 +91,7 @@ Charges = list[tuple[accounting.RoundCharge, int]]
 # What a checkpoint keeps as it is.
 _PLAIN = (
     *("run_id", "rounds", "populations", "known_ledgers", "log_names"),
-    *("cohort_sizes", "held_out", "windows"),
+    *("held_out", "windows"),
 )
 
 
@@ -136,7 +137,7 @@ class Run:
         round: its clip, and its memory if it has any.
       windows: Float32 [N, W, L], each client's window of norms; None if the
         mechanism keeps none.
-      cohort_sizes: How many clients each released round had.
+      cohort_sizes: How many released rounds had how many clients.
       log_names: The values that a round reports.
       caveats: Keys of `accounting.CAVEATS` of which the rounds are the reason.
       held_out: The digest of the clients that each `fit` so far held out for
@@ -162,7 +163,9 @@ class Run:
     num_records: int | None = None
     mechanism_state: RoundState
     windows: np.ndarray | None = None
-    cohort_sizes: list[int] = dataclasses.field(default_factory=list)
+    cohort_sizes: collections.Counter[int] = dataclasses.field(
+        default_factory=collections.Counter
+    )
     log_names: list[str] = dataclasses.field(default_factory=lambda: ["loss"])
     caveats: set[str] = dataclasses.field(default_factory=set)
     held_out: str | None = None
@@ -208,8 +211,11 @@ class Run:
             [self.windows[positions, 1:], norms[:, None]], axis=1
         )
 
-    def state(self) -> Json:
-        """Returns what a checkpoint keeps: JSON values and arrays."""
+    def state(self, ledger: ledger_lib.PrivacyLedger | None = None) -> Json:
+        """Returns what a checkpoint keeps, beside its ledger: JSON values and arrays.
+
+        (See `PrivacyAccount.state`.)
+        """
         memory = tf.nest.flatten(self.mechanism_state)
         return {
             **{name: getattr(self, name) for name in _PLAIN},
@@ -218,8 +224,9 @@ class Run:
             "caveats": sorted(self.caveats),
             "sampler": self.sampler.state(),
             "spending": self.spending.state(
-                per_client=self.setup.mechanism.max_participations is not None
+                self.setup.mechanism.max_participations is not None, ledger
             ),
+            "cohort_sizes": [*self.cohort_sizes.items()],
             "mechanism_state": [tf.convert_to_tensor(v).numpy() for v in memory],
         }
 
@@ -246,6 +253,7 @@ class Run:
             **plain,
             sampler=sampler,
             caveats=set(state["caveats"]),
+            cohort_sizes=collections.Counter(dict(state["cohort_sizes"])),
             spending=spending,
             mechanism_state=tf.nest.pack_sequence_as(prepared.mechanism_state, values),
         )
@@ -309,15 +317,20 @@ class Run:
             return elsewhere + clients.max_mu_squared_after_draws(
                 rounds, mu_squared, most
             )
-        planned = map(self.sampler.planned, range(self.rounds, self.rounds + rounds))
+        ahead = range(self.rounds, self.rounds + rounds)
+        head, whole, tail = self.sampler.split(ahead)
+        planned = [*map(self.sampler.planned, (*head, *tail))]
         return elsewhere + clients.max_mu_squared_after_cohorts(
-            [*planned], mu_squared, most
+            planned, mu_squared, most, whole
         )
 
     def charges_ahead(self) -> Callable[[int, int], Charges]:
-        """Returns what the rounds from one of the next to another cost, by kind."""
-        mechanism = self.setup.mechanism
-        steady = is_steady(mechanism, self.sampler)
+        """Returns what the rounds from one of the next to another cost, by kind.
+
+        Rounds of a pass that cost as much together as one of them may stand as one.
+        """
+        mechanism, sampler = self.setup.mechanism, self.sampler
+        steady = is_steady(mechanism)
         given = mechanism.noise_multiplier, self.setup.clients_per_round
         constant = steady and all(map(schedules.is_constant, given))
         places: dict[Any, int] = {}
@@ -326,10 +339,11 @@ class Run:
 
         def number_of(ahead: int) -> int:
             index: Any = self.rounds + ahead
-            if ahead and steady:  # (The coming round's cohort may be drawn.)
+            # (The coming round's cohort may be drawn.)
+            if ahead and steady and not isinstance(sampler, sampling.PassSampler):
                 index = (
                     mechanism.noise_multiplier_at(index),
-                    self.sampler.expected_cohort_size(index),
+                    sampler.expected_cohort_size(index),
                 )
             if index not in places:
                 cost = self.cost(self.rounds + ahead)
@@ -340,9 +354,14 @@ class Run:
             return places[index]
 
         def charges(first: int, end: int) -> Charges:
-            asked = min(end, 2) if constant else end
-            numbers.extend(map(number_of, range(len(numbers), asked)))
-            numbers.extend(numbers[-1:] * (end - len(numbers)))
+            if constant and end > first:
+                rounds = range(self.rounds + first, self.rounds + end)
+                planned = collections.Counter([self.cost(rounds[0])])
+                event = mechanism.round_event(self.rounds + 1, self.deployment)
+                for kind, count in sampler.charges(rounds[1:], event):
+                    planned[kind] += count
+                return [*planned.items()]
+            numbers.extend(map(number_of, range(len(numbers), end)))
             times = np.bincount(np.array(numbers[first:end], np.int64))
             found = np.flatnonzero(times).tolist()
             return [(kinds[number], int(times[number])) for number in found]
@@ -371,11 +390,10 @@ class Run:
         return epsilon
 
 
-def is_steady(mechanism: Any, sampler: sampling.CohortSampler) -> bool:
-    """Returns whether rounds of equal noise and cohorts are known to cost the same.
+def is_steady(mechanism: Any) -> bool:
+    """Returns whether rounds of equal noise and size are known to release the same.
 
-    Not those of a pass, of correlated noise, or of a mechanism of somebody's own.
+    Not those of correlated noise, or of a mechanism of somebody's own.
     """
-    sampled = (sampling.PoissonSampler, sampling.FixedSizeSampler)
     ours = type(mechanism).round_event.__module__.startswith("tfdp_fl.mechanisms.")
-    return ours and not mechanism.min_separation and type(sampler) in sampled
+    return ours and not mechanism.min_separation

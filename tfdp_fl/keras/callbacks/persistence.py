@@ -262,7 +262,8 @@ class RoundCheckpoint(Ledger):
     def _save(self) -> None:
         fed, run = self.federated_model, self._run
         if not run.releasing:
-            state = checkpoint.capture(fed, run.known_ledgers[self._key])
+            head = run.known_ledgers[self._key]
+            state = checkpoint.capture(fed, head, self._opened)
             self._files.write(run.rounds, state, self.keep)
 
 
