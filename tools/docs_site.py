@@ -371,7 +371,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Draws the picture, and makes links to the repository's files lead there."""
+    """Draws the picture, leads links to files' pages, and keeps "± 0.1" together."""
 
     def led(match: re.Match[str]) -> str:
         text, path = match.groups()
@@ -381,4 +381,4 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
     if _PICTURE in markdown:
         markdown = markdown.replace(_PICTURE, picture())
-    return _OUTSIDE.sub(led, markdown)
+    return _OUTSIDE.sub(led, markdown.replace(" ± ", "\xa0±\xa0"))
