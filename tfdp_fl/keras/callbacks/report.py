@@ -14,12 +14,12 @@ from tfdp_fl import _files, accounting
 from tfdp_fl.keras import checkpoint
 from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
 
-# What is drawn of the rounds' values, by the title.
+# What is drawn of the rounds' values, and what it is called, by the title.
 _CHARTS = {
-    "Accuracy": ("val_accuracy", "accuracy"),
-    "Loss": ("val_loss", "loss"),
-    "Epsilon spent": ("epsilon",),
-    "Clip and norms": ("clip_norm", "mean_update_norm"),
+    "Accuracy": {"val_accuracy": "validation data", "accuracy": "clients in training"},
+    "Loss": {"val_loss": "validation data", "loss": "clients in training"},
+    "Epsilon spent": {"epsilon": "spent"},
+    "Clip and norms": {"clip_norm": "clip norm", "mean_update_norm": "mean update norm"},
 }
 
 # Settings that are for checkpoints alone. The digest is also of their data where
@@ -32,6 +32,7 @@ _LABELS = {
     "clients (their number)": "clients",
     "clients_per_round": "clients expected in a round",
     "shuffle": "examples are shuffled",
+    "non_trainable_state": "non-trainable state",
     "on_client_failure": "if a client fails",
     "optimizer": "clients' optimizer",
     "server_optimizer": "server's optimizer",
@@ -116,6 +117,8 @@ class Report(FederatedCallback):
         settings = checkpoint.settings(fed, fed.run.population, fed.run.plan)
         for name in _SECRET:
             settings.pop(name, None)
+        if settings.get("grad_clip", 0) < 0:
+            del settings["grad_clip"]
         training = fed.require_compiled("a report")
         # (Zero where the optimizer follows a schedule of its own.)
         settings["clients' learning rate"] = training.learning_rate or "a schedule"
@@ -158,10 +161,10 @@ class Report(FederatedCallback):
         for title, names in _CHARTS.items():
             drawn = figure.Figure(figsize=(5, 3.2), layout="constrained")
             axes = drawn.add_subplot(title=title, xlabel="round")
-            for name in names:
+            for name, label in names.items():
                 points = self._series(name)
                 if points:
-                    axes.plot(*zip(*points, strict=True), marker=".", label=name)
+                    axes.plot(*zip(*points, strict=True), marker=".", label=label)
             if not axes.lines:
                 continue
             if title == "Epsilon spent" and target is not None:
