@@ -167,7 +167,10 @@ PAGES: dict[str, tuple[str, ...]] = {
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#\s]+)[^)\s]*\)")
 _PICTURE = "<!-- packages -->"
 # What a search shows later than guides and the rest of the reference.
-_LATER = ("flower", "flower_older", "aggregators", "learning", "charges", "gaussians")
+_LATER = (
+    *("flower", "flower_older", "aggregators", "learning", "learning_epsilon"),
+    *("charges", "gaussians", "statement", "ledger", "search"),
+)
 
 
 def public_names(package: str) -> Iterator[tuple[str, str]]:

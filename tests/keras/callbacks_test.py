@@ -260,7 +260,9 @@ def test_a_report_is_one_file_with_everything(tmp_path):
         assert " ".join(part.split()) in text
     assert "<td>SGD</td>" in page
     assert text.startswith("Toys & <b>: training with differential privacy")
-    assert re.search(rf"Written on 20\d\d-\d\d-\d\d by tfdp_fl {tfdp_fl.__version__}", text)
+    assert re.search(
+        rf"Written on 20\d\d-\d\d-\d\d by tfdp_fl {tfdp_fl.__version__}", text
+    )
     for row in ("Clients 40", "Clients' learning rate 0.1", "Batch size 32"):
         assert f" {row} " in text
     assert "broken off" not in text

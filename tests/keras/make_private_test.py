@@ -173,5 +173,5 @@ def test_a_delta_that_is_not_given_is_a_tenth_of_one_client():
     fed = toy.private(2.0, 4, target_delta=None)
     assert fed.setup.target.delta == fed.setup.delta == 0.1 / toy.NUM_CLIENTS
     assert fed.mechanism == toy.private(2.0, 4, target_delta=2.5e-3).mechanism
-    with pytest.raises(ValueError, match="num_clients must be .* got 0"):
+    with pytest.raises(ValueError, match=r"num_clients must be .* got 0"):
         toy.private(2.0, 4, target_delta=None, num_clients=0)

@@ -19,7 +19,10 @@ _CHARTS = {
     "Accuracy": {"val_accuracy": "validation data", "accuracy": "clients in training"},
     "Loss": {"val_loss": "validation data", "loss": "clients in training"},
     "Epsilon spent": {"epsilon": "spent"},
-    "Clip and norms": {"clip_norm": "clip norm", "mean_update_norm": "mean update norm"},
+    "Clip and norms": {
+        "clip_norm": "clip norm",
+        "mean_update_norm": "mean update norm",
+    },
 }
 
 # Settings that are for checkpoints alone. The digest is also of their data where
@@ -44,7 +47,6 @@ _LABELS = {
 
 def _label(setting: str) -> str:
     return _LABELS.get(setting, setting.replace("_", " ")).capitalize()
-
 
 
 class Report(FederatedCallback):
