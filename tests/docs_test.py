@@ -78,10 +78,11 @@ def test_readme_keeps_its_target_without_a_warning():
     found = re.search(r"accuracy (0\.\d+), epsilon (\d+\.\d+)", out)
     assert float(found[1]) > 0.84  # 0.90 to 0.93; chance is 0.1.
     assert 1.9 <= float(found[2]) <= 2.0
-    # What stands below the code is what it prints, but for the accuracy's digits.
+    # What stands below the code is what it prints, but for numbers, which are coarse
+    # here.
     (shown,) = re.findall(r"```\n(accuracy .*?)\n\[", _PAGES["README"], re.DOTALL)
-    printed = re.sub(r"accuracy 0\.\d+", "accuracy 0", out)
-    assert re.sub(r"accuracy 0\.\d+", "accuracy 0", shown) in printed
+    shown, printed = (re.sub(r"\d+(\.\d+)?", "1", text) for text in (shown, out))
+    assert " ".join(shown.split()) in " ".join(printed.split())
 
 
 def test_own_data_learns():
