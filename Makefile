@@ -9,7 +9,7 @@ STACK ?= current
 # Name a Python as in: make PYTHON=/path/to/python3.10 test
 PYTHON ?=
 TRAIN_FLAGS ?= --dataset=digits --num_clients=500 --mechanism=adaptive \
-  --target_epsilon=2 --target_delta=1e-3 --clients_per_round=100 --rounds=60 \
+  --target_epsilon=2 --target_delta=2e-4 --clients_per_round=100 --rounds=60 \
   --output_dir=runs/digits --overwrite
 BENCHMARK_FLAGS ?=
 PYTEST_ARGS ?=

@@ -19,7 +19,7 @@ assert tfdp_fl.validate(model) == []
 fed = tfdp_fl.make_private(
     model,
     target_epsilon=8.0,
-    target_delta=1e-2,
+    target_delta=5e-3,
     num_clients=20,
     clients_per_round=10,
     rounds=2,
@@ -35,10 +35,10 @@ print(history.history["val_accuracy"])
 fed = tfdp_fl.DPFederatedModel(model, fixed, clients_per_round=10)
 fed.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
 fed.fit(clients, rounds=2, batch_size=10, verbose=0)
-print(fed.epsilon(delta=1e-2), fed.rounds, fed.evaluate(*test, verbose=0))
+print(fed.epsilon(delta=5e-3), fed.rounds, fed.evaluate(*test, verbose=0))
 means = tfdp_fl.PrivateMetrics(bounds={"accuracy": (0, 1)}, noise_multiplier=5.0)
 print(fed.evaluate_clients(clients, private=means, verbose=0)["accuracy"])
-print(fed.privacy_statement(delta=1e-2), fed.central_epsilon(delta=1e-2))
+print(fed.privacy_statement(delta=5e-3), fed.central_epsilon(delta=5e-3))
 print(fed.predict(test[0], verbose=0).shape, fed.mechanism, fed.setup.sampling)
 fed.save("digits.keras")
 
@@ -54,7 +54,7 @@ search = tfdp_fl.PrivateSearch(
     [{"rate": 0.1}, {"rate": 0.3}],
     expected_trials=2,
     target_epsilon=8.0,
-    target_delta=1e-2,
+    target_delta=5e-3,
     score=tfdp_fl.PublicScore(*test, "accuracy"),  # Or, by clients that are held out,
 )  # tfdp_fl.PrivateScore("accuracy", noise_multiplier=5.0).
 best = search.fit(clients, rounds=2, batch_size=10)
@@ -89,7 +89,7 @@ class Print(tfdp_fl.callbacks.FederatedCallback):
 fed = tfdp_fl.DPFederatedModel(model, fixed, clients_per_round=10)
 fed.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
 listeners = [
-    tfdp_fl.callbacks.PrivacyBudget(epsilon=8.0, delta=1e-2),
+    tfdp_fl.callbacks.PrivacyBudget(epsilon=8.0, delta=5e-3),
     tfdp_fl.callbacks.RoundCheckpoint("run"),
     tfdp_fl.callbacks.Report("report.html"),
     Print(),
@@ -153,9 +153,9 @@ fed = tfdp_fl.DPFederatedModel(model, fixed, clients_per_round=10)
 fed.compile(keras.optimizers.SGD(0.1), loss)
 ledger = tfdp_fl.callbacks.Ledger("ledger.jsonl")
 fed.fit(clients, rounds=2, batch_size=10, callbacks=[ledger], verbose=0)
-print(accounting.epsilon_from_ledger("ledger.jsonl", delta=1e-2))
+print(accounting.epsilon_from_ledger("ledger.jsonl", delta=5e-3))
 contents = accounting.PrivacyLedger.read("ledger.jsonl")
-print(contents.head, len(contents.entries), contents.epsilon(delta=1e-2))
+print(contents.head, len(contents.entries), contents.epsilon(delta=5e-3))
 
 # %% statement
 from tfdp_fl import accounting
@@ -172,7 +172,7 @@ balanced = tfdp_fl.losses.BalancedSoftmaxCrossentropy()
 fed = tfdp_fl.DPFederatedModel(model, fixed, clients_per_round=10)
 fed.compile(keras.optimizers.SGD(0.1), balanced)
 fed.fit(clients, rounds=2, batch_size=10, audit=audit, verbose=0)
-print(audit.estimate(delta=1e-2))
+print(audit.estimate(delta=5e-3))
 gradients = tfdp_fl.features.OrientedGradients()  # A layer for images.
 
 # %% sampling

@@ -72,7 +72,7 @@ def tasks(path: str) -> dict[str, Any]:
         tfdp_fl.datasets.load_mnist(1000, examples_per_client=60, path=path),
     )
     return {
-        "digits": (*digits, 60, 1e-3, 0.2, lambda: _layers(64, 128)),
+        "digits": (*digits, 60, 2e-4, 0.2, lambda: _layers(64, 128)),
         "mnist": (*mnist, 100, 1e-5, 0.1, _oriented),
     }
 

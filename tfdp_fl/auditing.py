@@ -54,7 +54,7 @@ class CanaryAudit:
     updates by their norm (fixed, adaptive and median clips among them).
 
     Attributes:
-      num_canaries: K.
+      num_canaries: The number of canary clients, K.
       iterates: "final": the attacker sees the model before and after the
         `fit`; "all": the model after every round, and a canary's score is its
         largest in any round and any difference of two in turn. That costs 4 K
@@ -286,7 +286,7 @@ class Canaries:
 
     Attributes:
       count: How many there are.
-      size: d.
+      size: The number of coordinates, d.
     """
 
     def __init__(self, count: int, size: int, seed: int | None = None):

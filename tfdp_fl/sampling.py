@@ -52,7 +52,7 @@ def make_sampler(
     Args:
       sampling: "poisson", "fixed_size", "random_allocation", "shuffled" or
         "cyclic".
-      num_clients: N.
+      num_clients: The number of clients, N.
       clients_per_round: m, at most N: a number (whole, except for Poisson and random
         allocation, where it is the expected size), a sequence with one per round, or
         a callable of the 0-based round.
@@ -144,7 +144,7 @@ class CohortSampler(abc.ABC):
 
     Attributes:
       sampling: The name that the accounting knows the sampling by.
-      num_clients: N.
+      num_clients: The number of clients, N.
       seed: None where cohorts are secret.
       unsettled: The cohort that was drawn last, until it is settled.
       attempt: With a seed, the key of the coming draw (`keras.run`):
@@ -615,7 +615,7 @@ class NamedAllocation:
     Another object has another secret: its first round begins a pass of its own.
 
     Args:
-      num_clients: N.
+      num_clients: The number of clients, N.
       clients_per_round: m, of which t = floor(N/m) rounds to a pass follow.
     """
 
@@ -715,7 +715,7 @@ class CyclicSampler(CohortSampler):
         """Divides the clients.
 
         Args:
-          num_clients: N.
+          num_clients: The number of clients, N.
           clients_per_round: m, a number, at most floor(N / b).
           num_groups: b; None: floor(N / m).
           seed: None for secret, fresh entropy.

@@ -3,8 +3,8 @@
 - The API reference has a page for each subject, with public names that are read
   from the packages' `__init__.py`; nothing is imported.
 - `<!-- packages -->` becomes a picture of the packages, drawn from the imports.
-- Pages link to files of the repository, which the site does not have: what was
-  a link becomes the file's path.
+- A file of the repository that a page links to gets a page of its own, with its
+  text; a link to a folder becomes the folder's path.
 """
 
 from __future__ import annotations
@@ -164,8 +164,13 @@ PAGES: dict[str, tuple[str, ...]] = {
         "RejectedMessageError",
     ),
 }
-_OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)\s]+)\)")
+_OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#\s]+)[^)\s]*\)")
 _PICTURE = "<!-- packages -->"
+# What a search shows later than guides and the rest of the reference.
+_LATER = (
+    *("flower", "flower_older", "aggregators", "learning", "learning_epsilon"),
+    *("charges", "gaussians", "statement", "ledger", "search"),
+)
 
 
 def public_names(package: str) -> Iterator[tuple[str, str]]:
@@ -203,7 +208,8 @@ def public_names(package: str) -> Iterator[tuple[str, str]]:
 def reference_page(page: str) -> str:
     """Returns a page of the API reference, in Markdown."""
     title, *contents = PAGES[page]
-    lines = [f"# {title}", "", *_example(page), ""]
+    lines = ["---", "search:", f"  boost: {0.2 if page in _LATER else 1.5}", "---"]
+    lines += [f"# {title}", "", *_example(page), ""]
     for content in contents:
         package, wanted = content.split(": ")
         where = dict(public_names(package))
@@ -260,38 +266,61 @@ def imports() -> dict[str, set[str]]:
 
 
 def picture() -> str:
-    """Returns an SVG of the packages: each stands above all that it imports."""
+    """Returns an SVG of the packages: each stands above all that it imports.
+
+    A line is left out where a longer way says the same, and neighbours in a row
+    stand near what they are joined to.
+    """
     uses = imports()
+
+    def below(name: str) -> set[str]:
+        return uses[name].union(*map(below, uses[name]))
 
     def level(name: str) -> int:
         return max((level(other) + 1 for other in uses[name]), default=0)
 
+    lines = {
+        (name, other)
+        for name in uses
+        for other in uses[name]
+        if not any(other in below(between) for between in uses[name])
+    }
     rows: dict[int, list[str]] = {}
     for name in sorted(uses):
         rows.setdefault(level(name), []).append(name)
-    top, width = max(rows), 160 * max(map(len, rows.values()))
-    places = {
-        name: (width * (place + 0.5) / len(rows[row]), 30 + 64 * (top - row))
-        for row in rows
-        for place, name in enumerate(rows[row])
+    place = {
+        name: (place + 0.5) / len(row)
+        for row in rows.values()
+        for place, name in enumerate(row)
     }
-    lines = [
-        f'<line x1="{places[name][0]:.0f}" y1="{places[name][1] + 13}" '
-        f'x2="{places[other][0]:.0f}" y2="{places[other][1] - 13}" '
-        'stroke="currentColor" stroke-opacity="0.35"/>'
-        for name in uses
-        for other in sorted(uses[name])
+
+    def wanted(name: str) -> tuple[float, str]:
+        joined = [place[b if a == name else a] for a, b in lines if name in (a, b)]
+        return sum(joined) / max(1, len(joined)), name
+
+    for row in [*range(max(rows), -1, -1), *range(max(rows) + 1)] * 4:
+        rows[row].sort(key=wanted)
+        for number, name in enumerate(rows[row]):
+            place[name] = (number + 0.5) / len(rows[row])
+    width, height = 176 * max(map(len, rows.values())), 76 * max(rows) + 44
+    x = {name: round(width * place[name]) for name in uses}
+    y = {name: height - 22 - 76 * level(name) for name in uses}
+    drawn = [
+        f'<path d="M{x[a]} {y[a] + 16}C{x[a]} {y[b] - 34} {x[b]} {y[a] + 34} '
+        f'{x[b]} {y[b] - 16}" fill="none" stroke="currentColor" '
+        'stroke-opacity="0.6" stroke-width="1.5"/>'
+        for a, b in sorted(lines)
     ]
-    for name, (x, y) in places.items():
-        lines.append(
-            f'<rect x="{x - 74:.0f}" y="{y - 13}" width="148" height="26" rx="5" '
-            'fill="var(--md-default-bg-color, white)" stroke="currentColor"/>'
-            f'<text x="{x:.0f}" y="{y + 5}" text-anchor="middle" font-size="13" '
-            f'fill="currentColor">{name}</text>'
-        )
+    drawn += [
+        f'<rect x="{x[name] - 80}" y="{y[name] - 16}" width="160" height="32" rx="6" '
+        'fill="var(--md-code-bg-color, #eee)" stroke="currentColor" '
+        f'stroke-opacity="0.6"/><text x="{x[name]}" y="{y[name] + 5}" '
+        f'text-anchor="middle" font-size="15" fill="currentColor">{name}</text>'
+        for name in sorted(uses)
+    ]
     return (
-        f'<svg role="img" aria-label="The packages and their imports" '
-        f'viewBox="0 0 {width} {64 * top + 60}" width="100%">{"".join(lines)}</svg>'
+        '<div class="packages"><svg role="img" aria-label="The packages and their '
+        f'imports" viewBox="0 0 {width} {height}">{"".join(drawn)}</svg></div>'
     )
 
 
@@ -311,13 +340,27 @@ def _followed(where: str) -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the pages of the API reference; an event of mkdocs."""
+    """Adds the API reference, and linked files' text; an event of mkdocs."""
     from mkdocs.structure.files import File
 
-    for page in PAGES:
-        path = f"reference/{page}.md"
-        files.append(File.generated(config, path, content=reference_page(page)))
+    texts = {f"reference/{page}.md": reference_page(page) for page in PAGES}
+    for page in _ROOT.glob("docs/*.md"):
+        for _, path in _OUTSIDE.findall(page.read_text("utf-8")):
+            if (_ROOT / path).is_file():
+                texts[_source_page(path)] = _source(path)
+    for path, content in texts.items():
+        files.append(File.generated(config, path, content=content))
     return files
+
+
+def _source_page(path: str) -> str:
+    return f"source/{path.replace('/', '.')}.md"
+
+
+def _source(path: str) -> str:
+    text = (_ROOT / path).read_text("utf-8")
+    before = f"---\nsearch:\n  exclude: true\n---\n# {path}\n\n"
+    return f"{before}`````{pathlib.Path(path).suffix[1:]}\n{text}\n`````\n"
 
 
 def on_config(config: Any) -> Any:
@@ -331,15 +374,14 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Draws the picture, and turns links to files of the repository into paths."""
+    """Draws the picture, leads links to files' pages, and keeps "± 0.1" together."""
 
-    def told(match: re.Match[str]) -> str:
-        text, target = match.groups()
-        path = target.removeprefix("../").partition("#")[0]
-        if path in text.replace("`", ""):
-            return text
-        return f"{text} (`{path}`)"
+    def led(match: re.Match[str]) -> str:
+        text, path = match.groups()
+        if (_ROOT / path).is_file():
+            return f"[{text}]({_source_page(path)})"
+        return text if path in text.replace("`", "") else f"{text} (`{path}`)"
 
     if _PICTURE in markdown:
         markdown = markdown.replace(_PICTURE, picture())
-    return _OUTSIDE.sub(told, markdown)
+    return _OUTSIDE.sub(led, markdown.replace(" ± ", "\xa0±\xa0"))

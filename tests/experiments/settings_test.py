@@ -51,7 +51,7 @@ def test_schedules():
 
 
 def test_delta_and_the_median():
-    assert Settings().delta(1000) == pytest.approx(1000**-1.1)
+    assert Settings().delta(1000) == pytest.approx(1e-4)
     assert Settings(target_delta=1e-4).delta(1000) == 1e-4
     nbafl = Settings(mechanism="nbafl", constant=3.0)
     assert nbafl.delta(1000) == pytest.approx(0.0139, abs=5e-5)

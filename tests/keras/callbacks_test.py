@@ -239,8 +239,8 @@ def test_what_a_directory_of_checkpoints_holds(tmp_path):
         raise RuntimeError("the first try")
 
 
-def _page(path, fed, callbacks=(), **options):
-    written = Report(path / "new" / "report.html", delta=1e-2)
+def _page(path, fed, callbacks=(), title=None, **options):
+    written = Report(path / "new" / "report.html", delta=1e-2, title=title)
     with contextlib.suppress(KeyboardInterrupt):
         toy.fit(fed, callbacks=[written, *callbacks], **options)
     return written.path.read_text("utf-8")
@@ -248,7 +248,8 @@ def _page(path, fed, callbacks=(), **options):
 
 def test_a_report_is_one_file_with_everything(tmp_path):
     fed = toy.federated(sampling="shuffled", delta=1e-2)
-    page = _page(tmp_path, fed, rounds=2, validation_data=toy.arrays(20), seed=4242)
+    options = {"validation_data": toy.arrays(20), "seed": 4242, "title": "Toys & <b>"}
+    page = _page(tmp_path, fed, rounds=2, **options)
     assert fed.run.population[1] not in page
     assert "4242" not in re.sub("(?s)<svg.*?</svg>", "", page)
     assert not re.search(r"(src|href)=.(?!#)", page)
@@ -258,6 +259,12 @@ def test_a_report_is_one_file_with_everything(tmp_path):
     for part in (*parts, *facts["caveats"].values()):
         assert " ".join(part.split()) in text
     assert "<td>SGD</td>" in page
+    assert text.startswith("Toys & <b>: training with differential privacy")
+    assert re.search(
+        rf"Written on 20\d\d-\d\d-\d\d by tfdp_fl {tfdp_fl.__version__}", text
+    )
+    for row in ("Clients 40", "Clients' learning rate 0.1", "Batch size 32"):
+        assert f" {row} " in text
     assert "broken off" not in text
     assert page.count("<svg") >= 3
     shown = float(re.search(r"<b>([0-9.]+)</b>epsilon", page)[1])

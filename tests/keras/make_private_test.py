@@ -167,3 +167,11 @@ def test_one_epsilon_everywhere():
     assert fed.epsilon(1e-3, "rdp") > 2.05
     fed = toy.private(2.0, 4, accountant=None, target_delta=1e-16)
     assert 1.0 < fed.mechanism.noise_multiplier < 100.0  # By PLD: 10 000.
+
+
+def test_a_delta_that_is_not_given_is_a_tenth_of_one_client():
+    fed = toy.private(2.0, 4, target_delta=None)
+    assert fed.setup.target.delta == fed.setup.delta == 0.1 / toy.NUM_CLIENTS
+    assert fed.mechanism == toy.private(2.0, 4, target_delta=2.5e-3).mechanism
+    with pytest.raises(ValueError, match=r"num_clients must be .* got 0"):
+        toy.private(2.0, 4, target_delta=None, num_clients=0)

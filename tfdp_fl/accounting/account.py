@@ -147,7 +147,7 @@ class LocalAccount:
     that spent most.
 
     Attributes:
-      num_clients: N.
+      num_clients: The number of clients, N.
       mu_squared: Each client's sum of mu^2, float64 [N].
       participations: How often each client took part, int64 [N].
     """

@@ -351,7 +351,7 @@ def checked_size(value: float, num_clients: int, fractional: bool = False) -> fl
 
     Args:
       value: The size.
-      num_clients: N.
+      num_clients: The number of clients, N.
       fractional: Whether an expected size need not be whole.
     """
     size = _validate.positive(clients_per_round=value)

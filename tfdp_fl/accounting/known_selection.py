@@ -22,7 +22,7 @@ class KnownSelectionDpEvent(dp_accounting.DpEvent):
     cases it moves nothing. To reveal which case it is can only help an observer.
 
     Attributes:
-      sampling_probability: q.
+      sampling_probability: The probability of taking part, q.
       event: The Gaussian of noise stddev / sensitivity; of replace-one, z / 2.
     """
 

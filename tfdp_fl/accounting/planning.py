@@ -84,7 +84,7 @@ def epsilon(
         0-based round. 0: no privacy, epsilon is infinite.
       sampling: "poisson", "fixed_size", "random_allocation", "shuffled" or
         "cyclic".
-      num_clients: N.
+      num_clients: The number of clients, N.
       clients_per_round: m, at most N: a constant, sequence or callable.
       rounds: T, at least 0.
       delta: Between 0 and 1.
@@ -125,10 +125,11 @@ def max_rounds(
     a callable at most a million.
 
     Args:
-      noise_multiplier: As in `epsilon`.
-      sampling: As in `epsilon`.
-      num_clients: N.
-      clients_per_round: As in `epsilon`.
+      noise_multiplier: The noise multiplier, z: a constant or a schedule.
+      sampling: How clients are drawn, such as "poisson".
+      num_clients: The number of clients, N.
+      clients_per_round: The expected number of clients in a round, m: a constant
+        or a schedule.
       target_epsilon: Above 0.
       delta: Between 0 and 1.
       accountant: "rdp" or "pld".
@@ -188,10 +189,11 @@ def calibrate_noise_multiplier(
 
     Args:
       target_epsilon: Above 0.
-      sampling: As in `epsilon`.
-      num_clients: N.
-      clients_per_round: m: a constant, sequence or callable of the round.
-      rounds: T, at least 1.
+      sampling: How clients are drawn, such as "poisson".
+      num_clients: The number of clients, N.
+      clients_per_round: The expected number of clients in a round, m: a constant,
+        a sequence, or a callable of the round.
+      rounds: The number of rounds, T; at least 1.
       delta: Between 0 and 1.
       accountant: "rdp" or "pld".
       target_delta: Another name for `delta`, as `make_private` has it; exactly

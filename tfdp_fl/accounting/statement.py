@@ -84,7 +84,7 @@ class StatementFacts:
       mechanism_parameters: Its parameters, for the record.
       unit: What is protected as a whole; "client" or "record".
       sampling: One of `charge.SAMPLINGS`, or "separated".
-      num_clients: N.
+      num_clients: The number of clients, N.
       populations: N of every population there were rounds on, in their order,
         where there were several.
       num_records: The number of records of all clients, if known; what delta

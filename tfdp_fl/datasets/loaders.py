@@ -240,7 +240,7 @@ def partition(
 
     Args:
       labels: int[n], the examples' labels.
-      num_clients: K.
+      num_clients: The number of clients, K.
       examples_per_client: How many examples each client gets, exactly.
       shards_per_client: How many shards they come from; divides
         `examples_per_client`. Not used if `iid`.

@@ -153,7 +153,7 @@ def rows_of_persons(client_ids: Any, num_rows: int) -> ClientRows:
 
     Args:
       client_ids: The client of each row, [n] numbers or strings.
-      num_rows: n.
+      num_rows: The number of rows, n.
 
     Raises:
       ValueError: They are not; the message names the row.

@@ -93,7 +93,7 @@ def client_table(
       rows: Int array, the row numbers of all clients, one client after the
         other.
       lengths: Int array [K], how many of them each client has.
-      batch_size: B.
+      batch_size: Examples in a batch, B.
       local_epochs: How often each client goes over its examples.
       keys: One for each client, by which its examples are shuffled anew for every
         epoch; None keeps the order given.

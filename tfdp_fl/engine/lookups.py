@@ -38,7 +38,7 @@ class Lookup(NamedTuple):
     Attributes:
       weight: The place of the weight, [V, d], among the trainable ones.
       feature: The place of the feature among the leaves of x.
-      size: V.
+      size: The rows of the table, V.
       dtype: As what the feature's numbers are looked up.
     """
 

@@ -132,7 +132,7 @@ def check_cohort_sizes(
     Args:
       protocol: The protocol.
       sampling: How cohorts are drawn.
-      num_clients: N.
+      num_clients: The number of clients, N.
       clients_per_round: m, the expected size.
     """
     lost = 0.0

@@ -87,7 +87,7 @@ class _DenseLayer:
           z: [K B, out].
           products: Float32 [K, B, s B], of the inputs with those of the steps
             before.
-          rate: eta.
+          rate: The learning rate, eta.
         """
         change = tf.matmul(products, tf.concat(self.gradients, axis=1))
         return tf.cast(tf.cast(z, tf.float32) - rate * _rows(change), z.dtype)

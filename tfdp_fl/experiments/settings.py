@@ -113,7 +113,7 @@ _OWN = {
         "The guarantee to keep at --target_delta: the noise is calibrated to it, or "
         "with --noise_multiplier training stops before the round that would pass it.",
     ),
-    "target_delta": Option(None, float, "N^-1.1 unless given; nbafl: by --constant."),
+    "target_delta": Option(None, float, "0.1 / N unless given; nbafl: by --constant."),
     "accountant": Option(
         None, ("rdp", "pld"), "Who calibrates and reports; pld is tighter."
     ),
@@ -323,7 +323,7 @@ class Settings(_Options):
 
     def delta(self, num_clients: int) -> float:
         """Returns the delta at which epsilon is reported."""
-        return self._implied_delta() or self.target_delta or num_clients**-1.1
+        return self._implied_delta() or self.target_delta or 0.1 / num_clients
 
     def _implied_delta(self) -> float | None:
         """Returns the delta that follows from the mechanism's parameters."""

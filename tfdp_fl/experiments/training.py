@@ -190,7 +190,7 @@ def run(
     federated_model, delta = prepared.federated_model, prepared.delta
     listeners: list[tf.keras.callbacks.Callback] = [
         run_directory.HistoryFile(path / run_directory.HISTORY),
-        callbacks.Report(path / run_directory.REPORT, delta),
+        callbacks.Report(path / run_directory.REPORT, delta, settings.dataset),
         callbacks.RoundCheckpoint(
             path / run_directory.CHECKPOINT,
             # Else for a run that is interrupted, which can always be resumed.

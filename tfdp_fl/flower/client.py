@@ -48,7 +48,7 @@ class Instruction(NamedTuple):
     """What the server asks of a client.
 
     Attributes:
-      clip_norm: S.
+      clip_norm: The clip norm, S.
       noise_stddev: what the client adds to each coordinate, 0 for nothing.
       wants_norm_bit: whether it has to say if its norm was within S.
     """

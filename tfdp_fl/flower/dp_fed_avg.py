@@ -196,9 +196,9 @@ class DPFedAvgFixed(DPFedAvg):
 
         Args:
           strategy: see `DPFedAvg`.
-          num_sampled_clients: m.
-          clip_norm: S.
-          noise_multiplier: z.
+          num_sampled_clients: The number of clients in a round, m.
+          clip_norm: The clip norm, S.
+          noise_multiplier: The noise multiplier, z.
           server_side_noising: whether the server adds the noise.
           **options: the keyword-only arguments of `DPFedAvg`.
 
@@ -243,11 +243,11 @@ class DPFedAvgAdaptive(DPFedAvg):
 
         Args:
           strategy: see `DPFedAvg`.
-          num_sampled_clients: m.
+          num_sampled_clients: The number of clients in a round, m.
           init_clip_norm: S of the first round.
           noise_multiplier: z, what a round's two releases together cost.
           server_side_noising: whether the server adds the updates' noise.
-          clip_norm_lr: eta.
+          clip_norm_lr: The step of the clip norm, eta.
           clip_norm_target_quantile: gamma.
           clip_count_stddev: sigma_b, above z / 2; None means m / 20, or 0 if
             there is no noise at all. Errors call it, and the three above, by

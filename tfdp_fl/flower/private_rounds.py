@@ -47,7 +47,7 @@ class PrivateRounds:
 
     Attributes:
       strategy: the wrapped strategy.
-      rounds: T, or None.
+      rounds: The number of rounds, T, or None.
       clip_norm: S, of the next round.
       discarded_updates: how many updates arrived not finite, and became zero.
       rejected_replies: how many replies could not be used.

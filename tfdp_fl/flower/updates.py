@@ -99,7 +99,7 @@ def largest_honest_norm(clip_norm: float, stddev: float, size: int) -> float:
     by model selection" (2000), Lemma 1.
 
     Args:
-      clip_norm: S.
+      clip_norm: The clip norm, S.
       stddev: sigma, of the client's noise per coordinate.
       size: D, the number of coordinates.
     """
@@ -116,7 +116,7 @@ def grid_step(largest: float, clients_per_round: float) -> float:
 
     Args:
       largest: the L2 norm that no record is above; infinity for no bound.
-      clients_per_round: m.
+      clients_per_round: The expected number of clients in a round, m.
     """
     if not 0 < largest < math.inf:
         return 0.0
@@ -168,10 +168,10 @@ def applied_with_noise(
     gaps for a share is float64 here, whatever is in the update.
 
     Args:
-      received: w.
+      received: The weights that the client received, w.
       update: float64 arrays, clipped and with noise.
       noise_stddev: of that noise, above 0.
-      clip_norm: S.
+      clip_norm: The clip norm, S.
 
     Raises:
       ValueError: if float64 has too few gaps as well.
@@ -210,9 +210,9 @@ def applied_within(
     coordinate moves farther than `update` says then.
 
     Args:
-      received: w.
+      received: The weights that the client received, w.
       update: float64 arrays with a joint L2 norm of at most S.
-      clip_norm: S.
+      clip_norm: The clip norm, S.
     """
     rounded = applied(received, update)
     if norm(difference(rounded, received)) <= clip_norm:

@@ -30,11 +30,12 @@ _TINY, _HUGE = 1e-6, 1e6
 
 def make_private(
     model: tf.keras.Model,
+    *,
     target_epsilon: float,
-    target_delta: float,
     num_clients: int,
     clients_per_round: schedules.Schedule,
     rounds: int,
+    target_delta: float | None = None,
     mechanism: str | mechanisms.Mechanism = "adaptive",
     sampling: str = "poisson",
     accountant: str | None = None,
@@ -51,10 +52,11 @@ def make_private(
     Args:
       model: A built Keras model.
       target_epsilon: The most that `rounds` rounds may cost.
-      target_delta: The delta of that cost.
-      num_clients: The population N.
-      clients_per_round: The expected cohort size m, constant or a schedule.
-      rounds: T.
+      num_clients: The number of clients, N.
+      clients_per_round: The expected number of clients in a round, m, constant or
+        a schedule.
+      rounds: The number of rounds, T.
+      target_delta: The delta of that cost; None: 0.1 / num_clients.
       mechanism: A registered name: "adaptive", "fixed", "median", "local",
         "adaptive_local", "correlated" (with a cyclic sampling; its `rounds`
         are those given here, and its `min_separation` is N / m, unless given),
@@ -75,6 +77,9 @@ def make_private(
       ValueError: The target cannot be kept, or an argument is not allowed.
     """
     training_setup.check_model(model)
+    if target_delta is None:
+        _validate.positive_integer(num_clients=num_clients)
+        target_delta = 0.1 / num_clients
     model_options = {
         name: options.pop(name) for name in _MODEL_OPTIONS if name in options
     }

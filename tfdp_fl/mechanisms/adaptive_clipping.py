@@ -77,7 +77,7 @@ class AdaptiveClipping(mechanism.Mechanism):
       initial_clip_norm: S of the first round.
       target_quantile: gamma, the fraction of clients that should remain
         unclipped.
-      clip_learning_rate: eta.
+      clip_learning_rate: The step of the clip norm, eta.
       count_noise_stddev: sigma_b > z/2, stddev of the noise on the count; None
         stands for clients_per_round / 20 (and for 0 where z is 0).
       noise_site: "server" or "client" (needs fixed-size sampling).

@@ -49,7 +49,8 @@ class CorrelatedNoise(mechanism.Mechanism):
         such as "blt:2". What it leaves open is chosen so that the
         noise of the last model is the smallest.
       rounds: T, the rounds of a segment.
-      min_separation: b.
+      min_separation: The least number of rounds from one round of a client to its
+        next, b.
       max_participations: k, after which a client sits out; None: as many as
         there is room for, ceil(T / b).
     """

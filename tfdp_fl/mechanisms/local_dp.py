@@ -56,7 +56,7 @@ def noise_over_sensitivity(
 
     Args:
       epsilon: The budget of one client over the whole training.
-      delta: The same.
+      delta: The delta of that budget.
       calibration: "analytic": Balle & Wang (2018), Algorithm 1; "classic":
         sqrt(2 ln(1.25/delta))/epsilon (Dwork & Roth 2014, Theorem A.1), proven
         for epsilon < 1 only.

@@ -60,7 +60,7 @@ class CalibrationTarget(NamedTuple):
       noise_multiplier: z, for a mechanism that is calibrated from outside; a
         number or one value a round.
       epsilon: The target, for one that calibrates itself.
-      delta: The same.
+      delta: The delta of that target.
       clients_per_round: m, the smallest expected size of a cohort.
     """
 

@@ -237,7 +237,7 @@ def epsilon(
       sampling: "poisson", "fixed_size", "random_allocation", "shuffled", "cyclic" or
         "separated": clients come as they like, for correlated noise at least its min
         separation apart, and nothing is claimed for who comes.
-      num_clients: N.
+      num_clients: The number of clients, N.
       clients_per_round: m, as the process that ran the last round had it.
       delta: In (0, 1).
       accountant: "rdp" or "pld".

@@ -166,7 +166,7 @@ class RoundPlan:
 
     Attributes:
       noise_multiplier: The mechanism's z.
-      clients_per_round: m.
+      clients_per_round: The expected number of clients in a round, m.
       lines: See `RoundHistory`: one for all rounds, or one for each.
       exact: Whether exactly m have to answer, because each adds its share of the
         noise.
@@ -276,7 +276,7 @@ def largest_poisson_cohort(num_clients: int, clients_per_round: float) -> int:
     """Returns the size that Poisson sampling passes with probability below 1e-12.
 
     Args:
-      num_clients: N.
+      num_clients: The number of clients, N.
       clients_per_round: m, the expected size: Binomial(N, m / N).
     """
     rate = clients_per_round / num_clients

@@ -2,27 +2,51 @@
 
 from __future__ import annotations
 
+import datetime
 import io
 import math
 import os
 import pathlib
 from typing import Any
 
+import tfdp_fl
 from tfdp_fl import _files, accounting
 from tfdp_fl.keras import checkpoint
 from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
 
-# What is drawn of the rounds' values, by the title.
+# What is drawn of the rounds' values, and what it is called, by the title.
 _CHARTS = {
-    "Accuracy": ("val_accuracy", "accuracy"),
-    "Loss": ("val_loss", "loss"),
-    "Epsilon spent": ("epsilon",),
-    "Clip and norms": ("clip_norm", "mean_update_norm"),
+    "Accuracy": {"val_accuracy": "validation data", "accuracy": "clients in training"},
+    "Loss": {"val_loss": "validation data", "loss": "clients in training"},
+    "Epsilon spent": {"epsilon": "spent"},
+    "Clip and norms": {
+        "clip_norm": "clip norm",
+        "mean_update_norm": "mean update norm",
+    },
 }
 
 # Settings that are for checkpoints alone. The digest is also of their data where
 # clients have no names: who knows all others would find one's by it.
 _SECRET = ("seed", checkpoint.CLIENTS_DIGEST)
+
+# What settings are called where their own name, without underscores, will not do.
+_LABELS = {
+    "rounds": "rounds asked for",
+    "clients (their number)": "clients",
+    "clients_per_round": "clients expected in a round",
+    "shuffle": "examples are shuffled",
+    "non_trainable_state": "non-trainable state",
+    "on_client_failure": "if a client fails",
+    "optimizer": "clients' optimizer",
+    "server_optimizer": "server's optimizer",
+    "grad_clip": "clip of the clients' gradients",
+    "keras": "library",
+    "executor": "how clients were trained",
+}
+
+
+def _label(setting: str) -> str:
+    return _LABELS.get(setting, setting.replace("_", " ")).capitalize()
 
 
 class Report(FederatedCallback):
@@ -37,15 +61,23 @@ class Report(FederatedCallback):
 
     Attributes:
       path: The file; its folder is made when training begins.
-      delta: At which the statement is made; None: what the model knows.
+      delta: The delta of the statement; None: the one that the model knows.
+      title: The headline, such as the name of the data set; None: the model's name.
     """
 
-    def __init__(self, path: str | os.PathLike[str], delta: float | None = None):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        delta: float | None = None,
+        title: str | None = None,
+    ):
         """Makes a callback that writes the page when `fit` ends.
 
         Args:
-          path: The file.
-          delta: See above.
+          path: The file to write, such as "report.html".
+          delta: The delta of the statement; None: the one that the model knows.
+          title: The headline, such as the name of the data set; None: the model's
+            name.
 
         Raises:
           ValueError: There is a folder in the file's place.
@@ -58,6 +90,7 @@ class Report(FederatedCallback):
                 f"{os.fspath(path)!r}."
             )
         self.delta = delta
+        self.title = title
         self._rounds: dict[int, dict[str, float]] = {}
         self._is_broken_off = True
 
@@ -86,7 +119,13 @@ class Report(FederatedCallback):
         settings = checkpoint.settings(fed, fed.run.population, fed.run.plan)
         for name in _SECRET:
             settings.pop(name, None)
-        settings["trained"] = fed.run.executor
+        if settings.get("grad_clip", 0) < 0:
+            del settings["grad_clip"]
+        training = fed.require_compiled("a report")
+        # (Zero where the optimizer follows a schedule of its own.)
+        settings["clients' learning rate"] = training.learning_rate or "a schedule"
+        settings["model"] = f"{fed.model.name}, {fed.model.count_params()} weights"
+        settings["executor"] = fed.run.executor
         template = pathlib.Path(__file__).with_name("report.html").read_text("utf-8")
         environment = jinja2.Environment(
             autoescape=True,
@@ -94,9 +133,11 @@ class Report(FederatedCallback):
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        environment.filters["up"] = accounting.upwards
+        environment.filters |= {"up": accounting.upwards, "label": _label}
         return environment.from_string(template).render(
-            name=fed.model.name,
+            title=self.title or fed.model.name,
+            date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            version=tfdp_fl.__version__,
             is_broken_off=self._is_broken_off,
             facts=facts,
             accuracies=self._series("val_accuracy"),
@@ -122,10 +163,10 @@ class Report(FederatedCallback):
         for title, names in _CHARTS.items():
             drawn = figure.Figure(figsize=(5, 3.2), layout="constrained")
             axes = drawn.add_subplot(title=title, xlabel="round")
-            for name in names:
+            for name, label in names.items():
                 points = self._series(name)
                 if points:
-                    axes.plot(*zip(*points, strict=True), marker=".", label=name)
+                    axes.plot(*zip(*points, strict=True), marker=".", label=label)
             if not axes.lines:
                 continue
             if title == "Epsilon spent" and target is not None:
