@@ -47,4 +47,4 @@ class Sampling(Term):
     SHUFFLED = "shuffled"
     CYCLIC = "cyclic"
     RANDOM_ALLOCATION = "random_allocation"
-    SEPARATED = "separated"
+    MIN_SEPARATION = "min_separation"

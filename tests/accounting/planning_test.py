@@ -44,7 +44,10 @@ def test_errors_name_the_argument():
     for name, value in [(key, each) for key in wrong for each in wrong[key]]:
         with pytest.raises((ValueError, TypeError), match=name):
             accounting.epsilon(**{**usual, name: value})
-    for sampling in ("none", "separated"):  # Also where there is nothing to charge.
+    for sampling in (
+        "none",
+        "min_separation",
+    ):  # Also where there is nothing to charge.
         with pytest.raises(ValueError, match="sampling must be one of"):
             accounting.epsilon(**{**usual, "sampling": sampling, "rounds": 0})
 

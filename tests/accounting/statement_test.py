@@ -182,7 +182,7 @@ def test_errors_name_the_argument():
         # Without amplification the figure is the same.
         *(
             (sampling, None, 1.99995, "need not be secret")
-            for sampling in ("shuffled", "cyclic", "separated")
+            for sampling in ("shuffled", "cyclic", "min_separation")
         ),
     ],
 )

@@ -396,8 +396,8 @@ def test_what_is_not_as_declared_is_refused():
 
 def test_clients_that_come_as_they_like():
     mechanism = _correlated()
-    state = _run(_process(mechanism, sampling="separated"), 2, sampler=None)
-    declared = _epsilon(state, mechanism, "separated")
+    state = _run(_process(mechanism, sampling="min_separation"), 2, sampler=None)
+    declared = _epsilon(state, mechanism, "min_separation")
     plain = _run(_process(mechanism), 2)
     assert float(declared) == float(_epsilon(plain, mechanism))
     said = " ".join(declared.statement.split())
@@ -405,4 +405,4 @@ def test_clients_that_come_as_they_like():
     assert "fixed groups" not in said
     assert "Clients came as they liked" in said
     with pytest.raises(ValueError, match="min_separation"):
-        _process(mechanism, sampling="separated", num_clients=3)
+        _process(mechanism, sampling="min_separation", num_clients=3)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SAMPLINGS = ("poisson", "fixed_size", "random_allocation", "shuffled", "cyclic")
 # How clients came where nobody drew them: as they liked, so many rounds apart.
-SEPARATED = Sampling.SEPARATED
+MIN_SEPARATION = Sampling.MIN_SEPARATION
 # Those that make a round cheaper than its event.
 _AMPLIFIED = ("poisson", "fixed_size", "random_allocation")
 # Those whose cost is known of Gaussians alone.
@@ -70,7 +70,7 @@ class Participation:
         which it draws uniformly, by itself and in secret),
         "shuffled" (each client once per pass; no amplification claimed),
         "cyclic" (fixed groups in turn, m of a group without replacement; no
-        amplification claimed); or "separated": clients came as they liked, and
+        amplification claimed); or "min_separation": clients came as they liked, and
         nothing is claimed for it.
       num_clients: N, the number of clients in the population.
       clients_per_round: m, the expected number of clients in this round; N/t under
@@ -105,7 +105,7 @@ class Participation:
     group: int | None = None
 
     def __post_init__(self):
-        _validate.one_of((*SAMPLINGS, SEPARATED), sampling=self.sampling)
+        _validate.one_of((*SAMPLINGS, MIN_SEPARATION), sampling=self.sampling)
         n = _validate.positive_integer(num_clients=self.num_clients)
         m = _validate.positive(clients_per_round=self.clients_per_round)
         fractional = self.sampling in OF_ANY_SIZE

@@ -55,7 +55,7 @@ _CAVEATS_OF_SAMPLING = {
     "random_allocation": ("population_stated", "allocation_charged_whole"),
     "shuffled": ("shuffled_zero_out",),
     "cyclic": ("cyclic_zero_out", "cyclic_no_amplification"),
-    "separated": ("separated_zero_out",),
+    "min_separation": ("separated_zero_out",),
 }
 
 # Those that make epsilon smaller for a draw that nobody knows.
@@ -83,7 +83,7 @@ class StatementFacts:
       mechanism_description: One sentence on what it does.
       mechanism_parameters: Its parameters, for the record.
       unit: What is protected as a whole; "client" or "record".
-      sampling: One of `charge.SAMPLINGS`, or "separated".
+      sampling: One of `charge.SAMPLINGS`, or "min_separation".
       num_clients: The number of clients, N.
       populations: N of every population there were rounds on, in their order,
         where there were several.

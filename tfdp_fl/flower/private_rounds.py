@@ -97,7 +97,7 @@ class PrivateRounds:
             itself, in one of the floor(N/m) rounds of each pass. With the last two,
             which cost less, a round may have no client at all, and is released as
             noise. A server that restarts begins a new pass. None: "fixed_size", or
-            with `CorrelatedNoise` "separated", which is all that it takes.
+            with `CorrelatedNoise` "min_separation", which is all that it takes.
           rounds: T. No more are begun; those that a ledger holds count.
           on_client_failure: "exclude" (the others are released) or "abort" (the
             round is abandoned). Only "abort" if the clients share the noise
@@ -152,7 +152,7 @@ class PrivateRounds:
                     "sampling must be None with CorrelatedNoise, which counts on how "
                     f"far apart a client's rounds are, got {sampling!r}."
                 )
-            self._sampling = "separated"
+            self._sampling = "min_separation"
             self._correlation = history.Correlation(mechanism, client_of)
         elif client_of is not None:
             raise ValueError(

@@ -141,10 +141,10 @@ class CorrelatedNoise(mechanism.Mechanism):
 
     def check(self, deployment: PrivacyContext) -> None:
         """Implements `Mechanism.check`."""
-        if deployment.sampling not in (Sampling.CYCLIC, Sampling.SEPARATED, None):
+        if deployment.sampling not in (Sampling.CYCLIC, Sampling.MIN_SEPARATION, None):
             raise ValueError(
                 "sampling must be 'cyclic' or, of clients who come as they like, "
-                f"'separated' with {self.name}, because its noise counts on a "
+                f"'min_separation' with {self.name}, because its noise counts on a "
                 f"client's rounds being min_separation={self.min_separation} apart, "
                 f"got sampling={deployment.sampling!r}."
             )

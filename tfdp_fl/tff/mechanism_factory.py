@@ -18,7 +18,7 @@ from tfdp_fl.mechanisms import mechanism as mechanism_lib
 from tfdp_fl.terms import Guarantee, Json
 from tfdp_fl.tff import cohort_process, state
 
-_SAMPLINGS = (*charge_lib.SAMPLINGS, charge_lib.SEPARATED)
+_SAMPLINGS = (*charge_lib.SAMPLINGS, charge_lib.MIN_SEPARATION)
 # A secure sum rounds each number to a grid of so many steps between its bounds.
 _STEPS = 2.0**24
 # What rounding may add to a client's share, relative to the clip.
@@ -53,7 +53,7 @@ class BoundFactory:
             be, too.
           sampling: "poisson", "fixed_size", "random_allocation" (with
             `num_clients`, so that a mean is divided by N / floor(N/m)),
-            "shuffled", "cyclic", "separated"
+            "shuffled", "cyclic", "min_separation"
             (clients come as they like), or None if unknown.
           **numbers: Of `PrivacyContext`: `num_clients`, `rounds` (planned; a local
             mechanism's budget and callables need it), `min_examples` and

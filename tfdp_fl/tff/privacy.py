@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfdp_fl import _validate, accounting, correlated_noise, schedules
 from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting.charge import SEPARATED
+from tfdp_fl.accounting.charge import MIN_SEPARATION
 from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
 from tfdp_fl.mechanisms import CorrelatedNoise, contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
@@ -70,7 +70,7 @@ def privacy_charges(
       mechanism: The mechanism that ran the last round. Earlier ones may have
         had another noise multiplier, if the mechanism was of the same kind.
       sampling: How the cohorts were drawn: "poisson", "fixed_size",
-        "random_allocation", "shuffled", "cyclic" or "separated" (see `epsilon`).
+        "random_allocation", "shuffled", "cyclic" or "min_separation" (see `epsilon`).
       num_clients: N, the population they were drawn from.
       clients_per_round: m, as the process that ran the last round had it.
       rounds: The number of rounds that were planned, where the mechanism
@@ -235,7 +235,7 @@ def epsilon(
       mechanism: The mechanism that ran the last round. What earlier rounds
         cost is in the state; a state of another kind of mechanism is refused.
       sampling: "poisson", "fixed_size", "random_allocation", "shuffled", "cyclic" or
-        "separated": clients come as they like, for correlated noise at least its min
+        "min_separation": clients come as they like, for correlated noise at least its min
         separation apart, and nothing is claimed for who comes.
       num_clients: The number of clients, N.
       clients_per_round: m, as the process that ran the last round had it.
@@ -437,11 +437,11 @@ def _caveats(
     if mechanism.guarantee == Guarantee.NONE:
         return mechanism.all_caveats()
     at_clients = mechanism.noise_site == NoiseSite.CLIENT
-    apart = sampling == SEPARATED and isinstance(mechanism, CorrelatedNoise)
+    apart = sampling == MIN_SEPARATION and isinstance(mechanism, CorrelatedNoise)
     rounds_of, since = state_lib.accounted_state(state).history.cohorts()
     drawn = [each for part in (*rounds_of, since) for each in part]
     # Of a local guarantee, or where nobody draws, that says nothing.
-    silent = mechanism.guarantee == Guarantee.CENTRAL and sampling != SEPARATED
+    silent = mechanism.guarantee == Guarantee.CENTRAL and sampling != MIN_SEPARATION
     known = any(each["participation"].get("known_selection") for each in drawn)
     return (
         *mechanism.all_caveats(),
