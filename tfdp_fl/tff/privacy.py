@@ -235,8 +235,8 @@ def epsilon(
       mechanism: The mechanism that ran the last round. What earlier rounds
         cost is in the state; a state of another kind of mechanism is refused.
       sampling: "poisson", "fixed_size", "random_allocation", "shuffled", "cyclic" or
-        "min_separation": clients come as they like, for correlated noise at least its min
-        separation apart, and nothing is claimed for who comes.
+        "min_separation": clients come as they like, for correlated noise at least its
+        min_separation apart, and nothing is claimed for who comes.
       num_clients: The number of clients, N.
       clients_per_round: m, as the process that ran the last round had it.
       delta: In (0, 1).
