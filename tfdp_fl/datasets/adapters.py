@@ -120,7 +120,7 @@ def by_person(
         if nest is not None
     }
     num_rows = nests.common_length(given["x"], given["y"])
-    rows = tables.rows_of_persons(client_ids, num_rows)
+    rows = tables.rows_of_people(client_ids, num_rows)
     for argument, nest in given.items():
         # Labels of clients may be NaN, however they are given: a loss may know them.
         for leaf in tf.nest.flatten(nest) if argument != "y" else ():
@@ -217,7 +217,7 @@ def limit_rows_per_client(
     check_aligned(x=x, y=y, client_ids=client_ids)
     generator, kept = np.random.default_rng(), []
     x, y = nests.with_array_leaves(x, "x"), nests.with_array_leaves(y, "y")
-    rows = tables.rows_of_persons(client_ids, nests.common_length(x, y))
+    rows = tables.rows_of_people(client_ids, nests.common_length(x, y))
     for own in rows.by_client().values():
         if keep == "random" and len(own) > max_rows:
             own = generator.choice(own, max_rows, replace=False)

@@ -148,7 +148,7 @@ class ClientRows(NamedTuple):
         return dict(zip(self.client_ids, each, strict=True))
 
 
-def rows_of_persons(client_ids: Any, num_rows: int) -> ClientRows:
+def rows_of_people(client_ids: Any, num_rows: int) -> ClientRows:
     """Returns each person's rows.
 
     Args:
@@ -166,7 +166,7 @@ def rows_of_persons(client_ids: Any, num_rows: int) -> ClientRows:
         values = [v.item() if isinstance(v, np.generic) else v for v in client_ids]
         shape, kinds = [len(values)], {isinstance(v, str | bytes) for v in values}
         if len(kinds) > 1 and any(isinstance(v, int | float) for v in values):
-            # NumPy would write numbers out: 1 and 1.0 would be two persons.
+            # NumPy would write numbers out: 1 and 1.0 would be two people.
             raise ValueError(
                 "client_ids must be numbers alone or strings alone, got a list of both."
             )
@@ -279,7 +279,7 @@ def split(
     return (
         arrays(frame, features, "features", vocabulary),
         arrays(frame, label, "label", vocabulary),
-        rows_of_persons(frame[client], len(frame)),
+        rows_of_people(frame[client], len(frame)),
         weights,
     )
 
