@@ -144,7 +144,7 @@ def rmse(model: Any, x: Any, y: np.ndarray) -> float:
     return float(np.sqrt(np.mean(error**2)))
 
 
-def of_persons(table: Table, training: np.ndarray, epsilon: float | None) -> Any:
+def of_people(table: Table, training: np.ndarray, epsilon: float | None) -> Any:
     """Returns a model that was trained with a guarantee for each person, or none."""
     import tfdp_fl
 
@@ -229,7 +229,7 @@ def rows(noise: dict[str, float] | None) -> Iterator[dict[str, Any]]:
         for part, epsilon in itertools.product(_PARTS, (None, *_EPSILONS)):
             some = training[: int(part * len(training))]
             way = "no privacy" if epsilon is None else f"people, {epsilon:g}"
-            yield row(way, of_persons(table, some, epsilon), len(some))
+            yield row(way, of_people(table, some, epsilon), len(some))
 
 
 def draw(found: list[dict[str, Any]]) -> None:
