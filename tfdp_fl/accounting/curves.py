@@ -119,6 +119,7 @@ def _best_of_trials(
         np.concatenate([curve_of_trial(each, relation, part) for part in parts])
         for each in event.events
     ]
+    # (Its accountant takes events only, and has no public form of the theorem.)
     best = rdp_privacy_accountant._compute_rdp_repeat_and_select(
         ORDERS, np.max(trials, axis=0), event.mean, event.shape
     )
@@ -173,7 +174,7 @@ def _dp_accountings(
     orders: np.ndarray,
 ) -> np.ndarray:
     accountant = dp_accounting.rdp.RdpAccountant(orders, relation)
-    return _composed(accountant, event, other="pld")._rdp
+    return _composed(accountant, event, other="pld").rdp
 
 
 def _composed(
@@ -254,4 +255,4 @@ def event_pld(
         return privacy_loss_distribution.from_privacy_parameters(
             pld_common.DifferentialPrivacyParameters(0.0, 1.0), interval
         )
-    return accountant._pld
+    return accountant._pld  # It has no public name there.
