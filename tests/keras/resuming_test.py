@@ -300,11 +300,13 @@ def test_a_checkpoint_leaves_to_its_ledger_what_that_tells(tmp_path):
     whole = _median()
     _fit(whole, 2)  # Before there is a ledger.
     callback = RoundCheckpoint(tmp_path / "run", keep=10)
-    with mock.patch.object(
-        callback, "_catch_up", side_effect=RuntimeError("a crash"), autospec=True
+    with (
+        mock.patch.object(
+            callback, "_catch_up", side_effect=RuntimeError("a crash"), autospec=True
+        ),
+        pytest.raises(RuntimeError, match="a crash"),
     ):
-        with pytest.raises(RuntimeError, match="a crash"):
-            _fit(whole, 2, [callback])
+        _fit(whole, 2, [callback])
     first = checkpoint.CheckpointDirectory(tmp_path / "run").newest()
     assert len(first["spending"]["charges"]) == 2  # No line has them.
     _fit(whole, 4, [RoundCheckpoint(tmp_path / "other")])
