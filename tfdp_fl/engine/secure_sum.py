@@ -110,7 +110,7 @@ def sum_securely(
     if not len(failed):  # Else the sum lacks noise, whatever the others send.
         try:
             grouped = secure_aggregation.sum_in_groups(
-                sent_by, protocol, num_members=len(members)
+                sent_by, protocol, num_members=len(members), keep_group_sums=False
             )
         except ValueError as error:  # A client that drops out can make it so.
             warnings.warn(f"{error} All of them have failed.", stacklevel=3)
