@@ -61,35 +61,48 @@ def sum_securely(
     site, state = query.mechanism.noise_site, pending.state
     _check_grid(protocol, query, state)
     total = np.zeros(size + query.num_scalars)
-    rows = np.zeros([pending.cohort_size, len(total)], np.float32)
-    members = np.arange(len(rows))
-    for places, own in pending.collected:
-        rows[places] = tf.concat([own.updates, own.scalars], 1)
+    collected = {
+        place: (own, row)
+        for places, own in pending.collected
+        for row, place in enumerate(np.asarray(places).tolist())
+    }
+    members = np.arange(pending.cohort_size)
     if site != NoiseSite.SERVER:  # Zeros are no noise.
-        answered = [places for places, _ in pending.collected]
-        members = np.sort(np.concatenate([members[:0], *answered]))
-        rows = rows[members]
+        members = np.array(sorted(collected), np.int64)
+
+    def row_of(place: int) -> np.ndarray:
+        """Returns a client's row, of which the diagnostics are not uploaded."""
+        if place not in collected:
+            return np.zeros(len(total), np.float32)
+        own, row = collected[place]
+        parts = own.updates, own.scalars
+        return np.concatenate([part[row].numpy() for part in parts])
+
+    def allowed(row: np.ndarray) -> np.ndarray:
+        uploaded = row[: -mechanisms.NUM_DIAGNOSTICS]
+        return np.abs(uploaded) <= protocol.max_share_value
+
+    # One row at a time, here and below: no second copy of the cohort.
+    discarded = {p for p in members.tolist() if not allowed(row_of(p)).all()}
     failed = members[:0]
-    # The diagnostics are not uploaded.
-    uploaded = rows[:, : -mechanisms.NUM_DIAGNOSTICS]
-    allowed = np.abs(uploaded) <= protocol.max_share_value
-    (places,) = np.nonzero(~allowed.all(axis=1))
-    if len(places):
+    if discarded:
+        places = np.flatnonzero(np.isin(members, [*discarded]))
         if site == NoiseSite.CLIENT:
             failed = members[places]
         _warn(members, places, protocol, fails=len(failed) > 0)
-        rows[places, :size] = 0.0
-        rows[places, -1] = 1.0  # Discarded.
-        # A mean over the clients that answered is one without these; a fixed
-        # divisor does not look at the weight, and the bit is the client's to give.
         if site == NoiseSite.EVERY_CLIENT:
-            uploaded[places] = 0.0
             pending.without_noise += len(places)
-        uploaded[~allowed] = 0.0
     bound = float(query.l2_norm_bound(state)) if site == NoiseSite.SERVER else None
 
     def sent_by(index: int) -> np.ndarray:
-        sent = uploaded[index].astype(np.float64)
+        place = int(members[index])
+        row = row_of(place)
+        sent = row[: -mechanisms.NUM_DIAGNOSTICS].astype(np.float64)
+        if place in discarded:
+            sent[~allowed(row)] = 0.0
+            # A mean over the clients that answered is one without these; a fixed
+            # divisor does not look at the weight, and the bit is the client's to give.
+            sent[: None if site == NoiseSite.EVERY_CLIENT else size] = 0.0
         if bound is not None:
             sent[:size] = protocol.within(sent[:size], bound)
         return sent
@@ -97,7 +110,7 @@ def sum_securely(
     if not len(failed):  # Else the sum lacks noise, whatever the others send.
         try:
             grouped = secure_aggregation.sum_in_groups(
-                sent_by, protocol, num_members=len(members)
+                sent_by, protocol, num_members=len(members), keep_group_sums=False
             )
         except ValueError as error:  # A client that drops out can make it so.
             warnings.warn(f"{error} All of them have failed.", stacklevel=3)
@@ -105,8 +118,12 @@ def sum_securely(
         else:
             failed = members[list(grouped.failed_members)]
             if grouped.total is not None:
-                heard = list(grouped.succeeded_members)
-                seen = rows[heard, -mechanisms.NUM_DIAGNOSTICS :].sum(axis=0)
+                heard = members[list(grouped.succeeded_members)].tolist()
+                seen = np.zeros(mechanisms.NUM_DIAGNOSTICS)
+                for place in heard:
+                    own_seen = row_of(place)[-len(seen) :]
+                    own_seen[-1] = max(own_seen[-1], place in discarded)
+                    seen += own_seen
                 total = np.concatenate([grouped.total, seen])
     flat = tf.constant(total)
     cohort_engine.set_sum(pending, flat[:size], flat[size:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -99,6 +98,7 @@ def sum_in_groups(
     group_size: int | None = None,
     *,
     num_members: int | None = None,
+    keep_group_sums: bool = True,
 ) -> GroupedSum:
     """Sums a cohort's updates through the protocol, group by group.
 
@@ -119,6 +119,7 @@ def sum_in_groups(
       protocol: the configuration that all members share.
       group_size: see `split_into_groups`.
       num_members: how many there are, if `updates` is a callable.
+      keep_group_sums: whether each group's sum is in the result, beside the total.
 
     Returns:
       The groups, their sums and the total. A cohort below `min_participants`
@@ -134,17 +135,19 @@ def sum_in_groups(
     else:
         _validate.instance_of((Sequence, np.ndarray), updates=updates)
         update_of, count = updates.__getitem__, len(updates)
-    groups = tuple(
-        (indices, _sum_group(indices, update_of, protocol))
-        for indices in split_into_groups(count, protocol, group_size)
-    )
-    sums = [
-        cast(np.ndarray, outcome.value) for _, outcome in groups if outcome.succeeded
-    ]
+    groups, total = [], cast("np.ndarray | None", None)
+    for indices in split_into_groups(count, protocol, group_size):
+        outcome = _sum_group(indices, update_of, protocol)
+        if outcome.succeeded:
+            value = cast(np.ndarray, outcome.value)
+            total = value if total is None else total + value
+        if not keep_group_sums:
+            outcome = dataclasses.replace(outcome, value=None)
+        groups.append((indices, outcome))
     failed = [indices for indices, outcome in groups if not outcome.succeeded]
     return GroupedSum(
-        groups,
-        total=functools.reduce(np.add, sums) if sums else None,
+        tuple(groups),
+        total=total,
         failed_members=tuple(itertools.chain.from_iterable(failed)),
     )
 
