@@ -248,3 +248,45 @@ def test_a_fork_within_another_thread_s_charge_is_not_stuck():
     thread.join()
     assert os.waitpid(child, 0)[1] == 0
     assert account.rounds == 1
+
+
+def test_a_charge_while_another_thread_merges_is_counted():
+    account, name = (
+        account_lib.PrivacyAccount("central", 10),
+        account_lib.new_evaluation(),
+    )
+
+    class Slow(dict):
+        def items(self):
+            charges = threading.Thread(
+                target=account.charge, args=(_charge(),), kwargs={"name": name}
+            )
+            charges.start()
+            charges.join(1.0)  # It waits until all is merged.
+            self.charges = charges
+            return super().items()
+
+    one = account_lib.OtherRun(charges=collections.Counter([_charge()]), mu_squared=0.0)
+    others = Slow({"other in file": one})
+    account.merge_runs(others)
+    others.charges.join()
+    assert account.evaluations == 1
+    assert account.central.rounds == 2
+
+
+def test_a_line_that_comes_while_a_ledger_is_counted_is_counted_next(tmp_path):
+    account, (ledger,) = _kept(tmp_path, "a")
+    account.charge(_charge())
+    read = accounting.PrivacyLedger.contents
+    ledger.record(5, _charge(), 3, run="another")
+
+    def then_another_line(own):
+        contents = read(own)
+        own.record(6, _charge(), 3, run="another")
+        return contents
+
+    with mock.patch.object(accounting.PrivacyLedger, "contents", then_another_line):
+        account.refresh()
+    assert account.rounds_of_others == 1
+    account.refresh()
+    assert account.rounds_of_others == 2

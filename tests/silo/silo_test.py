@@ -339,6 +339,12 @@ def test_what_cannot_be_a_silo_is_refused_when_it_is_made(tmp_path):
             ValueError,
             "whose guarantee is central",
         ),
+        (lambda: hospital.build(on_client_failure="abort"), ValueError, '"exclude"'),
+        (
+            lambda: hospital.build(noise_site="client", sampling="fixed_size"),
+            ValueError,
+            '"exclude"',
+        ),
         (_used, ValueError, "must return a new model"),
         (lambda: hospital.build().with_setup()._compiled, TypeError, "must return"),
     ):

@@ -21,7 +21,7 @@ import numpy as np
 from tfdp_fl import _signals, _validate
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger
-from tfdp_fl.accounting.accountant import PrivacyAccountant
+from tfdp_fl.accounting.accountant import PrivacyAccountant, one_at_a_time
 from tfdp_fl.accounting.budget import BudgetExceededError, PrivacyBudget
 from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
 from tfdp_fl.accounting.rounding import upwards
@@ -373,12 +373,15 @@ class PrivacyAccount:
         """Has no more charges written into a ledger, which may be closed then."""
         self._ledgers.pop(name, None)
 
+    def no_charges(self) -> contextlib.AbstractContextManager[None]:
+        """Lets nobody charge within the block, who would write into other ledgers."""
+        return self._charge_lock
+
     def refresh(self) -> None:
         """Counts what others wrote into the ledgers that are kept."""
         for name, kept in self._ledgers.items():
             if kept.ledger.head != self.known_ledgers.get(name):
                 self.merge_ledger(kept.ledger.contents(), kept.run, name)
-                self.known_ledgers[name] = kept.ledger.head
 
     def charge(
         self,
@@ -460,6 +463,7 @@ class PrivacyAccount:
             receipt._uses = uses
         return receipt
 
+    @one_at_a_time
     def epsilon_with(
         self, budget: PrivacyBudget, cost: charge_lib.RoundCharge, most: float = 0.0
     ) -> float:
@@ -480,6 +484,7 @@ class PrivacyAccount:
             self._asked = asked = self._version, self._rounds, cost, after
         return asked[3].epsilon(budget.delta, budget.accountant)
 
+    @one_at_a_time
     def note_allowed(
         self,
         budget: PrivacyBudget,
@@ -550,6 +555,7 @@ class PrivacyAccount:
             if written:
                 self._move(receipt, positions, mu_squared)
 
+    @one_at_a_time
     def _move(self, receipt: Charge, positions: np.ndarray, mu_squared: float) -> None:
         cost = receipt.cost
         self.central.add(cost)
@@ -576,6 +582,7 @@ class PrivacyAccount:
         self._version += 1
         self._allowed.clear()
 
+    @one_at_a_time
     def merge_ledger(
         self, contents: ledger.LedgerContents, run: str, source: str
     ) -> None:
@@ -622,7 +629,9 @@ class PrivacyAccount:
                 charges=charges, mu_squared=spent
             )
         self.merge_runs(others, own)
+        self.known_ledgers[source] = contents.head
 
+    @one_at_a_time
     def merge_runs(
         self,
         others: dict[str, OtherRun],
@@ -645,6 +654,7 @@ class PrivacyAccount:
         self.own, self.others, self._rounds = own, counted, own.total()
         self._forget_allowed()
 
+    @one_at_a_time
     def epsilon(
         self, delta: float, accountant: str = "rdp", coarse: bool = False
     ) -> float:

@@ -52,7 +52,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)
 
 
-def _one_at_a_time(method: _Method) -> _Method:
+def one_at_a_time(method: _Method) -> _Method:
+    """Has one thread at a time run this method, or any other that is so marked."""
+
     @functools.wraps(method)
     def called(*args: Any, **kwargs: Any) -> Any:
         with _lock:
@@ -120,7 +122,7 @@ class PrivacyAccountant:
         return self._rounds
 
     @property
-    @_one_at_a_time
+    @one_at_a_time
     def charges(self) -> tuple[tuple[charge_lib.RoundCharge, int], ...]:
         """The history as (charge, count), in order of first appearance."""
         return tuple(self._counts.items())
@@ -130,7 +132,7 @@ class PrivacyAccountant:
         """The neighbouring relation; None before the first round."""
         return next((c.relation.in_accounting for c in self._counts), None)
 
-    @_one_at_a_time
+    @one_at_a_time
     def with_charges(
         self, *charges: charge_lib.RoundCharge | tuple[charge_lib.RoundCharge, int]
     ) -> PrivacyAccountant:
@@ -142,7 +144,7 @@ class PrivacyAccountant:
         other._add_all(charges)
         return other
 
-    @_one_at_a_time
+    @one_at_a_time
     def add(self, charge: charge_lib.RoundCharge, count: int = 1) -> None:
         """Adds a round, or several equal ones.
 
@@ -238,7 +240,7 @@ class PrivacyAccountant:
         self._passes[key] = max(cost, _largest_sum(now) if met else weight), now
         return self._passes[key][0] - cost
 
-    @_one_at_a_time
+    @one_at_a_time
     def epsilon(
         self, delta: float, accountant: str = "rdp", coarse: bool = False
     ) -> float:
@@ -269,7 +271,7 @@ class PrivacyAccountant:
             epsilon, step = epsilon + step, 2 * step
         return epsilon
 
-    @_one_at_a_time
+    @one_at_a_time
     def epsilon_if_participation_is_known(
         self, delta: float, accountant: str | None = None
     ) -> float:
@@ -307,7 +309,7 @@ class PrivacyAccountant:
         by_pld = known.is_one_gaussian or known.is_one_search
         return known.epsilon(delta, accountant or ("pld" if by_pld else "rdp"))
 
-    @_one_at_a_time
+    @one_at_a_time
     def delta(self, epsilon: float, accountant: str = "rdp") -> float:
         """Returns delta at epsilon; 1 where a round had no noise.
 

@@ -398,7 +398,9 @@ class CohortEngine:
         for other in others:
             other.result()
         for part in raised:
-            self.train_each_alone(pending, chunk, part)
+            self.train_each_alone(
+                pending, part, functools.partial(self._train, pending, chunk)
+            )
 
     def _traced(
         self, pending: cohort.PendingRound, chunk: layout.Chunk
@@ -444,17 +446,26 @@ class CohortEngine:
         self.has_trained |= len(part.members) > 0
 
     def train_each_alone(
-        self, pending: cohort.PendingRound, chunk: layout.Chunk, part: layout.Part
+        self,
+        pending: cohort.PendingRound,
+        part: layout.Part,
+        train_part: Callable[[layout.Part], None],
     ) -> None:
         """Trains the clients of a part in which one's data raised an error.
 
         A client that raises it alone has failed; the others are none the worse
-        for it: each trains as it would have, by the same program.
+        for it: each trains as it would have, by the same program, in the same place.
+
+        Args:
+          pending: The round.
+          part: The clients.
+          train_part: Trains some of them, adds them up, and raises one of
+            `CLIENT_ERRORS` if their data does.
         """
 
         def train(places: np.ndarray) -> None:
             clients = layout.select(part.table, places)
-            self._train(pending, chunk, self.layout.part(part.strategy, clients))
+            train_part(self.layout.part(part.strategy, clients))
 
         if not part.strategy.xla:
             # An empty batch first: it yields the zero sum, and shows machine errors.

@@ -131,20 +131,33 @@ class ShardedCohorts:
                     "runtime must be None for a model with a lookup table, which is "
                     "in this process: look words up before training, in the dataset."
                 )
-            found = self._workers.run(
-                traced,
-                _arrays(received),
-                self._examples,
-                [self._shard(chunk, part) for part in parts],
-                float32_products=parts[0].strategy.kind == layout.SIDE_BY_SIDE,
-            )
-            for part, arrays in zip(parts, found, strict=True):
-                if arrays is None:
-                    self._engine.train_each_alone(pending, chunk, part)
-                    continue
-                leaves = list(map(tf.constant, arrays))
-                trained = tf.nest.pack_sequence_as(traced.structure, leaves)
-                pending.add(part.members, trained)
+
+            def train(
+                parts: list[layout.Part], traced: program.Program = traced
+            ) -> list[layout.Part]:
+                """Adds up parts; returns those in which a client's data raised."""
+                found = self._workers.run(
+                    traced,
+                    _arrays(received),
+                    self._examples,
+                    [self._shard(chunk, part) for part in parts],
+                    float32_products=parts[0].strategy.kind == layout.SIDE_BY_SIDE,
+                )
+                for part, arrays in zip(parts, found, strict=True):
+                    if arrays is not None:
+                        leaves = list(map(tf.constant, arrays))
+                        trained = tf.nest.pack_sequence_as(traced.structure, leaves)
+                        pending.add(part.members, trained)
+                return [p for p, each in zip(parts, found, strict=True) if each is None]
+
+            def train_one(part: layout.Part, train: Any = train) -> None:
+                if train([part]):
+                    raise tf.errors.InvalidArgumentError(
+                        None, None, "A worker's training raised an error on its data."
+                    )
+
+            for part in train(parts):
+                self._engine.train_each_alone(pending, part, train_one)
 
     def _on_every_worker(
         self, traced: program.Program, received: Any, chunk: layout.Chunk

@@ -117,15 +117,16 @@ class RoundHistory:
         ledger, known = self.ledger, self._account.known_ledgers.get("")
         if ledger is None or ledger.head == known:
             return
-        for entry in ledger.entries:
-            if entry.charge is None or entry.charge.sampling != self._sampling:
-                raise ValueError(
-                    f"ledger must hold rounds of {self._sampling} sampling and "
-                    f"with a central charge only, got {ledger.path} with one "
-                    f"of {entry.charge!r}: its neighbouring relation is another, "
-                    "and no one epsilon covers both."
-                )
-        self._account.refresh()
+        with ledger.lock:  # What is counted is what was looked at.
+            for entry in ledger.entries:
+                if entry.charge is None or entry.charge.sampling != self._sampling:
+                    raise ValueError(
+                        f"ledger must hold rounds of {self._sampling} sampling and "
+                        f"with a central charge only, got {ledger.path} with one "
+                        f"of {entry.charge!r}: its neighbouring relation is another, "
+                        "and no one epsilon covers both."
+                    )
+            self._account.refresh()
 
     def affords(self, planned: ReleasedRound) -> bool:
         """Whether a round may be run without passing the budget."""

@@ -22,7 +22,6 @@ from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.accounting import statement
-from tfdp_fl.datasets import nests
 from tfdp_fl.flower import history, replies, sums
 from tfdp_fl.terms import Json, Sampling
 
@@ -414,7 +413,7 @@ class PrivateRounds:
         server_round: int,
         connected: Mapping[Hashable, Any],
         sent: Sequence[np.ndarray],
-        template: nests.Nest,
+        template: Any,
         names: Sequence[str] = (),
     ) -> sums.ConfiguredRound | None:
         """Draws the clients of a round; None if there is to be none."""

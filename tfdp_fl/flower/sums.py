@@ -18,7 +18,6 @@ import numpy as np
 from tfdp_fl import accounting, mechanisms
 from tfdp_fl._lazy_tf import tf
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.datasets import nests
 from tfdp_fl.flower import client as client_lib
 from tfdp_fl.flower import history, replies, updates
 from tfdp_fl.mechanisms import noise
@@ -56,7 +55,7 @@ class ConfiguredRound:
     mechanism: mechanisms.Mechanism
     deployment: mechanisms.PrivacyContext
     this: mechanisms.RoundState
-    template: nests.Nest
+    template: Any
     non_negative: Sequence[int] = ()
 
     @property

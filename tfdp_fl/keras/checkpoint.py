@@ -386,7 +386,6 @@ class InterruptedRun:
                 spending.lost_mu_squared,
                 contents.lost_mu_squared(run.rounds, run.run_id),
             )
-            run.known_ledgers[name] = contents.head
         who = run.sampler.participation(run.rounds)
         if who.draws_depend_on_each_other and not who.known_selection:
             run.caveats.add("cohort_redrawn")

@@ -339,6 +339,12 @@ class Silo:
                 "guarantee is central, so that the silo keeps a target for its people, "
                 f"got {fed.mechanism.name} with the target {fed.setup.target}."
             )
+        if fed.setup.aborts_on_failure:
+            raise ValueError(
+                'build must return a model with on_client_failure="exclude" and noise '
+                "of the silo's own: an answer without its release would tell the "
+                "server that somebody's training failed."
+            )
         if fed.run is not None:
             raise ValueError("build must return a new model each time, got a used one.")
         # To send an error instead of an answer would tell that all of a cohort fail.

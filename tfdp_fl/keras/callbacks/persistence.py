@@ -76,7 +76,12 @@ class Ledger(FederatedCallback):
                 expected_head=known,
                 run=run.run_id,
             )
-        contents = ledger.contents()
+        with run.spending.no_charges(), ledger.lock:
+            self._join(ledger, known)
+
+    def _join(self, ledger: accounting.PrivacyLedger, known: str | None) -> None:
+        """Counts an open ledger, and writes what is charged into it from now on."""
+        run, contents = self._run, ledger.contents()
         if contents.entries and not self._append:
             if known is None:
                 raise ValueError(
@@ -93,7 +98,6 @@ class Ledger(FederatedCallback):
                 )
         self._check_runs(contents)
         run.spending.merge_ledger(contents, run.run_id, self._key)
-        run.known_ledgers[self._key] = ledger.head
         self._begin()
         self._catch_up(contents)
         run.known_ledgers[self._key] = ledger.head
