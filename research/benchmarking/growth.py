@@ -93,14 +93,14 @@ def _local(clients: int) -> Work:
     return _fit(_federated(mechanism), _clients(clients), callbacks=[budget])
 
 
-def _planned(rounds: int) -> Work:
+def _planned(rounds: int, sampling: str = "poisson") -> Work:
     callbacks = [_StopAtOnce(), tfdp_fl.callbacks.PrivacyBudget(1e4, _DELTA)]
-    return _fit(_federated(), _clients(1000), rounds, callbacks)
+    return _fit(_federated(sampling=sampling), _clients(1000), rounds, callbacks)
 
 
-def _target(rounds: int) -> Work:
+def _target(rounds: int, accountant: str = "rdp") -> Work:
     plan = {"num_clients": 10**5, "clients_per_round": 100, "rounds": rounds}
-    target = {"target_epsilon": 2.0, "target_delta": _DELTA, "accountant": "rdp"}
+    target = {"target_epsilon": 2.0, "target_delta": _DELTA, "accountant": accountant}
     return lambda: tfdp_fl.make_private(_model(), **plan, **target)
 
 
@@ -144,7 +144,15 @@ WORK: dict[str, tuple[str, int, int, Callable[[int], Work]]] = {
     "save of a long run": ("rounds before", 10, 300, lambda t: _save(1000, t)),
     "local round, budget": ("clients", 10**4, 10**6, _local),
     "start, budget": ("rounds planned", 10**2, 10**5, _planned),
+    "start, budget, shuffled": (
+        *("rounds planned", 10**2, 10**5),
+        lambda t: _planned(t, "shuffled"),
+    ),
     "make_private": ("rounds planned", 10**2, 10**5, _target),
+    "make_private, PLD": (
+        *("rounds planned", 10**2, 10**5),
+        lambda t: _target(t, "pld"),
+    ),
     "charge and epsilon": ("kinds of noise before", 10**2, 3000, _schedule),
     "evaluate_clients": ("clients", 10**3, 10**4, _evaluated),
     "secure sum of 12 clients": ("clients in a group", 3, 12, _secure),

@@ -80,17 +80,18 @@ def _dies(owner, name: str, at_call: int, before: bool) -> None:
 
 def _dies_half_way(fatal: pathlib.Path) -> None:
     """Has the process die in the middle of writing a file."""
-    original = checkpoint.write_atomically
+    original = checkpoint.CheckpointDirectory.write
 
-    def wrapped(file, data, *args, **kwargs):
-        if file == fatal:
-            with _files.replacing(file, mode=0o600, sync=True) as stream:
+    def wrapped(directory, round_index, state, keep):
+        if directory.file(round_index) == fatal:
+            with _files.replacing(fatal, mode=0o600, sync=True) as stream:
+                data = checkpoint.to_bytes(state)
                 stream.write(data[: len(data) // 2])
                 stream.flush()
                 _die()
-        original(file, data, *args, **kwargs)
+        original(directory, round_index, state, keep)
 
-    checkpoint.write_atomically = wrapped
+    checkpoint.CheckpointDirectory.write = wrapped
 
 
 def _run(path: pathlib.Path, process: str, point: str | None, round_index: int) -> None:

@@ -214,7 +214,10 @@ class Layout:
       kernels: Those of a model that can train side by side; None for any other.
       collected_bytes: What a client's update takes where each is kept; None
         where they are summed at once.
-      xla: Whether XLA compiles the training of clients one by one.
+      xla: Whether XLA compiles the training of clients one by one. Never by itself: it
+        compiles up to four programs (see `gathered`), which takes longer than the
+        first hundred rounds of a small model gain. To compile beside those rounds
+        would let the machine's speed choose a client's bits.
       at_once: How many clients train as one batched program; None: none do.
       widths: How many clients a side-by-side program may have, by its strategy and
         the examples in a batch: numbers of which no client's result depends on

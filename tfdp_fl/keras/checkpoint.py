@@ -24,7 +24,7 @@ import warnings
 import zlib
 from collections.abc import Hashable, Iterator, Sequence
 from reprlib import repr as short
-from typing import Any
+from typing import Any, BinaryIO
 
 import dp_accounting
 import numpy as np
@@ -62,10 +62,30 @@ class CheckpointWriteError(CheckpointError):
     """A file could not be written; what stood before is as it was."""
 
 
+class _Hashed(io.BufferedIOBase):
+    """A file that is written from its beginning to its end, and the digest so far."""
+
+    def __init__(self, stream: BinaryIO):
+        self._stream, self.digest = stream, hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        """Writes bytes."""
+        self.digest.update(data)
+        return self._stream.write(data)
+
+
 def to_bytes(state: Json, level: int = 1) -> bytes:
-    """Returns the bytes of a file.
+    """Returns the bytes of a file; see `write_state`."""
+    stream = io.BytesIO()
+    write_state(stream, state, level)
+    return stream.getvalue()
+
+
+def write_state(stream: BinaryIO, state: Json, level: int = 1) -> None:
+    """Writes a file, array by array: there is no copy of all of it.
 
     Args:
+      stream: Where to.
       state: JSON values, and in their midst arrays of any NumPy dtype but object; of
         short floats, such as bfloat16, the values come back as float32.
       level: How well text is compressed; 0 where the size of a file is to tell nothing
@@ -87,12 +107,11 @@ def to_bytes(state: Json, level: int = 1) -> bytes:
     text = json.dumps({"format": FORMAT, "state": state}, default=hash_to_unit_interval)
     if text.count(f'"{_PLACE}": ') != len(arrays):
         raise ValueError(f"state must have no key {_PLACE!r}, got one.")
-    stream = io.BytesIO()
     # What was charged repeats itself, round by round.
     packed = np.frombuffer(zlib.compress(text.encode(), level), np.uint8)
-    np.savez(stream, packed, *arrays)
-    data = stream.getvalue()
-    return data + hashlib.sha256(data).digest()
+    hashed = _Hashed(stream)
+    np.savez(hashed, packed, *arrays)
+    stream.write(hashed.digest.digest())
 
 
 def from_bytes(data: bytes) -> Json:
@@ -177,7 +196,8 @@ class CheckpointDirectory:
 
     def write(self, round_index: int, state: Json, keep: int) -> None:
         """Writes the state before a round, then removes all but the newest `keep`."""
-        write_atomically(self.file(round_index), to_bytes(state))
+        with _writing(self.file(round_index)) as stream:
+            write_state(stream, state)
         for old in self.rounds()[keep:]:
             self.file(old).unlink(missing_ok=True)
 
@@ -188,11 +208,17 @@ def write_atomically(file: pathlib.Path, data: bytes) -> None:
     Checkpoints hold what predicts cohorts (the seed, or the key of those of passes), so
     nobody else reads them. Raises CheckpointWriteError if it failed.
     """
+    with _writing(file) as stream:
+        stream.write(data)
+
+
+@contextlib.contextmanager
+def _writing(file: pathlib.Path) -> Iterator[BinaryIO]:
     with (
         _clear_errors(file),
         _files.replacing(file, mode=0o600, sync=True) as stream,
     ):
-        stream.write(data)
+        yield stream
 
 
 @contextlib.contextmanager

@@ -102,9 +102,8 @@ def make_private(
     # Calibrated for the very cohort sizes that will be drawn.
     clients_per_round = schedules.fixed(clients_per_round)
     sizes = sampling_lib.expected_sizes(sampling, num_clients, clients_per_round)
-    smallest = min(
-        schedules.value_at(sizes, t, "clients_per_round") for t in range(rounds)
-    )
+    asked = range(1 if schedules.is_constant(sizes) else rounds)
+    smallest = min(schedules.value_at(sizes, t, "clients_per_round") for t in asked)
     _validate.positive(clients_per_round=smallest)
     make: Callable[[float], mechanisms.Mechanism]
     if isinstance(mechanism, mechanisms.Mechanism):

@@ -242,9 +242,10 @@ class RoundCheckpoint(Ledger):
         self._begun = True
 
     def on_round_released(self, round_index: int, logs: dict[str, float]) -> None:
-        """Saves, if it is time to."""
+        """Saves, if it is time to; after the last round planned, `on_fit_end` does."""
         del logs
-        if (round_index + 1) % self.every == 0:
+        is_last = round_index + 1 == self._run.plan.last_round
+        if (round_index + 1) % self.every == 0 and not is_last:
             self._save()
 
     def on_fit_end(self) -> None:
