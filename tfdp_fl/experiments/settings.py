@@ -28,6 +28,25 @@ CENTRAL = tuple(
     name for name, kind in MECHANISMS.items() if kind.guarantee == Guarantee.CENTRAL
 )
 
+# Noise that every client adds by itself wants few weights, few rounds and everybody in
+# them (docs/mechanisms.md shows what comes out).
+_EVERYBODY_IN_FEW_ROUNDS: Json = {
+    "model": "linear",
+    "sampling": "fixed_size",
+    "clients_per_round": "all",
+    "rounds": 10,
+    "local_epochs": 5,
+    "client_learning_rate": 0.5,
+}
+# What is run unless told otherwise, by flag, for a mechanism that is named.
+_SUGGESTED: dict[str, Json] = {
+    "none": {},
+    "correlated": {"target_epsilon": 8.0, "sampling": "cyclic"},
+    "local": {"target_epsilon": 16.0, **_EVERYBODY_IN_FEW_ROUNDS},
+    "adaptive_local": {"target_epsilon": 16.0, **_EVERYBODY_IN_FEW_ROUNDS},
+    "nbafl": {"target_epsilon": 50.0, **_EVERYBODY_IN_FEW_ROUNDS, "rounds": 20},
+}
+
 _DATASETS = ("digits", "mnist", "shakespeare")
 
 SERVER = ("server_learning_rate", "server_momentum", "server_schedule", "server_ema")
@@ -263,7 +282,7 @@ class Settings(_Options):
         }
         defaults = {
             **by_dataset,
-            **MECHANISMS[self.mechanism].suggested_run,
+            **_SUGGESTED.get(self.mechanism, {"target_epsilon": 8.0}),
             **_starts(self.mechanism),
         }
         if self.dataset == "shakespeare":  # Other models, and N is not known yet.

@@ -80,11 +80,6 @@ class CorrelatedNoise(mechanism.Mechanism):
         ),
     }
 
-    suggested_run: ClassVar[Mapping[str, Any]] = {
-        "target_epsilon": 8.0,
-        "sampling": "cyclic",
-    }
-
     clip_norm: float = declaration.parameter(
         declaration.clip, "the clip S, L2 over the whole update.", start=0.5
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from tfdp_fl import _validate, schedules
@@ -87,7 +86,6 @@ class NoPrivacy(mechanism.Mechanism):
     """
 
     guarantee: ClassVar[str] = Guarantee.NONE
-    suggested_run: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
     def from_budget(

@@ -28,17 +28,6 @@ from tfdp_fl.mechanisms.contribution import (
 )
 from tfdp_fl.terms import Guarantee, Json, NoiseSite, Sampling
 
-# Noise that every client adds by itself wants few weights, few rounds and
-# everybody in them (docs/mechanisms.md shows what comes out).
-EVERYBODY_IN_FEW_ROUNDS: Mapping[str, Any] = {
-    "model": "linear",
-    "sampling": "fixed_size",
-    "clients_per_round": "all",
-    "rounds": 10,
-    "local_epochs": 5,
-    "client_learning_rate": 0.5,
-}
-
 # Replacing a client's whole data set moves its clipped release by up to 2S.
 SENSITIVITY = 2.0
 
@@ -96,10 +85,6 @@ class LocalMechanism(mechanism.Mechanism):
             "it was calibrated for is not guaranteed, and the epsilon reported "
             "here was computed from the noise really added."
         ),
-    }
-    suggested_run: ClassVar[Mapping[str, Any]] = {
-        "target_epsilon": 16.0,
-        **EVERYBODY_IN_FEW_ROUNDS,
     }
 
     calibration: str = declaration.parameter(

@@ -101,13 +101,11 @@ class Mechanism(abc.ABC):
       needs_shapes: Whether it has to know the shapes of an update before it runs.
       own_caveats: What the statement may have to say of this mechanism and of
         no other: full sentences by key.
-      suggested_run: What `train.py` does unless told otherwise, by flag.
     """
 
     guarantee: ClassVar[str] = Guarantee.CENTRAL
     side_bounds: ClassVar[Mapping[str, float]] = {}
     releases_weights: ClassVar[bool] = False
-    suggested_run: ClassVar[Mapping[str, Any]] = {"target_epsilon": 8.0}
     max_participations: ClassVar[int | None] = None
     min_separation: ClassVar[int | None] = None
     clip_norm: ClassVar[float] = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tfdp_fl import _validate
 from tfdp_fl._lazy_tf import tf
@@ -14,7 +14,6 @@ from tfdp_fl.mechanisms import (
     clipping,
     cohort_query,
     declaration,
-    local_dp,
     mechanism,
     noise,
 )
@@ -88,11 +87,6 @@ class NbAFL(mechanism.Mechanism):
         )
     }
     releases_weights: ClassVar[bool] = True
-    suggested_run: ClassVar[Mapping[str, Any]] = {
-        "target_epsilon": 50.0,
-        **local_dp.EVERYBODY_IN_FEW_ROUNDS,
-        "rounds": 20,
-    }
 
     epsilon: float = declaration.parameter(
         _validate.positive, "the budget of a record over all rounds."
