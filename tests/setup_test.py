@@ -105,7 +105,7 @@ def test_what_setup_py_says(monkeypatch):
 
 def test_imported_packages_are_declared():
     files = ("base.in", "full.in", "test.in", "test-current.in", "extras.in")
-    files += ("nvflare.in", *_RIVALS)
+    files += ("keras-hub.in", "nvflare.in", *_RIVALS)
     declared = _wanted(*files)
     undeclared = [
         f"{path.name} imports {module}"
