@@ -125,3 +125,18 @@ def test_the_curve_rises_with_the_order_and_sampling_never_costs(q, z):
     assert np.all(curve <= orders / (2 * z * z) * (1 + 1e-12))
     # It was 0 in floating point, and so was epsilon, for any number of rounds.
     assert np.all(_curve(1e-9, 100.0)[1] > 0)
+
+
+@pytest.mark.parametrize("q", [1e-4, 0.01, 0.3])
+@pytest.mark.parametrize("z", [0.4, 1.0, 5.0])
+def test_a_sampled_gaussian_costs_no_less_than_dp_accounting_says(q, z):
+    event = dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z))
+    relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+    for part, orders in enumerate(curves.PARTS):
+        whole = (np.floor(orders) == orders) & (orders <= 256)
+        if whole.any():
+            ours = curves.rdp_curve(event, relation, part)[whole]
+            theirs = dp_accounting.rdp.RdpAccountant(orders[whole], relation)
+            theirs = theirs.compose(event)._rdp
+            assert (ours >= theirs).all()
+            assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-12)
