@@ -393,13 +393,13 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Lets code in tables break, but between names only; an event of mkdocs."""
+    """Lets code in tables break between names (on a phone, also within them)."""
 
-    def broken(cell: re.Match[str]) -> str:
-        return re.sub(
-            r"(?<=<code>).*?(?=</code>)",
-            lambda code: re.sub(r"([(,=]|\.(?=[a-zA-Z_]{3}))", r"\1<wbr>", code[0]),
-            cell[0],
-        )
+    def breakable(code: re.Match[str]) -> str:
+        text = re.sub(r"(?<=[a-z])(?=[A-Z])", '<wbr class="hump">', code[0])
+        return re.sub(r"([(,]|=(?!\")|\.(?=[a-zA-Z_]{3}))", r"\1<wbr>", text)
 
-    return re.sub(r"(?s)<td[ >].*?</td>", broken, html)
+    def cell(found: re.Match[str]) -> str:
+        return re.sub(r"(?<=<code>).*?(?=</code>)", breakable, found[0])
+
+    return re.sub(r"(?s)<td[ >].*?</td>", cell, html)
