@@ -396,7 +396,9 @@ def on_page_content(html: str, **_: Any) -> str:
     """Lets code in tables break between names (on a phone, also within them)."""
 
     def breakable(code: re.Match[str]) -> str:
-        text = re.sub(r"(?<=[a-z])(?=[A-Z])", '<wbr class="hump">', code[0])
+        text = re.sub(
+            r"(?<=[a-z])(?=[A-Z])|(?<=\w_)(?=\w)", '<wbr class="hump">', code[0]
+        )
         return re.sub(r"([(,]|=(?!\")|\.(?=[a-zA-Z_]{3}))", r"\1<wbr>", text)
 
     def cell(found: re.Match[str]) -> str:
