@@ -33,7 +33,7 @@ from tfdp_fl.experiments import tasks, training
 from tfdp_fl.experiments.settings import Settings
 
 # N, m, rounds, delta.
-_RUNS = [(500, 100, 60, 1e-3), (100, 100, 120, 1e-3), (1_000, 200, 150, 1e-5)]
+_RUNS = [(500, 100, 60, 2e-4), (100, 100, 120, 1e-3), (1_000, 200, 150, 1e-5)]
 _RUNS.append((10_000, 400, 300, 1e-6))
 
 

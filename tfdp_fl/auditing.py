@@ -404,7 +404,7 @@ class Estimate:
       epsilon: At `delta`.
       low: The lower end of a 95 % interval (see `estimate`).
       high: The upper end.
-      delta: At which.
+      delta: The delta of that epsilon.
       num_canaries: How many took part.
     """
 

@@ -114,7 +114,7 @@ def seed_sequence(
     words come last, so that they cannot pass for a stream or an attempt.
 
     Args:
-      seed: The user's.
+      seed: The seed that the user gave, if any.
       stream: What the numbers are for.
       attempt: The number of the draw, and what else sets it apart.
     """

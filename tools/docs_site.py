@@ -2,7 +2,8 @@
 
 - The API reference has a page for each subject, with public names that are read
   from the packages' `__init__.py`; nothing is imported.
-- `<!-- packages -->` becomes a picture of the packages, drawn from the imports.
+- `<!-- packages -->` becomes a picture of the packages, drawn from the imports, and
+  `<!-- comparison -->` README's table of other frameworks.
 - A file of the repository that a page links to gets a page of its own, with its
   text; a link to a folder becomes the folder's path.
 """
@@ -165,7 +166,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     ),
 }
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#\s]+)[^)\s]*\)")
-_PICTURE = "<!-- packages -->"
+_PICTURE, _COMPARISON = "<!-- packages -->", "<!-- comparison -->"
 # What a search shows later than guides and the rest of the reference.
 _LATER = (
     *("flower", "flower_older", "aggregators", "learning", "learning_epsilon"),
@@ -359,7 +360,7 @@ def _source_page(path: str) -> str:
 
 def _source(path: str) -> str:
     text = (_ROOT / path).read_text("utf-8")
-    before = f"---\nsearch:\n  exclude: true\n---\n# {path}\n\n"
+    before = f"---\nsearch:\n  exclude: true\nhide:\n  - toc\n---\n# {path}\n\n"
     return f"{before}`````{pathlib.Path(path).suffix[1:]}\n{text}\n`````\n"
 
 
@@ -374,7 +375,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Draws the picture, leads links to files' pages, and keeps "± 0.1" together."""
+    """Fills in pictures and tables, and leads links to files' pages."""
 
     def led(match: re.Match[str]) -> str:
         text, path = match.groups()
@@ -384,4 +385,23 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
     if _PICTURE in markdown:
         markdown = markdown.replace(_PICTURE, picture())
+    if _COMPARISON in markdown:
+        readme = (_ROOT / "README.md").read_text("utf-8")
+        (table,) = re.findall(r"(?ms)^## Why this.*?(?=^## )", readme)
+        markdown = markdown.replace(_COMPARISON, table.replace("](docs/", "]("))
     return _OUTSIDE.sub(led, markdown.replace(" ± ", "\xa0±\xa0"))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Lets code in tables break between names (on a phone, also within them)."""
+
+    def breakable(code: re.Match[str]) -> str:
+        text = re.sub(
+            r"(?<=[a-z])(?=[A-Z])|(?<=\w_)(?=\w)", '<wbr class="hump">', code[0]
+        )
+        return re.sub(r"([(,]|=(?!\")|\.(?=[a-zA-Z_]{3}))", r"\1<wbr>", text)
+
+    def cell(found: re.Match[str]) -> str:
+        return re.sub(r"(?<=<code>).*?(?=</code>)", breakable, found[0])
+
+    return re.sub(r"(?s)<td[ >].*?</td>", cell, html)

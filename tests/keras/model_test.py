@@ -94,6 +94,15 @@ def test_standard_callbacks_work_as_they_are(tmp_path):
     assert toy.fit(fed, 9, [toy.stop(fed, 2)]).epoch == [2]
 
 
+def test_further_callbacks_that_the_page_names():
+    fed, seen, keras = toy.federated(), [], tf.keras.callbacks
+    plateau = keras.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=99.0)
+    note = keras.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(epoch))
+    toy.fit(fed, 3, [plateau, note])
+    assert fed.require_compiled("it").learning_rate == pytest.approx(0.1 / 4)
+    assert seen == [0, 1, 2]
+
+
 def test_names_of_keras_are_the_models_unless_they_train_or_change_it():
     fed = toy.federated()
     for name in FORWARDED_ATTRIBUTES:

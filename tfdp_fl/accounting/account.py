@@ -363,7 +363,7 @@ class PrivacyAccount:
 
         Args:
           name: What the account knows it by.
-          kept: The ledger.
+          kept: The ledger to write to.
           run: The id under which the account's rounds stand in it.
           elsewhere: What any one client may have spent that it does not tell of.
         """
@@ -494,10 +494,10 @@ class PrivacyAccount:
         """Notes that a budget allows rounds, beside all that was counted.
 
         Args:
-          budget: The budget.
+          budget: The budget that is asked.
           version: `version` when they were computed: what was counted since then, the
             note does not know of.
-          charges: The rounds.
+          charges: What the rounds cost.
         """
         if version == self._version and not self.by_client:
             self._allowed[budget] = self.own + charges
@@ -595,7 +595,7 @@ class PrivacyAccount:
         gone on from one checkpoint in two places.
 
         Args:
-          contents: The ledger.
+          contents: What the ledger holds.
           run: The id of this run.
           source: The name of the file.
 

@@ -17,7 +17,7 @@ class PrivacyBudget:
     """The most that releases may cost together.
 
     Attributes:
-      epsilon: Above 0.
+      epsilon: The most that may be spent, above 0.
       delta: Between 0 and 1.
       accountant: "rdp" or "pld": what epsilon is computed by.
 

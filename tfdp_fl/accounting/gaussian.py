@@ -104,7 +104,7 @@ def analytic_noise_multiplier(epsilon: float, delta: float) -> float:
     for every epsilon and never needs more noise than the classic formula.
 
     Args:
-      epsilon: Above 0.
+      epsilon: The epsilon, above 0.
       delta: Between 0 and 1.
 
     Returns:

@@ -241,7 +241,7 @@ class PrivacyLedger:
     Use as a context manager, or `close`.
 
     Attributes:
-      path: The file.
+      path: The ledger's file.
       run: The id of the run whose rounds are recorded.
       lock: Held while a line is written.
     """
@@ -534,7 +534,7 @@ class PrivacyLedger:
         """Reads and verifies a ledger, without a lock.
 
         Args:
-          path: The file.
+          path: The ledger's file.
           expected_head: A `head` seen before; the ledger must contain it.
 
         Raises:
@@ -630,10 +630,10 @@ def epsilon_from_ledger(
     """Returns the epsilon of a ledger's rounds, without the model.
 
     Args:
-      path: The ledger.
+      path: The ledger's file.
       delta: Between 0 and 1.
       accountant: "rdp" or "pld".
-      expected_head: See `PrivacyLedger.read`.
+      expected_head: The hash that its last line must have, if known.
     """
     contents = PrivacyLedger.read(path, expected_head=expected_head)
     return contents.epsilon(delta, accountant)

@@ -130,7 +130,7 @@ def max_rounds(
       num_clients: The number of clients, N.
       clients_per_round: The expected number of clients in a round, m: a constant
         or a schedule.
-      target_epsilon: Above 0.
+      target_epsilon: The most that the rounds may cost, above 0.
       delta: Between 0 and 1.
       accountant: "rdp" or "pld".
     """
@@ -188,7 +188,7 @@ def calibrate_noise_multiplier(
     Never above the target, and within 0.1 % of the exact solution.
 
     Args:
-      target_epsilon: Above 0.
+      target_epsilon: The most that the rounds may cost, above 0.
       sampling: How clients are drawn, such as "poisson".
       num_clients: The number of clients, N.
       clients_per_round: The expected number of clients in a round, m: a constant,
@@ -234,7 +234,7 @@ def calibrate(
       make_charges: For a noise multiplier above 0, the charges of the whole
         run, as (charge, count) pairs or single charges. More noise must not
         cost more.
-      target_epsilon: Above 0.
+      target_epsilon: The most that the rounds may cost, above 0.
       delta: Between 0 and 1.
       accountant: "rdp" or "pld".
       upper: The largest noise multiplier that `make_charges` takes; default no

@@ -157,7 +157,7 @@ def privacy_statement(
     Every epsilon in the text is rounded up, never down.
 
     Args:
-      facts: What ran.
+      facts: What ran, and what it cost.
       delta: At which the epsilons are stated.
       format: "text" (paragraphs, in lines of at most 80 characters) or "dict" (the
         facts and sentences as JSON values; an infinite epsilon is None, with

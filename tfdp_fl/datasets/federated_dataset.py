@@ -123,7 +123,7 @@ class FederatedDataset:
         Args:
           x: Features, a nest of arrays of shape [n, ...]. TensorFlow tensors
             on the CPU are kept, anything else is copied once into one.
-          y: Labels, likewise.
+          y: Labels, with the same first dimension.
           indices: The rows of each client, from 0 to n - 1: a mapping from its
             id to a 1-D array of integers; or a sequence of such arrays, of
             clients 0 to N - 1.
@@ -203,9 +203,9 @@ class FederatedDataset:
         when it takes part. Any other file is held in memory.
 
         Args:
-          path: The file.
+          path: The Parquet file.
           *columns: What follows `frame` in `from_dataframe`.
-          **named: Likewise.
+          **named: Further arguments of `from_dataframe`.
 
         Raises:
           ImportError: pandas or pyarrow is not installed.

@@ -205,7 +205,7 @@ def runnable(traced: program.Program, threads: int = 1) -> Callable[[Arrays], Ar
     memory, and looks for no function in the process.
 
     Args:
-      traced: The program.
+      traced: The program that a client runs.
       threads: How many compute.
     """
     graph = tf.Graph()
@@ -461,7 +461,7 @@ class RayWorkers:
         """Runs a program on shards, all at the same time.
 
         Args:
-          traced: The program.
+          traced: The program that a client runs.
           sent: Its first arguments, flattened: what all clients receive.
           examples: The next ones, where all shards have the same: all examples of
             a dataset that is in memory. None: they are in the shards.

@@ -256,7 +256,7 @@ def private_mod(
 
     Args:
       message: what the server sent.
-      context: handed on.
+      context: Flower's context, handed on as it is.
       call_next: the next mod, or the app.
 
     Returns:

@@ -195,7 +195,7 @@ class DPFedAvgFixed(DPFedAvg):
         """Wraps a strategy.
 
         Args:
-          strategy: see `DPFedAvg`.
+          strategy: Flower's strategy that is wrapped.
           num_sampled_clients: The number of clients in a round, m.
           clip_norm: The clip norm, S.
           noise_multiplier: The noise multiplier, z.
@@ -242,13 +242,13 @@ class DPFedAvgAdaptive(DPFedAvg):
         """Wraps a strategy.
 
         Args:
-          strategy: see `DPFedAvg`.
+          strategy: Flower's strategy that is wrapped.
           num_sampled_clients: The number of clients in a round, m.
           init_clip_norm: S of the first round.
           noise_multiplier: z, what a round's two releases together cost.
           server_side_noising: whether the server adds the updates' noise.
           clip_norm_lr: The step of the clip norm, eta.
-          clip_norm_target_quantile: gamma.
+          clip_norm_target_quantile: The quantile that the clip follows, gamma.
           clip_count_stddev: sigma_b, above z / 2; None means m / 20, or 0 if
             there is no noise at all. Errors call it, and the three above, by
             the names that `AdaptiveClipping` has for them.

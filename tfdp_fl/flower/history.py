@@ -26,7 +26,7 @@ class ReleasedRound:
     """A round that was charged.
 
     Attributes:
-      server_round: its number.
+      server_round: The number of the round, Flower's.
       clip_norm: S, with which its clients clipped.
       num_replies: how many of the m clients that were asked were in the sum.
       charge: what it costs somebody who sees the models: one Gaussian, whatever was

@@ -260,7 +260,7 @@ class Mechanism(abc.ABC):
 
         Args:
           norm: Float32, any shape: norms of updates, at least 0.
-          round: This round.
+          round: The state of this round.
         """
         return clipping.clip_factor(norm, round.clip_norm)
 
@@ -271,7 +271,7 @@ class Mechanism(abc.ABC):
 
         Args:
           norm: Float32, any shape: norms of updates, 0 for one with a NaN.
-          round: This round.
+          round: The state of this round.
         """
         return {}
 
@@ -286,7 +286,7 @@ class Mechanism(abc.ABC):
           norm: Float32, any shape: the norms of one or more updates, 0 where
             an update is not usable.
           usable: Bool, the same shape: False for a NaN or an Inf.
-          round: This round.
+          round: The state of this round.
         """
         scale = self.scale(norm, round)
         return Contribution(
@@ -312,7 +312,7 @@ class Mechanism(abc.ABC):
         Args:
           update: List of float tensors; a client's weights if
             `releases_weights`.
-          round: This round.
+          round: The state of this round.
           client: What the client knows of itself.
           deployment: Where it is.
         """
@@ -347,7 +347,7 @@ class Mechanism(abc.ABC):
           update: The noised sum.
           weight: Float32 scalar, the sum of the clients' weights; with a central
             guarantee, whose noise does not cover it, the expected one.
-          round: This round.
+          round: The state of this round.
           deployment: Where it is.
         """
         expected = deployment.expected_weight(round.clients_per_round)

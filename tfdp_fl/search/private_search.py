@@ -129,8 +129,8 @@ class PrivateSearch:
           clients: As in `DPFederatedModel.fit`.
           rounds: The rounds of each trial.
           batch_size: As in `DPFederatedModel.fit`.
-          local_epochs: Likewise.
-          shuffle: Likewise.
+          local_epochs: Passes over a client's examples, as in `fit`.
+          shuffle: Whether clients shuffle their examples.
           directory: Where `ledger.jsonl` is kept, which holds the search as one line;
             other runs in it count as well. The directory also holds the search's
             state, and later its result: keep it secret for ever, as the times of its

@@ -117,7 +117,7 @@ def sum_in_groups(
       updates: the cohort's updates, float vectors [D]; or a callable that
         makes the one at an index, called once for each, group after group.
       protocol: the configuration that all members share.
-      group_size: see `split_into_groups`.
+      group_size: How many clients a group should have.
       num_members: how many there are, if `updates` is a callable.
       keep_group_sums: whether each group's sum is in the result, beside the total.
 

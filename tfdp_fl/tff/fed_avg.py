@@ -29,7 +29,7 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
     """A `tff.learning.templates.LearningProcess` and what it guarantees.
 
     Attributes:
-      mechanism: The mechanism.
+      mechanism: What each round releases, and what that costs.
       deployment: Where it is used, as far as it was said when it was built.
     """
 
@@ -42,7 +42,7 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
         """Takes over the computations of a process.
 
         Args:
-          process: The process.
+          process: The learning process that it extends.
           mechanism: The mechanism that aggregates in it.
           deployment: Where the mechanism is used.
         """
