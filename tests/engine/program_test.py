@@ -50,6 +50,46 @@ def test_large_sums_and_clips_of_threads_do_not_meet():
     assert "AddN" not in {node.op for node in graph.as_graph_def().node}
 
 
+_MATRICES = {
+    "not definite": -9 * np.eye(16, dtype=np.float32),
+    "nan": np.full([16, 16], np.nan, np.float32),
+    "infinite": np.diag(np.full(16, np.inf, np.float32)),
+    "rank one": np.ones([16, 16], np.float32),
+    "zero": np.zeros([16, 16], np.float32),
+}
+
+
+@pytest.mark.parametrize("kind", _MATRICES)
+def test_decompositions_say_nothing_of_the_memory_that_they_find(kind):
+    ops, matrix = tf.raw_ops, tf.constant(_MATRICES[kind])
+    calls = {
+        "LogMatrixDeterminant": lambda: ops.LogMatrixDeterminant(input=matrix),
+        "MatrixDeterminant": lambda: ops.MatrixDeterminant(input=matrix),
+        "MatrixInverse": lambda: ops.MatrixInverse(input=matrix),
+        "MatrixSolve": lambda: ops.MatrixSolve(matrix=matrix, rhs=matrix),
+        "Qr": lambda: ops.Qr(input=matrix, full_matrices=True),
+        "SelfAdjointEigV2": lambda: ops.SelfAdjointEigV2(input=matrix, compute_v=True),
+        "Svd": lambda: ops.Svd(input=matrix, compute_uv=True),
+    }
+    assert calls.keys() <= allowed_operations.ALLOWED
+
+    def found(call, left):
+        # What others before left in blocks of this size.
+        for _ in range(20):
+            tf.fill([16, 16], left).numpy()
+        try:
+            return [each.numpy().tobytes() for each in tf.nest.flatten(call())]
+        except tf.errors.InvalidArgumentError:
+            return "refused"
+
+    for name, call in calls.items():
+        first, *others = (found(call, left) for left in (0.0, 7.0, -3e5))
+        assert all(each == first for each in others), name
+    # These read it, or what is beside it, or never end.
+    struck = {"Cholesky", "CropAndResize", "AdjustHue", "MatrixLogarithm"}
+    assert not allowed_operations.ALLOWED & (struck | {"StatelessRandomBinomial"})
+
+
 def test_dropout_inside_of_an_operation_and_reading_a_variable_are_refused():
     definition = tf.compat.v1.GraphDef()
     node = definition.node.add(op="CudnnRNNV3", name="rnn")

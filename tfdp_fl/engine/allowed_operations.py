@@ -4,7 +4,9 @@ A client is bounded by the clip only if its data moves its own update alone. So
 its program holds nothing but operations whose results depend on their arguments
 and that change nothing else. They are listed here. What is not listed is refused:
 variables, queues, tables that are written, files, Python, and random numbers from
-a stream that other clients draw from as well.
+a stream that other clients draw from as well. Nor are kernels that some numbers lead
+into memory that they did not write (Cholesky, CropAndResize), or round in circles
+(AdjustHue, MatrixLogarithm, StatelessRandomBinomial).
 """
 
 from __future__ import annotations
@@ -65,17 +67,17 @@ FakeQuantWithMinMaxVarsPerChannel FakeQuantWithMinMaxVarsPerChannelGradient
 """
 
 _ALGEBRA = """
-BandedTriangularSolve Cholesky CholeskyGrad Eig FFT FFT2D FFT3D FFTND IFFT IFFT2D IFFT3D
+BandedTriangularSolve Eig FFT FFT2D FFT3D FFTND IFFT IFFT2D IFFT3D
 IFFTND IRFFT IRFFT2D IRFFT3D IRFFTND LogMatrixDeterminant Lu MatrixBandPart
-MatrixDeterminant MatrixDiagPartV3 MatrixDiagV3 MatrixInverse MatrixLogarithm
+MatrixDeterminant MatrixDiagPartV3 MatrixDiagV3 MatrixInverse
 MatrixSetDiagV3 MatrixSolve MatrixSolveLs MatrixSquareRoot MatrixTriangularSolve Qr RFFT
 RFFT2D RFFT3D RFFTND SelfAdjointEigV2 SparseMatMul Svd TridiagonalMatMul
 TridiagonalSolve
 """
 
 _IMAGES = """
-AdjustContrastv2 AdjustHue AdjustSaturation CombinedNonMaxSuppression CropAndResize
-CropAndResizeGradBoxes CropAndResizeGradImage ExtractImagePatches ExtractVolumePatches
+AdjustContrastv2 AdjustSaturation CombinedNonMaxSuppression ExtractImagePatches
+ExtractVolumePatches
 HSVToRGB ImageProjectiveTransformV2 ImageProjectiveTransformV3 NonMaxSuppressionV3
 NonMaxSuppressionV4 NonMaxSuppressionV5 RGBToHSV ResizeArea ResizeBicubic
 ResizeBicubicGrad ResizeBilinear ResizeBilinearGrad ResizeNearestNeighbor
@@ -118,7 +120,7 @@ _OPTIONAL = "OptionalFromValue OptionalGetValue OptionalHasValue OptionalNone"
 # Their seeds are arguments.
 _RANDOM = """
 RandomGammaGrad RandomIndexShuffle StatelessMultinomial
-StatelessParameterizedTruncatedNormal StatelessRandomBinomial StatelessRandomGammaV3
+StatelessParameterizedTruncatedNormal StatelessRandomGammaV3
 StatelessRandomGetAlg StatelessRandomGetKeyCounter StatelessRandomNormalV2
 StatelessRandomPoisson StatelessRandomUniformFullIntV2 StatelessRandomUniformIntV2
 StatelessRandomUniformV2 StatelessSampleDistortedBoundingBox StatelessShuffle
