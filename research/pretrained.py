@@ -51,7 +51,7 @@ class Settings:
       clients_per_round: m.
     """
 
-    learning_rate: float = 0.5
+    learning_rate: float = 1.0
     clip_norm: float = 0.3
     rank: int = 4
     rounds: int = 15

@@ -7,7 +7,7 @@ import json
 import dp_accounting
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import linalg, stats
 
@@ -522,6 +522,8 @@ _CORRELATED = tfdp_fl.CorrelatedNoise(
 
 @settings(max_examples=150, deadline=None)
 @given(_all_steps, st.lists(st.booleans(), min_size=12, max_size=12))
+# The same group in each round, which the charge is told.
+@example(["save", *["round", "restore"] * 12], [True] * 12)
 def test_groups_cost_what_the_worst_client_met(steps, said):
     generator, promised = _CORRELATED.generator, _CORRELATED.participation
     made = linalg.toeplitz(generator.coefficients, np.eye(12)[0])
