@@ -6,7 +6,7 @@ and that change nothing else. They are listed here. What is not listed is refuse
 variables, queues, tables that are written, files, Python, and random numbers from
 a stream that other clients draw from as well. Nor are kernels that some numbers lead
 into memory that they did not write (Cholesky, CropAndResize), or round in circles
-(AdjustHue, MatrixLogarithm, StatelessRandomBinomial).
+(AdjustHue, MatrixLogarithm, StatelessRandomBinomial, StatelessRandomPoisson).
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ _RANDOM = """
 RandomGammaGrad RandomIndexShuffle StatelessMultinomial
 StatelessParameterizedTruncatedNormal StatelessRandomGammaV3
 StatelessRandomGetAlg StatelessRandomGetKeyCounter StatelessRandomNormalV2
-StatelessRandomPoisson StatelessRandomUniformFullIntV2 StatelessRandomUniformIntV2
+StatelessRandomUniformFullIntV2 StatelessRandomUniformIntV2
 StatelessRandomUniformV2 StatelessSampleDistortedBoundingBox StatelessShuffle
 StatelessTruncatedNormalV2
 """
