@@ -204,7 +204,7 @@ class RoundCheckpoint(Ledger):
 
     Attributes:
       directory: Where the files are; made if need be.
-      every: Save after every so many rounds (and at the end).
+      every: Save after every so many rounds, and at the end.
       keep: How many checkpoints stay.
       path: The directory's ledger.
     """
@@ -242,10 +242,10 @@ class RoundCheckpoint(Ledger):
         self._begun = True
 
     def on_round_released(self, round_index: int, logs: dict[str, float]) -> None:
-        """Saves, if it is time to; after the last round planned, `on_fit_end` does."""
+        """Saves, if it is time to."""
         del logs
-        is_last = round_index + 1 == self._run.plan.last_round
-        if (round_index + 1) % self.every == 0 and not is_last:
+        # (Also after the last round: a kill before `on_fit_end` would lose it.)
+        if (round_index + 1) % self.every == 0:
             self._save()
 
     def on_fit_end(self) -> None:
