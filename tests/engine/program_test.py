@@ -85,7 +85,7 @@ def test_decompositions_say_nothing_of_the_memory_that_they_find(kind):
     for name, call in calls.items():
         first, *others = (found(call, left) for left in (0.0, 7.0, -3e5))
         assert all(each == first for each in others), name
-    # These read it, or what is beside it, or never end.
+    # These read it, or what lies beside it, or never end.
     struck = {"Cholesky", "CropAndResize", "AdjustHue", "MatrixLogarithm"}
     struck |= {"StatelessRandomBinomial", "StatelessRandomPoisson"}
     assert not allowed_operations.ALLOWED & struck

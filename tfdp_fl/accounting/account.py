@@ -373,8 +373,8 @@ class PrivacyAccount:
         """Has no more charges written into a ledger, which may be closed then."""
         self._ledgers.pop(name, None)
 
-    def no_charges(self) -> contextlib.AbstractContextManager[None]:
-        """Lets nobody charge within the block, who would write into other ledgers."""
+    def pause_charges(self) -> contextlib.AbstractContextManager[None]:
+        """Has every charge wait until the block ends, in which a ledger may join."""
         return self._charge_lock
 
     def refresh(self) -> None:

@@ -4,9 +4,10 @@ A client is bounded by the clip only if its data moves its own update alone. So
 its program holds nothing but operations whose results depend on their arguments
 and that change nothing else. They are listed here. What is not listed is refused:
 variables, queues, tables that are written, files, Python, and random numbers from
-a stream that other clients draw from as well. Nor are kernels that some numbers lead
-into memory that they did not write (Cholesky, CropAndResize), or round in circles
-(AdjustHue, MatrixLogarithm, StatelessRandomBinomial, StatelessRandomPoisson).
+a stream that other clients draw from as well. Operations whose kernels, for some
+inputs, read memory that they did not write (Cholesky, CropAndResize) or never end
+(AdjustHue, MatrixLogarithm, StatelessRandomBinomial, StatelessRandomPoisson) are not
+listed either.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ client, and the engine goes on with those.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import pickle
@@ -131,24 +132,7 @@ class ShardedCohorts:
                     "runtime must be None for a model with a lookup table, which is "
                     "in this process: look words up before training, in the dataset."
                 )
-
-            def train(
-                parts: list[layout.Part], traced: program.Program = traced
-            ) -> list[layout.Part]:
-                """Adds up parts; returns those in which a client's data raised."""
-                found = self._workers.run(
-                    traced,
-                    _arrays(received),
-                    self._examples,
-                    [self._shard(chunk, part) for part in parts],
-                    float32_products=parts[0].strategy.kind == layout.SIDE_BY_SIDE,
-                )
-                for part, arrays in zip(parts, found, strict=True):
-                    if arrays is not None:
-                        leaves = list(map(tf.constant, arrays))
-                        trained = tf.nest.pack_sequence_as(traced.structure, leaves)
-                        pending.add(part.members, trained)
-                return [p for p, each in zip(parts, found, strict=True) if each is None]
+            train = functools.partial(self._train_parts, pending, chunk, traced)
 
             def train_one(part: layout.Part, train: Any = train) -> None:
                 if train([part]):
@@ -158,6 +142,31 @@ class ShardedCohorts:
 
             for part in train(parts):
                 self._engine.train_each_alone(pending, part, train_one)
+
+    def _train_parts(
+        self,
+        pending: engine.PendingRound,
+        chunk: layout.Chunk,
+        traced: program.Program,
+        parts: list[layout.Part],
+    ) -> list[layout.Part]:
+        """Adds up parts, one on each worker; returns those in which data raised."""
+        found = self._workers.run(
+            traced,
+            _arrays(pending.received),
+            self._examples,
+            [self._shard(chunk, part) for part in parts],
+            float32_products=parts[0].strategy.kind == layout.SIDE_BY_SIDE,
+        )
+        raised: list[layout.Part] = []
+        for part, arrays in zip(parts, found, strict=True):
+            if arrays is None:
+                raised.append(part)
+                continue
+            leaves = list(map(tf.constant, arrays))
+            trained = tf.nest.pack_sequence_as(traced.structure, leaves)
+            pending.add(part.members, trained)
+        return raised
 
     def _on_every_worker(
         self, traced: program.Program, received: Any, chunk: layout.Chunk

@@ -342,8 +342,8 @@ class Silo:
         if fed.setup.aborts_on_failure:
             raise ValueError(
                 'build must return a model with on_client_failure="exclude" and noise '
-                "of the silo's own: an answer without its release would tell the "
-                "server that somebody's training failed."
+                "that the silo adds itself: an abandoned round would tell the server "
+                "that somebody's training failed."
             )
         if fed.run is not None:
             raise ValueError("build must return a new model each time, got a used one.")

@@ -76,7 +76,7 @@ class Ledger(FederatedCallback):
                 expected_head=known,
                 run=run.run_id,
             )
-        with run.spending.no_charges(), ledger.lock:
+        with run.spending.pause_charges(), ledger.lock:
             self._join(ledger, known)
 
     def _join(self, ledger: accounting.PrivacyLedger, known: str | None) -> None:
