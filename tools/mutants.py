@@ -1,4 +1,4 @@
-"""Plants faults in a copy of the tree; the tests that a fault names must go red.
+"""Plants faults in copies of the tree; the tests that a fault names must go red.
 
     make mutants                          # Every fault of tools/mutants.txt.
     python tools/mutants.py flower ledger # Those with such a word.
@@ -11,11 +11,13 @@ on the newest one) are said to be left out.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import multiprocessing
 import os
 import pathlib
+import queue
 import shlex
 import shutil
 import subprocess
@@ -120,14 +122,32 @@ def main() -> None:
     names = subprocess.check_output(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=_ROOT, text=True
     )
+    paths = [name for name in names.splitlines() if os.path.isfile(name)]
+    folders: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def said(fault: Fault) -> str:
+        folder = folders.get()
+        try:
+            return verdict(fault, folder)
+        finally:
+            folders.put(folder)
+
     verdicts = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name in filter(os.path.isfile, names.splitlines()):
-            (pathlib.Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(_ROOT / name, pathlib.Path(folder) / name)
-        for fault in faults(sys.argv[1:]):
-            verdicts.append(verdict(fault, folder))
-            print(f"{verdicts[-1]:12} {fault.name}", flush=True)
+    jobs = os.cpu_count() or 1
+    with (
+        tempfile.TemporaryDirectory() as parent,
+        concurrent.futures.ThreadPoolExecutor(jobs) as pool,
+    ):
+        for job in range(jobs):
+            folder = pathlib.Path(parent, str(job))
+            for name in paths:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(_ROOT / name, folder / name)
+            folders.put(str(folder))
+        planted = faults(sys.argv[1:])
+        for fault, each in zip(planted, pool.map(said, planted), strict=True):
+            verdicts.append(each)
+            print(f"{each:12} {fault.name}", flush=True)
     left_out = sum(each.startswith("left out") for each in verdicts)
     caught = verdicts.count("caught")
     print(f"{caught} of {len(verdicts)} caught, {left_out} left out")

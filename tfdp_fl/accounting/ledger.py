@@ -327,6 +327,7 @@ class PrivacyLedger:
             self._header, self._head = contents.header, contents.head
             self._entries, self._ended = [*contents.entries], dict(contents.ended)
             self._rounds_of = collections.Counter(e.run for e in self._entries)
+            self._is_central = all(e.is_central for e in self._entries)
             if not self._header:
                 header = {
                     "format": FORMAT,
@@ -443,6 +444,7 @@ class PrivacyLedger:
                 # Else a line could be on the disk of which this object does not know.
                 self._head = self._append(body)
                 self._entries.append(dataclasses.replace(entry, line_hash=self._head))
+                self._is_central &= entry.is_central
                 self._rounds_of[entry.run] += 1
                 known, self._central = self._central, None
                 if known and budget and charge is not None and entry.is_central:
@@ -467,10 +469,10 @@ class PrivacyLedger:
     def _ask(self, budget: PrivacyBudget, entry: LedgerEntry) -> None:
         """Raises BudgetExceededError if one more round would pass the budget."""
         guarantee = self._header.get("mechanism", {}).get("guarantee")
-        is_central = all(each.is_central for each in (*self._entries, entry))
         if (
             guarantee not in (Guarantee.LOCAL, Guarantee.RECORD)
-            and is_central
+            and self._is_central
+            and entry.is_central
             and entry.charge
         ):
             if self._central is None:
