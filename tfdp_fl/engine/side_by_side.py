@@ -182,12 +182,11 @@ class GhostClipping:
         y = _of_one_output(chunk.y)
         batch = tf.size(table.batch)
         rows, sizes = self._batches(table)
-        layers = self._layers(received.weights, x, rows, sizes)
+        layers = self._layers(received.weights, x, rows)
         total = cohort.CohortSum.zeros(self.trainer.no_metrics())
         for step in range(self.steps):
             labels = tf.nest.map_structure(
-                lambda leaf, step=step: self._examples(leaf, rows[step], sizes[step]),
-                y,
+                lambda leaf, step=step: _examples(leaf, rows[step]), y
             )
             total = self._step(layers, labels, sizes[step], batch, received, total)
         dense = [layer for layer in layers if isinstance(layer, _DenseLayer)]
@@ -197,7 +196,9 @@ class GhostClipping:
     def _batches(self, table: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the rows of all batches, int32 [S, K, B], and their sizes [S, K].
 
-        A client that has no such step, or no such row, gets a row of another.
+        A client without such a step, or such a row, gets its own first row, which it
+        trains on anyway: a NaN there is its own. That loss is not counted. (Padding
+        gets the first row of all, and adds nothing.)
         """
         num_examples, batch = table.num_examples, tf.size(table.batch)
         per_pass = tf.maximum(-(-num_examples // batch), 1)
@@ -207,35 +208,16 @@ class GhostClipping:
         sizes = tf.where(done < table.epochs, left, 0)
         first = table.first_row + done * num_examples + start
         places = first[..., tf.newaxis] + table.batch
-        places = tf.where(tf.sequence_mask(sizes, batch), places, 0)
+        own_first = table.first_row[:, tf.newaxis]
+        places = tf.where(tf.sequence_mask(sizes, batch), places, own_first)
         return tf.gather(table.rows, places), sizes
 
-    def _examples(
-        self, leaf: tf.Tensor, rows: tf.Tensor, sizes: tf.Tensor
-    ) -> tf.Tensor:
-        """Returns the examples of some rows [..., B], zeros where there is none.
-
-        What stands in the row of another client, such as a NaN, must not reach
-        a client that has none.
-        """
-        values = tf.gather(leaf, rows)
-        valid = tf.sequence_mask(sizes, tf.shape(rows)[-1])
-        everywhere = tf.reduce_all(valid)
-        for _ in range(leaf.shape.rank - 1):
-            valid = valid[..., tf.newaxis]
-        values = tf.cond(
-            everywhere,
-            lambda: values,
-            lambda: tf.where(valid, values, tf.zeros([], values.dtype)),
-        )
-        return tf.reshape(values, [-1, *leaf.shape[1:]])
-
     def _layers(
-        self, weights: list[tf.Tensor], x: tf.Tensor, rows: tf.Tensor, sizes: tf.Tensor
+        self, weights: list[tf.Tensor], x: tf.Tensor, rows: tf.Tensor
     ) -> list[Any]:
         """Returns the layers from the first dense one on, which knows its inputs."""
-        clients = tf.shape(sizes)[1]
-        h = self._examples(x, tf.transpose(rows, [1, 0, 2]), tf.transpose(sizes))
+        clients = tf.shape(rows)[1]
+        h = _examples(x, tf.transpose(rows, [1, 0, 2]))
         layers: list[Any] = []
         for layer in self.trainer.model.layers:
             if isinstance(layer, tf.keras.layers.Dense):
@@ -412,15 +394,22 @@ class GhostClipping:
             numbers = as_numbers(tf.matmul(x, d, transpose_a=True))
             return as_sum(tf.reduce_sum(numbers, axis=0))
 
-        def add(k: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            product = tf.matmul(x[k], d[k], transpose_a=True)
-            return k + 1, total + as_numbers(product)
+        def add(clients: int, k: tf.Tensor, total: tf.Tensor) -> tuple[Any, Any]:
+            numbers = [
+                as_numbers(tf.matmul(x[k + i], d[k + i], transpose_a=True))
+                for i in range(clients)
+            ]
+            return k + clients, tf.add_n([total, *numbers])
 
         # Zeros that depend on an argument: see `CohortPrograms._nobody`.
-        zeros = tf.fill(shape, tf.cast(count * 0, dtype))
-        _, total = tf.while_loop(
-            lambda k, _: k < count, add, (0, zeros), parallel_iterations=1
-        )
+        k, total = 0, tf.fill(shape, tf.cast(count * 0, dtype))
+        for clients in 2, 1:  # Two in one pass over the sum, as long as there are two.
+            k, total = tf.while_loop(
+                lambda k, _, clients=clients: k + clients <= count,
+                functools.partial(add, clients),
+                (k, total),
+                parallel_iterations=1,
+            )
         return as_sum(total)
 
 
@@ -431,6 +420,11 @@ def _of_one_output(y: nests.Nest) -> Any:
         return label
     (weight,) = tf.nest.flatten(nests.weights_of(y))
     return nests.Weighted(label, tf.reshape(weight, [-1]))
+
+
+def _examples(leaf: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    """Returns the examples of some rows, one after the other."""
+    return tf.gather(leaf, tf.reshape(rows, [-1]))
 
 
 def _rows(tensor: tf.Tensor) -> tf.Tensor:
