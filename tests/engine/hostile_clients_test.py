@@ -69,8 +69,8 @@ def test_the_loss_is_that_of_the_others(beside, few, value):
 @pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize("where", ["x", "y"])
 def test_those_who_idle_do_not_see_anothers_data(few, where):
-    # Clients with fewer steps than others are filled up in the table.
-    arrays = cohorts.client_arrays((10, 5, 3, 0))
+    # Clients with fewer rows than others of as many steps are filled up in the table.
+    arrays = cohorts.client_arrays((10, 7, 5, 3, 0))
     clients = {
         k: (x, np.repeat(y[:, None], 3, 1).astype("f4")) for k, (x, y) in arrays.items()
     }
