@@ -4,10 +4,16 @@ A client is bounded by the clip only if its data moves its own update alone. So
 its program holds nothing but operations whose results depend on their arguments
 and that change nothing else. They are listed here. What is not listed is refused:
 variables, queues, tables that are written, files, Python, and random numbers from
-a stream that other clients draw from as well. Operations whose kernels, for some
-inputs, read memory that they did not write (Cholesky, CropAndResize) or never end
-(AdjustHue, MatrixLogarithm, StatelessRandomBinomial, StatelessRandomPoisson) are not
-listed either.
+a stream that other clients draw from as well.
+
+Nor is every operation listed that has no state. Of each listed one somebody has to know
+that its kernel, whatever a client gives it, returns nothing that it did not write, adds
+up in one order, and ends. So they are what Keras's layers, losses, metrics and
+optimizers are made of, and what layers of one's own usually take; the others had
+Cholesky, CropAndResize, MatrixSolveLs and SparseSegmentMeanGrad (memory that nobody
+wrote), sums of weights by Bincount (in whatever order threads come), AdjustHue,
+Polygamma and StatelessRandomPoisson (no end) among them. tests/stress/
+operations_stress.py tries each listed one on what clients could make up.
 """
 
 from __future__ import annotations
@@ -21,27 +27,23 @@ import tensorflow as tf
 _ARITHMETIC = """
 Abs Acos Acosh Add AddN AddV2 Angle ApproximateEqual Asin Asinh Atan Atan2 Atanh
 BesselI0 BesselI0e BesselI1 BesselI1e BesselJ0 BesselJ1 BesselK0 BesselK0e BesselK1
-BesselK1e BesselY0 BesselY1 Betainc BitwiseAnd BitwiseOr BitwiseXor Cast Ceil
-ClipByValue Complex ComplexAbs Conj Cos Cosh Cross Cumprod Cumsum CumulativeLogsumexp
-Dawsn Digamma Div DivNoNan Equal Erf Erfc Erfinv Exp Expint Expm1 Floor FloorDiv
-FloorMod FresnelCos FresnelSin Greater GreaterEqual Igamma IgammaGradA Igammac Imag
-Invert IsFinite IsInf IsNan LeftShift Less LessEqual Lgamma Log Log1p LogicalAnd
-LogicalNot LogicalOr Maximum Minimum Mod Mul MulNoNan Ndtri Neg NextAfter NotEqual
-Polygamma PopulationCount Pow Real RealDiv Reciprocal ReciprocalGrad RightShift Rint
-Round Rsqrt RsqrtGrad Sigmoid SigmoidGrad Sign Sin Sinh Spence Sqrt SqrtGrad Square
-SquaredDifference Sub Tan Tanh TanhGrad TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta
+BesselK1e BesselY0 BesselY1 BitwiseAnd BitwiseOr BitwiseXor Cast Ceil ClipByValue
+Complex ComplexAbs Conj Cos Cosh Cross Cumprod Cumsum CumulativeLogsumexp Dawsn Digamma
+Div DivNoNan Equal Erf Erfc Erfinv Exp Expint Expm1 Floor FloorDiv FloorMod FresnelCos
+FresnelSin Greater GreaterEqual Igamma IgammaGradA Igammac Imag Invert IsFinite IsInf
+IsNan LeftShift Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr Maximum
+Minimum Mod Mul MulNoNan Ndtri Neg NextAfter NotEqual PopulationCount Pow Real RealDiv
+Reciprocal ReciprocalGrad RightShift Rint Round Rsqrt RsqrtGrad Sigmoid SigmoidGrad Sign
+Sin Sinh Spence Sqrt SqrtGrad Square SquaredDifference Sub Tan Tanh TanhGrad TruncateDiv
+TruncateMod Xdivy Xlog1py Xlogy
 """
 
 _ARRAYS = """
-Bincount Bucketize ConjugateTranspose DenseBincount DenseToDenseSetOperation
-DenseToSparseSetOperation Diag DiagPart DynamicPartition EditDistance EuclideanNorm
-HistogramFixedWidth InTopKV2 LinSpace ListDiff LowerBound NthElement
-ParallelDynamicStitch ReverseSequence Roll ScatterNdNonAliasingAdd SegmentMax
-SegmentMaxV2 SegmentMean SegmentMin SegmentMinV2 SegmentProd SegmentProdV2 SegmentSum
-SegmentSumV2 SetSize TensorScatterAdd TensorScatterMax TensorScatterMin
-TensorStridedSliceUpdate TileGrad TopKV2 Unique UniqueV2 UniqueWithCounts
-UniqueWithCountsV2 UnravelIndex UnsortedSegmentMax UnsortedSegmentMin
-UnsortedSegmentProd UnsortedSegmentSum UpperBound Where
+Bucketize ConjugateTranspose DenseBincount Diag DiagPart DynamicPartition EuclideanNorm
+InTopKV2 LinSpace LowerBound ReverseSequence Roll ScatterNdNonAliasingAdd
+TensorScatterAdd TensorScatterMax TensorScatterMin TensorStridedSliceUpdate TopKV2
+Unique UniqueV2 UniqueWithCounts UniqueWithCountsV2 UnravelIndex UnsortedSegmentMax
+UnsortedSegmentMin UnsortedSegmentProd UnsortedSegmentSum UpperBound Where
 """
 
 _CONTROL_FLOW = """
@@ -58,48 +60,28 @@ _LAYERS = """
 AvgPool3D AvgPool3DGrad BatchToSpaceND CTCGreedyDecoder CTCLoss CTCLossV2 Conv
 Conv2DBackpropFilterV2 Conv2DBackpropInputV2 Conv3D Conv3DBackpropFilterV2
 Conv3DBackpropInputV2 CudnnRNNBackpropV3 CudnnRNNV3 DepthToSpace DepthwiseConv2dNative
-DepthwiseConv2dNativeBackpropFilter DepthwiseConv2dNativeBackpropInput Dilation2D
-Dilation2DBackpropFilter Dilation2DBackpropInput LRN LRNGrad MaxPool3D MaxPool3DGrad
-MaxPool3DGradGrad MaxPoolGradGrad MaxPoolGradGradV2 MaxPoolGradGradWithArgmax
-MaxPoolGradV2 MaxPoolGradWithArgmax MaxPoolV2 MaxPoolWithArgmax MirrorPad MirrorPadGrad
-SpaceToBatchND SpaceToDepth QuantizeAndDequantizeV2 QuantizeAndDequantizeV4
-QuantizeAndDequantizeV4Grad FakeQuantWithMinMaxVars FakeQuantWithMinMaxVarsGradient
-FakeQuantWithMinMaxVarsPerChannel FakeQuantWithMinMaxVarsPerChannelGradient
+DepthwiseConv2dNativeBackpropFilter DepthwiseConv2dNativeBackpropInput LRN LRNGrad
+MaxPool3D MaxPool3DGrad MaxPool3DGradGrad MaxPoolGradGrad MaxPoolGradGradV2
+MaxPoolGradV2 MaxPoolV2 MirrorPad MirrorPadGrad SpaceToBatchND SpaceToDepth
 """
 
 _ALGEBRA = """
-BandedTriangularSolve Eig FFT FFT2D FFT3D FFTND IFFT IFFT2D IFFT3D
-IFFTND IRFFT IRFFT2D IRFFT3D IRFFTND LogMatrixDeterminant Lu MatrixBandPart
-MatrixDeterminant MatrixDiagPartV3 MatrixDiagV3 MatrixInverse
-MatrixSetDiagV3 MatrixSolve MatrixSolveLs MatrixSquareRoot MatrixTriangularSolve Qr RFFT
-RFFT2D RFFT3D RFFTND SelfAdjointEigV2 SparseMatMul Svd TridiagonalMatMul
-TridiagonalSolve
+Eig FFT FFT2D FFT3D FFTND IFFT IFFT2D IFFT3D IFFTND IRFFT IRFFT2D IRFFT3D IRFFTND
+LogMatrixDeterminant Lu MatrixBandPart MatrixDeterminant MatrixDiagPartV3 MatrixDiagV3
+MatrixInverse MatrixSetDiagV3 MatrixSolve MatrixTriangularSolve Qr RFFT RFFT2D RFFT3D
+RFFTND SelfAdjointEigV2 Svd
 """
 
 _IMAGES = """
-AdjustContrastv2 AdjustSaturation CombinedNonMaxSuppression ExtractImagePatches
-ExtractVolumePatches
-HSVToRGB ImageProjectiveTransformV2 ImageProjectiveTransformV3 NonMaxSuppressionV3
-NonMaxSuppressionV4 NonMaxSuppressionV5 RGBToHSV ResizeArea ResizeBicubic
-ResizeBicubicGrad ResizeBilinear ResizeBilinearGrad ResizeNearestNeighbor
-ResizeNearestNeighborGrad ScaleAndTranslate ScaleAndTranslateGrad
+AdjustContrastv2 AdjustSaturation ExtractImagePatches HSVToRGB
+ImageProjectiveTransformV3 RGBToHSV ResizeArea ResizeBicubic ResizeBicubicGrad
+ResizeBilinear ResizeBilinearGrad ResizeNearestNeighbor ResizeNearestNeighborGrad
+ScaleAndTranslate ScaleAndTranslateGrad
 """
 
 _SPARSE_AND_RAGGED = """
-DenseCountSparseOutput RaggedBincount RaggedCountSparseOutput RaggedCross
-RaggedFillEmptyRows RaggedFillEmptyRowsGrad RaggedGather RaggedRange
-RaggedTensorFromVariant RaggedTensorToSparse RaggedTensorToTensor RaggedTensorToVariant
-RaggedTensorToVariantGradient SparseAdd SparseAddGrad SparseBincount SparseConcat
-SparseCountSparseOutput SparseCross SparseCrossV2 SparseDenseCwiseAdd
-SparseDenseCwiseDiv SparseDenseCwiseMul SparseFillEmptyRows SparseFillEmptyRowsGrad
-SparseReduceMax SparseReduceMaxSparse SparseReduceSum SparseReduceSumSparse
-SparseReorder SparseReshape SparseSegmentMean SparseSegmentMeanGrad
-SparseSegmentMeanGradV2 SparseSegmentMeanWithNumSegments SparseSegmentSqrtN
-SparseSegmentSqrtNGrad SparseSegmentSqrtNGradV2 SparseSegmentSqrtNWithNumSegments
-SparseSegmentSum SparseSegmentSumGrad SparseSegmentSumGradV2
-SparseSegmentSumWithNumSegments SparseSlice SparseSliceGrad SparseSoftmax
-SparseSparseMaximum SparseSparseMinimum SparseSplit SparseTensorDenseAdd
-SparseTensorDenseMatMul SparseToDense SparseToSparseSetOperation
+RaggedGather RaggedRange RaggedTensorToTensor SparseCross SparseFillEmptyRows
+SparseReorder SparseReshape SparseTensorDenseMatMul SparseToDense
 """
 
 _TEXT = """
@@ -107,10 +89,12 @@ AsString ReduceJoin RegexFullMatch RegexReplace StaticRegexFullMatch StaticRegex
 StringFormat StringJoin StringLength StringLower StringNGrams StringSplit StringSplitV2
 StringStrip StringToHashBucket StringToHashBucketFast StringToHashBucketStrong
 StringToNumber StringUpper Substr UnicodeDecode UnicodeDecodeWithOffsets UnicodeEncode
-UnicodeScript UnicodeTranscode UnsortedSegmentJoin LookupTableFindV2 LookupTableSizeV2
+UnicodeScript UnicodeTranscode LookupTableFindV2 LookupTableSizeV2
 """
 
 _DECOMPOSITIONS = ("Eig", "SelfAdjointEigV2", "Svd")
+# Its threads add up weights in any order; numbers of times are whole.
+_ADDS_IN_ANY_ORDER = "DenseBincount"
 # It has two more outputs than gradients, and writes to neither.
 _THREE_WRITTEN = "FusedBatchNormGradV3"
 _UNWRITTEN = re.compile(r"\^?(.*?):(reserve_space.*|[34])")
@@ -133,11 +117,11 @@ StatelessTruncatedNormalV2
 # segment sums, of which an index out of range is another client's.
 _ARRAYS_BY_CLIENT = """
 All Any ArgMax ArgMin Bitcast BroadcastArgs BroadcastGradientArgs BroadcastTo
-ConcatOffset ConcatV2 Const DynamicStitch EnsureShape ExpandDims FakeParam Fill GatherNd
-GatherV2 Identity IdentityN InvertPermutation L2Loss Max Mean Min NoOp OneHot OnesLike
-Pack Pad PadV2 Placeholder PlaceholderWithDefault PreventGradient Prod Range Rank
-Reshape Reverse ReverseV2 ScatterNd Select SelectV2 Shape ShapeN Size Slice Snapshot
-Split SplitV Squeeze StopGradient StridedSlice StridedSliceGrad Sum TensorScatterSub
+ConcatOffset ConcatV2 Const DynamicStitch EnsureShape ExpandDims Fill GatherNd GatherV2
+Identity IdentityN InvertPermutation L2Loss Max Mean Min NoOp OneHot OnesLike Pack Pad
+PadV2 Placeholder PlaceholderWithDefault PreventGradient Prod Range Rank Reshape Reverse
+ReverseV2 ScatterNd Select SelectV2 Shape ShapeN Size Slice Snapshot Split SplitV
+Squeeze StopGradient StridedSlice StridedSliceGrad Sum TensorScatterSub
 TensorScatterUpdate Tile Transpose Unpack ZerosLike
 """
 
@@ -178,6 +162,7 @@ def check(definition: tf.compat.v1.GraphDef, layers: Iterable[str] = ()) -> None
     """
     functions = {function.signature.name for function in definition.library.function}
     normed = {node.name for _, node in nodes(definition) if node.op == _THREE_WRITTEN}
+    empty = {path for path, node in nodes(definition) if _is_empty_constant(node)}
     for path, node in nodes(definition):
         # (Those with an underscore are notes for TensorFlow's gradients.)
         attributes = (v for name, v in node.attr.items() if not name.startswith("_"))
@@ -191,8 +176,12 @@ def check(definition: tf.compat.v1.GraphDef, layers: Iterable[str] = ()) -> None
         )
         read = filter(None, map(_UNWRITTEN.fullmatch, node.input))
         unwritten |= any(match[1] in normed for match in read)
+        scope = path.removesuffix(node.name)
+        weighted = node.op == _ADDS_IN_ANY_ORDER and not (
+            {scope + each.split(":")[0] for each in node.input[2:3]} <= empty
+        )
         allowed = node.op in ALLOWED or node.op in functions
-        if allowed and not (missing or drops or unwritten):
+        if allowed and not (missing or drops or unwritten or weighted):
             continue
         raise ValueError(
             "model, loss, metrics and hooks must compute with operations that "
@@ -202,6 +191,13 @@ def check(definition: tf.compat.v1.GraphDef, layers: Iterable[str] = ()) -> None
             "Keras's layers, or by a keras.random.SeedGenerator that a layer "
             "holds and gives as seed=. State is to be in the model's weights."
         )
+
+
+def _is_empty_constant(node: Any) -> bool:
+    if node.op != "Const":  # Asking a node for an attribute would give it one.
+        return False
+    shape = node.attr["value"].tensor.tensor_shape
+    return any(not dimension.size for dimension in shape.dim)
 
 
 def layer_of(path: str, layers: Iterable[str]) -> str:
