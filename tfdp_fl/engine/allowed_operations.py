@@ -66,10 +66,10 @@ MaxPoolGradV2 MaxPoolV2 MirrorPad MirrorPadGrad SpaceToBatchND SpaceToDepth
 """
 
 _ALGEBRA = """
-Eig FFT FFT2D FFT3D FFTND IFFT IFFT2D IFFT3D IFFTND IRFFT IRFFT2D IRFFT3D IRFFTND
-LogMatrixDeterminant Lu MatrixBandPart MatrixDeterminant MatrixDiagPartV3 MatrixDiagV3
-MatrixInverse MatrixSetDiagV3 MatrixSolve MatrixTriangularSolve Qr RFFT RFFT2D RFFT3D
-RFFTND SelfAdjointEigV2 Svd
+Eig FFT FFT2D FFT3D FFTND IFFT IFFT2D IFFT3D IFFTND LogMatrixDeterminant Lu
+MatrixBandPart MatrixDeterminant MatrixDiagPartV3 MatrixDiagV3 MatrixInverse
+MatrixSetDiagV3 MatrixSolve MatrixTriangularSolve Qr RFFT RFFT2D RFFT3D RFFTND
+SelfAdjointEigV2 Svd
 """
 
 _IMAGES = """
