@@ -563,3 +563,17 @@ def test_rounds_planned_pass_by_pass_cost_what_they_cost_one_by_one(kind):
         passes = {planned.participation(t).pass_index for t in ahead}
         if kind != "cyclic":
             assert planned.max_participations(rounds, begin + 1) == len(passes)
+
+
+def test_a_cohort_that_comes_back_is_charged_as_it_was_drawn():
+    before = sampling.make_sampler("fixed_size", 1000, 500)
+    drawn = before.draw()
+    after = sampling.make_sampler("fixed_size", 1000, 5)
+    after.restore(json.loads(json.dumps(before.state())))
+    assert after.unsettled.participation == drawn.participation
+    np.testing.assert_array_equal(after.unsettled.positions, drawn.positions)
+    assert after.unsettled.draw_id == drawn.draw_id
+    with pytest.raises(ValueError, match="read-only"):
+        after.unsettled.positions[0] = 0
+    after.release(after.unsettled)
+    assert after.draw().participation.clients_per_round == 5

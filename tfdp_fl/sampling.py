@@ -105,6 +105,11 @@ def expected_sizes(
     )
 
 
+def _frozen(positions: np.ndarray) -> np.ndarray:
+    positions.setflags(write=False)
+    return positions
+
+
 def seed_sequence(
     seed: int, stream: int, attempt: tuple[int, ...]
 ) -> np.random.SeedSequence:
@@ -219,18 +224,14 @@ class CohortSampler(abc.ABC):
                 "released, abandon(cohort) if nothing of it is, or run it again "
                 "(sampler.unsettled)."
             )
-        positions, draw_id = self._draw(self.next_round), secrets.token_hex(8)
-        self.unsettled, self._has_drawn = self._made(positions, draw_id), True
-        return self.unsettled
-
-    def _made(self, positions: np.ndarray, draw_id: str) -> Cohort:
-        positions.setflags(write=False)
-        return Cohort(
-            positions=positions,
+        self.unsettled = Cohort(
+            positions=_frozen(self._draw(self.next_round)),
             participation=self.participation(self.next_round),
             round_index=self.next_round,
-            draw_id=draw_id,
+            draw_id=secrets.token_hex(8),
         )
+        self._has_drawn = True
+        return self.unsettled
 
     def release(self, cohort: Cohort) -> None:
         """Notes that a cohort's round, which was charged, is about to be released.
@@ -351,7 +352,12 @@ class CohortSampler(abc.ABC):
         drawn = None
         cohort = self.unsettled
         if cohort is not None and cohort.participation.draws_depend_on_each_other:
-            drawn = [cohort.positions.tolist(), cohort.draw_id]
+            drawn = {
+                "positions": cohort.positions.tolist(),
+                "draw_id": cohort.draw_id,
+                # It was drawn so, whatever the next sampler's sizes are.
+                "participation": dataclasses.asdict(cohort.participation),
+            }
         return {
             **fixed,
             **{name: getattr(self, f"_{name}") for name in self._kept},
@@ -375,9 +381,14 @@ class CohortSampler(abc.ABC):
             setattr(self, f"_{name}", state[name])
         self._order, self._has_drawn = None, True
         self._next_round, self.unsettled = state["next_round"], None
-        if state["unsettled"] is not None:
-            positions, draw_id = state["unsettled"]
-            self.unsettled = self._made(np.array(positions, np.int64), draw_id)
+        drawn = state["unsettled"]
+        if drawn is not None:
+            self.unsettled = Cohort(
+                positions=_frozen(np.array(drawn["positions"], np.int64)),
+                participation=charge_lib.Participation(**drawn["participation"]),
+                round_index=self.next_round,
+                draw_id=drawn["draw_id"],
+            )
 
     def _checked(self, clients_per_round: Any) -> float:
         return charge_lib.checked_size(

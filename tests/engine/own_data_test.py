@@ -206,3 +206,41 @@ def test_a_flower_server_adds_up_records_exactly(mechanism):
     total = _flower(mechanism)
     cohorts.check_sums(total, 20, 50, silent=cohorts.SILENT)
     assert np.any(total(range(8))[0])
+
+
+def _after_a_round_with(sizes, change):
+    """Returns what moves the model in a round of others, after one with `sizes`."""
+    tf.keras.utils.set_random_seed(3)
+    slope = tf.keras.layers.LeakyReLU(negative_slope=0.5)
+    dense = tf.keras.layers.Dense
+    model = cohorts.sequential([4], dense(256), slope, dense(256), dense(3))
+    others = cohorts.client_arrays((10, 10, 70))
+    first = {
+        10 + k: (np.full([n, 4], np.nan, "f"), np.zeros(n, "i"))
+        for k, n in enumerate(sizes)
+    }
+    dataset = cohorts.from_arrays({**others, **first})
+    server = tf.keras.optimizers.SGD(1.0, momentum=0.9)
+    how = {"training": {"server_optimizer": server}, "jit_compile": None}
+    engine = cohorts.make_engine(model, dataset, max_parallel_clients=2, **how)
+    number = len(others)
+    cohorts.run_round(engine, dataset, positions=np.arange(number, number + len(sizes)))
+    change(slope, server)
+    before = [w.copy() for w in model.get_weights()]
+    cohorts.run_round(engine, dataset, positions=np.arange(number))
+    return [new - old for new, old in zip(model.get_weights(), before, strict=True)]
+
+
+@pytest.mark.parametrize("what", ["slope", "nesterov"])
+def test_programs_do_not_tell_who_was_there_when_a_layer_changed(what):
+    def change(slope, server):
+        if what == "slope":
+            slope.negative_slope = 0.0
+        else:
+            server.nesterov = True
+
+    wanted = _after_a_round_with((3,), change)
+    for sizes in (10,), (3, 10, 70):
+        moved = _after_a_round_with(sizes, change)
+        for one, other in zip(moved, wanted, strict=True):
+            np.testing.assert_array_equal(one, other)

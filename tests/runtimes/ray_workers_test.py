@@ -195,7 +195,7 @@ def _compare(case, workers, clients=None):
     if there.run.windows is not None:
         np.testing.assert_allclose(here.run.windows, there.run.windows, atol=1e-5)
         assert np.isfinite(there.run.windows).any()
-    for strategy in there.engine.programs.traced:
+    for strategy in there.engine.used_strategies:
         assert (strategy.kind == "side by side") == case.side_by_side
     return there
 
@@ -234,7 +234,7 @@ def test_a_nan_of_one_client_takes_nobody_with_it(workers):
     assert np.isfinite(there.get_weights()[0]).all()
     # Cohorts of any size are one program.
     assert len(set(there.model.history.history["cohort_size"])) > 3
-    assert len(there.engine.programs.traced) == 1
+    assert len(there.engine.used_strategies) == 1
 
 
 @pytest.mark.parametrize("name", ["float32", "mixed_bfloat16"])
@@ -250,7 +250,7 @@ def test_the_clip_holds_for_data_that_an_adversary_would_choose(workers, name):
         before = [w.astype(np.float64) for w in model.get_weights()]
         federated.fit(clients, batch_size=10, verbose=0, runtime=workers)
     moved = [new - old for old, new in zip(before, model.get_weights(), strict=True)]
-    kinds = {strategy.kind for strategy in federated.engine.programs.traced}
+    kinds = {strategy.kind for strategy in federated.engine.used_strategies}
     assert kinds == {"side by side"}
     # Up to how a weight of 0.1 is rounded.
     assert 0.01 * clip <= references.l2_norm(moved) <= clip * 1.001

@@ -68,7 +68,7 @@ MaxPoolGradV2 MaxPoolV2 MirrorPad MirrorPadGrad SpaceToBatchND SpaceToDepth
 _ALGEBRA = """
 Eig FFT FFT2D FFT3D FFTND IFFT IFFT2D IFFT3D IFFTND LogMatrixDeterminant Lu
 MatrixBandPart MatrixDeterminant MatrixDiagPartV3 MatrixDiagV3 MatrixInverse
-MatrixSetDiagV3 MatrixSolve MatrixTriangularSolve Qr RFFT RFFT2D RFFT3D RFFTND
+MatrixSetDiagV3 MatrixSolve MatrixTriangularSolve Qr RFFT
 SelfAdjointEigV2 Svd
 """
 
@@ -104,7 +104,7 @@ _OPTIONAL = "OptionalFromValue OptionalGetValue OptionalHasValue OptionalNone"
 
 # Their seeds are arguments.
 _RANDOM = """
-RandomGammaGrad RandomIndexShuffle StatelessMultinomial
+RandomGammaGrad StatelessMultinomial
 StatelessParameterizedTruncatedNormal StatelessRandomGammaV3
 StatelessRandomGetAlg StatelessRandomGetKeyCounter StatelessRandomNormalV2
 StatelessRandomUniformFullIntV2 StatelessRandomUniformIntV2

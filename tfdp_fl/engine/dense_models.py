@@ -211,30 +211,38 @@ def kernels_of(model: tf.keras.Model) -> Kernels:
     return [tuple(v.shape) for v in model.trainable_weights if len(v.shape) == 2]
 
 
+def worthwhile_rungs(kernels: Kernels, batch: int) -> list[int]:
+    """Returns the rungs whose programs pay.
+
+    With n examples a client, the corrections and Gram matrices of a kernel of
+    P = a b elements cost about 3 n^2 (a + b) multiply-adds, and save a kernel for
+    each client: its gradients (n P) and the passes over its memory.
+
+    Args:
+      kernels: Those of a model that is supported.
+      batch: B, the examples of a step.
+    """
+    if rounding_share(kernels) > _LARGEST_SHARE:
+        return []
+    largest = max(kernels, key=math.prod)
+    most = 2 * math.prod(largest)
+    return [rung for rung in RUNGS if 3 * rung * batch * sum(largest) <= most]
+
+
 def rungs_of(kernels: Kernels, steps: np.ndarray, batch: int) -> np.ndarray:
     """Returns how many steps of a side-by-side program clients take, int [K].
 
     The lowest rung that has a client's own number of steps; 0, one by one, where
-    there is none, the client has no examples, or it would not pay. With n examples
-    a client, the corrections and Gram matrices of a kernel of P = a b elements cost
-    about 3 n^2 (a + b) multiply-adds, and save a kernel for each client: its
-    gradients (n P) and the passes over its memory.
+    there is none, the client has no examples, or it would not pay.
 
     Args:
       kernels: Those of a model that is supported.
       steps: Int [K], the clients' numbers of local steps.
       batch: B, the examples of a step.
     """
-    largest = max(kernels, key=math.prod)
-    worthwhile = [
-        rung
-        for rung in RUNGS
-        if 3 * rung * batch * sum(largest) <= 2 * math.prod(largest)
-    ]
-    if not worthwhile or rounding_share(kernels) > _LARGEST_SHARE:
-        return np.zeros(len(steps), np.int64)
+    worthwhile = worthwhile_rungs(kernels, batch)
     rungs = np.array([*worthwhile, 0], np.int64)
-    found = rungs[np.searchsorted(worthwhile, steps)]
+    found = rungs[np.searchsorted(np.array(worthwhile, np.int64), steps)]
     return np.where(steps > 0, found, 0)
 
 

@@ -79,6 +79,7 @@ class CohortEngine:
       update_spec: The shapes of a client's update.
       layout: How cohorts are read and laid out.
       programs: The compiled programs that train clients.
+      used_strategies: Those by which anybody was trained so far.
       max_parallel_clients: How many clients train at once.
       has_trained: Whether anybody's training has ever succeeded, or nobody may be told
         that it never did.
@@ -104,7 +105,7 @@ class CohortEngine:
     ):
         """Traces, and so checks, how clients train one by one.
 
-        Other programs are traced when a round needs them.
+        Other programs are traced when the first round begins.
 
         Args:
           model: The user's built model; it is the server's.
@@ -175,6 +176,7 @@ class CohortEngine:
             ),
         )
         self._fallback = ""
+        self.used_strategies: set[layout.Strategy] = set()
         self.programs = client_programs.CohortPrograms(
             trainer, self.query, keeps_updates, moments
         )
@@ -212,9 +214,7 @@ class CohortEngine:
     @property
     def has_trained_side_by_side(self) -> bool:
         """Returns whether any clients so far were trained side by side."""
-        return any(
-            strategy.kind == layout.SIDE_BY_SIDE for strategy in self.programs.traced
-        )
+        return any(used.kind == layout.SIDE_BY_SIDE for used in self.used_strategies)
 
     @property
     def executor(self) -> str:
@@ -321,6 +321,7 @@ class CohortEngine:
         with tf.device(self.device):
             while True:
                 pending = self.empty_round(inputs)
+                self._trace(pending)
                 try:
                     for chunk in self.layout.read(dataset, pending):
                         (train_chunk or self.train_chunk)(pending, chunk)
@@ -375,7 +376,7 @@ class CohortEngine:
 
     def train_chunk(self, pending: cohort.PendingRound, chunk: layout.Chunk) -> None:
         """Trains a chunk's clients here; adds to `pending`."""
-        groups = self._traced(pending, chunk)
+        groups = self._lay_out(pending, chunk)
         raised: list[layout.Part] = []
 
         def run(thread: int) -> None:
@@ -402,24 +403,36 @@ class CohortEngine:
                 pending, part, functools.partial(self._train, pending, chunk)
             )
 
-    def _traced(
+    def _trace(self, pending: cohort.PendingRound) -> None:
+        """Traces whatever program a client may need, before any client is looked at.
+
+        A program has in it what the model's Python was when it was traced (the slope
+        of a LeakyReLU, which layers are trained). If the first client of its size had
+        a program traced, a callback that changes such things would make the programs of
+        all depend on who had been there before.
+        """
+        batch = pending.inputs.batch_size
+        nobody = layout.client_table(np.zeros(0, int), np.zeros(0, int), batch, 1)
+        for strategy in self.layout.strategies(batch, needs_fine_grid(pending)):
+            try:
+                self.programs.program(pending.received, layout.Part(strategy, nobody))
+            except Exception as error:
+                if strategy.kind != layout.BATCHED:
+                    raise
+                self._train_one_by_one(
+                    f"TensorFlow cannot vectorize them ({type(error).__name__})"
+                )
+
+    def _lay_out(
         self, pending: cohort.PendingRound, chunk: layout.Chunk
     ) -> list[list[layout.Part]]:
-        """Lays a chunk out; has its programs made ready, in one thread."""
+        """Lays a chunk out; has its programs optimised, in one thread."""
         received = pending.received
         groups = self.layout.lay_out(
             chunk.table, self.max_parallel_clients, fine=needs_fine_grid(pending)
         )
         for part in itertools.chain.from_iterable(groups):
-            try:
-                program = self.programs.program(received, part)
-            except Exception as error:
-                if part.strategy.kind != layout.BATCHED:
-                    raise
-                self._train_one_by_one(
-                    f"TensorFlow cannot vectorize them ({type(error).__name__})"
-                )
-                return self._traced(pending, chunk)
+            program = self.programs.traced[part.strategy]
             alone = part.strategy == layout.Strategy(layout.ONE_BY_ONE)
             if len(groups) > 1 and alone and not program.has_run:
                 # TensorFlow optimises a program in its first call, and again in
@@ -437,7 +450,8 @@ class CohortEngine:
         thread: int = 0,
     ) -> None:
         """Trains the clients of a part, and adds them up for one of the threads."""
-        program = self.programs.program(pending.received, part)
+        program = self.programs.traced[part.strategy]
+        self.used_strategies.add(part.strategy)
         chunk = chunk._replace(table=part.table)
         if part.strategy.xla:
             chunk = layout.gathered(chunk, part.table)

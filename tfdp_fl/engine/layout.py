@@ -345,6 +345,26 @@ class Layout:
                     group += self.one_by_one(table)
         return [group for group in groups if group] or groups[:1]
 
+    def strategies(self, batch: int, fine: bool) -> list[Strategy]:
+        """Returns those of every part that `lay_out` may make, whoever is there.
+
+        Args:
+          batch: B, the examples of a step.
+          fine: See `Strategy`.
+        """
+        if self.at_once is not None:
+            return [Strategy(BATCHED)]
+        found = [Strategy(ONE_BY_ONE)]
+        if self.xla:
+            found.append(Strategy(ONE_BY_ONE, xla=True))
+        if self.kernels is not None:
+            found += [
+                Strategy(SIDE_BY_SIDE, rung, fine)
+                for rung in dense_models.worthwhile_rungs(self.kernels, batch)
+                if dense_models.widths(self.kernels, rung, batch)
+            ]
+        return found
+
     def rungs(self, clients: ClientTable, fine: bool = True) -> np.ndarray:
         """Returns how many steps a side-by-side program has for clients, int [K].
 

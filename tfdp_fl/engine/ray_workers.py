@@ -116,17 +116,18 @@ class ShardedCohorts:
             self._workers.num_workers,
             engine.needs_fine_grid(pending),
         )
-        received, programs = pending.received, self._engine.programs
+        programs = self._engine.programs
         by_strategy: dict[layout.Strategy, list[layout.Part]] = {}
         for part in itertools.chain.from_iterable(groups):
             by_strategy.setdefault(part.strategy, []).append(part)
+        self._engine.used_strategies |= by_strategy.keys()
         number = self._workers.num_workers
         for parts in [
             same[start : start + number]
             for same in by_strategy.values()
             for start in range(0, len(same), number)
         ]:
-            traced = programs.program(received, parts[0])
+            traced = programs.traced[parts[0].strategy]
             if any(constant.dtype == tf.resource for constant in traced.constants):
                 raise ValueError(
                     "runtime must be None for a model with a lookup table, which is "

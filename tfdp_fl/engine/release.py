@@ -139,8 +139,9 @@ class Release:
     metric_results: Callable[[cohort.MetricState], dict[str, tf.Tensor]]
     _log_names: list[str] = dataclasses.field(default_factory=list)
     _said: list[bool] = dataclasses.field(default_factory=list)
-    # By the number of sums: all else is alike in every round.
-    _traced: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    # Traced once: what an optimizer's Python says then is not read again when another
+    # number of threads had clients.
+    _traced: list[Callable[..., Any]] = dataclasses.field(default_factory=list)
 
     def __call__(self, pending: cohort.PendingRound) -> tuple[Any, dict[str, float]]:
         """Releases a round; returns the query's next state, and the logs."""
@@ -151,19 +152,22 @@ class Release:
             charged = self.query.charged_for(
                 inputs.clients_per_round, inputs.noise_multiplier
             )
-        arguments = pending.sums, pending.state, seed, answered, charged
+        if len(pending.sums) > 1:
+            pending.sums = [_added_up(pending.sums)]
+        arguments = pending.sums[0], pending.state, seed, answered, charged
         flat = list(map(tf.convert_to_tensor, tf.nest.flatten(arguments)))
-        count = len(pending.sums)
-        if count not in self._traced:
+        if not self._traced:
             structure = tf.nest.map_structure(lambda _: None, arguments)
 
             def function(*flat: tf.Tensor) -> Any:
                 return self._released(*tf.nest.pack_sequence_as(structure, flat))
 
-            self._traced[count] = tf.function(
-                function, autograph=False
-            ).get_concrete_function(*map(tf.TensorSpec.from_tensor, flat))
-        state, values = self._traced[count](*flat)
+            self._traced.append(
+                tf.function(function, autograph=False).get_concrete_function(
+                    *map(tf.TensorSpec.from_tensor, flat)
+                )
+            )
+        state, values = self._traced[0](*flat)
         *logged, share = values.numpy().tolist()
         logs = dict(zip(self._log_names, logged, strict=True))
         if share > _FILLING and logs["clipped_fraction"] > _FILLING and not self._said:
@@ -178,8 +182,7 @@ class Release:
             )
         return state, logs
 
-    def _released(self, sums, state, seed, answered, charged):
-        total = functools.reduce(cohort.CohortSum.plus, sums)
+    def _released(self, total, state, seed, answered, charged):
         contribution = total.contribution
         with noise.seeded(noise.fold_in(seed, -1)):
             mean, new_state = algorithm.release(
@@ -224,6 +227,11 @@ class Release:
         squares = [tf.reduce_sum(tf.cast(part, tf.float64) ** 2) for part in update]
         state = squares[server.num_trainable :] or [tf.zeros([], tf.float64)]
         return tf.math.divide_no_nan(tf.add_n(state), tf.add_n(squares))
+
+
+@functools.partial(tf.function, autograph=False)
+def _added_up(sums: list[cohort.CohortSum]) -> cohort.CohortSum:
+    return functools.reduce(cohort.CohortSum.plus, sums)
 
 
 # Of what clients' statistics are this part, there is no room for weights.
