@@ -144,6 +144,25 @@ def stateless(mapping: list[tuple[Any, tf.Tensor]]) -> Any:
     return scope
 
 
+@contextlib.contextmanager
+def weights_kept(model: tf.keras.Model) -> Iterator[None]:
+    """Leaves a model as it was, whatever its layers keep of what they are shown.
+
+    Keras's own keep nothing in `evaluate`; others may assign to any weight.
+    """
+    kinds = map(type, layers_of(model, include_self=True))
+    own = all(
+        is_of_keras(kind) and kind is not tf.keras.layers.Lambda for kind in kinds
+    )
+    variables = [] if own else tf_variables(model.variables)
+    before = [tf.identity(variable) for variable in variables]
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
+
+
 # Losses and metrics.
 
 

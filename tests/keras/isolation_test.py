@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfdp_fl
 from tests.keras import toy
+from tfdp_fl import keras_versions
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import allowed_operations
 
@@ -168,3 +170,49 @@ def test_in_an_evaluation_a_client_moves_its_own_values_alone():
     for name in ("loss", "keeps"):
         assert usual[name][0] != hostile[name][0]
         np.testing.assert_array_equal(usual[name][1:], hostile[name][1:])
+
+
+class _Largest(_layers.Layer):
+    """Keeps the largest number that it has seen, also when it does not train."""
+
+    def build(self, shape):
+        del shape
+        self.seen = self.add_weight(
+            shape=(), initializer="zeros", trainable=False, name="seen"
+        )
+
+    def call(self, x):
+        largest = tf.cast(tf.reduce_max(x), tf.float32)
+        self.seen.assign(tf.maximum(tf.convert_to_tensor(self.seen), largest))
+        return x
+
+
+@pytest.mark.skipif(
+    not keras_versions.IS_KERAS_3, reason="embeddings are not looked at"
+)
+@pytest.mark.parametrize("held_out", [0.0, 0.5])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_nothing_of_a_client_that_was_not_charged_for_is_in_a_weight(
+    streamed, held_out
+):
+    """Clients are looked at before a round, and evaluated after it."""
+    layer = _Largest()
+    inputs = tf.keras.Input((4,), dtype="int32")
+    rows = _layers.Flatten()(_layers.Embedding(1000, 4)(layer(inputs)))
+    model = tf.keras.Model(inputs, _layers.Dense(3)(rows))
+    clients = {
+        f"client {k}": (np.full([3, 4], 900 + k, "i4"), np.zeros(3, "i4"))
+        for k in range(8)
+    }
+    if streamed:
+        specs = tf.TensorSpec([4], tf.int32), tf.TensorSpec([], tf.int32)
+        clients = FederatedDataset.from_client_fn(
+            list(clients), clients.__getitem__, element_spec=specs
+        )
+    mechanism = tfdp_fl.FixedClipping(clip_norm=0.01, noise_multiplier=0.0)
+    fed = tfdp_fl.DPFederatedModel(model, mechanism, 1)
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    fed.compile(tf.keras.optimizers.SGD(0.1), loss)
+    fed.fit(clients, rounds=2, verbose=0, validation_split=held_out)
+    # Of who was drawn it moves by the clip.
+    assert float(tf.convert_to_tensor(layer.seen)) <= 2 * 0.01 * 8

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfdp_fl import keras_versions, losses
 from tfdp_fl.datasets import FederatedDataset, nests
+from tfdp_fl.engine.program import Program
 
 # Losses of Keras that take a number for each example, whatever the output is.
 _OF_NUMBERS = (
@@ -169,26 +170,52 @@ class IndexCheck:
     that may quote it; on a GPU it is zeros.
     """
 
-    def __init__(self, model: tf.keras.Model):
-        """Finds the embeddings of a functional or sequential model."""
+    def __init__(self, model: tf.keras.Model, features: nests.ElementSpec):
+        """Finds the embeddings of a functional or sequential model.
+
+        What comes before them is called on all clients, drawn or not. So it is a
+        `Program`: a layer there that keeps what it has seen in a weight must not keep
+        that of anybody who was not bounded, noised and charged for.
+
+        Args:
+          model: It is read, and never changed.
+          features: The specs of those of one example.
+        """
         found = keras_versions.embedding_inputs(model)
         self._layers = [layer for layer, _ in found]
-        self._looked_up: Any = None
-        if found:  # Of one within another model the inputs are not this one's.
-            with contextlib.suppress(Exception):
-                self._looked_up = tf.keras.Model(
-                    keras_versions.inputs_of(model), [tensor for _, tensor in found]
-                )
+        self._looked_up: Program | None = None
+        if not found:
+            return
+        # Of one within another model the inputs are not this one's; and a model that
+        # is no program is refused before it trains.
+        with contextlib.suppress(Exception):
+            before = tf.keras.Model(
+                keras_versions.inputs_of(model), [tensor for _, tensor in found]
+            )
+            self._weights = keras_versions.tf_variables(before.weights)
+
+            def look_up(values: list[tf.Tensor], x: nests.Nest) -> list[tf.Tensor]:
+                mapping = list(zip(before.weights, values, strict=True))
+                with keras_versions.stateless(mapping):
+                    return list(map(tf.identity, tf.nest.flatten(before(x))))
+
+            values = [tf.TensorSpec(v.shape, v.dtype) for v in self._weights]
+            rows = tf.nest.map_structure(
+                lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype), features
+            )
+            self._looked_up = Program(look_up, values, rows, model=model)
 
     def problem(self, x: nests.Nest) -> tuple[int, str] | None:
         """Returns the first row [0, n) of features that has none, and what is wrong."""
         number = len(tf.nest.flatten(x)[0])
-        for start in range(0, number if self._looked_up is not None else 0, _ROWS):
+        if self._looked_up is None:
+            return None
+        for start in range(0, number, _ROWS):
             rows = slice(start, start + _ROWS)
             part = tf.nest.map_structure(
                 lambda leaf, rows=rows: tf.convert_to_tensor(leaf[rows]), x
             )
-            found = tf.nest.flatten(self._looked_up(part))
+            found = self._looked_up([v.value() for v in self._weights], part)
             for layer, tensor in zip(self._layers, found, strict=True):
                 values = np.asarray(tensor).reshape(len(tensor), -1)
                 # Keras counts negative ones from the end.

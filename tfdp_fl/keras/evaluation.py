@@ -27,7 +27,7 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _signals, _validate, engine
+from tfdp_fl import _signals, _validate, engine, keras_versions
 from tfdp_fl.accounting import Charge
 from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import charge as charge_lib
@@ -140,7 +140,8 @@ class Validation:
         with warnings.catch_warnings():
             # Keras cannot know that the clients' data end where they should.
             warnings.filterwarnings("ignore", "Your input ran out of data")
-            results = model.evaluate(data, **options)
+            with keras_versions.weights_kept(model):
+                results = model.evaluate(data, **options)
         return {f"val_{name}": value for name, value in results.items()}
 
 

@@ -343,7 +343,8 @@ def conform_all(
     conformed = conform(model, training, clients)
     failed = conformed.failures(np.arange(clients.num_clients))
     if clients.is_streamed or not failed or conformed.client_sizes().any():
-        return labels.IndexCheck(model).check_clients(conformed)
+        check = labels.IndexCheck(model, conformed.element_spec[0])
+        return check.check_clients(conformed)
     place = failed[0].position
     client = clients.take([place])
     x, y = client.element_spec[0], nests.labels_of(client.element_spec[1])
