@@ -34,7 +34,6 @@ import pathlib
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import tfdp_fl
 from tfdp_fl import _files, _signals, _validate
@@ -384,7 +383,7 @@ class PrivacyLedger:
         local: dict[str, float] | None = None,
         run: str | None = None,
         budget: PrivacyBudget | None = None,
-        **details: Any,
+        **details: object,
     ) -> None:
         """Writes one round's line, and returns when it is on the disk.
 
@@ -646,7 +645,7 @@ def new_run() -> str:
     return secrets.token_hex(16)
 
 
-def _checked_run(run: Any) -> str:
+def _checked_run(run: object) -> str:
     if not isinstance(run, str) or not run:
         raise ValueError(f"run must be a text that is not empty, got {run!r}.")
     return run
@@ -657,7 +656,7 @@ def _now() -> str:
     return now.isoformat(timespec="milliseconds")
 
 
-def _refuse(value: Any) -> None:
+def _refuse(value: object) -> None:
     raise TypeError(f"{value!r} cannot be kept in a ledger.")
 
 
@@ -745,15 +744,15 @@ def _verified(line: bytes, head: str, first: bool, name: str) -> tuple[Json, str
     return body, digest
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**53
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str) and len(value) < 1000
 
 
-def _is_object(value: Any) -> bool:
+def _is_object(value: object) -> bool:
     return isinstance(value, dict)
 
 
@@ -770,7 +769,7 @@ _OF_ROUND = {
 }
 
 
-def _check_fields(body: Json, checks: Mapping[str, Callable[[Any], bool]]) -> None:
+def _check_fields(body: Json, checks: Mapping[str, Callable[[object], bool]]) -> None:
     for name, check in checks.items():
         if not check(body[name]):
             raise ValueError(f"{name} must not be {body[name]!r:.80}.")

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,19 @@ from tfdp_fl import _lazy_tf, _validate
 from tfdp_fl.datasets import nests, sources, tables
 from tfdp_fl.datasets.nests import Nest
 from tfdp_fl.datasets.sources import ClientExamples, ClientFailure
+
+if TYPE_CHECKING:
+    import pandas
+    import tensorflow_federated as tff
+
+
+# The rows of each client: by its id, or of clients 0 to N - 1.
+Indices: TypeAlias = (
+    Mapping[tables.ClientId, npt.ArrayLike]
+    | Sequence[npt.ArrayLike]
+    | np.ndarray
+    | tables.ClientRows
+)
 
 
 class FederatedDataset:
@@ -79,7 +92,7 @@ class FederatedDataset:
     @classmethod
     def from_client_arrays(
         cls,
-        clients: Mapping[Any, tuple[Nest, ...]],
+        clients: Mapping[tables.ClientId, tuple[Nest, ...]],
         element_spec: Nest | None = None,
     ) -> FederatedDataset:
         """Makes a dataset from every client's own arrays.
@@ -112,7 +125,7 @@ class FederatedDataset:
         cls,
         x: Nest,
         y: Nest,
-        indices: Mapping[Any, Any] | Sequence[Any] | np.ndarray | tables.ClientRows,
+        indices: Indices,
         sample_weight: Nest | None = None,
     ) -> FederatedDataset:
         """Makes a dataset of many clients over the same arrays.
@@ -151,7 +164,7 @@ class FederatedDataset:
     @classmethod
     def from_dataframe(
         cls,
-        frame: Any,
+        frame: pandas.DataFrame,
         client: str,
         features: tables.Columns | None = None,
         label: tables.Columns = "label",
@@ -223,7 +236,7 @@ class FederatedDataset:
     @classmethod
     def from_tf_datasets(
         cls,
-        clients: Mapping[Any, tf.data.Dataset],
+        clients: Mapping[tables.ClientId, tf.data.Dataset],
         element_spec: Nest | None = None,
     ) -> FederatedDataset:
         """Makes a dataset from every client's own `tf.data.Dataset`.
@@ -252,7 +265,9 @@ class FederatedDataset:
 
     @classmethod
     def from_client_data(
-        cls, client_data: Any, element_spec: Nest | None = None
+        cls,
+        client_data: tff.simulation.datasets.ClientData,
+        element_spec: Nest | None = None,
     ) -> FederatedDataset:
         """Makes a dataset from a `tff.simulation.datasets.ClientData`.
 
@@ -287,7 +302,7 @@ class FederatedDataset:
     def from_client_fn(
         cls,
         client_ids: Sequence[Hashable],
-        fn: Callable[[Any], tuple[Nest, ...]],
+        fn: tables.ReadClient,
         element_spec: Nest | None = None,
     ) -> FederatedDataset:
         """Makes a dataset of clients that a function reads, say from disk.
@@ -389,7 +404,7 @@ class FederatedDataset:
         return self._source.sizes(self._checked(positions))
 
     @functools.cached_property
-    def _positions(self) -> dict[Any, int]:
+    def _positions(self) -> dict[Hashable, int]:
         return {client: place for place, client in enumerate(self._client_ids)}
 
     def client(self, client_id: Hashable) -> tuple[Nest, ...]:
@@ -463,7 +478,7 @@ class FederatedDataset:
             )
         return self.take(np.flatnonzero(~held_out)), self.take(np.flatnonzero(held_out))
 
-    def map(self, fn: Callable[[Nest, Nest], tuple[Nest, ...]]) -> FederatedDataset:
+    def map(self, fn: nests.MapFn) -> FederatedDataset:
         """Returns the dataset with every example changed by a function.
 
         Args:
@@ -611,7 +626,7 @@ class FederatedDataset:
 
 
 def _check_any(
-    client_ids: Sequence[Hashable], dataset_of: Callable[[Any], Any]
+    client_ids: Sequence[Hashable], dataset_of: Callable[[Hashable], tf.data.Dataset]
 ) -> None:
     """Raises TypeError or ValueError if no client's dataset has examples."""
     wrong: Exception | None = None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
-from typing import Any
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
@@ -13,6 +15,9 @@ import tensorflow as tf
 from tfdp_fl import _lazy_tf, _validate
 from tfdp_fl.datasets import nests, sources
 from tfdp_fl.datasets.federated_dataset import FederatedDataset
+
+if TYPE_CHECKING:
+    import tensorflow_federated as tff
 
 _ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 # All characters of the corpus, written down here because a vocabulary that is
@@ -136,7 +141,7 @@ def _dealt(
     train: tuple[np.ndarray, np.ndarray],
     test: tuple[np.ndarray, np.ndarray],
     validation_examples: int,
-    dealing: tuple[Any, ...],
+    dealing: tuple[int, int, int, bool, int],
 ) -> tuple[FederatedDataset, tuple[np.ndarray, np.ndarray]]:
     """Deals examples to clients, but for those held out in the test set's place.
 
@@ -203,7 +208,7 @@ def load_emnist(
     train, test = tff.simulation.datasets.emnist.load_data(only_digits)
     clients = FederatedDataset.from_client_fn(
         train.client_ids,
-        lambda writer: _read_writer(train, writer),
+        functools.partial(_read_writer, train),
         (tf.TensorSpec((28, 28, 1)), tf.TensorSpec((), tf.int32)),
     )
     x_test, y_test = nests.concatenate(
@@ -212,7 +217,9 @@ def load_emnist(
     return clients, (x_test, y_test)
 
 
-def _read_writer(client_data: Any, writer: str) -> tuple[np.ndarray, np.ndarray]:
+def _read_writer(
+    client_data: tff.simulation.datasets.ClientData, writer: Hashable
+) -> tuple[np.ndarray, np.ndarray]:
     examples = sources.read_elements(client_data.create_tf_dataset_for_client(writer))
     return examples["pixels"][..., np.newaxis], examples["label"]
 

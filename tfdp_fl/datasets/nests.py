@@ -12,7 +12,7 @@ other dtype is kept, `uint8` images and `int64` labels among them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,8 @@ import tensorflow as tf
 Nest = Any
 # The specs of an example's features, and of its labels.
 ElementSpec = tuple[Nest, Nest]
+# Changes any number of examples `(x, y)`; may return weights as a third.
+MapFn = Callable[[Nest, Nest], tuple[Nest, ...]]
 # Of a model's inputs, and of its outputs.
 Names = tuple[Sequence[str], Sequence[str]]
 
@@ -65,7 +67,7 @@ class Weighted(NamedTuple):
     sample_weight: Nest
 
 
-def pair(examples: Any, said: str = "examples must be") -> tuple[Nest, Nest]:
+def pair(examples: object, said: str = "examples must be") -> tuple[Nest, Nest]:
     """Returns `(x, y)`; y is `Weighted` if there are weights.
 
     Args:
@@ -211,7 +213,7 @@ def views(nest: Nest) -> Nest:
     return tf.nest.map_structure(view, nest)
 
 
-def take(nest: Nest, rows: Any) -> Nest:
+def take(nest: Nest, rows: slice | np.ndarray) -> Nest:
     """Takes the same rows (a slice or an integer array) of every array."""
     return tf.nest.map_structure(lambda array: array[rows], nest)
 
@@ -320,7 +322,7 @@ def _ones(spec: Nest, number: int) -> Nest:
     )
 
 
-def _arranged(nest: Nest, spec: Nest, names: Sequence[str] | None) -> list[Any] | None:
+def _arranged(nest: Nest, spec: Nest, names: Sequence[str] | None) -> list[Nest] | None:
     """Returns the leaves of a nest in a spec's order; None if it is another nest."""
     leaves, count = tf.nest.flatten(nest), len(tf.nest.flatten(spec))
     try:
@@ -340,7 +342,7 @@ def _arranged(nest: Nest, spec: Nest, names: Sequence[str] | None) -> list[Any] 
     return leaves if all(is_array) else None
 
 
-def _sizes(shape: Any) -> list[int]:
+def _sizes(shape: tf.TensorShape) -> list[int]:
     sizes = list(shape)
     while sizes and sizes[-1] == 1:
         sizes.pop()
@@ -359,7 +361,7 @@ def _is_batch(leaf: Nest, spec: tf.TensorSpec) -> bool:
     return leaf.ndim > 1 and _sizes(leaf.shape[2:]) == _sizes(spec.shape)
 
 
-def _cast(leaf: Nest, spec: tf.TensorSpec) -> tuple[Any, np.ndarray]:
+def _cast(leaf: Nest, spec: tf.TensorSpec) -> tuple[Nest, np.ndarray]:
     """Returns an array of a spec, and whether each example stays as it was, bool [n].
 
     Rounding to a floating-point dtype is not a change: Keras does the same.

@@ -13,13 +13,24 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Sized,
+)
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp_fl.datasets import nests
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +152,7 @@ class IndexedSource:
             },
         )
 
-    def map(self, fn: Callable[..., Any]) -> IndexedSource:
+    def map(self, fn: nests.MapFn) -> IndexedSource:
         """Returns the source with `fn(x, y)` applied once to all examples."""
         x, y, length = as_tensors(*_mapped(fn, *nests.views((self.x, self.y))))
         stored = nests.common_length(self.x, self.y)
@@ -208,7 +219,7 @@ class MixedSource:
         part, places = self.part[positions], self.places[positions]
         return dataclasses.replace(self, part=part, places=places)
 
-    def map(self, fn: Callable[..., Any]) -> MixedSource:
+    def map(self, fn: nests.MapFn) -> MixedSource:
         """Returns the source with `fn(x, y)` applied once to all of each kind."""
         parts, errors = [], []
         for part in self.parts:
@@ -277,7 +288,7 @@ class StreamedSource:
     """
 
     keys: Sequence[Hashable]
-    read_fn: Callable[[Any], Any]
+    read_fn: Callable[[Hashable], tuple[nests.Nest, ...]]
     known_spec: nests.Nest | None
     names: nests.Names | None = None
     check: Callable[[nests.Nest], None] | None = None
@@ -358,13 +369,13 @@ class StreamedSource:
         keys = [self.keys[position] for position in positions]
         return dataclasses.replace(self, keys=keys)
 
-    def map(self, fn: Callable[..., Any]) -> StreamedSource:
+    def map(self, fn: nests.MapFn) -> StreamedSource:
         """Returns the source with `fn(x, y)` applied to what a client reads.
 
         It may change the arrays: they are the client's own.
         """
 
-        def read(key: Hashable) -> Any:
+        def read(key: Hashable) -> tuple[nests.Nest, nests.Nest]:
             x, y, _ = self._arrays(key)
             return _mapped(fn, *tf.nest.map_structure(np.array, (x, y)))
 
@@ -378,7 +389,9 @@ class StreamedSource:
 Source = IndexedSource | MixedSource | StreamedSource
 
 
-def _client_arrays(examples: Any) -> tuple[nests.Nest, nests.Nest, int]:
+def _client_arrays(
+    examples: tuple[nests.Nest, ...],
+) -> tuple[nests.Nest, nests.Nest, int]:
     """Returns a client's `(x, y)` as arrays, and how many examples it has."""
     x, y = nests.pair(examples, "A client's examples must be")
     x, y = nests.as_arrays(x, "x"), _as_labels(y, nests.as_arrays)
@@ -409,7 +422,9 @@ def as_tensors(x: nests.Nest, y: nests.Nest) -> tuple[nests.Nest, nests.Nest, in
     return x, y, nests.common_length(x, y)
 
 
-def _as_labels(y: nests.Nest, convert: Callable[[Any, str], Any]) -> nests.Nest:
+def _as_labels(
+    y: nests.Nest, convert: Callable[[nests.Nest, str], nests.Nest]
+) -> nests.Nest:
     """Converts labels, and the weights beside them to float32.
 
     Args:
@@ -429,14 +444,16 @@ def _as_labels(y: nests.Nest, convert: Callable[[Any, str], Any]) -> nests.Nest:
     return nests.Weighted(convert(y.y, "y"), convert(weight, "sample_weight"))
 
 
-def _mapped(fn: Callable[..., Any], x: nests.Nest, y: nests.Nest) -> Any:
+def _mapped(
+    fn: nests.MapFn, x: nests.Nest, y: nests.Nest
+) -> tuple[nests.Nest, nests.Nest]:
     """Returns `fn(x, y)`; weights that it does not change stay."""
     mapped = nests.pair(fn(x, nests.labels_of(y)), "fn must return")
     return nests.pair((*mapped, nests.weights_of(y)))
 
 
 def pack(
-    clients: Iterable[tuple[Any, tuple[nests.Nest, ...]]],
+    clients: Iterable[tuple[Hashable, tuple[nests.Nest, ...]]],
 ) -> IndexedSource | MixedSource:
     """Returns the source of clients in memory, each as it is.
 
@@ -448,7 +465,7 @@ def pack(
     """
     kinds: dict[str, list[tuple[nests.Nest, nests.Nest]]] = {}
     sizes: dict[str, list[int]] = {}
-    at: list[Any] = []
+    at: list[tuple[str, int]] = []
     without, empty = [], []
     for client_id, examples in clients:
         with naming(client_id):
@@ -460,7 +477,7 @@ def pack(
             sizes.setdefault(kind, []).append(length)
             continue
         without.append(len(at))
-        at.append(None)
+        at.append(("", 0))  # Set below.
         if tf.nest.flatten(x) and tf.nest.flatten(y):
             empty.append((x, y))
     if not (kinds or empty):
@@ -495,7 +512,7 @@ def naming(client_id: Hashable) -> Iterator[None]:
         raise type(error)(f"Client {client_id!r}: {error}") from error
 
 
-def at_least_one_client(**checked: Any) -> None:
+def at_least_one_client(**checked: Sized) -> None:
     """Raises ValueError, naming the argument, where clients are none."""
     ((name, value),) = checked.items()
     if not len(value):
@@ -503,7 +520,7 @@ def at_least_one_client(**checked: Any) -> None:
 
 
 def row_table(
-    indices: Sequence[Any] | np.ndarray, num_rows: int
+    indices: Sequence[ArrayLike] | np.ndarray, num_rows: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns int32[slots], the rows of all clients, and int64[N] lengths.
 
@@ -587,7 +604,7 @@ def read_elements(dataset: tf.data.Dataset) -> nests.Nest:
     )
 
 
-def _element_pair(element: Any) -> tuple[Any, Any]:
+def _element_pair(element: nests.Nest) -> tuple[nests.Nest, nests.Nest]:
     """Returns (x, y) of an element that is a tuple or has the keys x and y.
 
     A third of the tuple, or `sample_weight` of a dict, is beside the labels.

@@ -11,7 +11,7 @@ import tempfile
 import unicodedata
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 import tensorflow as tf
@@ -20,11 +20,21 @@ from tfdp_fl import _validate
 from tfdp_fl.datasets import nests
 from tfdp_fl.terms import Json
 
-Columns = str | Sequence[str] | Mapping[str, str | Sequence[str]]
+if TYPE_CHECKING:
+    import pandas
+
+# A client's id, a string or a number. (Mappings say no Hashable: their keys have no
+# subtypes.)
+ClientId: TypeAlias = Any
+# One id for each row, [n]: a list, an array or a column of pandas.
+Ids: TypeAlias = Any
+Columns: TypeAlias = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 # Unicode's format and control characters.
 _UNSEEN = ("Cf", "Cc")
 # Of columns that are no numbers: the values that each may have, known beforehand.
-Vocabulary = Mapping[str, Sequence[Any]]
+Vocabulary: TypeAlias = Mapping[str, Sequence[Hashable]]
+# Returns the examples of a client: `(x, y)` or `(x, y, sample_weight)`.
+ReadClient: TypeAlias = Callable[[Hashable], tuple[nests.Nest, ...]]
 
 
 def hash_to_unit_interval(client_id: Hashable) -> float:
@@ -142,13 +152,13 @@ class ClientRows(NamedTuple):
     rows: np.ndarray
     lengths: np.ndarray
 
-    def by_client(self) -> dict[Any, np.ndarray]:
+    def by_client(self) -> dict[Hashable, np.ndarray]:
         """Returns each client's rows, by id."""
         each = np.split(self.rows, np.cumsum(self.lengths)[:-1])
         return dict(zip(self.client_ids, each, strict=True))
 
 
-def rows_of_people(client_ids: Any, num_rows: int) -> ClientRows:
+def rows_of_people(client_ids: Ids, num_rows: int) -> ClientRows:
     """Returns each person's rows.
 
     Args:
@@ -192,12 +202,12 @@ def rows_of_people(client_ids: Any, num_rows: int) -> ClientRows:
                 f"can hash in every row, got a {type(value).__name__} that is none in "
                 f"row {row}."
             )
-    place: dict[Any, int] = {}
+    place: dict[Hashable, int] = {}
     codes = np.array([place.setdefault(each, len(place)) for each in values])
     return _grouped(list(place), codes)
 
 
-def _is_id(value: Any) -> bool:
+def _is_id(value: object) -> bool:
     try:
         hash(value)
         return value is not None and bool(value == value)
@@ -229,13 +239,13 @@ def _grouped(client_ids: list[Hashable], codes: np.ndarray) -> ClientRows:
 
 
 def split(
-    frame: Any,
+    frame: pandas.DataFrame,
     client: str,
     features: Columns | None = None,
     label: Columns = "label",
     sample_weight: str | None = None,
     vocabulary: Vocabulary | None = None,
-) -> tuple[Any, Any, ClientRows, Any]:
+) -> tuple[nests.Nest, nests.Nest, ClientRows, nests.Nest]:
     """Returns (x, y, rows of each client, weights) of a pandas frame.
 
     The arguments and errors are those of `FederatedDataset.from_dataframe`; the
@@ -284,7 +294,7 @@ def split(
     )
 
 
-def column_names(frame: Any, argument: str) -> list[Any]:
+def column_names(frame: pandas.DataFrame, argument: str) -> list[str]:
     """Returns the names of a frame's columns; raises ValueError if one is repeated."""
     names = list(frame.columns)
     if len(set(names)) < len(names):
@@ -292,18 +302,20 @@ def column_names(frame: Any, argument: str) -> list[Any]:
     return names
 
 
-def _is_one(columns: Any) -> bool:
+def _is_one(columns: Columns) -> TypeGuard[str]:
     return isinstance(columns, str) or not np.iterable(columns)
 
 
-def _named(columns: Any) -> list[str]:
+def _named(columns: Columns) -> list[str]:
     """Returns the names in what says which columns to take."""
     if isinstance(columns, Mapping):
         return [name for part in columns.values() for name in _named(part)]
     return [columns] if _is_one(columns) else list(columns)
 
 
-def arrays(frame: Any, columns: Any, argument: str, vocabulary: Vocabulary) -> Any:
+def arrays(
+    frame: pandas.DataFrame, columns: Columns, argument: str, vocabulary: Vocabulary
+) -> nests.Nest:
     """Returns [n] of one column, [n, F] of a list of them, a dict of a dict."""
     if isinstance(columns, Mapping):
         return {
@@ -322,7 +334,9 @@ def arrays(frame: Any, columns: Any, argument: str, vocabulary: Vocabulary) -> A
     return np.concatenate(found, axis=1)
 
 
-def array(frame: Any, name: str, argument: str, vocabulary: Vocabulary) -> np.ndarray:
+def array(
+    frame: pandas.DataFrame, name: str, argument: str, vocabulary: Vocabulary
+) -> np.ndarray:
     """Returns one column, [n]: numbers, or places in its vocabulary.
 
     Raises:
@@ -375,7 +389,7 @@ def check_finite(argument: str, array: np.ndarray, name: str | None = None) -> N
         )
 
 
-def _check_none_missing(column: Any, argument: str, what: str) -> None:
+def _check_none_missing(column: pandas.Series, argument: str, what: str) -> None:
     missing = column.isna().to_numpy()
     if missing.any():
         raise ValueError(
@@ -386,7 +400,7 @@ def _check_none_missing(column: Any, argument: str, what: str) -> None:
         )
 
 
-def _codes(column: Any, name: str, values: Sequence[Any]) -> np.ndarray:
+def _codes(column: pandas.Series, name: str, values: Sequence[Hashable]) -> np.ndarray:
     """Returns the places of a column's values in its vocabulary, int64 [n]."""
     _validate.instance_of((list, tuple, range, np.ndarray), vocabulary=values)
     places = {value: place for place, value in enumerate(values)}
@@ -407,7 +421,10 @@ def _codes(column: Any, name: str, values: Sequence[Any]) -> np.ndarray:
 
 def parquet_clients(
     path: str | os.PathLike[str], *columns: Any, **named: Any
-) -> tuple[list[Any], Callable[[Any], tuple[Any, ...]], Any] | None:
+) -> (
+    tuple[list[Hashable], Callable[[Hashable], tuple[nests.Nest, ...]], nests.Nest]
+    | None
+):
     """Returns the clients of a sorted Parquet file, what reads one, and their spec.
 
     All values are checked now, one row group at a time, and written into temporary
@@ -422,11 +439,11 @@ def parquet_clients(
     """
     from pyarrow import parquet
 
-    pieces: dict[Any, list[slice]] = collections.defaultdict(list)
+    pieces: dict[Hashable, list[slice]] = collections.defaultdict(list)
     first_row, examples = 0, None
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(parquet.ParquetFile(path))
-        streams: list[Any] = []
+        streams: list[BinaryIO] = []
         for number in range(file.num_row_groups):
             frame = file.read_row_group(number).to_pandas().reset_index(drop=True)
             try:
@@ -468,7 +485,7 @@ def parquet_clients(
         ]
     whole = tf.nest.pack_sequence_as(examples, mapped)
 
-    def read(client_id: Hashable) -> tuple[Any, ...]:
+    def read(client_id: Hashable) -> tuple[nests.Nest, ...]:
         own = [nests.take(whole, rows) for rows in pieces[client_id]]
         return own[0] if len(own) == 1 else nests.concatenate(own)
 

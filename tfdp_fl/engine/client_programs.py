@@ -12,12 +12,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import algorithm
+from tfdp_fl.datasets import nests
 from tfdp_fl.engine import cohort, layout, lookups, side_by_side
 from tfdp_fl.engine import program as program_lib
 from tfdp_fl.engine import trainer as trainer_lib
@@ -66,7 +66,7 @@ class CohortPrograms:
         elif kind == layout.ONE_BY_ONE:
             train = functools.partial(self._one_by_one, xla)
 
-        def any_size(value: Any) -> tf.TensorSpec:
+        def any_size(value: nests.Nest) -> tf.TensorSpec:
             value = np.asarray(value)
             return tf.TensorSpec([None] * value.ndim, value.dtype)
 
@@ -217,12 +217,12 @@ class CohortPrograms:
         per_pass = -(-num_examples // batch_size)
         longest = tf.reduce_max(per_pass)
 
-        def start(key: tf.Tensor) -> Any:
+        def start(key: tf.Tensor) -> nests.Nest:
             seed = noise.fold_in(received.seed, key)
             nothing = cohort.CohortSum.zeros(self.trainer.no_metrics())
             return seed, (self.trainer.start(received, seed), nothing)
 
-        def step(s: tf.Tensor, clients: Any) -> tuple[tf.Tensor, Any]:
+        def step(s: tf.Tensor, clients: nests.Nest) -> tuple[tf.Tensor, nests.Nest]:
             place = s % longest - (longest - per_pass)
             active = place >= 0
             left = tf.where(active, num_examples - place * batch_size, 0)
@@ -233,7 +233,7 @@ class CohortPrograms:
             first = tf.where(active, first, 0)
             batches = _gather((x, y), tf.gather(table.rows, first[:, None] + places))
 
-            def one(arguments: Any) -> Any:
+            def one(arguments: nests.Nest) -> nests.Nest:
                 before, batch, active = arguments
                 state, total = before
                 after = self._step(state, total, batch, size, received)
@@ -243,7 +243,7 @@ class CohortPrograms:
 
             return s + 1, _for_all(one, (clients, batches, active))
 
-        def finish(arguments: Any) -> Any:
+        def finish(arguments: nests.Nest) -> tuple[cohort.CohortSum, cohort.PerClient]:
             seed, (state, total), *rest = arguments
             one, rows = self._result(received, seed, state, *rest)
             return one._replace(
@@ -287,7 +287,7 @@ class CohortPrograms:
         self,
         state: trainer_lib.ClientState,
         total: cohort.CohortSum,
-        batch: tuple[Any, Any],
+        batch: tuple[nests.Nest, nests.Nest],
         size: tf.Tensor,
         received: cohort.Broadcast,
     ) -> tuple[trainer_lib.ClientState, cohort.CohortSum]:
@@ -337,7 +337,7 @@ class CohortPrograms:
         return total._replace(contribution=one), rows
 
 
-def _gather(nest: Any, rows: tf.Tensor) -> Any:
+def _gather(nest: nests.Nest, rows: tf.Tensor) -> nests.Nest:
     return tf.nest.map_structure(lambda tensor: tf.gather(tensor, rows), nest)
 
 
@@ -346,7 +346,9 @@ def _beside(mask: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
     return tf.reshape(mask, [-1] + [1] * (part.shape.rank - 1))
 
 
-def _for_all(function: Any, clients: Any) -> Any:
+def _for_all(
+    function: Callable[[nests.Nest], nests.Nest], clients: nests.Nest
+) -> nests.Nest:
     """Calls a function of one client's tensors for all clients at once."""
     return tf.vectorized_map(function, clients, warn=False)
 

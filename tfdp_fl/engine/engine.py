@@ -22,7 +22,6 @@ import functools
 import itertools
 import re
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -37,6 +36,7 @@ from tfdp_fl.engine import (
     devices,
     labels,
     layout,
+    program,
     release,
     tff_models,
 )
@@ -61,7 +61,9 @@ CLIENT_ERRORS = (
 
 
 # Calls a program on every machine; returns the flattened results of each.
-RunEverywhere = Callable[[Any, cohort.Broadcast, layout.Chunk], list[list[Any]]]
+RunEverywhere = Callable[
+    [program.Program, cohort.Broadcast, layout.Chunk], list[list[np.ndarray]]
+]
 
 
 class CohortEngine:
@@ -86,7 +88,7 @@ class CohortEngine:
       cache_key: Cache key: the engine is reused while it is equal.
     """
 
-    cache_key: Any = None
+    cache_key: tuple[object, ...] | None = None
 
     def __init__(
         self,
@@ -356,13 +358,13 @@ class CohortEngine:
 
     def _sent(
         self,
-        weights: list[Any],
+        weights: list[tf.Tensor],
         state: contribution.RoundState,
         rate: float,
         seed: np.ndarray,
     ) -> cohort.Broadcast:
         """Returns what the server sends to the clients of a round."""
-        params: Any = ()
+        params: nests.Nest = ()
         if self._later_clip is None:
             params = self.query.derive_sample_params(state)
         return cohort.Broadcast(
@@ -581,7 +583,7 @@ def _seeded(hook: trainer_lib.BroadcastHook) -> Callable[..., list[tf.Tensor]]:
     return changed
 
 
-def _without_examples(error: Any) -> Exception:
+def _without_examples(error: tf.errors.OpError) -> Exception:
     """Returns an error of TensorFlow's that names the operation only."""
     found = re.search(r"(?:\{\{node |node '?)([\w./-]+)", str(error))
     where = f" in {found.group(1)}" if found else ""

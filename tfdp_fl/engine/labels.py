@@ -39,7 +39,9 @@ class LabelRange(NamedTuple):
     ignored: int | None
 
 
-def spec_for(loss: Any, output: tf.Tensor) -> tf.TensorSpec | None:
+def spec_for(
+    loss: keras_versions.CompileArgument, output: tf.Tensor
+) -> tf.TensorSpec | None:
     """Returns what one label looks like for a loss that is known; None for others.
 
     Args:
@@ -83,7 +85,7 @@ def ranges(
                 "integers of them."
             )
         shape, expected = labels[leaf].shape[1:], output.shape[1:]
-        allowed: tuple[Any, ...] = (expected,)
+        allowed: tuple[Sequence[int], ...] = (expected,)
         if function.__name__ in _OF_NUMBERS:
             allowed = (expected[:-1], [*expected[:-1], 1])
         elif expected.rank and expected[-1] == 1:
@@ -102,7 +104,7 @@ def ranges(
     return found
 
 
-def problem(leaves: Sequence[Any], allowed: list[LabelRange]) -> str:
+def problem(leaves: Sequence[tf.Tensor], allowed: list[LabelRange]) -> str:
     """Returns what is wrong with labels; "" if they are allowed.
 
     Args:
@@ -173,7 +175,7 @@ class IndexCheck:
         """Finds the embeddings of a functional or sequential model."""
         found = keras_versions.embedding_inputs(model)
         self._layers = [layer for layer, _ in found]
-        self._looked_up: Any = None
+        self._looked_up: tf.keras.Model = None
         if found:  # Of one within another model the inputs are not this one's.
             with contextlib.suppress(Exception):
                 self._looked_up = tf.keras.Model(

@@ -19,7 +19,7 @@ import dataclasses
 import heapq
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -34,6 +34,10 @@ CHUNK_BYTES = 64 * 2**20
 # One client after the other; dense models without a model for each client
 # (`side_by_side`); all of a chunk as one batched program, for a GPU.
 ONE_BY_ONE, SIDE_BY_SIDE, BATCHED = "one by one", "side by side", "batched"
+
+
+# Of NumPy outside of the compiled programs, and TensorFlow's inside.
+_Array: TypeAlias = np.ndarray | tf.Tensor
 
 
 class ClientTable(NamedTuple):
@@ -58,22 +62,22 @@ class ClientTable(NamedTuple):
         where there are none; [K, 0, 0] if the mechanism keeps none.
     """
 
-    rows: Any
-    batch: Any
-    epochs: Any
-    num_clients: Any
-    first_row: Any
-    num_examples: Any
-    members: Any
-    keys: Any
-    windows: Any
+    rows: _Array
+    batch: _Array
+    epochs: _Array
+    num_clients: _Array
+    first_row: _Array
+    num_examples: _Array
+    members: _Array
+    keys: _Array
+    windows: _Array
 
     @property
     def steps(self) -> np.ndarray:
         """Returns how many steps each client takes, [K]."""
         return -(-self.num_examples // len(self.batch)) * self.epochs
 
-    def map_clients(self, change: Any) -> ClientTable:
+    def map_clients(self, change: Callable[[_Array], _Array]) -> ClientTable:
         """Returns a table with a function called on the arrays that have K rows."""
         names = self._fields[self._fields.index("first_row") :]
         arrays = tuple(getattr(self, name) for name in names)
@@ -195,8 +199,8 @@ class Chunk(NamedTuple):
       table: The clients.
     """
 
-    x: Any
-    y: Any
+    x: nests.Nest
+    y: nests.Nest
     table: ClientTable
 
 
@@ -224,7 +228,7 @@ class Layout:
         which of them it is.
     """
 
-    element_spec: tuple[Any, Any]
+    element_spec: nests.ElementSpec
     label_ranges: list[labels.LabelRange] = dataclasses.field(default_factory=list)
     kernels: dense_models.Kernels | None = None
     collected_bytes: int | None = None
@@ -482,7 +486,7 @@ def split(
     return found
 
 
-def stored_examples(dataset: FederatedDataset) -> tuple[Any, Any]:
+def stored_examples(dataset: FederatedDataset) -> tuple[nests.Nest, nests.Nest]:
     """Returns features and labels of a dataset in memory, of one row at least.
 
     XLA cannot gather from a tensor without rows, not even nothing.

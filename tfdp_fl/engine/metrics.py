@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -19,13 +19,18 @@ from tfdp_fl.datasets import nests
 from tfdp_fl.engine import cohort, labels, made_up
 
 # How a metric's variables were before it saw anything, for those that have been seen.
-_beginnings: weakref.WeakKeyDictionary[Any, list[np.ndarray]] = (
+_beginnings: weakref.WeakKeyDictionary[tf.keras.metrics.Metric, list[np.ndarray]] = (
     weakref.WeakKeyDictionary()
 )
 
+# Returns the values of a model's own metrics after a batch (x, y).
+_OwnAfter: TypeAlias = Callable[
+    [list[tf.Tensor], nests.Nest, nests.Nest], list[tf.Tensor]
+]
+
 # Whether s(a, b), the state after batches a and then b, is made of the two alone: of
 # s(a), s(b) and the beginning. The first that holds is taken.
-_MERGES: dict[str, Callable[[Any, Any, Any], Any]] = {
+_MERGES: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]] = {
     "sum": lambda a, b, begin: a + b - begin,
     "largest": lambda a, b, begin: np.maximum(a, b),
     "smallest": lambda a, b, begin: np.minimum(a, b),
@@ -33,7 +38,7 @@ _MERGES: dict[str, Callable[[Any, Any, Any], Any]] = {
 _BATCHES = 6
 
 
-def note_beginnings(metrics: Any) -> None:
+def note_beginnings(metrics: nests.Nest) -> None:
     """Notes how metrics begin, while they have seen nothing.
 
     Keras's `reset_state` puts zeros in the place of whatever a metric began with.
@@ -52,7 +57,11 @@ class Metrics:
     """
 
     def __init__(
-        self, compiled: Any, own: list[Any], y: nests.Nest, predicted: nests.Nest
+        self,
+        compiled: tf.keras.metrics.Metric,
+        own: list[tf.keras.metrics.Metric],
+        y: nests.Nest,
+        predicted: nests.Nest,
     ):
         """Makes their variables.
 
@@ -77,7 +86,7 @@ class Metrics:
 
     def find_merges(
         self,
-        own_after: Callable[[list[tf.Tensor], Any, Any], list[tf.Tensor]],
+        own_after: _OwnAfter,
         x: nests.Nest,
         y: nests.Nest,
         predicted: nests.Nest,
@@ -141,7 +150,10 @@ class Metrics:
         self._merges = [next(iter(merges)) for merges in left]
 
     def _updated(
-        self, values: list[tf.Tensor], batch: tuple[Any, Any, Any], own_after: Any
+        self,
+        values: list[tf.Tensor],
+        batch: tuple[nests.Nest, nests.Nest, nests.Nest],
+        own_after: _OwnAfter,
     ) -> list[np.ndarray]:
         x, y, predicted = batch
         first = len(self._variables) - len(self.own_variables)
@@ -151,7 +163,7 @@ class Metrics:
             after += own_after(before[first:], x, y)
         return [np.asarray(value) for value in after]
 
-    def _after(self, values: list[tf.Tensor], *batch: Any) -> list[tf.Tensor]:
+    def _after(self, values: list[tf.Tensor], *batch: nests.Nest) -> list[tf.Tensor]:
         """Returns the values of the compiled metrics' variables after a batch."""
         if not self._compiled.metrics:
             return []
@@ -174,7 +186,7 @@ class Metrics:
         return self._constants()[len(self._variables) - len(self.own_variables) :]
 
     @property
-    def own_variables(self) -> list[Any]:
+    def own_variables(self) -> list[keras_versions.KerasVariable]:
         """Returns the variables of `own`."""
         return [variable for metric in self.own for variable in metric.variables]
 
@@ -274,14 +286,14 @@ def _beginning(metric: tf.keras.metrics.Metric) -> list[np.ndarray]:
     return keras_versions.values_of(metric.variables)
 
 
-def _signed(value: Any) -> tf.Tensor:
+def _signed(value: nests.Nest) -> tf.Tensor:
     """Returns a value as what has a negative."""
     value = tf.convert_to_tensor(value)
     has_sign = value.dtype.is_floating or value.dtype in (tf.int32, tf.int64)
     return value if has_sign else tf.cast(value, tf.int64)
 
 
-def _as_tensor(name: str, value: Any) -> tf.Tensor:
+def _as_tensor(name: str, value: object) -> tf.Tensor:
     try:
         return tf.convert_to_tensor(value)
     except Exception as error:  # Of many kinds, by what the value is.
@@ -295,7 +307,7 @@ _NOT_ONE = (
 )
 
 
-def check(results: Mapping[str, Any]) -> None:
+def check(results: Mapping[str, object]) -> None:
     """Raises ValueError, naming it, for a metric that is not one number."""
     for name, value in results.items():
         tensor = _as_tensor(name, value)

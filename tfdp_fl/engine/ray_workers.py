@@ -17,9 +17,10 @@ import functools
 import itertools
 import math
 import pickle
+import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -27,8 +28,12 @@ from absl import logging
 
 from tfdp_fl import _lazy_tf, _validate, engine
 from tfdp_fl.datasets import FederatedDataset, nests
-from tfdp_fl.engine import devices, layout, program
+from tfdp_fl.engine import cohort, devices, layout, program
 from tfdp_fl.terms import Json
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
 
 Arrays = list[np.ndarray]
 # Arrays as `_sealed` leaves them.
@@ -134,7 +139,10 @@ class ShardedCohorts:
                 )
             train = functools.partial(self._train_parts, pending, chunk, traced)
 
-            def train_one(part: layout.Part, train: Any = train) -> None:
+            def train_one(
+                part: layout.Part,
+                train: Callable[[list[layout.Part]], list[layout.Part]] = train,
+            ) -> None:
                 if train([part]):
                     raise tf.errors.InvalidArgumentError(
                         None, None, "A worker's training raised an error on its data."
@@ -169,7 +177,7 @@ class ShardedCohorts:
         return raised
 
     def _on_every_worker(
-        self, traced: program.Program, received: Any, chunk: layout.Chunk
+        self, traced: program.Program, received: cohort.Broadcast, chunk: layout.Chunk
     ) -> list[Arrays]:
         """Returns a program's flattened results on each worker; [] if one fails."""
         found = self._workers.run(
@@ -249,7 +257,7 @@ class _Actor:
         self,
         float32_products: bool,
         name: str,
-        stored: list[Any],
+        stored: list[program.Program],
         sent: _Sealed,
         examples: Arrays | None,
         shard: _Sealed,
@@ -279,7 +287,7 @@ class _Actor:
             return None
 
 
-def _sealed(arrays: Any) -> _Sealed:
+def _sealed(arrays: nests.Nest) -> _Sealed:
     """Returns a nest of arrays as one string, if it is short.
 
     Ray looks at every array of its own, which takes it longer than a small
@@ -290,12 +298,12 @@ def _sealed(arrays: Any) -> _Sealed:
     return pickle.dumps(arrays, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def _opened(sealed: _Sealed) -> Any:
+def _opened(sealed: _Sealed) -> nests.Nest:
     """Returns the nest that was sealed."""
     return pickle.loads(sealed) if isinstance(sealed, bytes) else sealed
 
 
-def _ray() -> Any:
+def _ray() -> types.ModuleType:
     with _lazy_tf.needed("ray", "RayWorkers"):
         import ray
     return ray
@@ -304,10 +312,10 @@ def _ray() -> Any:
 class _Cluster:
     """The actors, and Ray itself where it was started here."""
 
-    def __init__(self, address: str | None, options: Mapping[str, Any]):
+    def __init__(self, address: str | None, options: Mapping[str, float]):
         self._address, self._options = address, dict(options)
         self._started = False
-        self.actors: dict[int, Any] = {}
+        self.actors: dict[int, ActorHandle] = {}
 
     def connect(self) -> None:
         ray = _ray()
@@ -325,7 +333,7 @@ class _Cluster:
             raise WorkerUnavailable(f"{where} cannot be reached: {error}") from error
         self._started = True
 
-    def actor(self, place: int) -> Any:
+    def actor(self, place: int) -> ActorHandle:
         """Returns the actor of a place, a new one where there is none."""
         if place not in self.actors:
             remote = _ray().remote(_Actor).options(**self._options)
@@ -373,7 +381,7 @@ class RayWorkers:
         address: str | None = None,
         num_workers: int | None = None,
         *,
-        resources: Mapping[str, Any] | None = None,
+        resources: Mapping[str, float] | None = None,
         max_repeats: int = 2,
     ):
         """Describes the workers; `open`, or the first round, starts them.
@@ -401,7 +409,7 @@ class RayWorkers:
             num_workers=2 if num_workers is None else num_workers
         )
         # Programs, and the examples of a dataset, with what Ray has stored of them.
-        self._stored: dict[str, tuple[Any, Any]] = {}
+        self._stored: dict[str, tuple[object, ObjectRef]] = {}
         self._max_repeats = _validate.non_negative_integer(max_repeats=max_repeats)
         options = {"num_cpus": 1, **(resources or {})}
         self._cluster = _Cluster(address, options)
@@ -453,7 +461,7 @@ class RayWorkers:
         products = self.open()._products_of(range(self.num_workers))
         return ShardedCohorts(cohort_engine, clients, self, all(products))
 
-    def _reference(self, name: str, value: Any) -> Any:
+    def _reference(self, name: str, value: object) -> ObjectRef:
         """Returns what Ray has of a value: it is stored once, the last of a name."""
         if name not in self._stored or self._stored[name][0] is not value:
             self._stored[name] = value, _ray().put(value)
@@ -486,15 +494,14 @@ class RayWorkers:
         received = _sealed(sent)
         if not isinstance(received, bytes):
             received = ray.put(received)
-        if examples is not None:
-            # One dataset at a time, so that the store does not fill up.
-            examples = self._reference("examples", examples)
+        # One dataset at a time, so that the store does not fill up.
+        held = None if examples is None else self._reference("examples", examples)
         stored = [self._reference(traced.name, traced)]
 
-        def ask(place: int) -> Any:
+        def ask(place: int) -> ObjectRef:
             return self._cluster.actor(place).run.remote(
                 *(float32_products, traced.name, stored),
-                *(received, examples, _sealed(shards[place])),
+                *(received, held, _sealed(shards[place])),
             )
 
         asked = list(map(ask, range(len(shards))))

@@ -10,14 +10,14 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import algorithm, keras_versions
+from tfdp_fl.datasets import nests
 from tfdp_fl.engine import cohort
-from tfdp_fl.mechanisms import cohort_query, noise
+from tfdp_fl.mechanisms import cohort_query, contribution, noise
 from tfdp_fl.terms import Guarantee
 
 
@@ -37,10 +37,10 @@ class ServerUpdate:
 
     def __init__(
         self,
-        trainable: list[Any],
-        non_trainable: list[Any],
+        trainable: list[keras_versions.KerasVariable],
+        non_trainable: list[keras_versions.KerasVariable],
         optimizer: tf.keras.optimizers.Optimizer | None = None,
-        never_negative: list[Any] | None = None,
+        never_negative: list[keras_versions.KerasVariable] | None = None,
     ):
         """Makes the optimizer's variables.
 
@@ -55,7 +55,7 @@ class ServerUpdate:
         self._trainable = keras_versions.tf_variables(trainable)
         self._non_trainable = keras_versions.tf_variables(non_trainable)
         floored = set(map(id, never_negative or ()))
-        self._limits: list[Callable[[tf.Tensor], Any] | None] = [
+        self._limits: list[Callable[[tf.Tensor], tf.Tensor] | None] = [
             getattr(variable, "constraint", None)
             or (_floored if id(variable) in floored else None)
             for variable in non_trainable
@@ -87,7 +87,7 @@ class ServerUpdate:
             variable = self._non_trainable[place]
             variable.assign(self._within(place, _moved(variable, value)))
 
-    def _within(self, place: int, value: tf.Tensor) -> Any:
+    def _within(self, place: int, value: tf.Tensor) -> tf.Tensor:
         """Returns a released value where it may be; noise can push it out."""
         limit = self._limits[place]
         return value if limit is None else limit(value)
@@ -140,9 +140,13 @@ class Release:
     _log_names: list[str] = dataclasses.field(default_factory=list)
     _said: list[bool] = dataclasses.field(default_factory=list)
     # By the number of sums: all else is alike in every round.
-    _traced: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    _traced: dict[int, tf.types.experimental.ConcreteFunction] = dataclasses.field(
+        default_factory=dict
+    )
 
-    def __call__(self, pending: cohort.PendingRound) -> tuple[Any, dict[str, float]]:
+    def __call__(
+        self, pending: cohort.PendingRound
+    ) -> tuple[contribution.RoundState, dict[str, float]]:
         """Releases a round; returns the query's next state, and the logs."""
         answered = float(pending.cohort_size - len(pending.failures))
         seed = pending.inputs.seed.astype(np.uint64)
@@ -157,7 +161,7 @@ class Release:
         if count not in self._traced:
             structure = tf.nest.map_structure(lambda _: None, arguments)
 
-            def function(*flat: tf.Tensor) -> Any:
+            def function(*flat: tf.Tensor) -> nests.Nest:
                 return self._released(*tf.nest.pack_sequence_as(structure, flat))
 
             self._traced[count] = tf.function(
@@ -216,7 +220,7 @@ class Release:
         values = [tf.cast(value, tf.float32) for value in (*logs.values(), share)]
         return new_state, tf.stack(values)
 
-    def _share_of_state(self, update: Any) -> Any:
+    def _share_of_state(self, update: nests.Nest) -> tf.Tensor | float:
         """Returns what part of a sum's squares is of non-trainable state."""
         server = self.server
         if not server.has_non_trainable or not isinstance(update, list):
@@ -259,7 +263,7 @@ class DeferredClipping:
         Raises:
           ValueError: Clients of the query upload something else.
         """
-        update: Any = query.initial_sample_state(update_spec.variables).update
+        update: nests.Nest = query.initial_sample_state(update_spec.variables).update
         if not isinstance(update, list) or len(update) != len(update_spec.variables):
             raise ValueError(
                 "secure_aggregation needs a mechanism whose clients hand in one "

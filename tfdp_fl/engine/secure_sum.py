@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -177,7 +176,7 @@ def check_cohort_sizes(
 def _check_grid(
     protocol: secure_aggregation.AdditiveSecretSharing,
     query: mechanisms.CohortQuery,
-    state: Any,
+    state: mechanisms.RoundState,
 ) -> None:
     """Raises ValueError if rounding would lose a bit or change the noise."""
     if protocol.mode != "ring":

@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,7 @@ class FunctionalTrainer(trainer.Trainer):
         theirs = tf.nest.flatten(self._functional.initial_weights)
         if len(ours) != len(theirs) or not all(map(np.array_equal, ours, theirs)):
             raise _refused("a model that makes its weights in another order")
-        self._random_state: list[Any] = []  # `Program` refuses random layers.
+        self._random_state = []  # `Program` refuses random layers.
         self._optimizer = _optimizer(training.optimizer, self.aggregated)
         predicted = model(trainer.zeros_like_batch(element_spec[0]), training=False)
         y = trainer.zeros_like_batch(element_spec[1])
@@ -124,7 +125,7 @@ class FunctionalTrainer(trainer.Trainer):
         y: nests.Nest,
         predicted: nests.Nest,
         weight: tf.Tensor | None = None,
-        own: Any = (),
+        own: list[tf.Tensor] | None = None,
     ) -> cohort.MetricState:
         """Returns the metrics' state with a batch; a NaN counts as 0."""
         del weight, own
@@ -147,8 +148,8 @@ class FunctionalTrainer(trainer.Trainer):
         y: nests.Nest,
         weight: tf.Tensor | None,
         training: bool = True,
-        own: Any = None,
-    ) -> tuple[tf.Tensor, Any, list[tf.Tensor], list[tf.Tensor]]:
+        own: list[tf.Tensor] | None = None,
+    ) -> tuple[tf.Tensor, nests.Nest, list[tf.Tensor], list[tf.Tensor]]:
         count = len(self.aggregated)
         weights = tuple(state.values[:count]), tuple(state.values[count:])
         predicted = self._functional.predict_on_batch(weights, x, training)
@@ -217,7 +218,7 @@ def _optimizer(
     return _TffOptimizer(made, variables)
 
 
-def _loss_object(loss: Any) -> tf.keras.losses.Loss:
+def _loss_object(loss: keras_versions.CompileArgument) -> tf.keras.losses.Loss:
     if isinstance(loss, tf.keras.losses.Loss):
         return loss
     name = getattr(tf.keras.losses.get(loss), "__name__", "")  # "mse" is an alias.
@@ -230,7 +231,7 @@ def _loss_object(loss: Any) -> tf.keras.losses.Loss:
 
 def _named_metric(
     metric: tf.keras.metrics.Metric, loss: tf.keras.losses.Loss
-) -> tuple[str, Any]:
+) -> tuple[str, Callable[[], tf.keras.metrics.Metric]]:
     """Returns a metric's name, and what makes it."""
     if metric in ("accuracy", "acc") and type(loss).__name__ in _METRIC_OF_LOSS:
         kind = _METRIC_OF_LOSS[type(loss).__name__]

@@ -211,7 +211,7 @@ def _parameters() -> dict[str, Option]:
     }
 
 
-def _kind(field: dataclasses.Field[Any]) -> Any:
+def _kind(field: dataclasses.Field[Any]) -> type | tuple[str, ...]:
     check = field.metadata.get("check")
     if isinstance(check, declaration.OneOf):
         return tuple(check.words)

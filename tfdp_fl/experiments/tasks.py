@@ -80,7 +80,7 @@ def _load(chosen: tuple[tuple[str, Any], ...]) -> Task:
         [tf.keras.Input((size,)), _as_image(size), features.OrientedGradients()]
     )
 
-    def computed(x: Any) -> np.ndarray:
+    def computed(x: np.ndarray) -> np.ndarray:
         return layer.predict(x, batch_size=1000, verbose=0)
 
     clients = clients.map(lambda x, y: (computed(x), y))

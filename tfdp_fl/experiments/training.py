@@ -79,7 +79,9 @@ def prepare(settings: Settings) -> Prepared:
     federated_model = _federated_model(
         settings, tasks.build_model(settings, task), num_clients, delta
     )
-    loss: Any = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    loss: tf.keras.losses.Loss = tf.keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True
+    )
     if settings.prior_smoothing is not None:
         loss = losses.BalancedSoftmaxCrossentropy(settings.prior_smoothing)
     federated_model.compile(
@@ -138,7 +140,7 @@ def _federated_model(
     )
 
 
-def _server_optimizer(settings: Settings) -> Any:
+def _server_optimizer(settings: Settings) -> tf.keras.optimizers.Optimizer | None:
     if not any(getattr(settings, name) for name in settings_lib.SERVER):
         return None
     rate: Any = float(settings.server_learning_rate or 1.0)

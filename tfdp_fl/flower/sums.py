@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -23,6 +23,13 @@ from tfdp_fl.flower import history, replies, updates
 from tfdp_fl.mechanisms import noise
 from tfdp_fl.terms import Guarantee, NoiseSite
 
+if TYPE_CHECKING:
+    from flwr.app import ArrayRecord
+    from flwr.common import Parameters
+    from flwr.server.client_proxy import ClientProxy
+
+    from tfdp_fl.mechanisms.contribution import Memory
+
 # What clients are told to clip to, where the server does it for them.
 NO_CLIP = 1e30
 # A factor in float32 may be rounded up by so much of itself.
@@ -31,6 +38,12 @@ _ROUNDING = 1e-6
 # What these ask of a client is a clip to an S that it is told, a bit, and noise.
 # A subclass may ask for more, and is clipped by the server.
 _CLIPPED_BY_CLIENTS = (mechanisms.FixedClipping, mechanisms.AdaptiveClipping)
+
+# The model as Flower sent it: what the older API calls parameters, or a record and
+# its name.
+Template: TypeAlias = "Parameters | tuple[str, ArrayRecord]"
+# Arrays that a release keeps at 0 or above: places or names, or a built Keras model.
+NonNegative: TypeAlias = "Sequence[int | str] | set[int | str] | tf.keras.Model | None"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,17 +58,16 @@ class ConfiguredRound:
       deployment: where.
       this: S, z and m, as floats.
       non_negative: the places of arrays that the release keeps at 0 or above.
-      template: the model as Flower sent it, with its name if it has one; its form is
-        that of the result.
+      template: the model as Flower sent it, whose form is that of the result.
     """
 
     sent: list[np.ndarray]
-    asked: dict[Hashable, Any]
+    asked: dict[Hashable, ClientProxy | None]
     plan: history.ReleasedRound
     mechanism: mechanisms.Mechanism
     deployment: mechanisms.PrivacyContext
     this: mechanisms.RoundState
-    template: Any
+    template: Template
     non_negative: Sequence[int] = ()
 
     @property
@@ -104,10 +116,10 @@ class Outcome(NamedTuple):
 
     model: list[np.ndarray]
     next_clip_norm: float
-    memory: Any = None
+    memory: Memory = None
 
 
-def as_places(non_negative: Any) -> Sequence[int | str] | None:
+def as_places(non_negative: NonNegative) -> Sequence[int | str] | None:
     """Returns the places, or names, that are said; of a Keras model its statistics'."""
     if non_negative is None:
         return None
@@ -217,7 +229,7 @@ def release(
     configured: ConfiguredRound,
     collected: Collected,
     paid: accounting.Charge,
-    memory: Any = None,
+    memory: Memory = None,
 ) -> Outcome:
     """Returns w + (sum_k c_k Delta_k + noise) / m, and the next S.
 
@@ -289,8 +301,8 @@ def _correlated(
     mechanism: mechanisms.Mechanism,
     total: Sequence[np.ndarray],
     stddev: float,
-    memory: Any,
-) -> tuple[list[np.ndarray], Any]:
+    memory: Memory,
+) -> tuple[list[np.ndarray], Memory]:
     """Returns a sum with the mechanism's noise, and the memory after it.
 
     Every call takes its randomness anew from the operating system.

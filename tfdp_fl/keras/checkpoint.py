@@ -93,7 +93,7 @@ def write_state(stream: BinaryIO, state: Json, level: int = 1) -> None:
     """
     arrays: list[np.ndarray] = []
 
-    def hash_to_unit_interval(value: Any) -> dict[str, int]:
+    def hash_to_unit_interval(value: object) -> dict[str, int]:
         array = np.asarray(value)
         if array.dtype.hasobject:  # A file that nobody could read.
             raise TypeError(
@@ -123,7 +123,7 @@ def from_bytes(data: bytes) -> Json:
         if "arr_0" not in file:
             raise ValueError("an earlier version wrote it")
 
-        def array_of(value: Json) -> Any:
+        def array_of(value: Json) -> np.ndarray | Json:
             return file[f"arr_{value[_PLACE]}"] if _PLACE in value else value
 
         if file["arr_0"].dtype != np.uint8:
@@ -293,7 +293,7 @@ def settings(fed: FederatedTraining, population: Population, plan: FitPlan) -> J
 
 
 @functools.lru_cache(maxsize=8)  # Asked for by every checkpoint of a fit.
-def _scheduled(schedule: Any, first_round: int, last_round: int) -> str:
+def _scheduled(schedule: schedules.Schedule, first_round: int, last_round: int) -> str:
     """Returns what a schedule says of some rounds: in short, and a digest of all."""
     rounds = range(first_round, last_round)
     return _in_short([schedules.value_at(schedule, t, "a schedule") for t in rounds])
@@ -304,7 +304,7 @@ def _in_short(values: Sequence[float]) -> str:
     return f"a schedule of {short(list(values))} ({digest})"
 
 
-def _config(optimizer: Any) -> Any:
+def _config(optimizer: tf.keras.optimizers.Optimizer | None) -> object:
     """Returns an optimizer's settings, but for the rate that callbacks move."""
     if optimizer is None:
         return None
@@ -317,7 +317,7 @@ def _config(optimizer: Any) -> Any:
     return [type(optimizer).__name__, config]
 
 
-def _shapes(weights: Sequence[Any]) -> dict[str, list[list[int]]]:
+def _shapes(weights: Sequence[np.ndarray | tf.Variable]) -> dict[str, list[list[int]]]:
     return {"model's weights (their shapes)": [list(each.shape) for each in weights]}
 
 

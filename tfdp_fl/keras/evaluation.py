@@ -21,7 +21,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import dp_accounting
 import numpy as np
@@ -38,7 +38,7 @@ from tfdp_fl.datasets import (
     adapters,
     nests,
 )
-from tfdp_fl.engine import layout, program, tff_models
+from tfdp_fl.engine import cohort, layout, program, tff_models
 from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.keras import federated_training, preparation
 from tfdp_fl.keras.callbacks import Ledger
@@ -62,7 +62,7 @@ class Validation:
       held_out: A digest of the clients of `fit` that are held out; "" for none.
     """
 
-    data: Any
+    data: nests.Nest
     every: int
     batch_size: int
     held_out: str = ""
@@ -155,7 +155,7 @@ def _all_batches(clients: FederatedDataset, batch_size: int) -> tf.data.Dataset:
         stored = nests.unpaired(*clients.flat())
         rows, _ = clients.client_rows(everybody)
 
-        def gathered(some: tf.Tensor) -> Any:
+        def gathered(some: tf.Tensor) -> nests.Nest:
             return tf.nest.map_structure(lambda leaf: tf.gather(leaf, some), stored)
 
         if len(rows):
@@ -166,7 +166,7 @@ def _all_batches(clients: FederatedDataset, batch_size: int) -> tf.data.Dataset:
                 .prefetch(2)
             )
 
-    def examples() -> Iterator[Any]:
+    def examples() -> Iterator[nests.Nest]:
         failed: list[ClientFailure] = []
         for client in clients.read_clients(None):
             if isinstance(client, ClientFailure):
@@ -334,7 +334,7 @@ def _evaluation(
     step = program.in_own_graph(trainer.evaluate)
 
     def of_group(
-        received: Any,
+        received: cohort.Broadcast,
         x: nests.Nest,
         y: nests.Nest,
         lengths: tf.Tensor,
@@ -346,8 +346,8 @@ def _evaluation(
             end = first + lengths[k]
 
             def batch(
-                start: tf.Tensor, total: tf.Tensor, metrics: Any
-            ) -> tuple[tf.Tensor, tf.Tensor, Any]:
+                start: tf.Tensor, total: tf.Tensor, metrics: cohort.MetricState
+            ) -> tuple[tf.Tensor, tf.Tensor, cohort.MetricState]:
                 stop = tf.minimum(start + batch_size, end)
                 own = nests.take((x, y), slice(start, stop))
                 loss, metrics = step(received, *own, metrics)

@@ -365,7 +365,7 @@ def _undeclared(argument: str, why: str) -> ValueError:
     )
 
 
-def _features_of(model: tf.keras.Model) -> tuple[Any, list[str]]:
+def _features_of(model: tf.keras.Model) -> tuple[nests.Nest, list[str]]:
     """Returns the specs of a model's inputs, and their names; None if it has none."""
     inputs = keras_versions.inputs_of(model)
     if inputs is not None:
@@ -387,7 +387,7 @@ def _features_of(model: tf.keras.Model) -> tuple[Any, list[str]]:
     return None, []
 
 
-def _spec(shape: Any, dtype: tf.DType) -> tf.TensorSpec:
+def _spec(shape: tf.TensorShape, dtype: tf.DType) -> tf.TensorSpec:
     """Returns a spec of 32-bit floating point and 64-bit integers."""
     if dtype.is_floating:
         return tf.TensorSpec(shape, tf.float32)
@@ -410,7 +410,7 @@ def _outputs(
 
 def _labels_of(
     model: tf.keras.Model, training: engine.Training, predicted: nests.Nest
-) -> tuple[Any, Any]:
+) -> nests.ElementSpec:
     """Returns the specs of labels and of their weights; None of what is not known."""
     flat = tf.nest.flatten(predicted)
     if {"crossentropy", "ce"}.intersection(map(str, tf.nest.flatten(training.loss))):

@@ -177,7 +177,11 @@ class CohortQuery:
         return record._replace(update=update, sums=_noised(record.sums, shares))
 
     def bounded_factor(
-        self, norm: tf.Tensor, usable: tf.Tensor, params: RoundState, weight: Any = None
+        self,
+        norm: tf.Tensor,
+        usable: tf.Tensor,
+        params: RoundState,
+        weight: Scalar | None = None,
     ) -> Contribution:
         """Returns records of which only the updates' norms are known, bounded.
 
@@ -231,7 +235,7 @@ class CohortQuery:
     ) -> tuple[Tensors, Memory]:
         return self.mechanism.add_noise(update, stddev, state.memory)
 
-    def divide(self, update: Tensors, weight: Any, state: RoundState) -> Tensors:
+    def divide(self, update: Tensors, weight: Scalar, state: RoundState) -> Tensors:
         """Returns the mean of a noised sum (`Mechanism.mean`)."""
         return self.mechanism.mean(update, weight, state, self.deployment)
 
@@ -243,7 +247,9 @@ class CohortQuery:
         )
         return float(mechanism.sensitivity_squared(round, self.deployment))
 
-    def check_noise(self, state: RoundState, charged: Any = None) -> list[Any]:
+    def check_noise(
+        self, state: RoundState, charged: float | None = None
+    ) -> list[tf.Operation]:
         """Raises InvalidArgumentError if a round has less noise than was charged.
 
         A mechanism's cost is derived from its bounds and noise at the first clip; the
@@ -277,7 +283,7 @@ class CohortQuery:
         )
 
 
-def after_assertions(assertions: list[Any], tensors: Any) -> Any:
+def after_assertions(assertions: list[tf.Operation], tensors: Memory) -> Memory:
     """Returns a nest of tensors that nothing is made of before assertions hold.
 
     A graph would else run them beside what moves the model, or, as TFF makes it, not
@@ -287,13 +293,15 @@ def after_assertions(assertions: list[Any], tensors: Any) -> Any:
         return tf.nest.map_structure(tf.identity, tensors)
 
 
-def must_be_at_most(value: tf.Tensor, limit: tf.Tensor, message: str) -> list[Any]:
+def must_be_at_most(
+    value: tf.Tensor, limit: tf.Tensor, message: str
+) -> list[tf.Operation]:
     """Raises InvalidArgumentError, or in a graph returns the operation that does."""
     check = tf.debugging.assert_less_equal(value, limit, message)
     return [] if check is None else [check]
 
 
-def _noised(sums: Mapping[str, Scalar], stddevs: Mapping[str, Any]) -> Json:
+def _noised(sums: Mapping[str, Scalar], stddevs: Mapping[str, Scalar]) -> Json:
     """Returns what is released beside updates, with noise."""
     return {
         name: tf.cast(value, tf.float32) + noise.normal([], stddevs[name])

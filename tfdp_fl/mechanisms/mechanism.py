@@ -20,7 +20,7 @@ import dataclasses
 import hashlib
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import dp_accounting
@@ -131,7 +131,7 @@ class Mechanism(abc.ABC):
     # round, in a window of `window` rounds.
     window_norms: ClassVar[Callable[..., tf.Tensor] | None] = None
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         if "side_names" in vars(cls):
             raise TypeError(
@@ -235,7 +235,7 @@ class Mechanism(abc.ABC):
         """Returns the clip of the first round."""
         return self.clip_norm
 
-    def init_noise_state(self, deployment: PrivacyContext) -> Any:
+    def init_noise_state(self, deployment: PrivacyContext) -> Memory:
         """Returns the memory before the first round; () for none."""
         return ()
 
@@ -480,7 +480,7 @@ class Mechanism(abc.ABC):
         given: Json = {"noise_multiplier": target.noise_multiplier}
         return cls(**given, **options)
 
-    def with_noise_multiplier(self, noise_multiplier: Any) -> Mechanism:
+    def with_noise_multiplier(self, noise_multiplier: schedules.Schedule) -> Mechanism:
         """Returns the same mechanism with another noise multiplier."""
         changed: Json = {"noise_multiplier": noise_multiplier}
         return dataclasses.replace(self, **changed)
@@ -543,7 +543,7 @@ class Mechanism(abc.ABC):
         given = self._definer_of("round_event").__module__.startswith("tfdp_fl.")
         return self.caveats() if given else (*self.caveats(), "own_cost")
 
-    def static_config(self) -> Any:
+    def static_config(self) -> Hashable:
         """Returns what has to stay as it is from round to round; () if nothing.
 
         Beside the mechanism's class. Other parameters may change (in TFF a

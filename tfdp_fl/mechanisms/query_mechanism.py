@@ -64,7 +64,7 @@ class WrappedQuery(cohort_query.CohortQuery):
         """Implements `CohortQuery.new_segment`: no noise depends on the state."""
         return state
 
-    def derive_sample_params(self, state: RoundState) -> Any:
+    def derive_sample_params(self, state: RoundState) -> Memory:
         """Implements `DPQuery.derive_sample_params`."""
         params = self._query.derive_sample_params(state.memory)
         return tf.nest.map_structure(tf.convert_to_tensor, params)
@@ -78,7 +78,7 @@ class WrappedQuery(cohort_query.CohortQuery):
         params = self.derive_sample_params(state)
         return getattr(params, "clip_norm", float("inf"))
 
-    def initial_sample_state(self, template: Tensors) -> Any:
+    def initial_sample_state(self, template: Tensors) -> Contribution:
         """Implements `DPQuery.initial_sample_state`."""
         zeros = super().initial_sample_state(template)
         # In float64 a client more moves the sum by its record.
@@ -103,7 +103,7 @@ class WrappedQuery(cohort_query.CohortQuery):
             discarded=tf.cast(~usable, tf.float32),
         )
 
-    def to_grid(self, update: Any, params: RoundState) -> Any:
+    def to_grid(self, update: Tensors, params: RoundState) -> Tensors:
         """Implements `CohortQuery.to_grid`: the query's records stay as they are."""
         return update
 
@@ -123,11 +123,13 @@ class WrappedQuery(cohort_query.CohortQuery):
         )
         return result, {}, memory
 
-    def divide(self, update: Tensors, weight: Any, state: RoundState) -> Tensors:
+    def divide(self, update: Tensors, weight: Scalar, state: RoundState) -> Tensors:
         """Implements `CohortQuery.divide`: not what the query divided itself."""
         return update if divides(self._query) else super().divide(update, weight, state)
 
-    def check_noise(self, state: RoundState, charged: Any = None) -> list[Any]:
+    def check_noise(
+        self, state: RoundState, charged: float | None = None
+    ) -> list[tf.Operation]:
         """Implements `CohortQuery.check_noise`, by the event that the query reports.
 
         For runtimes that write down what a round costs before its state is there,
@@ -169,7 +171,7 @@ class WrappedQuery(cohort_query.CohortQuery):
         return flat
 
 
-def divides(query: Any) -> bool:
+def divides(query: tfp.SumAggregationDPQuery) -> bool:
     """Returns whether a query's result is a mean already.
 
     Raises:
@@ -399,7 +401,7 @@ def check_query(
             )
 
 
-def _check_classes(query: Any) -> None:
+def _check_classes(query: tfp.SumAggregationDPQuery) -> None:
     """Raises ValueError for a class of TF-Privacy that is not known to work."""
     base = next(
         kind
@@ -436,7 +438,7 @@ def _has_noise(result: tf.Tensor) -> bool:
 
 def _two_rounds(
     query: tfp.SumAggregationDPQuery, shapes: Sequence[Sequence[int]]
-) -> Iterator[tuple[Any, Any, Any, dp_accounting.DpEvent]]:
+) -> Iterator[tuple[Memory, Tensors, Memory, dp_accounting.DpEvent]]:
     """Yields state, result, next state and event of rounds without data."""
     template = [tf.zeros(shape) for shape in shapes]
     state = query.initial_global_state()
@@ -446,7 +448,9 @@ def _two_rounds(
         state = new_state
 
 
-def _a_round(query: Any, template: Tensors, state: Any) -> tuple[Any, Any, Any]:
+def _a_round(
+    query: tfp.SumAggregationDPQuery, template: Tensors, state: Memory
+) -> tuple[Tensors, Memory, dp_accounting.DpEvent]:
     """Returns result, next state and event of a round of one client's zeros."""
     params = query.derive_sample_params(state)
     total = query.accumulate_preprocessed_record(
@@ -476,7 +480,7 @@ def _same_event(event: dp_accounting.DpEvent, other: dp_accounting.DpEvent) -> b
         return False
 
 
-def _layout(state: Any) -> list[tuple[Any, Any]]:
+def _layout(state: Memory) -> list[tuple[list[int], tf.DType]]:
     leaves = [tf.convert_to_tensor(each) for each in tf.nest.flatten(state)]
     return [(leaf.shape.as_list(), leaf.dtype) for leaf in leaves]
 

@@ -72,7 +72,11 @@ class Message:
 
     @classmethod
     def of(
-        cls, kind: str, message_id: Any, weights: Sequence[np.ndarray], asked: str = ""
+        cls,
+        kind: str,
+        message_id: str | int | None,
+        weights: Sequence[np.ndarray],
+        asked: str = "",
     ) -> Message:
         """Returns the message of a kind, an id, weights, and whatever else it asks."""
         if message_id is None:  # One of its own.
@@ -188,12 +192,12 @@ class SiloDirectory:
             )
         return stored["answer"]
 
-    def keep(self, message: Message, answer: Any) -> None:
+    def keep(self, message: Message, answer: object) -> None:
         """Writes an answer, before anybody gets it."""
         data = checkpoint.to_bytes({"payload": message.payload, "answer": answer})
         checkpoint.write_atomically(self._answer_file(message.key), data)
 
-    def check_settings(self, settings: Mapping[str, Any]) -> None:
+    def check_settings(self, settings: Mapping[str, Json]) -> None:
         """Raises SiloChangedError unless what `build` returns is as it was."""
         before = self.state["settings"]
         if before is None:
@@ -222,13 +226,13 @@ class SiloDirectory:
                 "for. Put it back. (A directory of RoundCheckpoint is not a silo's.)"
             )
 
-    def _write(self, **changes: Any) -> None:
+    def _write(self, **changes: object) -> None:
         state = {**self.state, **changes}
         data = checkpoint.to_bytes(state)
         checkpoint.write_atomically(self.path / _STATE, data)
         self.state, self._data = state, data
 
-    def _place(self) -> list[Any]:
+    def _place(self) -> list[int | str]:
         """Returns the ledger's inode, the hash of its last line, its change time."""
         path = checkpoint.ledger_path(self.path)
         if not path.exists():

@@ -20,11 +20,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from tfdp_fl import _files, _validate, accounting, keras_versions
 from tfdp_fl.accounting import statement, upwards
-from tfdp_fl.datasets import adapters, nests
+from tfdp_fl.datasets import adapters, nests, tables
 from tfdp_fl.engine import trainer
 from tfdp_fl.keras import DPFederatedModel, PrivateMetrics, checkpoint, preparation
 from tfdp_fl.keras.callbacks import FederatedCallback, Report, RoundCheckpoint
@@ -68,7 +69,7 @@ class Silo:
         x: nests.Nest,
         y: nests.Nest,
         *,
-        client_ids: Any,
+        client_ids: tables.Ids,
         directory: str | os.PathLike[str],
         rounds: int = 1,
         batch_size: int = 32,
@@ -133,7 +134,7 @@ class Silo:
         return (self._new or self._built()).get_weights()
 
     def train(
-        self, weights: Sequence[Any], message_id: str | int | None = None
+        self, weights: Sequence[npt.ArrayLike], message_id: str | int | None = None
     ) -> SiloUpdate:
         """Runs private rounds from weights that came; charges, then answers.
 
@@ -165,7 +166,7 @@ class Silo:
 
     def evaluate(
         self,
-        weights: Sequence[Any],
+        weights: Sequence[npt.ArrayLike],
         *,
         private: PrivateMetrics,
         message_id: str | int | None = None,
@@ -351,7 +352,7 @@ class Silo:
         fed._raises_if_all_fail = False
         return fed
 
-    def _checked(self, weights: Sequence[Any]) -> list[np.ndarray]:
+    def _checked(self, weights: Sequence[npt.ArrayLike]) -> list[np.ndarray]:
         """Returns weights in the model's dtypes; raises ValueError for useless ones."""
         fed = self._fed or self._new or self._built()
         variables = keras_versions.tf_variables(fed.model.weights)
@@ -436,7 +437,7 @@ def _settings(fed: DPFederatedModel) -> Json:
     """Returns what of a built model has to stay, beyond what checkpoints compare."""
     training = fed.require_compiled("train")
 
-    def described(value: Any) -> Any:
+    def described(value: object) -> list[object] | str:
         if hasattr(value, "get_config"):
             return [type(value).__name__, _files.plain(value.get_config(), repr)]
         return getattr(value, "__name__", type(value).__name__)

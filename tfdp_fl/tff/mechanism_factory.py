@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import dp_accounting
 import tensorflow as tf
@@ -24,6 +24,9 @@ _STEPS = 2.0**24
 # What rounding may add to a client's share, relative to the clip.
 _LARGEST_ROUNDING = 1e-3
 
+# Sums the clients' shares.
+SumFactory: TypeAlias = tff.aggregators.UnweightedAggregationFactory
+
 
 class BoundFactory:
     """A mechanism and where it is used, ready for TFF."""
@@ -34,9 +37,9 @@ class BoundFactory:
         self,
         mechanism: mechanism_lib.Mechanism,
         clients_per_round: schedules.Schedule,
-        inner_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
+        inner_factory: SumFactory | None = None,
         *,
-        scalars_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
+        scalars_factory: SumFactory | None = None,
         sampling: str | None = None,
         **numbers: int | None,
     ):
@@ -136,7 +139,7 @@ class BoundFactory:
         for name, factory in self._factories.items():
             self._check_sum(name, factory)
 
-    def _check_sum(self, name: str, factory: Any) -> None:
+    def _check_sum(self, name: str, factory: SumFactory | None) -> None:
         """Raises unless a factory is None or one whose sum keeps the guarantee."""
         if factory is None:
             return
@@ -289,7 +292,7 @@ class BoundFactory:
         return limits
 
 
-def bounds_of(factory: Any) -> tuple[float, float]:
+def bounds_of(factory: SumFactory) -> tuple[float, float]:
     """Returns from where to where a sum takes numbers as they are."""
     if type(factory) is not tff.aggregators.SecureSumFactory:
         return -math.inf, math.inf
@@ -299,7 +302,7 @@ def bounds_of(factory: Any) -> tuple[float, float]:
     return float(-upper if lower is None else lower), float(upper)
 
 
-def largest_rounding(factory: Any, num_elements: int) -> float:
+def largest_rounding(factory: SumFactory | None, num_elements: int) -> float:
     """Returns the most that a sum's rounding adds to the norm of a client's share.
 
     Infinity for a sum of which nothing is known.
@@ -398,7 +401,7 @@ class MechanismFactory(BoundFactory, tff.aggregators.UnweightedAggregationFactor
 def from_mechanism(
     mechanism: mechanism_lib.Mechanism,
     clients_per_round: schedules.Schedule,
-    inner_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
+    inner_factory: SumFactory | None = None,
     **options: Any,
 ) -> MechanismFactory:
     """Returns the aggregation factory of a mechanism.
@@ -466,7 +469,7 @@ def factory_of(
         self,
         *,
         clients_per_round: schedules.Schedule,
-        inner_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
+        inner_factory: SumFactory | None = None,
         **options: Any,
     ):
         given = {name: options.pop(name) for name in own & options.keys()}

@@ -50,7 +50,7 @@ class Epsilon(float):
 
 
 def privacy_charges(
-    state: Any,
+    state: state_lib.ServerState,
     mechanism: mechanism_lib.Mechanism,
     *,
     sampling: str,
@@ -191,7 +191,7 @@ def _folded(
     Groups that were divided anew, had their turn too soon, or are not known: a client
     may then be in more rounds than the noise of a segment was made for.
     """
-    places: list[Any] = []
+    places: list[tuple[str | None, int | None] | None] = []
     for drawn in rounds_of:
         who = drawn and accounting.Participation.from_json(drawn[-1]["participation"])
         places.append((who.partition, who.group) if who else None)
@@ -207,7 +207,7 @@ def _folded(
 
 
 def epsilon(
-    state: Any,
+    state: state_lib.ServerState,
     mechanism: mechanism_lib.Mechanism,
     *,
     sampling: str,
@@ -260,7 +260,7 @@ def epsilon(
         "clients_per_round": clients_per_round,
     }
     times = None
-    noise_multipliers: set[Any] = set()
+    noise_multipliers: set[float | None] = set()
     if mechanism.guarantee in (Guarantee.LOCAL, Guarantee.RECORD):
         found = state_lib.accounted_state(state)
         lines = _lines(found, mechanism, contribution.PrivacyContext(**declared))
@@ -291,10 +291,10 @@ def epsilon(
         ]
         noise_multipliers = {charge.noise_multiplier for charge in charges}
     parameters = mechanism.parameters()
-    if len(noise_multipliers) > 1 and None not in noise_multipliers:
+    given = [z for z in noise_multipliers if z is not None]
+    if len(noise_multipliers) > 1 and len(given) == len(noise_multipliers):
         parameters["noise_multiplier"] = (
-            f"{min(noise_multipliers):g} to {max(noise_multipliers):g} (by round, all "
-            "releases of one)"
+            f"{min(given):g} to {max(given):g} (by round, all releases of one)"
         )
     result = Epsilon(value)
     result.delta = delta
@@ -432,7 +432,7 @@ def _check_last(
 
 
 def _caveats(
-    mechanism: mechanism_lib.Mechanism, sampling: str, state: Any
+    mechanism: mechanism_lib.Mechanism, sampling: str, state: state_lib.ServerState
 ) -> tuple[str, ...]:
     if mechanism.guarantee == Guarantee.NONE:
         return mechanism.all_caveats()

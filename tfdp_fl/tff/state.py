@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 import attrs
 import numpy as np
@@ -20,8 +20,14 @@ from tfdp_fl.mechanisms import contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 from tfdp_fl.terms import Guarantee, Json, Sampling
 
+if TYPE_CHECKING:
+    from tfdp_fl.datasets.nests import Nest
+
 # One number for all rounds, or one for each.
 Table: TypeAlias = float | tuple[float, ...]
+
+# Of strings or of numbers: NumPy's in a state that a process returned.
+_Vector: TypeAlias = np.ndarray | tf.Tensor
 
 # How often a cohort that was drawn as declared is refused.
 _REFUSED_BY_CHANCE = 1e-12
@@ -46,10 +52,10 @@ class RoundHistory(NamedTuple):
         if no cohort was ever said.
     """
 
-    lines: Any
-    answered: Any
-    attempts: Any = ()
-    attempted: Any = ()
+    lines: _Vector
+    answered: _Vector
+    attempts: _Vector = ()
+    attempted: _Vector = ()
 
     def cohorts(self) -> tuple[list[list[Json]], list[Json]]:
         """Returns the cohorts that were drawn for each round, and those since."""
@@ -219,7 +225,7 @@ class RoundPlan:
         expected: tf.Tensor,
         weight: tf.Tensor,
         clip_norm: tf.Tensor | float,
-        shares: Mapping[str, Any] | None = None,
+        shares: Mapping[str, tf.Tensor] | None = None,
     ) -> tf.Tensor:
         """Returns a cohort's size, once it was found to be allowed.
 
@@ -293,11 +299,14 @@ class AggregatorState(NamedTuple):
       history: A `RoundHistory`.
     """
 
-    query_state: Any
-    rounds: Any
-    sum_state: Any
-    history: Any
+    query_state: Nest
+    rounds: tf.Tensor
+    sum_state: Nest
+    history: RoundHistory
 
+
+# What `accounted_state` takes.
+ServerState: TypeAlias = AggregatorState | tff.learning.templates.LearningAlgorithmState
 
 _BUILD_INSTEAD = (
     "Build the process with tfdp_fl.learning.build_dp_fed_avg, or hand the "
@@ -306,7 +315,7 @@ _BUILD_INSTEAD = (
 )
 
 
-def _holds_mechanism(state: Any) -> bool:
+def _holds_mechanism(state: Nest) -> bool:
     if isinstance(state, AggregatorState):
         return True
     if isinstance(state, Mapping):
@@ -318,7 +327,7 @@ def _holds_mechanism(state: Any) -> bool:
     return any(map(_holds_mechanism, state))
 
 
-def accounted_state(state: Any) -> AggregatorState:
+def accounted_state(state: ServerState) -> AggregatorState:
     """Returns the mechanism's state, if all of a state can be accounted for.
 
     Known are the states of `tff.learning`'s federated averaging whose
@@ -360,7 +369,7 @@ def accounted_state(state: Any) -> AggregatorState:
     return state
 
 
-def with_cohort(state: Any, cohort: sampling.Cohort) -> Any:
+def with_cohort(state: ServerState, cohort: sampling.Cohort) -> ServerState:
     """Returns a state that says which cohort its next round is for.
 
     It is written into the history who could have been in the cohort, not who was.
@@ -407,7 +416,7 @@ def with_cohort(state: Any, cohort: sampling.Cohort) -> Any:
     return found
 
 
-def _check_client_work(state: Any) -> None:
+def _check_client_work(state: Nest) -> None:
     """Raises ValueError unless client work keeps but optimizer settings.
 
     Whatever else it keeps can come from clients' data, past the aggregator.
