@@ -29,7 +29,7 @@ def _number(
     """Returns a number of a kind of which something holds, or raises."""
     name, value = _one(checked)
     if isinstance(value, bool) or not isinstance(value, kind):
-        raise TypeError(f"{name} must be {allowed}, got {_shown(value)}.")
+        raise TypeError(f"{name} must be {allowed}, got {_show(value)}.")
     try:
         number = int(value) if kind is numbers.Integral else float(value)
         if is_allowed(number):
@@ -87,7 +87,7 @@ def one_of(allowed: Iterable[object], **checked: Any) -> Any:
     allowed = tuple(allowed)
     if value not in allowed:
         choices = ", ".join(repr(choice) for choice in allowed)
-        raise ValueError(f"{name} must be one of {choices}, got {_shown(value)}.")
+        raise ValueError(f"{name} must be one of {choices}, got {_show(value)}.")
     return value
 
 
@@ -97,11 +97,11 @@ def instance_of(types: type | tuple[type, ...], **checked: Any) -> Any:
     if not isinstance(value, types):
         types = types if isinstance(types, tuple) else (types,)
         names = " or ".join(type_.__name__ for type_ in types)
-        raise TypeError(f"{name} must be a {names}, got {_shown(value)}.")
+        raise TypeError(f"{name} must be a {names}, got {_show(value)}.")
     return value
 
 
-def _shown(value: object) -> str:
+def _show(value: object) -> str:
     """Returns a value in bounded length; of what may hold examples, the type."""
     if not isinstance(value, bool | int | float | str | type | None):
         return f"a {type(value).__name__}"

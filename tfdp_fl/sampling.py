@@ -92,10 +92,10 @@ def expected_sizes(
         return clients_per_round
 
     def size(m: float) -> float:
-        m = charge_lib.checked_size(m, num_clients, fractional=True)
+        m = charge_lib.check_size(m, num_clients, fractional=True)
         return num_clients / charge_lib.rounds_per_pass(num_clients, m)
 
-    given = schedules.fixed(clients_per_round)
+    given = schedules.fix(clients_per_round)
     if callable(given):
         return lambda t: size(schedules.value_at(given, t, "clients_per_round"))
     return (
@@ -180,8 +180,8 @@ class CohortSampler(abc.ABC):
         self._order: tuple[tuple[int, ...], np.ndarray] | None = None
         # Names that order or those groups. Public, and says nothing of them.
         self._partition = secrets.token_hex(8)
-        self._clients_per_round = schedules.checked(
-            clients_per_round, self._checked, "clients_per_round"
+        self._clients_per_round = schedules.check_schedule(
+            clients_per_round, self._check_size, "clients_per_round"
         )
 
     @property
@@ -220,10 +220,10 @@ class CohortSampler(abc.ABC):
                 "(sampler.unsettled)."
             )
         positions, draw_id = self._draw(self.next_round), secrets.token_hex(8)
-        self.unsettled, self._has_drawn = self._made(positions, draw_id), True
+        self.unsettled, self._has_drawn = self._make_cohort(positions, draw_id), True
         return self.unsettled
 
-    def _made(self, positions: np.ndarray, draw_id: str) -> Cohort:
+    def _make_cohort(self, positions: np.ndarray, draw_id: str) -> Cohort:
         positions.setflags(write=False)
         return Cohort(
             positions=positions,
@@ -377,15 +377,15 @@ class CohortSampler(abc.ABC):
         self._next_round, self.unsettled = state["next_round"], None
         if state["unsettled"] is not None:
             positions, draw_id = state["unsettled"]
-            self.unsettled = self._made(np.array(positions, np.int64), draw_id)
+            self.unsettled = self._make_cohort(np.array(positions, np.int64), draw_id)
 
-    def _checked(self, clients_per_round: Any) -> float:
-        return charge_lib.checked_size(
+    def _check_size(self, clients_per_round: Any) -> float:
+        return charge_lib.check_size(
             clients_per_round, self.num_clients, self._fractional_sizes
         )
 
     def _nominal_size(self, round_index: int) -> float:
-        return self._checked(
+        return self._check_size(
             schedules.value_at(
                 self._clients_per_round, round_index, "clients_per_round"
             )
@@ -482,10 +482,10 @@ class PassSampler(CohortSampler):
 
     def _draw(self, round_index: int) -> np.ndarray:
         """See base class."""
-        return self.planned(round_index)
+        return self.plan_cohort(round_index)
 
     @abc.abstractmethod
-    def planned(self, round_index: int) -> np.ndarray:
+    def plan_cohort(self, round_index: int) -> np.ndarray:
         """Returns who is in a round, int64 [size]; the key tells it beforehand."""
 
     def split(self, rounds: range) -> tuple[range, int, range]:
@@ -553,9 +553,9 @@ class RandomAllocationSampler(PassSampler):
         """See base class."""
         begin = self._place(round_index)["pass_index"]
         self._salt = self._salt_of(begin)
-        return self.planned(round_index)
+        return self.plan_cohort(round_index)
 
-    def planned(self, round_index: int) -> np.ndarray:
+    def plan_cohort(self, round_index: int) -> np.ndarray:
         """See base class."""
         place = self._place(round_index)
         begin, t = (
@@ -658,7 +658,7 @@ class ShuffledSampler(PassSampler):
         super().__init__(num_clients, clients_per_round, seed)
         self._cohorts = charge_lib.PassCohorts(num_clients, self._clients_per_round)
 
-    def planned(self, round_index: int) -> np.ndarray:
+    def plan_cohort(self, round_index: int) -> np.ndarray:
         """See base class."""
         index, start, stop = self._cohorts.cohort(round_index)
         order = self._permutation(_STREAM, index)

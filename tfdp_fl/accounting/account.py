@@ -25,11 +25,7 @@ from tfdp_fl.accounting.accountant import PrivacyAccountant, one_at_a_time
 from tfdp_fl.accounting.budget import BudgetExceededError, PrivacyBudget
 from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
 from tfdp_fl.accounting.rounding import upwards
-from tfdp_fl.terms import Guarantee, Json
-
-CENTRAL, LOCAL, RECORD, NONE = Guarantee
-# Guarantees that are composed for each client.
-BY_CLIENT = (LOCAL, RECORD)
+from tfdp_fl.terms import Json, TrustModel
 
 # What is released beside the rounds stands in ledgers as a run of its own, with
 # an id that begins so and one line: every reader of a ledger counts it.
@@ -268,7 +264,7 @@ class PrivacyAccount:
     rounds it took part in; the client that was seen most sets the epsilon.
 
     Attributes:
-      guarantee: "central", "local", "record" or "none".
+      trust_model: "central", "local" or "none".
       own: This run's rounds, and how often each.
       others: What runs of other models spent on the same clients, by run
         and ledger file, as the files tell it.
@@ -282,8 +278,8 @@ class PrivacyAccount:
         ledger's name.
     """
 
-    def __init__(self, guarantee: str, num_clients: int):
-        self.guarantee = guarantee
+    def __init__(self, trust_model: str, num_clients: int):
+        self.trust_model = trust_model
         self.own: collections.Counter[charge_lib.RoundCharge] = collections.Counter()
         self.others: dict[str, OtherRun] = {}
         self.central = PrivacyAccountant()
@@ -332,7 +328,7 @@ class PrivacyAccount:
     @property
     def by_client(self) -> bool:
         """Whether the guarantee is composed client by client."""
-        return self.guarantee in BY_CLIENT
+        return self.trust_model == TrustModel.LOCAL
 
     @property
     def max_mu_squared(self) -> float:
@@ -618,7 +614,7 @@ class PrivacyAccount:
             ):
                 raise ValueError(
                     "path must be a ledger whose rounds all have a "
-                    f"{self.guarantee} guarantee, to be counted together with "
+                    f"{self.trust_model} guarantee, to be counted together with "
                     f"this run's, got one with rounds of run {other} that "
                     "have none."
                 )
@@ -684,7 +680,7 @@ class PrivacyAccount:
             "num_clients": accounts.num_clients,
             "mu_squared": accounts.mu_squared.copy() if kept else None,
             "participations": accounts.participations.copy() if kept else None,
-            "guarantee": self.guarantee,
+            "trust_model": self.trust_model,
             "rounds": self._rounds,
             "charges": [] if has_all else _as_json(self.own),
             "others": {
@@ -698,7 +694,7 @@ class PrivacyAccount:
     @classmethod
     def from_state(cls, state: Json) -> PrivacyAccount:
         """Returns the spending that `state` was taken of, but for what was left out."""
-        spending = cls(state["guarantee"], state["num_clients"])
+        spending = cls(state["trust_model"], state["num_clients"])
         others = {
             name: OtherRun(charges=_from_json(charges), mu_squared=float(mu_squared))
             for name, (charges, mu_squared) in state["others"].items()

@@ -285,8 +285,8 @@ class PrivacyAccountant:
           accountant: "rdp" or "pld"; None for the tighter one.
         """
 
-        def unsampled(charge: charge_lib.RoundCharge) -> charge_lib.RoundCharge:
-            event = _unsampled(charge_lib.event_to_json(charge.event))
+        def drop_sampling(charge: charge_lib.RoundCharge) -> charge_lib.RoundCharge:
+            event = _drop_sampling(charge_lib.event_to_json(charge.event))
             size = charge.clients_per_round
             if charge.sampling == Sampling.RANDOM_ALLOCATION:
                 # To who knows the rounds, a client's is the place in a known order.
@@ -304,7 +304,7 @@ class PrivacyAccountant:
             )
 
         known = PrivacyAccountant(
-            (unsampled(charge), count) for charge, count in self._counts.items()
+            (drop_sampling(charge), count) for charge, count in self._counts.items()
         )
         by_pld = known.is_one_gaussian or known.is_one_search
         return known.epsilon(delta, accountant or ("pld" if by_pld else "rdp"))
@@ -520,17 +520,17 @@ def _largest_sum(cohorts: Iterable[tuple[float, float, float]]) -> float:
     return max(itertools.accumulate(steps[place] for place in sorted(steps)), default=0)
 
 
-def _unsampled(event: Any) -> Any:
+def _drop_sampling(event: Any) -> Any:
     """Returns an event, as JSON, without the samplings that it claims itself."""
     if isinstance(event, list):
-        return [_unsampled(part) for part in event]
+        return [_drop_sampling(part) for part in event]
     if not isinstance(event, dict):
         return event
     if event["type"] in ("PoissonSampledDpEvent", "SampledWithoutReplacementDpEvent"):
-        return _unsampled(event["event"])
+        return _drop_sampling(event["event"])
     if event.keys() & {"sampling_probability", "sample_size", "sampling_probs"}:
         return {"type": "NonPrivateDpEvent"}  # What it costs is not known.
-    return {name: _unsampled(part) for name, part in event.items()}
+    return {name: _drop_sampling(part) for name, part in event.items()}
 
 
 def select_accountant(charges: Iterable[charge_lib.RoundCharge]) -> str:

@@ -113,9 +113,9 @@ class FederatedDataset:
         _validate.instance_of(Mapping, clients=clients)
         sources.at_least_one_client(clients=clients)
         made = cls(sources.pack(clients.items()), list(clients))
-        return made._declared(element_spec)
+        return made._declare(element_spec)
 
-    def _declared(self, element_spec: Nest | None) -> FederatedDataset:
+    def _declare(self, element_spec: Nest | None) -> FederatedDataset:
         if element_spec is None:
             return self
         return self.conform(sources.held_spec(element_spec))
@@ -224,7 +224,7 @@ class FederatedDataset:
           ImportError: pandas or pyarrow is not installed.
           ValueError: As in `from_dataframe`.
         """
-        with _lazy_tf.needed("pandas pyarrow", "Reading .parquet files"):
+        with _lazy_tf.explain_missing("pandas pyarrow", "Reading .parquet files"):
             import pandas
             import pyarrow  # noqa: F401
         streamed = tables.parquet_clients(path, *columns, **named)
@@ -255,13 +255,13 @@ class FederatedDataset:
         _validate.instance_of(Mapping, clients=clients)
         sources.at_least_one_client(clients=clients)
         for client_id, dataset in clients.items():
-            with sources.naming(client_id):
+            with sources.name_client(client_id):
                 sources.check_dataset(dataset)
         # By the datasets themselves `reading` tells one list of clients from another.
         source = sources.StreamedSource(
             tuple(clients.values()), sources.read_pair, None
         )
-        return cls(source, list(clients))._declared(element_spec)
+        return cls(source, list(clients))._declare(element_spec)
 
     @classmethod
     def from_client_data(
@@ -326,7 +326,7 @@ class FederatedDataset:
             raise TypeError(f"fn must be callable, got {fn!r}.")
         sources.at_least_one_client(client_ids=client_ids)
         source = sources.StreamedSource(tuple(client_ids), fn, None)
-        return cls(source, client_ids)._declared(element_spec)
+        return cls(source, client_ids)._declare(element_spec)
 
     # What there is.
 
@@ -401,7 +401,7 @@ class FederatedDataset:
           Exception: Of a streamed dataset, which reads every one of these
             clients to count: what reading a client raised.
         """
-        return self._source.sizes(self._checked(positions))
+        return self._source.sizes(self._check_positions(positions))
 
     @functools.cached_property
     def _positions(self) -> dict[Hashable, int]:
@@ -415,7 +415,7 @@ class FederatedDataset:
         Raises:
           KeyError: If there is no such client.
         """
-        return nests.unpaired(*self._source.read(self._positions[client_id]))
+        return nests.unpair(*self._source.read(self._positions[client_id]))
 
     def create_tf_dataset_for_client(self, client_id: Hashable) -> tf.data.Dataset:
         """Returns a client's examples, one by one, under TFF's name for it.
@@ -436,7 +436,7 @@ class FederatedDataset:
           ValueError: If a position is out of range or repeated, or if there
             is none.
         """
-        positions = self._checked(positions)
+        positions = self._check_positions(positions)
         if len(np.unique(positions)) < len(positions):
             raise ValueError("positions must be distinct, got some repeatedly.")
         sources.at_least_one_client(positions=positions)
@@ -502,9 +502,9 @@ class FederatedDataset:
           spec: As `element_spec`. Clients' data must have no part in it.
           names: Those of the inputs and outputs of the model that it is taken from.
         """
-        return self._with(self._source.conformed(spec, names), self._client_ids)
+        return self._with(self._source.conform(spec, names), self._client_ids)
 
-    def checked(self, check: Callable[[Nest], None]) -> FederatedDataset:
+    def with_check(self, check: Callable[[Nest], None]) -> FederatedDataset:
         """Returns a streamed dataset whose clients fail where a check of x raises."""
         assert isinstance(self._source, sources.StreamedSource)
         source = dataclasses.replace(self._source, check=check)
@@ -528,7 +528,7 @@ class FederatedDataset:
         if not self.is_streamed:
             return self
         read = self._source.read
-        named = ((k, nests.unpaired(*read(n))) for n, k in enumerate(self._client_ids))
+        named = ((k, nests.unpair(*read(n))) for n, k in enumerate(self._client_ids))
         made = self._with(sources.pack(named), self._client_ids)
         return made.conform(self.element_spec) if self.is_declared else made
 
@@ -541,7 +541,7 @@ class FederatedDataset:
         beside the labels, as in `element_spec`. Only indexed datasets have
         them.
         """
-        source = self._indexed("flat")
+        source = self._require_indexed("flat")
         return source.x, source.y
 
     def client_rows(self, positions: npt.ArrayLike) -> tuple[np.ndarray, np.ndarray]:
@@ -557,7 +557,9 @@ class FederatedDataset:
           int32[sum of lengths], the rows of one client after the other, each in
           its own order; and int64[k], the clients' lengths.
         """
-        return self._indexed("client_rows").rows(self._checked(positions))
+        return self._require_indexed("client_rows").rows(
+            self._check_positions(positions)
+        )
 
     def failures(self, positions: np.ndarray) -> list[ClientFailure]:
         """Returns which of some clients are known to fail, in their order.
@@ -583,7 +585,7 @@ class FederatedDataset:
           For each position, `ClientExamples` with NumPy nests, or
           `ClientFailure` with what was raised. One does not stop the others.
         """
-        return map(self._read, self._checked(positions).tolist())
+        return map(self._read, self._check_positions(positions).tolist())
 
     def _read(self, position: int) -> ClientExamples | ClientFailure:
         try:
@@ -591,7 +593,7 @@ class FederatedDataset:
         except Exception as error:  # Any client's code may run here.
             return ClientFailure(position, error)
 
-    def _indexed(self, method: str) -> sources.IndexedSource:
+    def _require_indexed(self, method: str) -> sources.IndexedSource:
         if not isinstance(self._source, sources.IndexedSource):
             raise ValueError(
                 f"{method} must be called on an indexed dataset, got a streamed one, "
@@ -600,7 +602,7 @@ class FederatedDataset:
             )
         return self._source
 
-    def _checked(self, positions: npt.ArrayLike | None) -> np.ndarray:
+    def _check_positions(self, positions: npt.ArrayLike | None) -> np.ndarray:
         """Returns client positions as int64[k], within range."""
         if positions is None:
             return np.arange(self.num_clients)

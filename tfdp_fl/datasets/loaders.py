@@ -62,14 +62,14 @@ def load_digits(
       ImportError: If scikit-learn is not installed.
       TypeError, ValueError: If an argument is out of its range.
     """
-    with _lazy_tf.needed("scikit-learn", "load_digits"):
+    with _lazy_tf.explain_missing("scikit-learn", "load_digits"):
         from sklearn import datasets
 
     digits = datasets.load_digits()
     x = (digits.data / 16).astype(np.float32)
     y = digits.target.astype(np.int32)
     train, test = stratified_split(y, math.ceil(len(y) / 5))
-    return _dealt(
+    return _deal(
         (x[train], y[train]),
         (x[test], y[test]),
         validation_examples,
@@ -120,7 +120,7 @@ def load_mnist(
       OSError: If the file is not there, or cannot be downloaded.
     """
     x_train, y_train, x_test, y_test = _read_mnist(path)
-    return _dealt(
+    return _deal(
         (_pixels(x_train), y_train.astype(np.int32)),
         (_pixels(x_test), y_test.astype(np.int32)),
         validation_examples,
@@ -137,7 +137,7 @@ def _pixels(images: np.ndarray) -> np.ndarray:
     return images.reshape(-1, 784).astype(np.float32) / 255
 
 
-def _dealt(
+def _deal(
     train: tuple[np.ndarray, np.ndarray],
     test: tuple[np.ndarray, np.ndarray],
     validation_examples: int,
@@ -203,7 +203,7 @@ def load_emnist(
     Raises:
       ImportError: If TFF is not installed.
     """
-    with _lazy_tf.needed("tensorflow-federated", "load_emnist"):
+    with _lazy_tf.explain_missing("tensorflow-federated", "load_emnist"):
         import tensorflow_federated as tff
     train, test = tff.simulation.datasets.emnist.load_data(only_digits)
     clients = FederatedDataset.from_client_fn(

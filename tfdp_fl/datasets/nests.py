@@ -88,7 +88,7 @@ def pair(examples: object, said: str = "examples must be") -> tuple[Nest, Nest]:
     return x, Weighted(y, weight[0])
 
 
-def unpaired(x: Nest, y: Nest) -> tuple[Nest, ...]:
+def unpair(x: Nest, y: Nest) -> tuple[Nest, ...]:
     """Returns what `pair` was given: `(x, y)` or `(x, y, sample_weight)`."""
     return (x, *y) if isinstance(y, Weighted) else (x, y)
 
@@ -177,7 +177,7 @@ def view(tensor: tf.Tensor) -> np.ndarray:
     return np.asarray(memoryview(tensor))
 
 
-def copied(array: np.ndarray) -> np.ndarray:
+def copy_array(array: np.ndarray) -> np.ndarray:
     """Returns a copy as a tensor holds it; raises ValueError if none can."""
     if array.dtype.kind in "SUO":
         return tf.constant(array, tf.string).numpy()
@@ -279,7 +279,7 @@ def conform(
     Raises:
       ExamplesValueError: They are of other names, shapes or kinds.
     """
-    given, want = unpaired(x, y), unpaired(*spec)
+    given, want = unpair(x, y), unpair(*spec)
     if len(given) > len(want):
         raise ExamplesValueError(
             "sample_weight, weights of examples, must be declared as the third part of "
@@ -295,7 +295,7 @@ def conform(
         if place == 2 and isinstance(own, np.ndarray | tf.Tensor):
             # As in Keras, one weight is that of all outputs.
             own = tf.nest.pack_sequence_as(wanted, [own] * len(specs))
-        leaves = _arranged(own, wanted, called)
+        leaves = _arrange(own, wanted, called)
         wrong = ""
         if leaves is None:
             wrong = "others"  # Names may be what a client wrote.
@@ -322,7 +322,7 @@ def _ones(spec: Nest, number: int) -> Nest:
     )
 
 
-def _arranged(nest: Nest, spec: Nest, names: Sequence[str] | None) -> list[Nest] | None:
+def _arrange(nest: Nest, spec: Nest, names: Sequence[str] | None) -> list[Nest] | None:
     """Returns the leaves of a nest in a spec's order; None if it is another nest."""
     leaves, count = tf.nest.flatten(nest), len(tf.nest.flatten(spec))
     try:

@@ -154,7 +154,7 @@ class IndexedSource:
 
     def map(self, fn: nests.MapFn) -> IndexedSource:
         """Returns the source with `fn(x, y)` applied once to all examples."""
-        x, y, length = as_tensors(*_mapped(fn, *nests.views((self.x, self.y))))
+        x, y, length = as_tensors(*_map(fn, *nests.views((self.x, self.y))))
         stored = nests.common_length(self.x, self.y)
         if length != stored:
             raise nests.ExamplesValueError(
@@ -163,17 +163,17 @@ class IndexedSource:
             )
         return dataclasses.replace(self, x=x, y=y)
 
-    def conformed(self, spec: nests.Nest, names: nests.Names | None) -> IndexedSource:
+    def conform(self, spec: nests.Nest, names: nests.Names | None) -> IndexedSource:
         """Returns the source with all examples cast to a public spec."""
         places = np.arange(len(self.starts))
-        return MixedSource((self,), 0 * places, places).conformed(spec, names)
+        return MixedSource((self,), 0 * places, places).conform(spec, names)
 
 
 @dataclasses.dataclass(frozen=True)
 class MixedSource:
     """Clients in memory whose own arrays are of several kinds.
 
-    Nobody's kind is everybody's: `conformed` makes an `IndexedSource` of those whose
+    Nobody's kind is everybody's: `conform` makes an `IndexedSource` of those whose
     examples can be cast to a spec that is known otherwise.
 
     Attributes:
@@ -235,7 +235,7 @@ class MixedSource:
             raise errors[0]
         return dataclasses.replace(self, parts=tuple(parts))
 
-    def conformed(self, spec: nests.Nest, names: nests.Names | None) -> IndexedSource:
+    def conform(self, spec: nests.Nest, names: nests.Names | None) -> IndexedSource:
         """Returns the source with all examples cast to a public spec.
 
         Clients that cannot be cast have failed, and change nothing for the others.
@@ -348,7 +348,7 @@ class StreamedSource:
             return nests.no_examples(self.element_spec)
         # Copies: what is checked is what is used, whatever becomes of a file or of a
         # buffer that serves the next client too.
-        x, y = tf.nest.map_structure(nests.copied, (x, y))
+        x, y = tf.nest.map_structure(nests.copy_array, (x, y))
         if self.known_spec is None:
             return x, y
         x, y, fits = nests.conform(x, y, self.known_spec, self.names)
@@ -377,11 +377,11 @@ class StreamedSource:
 
         def read(key: Hashable) -> tuple[nests.Nest, nests.Nest]:
             x, y, _ = self._arrays(key)
-            return _mapped(fn, *tf.nest.map_structure(np.array, (x, y)))
+            return _map(fn, *tf.nest.map_structure(np.array, (x, y)))
 
         return StreamedSource(self.keys, read, None)
 
-    def conformed(self, spec: nests.Nest, names: nests.Names | None) -> StreamedSource:
+    def conform(self, spec: nests.Nest, names: nests.Names | None) -> StreamedSource:
         """Returns the source with all examples cast to a public spec."""
         return dataclasses.replace(self, known_spec=spec, names=names)
 
@@ -444,7 +444,7 @@ def _as_labels(
     return nests.Weighted(convert(y.y, "y"), convert(weight, "sample_weight"))
 
 
-def _mapped(
+def _map(
     fn: nests.MapFn, x: nests.Nest, y: nests.Nest
 ) -> tuple[nests.Nest, nests.Nest]:
     """Returns `fn(x, y)`; weights that it does not change stay."""
@@ -468,7 +468,7 @@ def pack(
     at: list[tuple[str, int]] = []
     without, empty = [], []
     for client_id, examples in clients:
-        with naming(client_id):
+        with name_client(client_id):
             x, y, length = _client_arrays(examples)
         if length:
             kind = repr(nests.spec_of((x, y)))
@@ -504,7 +504,7 @@ def pack(
 
 
 @contextlib.contextmanager
-def naming(client_id: Hashable) -> Iterator[None]:
+def name_client(client_id: Hashable) -> Iterator[None]:
     """Has errors about a client's examples name the client."""
     try:
         yield

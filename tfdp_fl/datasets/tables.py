@@ -78,7 +78,7 @@ def distinct(client_ids: Sequence[Hashable]) -> Sequence[Hashable]:
         raise ValueError("client_ids must be distinct, got some repeatedly.")
     read: Json = {}
     for client_id in kept:
-        other = read.setdefault(_as_read(client_id), client_id)
+        other = read.setdefault(_read_as(client_id), client_id)
         if other is not client_id:
             warnings.warn(
                 f"client_ids has {other!r} and {client_id!r}, which differ only in "
@@ -93,7 +93,7 @@ def distinct(client_ids: Sequence[Hashable]) -> Sequence[Hashable]:
 
 
 def _is_plain(words: list[str]) -> bool:
-    """Returns whether `_as_read` is known to leave each of these as it is."""
+    """Returns whether `_read_as` is known to leave each of these as it is."""
     text = "\n".join(words)
     return (
         text.isascii()
@@ -104,7 +104,7 @@ def _is_plain(words: list[str]) -> bool:
     )
 
 
-def _as_read(client_id: Hashable) -> str:
+def _read_as(client_id: Hashable) -> str:
     text = (
         client_id.decode("latin-1") if isinstance(client_id, bytes) else str(client_id)
     )
@@ -188,7 +188,7 @@ def rows_of_people(client_ids: Ids, num_rows: int) -> ClientRows:
         shape = list(ids.shape)
         # (Pandas's own kinds of whole numbers may have gaps.)
         if kind in "iu" and isinstance(ids.dtype, np.dtype) and shape == [num_rows]:
-            return _grouped_by_number(np.asarray(ids))
+            return _group_by_number(np.asarray(ids))
         values = ids.tolist()
     if shape != [num_rows]:
         raise ValueError(
@@ -204,7 +204,7 @@ def rows_of_people(client_ids: Ids, num_rows: int) -> ClientRows:
             )
     place: dict[Hashable, int] = {}
     codes = np.array([place.setdefault(each, len(place)) for each in values])
-    return _grouped(list(place), codes)
+    return _group(list(place), codes)
 
 
 def _is_id(value: object) -> bool:
@@ -215,7 +215,7 @@ def _is_id(value: object) -> bool:
         return False
 
 
-def _grouped_by_number(ids: np.ndarray) -> ClientRows:
+def _group_by_number(ids: np.ndarray) -> ClientRows:
     """Returns the rows of each of some whole numbers, without a loop over them."""
     if (ids[1:] >= ids[:-1]).all():  # As a table that is sorted by them.
         first = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
@@ -225,10 +225,10 @@ def _grouped_by_number(ids: np.ndarray) -> ClientRows:
     order = np.argsort(first)
     places = np.empty_like(order)
     places[order] = np.arange(len(order))
-    return _grouped(distinct_ids[order].tolist(), places[codes.reshape(-1)])
+    return _group(distinct_ids[order].tolist(), places[codes.reshape(-1)])
 
 
-def _grouped(client_ids: list[Hashable], codes: np.ndarray) -> ClientRows:
+def _group(client_ids: list[Hashable], codes: np.ndarray) -> ClientRows:
     """Returns the rows of each client, whose places are `codes` [n]."""
     # Stable: a client's rows stay in the table's order.
     rows = np.argsort(codes, kind="stable")
@@ -259,22 +259,22 @@ def split(
     names = column_names(frame, "frame")
     weight = [] if sample_weight is None else [sample_weight]
     if features is None:
-        taken = [client, *weight, *_named(label)]
+        taken = [client, *weight, *_names_in(label)]
         features = [name for name in names if name not in taken]
     vocabulary = {} if vocabulary is None else vocabulary
     _validate.instance_of(Mapping, vocabulary=vocabulary)
     chosen = {"client": [client], "features": features, "label": label}
     others = {"sample_weight": weight, "vocabulary": list(vocabulary)}
     for argument, columns in (chosen | others).items():
-        if argument in chosen and not _named(columns):
+        if argument in chosen and not _names_in(columns):
             raise ValueError(f"{argument} must name a column, got none.")
-        for name in _named(columns):
+        for name in _names_in(columns):
             if name not in names:
                 raise ValueError(
                     f"{argument} must name columns of the frame "
                     f"({', '.join(map(repr, names))}), got {name!r}."
                 )
-    if client in [*_named(features), *_named(label), sample_weight]:
+    if client in [*_names_in(features), *_names_in(label), sample_weight]:
         raise ValueError(
             "features, label and sample_weight must not hold the client "
             f"column, got {client!r}: who somebody is would be learned as a "
@@ -306,10 +306,10 @@ def _is_one(columns: Columns) -> TypeGuard[str]:
     return isinstance(columns, str) or not np.iterable(columns)
 
 
-def _named(columns: Columns) -> list[str]:
+def _names_in(columns: Columns) -> list[str]:
     """Returns the names in what says which columns to take."""
     if isinstance(columns, Mapping):
-        return [name for part in columns.values() for name in _named(part)]
+        return [name for part in columns.values() for name in _names_in(part)]
     return [columns] if _is_one(columns) else list(columns)
 
 

@@ -149,7 +149,7 @@ ALLOWED = BY_CLIENT | frozenset(
 )
 
 
-def not_batched(definition: tf.compat.v1.GraphDef) -> list[str]:
+def find_unbatchable(definition: tf.compat.v1.GraphDef) -> list[str]:
     """Returns the operations that may mix clients when vectorized over them."""
     functions = {function.signature.name for function in definition.library.function}
     operations = {node.op for _, node in nodes(definition)}

@@ -1,6 +1,6 @@
 """The compiled programs that train clients, and what becomes of their updates.
 
-`_one_by_one` is a loop over clients, of any model and any mechanism. `_batched`
+`_one_by_one` is a loop over clients, of any model and any mechanism. `_train_batched`
 computes the same for a chunk of clients at once, as one batched program: what a
 GPU is good at. Both share what becomes of a client that has trained: `_result`,
 where the mechanism clips. `side_by_side.GhostClipping` takes their place for dense
@@ -58,7 +58,7 @@ class CohortPrograms:
         if part.strategy in self.traced:
             return self.traced[part.strategy]
         kind, num_steps, fine, xla = part.strategy
-        train: Callable[..., cohort.Trained] = self._batched
+        train: Callable[..., cohort.Trained] = self._train_batched
         if kind == layout.SIDE_BY_SIDE:
             train = side_by_side.GhostClipping(
                 self.trainer, self.query, num_steps, fine
@@ -177,7 +177,7 @@ class CohortPrograms:
         """
         zero = tf.cast(table.num_clients < 0, tf.float32)
 
-        def unfolded(tensor: tf.Tensor) -> tf.Tensor:
+        def unfold(tensor: tf.Tensor) -> tf.Tensor:
             value = tf.get_static_value(tensor)
             if value is None or value.size < 2 or value.any():
                 return tensor
@@ -200,9 +200,9 @@ class CohortPrograms:
         if self.moments:
             moments = cohort.Moments(tf.zeros([]), tf.zeros([spec.size]), tf.zeros([]))
             total = total._replace(moments=moments)
-        return tf.nest.map_structure(unfolded, total), kept
+        return tf.nest.map_structure(unfold, total), kept
 
-    def _batched(
+    def _train_batched(
         self, received: cohort.Broadcast, chunk: layout.Chunk
     ) -> cohort.Trained:
         """Trains the clients of a chunk at once, of which some may be padding.
@@ -260,12 +260,12 @@ class CohortPrograms:
         totals, rows = _for_all(finish, (seeds, clients, num_examples, table.windows))
         present = tf.range(tf.size(table.keys)) < table.num_clients
 
-        def summed(part: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+        def sum_up(part: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
             here = _beside(present, part)
             part = tf.where(here, tf.cast(part, dtype), tf.zeros([], dtype))
             return tf.reduce_sum(part, axis=0)
 
-        total = tf.nest.map_structure(lambda part: summed(part, part.dtype), totals)
+        total = tf.nest.map_structure(lambda part: sum_up(part, part.dtype), totals)
         nobody = self.trainer.no_metrics()
         largest = [
             tf.reduce_max(tf.where(_beside(present, part), part, none), axis=0)
@@ -276,7 +276,7 @@ class CohortPrograms:
             spec = cohort.UpdateSpec.of(received.weights)
             nothing = self.query.initial_sample_state(spec.variables)
             exact = tf.nest.map_structure(
-                lambda part, whole: summed(part, whole.dtype),
+                lambda part, whole: sum_up(part, whole.dtype),
                 totals.contribution,
                 nothing,
             )
@@ -331,7 +331,7 @@ class CohortPrograms:
             return total, rows._replace(
                 updates=cohort.flatten(update), scalars=tf.stack(scalars)
             )
-        with noise.seeded(noise.fold_in(seed, 0)):
+        with noise.use_seed(noise.fold_in(seed, 0)):
             client = query.client(num_examples, window)
             one = algorithm.make_record(query, received.params, update, client)
         return total._replace(contribution=one), rows

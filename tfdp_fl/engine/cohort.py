@@ -103,7 +103,7 @@ class CohortSum(NamedTuple):
         # One client's NaN is no reason not to know the others' loss.
         counts = tf.math.is_finite(loss)
         weight = tf.where(counts, tf.cast(size, tf.float32), 0.0)
-        loss = tf.where(counts, bounded_loss(loss), 0.0)
+        loss = tf.where(counts, bound_loss(loss), 0.0)
         return self._replace(
             metrics=metrics,
             loss=self.loss + loss * weight,
@@ -323,7 +323,7 @@ def add_nests(one: nests.Nest, other: nests.Nest) -> nests.Nest:
 _LARGEST_LOSS = 1e25
 
 
-def bounded_loss(losses: tf.Tensor) -> tf.Tensor:
+def bound_loss(losses: tf.Tensor) -> tf.Tensor:
     """Returns losses that a whole cohort's sum stays a number with.
 
     They are only reported: training uses the loss as it is.

@@ -36,10 +36,10 @@ from tfdp_fl.engine import (
     devices,
     labels,
     layout,
-    program,
     release,
     tff_models,
 )
+from tfdp_fl.engine import program as program_lib
 from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.mechanisms import contribution, noise
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
@@ -62,7 +62,7 @@ CLIENT_ERRORS = (
 
 # Calls a program on every machine; returns the flattened results of each.
 RunEverywhere = Callable[
-    [program.Program, cohort.Broadcast, layout.Chunk], list[list[np.ndarray]]
+    [program_lib.Program, cohort.Broadcast, layout.Chunk], list[list[np.ndarray]]
 ]
 
 
@@ -152,7 +152,9 @@ class CohortEngine:
         self.keeps_non_trainable = bool(self._unaggregated)
         self._hook = None
         if training.broadcast_hook is not None:
-            self._hook = tf.function(_seeded(training.broadcast_hook), autograph=False)
+            self._hook = tf.function(
+                _seed_hook(training.broadcast_hook), autograph=False
+            )
         self.update_spec = cohort.UpdateSpec.of(self.server.variables)
         keeps_updates = collect_records or self.query.two_phase
         kernels = None
@@ -171,7 +173,7 @@ class CohortEngine:
             kernels=kernels,
             collected_bytes=4 * self.update_spec.size if keeps_updates else None,
             xla=bool(training.jit_compile),
-            widths=self.checked_widths,
+            widths=self.check_widths,
             at_once=devices.clients_at_once(
                 self.device, model, self.update_spec.size, batch_size
             ),
@@ -194,10 +196,10 @@ class CohortEngine:
         nobody = layout.client_table(np.zeros(0, int), np.zeros(0, int), 1, 1)
         seed = np.zeros(2, np.uint64)
         state = self.query.initial_global_state()
-        received = self._sent(self.server.variables, state, 0.0, seed)
+        received = self._broadcast(self.server.variables, state, 0.0, seed)
         program = self.programs.program(received, self.layout.one_by_one(nobody)[0])
         if self.layout.at_once is not None:
-            refused = allowed_operations.not_batched(program.definition)
+            refused = allowed_operations.find_unbatchable(program.definition)
             if refused:
                 self._train_one_by_one(f"{', '.join(refused)} cannot be batched")
 
@@ -230,7 +232,7 @@ class CohortEngine:
             how = "side by side where they have few examples"
         return f"clients {how} on {self.max_parallel_clients} threads{self._fallback}"
 
-    def checked_widths(
+    def check_widths(
         self, strategy: layout.Strategy, batch: int, run: RunEverywhere | None = None
     ) -> tuple[int, ...]:
         """Returns the widths of `dense_models` that a machine's kernels are fit for.
@@ -263,13 +265,13 @@ class CohortEngine:
         )
         seed = np.zeros(2, np.uint64)
         state = self.query.begin_round(self.query.initial_global_state(), 1.0, 512.0)
-        received = self._sent(self.server.variables, state, 0.1, seed)
+        received = self._broadcast(self.server.variables, state, 0.1, seed)
 
         def added(count: int, width: int) -> list[list[np.ndarray]]:
             """Returns the sum of so many of that client, of each machine."""
             own = np.tile(np.arange(rows), count)
             table = layout.client_table(own, np.full(count, rows), batch, 1)
-            part = layout.Part(strategy, layout.padded_to(table, width))
+            part = layout.Part(strategy, layout.pad_to(table, width))
             chunk = layout.Chunk(x, y, part.table)
             program = self.programs.program(received, part)
             if run is None:
@@ -351,12 +353,12 @@ class CohortEngine:
         return cohort.PendingRound(
             inputs=inputs,
             state=state,
-            received=self._sent(weights, state, inputs.learning_rate, inputs.seed),
+            received=self._broadcast(weights, state, inputs.learning_rate, inputs.seed),
             sums=[None] * self.max_parallel_clients,
             window_norms=norms,
         )
 
-    def _sent(
+    def _broadcast(
         self,
         weights: list[tf.Tensor],
         state: contribution.RoundState,
@@ -377,7 +379,7 @@ class CohortEngine:
 
     def train_chunk(self, pending: cohort.PendingRound, chunk: layout.Chunk) -> None:
         """Trains a chunk's clients here; adds to `pending`."""
-        groups = self._traced(pending, chunk)
+        groups = self._lay_out_traced(pending, chunk)
         raised: list[layout.Part] = []
 
         def run(thread: int) -> None:
@@ -404,7 +406,7 @@ class CohortEngine:
                 pending, part, functools.partial(self._train, pending, chunk)
             )
 
-    def _traced(
+    def _lay_out_traced(
         self, pending: cohort.PendingRound, chunk: layout.Chunk
     ) -> list[list[layout.Part]]:
         """Lays a chunk out; has its programs made ready, in one thread."""
@@ -421,7 +423,7 @@ class CohortEngine:
                 self._train_one_by_one(
                     f"TensorFlow cannot vectorize them ({type(error).__name__})"
                 )
-                return self._traced(pending, chunk)
+                return self._lay_out_traced(pending, chunk)
             alone = part.strategy == layout.Strategy(layout.ONE_BY_ONE)
             if len(groups) > 1 and alone and not program.has_run:
                 # TensorFlow optimises a program in its first call, and again in
@@ -442,7 +444,7 @@ class CohortEngine:
         program = self.programs.program(pending.received, part)
         chunk = chunk._replace(table=part.table)
         if part.strategy.xla:
-            chunk = layout.gathered(chunk, part.table)
+            chunk = layout.gather(chunk, part.table)
         trained = program(pending.received, chunk)
         pending.add(part.members, trained, thread)
         self.has_trained |= len(part.members) > 0
@@ -572,12 +574,12 @@ def needs_fine_grid(pending: cohort.PendingRound) -> bool:
     return pending.inputs.noise_multiplier < _LEAST_COARSE_NOISE
 
 
-def _seeded(hook: trainer_lib.BroadcastHook) -> Callable[..., list[tf.Tensor]]:
+def _seed_hook(hook: trainer_lib.BroadcastHook) -> Callable[..., list[tf.Tensor]]:
     """Returns a hook that draws what follows from a round's seed."""
 
     def changed(weights: list[tf.Tensor], seed: tf.Tensor) -> list[tf.Tensor]:
         own = noise.as_integers(noise.fold_in(seed, -3))
-        with noise.seeded(noise.fold_in(seed, -2)):
+        with noise.use_seed(noise.fold_in(seed, -2)):
             return list(hook(list(weights), own))
 
     return changed

@@ -214,7 +214,7 @@ class IndexCheck:
         if self._looked_up is None:
             return dataset
         if not dataset.is_indexed:
-            return dataset.checked(self._check)
+            return dataset.with_check(self._check)
         rows, lengths = dataset.client_rows(np.arange(dataset.num_clients))
         x = tf.nest.map_structure(lambda leaf: tf.gather(leaf, rows), dataset.flat()[0])
         if wrong := self.problem(x):

@@ -35,7 +35,7 @@ def of_kind(model: tf.keras.Model, kind: type) -> list[tf.keras.layers.Layer]:
 
 
 @contextlib.contextmanager
-def calling(calls: list[tuple[tf.keras.layers.Layer, Call]]) -> Iterator[None]:
+def replace_calls(calls: list[tuple[tf.keras.layers.Layer, Call]]) -> Iterator[None]:
     """Has layers compute by other functions, within the block.
 
     A function is called with the layer's first argument, with what computes the same
@@ -57,12 +57,12 @@ def _taking_the_same(original: Call, call: Call) -> Call:
 
     @functools.wraps(original)
     @tf.autograph.experimental.do_not_convert
-    def replaced(*arguments: nests.Nest, **options: object) -> nests.Nest:
+    def wrapper(*arguments: nests.Nest, **options: object) -> nests.Nest:
         given = signature.bind(*arguments, **options).arguments
         inputs = given.pop(first)
         return call(inputs, lambda: original(*arguments, **options), **given)
 
-    return replaced
+    return wrapper
 
 
 def fast(model: tf.keras.Model) -> contextlib.AbstractContextManager[None]:
@@ -77,7 +77,7 @@ def fast(model: tf.keras.Model) -> contextlib.AbstractContextManager[None]:
       model: What is traced in the block.
     """
     eligible = filter(_is_plain, of_kind(model, tf.keras.layers.LSTM))
-    return calling([(layer, _lstm_call(layer)) for layer in eligible])
+    return replace_calls([(layer, _lstm_call(layer)) for layer in eligible])
 
 
 def _is_plain(layer: tf.keras.layers.LSTM) -> bool:
@@ -95,7 +95,7 @@ def _is_plain(layer: tf.keras.layers.LSTM) -> bool:
 
 
 def _lstm_call(layer: tf.keras.layers.LSTM) -> Callable[..., tf.Tensor]:
-    """Returns what to put in the place of the layer's `call`, as `calling` says."""
+    """Returns what to put in the place of the layer's `call`, as in `replace_calls`."""
 
     def call(
         inputs: nests.Nest, by_keras: Callable[[], tf.Tensor], **options: object

@@ -149,7 +149,7 @@ def select(table: ClientTable, places: np.ndarray) -> ClientTable:
     )
 
 
-def padded_to(table: ClientTable, width: int) -> ClientTable:
+def pad_to(table: ClientTable, width: int) -> ClientTable:
     """Pads a table with clients that have no examples; `num_clients` stays."""
 
     def pad(array: np.ndarray) -> np.ndarray:
@@ -219,7 +219,7 @@ class Layout:
       collected_bytes: What a client's update takes where each is kept; None
         where they are summed at once.
       xla: Whether XLA compiles the training of clients one by one. Never by itself: it
-        compiles up to four programs (see `gathered`), which takes longer than the
+        compiles up to four programs (see `gather`), which takes longer than the
         first hundred rounds of a small model gain. To compile beside those rounds
         would let the machine's speed choose a client's bits.
       at_once: How many clients train as one batched program; None: none do.
@@ -256,7 +256,7 @@ class Layout:
             rows, lengths = dataset.client_rows(positions[members])
             yield Chunk(x, y, _table(pending.inputs, members, lengths, rows))
             return
-        read = self._streamed(dataset, pending)
+        read = self._read_chunks(dataset, pending)
         with concurrent.futures.ThreadPoolExecutor(1) as reading:
             coming = reading.submit(next, read, None)
             while (chunk := coming.result()) is not None:
@@ -265,7 +265,7 @@ class Layout:
         # Labels are looked at when the clients after them were read.
         pending.failures.sort(key=lambda failure: failure.position)
 
-    def _streamed(
+    def _read_chunks(
         self, dataset: FederatedDataset, pending: cohort.PendingRound
     ) -> Iterator[Chunk]:
         """Yields clients whose examples fit into one chunk; at least one chunk."""
@@ -390,9 +390,9 @@ class Layout:
         if strategy.kind == SIDE_BY_SIDE:
             widths = self.widths(strategy, len(clients.batch))
             width = next(w for w in widths if w >= clients.num_clients)
-            return Part(strategy, padded_to(clients, width))
+            return Part(strategy, pad_to(clients, width))
         if strategy.kind == BATCHED:
-            return Part(strategy, padded_to(clients, self.clients_in_batch))
+            return Part(strategy, pad_to(clients, self.clients_in_batch))
         return Part(strategy, clients)
 
     @property
@@ -517,7 +517,7 @@ def _table(
     return table._replace(windows=inputs.windows[members].astype(np.float32))
 
 
-def gathered(chunk: Chunk, table: ClientTable) -> Chunk:
+def gather(chunk: Chunk, table: ClientTable) -> Chunk:
     """Returns a chunk of one client's own rows, padded by its own number of steps.
 
     XLA compiles a program for each shape of its arguments, which are thereby the

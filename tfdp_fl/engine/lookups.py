@@ -60,7 +60,7 @@ def plain_gathers(
       tables: The embeddings' weights.
     """
     own = set(map(id, tables))
-    return layers.calling(
+    return layers.replace_calls(
         [(one, _gather_of(one)) for one in _plain(model) if id(one.embeddings) in own]
     )
 

@@ -123,9 +123,9 @@ class Metrics:
                 made_up.batch(rng, predicted, shares),
             )
             try:
-                alone = self._updated(begin, batch, own_after)
-                after = self._updated(before, batch, own_after)
-                again = self._updated(before, batch, own_after)
+                alone = self._update(begin, batch, own_after)
+                after = self._update(before, batch, own_after)
+                again = self._update(before, batch, own_after)
             except Exception:  # Not everything is for made-up numbers.
                 continue
             if any(np.isnan(value).any() for value in after) or not all(
@@ -149,7 +149,7 @@ class Metrics:
                 )
         self._merges = [next(iter(merges)) for merges in left]
 
-    def _updated(
+    def _update(
         self,
         values: list[tf.Tensor],
         batch: tuple[nests.Nest, nests.Nest, nests.Nest],
@@ -172,7 +172,7 @@ class Metrics:
 
     def nobody(self) -> cohort.MetricState:
         """Returns the state before any example."""
-        return self._encoded(self._constants())
+        return self._encode(self._constants())
 
     def _constants(self) -> list[tf.Tensor]:
         # Zeros of a size are no constants in the function's graph.
@@ -212,9 +212,9 @@ class Metrics:
         y, predicted, weight = tf.nest.map_structure(
             with_numbers_only, (y, predicted, weight)
         )
-        values = self._decoded(state)
+        values = self._decode(state)
         values[:count] = self._after(values[:count], y, predicted, weight)
-        return self._encoded(values)
+        return self._encode(values)
 
     def with_own(
         self, state: cohort.MetricState, after: list[tf.Tensor]
@@ -237,11 +237,11 @@ class Metrics:
             tf.where(usable, value, start)
             for value, start in zip(after, begin[first:], strict=True)
         ]
-        return state.plus(self._encoded([*begin[:first], *values]))
+        return state.plus(self._encode([*begin[:first], *values]))
 
     def results(self, state: cohort.MetricState) -> dict[str, tf.Tensor]:
         """Returns what the metrics say of a state, by name."""
-        mapping = list(zip(self._variables, self._decoded(state), strict=True))
+        mapping = list(zip(self._variables, self._decode(state), strict=True))
         results: dict[str, tf.Tensor] = {}
         with keras_versions.stateless(mapping):
             # The loss of a round is reported in any case.
@@ -252,18 +252,18 @@ class Metrics:
                 results.update({k: _as_tensor(k, v) for k, v in parts.items()})
         return results
 
-    def _encoded(self, values: list[tf.Tensor]) -> cohort.MetricState:
+    def _encode(self, values: list[tf.Tensor]) -> cohort.MetricState:
         """Returns states by what they are merged by."""
         state = cohort.MetricState([], [])
         for value, begin, merge in zip(values, self._begin, self._merges, strict=True):
             if merge == "sum":
                 state.sums.append(value - begin if begin.any() else value)
             else:
-                value = _signed(value)
+                value = _to_signed(value)
                 state.largest.append(-value if merge == "smallest" else value)
         return state
 
-    def _decoded(self, state: cohort.MetricState) -> list[tf.Tensor]:
+    def _decode(self, state: cohort.MetricState) -> list[tf.Tensor]:
         sums, largest = iter(state.sums), iter(state.largest)
         values = []
         for begin, merge in zip(self._begin, self._merges, strict=True):
@@ -286,7 +286,7 @@ def _beginning(metric: tf.keras.metrics.Metric) -> list[np.ndarray]:
     return keras_versions.values_of(metric.variables)
 
 
-def _signed(value: nests.Nest) -> tf.Tensor:
+def _to_signed(value: nests.Nest) -> tf.Tensor:
     """Returns a value as what has a negative."""
     value = tf.convert_to_tensor(value)
     has_sign = value.dtype.is_floating or value.dtype in (tf.int32, tf.int64)

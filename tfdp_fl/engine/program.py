@@ -71,7 +71,7 @@ class Program:
         names = [layer.name for layer in layers]
         with _signals.defer_signals():
             # An interrupt inside would leave this thread in the function's graph.
-            graph, inputs, results = _traced(function, specs, model)
+            graph, inputs, results = _trace(function, specs, model)
         definition = graph.as_graph_def()
         captures = list(getattr(graph, "captures", ()))
         _check_variables(graph, captures, names)
@@ -90,7 +90,7 @@ class Program:
         ]
         self.specs = [tf.TensorSpec(v.shape, v.dtype) for v in inputs]
         with _signals.defer_signals():
-            self._run = tf.compat.v1.wrap_function(self.imported, self.specs)
+            self._run = tf.compat.v1.wrap_function(self.import_into_graph, self.specs)
             if xla:
                 pure = self._run
                 self._run = tf.function(
@@ -102,7 +102,7 @@ class Program:
         constants = [constant.numpy() for constant in self.constants]
         return {**vars(self), "_run": None, "constants": constants}
 
-    def imported(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
+    def import_into_graph(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
         """Adds the operations to the default graph.
 
         Args:
@@ -138,17 +138,17 @@ def in_own_graph(
     pooling layer before the layer, and then computes it ten times slower.
     """
 
-    def named(*arguments: Nest) -> Nest:
+    def in_scope(*arguments: Nest) -> Nest:
         # Keras names things in ways that are no names by themselves.
         with tf.name_scope("program"):
             return function(*arguments)
 
     return tf.function(
-        named, autograph=False, experimental_attributes={"_noinline": True}
+        in_scope, autograph=False, experimental_attributes={"_noinline": True}
     )
 
 
-def _traced(
+def _trace(
     function: Callable[..., Nest], specs: tuple[Nest, ...], model: tf.keras.Model | None
 ) -> tuple[tf.Graph, list[tf.Tensor], Nest]:
     """Returns a function's graph, its inputs in it, and its results."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 Arrays = list[np.ndarray]
-# Arrays as `_sealed` leaves them.
+# Arrays as `_seal` leaves them.
 _Sealed = Any
 
 # What Ray sends with a call, rather than by its store of objects.
@@ -87,7 +87,7 @@ class ShardedCohorts:
             kernels=here.kernels if float32_products else None,
             xla=False,
             at_once=None,
-            widths=lambda strategy, batch: cohort_engine.checked_widths(
+            widths=lambda strategy, batch: cohort_engine.check_widths(
                 strategy, batch, self._on_every_worker
             ),
         )
@@ -197,7 +197,7 @@ class ShardedCohorts:
             return _arrays(table)
         rows, places = np.unique(table.rows, return_inverse=True)
         return [
-            *[_taken(leaf, rows) for leaf in tf.nest.flatten((chunk.x, chunk.y))],
+            *[_take(leaf, rows) for leaf in tf.nest.flatten((chunk.x, chunk.y))],
             *_arrays(table._replace(rows=places.astype(np.int32))),
         ]
 
@@ -207,7 +207,7 @@ def _arrays(nest: object) -> Arrays:
     return list(map(np.asarray, tf.nest.flatten(nest)))
 
 
-def _taken(leaf: tf.Tensor, rows: np.ndarray) -> np.ndarray:
+def _take(leaf: tf.Tensor, rows: np.ndarray) -> np.ndarray:
     """Returns some rows of an array."""
     array = nests.view(leaf)
     if not len(rows):  # A gather needs a tensor to read nothing from.
@@ -228,7 +228,7 @@ def runnable(traced: program.Program, threads: int = 1) -> Callable[[Arrays], Ar
     graph = tf.Graph()
     with graph.as_default():
         inputs = [tf.compat.v1.placeholder(s.dtype, s.shape) for s in traced.specs]
-        results = traced.imported(*inputs)
+        results = traced.import_into_graph(*inputs)
     session = tf.compat.v1.Session(
         graph=graph,
         config=tf.compat.v1.ConfigProto(
@@ -280,14 +280,14 @@ class _Actor:
         if name not in self._made:
             traced = _ray().get(stored[0])
             self._made[name] = runnable(traced, self._threads)
-        arguments = [*_opened(sent), *(examples or ()), *_opened(shard)]
+        arguments = [*_open(sent), *(examples or ()), *_open(shard)]
         try:
-            return _sealed(self._made[name](arguments))
+            return _seal(self._made[name](arguments))
         except engine.CLIENT_ERRORS:  # Ray would send its message, which quotes.
             return None
 
 
-def _sealed(arrays: nests.Nest) -> _Sealed:
+def _seal(arrays: nests.Nest) -> _Sealed:
     """Returns a nest of arrays as one string, if it is short.
 
     Ray looks at every array of its own, which takes it longer than a small
@@ -298,13 +298,13 @@ def _sealed(arrays: nests.Nest) -> _Sealed:
     return pickle.dumps(arrays, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def _opened(sealed: _Sealed) -> nests.Nest:
+def _open(sealed: _Sealed) -> nests.Nest:
     """Returns the nest that was sealed."""
     return pickle.loads(sealed) if isinstance(sealed, bytes) else sealed
 
 
 def _ray() -> types.ModuleType:
-    with _lazy_tf.needed("ray", "RayWorkers"):
+    with _lazy_tf.explain_missing("ray", "RayWorkers"):
         import ray
     return ray
 
@@ -491,7 +491,7 @@ class RayWorkers:
         """
         self.open()
         ray = _ray()
-        received = _sealed(sent)
+        received = _seal(sent)
         if not isinstance(received, bytes):
             received = ray.put(received)
         # One dataset at a time, so that the store does not fill up.
@@ -501,7 +501,7 @@ class RayWorkers:
         def ask(place: int) -> ObjectRef:
             return self._cluster.actor(place).run.remote(
                 *(float32_products, traced.name, stored),
-                *(received, held, _sealed(shards[place])),
+                *(received, held, _seal(shards[place])),
             )
 
         asked = list(map(ask, range(len(shards))))
@@ -510,7 +510,7 @@ class RayWorkers:
         for place, answer in enumerate(asked):
             while len(results) == place:
                 try:
-                    results.append(_opened(ray.get(answer)))
+                    results.append(_open(ray.get(answer)))
                 except ray.exceptions.RayTaskError as error:
                     message = f"Worker {place} of Ray failed: {error}"
                     raise WorkerError(message) from error

@@ -18,7 +18,7 @@ from tfdp_fl import algorithm, keras_versions
 from tfdp_fl.datasets import nests
 from tfdp_fl.engine import cohort
 from tfdp_fl.mechanisms import cohort_query, contribution, noise
-from tfdp_fl.terms import Guarantee
+from tfdp_fl.terms import TrustModel
 
 
 class ServerUpdate:
@@ -57,7 +57,7 @@ class ServerUpdate:
         floored = set(map(id, never_negative or ()))
         self._limits: list[Callable[[tf.Tensor], tf.Tensor] | None] = [
             getattr(variable, "constraint", None)
-            or (_floored if id(variable) in floored else None)
+            or (_floor if id(variable) in floored else None)
             for variable in non_trainable
         ]
         self._optimizer = optimizer
@@ -76,7 +76,7 @@ class ServerUpdate:
                 if value.dtype == variable.dtype:
                     variable.assign_add(value)
                 else:  # Rounded once, with its noise.
-                    variable.assign(_moved(variable, value))
+                    variable.assign(_add_wide(variable, value))
         else:
             gradients = [
                 -tf.cast(value, variable.dtype)
@@ -85,7 +85,7 @@ class ServerUpdate:
             keras_versions.apply_gradients(self._optimizer, gradients, self._owned)
         for place, value in enumerate(mean[count:]):
             variable = self._non_trainable[place]
-            variable.assign(self._within(place, _moved(variable, value)))
+            variable.assign(self._within(place, _add_wide(variable, value)))
 
     def _within(self, place: int, value: tf.Tensor) -> tf.Tensor:
         """Returns a released value where it may be; noise can push it out."""
@@ -113,11 +113,11 @@ class ServerUpdate:
         return True
 
 
-def _floored(value: tf.Tensor) -> tf.Tensor:
+def _floor(value: tf.Tensor) -> tf.Tensor:
     return tf.maximum(value, 0)
 
 
-def _moved(variable: tf.Variable, change: tf.Tensor) -> tf.Tensor:
+def _add_wide(variable: tf.Variable, change: tf.Tensor) -> tf.Tensor:
     """Returns variable + change, where the change may have more bits."""
     wide = tf.float64 if tf.float64 in (variable.dtype, change.dtype) else change.dtype
     moved = tf.cast(variable, wide) + tf.cast(change, wide)
@@ -151,7 +151,7 @@ class Release:
         answered = float(pending.cohort_size - len(pending.failures))
         seed = pending.inputs.seed.astype(np.uint64)
         inputs, charged = pending.inputs, math.inf
-        if self.query.mechanism.guarantee == Guarantee.CENTRAL:
+        if self.query.mechanism.trust_model == TrustModel.CENTRAL:
             charged = self.query.charged_for(
                 inputs.clients_per_round, inputs.noise_multiplier
             )
@@ -162,7 +162,9 @@ class Release:
             structure = tf.nest.map_structure(lambda _: None, arguments)
 
             def function(*flat: tf.Tensor) -> nests.Nest:
-                return self._released(*tf.nest.pack_sequence_as(structure, flat))
+                return self._add_up_and_release(
+                    *tf.nest.pack_sequence_as(structure, flat)
+                )
 
             self._traced[count] = tf.function(
                 function, autograph=False
@@ -182,10 +184,10 @@ class Release:
             )
         return state, logs
 
-    def _released(self, sums, state, seed, answered, charged):
+    def _add_up_and_release(self, sums, state, seed, answered, charged):
         total = functools.reduce(cohort.CohortSum.plus, sums)
         contribution = total.contribution
-        with noise.seeded(noise.fold_in(seed, -1)):
+        with noise.use_seed(noise.fold_in(seed, -1)):
             mean, new_state = algorithm.release(
                 self.query, contribution, state, charged
             )
@@ -276,7 +278,9 @@ class DeferredClipping:
         self._set_clip = tf.function(
             self._clip_to_cohort, reduce_retracing=True, autograph=False
         )
-        self._clip = tf.function(self._clipped, reduce_retracing=True, autograph=False)
+        self._clip = tf.function(
+            self._clip_rows, reduce_retracing=True, autograph=False
+        )
 
     def __call__(
         self, pending: cohort.PendingRound
@@ -302,11 +306,11 @@ class DeferredClipping:
 
     def _clip_to_cohort(self, state, seed, norms):
         if self._query.two_phase:
-            with noise.seeded(noise.fold_in(seed, -4)):
+            with noise.use_seed(noise.fold_in(seed, -4)):
                 state = self._query.clip_to_cohort(state, norms)
         return state, self._query.derive_sample_params(state)
 
-    def _clipped(self, params, rows, keys, windows, seed):
+    def _clip_rows(self, params, rows, keys, windows, seed):
         """Returns some clients' contributions, of their unclipped updates.
 
         Args:
@@ -320,7 +324,7 @@ class DeferredClipping:
         def client(arguments):
             update, scalars, key, window = arguments
             client_seed = noise.fold_in(seed, key)
-            with noise.seeded(noise.fold_in(client_seed, 0)):
+            with noise.use_seed(noise.fold_in(client_seed, 0)):
                 one = algorithm.make_record(
                     self._query,
                     params,

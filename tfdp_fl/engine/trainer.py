@@ -419,7 +419,7 @@ class Trainer:
         hook = self._training.upload_hook
         if hook is None:
             return tensors
-        with noise.seeded(noise.fold_in(seed, -1)):
+        with noise.use_seed(noise.fold_in(seed, -1)):
             return list(hook(tensors))
 
 

@@ -121,16 +121,16 @@ def release(
       ValueError: unless both have the same number of arrays, of same shapes;
         if the noise is too small beside the model for any dtype.
     """
-    update = updates.clipped(updates.difference(returned, received), asked.clip_norm)
+    update = updates.clip(updates.difference(returned, received), asked.clip_norm)
     if update.discarded:
         _logger.warning("The update holds NaN or infinity: zero is sent in its place.")
     if asked.noise_stddev > 0:
-        noised = updates.noised(update.arrays, asked.noise_stddev)
-        arrays = updates.applied_with_noise(
+        noised = updates.add_noise(update.arrays, asked.noise_stddev)
+        arrays = updates.apply_with_noise(
             received, noised, asked.noise_stddev, asked.clip_norm
         )
     else:
-        arrays = updates.applied_within(received, update.arrays, asked.clip_norm)
+        arrays = updates.apply_within(received, update.arrays, asked.clip_norm)
     metrics: Json = {
         APPLIED_CLIP_NORM: asked.clip_norm,
         APPLIED_NOISE_STDDEV: asked.noise_stddev,
@@ -208,7 +208,7 @@ class DPFedAvgNumPyClient:
         asked = Instruction.of(config)
         # The wrapped client may train in place.
         received = [np.array(array) for array in parameters]
-        returned, _, metrics = trained(self.client.fit, parameters, config)
+        returned, _, metrics = call_client_code(self.client.fit, parameters, config)
         arrays, applied, discarded = release(received, returned, asked)
         self.discarded_updates += discarded
         return arrays, _NUM_EXAMPLES, {**metrics, **applied}
@@ -290,7 +290,7 @@ def private_mod(
     # The app may train in place.
     _, record = only_record(message.content, "The server")
     received = {name: np.array(a.numpy()) for name, a in record.items()}
-    reply = trained(call_next, message, context)
+    reply = call_client_code(call_next, message, context)
     if reply.has_error():
         return reply
 
@@ -322,7 +322,7 @@ def private_mod(
     return reply
 
 
-def trained(
+def call_client_code(
     train: Callable[[_First, _Second], _Made], what: _First, how: _Second
 ) -> _Made:
     """Returns what a client's own code makes; of what it raises, only the kind leaves.

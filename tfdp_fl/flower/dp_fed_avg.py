@@ -103,7 +103,7 @@ class DPFedAvg(private_rounds.PrivateRounds):
             or the strategy sends them different instructions, or a model that is
             not of real numbers.
         """
-        made = self._asked_by_strategy(server_round, parameters, client_manager)
+        made = self._ask_strategy(server_round, parameters, client_manager)
         if not made:
             return []
         told = private_rounds.require_identical(

@@ -15,7 +15,7 @@ import numpy as np
 
 from tfdp_fl import _validate, accounting, mechanisms
 from tfdp_fl.accounting import account as account_lib
-from tfdp_fl.terms import Json
+from tfdp_fl.terms import Json, TrustModel
 
 if TYPE_CHECKING:
     from tfdp_fl.mechanisms.contribution import Memory
@@ -73,7 +73,7 @@ class RoundHistory:
         self.released: list[ReleasedRound] = []
         self.budget, self._sampling = budget, sampling
         self.ledger: accounting.PrivacyLedger | None = None
-        self._account = account_lib.PrivacyAccount(account_lib.CENTRAL, 1)
+        self._account = account_lib.PrivacyAccount(TrustModel.CENTRAL, 1)
         if ledger is None:
             return
         kinds = (str, os.PathLike, accounting.PrivacyLedger)
@@ -86,7 +86,7 @@ class RoundHistory:
                 mode="append",
                 target_epsilon=budget.epsilon if budget else None,
                 target_delta=budget.delta if budget else None,
-                mechanism={"guarantee": "central", "name": description},
+                mechanism={"trust_model": TrustModel.CENTRAL, "name": description},
             )
         try:
             self._account.keep_ledger("", self.ledger, self.ledger.run)
@@ -223,7 +223,7 @@ class Correlation:
                 f"the rounds, got {shapes}."
             )
 
-    def released(self, memory: Memory, nodes: Iterable[Hashable]) -> None:
+    def take_over(self, memory: Memory, nodes: Iterable[Hashable]) -> None:
         """Takes over the memory after a round, and which nodes were in its sum."""
         self.record.add([self._names[node] for node in nodes])
         self.memory = memory

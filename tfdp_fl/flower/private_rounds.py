@@ -135,7 +135,7 @@ class PrivateRounds:
         self._mechanism = mechanism
         self._num_clients = _validate.positive_integer(num_clients=num_clients)
         self._clients_per_round = int(
-            charge_lib.checked_size(clients_per_round, self.num_clients)
+            charge_lib.check_size(clients_per_round, self.num_clients)
         )
         self.rounds = (
             rounds if rounds is None else _validate.positive_integer(rounds=rounds)
@@ -318,7 +318,7 @@ class PrivateRounds:
             "epsilon_if_cohorts_are_known": known if math.isfinite(known) else None,
             "delta": delta,
             "accountant": accountant,
-            "guarantee": self.mechanism.guarantee,
+            "trust_model": self.mechanism.trust_model,
             "relation": f"one client is {self._participation.relation.value}",
             "rounds": len(self._history.released),
             "rounds_from_ledger": self._history.num_from_ledger,
@@ -390,7 +390,7 @@ class PrivateRounds:
 
     # A round.
 
-    def _asked_by_strategy(self, server_round: int, *arguments: object) -> list[Any]:
+    def _ask_strategy(self, server_round: int, *arguments: object) -> list[Any]:
         """Settles the last round; returns what the wrapped strategy would send."""
         self._settle()
         self._open = server_round, None
@@ -430,7 +430,7 @@ class PrivateRounds:
                     "The model must hold real numbers of at most 64 bits, got an array "
                     f"of dtype {array.dtype}."
                 )
-        non_negative = self._checked_non_negative(sent, names)
+        non_negative = self._find_non_negative(sent, names)
         # Rounds that cost nothing are not counted. Read once: others may write to it.
         index = self._history.num_rounds
         if self._is_over(server_round, index):
@@ -471,7 +471,7 @@ class PrivateRounds:
         self._open = server_round, configured
         return configured
 
-    def _checked_non_negative(
+    def _find_non_negative(
         self, sent: Sequence[np.ndarray], names: Sequence[str]
     ) -> list[int]:
         """Returns the places that stay at 0 or above; warns once if none are said."""
@@ -670,7 +670,7 @@ class _Server:
         outcome = sums.release(configured, collected, paid, memory)
         if kept is not None:
             nodes = [configured.asked[client] for client in self.clients]
-            kept.released(outcome.memory, nodes)
+            kept.take_over(outcome.memory, nodes)
         rounds.discarded_updates += collected.discarded
         rounds.clip_norm = outcome.next_clip_norm
         return outcome

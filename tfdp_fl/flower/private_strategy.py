@@ -99,7 +99,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
             different messages, or a model that is not of real numbers.
         """
         self._sent = []
-        made = self._asked_by_strategy(server_round, arrays, config, grid)
+        made = self._ask_strategy(server_round, arrays, config, grid)
         if not made:
             return []
         self._made = made[0]

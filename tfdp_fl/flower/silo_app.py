@@ -76,7 +76,7 @@ def silo_app(
 
         def handle(message: Message, context: Context, kind: str = kind) -> Message:
             call = lambda sent, where: answer(sent, where, kind)  # noqa: E731
-            return client_lib.trained(call, message, context)
+            return client_lib.call_client_code(call, message, context)
 
         getattr(app, kind)()(handle)
     return app

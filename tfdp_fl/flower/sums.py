@@ -21,7 +21,7 @@ from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.flower import client as client_lib
 from tfdp_fl.flower import history, replies, updates
 from tfdp_fl.mechanisms import noise
-from tfdp_fl.terms import Guarantee, NoiseSite
+from tfdp_fl.terms import NoiseSite, TrustModel
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord
@@ -148,7 +148,7 @@ def check(
         mechanism.event_period is None and mechanism.init_noise_state(deployment) == ()
     )
     if not (
-        mechanism.guarantee == Guarantee.CENTRAL
+        mechanism.trust_model == TrustModel.CENTRAL
         and mechanism.noise_site == NoiseSite.SERVER
         and mechanism.scales_updates
         and one_gaussian is not None
@@ -201,7 +201,7 @@ def collect(configured: ConfiguredRound, answers: Sequence[replies.Reply]) -> Co
     bound = updates.largest_honest_norm(asked.clip_norm, asked.noise_stddev, size)
 
     def change(reply: replies.Reply) -> updates.ClippedUpdate:
-        return updates.clipped(updates.difference(reply.arrays, configured.sent), bound)
+        return updates.clip(updates.difference(reply.arrays, configured.sent), bound)
 
     factors: Sequence[float] = [1.0] * len(answers)
     if configured.clients_clip:
@@ -254,14 +254,16 @@ def release(
     missing = m - collected.num_replies + collected.discarded
     shares = missing if asked.noise_stddev else m
     if memory is not None:
-        total, memory = _correlated(mechanism, total, stddevs["update"], memory)
+        total, memory = _add_correlated_noise(
+            mechanism, total, stddevs["update"], memory
+        )
     elif shares:
-        total = updates.noised(total, stddevs["update"] * (shares / m) ** 0.5)
+        total = updates.add_noise(total, stddevs["update"] * (shares / m) ** 0.5)
     noised = {
         name: float(np.random.default_rng().normal(value, stddevs[name]))
         for name, value in collected.sums.items()
     }
-    model = updates.applied(configured.sent, [array / m for array in total])
+    model = updates.apply(configured.sent, [array / m for array in total])
     for place in configured.non_negative:
         model[place] = np.maximum(model[place], 0)
     return Outcome(model, float(mechanism.next_clip_norm(noised, this)), memory)
@@ -297,7 +299,7 @@ def _mechanisms_clip(
     return this, factors.tolist(), sums
 
 
-def _correlated(
+def _add_correlated_noise(
     mechanism: mechanisms.Mechanism,
     total: Sequence[np.ndarray],
     stddev: float,
@@ -307,7 +309,7 @@ def _correlated(
 
     Every call takes its randomness anew from the operating system.
     """
-    with noise.seeded(tf.constant(noise.fresh_seed())):
+    with noise.use_seed(tf.constant(noise.fresh_seed())):
         noised, memory = mechanism.add_noise(
             [tf.constant(array) for array in total],
             tf.constant(stddev, tf.float32),

@@ -104,7 +104,7 @@ class Validation:
         held_out = data.clients_digest
         return clients, dataclasses.replace(self, data=data, held_out=held_out)
 
-    def conformed(self, model: tf.keras.Model, training: engine.Training) -> Validation:
+    def conform(self, model: tf.keras.Model, training: engine.Training) -> Validation:
         """Returns what is validated on clients that a model takes.
 
         Raises:
@@ -113,7 +113,7 @@ class Validation:
         if isinstance(self.data, FederatedDataset):
             argument = "clients" if self.held_out else "validation_data"
             data = preparation.conform(model, training, self.data, argument)
-            with preparation.checked_features(model, data, argument):
+            with preparation.locate_features_errors(model, data, argument):
                 return dataclasses.replace(self, data=data)
         if not isinstance(self.data, tuple | list):
             return self
@@ -146,23 +146,23 @@ class Validation:
 
 def _all_batches(clients: FederatedDataset, batch_size: int) -> tf.data.Dataset:
     """Returns all clients' examples, as Keras takes them."""
-    spec = nests.unpaired(*clients.element_spec)
+    spec = nests.unpair(*clients.element_spec)
 
     what = "clients held out for validation could not be read, and are left out"
     if clients.is_indexed:
         everybody = np.arange(clients.num_clients)
         _warn_of(clients.failures(everybody), clients, what)
-        stored = nests.unpaired(*clients.flat())
+        stored = nests.unpair(*clients.flat())
         rows, _ = clients.client_rows(everybody)
 
-        def gathered(some: tf.Tensor) -> nests.Nest:
+        def gather(some: tf.Tensor) -> nests.Nest:
             return tf.nest.map_structure(lambda leaf: tf.gather(leaf, some), stored)
 
         if len(rows):
             return (
                 tf.data.Dataset.from_tensor_slices(rows)
                 .batch(batch_size)
-                .map(tf.autograph.experimental.do_not_convert(gathered))
+                .map(tf.autograph.experimental.do_not_convert(gather))
                 .prefetch(2)
             )
 
@@ -172,7 +172,7 @@ def _all_batches(clients: FederatedDataset, batch_size: int) -> tf.data.Dataset:
             if isinstance(client, ClientFailure):
                 failed.append(client)
             elif len(tf.nest.flatten(client.y)[0]):
-                yield nests.unpaired(client.x, client.y)
+                yield nests.unpair(client.x, client.y)
         _warn_of(failed, clients, what)
 
     return tf.data.Dataset.from_generator(
@@ -457,7 +457,7 @@ class PrivateMetrics:
         vectors = np.concatenate(parts, axis=1) / self._scale
         return np.where(usable[:, None], vectors, 0.0)
 
-    def released(
+    def release(
         self,
         values: Mapping[str, np.ndarray],
         generator: np.random.Generator,
@@ -519,7 +519,7 @@ def release(
             # Broken off between, a ledger has a line that the run does not know of.
             paid = _pay(fed, charge)
             generator = np.random.Generator(np.random.Philox())
-            return private.released(values, generator, paid)
+            return private.release(values, generator, paid)
 
 
 def _check(fed: FederatedTraining) -> account_lib.PrivacyAccount:
@@ -534,7 +534,7 @@ def _check(fed: FederatedTraining) -> account_lib.PrivacyAccount:
     if spending.by_client:
         raise ValueError(
             "private must be None with a mechanism whose guarantee is "
-            f"{spending.guarantee}: the party that adds this noise sees the clients' "
+            f"{spending.trust_model}: the party that adds this noise sees the clients' "
             "metrics first, so it has a central guarantee."
         )
     for callback in fed.federated_callbacks:

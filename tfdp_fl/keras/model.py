@@ -342,7 +342,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         dataset = preparation.conform(
             self.model, training, datasets.as_federated(clients)
         )
-        bar = _checked_verbose(verbose)
+        bar = _resolve_verbose(verbose)
         if private is not None:
             return evaluation.release(self, private, dataset, batch_size, bar)
         self._showed_metrics = True
@@ -499,9 +499,9 @@ class DPFederatedModel(federated_training.FederatedTraining):
                     "audit must be None with resume_from: the earlier rounds had no "
                     "canaries, or other ones, which no checkpoint keeps."
                 )
-        self._verbose = _checked_verbose(verbose)
-        callbacks = federated_callback.checked(callbacks)
-        validation = validation.conformed(self.model, training)
+        self._verbose = _resolve_verbose(verbose)
+        callbacks = federated_callback.check_callbacks(callbacks)
+        validation = validation.conform(self.model, training)
         plan = FitPlan(
             first_round=self.rounds,
             last_round=self.rounds + rounds,
@@ -608,5 +608,5 @@ class DPFederatedModel(federated_training.FederatedTraining):
         )
 
 
-def _checked_verbose(verbose: str | int) -> int:
+def _resolve_verbose(verbose: str | int) -> int:
     return int(_validate.one_of((0, 1, 2), verbose=1 if verbose == "auto" else verbose))

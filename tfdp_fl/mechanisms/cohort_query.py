@@ -36,7 +36,7 @@ from tfdp_fl.mechanisms.contribution import (
     Scalar,
     Tensors,
 )
-from tfdp_fl.terms import Guarantee, Json, NoiseSite
+from tfdp_fl.terms import Json, NoiseSite, TrustModel
 
 
 class CohortQuery:
@@ -164,9 +164,9 @@ class CohortQuery:
         if mechanism.scales_updates:
             norm, usable = clipping.finite_global_norm(update)
             one = self.bounded_factor(norm, usable, params, client.weight)
-            return one._replace(update=clipping.scaled(update, one.update))
+            return one._replace(update=clipping.multiply(update, one.update))
         one = mechanism.contribution(update, params, client, self.deployment)
-        if mechanism.guarantee == Guarantee.CENTRAL:
+        if mechanism.trust_model == TrustModel.CENTRAL:
             return records.bound(one, self.l2_norm_bound(params), mechanism.side_bounds)
         return one
 
@@ -174,7 +174,7 @@ class CohortQuery:
         """Returns a record with the client's share of the noise, on all it hands in."""
         shares = self.noise_shares(params)
         update = noise.add_normal(record.update, shares["update"])
-        return record._replace(update=update, sums=_noised(record.sums, shares))
+        return record._replace(update=update, sums=_add_side_noise(record.sums, shares))
 
     def bounded_factor(
         self,
@@ -193,7 +193,7 @@ class CohortQuery:
           params: What `derive_sample_params` returned.
           weight: What the clients count, in [0, 1]; None: 1.
         """
-        one = self.mechanism.contribution_of_norm(norm, usable, params).weighted(weight)
+        one = self.mechanism.contribution_of_norm(norm, usable, params).scale_by(weight)
         return records.bound_factor(
             one, norm, self.l2_norm_bound(params), self.mechanism.side_bounds
         )
@@ -225,12 +225,12 @@ class CohortQuery:
         update, memory, sums = total.update, state.memory, dict(total.sums)
         if self.mechanism.noise_site == NoiseSite.SERVER:
             stddevs = self.mechanism.noise_stddevs(state, self.deployment)
-            update, memory = self._noised_update(update, stddevs["update"], state)
-            sums = _noised(sums, stddevs)
+            update, memory = self._add_noise(update, stddevs["update"], state)
+            sums = _add_side_noise(sums, stddevs)
         sums = {name: tf.cast(value, tf.float32) for name, value in sums.items()}
         return update, sums, memory
 
-    def _noised_update(
+    def _add_noise(
         self, update: Tensors, stddev: Scalar, state: RoundState
     ) -> tuple[Tensors, Memory]:
         return self.mechanism.add_noise(update, stddev, state.memory)
@@ -301,7 +301,7 @@ def must_be_at_most(
     return [] if check is None else [check]
 
 
-def _noised(sums: Mapping[str, Scalar], stddevs: Mapping[str, Scalar]) -> Json:
+def _add_side_noise(sums: Mapping[str, Scalar], stddevs: Mapping[str, Scalar]) -> Json:
     """Returns what is released beside updates, with noise."""
     return {
         name: tf.cast(value, tf.float32) + noise.normal([], stddevs[name])

@@ -88,7 +88,7 @@ class CorrelatedNoise(mechanism.Mechanism):
         "z, stddev of the fresh noise on the sum of the clipped updates over the clip.",
     )
     strategy: strategies.Strategy = declaration.parameter(
-        strategies.checked,
+        strategies.check_strategy,
         "how the noise is correlated: blt or banded, with a number of buffers "
         "or bands, as in blt:2.",
         default="blt",

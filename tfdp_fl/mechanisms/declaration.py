@@ -150,12 +150,12 @@ def optional(check: Check) -> Check:
     return checked
 
 
-def scheduled(check: Check) -> Check:
+def schedule_of(check: Check) -> Check:
     """Returns a check of a number, one value a round, or a callable of the round."""
 
     def checked(**value: schedules.Schedule) -> schedules.Schedule:
         ((name, schedule),) = value.items()
-        return schedules.checked(schedule, check, name)
+        return schedules.check_schedule(schedule, check, name)
 
     return checked
 

@@ -93,7 +93,7 @@ class WrappedQuery(cohort_query.CohortQuery):
     ) -> Contribution:
         """Implements `CohortQuery.clip`: zeroes a NaN or Inf; the query clips."""
         norm, usable = clipping.finite_global_norm(update)
-        safe = clipping.scaled(update, tf.cast(usable, tf.float32))
+        safe = clipping.multiply(update, tf.cast(usable, tf.float32))
         return Contribution(
             update=self._query.preprocess_record(params, safe),
             sums={},
@@ -142,7 +142,7 @@ class WrappedQuery(cohort_query.CohortQuery):
         if charged is not None:
             return []
         zeros = [tf.zeros(shape) for shape in self.deployment.shapes or ()]
-        declared = charge.normalised(self.mechanism.dp_event)
+        declared = charge.normalise(self.mechanism.dp_event)
         with tf.init_scope():
             *_, first = _a_round(self._query, zeros, self._query.initial_global_state())
         *_, event = _a_round(self._query, zeros, state.memory)
@@ -312,8 +312,8 @@ class QueryMechanism(mechanism.Mechanism):
             *_, event = _a_round(
                 self.query, [tf.zeros(s) for s in shapes], state.memory
             )
-        declared = charge.normalised(self.dp_event)
-        reported = charge.normalised(event)
+        declared = charge.normalise(self.dp_event)
+        reported = charge.normalise(event)
         if reported == declared:
             return self.dp_event
         given, asked = _epsilons(declared), _epsilons(reported)
@@ -357,7 +357,7 @@ def check_query(
         can be accounted for, or it costs more than is declared.
     """
     _check_classes(query)
-    name, declared = type(query).__name__, charge.normalised(dp_event)
+    name, declared = type(query).__name__, charge.normalise(dp_event)
     with tf.init_scope():
         try:
             if not tf.executing_eagerly():
@@ -379,7 +379,7 @@ def check_query(
                 f"from round to round, got {name}; {_USE_INSTEAD}."
             )
         try:
-            reported = charge.normalised(event)
+            reported = charge.normalise(event)
         except ValueError as error:
             raise ValueError(
                 f"query must report what a round costs, got {name} with an event of "
@@ -475,7 +475,7 @@ def _mu_squared(event: dp_accounting.DpEvent) -> Any:
 def _same_event(event: dp_accounting.DpEvent, other: dp_accounting.DpEvent) -> bool:
     """Returns whether two events are known to be equal, which tensors are not."""
     try:
-        return charge.normalised(event) == charge.normalised(other)
+        return charge.normalise(event) == charge.normalise(other)
     except TypeError:
         return False
 

@@ -183,7 +183,7 @@ class SiloDirectory:
         file = self._answer_file(message.key)
         if not file.exists():
             return None
-        stored = _stored(file, file.read_bytes())
+        stored = _parse(file, file.read_bytes())
         if stored["payload"] != message.payload:
             raise SiloMessageError(
                 f"message_id {message.name} was answered before, for other weights "
@@ -205,7 +205,7 @@ class SiloDirectory:
             return
         for name in before | settings:
             if before.get(name) != settings.get(name):
-                raise changed(
+                raise change_error(
                     self.path,
                     f"{name} was {before.get(name)!r}, and is {settings.get(name)!r}",
                 )
@@ -217,7 +217,7 @@ class SiloDirectory:
         file, ledger = self.path / _STATE, checkpoint.ledger_path(self.path)
         data = file.read_bytes() if file.exists() else b""
         self.is_ours, self._data = data == self._data, data
-        self.state = _stored(file, data) if data else dict(_NEW)
+        self.state = _parse(file, data) if data else dict(_NEW)
         if data:
             self._check_place()
         elif ledger.exists() and accounting.PrivacyLedger.read(ledger).entries:
@@ -268,7 +268,7 @@ class SiloDirectory:
         self._write(place=now)
 
 
-def changed(path: pathlib.Path, what: str) -> SiloChangedError:
+def change_error(path: pathlib.Path, what: str) -> SiloChangedError:
     """Returns the error of a silo that is not what it was."""
     return SiloChangedError(
         f"The silo in {path} goes on with the people and the settings that it began "
@@ -277,7 +277,7 @@ def changed(path: pathlib.Path, what: str) -> SiloChangedError:
     )
 
 
-def _stored(file: pathlib.Path, data: bytes) -> Any:
+def _parse(file: pathlib.Path, data: bytes) -> Any:
     try:
         return checkpoint.from_bytes(data)
     except ValueError as error:

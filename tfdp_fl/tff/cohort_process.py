@@ -286,7 +286,7 @@ def _create_release(
     @tff.tensorflow.computation(total_type, *state_types)
     def release_round(total, query_state, round_index, history):
         scalars = collections.OrderedDict(total["scalars"])
-        size = plan.checked(
+        size = plan.check_size(
             # A secure sum is off by its quantization.
             tf.round(scalars.pop("cohort_size")),
             query_state.clients_per_round,

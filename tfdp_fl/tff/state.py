@@ -18,7 +18,7 @@ from tfdp_fl import _files, _validate, sampling, schedules
 from tfdp_fl.accounting import charge
 from tfdp_fl.mechanisms import contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
-from tfdp_fl.terms import Guarantee, Json, Sampling
+from tfdp_fl.terms import Json, Sampling, TrustModel
 
 if TYPE_CHECKING:
     from tfdp_fl.datasets.nests import Nest
@@ -75,7 +75,8 @@ def history_kind(mechanism: mechanism_lib.Mechanism) -> Json:
     """
     return {
         "mechanism": mechanism.name,
-        "guarantee": mechanism.guarantee,
+        "trust_model": mechanism.trust_model,
+        "privacy_unit": mechanism.privacy_unit,
         "caveats": list(mechanism.all_caveats()),
         "noise_site": mechanism.noise_site,
         "static_config": mechanism.state_fingerprint(),
@@ -103,16 +104,16 @@ def history_line(
         "num_clients": deployment.num_clients,
         "clients_per_round": deployment.cohort_size(round_index),
     }
-    if mechanism.guarantee in (Guarantee.LOCAL, Guarantee.RECORD):
+    if mechanism.trust_model == TrustModel.LOCAL:
         line["mu_squared"] = float(mechanism.mu_squared(deployment))
         line["sum_changed"] = sum_changed
     else:
-        event = charge.normalised(mechanism.round_event(round_index, deployment))
+        event = charge.normalise(mechanism.round_event(round_index, deployment))
         line["event"], line["enlarged"] = charge.event_to_json(event), enlarged
     return _files.canonical(line)
 
 
-def tabulated(
+def tabulate(
     schedule: schedules.Schedule,
     name: str,
     rounds: int | None,
@@ -137,10 +138,10 @@ def tabulated(
                 "to tabulate it, or a sequence with one value a round."
             )
         schedule = [schedules.value_at(schedule, t, name) for t in range(rounds)]
-    return cast(Table, schedules.checked(schedule, check, name))
+    return cast(Table, schedules.check_schedule(schedule, check, name))
 
 
-def distinct(table: Table) -> set[float]:
+def distinct_values(table: Table) -> set[float]:
     """Returns every value that occurs."""
     return set(table) if isinstance(table, tuple) else {table}
 
@@ -219,7 +220,7 @@ class RoundPlan:
             ),
         )
 
-    def checked(
+    def check_size(
         self,
         size: tf.Tensor,
         expected: tf.Tensor,
