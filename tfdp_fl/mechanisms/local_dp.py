@@ -76,8 +76,8 @@ class LocalMechanism(mechanism.Mechanism):
     """
 
     trust_model: ClassVar[str] = TrustModel.LOCAL
-    noise_site: ClassVar[str] = NoiseSite.EVERY_CLIENT
-    delta: ClassVar[Any]
+    noise_site = NoiseSite.EVERY_CLIENT
+    delta = None  # type: Any
     own_caveats: ClassVar[Mapping[str, str]] = {
         "classic_above_one": (
             "The noise was calibrated by the classic Gaussian formula at an "

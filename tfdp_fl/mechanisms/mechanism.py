@@ -112,14 +112,15 @@ class Mechanism(abc.ABC):
     privacy_unit: ClassVar[str] = PrivacyUnit.CLIENT
     side_bounds: ClassVar[Mapping[str, float]] = {}
     releases_weights: ClassVar[bool] = False
-    max_participations: ClassVar[int | None] = None
-    min_separation: ClassVar[int | None] = None
-    clip_norm: ClassVar[float] = 0.0
-    # A schedule; mypy would take one that is callable for a method.
-    noise_multiplier: ClassVar[Any] = 0.0
-    noise_site: ClassVar[str] = NoiseSite.SERVER
-    window: ClassVar[int | None] = None
-    epsilon: ClassVar[float | None] = None
+    # What mechanisms may have as parameters: no annotation makes no field of them. (A
+    # schedule is Any: mypy would take one that is callable for a method.)
+    max_participations = None  # type: int | None
+    min_separation = None  # type: int | None
+    clip_norm = 0.0
+    noise_multiplier = 0.0  # type: Any
+    noise_site = NoiseSite.SERVER  # type: str
+    window = None  # type: int | None
+    epsilon = None  # type: float | None
     noise_limit_reason: ClassVar[str] = ""
     needs_shapes: ClassVar[bool] = False
     own_caveats: ClassVar[Mapping[str, str]] = {}

@@ -77,7 +77,7 @@ class NbAFL(mechanism.Mechanism):
 
     trust_model: ClassVar[str] = TrustModel.LOCAL
     privacy_unit: ClassVar[str] = PrivacyUnit.RECORD
-    noise_site: ClassVar[str] = NoiseSite.EVERY_CLIENT
+    noise_site = NoiseSite.EVERY_CLIENT
     own_caveats: ClassVar[Mapping[str, str]] = {
         "record_sensitivity_assumed": (
             "The guarantee rests on the published assumption that one record "
