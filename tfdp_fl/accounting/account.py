@@ -422,7 +422,7 @@ class PrivacyAccount:
         positions = np.zeros(0, np.int64) if positions is None else positions
         mu_squared = mu_squared if self.by_client else 0.0
         receipt = Charge(
-            cost=_validate.instance_of(charge_lib.RoundCharge, cost=cost),
+            cost=cost,
             round_index=round_index,
             cohort_size=round(
                 cost.clients_per_round if cohort_size is None else cohort_size
@@ -449,8 +449,7 @@ class PrivacyAccount:
             self.refresh()
             key = self._key(name)
             if key not in self.others:
-                if self.central.relation not in (None, cost.relation.in_accounting):
-                    self.central.with_charges(cost)  # Raises.
+                self.central.require_relation(cost.relation)
                 for budget in budgets:
                     self._require(budget, cost, most)
                 self._write(receipt, positions, mu_squared)

@@ -132,6 +132,15 @@ class PrivacyAccountant:
         """The neighbouring relation; None before the first round."""
         return next((c.relation.in_accounting for c in self._counts), None)
 
+    def require_relation(self, relation: charge_lib.Relation) -> None:
+        """Raises ValueError if the history has another neighbouring relation."""
+        own, other = self.relation, relation.in_accounting
+        if own not in (None, other):
+            raise ValueError(
+                f"charge has the neighbouring relation {other.name}, the history has "
+                f"{own.name}; one guarantee cannot cover both."
+            )
+
     @one_at_a_time
     def with_charges(
         self, *charges: charge_lib.RoundCharge | tuple[charge_lib.RoundCharge, int]
@@ -154,14 +163,7 @@ class PrivacyAccountant:
         """
         _validate.instance_of(charge_lib.RoundCharge, charge=charge)
         count = _validate.positive_integer(count=count)
-        relation = self.relation
-        of_charge = charge.relation.in_accounting
-        if relation not in (None, of_charge):
-            raise ValueError(
-                f"charge has the neighbouring relation {of_charge.name} "
-                f"({charge.sampling} sampling), the history has "
-                f"{relation.name}; one guarantee cannot cover both."
-            )
+        self.require_relation(charge.relation)
         self._counts[charge] = self._counts.get(charge, 0) + count
         self._rounds += count
         self._additions += 1

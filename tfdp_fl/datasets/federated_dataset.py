@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -111,7 +111,7 @@ class FederatedDataset:
             it), or if there is no client.
         """
         _validate.instance_of(Mapping, clients=clients)
-        sources.at_least_one_client(clients=clients)
+        _require_clients(clients=clients)
         made = cls(sources.pack(clients.items()), list(clients))
         return made._declare(element_spec)
 
@@ -156,7 +156,7 @@ class FederatedDataset:
             client_ids = range(len(indices))
             if isinstance(indices, Mapping):
                 client_ids, indices = list(indices), list(indices.values())
-            sources.at_least_one_client(indices=indices)
+            _require_clients(indices=indices)
             table, lengths = sources.row_table(indices, num_rows)
         starts = np.cumsum(lengths) - lengths
         return cls(sources.IndexedSource(x, y, starts, lengths, table), client_ids)
@@ -253,7 +253,7 @@ class FederatedDataset:
             size that is unknown, or never end; or if there is no client.
         """
         _validate.instance_of(Mapping, clients=clients)
-        sources.at_least_one_client(clients=clients)
+        _require_clients(clients=clients)
         for client_id, dataset in clients.items():
             with sources.name_client(client_id):
                 sources.check_dataset(dataset)
@@ -292,8 +292,8 @@ class FederatedDataset:
             )
         dataset_of = client_data.create_tf_dataset_for_client
         client_ids = list(client_data.client_ids)
-        sources.at_least_one_client(client_data=client_ids)
-        _check_any(client_ids, dataset_of)
+        _require_clients(client_data=client_ids)
+        sources.check_any_dataset(client_ids, dataset_of)
         return cls.from_client_fn(
             client_ids, lambda name: sources.read_pair(dataset_of(name)), element_spec
         )
@@ -324,7 +324,7 @@ class FederatedDataset:
         """
         if not callable(fn):
             raise TypeError(f"fn must be callable, got {fn!r}.")
-        sources.at_least_one_client(client_ids=client_ids)
+        _require_clients(client_ids=client_ids)
         source = sources.StreamedSource(tuple(client_ids), fn, None)
         return cls(source, client_ids)._declare(element_spec)
 
@@ -439,7 +439,7 @@ class FederatedDataset:
         positions = self._check_positions(positions)
         if len(np.unique(positions)) < len(positions):
             raise ValueError("positions must be distinct, got some repeatedly.")
-        sources.at_least_one_client(positions=positions)
+        _require_clients(positions=positions)
         taken = [self._client_ids[position] for position in positions.tolist()]
         return self._with(self._source.take(positions), taken)
 
@@ -627,16 +627,8 @@ class FederatedDataset:
         return f"<FederatedDataset: {self.num_clients} clients, {kind}>"
 
 
-def _check_any(
-    client_ids: Sequence[Hashable], dataset_of: Callable[[Hashable], tf.data.Dataset]
-) -> None:
-    """Raises TypeError or ValueError if no client's dataset has examples."""
-    wrong: Exception | None = None
-    for client_id in client_ids:
-        try:
-            sources.check_dataset(dataset_of(client_id))
-            return
-        except Exception as error:  # Any client's code may run here.
-            wrong = wrong or error
-    if isinstance(wrong, nests.SAFE_ERRORS):
-        raise wrong
+def _require_clients(**given: Sized) -> None:
+    """Raises ValueError, naming the argument, where clients are none."""
+    ((name, value),) = given.items()
+    if not len(value):
+        raise ValueError(f"{name} must hold at least one client, got none.")

@@ -20,7 +20,6 @@ from collections.abc import (
     Iterator,
     Mapping,
     Sequence,
-    Sized,
 )
 from typing import TYPE_CHECKING, ClassVar
 
@@ -512,13 +511,6 @@ def name_client(client_id: Hashable) -> Iterator[None]:
         raise type(error)(f"Client {client_id!r}: {error}") from error
 
 
-def at_least_one_client(**checked: Sized) -> None:
-    """Raises ValueError, naming the argument, where clients are none."""
-    ((name, value),) = checked.items()
-    if not len(value):
-        raise ValueError(f"{name} must hold at least one client, got none.")
-
-
 def row_table(
     indices: Sequence[ArrayLike] | np.ndarray, num_rows: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -581,6 +573,21 @@ def check_dataset(dataset: tf.data.Dataset) -> None:
             lambda leaf: tf.TensorSpec(leaf.shape[1:], leaf.dtype), spec
         )
     held_spec(spec)
+
+
+def check_any_dataset(
+    client_ids: Sequence[Hashable], dataset_of: Callable[[Hashable], tf.data.Dataset]
+) -> None:
+    """Raises TypeError or ValueError if no client's dataset has examples."""
+    wrong: Exception | None = None
+    for client_id in client_ids:
+        try:
+            check_dataset(dataset_of(client_id))
+            return
+        except Exception as error:  # Any client's code may run here.
+            wrong = wrong or error
+    if isinstance(wrong, nests.SAFE_ERRORS):
+        raise wrong
 
 
 def read_pair(dataset: tf.data.Dataset) -> tuple[nests.Nest, nests.Nest]:

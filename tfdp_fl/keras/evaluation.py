@@ -549,7 +549,7 @@ def _check(fed: FederatedTraining) -> account_lib.PrivacyAccount:
 
 def _ask(fed: FederatedTraining, charge: charge_lib.RoundCharge) -> None:
     """Raises ValueError if a release beside the rounds cannot be paid for."""
-    _check(fed).central.with_charges(charge)  # Of the same neighbouring relation.
+    _check(fed).central.require_relation(charge.relation)
     for callback in fed.federated_callbacks:
         callback.check_release(charge)
 

@@ -350,7 +350,7 @@ class PrivateSearch:
             if ledger is not None:
                 account.keep_ledger(_LEDGER, ledger, run="a search's ledger")
                 account.refresh()
-                account.central.with_charges(charge)  # Or raises, unwritten.
+                account.central.require_relation(charge.relation)
                 directory.write(state)  # Whatever is charged can be resumed.
             paid = account.charge(
                 charge,
