@@ -165,18 +165,14 @@ class LocalAccount:
         """The largest sum of mu^2 over the clients."""
         return self._most
 
-    def max_mu_squared_after(self, positions: np.ndarray, mu_squared: float) -> float:
-        """Returns what `max_mu_squared` would be after `add`."""
-        return self._most_after(positions, mu_squared)
-
-    def _most_after(
+    def max_mu_squared_after(
         self,
         positions: np.ndarray,
         mu_squared: float,
         limit: int | None = None,
         whole_passes: int = 0,
     ) -> float:
-        """Returns the largest sum after releases; above the limit a client sits out."""
+        """Returns `max_mu_squared` after releases; above a limit a client sits out."""
         members, times = np.unique(positions, return_counts=True)
         if whole_passes:
             more = np.full(self.num_clients, whole_passes)
@@ -229,7 +225,9 @@ class LocalAccount:
           whole_passes: How often every client takes part besides.
         """
         drawn = np.concatenate([np.zeros(0, np.int64), *cohorts])
-        return self._most_after(drawn, mu_squared, max_participations, whole_passes)
+        return self.max_mu_squared_after(
+            drawn, mu_squared, max_participations, whole_passes
+        )
 
     def max_mu_squared_after_draws(
         self,

@@ -346,13 +346,13 @@ Strategy: TypeAlias = BandedToeplitz | BLT
 _BY_WORD: Json = {"banded": BandedToeplitz, "blt": BLT}
 
 
-def check_strategy(**check_strategy: Strategy | str) -> Strategy:
+def check_strategy(**given: Strategy | str) -> Strategy:
     """Returns a strategy, or what a text stands for, or raises.
 
     The text is "blt" or "banded", with a colon and the number of buffers or of bands,
     as in "blt:2".
     """
-    ((name, value),) = check_strategy.items()
+    ((name, value),) = given.items()
     if isinstance(value, Strategy):
         return value
     word, colon, number = str(value).partition(":")

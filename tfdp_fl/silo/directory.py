@@ -23,7 +23,7 @@ import fcntl
 import hashlib
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -197,7 +197,7 @@ class SiloDirectory:
         data = checkpoint.to_bytes({"payload": message.payload, "answer": answer})
         checkpoint.write_atomically(self._answer_file(message.key), data)
 
-    def check_settings(self, settings: Mapping[str, Json]) -> None:
+    def check_settings(self, settings: Json) -> None:
         """Raises SiloChangedError unless what `build` returns is as it was."""
         before = self.state["settings"]
         if before is None:
