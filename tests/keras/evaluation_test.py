@@ -382,7 +382,7 @@ def test_what_cannot_be_written_or_afforded_is_not_released(ledger):
     os.unlink(ledger.path)
     ledger.path.mkdir()
     unwritten = pytest.raises((accounting.LedgerError, OSError))
-    with mock.patch.object(PrivateMetrics, "released") as released, unwritten:
+    with mock.patch.object(PrivateMetrics, "release") as released, unwritten:
         _evaluated(fed)
     released.assert_not_called()
     fed = toy.private(3.0, 3, ["accuracy"])
