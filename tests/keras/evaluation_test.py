@@ -361,7 +361,7 @@ def test_the_line_comes_first_and_the_run_goes_on(tmp_path, ledger):
     fed, order = _trained("shuffled", rounds=0), []
     toy.fit(fed, 2, [ledger])
     released = lambda *_: order.append(_told(ledger))  # noqa: E731
-    with mock.patch.object(PrivateMetrics, "released", released):
+    with mock.patch.object(PrivateMetrics, "release", released):
         _evaluated(fed)
     after = fed.epsilon(_DELTA)
     assert order == [after]
