@@ -196,7 +196,7 @@ def check(definition: tf.compat.v1.GraphDef, layers: Iterable[str] = ()) -> None
         )
 
 
-def _is_empty_constant(node: Any) -> bool:
+def _is_empty_constant(node: tf.compat.v1.NodeDef) -> bool:
     if node.op != "Const":  # Asking a node for an attribute would give it one.
         return False
     shape = node.attr["value"].tensor.tensor_shape
