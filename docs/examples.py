@@ -161,7 +161,7 @@ print(contents.head, len(contents.entries), contents.epsilon(delta=5e-3))
 from tfdp_fl import accounting
 
 facts = accounting.StatementFacts(
-    guarantee="central", mechanism="mine", epsilon_rdp=lambda delta: 1.0
+    trust_model="central", mechanism="mine", epsilon_rdp=lambda delta: 1.0
 )
 print(accounting.privacy_statement(facts, 1e-5))
 budget = accounting.PrivacyBudget(epsilon=2.0, delta=1e-5)

@@ -137,7 +137,7 @@ def load(name: str) -> Data:
         features = "oriented_gradients"
         chosen = {"dataset": name, "num_clients": 1000, "input_features": features}
         chosen["data_path"] = os.environ["TFDP_FL_DATA"] + "/mnist.npz"
-    task = tasks.load_task(Settings(**chosen).resolved())
+    task = tasks.load_task(Settings(**chosen).resolve())
     x, y = task.test
     halves = (x[::2], y[::2]), (x[1::2], y[1::2])
     if name == "mnist":
@@ -211,12 +211,12 @@ def geyer(k: int, trials: float, seeds: int):
     base = {**config["base"], "noise_multiplier": 1.0}
     base.pop("target_epsilon")
     settings = Settings(**base)
-    unseen = tasks.load_task(settings.resolved()).test
+    unseen = tasks.load_task(settings.resolve()).test
     held_out = {"validation_examples": 6000}
     if k == 100:  # All other images are the clients'.
         held_out["examples_per_client"] = 540
     settings = dataclasses.replace(settings, **held_out)
-    task = tasks.load_task(settings.resolved())
+    task = tasks.load_task(settings.resolve())
     data = Data(
         task.clients,
         task.test,

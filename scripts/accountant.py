@@ -127,7 +127,8 @@ def _print_ledger(delta: float) -> None:
     table = [
         ["ledger", _LEDGER.value[-66:]],
         ["mechanism", mechanism.get("name", "-")],
-        ["guarantee", mechanism.get("guarantee", "-")],
+        ["trust model", mechanism.get("trust_model", "-")],
+        ["privacy unit", contents.header.get("privacy_unit", "-")],
         ["runs", str(len(contents.by_run()))],
         ["rounds", str(len(sizes))],
         ["cohort sizes", f"{min(sizes)} to {max(sizes)}" if sizes else "-"],

@@ -134,14 +134,14 @@ def _print_result(result: dict, output_dir: str) -> None:
         f"{result['seconds']:.0f} s"
         + (f" ({result['stopped']})." if result["stopped"] else ".")
     )
-    if result["guarantee"] == "none":
+    if result["trust_model"] == "none":
         print("Epsilon:  none; there is no privacy guarantee.")
     else:
         whom = {
-            "central": "for each client, of the trained model",
-            "local": "for each client, of what it sends",
-            "record": "for each example, of what its client sends",
-        }[result["guarantee"]]
+            ("central", "client"): "for each client, of the trained model",
+            ("local", "client"): "for each client, of what it sends",
+            ("local", "record"): "for each example, of what its client sends",
+        }[result["trust_model"], result["privacy_unit"]]
         print(
             f"Epsilon:  {_up(result['epsilon'])} at delta = "
             f"{accounting.upwards(result['delta'])} "

@@ -36,7 +36,7 @@ def test_numbers(check, good, bad):
 
 
 def _checked(schedule):
-    return schedules.checked(schedule, _validate.positive, "clients_per_round")
+    return schedules.check_schedule(schedule, _validate.positive, "clients_per_round")
 
 
 def test_the_value_of_a_round():
@@ -70,10 +70,10 @@ def test_a_callable_is_asked_once_for_each_round_and_gives_a_number():
         asked.append(t)
         return float(len(asked))
 
-    schedule = schedules.fixed(impure)
+    schedule = schedules.fix(impure)
     assert [schedule(t) for t in (0, 4, 0, 4)] == [1, 2, 1, 2]
     assert asked == [0, 4]
-    assert schedules.fixed(schedule) is schedule
+    assert schedules.fix(schedule) is schedule
     assert schedules.value_at(schedule, 4, "m") == 2.0
     for value in (None, "3", True, [1.0]):
         with pytest.raises(TypeError, match="m must give a number"):
@@ -86,11 +86,11 @@ def test_a_callable_is_asked_once_for_each_round_and_gives_a_number():
 def test_readers_see_the_old_file_until_the_new_one_is_whole(tmp_path, sync):
     path = tmp_path / "file.txt"
     _files.write_text(path, "old")
-    with pytest.raises(KeyboardInterrupt), _files.replacing(path, sync=sync) as file:
+    with pytest.raises(KeyboardInterrupt), _files.replace_file(path, sync=sync) as file:
         file.write(b"half")
         raise KeyboardInterrupt
     assert path.read_text() == "old"
-    with _files.replacing(path, sync=sync) as file:
+    with _files.replace_file(path, sync=sync) as file:
         file.write(b"ne")
         file.flush()
         assert path.read_text() == "old"

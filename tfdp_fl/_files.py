@@ -16,7 +16,7 @@ TEMPORARY = ".writing-"
 
 
 @contextlib.contextmanager
-def replacing(
+def replace_file(
     path: str | os.PathLike[str], *, mode: int = 0o666, sync: bool = False
 ) -> Iterator[BinaryIO]:
     """Opens a file that takes the place of another once it is written.
@@ -55,7 +55,7 @@ def replacing(
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Replaces a file's content by a text, in UTF-8."""
-    with replacing(path) as file:
+    with replace_file(path) as file:
         file.write(text.encode())
 
 

@@ -77,7 +77,7 @@ else:
 
 
 @contextlib.contextmanager
-def needed(distribution: str, what: str) -> Iterator[None]:
+def explain_missing(distribution: str, what: str) -> Iterator[None]:
     """Says what to install if an import of the block finds no package.
 
     Args:

@@ -23,13 +23,13 @@ def _one(checked: Json) -> tuple[str, Any]:
 def _number(
     checked: Json,
     allowed: str,
-    is_allowed: Callable[[Any], bool],
+    is_allowed: Callable[[float], bool],
     kind: Any = numbers.Real,
 ) -> Any:
     """Returns a number of a kind of which something holds, or raises."""
     name, value = _one(checked)
     if isinstance(value, bool) or not isinstance(value, kind):
-        raise TypeError(f"{name} must be {allowed}, got {_shown(value)}.")
+        raise TypeError(f"{name} must be {allowed}, got {_show(value)}.")
     try:
         number = int(value) if kind is numbers.Integral else float(value)
         if is_allowed(number):
@@ -39,32 +39,32 @@ def _number(
     raise ValueError(f"{name} must be {allowed}, got {value!r}.")
 
 
-def positive(**checked: Any) -> float:
+def positive(**checked: object) -> float:
     """Returns a finite number greater than zero, or raises."""
     return _number(checked, "a positive number", lambda n: 0 < n < math.inf)
 
 
-def non_negative(**checked: Any) -> float:
+def non_negative(**checked: object) -> float:
     """Returns a finite number of at least zero, or raises."""
     return _number(checked, "a number of at least 0", lambda n: 0 <= n < math.inf)
 
 
-def finite(**checked: Any) -> float:
+def finite(**checked: object) -> float:
     """Returns a finite number, or raises."""
     return _number(checked, "a finite number", math.isfinite)
 
 
-def inside_unit_interval(**checked: Any) -> float:
+def inside_unit_interval(**checked: object) -> float:
     """Returns a number strictly between 0 and 1, or raises."""
     return _number(checked, "a number strictly between 0 and 1", lambda n: 0 < n < 1)
 
 
-def probability(**checked: Any) -> float:
+def probability(**checked: object) -> float:
     """Returns a number from 0 to 1, both included, or raises."""
     return _number(checked, "a number from 0 to 1", lambda n: 0 <= n <= 1)
 
 
-def positive_integer(**checked: Any) -> int:
+def positive_integer(**checked: object) -> int:
     """Returns an integer of at least 1 that TensorFlow can hold, or raises."""
     return _number(
         checked,
@@ -74,20 +74,20 @@ def positive_integer(**checked: Any) -> int:
     )
 
 
-def non_negative_integer(**checked: Any) -> int:
+def non_negative_integer(**checked: object) -> int:
     """Returns an integer of at least 0, or raises."""
     return _number(
         checked, "an integer of at least 0", lambda n: n >= 0, numbers.Integral
     )
 
 
-def one_of(allowed: Iterable[Any], **checked: Any) -> Any:
+def one_of(allowed: Iterable[object], **checked: Any) -> Any:
     """Returns a value that is among `allowed`, or raises."""
     name, value = _one(checked)
     allowed = tuple(allowed)
     if value not in allowed:
         choices = ", ".join(repr(choice) for choice in allowed)
-        raise ValueError(f"{name} must be one of {choices}, got {_shown(value)}.")
+        raise ValueError(f"{name} must be one of {choices}, got {_show(value)}.")
     return value
 
 
@@ -97,11 +97,11 @@ def instance_of(types: type | tuple[type, ...], **checked: Any) -> Any:
     if not isinstance(value, types):
         types = types if isinstance(types, tuple) else (types,)
         names = " or ".join(type_.__name__ for type_ in types)
-        raise TypeError(f"{name} must be a {names}, got {_shown(value)}.")
+        raise TypeError(f"{name} must be a {names}, got {_show(value)}.")
     return value
 
 
-def _shown(value: Any) -> str:
+def _show(value: object) -> str:
     """Returns a value in bounded length; of what may hold examples, the type."""
     if not isinstance(value, bool | int | float | str | type | None):
         return f"a {type(value).__name__}"

@@ -35,7 +35,7 @@ from tfdp_fl._lazy_tf import tf
 from tfdp_fl.accounting import Charge
 from tfdp_fl.mechanisms import cohort_query, noise
 from tfdp_fl.mechanisms.contribution import ClientContext, Contribution, RoundState
-from tfdp_fl.terms import Guarantee, NoiseSite
+from tfdp_fl.terms import NoiseSite, TrustModel
 
 Drawn = Any  # A `sampling.Cohort`, or what else has a `participation`.
 Pending = Any  # What came back, and nobody has seen.
@@ -140,7 +140,7 @@ def release(
       InvalidArgumentError: The noise is less than what was charged for.
     """
     mechanism, weight = query.mechanism, total.weight
-    if mechanism.guarantee == Guarantee.CENTRAL:
+    if mechanism.trust_model == TrustModel.CENTRAL:
         checked = query.check_noise(state, charged)
         total = cohort_query.after_assertions(checked, total)
         weight = query.deployment.expected_weight(state.clients_per_round)

@@ -17,7 +17,7 @@ from scipy import stats
 from tfdp_fl import _validate, engine
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import gaussian_epsilon, upwards
-from tfdp_fl.terms import Guarantee, Sampling
+from tfdp_fl.terms import Sampling, TrustModel
 
 __all__ = ["CanaryAudit", "Estimate", "Scores"]
 
@@ -98,7 +98,7 @@ class CanaryAudit:
             )
         query = cohort_engine.query
         if (
-            query.mechanism.guarantee != Guarantee.CENTRAL
+            query.mechanism.trust_model != TrustModel.CENTRAL
             or not query.only_scales
             or cohort_engine.collects_records
         ):
@@ -130,13 +130,13 @@ class CanaryAudit:
           pending: The round, collected and not released.
           charge: What it costs: it tells how the cohort was drawn.
         """
-        query, spec = self._required().query, self._required().update_spec
+        query, spec = self._require_engine().query, self._require_engine().update_spec
         params = query.derive_sample_params(pending.state)
         norm = tf.cast(query.l2_norm_bound(pending.state), tf.float32)
         scale = query.mechanism.contribution_of_norm(
             norm, tf.constant(True), params
         ).update
-        drawn = self._drawn(charge)
+        drawn = self._draw(charge)
         length = float(scale * norm)
         direction = self._canaries.sum_of(drawn) * length
         times = np.zeros(self.num_canaries)
@@ -149,7 +149,7 @@ class CanaryAudit:
             )
         )
 
-    def released(self) -> None:
+    def observe_release(self) -> None:
         """Looks at the model, after a round was released."""
         if self._pending is None:
             return
@@ -240,17 +240,17 @@ class CanaryAudit:
 
     # Details.
 
-    def _required(self) -> engine.CohortEngine:
+    def _require_engine(self) -> engine.CohortEngine:
         if self._engine is None:
             raise ValueError("audit must have begun.")
         return self._engine
 
     def _weights(self) -> np.ndarray:
         """Returns what updates are about, float64 [d]."""
-        variables = [each.numpy() for each in self._required().server.variables]
+        variables = [each.numpy() for each in self._require_engine().server.variables]
         return np.concatenate([each.astype(np.float64).ravel() for each in variables])
 
-    def _drawn(self, charge: charge_lib.RoundCharge) -> np.ndarray:
+    def _draw(self, charge: charge_lib.RoundCharge) -> np.ndarray:
         """Draws the canaries of a round, each as a client is drawn."""
         size, population = charge.clients_per_round, charge.num_clients
         if charge.pass_index is not None and charge.pass_offset is not None:
@@ -270,7 +270,7 @@ class CanaryAudit:
         if not charge.sampling.startswith("cyclic"):
             return np.flatnonzero(drawn < chance)
         # Each is in one of b groups, which take part in turn.
-        groups = self._required().query.mechanism.min_separation
+        groups = self._require_engine().query.mechanism.min_separation
         groups = groups or max(1, int(population // size))
         if "groups" not in self._places:
             self._places["groups"] = self._rng.integers(groups, size=self.num_canaries)

@@ -9,15 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp_fl.terms import Json
 
+if TYPE_CHECKING:
+    from tfdp_fl.datasets.nests import Nest
+
 IS_KERAS_3 = hasattr(tf.keras, "ops")
+
+# Keras has no types. A `keras.Variable` of Keras 3, a `tf.Variable` of Keras 2.
+KerasVariable: TypeAlias = Any
+# What `compile` takes as loss, metrics or weights: a name, a function, an object of
+# Keras's, or a nest of these, one for each output.
+CompileArgument: TypeAlias = Any
+# What Keras makes of the losses, its private `CompileLoss`.
+CompiledLoss: TypeAlias = Any
 
 # Earlier ones keep a compiled model's losses in another way.
 _OLDEST = (3, 8)
@@ -55,7 +66,7 @@ def check_installed() -> None:
         )
 
 
-def is_of_keras(function: Any) -> bool:
+def is_of_keras(function: object) -> bool:
     """Returns True for a function or class that Keras itself defines."""
     return (getattr(function, "__module__", None) or "").startswith("keras.")
 
@@ -63,23 +74,25 @@ def is_of_keras(function: Any) -> bool:
 # Models and layers.
 
 
-def tf_variable(variable: Any) -> tf.Variable:
+def tf_variable(variable: KerasVariable) -> tf.Variable:
     """Returns the `tf.Variable` of one of Keras's variables."""
     # `value` is a cast of it where Keras computes in another dtype.
     return getattr(variable, "_value", variable) if IS_KERAS_3 else variable
 
 
-def tf_variables(variables: Any) -> list[tf.Variable]:
+def tf_variables(variables: Iterable[KerasVariable]) -> list[tf.Variable]:
     """Returns the `tf.Variable`s of Keras's variables."""
     return [tf_variable(variable) for variable in variables]
 
 
-def values_of(variables: Any) -> list[np.ndarray]:
+def values_of(variables: Iterable[KerasVariable]) -> list[np.ndarray]:
     """Returns the values of Keras's variables."""
     return [variable.numpy() for variable in tf_variables(variables)]
 
 
-def layers_of(model: tf.keras.Model, include_self: bool = False) -> list[Any]:
+def layers_of(
+    model: tf.keras.Model, include_self: bool = False
+) -> list[tf.keras.layers.Layer]:
     """Returns all layers, those inside others as well, in a fixed order."""
     return list(model._flatten_layers(include_self=include_self))
 
@@ -101,7 +114,7 @@ def has_adapted_weights(layer: tf.keras.layers.Layer) -> bool:
     )
 
 
-def inputs_of(model: tf.keras.Model) -> Any:
+def inputs_of(model: tf.keras.Model) -> Nest:
     """Returns the nest of a model's symbolic inputs; None if it does not know them."""
     name = "_inputs_struct" if IS_KERAS_3 else "_nested_inputs"
     nest = getattr(model, name, None)
@@ -110,7 +123,9 @@ def inputs_of(model: tf.keras.Model) -> Any:
     return nest[0] if isinstance(nest, list | tuple) and len(nest) == 1 else nest
 
 
-def embedding_inputs(model: tf.keras.Model) -> list[tuple[Any, Any]]:
+def embedding_inputs(
+    model: tf.keras.Model,
+) -> list[tuple[tf.keras.layers.Embedding, tf.Tensor]]:
     """Returns a model's embeddings, and the symbolic tensor that each looks up."""
     found = []
     for layer in layers_of(model) if IS_KERAS_3 else ():
@@ -121,16 +136,18 @@ def embedding_inputs(model: tf.keras.Model) -> list[tuple[Any, Any]]:
     return found
 
 
-def own_random_state(model: tf.keras.Model) -> list[Any]:
+def own_random_state(model: tf.keras.Model) -> list[KerasVariable]:
     """Returns the states of the generators of random layers, Keras's variables."""
-    found: dict[int, Any] = {}
+    found: dict[int, KerasVariable] = {}
     for layer in layers_of(model, include_self=True):
         for generator in layer._seed_generators:
             found.setdefault(id(generator.state), generator.state)
     return list(found.values())
 
 
-def stateless(mapping: list[tuple[Any, tf.Tensor]]) -> Any:
+def stateless(
+    mapping: list[tuple[KerasVariable, tf.Tensor]],
+) -> tf.keras.StatelessScope:
     """Returns a scope in which Keras's variables have the values given.
 
     What is assigned there stays in the scope (`get_current_value`).
@@ -168,11 +185,11 @@ def weights_kept(model: tf.keras.Model) -> Iterator[None]:
 
 def compiled_loss_and_metrics(
     model: tf.keras.Model,
-    loss: Any,
-    metrics: Any,
-    loss_weights: Any,
-    weighted_metrics: Any,
-) -> tuple[Any, Any]:
+    loss: CompileArgument,
+    metrics: CompileArgument,
+    loss_weights: CompileArgument,
+    weighted_metrics: CompileArgument,
+) -> tuple[CompiledLoss | None, tf.keras.metrics.Metric]:
     """Returns what Keras's `compile` makes of its arguments."""
     from keras.src.trainers import compile_utils
 
@@ -185,9 +202,9 @@ def compiled_loss_and_metrics(
     )
 
 
-def own_metrics(model: tf.keras.Model) -> list[Any]:
+def own_metrics(model: tf.keras.Model) -> list[tf.keras.metrics.Metric]:
     """Returns the metrics that a model and its layers hold, and not `compile`."""
-    found: dict[int, Any] = {}
+    found: dict[int, tf.keras.metrics.Metric] = {}
     for layer in layers_of(model, include_self=True):
         for metric in layer._metrics:
             found.setdefault(id(metric), metric)
@@ -195,7 +212,7 @@ def own_metrics(model: tf.keras.Model) -> list[Any]:
 
 
 @contextlib.contextmanager
-def losses_of(model: tf.keras.Model, compiled_loss: Any) -> Iterator[None]:
+def losses_of(model: tf.keras.Model, compiled_loss: CompiledLoss) -> Iterator[None]:
     """Has the model's `compute_loss` use a compiled loss, within the block."""
     before = vars(model).get("_compile_loss")
     vars(model)["_compile_loss"] = compiled_loss
@@ -205,13 +222,15 @@ def losses_of(model: tf.keras.Model, compiled_loss: Any) -> Iterator[None]:
         vars(model)["_compile_loss"] = before
 
 
-def losses_of_rows(loss: Any, label: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
+def losses_of_rows(
+    loss: CompiledLoss, label: tf.Tensor, output: tf.Tensor
+) -> tf.Tensor:
     """Returns a compiled loss of one output before Keras takes the mean."""
     convert = tf.keras.ops.convert_to_tensor
     return loss.call(convert(label, loss.dtype), convert(output, loss.dtype))
 
 
-def loss_options(loss: Any) -> Json:
+def loss_options(loss: tf.keras.losses.Loss | tf.keras.metrics.Metric) -> Json:
     """Returns what a loss or a metric was made with."""
     return {**loss.get_config(), **getattr(loss, "_fn_kwargs", {})}
 
@@ -219,7 +238,7 @@ def loss_options(loss: Any) -> Json:
 class Place(int):
     """The place of a label among all of them; Keras sees the label's shape."""
 
-    shape: Any = None
+    shape: tf.TensorShape | None = None
 
     @classmethod
     def of(cls, place: int, label: tf.Tensor) -> Place:
@@ -230,7 +249,7 @@ class Place(int):
 
 
 def labels_and_outputs(
-    loss: Any, compiled_loss: Any, y: Any, predicted: Any
+    loss: CompileArgument, compiled_loss: CompiledLoss, y: Nest, predicted: Nest
 ) -> list[tuple[tf.keras.losses.Loss, tf.Tensor, tf.Tensor]]:
     """Returns what Keras gives to each loss: labels, an output, and the loss itself.
 
@@ -245,14 +264,16 @@ def labels_and_outputs(
         return found
 
     class Noting(type(compiled_loss)):  # type: ignore[misc]
-        def build(self, y_true: Any, y_pred: Any) -> None:
+        def build(self, y_true: Nest, y_pred: Nest) -> None:
             super().build(y_true, y_pred)
             self._flat_losses[:] = [
                 one._replace(loss=functools.partial(note, one.loss))
                 for one in self._flat_losses
             ]
 
-    def note(loss: Any, label: Any, output: Any, *_: Any) -> tf.Tensor:
+    def note(
+        loss: tf.keras.losses.Loss, label: tf.Tensor, output: tf.Tensor, *_: object
+    ) -> tf.Tensor:
         found.append((label, output, loss))
         return tf.zeros([])
 
@@ -306,7 +327,7 @@ def check_optimizer(optimizer: tf.keras.optimizers.Optimizer) -> None:
         )
 
 
-def learning_rate(optimizer: tf.keras.optimizers.Optimizer) -> Any:
+def learning_rate(optimizer: tf.keras.optimizers.Optimizer) -> tf.Variable | None:
     """Returns the variable that holds the rate; None if it follows a schedule."""
     rate = tf_variable(optimizer._learning_rate)
     return None if callable(rate) else rate  # A schedule is.
@@ -314,7 +335,7 @@ def learning_rate(optimizer: tf.keras.optimizers.Optimizer) -> Any:
 
 def stateless_optimizer(
     optimizer: tf.keras.optimizers.Optimizer, variables: list[tf.Variable]
-) -> Any:
+) -> tf.keras.optimizers.Optimizer:
     """Returns a copy of an optimizer of Keras 3 with a `stateless_apply`.
 
     Keras refuses that on TensorFlow, where its optimizers assign by TensorFlow's
@@ -327,7 +348,7 @@ def stateless_optimizer(
         for method, function in kinds["TFOptimizer"].items()
         if callable(function) and method in base and method != "__init__"
     }
-    kind: Any = type(
+    kind: type[tf.keras.optimizers.Optimizer] = type(
         f"Stateless{type(optimizer).__name__}", (type(optimizer),), original
     )
     tried = kind.from_config(optimizer.get_config())

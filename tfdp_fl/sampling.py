@@ -92,10 +92,10 @@ def expected_sizes(
         return clients_per_round
 
     def size(m: float) -> float:
-        m = charge_lib.checked_size(m, num_clients, fractional=True)
+        m = charge_lib.check_size(m, num_clients, fractional=True)
         return num_clients / charge_lib.rounds_per_pass(num_clients, m)
 
-    given = schedules.fixed(clients_per_round)
+    given = schedules.fix(clients_per_round)
     if callable(given):
         return lambda t: size(schedules.value_at(given, t, "clients_per_round"))
     return (
@@ -105,7 +105,7 @@ def expected_sizes(
     )
 
 
-def _frozen(positions: np.ndarray) -> np.ndarray:
+def _freeze(positions: np.ndarray) -> np.ndarray:
     positions.setflags(write=False)
     return positions
 
@@ -185,8 +185,8 @@ class CohortSampler(abc.ABC):
         self._order: tuple[tuple[int, ...], np.ndarray] | None = None
         # Names that order or those groups. Public, and says nothing of them.
         self._partition = secrets.token_hex(8)
-        self._clients_per_round = schedules.checked(
-            clients_per_round, self._checked, "clients_per_round"
+        self._clients_per_round = schedules.check_schedule(
+            clients_per_round, self._check_size, "clients_per_round"
         )
 
     @property
@@ -225,7 +225,7 @@ class CohortSampler(abc.ABC):
                 "(sampler.unsettled)."
             )
         self.unsettled = Cohort(
-            positions=_frozen(self._draw(self.next_round)),
+            positions=_freeze(self._draw(self.next_round)),
             participation=self.participation(self.next_round),
             round_index=self.next_round,
             draw_id=secrets.token_hex(8),
@@ -384,19 +384,19 @@ class CohortSampler(abc.ABC):
         drawn = state["unsettled"]
         if drawn is not None:
             self.unsettled = Cohort(
-                positions=_frozen(np.array(drawn["positions"], np.int64)),
+                positions=_freeze(np.array(drawn["positions"], np.int64)),
                 participation=charge_lib.Participation(**drawn["participation"]),
                 round_index=self.next_round,
                 draw_id=drawn["draw_id"],
             )
 
-    def _checked(self, clients_per_round: Any) -> float:
-        return charge_lib.checked_size(
+    def _check_size(self, clients_per_round: Any) -> float:
+        return charge_lib.check_size(
             clients_per_round, self.num_clients, self._fractional_sizes
         )
 
     def _nominal_size(self, round_index: int) -> float:
-        return self._checked(
+        return self._check_size(
             schedules.value_at(
                 self._clients_per_round, round_index, "clients_per_round"
             )
@@ -493,10 +493,10 @@ class PassSampler(CohortSampler):
 
     def _draw(self, round_index: int) -> np.ndarray:
         """See base class."""
-        return self.planned(round_index)
+        return self.plan_cohort(round_index)
 
     @abc.abstractmethod
-    def planned(self, round_index: int) -> np.ndarray:
+    def plan_cohort(self, round_index: int) -> np.ndarray:
         """Returns who is in a round, int64 [size]; the key tells it beforehand."""
 
     def split(self, rounds: range) -> tuple[range, int, range]:
@@ -564,9 +564,9 @@ class RandomAllocationSampler(PassSampler):
         """See base class."""
         begin = self._place(round_index)["pass_index"]
         self._salt = self._salt_of(begin)
-        return self.planned(round_index)
+        return self.plan_cohort(round_index)
 
-    def planned(self, round_index: int) -> np.ndarray:
+    def plan_cohort(self, round_index: int) -> np.ndarray:
         """See base class."""
         place = self._place(round_index)
         begin, t = (
@@ -669,7 +669,7 @@ class ShuffledSampler(PassSampler):
         super().__init__(num_clients, clients_per_round, seed)
         self._cohorts = charge_lib.PassCohorts(num_clients, self._clients_per_round)
 
-    def planned(self, round_index: int) -> np.ndarray:
+    def plan_cohort(self, round_index: int) -> np.ndarray:
         """See base class."""
         index, start, stop = self._cohorts.cohort(round_index)
         order = self._permutation(_STREAM, index)

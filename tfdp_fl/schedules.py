@@ -6,7 +6,7 @@ cohort size m_t and the noise sigma_t.
 
 What is released and what is charged must be the same number, also where a
 callable is random or reads a variable. So mechanisms and samplers keep
-`fixed(schedule)`, which asks the callable once for each round.
+`fix(schedule)`, which asks the callable once for each round.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OncePerRound:
         return self._values[round_index]
 
 
-def fixed(schedule: Schedule) -> Schedule:
+def fix(schedule: Schedule) -> Schedule:
     """Returns a schedule that gives every round one value for good.
 
     A callable becomes a `OncePerRound`, a list a tuple; what is fixed already
@@ -82,8 +82,10 @@ def value_at(schedule: Schedule, round_index: int, name: str) -> float:
     return value
 
 
-def checked(schedule: Schedule, check: Callable[..., float], name: str) -> Schedule:
-    """Returns a `fixed` schedule whose values passed a check.
+def check_schedule(
+    schedule: Schedule, check: Callable[..., float], name: str
+) -> Schedule:
+    """Returns a `fix` schedule whose values passed a check.
 
     A callable is checked for round 0 here and for every other round when its
     value is used.
@@ -94,7 +96,7 @@ def checked(schedule: Schedule, check: Callable[..., float], name: str) -> Sched
       name: The argument that the schedule came from.
     """
     if callable(schedule):
-        schedule = fixed(schedule)
+        schedule = fix(schedule)
         check(**{name: value_at(schedule, 0, name)})
         return schedule
     if isinstance(schedule, Sequence) and not isinstance(schedule, str):
@@ -102,5 +104,5 @@ def checked(schedule: Schedule, check: Callable[..., float], name: str) -> Sched
             raise ValueError(f"{name} must hold one value a round, got none.")
         return tuple(check(**{name: value}) for value in schedule)
     if hasattr(schedule, "tolist") and getattr(schedule, "ndim", 0) == 1:
-        return checked(schedule.tolist(), check, name)
+        return check_schedule(schedule.tolist(), check, name)
     return check(**{name: schedule})

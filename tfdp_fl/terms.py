@@ -22,13 +22,19 @@ class Term(str, enum.Enum):
         return repr(self.value)
 
 
-class Guarantee(Term):
-    """What is protected, against whom."""
+class TrustModel(Term):
+    """Against whom a guarantee holds."""
 
-    CENTRAL = "central"  # A client; the server is trusted.
-    LOCAL = "local"  # A client; nobody is trusted.
-    RECORD = "record"  # One example, not a client.
-    NONE = "none"
+    CENTRAL = "central"  # The server is trusted, and noises.
+    LOCAL = "local"  # Nobody is: what leaves a client has its noise.
+    NONE = "none"  # No guarantee.
+
+
+class PrivacyUnit(Term):
+    """What is protected as a whole."""
+
+    CLIENT = "client"  # All data of a client.
+    RECORD = "record"  # One example of a client's.
 
 
 class NoiseSite(Term):

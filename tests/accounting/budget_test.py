@@ -86,7 +86,7 @@ def test_a_local_amount_is_composed_for_the_client_that_spent_most(path):
         (None, (None, _A_TENTH), (charge(z=0.0), None)),
         (None, (charge(), None), (None, _A_TENTH)),
         # A central charge does not buy a local guarantee.
-        ({"guarantee": "local"}, (charge(), _A_TENTH), (charge(), None)),
+        ({"trust_model": "local"}, (charge(), _A_TENTH), (charge(), None)),
     ],
 )
 def test_what_cannot_be_known_is_refused(path, mechanism, first, second):

@@ -114,7 +114,7 @@ def test_an_event_in_json_is_exact_and_hashable():
         np.float32(1.5), [0.0, 1.0], [0.25, 0.75]
     )
     event = dp_accounting.ComposedDpEvent([_G(np.float64(0.1) + 0.2), mixture])
-    event = charge_lib.normalised(event)
+    event = charge_lib.normalise(event)
     again = charge_lib.event_from_json(charge_lib.event_to_json(event))
     assert (again, hash(again)) == (event, hash(event))
     assert again.events[0].noise_multiplier == 0.1 + 0.2

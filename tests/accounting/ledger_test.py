@@ -76,7 +76,7 @@ def test_what_cannot_be_begun_leaves_the_folder_as_it_was(path):
 
 def test_what_is_written_is_read(path):
     mechanism = {"name": "FixedClipping", "clip_norm": 0.1}
-    header = {"unit": "client", "target_epsilon": 8.0, "mechanism": mechanism}
+    header = {"privacy_unit": "client", "target_epsilon": 8.0, "mechanism": mechanism}
     with PrivacyLedger(path, **header) as ledger:
         details = {"clip_norm": np.float32(0.5), "radii": np.array([1.0, 2.0])}
         ledger.record(0, charge(z=0.1 + 0.2), np.int64(97), **details)
@@ -175,7 +175,7 @@ def test_a_guarantee_that_one_round_lacks_is_none(path):
 
 
 def test_another_format_is_refused_and_left_alone(path):
-    name = "tfdp_fl privacy ledger 4"
+    name = "tfdp_fl privacy ledger 5"
     PrivacyLedger(path).close()
     body = {**json.loads(path.read_bytes()), "format": name}
     del body["hash"]
@@ -400,7 +400,7 @@ def test_spending_that_cannot_be(path, open_ledger, local, message):
         open_ledger.record(1, charge(), 5, local=local)
     assert path.read_bytes() == before
     # Nor does a reader believe it.
-    with mock.patch.object(ledger_lib, "checked_local", lambda local, charge: local):
+    with mock.patch.object(ledger_lib, "check_local", lambda local, charge: local):
         open_ledger.record(1, charge(), 5, local=local)
     with pytest.raises(accounting.LedgerTamperedError, match=message):
         read(path)

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from tfdp_fl import accounting, mechanisms  # noqa: F401 - it adds caveats.
 from tfdp_fl.accounting import rounding, statement
 
-_FACTS = {"guarantee": "central", "mechanism": "FixedClipping", "sampling": "poisson"}
+_FACTS = {"trust_model": "central", "mechanism": "FixedClipping", "sampling": "poisson"}
 _FACTS |= {"mechanism_description": "updates are clipped and their sum is noised"}
 _FACTS |= {"mechanism_parameters": {"clip_norm": 0.1, "noise_multiplier": 1.0}}
 _FACTS |= {"num_clients": 1000, "clients_per_round": 100, "cohort_sizes": [97, 103, 88]}
 _FACTS |= {"rounds": 3, "epsilon_rdp": 2.12341, "epsilon_pld": 1.99995}
 _NO_CENTRAL = {"epsilon_rdp": None, "epsilon_pld": None}
-_RECORD = {"guarantee": "record", "mechanism": "NbAFL", "unit": "record"}
-_LOCAL = {"guarantee": "local", "mechanism": "LocalDP", "caveats": ("layers_joint",)}
+_RECORD = {"trust_model": "local", "mechanism": "NbAFL", "privacy_unit": "record"}
+_LOCAL = {"trust_model": "local", "mechanism": "LocalDP", "caveats": ("layers_joint",)}
 _LOCAL |= {"epsilon_local": 9.5, "central_epsilon": 1.25, "max_participations": 4}
 _IMPLIED = {"epsilon_local": 30.0, "implied_epsilon": 10.0, "implied_delta": 0.1691}
 
@@ -135,7 +135,7 @@ def test_nothing_else_formats_an_epsilon_a_delta_or_their_factor():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"guarantee": "none", "mechanism": "NoPrivacy"},
+        {"trust_model": "none", "mechanism": "NoPrivacy"},
         {"epsilon_rdp": math.inf, "epsilon_pld": math.inf},
         _NO_CENTRAL,
     ],
@@ -166,7 +166,7 @@ def test_a_large_delta_is_pointed_out():
 
 
 def test_errors_name_the_argument():
-    wrong = {"guarantee": "strong", "caveats": ("no_such",), "delta": 0.0}
+    wrong = {"trust_model": "strong", "caveats": ("no_such",), "delta": 0.0}
     for name, value in (wrong | {"format": "html"}).items():
         with pytest.raises(ValueError, match=name):
             _text(**{name: value})

@@ -176,7 +176,7 @@ def test_what_a_secure_sum_may_add_is_charged():
     state = plain.create(VECTOR).next(state, VALUES).state
     line = json.loads(state.history.lines[0])
     assert line["enlarged"] == 1.0
-    line["enlarged"] = secure._enlarged(None)
+    line["enlarged"] = secure._enlargement(None)
     assert line["enlarged"] == 1 + 2e-3 + M * 2.0**-23
     history = state.history._replace(lines=np.array([json.dumps(line)], object))
     sizes = {"sampling": "poisson", "num_clients": 8, "clients_per_round": M}

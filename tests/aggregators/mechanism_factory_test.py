@@ -203,13 +203,13 @@ def test_a_clip_that_falls_below_a_secure_sums_rounding():
     plan = {"noise_multiplier": 1.0, "clients_per_round": 4.0, "smallest_clip": 0.25}
     check = state_lib.RoundPlan(**plan, lines="")
     four = tf.constant(4.0)
-    assert check.checked(four, four, four, clip_norm=0.25) == 4
+    assert check.check_size(four, four, four, clip_norm=0.25) == 4
     with pytest.raises(tf.errors.InvalidArgumentError, match="counts beside"):
-        check.checked(four, four, four, clip_norm=0.24)
+        check.check_size(four, four, four, clip_norm=0.24)
     check = state_lib.RoundPlan(**plan, lines="", limits={"update": 5.0})
-    assert check.checked(four, four, four, 0.25, {"update": 0.5}) == 4
+    assert check.check_size(four, four, four, 0.25, {"update": 0.5}) == 4
     with pytest.raises(tf.errors.InvalidArgumentError, match="cut off noise"):
-        check.checked(four, four, four, 0.25, {"update": 0.6})
+        check.check_size(four, four, four, 0.25, {"update": 0.6})
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def _keras(
             assert federated.engine.has_trained_side_by_side
         if at_once:
             assert "batches of 3" in federated.engine.executor
-        central = mechanism.guarantee == "central"
+        central = mechanism.trust_model == "central"
         spent = federated.epsilon(DELTA) if central else None
         return Released(np.stack(moved), spent)
 
@@ -131,7 +131,7 @@ def _tff(mechanism, rounds, clients_per_round):
         )
         state = output.state
         moved.append(np.asarray(output.result, float))
-    if mechanism.guarantee == "central" and mechanism.name != "CorrelatedNoise":
+    if mechanism.trust_model == "central" and mechanism.name != "CorrelatedNoise":
         m = clients_per_round
         sizes = {"num_clients": m, "clients_per_round": m, "delta": DELTA}
         spent = learning.epsilon(state, mechanism, sampling="fixed_size", **sizes)
@@ -148,7 +148,7 @@ def _flower(mechanism, rounds, clients_per_round):
         )
         moved.append(fm.arrays(after)[0] - fm.arrays(record)[0])
         record = after
-    central = mechanism.guarantee == "central"
+    central = mechanism.trust_model == "central"
     spent = strategy.privacy_epsilon(DELTA) if central else None
     return Released(np.stack(moved), spent)
 

@@ -94,7 +94,7 @@ FALLING = [
 @pytest.mark.parametrize("falling", FALLING)
 @pytest.mark.parametrize("rounds", range(1, 13))
 def test_sensitivity_is_that_of_the_worst_pattern(falling, rounds):
-    c = toeplitz.checked(falling)
+    c = toeplitz.check_coefficients(falling)
     dense = references.dense(c, rounds)
     for gap in range(1, rounds + 1):
         worst = references.worst_by_count(dense, gap)

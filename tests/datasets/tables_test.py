@@ -347,9 +347,9 @@ def test_ids_that_differ_have_different_digests_and_alike_ones_are_found():
     plain = ["ann", "ben", "x1", "10", "2.5", "-3", "a_b", "1e5", "0x"]
     assert tables._is_plain([word for word in plain if word != "0x"])
     for word in plain:
-        assert tables._as_read(word) == word or not tables._is_plain([word])
+        assert tables._read_as(word) == word or not tables._is_plain([word])
     assert not tables._is_plain(["ben", ""])
     for odd in ("Ann", " ann", "a nn", "01", "1.0", "+07", "\ufeffann", "a\x01"):
         assert not tables._is_plain(["ben", odd])
         with pytest.warns(RuntimeWarning, match="differ only in"):
-            tables.distinct([odd, tables._as_read(odd), "ben"])
+            tables.distinct([odd, tables._read_as(odd), "ben"])

@@ -14,25 +14,25 @@ from tfdp_fl.experiments.settings import Settings
 def test_defaults_go_together_for_every_mechanism(mechanism, dataset):
     path = __file__ if dataset == "shakespeare" else None
     settings = Settings(dataset=dataset, mechanism=mechanism, data_path=path)
-    resolved = settings.resolved()
+    resolved = settings.resolve()
     for name in ("model", "clients_per_round", "rounds", "batch_size"):
         assert getattr(resolved, name) is not None, name
     assert (resolved.target_epsilon is None) == (mechanism == "none")
-    assert resolved == resolved.resolved()
+    assert resolved == resolved.resolve()
 
 
 def test_what_is_given_is_kept():
     given = Settings(mechanism="local", model="mlp", rounds=7, target_epsilon=3.0)
-    resolved = given.resolved()
+    resolved = given.resolve()
     for name in ("model", "rounds", "target_epsilon"):
         assert getattr(resolved, name) == getattr(given, name)
     assert resolved.units() == (128,)
-    assert Settings(dataset="mnist").resolved().units() == (600, 100)
+    assert Settings(dataset="mnist").resolve().units() == (600, 100)
     # Given noise is not calibrated.
-    resolved = Settings(noise_multiplier="1.5").resolved()
+    resolved = Settings(noise_multiplier="1.5").resolve()
     assert resolved.target_epsilon is None
     assert resolved.schedule("noise_multiplier") == 1.5
-    resolved = Settings(clients_per_round="all", num_clients=37).resolved()
+    resolved = Settings(clients_per_round="all", num_clients=37).resolve()
     assert resolved.clients_per_round == 37
 
 
@@ -82,7 +82,7 @@ _PLAYS = {"dataset": "shakespeare", "data_path": __file__}
 )
 def test_what_does_not_go_together(values, word):
     with pytest.raises((TypeError, ValueError), match=word):
-        Settings(**values).resolved()
+        Settings(**values).resolve()
 
 
 def test_pooled_images_keep_their_norm():

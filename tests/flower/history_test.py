@@ -225,7 +225,7 @@ def test_a_ledger_of_another_relation_is_refused_and_let_go(path):
         _private(ledger=path)
     accounting.PrivacyLedger(path, mode="append").close()
     # A line of others without a charge has no epsilon.
-    central = {"guarantee": "central", "name": "mine"}
+    central = {"trust_model": "central", "name": "mine"}
     with accounting.PrivacyLedger(path.with_name("b"), mechanism=central) as ledger:
         strategy = _private(ledger=ledger)
         _run(strategy, 1)

@@ -266,7 +266,7 @@ def test_noise_has_its_standard_deviation_and_the_sum_is_all_that_is_used():
     values = {n: generator.uniform(*bounds, 500) for n, bounds in _BOUNDS.items()}
     account = accounting.PrivacyAccount("central", 1)
     paid = account.charge(private.charge("poisson", 500), uses=10_002)
-    results = [private.released(values, generator, paid) for _ in range(10_000)]
+    results = [private.release(values, generator, paid) for _ in range(10_000)]
     for name in _BOUNDS:
         means = [each[name]["mean"] for each in results]
         assert abs(np.std(means) / results[0][name]["noise_stddev"] - 1) < 0.05
@@ -275,11 +275,11 @@ def test_noise_has_its_standard_deviation_and_the_sum_is_all_that_is_used():
     assert results[0]["num_clients_stddev"] == pytest.approx(2.5 * 3**0.5)
     total = private.contributions(values).sum(axis=0)
     with mock.patch.object(PrivateMetrics, "contributions", lambda *_: total[None]):
-        one = private.released({}, np.random.default_rng(1), paid)
-    assert one == private.released(values, np.random.default_rng(1), paid)
+        one = private.release({}, np.random.default_rng(1), paid)
+    assert one == private.release(values, np.random.default_rng(1), paid)
     # What was not paid for, or is used up, releases nothing.
     with pytest.raises(accounting.ChargeError, match="a charge of its own"):
-        private.released(values, generator, paid)
+        private.release(values, generator, paid)
 
 
 def test_without_noise_it_is_the_clients_own_and_with_it_each_time_another():
@@ -361,7 +361,7 @@ def test_the_line_comes_first_and_the_run_goes_on(tmp_path, ledger):
     fed, order = _trained("shuffled", rounds=0), []
     toy.fit(fed, 2, [ledger])
     released = lambda *_: order.append(_told(ledger))  # noqa: E731
-    with mock.patch.object(PrivateMetrics, "released", released):
+    with mock.patch.object(PrivateMetrics, "release", released):
         _evaluated(fed)
     after = fed.epsilon(_DELTA)
     assert order == [after]
@@ -382,7 +382,7 @@ def test_what_cannot_be_written_or_afforded_is_not_released(ledger):
     os.unlink(ledger.path)
     ledger.path.mkdir()
     unwritten = pytest.raises((accounting.LedgerError, OSError))
-    with mock.patch.object(PrivateMetrics, "released") as released, unwritten:
+    with mock.patch.object(PrivateMetrics, "release") as released, unwritten:
         _evaluated(fed)
     released.assert_not_called()
     fed = toy.private(3.0, 3, ["accuracy"])

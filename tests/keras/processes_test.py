@@ -84,7 +84,7 @@ def _dies_half_way(fatal: pathlib.Path) -> None:
 
     def wrapped(directory, round_index, state, keep):
         if directory.file(round_index) == fatal:
-            with _files.replacing(fatal, mode=0o600, sync=True) as stream:
+            with _files.replace_file(fatal, mode=0o600, sync=True) as stream:
                 data = checkpoint.to_bytes(state)
                 stream.write(data[: len(data) // 2])
                 stream.flush()

@@ -221,10 +221,10 @@ def test_without_a_seed_it_goes_on_too(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         _fit(first, callbacks=[keeper, toy.at_end(toy.interrupt, 3)])
     assert first.rounds == 4
-    cohorts = [first.run.sampler.planned(t) for t in range(_ROUNDS)]
+    cohorts = [first.run.sampler.plan_cohort(t) for t in range(_ROUNDS)]
     _fit(resumed, callbacks=[keeper], resume_from=tmp_path)
     for t, cohort in enumerate(cohorts):  # The pass goes on in its order.
-        np.testing.assert_array_equal(cohort, resumed.run.sampler.planned(t))
+        np.testing.assert_array_equal(cohort, resumed.run.sampler.plan_cohort(t))
     # The same model object resumes as well; a finished run has nothing left to do.
     _fit(first, resume_from=tmp_path)
     assert first.rounds == resumed.rounds == _ROUNDS

@@ -67,7 +67,7 @@ def test_a_central_guarantee():
     fit = {"validation_data": toy.arrays(20)}
     fed = _trained(sampling="poisson", rounds=3, delta=_DELTA, fit=fit)
     facts, sizes = fed.privacy_statement(format="dict"), fed.run.cohort_sizes
-    assert (facts["unit"], facts["relation"]) == ("client", "ADD_OR_REMOVE_ONE")
+    assert (facts["privacy_unit"], facts["relation"]) == ("client", "ADD_OR_REMOVE_ONE")
     assert (facts["rounds"], facts["num_clients"]) == (3, toy.NUM_CLIENTS)
     assert facts["cohort_sizes"]["max"] == max(sizes)
     assert facts["clients_per_round"]["min"] == 20
@@ -91,7 +91,7 @@ def test_a_local_guarantee_is_not_called_central():
     )
     fed = _trained(mechanism, 2, sampling="fixed_size")
     facts = fed.privacy_statement(_DELTA, "dict")
-    assert (facts["guarantee"], facts["epsilon_rdp"]) == ("local", None)
+    assert (facts["trust_model"], facts["epsilon_rdp"]) == ("local", None)
     assert facts["epsilon"] == fed.epsilon(_DELTA)
     assert facts["max_participations"] == 2
     assert facts["caveats"].keys() >= {
@@ -116,7 +116,7 @@ def test_nbafl_is_per_record():
     mechanism = tfdp_fl.NbAFL(epsilon=50.0, constant=3.0, weight_clip=10.0)
     fed = _trained(mechanism)  # 40 clients of 10 records.
     facts = fed.privacy_statement(_DELTA, "dict")
-    assert (facts["unit"], facts["implied_epsilon"]) == ("record", 50.0)
+    assert (facts["privacy_unit"], facts["implied_epsilon"]) == ("record", 50.0)
     assert facts["implied_delta"] == pytest.approx(0.0139, abs=5e-5)
     assert "per_record" in facts["caveats"]
     for delta, large in ((1 / 100, True), (1 / 500, False)):

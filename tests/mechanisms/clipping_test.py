@@ -105,7 +105,7 @@ def test_a_weight_makes_no_factor_larger():
     fixed = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=0.0)
     one = fixed.contribution_of_norm(norm, norm > 0, round_)
     counted = _NUM_EXAMPLES(cap=3.0).weight(4 * rng.random(10**6))
-    less = one.weighted(counted)
+    less = one.scale_by(counted)
     assert np.all(less.update <= one.update)
     np.testing.assert_array_equal(less.norm, one.norm)
     np.testing.assert_array_equal(less.clipped, one.clipped)

@@ -35,7 +35,7 @@ def test_after_the_last_round_the_memory_is_empty():
     update = [tf.zeros(shape) for shape in rounds.SHAPES]
     made, positions = [], []
     for _ in range(4):
-        with noise.seeded(tf.constant([1, 2], tf.int64)):
+        with noise.use_seed(tf.constant([1, 2], tf.int64)):
             one, memory = mechanism.add_noise(update, 1.0, memory)
         made.append(one)
         positions.append(int(memory.position))

@@ -91,7 +91,7 @@ def test_noise_has_the_stddev_that_is_charged():
 
 @pytest.mark.parametrize("z", [1 / 3, 1.1, 0.7])
 def test_noise_is_of_whole_numbers_and_at_least_as_charged(z):
-    with mock.patch.object(grid, "rounded", wraps=grid.rounded) as drawn:
+    with mock.patch.object(grid, "draw_rounded", wraps=grid.draw_rounded) as drawn:
         done = _round(rounds.zero_updates(_M), z=z)
     stddev = drawn.call_args.args[0]
     assert z <= stddev / grid.STEPS <= z * (1 + 5e-7)
@@ -125,7 +125,7 @@ class _Bytes:
 
 @pytest.mark.parametrize("stddev", [0.2, 0.5, 1.0, 7.5, 1e4, 1.3 * 2**20])
 def test_has_the_probabilities_of_a_rounded_gaussian(stddev):
-    values = grid.rounded(stddev, 300_000)
+    values = grid.draw_rounded(stddev, 300_000)
     assert values.dtype == np.int64
     assert _counts_agree(values, stddev)
     if stddev >= 1e4:
@@ -135,18 +135,18 @@ def test_has_the_probabilities_of_a_rounded_gaussian(stddev):
 
 @pytest.mark.parametrize("stddev", [0.7, 30.0, 2.0**20, 2.0**35])
 def test_float64_and_as_many_digits_as_it_takes_agree(stddev):
-    quick = grid.rounded(stddev, 120, _Bytes())
+    quick = grid.draw_rounded(stddev, 120, _Bytes())
     with mock.patch.object(grid, "_QUANTILE_ERROR", 1e9):
-        slow = grid.rounded(stddev, 120, _Bytes())
+        slow = grid.draw_rounded(stddev, 120, _Bytes())
     np.testing.assert_array_equal(quick, slow)
 
 
 def test_a_wrong_quantile_is_mended_by_the_digits():
     # A thousand times more than float64's is wrong, within what is allowed.
     ndtri = special.ndtri
-    expected = grid.rounded(2.0**30, 30_000, _Bytes())
+    expected = grid.draw_rounded(2.0**30, 30_000, _Bytes())
     with mock.patch.object(special, "ndtri", lambda p: ndtri(p) * (1 + 2.0**-42)):
-        found = grid.rounded(2.0**30, 30_000, _Bytes())
+        found = grid.draw_rounded(2.0**30, 30_000, _Bytes())
     np.testing.assert_array_equal(found, expected)
 
 
@@ -155,23 +155,23 @@ def test_what_64_bits_leave_open_more_bits_decide(more, place):
     # The step in which lies the tail probability of 3 - 1/2.
     step = grid._tail(3, 2.0, 64)
     bits = _Bytes(2 * step, more)
-    assert grid.rounded(2.0, 1, bits) == [2 + place]
+    assert grid.draw_rounded(2.0, 1, bits) == [2 + place]
     assert bits.asked == 16
-    assert grid.rounded(2.0, 1, _Bytes(2 * step + 1, more)) == [-2 - place]
+    assert grid.draw_rounded(2.0, 1, _Bytes(2 * step + 1, more)) == [-2 - place]
     # The rarest has a probability below 2^-64 times 2^-64: 64 bits of zeros, twice.
-    assert grid.rounded(1.0, 1, _Bytes(0, 0, 2**62)) == [13]
+    assert grid.draw_rounded(1.0, 1, _Bytes(0, 0, 2**62)) == [13]
     assert stats.norm.sf(13.5) < 2.0**-130 < stats.norm.sf(12.5)
 
 
 @pytest.mark.parametrize("stddev", [0.0, float("nan"), 2.0**41])
 def test_stddevs_that_are_not_allowed(stddev):
     with pytest.raises(ValueError, match="stddev must be in"):
-        grid.rounded(stddev, 1)
+        grid.draw_rounded(stddev, 1)
 
 
 def test_forks_and_pickled_copies_draw_anew():
-    assert grid.rounded.__defaults__[0] is os.urandom
-    draw = functools.partial(grid.rounded, 1e5, 5000)
+    assert grid.draw_rounded.__defaults__[0] is os.urandom
+    draw = functools.partial(grid.draw_rounded, 1e5, 5000)
     draw()
     draws = [draw(), pickle.loads(pickle.dumps(draw))()]
     for _ in range(2):

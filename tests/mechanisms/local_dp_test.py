@@ -91,7 +91,7 @@ def test_the_mean_gives_a_central_guarantee_where_m_answer_for_sure(sampling, ev
     mechanism = tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=1.5)
     deployment = PrivacyContext(clients_per_round=4, sampling=sampling)
     assert mechanism.round_event(0, deployment) == event
-    assert mechanism.guarantee == "local"
+    assert mechanism.trust_model == "local"
     assert "local_not_central" in mechanism.caveats()
 
 
@@ -184,6 +184,6 @@ def test_joint_layers_spend_the_budget_once_and_separate_ones_each():
         spent = accounting.gaussian_epsilon((5 * one) ** -0.5, 1e-5)
         assert spent == pytest.approx(8.0, abs=1e-4)
         assert {"radius_from_unnoised_norms", caveat} <= set(made.caveats())
-        assert made.guarantee == "local"
+        assert made.trust_model == "local"
         event = made.round_event(0, deployment)
         assert event == dp_accounting.NonPrivateDpEvent()

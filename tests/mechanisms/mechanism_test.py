@@ -160,7 +160,7 @@ def test_what_changes_the_cost_needs_a_cost_of_its_own(name):
         _own(**member)
     if name == "add_noise":  # Also where a class between does it.
         with pytest.raises(TypeError, match="NoPrivacy defines"):
-            _own(tfdp_fl.NoPrivacy, guarantee="central")
+            _own(tfdp_fl.NoPrivacy, trust_model="central")
     event = tfdp_fl.Mechanism.round_event
     made = _own(**member, round_event=lambda self, *given: event(self, *given))
     assert made.all_caveats() == ("own_cost",)

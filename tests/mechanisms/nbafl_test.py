@@ -99,7 +99,7 @@ def test_is_per_record_and_one_upload_costs_its_sensitivity_over_sigma(examples)
     sigma = references.nbafl_uplink_sigma(0.3, 2.0, 10, examples, 10.0)
     expected = (2 * 0.3 / examples / sigma) ** 2
     assert mechanism.mu_squared(_SHORT) == pytest.approx(expected)
-    assert mechanism.guarantee == "record"
+    assert (mechanism.trust_model, mechanism.privacy_unit) == ("local", "record")
     assert "per_record" in mechanism.caveats()
     event = mechanism.round_event(0, _SHORT)
     assert event == dp_accounting.NonPrivateDpEvent()

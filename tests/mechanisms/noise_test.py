@@ -101,7 +101,7 @@ def test_two_draws_differ():
     for _ in range(2):
         tf.random.set_seed(1)
         drawn.append(one())
-    with noise.seeded(_SEED):
+    with noise.use_seed(_SEED):
         drawn += [one(), one()]
     for first, second in itertools.combinations(drawn, 2):
         assert not np.array_equal(first, second)
@@ -111,21 +111,21 @@ def test_two_draws_differ():
 def test_a_seed_is_followed_in_its_block_and_in_a_traced_function():
     @tf.function
     def drawn(seed):
-        with noise.seeded(seed):
+        with noise.use_seed(seed):
             return _noise()[0]
 
     np.testing.assert_array_equal(drawn(_SEED), drawn(_SEED))
     assert not np.array_equal(drawn(_SEED), drawn(_SEED + 1))
-    with noise.seeded(_SEED):
+    with noise.use_seed(_SEED):
         np.testing.assert_array_equal(drawn(_SEED), _noise()[0])
     # Blocks nest, and end also after an error.
-    with noise.seeded(_SEED):
+    with noise.use_seed(_SEED):
         first = _noise()[0]
-        with pytest.raises(RuntimeError), noise.seeded(_SEED + 9):
+        with pytest.raises(RuntimeError), noise.use_seed(_SEED + 9):
             _noise()
             raise RuntimeError
         second = _noise()[0]
-    with noise.seeded(_SEED):
+    with noise.use_seed(_SEED):
         np.testing.assert_array_equal(first, _noise()[0])
         np.testing.assert_array_equal(second, _noise()[0])
     assert not np.array_equal(noise.next_seed(), noise.next_seed())
@@ -134,7 +134,7 @@ def test_a_seed_is_followed_in_its_block_and_in_a_traced_function():
 @pytest.mark.parametrize("xla", [None, False, True])
 def test_is_gaussian_and_repeats(xla):
     def drawn(seed):
-        with noise.seeded(seed):
+        with noise.use_seed(seed):
             parts = [
                 noise.normal([], 1.0),
                 *_noise(1.0, _LONG),

@@ -88,7 +88,7 @@ def test_noise_is_the_querys_and_never_that_of_tensorflows_seed(query, stddev):
         drawn = []
         for seed in ([5, 6], [5, 6] if same else [7, 8]):
             tf.random.set_seed(3)
-            with noise.seeded(tf.constant(seed, tf.uint64)):
+            with noise.use_seed(tf.constant(seed, tf.uint64)):
                 drawn.append(rounds.flat(mean()))
         assert np.array_equal(*drawn) == same
     for _ in range(2):  # As where a process begins anew.

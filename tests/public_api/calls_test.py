@@ -110,7 +110,7 @@ def _accounting() -> Calls:
     fields = {"sampling": "poisson", "num_clients": 100, "clients_per_round": 10.0}
     yield _usual(a.RoundCharge, **fields, event=_GAUSSIAN)
     yield _usual(a.RoundCharge.from_json, text=charge().to_json())
-    facts = a.StatementFacts(guarantee="central", mechanism="fixed", epsilon_rdp=1.0)
+    facts = a.StatementFacts(trust_model="central", mechanism="fixed", epsilon_rdp=1.0)
     yield _usual(a.privacy_statement, facts=facts, **at)
     files = {"errors": (a.LedgerError,), "paths": ("path",)}
     options = dict.fromkeys(["target_epsilon", "target_delta", "mechanism"])

@@ -179,7 +179,7 @@ def test_side_by_side_needs_products_of_all_their_bits(workers, monkeypatch):
     arguments = traced.name, [], [np.float32(2.0)], None, []
     with pytest.raises(ValueError, match="fewer bits"):
         actor.run(True, *arguments)
-    assert ray_workers._opened(actor.run(False, *arguments)) == [2.0]
+    assert ray_workers._open(actor.run(False, *arguments)) == [2.0]
 
 
 def _compare(case, workers, clients=None):

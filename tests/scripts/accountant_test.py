@@ -57,7 +57,7 @@ def test_the_table_compares_samplings():
 def test_a_ledger_is_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = pathlib.Path("ledger.jsonl")
-    mechanism = {"name": "Fixed", "guarantee": "central", "description": "d" * 300}
+    mechanism = {"name": "Fixed", "trust_model": "central", "description": "d" * 300}
     with accounting.PrivacyLedger(path, mechanism=mechanism) as ledger:
         for t in range(20):
             ledger.record(t, charge(), 95 + t % 10)

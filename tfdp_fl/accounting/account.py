@@ -25,11 +25,7 @@ from tfdp_fl.accounting.accountant import PrivacyAccountant, one_at_a_time
 from tfdp_fl.accounting.budget import BudgetExceededError, PrivacyBudget
 from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
 from tfdp_fl.accounting.rounding import upwards
-from tfdp_fl.terms import Guarantee, Json
-
-CENTRAL, LOCAL, RECORD, NONE = Guarantee
-# Guarantees that are composed for each client.
-BY_CLIENT = (LOCAL, RECORD)
+from tfdp_fl.terms import Json, TrustModel
 
 # What is released beside the rounds stands in ledgers as a run of its own, with
 # an id that begins so and one line: every reader of a ledger counts it.
@@ -169,18 +165,14 @@ class LocalAccount:
         """The largest sum of mu^2 over the clients."""
         return self._most
 
-    def max_mu_squared_after(self, positions: np.ndarray, mu_squared: float) -> float:
-        """Returns what `max_mu_squared` would be after `add`."""
-        return self._most_after(positions, mu_squared)
-
-    def _most_after(
+    def max_mu_squared_after(
         self,
         positions: np.ndarray,
         mu_squared: float,
         limit: int | None = None,
         whole_passes: int = 0,
     ) -> float:
-        """Returns the largest sum after releases; above the limit a client sits out."""
+        """Returns `max_mu_squared` after releases; above a limit a client sits out."""
         members, times = np.unique(positions, return_counts=True)
         if whole_passes:
             more = np.full(self.num_clients, whole_passes)
@@ -233,7 +225,9 @@ class LocalAccount:
           whole_passes: How often every client takes part besides.
         """
         drawn = np.concatenate([np.zeros(0, np.int64), *cohorts])
-        return self._most_after(drawn, mu_squared, max_participations, whole_passes)
+        return self.max_mu_squared_after(
+            drawn, mu_squared, max_participations, whole_passes
+        )
 
     def max_mu_squared_after_draws(
         self,
@@ -268,7 +262,7 @@ class PrivacyAccount:
     rounds it took part in; the client that was seen most sets the epsilon.
 
     Attributes:
-      guarantee: "central", "local", "record" or "none".
+      trust_model: "central", "local" or "none".
       own: This run's rounds, and how often each.
       others: What runs of other models spent on the same clients, by run
         and ledger file, as the files tell it.
@@ -282,8 +276,8 @@ class PrivacyAccount:
         ledger's name.
     """
 
-    def __init__(self, guarantee: str, num_clients: int):
-        self.guarantee = guarantee
+    def __init__(self, trust_model: str, num_clients: int):
+        self.trust_model = trust_model
         self.own: collections.Counter[charge_lib.RoundCharge] = collections.Counter()
         self.others: dict[str, OtherRun] = {}
         self.central = PrivacyAccountant()
@@ -332,7 +326,7 @@ class PrivacyAccount:
     @property
     def by_client(self) -> bool:
         """Whether the guarantee is composed client by client."""
-        return self.guarantee in BY_CLIENT
+        return self.trust_model == TrustModel.LOCAL
 
     @property
     def max_mu_squared(self) -> float:
@@ -426,7 +420,7 @@ class PrivacyAccount:
         positions = np.zeros(0, np.int64) if positions is None else positions
         mu_squared = mu_squared if self.by_client else 0.0
         receipt = Charge(
-            cost=_validate.instance_of(charge_lib.RoundCharge, cost=cost),
+            cost=cost,
             round_index=round_index,
             cohort_size=round(
                 cost.clients_per_round if cohort_size is None else cohort_size
@@ -453,8 +447,7 @@ class PrivacyAccount:
             self.refresh()
             key = self._key(name)
             if key not in self.others:
-                if self.central.relation not in (None, cost.relation.in_accounting):
-                    self.central.with_charges(cost)  # Raises.
+                self.central.require_relation(cost.relation)
                 for budget in budgets:
                     self._require(budget, cost, most)
                 self._write(receipt, positions, mu_squared)
@@ -618,7 +611,7 @@ class PrivacyAccount:
             ):
                 raise ValueError(
                     "path must be a ledger whose rounds all have a "
-                    f"{self.guarantee} guarantee, to be counted together with "
+                    f"{self.trust_model} guarantee, to be counted together with "
                     f"this run's, got one with rounds of run {other} that "
                     "have none."
                 )
@@ -684,7 +677,7 @@ class PrivacyAccount:
             "num_clients": accounts.num_clients,
             "mu_squared": accounts.mu_squared.copy() if kept else None,
             "participations": accounts.participations.copy() if kept else None,
-            "guarantee": self.guarantee,
+            "trust_model": self.trust_model,
             "rounds": self._rounds,
             "charges": [] if has_all else _as_json(self.own),
             "others": {
@@ -698,7 +691,7 @@ class PrivacyAccount:
     @classmethod
     def from_state(cls, state: Json) -> PrivacyAccount:
         """Returns the spending that `state` was taken of, but for what was left out."""
-        spending = cls(state["guarantee"], state["num_clients"])
+        spending = cls(state["trust_model"], state["num_clients"])
         others = {
             name: OtherRun(charges=_from_json(charges), mu_squared=float(mu_squared))
             for name, (charges, mu_squared) in state["others"].items()

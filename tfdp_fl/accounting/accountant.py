@@ -132,6 +132,15 @@ class PrivacyAccountant:
         """The neighbouring relation; None before the first round."""
         return next((c.relation.in_accounting for c in self._counts), None)
 
+    def require_relation(self, relation: charge_lib.Relation) -> None:
+        """Raises ValueError if the history has another neighbouring relation."""
+        own, other = self.relation, relation.in_accounting
+        if own not in (None, other):
+            raise ValueError(
+                f"charge has the neighbouring relation {other.name}, the history has "
+                f"{own.name}; one guarantee cannot cover both."
+            )
+
     @one_at_a_time
     def with_charges(
         self, *charges: charge_lib.RoundCharge | tuple[charge_lib.RoundCharge, int]
@@ -154,14 +163,7 @@ class PrivacyAccountant:
         """
         _validate.instance_of(charge_lib.RoundCharge, charge=charge)
         count = _validate.positive_integer(count=count)
-        relation = self.relation
-        of_charge = charge.relation.in_accounting
-        if relation not in (None, of_charge):
-            raise ValueError(
-                f"charge has the neighbouring relation {of_charge.name} "
-                f"({charge.sampling} sampling), the history has "
-                f"{relation.name}; one guarantee cannot cover both."
-            )
+        self.require_relation(charge.relation)
         self._counts[charge] = self._counts.get(charge, 0) + count
         self._rounds += count
         self._additions += 1
@@ -285,8 +287,8 @@ class PrivacyAccountant:
           accountant: "rdp" or "pld"; None for the tighter one.
         """
 
-        def unsampled(charge: charge_lib.RoundCharge) -> charge_lib.RoundCharge:
-            event = _unsampled(charge_lib.event_to_json(charge.event))
+        def drop_sampling(charge: charge_lib.RoundCharge) -> charge_lib.RoundCharge:
+            event = _drop_sampling(charge_lib.event_to_json(charge.event))
             size = charge.clients_per_round
             if charge.sampling == Sampling.RANDOM_ALLOCATION:
                 # To who knows the rounds, a client's is the place in a known order.
@@ -304,7 +306,7 @@ class PrivacyAccountant:
             )
 
         known = PrivacyAccountant(
-            (unsampled(charge), count) for charge, count in self._counts.items()
+            (drop_sampling(charge), count) for charge, count in self._counts.items()
         )
         by_pld = known.is_one_gaussian or known.is_one_search
         return known.epsilon(delta, accountant or ("pld" if by_pld else "rdp"))
@@ -520,17 +522,17 @@ def _largest_sum(cohorts: Iterable[tuple[float, float, float]]) -> float:
     return max(itertools.accumulate(steps[place] for place in sorted(steps)), default=0)
 
 
-def _unsampled(event: Any) -> Any:
+def _drop_sampling(event: Any) -> Any:
     """Returns an event, as JSON, without the samplings that it claims itself."""
     if isinstance(event, list):
-        return [_unsampled(part) for part in event]
+        return [_drop_sampling(part) for part in event]
     if not isinstance(event, dict):
         return event
     if event["type"] in ("PoissonSampledDpEvent", "SampledWithoutReplacementDpEvent"):
-        return _unsampled(event["event"])
+        return _drop_sampling(event["event"])
     if event.keys() & {"sampling_probability", "sample_size", "sampling_probs"}:
         return {"type": "NonPrivateDpEvent"}  # What it costs is not known.
-    return {name: _unsampled(part) for name, part in event.items()}
+    return {name: _drop_sampling(part) for name, part in event.items()}
 
 
 def select_accountant(charges: Iterable[charge_lib.RoundCharge]) -> str:

@@ -110,7 +110,7 @@ class Participation:
         m = _validate.positive(clients_per_round=self.clients_per_round)
         fractional = self.sampling in OF_ANY_SIZE
         if self.sampling != Sampling.POISSON:
-            m = checked_size(m, n, fractional)
+            m = check_size(m, n, fractional)
         if self.known_selection and self.sampling != Sampling.FIXED_SIZE:
             raise ValueError(
                 "known_selection must be False but for fixed_size sampling, got "
@@ -250,7 +250,7 @@ class RoundCharge(Participation):
 
     def __post_init__(self):
         super().__post_init__()
-        object.__setattr__(self, "event", normalised(self.event))
+        object.__setattr__(self, "event", normalise(self.event))
         z = self.noise_multiplier
         if z is not None and z < 0:
             raise ValueError(
@@ -346,7 +346,7 @@ def relation_of(sampling: str) -> Relation:
     }.get(sampling, Relation.REPLACE_SPECIAL)
 
 
-def checked_size(value: float, num_clients: int, fractional: bool = False) -> float:
+def check_size(value: float, num_clients: int, fractional: bool = False) -> float:
     """Returns a cohort size, checked against the number of clients.
 
     Args:
@@ -434,7 +434,7 @@ class AllocationPasses:
 
     def _rounds_at(self, round_index: int) -> int:
         m = schedules.value_at(self._schedule, round_index, "clients_per_round")
-        m = checked_size(m, self.num_clients, fractional=True)
+        m = check_size(m, self.num_clients, fractional=True)
         return rounds_per_pass(self.num_clients, m)
 
 
@@ -463,14 +463,14 @@ class PassCohorts:
         """Returns (pass, first position, one past the last) of a round."""
         n = self._num_clients
         if schedules.is_constant(self._schedule):
-            m = int(checked_size(self._schedule, n))
+            m = int(check_size(self._schedule, n))
             index, place = divmod(round_index, -(-n // m))
             return index, place * m, min(n, place * m + m)
         while len(self._cohorts) <= round_index:
             index, _, start = self._cohorts[-1] if self._cohorts else (0, 0, 0)
             if start == n:
                 index, start = index + 1, 0
-            size = checked_size(
+            size = check_size(
                 schedules.value_at(
                     self._schedule, len(self._cohorts), "clients_per_round"
                 ),
@@ -521,7 +521,7 @@ def _mu_squared(event: dp_accounting.DpEvent) -> float | None:
     return None
 
 
-def normalised(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
+def normalise(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
     """Returns an equal event of plain Python numbers and tuples.
 
     NumPy scalars and lists would make two equal events differ, could not be

@@ -201,10 +201,10 @@ def _dp_accountings(
     orders: np.ndarray,
 ) -> np.ndarray:
     accountant = dp_accounting.rdp.RdpAccountant(orders, relation)
-    return _composed(accountant, event, other="pld").rdp
+    return _compose(accountant, event, other="pld").rdp
 
 
-def _composed(
+def _compose(
     accountant: dp_accounting.PrivacyAccountant,
     event: dp_accounting.DpEvent,
     other: str,
@@ -276,7 +276,7 @@ def event_pld(
         fine = interval < _PLD_COARSE_INTERVAL
         cells = _ALLOCATION_CELLS if fine else _ALLOCATION_COARSE_CELLS
         return random_allocation.privacy_loss(event, interval, cells)
-    accountant = _composed(pld.PLDAccountant(relation, interval), event, other="rdp")
+    accountant = _compose(pld.PLDAccountant(relation, interval), event, other="rdp")
     if accountant.get_epsilon(0.5) == math.inf:
         # No privacy; the accountant keeps that beside the distribution.
         return privacy_loss_distribution.from_privacy_parameters(

@@ -34,7 +34,6 @@ import pathlib
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import tfdp_fl
 from tfdp_fl import _files, _signals, _validate
@@ -43,9 +42,9 @@ from tfdp_fl.accounting import gaussian
 from tfdp_fl.accounting.accountant import PrivacyAccountant
 from tfdp_fl.accounting.budget import BudgetExceededError, PrivacyBudget
 from tfdp_fl.accounting.rounding import upwards
-from tfdp_fl.terms import Guarantee, Json
+from tfdp_fl.terms import Json, PrivacyUnit, TrustModel
 
-FORMAT = "tfdp_fl privacy ledger 3"
+FORMAT = "tfdp_fl privacy ledger 4"
 _GENESIS = "0" * 64
 
 
@@ -182,9 +181,9 @@ class LedgerContents:
         central one, or, where no round has one, the local one. Infinite if a
         round has no guarantee of that kind.
         """
-        guarantee = self.header.get("mechanism", {}).get("guarantee")
+        trust_model = self.header.get("mechanism", {}).get("trust_model")
         charges = [entry.charge for entry in self.entries]
-        if guarantee in (Guarantee.LOCAL, Guarantee.RECORD) or set(charges) == {None}:
+        if trust_model == TrustModel.LOCAL or set(charges) == {None}:
             return self.local_epsilon(delta)
         if None in charges:
             return math.inf
@@ -251,7 +250,7 @@ class PrivacyLedger:
         path: str | os.PathLike[str],
         mode: str = "create",
         *,
-        unit: str = "client",
+        privacy_unit: str = PrivacyUnit.CLIENT,
         target_epsilon: float | None = None,
         target_delta: float | None = None,
         mechanism: Json | None = None,
@@ -265,7 +264,7 @@ class PrivacyLedger:
           mode: "create": the file must not exist. "append": go on with an
             existing ledger, which is verified first and whose last line is
             removed if a crash cut it short; a missing one is created.
-          unit: Unit of privacy, for the header of a new ledger.
+          privacy_unit: For the header of a new ledger.
           target_epsilon: The budget, if known, for the header.
           target_delta: Its delta, for the header.
           mechanism: Describes the mechanism, for the header.
@@ -292,7 +291,7 @@ class PrivacyLedger:
         self._place = os.path.abspath(self.path)
         # A fork inherits the file, its lock and the place of the next line.
         self._process = os.getpid()
-        self.run = new_run() if run is None else _checked_run(run)
+        self.run = new_run() if run is None else _check_run(run)
         # Accounts may share an open ledger: one of them asks and records at a time.
         self.lock = threading.RLock()
         self._descriptor: int | None = None
@@ -334,7 +333,7 @@ class PrivacyLedger:
                     "version": tfdp_fl.__version__,
                     "dp_accounting": charge_lib.dp_accounting_version(),
                     "created": _now(),
-                    "unit": unit,
+                    "privacy_unit": privacy_unit,
                     "target_epsilon": target_epsilon,
                     "target_delta": target_delta,
                     "mechanism": mechanism,
@@ -384,7 +383,7 @@ class PrivacyLedger:
         local: dict[str, float] | None = None,
         run: str | None = None,
         budget: PrivacyBudget | None = None,
-        **details: Any,
+        **details: object,
     ) -> None:
         """Writes one round's line, and returns when it is on the disk.
 
@@ -428,11 +427,11 @@ class PrivacyLedger:
             _validate.instance_of(PrivacyBudget, budget=budget)
         body: Json = {
             "kind": "round",
-            "run": self.run if run is None else _checked_run(run),
+            "run": self.run if run is None else _check_run(run),
             "round": _validate.non_negative_integer(round_index=round_index),
             "cohort_size": _validate.non_negative_integer(cohort_size=cohort_size),
             "charge": charge and json.loads(charge.to_json()),
-            "local": local and checked_local(local, charge),
+            "local": local and check_local(local, charge),
             "time": "" if "search" in details else _now(),
             "details": _files.plain(details, _refuse),
         }
@@ -461,16 +460,16 @@ class PrivacyLedger:
         Raises:
           LedgerError: As in `record`.
         """
-        body = {"kind": "ended", "run": _checked_run(run), "digest": digest}
+        body = {"kind": "ended", "run": _check_run(run), "digest": digest}
         with self.lock, _signals.defer_signals():
             self._head = self._append(body)
             self._ended[run] = digest
 
     def _ask(self, budget: PrivacyBudget, entry: LedgerEntry) -> None:
         """Raises BudgetExceededError if one more round would pass the budget."""
-        guarantee = self._header.get("mechanism", {}).get("guarantee")
+        trust_model = self._header.get("mechanism", {}).get("trust_model")
         if (
-            guarantee not in (Guarantee.LOCAL, Guarantee.RECORD)
+            trust_model != TrustModel.LOCAL
             and self._is_central
             and entry.is_central
             and entry.charge
@@ -482,7 +481,7 @@ class PrivacyLedger:
         else:
             contents = self._read().with_entry(entry)
             epsilon = contents.epsilon(budget.delta, budget.accountant)
-            if entry.local is not None:  # Also where the header names no guarantee.
+            if entry.local is not None:  # Also where the header names no trust model.
                 epsilon = max(epsilon, contents.local_epsilon(budget.delta))
         if not epsilon <= budget.epsilon:
             raise BudgetExceededError(
@@ -646,7 +645,7 @@ def new_run() -> str:
     return secrets.token_hex(16)
 
 
-def _checked_run(run: Any) -> str:
+def _check_run(run: object) -> str:
     if not isinstance(run, str) or not run:
         raise ValueError(f"run must be a text that is not empty, got {run!r}.")
     return run
@@ -657,7 +656,7 @@ def _now() -> str:
     return now.isoformat(timespec="milliseconds")
 
 
-def _refuse(value: Any) -> None:
+def _refuse(value: object) -> None:
     raise TypeError(f"{value!r} cannot be kept in a ledger.")
 
 
@@ -674,7 +673,7 @@ def _parse(
     for number, line in enumerate([*lines, _without_rest(tail)], start=1):
         has_end = number <= len(lines)
         try:
-            body, digest = _verified(line, head, number == 1, name)
+            body, digest = _verify(line, head, number == 1, name)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             if not has_end:
                 break
@@ -727,7 +726,7 @@ def _without_rest(line: bytes) -> bytes:
     return text[:end].encode("utf-8", "surrogateescape")
 
 
-def _verified(line: bytes, head: str, first: bool, name: str) -> tuple[Json, str]:
+def _verify(line: bytes, head: str, first: bool, name: str) -> tuple[Json, str]:
     """Returns what a line says, and its hash; `head` is that of the line before it."""
     body = dict(json.loads(line.decode()))
     for key in ("previous", "hash"):
@@ -745,15 +744,15 @@ def _verified(line: bytes, head: str, first: bool, name: str) -> tuple[Json, str
     return body, digest
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**53
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str) and len(value) < 1000
 
 
-def _is_object(value: Any) -> bool:
+def _is_object(value: object) -> bool:
     return isinstance(value, dict)
 
 
@@ -770,7 +769,7 @@ _OF_ROUND = {
 }
 
 
-def _check_fields(body: Json, checks: Mapping[str, Callable[[Any], bool]]) -> None:
+def _check_fields(body: Json, checks: Mapping[str, Callable[[object], bool]]) -> None:
     for name, check in checks.items():
         if not check(body[name]):
             raise ValueError(f"{name} must not be {body[name]!r:.80}.")
@@ -785,7 +784,7 @@ def _entry(body: Json, line_hash: str = "") -> LedgerEntry:
         round_index=body["round"],
         cohort_size=body["cohort_size"],
         charge=charge,
-        local=None if local is None else checked_local(local, charge),
+        local=None if local is None else check_local(local, charge),
         time=body["time"],
         details=body["details"],
         run=body["run"],
@@ -793,9 +792,7 @@ def _entry(body: Json, line_hash: str = "") -> LedgerEntry:
     )
 
 
-def checked_local(
-    local: Json, charge: charge_lib.RoundCharge | None
-) -> dict[str, float]:
+def check_local(local: Json, charge: charge_lib.RoundCharge | None) -> dict[str, float]:
     """Returns a round's local spending, or raises LedgerEntryError.
 
     Infinity is what a release without noise costs, so a round may say it, but

@@ -25,7 +25,7 @@ _TOLERANCE = 8e-4
 _SMALLEST, _LARGEST = 1e-6, 1e9
 
 
-def _planned(
+def _plan_charges(
     noise_multiplier: schedules.Schedule,
     sampling: str,
     num_clients: int,
@@ -59,7 +59,7 @@ def _planned(
             count = -(-count // charge_lib.rounds_per_pass(num_clients, size))
         else:
             size = schedules.value_at(clients_per_round, t, "clients_per_round")
-            size = charge_lib.checked_size(size, num_clients, fractional=True)
+            size = charge_lib.check_size(size, num_clients, fractional=True)
             place = {"clients_per_round": size}
         one = charge_lib.RoundCharge(
             sampling=sampling, num_clients=num_clients, event=event, **place
@@ -91,7 +91,9 @@ def epsilon(
       accountant: "rdp" or "pld".
     """
     return PrivacyAccountant(
-        _planned(noise_multiplier, sampling, num_clients, clients_per_round, rounds)
+        _plan_charges(
+            noise_multiplier, sampling, num_clients, clients_per_round, rounds
+        )
     ).epsilon(delta, accountant)
 
 
@@ -106,7 +108,9 @@ def delta(
 ) -> float:
     """Returns delta at an epsilon; the arguments are those of `epsilon`."""
     return PrivacyAccountant(
-        _planned(noise_multiplier, sampling, num_clients, clients_per_round, rounds)
+        _plan_charges(
+            noise_multiplier, sampling, num_clients, clients_per_round, rounds
+        )
     ).delta(epsilon, accountant)
 
 
@@ -136,7 +140,7 @@ def max_rounds(
     """
     target = _validate.positive(target_epsilon=target_epsilon)
     # What is random in a schedule is asked once; a sequence ends.
-    z, m = schedules.fixed(noise_multiplier), schedules.fixed(clients_per_round)
+    z, m = schedules.fix(noise_multiplier), schedules.fix(clients_per_round)
     lengths = [len(each) for each in (z, m) if hasattr(each, "__len__")]
     limit = min([_MOST_SCHEDULED_ROUNDS, *lengths])
     if schedules.is_constant(z) and schedules.is_constant(m):
@@ -144,7 +148,9 @@ def max_rounds(
 
     def most(by: str, guess: int) -> int:
         def cost(rounds: int) -> float:
-            history = PrivacyAccountant(_planned(z, sampling, num_clients, m, rounds))
+            history = PrivacyAccountant(
+                _plan_charges(z, sampling, num_clients, m, rounds)
+            )
             return history.epsilon(delta, by)
 
         return largest_affordable(cost, target, limit, guess)
@@ -210,7 +216,7 @@ def calibrate_noise_multiplier(
         )
     rounds = _validate.positive_integer(rounds=rounds)
     return calibrate(
-        lambda z: _planned(z, sampling, num_clients, clients_per_round, rounds),
+        lambda z: _plan_charges(z, sampling, num_clients, clients_per_round, rounds),
         target_epsilon,
         given[0],
         accountant,

@@ -14,7 +14,7 @@ from typing import Any
 _MOST_EVENTS, _DEEPEST = 10_000, 16
 _MOST_TRIALS_EVENTS = 64
 
-Check = Callable[[Any], bool]
+Check = Callable[[object], bool]
 
 
 def _number(low: float, high: float, *others: float) -> Check:
@@ -40,7 +40,7 @@ def _list(each: Check, most: int) -> Check:
     )
 
 
-def _is_event(value: Any) -> bool:
+def _is_event(value: object) -> bool:
     return isinstance(value, Mapping)
 
 

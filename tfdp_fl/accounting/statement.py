@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfdp_fl import _files, _validate
 from tfdp_fl.accounting import charge, rounding
-from tfdp_fl.terms import Guarantee, Json
+from tfdp_fl.terms import Json, PrivacyUnit, TrustModel
 
 if TYPE_CHECKING:
     import jinja2
@@ -45,7 +45,6 @@ def add_caveats(sentences: Mapping[str, str]) -> None:
             )
 
 
-GUARANTEES = tuple(Guarantee)
 FORMATS = ("text", "dict")
 
 # What a sampling has to have said of it, where the guarantee is central.
@@ -77,12 +76,12 @@ class StatementFacts:
     leaves it out.
 
     Attributes:
-      guarantee: "central" (the server is trusted), "local" (it is not),
-        "record" (per example, NbAFL) or "none".
+      trust_model: "central" (the server is trusted), "local" (it is not) or
+        "none".
       mechanism: The mechanism's name.
       mechanism_description: One sentence on what it does.
       mechanism_parameters: Its parameters, for the record.
-      unit: What is protected as a whole; "client" or "record".
+      privacy_unit: What is protected as a whole: a "client" or a "record" (NbAFL).
       sampling: One of `charge.SAMPLINGS`, or "min_separation".
       num_clients: The number of clients, N.
       populations: N of every population there were rounds on, in their order,
@@ -112,11 +111,11 @@ class StatementFacts:
       audit: Says at a delta what an audit of this run found, if there was one.
     """
 
-    guarantee: str
+    trust_model: str
     mechanism: str
     mechanism_description: str = ""
     mechanism_parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    unit: str = "client"
+    privacy_unit: str = PrivacyUnit.CLIENT
     sampling: str = "poisson"
     num_clients: int = 1
     populations: Sequence[int] = ()
@@ -140,7 +139,8 @@ class StatementFacts:
     audit: Callable[[float], str] | None = None
 
     def __post_init__(self):
-        _validate.one_of(GUARANTEES, guarantee=self.guarantee)
+        _validate.one_of(tuple(TrustModel), trust_model=self.trust_model)
+        _validate.one_of(tuple(PrivacyUnit), privacy_unit=self.privacy_unit)
         _validate.one_of(_CAVEATS_OF_SAMPLING, sampling=self.sampling)
         _validate.positive_integer(num_clients=self.num_clients)
         _validate.non_negative_integer(rounds=self.rounds)
@@ -188,14 +188,14 @@ def wrap(paragraph: str) -> str:
 
 def _content(facts: StatementFacts, delta: float) -> Json:
     values = {name: _value(getattr(facts, name), delta) for name in _EPSILONS}
-    local = facts.guarantee in (Guarantee.LOCAL, Guarantee.RECORD)
+    local = facts.trust_model == TrustModel.LOCAL
     used = ("epsilon_local",) if local else ("epsilon_pld", "epsilon_rdp")
     stated = [value for name in used if (value := values[name]) is not None]
     # Both accountants give upper bounds: the lower one holds.
     best = min(stated, default=math.inf)
-    if facts.guarantee == Guarantee.NONE:
+    if facts.trust_model == TrustModel.NONE:
         best = math.inf
-    central = facts.guarantee == Guarantee.CENTRAL and math.isfinite(best)
+    central = facts.trust_model == TrustModel.CENTRAL and math.isfinite(best)
     known = values["epsilon_if_participation_is_known"] if central else None
     if central and facts.sampling not in _SECRET:
         known = best
@@ -219,7 +219,7 @@ def _content(facts: StatementFacts, delta: float) -> Json:
         "clients_per_round": _range(facts.clients_per_round),
         "cohort_sizes": _range(facts.cohort_sizes),
         "mechanism_parameters": {
-            name: _shown(name, value)
+            name: _show(name, value)
             for name, value in facts.mechanism_parameters.items()
             if value is not None
         },
@@ -257,13 +257,15 @@ def _implied_caveats(
     """Returns the caveats that follow from what is stated."""
     if not math.isfinite(best):
         return []
-    of_guarantee = {"local": ("local_not_central",), "record": ("per_record",)}
-    found = [
-        "start_and_callbacks_trusted",
-        *of_guarantee.get(facts.guarantee, _CAVEATS_OF_SAMPLING[facts.sampling]),
-    ]
+    found = ["start_and_callbacks_trusted"]
+    if facts.privacy_unit == PrivacyUnit.RECORD:
+        found.append("per_record")
+    elif facts.trust_model == TrustModel.LOCAL:
+        found.append("local_not_central")
+    else:
+        found += _CAVEATS_OF_SAMPLING[facts.sampling]
     protected, usual = max(populations), "delta_not_below_one_over_n"
-    if facts.guarantee == Guarantee.RECORD:
+    if facts.privacy_unit == PrivacyUnit.RECORD:
         protected = facts.num_records or 0
         usual = "delta_not_below_one_over_records"
     if delta * protected >= 1:
@@ -273,7 +275,7 @@ def _implied_caveats(
     return found
 
 
-def _shown(name: str, value: Any) -> Any:
+def _show(name: str, value: Any) -> Any:
     if isinstance(value, bool | int | float | str):
         return value
     return type(value).__name__ if name == "query" else repr(value)
@@ -304,7 +306,7 @@ def _template() -> jinja2.Template:
     )
     environment.filters.update(
         up=rounding.upwards,
-        counted=_counted,
+        counted=_count,
         is_finite=math.isfinite,
         number=_number,
         short=_short,
@@ -317,7 +319,7 @@ def _number(value: float) -> str:
     return f"{value:g}" if value < 1e6 else f"{value:.0f}"
 
 
-def _counted(number: int, noun: str) -> str:
+def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

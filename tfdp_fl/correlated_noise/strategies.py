@@ -139,7 +139,7 @@ class BandedGenerator(Generator):
           coefficients: c_0, ..., c_(bands-1); those past T are dropped.
           participation: (k, b) and T.
         """
-        self.coefficients = toeplitz.checked(
+        self.coefficients = toeplitz.check_coefficients(
             _as_float32(coefficients[: participation.rounds])
         )
         self.participation = participation
@@ -220,7 +220,7 @@ class BLTGenerator(Generator):
         if self.weights.min() >= 0 and 0 <= poles.min() <= poles.max() <= 1:
             # Then c falls, and what rises is the last bit of a float64.
             tail = np.minimum.accumulate(tail)
-        self.coefficients = toeplitz.checked(np.concatenate([[1.0], tail]))
+        self.coefficients = toeplitz.check_coefficients(np.concatenate([[1.0], tail]))
         self.participation = participation
         self.copies = len(poles)
         self.numbers = (*poles.tolist(), *self.weights.tolist())
@@ -260,7 +260,7 @@ class BandedToeplitz:
 
     def __post_init__(self):
         if self.coefficients is not None:
-            values = toeplitz.checked(self.coefficients)
+            values = toeplitz.check_coefficients(self.coefficients)
             object.__setattr__(self, "coefficients", tuple(values.tolist()))
             if self.bands not in (None, len(values)):
                 raise ValueError(
@@ -278,7 +278,7 @@ class BandedToeplitz:
         if self.coefficients is not None:
             return BandedGenerator(self.coefficients, participation)
         bands = min(self.bands or participation.min_separation, participation.rounds)
-        best = toeplitz.banded(bands, participation)
+        best = toeplitz.optimize_banded(bands, participation)
         return BandedGenerator(best, participation)
 
     def describe(self) -> str:
@@ -346,13 +346,13 @@ Strategy: TypeAlias = BandedToeplitz | BLT
 _BY_WORD: Json = {"banded": BandedToeplitz, "blt": BLT}
 
 
-def checked(**checked: Strategy | str) -> Strategy:
+def check_strategy(**given: Strategy | str) -> Strategy:
     """Returns a strategy, or what a text stands for, or raises.
 
     The text is "blt" or "banded", with a colon and the number of buffers or of bands,
     as in "blt:2".
     """
-    ((name, value),) = checked.items()
+    ((name, value),) = given.items()
     if isinstance(value, Strategy):
         return value
     word, colon, number = str(value).partition(":")

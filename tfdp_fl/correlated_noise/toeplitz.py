@@ -30,7 +30,7 @@ _Loss = Callable[[np.ndarray], tuple[float, np.ndarray]]
 _LEAST, _MOST = -30.0, 13.8
 
 
-def checked(coefficients: Sequence[float] | np.ndarray) -> np.ndarray:
+def check_coefficients(coefficients: Sequence[float] | np.ndarray) -> np.ndarray:
     """Returns coefficients for which `charges` holds, or raises.
 
     Args:
@@ -89,7 +89,7 @@ def charges(coefficients: np.ndarray, participation: Participation) -> np.ndarra
     return total
 
 
-def banded(bands: int, participation: Participation) -> np.ndarray:
+def optimize_banded(bands: int, participation: Participation) -> np.ndarray:
     """Returns the best c_0, ..., c_(bands-1), float64 [bands].
 
     Choquette-Choo et al. (2023), section 3, for Toeplitz matrices.

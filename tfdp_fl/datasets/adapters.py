@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -14,6 +14,10 @@ from tfdp_fl.datasets import nests, tables
 from tfdp_fl.datasets.federated_dataset import FederatedDataset
 from tfdp_fl.datasets.nests import Nest
 
+# What `fit` takes: clients' data in one of these forms, or with `client_ids` the
+# features of all rows.
+Clients: TypeAlias = FederatedDataset | Nest
+
 _ALLOWED = (
     "a FederatedDataset, a mapping or list with (x, y), (x, y, sample_weight) or a "
     "tf.data.Dataset for each client, a tff.simulation.datasets.ClientData, or of a "
@@ -22,7 +26,7 @@ _ALLOWED = (
 )
 
 
-def as_federated(clients: Any, element_spec: nests.Nest = None) -> FederatedDataset:
+def as_federated(clients: Clients, element_spec: nests.Nest = None) -> FederatedDataset:
     """Returns clients' data as a `FederatedDataset`.
 
     Args:
@@ -45,7 +49,7 @@ def as_federated(clients: Any, element_spec: nests.Nest = None) -> FederatedData
     is_list = isinstance(clients, list | tuple)
     by_id = dict(enumerate(clients)) if is_list else clients
     kinds = tuple | list | tf.data.Dataset
-    wrong: list[Any] = [clients]
+    wrong: list[object] = [clients]
     if isinstance(by_id, Mapping):
         wrong = [data for data in by_id.values() if not isinstance(data, kinds)]
     if wrong:
@@ -62,7 +66,7 @@ def as_federated(clients: Any, element_spec: nests.Nest = None) -> FederatedData
 
 
 def resolve_fit_data(
-    data: Any, y: nests.Nest, client_ids: Any, sample_weight: nests.Nest
+    data: Clients, y: nests.Nest, client_ids: tables.Ids, sample_weight: nests.Nest
 ) -> FederatedDataset:
     """Returns the clients that `fit` was given, in either way.
 
@@ -93,7 +97,7 @@ def resolve_fit_data(
 def by_person(
     x: nests.Nest,
     y: nests.Nest,
-    client_ids: Any,
+    client_ids: tables.Ids,
     sample_weight: nests.Nest = None,
     num_people: int | None = None,
 ) -> FederatedDataset:
@@ -141,12 +145,12 @@ def by_person(
     return FederatedDataset.from_indices(**given, indices=rows)
 
 
-def check_aligned(**given: Any) -> None:
+def check_aligned(**given: nests.Nest) -> None:
     """Raises ValueError if rows that go together have different pandas indexes.
 
     By position one person's row would be taken for another's, in silence.
     """
-    first: Any = None
+    first: nests.Nest = None
     for argument, nest in given.items():
         is_nest = isinstance(nest, dict | tuple) or (
             isinstance(nest, list) and nest and hasattr(nest[0], "iloc")
@@ -173,7 +177,7 @@ def to_keras_inputs(nest: nests.Nest, argument: str) -> Nest:
       argument: What it is, for errors; of "y" alone integers stay integers.
     """
 
-    def array(leaf: nests.Nest) -> Any:
+    def array(leaf: nests.Nest) -> nests.Nest:
         if hasattr(leaf, "to_frame"):  # A series or an index.
             return tables.array(leaf.to_frame(name=argument), argument, argument, {})
         if hasattr(leaf, "iloc"):
@@ -189,11 +193,11 @@ def to_keras_inputs(nest: nests.Nest, argument: str) -> Nest:
 def limit_rows_per_client(
     x: nests.Nest,
     y: nests.Nest,
-    client_ids: Any,
+    client_ids: tables.Ids,
     *,
     max_rows: int,
     keep: str = "random",
-) -> tuple[Any, Any, Any]:
+) -> tuple[nests.Nest, nests.Nest, tables.Ids]:
     """Returns a table in which no person has more than so many rows.
 
     That bounds the local steps of a round, and how much one person's rows count in
@@ -224,7 +228,7 @@ def limit_rows_per_client(
         kept.append(own[-max_rows:] if keep == "last" else own[:max_rows])
     stay = np.sort(np.concatenate(kept))
 
-    def take(leaf: nests.Nest) -> Any:
+    def take(leaf: nests.Nest) -> nests.Nest:
         if leaf is None:
             return None
         return leaf.iloc[stay] if hasattr(leaf, "iloc") else np.asanyarray(leaf)[stay]

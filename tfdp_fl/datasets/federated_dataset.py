@@ -11,8 +11,8 @@ import dataclasses
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Sized
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,19 @@ from tfdp_fl import _lazy_tf, _validate
 from tfdp_fl.datasets import nests, sources, tables
 from tfdp_fl.datasets.nests import Nest
 from tfdp_fl.datasets.sources import ClientExamples, ClientFailure
+
+if TYPE_CHECKING:
+    import pandas
+    import tensorflow_federated as tff
+
+
+# The rows of each client: by its id, or of clients 0 to N - 1.
+Indices: TypeAlias = (
+    Mapping[tables.ClientId, npt.ArrayLike]
+    | Sequence[npt.ArrayLike]
+    | np.ndarray
+    | tables.ClientRows
+)
 
 
 class FederatedDataset:
@@ -79,7 +92,7 @@ class FederatedDataset:
     @classmethod
     def from_client_arrays(
         cls,
-        clients: Mapping[Any, tuple[Nest, ...]],
+        clients: Mapping[tables.ClientId, tuple[Nest, ...]],
         element_spec: Nest | None = None,
     ) -> FederatedDataset:
         """Makes a dataset from every client's own arrays.
@@ -98,11 +111,11 @@ class FederatedDataset:
             it), or if there is no client.
         """
         _validate.instance_of(Mapping, clients=clients)
-        sources.at_least_one_client(clients=clients)
+        _require_clients(clients=clients)
         made = cls(sources.pack(clients.items()), list(clients))
-        return made._declared(element_spec)
+        return made._declare(element_spec)
 
-    def _declared(self, element_spec: Nest | None) -> FederatedDataset:
+    def _declare(self, element_spec: Nest | None) -> FederatedDataset:
         if element_spec is None:
             return self
         return self.conform(sources.held_spec(element_spec))
@@ -112,7 +125,7 @@ class FederatedDataset:
         cls,
         x: Nest,
         y: Nest,
-        indices: Mapping[Any, Any] | Sequence[Any] | np.ndarray | tables.ClientRows,
+        indices: Indices,
         sample_weight: Nest | None = None,
     ) -> FederatedDataset:
         """Makes a dataset of many clients over the same arrays.
@@ -143,7 +156,7 @@ class FederatedDataset:
             client_ids = range(len(indices))
             if isinstance(indices, Mapping):
                 client_ids, indices = list(indices), list(indices.values())
-            sources.at_least_one_client(indices=indices)
+            _require_clients(indices=indices)
             table, lengths = sources.row_table(indices, num_rows)
         starts = np.cumsum(lengths) - lengths
         return cls(sources.IndexedSource(x, y, starts, lengths, table), client_ids)
@@ -151,7 +164,7 @@ class FederatedDataset:
     @classmethod
     def from_dataframe(
         cls,
-        frame: Any,
+        frame: pandas.DataFrame,
         client: str,
         features: tables.Columns | None = None,
         label: tables.Columns = "label",
@@ -211,7 +224,7 @@ class FederatedDataset:
           ImportError: pandas or pyarrow is not installed.
           ValueError: As in `from_dataframe`.
         """
-        with _lazy_tf.needed("pandas pyarrow", "Reading .parquet files"):
+        with _lazy_tf.explain_missing("pandas pyarrow", "Reading .parquet files"):
             import pandas
             import pyarrow  # noqa: F401
         streamed = tables.parquet_clients(path, *columns, **named)
@@ -223,7 +236,7 @@ class FederatedDataset:
     @classmethod
     def from_tf_datasets(
         cls,
-        clients: Mapping[Any, tf.data.Dataset],
+        clients: Mapping[tables.ClientId, tf.data.Dataset],
         element_spec: Nest | None = None,
     ) -> FederatedDataset:
         """Makes a dataset from every client's own `tf.data.Dataset`.
@@ -240,19 +253,21 @@ class FederatedDataset:
             size that is unknown, or never end; or if there is no client.
         """
         _validate.instance_of(Mapping, clients=clients)
-        sources.at_least_one_client(clients=clients)
+        _require_clients(clients=clients)
         for client_id, dataset in clients.items():
-            with sources.naming(client_id):
+            with sources.name_client(client_id):
                 sources.check_dataset(dataset)
         # By the datasets themselves `reading` tells one list of clients from another.
         source = sources.StreamedSource(
             tuple(clients.values()), sources.read_pair, None
         )
-        return cls(source, list(clients))._declared(element_spec)
+        return cls(source, list(clients))._declare(element_spec)
 
     @classmethod
     def from_client_data(
-        cls, client_data: Any, element_spec: Nest | None = None
+        cls,
+        client_data: tff.simulation.datasets.ClientData,
+        element_spec: Nest | None = None,
     ) -> FederatedDataset:
         """Makes a dataset from a `tff.simulation.datasets.ClientData`.
 
@@ -277,8 +292,8 @@ class FederatedDataset:
             )
         dataset_of = client_data.create_tf_dataset_for_client
         client_ids = list(client_data.client_ids)
-        sources.at_least_one_client(client_data=client_ids)
-        _check_any(client_ids, dataset_of)
+        _require_clients(client_data=client_ids)
+        sources.check_any_dataset(client_ids, dataset_of)
         return cls.from_client_fn(
             client_ids, lambda name: sources.read_pair(dataset_of(name)), element_spec
         )
@@ -287,7 +302,7 @@ class FederatedDataset:
     def from_client_fn(
         cls,
         client_ids: Sequence[Hashable],
-        fn: Callable[[Any], tuple[Nest, ...]],
+        fn: tables.ReadClient,
         element_spec: Nest | None = None,
     ) -> FederatedDataset:
         """Makes a dataset of clients that a function reads, say from disk.
@@ -309,9 +324,9 @@ class FederatedDataset:
         """
         if not callable(fn):
             raise TypeError(f"fn must be callable, got {fn!r}.")
-        sources.at_least_one_client(client_ids=client_ids)
+        _require_clients(client_ids=client_ids)
         source = sources.StreamedSource(tuple(client_ids), fn, None)
-        return cls(source, client_ids)._declared(element_spec)
+        return cls(source, client_ids)._declare(element_spec)
 
     # What there is.
 
@@ -386,10 +401,10 @@ class FederatedDataset:
           Exception: Of a streamed dataset, which reads every one of these
             clients to count: what reading a client raised.
         """
-        return self._source.sizes(self._checked(positions))
+        return self._source.sizes(self._check_positions(positions))
 
     @functools.cached_property
-    def _positions(self) -> dict[Any, int]:
+    def _positions(self) -> dict[Hashable, int]:
         return {client: place for place, client in enumerate(self._client_ids)}
 
     def client(self, client_id: Hashable) -> tuple[Nest, ...]:
@@ -400,7 +415,7 @@ class FederatedDataset:
         Raises:
           KeyError: If there is no such client.
         """
-        return nests.unpaired(*self._source.read(self._positions[client_id]))
+        return nests.unpair(*self._source.read(self._positions[client_id]))
 
     def create_tf_dataset_for_client(self, client_id: Hashable) -> tf.data.Dataset:
         """Returns a client's examples, one by one, under TFF's name for it.
@@ -421,10 +436,10 @@ class FederatedDataset:
           ValueError: If a position is out of range or repeated, or if there
             is none.
         """
-        positions = self._checked(positions)
+        positions = self._check_positions(positions)
         if len(np.unique(positions)) < len(positions):
             raise ValueError("positions must be distinct, got some repeatedly.")
-        sources.at_least_one_client(positions=positions)
+        _require_clients(positions=positions)
         taken = [self._client_ids[position] for position in positions.tolist()]
         return self._with(self._source.take(positions), taken)
 
@@ -463,7 +478,7 @@ class FederatedDataset:
             )
         return self.take(np.flatnonzero(~held_out)), self.take(np.flatnonzero(held_out))
 
-    def map(self, fn: Callable[[Nest, Nest], tuple[Nest, ...]]) -> FederatedDataset:
+    def map(self, fn: nests.MapFn) -> FederatedDataset:
         """Returns the dataset with every example changed by a function.
 
         Args:
@@ -487,9 +502,9 @@ class FederatedDataset:
           spec: As `element_spec`. Clients' data must have no part in it.
           names: Those of the inputs and outputs of the model that it is taken from.
         """
-        return self._with(self._source.conformed(spec, names), self._client_ids)
+        return self._with(self._source.conform(spec, names), self._client_ids)
 
-    def checked(self, check: Callable[[Nest], None]) -> FederatedDataset:
+    def with_check(self, check: Callable[[Nest], None]) -> FederatedDataset:
         """Returns a streamed dataset whose clients fail where a check of x raises."""
         assert isinstance(self._source, sources.StreamedSource)
         source = dataclasses.replace(self._source, check=check)
@@ -513,7 +528,7 @@ class FederatedDataset:
         if not self.is_streamed:
             return self
         read = self._source.read
-        named = ((k, nests.unpaired(*read(n))) for n, k in enumerate(self._client_ids))
+        named = ((k, nests.unpair(*read(n))) for n, k in enumerate(self._client_ids))
         made = self._with(sources.pack(named), self._client_ids)
         return made.conform(self.element_spec) if self.is_declared else made
 
@@ -526,7 +541,7 @@ class FederatedDataset:
         beside the labels, as in `element_spec`. Only indexed datasets have
         them.
         """
-        source = self._indexed("flat")
+        source = self._require_indexed("flat")
         return source.x, source.y
 
     def client_rows(self, positions: npt.ArrayLike) -> tuple[np.ndarray, np.ndarray]:
@@ -542,7 +557,9 @@ class FederatedDataset:
           int32[sum of lengths], the rows of one client after the other, each in
           its own order; and int64[k], the clients' lengths.
         """
-        return self._indexed("client_rows").rows(self._checked(positions))
+        return self._require_indexed("client_rows").rows(
+            self._check_positions(positions)
+        )
 
     def failures(self, positions: np.ndarray) -> list[ClientFailure]:
         """Returns which of some clients are known to fail, in their order.
@@ -568,7 +585,7 @@ class FederatedDataset:
           For each position, `ClientExamples` with NumPy nests, or
           `ClientFailure` with what was raised. One does not stop the others.
         """
-        return map(self._read, self._checked(positions).tolist())
+        return map(self._read, self._check_positions(positions).tolist())
 
     def _read(self, position: int) -> ClientExamples | ClientFailure:
         try:
@@ -576,7 +593,7 @@ class FederatedDataset:
         except Exception as error:  # Any client's code may run here.
             return ClientFailure(position, error)
 
-    def _indexed(self, method: str) -> sources.IndexedSource:
+    def _require_indexed(self, method: str) -> sources.IndexedSource:
         if not isinstance(self._source, sources.IndexedSource):
             raise ValueError(
                 f"{method} must be called on an indexed dataset, got a streamed one, "
@@ -585,7 +602,7 @@ class FederatedDataset:
             )
         return self._source
 
-    def _checked(self, positions: npt.ArrayLike | None) -> np.ndarray:
+    def _check_positions(self, positions: npt.ArrayLike | None) -> np.ndarray:
         """Returns client positions as int64[k], within range."""
         if positions is None:
             return np.arange(self.num_clients)
@@ -610,16 +627,8 @@ class FederatedDataset:
         return f"<FederatedDataset: {self.num_clients} clients, {kind}>"
 
 
-def _check_any(
-    client_ids: Sequence[Hashable], dataset_of: Callable[[Any], Any]
-) -> None:
-    """Raises TypeError or ValueError if no client's dataset has examples."""
-    wrong: Exception | None = None
-    for client_id in client_ids:
-        try:
-            sources.check_dataset(dataset_of(client_id))
-            return
-        except Exception as error:  # Any client's code may run here.
-            wrong = wrong or error
-    if isinstance(wrong, nests.SAFE_ERRORS):
-        raise wrong
+def _require_clients(**given: Sized) -> None:
+    """Raises ValueError, naming the argument, where clients are none."""
+    ((name, value),) = given.items()
+    if not len(value):
+        raise ValueError(f"{name} must hold at least one client, got none.")

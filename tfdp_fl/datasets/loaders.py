@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
-from typing import Any
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
@@ -13,6 +15,9 @@ import tensorflow as tf
 from tfdp_fl import _lazy_tf, _validate
 from tfdp_fl.datasets import nests, sources
 from tfdp_fl.datasets.federated_dataset import FederatedDataset
+
+if TYPE_CHECKING:
+    import tensorflow_federated as tff
 
 _ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 # All characters of the corpus, written down here because a vocabulary that is
@@ -57,14 +62,14 @@ def load_digits(
       ImportError: If scikit-learn is not installed.
       TypeError, ValueError: If an argument is out of its range.
     """
-    with _lazy_tf.needed("scikit-learn", "load_digits"):
+    with _lazy_tf.explain_missing("scikit-learn", "load_digits"):
         from sklearn import datasets
 
     digits = datasets.load_digits()
     x = (digits.data / 16).astype(np.float32)
     y = digits.target.astype(np.int32)
     train, test = stratified_split(y, math.ceil(len(y) / 5))
-    return _dealt(
+    return _deal(
         (x[train], y[train]),
         (x[test], y[test]),
         validation_examples,
@@ -115,7 +120,7 @@ def load_mnist(
       OSError: If the file is not there, or cannot be downloaded.
     """
     x_train, y_train, x_test, y_test = _read_mnist(path)
-    return _dealt(
+    return _deal(
         (_pixels(x_train), y_train.astype(np.int32)),
         (_pixels(x_test), y_test.astype(np.int32)),
         validation_examples,
@@ -132,11 +137,11 @@ def _pixels(images: np.ndarray) -> np.ndarray:
     return images.reshape(-1, 784).astype(np.float32) / 255
 
 
-def _dealt(
+def _deal(
     train: tuple[np.ndarray, np.ndarray],
     test: tuple[np.ndarray, np.ndarray],
     validation_examples: int,
-    dealing: tuple[Any, ...],
+    dealing: tuple[int, int, int, bool, int],
 ) -> tuple[FederatedDataset, tuple[np.ndarray, np.ndarray]]:
     """Deals examples to clients, but for those held out in the test set's place.
 
@@ -198,12 +203,12 @@ def load_emnist(
     Raises:
       ImportError: If TFF is not installed.
     """
-    with _lazy_tf.needed("tensorflow-federated", "load_emnist"):
+    with _lazy_tf.explain_missing("tensorflow-federated", "load_emnist"):
         import tensorflow_federated as tff
     train, test = tff.simulation.datasets.emnist.load_data(only_digits)
     clients = FederatedDataset.from_client_fn(
         train.client_ids,
-        lambda writer: _read_writer(train, writer),
+        functools.partial(_read_writer, train),
         (tf.TensorSpec((28, 28, 1)), tf.TensorSpec((), tf.int32)),
     )
     x_test, y_test = nests.concatenate(
@@ -212,7 +217,9 @@ def load_emnist(
     return clients, (x_test, y_test)
 
 
-def _read_writer(client_data: Any, writer: str) -> tuple[np.ndarray, np.ndarray]:
+def _read_writer(
+    client_data: tff.simulation.datasets.ClientData, writer: Hashable
+) -> tuple[np.ndarray, np.ndarray]:
     examples = sources.read_elements(client_data.create_tf_dataset_for_client(writer))
     return examples["pixels"][..., np.newaxis], examples["label"]
 

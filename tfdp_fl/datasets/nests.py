@@ -12,7 +12,7 @@ other dtype is kept, `uint8` images and `int64` labels among them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,8 @@ import tensorflow as tf
 Nest = Any
 # The specs of an example's features, and of its labels.
 ElementSpec = tuple[Nest, Nest]
+# Changes any number of examples `(x, y)`; may return weights as a third.
+MapFn = Callable[[Nest, Nest], tuple[Nest, ...]]
 # Of a model's inputs, and of its outputs.
 Names = tuple[Sequence[str], Sequence[str]]
 
@@ -65,7 +67,7 @@ class Weighted(NamedTuple):
     sample_weight: Nest
 
 
-def pair(examples: Any, said: str = "examples must be") -> tuple[Nest, Nest]:
+def pair(examples: object, said: str = "examples must be") -> tuple[Nest, Nest]:
     """Returns `(x, y)`; y is `Weighted` if there are weights.
 
     Args:
@@ -86,7 +88,7 @@ def pair(examples: Any, said: str = "examples must be") -> tuple[Nest, Nest]:
     return x, Weighted(y, weight[0])
 
 
-def unpaired(x: Nest, y: Nest) -> tuple[Nest, ...]:
+def unpair(x: Nest, y: Nest) -> tuple[Nest, ...]:
     """Returns what `pair` was given: `(x, y)` or `(x, y, sample_weight)`."""
     return (x, *y) if isinstance(y, Weighted) else (x, y)
 
@@ -175,7 +177,7 @@ def view(tensor: tf.Tensor) -> np.ndarray:
     return np.asarray(memoryview(tensor))
 
 
-def copied(array: np.ndarray) -> np.ndarray:
+def copy_array(array: np.ndarray) -> np.ndarray:
     """Returns a copy as a tensor holds it; raises ValueError if none can."""
     if array.dtype.kind in "SUO":
         return tf.constant(array, tf.string).numpy()
@@ -211,7 +213,7 @@ def views(nest: Nest) -> Nest:
     return tf.nest.map_structure(view, nest)
 
 
-def take(nest: Nest, rows: Any) -> Nest:
+def take(nest: Nest, rows: slice | np.ndarray) -> Nest:
     """Takes the same rows (a slice or an integer array) of every array."""
     return tf.nest.map_structure(lambda array: array[rows], nest)
 
@@ -277,7 +279,7 @@ def conform(
     Raises:
       ExamplesValueError: They are of other names, shapes or kinds.
     """
-    given, want = unpaired(x, y), unpaired(*spec)
+    given, want = unpair(x, y), unpair(*spec)
     if len(given) > len(want):
         raise ExamplesValueError(
             "sample_weight, weights of examples, must be declared as the third part of "
@@ -293,7 +295,7 @@ def conform(
         if place == 2 and isinstance(own, np.ndarray | tf.Tensor):
             # As in Keras, one weight is that of all outputs.
             own = tf.nest.pack_sequence_as(wanted, [own] * len(specs))
-        leaves = _arranged(own, wanted, called)
+        leaves = _arrange(own, wanted, called)
         wrong = ""
         if leaves is None:
             wrong = "others"  # Names may be what a client wrote.
@@ -320,7 +322,7 @@ def _ones(spec: Nest, number: int) -> Nest:
     )
 
 
-def _arranged(nest: Nest, spec: Nest, names: Sequence[str] | None) -> list[Any] | None:
+def _arrange(nest: Nest, spec: Nest, names: Sequence[str] | None) -> list[Nest] | None:
     """Returns the leaves of a nest in a spec's order; None if it is another nest."""
     leaves, count = tf.nest.flatten(nest), len(tf.nest.flatten(spec))
     try:
@@ -340,7 +342,7 @@ def _arranged(nest: Nest, spec: Nest, names: Sequence[str] | None) -> list[Any] 
     return leaves if all(is_array) else None
 
 
-def _sizes(shape: Any) -> list[int]:
+def _sizes(shape: tf.TensorShape) -> list[int]:
     sizes = list(shape)
     while sizes and sizes[-1] == 1:
         sizes.pop()
@@ -359,7 +361,7 @@ def _is_batch(leaf: Nest, spec: tf.TensorSpec) -> bool:
     return leaf.ndim > 1 and _sizes(leaf.shape[2:]) == _sizes(spec.shape)
 
 
-def _cast(leaf: Nest, spec: tf.TensorSpec) -> tuple[Any, np.ndarray]:
+def _cast(leaf: Nest, spec: tf.TensorSpec) -> tuple[Nest, np.ndarray]:
     """Returns an array of a spec, and whether each example stays as it was, bool [n].
 
     Rounding to a floating-point dtype is not a change: Keras does the same.

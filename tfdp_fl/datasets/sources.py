@@ -14,12 +14,15 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp_fl.datasets import nests
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,9 +144,9 @@ class IndexedSource:
             },
         )
 
-    def map(self, fn: Callable[..., Any]) -> IndexedSource:
+    def map(self, fn: nests.MapFn) -> IndexedSource:
         """Returns the source with `fn(x, y)` applied once to all examples."""
-        x, y, length = as_tensors(*_mapped(fn, *nests.views((self.x, self.y))))
+        x, y, length = as_tensors(*_map(fn, *nests.views((self.x, self.y))))
         stored = nests.common_length(self.x, self.y)
         if length != stored:
             raise nests.ExamplesValueError(
@@ -152,17 +155,17 @@ class IndexedSource:
             )
         return dataclasses.replace(self, x=x, y=y)
 
-    def conformed(self, spec: nests.Nest, names: nests.Names | None) -> IndexedSource:
+    def conform(self, spec: nests.Nest, names: nests.Names | None) -> IndexedSource:
         """Returns the source with all examples cast to a public spec."""
         places = np.arange(len(self.starts))
-        return MixedSource((self,), 0 * places, places).conformed(spec, names)
+        return MixedSource((self,), 0 * places, places).conform(spec, names)
 
 
 @dataclasses.dataclass(frozen=True)
 class MixedSource:
     """Clients in memory whose own arrays are of several kinds.
 
-    Nobody's kind is everybody's: `conformed` makes an `IndexedSource` of those whose
+    Nobody's kind is everybody's: `conform` makes an `IndexedSource` of those whose
     examples can be cast to a spec that is known otherwise.
 
     Attributes:
@@ -208,7 +211,7 @@ class MixedSource:
         part, places = self.part[positions], self.places[positions]
         return dataclasses.replace(self, part=part, places=places)
 
-    def map(self, fn: Callable[..., Any]) -> MixedSource:
+    def map(self, fn: nests.MapFn) -> MixedSource:
         """Returns the source with `fn(x, y)` applied once to all of each kind."""
         parts, errors = [], []
         for part in self.parts:
@@ -224,7 +227,7 @@ class MixedSource:
             raise errors[0]
         return dataclasses.replace(self, parts=tuple(parts))
 
-    def conformed(self, spec: nests.Nest, names: nests.Names | None) -> IndexedSource:
+    def conform(self, spec: nests.Nest, names: nests.Names | None) -> IndexedSource:
         """Returns the source with all examples cast to a public spec.
 
         Clients that cannot be cast have failed, and change nothing for the others.
@@ -277,7 +280,7 @@ class StreamedSource:
     """
 
     keys: Sequence[Hashable]
-    read_fn: Callable[[Any], Any]
+    read_fn: Callable[[Hashable], tuple[nests.Nest, ...]]
     known_spec: nests.Nest | None
     names: nests.Names | None = None
     check: Callable[[nests.Nest], None] | None = None
@@ -337,7 +340,7 @@ class StreamedSource:
             return nests.no_examples(self.element_spec)
         # Copies: what is checked is what is used, whatever becomes of a file or of a
         # buffer that serves the next client too.
-        x, y = tf.nest.map_structure(nests.copied, (x, y))
+        x, y = tf.nest.map_structure(nests.copy_array, (x, y))
         if self.known_spec is None:
             return x, y
         x, y, fits = nests.conform(x, y, self.known_spec, self.names)
@@ -358,19 +361,19 @@ class StreamedSource:
         keys = [self.keys[position] for position in positions]
         return dataclasses.replace(self, keys=keys)
 
-    def map(self, fn: Callable[..., Any]) -> StreamedSource:
+    def map(self, fn: nests.MapFn) -> StreamedSource:
         """Returns the source with `fn(x, y)` applied to what a client reads.
 
         It may change the arrays: they are the client's own.
         """
 
-        def read(key: Hashable) -> Any:
+        def read(key: Hashable) -> tuple[nests.Nest, nests.Nest]:
             x, y, _ = self._arrays(key)
-            return _mapped(fn, *tf.nest.map_structure(np.array, (x, y)))
+            return _map(fn, *tf.nest.map_structure(np.array, (x, y)))
 
         return StreamedSource(self.keys, read, None)
 
-    def conformed(self, spec: nests.Nest, names: nests.Names | None) -> StreamedSource:
+    def conform(self, spec: nests.Nest, names: nests.Names | None) -> StreamedSource:
         """Returns the source with all examples cast to a public spec."""
         return dataclasses.replace(self, known_spec=spec, names=names)
 
@@ -378,7 +381,9 @@ class StreamedSource:
 Source = IndexedSource | MixedSource | StreamedSource
 
 
-def _client_arrays(examples: Any) -> tuple[nests.Nest, nests.Nest, int]:
+def _client_arrays(
+    examples: tuple[nests.Nest, ...],
+) -> tuple[nests.Nest, nests.Nest, int]:
     """Returns a client's `(x, y)` as arrays, and how many examples it has."""
     x, y = nests.pair(examples, "A client's examples must be")
     x, y = nests.as_arrays(x, "x"), _as_labels(y, nests.as_arrays)
@@ -409,7 +414,9 @@ def as_tensors(x: nests.Nest, y: nests.Nest) -> tuple[nests.Nest, nests.Nest, in
     return x, y, nests.common_length(x, y)
 
 
-def _as_labels(y: nests.Nest, convert: Callable[[Any, str], Any]) -> nests.Nest:
+def _as_labels(
+    y: nests.Nest, convert: Callable[[nests.Nest, str], nests.Nest]
+) -> nests.Nest:
     """Converts labels, and the weights beside them to float32.
 
     Args:
@@ -429,14 +436,16 @@ def _as_labels(y: nests.Nest, convert: Callable[[Any, str], Any]) -> nests.Nest:
     return nests.Weighted(convert(y.y, "y"), convert(weight, "sample_weight"))
 
 
-def _mapped(fn: Callable[..., Any], x: nests.Nest, y: nests.Nest) -> Any:
+def _map(
+    fn: nests.MapFn, x: nests.Nest, y: nests.Nest
+) -> tuple[nests.Nest, nests.Nest]:
     """Returns `fn(x, y)`; weights that it does not change stay."""
     mapped = nests.pair(fn(x, nests.labels_of(y)), "fn must return")
     return nests.pair((*mapped, nests.weights_of(y)))
 
 
 def pack(
-    clients: Iterable[tuple[Any, tuple[nests.Nest, ...]]],
+    clients: Iterable[tuple[Hashable, tuple[nests.Nest, ...]]],
 ) -> IndexedSource | MixedSource:
     """Returns the source of clients in memory, each as it is.
 
@@ -448,10 +457,10 @@ def pack(
     """
     kinds: dict[str, list[tuple[nests.Nest, nests.Nest]]] = {}
     sizes: dict[str, list[int]] = {}
-    at: list[Any] = []
+    at: list[tuple[str, int]] = []
     without, empty = [], []
     for client_id, examples in clients:
-        with naming(client_id):
+        with name_client(client_id):
             x, y, length = _client_arrays(examples)
         if length:
             kind = repr(nests.spec_of((x, y)))
@@ -460,7 +469,7 @@ def pack(
             sizes.setdefault(kind, []).append(length)
             continue
         without.append(len(at))
-        at.append(None)
+        at.append(("", 0))  # Set below.
         if tf.nest.flatten(x) and tf.nest.flatten(y):
             empty.append((x, y))
     if not (kinds or empty):
@@ -487,7 +496,7 @@ def pack(
 
 
 @contextlib.contextmanager
-def naming(client_id: Hashable) -> Iterator[None]:
+def name_client(client_id: Hashable) -> Iterator[None]:
     """Has errors about a client's examples name the client."""
     try:
         yield
@@ -495,15 +504,8 @@ def naming(client_id: Hashable) -> Iterator[None]:
         raise type(error)(f"Client {client_id!r}: {error}") from error
 
 
-def at_least_one_client(**checked: Any) -> None:
-    """Raises ValueError, naming the argument, where clients are none."""
-    ((name, value),) = checked.items()
-    if not len(value):
-        raise ValueError(f"{name} must hold at least one client, got none.")
-
-
 def row_table(
-    indices: Sequence[Any] | np.ndarray, num_rows: int
+    indices: Sequence[ArrayLike] | np.ndarray, num_rows: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns int32[slots], the rows of all clients, and int64[N] lengths.
 
@@ -566,6 +568,21 @@ def check_dataset(dataset: tf.data.Dataset) -> None:
     held_spec(spec)
 
 
+def check_any_dataset(
+    client_ids: Sequence[Hashable], dataset_of: Callable[[Hashable], tf.data.Dataset]
+) -> None:
+    """Raises TypeError or ValueError if no client's dataset has examples."""
+    wrong: Exception | None = None
+    for client_id in client_ids:
+        try:
+            check_dataset(dataset_of(client_id))
+            return
+        except Exception as error:  # Any client's code may run here.
+            wrong = wrong or error
+    if isinstance(wrong, nests.SAFE_ERRORS):
+        raise wrong
+
+
 def read_pair(dataset: tf.data.Dataset) -> tuple[nests.Nest, nests.Nest]:
     """Reads a dataset of examples, or of batches of them, into arrays (x, y)."""
     check_dataset(dataset)
@@ -587,7 +604,7 @@ def read_elements(dataset: tf.data.Dataset) -> nests.Nest:
     )
 
 
-def _element_pair(element: Any) -> tuple[Any, Any]:
+def _element_pair(element: nests.Nest) -> tuple[nests.Nest, nests.Nest]:
     """Returns (x, y) of an element that is a tuple or has the keys x and y.
 
     A third of the tuple, or `sample_weight` of a dict, is beside the labels.

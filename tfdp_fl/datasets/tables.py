@@ -11,7 +11,7 @@ import tempfile
 import unicodedata
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 import tensorflow as tf
@@ -20,11 +20,21 @@ from tfdp_fl import _validate
 from tfdp_fl.datasets import nests
 from tfdp_fl.terms import Json
 
-Columns = str | Sequence[str] | Mapping[str, str | Sequence[str]]
+if TYPE_CHECKING:
+    import pandas
+
+# A client's id, a string or a number. (Mappings say no Hashable: their keys have no
+# subtypes.)
+ClientId: TypeAlias = Any
+# One id for each row, [n]: a list, an array or a column of pandas.
+Ids: TypeAlias = Any
+Columns: TypeAlias = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 # Unicode's format and control characters.
 _UNSEEN = ("Cf", "Cc")
 # Of columns that are no numbers: the values that each may have, known beforehand.
-Vocabulary = Mapping[str, Sequence[Any]]
+Vocabulary: TypeAlias = Mapping[str, Sequence[Hashable]]
+# Returns the examples of a client: `(x, y)` or `(x, y, sample_weight)`.
+ReadClient: TypeAlias = Callable[[Hashable], tuple[nests.Nest, ...]]
 
 
 def hash_to_unit_interval(client_id: Hashable) -> float:
@@ -68,7 +78,7 @@ def distinct(client_ids: Sequence[Hashable]) -> Sequence[Hashable]:
         raise ValueError("client_ids must be distinct, got some repeatedly.")
     read: Json = {}
     for client_id in kept:
-        other = read.setdefault(_as_read(client_id), client_id)
+        other = read.setdefault(_read_as(client_id), client_id)
         if other is not client_id:
             warnings.warn(
                 f"client_ids has {other!r} and {client_id!r}, which differ only in "
@@ -83,7 +93,7 @@ def distinct(client_ids: Sequence[Hashable]) -> Sequence[Hashable]:
 
 
 def _is_plain(words: list[str]) -> bool:
-    """Returns whether `_as_read` is known to leave each of these as it is."""
+    """Returns whether `_read_as` is known to leave each of these as it is."""
     text = "\n".join(words)
     return (
         text.isascii()
@@ -94,7 +104,7 @@ def _is_plain(words: list[str]) -> bool:
     )
 
 
-def _as_read(client_id: Hashable) -> str:
+def _read_as(client_id: Hashable) -> str:
     text = (
         client_id.decode("latin-1") if isinstance(client_id, bytes) else str(client_id)
     )
@@ -142,13 +152,13 @@ class ClientRows(NamedTuple):
     rows: np.ndarray
     lengths: np.ndarray
 
-    def by_client(self) -> dict[Any, np.ndarray]:
+    def by_client(self) -> dict[Hashable, np.ndarray]:
         """Returns each client's rows, by id."""
         each = np.split(self.rows, np.cumsum(self.lengths)[:-1])
         return dict(zip(self.client_ids, each, strict=True))
 
 
-def rows_of_people(client_ids: Any, num_rows: int) -> ClientRows:
+def rows_of_people(client_ids: Ids, num_rows: int) -> ClientRows:
     """Returns each person's rows.
 
     Args:
@@ -178,7 +188,7 @@ def rows_of_people(client_ids: Any, num_rows: int) -> ClientRows:
         shape = list(ids.shape)
         # (Pandas's own kinds of whole numbers may have gaps.)
         if kind in "iu" and isinstance(ids.dtype, np.dtype) and shape == [num_rows]:
-            return _grouped_by_number(np.asarray(ids))
+            return _group_by_number(np.asarray(ids))
         values = ids.tolist()
     if shape != [num_rows]:
         raise ValueError(
@@ -192,12 +202,12 @@ def rows_of_people(client_ids: Any, num_rows: int) -> ClientRows:
                 f"can hash in every row, got a {type(value).__name__} that is none in "
                 f"row {row}."
             )
-    place: dict[Any, int] = {}
+    place: dict[Hashable, int] = {}
     codes = np.array([place.setdefault(each, len(place)) for each in values])
-    return _grouped(list(place), codes)
+    return _group(list(place), codes)
 
 
-def _is_id(value: Any) -> bool:
+def _is_id(value: object) -> bool:
     try:
         hash(value)
         return value is not None and bool(value == value)
@@ -205,7 +215,7 @@ def _is_id(value: Any) -> bool:
         return False
 
 
-def _grouped_by_number(ids: np.ndarray) -> ClientRows:
+def _group_by_number(ids: np.ndarray) -> ClientRows:
     """Returns the rows of each of some whole numbers, without a loop over them."""
     if (ids[1:] >= ids[:-1]).all():  # As a table that is sorted by them.
         first = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
@@ -215,10 +225,10 @@ def _grouped_by_number(ids: np.ndarray) -> ClientRows:
     order = np.argsort(first)
     places = np.empty_like(order)
     places[order] = np.arange(len(order))
-    return _grouped(distinct_ids[order].tolist(), places[codes.reshape(-1)])
+    return _group(distinct_ids[order].tolist(), places[codes.reshape(-1)])
 
 
-def _grouped(client_ids: list[Hashable], codes: np.ndarray) -> ClientRows:
+def _group(client_ids: list[Hashable], codes: np.ndarray) -> ClientRows:
     """Returns the rows of each client, whose places are `codes` [n]."""
     # Stable: a client's rows stay in the table's order.
     rows = np.argsort(codes, kind="stable")
@@ -229,13 +239,13 @@ def _grouped(client_ids: list[Hashable], codes: np.ndarray) -> ClientRows:
 
 
 def split(
-    frame: Any,
+    frame: pandas.DataFrame,
     client: str,
     features: Columns | None = None,
     label: Columns = "label",
     sample_weight: str | None = None,
     vocabulary: Vocabulary | None = None,
-) -> tuple[Any, Any, ClientRows, Any]:
+) -> tuple[nests.Nest, nests.Nest, ClientRows, nests.Nest]:
     """Returns (x, y, rows of each client, weights) of a pandas frame.
 
     The arguments and errors are those of `FederatedDataset.from_dataframe`; the
@@ -249,22 +259,22 @@ def split(
     names = column_names(frame, "frame")
     weight = [] if sample_weight is None else [sample_weight]
     if features is None:
-        taken = [client, *weight, *_named(label)]
+        taken = [client, *weight, *_names_in(label)]
         features = [name for name in names if name not in taken]
     vocabulary = {} if vocabulary is None else vocabulary
     _validate.instance_of(Mapping, vocabulary=vocabulary)
     chosen = {"client": [client], "features": features, "label": label}
     others = {"sample_weight": weight, "vocabulary": list(vocabulary)}
     for argument, columns in (chosen | others).items():
-        if argument in chosen and not _named(columns):
+        if argument in chosen and not _names_in(columns):
             raise ValueError(f"{argument} must name a column, got none.")
-        for name in _named(columns):
+        for name in _names_in(columns):
             if name not in names:
                 raise ValueError(
                     f"{argument} must name columns of the frame "
                     f"({', '.join(map(repr, names))}), got {name!r}."
                 )
-    if client in [*_named(features), *_named(label), sample_weight]:
+    if client in [*_names_in(features), *_names_in(label), sample_weight]:
         raise ValueError(
             "features, label and sample_weight must not hold the client "
             f"column, got {client!r}: who somebody is would be learned as a "
@@ -284,7 +294,7 @@ def split(
     )
 
 
-def column_names(frame: Any, argument: str) -> list[Any]:
+def column_names(frame: pandas.DataFrame, argument: str) -> list[str]:
     """Returns the names of a frame's columns; raises ValueError if one is repeated."""
     names = list(frame.columns)
     if len(set(names)) < len(names):
@@ -292,18 +302,20 @@ def column_names(frame: Any, argument: str) -> list[Any]:
     return names
 
 
-def _is_one(columns: Any) -> bool:
+def _is_one(columns: Columns) -> TypeGuard[str]:
     return isinstance(columns, str) or not np.iterable(columns)
 
 
-def _named(columns: Any) -> list[str]:
+def _names_in(columns: Columns) -> list[str]:
     """Returns the names in what says which columns to take."""
     if isinstance(columns, Mapping):
-        return [name for part in columns.values() for name in _named(part)]
+        return [name for part in columns.values() for name in _names_in(part)]
     return [columns] if _is_one(columns) else list(columns)
 
 
-def arrays(frame: Any, columns: Any, argument: str, vocabulary: Vocabulary) -> Any:
+def arrays(
+    frame: pandas.DataFrame, columns: Columns, argument: str, vocabulary: Vocabulary
+) -> nests.Nest:
     """Returns [n] of one column, [n, F] of a list of them, a dict of a dict."""
     if isinstance(columns, Mapping):
         return {
@@ -322,7 +334,9 @@ def arrays(frame: Any, columns: Any, argument: str, vocabulary: Vocabulary) -> A
     return np.concatenate(found, axis=1)
 
 
-def array(frame: Any, name: str, argument: str, vocabulary: Vocabulary) -> np.ndarray:
+def array(
+    frame: pandas.DataFrame, name: str, argument: str, vocabulary: Vocabulary
+) -> np.ndarray:
     """Returns one column, [n]: numbers, or places in its vocabulary.
 
     Raises:
@@ -375,7 +389,7 @@ def check_finite(argument: str, array: np.ndarray, name: str | None = None) -> N
         )
 
 
-def _check_none_missing(column: Any, argument: str, what: str) -> None:
+def _check_none_missing(column: pandas.Series, argument: str, what: str) -> None:
     missing = column.isna().to_numpy()
     if missing.any():
         raise ValueError(
@@ -386,7 +400,7 @@ def _check_none_missing(column: Any, argument: str, what: str) -> None:
         )
 
 
-def _codes(column: Any, name: str, values: Sequence[Any]) -> np.ndarray:
+def _codes(column: pandas.Series, name: str, values: Sequence[Hashable]) -> np.ndarray:
     """Returns the places of a column's values in its vocabulary, int64 [n]."""
     _validate.instance_of((list, tuple, range, np.ndarray), vocabulary=values)
     places = {value: place for place, value in enumerate(values)}
@@ -407,7 +421,10 @@ def _codes(column: Any, name: str, values: Sequence[Any]) -> np.ndarray:
 
 def parquet_clients(
     path: str | os.PathLike[str], *columns: Any, **named: Any
-) -> tuple[list[Any], Callable[[Any], tuple[Any, ...]], Any] | None:
+) -> (
+    tuple[list[Hashable], Callable[[Hashable], tuple[nests.Nest, ...]], nests.Nest]
+    | None
+):
     """Returns the clients of a sorted Parquet file, what reads one, and their spec.
 
     All values are checked now, one row group at a time, and written into temporary
@@ -422,11 +439,11 @@ def parquet_clients(
     """
     from pyarrow import parquet
 
-    pieces: dict[Any, list[slice]] = collections.defaultdict(list)
+    pieces: dict[Hashable, list[slice]] = collections.defaultdict(list)
     first_row, examples = 0, None
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(parquet.ParquetFile(path))
-        streams: list[Any] = []
+        streams: list[BinaryIO] = []
         for number in range(file.num_row_groups):
             frame = file.read_row_group(number).to_pandas().reset_index(drop=True)
             try:
@@ -468,7 +485,7 @@ def parquet_clients(
         ]
     whole = tf.nest.pack_sequence_as(examples, mapped)
 
-    def read(client_id: Hashable) -> tuple[Any, ...]:
+    def read(client_id: Hashable) -> tuple[nests.Nest, ...]:
         own = [nests.take(whole, rows) for rows in pieces[client_id]]
         return own[0] if len(own) == 1 else nests.concatenate(own)
 

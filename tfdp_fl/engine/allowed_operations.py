@@ -20,9 +20,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
+
+if TYPE_CHECKING:
+    from tensorflow.core.framework.attr_value_pb2 import AttrValue, NameAttrList
 
 _ARITHMETIC = """
 Abs Acos Acosh Add AddN AddV2 Angle ApproximateEqual Asin Asinh Atan Atan2 Atanh
@@ -146,7 +149,7 @@ ALLOWED = BY_CLIENT | frozenset(
 )
 
 
-def not_batched(definition: tf.compat.v1.GraphDef) -> list[str]:
+def find_unbatchable(definition: tf.compat.v1.GraphDef) -> list[str]:
     """Returns the operations that may mix clients when vectorized over them."""
     functions = {function.signature.name for function in definition.library.function}
     operations = {node.op for _, node in nodes(definition)}
@@ -193,7 +196,7 @@ def check(definition: tf.compat.v1.GraphDef, layers: Iterable[str] = ()) -> None
         )
 
 
-def _is_empty_constant(node: Any) -> bool:
+def _is_empty_constant(node: tf.compat.v1.NodeDef) -> bool:
     if node.op != "Const":  # Asking a node for an attribute would give it one.
         return False
     shape = node.attr["value"].tensor.tensor_shape
@@ -209,7 +212,9 @@ def layer_of(path: str, layers: Iterable[str]) -> str:
     return "the program"
 
 
-def nodes(definition: tf.compat.v1.GraphDef) -> Iterator[tuple[str, Any]]:
+def nodes(
+    definition: tf.compat.v1.GraphDef,
+) -> Iterator[tuple[str, tf.compat.v1.NodeDef]]:
     """Yields a graph's nodes, and those of its functions, with where they are."""
     for node in definition.node:
         yield node.name, node
@@ -218,7 +223,7 @@ def nodes(definition: tf.compat.v1.GraphDef) -> Iterator[tuple[str, Any]]:
             yield f"{function.signature.name}/{node.name}", node
 
 
-def calls_in(attributes: Iterable[Any]) -> Iterator[Any]:
+def calls_in(attributes: Iterable[AttrValue]) -> Iterator[NameAttrList]:
     """Yields the functions that a node's attributes name, and theirs."""
     for value in attributes:
         for call in [value.func] if value.HasField("func") else value.list.func:

@@ -1,6 +1,6 @@
 """The compiled programs that train clients, and what becomes of their updates.
 
-`_one_by_one` is a loop over clients, of any model and any mechanism. `_batched`
+`_one_by_one` is a loop over clients, of any model and any mechanism. `_train_batched`
 computes the same for a chunk of clients at once, as one batched program: what a
 GPU is good at. Both share what becomes of a client that has trained: `_result`,
 where the mechanism clips. `side_by_side.GhostClipping` takes their place for dense
@@ -12,12 +12,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import algorithm
+from tfdp_fl.datasets import nests
 from tfdp_fl.engine import cohort, layout, lookups, side_by_side
 from tfdp_fl.engine import program as program_lib
 from tfdp_fl.engine import trainer as trainer_lib
@@ -58,7 +58,7 @@ class CohortPrograms:
         if part.strategy in self.traced:
             return self.traced[part.strategy]
         kind, num_steps, fine, xla = part.strategy
-        train: Callable[..., cohort.Trained] = self._batched
+        train: Callable[..., cohort.Trained] = self._train_batched
         if kind == layout.SIDE_BY_SIDE:
             train = side_by_side.GhostClipping(
                 self.trainer, self.query, num_steps, fine
@@ -66,7 +66,7 @@ class CohortPrograms:
         elif kind == layout.ONE_BY_ONE:
             train = functools.partial(self._one_by_one, xla)
 
-        def any_size(value: Any) -> tf.TensorSpec:
+        def any_size(value: nests.Nest) -> tf.TensorSpec:
             value = np.asarray(value)
             return tf.TensorSpec([None] * value.ndim, value.dtype)
 
@@ -177,7 +177,7 @@ class CohortPrograms:
         """
         zero = tf.cast(table.num_clients < 0, tf.float32)
 
-        def unfolded(tensor: tf.Tensor) -> tf.Tensor:
+        def unfold(tensor: tf.Tensor) -> tf.Tensor:
             value = tf.get_static_value(tensor)
             if value is None or value.size < 2 or value.any():
                 return tensor
@@ -200,9 +200,9 @@ class CohortPrograms:
         if self.moments:
             moments = cohort.Moments(tf.zeros([]), tf.zeros([spec.size]), tf.zeros([]))
             total = total._replace(moments=moments)
-        return tf.nest.map_structure(unfolded, total), kept
+        return tf.nest.map_structure(unfold, total), kept
 
-    def _batched(
+    def _train_batched(
         self, received: cohort.Broadcast, chunk: layout.Chunk
     ) -> cohort.Trained:
         """Trains the clients of a chunk at once, of which some may be padding.
@@ -217,12 +217,12 @@ class CohortPrograms:
         per_pass = -(-num_examples // batch_size)
         longest = tf.reduce_max(per_pass)
 
-        def start(key: tf.Tensor) -> Any:
+        def start(key: tf.Tensor) -> nests.Nest:
             seed = noise.fold_in(received.seed, key)
             nothing = cohort.CohortSum.zeros(self.trainer.no_metrics())
             return seed, (self.trainer.start(received, seed), nothing)
 
-        def step(s: tf.Tensor, clients: Any) -> tuple[tf.Tensor, Any]:
+        def step(s: tf.Tensor, clients: nests.Nest) -> tuple[tf.Tensor, nests.Nest]:
             place = s % longest - (longest - per_pass)
             active = place >= 0
             left = tf.where(active, num_examples - place * batch_size, 0)
@@ -233,7 +233,7 @@ class CohortPrograms:
             first = tf.where(active, first, 0)
             batches = _gather((x, y), tf.gather(table.rows, first[:, None] + places))
 
-            def one(arguments: Any) -> Any:
+            def one(arguments: nests.Nest) -> nests.Nest:
                 before, batch, active = arguments
                 state, total = before
                 after = self._step(state, total, batch, size, received)
@@ -243,7 +243,7 @@ class CohortPrograms:
 
             return s + 1, _for_all(one, (clients, batches, active))
 
-        def finish(arguments: Any) -> Any:
+        def finish(arguments: nests.Nest) -> tuple[cohort.CohortSum, cohort.PerClient]:
             seed, (state, total), *rest = arguments
             one, rows = self._result(received, seed, state, *rest)
             return one._replace(
@@ -260,12 +260,12 @@ class CohortPrograms:
         totals, rows = _for_all(finish, (seeds, clients, num_examples, table.windows))
         present = tf.range(tf.size(table.keys)) < table.num_clients
 
-        def summed(part: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+        def sum_up(part: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
             here = _beside(present, part)
             part = tf.where(here, tf.cast(part, dtype), tf.zeros([], dtype))
             return tf.reduce_sum(part, axis=0)
 
-        total = tf.nest.map_structure(lambda part: summed(part, part.dtype), totals)
+        total = tf.nest.map_structure(lambda part: sum_up(part, part.dtype), totals)
         nobody = self.trainer.no_metrics()
         largest = [
             tf.reduce_max(tf.where(_beside(present, part), part, none), axis=0)
@@ -276,7 +276,7 @@ class CohortPrograms:
             spec = cohort.UpdateSpec.of(received.weights)
             nothing = self.query.initial_sample_state(spec.variables)
             exact = tf.nest.map_structure(
-                lambda part, whole: summed(part, whole.dtype),
+                lambda part, whole: sum_up(part, whole.dtype),
                 totals.contribution,
                 nothing,
             )
@@ -287,7 +287,7 @@ class CohortPrograms:
         self,
         state: trainer_lib.ClientState,
         total: cohort.CohortSum,
-        batch: tuple[Any, Any],
+        batch: tuple[nests.Nest, nests.Nest],
         size: tf.Tensor,
         received: cohort.Broadcast,
     ) -> tuple[trainer_lib.ClientState, cohort.CohortSum]:
@@ -331,13 +331,13 @@ class CohortPrograms:
             return total, rows._replace(
                 updates=cohort.flatten(update), scalars=tf.stack(scalars)
             )
-        with noise.seeded(noise.fold_in(seed, 0)):
+        with noise.use_seed(noise.fold_in(seed, 0)):
             client = query.client(num_examples, window)
             one = algorithm.make_record(query, received.params, update, client)
         return total._replace(contribution=one), rows
 
 
-def _gather(nest: Any, rows: tf.Tensor) -> Any:
+def _gather(nest: nests.Nest, rows: tf.Tensor) -> nests.Nest:
     return tf.nest.map_structure(lambda tensor: tf.gather(tensor, rows), nest)
 
 
@@ -346,7 +346,9 @@ def _beside(mask: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
     return tf.reshape(mask, [-1] + [1] * (part.shape.rank - 1))
 
 
-def _for_all(function: Any, clients: Any) -> Any:
+def _for_all(
+    function: Callable[[nests.Nest], nests.Nest], clients: nests.Nest
+) -> nests.Nest:
     """Calls a function of one client's tensors for all clients at once."""
     return tf.vectorized_map(function, clients, warn=False)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl.datasets import ClientFailure, FederatedDataset
+from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 from tfdp_fl.mechanisms import contribution, records
 
 
@@ -27,7 +27,7 @@ class Broadcast(NamedTuple):
 
     weights: list[tf.Tensor]
     unaggregated: list[tf.Tensor]
-    params: Any
+    params: nests.Nest
     learning_rate: tf.Tensor
     seed: tf.Tensor
 
@@ -79,7 +79,7 @@ class CohortSum(NamedTuple):
       moments: A `Moments`, or () if it was not asked for.
     """
 
-    contribution: Any
+    contribution: nests.Nest
     loss: tf.Tensor
     examples: tf.Tensor
     metrics: MetricState
@@ -103,7 +103,7 @@ class CohortSum(NamedTuple):
         # One client's NaN is no reason not to know the others' loss.
         counts = tf.math.is_finite(loss)
         weight = tf.where(counts, tf.cast(size, tf.float32), 0.0)
-        loss = tf.where(counts, bounded_loss(loss), 0.0)
+        loss = tf.where(counts, bound_loss(loss), 0.0)
         return self._replace(
             metrics=metrics,
             loss=self.loss + loss * weight,
@@ -122,9 +122,9 @@ class PerClient(NamedTuple):
         remembers of this round.
     """
 
-    updates: Any = ()
-    scalars: Any = ()
-    window_norms: Any = ()
+    updates: nests.Nest = ()
+    scalars: nests.Nest = ()
+    window_norms: tf.Tensor | tuple[()] = ()
 
 
 # What a compiled function returns of the clients that it trained.
@@ -243,7 +243,7 @@ class PendingRound:
     inputs: RoundInputs
     state: contribution.RoundState
     received: Broadcast
-    sums: list[Any]
+    sums: list[nests.Nest]
     window_norms: np.ndarray | None = None
     collected: list[tuple[np.ndarray, PerClient]] = dataclasses.field(
         default_factory=list
@@ -315,7 +315,7 @@ def flatten(update: list[tf.Tensor]) -> tf.Tensor:
     )
 
 
-def add_nests(one: Any, other: Any) -> Any:
+def add_nests(one: nests.Nest, other: nests.Nest) -> nests.Nest:
     """Adds up two nests of tensors."""
     return tf.nest.map_structure(tf.add, one, other)
 
@@ -323,7 +323,7 @@ def add_nests(one: Any, other: Any) -> Any:
 _LARGEST_LOSS = 1e25
 
 
-def bounded_loss(losses: tf.Tensor) -> tf.Tensor:
+def bound_loss(losses: tf.Tensor) -> tf.Tensor:
     """Returns losses that a whole cohort's sum stays a number with.
 
     They are only reported: training uses the loss as it is.

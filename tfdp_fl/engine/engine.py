@@ -22,7 +22,6 @@ import functools
 import itertools
 import re
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -40,6 +39,7 @@ from tfdp_fl.engine import (
     release,
     tff_models,
 )
+from tfdp_fl.engine import program as program_lib
 from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.mechanisms import contribution, noise
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
@@ -61,7 +61,9 @@ CLIENT_ERRORS = (
 
 
 # Calls a program on every machine; returns the flattened results of each.
-RunEverywhere = Callable[[Any, cohort.Broadcast, layout.Chunk], list[list[Any]]]
+RunEverywhere = Callable[
+    [program_lib.Program, cohort.Broadcast, layout.Chunk], list[list[np.ndarray]]
+]
 
 
 class CohortEngine:
@@ -87,7 +89,7 @@ class CohortEngine:
       cache_key: Cache key: the engine is reused while it is equal.
     """
 
-    cache_key: Any = None
+    cache_key: tuple[object, ...] | None = None
 
     def __init__(
         self,
@@ -151,7 +153,9 @@ class CohortEngine:
         self.keeps_non_trainable = bool(self._unaggregated)
         self._hook = None
         if training.broadcast_hook is not None:
-            self._hook = tf.function(_seeded(training.broadcast_hook), autograph=False)
+            self._hook = tf.function(
+                _seed_hook(training.broadcast_hook), autograph=False
+            )
         self.update_spec = cohort.UpdateSpec.of(self.server.variables)
         keeps_updates = collect_records or self.query.two_phase
         kernels = None
@@ -170,7 +174,7 @@ class CohortEngine:
             kernels=kernels,
             collected_bytes=4 * self.update_spec.size if keeps_updates else None,
             xla=bool(training.jit_compile),
-            widths=self.checked_widths,
+            widths=self.check_widths,
             at_once=devices.clients_at_once(
                 self.device, model, self.update_spec.size, batch_size
             ),
@@ -194,10 +198,10 @@ class CohortEngine:
         nobody = layout.client_table(np.zeros(0, int), np.zeros(0, int), 1, 1)
         seed = np.zeros(2, np.uint64)
         state = self.query.initial_global_state()
-        received = self._sent(self.server.variables, state, 0.0, seed)
+        received = self._broadcast(self.server.variables, state, 0.0, seed)
         program = self.programs.program(received, self.layout.one_by_one(nobody)[0])
         if self.layout.at_once is not None:
-            refused = allowed_operations.not_batched(program.definition)
+            refused = allowed_operations.find_unbatchable(program.definition)
             if refused:
                 self._train_one_by_one(f"{', '.join(refused)} cannot be batched")
 
@@ -228,7 +232,7 @@ class CohortEngine:
             how = "side by side where they have few examples"
         return f"clients {how} on {self.max_parallel_clients} threads{self._fallback}"
 
-    def checked_widths(
+    def check_widths(
         self, strategy: layout.Strategy, batch: int, run: RunEverywhere | None = None
     ) -> tuple[int, ...]:
         """Returns the widths of `dense_models` that a machine's kernels are fit for.
@@ -261,13 +265,13 @@ class CohortEngine:
         )
         seed = np.zeros(2, np.uint64)
         state = self.query.begin_round(self.query.initial_global_state(), 1.0, 512.0)
-        received = self._sent(self.server.variables, state, 0.1, seed)
+        received = self._broadcast(self.server.variables, state, 0.1, seed)
 
         def added(count: int, width: int) -> list[list[np.ndarray]]:
             """Returns the sum of so many of that client, of each machine."""
             own = np.tile(np.arange(rows), count)
             table = layout.client_table(own, np.full(count, rows), batch, 1)
-            part = layout.Part(strategy, layout.padded_to(table, width))
+            part = layout.Part(strategy, layout.pad_to(table, width))
             chunk = layout.Chunk(x, y, part.table)
             program = self.programs.program(received, part)
             if run is None:
@@ -350,20 +354,20 @@ class CohortEngine:
         return cohort.PendingRound(
             inputs=inputs,
             state=state,
-            received=self._sent(weights, state, inputs.learning_rate, inputs.seed),
+            received=self._broadcast(weights, state, inputs.learning_rate, inputs.seed),
             sums=[None] * self.max_parallel_clients,
             window_norms=norms,
         )
 
-    def _sent(
+    def _broadcast(
         self,
-        weights: list[Any],
+        weights: list[tf.Tensor],
         state: contribution.RoundState,
         rate: float,
         seed: np.ndarray,
     ) -> cohort.Broadcast:
         """Returns what the server sends to the clients of a round."""
-        params: Any = ()
+        params: nests.Nest = ()
         if self._later_clip is None:
             params = self.query.derive_sample_params(state)
         return cohort.Broadcast(
@@ -454,7 +458,7 @@ class CohortEngine:
         self.used_strategies.add(part.strategy)
         chunk = chunk._replace(table=part.table)
         if part.strategy.xla:
-            chunk = layout.gathered(chunk, part.table)
+            chunk = layout.gather(chunk, part.table)
         trained = program(pending.received, chunk)
         pending.add(part.members, trained, thread)
         self.has_trained |= len(part.members) > 0
@@ -584,18 +588,18 @@ def needs_fine_grid(pending: cohort.PendingRound) -> bool:
     return pending.inputs.noise_multiplier < _LEAST_COARSE_NOISE
 
 
-def _seeded(hook: trainer_lib.BroadcastHook) -> Callable[..., list[tf.Tensor]]:
+def _seed_hook(hook: trainer_lib.BroadcastHook) -> Callable[..., list[tf.Tensor]]:
     """Returns a hook that draws what follows from a round's seed."""
 
     def changed(weights: list[tf.Tensor], seed: tf.Tensor) -> list[tf.Tensor]:
         own = noise.as_integers(noise.fold_in(seed, -3))
-        with noise.seeded(noise.fold_in(seed, -2)):
+        with noise.use_seed(noise.fold_in(seed, -2)):
             return list(hook(list(weights), own))
 
     return changed
 
 
-def _without_examples(error: Any) -> Exception:
+def _without_examples(error: tf.errors.OpError) -> Exception:
     """Returns an error of TensorFlow's that names the operation only."""
     found = re.search(r"(?:\{\{node |node '?)([\w./-]+)", str(error))
     where = f" in {found.group(1)}" if found else ""

@@ -40,7 +40,9 @@ class LabelRange(NamedTuple):
     ignored: int | None
 
 
-def spec_for(loss: Any, output: tf.Tensor) -> tf.TensorSpec | None:
+def spec_for(
+    loss: keras_versions.CompileArgument, output: tf.Tensor
+) -> tf.TensorSpec | None:
     """Returns what one label looks like for a loss that is known; None for others.
 
     Args:
@@ -84,7 +86,7 @@ def ranges(
                 "integers of them."
             )
         shape, expected = labels[leaf].shape[1:], output.shape[1:]
-        allowed: tuple[Any, ...] = (expected,)
+        allowed: tuple[Sequence[int], ...] = (expected,)
         if function.__name__ in _OF_NUMBERS:
             allowed = (expected[:-1], [*expected[:-1], 1])
         elif expected.rank and expected[-1] == 1:
@@ -103,7 +105,7 @@ def ranges(
     return found
 
 
-def problem(leaves: Sequence[Any], allowed: list[LabelRange]) -> str:
+def problem(leaves: Sequence[tf.Tensor], allowed: list[LabelRange]) -> str:
     """Returns what is wrong with labels; "" if they are allowed.
 
     Args:
@@ -239,7 +241,7 @@ class IndexCheck:
         if self._looked_up is None:
             return dataset
         if not dataset.is_indexed:
-            return dataset.checked(self._check)
+            return dataset.with_check(self._check)
         rows, lengths = dataset.client_rows(np.arange(dataset.num_clients))
         x = tf.nest.map_structure(lambda leaf: tf.gather(leaf, rows), dataset.flat()[0])
         if wrong := self.problem(x):

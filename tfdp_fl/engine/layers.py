@@ -13,25 +13,29 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
+from tfdp_fl.datasets import nests
 
 # Time steps in one turn of a loop; more save little and take long to trace.
 _UNROLL = 8
 
+# What a layer computes by.
+Call: TypeAlias = Callable[..., nests.Nest]
 
-def of_kind(model: tf.keras.Model, kind: type) -> list[Any]:
+
+def of_kind(model: tf.keras.Model, kind: type) -> list[tf.keras.layers.Layer]:
     """Returns a model's layers of exactly a kind, whose `call` nobody replaced."""
     layers = keras_versions.layers_of(model)
     return [each for each in layers if type(each) is kind and "call" not in vars(each)]
 
 
 @contextlib.contextmanager
-def calling(calls: list[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
+def replace_calls(calls: list[tuple[tf.keras.layers.Layer, Call]]) -> Iterator[None]:
     """Has layers compute by other functions, within the block.
 
     A function is called with the layer's first argument, with what computes the same
@@ -46,21 +50,19 @@ def calling(calls: list[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
             del vars(layer)["call"]
 
 
-def _taking_the_same(
-    original: Callable[..., Any], call: Callable[..., Any]
-) -> Callable[..., Any]:
+def _taking_the_same(original: Call, call: Call) -> Call:
     """Returns what takes all that a layer's `call` takes, and in the same ways."""
     signature = inspect.signature(original)
     first, *_ = signature.parameters
 
     @functools.wraps(original)
     @tf.autograph.experimental.do_not_convert
-    def replaced(*arguments: Any, **options: Any) -> Any:
+    def wrapper(*arguments: nests.Nest, **options: object) -> nests.Nest:
         given = signature.bind(*arguments, **options).arguments
         inputs = given.pop(first)
         return call(inputs, lambda: original(*arguments, **options), **given)
 
-    return replaced
+    return wrapper
 
 
 def fast(model: tf.keras.Model) -> contextlib.AbstractContextManager[None]:
@@ -75,7 +77,7 @@ def fast(model: tf.keras.Model) -> contextlib.AbstractContextManager[None]:
       model: What is traced in the block.
     """
     eligible = filter(_is_plain, of_kind(model, tf.keras.layers.LSTM))
-    return calling([(layer, _lstm_call(layer)) for layer in eligible])
+    return replace_calls([(layer, _lstm_call(layer)) for layer in eligible])
 
 
 def _is_plain(layer: tf.keras.layers.LSTM) -> bool:
@@ -93,9 +95,11 @@ def _is_plain(layer: tf.keras.layers.LSTM) -> bool:
 
 
 def _lstm_call(layer: tf.keras.layers.LSTM) -> Callable[..., tf.Tensor]:
-    """Returns what to put in the place of the layer's `call`, as `calling` says."""
+    """Returns what to put in the place of the layer's `call`, as in `replace_calls`."""
 
-    def call(inputs: Any, by_keras: Callable[[], Any], **options: Any) -> tf.Tensor:
+    def call(
+        inputs: nests.Nest, by_keras: Callable[[], tf.Tensor], **options: object
+    ) -> tf.Tensor:
         if (
             any(options.get(name) is not None for name in ("mask", "initial_state"))
             or not tf.is_tensor(inputs)
@@ -238,11 +242,11 @@ def _rows(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _for_each_step(
-    step: Callable[[tf.Tensor, tf.Tensor, Any], Any],
+    step: Callable[[tf.Tensor, tf.Tensor, nests.Nest], nests.Nest],
     values: tf.Tensor,
-    state: Any,
+    state: nests.Nest,
     reverse: bool = False,
-) -> Any:
+) -> nests.Nest:
     """Folds `step(t, values[t], state) -> state` over time.
 
     Several steps make one turn of a loop; a second loop takes those that
@@ -258,10 +262,12 @@ def _for_each_step(
     rest = [_length(values, 1), values.shape[2]]
     whole = length - length % _UNROLL
 
-    def loop(count: int, first: Any, last: Any, state: Any) -> Any:
+    def loop(
+        count: int, first: tf.Tensor, last: tf.Tensor, state: nests.Nest
+    ) -> nests.Nest:
         """Runs over [first, last), `count` steps a turn."""
 
-        def turn(start: tf.Tensor, state: Any) -> tuple[tf.Tensor, Any]:
+        def turn(start: tf.Tensor, state: nests.Nest) -> tuple[tf.Tensor, nests.Nest]:
             # With a size that XLA can see; nothing is copied.
             parts = tf.unstack(
                 tf.slice(values, [start, 0, 0], [count, *rest]), num=count

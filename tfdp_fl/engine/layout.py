@@ -19,7 +19,7 @@ import dataclasses
 import heapq
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -34,6 +34,10 @@ CHUNK_BYTES = 64 * 2**20
 # One client after the other; dense models without a model for each client
 # (`side_by_side`); all of a chunk as one batched program, for a GPU.
 ONE_BY_ONE, SIDE_BY_SIDE, BATCHED = "one by one", "side by side", "batched"
+
+
+# Of NumPy outside of the compiled programs, and TensorFlow's inside.
+_Array: TypeAlias = np.ndarray | tf.Tensor
 
 
 class ClientTable(NamedTuple):
@@ -58,22 +62,22 @@ class ClientTable(NamedTuple):
         where there are none; [K, 0, 0] if the mechanism keeps none.
     """
 
-    rows: Any
-    batch: Any
-    epochs: Any
-    num_clients: Any
-    first_row: Any
-    num_examples: Any
-    members: Any
-    keys: Any
-    windows: Any
+    rows: _Array
+    batch: _Array
+    epochs: _Array
+    num_clients: _Array
+    first_row: _Array
+    num_examples: _Array
+    members: _Array
+    keys: _Array
+    windows: _Array
 
     @property
     def steps(self) -> np.ndarray:
         """Returns how many steps each client takes, [K]."""
         return -(-self.num_examples // len(self.batch)) * self.epochs
 
-    def map_clients(self, change: Any) -> ClientTable:
+    def map_clients(self, change: Callable[[_Array], _Array]) -> ClientTable:
         """Returns a table with a function called on the arrays that have K rows."""
         names = self._fields[self._fields.index("first_row") :]
         arrays = tuple(getattr(self, name) for name in names)
@@ -145,7 +149,7 @@ def select(table: ClientTable, places: np.ndarray) -> ClientTable:
     )
 
 
-def padded_to(table: ClientTable, width: int) -> ClientTable:
+def pad_to(table: ClientTable, width: int) -> ClientTable:
     """Pads a table with clients that have no examples; `num_clients` stays."""
 
     def pad(array: np.ndarray) -> np.ndarray:
@@ -195,8 +199,8 @@ class Chunk(NamedTuple):
       table: The clients.
     """
 
-    x: Any
-    y: Any
+    x: nests.Nest
+    y: nests.Nest
     table: ClientTable
 
 
@@ -215,7 +219,7 @@ class Layout:
       collected_bytes: What a client's update takes where each is kept; None
         where they are summed at once.
       xla: Whether XLA compiles the training of clients one by one. Never by itself: it
-        compiles up to four programs (see `gathered`), which takes longer than the
+        compiles up to four programs (see `gather`), which takes longer than the
         first hundred rounds of a small model gain. To compile beside those rounds
         would let the machine's speed choose a client's bits.
       at_once: How many clients train as one batched program; None: none do.
@@ -224,7 +228,7 @@ class Layout:
         which of them it is.
     """
 
-    element_spec: tuple[Any, Any]
+    element_spec: nests.ElementSpec
     label_ranges: list[labels.LabelRange] = dataclasses.field(default_factory=list)
     kernels: dense_models.Kernels | None = None
     collected_bytes: int | None = None
@@ -252,7 +256,7 @@ class Layout:
             rows, lengths = dataset.client_rows(positions[members])
             yield Chunk(x, y, _table(pending.inputs, members, lengths, rows))
             return
-        read = self._streamed(dataset, pending)
+        read = self._read_chunks(dataset, pending)
         with concurrent.futures.ThreadPoolExecutor(1) as reading:
             coming = reading.submit(next, read, None)
             while (chunk := coming.result()) is not None:
@@ -261,7 +265,7 @@ class Layout:
         # Labels are looked at when the clients after them were read.
         pending.failures.sort(key=lambda failure: failure.position)
 
-    def _streamed(
+    def _read_chunks(
         self, dataset: FederatedDataset, pending: cohort.PendingRound
     ) -> Iterator[Chunk]:
         """Yields clients whose examples fit into one chunk; at least one chunk."""
@@ -406,9 +410,9 @@ class Layout:
         if strategy.kind == SIDE_BY_SIDE:
             widths = self.widths(strategy, len(clients.batch))
             width = next(w for w in widths if w >= clients.num_clients)
-            return Part(strategy, padded_to(clients, width))
+            return Part(strategy, pad_to(clients, width))
         if strategy.kind == BATCHED:
-            return Part(strategy, padded_to(clients, self.clients_in_batch))
+            return Part(strategy, pad_to(clients, self.clients_in_batch))
         return Part(strategy, clients)
 
     @property
@@ -502,7 +506,7 @@ def split(
     return found
 
 
-def stored_examples(dataset: FederatedDataset) -> tuple[Any, Any]:
+def stored_examples(dataset: FederatedDataset) -> tuple[nests.Nest, nests.Nest]:
     """Returns features and labels of a dataset in memory, of one row at least.
 
     XLA cannot gather from a tensor without rows, not even nothing.
@@ -533,7 +537,7 @@ def _table(
     return table._replace(windows=inputs.windows[members].astype(np.float32))
 
 
-def gathered(chunk: Chunk, table: ClientTable) -> Chunk:
+def gather(chunk: Chunk, table: ClientTable) -> Chunk:
     """Returns a chunk of one client's own rows, padded by its own number of steps.
 
     XLA compiles a program for each shape of its arguments, which are thereby the

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -49,7 +49,7 @@ class Lookup(NamedTuple):
 
 
 def plain_gathers(
-    model: tf.keras.Model, tables: list[Any]
+    model: tf.keras.Model, tables: list[tf.keras.layers.Embedding]
 ) -> contextlib.AbstractContextManager[None]:
     """Has embeddings look up rows by a gather, and nothing else, in a block.
 
@@ -60,12 +60,12 @@ def plain_gathers(
       tables: The embeddings' weights.
     """
     own = set(map(id, tables))
-    return layers.calling(
+    return layers.replace_calls(
         [(one, _gather_of(one)) for one in _plain(model) if id(one.embeddings) in own]
     )
 
 
-def _plain(model: tf.keras.Model) -> list[Any]:
+def _plain(model: tf.keras.Model) -> list[tf.keras.layers.Embedding]:
     """Returns the embeddings that look up rows of a weight, and of nothing computed."""
     return [
         layer
@@ -74,8 +74,8 @@ def _plain(model: tf.keras.Model) -> list[Any]:
     ]
 
 
-def _gather_of(layer: tf.keras.layers.Layer) -> Any:
-    def call(inputs: Any, by_keras: Callable[[], Any]) -> tf.Tensor:
+def _gather_of(layer: tf.keras.layers.Layer) -> layers.Call:
+    def call(inputs: nests.Nest, by_keras: Callable[[], tf.Tensor]) -> tf.Tensor:
         if not isinstance(inputs, tf.Tensor):
             return by_keras()
         if inputs.dtype not in _INTEGERS:
@@ -87,7 +87,10 @@ def _gather_of(layer: tf.keras.layers.Layer) -> Any:
 
 
 def find(
-    model: tf.keras.Model, forward: Any, specs: nests.Nest, weights: list[Any]
+    model: tf.keras.Model,
+    forward: Callable[[nests.Nest, nests.Nest, list[tf.Tensor]], object],
+    specs: nests.Nest,
+    weights: list[keras_versions.KerasVariable],
 ) -> tuple[Lookup, ...]:
     """Returns the lookups of which it is certain, of tables that are large.
 
@@ -205,7 +208,9 @@ def narrow(
     return received._replace(weights=weights), taken
 
 
-def rename(lookups: tuple[Lookup, ...], taken: list[tf.Tensor], x: nests.Nest) -> Any:
+def rename(
+    lookups: tuple[Lookup, ...], taken: list[tf.Tensor], x: nests.Nest
+) -> nests.Nest:
     """Returns a batch of features that name the places of rows among those taken.
 
     Args:

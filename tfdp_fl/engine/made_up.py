@@ -6,7 +6,6 @@ Always the same, and nobody's: what is decided by them is a public fact.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -22,7 +21,7 @@ def batch(
     nest: nests.Nest,
     shares: bool = False,
     classes: Mapping[int, int] | None = None,
-) -> Any:
+) -> nests.Nest:
     """Returns a batch of random numbers in the place of one of other examples.
 
     Args:
@@ -48,7 +47,7 @@ def batch(
 
 def never_negative(
     model: tf.keras.Model, variables: list[tf.Variable], x: nests.Nest
-) -> list[Any]:
+) -> list[tf.Variable]:
     """Returns those of a model's state that training keeps from below zero.
 
     Variances are such, by whatever name, and means of what is not negative. Each is

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -19,13 +19,18 @@ from tfdp_fl.datasets import nests
 from tfdp_fl.engine import cohort, labels, made_up
 
 # How a metric's variables were before it saw anything, for those that have been seen.
-_beginnings: weakref.WeakKeyDictionary[Any, list[np.ndarray]] = (
+_beginnings: weakref.WeakKeyDictionary[tf.keras.metrics.Metric, list[np.ndarray]] = (
     weakref.WeakKeyDictionary()
 )
 
+# Returns the values of a model's own metrics after a batch (x, y).
+_OwnAfter: TypeAlias = Callable[
+    [list[tf.Tensor], nests.Nest, nests.Nest], list[tf.Tensor]
+]
+
 # Whether s(a, b), the state after batches a and then b, is made of the two alone: of
 # s(a), s(b) and the beginning. The first that holds is taken.
-_MERGES: dict[str, Callable[[Any, Any, Any], Any]] = {
+_MERGES: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]] = {
     "sum": lambda a, b, begin: a + b - begin,
     "largest": lambda a, b, begin: np.maximum(a, b),
     "smallest": lambda a, b, begin: np.minimum(a, b),
@@ -33,7 +38,7 @@ _MERGES: dict[str, Callable[[Any, Any, Any], Any]] = {
 _BATCHES = 6
 
 
-def note_beginnings(metrics: Any) -> None:
+def note_beginnings(metrics: nests.Nest) -> None:
     """Notes how metrics begin, while they have seen nothing.
 
     Keras's `reset_state` puts zeros in the place of whatever a metric began with.
@@ -52,7 +57,11 @@ class Metrics:
     """
 
     def __init__(
-        self, compiled: Any, own: list[Any], y: nests.Nest, predicted: nests.Nest
+        self,
+        compiled: tf.keras.metrics.Metric,
+        own: list[tf.keras.metrics.Metric],
+        y: nests.Nest,
+        predicted: nests.Nest,
     ):
         """Makes their variables.
 
@@ -77,7 +86,7 @@ class Metrics:
 
     def find_merges(
         self,
-        own_after: Callable[[list[tf.Tensor], Any, Any], list[tf.Tensor]],
+        own_after: _OwnAfter,
         x: nests.Nest,
         y: nests.Nest,
         predicted: nests.Nest,
@@ -114,9 +123,9 @@ class Metrics:
                 made_up.batch(rng, predicted, shares),
             )
             try:
-                alone = self._updated(begin, batch, own_after)
-                after = self._updated(before, batch, own_after)
-                again = self._updated(before, batch, own_after)
+                alone = self._update(begin, batch, own_after)
+                after = self._update(before, batch, own_after)
+                again = self._update(before, batch, own_after)
             except Exception:  # Not everything is for made-up numbers.
                 continue
             if any(np.isnan(value).any() for value in after) or not all(
@@ -140,8 +149,11 @@ class Metrics:
                 )
         self._merges = [next(iter(merges)) for merges in left]
 
-    def _updated(
-        self, values: list[tf.Tensor], batch: tuple[Any, Any, Any], own_after: Any
+    def _update(
+        self,
+        values: list[tf.Tensor],
+        batch: tuple[nests.Nest, nests.Nest, nests.Nest],
+        own_after: _OwnAfter,
     ) -> list[np.ndarray]:
         x, y, predicted = batch
         first = len(self._variables) - len(self.own_variables)
@@ -151,7 +163,7 @@ class Metrics:
             after += own_after(before[first:], x, y)
         return [np.asarray(value) for value in after]
 
-    def _after(self, values: list[tf.Tensor], *batch: Any) -> list[tf.Tensor]:
+    def _after(self, values: list[tf.Tensor], *batch: nests.Nest) -> list[tf.Tensor]:
         """Returns the values of the compiled metrics' variables after a batch."""
         if not self._compiled.metrics:
             return []
@@ -160,7 +172,7 @@ class Metrics:
 
     def nobody(self) -> cohort.MetricState:
         """Returns the state before any example."""
-        return self._encoded(self._constants())
+        return self._encode(self._constants())
 
     def _constants(self) -> list[tf.Tensor]:
         # Zeros of a size are no constants in the function's graph.
@@ -174,7 +186,7 @@ class Metrics:
         return self._constants()[len(self._variables) - len(self.own_variables) :]
 
     @property
-    def own_variables(self) -> list[Any]:
+    def own_variables(self) -> list[keras_versions.KerasVariable]:
         """Returns the variables of `own`."""
         return [variable for metric in self.own for variable in metric.variables]
 
@@ -200,9 +212,9 @@ class Metrics:
         y, predicted, weight = tf.nest.map_structure(
             with_numbers_only, (y, predicted, weight)
         )
-        values = self._decoded(state)
+        values = self._decode(state)
         values[:count] = self._after(values[:count], y, predicted, weight)
-        return self._encoded(values)
+        return self._encode(values)
 
     def with_own(
         self, state: cohort.MetricState, after: list[tf.Tensor]
@@ -225,11 +237,11 @@ class Metrics:
             tf.where(usable, value, start)
             for value, start in zip(after, begin[first:], strict=True)
         ]
-        return state.plus(self._encoded([*begin[:first], *values]))
+        return state.plus(self._encode([*begin[:first], *values]))
 
     def results(self, state: cohort.MetricState) -> dict[str, tf.Tensor]:
         """Returns what the metrics say of a state, by name."""
-        mapping = list(zip(self._variables, self._decoded(state), strict=True))
+        mapping = list(zip(self._variables, self._decode(state), strict=True))
         results: dict[str, tf.Tensor] = {}
         with keras_versions.stateless(mapping):
             # The loss of a round is reported in any case.
@@ -240,18 +252,18 @@ class Metrics:
                 results.update({k: _as_tensor(k, v) for k, v in parts.items()})
         return results
 
-    def _encoded(self, values: list[tf.Tensor]) -> cohort.MetricState:
+    def _encode(self, values: list[tf.Tensor]) -> cohort.MetricState:
         """Returns states by what they are merged by."""
         state = cohort.MetricState([], [])
         for value, begin, merge in zip(values, self._begin, self._merges, strict=True):
             if merge == "sum":
                 state.sums.append(value - begin if begin.any() else value)
             else:
-                value = _signed(value)
+                value = _to_signed(value)
                 state.largest.append(-value if merge == "smallest" else value)
         return state
 
-    def _decoded(self, state: cohort.MetricState) -> list[tf.Tensor]:
+    def _decode(self, state: cohort.MetricState) -> list[tf.Tensor]:
         sums, largest = iter(state.sums), iter(state.largest)
         values = []
         for begin, merge in zip(self._begin, self._merges, strict=True):
@@ -274,14 +286,14 @@ def _beginning(metric: tf.keras.metrics.Metric) -> list[np.ndarray]:
     return keras_versions.values_of(metric.variables)
 
 
-def _signed(value: Any) -> tf.Tensor:
+def _to_signed(value: nests.Nest) -> tf.Tensor:
     """Returns a value as what has a negative."""
     value = tf.convert_to_tensor(value)
     has_sign = value.dtype.is_floating or value.dtype in (tf.int32, tf.int64)
     return value if has_sign else tf.cast(value, tf.int64)
 
 
-def _as_tensor(name: str, value: Any) -> tf.Tensor:
+def _as_tensor(name: str, value: object) -> tf.Tensor:
     try:
         return tf.convert_to_tensor(value)
     except Exception as error:  # Of many kinds, by what the value is.
@@ -295,7 +307,7 @@ _NOT_ONE = (
 )
 
 
-def check(results: Mapping[str, Any]) -> None:
+def check(results: Mapping[str, object]) -> None:
     """Raises ValueError, naming it, for a metric that is not one number."""
     for name, value in results.items():
         tensor = _as_tensor(name, value)

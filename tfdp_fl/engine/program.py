@@ -12,12 +12,18 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from tfdp_fl import _signals, keras_versions
 from tfdp_fl.engine import allowed_operations
+
+if TYPE_CHECKING:
+    from tensorflow.core.framework.attr_value_pb2 import AttrValue
+
+    from tfdp_fl.datasets.nests import Nest
+    from tfdp_fl.terms import Json
 
 
 class Program:
@@ -38,8 +44,8 @@ class Program:
 
     def __init__(
         self,
-        function: Callable[..., Any],
-        *specs: Any,
+        function: Callable[..., Nest],
+        *specs: Nest,
         model: tf.keras.Model | None = None,
         xla: bool = False,
     ):
@@ -65,7 +71,7 @@ class Program:
         names = [layer.name for layer in layers]
         with _signals.defer_signals():
             # An interrupt inside would leave this thread in the function's graph.
-            graph, inputs, results = _traced(function, specs, model)
+            graph, inputs, results = _trace(function, specs, model)
         definition = graph.as_graph_def()
         captures = list(getattr(graph, "captures", ()))
         _check_variables(graph, captures, names)
@@ -84,19 +90,19 @@ class Program:
         ]
         self.specs = [tf.TensorSpec(v.shape, v.dtype) for v in inputs]
         with _signals.defer_signals():
-            self._run = tf.compat.v1.wrap_function(self.imported, self.specs)
+            self._run = tf.compat.v1.wrap_function(self.import_into_graph, self.specs)
             if xla:
                 pure = self._run
                 self._run = tf.function(
                     lambda *tensors: pure(*tensors), autograph=False, jit_compile=True
                 ).get_concrete_function(*self.specs)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Json:
         """Returns what another process needs to run it, in its own way."""
         constants = [constant.numpy() for constant in self.constants]
         return {**vars(self), "_run": None, "constants": constants}
 
-    def imported(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
+    def import_into_graph(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
         """Adds the operations to the default graph.
 
         Args:
@@ -115,7 +121,7 @@ class Program:
         with tf.control_dependencies(found[count:]):
             return [tf.identity(tensor) for tensor in found[:count]]
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Nest) -> Nest:
         """Returns the nest of results; any number of threads may call at once."""
         flat = map(tf.convert_to_tensor, tf.nest.flatten(arguments))
         results = self._run(*flat, *self.constants)
@@ -123,26 +129,28 @@ class Program:
         return tf.nest.pack_sequence_as(self.structure, results)
 
 
-def in_own_graph(function: Callable[..., Any]) -> Any:
+def in_own_graph(
+    function: Callable[..., Nest],
+) -> tf.types.experimental.PolymorphicFunction:
     """Returns a `tf.function` that is not inlined where another one calls it.
 
     In a graph that a loop makes cyclic, TensorFlow comes upon the gradient of a
     pooling layer before the layer, and then computes it ten times slower.
     """
 
-    def named(*arguments: Any) -> Any:
+    def in_scope(*arguments: Nest) -> Nest:
         # Keras names things in ways that are no names by themselves.
         with tf.name_scope("program"):
             return function(*arguments)
 
     return tf.function(
-        named, autograph=False, experimental_attributes={"_noinline": True}
+        in_scope, autograph=False, experimental_attributes={"_noinline": True}
     )
 
 
-def _traced(
-    function: Callable[..., Any], specs: tuple[Any, ...], model: Any
-) -> tuple[tf.Graph, list[tf.Tensor], Any]:
+def _trace(
+    function: Callable[..., Nest], specs: tuple[Nest, ...], model: tf.keras.Model | None
+) -> tuple[tf.Graph, list[tf.Tensor], Nest]:
     """Returns a function's graph, its inputs in it, and its results."""
     if keras_versions.IS_KERAS_3:
         traced = in_own_graph(function).get_concrete_function(*specs)
@@ -160,7 +168,7 @@ def _traced(
 
 
 def _check_variables(
-    graph: tf.Graph, captures: list[tuple[Any, tf.Tensor]], layers: list[str]
+    graph: tf.Graph, captures: list[tuple[tf.Tensor, tf.Tensor]], layers: list[str]
 ) -> None:
     """Raises ValueError for a captured variable."""
     variables = getattr(graph, "variables", ())
@@ -221,7 +229,7 @@ def _with_names_of_their_own(definition: tf.compat.v1.GraphDef) -> None:
     suffix = f"_{uuid.uuid4().hex}"
     known = {function.signature.name for function in definition.library.function}
 
-    def rename_in(attributes: Iterable[Any]) -> None:
+    def rename_in(attributes: Iterable[AttrValue]) -> None:
         for call in allowed_operations.calls_in(attributes):
             if call.name in known:
                 call.name += suffix

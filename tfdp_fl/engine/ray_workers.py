@@ -17,9 +17,10 @@ import functools
 import itertools
 import math
 import pickle
+import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -27,11 +28,15 @@ from absl import logging
 
 from tfdp_fl import _lazy_tf, _validate, engine
 from tfdp_fl.datasets import FederatedDataset, nests
-from tfdp_fl.engine import devices, layout, program
+from tfdp_fl.engine import cohort, devices, layout, program
 from tfdp_fl.terms import Json
 
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
 Arrays = list[np.ndarray]
-# Arrays as `_sealed` leaves them.
+# Arrays as `_seal` leaves them.
 _Sealed = Any
 
 # What Ray sends with a call, rather than by its store of objects.
@@ -82,7 +87,7 @@ class ShardedCohorts:
             kernels=here.kernels if float32_products else None,
             xla=False,
             at_once=None,
-            widths=lambda strategy, batch: cohort_engine.checked_widths(
+            widths=lambda strategy, batch: cohort_engine.check_widths(
                 strategy, batch, self._on_every_worker
             ),
         )
@@ -135,7 +140,10 @@ class ShardedCohorts:
                 )
             train = functools.partial(self._train_parts, pending, chunk, traced)
 
-            def train_one(part: layout.Part, train: Any = train) -> None:
+            def train_one(
+                part: layout.Part,
+                train: Callable[[list[layout.Part]], list[layout.Part]] = train,
+            ) -> None:
                 if train([part]):
                     raise tf.errors.InvalidArgumentError(
                         None, None, "A worker's training raised an error on its data."
@@ -170,7 +178,7 @@ class ShardedCohorts:
         return raised
 
     def _on_every_worker(
-        self, traced: program.Program, received: Any, chunk: layout.Chunk
+        self, traced: program.Program, received: cohort.Broadcast, chunk: layout.Chunk
     ) -> list[Arrays]:
         """Returns a program's flattened results on each worker; [] if one fails."""
         found = self._workers.run(
@@ -190,7 +198,7 @@ class ShardedCohorts:
             return _arrays(table)
         rows, places = np.unique(table.rows, return_inverse=True)
         return [
-            *[_taken(leaf, rows) for leaf in tf.nest.flatten((chunk.x, chunk.y))],
+            *[_take(leaf, rows) for leaf in tf.nest.flatten((chunk.x, chunk.y))],
             *_arrays(table._replace(rows=places.astype(np.int32))),
         ]
 
@@ -200,7 +208,7 @@ def _arrays(nest: object) -> Arrays:
     return list(map(np.asarray, tf.nest.flatten(nest)))
 
 
-def _taken(leaf: tf.Tensor, rows: np.ndarray) -> np.ndarray:
+def _take(leaf: tf.Tensor, rows: np.ndarray) -> np.ndarray:
     """Returns some rows of an array."""
     array = nests.view(leaf)
     if not len(rows):  # A gather needs a tensor to read nothing from.
@@ -221,7 +229,7 @@ def runnable(traced: program.Program, threads: int = 1) -> Callable[[Arrays], Ar
     graph = tf.Graph()
     with graph.as_default():
         inputs = [tf.compat.v1.placeholder(s.dtype, s.shape) for s in traced.specs]
-        results = traced.imported(*inputs)
+        results = traced.import_into_graph(*inputs)
     session = tf.compat.v1.Session(
         graph=graph,
         config=tf.compat.v1.ConfigProto(
@@ -250,7 +258,7 @@ class _Actor:
         self,
         float32_products: bool,
         name: str,
-        stored: list[Any],
+        stored: list[program.Program],
         sent: _Sealed,
         examples: Arrays | None,
         shard: _Sealed,
@@ -273,14 +281,14 @@ class _Actor:
         if name not in self._made:
             traced = _ray().get(stored[0])
             self._made[name] = runnable(traced, self._threads)
-        arguments = [*_opened(sent), *(examples or ()), *_opened(shard)]
+        arguments = [*_open(sent), *(examples or ()), *_open(shard)]
         try:
-            return _sealed(self._made[name](arguments))
+            return _seal(self._made[name](arguments))
         except engine.CLIENT_ERRORS:  # Ray would send its message, which quotes.
             return None
 
 
-def _sealed(arrays: Any) -> _Sealed:
+def _seal(arrays: nests.Nest) -> _Sealed:
     """Returns a nest of arrays as one string, if it is short.
 
     Ray looks at every array of its own, which takes it longer than a small
@@ -291,13 +299,13 @@ def _sealed(arrays: Any) -> _Sealed:
     return pickle.dumps(arrays, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def _opened(sealed: _Sealed) -> Any:
+def _open(sealed: _Sealed) -> nests.Nest:
     """Returns the nest that was sealed."""
     return pickle.loads(sealed) if isinstance(sealed, bytes) else sealed
 
 
-def _ray() -> Any:
-    with _lazy_tf.needed("ray", "RayWorkers"):
+def _ray() -> types.ModuleType:
+    with _lazy_tf.explain_missing("ray", "RayWorkers"):
         import ray
     return ray
 
@@ -305,10 +313,10 @@ def _ray() -> Any:
 class _Cluster:
     """The actors, and Ray itself where it was started here."""
 
-    def __init__(self, address: str | None, options: Mapping[str, Any]):
+    def __init__(self, address: str | None, options: Mapping[str, float]):
         self._address, self._options = address, dict(options)
         self._started = False
-        self.actors: dict[int, Any] = {}
+        self.actors: dict[int, ActorHandle] = {}
 
     def connect(self) -> None:
         ray = _ray()
@@ -326,7 +334,7 @@ class _Cluster:
             raise WorkerUnavailable(f"{where} cannot be reached: {error}") from error
         self._started = True
 
-    def actor(self, place: int) -> Any:
+    def actor(self, place: int) -> ActorHandle:
         """Returns the actor of a place, a new one where there is none."""
         if place not in self.actors:
             remote = _ray().remote(_Actor).options(**self._options)
@@ -374,7 +382,7 @@ class RayWorkers:
         address: str | None = None,
         num_workers: int | None = None,
         *,
-        resources: Mapping[str, Any] | None = None,
+        resources: Mapping[str, float] | None = None,
         max_repeats: int = 2,
     ):
         """Describes the workers; `open`, or the first round, starts them.
@@ -402,7 +410,7 @@ class RayWorkers:
             num_workers=2 if num_workers is None else num_workers
         )
         # Programs, and the examples of a dataset, with what Ray has stored of them.
-        self._stored: dict[str, tuple[Any, Any]] = {}
+        self._stored: dict[str, tuple[object, ObjectRef]] = {}
         self._max_repeats = _validate.non_negative_integer(max_repeats=max_repeats)
         options = {"num_cpus": 1, **(resources or {})}
         self._cluster = _Cluster(address, options)
@@ -454,7 +462,7 @@ class RayWorkers:
         products = self.open()._products_of(range(self.num_workers))
         return ShardedCohorts(cohort_engine, clients, self, all(products))
 
-    def _reference(self, name: str, value: Any) -> Any:
+    def _reference(self, name: str, value: object) -> ObjectRef:
         """Returns what Ray has of a value: it is stored once, the last of a name."""
         if name not in self._stored or self._stored[name][0] is not value:
             self._stored[name] = value, _ray().put(value)
@@ -484,18 +492,17 @@ class RayWorkers:
         """
         self.open()
         ray = _ray()
-        received = _sealed(sent)
+        received = _seal(sent)
         if not isinstance(received, bytes):
             received = ray.put(received)
-        if examples is not None:
-            # One dataset at a time, so that the store does not fill up.
-            examples = self._reference("examples", examples)
+        # One dataset at a time, so that the store does not fill up.
+        held = None if examples is None else self._reference("examples", examples)
         stored = [self._reference(traced.name, traced)]
 
-        def ask(place: int) -> Any:
+        def ask(place: int) -> ObjectRef:
             return self._cluster.actor(place).run.remote(
                 *(float32_products, traced.name, stored),
-                *(received, examples, _sealed(shards[place])),
+                *(received, held, _seal(shards[place])),
             )
 
         asked = list(map(ask, range(len(shards))))
@@ -504,7 +511,7 @@ class RayWorkers:
         for place, answer in enumerate(asked):
             while len(results) == place:
                 try:
-                    results.append(_opened(ray.get(answer)))
+                    results.append(_open(ray.get(answer)))
                 except ray.exceptions.RayTaskError as error:
                     message = f"Worker {place} of Ray failed: {error}"
                     raise WorkerError(message) from error

@@ -10,15 +10,15 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import algorithm, keras_versions
+from tfdp_fl.datasets import nests
 from tfdp_fl.engine import cohort
-from tfdp_fl.mechanisms import cohort_query, noise
-from tfdp_fl.terms import Guarantee
+from tfdp_fl.mechanisms import cohort_query, contribution, noise
+from tfdp_fl.terms import TrustModel
 
 
 class ServerUpdate:
@@ -37,10 +37,10 @@ class ServerUpdate:
 
     def __init__(
         self,
-        trainable: list[Any],
-        non_trainable: list[Any],
+        trainable: list[keras_versions.KerasVariable],
+        non_trainable: list[keras_versions.KerasVariable],
         optimizer: tf.keras.optimizers.Optimizer | None = None,
-        never_negative: list[Any] | None = None,
+        never_negative: list[keras_versions.KerasVariable] | None = None,
     ):
         """Makes the optimizer's variables.
 
@@ -55,9 +55,9 @@ class ServerUpdate:
         self._trainable = keras_versions.tf_variables(trainable)
         self._non_trainable = keras_versions.tf_variables(non_trainable)
         floored = set(map(id, never_negative or ()))
-        self._limits: list[Callable[[tf.Tensor], Any] | None] = [
+        self._limits: list[Callable[[tf.Tensor], tf.Tensor] | None] = [
             getattr(variable, "constraint", None)
-            or (_floored if id(variable) in floored else None)
+            or (_floor if id(variable) in floored else None)
             for variable in non_trainable
         ]
         self._optimizer = optimizer
@@ -76,7 +76,7 @@ class ServerUpdate:
                 if value.dtype == variable.dtype:
                     variable.assign_add(value)
                 else:  # Rounded once, with its noise.
-                    variable.assign(_moved(variable, value))
+                    variable.assign(_add_wide(variable, value))
         else:
             gradients = [
                 -tf.cast(value, variable.dtype)
@@ -85,9 +85,9 @@ class ServerUpdate:
             keras_versions.apply_gradients(self._optimizer, gradients, self._owned)
         for place, value in enumerate(mean[count:]):
             variable = self._non_trainable[place]
-            variable.assign(self._within(place, _moved(variable, value)))
+            variable.assign(self._within(place, _add_wide(variable, value)))
 
-    def _within(self, place: int, value: tf.Tensor) -> Any:
+    def _within(self, place: int, value: tf.Tensor) -> tf.Tensor:
         """Returns a released value where it may be; noise can push it out."""
         limit = self._limits[place]
         return value if limit is None else limit(value)
@@ -113,11 +113,11 @@ class ServerUpdate:
         return True
 
 
-def _floored(value: tf.Tensor) -> tf.Tensor:
+def _floor(value: tf.Tensor) -> tf.Tensor:
     return tf.maximum(value, 0)
 
 
-def _moved(variable: tf.Variable, change: tf.Tensor) -> tf.Tensor:
+def _add_wide(variable: tf.Variable, change: tf.Tensor) -> tf.Tensor:
     """Returns variable + change, where the change may have more bits."""
     wide = tf.float64 if tf.float64 in (variable.dtype, change.dtype) else change.dtype
     moved = tf.cast(variable, wide) + tf.cast(change, wide)
@@ -141,26 +141,30 @@ class Release:
     _said: list[bool] = dataclasses.field(default_factory=list)
     # Traced once: what an optimizer's Python says then is not read again when another
     # number of threads had clients.
-    _traced: list[Callable[..., Any]] = dataclasses.field(default_factory=list)
+    _traced: list[tf.types.experimental.ConcreteFunction] = dataclasses.field(
+        default_factory=list
+    )
 
-    def __call__(self, pending: cohort.PendingRound) -> tuple[Any, dict[str, float]]:
+    def __call__(
+        self, pending: cohort.PendingRound
+    ) -> tuple[contribution.RoundState, dict[str, float]]:
         """Releases a round; returns the query's next state, and the logs."""
         answered = float(pending.cohort_size - len(pending.failures))
         seed = pending.inputs.seed.astype(np.uint64)
         inputs, charged = pending.inputs, math.inf
-        if self.query.mechanism.guarantee == Guarantee.CENTRAL:
+        if self.query.mechanism.trust_model == TrustModel.CENTRAL:
             charged = self.query.charged_for(
                 inputs.clients_per_round, inputs.noise_multiplier
             )
         if len(pending.sums) > 1:
-            pending.sums = [_added_up(pending.sums)]
+            pending.sums = [_add_up(pending.sums)]
         arguments = pending.sums[0], pending.state, seed, answered, charged
         flat = list(map(tf.convert_to_tensor, tf.nest.flatten(arguments)))
         if not self._traced:
             structure = tf.nest.map_structure(lambda _: None, arguments)
 
-            def function(*flat: tf.Tensor) -> Any:
-                return self._released(*tf.nest.pack_sequence_as(structure, flat))
+            def function(*flat: tf.Tensor) -> nests.Nest:
+                return self._noise_and_move(*tf.nest.pack_sequence_as(structure, flat))
 
             self._traced.append(
                 tf.function(function, autograph=False).get_concrete_function(
@@ -182,9 +186,9 @@ class Release:
             )
         return state, logs
 
-    def _released(self, total, state, seed, answered, charged):
+    def _noise_and_move(self, total, state, seed, answered, charged):
         contribution = total.contribution
-        with noise.seeded(noise.fold_in(seed, -1)):
+        with noise.use_seed(noise.fold_in(seed, -1)):
             mean, new_state = algorithm.release(
                 self.query, contribution, state, charged
             )
@@ -219,7 +223,7 @@ class Release:
         values = [tf.cast(value, tf.float32) for value in (*logs.values(), share)]
         return new_state, tf.stack(values)
 
-    def _share_of_state(self, update: Any) -> Any:
+    def _share_of_state(self, update: nests.Nest) -> tf.Tensor | float:
         """Returns what part of a sum's squares is of non-trainable state."""
         server = self.server
         if not server.has_non_trainable or not isinstance(update, list):
@@ -230,7 +234,7 @@ class Release:
 
 
 @functools.partial(tf.function, autograph=False)
-def _added_up(sums: list[cohort.CohortSum]) -> cohort.CohortSum:
+def _add_up(sums: list[cohort.CohortSum]) -> cohort.CohortSum:
     return functools.reduce(cohort.CohortSum.plus, sums)
 
 
@@ -267,7 +271,7 @@ class DeferredClipping:
         Raises:
           ValueError: Clients of the query upload something else.
         """
-        update: Any = query.initial_sample_state(update_spec.variables).update
+        update: nests.Nest = query.initial_sample_state(update_spec.variables).update
         if not isinstance(update, list) or len(update) != len(update_spec.variables):
             raise ValueError(
                 "secure_aggregation needs a mechanism whose clients hand in one "
@@ -280,7 +284,9 @@ class DeferredClipping:
         self._set_clip = tf.function(
             self._clip_to_cohort, reduce_retracing=True, autograph=False
         )
-        self._clip = tf.function(self._clipped, reduce_retracing=True, autograph=False)
+        self._clip = tf.function(
+            self._clip_rows, reduce_retracing=True, autograph=False
+        )
 
     def __call__(
         self, pending: cohort.PendingRound
@@ -306,11 +312,11 @@ class DeferredClipping:
 
     def _clip_to_cohort(self, state, seed, norms):
         if self._query.two_phase:
-            with noise.seeded(noise.fold_in(seed, -4)):
+            with noise.use_seed(noise.fold_in(seed, -4)):
                 state = self._query.clip_to_cohort(state, norms)
         return state, self._query.derive_sample_params(state)
 
-    def _clipped(self, params, rows, keys, windows, seed):
+    def _clip_rows(self, params, rows, keys, windows, seed):
         """Returns some clients' contributions, of their unclipped updates.
 
         Args:
@@ -324,7 +330,7 @@ class DeferredClipping:
         def client(arguments):
             update, scalars, key, window = arguments
             client_seed = noise.fold_in(seed, key)
-            with noise.seeded(noise.fold_in(client_seed, 0)):
+            with noise.use_seed(noise.fold_in(client_seed, 0)):
                 one = algorithm.make_record(
                     self._query,
                     params,

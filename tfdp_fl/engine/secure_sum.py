@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -78,12 +77,12 @@ def sum_securely(
         parts = own.updates, own.scalars
         return np.concatenate([part[row].numpy() for part in parts])
 
-    def allowed(row: np.ndarray) -> np.ndarray:
+    def is_allowed(row: np.ndarray) -> np.ndarray:
         uploaded = row[: -mechanisms.NUM_DIAGNOSTICS]
         return np.abs(uploaded) <= protocol.max_share_value
 
     # One row at a time, here and below: no second copy of the cohort.
-    discarded = {p for p in members.tolist() if not allowed(row_of(p)).all()}
+    discarded = {p for p in members.tolist() if not is_allowed(row_of(p)).all()}
     failed = members[:0]
     if discarded:
         places = np.flatnonzero(np.isin(members, [*discarded]))
@@ -99,7 +98,7 @@ def sum_securely(
         row = row_of(place)
         sent = row[: -mechanisms.NUM_DIAGNOSTICS].astype(np.float64)
         if place in discarded:
-            sent[~allowed(row)] = 0.0
+            sent[~is_allowed(row)] = 0.0
             # A mean over the clients that answered is one without these; a fixed
             # divisor does not look at the weight, and the bit is the client's to give.
             sent[: None if site == NoiseSite.EVERY_CLIENT else size] = 0.0
@@ -177,7 +176,7 @@ def check_cohort_sizes(
 def _check_grid(
     protocol: secure_aggregation.AdditiveSecretSharing,
     query: mechanisms.CohortQuery,
-    state: Any,
+    state: mechanisms.RoundState,
 ) -> None:
     """Raises ValueError if rounding would lose a bit or change the noise."""
     if protocol.mode != "ring":

@@ -278,7 +278,7 @@ class GhostClipping:
         y, h = tf.boolean_mask(y, valid), tf.boolean_mask(h, valid)
         if weight is not None:
             weight = tf.boolean_mask(weight, valid)
-        losses = tf.where(counts, cohort.bounded_loss(losses), 0.0)
+        losses = tf.where(counts, cohort.bound_loss(losses), 0.0)
         return total._replace(
             loss=total.loss + tf.reduce_sum(losses),
             examples=total.examples + tf.reduce_sum(tf.cast(counts, tf.float32)),

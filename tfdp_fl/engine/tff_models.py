@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -58,12 +59,12 @@ class FunctionalTrainer(trainer.Trainer):
             or training.loss_weights is not None
             or nests.weights_of(element_spec[1]) is not None
         ):
-            raise _refused("weights of examples or outputs")
+            raise _refusal("weights of examples or outputs")
         if what := _not_taken(model):
-            raise _refused(what)
+            raise _refusal(what)
         loss = _loss_object(training.loss)
         metrics = collections.OrderedDict(
-            _named_metric(metric, loss)
+            _metric_by_name(metric, loss)
             for metric in tf.nest.flatten(training.metrics)
             if metric is not None
         )
@@ -88,13 +89,13 @@ class FunctionalTrainer(trainer.Trainer):
         ours = [v.numpy() for v in (*self.aggregated, *self.unaggregated)]
         theirs = tf.nest.flatten(self._functional.initial_weights)
         if len(ours) != len(theirs) or not all(map(np.array_equal, ours, theirs)):
-            raise _refused("a model that makes its weights in another order")
-        self._random_state: list[Any] = []  # `Program` refuses random layers.
+            raise _refusal("a model that makes its weights in another order")
+        self._random_state = []  # `Program` refuses random layers.
         self._optimizer = _optimizer(training.optimizer, self.aggregated)
         predicted = model(trainer.zeros_like_batch(element_spec[0]), training=False)
         y = trainer.zeros_like_batch(element_spec[1])
         if len(tf.nest.flatten(predicted)) != 1 or len(tf.nest.flatten(y)) != 1:
-            raise _refused("models with several outputs")
+            raise _refusal("models with several outputs")
         (predicted,) = tf.nest.flatten(predicted)
         self.label_ranges = labels.ranges(tf.nest.flatten(y), [(0, predicted, loss)])
         with tf.Graph().as_default():
@@ -124,7 +125,7 @@ class FunctionalTrainer(trainer.Trainer):
         y: nests.Nest,
         predicted: nests.Nest,
         weight: tf.Tensor | None = None,
-        own: Any = (),
+        own: list[tf.Tensor] | None = None,
     ) -> cohort.MetricState:
         """Returns the metrics' state with a batch; a NaN counts as 0."""
         del weight, own
@@ -147,8 +148,8 @@ class FunctionalTrainer(trainer.Trainer):
         y: nests.Nest,
         weight: tf.Tensor | None,
         training: bool = True,
-        own: Any = None,
-    ) -> tuple[tf.Tensor, Any, list[tf.Tensor], list[tf.Tensor]]:
+        own: list[tf.Tensor] | None = None,
+    ) -> tuple[tf.Tensor, nests.Nest, list[tf.Tensor], list[tf.Tensor]]:
         count = len(self.aggregated)
         weights = tuple(state.values[:count]), tuple(state.values[count:])
         predicted = self._functional.predict_on_batch(weights, x, training)
@@ -208,7 +209,7 @@ def _optimizer(
         or any(config.get(name) for name in (*options, "use_ema", "amsgrad"))
         or keras_versions.learning_rate(optimizer) is None
     ):
-        raise _refused(
+        raise _refusal(
             f"the optimizer {optimizer!r}; SGD (with momentum), Adam and Adagrad with "
             "a fixed rate and no further options are what it has"
         )
@@ -217,26 +218,26 @@ def _optimizer(
     return _TffOptimizer(made, variables)
 
 
-def _loss_object(loss: Any) -> tf.keras.losses.Loss:
+def _loss_object(loss: keras_versions.CompileArgument) -> tf.keras.losses.Loss:
     if isinstance(loss, tf.keras.losses.Loss):
         return loss
     name = getattr(tf.keras.losses.get(loss), "__name__", "")  # "mse" is an alias.
     words = "".join(word.capitalize() for word in name.split("_"))
     found = getattr(tf.keras.losses, words, None)
     if not inspect.isclass(found):
-        raise _refused(f"the loss {loss!r}: give a tf.keras.losses.Loss")
+        raise _refusal(f"the loss {loss!r}: give a tf.keras.losses.Loss")
     return found()
 
 
-def _named_metric(
+def _metric_by_name(
     metric: tf.keras.metrics.Metric, loss: tf.keras.losses.Loss
-) -> tuple[str, Any]:
+) -> tuple[str, Callable[[], tf.keras.metrics.Metric]]:
     """Returns a metric's name, and what makes it."""
     if metric in ("accuracy", "acc") and type(loss).__name__ in _METRIC_OF_LOSS:
         kind = _METRIC_OF_LOSS[type(loss).__name__]
         return metric, functools.partial(kind, name=metric)
     if not isinstance(metric, tf.keras.metrics.Metric):
-        raise _refused(f"the metric {metric!r}: give a tf.keras.metrics.Metric")
+        raise _refusal(f"the metric {metric!r}: give a tf.keras.metrics.Metric")
     config = metric.get_config()
     return metric.name, functools.partial(type(metric).from_config, config)
 
@@ -252,7 +253,7 @@ def _not_taken(model: tf.keras.Model) -> str:
     return ""
 
 
-def _refused(what: str) -> ValueError:
+def _refusal(what: str) -> ValueError:
     return ValueError(
         f"In TensorFlow Federated's environment (TensorFlow {tf.__version__}) its "
         f"functional models cannot take {what}. Keras 3, on TensorFlow 2.16 and "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -48,10 +48,10 @@ class Training:
     """
 
     optimizer: tf.keras.optimizers.Optimizer
-    loss: Any
-    metrics: Any = None
-    weighted_metrics: Any = None
-    loss_weights: Any = None
+    loss: keras_versions.CompileArgument
+    metrics: keras_versions.CompileArgument = None
+    weighted_metrics: keras_versions.CompileArgument = None
+    loss_weights: keras_versions.CompileArgument = None
     proximal_weight: float = 0.0
     grad_clip: float = -1.0
     upload_hook: UploadHook | None = None
@@ -109,7 +109,7 @@ class Trainer:
 
     metric_specs: cohort.MetricState
     lookups: tuple[lookups.Lookup, ...] = ()
-    never_negative: list[Any] = []  # noqa: RUF012
+    never_negative: list[keras_versions.KerasVariable] = []  # noqa: RUF012
 
     def __init__(
         self,
@@ -347,7 +347,7 @@ class Trainer:
         weight: tf.Tensor | None,
         training: bool = True,
         own: list[tf.Tensor] | None = None,
-    ) -> tuple[tf.Tensor, Any, list[tf.Tensor], list[tf.Tensor]]:
+    ) -> tuple[tf.Tensor, nests.Nest, list[tf.Tensor], list[tf.Tensor]]:
         """Returns the loss, the outputs, and the values that they leave behind.
 
         Those of the model's own metrics, the last ones, begin anew in every call: a
@@ -419,7 +419,7 @@ class Trainer:
         hook = self._training.upload_hook
         if hook is None:
             return tensors
-        with noise.seeded(noise.fold_in(seed, -1)):
+        with noise.use_seed(noise.fold_in(seed, -1)):
             return list(hook(tensors))
 
 
@@ -436,7 +436,7 @@ class ClientOptimizer:
           variables: Those it trains, as Keras has them.
         """
         keras_versions.check_optimizer(optimizer)
-        self._optimizer: Any = None
+        self._optimizer: tf.keras.optimizers.Optimizer | None = None
         constrained = any(
             getattr(variable, "constraint", None) is not None for variable in variables
         )
@@ -531,21 +531,21 @@ def check_model(model: tf.keras.Model) -> None:
             )
 
 
-def zeros_like_batch(element_spec: nests.Nest, batch_size: int = 1) -> Any:
+def zeros_like_batch(element_spec: nests.Nest, batch_size: int = 1) -> nests.Nest:
     """Returns a nest of zeros in the shape of a batch of examples."""
     return tf.nest.map_structure(
         lambda spec: tf.zeros([batch_size, *spec.shape], spec.dtype), element_spec
     )
 
 
-def specs_of(nest: nests.Nest) -> Any:
+def specs_of(nest: nests.Nest) -> nests.Nest:
     """Returns the specs of a nest of tensors or variables."""
     return tf.nest.map_structure(
         lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype), nest
     )
 
 
-def batch_specs(element_spec: nests.Nest) -> Any:
+def batch_specs(element_spec: nests.Nest) -> nests.Nest:
     """Returns the specs of a batch of any number of examples."""
     return tf.nest.map_structure(
         lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype), element_spec

@@ -76,7 +76,7 @@ def keep_ledger_alone(path: str | os.PathLike[str]) -> None:
     shutil.rmtree(path / CHECKPOINT)
 
 
-def write_json(path: pathlib.Path, value: Any) -> None:
+def write_json(path: pathlib.Path, value: object) -> None:
     """Writes JSON; what is not finite becomes null."""
     value = _files.finite(_files.plain(value))
     _files.write_text(path, json.dumps(value, indent=2) + "\n")

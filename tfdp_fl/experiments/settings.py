@@ -19,13 +19,13 @@ from absl import flags
 from tfdp_fl import _validate, mechanisms
 from tfdp_fl.accounting.charge import SAMPLINGS
 from tfdp_fl.mechanisms import declaration
-from tfdp_fl.terms import Guarantee, Json
+from tfdp_fl.terms import Json, PrivacyUnit, TrustModel
 
 MECHANISMS: dict[str, type[mechanisms.Mechanism]] = {
     name: mechanisms.by_name(name) for name in mechanisms.names()
 }
 CENTRAL = tuple(
-    name for name, kind in MECHANISMS.items() if kind.guarantee == Guarantee.CENTRAL
+    name for name, kind in MECHANISMS.items() if kind.trust_model == TrustModel.CENTRAL
 )
 
 # Noise that every client adds by itself wants few weights, few rounds and everybody in
@@ -56,7 +56,7 @@ class Option(NamedTuple):
     """A choice.
 
     Attributes:
-      default: Its value unless given; None is filled in by `resolved`. Or a list:
+      default: Its value unless given; None is filled in by `resolve`. Or a list:
         what it is filled in with for digits, mnist and shakespeare.
       kind: A type, or the words allowed.
       help: What it is.
@@ -211,7 +211,7 @@ def _parameters() -> dict[str, Option]:
     }
 
 
-def _kind(field: dataclasses.Field[Any]) -> Any:
+def _kind(field: dataclasses.Field[Any]) -> type | tuple[str, ...]:
     check = field.metadata.get("check")
     if isinstance(check, declaration.OneOf):
         return tuple(check.words)
@@ -254,7 +254,7 @@ _Options: Any = dataclasses.make_dataclass(
 class Settings(_Options):
     """Everything that decides a training run: a field for each of `OPTIONS`.
 
-    None leaves a choice to the data set or the mechanism; `resolved` fills it
+    None leaves a choice to the data set or the mechanism; `resolve` fills it
     in. What each field means is said in its help, which
     `python scripts/train.py --help` prints.
     """
@@ -264,7 +264,7 @@ class Settings(_Options):
         """Returns the settings that a run's `config.json` holds."""
         return cls(**json.loads(pathlib.Path(path).read_text("utf-8")))
 
-    def resolved(self) -> Settings:
+    def resolve(self) -> Settings:
         """Returns the settings, checked, with every open choice filled in.
 
         Raises:
@@ -347,7 +347,7 @@ class Settings(_Options):
     def _implied_delta(self) -> float | None:
         """Returns the delta that follows from the mechanism's parameters."""
         kind: Any = MECHANISMS[self.mechanism]
-        if kind.guarantee != Guarantee.RECORD:
+        if kind.privacy_unit != PrivacyUnit.RECORD:
             return None
         made = kind(epsilon=1.0, **_starts(self.mechanism) | self.mechanism_options())
         return min(made.implied_delta, 1 - 1e-9)

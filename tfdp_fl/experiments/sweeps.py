@@ -83,7 +83,7 @@ def expand(config: Mapping[str, Any]) -> list[Trial]:
         for seed in config.get("seeds", [None]):
             values = {**config.get("base", {}), **varied, "seed": seed}
             try:
-                settings = Settings(**values).resolved()
+                settings = Settings(**values).resolve()
             except (TypeError, ValueError) as error:
                 raise ValueError(f"Run {name!r}: {error}") from error
             trials.append(Trial(name, varied, settings))
@@ -167,7 +167,7 @@ def _run(trial: Trial, path: pathlib.Path) -> Json:
 
 def write_tables(root: pathlib.Path, trials: Sequence[Trial]) -> None:
     """Writes `runs.csv` and `summary.csv` from the results there are."""
-    with _lazy_tf.needed("pandas", "A sweep"):
+    with _lazy_tf.explain_missing("pandas", "A sweep"):
         import pandas as pd
 
     rows: list[Json] = []

@@ -80,11 +80,11 @@ def _load(chosen: tuple[tuple[str, Any], ...]) -> Task:
         [tf.keras.Input((size,)), _as_image(size), features.OrientedGradients()]
     )
 
-    def computed(x: Any) -> np.ndarray:
+    def compute(x: np.ndarray) -> np.ndarray:
         return layer.predict(x, batch_size=1000, verbose=0)
 
-    clients = clients.map(lambda x, y: (computed(x), y))
-    return Task(clients, (computed(test_x), test_y), task.num_classes, layer)
+    clients = clients.map(lambda x, y: (compute(x), y))
+    return Task(clients, (compute(test_x), test_y), task.num_classes, layer)
 
 
 def _with_shifts(
@@ -93,7 +93,7 @@ def _with_shifts(
     """Returns clients that moved each of their images once, at random."""
     x, y = map(np.asarray, clients.flat())
     rows, lengths = clients.client_rows(np.arange(clients.num_clients))
-    versions = shifted(x, pixels)
+    versions = shift_images(x, pixels)
     drawn = np.random.default_rng([0, pixels]).integers(len(versions), size=len(rows))
     return datasets.FederatedDataset.from_indices(
         np.concatenate(versions),
@@ -102,7 +102,7 @@ def _with_shifts(
     )
 
 
-def shifted(images: np.ndarray, pixels: int) -> list[np.ndarray]:
+def shift_images(images: np.ndarray, pixels: int) -> list[np.ndarray]:
     """Returns images as they are, and moved up, down, left and right.
 
     Args:

@@ -19,7 +19,7 @@ from tfdp_fl.experiments import settings as settings_lib
 from tfdp_fl.experiments.settings import Settings
 from tfdp_fl.keras import DPFederatedModel, callbacks, make_private
 from tfdp_fl.keras.make_private import known_facts
-from tfdp_fl.terms import Guarantee, Json
+from tfdp_fl.terms import Json, TrustModel
 
 
 def use_one_thread_per_operation() -> bool:
@@ -66,7 +66,7 @@ def prepare(settings: Settings) -> Prepared:
         another; the message names it.
       OSError: The data is not there.
     """
-    settings = settings.resolved()
+    settings = settings.resolve()
     task = tasks.load_task(settings)
     num_clients = task.clients.num_clients
     # Nothing else looks at N before the first round.
@@ -79,7 +79,9 @@ def prepare(settings: Settings) -> Prepared:
     federated_model = _federated_model(
         settings, tasks.build_model(settings, task), num_clients, delta
     )
-    loss: Any = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    loss: tf.keras.losses.Loss = tf.keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True
+    )
     if settings.prior_smoothing is not None:
         loss = losses.BalancedSoftmaxCrossentropy(settings.prior_smoothing)
     federated_model.compile(
@@ -103,7 +105,7 @@ def _federated_model(
     }
     noise = settings.schedule("noise_multiplier")
     by_default = None not in options.values()  # Else asked for by name.
-    if noise is None and kind.guarantee == Guarantee.CENTRAL:
+    if noise is None and kind.trust_model == TrustModel.CENTRAL:
         mechanism: Any = settings.mechanism
         if not by_default:
             mechanism, options = kind(noise_multiplier=1.0, **options), {}
@@ -123,7 +125,7 @@ def _federated_model(
         own = {field.name for field in dataclasses.fields(kind)}
         options |= {name: budget[name] for name in own & budget.keys()}
         made = kind(**options)
-    elif kind.guarantee == Guarantee.CENTRAL and by_default:
+    elif kind.trust_model == TrustModel.CENTRAL and by_default:
         target = mechanisms.CalibrationTarget(noise, math.inf, delta, smallest)
         made = kind.from_budget(target, **options)
     else:
@@ -138,7 +140,7 @@ def _federated_model(
     )
 
 
-def _server_optimizer(settings: Settings) -> Any:
+def _server_optimizer(settings: Settings) -> tf.keras.optimizers.Optimizer | None:
     if not any(getattr(settings, name) for name in settings_lib.SERVER):
         return None
     rate: Any = float(settings.server_learning_rate or 1.0)
@@ -255,7 +257,8 @@ def _leave_files(
     result = {
         "accuracy": scores["accuracy"],
         "loss": scores["loss"],
-        "guarantee": mechanism.guarantee,
+        "trust_model": mechanism.trust_model,
+        "privacy_unit": mechanism.privacy_unit,
         "epsilon": federated_model.epsilon(prepared.delta, by),
         "delta": prepared.delta,
         "accountant": by,
@@ -268,9 +271,9 @@ def _leave_files(
     if settings.mechanism in settings_lib.CENTRAL:
         for name in ("rdp", "pld"):
             result[f"epsilon_{name}"] = federated_model.epsilon(prepared.delta, name)
-    if mechanism.guarantee == mechanisms.LocalDP.guarantee:
+    if result["trust_model"] == "local" and result["privacy_unit"] == "client":
         result["central_epsilon"] = federated_model.central_epsilon(prepared.delta, by)
     run_directory.write_json(path / run_directory.RESULT, result)
-    if mechanism.guarantee != Guarantee.NONE and federated_model.rounds:
+    if mechanism.trust_model != TrustModel.NONE and federated_model.rounds:
         run_directory.draw(path, f"{settings.dataset}, {mechanism.name}")
     return result

@@ -10,13 +10,24 @@ import collections
 import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from tfdp_fl import _validate
 from tfdp_fl.flower import updates
 from tfdp_fl.terms import Json
+
+if TYPE_CHECKING:
+    from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+    from flwr.client import Client, NumPyClient
+
+# Flower's scalars by name, as they came from the server.
+Config: TypeAlias = Mapping[str, Any]
+
+_First = TypeVar("_First")
+_Second = TypeVar("_Second")
+_Made = TypeVar("_Made")
 
 _logger = logging.getLogger(__name__)
 
@@ -68,7 +79,7 @@ class Instruction(NamedTuple):
         return told
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Instruction:
+    def of(cls, config: Config) -> Instruction:
         """Reads the config that came with the model, or raises."""
         if CLIP_NORM not in config:
             raise KeyError(
@@ -110,16 +121,16 @@ def release(
       ValueError: unless both have the same number of arrays, of same shapes;
         if the noise is too small beside the model for any dtype.
     """
-    update = updates.clipped(updates.difference(returned, received), asked.clip_norm)
+    update = updates.clip(updates.difference(returned, received), asked.clip_norm)
     if update.discarded:
         _logger.warning("The update holds NaN or infinity: zero is sent in its place.")
     if asked.noise_stddev > 0:
-        noised = updates.noised(update.arrays, asked.noise_stddev)
-        arrays = updates.applied_with_noise(
+        noised = updates.add_noise(update.arrays, asked.noise_stddev)
+        arrays = updates.apply_with_noise(
             received, noised, asked.noise_stddev, asked.clip_norm
         )
     else:
-        arrays = updates.applied_within(received, update.arrays, asked.clip_norm)
+        arrays = updates.apply_within(received, update.arrays, asked.clip_norm)
     metrics: Json = {
         APPLIED_CLIP_NORM: asked.clip_norm,
         APPLIED_NOISE_STDDEV: asked.noise_stddev,
@@ -160,7 +171,7 @@ class DPFedAvgNumPyClient:
       discarded_updates: how many updates were not finite and became zero.
     """
 
-    def __init__(self, client: Any):
+    def __init__(self, client: NumPyClient):
         """Wraps a client.
 
         Raises:
@@ -174,7 +185,7 @@ class DPFedAvgNumPyClient:
         self.discarded_updates = 0
 
     def fit(
-        self, parameters: Sequence[np.ndarray], config: Mapping[str, Any]
+        self, parameters: Sequence[np.ndarray], config: Config
     ) -> tuple[list[np.ndarray], int, Json]:
         """Lets the wrapped client train; returns w + clip(Delta) (+ noise).
 
@@ -197,26 +208,26 @@ class DPFedAvgNumPyClient:
         asked = Instruction.of(config)
         # The wrapped client may train in place.
         received = [np.array(array) for array in parameters]
-        returned, _, metrics = trained(self.client.fit, parameters, config)
+        returned, _, metrics = call_client_code(self.client.fit, parameters, config)
         arrays, applied, discarded = release(received, returned, asked)
         self.discarded_updates += discarded
         return arrays, _NUM_EXAMPLES, {**metrics, **applied}
 
-    def get_parameters(self, config: Mapping[str, Any]) -> list[np.ndarray]:
+    def get_parameters(self, config: Config) -> list[np.ndarray]:
         """The wrapped client's `get_parameters`."""
         return self.client.get_parameters(config)
 
-    def get_properties(self, config: Mapping[str, Any]) -> Json:
+    def get_properties(self, config: Config) -> Json:
         """The wrapped client's `get_properties`."""
         return self.client.get_properties(config)
 
     def evaluate(
-        self, parameters: Sequence[np.ndarray], config: Mapping[str, Any]
+        self, parameters: Sequence[np.ndarray], config: Config
     ) -> tuple[float, int, Json]:
         """The wrapped client's `evaluate`."""
         return self.client.evaluate(parameters, config)
 
-    def to_client(self) -> Any:
+    def to_client(self) -> Client:
         """What Flower asks of a `NumPyClient`: this one as a `Client`.
 
         It is the wrapped client's method at work on the wrapper: the client
@@ -231,8 +242,8 @@ class DPFedAvgNumPyClient:
 
 
 def private_mod(
-    message: Any, context: Any, call_next: Callable[[Any, Any], Any]
-) -> Any:
+    message: Message, context: Context, call_next: Callable[[Message, Context], Message]
+) -> Message:
     """Clips, and on request noises, the update that a `ClientApp` returns.
 
     To be named among the mods of a `ClientApp`, or of its train function, after
@@ -279,7 +290,7 @@ def private_mod(
     # The app may train in place.
     _, record = only_record(message.content, "The server")
     received = {name: np.array(a.numpy()) for name, a in record.items()}
-    reply = trained(call_next, message, context)
+    reply = call_client_code(call_next, message, context)
     if reply.has_error():
         return reply
 
@@ -311,7 +322,9 @@ def private_mod(
     return reply
 
 
-def trained(train: Callable[[Any, Any], Any], what: Any, how: Any) -> Any:
+def call_client_code(
+    train: Callable[[_First, _Second], _Made], what: _First, how: _Second
+) -> _Made:
     """Returns what a client's own code makes; of what it raises, only the kind leaves.
 
     Flower sends the server what an exception says, which may quote examples.
@@ -326,7 +339,7 @@ def trained(train: Callable[[Any, Any], Any], what: Any, how: Any) -> Any:
         ) from None
 
 
-def only_record(content: Any, sender: str) -> tuple[str, Any]:
+def only_record(content: RecordDict, sender: str) -> tuple[str, ArrayRecord]:
     """Returns the name of the one ArrayRecord, and it; raises if there is another."""
     records = dict(content.array_records)
     if len(records) != 1:
@@ -338,7 +351,7 @@ def only_record(content: Any, sender: str) -> tuple[str, Any]:
 
 
 def _set_metrics(
-    records: Json, there: Mapping[str, Any], metrics: Mapping[str, Any]
+    records: Json, there: Mapping[str, MetricRecord], metrics: Json
 ) -> None:
     """Sets metrics wherever the first of them, the weight, stands."""
     weight = next(iter(metrics))
@@ -350,12 +363,12 @@ def _set_metrics(
         records[free] = flower("MetricRecord")(metrics)
 
 
-def array_record(like: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+def array_record(like: ArrayRecord, arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
     """Returns an ArrayRecord of the kind of another one, with these arrays."""
     kind = type(next(iter(like.values())))
     return type(like)({name: kind(np.asarray(array)) for name, array in arrays.items()})
 
 
-def flower(name: str) -> Any:
+def flower(name: str) -> type:
     """Returns a class of Flower's, which has sent messages by now."""
     return getattr(importlib.import_module("flwr.app"), name)

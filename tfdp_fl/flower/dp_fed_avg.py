@@ -6,7 +6,7 @@ import copy
 import io
 import types
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -14,8 +14,15 @@ from tfdp_fl import _validate, mechanisms
 from tfdp_fl.flower import private_rounds, replies
 from tfdp_fl.terms import Json
 
+if TYPE_CHECKING:
+    from flwr.common import FitIns, FitRes, Parameters
+    from flwr.server.client_manager import ClientManager
+    from flwr.server.client_proxy import ClientProxy
+    from flwr.server.strategy import Strategy
+
 # A client of the last round (a proxy) and what it was sent or returned.
-_Messages = list[tuple[Any, Any]]
+_Messages: TypeAlias = "list[tuple[ClientProxy, FitIns | FitRes]]"
+_Copied = TypeVar("_Copied")
 
 
 class DPFedAvg(private_rounds.PrivateRounds):
@@ -34,7 +41,7 @@ class DPFedAvg(private_rounds.PrivateRounds):
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: Strategy,
         num_sampled_clients: int,
         mechanism: mechanisms.Mechanism,
         *,
@@ -83,7 +90,7 @@ class DPFedAvg(private_rounds.PrivateRounds):
         )
 
     def configure_fit(
-        self, server_round: int, parameters: Any, client_manager: Any
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> _Messages:
         """Draws the round's clients, and tells them what to clip to (and to noise).
 
@@ -96,7 +103,7 @@ class DPFedAvg(private_rounds.PrivateRounds):
             or the strategy sends them different instructions, or a model that is
             not of real numbers.
         """
-        made = self._asked_by_strategy(server_round, parameters, client_manager)
+        made = self._ask_strategy(server_round, parameters, client_manager)
         if not made:
             return []
         told = private_rounds.require_identical(
@@ -118,8 +125,8 @@ class DPFedAvg(private_rounds.PrivateRounds):
         ]
 
     def aggregate_fit(
-        self, server_round: int, results: _Messages, failures: Sequence[Any]
-    ) -> tuple[Any, Json]:
+        self, server_round: int, results: _Messages, failures: Sequence[object]
+    ) -> tuple[Parameters | None, Json]:
         """Hands the noised mean, as the only result, to the strategy.
 
         Whatever a client replied, it is no error here: such a client counts
@@ -185,7 +192,7 @@ class DPFedAvgFixed(DPFedAvg):
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: Strategy,
         num_sampled_clients: int,
         clip_norm: float,
         noise_multiplier: float = 1,
@@ -229,7 +236,7 @@ class DPFedAvgAdaptive(DPFedAvg):
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: Strategy,
         num_sampled_clients: int,
         init_clip_norm: float = 0.1,
         noise_multiplier: float = 1,
@@ -282,12 +289,12 @@ def _is_one_average(results: _Messages) -> bool:
     return len(sent) > 1 == len(set(map(id, sent))) and hasattr(sent[0], "tensors")
 
 
-def _name_of(client: Any) -> Hashable:
+def _name_of(client: Hashable) -> Hashable:
     """Returns a client's `cid`; an object without one is its own name."""
     return getattr(client, "cid", client)
 
 
-def _to_arrays(parameters: Any) -> list[np.ndarray]:
+def _to_arrays(parameters: Parameters) -> list[np.ndarray]:
     """Returns the arrays that the server's own `flwr.common.Parameters` hold."""
     # Pickled objects could execute code: they are never allowed.
     return [
@@ -295,7 +302,7 @@ def _to_arrays(parameters: Any) -> list[np.ndarray]:
     ]
 
 
-def _like(parameters: Any, arrays: Sequence[np.ndarray]) -> Any:
+def _like(parameters: Parameters, arrays: Sequence[np.ndarray]) -> Parameters:
     """Returns parameters that hold other arrays."""
     files = [io.BytesIO() for _ in arrays]
     for file, array in zip(files, arrays, strict=True):
@@ -303,7 +310,7 @@ def _like(parameters: Any, arrays: Sequence[np.ndarray]) -> Any:
     return _with_attribute(parameters, "tensors", [f.getvalue() for f in files])
 
 
-def _with_attribute(message: Any, name: str, value: Any) -> Any:
+def _with_attribute(message: _Copied, name: str, value: object) -> _Copied:
     """Returns a shallow copy with another value; the original stays."""
     other = copy.copy(message)
     setattr(other, name, value)

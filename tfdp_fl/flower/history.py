@@ -9,13 +9,16 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tfdp_fl import _validate, accounting, mechanisms
 from tfdp_fl.accounting import account as account_lib
-from tfdp_fl.terms import Json
+from tfdp_fl.terms import Json, TrustModel
+
+if TYPE_CHECKING:
+    from tfdp_fl.mechanisms.contribution import Memory
 
 # The name of a client that is a node.
 ClientOf = Callable[[int], str | int]
@@ -70,7 +73,7 @@ class RoundHistory:
         self.released: list[ReleasedRound] = []
         self.budget, self._sampling = budget, sampling
         self.ledger: accounting.PrivacyLedger | None = None
-        self._account = account_lib.PrivacyAccount(account_lib.CENTRAL, 1)
+        self._account = account_lib.PrivacyAccount(TrustModel.CENTRAL, 1)
         if ledger is None:
             return
         kinds = (str, os.PathLike, accounting.PrivacyLedger)
@@ -83,7 +86,7 @@ class RoundHistory:
                 mode="append",
                 target_epsilon=budget.epsilon if budget else None,
                 target_delta=budget.delta if budget else None,
-                mechanism={"guarantee": "central", "name": description},
+                mechanism={"trust_model": TrustModel.CENTRAL, "name": description},
             )
         try:
             self._account.keep_ledger("", self.ledger, self.ledger.run)
@@ -108,7 +111,7 @@ class RoundHistory:
         self._refresh()
         return self._account.central
 
-    def _refresh(self, _: Any = None) -> None:
+    def _refresh(self, _: object = None) -> None:
         """Counts what others wrote into the ledger.
 
         Raises:
@@ -179,18 +182,19 @@ class Correlation:
             raise TypeError(f"client_of must be a function or None, got {client_of!r}.")
         self.client_of = client_of
         self.record = mechanism.participation_record()
-        self.memory: Any = None
+        self.memory: Memory = None
         self._mechanism = mechanism
         # As they were when the round's clients were drawn.
-        self._names: dict[Any, str | int] = {}
+        self._names: dict[Hashable, str | int] = {}
 
-    def eligible(self, nodes: Iterable[Any]) -> tuple[list[Hashable], int]:
+    def eligible(self, nodes: Iterable[Hashable]) -> tuple[list[Hashable], int]:
         """Returns a node of each client that may take part, and how many there are.
 
         Raises:
           TypeError: `client_of` gives what is no name.
         """
-        self._names = {node: (self.client_of or int)(node) for node in nodes}
+        name_of: Callable[[Any], str | int] = self.client_of or int
+        self._names = {node: name_of(node) for node in nodes}
         for name in self._names.values():
             if isinstance(name, bool) or not isinstance(name, (str, int)):
                 raise TypeError(
@@ -219,7 +223,7 @@ class Correlation:
                 f"the rounds, got {shapes}."
             )
 
-    def released(self, memory: Any, nodes: Iterable[Any]) -> None:
+    def take_over(self, memory: Memory, nodes: Iterable[Hashable]) -> None:
         """Takes over the memory after a round, and which nodes were in its sum."""
         self.record.add([self._names[node] for node in nodes])
         self.memory = memory

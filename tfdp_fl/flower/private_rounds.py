@@ -12,7 +12,7 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
 
 import dp_accounting
 import numpy as np
@@ -25,12 +25,19 @@ from tfdp_fl.accounting import statement
 from tfdp_fl.flower import history, replies, sums
 from tfdp_fl.terms import Json, Sampling
 
+if TYPE_CHECKING:
+    from flwr.server.client_proxy import ClientProxy
+    from flwr.serverapp.strategy import Strategy
+
 # Flower's strategies (read in flwr 1.12 and 1.42) that average with the weights they
 # are given, and do no more to the clients' replies.
 _AVERAGING = (
     *("FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedOpt", "FedProx", "FedYogi"),
     "FaultTolerantFedAvg",
 )
+
+_Content = TypeVar("_Content")
+_Result = TypeVar("_Result")
 
 _logger = logging.getLogger(__name__)
 
@@ -67,7 +74,7 @@ class PrivateRounds:
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: Strategy,
         mechanism: mechanisms.Mechanism,
         *,
         num_clients: int,
@@ -80,7 +87,7 @@ class PrivateRounds:
         target_delta: float | None = None,
         accountant: str | None = None,
         client_of: history.ClientOf | None = None,
-        non_negative: Any = None,
+        non_negative: sums.NonNegative = None,
     ):
         """Wraps a strategy.
 
@@ -128,7 +135,7 @@ class PrivateRounds:
         self._mechanism = mechanism
         self._num_clients = _validate.positive_integer(num_clients=num_clients)
         self._clients_per_round = int(
-            charge_lib.checked_size(clients_per_round, self.num_clients)
+            charge_lib.check_size(clients_per_round, self.num_clients)
         )
         self.rounds = (
             rounds if rounds is None else _validate.positive_integer(rounds=rounds)
@@ -194,7 +201,7 @@ class PrivateRounds:
         self.discarded_updates = self.rejected_replies = 0
         self.stopped_before_round: int | None = None
 
-    def _check_strategy(self, strategy: Any) -> None:
+    def _check_strategy(self, strategy: Strategy) -> None:
         """Raises unless a strategy can do with one averaged reply.
 
         The guarantee does not depend on it: all that is handed on is post-processed.
@@ -226,7 +233,7 @@ class PrivateRounds:
             raise AttributeError(name)
         return getattr(self.strategy, name)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             f"A {type(self).__name__} cannot be copied or pickled: two of them would "
             "say what one has spent. Make another one with the same ledger."
@@ -311,7 +318,7 @@ class PrivateRounds:
             "epsilon_if_cohorts_are_known": known if math.isfinite(known) else None,
             "delta": delta,
             "accountant": accountant,
-            "guarantee": self.mechanism.guarantee,
+            "trust_model": self.mechanism.trust_model,
             "relation": f"one client is {self._participation.relation.value}",
             "rounds": len(self._history.released),
             "rounds_from_ledger": self._history.num_from_ledger,
@@ -383,7 +390,7 @@ class PrivateRounds:
 
     # A round.
 
-    def _asked_by_strategy(self, server_round: int, *arguments: Any) -> list[Any]:
+    def _ask_strategy(self, server_round: int, *arguments: object) -> list[Any]:
         """Settles the last round; returns what the wrapped strategy would send."""
         self._settle()
         self._open = server_round, None
@@ -411,9 +418,9 @@ class PrivateRounds:
     def _begin(
         self,
         server_round: int,
-        connected: Mapping[Hashable, Any],
+        connected: Mapping[Hashable, ClientProxy | None],
         sent: Sequence[np.ndarray],
-        template: Any,
+        template: sums.Template,
         names: Sequence[str] = (),
     ) -> sums.ConfiguredRound | None:
         """Draws the clients of a round; None if there is to be none."""
@@ -423,7 +430,7 @@ class PrivateRounds:
                     "The model must hold real numbers of at most 64 bits, got an array "
                     f"of dtype {array.dtype}."
                 )
-        non_negative = self._checked_non_negative(sent, names)
+        non_negative = self._find_non_negative(sent, names)
         # Rounds that cost nothing are not counted. Read once: others may write to it.
         index = self._history.num_rounds
         if self._is_over(server_round, index):
@@ -464,7 +471,7 @@ class PrivateRounds:
         self._open = server_round, configured
         return configured
 
-    def _checked_non_negative(
+    def _find_non_negative(
         self, sent: Sequence[np.ndarray], names: Sequence[str]
     ) -> list[int]:
         """Returns the places that stay at 0 or above; warns once if none are said."""
@@ -493,7 +500,7 @@ class PrivateRounds:
         return [known[one] for one in self._non_negative]
 
     def _cohort(
-        self, server_round: int, connected: Mapping[Hashable, Any]
+        self, server_round: int, connected: Mapping[Hashable, object]
     ) -> tuple[list[Hashable], Json] | None:
         """Returns clients, drawn unforeseeably, and the place in a pass of the round.
 
@@ -543,8 +550,8 @@ class PrivateRounds:
     def _release(
         self,
         server_round: int,
-        results: Iterable[tuple[Hashable, Any]],
-        read: Callable[[Any, sums.ConfiguredRound], replies.Reply],
+        results: Iterable[tuple[Hashable, _Result]],
+        read: Callable[[_Result, sums.ConfiguredRound], replies.Reply],
         averaged: bool = False,
     ) -> tuple[sums.ConfiguredRound, list[np.ndarray]] | None:
         """Returns a round and its model; None if there is none to release.
@@ -663,18 +670,18 @@ class _Server:
         outcome = sums.release(configured, collected, paid, memory)
         if kept is not None:
             nodes = [configured.asked[client] for client in self.clients]
-            kept.released(outcome.memory, nodes)
+            kept.take_over(outcome.memory, nodes)
         rounds.discarded_updates += collected.discarded
         rounds.clip_norm = outcome.next_clip_norm
         return outcome
 
 
-def _is_of_flower(thing: Any) -> bool:
+def _is_of_flower(thing: object) -> bool:
     """Whether Flower itself defines a class or function."""
     return (getattr(thing, "__module__", None) or "").partition(".")[0] == "flwr"
 
 
-def require_identical(contents: Sequence[Any]) -> Any:
+def require_identical(contents: Sequence[_Content]) -> _Content:
     """Returns what all clients are sent; raises ValueError if they are not sent one."""
     for other in contents[1:]:
         if other is not contents[0] and other != contents[0]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +13,11 @@ from tfdp_fl.flower import client as client_lib
 from tfdp_fl.flower import private_rounds, sums
 from tfdp_fl.flower import replies as replies_lib
 from tfdp_fl.terms import Json
+
+if TYPE_CHECKING:
+    from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+    from flwr.serverapp import Grid
+    from flwr.serverapp.strategy import Result
 
 _logger = logging.getLogger(__name__)
 
@@ -62,10 +67,10 @@ class PrivateStrategy(private_rounds.PrivateRounds):
 
     _configure, _aggregate = "configure_train", "aggregate_train"
     _metrics_function = "train_metrics_aggr_fn"
-    _sent: Sequence[Any] = ()
-    _made: Any = None
+    _sent: Sequence[Message] = ()
+    _made: Message = None
 
-    def start(self, grid: Any, initial_arrays: Any, *args, **kwargs) -> Any:
+    def start(self, grid: Grid, initial_arrays: ArrayRecord, *args, **kwargs) -> Result:
         """Runs the wrapped strategy's rounds; arguments and result are its own.
 
         Once the budget is spent no more clients are asked to train, and the
@@ -79,8 +84,8 @@ class PrivateStrategy(private_rounds.PrivateRounds):
             self._settle()
 
     def configure_train(
-        self, server_round: int, arrays: Any, config: Any, grid: Any
-    ) -> list[Any]:
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
         """Draws the round's nodes, and tells them what to clip to (and to noise).
 
         Returns:
@@ -94,7 +99,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
             different messages, or a model that is not of real numbers.
         """
         self._sent = []
-        made = self._asked_by_strategy(server_round, arrays, config, grid)
+        made = self._ask_strategy(server_round, arrays, config, grid)
         if not made:
             return []
         self._made = made[0]
@@ -126,8 +131,8 @@ class PrivateStrategy(private_rounds.PrivateRounds):
         return self._sent
 
     def aggregate_train(
-        self, server_round: int, replies: Iterable[Any]
-    ) -> tuple[Any, Any]:
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Hands the noised mean, as the only reply, to the strategy.
 
         Whatever a client replied, it is no error here: such a client counts as
@@ -145,13 +150,13 @@ class PrivateStrategy(private_rounds.PrivateRounds):
         """
         sent = {m.metadata.dst_node_id: m.metadata.message_id for m in self._sent}
 
-        def read(message: Any, asked: sums.ConfiguredRound) -> replies_lib.Reply:
+        def read(message: Message, asked: sums.ConfiguredRound) -> replies_lib.Reply:
             names = tuple(asked.template[1])
             return replies_lib.read_message(
                 message, asked.shapes, asked.instruction, names, sent
             )
 
-        results: list[tuple[int, Any]] = []
+        results: list[tuple[int, Message]] = []
         for message in replies:
             node = message.metadata.src_node_id
             if message.has_error():
@@ -174,7 +179,9 @@ class PrivateStrategy(private_rounds.PrivateRounds):
         )
         return self.strategy.aggregate_train(server_round, [handed])
 
-    def aggregate_evaluate(self, server_round: int, replies: Any) -> Any:
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
         """The wrapped strategy's; replies that it refuses end no run."""
         try:
             return self.strategy.aggregate_evaluate(server_round, replies)
@@ -189,7 +196,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
         )
 
 
-def _with_config(content: Any, told: Json) -> Any:
+def _with_config(content: RecordDict, told: Json) -> RecordDict:
     """Returns a copy that tells a client more, in its (first) ConfigRecord."""
     configs = dict(content.config_records)
     key = next(iter(configs), "config")

@@ -14,11 +14,15 @@ import math
 import numbers
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
 from tfdp_fl.flower import client as client_lib
+
+if TYPE_CHECKING:
+    from flwr.app import Message
+    from flwr.common import FitRes
 
 # Of version 1.0, which is what `numpy.save` writes of such arrays.
 _MAGIC = b"\x93NUMPY\x01\x00"
@@ -54,7 +58,7 @@ class Reply(NamedTuple):
 
 
 def read_result(
-    fit_res: Any, shapes: Shapes, asked: client_lib.Instruction, unseen: bool = False
+    fit_res: FitRes, shapes: Shapes, asked: client_lib.Instruction, unseen: bool = False
 ) -> Reply:
     """Returns what a client of the older API replied, or raises.
 
@@ -80,7 +84,7 @@ def read_result(
 
 
 def read_message(
-    message: Any,
+    message: Message,
     shapes: Shapes,
     asked: client_lib.Instruction,
     names: Sequence[str],
@@ -139,7 +143,7 @@ def _readable() -> Iterator[None]:
 
 
 def _norm_bit(
-    metrics: Mapping[str, Any], asked: client_lib.Instruction, unseen: bool = False
+    metrics: client_lib.Config, asked: client_lib.Instruction, unseen: bool = False
 ) -> bool | None:
     """Returns the bit among a client's metrics, and checks what it applied.
 
@@ -168,7 +172,7 @@ def _norm_bit(
     )
 
 
-def npy_array(data: Any, shape: tuple[int, ...]) -> np.ndarray:
+def npy_array(data: object, shape: tuple[int, ...]) -> np.ndarray:
     """Returns the array in numpy's file format, without a copy.
 
     The size that the header states is compared with `shape` and with the bytes that

@@ -5,13 +5,23 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tfdp_fl.flower import client as client_lib
 from tfdp_fl.terms import Json
 
+if TYPE_CHECKING:
+    from flwr.app import Context, Message
+    from flwr.clientapp import ClientApp
 
-def silo_app(make_silo: Callable[..., Any], private_metrics: Any = None) -> Any:
+# A `tfdp_fl.Silo`, and `PrivateMetrics`: of packages that lie above this one.
+_Silo: TypeAlias = Any
+_Metrics: TypeAlias = Any
+
+
+def silo_app(
+    make_silo: Callable[..., _Silo], private_metrics: _Metrics = None
+) -> ClientApp:
     """Returns a `ClientApp` whose node is one silo, under any of Flower's strategies.
 
         app = silo_app(lambda context: tfdp_fl.Silo(build, x, y, ...))
@@ -33,10 +43,10 @@ def silo_app(make_silo: Callable[..., Any], private_metrics: Any = None) -> Any:
       RuntimeError: For a message that the silo refuses. Only the kind of what was
         raised leaves the node; all of it is in the node's own log.
     """
-    silos: dict[int, Any] = {}
+    silos: dict[int, _Silo] = {}
     app = importlib.import_module("flwr.clientapp").ClientApp()
 
-    def answer(message: Any, context: Any, kind: str) -> Any:
+    def answer(message: Message, context: Context, kind: str) -> Message:
         if context.node_id not in silos:
             takes = (context,) if inspect.signature(make_silo).parameters else ()
             silos[context.node_id] = make_silo(*takes)
@@ -64,9 +74,9 @@ def silo_app(make_silo: Callable[..., Any], private_metrics: Any = None) -> Any:
 
     for kind in ("train", "evaluate"):
 
-        def handle(message: Any, context: Any, kind: str = kind) -> Any:
+        def handle(message: Message, context: Context, kind: str = kind) -> Message:
             call = lambda sent, where: answer(sent, where, kind)  # noqa: E731
-            return client_lib.trained(call, message, context)
+            return client_lib.call_client_code(call, message, context)
 
         getattr(app, kind)()(handle)
     return app

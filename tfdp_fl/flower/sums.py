@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -21,7 +21,14 @@ from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.flower import client as client_lib
 from tfdp_fl.flower import history, replies, updates
 from tfdp_fl.mechanisms import noise
-from tfdp_fl.terms import Guarantee, NoiseSite
+from tfdp_fl.terms import NoiseSite, TrustModel
+
+if TYPE_CHECKING:
+    from flwr.app import ArrayRecord
+    from flwr.common import Parameters
+    from flwr.server.client_proxy import ClientProxy
+
+    from tfdp_fl.mechanisms.contribution import Memory
 
 # What clients are told to clip to, where the server does it for them.
 NO_CLIP = 1e30
@@ -31,6 +38,12 @@ _ROUNDING = 1e-6
 # What these ask of a client is a clip to an S that it is told, a bit, and noise.
 # A subclass may ask for more, and is clipped by the server.
 _CLIPPED_BY_CLIENTS = (mechanisms.FixedClipping, mechanisms.AdaptiveClipping)
+
+# The model as Flower sent it: what the older API calls parameters, or a record and
+# its name.
+Template: TypeAlias = "Parameters | tuple[str, ArrayRecord]"
+# Arrays that a release keeps at 0 or above: places or names, or a built Keras model.
+NonNegative: TypeAlias = "Sequence[int | str] | set[int | str] | tf.keras.Model | None"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,17 +58,16 @@ class ConfiguredRound:
       deployment: where.
       this: S, z and m, as floats.
       non_negative: the places of arrays that the release keeps at 0 or above.
-      template: the model as Flower sent it, with its name if it has one; its form is
-        that of the result.
+      template: the model as Flower sent it, whose form is that of the result.
     """
 
     sent: list[np.ndarray]
-    asked: dict[Hashable, Any]
+    asked: dict[Hashable, ClientProxy | None]
     plan: history.ReleasedRound
     mechanism: mechanisms.Mechanism
     deployment: mechanisms.PrivacyContext
     this: mechanisms.RoundState
-    template: Any
+    template: Template
     non_negative: Sequence[int] = ()
 
     @property
@@ -104,10 +116,10 @@ class Outcome(NamedTuple):
 
     model: list[np.ndarray]
     next_clip_norm: float
-    memory: Any = None
+    memory: Memory = None
 
 
-def as_places(non_negative: Any) -> Sequence[int | str] | None:
+def as_places(non_negative: NonNegative) -> Sequence[int | str] | None:
     """Returns the places, or names, that are said; of a Keras model its statistics'."""
     if non_negative is None:
         return None
@@ -136,7 +148,7 @@ def check(
         mechanism.event_period is None and mechanism.init_noise_state(deployment) == ()
     )
     if not (
-        mechanism.guarantee == Guarantee.CENTRAL
+        mechanism.trust_model == TrustModel.CENTRAL
         and mechanism.noise_site == NoiseSite.SERVER
         and mechanism.scales_updates
         and one_gaussian is not None
@@ -189,7 +201,7 @@ def collect(configured: ConfiguredRound, answers: Sequence[replies.Reply]) -> Co
     bound = updates.largest_honest_norm(asked.clip_norm, asked.noise_stddev, size)
 
     def change(reply: replies.Reply) -> updates.ClippedUpdate:
-        return updates.clipped(updates.difference(reply.arrays, configured.sent), bound)
+        return updates.clip(updates.difference(reply.arrays, configured.sent), bound)
 
     factors: Sequence[float] = [1.0] * len(answers)
     if configured.clients_clip:
@@ -217,7 +229,7 @@ def release(
     configured: ConfiguredRound,
     collected: Collected,
     paid: accounting.Charge,
-    memory: Any = None,
+    memory: Memory = None,
 ) -> Outcome:
     """Returns w + (sum_k c_k Delta_k + noise) / m, and the next S.
 
@@ -242,14 +254,16 @@ def release(
     missing = m - collected.num_replies + collected.discarded
     shares = missing if asked.noise_stddev else m
     if memory is not None:
-        total, memory = _correlated(mechanism, total, stddevs["update"], memory)
+        total, memory = _add_correlated_noise(
+            mechanism, total, stddevs["update"], memory
+        )
     elif shares:
-        total = updates.noised(total, stddevs["update"] * (shares / m) ** 0.5)
+        total = updates.add_noise(total, stddevs["update"] * (shares / m) ** 0.5)
     noised = {
         name: float(np.random.default_rng().normal(value, stddevs[name]))
         for name, value in collected.sums.items()
     }
-    model = updates.applied(configured.sent, [array / m for array in total])
+    model = updates.apply(configured.sent, [array / m for array in total])
     for place in configured.non_negative:
         model[place] = np.maximum(model[place], 0)
     return Outcome(model, float(mechanism.next_clip_norm(noised, this)), memory)
@@ -285,17 +299,17 @@ def _mechanisms_clip(
     return this, factors.tolist(), sums
 
 
-def _correlated(
+def _add_correlated_noise(
     mechanism: mechanisms.Mechanism,
     total: Sequence[np.ndarray],
     stddev: float,
-    memory: Any,
-) -> tuple[list[np.ndarray], Any]:
+    memory: Memory,
+) -> tuple[list[np.ndarray], Memory]:
     """Returns a sum with the mechanism's noise, and the memory after it.
 
     Every call takes its randomness anew from the operating system.
     """
-    with noise.seeded(tf.constant(noise.fresh_seed())):
+    with noise.use_seed(tf.constant(noise.fresh_seed())):
         noised, memory = mechanism.add_noise(
             [tf.constant(array) for array in total],
             tf.constant(stddev, tf.float32),

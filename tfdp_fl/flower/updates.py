@@ -48,7 +48,7 @@ def difference(
             "The parameters that a client returns must have the shapes of "
             f"those it received, {expected}, got {shapes}."
         )
-    # An update that is not finite is dealt with by `clipped`.
+    # An update that is not finite is dealt with by `clip`.
     with np.errstate(invalid="ignore", over="ignore"):
         return [
             np.asarray(new, np.float64) - np.asarray(old, np.float64)
@@ -56,7 +56,7 @@ def difference(
         ]
 
 
-def clipped(update: Sequence[np.ndarray], clip_norm: float) -> ClippedUpdate:
+def clip(update: Sequence[np.ndarray], clip_norm: float) -> ClippedUpdate:
     """Returns Delta min(1, S / ||Delta||), one L2 norm over all arrays.
 
     A NaN or an infinity anywhere makes the whole update zero first: clipping
@@ -129,7 +129,7 @@ def to_grid(array: np.ndarray, step: float) -> np.ndarray:
     return np.rint(array / step) * step if step else array
 
 
-def noised(arrays: Sequence[np.ndarray], stddev: float) -> list[np.ndarray]:
+def add_noise(arrays: Sequence[np.ndarray], stddev: float) -> list[np.ndarray]:
     """Returns the arrays plus N(0, stddev^2) per coordinate.
 
     Each call takes its randomness anew from the operating system.
@@ -138,7 +138,7 @@ def noised(arrays: Sequence[np.ndarray], stddev: float) -> list[np.ndarray]:
     return [array + rng.normal(scale=stddev, size=np.shape(array)) for array in arrays]
 
 
-def applied(
+def apply(
     received: Sequence[np.ndarray], update: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
     """Returns received + update in the dtypes received.
@@ -152,13 +152,13 @@ def applied(
     ]
 
 
-def applied_with_noise(
+def apply_with_noise(
     received: Sequence[np.ndarray],
     update: Sequence[np.ndarray],
     noise_stddev: float,
     clip_norm: float,
 ) -> list[np.ndarray]:
-    """As `applied`, and rounding leaves of the noise what is charged.
+    """As `apply`, and rounding leaves of the noise what is charged.
 
     Every client rounds its own share of the noise, and the guarantee is that
     of their sum: shares that are small beside the gap between a weight and the
@@ -197,12 +197,12 @@ def applied_with_noise(
     return arrays
 
 
-def applied_within(
+def apply_within(
     received: Sequence[np.ndarray],
     update: Sequence[np.ndarray],
     clip_norm: float,
 ) -> list[np.ndarray]:
-    """As `applied`, and what comes out is within the clip norm of `received`.
+    """As `apply`, and what comes out is within the clip norm of `received`.
 
     Rounding to nearest may double an update: each coordinate by itself, if it
     is a little more than half of what lies between its weight and the next
@@ -214,7 +214,7 @@ def applied_within(
       update: float64 arrays with a joint L2 norm of at most S.
       clip_norm: The clip norm, S.
     """
-    rounded = applied(received, update)
+    rounded = apply(received, update)
     if norm(difference(rounded, received)) <= clip_norm:
         return rounded
     shortened = []

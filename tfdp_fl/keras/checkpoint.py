@@ -37,7 +37,7 @@ from tfdp_fl.keras.run import FitPlan, Population, Run
 from tfdp_fl.mechanisms import ClientWeighting
 from tfdp_fl.terms import Json
 
-FORMAT = "tfdp_fl checkpoint 8"
+FORMAT = "tfdp_fl checkpoint 9"
 _NAME = re.compile(r"round-(\d{8})\.npz")
 _PLACE = "place of an array"
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -93,7 +93,7 @@ def write_state(stream: BinaryIO, state: Json, level: int = 1) -> None:
     """
     arrays: list[np.ndarray] = []
 
-    def hash_to_unit_interval(value: Any) -> dict[str, int]:
+    def hash_to_unit_interval(value: object) -> dict[str, int]:
         array = np.asarray(value)
         if array.dtype.hasobject:  # A file that nobody could read.
             raise TypeError(
@@ -123,7 +123,7 @@ def from_bytes(data: bytes) -> Json:
         if "arr_0" not in file:
             raise ValueError("an earlier version wrote it")
 
-        def array_of(value: Json) -> Any:
+        def array_of(value: Json) -> np.ndarray | Json:
             return file[f"arr_{value[_PLACE]}"] if _PLACE in value else value
 
         if file["arr_0"].dtype != np.uint8:
@@ -196,7 +196,7 @@ class CheckpointDirectory:
 
     def write(self, round_index: int, state: Json, keep: int) -> None:
         """Writes the state before a round, then removes all but the newest `keep`."""
-        with _writing(self.file(round_index)) as stream:
+        with _write_whole(self.file(round_index)) as stream:
             write_state(stream, state)
         for old in self.rounds()[keep:]:
             self.file(old).unlink(missing_ok=True)
@@ -208,15 +208,15 @@ def write_atomically(file: pathlib.Path, data: bytes) -> None:
     Checkpoints hold what predicts cohorts (the seed, or the key of those of passes), so
     nobody else reads them. Raises CheckpointWriteError if it failed.
     """
-    with _writing(file) as stream:
+    with _write_whole(file) as stream:
         stream.write(data)
 
 
 @contextlib.contextmanager
-def _writing(file: pathlib.Path) -> Iterator[BinaryIO]:
+def _write_whole(file: pathlib.Path) -> Iterator[BinaryIO]:
     with (
         _clear_errors(file),
-        _files.replacing(file, mode=0o600, sync=True) as stream,
+        _files.replace_file(file, mode=0o600, sync=True) as stream,
     ):
         yield stream
 
@@ -264,11 +264,11 @@ def settings(fed: FederatedTraining, population: Population, plan: FitPlan) -> J
     """Returns, by argument, what must be the same when a run is resumed."""
     setup, training = fed.setup, fed.require_compiled("fit")
 
-    def described(value: Any) -> Any:
+    def describe(value: Any) -> Any:
         if isinstance(value, (dp_accounting.DpEvent, ClientWeighting)):
             return repr(value)
         if isinstance(value, Hashable) and callable(value):
-            return _scheduled(value, plan.first_round, plan.last_round)
+            return _describe_schedule(value, plan.first_round, plan.last_round)
         return type(value).__name__
 
     of_mechanism = setup.mechanism.parameters().items()
@@ -289,11 +289,13 @@ def settings(fed: FederatedTraining, population: Population, plan: FitPlan) -> J
         is_long = isinstance(value, list | tuple) and len(value) > _LONG_SCHEDULE
         if is_long and all(isinstance(each, int | float) for each in value):
             values[name] = _in_short(value)
-    return _files.plain(values, described)
+    return _files.plain(values, describe)
 
 
 @functools.lru_cache(maxsize=8)  # Asked for by every checkpoint of a fit.
-def _scheduled(schedule: Any, first_round: int, last_round: int) -> str:
+def _describe_schedule(
+    schedule: schedules.Schedule, first_round: int, last_round: int
+) -> str:
     """Returns what a schedule says of some rounds: in short, and a digest of all."""
     rounds = range(first_round, last_round)
     return _in_short([schedules.value_at(schedule, t, "a schedule") for t in rounds])
@@ -304,7 +306,7 @@ def _in_short(values: Sequence[float]) -> str:
     return f"a schedule of {short(list(values))} ({digest})"
 
 
-def _config(optimizer: Any) -> Any:
+def _config(optimizer: tf.keras.optimizers.Optimizer | None) -> object:
     """Returns an optimizer's settings, but for the rate that callbacks move."""
     if optimizer is None:
         return None
@@ -317,7 +319,7 @@ def _config(optimizer: Any) -> Any:
     return [type(optimizer).__name__, config]
 
 
-def _shapes(weights: Sequence[Any]) -> dict[str, list[list[int]]]:
+def _shapes(weights: Sequence[np.ndarray | tf.Variable]) -> dict[str, list[list[int]]]:
     return {"model's weights (their shapes)": [list(each.shape) for each in weights]}
 
 

@@ -21,7 +21,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import dp_accounting
 import numpy as np
@@ -38,7 +38,7 @@ from tfdp_fl.datasets import (
     adapters,
     nests,
 )
-from tfdp_fl.engine import layout, program, tff_models
+from tfdp_fl.engine import cohort, layout, program, tff_models
 from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.keras import federated_training, preparation
 from tfdp_fl.keras.callbacks import Ledger
@@ -62,7 +62,7 @@ class Validation:
       held_out: A digest of the clients of `fit` that are held out; "" for none.
     """
 
-    data: Any
+    data: nests.Nest
     every: int
     batch_size: int
     held_out: str = ""
@@ -104,7 +104,7 @@ class Validation:
         held_out = data.clients_digest
         return clients, dataclasses.replace(self, data=data, held_out=held_out)
 
-    def conformed(self, model: tf.keras.Model, training: engine.Training) -> Validation:
+    def conform(self, model: tf.keras.Model, training: engine.Training) -> Validation:
         """Returns what is validated on clients that a model takes.
 
         Raises:
@@ -113,7 +113,7 @@ class Validation:
         if isinstance(self.data, FederatedDataset):
             argument = "clients" if self.held_out else "validation_data"
             data = preparation.conform(model, training, self.data, argument)
-            with preparation.checked_features(model, data, argument):
+            with preparation.locate_features_errors(model, data, argument):
                 return dataclasses.replace(self, data=data)
         if not isinstance(self.data, tuple | list):
             return self
@@ -147,33 +147,33 @@ class Validation:
 
 def _all_batches(clients: FederatedDataset, batch_size: int) -> tf.data.Dataset:
     """Returns all clients' examples, as Keras takes them."""
-    spec = nests.unpaired(*clients.element_spec)
+    spec = nests.unpair(*clients.element_spec)
 
     what = "clients held out for validation could not be read, and are left out"
     if clients.is_indexed:
         everybody = np.arange(clients.num_clients)
         _warn_of(clients.failures(everybody), clients, what)
-        stored = nests.unpaired(*clients.flat())
+        stored = nests.unpair(*clients.flat())
         rows, _ = clients.client_rows(everybody)
 
-        def gathered(some: tf.Tensor) -> Any:
+        def gather(some: tf.Tensor) -> nests.Nest:
             return tf.nest.map_structure(lambda leaf: tf.gather(leaf, some), stored)
 
         if len(rows):
             return (
                 tf.data.Dataset.from_tensor_slices(rows)
                 .batch(batch_size)
-                .map(tf.autograph.experimental.do_not_convert(gathered))
+                .map(tf.autograph.experimental.do_not_convert(gather))
                 .prefetch(2)
             )
 
-    def examples() -> Iterator[Any]:
+    def examples() -> Iterator[nests.Nest]:
         failed: list[ClientFailure] = []
         for client in clients.read_clients(None):
             if isinstance(client, ClientFailure):
                 failed.append(client)
             elif len(tf.nest.flatten(client.y)[0]):
-                yield nests.unpaired(client.x, client.y)
+                yield nests.unpair(client.x, client.y)
         _warn_of(failed, clients, what)
 
     return tf.data.Dataset.from_generator(
@@ -335,7 +335,7 @@ def _evaluation(
     step = program.in_own_graph(trainer.evaluate)
 
     def of_group(
-        received: Any,
+        received: cohort.Broadcast,
         x: nests.Nest,
         y: nests.Nest,
         lengths: tf.Tensor,
@@ -347,8 +347,8 @@ def _evaluation(
             end = first + lengths[k]
 
             def batch(
-                start: tf.Tensor, total: tf.Tensor, metrics: Any
-            ) -> tuple[tf.Tensor, tf.Tensor, Any]:
+                start: tf.Tensor, total: tf.Tensor, metrics: cohort.MetricState
+            ) -> tuple[tf.Tensor, tf.Tensor, cohort.MetricState]:
                 stop = tf.minimum(start + batch_size, end)
                 own = nests.take((x, y), slice(start, stop))
                 loss, metrics = step(received, *own, metrics)
@@ -458,7 +458,7 @@ class PrivateMetrics:
         vectors = np.concatenate(parts, axis=1) / self._scale
         return np.where(usable[:, None], vectors, 0.0)
 
-    def released(
+    def release(
         self,
         values: Mapping[str, np.ndarray],
         generator: np.random.Generator,
@@ -520,7 +520,7 @@ def release(
             # Broken off between, a ledger has a line that the run does not know of.
             paid = _pay(fed, charge)
             generator = np.random.Generator(np.random.Philox())
-            return private.released(values, generator, paid)
+            return private.release(values, generator, paid)
 
 
 def _check(fed: FederatedTraining) -> account_lib.PrivacyAccount:
@@ -535,7 +535,7 @@ def _check(fed: FederatedTraining) -> account_lib.PrivacyAccount:
     if spending.by_client:
         raise ValueError(
             "private must be None with a mechanism whose guarantee is "
-            f"{spending.guarantee}: the party that adds this noise sees the clients' "
+            f"{spending.trust_model}: the party that adds this noise sees the clients' "
             "metrics first, so it has a central guarantee."
         )
     for callback in fed.federated_callbacks:
@@ -550,7 +550,7 @@ def _check(fed: FederatedTraining) -> account_lib.PrivacyAccount:
 
 def _ask(fed: FederatedTraining, charge: charge_lib.RoundCharge) -> None:
     """Raises ValueError if a release beside the rounds cannot be paid for."""
-    _check(fed).central.with_charges(charge)  # Of the same neighbouring relation.
+    _check(fed).central.require_relation(charge.relation)
     for callback in fed.federated_callbacks:
         callback.check_release(charge)
 

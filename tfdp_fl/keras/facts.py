@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from tfdp_fl import accounting, engine, mechanisms
-from tfdp_fl.accounting import account as account_lib
+from tfdp_fl import accounting, engine
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.training_setup import TrainingSetup
-from tfdp_fl.terms import Json, NoiseSite
+from tfdp_fl.terms import Json, NoiseSite, PrivacyUnit, TrustModel
 
 
 def of_run(
@@ -30,17 +29,17 @@ def of_run(
             "epsilon_local": spending.epsilon,
             "max_participations": spending.per_client.max_participations,
         }
-    if spending.guarantee == account_lib.LOCAL:
-        composed["central_epsilon"] = spending.central.epsilon
-    if spending.guarantee == account_lib.RECORD:
-        composed["implied_epsilon"] = mechanism.epsilon
+        if mechanism.privacy_unit == PrivacyUnit.RECORD:
+            composed["implied_epsilon"] = mechanism.epsilon
+        else:
+            composed["central_epsilon"] = spending.central.epsilon
     return accounting.StatementFacts(
         **composed,
-        guarantee=spending.guarantee,
+        trust_model=spending.trust_model,
         mechanism=mechanism.name,
         mechanism_description=_description(setup),
         mechanism_parameters=_parameters(setup, run.rounds),
-        unit=unit(mechanism),
+        privacy_unit=mechanism.privacy_unit,
         sampling=setup.sampling,
         num_clients=spending.per_client.num_clients,
         populations=[
@@ -61,11 +60,6 @@ def of_run(
     )
 
 
-def unit(mechanism: mechanisms.Mechanism) -> str:
-    """Returns what the mechanism protects as a whole."""
-    return "record" if mechanism.guarantee == account_lib.RECORD else "client"
-
-
 def _description(setup: TrainingSetup) -> str:
     """Returns what is released, and what clients count in it."""
     sentence = setup.mechanism.describe()
@@ -74,7 +68,7 @@ def _description(setup: TrainingSetup) -> str:
         return sentence
     divisor = (
         "the sum of the weights"
-        if setup.mechanism.guarantee == account_lib.NONE
+        if setup.mechanism.trust_model == TrustModel.NONE
         else f"m times {weighting.mean_weight:g}, which was given beforehand"
     )
     return f"{sentence} {weighting.describe()} The sum is divided by {divisor}."
@@ -119,8 +113,8 @@ def caveats_of_setup(
 ) -> dict[str, bool]:
     """Returns which caveats hold of a training by how it is set, ran or not."""
     mechanism = setup.mechanism
-    private = mechanism.guarantee != account_lib.NONE
-    by_client = mechanism.guarantee in account_lib.BY_CLIENT
+    private = mechanism.trust_model != TrustModel.NONE
+    by_client = mechanism.trust_model == TrustModel.LOCAL
     at_clients = mechanism.noise_site == NoiseSite.CLIENT
     securely = setup.secure_aggregation is not None
     released = private and cohort_engine.server.has_non_trainable
@@ -143,11 +137,11 @@ def caveats_of_setup(
 
 def _caveats(run: run_lib.Run, cohort_engine: engine.CohortEngine) -> tuple[str, ...]:
     spending = run.spending
-    private = spending.guarantee != account_lib.NONE
+    private = spending.trust_model != TrustModel.NONE
     other_runs = len(spending.others) > spending.evaluations
     holds = {
         **caveats_of_setup(run.setup, cohort_engine),
-        "rounds_may_be_abandoned": spending.guarantee == account_lib.CENTRAL
+        "rounds_may_be_abandoned": spending.trust_model == TrustModel.CENTRAL
         and any(charge.charge_if_abandoned for charge in spending.own),
         "unnoised_metrics": private,
         "validation_clients_held_out": bool(run.held_out),

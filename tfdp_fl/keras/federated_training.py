@@ -127,7 +127,7 @@ _owners: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDicti
 _marking = threading.RLock()
 
 
-def check_owner(fed: Any) -> None:
+def check_owner(fed: FederatedTraining) -> None:
     """Raises ValueError if another `DPFederatedModel` trained some of the weights."""
     variables = keras_versions.tf_variables(fed.model.weights)
     marks = [getattr(variable, _TRAINED_BY, None) for variable in variables]

@@ -17,7 +17,7 @@ from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.keras import model as model_lib
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras import training_setup
-from tfdp_fl.terms import Guarantee, Json
+from tfdp_fl.terms import Json, PrivacyUnit, TrustModel
 
 _MODEL_OPTIONS = {
     field.name for field in dataclasses.fields(training_setup.TrainingSetup)
@@ -100,14 +100,14 @@ def make_private(
             stacklevel=2,
         )
     # Calibrated for the very cohort sizes that will be drawn.
-    clients_per_round = schedules.fixed(clients_per_round)
+    clients_per_round = schedules.fix(clients_per_round)
     sizes = sampling_lib.expected_sizes(sampling, num_clients, clients_per_round)
     asked = range(1 if schedules.is_constant(sizes) else rounds)
     smallest = min(schedules.value_at(sizes, t, "clients_per_round") for t in asked)
     _validate.positive(clients_per_round=smallest)
     make: Callable[[float], mechanisms.Mechanism]
     if isinstance(mechanism, mechanisms.Mechanism):
-        make = scaled_noise(mechanism)
+        make = noise_scaler(mechanism)
     else:
         kind = mechanisms.by_name(mechanism)
         options = known_facts(kind, rounds, num_clients, smallest) | options
@@ -130,7 +130,7 @@ def make_private(
         ),
     )
     noise = None
-    if make(_TINY).guarantee == Guarantee.CENTRAL:
+    if make(_TINY).trust_model == TrustModel.CENTRAL:
         deployment = mechanisms.PrivacyContext(
             clients_per_round=sizes,
             num_clients=num_clients,
@@ -139,7 +139,7 @@ def make_private(
         )
 
         def charges(noise: float) -> Any:
-            return charged(make(noise), sampler, deployment).items()
+            return charge_plan(make(noise), sampler, deployment).items()
 
         limit = largest_noise(make, deployment)
         # (PLD cuts off tails of about 1e-15.)
@@ -162,7 +162,7 @@ def make_private(
         sampling,
         delta=target.delta,
         accountant=target.accountant,
-        target=None if made.guarantee == Guarantee.NONE else target,
+        target=None if made.trust_model == TrustModel.NONE else target,
         **model_options,
     )
 
@@ -185,14 +185,14 @@ def known_facts(
     return {name: known[name] for name in known.keys() & names}
 
 
-def scaled_noise(
+def noise_scaler(
     mechanism: mechanisms.Mechanism,
 ) -> Callable[[float], mechanisms.Mechanism]:
     """Returns a function from a noise multiplier to a mechanism with it.
 
     Of scheduled noise it is the factor of the schedule.
     """
-    schedule = schedules.fixed(mechanism.noise_multiplier)
+    schedule = schedules.fix(mechanism.noise_multiplier)
 
     def make(factor: float) -> mechanisms.Mechanism:
         scaled: Any = factor
@@ -205,7 +205,7 @@ def scaled_noise(
     return make
 
 
-def charged(
+def charge_plan(
     mechanism: mechanisms.Mechanism,
     sampler: sampling_lib.CohortSampler,
     deployment: mechanisms.PrivacyContext,
@@ -262,7 +262,7 @@ def _check_mechanism(mechanism: str | mechanisms.Mechanism, options: Json) -> No
                 "them to the mechanism."
             )
         has_noise = "noise_multiplier" in mechanism.parameters()
-        if mechanism.guarantee != Guarantee.CENTRAL or not has_noise:
+        if mechanism.trust_model != TrustModel.CENTRAL or not has_noise:
             raise ValueError(
                 "mechanism must be one whose noise_multiplier can be chosen (such as "
                 f"FixedClipping) or the name of one, got {mechanism!r}."
@@ -271,7 +271,7 @@ def _check_mechanism(mechanism: str | mechanisms.Mechanism, options: Json) -> No
     names = [
         n
         for n in mechanisms.names()
-        if mechanisms.by_name(n).guarantee != Guarantee.RECORD
+        if mechanisms.by_name(n).privacy_unit != PrivacyUnit.RECORD
     ]
     kind = mechanisms.by_name(_validate.one_of(names, mechanism=mechanism))
     allowed = {field.name for field in dataclasses.fields(kind)} - _CHOSEN

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
@@ -24,8 +24,8 @@ from tfdp_fl import (
     keras_versions,
     schedules,
 )
-from tfdp_fl.datasets import adapters, nests
-from tfdp_fl.engine import Training
+from tfdp_fl.datasets import adapters, nests, tables
+from tfdp_fl.engine import Training, trainer
 from tfdp_fl.keras import (
     evaluation,
     facts,
@@ -42,6 +42,9 @@ from tfdp_fl.keras.training_setup import PrivacyTarget, TrainingSetup
 from tfdp_fl.mechanisms import ClientWeighting, Mechanism, noise
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 from tfdp_fl.terms import Json
+
+if TYPE_CHECKING:
+    from tfdp_fl.engine.ray_workers import RayWorkers
 
 # What of the Keras model is handed on: what reads it, or sets its weights. Whatever
 # would train it on data without clipping and noise, or change what was compiled, is
@@ -155,7 +158,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         )
         super().__init__(model, setup)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuses to be copied or pickled: a copy would count on its own."""
         raise TypeError(
             "A DPFederatedModel cannot be copied or pickled: both would draw the same "
@@ -176,7 +179,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             )
         return getattr(self.model, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Sets `stop_training` of the Keras model, and nothing else of others."""
         if name == "stop_training":
             self.model.stop_training = value
@@ -198,17 +201,17 @@ class DPFederatedModel(federated_training.FederatedTraining):
     def compile(
         self,
         optimizer: tf.keras.optimizers.Optimizer = "sgd",
-        loss: Any = None,
-        metrics: Any = None,
+        loss: keras_versions.CompileArgument = None,
+        metrics: keras_versions.CompileArgument = None,
         server_optimizer: tf.keras.optimizers.Optimizer | None = None,
         jit_compile: bool | None = None,
         *,
-        weighted_metrics: Any = None,
-        loss_weights: Any = None,
+        weighted_metrics: keras_versions.CompileArgument = None,
+        loss_weights: keras_versions.CompileArgument = None,
         grad_clip: float = -1.0,
-        upload_hook: Any = None,
-        broadcast_hook: Any = None,
-        **others: Any,
+        upload_hook: trainer.UploadHook | None = None,
+        broadcast_hook: trainer.BroadcastHook | None = None,
+        **others: object,
     ) -> None:
         """Sets how clients train and how the server moves the model.
 
@@ -289,7 +292,11 @@ class DPFederatedModel(federated_training.FederatedTraining):
         self.model.compile(**as_keras)
 
     def evaluate(
-        self, x: nests.Nest = None, y: nests.Nest = None, *args: Any, **kwargs: Any
+        self,
+        x: nests.Nest = None,
+        y: nests.Nest = None,
+        *args: object,
+        **kwargs: object,
     ) -> Any:
         """Evaluates as Keras's `evaluate` does; of tables all that `fit` takes."""
         self.require_compiled("evaluate")
@@ -298,7 +305,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
 
     def evaluate_clients(
         self,
-        clients: Any,
+        clients: adapters.Clients,
         batch_size: int = 1024,
         verbose: str | int = "auto",
         *,
@@ -335,7 +342,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         dataset = preparation.conform(
             self.model, training, datasets.as_federated(clients)
         )
-        bar = _checked_verbose(verbose)
+        bar = _resolve_verbose(verbose)
         if private is not None:
             return evaluation.release(self, private, dataset, batch_size, bar)
         self._showed_metrics = True
@@ -343,15 +350,15 @@ class DPFederatedModel(federated_training.FederatedTraining):
             self.run.caveats.add("client_metrics_shown")
         return evaluation.evaluate(self.model, training, dataset, batch_size, bar)
 
-    def predict(self, x: nests.Nest, *args: Any, **kwargs: Any) -> np.ndarray:
+    def predict(self, x: nests.Nest, *args: object, **kwargs: object) -> np.ndarray:
         """Predicts as Keras's `predict` does; of tables all that `fit` takes."""
         return self.model.predict(adapters.to_keras_inputs(x, "x"), *args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> nests.Nest:
         """Calls the model."""
         return self.model(*args, **kwargs)
 
-    def save(self, path: str | os.PathLike[str], **kwargs: Any) -> None:
+    def save(self, path: str | os.PathLike[str], **kwargs: object) -> None:
         """Saves the trained Keras model, which loads without this package."""
         self.model.save(path, **kwargs)
 
@@ -361,20 +368,20 @@ class DPFederatedModel(federated_training.FederatedTraining):
     @federated_training.exclusive
     def fit(
         self,
-        clients: Any = None,
+        clients: adapters.Clients = None,
         y: nests.Nest = None,
         *,
         rounds: int = 1,
         batch_size: int = 32,
         local_epochs: int = 1,
-        validation_data: Any = None,
+        validation_data: nests.Nest = None,
         validation_freq: int = 1,
         callbacks: Iterable[tf.keras.callbacks.Callback] | None = None,
         verbose: str | int = "auto",
         seed: int | None = None,
-        runtime: Any = None,
+        runtime: RayWorkers | None = None,
         x: nests.Nest = None,
-        client_ids: Any = None,
+        client_ids: tables.Ids = None,
         sample_weight: nests.Nest = None,
         shuffle: bool = False,
         validation_split: float = 0.0,
@@ -382,7 +389,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         between_client_variance: bool = False,
         validation_batch_size: int = 1024,
         audit: auditing.CanaryAudit | None = None,
-        **others: Any,
+        **others: object,
     ) -> tf.keras.callbacks.History:
         """Trains for a number of rounds.
 
@@ -492,9 +499,9 @@ class DPFederatedModel(federated_training.FederatedTraining):
                     "audit must be None with resume_from: the earlier rounds had no "
                     "canaries, or other ones, which no checkpoint keeps."
                 )
-        self._verbose = _checked_verbose(verbose)
-        callbacks = federated_callback.checked(callbacks)
-        validation = validation.conformed(self.model, training)
+        self._verbose = _resolve_verbose(verbose)
+        callbacks = federated_callback.check_callbacks(callbacks)
+        validation = validation.conform(self.model, training)
         plan = FitPlan(
             first_round=self.rounds,
             last_round=self.rounds + rounds,
@@ -532,7 +539,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             self, clients, callbacks, validation, collector, audit, self._verbose
         ).train()
 
-    def with_setup(self, **changes: Any) -> DPFederatedModel:
+    def with_setup(self, **changes: object) -> DPFederatedModel:
         """Returns a new wrapper of the same model, which is compiled alike.
 
         Args:
@@ -601,5 +608,5 @@ class DPFederatedModel(federated_training.FederatedTraining):
         )
 
 
-def _checked_verbose(verbose: str | int) -> int:
+def _resolve_verbose(verbose: str | int) -> int:
     return int(_validate.one_of((0, 1, 2), verbose=1 if verbose == "auto" else verbose))

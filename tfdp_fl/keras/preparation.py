@@ -25,7 +25,7 @@ from tfdp_fl.engine import labels, secure_sum, trainer
 from tfdp_fl.keras.federated_training import FederatedTraining
 from tfdp_fl.keras.run import FitPlan, Population, Run
 from tfdp_fl.mechanisms import Mechanism, PrivacyContext, grid, noise
-from tfdp_fl.terms import Guarantee, Json, Sampling
+from tfdp_fl.terms import Json, PrivacyUnit, Sampling, TrustModel
 
 
 def prepare(
@@ -47,7 +47,7 @@ def prepare(
       moments: Whether to compute Geyer's V_c and U_s.
     """
     setup, mechanism, run = fed.setup, fed.mechanism, fed.run
-    population = _checked_population(fed, clients)
+    population = _check_population(fed, clients)
     sampler = _sampler(fed, clients, plan)
     asked = range(plan.first_round, plan.last_round)
     are_alike = schedules.is_constant(mechanism.noise_multiplier) and (
@@ -68,13 +68,13 @@ def prepare(
             require_one_noise(round_index, noise_multiplier, begin, of_pass)
         if (
             setup.secure_aggregation is not None
-            and mechanism.guarantee == Guarantee.CENTRAL
+            and mechanism.trust_model == TrustModel.CENTRAL
         ):
             secure_sum.check_cohort_sizes(
                 setup.secure_aggregation, setup.sampling, clients.num_clients, size
             )
     num_records, min_examples = _records(mechanism, clients)
-    rounds, participations = _calibrated_for(fed, plan, sampler, calibration)
+    rounds, participations = _choose_calibration(fed, plan, sampler, calibration)
     deployment = PrivacyContext(
         clients_per_round=sampling.expected_sizes(
             setup.sampling, clients.num_clients, setup.clients_per_round
@@ -88,7 +88,7 @@ def prepare(
         max_participations=participations,
     )
     mechanism.check(deployment)
-    if mechanism.guarantee not in account_lib.BY_CLIENT:
+    if mechanism.trust_model != TrustModel.LOCAL:
         # Schedules go on where they were.
         mechanism.check(dataclasses.replace(deployment, rounds=plan.last_round))
     cohort_engine = _engine(fed, clients, plan, deployment, moments)
@@ -114,7 +114,9 @@ def prepare(
         "releasing": False,
     }
     if run is None:
-        spending = account_lib.PrivacyAccount(mechanism.guarantee, clients.num_clients)
+        spending = account_lib.PrivacyAccount(
+            mechanism.trust_model, clients.num_clients
+        )
         run = Run(setup=setup, spending=spending, **of_this_fit)
     else:
         run = dataclasses.replace(run, **of_this_fit)
@@ -125,9 +127,7 @@ def prepare(
     return run, cohort_engine
 
 
-def _checked_population(
-    fed: FederatedTraining, clients: FederatedDataset
-) -> Population:
+def _check_population(fed: FederatedTraining, clients: FederatedDataset) -> Population:
     """Refuses far fewer clients than planned, and others where spending is theirs."""
     run, target, size = fed.run, fed.setup.target, clients.num_clients
     if target is not None and 2 * size < target.num_clients:
@@ -205,7 +205,7 @@ def _records(
     cannot be read count as none: they fail in their rounds as well, and
     one of them is not to end the run.
     """
-    if mechanism.guarantee != account_lib.RECORD:
+    if mechanism.privacy_unit != PrivacyUnit.RECORD:
         return None, None
     if clients.is_indexed:
         sizes = clients.client_sizes().tolist()
@@ -229,7 +229,7 @@ def _records(
     return sum(sizes), min(filter(None, sizes), default=None)
 
 
-def _calibrated_for(
+def _choose_calibration(
     fed: FederatedTraining,
     plan: FitPlan,
     sampler: sampling.CohortSampler,
@@ -244,7 +244,7 @@ def _calibrated_for(
     """
     run, mechanism, target = fed.run, fed.mechanism, fed.setup.target
     rounds = plan.last_round - plan.first_round
-    if mechanism.guarantee in account_lib.BY_CLIENT:
+    if mechanism.trust_model == TrustModel.LOCAL:
         if resumed is not None:
             return resumed
         if run is not None and run.populations:
@@ -276,12 +276,12 @@ def _engine(
 ) -> engine.CohortEngine:
     setup, training = fed.setup, fed.require_compiled("fit")
     bound_to = deployment
-    if fed.mechanism.guarantee not in account_lib.BY_CLIENT:
+    if fed.mechanism.trust_model != TrustModel.LOCAL:
         bound_to = dataclasses.replace(deployment, rounds=None, max_participations=None)
     cache_key = training, bound_to, clients.element_spec, moments
     if fed.engine is not None and fed.engine.cache_key == cache_key:
         return fed.engine
-    with checked_features(fed.model, clients):
+    with locate_features_errors(fed.model, clients):
         made = engine.CohortEngine(
             model=fed.model,
             training=training,
@@ -324,12 +324,12 @@ def conform(
     if x is None or not all(
         leaf.shape.is_fully_defined() for leaf in tf.nest.flatten(x)
     ):
-        raise _undeclared(argument, "the model does not tell the sizes of its inputs")
+        raise _missing_spec(argument, "the model does not tell the sizes of its inputs")
     check_features(model, x, argument)
     predicted = model(trainer.zeros_like_batch(x), training=False)
     y, weight = _labels_of(model, training, predicted)
     if y is None:
-        raise _undeclared(argument, "the loss does not tell what its labels are")
+        raise _missing_spec(argument, "the loss does not tell what its labels are")
     if weight is not None:
         y = nests.Weighted(y, weight)
     names = input_names, getattr(model, "output_names", None) or ()
@@ -350,14 +350,14 @@ def conform_all(
     x, y = client.element_spec[0], nests.labels_of(client.element_spec[1])
     # What says more, where no name is one that the client may have written.
     if isinstance(x, tf.TensorSpec) and isinstance(y, tf.TensorSpec):
-        with checked_features(model, client):
+        with locate_features_errors(model, client):
             x, y = map(trainer.zeros_like_batch, (x, y))
             labels.ranges([y], _outputs(model, training, model(x)))
     error, name = failed[0].error, clients.client_ids[place]
     raise type(error)(f"clients (client {name!r}): {error}") from error
 
 
-def _undeclared(argument: str, why: str) -> ValueError:
+def _missing_spec(argument: str, why: str) -> ValueError:
     return ValueError(
         f"{argument} must have an element_spec, because {why}, and what clients hold "
         "must not decide it: declare the tf.TensorSpecs of one example, as in "
@@ -366,7 +366,7 @@ def _undeclared(argument: str, why: str) -> ValueError:
     )
 
 
-def _features_of(model: tf.keras.Model) -> tuple[Any, list[str]]:
+def _features_of(model: tf.keras.Model) -> tuple[nests.Nest, list[str]]:
     """Returns the specs of a model's inputs, and their names; None if it has none."""
     inputs = keras_versions.inputs_of(model)
     if inputs is not None:
@@ -388,7 +388,7 @@ def _features_of(model: tf.keras.Model) -> tuple[Any, list[str]]:
     return None, []
 
 
-def _spec(shape: Any, dtype: tf.DType) -> tf.TensorSpec:
+def _spec(shape: tf.TensorShape, dtype: tf.DType) -> tf.TensorSpec:
     """Returns a spec of 32-bit floating point and 64-bit integers."""
     if dtype.is_floating:
         return tf.TensorSpec(shape, tf.float32)
@@ -411,7 +411,7 @@ def _outputs(
 
 def _labels_of(
     model: tf.keras.Model, training: engine.Training, predicted: nests.Nest
-) -> tuple[Any, Any]:
+) -> nests.ElementSpec:
     """Returns the specs of labels and of their weights; None of what is not known."""
     flat = tf.nest.flatten(predicted)
     if {"crossentropy", "ce"}.intersection(map(str, tf.nest.flatten(training.loss))):
@@ -455,7 +455,7 @@ def check_features(
 
 
 @contextlib.contextmanager
-def checked_features(
+def locate_features_errors(
     model: tf.keras.Model, clients: FederatedDataset, argument: str = "clients"
 ) -> Iterator[None]:
     """Checks clients' features; errors about examples in the block name a client."""

@@ -298,7 +298,7 @@ class RoundLoop:
         run.rounds += 1
         run.releasing = False
         if self.audit is not None:
-            self.audit.released()
+            self.audit.observe_release()
         if self._failed:
             run.caveats.add("clients_excluded")
         return released

@@ -25,7 +25,7 @@ from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.auditing import CanaryAudit
 from tfdp_fl.keras.training_setup import TrainingSetup
 from tfdp_fl.mechanisms import PrivacyContext, RoundState, noise
-from tfdp_fl.terms import Json
+from tfdp_fl.terms import Json, TrustModel
 
 # What each stream of random numbers is for; cohorts have their own (sampling).
 NOISE_STREAM, SHUFFLE_STREAM = 1, 2
@@ -289,7 +289,7 @@ class Run:
         if answered is not None:
             size = answered
         expected = self.deployment.cohort_size(round_index)
-        if mechanism.guarantee == account_lib.LOCAL and size < expected:
+        if mechanism.trust_model == TrustModel.LOCAL and size < expected:
             # Clients that are missing did not add their noise.
             event = dp_accounting.NonPrivateDpEvent()
         cohort = self.sampler.unsettled
@@ -319,7 +319,7 @@ class Run:
             )
         ahead = range(self.rounds, self.rounds + rounds)
         head, whole, tail = self.sampler.split(ahead)
-        planned = [*map(self.sampler.planned, (*head, *tail))]
+        planned = [*map(self.sampler.plan_cohort, (*head, *tail))]
         return elsewhere + clients.max_mu_squared_after_cohorts(
             planned, mu_squared, most, whole
         )

@@ -116,7 +116,7 @@ class TrainingSetup:
         mechanism = self.mechanism
         self._check_generator()
         self._check_protocol()
-        sizes = schedules.checked(
+        sizes = schedules.check_schedule(
             self.clients_per_round, _validate.positive, "clients_per_round"
         )
         object.__setattr__(self, "clients_per_round", sizes)

@@ -47,7 +47,7 @@ def check_count_noise(noise_multiplier: Any, count_noise_stddev: Any) -> None:
         )
 
 
-def _choose(condition: Any, one: Any, other: Any) -> Any:
+def _choose(condition: bool | tf.Tensor, one: Scalar, other: Scalar) -> Scalar:
     """Returns `one` if a condition holds, else `other`; numbers or tensors."""
     if isinstance(condition, bool | np.bool_):
         return one if condition else other

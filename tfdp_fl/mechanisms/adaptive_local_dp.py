@@ -152,7 +152,7 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         scales = tf.where(usable, clipping.clip_factor(norms, radii), 0.0)
         return Contribution(
             update=[
-                clipping.scaled([layer], scales[index])[0]
+                clipping.multiply([layer], scales[index])[0]
                 for index, layer in enumerate(update)
             ],
             sums={},

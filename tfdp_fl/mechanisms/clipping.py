@@ -21,7 +21,7 @@ _TERMS, _FEWEST_TERMS = 128, 32
 _COPIED, _PARTS = 2**20, 64
 
 
-def added(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+def add_up(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Returns the sum of tensors of one shape, never by `tf.add_n`.
 
     TensorFlow may add that up in a variable that it finds by the operation's name:
@@ -51,7 +51,7 @@ def sum_of_squares(tensor: tf.Tensor) -> tf.Tensor:
         with tf.control_dependencies(sums[-1:]):
             part = tf.identity(flat)[start : start + at_once]
         sums.append(_sum_of_rows(part))
-    return added(sums)
+    return add_up(sums)
 
 
 def _sum_of_rows(flat: tf.Tensor) -> tf.Tensor:
@@ -88,11 +88,11 @@ def global_norm(tensors: list[tf.Tensor]) -> tf.Tensor:
         return tf.linalg.global_norm(
             [tf.cast(tensor, tf.float32) for tensor in tensors]
         )
-    squares = added([sum_of_squares(tensor) for tensor in tensors])
+    squares = add_up([sum_of_squares(tensor) for tensor in tensors])
     return tf.cast(tf.sqrt(squares), tf.float32)
 
 
-def scaled(tensors: list[tf.Tensor], scale: tf.Tensor) -> list[tf.Tensor]:
+def multiply(tensors: list[tf.Tensor], scale: tf.Tensor) -> list[tf.Tensor]:
     """Multiplies by a scalar; a scale of 0 gives 0 even for NaN and Inf."""
     return [
         tf.math.multiply_no_nan(tensor, tf.cast(scale, tensor.dtype))

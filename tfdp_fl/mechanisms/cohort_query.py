@@ -36,7 +36,7 @@ from tfdp_fl.mechanisms.contribution import (
     Scalar,
     Tensors,
 )
-from tfdp_fl.terms import Guarantee, Json, NoiseSite
+from tfdp_fl.terms import Json, NoiseSite, TrustModel
 
 
 class CohortQuery:
@@ -164,9 +164,9 @@ class CohortQuery:
         if mechanism.scales_updates:
             norm, usable = clipping.finite_global_norm(update)
             one = self.bounded_factor(norm, usable, params, client.weight)
-            return one._replace(update=clipping.scaled(update, one.update))
+            return one._replace(update=clipping.multiply(update, one.update))
         one = mechanism.contribution(update, params, client, self.deployment)
-        if mechanism.guarantee == Guarantee.CENTRAL:
+        if mechanism.trust_model == TrustModel.CENTRAL:
             return records.bound(one, self.l2_norm_bound(params), mechanism.side_bounds)
         return one
 
@@ -174,10 +174,14 @@ class CohortQuery:
         """Returns a record with the client's share of the noise, on all it hands in."""
         shares = self.noise_shares(params)
         update = noise.add_normal(record.update, shares["update"])
-        return record._replace(update=update, sums=_noised(record.sums, shares))
+        return record._replace(update=update, sums=_add_side_noise(record.sums, shares))
 
     def bounded_factor(
-        self, norm: tf.Tensor, usable: tf.Tensor, params: RoundState, weight: Any = None
+        self,
+        norm: tf.Tensor,
+        usable: tf.Tensor,
+        params: RoundState,
+        weight: Scalar | None = None,
     ) -> Contribution:
         """Returns records of which only the updates' norms are known, bounded.
 
@@ -189,7 +193,7 @@ class CohortQuery:
           params: What `derive_sample_params` returned.
           weight: What the clients count, in [0, 1]; None: 1.
         """
-        one = self.mechanism.contribution_of_norm(norm, usable, params).weighted(weight)
+        one = self.mechanism.contribution_of_norm(norm, usable, params).scale_by(weight)
         return records.bound_factor(
             one, norm, self.l2_norm_bound(params), self.mechanism.side_bounds
         )
@@ -221,17 +225,17 @@ class CohortQuery:
         update, memory, sums = total.update, state.memory, dict(total.sums)
         if self.mechanism.noise_site == NoiseSite.SERVER:
             stddevs = self.mechanism.noise_stddevs(state, self.deployment)
-            update, memory = self._noised_update(update, stddevs["update"], state)
-            sums = _noised(sums, stddevs)
+            update, memory = self._add_noise(update, stddevs["update"], state)
+            sums = _add_side_noise(sums, stddevs)
         sums = {name: tf.cast(value, tf.float32) for name, value in sums.items()}
         return update, sums, memory
 
-    def _noised_update(
+    def _add_noise(
         self, update: Tensors, stddev: Scalar, state: RoundState
     ) -> tuple[Tensors, Memory]:
         return self.mechanism.add_noise(update, stddev, state.memory)
 
-    def divide(self, update: Tensors, weight: Any, state: RoundState) -> Tensors:
+    def divide(self, update: Tensors, weight: Scalar, state: RoundState) -> Tensors:
         """Returns the mean of a noised sum (`Mechanism.mean`)."""
         return self.mechanism.mean(update, weight, state, self.deployment)
 
@@ -243,7 +247,9 @@ class CohortQuery:
         )
         return float(mechanism.sensitivity_squared(round, self.deployment))
 
-    def check_noise(self, state: RoundState, charged: Any = None) -> list[Any]:
+    def check_noise(
+        self, state: RoundState, charged: float | None = None
+    ) -> list[tf.Operation]:
         """Raises InvalidArgumentError if a round has less noise than was charged.
 
         A mechanism's cost is derived from its bounds and noise at the first clip; the
@@ -277,7 +283,7 @@ class CohortQuery:
         )
 
 
-def after_assertions(assertions: list[Any], tensors: Any) -> Any:
+def after_assertions(assertions: list[tf.Operation], tensors: Memory) -> Memory:
     """Returns a nest of tensors that nothing is made of before assertions hold.
 
     A graph would else run them beside what moves the model, or, as TFF makes it, not
@@ -287,13 +293,15 @@ def after_assertions(assertions: list[Any], tensors: Any) -> Any:
         return tf.nest.map_structure(tf.identity, tensors)
 
 
-def must_be_at_most(value: tf.Tensor, limit: tf.Tensor, message: str) -> list[Any]:
+def must_be_at_most(
+    value: tf.Tensor, limit: tf.Tensor, message: str
+) -> list[tf.Operation]:
     """Raises InvalidArgumentError, or in a graph returns the operation that does."""
     check = tf.debugging.assert_less_equal(value, limit, message)
     return [] if check is None else [check]
 
 
-def _noised(sums: Mapping[str, Scalar], stddevs: Mapping[str, Any]) -> Json:
+def _add_side_noise(sums: Mapping[str, Scalar], stddevs: Mapping[str, Scalar]) -> Json:
     """Returns what is released beside updates, with noise."""
     return {
         name: tf.cast(value, tf.float32) + noise.normal([], stddevs[name])

@@ -220,7 +220,7 @@ class Contribution(NamedTuple):
         sums = dict(zip(self.sums, scalars[:count], strict=True))
         return Contribution(update, sums, *scalars[count:])
 
-    def weighted(self, weight: Any) -> Contribution:
+    def scale_by(self, weight: Any) -> Contribution:
         """Scales update and weight, and nothing else.
 
         Args:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Hashable, Mapping
+from typing import ClassVar
 
 import dp_accounting
 
@@ -88,7 +88,7 @@ class CorrelatedNoise(mechanism.Mechanism):
         "z, stddev of the fresh noise on the sum of the clipped updates over the clip.",
     )
     strategy: strategies.Strategy = declaration.parameter(
-        strategies.checked,
+        strategies.check_strategy,
         "how the noise is correlated: blt or banded, with a number of buffers "
         "or bands, as in blt:2.",
         default="blt",
@@ -229,7 +229,7 @@ class CorrelatedNoise(mechanism.Mechanism):
         """Implements `Mechanism.caveats`."""
         return ("correlated_noise_separation", "correlated_noise_secret")
 
-    def static_config(self) -> Any:
+    def static_config(self) -> Hashable:
         """Implements `Mechanism.static_config`: all but the clip.
 
         Also the coefficients, which another machine may choose otherwise.

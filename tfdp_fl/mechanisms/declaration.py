@@ -135,7 +135,7 @@ class OneOf:
     def __init__(self, *words: str):
         self.words: Sequence[str] = words
 
-    def __call__(self, **checked: Any) -> str:
+    def __call__(self, **checked: object) -> str:
         """Checks one named value."""
         return str(_validate.one_of(self.words, **checked))
 
@@ -143,24 +143,24 @@ class OneOf:
 def optional(check: Check) -> Check:
     """Returns a check that allows None beside what another one allows."""
 
-    def checked(**value: Any) -> Any:
+    def checked(**value: object) -> object:
         ((_, given),) = value.items()
         return None if given is None else check(**value)
 
     return checked
 
 
-def scheduled(check: Check) -> Check:
+def schedule_of(check: Check) -> Check:
     """Returns a check of a number, one value a round, or a callable of the round."""
 
-    def checked(**value: Any) -> schedules.Schedule:
+    def checked(**value: schedules.Schedule) -> schedules.Schedule:
         ((name, schedule),) = value.items()
-        return schedules.checked(schedule, check, name)
+        return schedules.check_schedule(schedule, check, name)
 
     return checked
 
 
-def clip(**checked: Any) -> float:
+def clip(**checked: object) -> float:
     """Returns a clip norm for which float32 keeps the guarantee, or raises."""
     ((name, value),) = checked.items()
     value = _validate.positive(**checked)

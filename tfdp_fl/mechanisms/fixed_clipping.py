@@ -9,13 +9,13 @@ from tfdp_fl import _validate, schedules
 from tfdp_fl._lazy_tf import tf
 from tfdp_fl.mechanisms import clipping, declaration, mechanism
 from tfdp_fl.mechanisms.contribution import Memory, PrivacyContext, RoundState, Tensors
-from tfdp_fl.terms import Guarantee
+from tfdp_fl.terms import TrustModel
 
 
 def noise_multiplier_parameter() -> schedules.Schedule:
     """Returns the z of a mechanism with a trusted server."""
     return declaration.parameter(
-        declaration.scheduled(_validate.non_negative),
+        declaration.schedule_of(_validate.non_negative),
         "z, noise stddev on the sum of the clipped updates over the clip; a "
         "number, or one value a round.",
     )
@@ -85,7 +85,7 @@ class NoPrivacy(mechanism.Mechanism):
     the statement says so.
     """
 
-    guarantee: ClassVar[str] = Guarantee.NONE
+    trust_model: ClassVar[str] = TrustModel.NONE
 
     @classmethod
     def from_budget(

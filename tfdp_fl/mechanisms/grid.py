@@ -5,7 +5,7 @@
     server    (sum of n_k + round(g)) gamma / m, g ~ N(0, (z S / gamma)^2 I)
 
 gamma is S / 2^20. What is handed in are whole numbers, and so is the noise
-(`rounded`); float64 adds whole numbers below 2^53 without a rounding, in
+(`draw_rounded`); float64 adds whole numbers below 2^53 without a rounding, in
 any order. A client's n_k has an L2 norm of at most 2^20: that is looked at
 after the rounding, in whole numbers. So the released sum is a function of the
 ideal Gaussian mechanism's, with S and z as they are charged; to multiply by
@@ -98,14 +98,14 @@ class RoundedGaussianQuery(cohort_query.CohortQuery):
         steps = [tf.round(tf.cast(each, tf.float64) * to_steps) for each in update]
         # Whole numbers, so this is exact as long as it is below 2^53; and not
         # below 2^40 if it is not. False for a NaN.
-        squares = clipping.added([tf.reduce_sum(each * each) for each in steps])
+        squares = clipping.add_up([tf.reduce_sum(each * each) for each in steps])
         within = squares <= float(STEPS) ** 2
         return [tf.where(within, each, tf.zeros_like(each)) for each in steps]
 
-    def _noised_update(
+    def _add_noise(
         self, update: Tensors, stddev: Scalar, state: Any
     ) -> tuple[Tensors, Memory]:
-        """Implements `CohortQuery._noised_update`, from steps; not for a worker."""
+        """Implements `CohortQuery._add_noise`, from steps; not for a worker."""
         del stddev  # In steps it follows from z alone.
         sizes = [steps.shape.num_elements() for steps in update]
         z = tf.cast(state.noise_multiplier, tf.float64) * (1 + _Z_ERROR)
@@ -123,10 +123,10 @@ def _noise(stddev: float, size: int) -> np.ndarray:
     """Returns whole numbers as float64 [size]; zeros without a stddev."""
     if not stddev > 0:
         return np.zeros(size)
-    return rounded(float(stddev), int(size)).astype(np.float64)
+    return draw_rounded(float(stddev), int(size)).astype(np.float64)
 
 
-def rounded(
+def draw_rounded(
     stddev: float,
     size: int,
     random_bytes: Callable[[int], bytes] = os.urandom,
@@ -161,13 +161,11 @@ def rounded(
     drawn = np.empty(size, np.int64)
     for start in range(0, size, _AT_ONCE):
         part = drawn[start : start + _AT_ONCE]
-        part[:] = _drawn(float(stddev), len(part), random_bytes)
+        part[:] = _draw(float(stddev), len(part), random_bytes)
     return drawn
 
 
-def _drawn(
-    stddev: float, size: int, random_bytes: Callable[[int], bytes]
-) -> np.ndarray:
+def _draw(stddev: float, size: int, random_bytes: Callable[[int], bytes]) -> np.ndarray:
     words = np.frombuffer(random_bytes(8 * size), np.uint64)
     # One bit is the sign. The others say where in (0, 1/2] the probability is
     # that the noise is larger still: from step to (step + 1) of 2^-64.

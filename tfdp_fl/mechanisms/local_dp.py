@@ -26,7 +26,7 @@ from tfdp_fl.mechanisms.contribution import (
     RoundState,
     Tensors,
 )
-from tfdp_fl.terms import Guarantee, Json, NoiseSite, Sampling
+from tfdp_fl.terms import Json, NoiseSite, Sampling, TrustModel
 
 # Replacing a client's whole data set moves its clipped release by up to 2S.
 SENSITIVITY = 2.0
@@ -75,9 +75,9 @@ class LocalMechanism(mechanism.Mechanism):
     says of them.
     """
 
-    guarantee: ClassVar[str] = Guarantee.LOCAL
-    noise_site: ClassVar[str] = NoiseSite.EVERY_CLIENT
-    delta: ClassVar[Any]
+    trust_model: ClassVar[str] = TrustModel.LOCAL
+    noise_site = NoiseSite.EVERY_CLIENT
+    delta = None  # type: Any
     own_caveats: ClassVar[Mapping[str, str]] = {
         "classic_above_one": (
             "The noise was calibrated by the classic Gaussian formula at an "

@@ -20,7 +20,7 @@ import dataclasses
 import hashlib
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import dp_accounting
@@ -39,8 +39,13 @@ from tfdp_fl.mechanisms.contribution import (
     Scalar,
     Tensors,
 )
-from tfdp_fl.terms import Guarantee, Json, NoiseSite
+from tfdp_fl.terms import Json, NoiseSite, PrivacyUnit, TrustModel
 
+# What a mechanism of an earlier version declares, and what it has to.
+_RENAMED = {
+    "side_names": "side_bounds={name: bound}",
+    "guarantee": "trust_model and privacy_unit",
+}
 # What the derived cost rests on: a class that changes one of these has to say what
 # its rounds cost, by a `round_event` of its own.
 _OF_COST = (
@@ -80,9 +85,9 @@ class Mechanism(abc.ABC):
     otherwise.
 
     Class attributes:
-      guarantee: What is protected against whom: "central" (the server is
-        trusted), "local" (nobody is), "record" (one example, not one client)
-        or "none".
+      trust_model: Against whom it protects: "central" (the server is trusted),
+        "local" (nobody is) or "none".
+      privacy_unit: What is protected as a whole: a "client" or a "record".
       side_bounds: What a client hands in beside its update, by name
         (`Contribution.sums`), each with the bound on its absolute value.
       releases_weights: Whether clients send weights and not updates, which
@@ -103,17 +108,19 @@ class Mechanism(abc.ABC):
         no other: full sentences by key.
     """
 
-    guarantee: ClassVar[str] = Guarantee.CENTRAL
+    trust_model: ClassVar[str] = TrustModel.CENTRAL
+    privacy_unit: ClassVar[str] = PrivacyUnit.CLIENT
     side_bounds: ClassVar[Mapping[str, float]] = {}
     releases_weights: ClassVar[bool] = False
-    max_participations: ClassVar[int | None] = None
-    min_separation: ClassVar[int | None] = None
-    clip_norm: ClassVar[float] = 0.0
-    # A schedule; mypy would take one that is callable for a method.
-    noise_multiplier: ClassVar[Any] = 0.0
-    noise_site: ClassVar[str] = NoiseSite.SERVER
-    window: ClassVar[int | None] = None
-    epsilon: ClassVar[float | None] = None
+    # What mechanisms may have as parameters: no annotation makes no field of them. (A
+    # schedule is Any: mypy would take one that is callable for a method.)
+    max_participations = None  # type: int | None
+    min_separation = None  # type: int | None
+    clip_norm = 0.0
+    noise_multiplier = 0.0  # type: Any
+    noise_site = NoiseSite.SERVER  # type: str
+    window = None  # type: int | None
+    epsilon = None  # type: float | None
     noise_limit_reason: ClassVar[str] = ""
     needs_shapes: ClassVar[bool] = False
     own_caveats: ClassVar[Mapping[str, str]] = {}
@@ -131,15 +138,13 @@ class Mechanism(abc.ABC):
     # round, in a window of `window` rounds.
     window_norms: ClassVar[Callable[..., tf.Tensor] | None] = None
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
-        if "side_names" in vars(cls):
-            raise TypeError(
-                f"{cls.__name__} must declare side_bounds={{name: bound}} in place of "
-                "side_names: what a client may add to each sum is part of the cost."
-            )
+        for old, new in _RENAMED.items():
+            if old in vars(cls):
+                raise TypeError(f"{cls.__name__} must declare {new} in place of {old}.")
         caveats_lib.add_caveats(cls.own_caveats)
-        if cls.guarantee in (Guarantee.LOCAL, Guarantee.RECORD, Guarantee.NONE):
+        if cls.trust_model != TrustModel.CENTRAL:
             return
         cost = cls._definer_of("round_event")
         for name in _OF_COST:
@@ -160,7 +165,7 @@ class Mechanism(abc.ABC):
                 given = {field.name: getattr(self, field.name)}
                 object.__setattr__(self, field.name, field.metadata["check"](**given))
         if callable(self.noise_multiplier):  # What is released and charged is one.
-            once = schedules.fixed(self.noise_multiplier)
+            once = schedules.fix(self.noise_multiplier)
             object.__setattr__(self, "noise_multiplier", once)
         self.check_parameters()
         if schedules.is_constant(self.noise_multiplier):
@@ -173,7 +178,7 @@ class Mechanism(abc.ABC):
 
     def check(self, deployment: PrivacyContext) -> None:
         """Raises ValueError if the mechanism is not right for a deployment."""
-        if self.guarantee == Guarantee.CENTRAL and self.noise_site not in (
+        if self.trust_model == TrustModel.CENTRAL and self.noise_site not in (
             NoiseSite.SERVER,
             NoiseSite.CLIENT,
         ):
@@ -203,7 +208,7 @@ class Mechanism(abc.ABC):
         _validate.instance_of(ClientWeighting, client_weighting=weighting)
         if not (
             self.scales_updates
-            and self.guarantee in (Guarantee.CENTRAL, Guarantee.NONE)
+            and self.trust_model != TrustModel.LOCAL
             and self.noise_site in (NoiseSite.SERVER, NoiseSite.CLIENT)
             and not self.releases_weights
         ):
@@ -235,7 +240,7 @@ class Mechanism(abc.ABC):
         """Returns the clip of the first round."""
         return self.clip_norm
 
-    def init_noise_state(self, deployment: PrivacyContext) -> Any:
+    def init_noise_state(self, deployment: PrivacyContext) -> Memory:
         """Returns the memory before the first round; () for none."""
         return ()
 
@@ -317,8 +322,8 @@ class Mechanism(abc.ABC):
           deployment: Where it is.
         """
         one = self.contribution_of_norm(*clipping.finite_global_norm(update), round)
-        one = one.weighted(client.weight)
-        return one._replace(update=clipping.scaled(update, one.update))
+        one = one.scale_by(client.weight)
+        return one._replace(update=clipping.multiply(update, one.update))
 
     def add_noise(
         self, update: Tensors, stddev: tf.Tensor, memory: Memory
@@ -402,11 +407,10 @@ class Mechanism(abc.ABC):
     def mu_squared(self, deployment: PrivacyContext) -> float:
         """Returns (sensitivity / sigma)^2 of one client's own release.
 
-        Of mechanisms whose guarantee is composed client by client: "local" and
-        "record".
+        Of mechanisms with a local trust model, composed client by client.
         """
         raise NotImplementedError(
-            f"{self.name} has a {self.guarantee} guarantee, which is not "
+            f"{self.name} has a {self.trust_model} guarantee, which is not "
             "composed client by client."
         )
 
@@ -424,7 +428,7 @@ class Mechanism(abc.ABC):
         Roth & Su 2019, corollary 3.3).
         """
         z = self.noise_multiplier_at(round_index)
-        if z == 0 or self.guarantee != Guarantee.CENTRAL:
+        if z == 0 or self.trust_model != TrustModel.CENTRAL:
             return dp_accounting.NonPrivateDpEvent()
         # What follows from z and S alone needs no deployment.
         size = deployment.cohort_size(round_index) if deployment else 1.0
@@ -480,7 +484,7 @@ class Mechanism(abc.ABC):
         given: Json = {"noise_multiplier": target.noise_multiplier}
         return cls(**given, **options)
 
-    def with_noise_multiplier(self, noise_multiplier: Any) -> Mechanism:
+    def with_noise_multiplier(self, noise_multiplier: schedules.Schedule) -> Mechanism:
         """Returns the same mechanism with another noise multiplier."""
         changed: Json = {"noise_multiplier": noise_multiplier}
         return dataclasses.replace(self, **changed)
@@ -543,7 +547,7 @@ class Mechanism(abc.ABC):
         given = self._definer_of("round_event").__module__.startswith("tfdp_fl.")
         return self.caveats() if given else (*self.caveats(), "own_cost")
 
-    def static_config(self) -> Any:
+    def static_config(self) -> Hashable:
         """Returns what has to stay as it is from round to round; () if nothing.
 
         Beside the mechanism's class. Other parameters may change (in TFF a

@@ -24,10 +24,10 @@ from tfdp_fl.mechanisms.contribution import (
     RoundState,
     Tensors,
 )
-from tfdp_fl.terms import Guarantee, Json, NoiseSite
+from tfdp_fl.terms import Json, NoiseSite, PrivacyUnit, TrustModel
 
 
-def _known(name: str, deployment: PrivacyContext) -> int:
+def _require_known(name: str, deployment: PrivacyContext) -> int:
     """Returns a number of a deployment, or raises where it is not known."""
     value = getattr(deployment, name)
     if not value:
@@ -75,8 +75,9 @@ class NbAFL(mechanism.Mechanism):
       mu: Weight of the proximal term, >= 0.
     """
 
-    guarantee: ClassVar[str] = Guarantee.RECORD
-    noise_site: ClassVar[str] = NoiseSite.EVERY_CLIENT
+    trust_model: ClassVar[str] = TrustModel.LOCAL
+    privacy_unit: ClassVar[str] = PrivacyUnit.RECORD
+    noise_site = NoiseSite.EVERY_CLIENT
     own_caveats: ClassVar[Mapping[str, str]] = {
         "record_sensitivity_assumed": (
             "The guarantee rests on the published assumption that one record "
@@ -123,12 +124,12 @@ class NbAFL(mechanism.Mechanism):
         it is how often a client's parameters are exposed. Every upload is charged
         by sigma_U, which has T in that place, so epsilon does not depend on it.
         """
-        rounds = _known("rounds", deployment)
-        num_clients = _known("num_clients", deployment)
+        rounds = _require_known("rounds", deployment)
+        num_clients = _require_known("num_clients", deployment)
         exceeding = rounds**2 - deployment.cohort_size(0) ** 2 * num_clients
         if exceeding <= 0:
             return 0.0
-        examples = _known("min_examples", deployment)
+        examples = _require_known("min_examples", deployment)
         one = 2.0 * self.constant * self.weight_clip * math.sqrt(exceeding)
         return one / (examples * num_clients * self.epsilon)
 
@@ -159,7 +160,7 @@ class NbAFL(mechanism.Mechanism):
         clipped = super().contribution(update, round, ClientContext(), deployment)
         weight = _num_examples(client) * (1.0 - clipped.discarded)
         return clipped._replace(
-            update=clipping.scaled(clipped.update, weight), weight=weight
+            update=clipping.multiply(clipped.update, weight), weight=weight
         )
 
     def client_noise(
@@ -170,7 +171,7 @@ class NbAFL(mechanism.Mechanism):
         sigma_U = 2 C T c / (n epsilon) (Wei et al. 2020, eq. 10), so n sigma_U is
         the same for all who have any.
         """
-        rounds = _known("rounds", deployment)
+        rounds = _require_known("rounds", deployment)
         stddev = 2.0 * self.weight_clip * rounds * self.constant / self.epsilon
         return tf.where(_num_examples(client) > 0, stddev, 0.0)
 
@@ -198,7 +199,7 @@ class NbAFL(mechanism.Mechanism):
 
         With the paper's sensitivity 2C/n it is (epsilon / (T c))^2.
         """
-        rounds = _known("rounds", deployment)
+        rounds = _require_known("rounds", deployment)
         return (self.epsilon / (rounds * self.constant)) ** 2
 
     def caveats(self) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 By default every call draws from a fresh seed of the operating system's entropy
 (`entropy`), also inside a `tf.function` or a TFF computation that is traced
 once and run many times, on every client. A runtime that has to repeat itself
-bit for bit (or that brings the entropy) wraps the calls in `seeded` with a
+bit for bit (or that brings the entropy) wraps the calls in `use_seed` with a
 seed tensor that is new for every client of every round.
 
 A seed is uint64 [2], 128 bits, of the operating system or of a user's number. Noise
@@ -56,7 +56,7 @@ _active = threading.local()
 
 
 @contextlib.contextmanager
-def seeded(seed: tf.Tensor) -> Iterator[None]:
+def use_seed(seed: tf.Tensor) -> Iterator[None]:
     """Draws the noise inside the block from a given seed.
 
     Two draws inside one block differ. It is in force while the code is traced,

@@ -60,7 +60,7 @@ class PerLayerClipping(mechanism.Mechanism):
         ]
         pairs = zip(update, factors, strict=True)
         return Contribution(
-            update=[clipping.scaled([layer], factor)[0] for layer, factor in pairs],
+            update=[clipping.multiply([layer], factor)[0] for layer, factor in pairs],
             sums={},
             weight=tf.ones_like(norm),
             norm=norm,

@@ -64,7 +64,7 @@ class WrappedQuery(cohort_query.CohortQuery):
         """Implements `CohortQuery.new_segment`: no noise depends on the state."""
         return state
 
-    def derive_sample_params(self, state: RoundState) -> Any:
+    def derive_sample_params(self, state: RoundState) -> Memory:
         """Implements `DPQuery.derive_sample_params`."""
         params = self._query.derive_sample_params(state.memory)
         return tf.nest.map_structure(tf.convert_to_tensor, params)
@@ -78,7 +78,7 @@ class WrappedQuery(cohort_query.CohortQuery):
         params = self.derive_sample_params(state)
         return getattr(params, "clip_norm", float("inf"))
 
-    def initial_sample_state(self, template: Tensors) -> Any:
+    def initial_sample_state(self, template: Tensors) -> Contribution:
         """Implements `DPQuery.initial_sample_state`."""
         zeros = super().initial_sample_state(template)
         # In float64 a client more moves the sum by its record.
@@ -93,7 +93,7 @@ class WrappedQuery(cohort_query.CohortQuery):
     ) -> Contribution:
         """Implements `CohortQuery.clip`: zeroes a NaN or Inf; the query clips."""
         norm, usable = clipping.finite_global_norm(update)
-        safe = clipping.scaled(update, tf.cast(usable, tf.float32))
+        safe = clipping.multiply(update, tf.cast(usable, tf.float32))
         return Contribution(
             update=self._query.preprocess_record(params, safe),
             sums={},
@@ -103,7 +103,7 @@ class WrappedQuery(cohort_query.CohortQuery):
             discarded=tf.cast(~usable, tf.float32),
         )
 
-    def to_grid(self, update: Any, params: RoundState) -> Any:
+    def to_grid(self, update: Tensors, params: RoundState) -> Tensors:
         """Implements `CohortQuery.to_grid`: the query's records stay as they are."""
         return update
 
@@ -123,11 +123,13 @@ class WrappedQuery(cohort_query.CohortQuery):
         )
         return result, {}, memory
 
-    def divide(self, update: Tensors, weight: Any, state: RoundState) -> Tensors:
+    def divide(self, update: Tensors, weight: Scalar, state: RoundState) -> Tensors:
         """Implements `CohortQuery.divide`: not what the query divided itself."""
         return update if divides(self._query) else super().divide(update, weight, state)
 
-    def check_noise(self, state: RoundState, charged: Any = None) -> list[Any]:
+    def check_noise(
+        self, state: RoundState, charged: float | None = None
+    ) -> list[tf.Operation]:
         """Implements `CohortQuery.check_noise`, by the event that the query reports.
 
         For runtimes that write down what a round costs before its state is there,
@@ -140,7 +142,7 @@ class WrappedQuery(cohort_query.CohortQuery):
         if charged is not None:
             return []
         zeros = [tf.zeros(shape) for shape in self.deployment.shapes or ()]
-        declared = charge.normalised(self.mechanism.dp_event)
+        declared = charge.normalise(self.mechanism.dp_event)
         with tf.init_scope():
             *_, first = _a_round(self._query, zeros, self._query.initial_global_state())
         *_, event = _a_round(self._query, zeros, state.memory)
@@ -169,7 +171,7 @@ class WrappedQuery(cohort_query.CohortQuery):
         return flat
 
 
-def divides(query: Any) -> bool:
+def divides(query: tfp.SumAggregationDPQuery) -> bool:
     """Returns whether a query's result is a mean already.
 
     Raises:
@@ -310,8 +312,8 @@ class QueryMechanism(mechanism.Mechanism):
             *_, event = _a_round(
                 self.query, [tf.zeros(s) for s in shapes], state.memory
             )
-        declared = charge.normalised(self.dp_event)
-        reported = charge.normalised(event)
+        declared = charge.normalise(self.dp_event)
+        reported = charge.normalise(event)
         if reported == declared:
             return self.dp_event
         given, asked = _epsilons(declared), _epsilons(reported)
@@ -355,7 +357,7 @@ def check_query(
         can be accounted for, or it costs more than is declared.
     """
     _check_classes(query)
-    name, declared = type(query).__name__, charge.normalised(dp_event)
+    name, declared = type(query).__name__, charge.normalise(dp_event)
     with tf.init_scope():
         try:
             if not tf.executing_eagerly():
@@ -377,7 +379,7 @@ def check_query(
                 f"from round to round, got {name}; {_USE_INSTEAD}."
             )
         try:
-            reported = charge.normalised(event)
+            reported = charge.normalise(event)
         except ValueError as error:
             raise ValueError(
                 f"query must report what a round costs, got {name} with an event of "
@@ -399,7 +401,7 @@ def check_query(
             )
 
 
-def _check_classes(query: Any) -> None:
+def _check_classes(query: tfp.SumAggregationDPQuery) -> None:
     """Raises ValueError for a class of TF-Privacy that is not known to work."""
     base = next(
         kind
@@ -436,7 +438,7 @@ def _has_noise(result: tf.Tensor) -> bool:
 
 def _two_rounds(
     query: tfp.SumAggregationDPQuery, shapes: Sequence[Sequence[int]]
-) -> Iterator[tuple[Any, Any, Any, dp_accounting.DpEvent]]:
+) -> Iterator[tuple[Memory, Tensors, Memory, dp_accounting.DpEvent]]:
     """Yields state, result, next state and event of rounds without data."""
     template = [tf.zeros(shape) for shape in shapes]
     state = query.initial_global_state()
@@ -446,7 +448,9 @@ def _two_rounds(
         state = new_state
 
 
-def _a_round(query: Any, template: Tensors, state: Any) -> tuple[Any, Any, Any]:
+def _a_round(
+    query: tfp.SumAggregationDPQuery, template: Tensors, state: Memory
+) -> tuple[Tensors, Memory, dp_accounting.DpEvent]:
     """Returns result, next state and event of a round of one client's zeros."""
     params = query.derive_sample_params(state)
     total = query.accumulate_preprocessed_record(
@@ -471,12 +475,12 @@ def _mu_squared(event: dp_accounting.DpEvent) -> Any:
 def _same_event(event: dp_accounting.DpEvent, other: dp_accounting.DpEvent) -> bool:
     """Returns whether two events are known to be equal, which tensors are not."""
     try:
-        return charge.normalised(event) == charge.normalised(other)
+        return charge.normalise(event) == charge.normalise(other)
     except TypeError:
         return False
 
 
-def _layout(state: Any) -> list[tuple[Any, Any]]:
+def _layout(state: Memory) -> list[tuple[list[int], tf.DType]]:
     leaves = [tf.convert_to_tensor(each) for each in tf.nest.flatten(state)]
     return [(leaf.shape.as_list(), leaf.dtype) for leaf in leaves]
 

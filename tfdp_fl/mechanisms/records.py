@@ -45,7 +45,7 @@ def bound(
     kept = usable & (norm <= norm_bound * (1 + _ROUNDING))
     one = _bound_sides(one, kept, side_bounds)
     return one._replace(
-        update=clipping.scaled(one.update, tf.cast(one.discarded < 1, tf.float32))
+        update=clipping.multiply(one.update, tf.cast(one.discarded < 1, tf.float32))
     )
 
 
@@ -119,10 +119,10 @@ def to_grid(update: list[tf.Tensor], size: tf.Tensor) -> list[tf.Tensor]:
     """
     offset = size * (1.5 * 2.0**24)
 
-    def rounded(tensor: tf.Tensor) -> tf.Tensor:
+    def round_off(tensor: tf.Tensor) -> tf.Tensor:
         return (tf.cast(tensor, tf.float32) + offset) - offset
 
-    return list(map(rounded, update))
+    return list(map(round_off, update))
 
 
 def add(total: Contribution, one: Contribution) -> Contribution:

@@ -22,13 +22,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _files, _validate, accounting, datasets
-from tfdp_fl.accounting.account import CENTRAL, PrivacyAccount
+from tfdp_fl.accounting.account import PrivacyAccount
 from tfdp_fl.accounting.ledger import new_run
 from tfdp_fl.accounting.private_selection import TrialCount
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import DPFederatedModel, checkpoint, federated_training
-from tfdp_fl.search.trial import PrivateScore, PublicScore, Split, Trial, calibrated
-from tfdp_fl.terms import Json
+from tfdp_fl.search.trial import PrivateScore, PublicScore, Split, Trial, calibrate
+from tfdp_fl.terms import Json, TrustModel
 
 # What a search keeps in its directory.
 _LEDGER, _STATE = "ledger.jsonl", "search.npz"
@@ -103,7 +103,7 @@ class PrivateSearch:
         )
         self._score = _validate.instance_of((PublicScore, PrivateScore), score=score)
         # Each search is a run of its own; so are others in its ledger.
-        self._spending = PrivacyAccount(CENTRAL, num_clients=1)
+        self._spending = PrivacyAccount(TrustModel.CENTRAL, num_clients=1)
         self._searches: set[str] = set()
         self._ended: dict[str, str] = {}
         self._last: tuple[Split, list[Trial]] | None = None
@@ -166,14 +166,14 @@ class PrivateSearch:
                 )
             dataset = datasets.as_federated(clients)
             split = self._score.split(dataset)
-            trials = self._built(split, options)
-            charge = calibrated(trials, split, self._trials, self._target)
+            trials = self._build_trials(split, options)
+            charge = calibrate(trials, split, self._trials, self._target)
             for trial in trials:
                 trial.prepare()
             resumes = resume_from is not None
             files = SearchDirectory(resume_from if resumes else directory)
             plan = {**self._plan(dataset, options), "build": charge.to_json()}
-            with files.locked(resumes, self._target):
+            with files.lock_ledger(resumes, self._target):
                 state = self._begin(files if resumes else None, plan, trials)
                 paid = self._pay(files, state, charge)
                 self._last = split, trials
@@ -226,7 +226,7 @@ class PrivateSearch:
             )
         times = "" if len(self._searches) == 1 else f"{len(self._searches)} times, "
         facts = accounting.StatementFacts(
-            guarantee="central",
+            trust_model=TrustModel.CENTRAL,
             mechanism="PrivateSearch",
             mechanism_description=(
                 f"{times}the best of a secret number of trials "
@@ -269,7 +269,7 @@ class PrivateSearch:
             }
         )
 
-    def _built(self, split: Split, options: Json) -> list[Trial]:
+    def _build_trials(self, split: Split, options: Json) -> list[Trial]:
         """Calls `build` for all candidates, and checks what it made."""
         trials: list[Trial] = []
         seen: set[int] = set()
@@ -350,7 +350,7 @@ class PrivateSearch:
             if ledger is not None:
                 account.keep_ledger(_LEDGER, ledger, run="a search's ledger")
                 account.refresh()
-                account.central.with_charges(charge)  # Or raises, unwritten.
+                account.central.require_relation(charge.relation)
                 directory.write(state)  # Whatever is charged can be resumed.
             paid = account.charge(
                 charge,
@@ -427,7 +427,7 @@ class SearchDirectory:
         self.ledger: accounting.PrivacyLedger | None = None
 
     @contextlib.contextmanager
-    def locked(self, resumes: bool, target: tuple[float, float]) -> Iterator[None]:
+    def lock_ledger(self, resumes: bool, target: tuple[float, float]) -> Iterator[None]:
         """Holds the ledger's lock; a new ledger has the target.
 
         Raises:
@@ -444,7 +444,7 @@ class SearchDirectory:
             mode="append",
             target_epsilon=target[0],
             target_delta=target[1],
-            mechanism={"name": "PrivateSearch", "guarantee": "central"},
+            mechanism={"name": "PrivateSearch", "trust_model": TrustModel.CENTRAL},
         ) as self.ledger:
             self._check(resumes)  # Others may have been here meanwhile.
             try:

@@ -30,10 +30,10 @@ from tfdp_fl.keras import (
     preparation,
 )
 from tfdp_fl.keras.evaluation import PrivateMetrics
-from tfdp_fl.keras.make_private import charged, largest_noise
+from tfdp_fl.keras.make_private import charge_plan, largest_noise
 from tfdp_fl.keras.run import FitPlan
 from tfdp_fl.mechanisms import Mechanism, PrivacyContext
-from tfdp_fl.terms import Guarantee, Json, Sampling
+from tfdp_fl.terms import Json, Sampling, TrustModel
 
 Candidate = Json
 
@@ -94,7 +94,7 @@ class PublicScore:
                 "x must be the features of public examples, got clients' data: "
                 "PrivateScore(metric, noise_multiplier=...) scores on clients."
             )
-        self.metric, self.mode = _checked(metric, mode)
+        self.metric, self.mode = _resolve_mode(metric, mode)
         self._x, self._y = x, y
 
     def split(self, clients: FederatedDataset) -> Split:
@@ -126,7 +126,7 @@ class PublicScore:
         values = model.evaluate(
             self._x, self._y, batch_size=1024, verbose=0, return_dict=True
         )
-        return _signed(values[self.metric], self.mode)
+        return _as_score(values[self.metric], self.mode)
 
     def digest(self) -> str:
         """Returns what tells this score from others."""
@@ -168,7 +168,7 @@ class PrivateScore:
             no names, only places, are charged for both.
           mode: "max" or "min"; "auto" goes by the metric's name.
         """
-        self.metric, self.mode = _checked(metric, mode)
+        self.metric, self.mode = _resolve_mode(metric, mode)
         _validate.positive(noise_multiplier=noise_multiplier)
         self._release = PrivateMetrics(
             bounds={metric: bounds}, noise_multiplier=noise_multiplier
@@ -196,15 +196,15 @@ class PrivateScore:
         held_out = preparation.conform(model, training, held_out)
         values = evaluation.evaluate(model, training, held_out, 1024, 0, silent=True)
         generator = np.random.Generator(np.random.Philox())
-        released = self._release.released(values, generator, paid)
-        return _signed(released[self.metric]["mean"], self.mode)
+        released = self._release.release(values, generator, paid)
+        return _as_score(released[self.metric]["mean"], self.mode)
 
     def digest(self) -> str:
         """Returns what tells this score from others."""
         return f"PrivateScore {self._release!r} {self._share} {self.mode}"
 
 
-def _checked(metric: str, mode: str) -> tuple[str, str]:
+def _resolve_mode(metric: str, mode: str) -> tuple[str, str]:
     _validate.instance_of(str, metric=metric)
     _validate.one_of(_MODES, mode=mode)
     if mode == "auto":
@@ -212,7 +212,7 @@ def _checked(metric: str, mode: str) -> tuple[str, str]:
     return metric, mode
 
 
-def _signed(value: float, mode: str) -> float:
+def _as_score(value: float, mode: str) -> float:
     return -float(value) if mode == "min" else float(value)
 
 
@@ -230,7 +230,7 @@ def _comparable(values: Any) -> np.ndarray:
     array = np.asarray(values)
     if array.dtype.kind in "SUO":
         digest = np.vectorize(lambda s: hashlib.sha256(s).hexdigest(), otypes=["U64"])
-        return digest(nests.copied(array))
+        return digest(nests.copy_array(array))
     if array.dtype.kind in "biu":
         return array.astype(np.int64)
     return array.astype(np.float32) if array.dtype.kind == "f" else array
@@ -316,7 +316,7 @@ class Trial:
         """
         x_spec, y_spec = self._split.training.element_spec
         preparation.check_features(self.model, x_spec, "clients")
-        x, y, *weight = nests.unpaired(*map(trainer.zeros_like_batch, (x_spec, y_spec)))
+        x, y, *weight = nests.unpair(*map(trainer.zeros_like_batch, (x_spec, y_spec)))
         found = self.model.test_on_batch(x, y, *weight, return_dict=True)
         self.reset()
         if metric not in found:
@@ -331,7 +331,7 @@ class Trial:
         sampler = sampling.make_sampler(
             "poisson", self._split.training.num_clients, self.clients_per_round
         )
-        self._planned = charged(self.mechanism, sampler, self._deployment)
+        self._planned = charge_plan(self.mechanism, sampler, self._deployment)
         return dp_accounting.ComposedDpEvent(
             tuple(
                 dp_accounting.SelfComposedDpEvent(charge.dp_event("rdp"), count)
@@ -432,7 +432,9 @@ def _check_mechanism(made: DPFederatedModel, candidate: Candidate) -> None:
         )
     elif not schedules.is_constant(made.setup.clients_per_round):
         problem = "a constant clients_per_round, got a schedule"
-    elif mechanism.guarantee != Guarantee.CENTRAL or not isinstance(noise, int | float):
+    elif mechanism.trust_model != TrustModel.CENTRAL or not isinstance(
+        noise, int | float
+    ):
         problem = (
             "a central mechanism with a constant noise_multiplier (FixedClipping, "
             f"AdaptiveClipping, MedianClipping), got {mechanism.describe()!r}"
@@ -445,7 +447,7 @@ def _check_mechanism(made: DPFederatedModel, candidate: Candidate) -> None:
         )
 
 
-def calibrated(
+def calibrate(
     trials: list[Trial], split: Split, count: TrialCount, target: tuple[float, float]
 ) -> accounting.RoundCharge:
     """Gives all trials the smallest noise that keeps the target.

@@ -153,7 +153,7 @@ class AdditiveSecretSharing:
             largest = np.max(np.abs(nearest), initial=0.0)
             if _norm(nearest) <= bound and largest <= self.max_share_value:
                 return nearest
-            value = _scaled_to(value, bound)
+            value = _scale_to(value, bound)
         return np.trunc(value / step) * step if step else value
 
     def encode(self, value: np.ndarray, name: str = "value") -> np.ndarray:
@@ -265,7 +265,7 @@ def _norm(value: np.ndarray) -> float:
     return largest * float(np.linalg.norm(np.ravel(value / largest)))
 
 
-def _scaled_to(value: np.ndarray, bound: float) -> np.ndarray:
+def _scale_to(value: np.ndarray, bound: float) -> np.ndarray:
     """Returns the value, scaled down to a norm of at most `bound`."""
     norm, factor = _norm(value), 1.0
     while norm > bound:

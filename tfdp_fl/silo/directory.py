@@ -23,7 +23,7 @@ import fcntl
 import hashlib
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,7 +72,11 @@ class Message:
 
     @classmethod
     def of(
-        cls, kind: str, message_id: Any, weights: Sequence[np.ndarray], asked: str = ""
+        cls,
+        kind: str,
+        message_id: str | int | None,
+        weights: Sequence[np.ndarray],
+        asked: str = "",
     ) -> Message:
         """Returns the message of a kind, an id, weights, and whatever else it asks."""
         if message_id is None:  # One of its own.
@@ -179,7 +183,7 @@ class SiloDirectory:
         file = self._answer_file(message.key)
         if not file.exists():
             return None
-        stored = _stored(file, file.read_bytes())
+        stored = _parse(file, file.read_bytes())
         if stored["payload"] != message.payload:
             raise SiloMessageError(
                 f"message_id {message.name} was answered before, for other weights "
@@ -188,12 +192,12 @@ class SiloDirectory:
             )
         return stored["answer"]
 
-    def keep(self, message: Message, answer: Any) -> None:
+    def keep(self, message: Message, answer: object) -> None:
         """Writes an answer, before anybody gets it."""
         data = checkpoint.to_bytes({"payload": message.payload, "answer": answer})
         checkpoint.write_atomically(self._answer_file(message.key), data)
 
-    def check_settings(self, settings: Mapping[str, Any]) -> None:
+    def check_settings(self, settings: Json) -> None:
         """Raises SiloChangedError unless what `build` returns is as it was."""
         before = self.state["settings"]
         if before is None:
@@ -201,7 +205,7 @@ class SiloDirectory:
             return
         for name in before | settings:
             if before.get(name) != settings.get(name):
-                raise changed(
+                raise change_error(
                     self.path,
                     f"{name} was {before.get(name)!r}, and is {settings.get(name)!r}",
                 )
@@ -213,7 +217,7 @@ class SiloDirectory:
         file, ledger = self.path / _STATE, checkpoint.ledger_path(self.path)
         data = file.read_bytes() if file.exists() else b""
         self.is_ours, self._data = data == self._data, data
-        self.state = _stored(file, data) if data else dict(_NEW)
+        self.state = _parse(file, data) if data else dict(_NEW)
         if data:
             self._check_place()
         elif ledger.exists() and accounting.PrivacyLedger.read(ledger).entries:
@@ -222,13 +226,13 @@ class SiloDirectory:
                 "for. Put it back. (A directory of RoundCheckpoint is not a silo's.)"
             )
 
-    def _write(self, **changes: Any) -> None:
+    def _write(self, **changes: object) -> None:
         state = {**self.state, **changes}
         data = checkpoint.to_bytes(state)
         checkpoint.write_atomically(self.path / _STATE, data)
         self.state, self._data = state, data
 
-    def _place(self) -> list[Any]:
+    def _place(self) -> list[int | str]:
         """Returns the ledger's inode, the hash of its last line, its change time."""
         path = checkpoint.ledger_path(self.path)
         if not path.exists():
@@ -264,7 +268,7 @@ class SiloDirectory:
         self._write(place=now)
 
 
-def changed(path: pathlib.Path, what: str) -> SiloChangedError:
+def change_error(path: pathlib.Path, what: str) -> SiloChangedError:
     """Returns the error of a silo that is not what it was."""
     return SiloChangedError(
         f"The silo in {path} goes on with the people and the settings that it began "
@@ -273,7 +277,7 @@ def changed(path: pathlib.Path, what: str) -> SiloChangedError:
     )
 
 
-def _stored(file: pathlib.Path, data: bytes) -> Any:
+def _parse(file: pathlib.Path, data: bytes) -> Any:
     try:
         return checkpoint.from_bytes(data)
     except ValueError as error:

@@ -20,16 +20,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from tfdp_fl import _files, _validate, accounting, keras_versions
 from tfdp_fl.accounting import statement, upwards
-from tfdp_fl.datasets import adapters, nests
+from tfdp_fl.datasets import adapters, nests, tables
 from tfdp_fl.engine import trainer
 from tfdp_fl.keras import DPFederatedModel, PrivateMetrics, checkpoint, preparation
 from tfdp_fl.keras.callbacks import FederatedCallback, Report, RoundCheckpoint
-from tfdp_fl.silo.directory import Message, SiloDirectory, changed
-from tfdp_fl.terms import Guarantee, Json
+from tfdp_fl.silo.directory import Message, SiloDirectory, change_error
+from tfdp_fl.terms import Json, TrustModel
 
 # No trained weight is as large; training from there only makes NaN of it.
 _LARGEST_WEIGHT = 1e5
@@ -68,7 +69,7 @@ class Silo:
         x: nests.Nest,
         y: nests.Nest,
         *,
-        client_ids: Any,
+        client_ids: tables.Ids,
         directory: str | os.PathLike[str],
         rounds: int = 1,
         batch_size: int = 32,
@@ -99,7 +100,7 @@ class Silo:
             raise TypeError(f"build must be callable, got {build!r}.")
         self._build = build
         # Built, but not at what the directory holds.
-        self._new: DPFederatedModel | None = self._built()
+        self._new: DPFederatedModel | None = self._build_model()
         target = self._new.setup.target
         assert target is not None
         self.target = target
@@ -130,10 +131,10 @@ class Silo:
 
         A server can begin with those of any one silo.
         """
-        return (self._new or self._built()).get_weights()
+        return (self._new or self._build_model()).get_weights()
 
     def train(
-        self, weights: Sequence[Any], message_id: str | int | None = None
+        self, weights: Sequence[npt.ArrayLike], message_id: str | int | None = None
     ) -> SiloUpdate:
         """Runs private rounds from weights that came; charges, then answers.
 
@@ -154,7 +155,7 @@ class Silo:
           LedgerWriteError, CheckpointWriteError: The disk is full, or read-only. What
             was charged is in the ledger; the same message may be sent again.
         """
-        given = self._checked(weights)
+        given = self._check_weights(weights)
         message = Message.of("train", message_id, given)
         with self._files.exclusive():
             answer = self._files.answer(message)
@@ -165,7 +166,7 @@ class Silo:
 
     def evaluate(
         self,
-        weights: Sequence[Any],
+        weights: Sequence[npt.ArrayLike],
         *,
         private: PrivateMetrics,
         message_id: str | int | None = None,
@@ -185,15 +186,15 @@ class Silo:
           ValueError: As in `train`; or the target allows no such release any more.
         """
         _validate.instance_of(PrivateMetrics, private=private)
-        given = self._checked(weights)
+        given = self._check_weights(weights)
         asked = f"{private.noise_multiplier!r} {sorted(private.bounds.items())!r}"
         message = Message.of("evaluate", message_id, given, asked)
         with self._files.exclusive():
             answer = self._files.answer(message)
             if answer is None:
-                fed, _ = self._opened()
+                fed, _ = self._open()
                 self._set_weights(fed, given)
-                self._files.begin(message, fed.rounds, _charged(fed))
+                self._files.begin(message, fed.rounds, _count_charges(fed))
                 answer = fed.evaluate_clients(self._table, verbose=0, private=private)
                 self._files.keep(message, answer)
                 self._fed = fed
@@ -218,10 +219,12 @@ class Silo:
             silo's own paragraph as "silo".
         """
         with self._files.exclusive():
-            fed, _ = self._opened()
+            fed, _ = self._open()
             self._fed = fed
             facts: Any = fed.privacy_statement(delta, "dict")
-            facts["silo"] = self._paragraph(facts, self._files.lost(_charged(fed)))
+            facts["silo"] = self._paragraph(
+                facts, self._files.lost(_count_charges(fed))
+            )
             if format == "dict":
                 return facts
             own = statement.wrap(facts["silo"])
@@ -231,7 +234,7 @@ class Silo:
         """Writes the page of a `Report`: statement and settings, without any chart."""
         with self._files.exclusive():
             page = Report(path, self.target.delta if delta is None else delta)
-            page.federated_model, _ = self._opened()
+            page.federated_model, _ = self._open()
             self._fed = page.federated_model
             page.on_train_begin()
             page.on_train_end()
@@ -260,12 +263,12 @@ class Silo:
         return said
 
     def _train(self, message: Message, given: list[np.ndarray]) -> Json:
-        fed, first = self._opened(message)
+        fed, first = self._open(message)
         if first is None:
             first = fed.rounds
             self._set_weights(fed, given)
             begin = _Begin(self._files, message)
-            fed.fit(self._table, callbacks=[self._saved(), begin], **self._arguments)
+            fed.fit(self._table, callbacks=[self._saver(), begin], **self._arguments)
         ran = fed.rounds - first
         self._fed = fed
         return {
@@ -275,7 +278,7 @@ class Silo:
             "spent": ran < self._arguments["rounds"],
         }
 
-    def _opened(
+    def _open(
         self, message: Message | None = None
     ) -> tuple[DPFederatedModel, int | None]:
         """Returns the model where the directory has it; takes it out of `self`.
@@ -289,11 +292,11 @@ class Silo:
           The model; and the first round of that message, or None.
         """
         fed, self._fed = self._fed, None
-        files, callbacks = self._files, [self._saved()]
+        files, callbacks = self._files, [self._saver()]
         first = files.begun(message)
         if fed is not None and first is None and files.is_ours:
             return fed, None
-        fed, self._new = self._new or self._built(), None
+        fed, self._new = self._new or self._build_model(), None
         files.check_settings(_settings(fed))
         if first is None:
             callbacks.append(_NoRound())
@@ -306,12 +309,12 @@ class Silo:
                     **self._arguments,
                 )
             except ValueError as error:
-                raise changed(files.path, str(error)) from error
+                raise change_error(files.path, str(error)) from error
         else:
             fed.fit(self._table, callbacks=callbacks, **self._arguments)
         assert fed.run is not None
         fed.run.caveats |= _CAVEATS
-        lost = files.lost(_charged(fed)) - files.state["lost"]
+        lost = files.lost(_count_charges(fed)) - files.state["lost"]
         if lost and first is None:
             warnings.warn(
                 f"Message {files.state['message']['name']} was broken off. Releases "
@@ -322,10 +325,10 @@ class Silo:
             )
         return fed, first
 
-    def _saved(self) -> RoundCheckpoint:
+    def _saver(self) -> RoundCheckpoint:
         return RoundCheckpoint(self._files.path)
 
-    def _built(self) -> DPFederatedModel:
+    def _build_model(self) -> DPFederatedModel:
         fed = self._build()
         if not isinstance(fed, DPFederatedModel):
             raise TypeError(
@@ -333,7 +336,7 @@ class Silo:
                 f"{type(fed).__name__}."
             )
         fed.require_compiled("build returns the model")
-        if fed.setup.target is None or fed.mechanism.guarantee != Guarantee.CENTRAL:
+        if fed.setup.target is None or fed.mechanism.trust_model != TrustModel.CENTRAL:
             raise ValueError(
                 "build must return a model of make_private with a mechanism whose "
                 "guarantee is central, so that the silo keeps a target for its people, "
@@ -351,9 +354,9 @@ class Silo:
         fed._raises_if_all_fail = False
         return fed
 
-    def _checked(self, weights: Sequence[Any]) -> list[np.ndarray]:
+    def _check_weights(self, weights: Sequence[npt.ArrayLike]) -> list[np.ndarray]:
         """Returns weights in the model's dtypes; raises ValueError for useless ones."""
-        fed = self._fed or self._new or self._built()
+        fed = self._fed or self._new or self._build_model()
         variables = keras_versions.tf_variables(fed.model.weights)
         trainable = {id(v) for v in keras_versions.tf_variables(fed.trainable_weights)}
         arrays = [np.asarray(each) for each in weights]
@@ -423,10 +426,10 @@ class _Begin(FederatedCallback):
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
         del last_round
         fed = self.federated_model
-        self._files.begin(self._message, first_round, _charged(fed))
+        self._files.begin(self._message, first_round, _count_charges(fed))
 
 
-def _charged(fed: DPFederatedModel) -> int:
+def _count_charges(fed: DPFederatedModel) -> int:
     """Returns how many releases were charged: rounds, and evaluations beside them."""
     assert fed.spending is not None
     return fed.spending.rounds + fed.spending.evaluations
@@ -436,7 +439,7 @@ def _settings(fed: DPFederatedModel) -> Json:
     """Returns what of a built model has to stay, beyond what checkpoints compare."""
     training = fed.require_compiled("train")
 
-    def described(value: Any) -> Any:
+    def describe(value: object) -> list[object] | str:
         if hasattr(value, "get_config"):
             return [type(value).__name__, _files.plain(value.get_config(), repr)]
         return getattr(value, "__name__", type(value).__name__)
@@ -448,7 +451,7 @@ def _settings(fed: DPFederatedModel) -> Json:
         "the target": vars(fed.setup.target),
         "its weights' shapes": [w.shape for w in fed.model.weights],
     }
-    return _files.plain(settings, described)
+    return _files.plain(settings, describe)
 
 
 def _architecture(model: tf.keras.Model) -> str:

@@ -18,7 +18,7 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
@@ -27,6 +27,9 @@ import tensorflow_federated as tff
 from tfdp_fl import algorithm
 from tfdp_fl.mechanisms import cohort_query, contribution
 from tfdp_fl.tff import state
+
+if TYPE_CHECKING:
+    from tfdp_fl.datasets.nests import Nest
 
 
 def create_cohort_process(
@@ -157,14 +160,14 @@ def create_cohort_process(
     return tff.templates.AggregationProcess(init_fn, next_fn)
 
 
-def to_list(value: Any) -> list[tf.Tensor]:
+def to_list(value: Nest) -> list[tf.Tensor]:
     """Returns the tensors of a value, in the order of its TFF type."""
     if tf.is_tensor(value) or isinstance(value, np.ndarray):
         return [value]
     return tff.structure.flatten(tff.structure.from_container(value, recursive=True))
 
 
-def from_list(tensors: list[tf.Tensor], value_type: tff.types.Type) -> Any:
+def from_list(tensors: list[tf.Tensor], value_type: tff.types.Type) -> Nest:
     """Returns tensors, in the order of `to_list`, as a value of a type."""
     remaining = iter(tensors)
 
@@ -271,7 +274,7 @@ def _create_release(
     query: cohort_query.CohortQuery,
     plan: state.RoundPlan,
     total_type: tff.types.Type,
-    state_types: tuple[Any, Any, Any],
+    state_types: tuple[tff.types.Type, tff.types.Type, tff.types.Type],
     value_type: tff.types.Type,
     packed: bool,
 ) -> tff.Computation:
@@ -283,7 +286,7 @@ def _create_release(
     @tff.tensorflow.computation(total_type, *state_types)
     def release_round(total, query_state, round_index, history):
         scalars = collections.OrderedDict(total["scalars"])
-        size = plan.checked(
+        size = plan.check_size(
             # A secure sum is off by its quantization.
             tf.round(scalars.pop("cohort_size")),
             query_state.clients_per_round,
@@ -323,7 +326,7 @@ def _dtypes(value_type: tff.types.Type) -> list[tf.DType]:
     return [tf.as_dtype(each.dtype) for each in leaves]
 
 
-def _without_varargs(function: Callable[..., Any], arity: int) -> Any:
+def _without_varargs(function: Callable[..., Nest], arity: int) -> Callable[..., Nest]:
     """Returns a function of 2 or 3 arguments; TFF takes no varargs."""
     if arity == 2:
         return lambda state, value: function(state, value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -23,6 +23,15 @@ from tfdp_fl.mechanisms.nbafl import NbAFL
 from tfdp_fl.terms import Json
 from tfdp_fl.tff import mechanism_factory, privacy
 from tfdp_fl.tff import state as state_lib
+
+if TYPE_CHECKING:
+    from tfdp_fl.datasets.nests import Nest
+
+# What builds a new `VariableModel`; or a `FunctionalModel`.
+ModelFn: TypeAlias = (
+    Callable[[], tff.learning.models.VariableModel]
+    | tff.learning.models.FunctionalModel
+)
 
 
 class DPLearningProcess(tff.learning.templates.LearningProcess):
@@ -57,7 +66,9 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
         self.mechanism = mechanism
         self.deployment = deployment
 
-    def with_cohort(self, state: Any, cohort: sampling.Cohort) -> Any:
+    def with_cohort(
+        self, state: state_lib.ServerState, cohort: sampling.Cohort
+    ) -> state_lib.ServerState:
         """Returns a state that says which cohort its next round is for.
 
         See `tfdp_fl.aggregators.with_cohort`.
@@ -82,7 +93,12 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
         return state_lib.with_cohort(state, cohort)
 
     def epsilon(
-        self, state: Any, *, delta: float, accountant: str = "rdp", **declared: Any
+        self,
+        state: state_lib.ServerState,
+        *,
+        delta: float,
+        accountant: str = "rdp",
+        **declared: Any,
     ) -> privacy.Epsilon:
         """Returns epsilon after a state (see `tfdp_fl.learning.epsilon`).
 
@@ -118,7 +134,12 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
         )
 
     def privacy_statement(
-        self, state: Any, *, delta: float, format: str = "text", **declared: Any
+        self,
+        state: state_lib.ServerState,
+        *,
+        delta: float,
+        format: str = "text",
+        **declared: Any,
     ) -> str | Json:
         """Returns the privacy statement after a state.
 
@@ -251,7 +272,7 @@ def build_dp_fed_avg(
     return DPLearningProcess(composed, mechanism, factory.deployment)
 
 
-def _initial_weights(model_fn: Any) -> tff.Computation:
+def _initial_weights(model_fn: ModelFn) -> tff.Computation:
     """Returns a computation of the weights before the first round."""
     functional = isinstance(model_fn, tff.learning.models.FunctionalModel)
     if not functional and not callable(model_fn):
@@ -281,7 +302,7 @@ def _initial_weights(model_fn: Any) -> tff.Computation:
 
 
 def build_local_training(
-    model_fn: Any,
+    model_fn: ModelFn,
     optimizer: tff.learning.optimizers.Optimizer,
     *,
     as_weights: bool,
@@ -360,12 +381,12 @@ def build_local_training(
 class ReplacingOptimizer(tff.learning.optimizers.Optimizer):
     """Puts what was aggregated, which is weights, in the place of the weights."""
 
-    def initialize(self, specs: Any) -> Any:
+    def initialize(self, specs: Nest) -> tuple[()]:
         """Implements `Optimizer.initialize`."""
         del specs
         return ()
 
-    def next(self, state: Any, weights: Any, gradients: Any) -> Any:
+    def next(self, state: Nest, weights: Nest, gradients: Nest) -> tuple[Nest, Nest]:
         """Implements `Optimizer.next`."""
         del weights
         return state, gradients
@@ -384,7 +405,7 @@ class ProximalOptimizer(tff.learning.optimizers.Optimizer):
         self._optimizer = optimizer
         self._mu = mu
 
-    def initialize(self, specs: Any) -> Any:
+    def initialize(self, specs: Nest) -> Nest:
         """Implements `Optimizer.initialize`."""
         return collections.OrderedDict(
             inner=self._optimizer.initialize(specs),
@@ -394,7 +415,7 @@ class ProximalOptimizer(tff.learning.optimizers.Optimizer):
             ),
         )
 
-    def next(self, state: Any, weights: Any, gradients: Any) -> Any:
+    def next(self, state: Nest, weights: Nest, gradients: Nest) -> tuple[Nest, Nest]:
         """Implements `Optimizer.next`."""
         received = tf.nest.map_structure(
             lambda kept, now: tf.where(state["started"], kept, now),
@@ -416,11 +437,11 @@ class ProximalOptimizer(tff.learning.optimizers.Optimizer):
         )
         return new_state, updated
 
-    def get_hparams(self, state: Any) -> Any:
+    def get_hparams(self, state: Nest) -> Nest:
         """Implements `Optimizer.get_hparams`."""
         return self._optimizer.get_hparams(state["inner"])
 
-    def set_hparams(self, state: Any, hparams: Any) -> Any:
+    def set_hparams(self, state: Nest, hparams: Nest) -> Nest:
         """Implements `Optimizer.set_hparams`."""
         new_state = collections.OrderedDict(state)
         new_state["inner"] = self._optimizer.set_hparams(state["inner"], hparams)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import dp_accounting
 import tensorflow as tf
@@ -15,7 +15,7 @@ from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.mechanisms import contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
-from tfdp_fl.terms import Guarantee, Json
+from tfdp_fl.terms import Json, TrustModel
 from tfdp_fl.tff import cohort_process, state
 
 _SAMPLINGS = (*charge_lib.SAMPLINGS, charge_lib.MIN_SEPARATION)
@@ -23,6 +23,9 @@ _SAMPLINGS = (*charge_lib.SAMPLINGS, charge_lib.MIN_SEPARATION)
 _STEPS = 2.0**24
 # What rounding may add to a client's share, relative to the clip.
 _LARGEST_ROUNDING = 1e-3
+
+# Sums the clients' shares.
+SumFactory: TypeAlias = tff.aggregators.UnweightedAggregationFactory
 
 
 class BoundFactory:
@@ -34,9 +37,9 @@ class BoundFactory:
         self,
         mechanism: mechanism_lib.Mechanism,
         clients_per_round: schedules.Schedule,
-        inner_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
+        inner_factory: SumFactory | None = None,
         *,
-        scalars_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
+        scalars_factory: SumFactory | None = None,
         sampling: str | None = None,
         **numbers: int | None,
     ):
@@ -86,10 +89,10 @@ class BoundFactory:
             clients_per_round = sampling_lib.expected_sizes(
                 sampling, population, clients_per_round
             )
-        self._clients = clients = state.tabulated(
+        self._clients = clients = state.tabulate(
             clients_per_round, "clients_per_round", rounds, _validate.positive
         )
-        self._noise = state.tabulated(
+        self._noise = state.tabulate(
             mechanism.noise_multiplier or 0.0,
             "noise_multiplier",
             rounds,
@@ -107,7 +110,7 @@ class BoundFactory:
             )
         self._is_scheduled = bool(planned)
         # Of correlated noise it is counted by groups, unless it is declared.
-        central = mechanism.guarantee == Guarantee.CENTRAL
+        central = mechanism.trust_model == TrustModel.CENTRAL
         if numbers.get("max_participations") is None and not central:
             numbers["max_participations"] = mechanism.max_participations
         self.deployment = contribution.PrivacyContext(
@@ -120,23 +123,23 @@ class BoundFactory:
         mechanism.bind(self.deployment)
         self._has_whole_cohorts = sampling not in (*charge_lib.OF_ANY_SIZE, None)
         whole = mechanism.needs_exact_cohort or self._has_whole_cohorts
-        for size in state.distinct(clients):
+        for size in state.distinct_values(clients):
             most = self.deployment.num_clients or 2**63
-            charge_lib.checked_size(size, most, fractional=not whole)
+            charge_lib.check_size(size, most, fractional=not whole)
         self._factories = {
             "inner_factory": inner_factory,
             "scalars_factory": scalars_factory,
         }
         event = mechanism.round_event(0, self.deployment)
         # A state may come to its later rounds without the first ones of this plan.
-        self._has_price = mechanism.guarantee == Guarantee.CENTRAL and (
+        self._has_price = mechanism.trust_model == TrustModel.CENTRAL and (
             not isinstance(event, dp_accounting.NonPrivateDpEvent)
-            or max(state.distinct(self._noise)) > 0
+            or max(state.distinct_values(self._noise)) > 0
         )
         for name, factory in self._factories.items():
             self._check_sum(name, factory)
 
-    def _check_sum(self, name: str, factory: Any) -> None:
+    def _check_sum(self, name: str, factory: SumFactory | None) -> None:
         """Raises unless a factory is None or one whose sum keeps the guarantee."""
         if factory is None:
             return
@@ -195,12 +198,12 @@ class BoundFactory:
         at_most = deployment.num_clients
         if at_most is not None and deployment.sampling in charge_lib.OF_ANY_SIZE:
             at_most = state.largest_poisson_cohort(
-                at_most, max(state.distinct(self._clients))
+                at_most, max(state.distinct_values(self._clients))
             )
         # Where there is a schedule, its length is known.
         count = cast(int, deployment.rounds) if self._is_scheduled else 1
         plain = largest_rounding(self._factories["inner_factory"], 1) == 0
-        enlarged = self._enlarged(at_most)
+        enlarged = self._enlargement(at_most)
         lines = tuple(
             state.history_line(self.mechanism, deployment, index, not plain, enlarged)
             for index in range(count)
@@ -223,7 +226,7 @@ class BoundFactory:
             **self._factories,
         )
 
-    def _enlarged(self, at_most: int | None) -> float:
+    def _enlargement(self, at_most: int | None) -> float:
         """Returns by what factor sums may make a client's share more than it is.
 
         Both sums round it, by at most `_LARGEST_ROUNDING` of the clip and as much of a
@@ -233,7 +236,7 @@ class BoundFactory:
         factories = self._factories.values()
         if all(largest_rounding(each, 1) == 0 for each in factories):
             return 1.0
-        clients = at_most or max(state.distinct(self._clients))
+        clients = at_most or max(state.distinct_values(self._clients))
         return 1 + 2 * _LARGEST_ROUNDING + clients * 2.0**-23
 
     def _rounding_of_sums(self, shapes: tuple[tuple[int, ...], ...] | None) -> float:
@@ -289,7 +292,7 @@ class BoundFactory:
         return limits
 
 
-def bounds_of(factory: Any) -> tuple[float, float]:
+def bounds_of(factory: SumFactory) -> tuple[float, float]:
     """Returns from where to where a sum takes numbers as they are."""
     if type(factory) is not tff.aggregators.SecureSumFactory:
         return -math.inf, math.inf
@@ -299,7 +302,7 @@ def bounds_of(factory: Any) -> tuple[float, float]:
     return float(-upper if lower is None else lower), float(upper)
 
 
-def largest_rounding(factory: Any, num_elements: int) -> float:
+def largest_rounding(factory: SumFactory | None, num_elements: int) -> float:
     """Returns the most that a sum's rounding adds to the norm of a client's share.
 
     Infinity for a sum of which nothing is known.
@@ -398,7 +401,7 @@ class MechanismFactory(BoundFactory, tff.aggregators.UnweightedAggregationFactor
 def from_mechanism(
     mechanism: mechanism_lib.Mechanism,
     clients_per_round: schedules.Schedule,
-    inner_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
+    inner_factory: SumFactory | None = None,
     **options: Any,
 ) -> MechanismFactory:
     """Returns the aggregation factory of a mechanism.
@@ -466,7 +469,7 @@ def factory_of(
         self,
         *,
         clients_per_round: schedules.Schedule,
-        inner_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
+        inner_factory: SumFactory | None = None,
         **options: Any,
     ):
         given = {name: options.pop(name) for name in own & options.keys()}

@@ -22,7 +22,7 @@ from tfdp_fl.accounting.charge import MIN_SEPARATION
 from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
 from tfdp_fl.mechanisms import CorrelatedNoise, contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
-from tfdp_fl.terms import Guarantee, Json, NoiseSite, Sampling
+from tfdp_fl.terms import Json, NoiseSite, PrivacyUnit, Sampling, TrustModel
 from tfdp_fl.tff import state as state_lib
 
 
@@ -50,7 +50,7 @@ class Epsilon(float):
 
 
 def privacy_charges(
-    state: Any,
+    state: state_lib.ServerState,
     mechanism: mechanism_lib.Mechanism,
     *,
     sampling: str,
@@ -115,7 +115,7 @@ def privacy_charges(
         )
     ]
     if sampling == Sampling.CYCLIC and isinstance(mechanism, CorrelatedNoise):
-        events = _folded(events, rounds_of, mechanism, max_participations)
+        events = _fold(events, rounds_of, mechanism, max_participations)
     charges = []
     for index, (event, drawn) in enumerate(zip(events, rounds_of, strict=True)):
         who = _everybody(lines[index], deployment)
@@ -180,7 +180,7 @@ def _check_cohorts(
             )
 
 
-def _folded(
+def _fold(
     events: list[dp_accounting.DpEvent],
     rounds_of: list[list[Json]],
     mechanism: CorrelatedNoise,
@@ -191,7 +191,7 @@ def _folded(
     Groups that were divided anew, had their turn too soon, or are not known: a client
     may then be in more rounds than the noise of a segment was made for.
     """
-    places: list[Any] = []
+    places: list[tuple[str | None, int | None] | None] = []
     for drawn in rounds_of:
         who = drawn and accounting.Participation.from_json(drawn[-1]["participation"])
         places.append((who.partition, who.group) if who else None)
@@ -207,7 +207,7 @@ def _folded(
 
 
 def epsilon(
-    state: Any,
+    state: state_lib.ServerState,
     mechanism: mechanism_lib.Mechanism,
     *,
     sampling: str,
@@ -260,8 +260,8 @@ def epsilon(
         "clients_per_round": clients_per_round,
     }
     times = None
-    noise_multipliers: set[Any] = set()
-    if mechanism.guarantee in (Guarantee.LOCAL, Guarantee.RECORD):
+    noise_multipliers: set[float | None] = set()
+    if mechanism.trust_model == TrustModel.LOCAL:
         found = state_lib.accounted_state(state)
         lines = _lines(found, mechanism, contribution.PrivacyContext(**declared))
         sizes = [line["clients_per_round"] for line in lines]
@@ -291,20 +291,20 @@ def epsilon(
         ]
         noise_multipliers = {charge.noise_multiplier for charge in charges}
     parameters = mechanism.parameters()
-    if len(noise_multipliers) > 1 and None not in noise_multipliers:
+    given = [z for z in noise_multipliers if z is not None]
+    if len(noise_multipliers) > 1 and len(given) == len(noise_multipliers):
         parameters["noise_multiplier"] = (
-            f"{min(noise_multipliers):g} to {max(noise_multipliers):g} (by round, all "
-            "releases of one)"
+            f"{min(given):g} to {max(given):g} (by round, all releases of one)"
         )
     result = Epsilon(value)
     result.delta = delta
-    per_record = mechanism.guarantee == Guarantee.RECORD
+    per_record = mechanism.privacy_unit == PrivacyUnit.RECORD
     result.facts = accounting.StatementFacts(
-        guarantee=mechanism.guarantee,
+        trust_model=mechanism.trust_model,
         mechanism=mechanism.name,
         mechanism_description=mechanism.describe(),
         mechanism_parameters=parameters,
-        unit="record" if per_record else "client",
+        privacy_unit=mechanism.privacy_unit,
         sampling=sampling,
         num_clients=num_clients,
         clients_per_round=sizes
@@ -352,7 +352,7 @@ def _lines(
                 f"round {index + 1} of the state was run with, got "
                 f"{deployment.num_clients!r}."
             )
-        if mechanism.guarantee == Guarantee.CENTRAL:
+        if mechanism.trust_model == TrustModel.CENTRAL:
             _check_answered(index, answered[index], line, deployment)
     return lines
 
@@ -420,7 +420,7 @@ def _check_last(
     if "event" not in lines[-1]:
         return
     written = charge_lib.event_from_json(lines[-1]["event"])
-    declared = charge_lib.normalised(mechanism.round_event(last, deployment))
+    declared = charge_lib.normalise(mechanism.round_event(last, deployment))
     z, declared_z = map(charge_lib.noise_multiplier_of, (written, declared))
     if written != declared and (
         z is None or declared_z is None or not math.isclose(z, declared_z, rel_tol=1e-5)
@@ -432,16 +432,16 @@ def _check_last(
 
 
 def _caveats(
-    mechanism: mechanism_lib.Mechanism, sampling: str, state: Any
+    mechanism: mechanism_lib.Mechanism, sampling: str, state: state_lib.ServerState
 ) -> tuple[str, ...]:
-    if mechanism.guarantee == Guarantee.NONE:
+    if mechanism.trust_model == TrustModel.NONE:
         return mechanism.all_caveats()
     at_clients = mechanism.noise_site == NoiseSite.CLIENT
     apart = sampling == MIN_SEPARATION and isinstance(mechanism, CorrelatedNoise)
     rounds_of, since = state_lib.accounted_state(state).history.cohorts()
     drawn = [each for part in (*rounds_of, since) for each in part]
     # Of a local guarantee, or where nobody draws, that says nothing.
-    silent = mechanism.guarantee == Guarantee.CENTRAL and sampling != MIN_SEPARATION
+    silent = mechanism.trust_model == TrustModel.CENTRAL and sampling != MIN_SEPARATION
     known = any(each["participation"].get("known_selection") for each in drawn)
     return (
         *mechanism.all_caveats(),

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 import attrs
 import numpy as np
@@ -18,10 +18,16 @@ from tfdp_fl import _files, _validate, sampling, schedules
 from tfdp_fl.accounting import charge
 from tfdp_fl.mechanisms import contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
-from tfdp_fl.terms import Guarantee, Json, Sampling
+from tfdp_fl.terms import Json, Sampling, TrustModel
+
+if TYPE_CHECKING:
+    from tfdp_fl.datasets.nests import Nest
 
 # One number for all rounds, or one for each.
 Table: TypeAlias = float | tuple[float, ...]
+
+# Of strings or of numbers: NumPy's in a state that a process returned.
+_Vector: TypeAlias = np.ndarray | tf.Tensor
 
 # How often a cohort that was drawn as declared is refused.
 _REFUSED_BY_CHANCE = 1e-12
@@ -46,10 +52,10 @@ class RoundHistory(NamedTuple):
         if no cohort was ever said.
     """
 
-    lines: Any
-    answered: Any
-    attempts: Any = ()
-    attempted: Any = ()
+    lines: _Vector
+    answered: _Vector
+    attempts: _Vector = ()
+    attempted: _Vector = ()
 
     def cohorts(self) -> tuple[list[list[Json]], list[Json]]:
         """Returns the cohorts that were drawn for each round, and those since."""
@@ -69,7 +75,8 @@ def history_kind(mechanism: mechanism_lib.Mechanism) -> Json:
     """
     return {
         "mechanism": mechanism.name,
-        "guarantee": mechanism.guarantee,
+        "trust_model": mechanism.trust_model,
+        "privacy_unit": mechanism.privacy_unit,
         "caveats": list(mechanism.all_caveats()),
         "noise_site": mechanism.noise_site,
         "static_config": mechanism.state_fingerprint(),
@@ -97,16 +104,16 @@ def history_line(
         "num_clients": deployment.num_clients,
         "clients_per_round": deployment.cohort_size(round_index),
     }
-    if mechanism.guarantee in (Guarantee.LOCAL, Guarantee.RECORD):
+    if mechanism.trust_model == TrustModel.LOCAL:
         line["mu_squared"] = float(mechanism.mu_squared(deployment))
         line["sum_changed"] = sum_changed
     else:
-        event = charge.normalised(mechanism.round_event(round_index, deployment))
+        event = charge.normalise(mechanism.round_event(round_index, deployment))
         line["event"], line["enlarged"] = charge.event_to_json(event), enlarged
     return _files.canonical(line)
 
 
-def tabulated(
+def tabulate(
     schedule: schedules.Schedule,
     name: str,
     rounds: int | None,
@@ -131,10 +138,10 @@ def tabulated(
                 "to tabulate it, or a sequence with one value a round."
             )
         schedule = [schedules.value_at(schedule, t, name) for t in range(rounds)]
-    return cast(Table, schedules.checked(schedule, check, name))
+    return cast(Table, schedules.check_schedule(schedule, check, name))
 
 
-def distinct(table: Table) -> set[float]:
+def distinct_values(table: Table) -> set[float]:
     """Returns every value that occurs."""
     return set(table) if isinstance(table, tuple) else {table}
 
@@ -213,13 +220,13 @@ class RoundPlan:
             ),
         )
 
-    def checked(
+    def check_size(
         self,
         size: tf.Tensor,
         expected: tf.Tensor,
         weight: tf.Tensor,
         clip_norm: tf.Tensor | float,
-        shares: Mapping[str, Any] | None = None,
+        shares: Mapping[str, tf.Tensor] | None = None,
     ) -> tf.Tensor:
         """Returns a cohort's size, once it was found to be allowed.
 
@@ -293,11 +300,14 @@ class AggregatorState(NamedTuple):
       history: A `RoundHistory`.
     """
 
-    query_state: Any
-    rounds: Any
-    sum_state: Any
-    history: Any
+    query_state: Nest
+    rounds: tf.Tensor
+    sum_state: Nest
+    history: RoundHistory
 
+
+# What `accounted_state` takes.
+ServerState: TypeAlias = AggregatorState | tff.learning.templates.LearningAlgorithmState
 
 _BUILD_INSTEAD = (
     "Build the process with tfdp_fl.learning.build_dp_fed_avg, or hand the "
@@ -306,7 +316,7 @@ _BUILD_INSTEAD = (
 )
 
 
-def _holds_mechanism(state: Any) -> bool:
+def _holds_mechanism(state: Nest) -> bool:
     if isinstance(state, AggregatorState):
         return True
     if isinstance(state, Mapping):
@@ -318,7 +328,7 @@ def _holds_mechanism(state: Any) -> bool:
     return any(map(_holds_mechanism, state))
 
 
-def accounted_state(state: Any) -> AggregatorState:
+def accounted_state(state: ServerState) -> AggregatorState:
     """Returns the mechanism's state, if all of a state can be accounted for.
 
     Known are the states of `tff.learning`'s federated averaging whose
@@ -360,7 +370,7 @@ def accounted_state(state: Any) -> AggregatorState:
     return state
 
 
-def with_cohort(state: Any, cohort: sampling.Cohort) -> Any:
+def with_cohort(state: ServerState, cohort: sampling.Cohort) -> ServerState:
     """Returns a state that says which cohort its next round is for.
 
     It is written into the history who could have been in the cohort, not who was.
@@ -407,7 +417,7 @@ def with_cohort(state: Any, cohort: sampling.Cohort) -> Any:
     return found
 
 
-def _check_client_work(state: Any) -> None:
+def _check_client_work(state: Nest) -> None:
     """Raises ValueError unless client work keeps but optimizer settings.
 
     Whatever else it keeps can come from clients' data, past the aggregator.

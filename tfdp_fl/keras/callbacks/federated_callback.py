@@ -133,7 +133,7 @@ def _tell_all(
             ending.callback(untold.pop().on_fit_end)
 
 
-def checked(callbacks: Any) -> list[tf.keras.callbacks.Callback]:
+def check_callbacks(callbacks: Any) -> list[tf.keras.callbacks.Callback]:
     """Returns the callbacks that `fit` was given, as a list."""
     given = [callbacks]
     if callbacks is None or isinstance(callbacks, Iterable):

@@ -10,11 +10,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp_fl import _signals, _validate, accounting
-from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.keras import checkpoint, facts
+from tfdp_fl.keras import checkpoint
 from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
 from tfdp_fl.keras.run import Run
+from tfdp_fl.terms import TrustModel
 
 
 class Ledger(FederatedCallback):
@@ -69,10 +69,10 @@ class Ledger(FederatedCallback):
                 target_delta=fed.setup.delta if target is None else target.delta,
                 mechanism={
                     "name": fed.mechanism.name,
-                    "guarantee": fed.mechanism.guarantee,
+                    "trust_model": fed.mechanism.trust_model,
                     "description": fed.mechanism.describe(),
                 },
-                unit=facts.unit(fed.mechanism),
+                privacy_unit=fed.mechanism.privacy_unit,
                 expected_head=known,
                 run=run.run_id,
             )
@@ -122,14 +122,17 @@ class Ledger(FederatedCallback):
             )
         if not runs:
             return
-        guarantee = fed.mechanism.guarantee
-        other = contents.header.get("mechanism", {}).get("guarantee", guarantee)
-        central = {account_lib.CENTRAL, account_lib.NONE}
-        if other != guarantee and not {other, guarantee} <= central:
+        own_kind = fed.mechanism.trust_model, fed.mechanism.privacy_unit
+        written = contents.header.get("mechanism", {})
+        other = (
+            written.get("trust_model", own_kind[0]),
+            contents.header["privacy_unit"],
+        )
+        if other != own_kind and TrustModel.LOCAL in (other[0], own_kind[0]):
             raise ValueError(
-                f"path must be a ledger of runs with a {guarantee} guarantee, to be "
-                f"counted together, and {self.path} is one of runs with a {other} "
-                "guarantee."
+                f"path must be a ledger of runs with a {own_kind[0]} guarantee per "
+                f"{own_kind[1]}, to be counted together, and {self.path} is one of "
+                f"runs with a {other[0]} guarantee per {other[1]}."
             )
         sampling = fed.setup.sampling
         relation = charge_lib.relation_of(sampling).in_accounting
