@@ -1,4 +1,4 @@
-"""What the two examples of fine-tuning share: images.py and pretrained.py."""
+"""Tables that grow row by row, and how the two examples of fine-tuning train."""
 
 from __future__ import annotations
 
@@ -96,8 +96,17 @@ def train(row: Row, model: Any, loss: Any, clients: Any, settings: Settings) -> 
     }
 
 
-def fill(path: pathlib.Path, plan: list[Row], run: Callable[[Row], Row]) -> None:
-    """Runs what the file does not have yet, keeps it there, and prints the table."""
+def fill(
+    path: pathlib.Path,
+    plan: list[Row],
+    run: Callable[[Row], Row],
+    by: tuple[str, ...] = ("what", "epsilon"),
+) -> list[Row]:
+    """Runs what the file does not have yet, keeps it there, and prints the table.
+
+    A line is for rows that agree in `by`: means of accuracies and medians of the rest,
+    ± standard deviations over seeds.
+    """
     found = json.loads(path.read_text("utf-8")) if path.exists() else []
     for row in plan:
         if not any(row.items() <= each.items() for each in found):
@@ -106,18 +115,13 @@ def fill(path: pathlib.Path, plan: list[Row], run: Callable[[Row], Row]) -> None
             print(found[-1], flush=True)
     groups = collections.defaultdict(list)
     for row in found:
-        groups[row["what"], row.get("epsilon", "")].append(row)
+        groups[tuple(row[name] for name in by if name in row)].append(row)
     for key, rows in groups.items():
-        scores = [row["accuracy"] for row in rows if "accuracy" in row]
-        if scores:
-            spread = np.std(scores, ddof=1) if len(scores) > 1 else 0.0
-            print(*key, f"{np.mean(scores):.3f} ± {spread:.3f}", len(scores), end=" ")
-        else:
-            print(*key, end=" ")
-        if "seconds" in rows[0]:
-            seconds, weights, peak = (
-                np.median([row[name] for row in rows])
-                for name in ("seconds", "trained_weights", "peak_megabytes")
-            )
-            print(f"{weights:.0f} weights, {seconds:.2f} s, {peak:.0f} MB", end="")
+        print(*key, f"({len(rows)})", end="")
+        for name in [name for name in rows[0] if name not in (*by, "seed", "epsilons")]:
+            values = [row[name] for row in rows]
+            middle = np.mean(values) if name == "accuracy" else np.median(values)
+            spread = np.std(values, ddof=1) if len(values) > 1 else 0.0
+            print(f", {name} {middle:.4g} ± {spread:.2g}", end="")
         print()
+    return found
