@@ -140,8 +140,11 @@ format: $(STAMP)
 benchmark: $(STAMP)
 	$(RUN) research/benchmark.py $(BENCHMARK_FLAGS)
 
+# One of them needs keras-hub (requirements/keras-hub.in).
+HUB = $(wildcard $(VENV)/lib/python*/site-packages/keras_hub)
 notebooks: $(STAMP)
-	TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/jupyter execute --inplace colab/*.ipynb
+	TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/jupyter execute --inplace $(filter-out \
+	  $(if $(HUB),,colab/language_model.ipynb),$(wildcard colab/*.ipynb))
 
 # Strict: a link that leads nowhere is an error. NO_MKDOCS_2_WARNING: of the
 # theme, about its successor.

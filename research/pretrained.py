@@ -9,9 +9,10 @@ A small GPT-2 reads public text, the King James Bible, letter by letter, in line
 those of a play. Then the 299 speaking roles of Shakespeare's plays fine-tune it, a
 client each: only LoRA's matrices train, and leave a client. Accuracy on the last tenth
 of each role's text, as pretrained, without privacy, at epsilon 8, 4 and 2 (delta 0.1 /
-299), and at epsilon 8 without the pretraining; one seed. The rate and the clip were
+299), and at epsilon 8 without the pretraining; three seeds. The rate and the clip were
 chosen on fifty roles that took no part, uncounted (`choose` as a third argument prints
-that table). The pretrained weights are kept in build/. Writes research/pretrained.json.
+that table). The pretrained weights are kept in build/. Writes research/pretrained.json;
+what is in it is not computed again.
 """
 
 from __future__ import annotations
@@ -19,47 +20,28 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import resource
 import sys
-import time
-from collections.abc import Iterator
 from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import keras
 import keras_hub
 import numpy as np
 
 import tfdp_fl
+from research import fine_tuning
 
-_ROOT = pathlib.Path(__file__).parents[1]
 _RESULTS = pathlib.Path(__file__).with_suffix(".json")
-_WEIGHTS = _ROOT / "build/pretrained.weights.h5"
-_LENGTH, _DELTA, _SEEDS, _EPSILONS = 80, 0.1 / 299, range(1), (8.0, 4.0, 2.0)
+_WEIGHTS = pathlib.Path(__file__).parents[1] / "build/pretrained.weights.h5"
+_LENGTH, _RANK, _SEEDS = 80, 4, range(3)
 _TOKENS = tfdp_fl.datasets.shakespeare_vocabulary()
 _IDS = {token: number for number, token in enumerate(_TOKENS)}
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """How the roles train.
-
-    Attributes:
-      learning_rate: The clients' rate, of plain SGD.
-      clip_norm: S.
-      rank: LoRA's.
-      rounds: T.
-      clients_per_round: m.
-    """
-
-    learning_rate: float = 1.0
-    clip_norm: float = 0.3
-    rank: int = 4
-    rounds: int = 15
-    clients_per_round: int = 60
-
-
+_SETTINGS = fine_tuning.Settings(
+    learning_rate=1.0, clip_norm=0.3, rounds=15, clients_per_round=60, batch_size=16
+)
 _CANDIDATES = [
-    Settings(learning_rate=rate, clip_norm=clip)
+    dataclasses.replace(_SETTINGS, learning_rate=rate, clip_norm=clip)
     for rate, clip in ((0.2, 0.1), (0.5, 0.3), (1.0, 0.3), (1.0, 1.0))
 ]
 
@@ -136,84 +118,29 @@ def pretrain(path: str, epochs: int = 2, batch_size: int = 64) -> None:
     model.save_weights(_WEIGHTS)
 
 
-def fine_tune(
-    clients: Any,
-    test: Any,
-    epsilon: float | None,
-    seed: int,
-    settings: Settings = Settings(),
-    pretrained: bool = True,
-) -> dict[str, Any]:
-    """Returns what one run comes to; epsilon None: without privacy."""
-    model, backbone = build(seed)
-    if pretrained:
+def run(
+    row: fine_tuning.Row, clients: Any, test: Any, settings: Any = _SETTINGS
+) -> fine_tuning.Row:
+    """Returns what one row of the table comes to."""
+    model, backbone = build(row.get("seed", 0))
+    if row["what"] != "from scratch":
         model.load_weights(_WEIGHTS)
-        backbone.enable_lora(settings.rank)  # All other weights are frozen.
-    trained = sum(int(np.prod(each.shape)) for each in model.trainable_weights)
-    size = settings.clients_per_round
-    if epsilon is None:
-        fed: Any = tfdp_fl.DPFederatedModel(model, tfdp_fl.NoPrivacy(), size)
-    else:
-        fed = tfdp_fl.make_private(
-            model,
-            target_epsilon=epsilon,
-            target_delta=_DELTA * 299 / clients.num_clients,
-            num_clients=clients.num_clients,
-            clients_per_round=size,
-            rounds=settings.rounds,
-            mechanism="fixed",
-            clip_norm=settings.clip_norm,
-        )
-    fed.compile(keras.optimizers.SGD(settings.learning_rate), loss())
-    ends = [time.perf_counter()]
-    clock = keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda *_: ends.append(time.perf_counter())
-    )
-    fed.fit(
-        clients, rounds=settings.rounds, batch_size=16, verbose=0, callbacks=[clock]
-    )
-    return {
-        "epsilon": epsilon,
-        "pretrained": pretrained,
-        "seed": seed,
-        "trained_weights": trained,
-        "accuracy": accuracy(model, *test),
-        "seconds_a_round": float(np.median(np.diff(ends)[1:])),
-        "peak_megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-    }
+        backbone.enable_lora(_RANK)  # All other weights are frozen.
+    took: fine_tuning.Row = {}
+    if "epsilon" in row:
+        took = fine_tuning.train(row, model, loss(), clients, settings)
+    if row.get("epsilon") != fine_tuning.KERAS:
+        took["accuracy"] = accuracy(model, *test)
+    return took
 
 
-def examples_of(clients: Any, positions: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the examples of some clients together."""
-    found = [clients.client(clients.client_ids[k]) for k in positions]
-    x, y = zip(*found, strict=True)
-    return np.concatenate(x), np.concatenate(y)
-
-
-def rows(path: str) -> Iterator[dict[str, Any]]:
-    """Yields the table, a run at a time."""
-    clients, test = tfdp_fl.datasets.load_shakespeare(path)
-    model, _ = build(0)
-    model.load_weights(_WEIGHTS)
-    yield {"pretrained": True, "epsilon": 0.0, "accuracy": accuracy(model, *test)}
-    model.compile(keras.optimizers.SGD(0.5), loss())
-    x, y = examples_of(clients, range(clients.num_clients))
-    started = time.perf_counter()
-    model.fit(x, y, batch_size=16, verbose=0)
-    yield {"keras_epoch_seconds": time.perf_counter() - started}
-    for seed in _SEEDS:
-        for epsilon in (*_EPSILONS, None):
-            yield fine_tune(clients, test, epsilon, seed)
-        yield fine_tune(clients, test, 8.0, seed, pretrained=False)
-
-
-def choose(path: str) -> None:
+def choose(clients: Any) -> None:
     """Prints accuracies on fifty roles that take no part in training."""
-    clients, _ = tfdp_fl.datasets.load_shakespeare(path)
     order = np.random.default_rng(7).permutation(clients.num_clients)
-    test = examples_of(clients, order[:50])
+    test = fine_tuning.examples_of(clients, order[:50])
+    row = {"what": "LoRA", "epsilon": 8.0, "seed": 9}
     for settings in _CANDIDATES:
-        found = fine_tune(clients.take(np.sort(order[50:])), test, 8.0, 9, settings)
+        found = run(row, clients.take(np.sort(order[50:])), test, settings)
         print(settings, f"{found['accuracy']:.4f}", flush=True)
 
 
@@ -222,14 +149,17 @@ def main() -> None:
     bible, plays, *what = sys.argv[1:]
     if not _WEIGHTS.exists():
         pretrain(bible)
+    clients, test = tfdp_fl.datasets.load_shakespeare(plays)
     if what == ["choose"]:
-        choose(plays)
+        choose(clients)
         return
-    found = []
-    for row in rows(plays):
-        print(row, flush=True)
-        found.append(row)
-        _RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    plan: list[fine_tuning.Row] = [{"what": "as pretrained"}]
+    plan.append({"what": "LoRA", "epsilon": fine_tuning.KERAS})
+    for seed in _SEEDS:
+        for epsilon in (8.0, 4.0, 2.0, None):
+            plan.append({"what": "LoRA", "epsilon": epsilon, "seed": seed})
+        plan.append({"what": "from scratch", "epsilon": 8.0, "seed": seed})
+    fine_tuning.fill(_RESULTS, plan, lambda row: run(row, clients, test))
 
 
 if __name__ == "__main__":

@@ -13,15 +13,16 @@ is not computed again.
 from __future__ import annotations
 
 import itertools
-import json
 import pathlib
 import sys
 from typing import Any
 
-import numpy as np
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
 import tensorflow as tf
 
 import tfdp_fl
+from research import fine_tuning
 from tfdp_fl import accounting
 
 _RESULTS = pathlib.Path(__file__).with_suffix(".json")
@@ -30,24 +31,24 @@ _TRAINED = ("random_allocation", "poisson", "shuffled")
 _SEEDS, _ROUNDS = range(5), (1, 2, 5, *range(10, 201, 10))
 
 
-def costs() -> dict[str, list[float]]:
-    """Returns epsilon after so many rounds, by sampling."""
-    return {
-        sampling: [
-            accounting.epsilon(1.0, sampling, 1000, 100, rounds, 1e-5, "pld")
-            for rounds in _ROUNDS
-        ]
-        for sampling in (*_TRAINED, "fixed_size", "cyclic")
-    }
+def costs(sampling: str) -> list[float]:
+    """Returns epsilon after so many rounds."""
+    return [
+        accounting.epsilon(1.0, sampling, 1000, 100, rounds, 1e-5, "pld")
+        for rounds in _ROUNDS
+    ]
 
 
-def draw(found: dict[str, list[float]]) -> None:
-    """Draws them."""
+def draw(found: list[fine_tuning.Row]) -> None:
+    """Draws them, of the rows that have them."""
     from matplotlib import figure
 
     drawn = figure.Figure(figsize=(7.2, 3.4), layout="constrained")
     axes = drawn.subplots()
-    for sampling, epsilons in found.items():
+    for row in found:
+        sampling, epsilons = row["sampling"], row.get("epsilons", [])
+        if not epsilons:
+            continue
         steps = "steps-pre" if sampling in ("random_allocation", "shuffled") else None
         axes.plot(_ROUNDS, epsilons, drawstyle=steps, label=sampling)
     axes.set(yscale="log", xlabel="rounds", ylabel="epsilon, delta = 1e-5")
@@ -103,34 +104,23 @@ def accuracy(task: Any, sampling: str, epsilon: float) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Draws the costs, trains, keeps the rows and prints their means."""
-    kept: dict[str, Any] = {"rows": []}
-    if _RESULTS.exists():
-        kept = json.loads(_RESULTS.read_text())
-    kept.setdefault("epsilons", costs())
-    draw(kept["epsilons"])
-    given, known = tasks(sys.argv[1]), {_key(row): row for row in kept["rows"]}
+    """Computes what is not there yet, draws the costs, and prints means."""
+    given = tasks(sys.argv[1])
+    plan: list[fine_tuning.Row] = [
+        {"task": "costs", "sampling": sampling}
+        for sampling in (*_TRAINED, "fixed_size", "cyclic")
+    ]
     for seed, name, sampling in itertools.product(_SEEDS, given, _TRAINED):
-        row: dict[str, Any] = {"task": name, "sampling": sampling, "seed": seed}
-        if _key(row) not in known:
-            tf.keras.utils.set_random_seed(seed)
-            score, z = accuracy(given[name], sampling, epsilon=1.0)
-            known[_key(row)] = {**row, "accuracy": score, "noise_multiplier": z}
-        kept["rows"] = list(known.values())
-        _RESULTS.write_text(json.dumps(kept, indent=0) + "\n")
-    for name, sampling in itertools.product(given, _TRAINED):
-        of_kind = [
-            (row["accuracy"], row["noise_multiplier"])
-            for row in kept["rows"]
-            if (row["task"], row["sampling"]) == (name, sampling)
-        ]
-        scores, noise = zip(*of_kind, strict=True)
-        spread = np.std(scores, ddof=1)
-        print(name, sampling, f"z {noise[0]:.2f}, {np.mean(scores):.3f} ± {spread:.3f}")
+        plan.append({"task": name, "sampling": sampling, "seed": seed})
 
+    def run(row: fine_tuning.Row) -> fine_tuning.Row:
+        if row["task"] == "costs":
+            return {"epsilons": costs(row["sampling"])}
+        tf.keras.utils.set_random_seed(row["seed"])
+        score, z = accuracy(given[row["task"]], row["sampling"], epsilon=1.0)
+        return {"accuracy": score, "noise_multiplier": z}
 
-def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["task"], row["sampling"], row["seed"]
+    draw(fine_tuning.fill(_RESULTS, plan, run, ("task", "sampling")))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Every notebook in colab/ runs from top to bottom."""
 
+import importlib.util
 import pathlib
 import re
 
@@ -24,6 +25,9 @@ def _charts(notebook):
 
 @_every
 def test_runs_and_shows_what_its_committed_copy_shows(path, tmp_path, monkeypatch):
+    needs_hub = "import keras_hub" in path.read_text("utf-8")
+    if needs_hub and not importlib.util.find_spec("keras_hub"):
+        pytest.skip("it needs keras-hub: pip install -r requirements/keras-hub.in")
     committed, fresh = (nbformat.read(path, as_version=4) for _ in range(2))
     monkeypatch.setenv("PYTHONPATH", str(_ROOT))
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
