@@ -139,12 +139,10 @@ def moved_by(model, cohort_engine, dataset, **changes: Any) -> list[np.ndarray]:
 def side_by_side(beside: bool = True, few: bool | None = None):
     """Trains dense models side by side or not; `few`: as if they were small."""
 
-    def rungs_of(kernels, steps, batch):
-        places = np.searchsorted(dense_models.RUNGS, steps)
-        rungs = np.array([*dense_models.RUNGS, 0])[places]
-        return np.where(steps > 0, rungs, 0) * beside
+    def worthwhile_rungs(kernels, batch):
+        return [*dense_models.RUNGS] * beside
 
-    patches: dict[str, Any] = {"rungs_of": rungs_of}
+    patches: dict[str, Any] = {"worthwhile_rungs": worthwhile_rungs}
     if few is not None:
         patches["is_small"] = lambda *_: few
     return mock.patch.multiple(dense_models, **patches)

@@ -169,3 +169,25 @@ def test_every_pass_is_over_the_clients_own_rows(lengths, batch_size, epochs, se
     assert table.batch.tolist() == list(range(batch_size))
     assert table.num_examples.tolist() == lengths.tolist()
     assert table.steps.tolist() == [-(-n // batch_size) * epochs for n in lengths]
+
+
+@hypothesis.given(
+    st.lists(st.integers(0, 80), min_size=2, max_size=8), st.sampled_from([1, 3, 10])
+)
+def test_a_clients_program_follows_from_its_own_size(lengths, batch):
+    how = layout.Layout(
+        element_spec=(tf.TensorSpec([784]), tf.TensorSpec([])),
+        label_ranges=[],
+        kernels=[(784, 600)],
+        widths=lambda strategy, batch: (8, 16),
+    )
+
+    def rungs(own):
+        table = layout.client_table(np.arange(sum(own)), np.array(own), batch, 1)
+        return how.rungs(table).tolist()
+
+    together = rungs(lengths)
+    assert together == [rungs([own])[0] for own in lengths]
+    # Each of these was traced before anybody was looked at.
+    allowed = {strategy.num_steps for strategy in how.strategies(batch, True)}
+    assert set(together) <= allowed

@@ -166,6 +166,17 @@ def test_sums_of_records_are_exact_in_any_order(values, clip, random):
     )
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_numbers_of_any_size_are_rounded_to_whole_steps(sign):
+    step = records.step(tf.constant(0.3, tf.float32), 10.0)
+    powers = 2.0 ** np.arange(0, 40)[:, np.newaxis]
+    steps = powers * np.array([1.0, 1.25, 1.5, 1.75]) + np.array([0.25, 0.5, 0.75, 0])
+    given_values = np.float32(sign * steps * float(step))
+    (on_grid,) = records.to_grid([tf.constant(given_values)], step)
+    numbers = on_grid.numpy().astype(np.float64) / float(step)
+    np.testing.assert_array_equal(np.round(numbers), numbers)
+
+
 def test_without_a_bound_there_is_no_grid():
     assert float(records.step(tf.constant(np.inf), 10.0)) == 0.0
     (same,) = records.to_grid([tf.constant([1e-30, 3.7])], tf.constant(0.0))
