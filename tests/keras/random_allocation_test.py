@@ -254,7 +254,7 @@ def test_canaries_are_in_one_round_of_each_pass():
     audit = CanaryAudit(num_canaries=300)
     audit._places, audit._rng = {}, np.random.default_rng(0)
     drawn = [
-        audit._drawn(
+        audit._draw(
             accounting.RoundCharge(
                 sampling=_ALLOCATION,
                 num_clients=40,
