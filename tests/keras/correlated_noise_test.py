@@ -160,7 +160,11 @@ def test_no_noise_is_released_twice(tmp_path, kind):
             toy.fit(fed, 1, [_Killed(tmp_path)], seed=3)
         fed, audit = quiet(), auditing.CanaryAudit(2)
         toy.fit(fed, 1, seed=3, resume_from=tmp_path)
-        with mock.patch.object(audit, "join"), _breaks(audit, "observe_release"), broken:
+        with (
+            mock.patch.object(audit, "join"),
+            _breaks(audit, "observe_release"),
+            broken,
+        ):
             toy.fit(fed, 1, seed=3, audit=audit)
         toy.fit(fed, 1, seed=3)
     assert fed.spending.rounds == 5
