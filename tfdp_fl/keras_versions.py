@@ -163,9 +163,9 @@ def stateless(
 
 @contextlib.contextmanager
 def weights_kept(model: tf.keras.Model) -> Iterator[None]:
-    """Leaves a model as it was, whatever its layers keep of what they are shown.
+    """Puts a model's weights back, which layers may have changed in `evaluate`.
 
-    Keras's own keep nothing in `evaluate`; others may assign to any weight.
+    Keras's own layers change none there.
     """
     kinds = map(type, layers_of(model, include_self=True))
     own = all(

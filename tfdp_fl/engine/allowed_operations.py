@@ -6,14 +6,13 @@ and that change nothing else. They are listed here. What is not listed is refuse
 variables, queues, tables that are written, files, Python, and random numbers from
 a stream that other clients draw from as well.
 
-Nor is every operation listed that has no state. Of each listed one somebody has to know
-that its kernel, whatever a client gives it, returns nothing that it did not write, adds
-up in one order, and ends. So they are what Keras's layers, losses, metrics and
-optimizers are made of, and what layers of one's own usually take; the others had
-Cholesky, CropAndResize, MatrixSolveLs and SparseSegmentMeanGrad (memory that nobody
-wrote), sums of weights by Bincount (in whatever order threads come), AdjustHue,
-Polygamma and StatelessRandomPoisson (no end) among them. tests/stress/
-operations_stress.py tries each listed one on what clients could make up.
+Nor is every stateless operation listed. Of each one that is, whatever a client gives
+it, the kernel has to return only what it wrote, add in one order, and end. So the list
+is what Keras's layers, losses, metrics and optimizers are made of, and little more.
+Among those left out, Cholesky, CropAndResize, MatrixSolveLs and SparseSegmentMeanGrad
+can return memory that they did not write; Bincount adds weights in whatever order its
+threads come; AdjustHue, Polygamma and StatelessRandomPoisson may never end.
+`tests/stress/operations_stress.py` tries each listed one on made-up inputs.
 """
 
 from __future__ import annotations
@@ -71,8 +70,7 @@ MaxPoolGradV2 MaxPoolV2 MirrorPad MirrorPadGrad SpaceToBatchND SpaceToDepth
 _ALGEBRA = """
 Eig FFT FFT2D FFT3D FFTND IFFT IFFT2D IFFT3D IFFTND LogMatrixDeterminant Lu
 MatrixBandPart MatrixDeterminant MatrixDiagPartV3 MatrixDiagV3 MatrixInverse
-MatrixSetDiagV3 MatrixSolve MatrixTriangularSolve Qr RFFT
-SelfAdjointEigV2 Svd
+MatrixSetDiagV3 MatrixSolve MatrixTriangularSolve Qr RFFT SelfAdjointEigV2 Svd
 """
 
 _IMAGES = """
@@ -96,7 +94,7 @@ UnicodeScript UnicodeTranscode LookupTableFindV2 LookupTableSizeV2
 """
 
 _DECOMPOSITIONS = ("Eig", "SelfAdjointEigV2", "Svd")
-# Its threads add up weights in any order; numbers of times are whole.
+# Its threads add weights in any order. Counts are whole numbers: any order will do.
 _ADDS_IN_ANY_ORDER = "DenseBincount"
 # It has two more outputs than gradients, and writes to neither.
 _THREE_WRITTEN = "FusedBatchNormGradV3"
@@ -107,10 +105,9 @@ _OPTIONAL = "OptionalFromValue OptionalGetValue OptionalHasValue OptionalNone"
 
 # Their seeds are arguments.
 _RANDOM = """
-RandomGammaGrad StatelessMultinomial
-StatelessParameterizedTruncatedNormal StatelessRandomGammaV3
-StatelessRandomGetAlg StatelessRandomGetKeyCounter StatelessRandomNormalV2
-StatelessRandomUniformFullIntV2 StatelessRandomUniformIntV2
+RandomGammaGrad StatelessMultinomial StatelessParameterizedTruncatedNormal
+StatelessRandomGammaV3 StatelessRandomGetAlg StatelessRandomGetKeyCounter
+StatelessRandomNormalV2 StatelessRandomUniformFullIntV2 StatelessRandomUniformIntV2
 StatelessRandomUniformV2 StatelessSampleDistortedBoundingBox StatelessShuffle
 StatelessTruncatedNormalV2
 """

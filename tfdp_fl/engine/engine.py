@@ -273,7 +273,7 @@ class CohortEngine:
             table = layout.client_table(own, np.full(count, rows), batch, 1)
             part = layout.Part(strategy, layout.pad_to(table, width))
             chunk = layout.Chunk(x, y, part.table)
-            program = self.programs.program(received, part)
+            program = self.programs.traced[strategy]
             if run is None:
                 found = [tf.nest.flatten(program(received, chunk))]
             else:
@@ -408,12 +408,12 @@ class CohortEngine:
             )
 
     def _trace(self, pending: cohort.PendingRound) -> None:
-        """Traces whatever program a client may need, before any client is looked at.
+        """Traces every program that a client may need, before any client is looked at.
 
-        A program has in it what the model's Python was when it was traced (the slope
-        of a LeakyReLU, which layers are trained). If the first client of its size had
-        a program traced, a callback that changes such things would make the programs of
-        all depend on who had been there before.
+        A program holds the model's attributes of the moment it was traced: the slope of
+        a LeakyReLU, which layers are trained. Were it traced for the first client that
+        needs it, and had a callback changed such an attribute, then how all clients
+        train would tell who had been in earlier rounds.
         """
         batch = pending.inputs.batch_size
         nobody = layout.client_table(np.zeros(0, int), np.zeros(0, int), batch, 1)
@@ -426,6 +426,7 @@ class CohortEngine:
                 self._train_one_by_one(
                     f"TensorFlow cannot vectorize them ({type(error).__name__})"
                 )
+                self._trace(pending)  # What takes its place.
 
     def _lay_out(
         self, pending: cohort.PendingRound, chunk: layout.Chunk

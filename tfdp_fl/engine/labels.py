@@ -175,9 +175,9 @@ class IndexCheck:
     def __init__(self, model: tf.keras.Model, features: nests.ElementSpec):
         """Finds the embeddings of a functional or sequential model.
 
-        What comes before them is called on all clients, drawn or not. So it is a
-        `Program`: a layer there that keeps what it has seen in a weight must not keep
-        that of anybody who was not bounded, noised and charged for.
+        The layers before them are called on all clients, drawn or not, and nothing of
+        that is charged. So they are a `Program`, in which no layer can keep what it
+        sees in a weight.
 
         Args:
           model: It is read, and never changed.

@@ -139,8 +139,8 @@ class Release:
     metric_results: Callable[[cohort.MetricState], dict[str, tf.Tensor]]
     _log_names: list[str] = dataclasses.field(default_factory=list)
     _said: list[bool] = dataclasses.field(default_factory=list)
-    # Traced once: what an optimizer's Python says then is not read again when another
-    # number of threads had clients.
+    # Traced once, whatever number of threads had clients: it holds the optimizer's
+    # attributes of that moment.
     _traced: list[tf.types.experimental.ConcreteFunction] = dataclasses.field(
         default_factory=list
     )
@@ -156,8 +156,7 @@ class Release:
             charged = self.query.charged_for(
                 inputs.clients_per_round, inputs.noise_multiplier
             )
-        if len(pending.sums) > 1:
-            pending.sums = [_add_up(pending.sums)]
+        pending.sums = [functools.reduce(cohort.CohortSum.plus, pending.sums)]
         arguments = pending.sums[0], pending.state, seed, answered, charged
         flat = list(map(tf.convert_to_tensor, tf.nest.flatten(arguments)))
         if not self._traced:
@@ -231,11 +230,6 @@ class Release:
         squares = [tf.reduce_sum(tf.cast(part, tf.float64) ** 2) for part in update]
         state = squares[server.num_trainable :] or [tf.zeros([], tf.float64)]
         return tf.math.divide_no_nan(tf.add_n(state), tf.add_n(squares))
-
-
-@functools.partial(tf.function, autograph=False)
-def _add_up(sums: list[cohort.CohortSum]) -> cohort.CohortSum:
-    return functools.reduce(cohort.CohortSum.plus, sums)
 
 
 # Of what clients' statistics are this part, there is no room for weights.
