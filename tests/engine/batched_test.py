@@ -12,7 +12,7 @@ import tensorflow as tf
 from tests.engine import cohorts
 from tests.scripts.programs import ROOT
 from tfdp_fl import mechanisms
-from tfdp_fl.engine import devices
+from tfdp_fl.engine import client_programs, devices, layout
 
 _layers = tf.keras.layers
 _SIZES = (5, 7, 5, 0, 3, 5, 12, 2)
@@ -152,3 +152,22 @@ def test_anything_else_than_a_cpu_batches():
     with mock.patch.object(devices, "_device_bytes", lambda _: 2.0**20):
         assert devices.clients_at_once(gpu, small, 63, 5) > 50
         assert devices.clients_at_once(gpu, small, 10**9, 5) == 1
+
+
+def test_where_batches_cannot_be_traced_what_takes_their_place_is():
+    dataset = cohorts.dataset((4, 70, 10))
+    engine = cohorts.make_engine(
+        cohorts.mlp(), dataset, at_once=2, jit_compile=None, max_parallel_clients=2
+    )
+    assert engine.layout.kernels is not None
+    failing = mock.Mock(side_effect=ValueError("no rule"))
+    with (
+        cohorts.side_by_side(),
+        mock.patch.object(client_programs.CohortPrograms, "_train_batched", failing),
+    ):
+        cohorts.run_round(engine, dataset)
+    assert "cannot vectorize" in engine.executor
+    assert {used.kind for used in engine.used_strategies} == {
+        layout.ONE_BY_ONE,
+        layout.SIDE_BY_SIDE,
+    }
