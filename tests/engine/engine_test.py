@@ -1,6 +1,7 @@
 """Whole rounds: denominators, threads, XLA, chunks, hooks, traces."""
 
 import concurrent.futures
+import dataclasses
 import functools
 import threading
 from unittest import mock
@@ -181,6 +182,32 @@ def test_a_few_at_a_time_is_the_same():
             before = [part.numpy().copy() for part in total.contribution.update]
             cohorts.collect(engine, dataset, positions=np.arange(3))
     cohorts.assert_close(before, total.contribution.update, rtol=0, atol=0)
+
+
+def test_a_width_by_which_a_machine_computes_otherwise_is_not_used():
+    dataset = cohorts.dataset([5] * 6)
+    _, engine = _engine(jit_compile=None)
+
+    def another_machine(program, received, chunk):
+        found = tf.nest.flatten(program(received, chunk))
+        changed = [
+            np.nextafter(part, np.inf) if part.dtype == tf.float64 else part
+            for part in found
+        ]
+        return [found, changed if len(chunk.table.members) == 3 else found]
+
+    with cohorts.side_by_side():
+        cohorts.collect(engine, dataset)
+        (strategy,) = (s for s in engine.programs.traced if s.num_steps == 2)
+        fits = [engine.fits(strategy, 5, k, another_machine) for k in (2, 3, 4)]
+        assert fits == [True, False, True]
+        chosen = dataclasses.replace(
+            engine.layout, fits=lambda *args: engine.fits(*args, another_machine)
+        )
+        three = layout.client_table(np.arange(15), np.full(3, 5), 5, 2)
+        ((part,),) = chosen.lay_out(three, 1, strategy.fine)
+        assert part.strategy == strategy
+        assert len(part.table.members) == 4
 
 
 @pytest.mark.parametrize("clip", [1e-4, 1e-3, 1e-2])

@@ -179,7 +179,6 @@ def test_a_clients_program_follows_from_its_own_size(lengths, batch):
         element_spec=(tf.TensorSpec([784]), tf.TensorSpec([])),
         label_ranges=[],
         kernels=[(784, 600)],
-        widths=lambda strategy, batch: (8, 16),
     )
 
     def rungs(own):

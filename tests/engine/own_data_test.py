@@ -27,7 +27,11 @@ _FIXED = mechanisms.FixedClipping(clip_norm=0.3, noise_multiplier=1.0)
 _ADAPTIVE = mechanisms.AdaptiveClipping(noise_multiplier=1.0, initial_clip_norm=0.3)
 _LSTM = _layers.Reshape([4, 1]), _layers.LSTM(6)
 _DROPPING = _layers.Dense(6, "relu"), _layers.Dropout(0.4)
-_BEYOND = _layers.Dense(20, "tanh"), _layers.Dense(7, "gelu")
+_BEYOND = (
+    _layers.Activation("tanh"),
+    _layers.Dense(20, "tanh"),
+    _layers.Dense(7, "gelu"),
+)
 
 
 def _lookup():

@@ -158,9 +158,6 @@ _SMALL = 5e7
 # are held at the peak (as they are, and joined for a product).
 _FACTOR_BYTES, _FACTOR_COPIES = 48 * 2**20, 3
 
-# Fewest rows of a product, and elements of a vector of TensorFlow's, by which no
-# row's result depends on how many others there are.
-_FEWEST_ROWS, _VECTOR = 32, 16
 # The sum of so many clients' whole numbers is below 2^31 (`side_by_side`).
 _MOST_CLIENTS = 512
 
@@ -258,27 +255,24 @@ def rounding_share(kernels: Kernels) -> float:
 def widths(kernels: Kernels, rung: int, batch: int) -> list[int]:
     """Returns how many clients one call may train, in rising order; none: no call.
 
-    A client's results must not depend on which of these it is. TensorFlow computes
-    rows of a product alike wherever they are, unless there are few; and it computes
-    the last elements of a tensor otherwise where they fill no vector. So all
-    numbers are multiples of one by which they do. Memory bounds them: a
-    copy of the model, or 48 MB where the model is much smaller than that.
+    Numbers of five binary digits, as each is checked once: so a call has at most
+    a sixteenth of padding. Memory bounds them: a copy of the model, or 48 MB where
+    the model is much smaller than that. The smallest is 2, as TensorFlow makes a
+    single product in another way than several.
 
     Args:
       kernels: Those of a model that is supported.
       rung: One of `RUNGS`.
       batch: B, the examples of a step.
     """
-    unit = max(_VECTOR // math.gcd(_VECTOR, batch * b) for _, b in kernels)
-    least = unit * -(-_FEWEST_ROWS // (unit * batch))
     model_bytes = 4 * sum(map(math.prod, kernels))
     budget = model_bytes if model_bytes > _FACTOR_BYTES / 4 else _FACTOR_BYTES
     one = _FACTOR_COPIES * 4 * sum(map(sum, kernels)) * rung * batch
     most = min(_MOST_CLIENTS, int(budget // one))
-    found, width = [], least
+    found, width = [], 2
     while width <= most:
         found.append(width)
-        width = max(width + unit, unit * int(1.15 * width / unit))
+        width += 2 ** max(0, width.bit_length() - 5)
     return found
 
 

@@ -167,14 +167,14 @@ class CohortEngine:
             and dense_models.supports(model, training, self.query, element_spec[1])
         ):
             kernels = dense_models.kernels_of(model)
-        self._widths: dict[tuple[layout.Strategy, int, bool], tuple[int, ...]] = {}
+        self._fits: dict[tuple[layout.Strategy, int, int, bool], bool] = {}
         self.layout = layout.Layout(
             element_spec=element_spec,
             label_ranges=trainer.label_ranges,
             kernels=kernels,
             collected_bytes=4 * self.update_spec.size if keeps_updates else None,
             xla=bool(training.jit_compile),
-            widths=self.check_widths,
+            fits=self.fits,
             at_once=devices.clients_at_once(
                 self.device, model, self.update_spec.size, batch_size
             ),
@@ -232,26 +232,47 @@ class CohortEngine:
             how = "side by side where they have few examples"
         return f"clients {how} on {self.max_parallel_clients} threads{self._fallback}"
 
-    def check_widths(
-        self, strategy: layout.Strategy, batch: int, run: RunEverywhere | None = None
-    ) -> tuple[int, ...]:
-        """Returns the widths of `dense_models` that a machine's kernels are fit for.
+    def fits(
+        self,
+        strategy: layout.Strategy,
+        batch: int,
+        width: int,
+        run: RunEverywhere | None = None,
+    ) -> bool:
+        """Returns whether a machine's kernels are fit for a width of `dense_models`.
 
-        A made-up client is trained alone, and in every place of a call of each width:
-        what all of them add must be a multiple of what one adds, to the last bit. Of
-        a program that fails at its smallest width, none is used.
+        A made-up client is trained beside one that is padding, and in every place of
+        a call of that width: what all of them add must be a multiple of what one
+        adds, to the last bit.
 
         Args:
           strategy: The program's.
           batch: Examples of a step.
+          width: How many clients a call has.
           run: Calls a program elsewhere; returns the flattened results, of every
             machine that may train clients. None: here.
         """
-        key = strategy, batch, run is None
-        if key in self._widths:
-            return self._widths[key]
-        kernels = self.layout.kernels or []
-        widths = dense_models.widths(kernels, strategy.num_steps, batch)
+        key = strategy, batch, width, run is None
+        if key not in self._fits:
+            with tf.device(self.device):
+                first = self._add_made_up(strategy, batch, 1, 2, run)[:1]
+                together = self._add_made_up(strategy, batch, width, width, run)
+            self._fits[key] = bool(first and together) and all(
+                np.array_equal(width * a, b)
+                for each in together
+                for a, b in zip(first[0], each, strict=True)
+            )
+        return self._fits[key]
+
+    def _add_made_up(
+        self,
+        strategy: layout.Strategy,
+        batch: int,
+        count: int,
+        width: int,
+        run: RunEverywhere | None,
+    ) -> list[list[np.ndarray]]:
+        """Returns what so many of one client add, as each machine computes it."""
         rng = np.random.default_rng(0)
         rows = strategy.num_steps * batch
         x, y = tf.nest.map_structure(
@@ -266,39 +287,19 @@ class CohortEngine:
         seed = np.zeros(2, np.uint64)
         state = self.query.begin_round(self.query.initial_global_state(), 1.0, 512.0)
         received = self._broadcast(self.server.variables, state, 0.1, seed)
-
-        def added(count: int, width: int) -> list[list[np.ndarray]]:
-            """Returns the sum of so many of that client, of each machine."""
-            own = np.tile(np.arange(rows), count)
-            table = layout.client_table(own, np.full(count, rows), batch, 1)
-            part = layout.Part(strategy, layout.pad_to(table, width))
-            chunk = layout.Chunk(x, y, part.table)
-            program = self.programs.traced[strategy]
-            if run is None:
-                found = [tf.nest.flatten(program(received, chunk))]
-            else:
-                found = run(program, received, chunk)
-            sums = [
-                tf.nest.pack_sequence_as(program.structure, leaves)[0].contribution
-                for leaves in found
-            ]
-            return [[np.asarray(part) for part in each.update] for each in sums]
-
-        fit: list[int] = []
-        if widths:
-            with tf.device(self.device):
-                first = added(1, widths[0])[:1]
-                for width in widths if first else ():
-                    found = added(width, width)
-                    equal = (
-                        np.array_equal(width * a, b)
-                        for together in found
-                        for a, b in zip(first[0], together, strict=True)
-                    )
-                    if found and all(equal):
-                        fit.append(width)
-        self._widths[key] = tuple(fit if fit[:1] == widths[:1] else ())
-        return self._widths[key]
+        own = np.tile(np.arange(rows), count)
+        table = layout.client_table(own, np.full(count, rows), batch, 1)
+        chunk = layout.Chunk(x, y, layout.pad_to(table, width))
+        program = self.programs.traced[strategy]
+        if run is None:
+            found = [tf.nest.flatten(program(received, chunk))]
+        else:
+            found = run(program, received, chunk)
+        sums = [
+            tf.nest.pack_sequence_as(program.structure, leaves)[0].contribution
+            for leaves in found
+        ]
+        return [[np.asarray(part) for part in each.update] for each in sums]
 
     def check_labels(self, dataset: FederatedDataset) -> None:
         """Raises ValueError if a client's labels cannot be the model's."""

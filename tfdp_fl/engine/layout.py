@@ -223,9 +223,9 @@ class Layout:
         first hundred rounds of a small model gain. To compile beside those rounds
         would let the machine's speed choose a client's bits.
       at_once: How many clients train as one batched program; None: none do.
-      widths: How many clients a side-by-side program may have, by its strategy and
-        the examples in a batch: numbers of which no client's result depends on
-        which of them it is.
+      fits: Whether a side-by-side program, by its strategy and the examples in a
+        batch, may have so many clients (of `dense_models.widths`): whether here no
+        client's result depends on which of these numbers it is.
     """
 
     element_spec: nests.ElementSpec
@@ -234,7 +234,7 @@ class Layout:
     collected_bytes: int | None = None
     xla: bool = False
     at_once: int | None = None
-    widths: Callable[[Strategy, int], tuple[int, ...]] = lambda strategy, batch: ()
+    fits: Callable[[Strategy, int, int], bool] = lambda strategy, batch, width: True
 
     def read(
         self, dataset: FederatedDataset, pending: cohort.PendingRound
@@ -377,10 +377,12 @@ class Layout:
         """
         if self.kernels is None:
             return np.zeros(len(clients.members), np.int64)
-        rungs = dense_models.rungs_of(self.kernels, clients.steps, len(clients.batch))
+        batch = len(clients.batch)
+        rungs = dense_models.rungs_of(self.kernels, clients.steps, batch)
         for rung in np.unique(rungs[rungs > 0]).tolist():
+            smallest = dense_models.widths(self.kernels, rung, batch)[:1]
             strategy = Strategy(SIDE_BY_SIDE, rung, fine)
-            if not self.widths(strategy, len(clients.batch)):
+            if not (smallest and self.fits(strategy, batch, *smallest)):
                 rungs[rungs == rung] = 0
         return rungs
 
@@ -389,27 +391,31 @@ class Layout:
     ) -> list[Part]:
         """Returns the parts in which clients of one rung train side by side."""
         strategy = Strategy(SIDE_BY_SIDE, rung, fine)
-        widths = self.widths(strategy, len(clients.batch))
-        count = int(clients.num_clients)
-        examples = count * rung * len(clients.batch)
+        batch, count = len(clients.batch), int(clients.num_clients)
         wanted = num_groups
-        if dense_models.is_small(self.kernels or [], examples):
+        if dense_models.is_small(self.kernels or [], count * rung * batch):
             wanted = 1
-        tables = max(-(-count // widths[-1]), min(wanted, -(-count // widths[0])))
-        ends: list[int] = [0]
-        for left in range(tables, 1, -1):  # All but the last without padding.
-            rest = count - ends[-1]
-            whole = [width for width in widths if width <= rest / left]
-            size = max(whole[-1:] or [widths[0]])
-            ends.append(ends[-1] + max(size, rest - widths[-1] * (left - 1)))
-        places = np.split(np.arange(count), ends[1:])
+        most = dense_models.widths(self.kernels or [], rung, batch)[-1]
+        tables = max(1, min(wanted, count // 2), -(-count // most))
+        while True:
+            places = np.array_split(np.arange(count), tables)
+            if all(next(self._widths(strategy, batch, len(p)), 0) for p in places):
+                break
+            tables += 1  # No such width fits here. Smaller ones do.
         return [self.part(strategy, select(clients, own)) for own in places]
+
+    def _widths(self, strategy: Strategy, batch: int, count: int) -> Iterator[int]:
+        """Yields the widths that fit for so many clients, in rising order."""
+        kernels = self.kernels or []
+        for width in dense_models.widths(kernels, strategy.num_steps, batch):
+            if width >= count and self.fits(strategy, batch, width):
+                yield width
 
     def part(self, strategy: Strategy, clients: ClientTable) -> Part:
         """Returns a part of clients, in the public shapes of their strategy."""
         if strategy.kind == SIDE_BY_SIDE:
-            widths = self.widths(strategy, len(clients.batch))
-            width = next(w for w in widths if w >= clients.num_clients)
+            count = int(clients.num_clients)
+            width = next(self._widths(strategy, len(clients.batch), count))
             return Part(strategy, pad_to(clients, width))
         if strategy.kind == BATCHED:
             return Part(strategy, pad_to(clients, self.clients_in_batch))

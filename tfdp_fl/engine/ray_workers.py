@@ -87,8 +87,8 @@ class ShardedCohorts:
             kernels=here.kernels if float32_products else None,
             xla=False,
             at_once=None,
-            widths=lambda strategy, batch: cohort_engine.check_widths(
-                strategy, batch, self._on_every_worker
+            fits=lambda strategy, batch, width: cohort_engine.fits(
+                strategy, batch, width, self._on_every_worker
             ),
         )
         self._examples: Arrays | None = None

@@ -10,8 +10,8 @@ x W - eta (x X_k^T) D_k, where x W is one matrix product for all clients
 together, and the norm of its update follows from Gram matrices (`norm_bound`).
 The clipped update itself is made last, of the factors, and rounded to whole
 numbers of steps, which are added up without an error (`_sum_of`). So what a client
-adds is a function of its own rows: a call trains a number of clients for which a
-row's results do not depend on the others (`dense_models.widths`), and has a number
+adds is a function of its own rows: all rows of a call are filled up to a number by
+which a row's results do not depend on the others (`_Rows`), and a call has a number
 of steps that follows from each client's own.
 
 It is the same local SGD, step by step, as `CohortPrograms` one by one, and faster where
@@ -22,13 +22,14 @@ and those of the way back, are in bfloat16. All that an update is made of, X_k
 and D_k, is held in float32: corrections, Gram matrices, norms and the sum are
 what they are without that policy.
 
-Shapes: K clients, S steps, B rows in a batch.
+Shapes: K clients, S steps, B rows in a batch; K B rows of all clients, filled up: R.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -41,9 +42,45 @@ from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.mechanisms import cohort_query, contribution, records
 from tfdp_fl.mechanisms.contribution import RoundState
 
+# TensorFlow computes rows of a product alike wherever they are, unless there are few
+# of them; and the last elements of a tensor otherwise where they fill no vector. By
+# so many rows there are enough of both, whatever a row's length.
+_ROWS = 32
+
 # Products of so many elements are made of all clients at once, larger ones one after
 # the other: they stay in the processor's cache.
 _AT_ONCE = 2**15
+
+
+class _Rows:
+    """The rows of K clients, n each, one after the other: K n, filled up to R."""
+
+    def __init__(self, clients: tf.Tensor, each: tf.Tensor):
+        """Takes K and n, int32 scalars."""
+        self._clients, self._count = clients, clients * each
+        self._after = tf.stack([[0, -self._count % _ROWS], [0, 0]])
+        # Shapes by the length of a row, as making one takes many operations.
+        self._shapes: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
+
+    def join(self, clients: tf.Tensor) -> tf.Tensor:
+        """Returns rows [K, n, m] of clients as [R, m], with zeros after them."""
+        return tf.pad(tf.reshape(clients, [-1, clients.shape[-1]]), self._after)
+
+    def split(self, rows: tf.Tensor) -> tf.Tensor:
+        """Returns [R, m] as [K, n, m]."""
+        length = rows.shape[-1]
+        if length not in self._shapes:
+            self._shapes[length] = (
+                tf.stack([self._count, length]),
+                tf.stack([self._clients, -1, length]),
+            )
+        taken, shape = self._shapes[length]
+        return tf.reshape(tf.slice(rows, [0, 0], taken), shape)
+
+    def fill(self, steps: tf.Tensor) -> tf.Tensor:
+        """Returns what each row of some steps has, [S, K, n], as [S, R]."""
+        rows = tf.reshape(steps, [tf.shape(steps)[0], -1])
+        return tf.pad(rows, self._after[::-1])
 
 
 class _DenseLayer:
@@ -51,6 +88,7 @@ class _DenseLayer:
 
     Attributes:
       layer: Keras's.
+      after: Keras's layers between this dense layer and the next.
       shape: Of its kernel.
       gradients: The loss's gradients at its pre-activations, float32
         [K, B, out] for each step.
@@ -58,13 +96,17 @@ class _DenseLayer:
 
     def __init__(
         self,
+        rows: _Rows,
         layer: tf.keras.layers.Layer,
         kernel: tf.Tensor,
         bias: tf.Tensor | None = None,
     ):
+        """Takes the rows of a step, Keras's layer, and its weights."""
         self.layer = layer
+        self.after: list[tf.keras.layers.Layer] = []
         self.shape = tuple(layer.kernel.shape)
         self.gradients: list[tf.Tensor] = []
+        self._rows = rows
         self._kernel = tf.cast(kernel, layer.compute_dtype)
         self._bias = None if bias is None else tf.cast(bias, layer.compute_dtype)
         self._inputs: list[tf.Tensor] = []
@@ -84,25 +126,51 @@ class _DenseLayer:
         """Returns a server product with the clients' own steps in it.
 
         Args:
-          z: [K B, out].
+          z: [R, out].
           products: Float32 [K, B, s B], of the inputs with those of the steps
             before.
           rate: The learning rate, eta.
         """
         change = tf.matmul(products, tf.concat(self.gradients, axis=1))
-        return tf.cast(tf.cast(z, tf.float32) - rate * _rows(change), z.dtype)
+        change = rate * self._rows.join(change)
+        return tf.cast(tf.cast(z, tf.float32) - change, z.dtype)
 
-    def __call__(self, h: tf.Tensor, clients: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
-        """Returns every client's own h W_k + b_k, [K B, out], in the next step."""
+    def __call__(self, h: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
+        """Returns every client's own h W_k + b_k, [R, out], in the next step.
+
+        Args:
+          h: [R, in].
+          rate: The learning rate, eta.
+        """
         z = self.server_product(h)
-        h = tf.cast(
-            tf.reshape(tf.cast(h, z.dtype), [clients, -1, h.shape[-1]]), "float32"
-        )
+        h = tf.cast(self._rows.split(tf.cast(h, z.dtype)), tf.float32)
         if self.gradients:
             products = self.gram(h, tf.concat(self._inputs, axis=1))
             z = self.changed(z, products, rate)
         self._inputs.append(h)
         return z
+
+    def activate(self, z: tf.Tensor) -> tf.Tensor:
+        """Returns what the next dense layer takes, or the model's outputs."""
+        h = self.layer.activation(z)
+        for layer in self.after:
+            h = layer(h)
+        return h
+
+    def back(self, gradient: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
+        """Takes the loss's gradient at z, [R, out]; returns the one at h, [R, in].
+
+        It is g W_k^T = g W^T - eta (g D_k^T) X_k, by the steps before this one.
+        """
+        own = tf.cast(self._rows.split(gradient), tf.float32)
+        back = tf.matmul(gradient, self._kernel, transpose_b=True)
+        if self.gradients:
+            d, x = tf.concat(self.gradients, axis=1), self._inputs[:-1]
+            change = tf.matmul(own, d, transpose_b=True)
+            change = rate * self._rows.join(tf.matmul(change, tf.concat(x, axis=1)))
+            back = tf.cast(tf.cast(back, tf.float32) - change, back.dtype)
+        self.gradients.append(own)
+        return back
 
     def factors(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Returns X [K, S B, in], D [K, S B, out] and X X^T, over all steps."""
@@ -117,30 +185,37 @@ class _FirstLayer(_DenseLayer):
     all steps at once.
     """
 
-    def __init__(
-        self, h: tf.Tensor, clients: tf.Tensor, steps: int, *layer_and_weights: Any
-    ):
-        """Takes the inputs [K S B, in] of all steps, and what every layer takes."""
-        super().__init__(*layer_and_weights)
-        z = self.server_product(h)
-        h = tf.cast(tf.cast(h, z.dtype), tf.float32)
-        self._x = tf.reshape(h, [clients, -1, h.shape[-1]])
-        self._gram = self.gram(self._x, self._x)
-        z = tf.reshape(z, [clients, -1, z.shape[-1]])
-        self._products = tf.split(z, steps, axis=1)
+    def __init__(self, h: tf.Tensor, every: _Rows, steps: int, rows: _Rows, *own: Any):
+        """Takes the inputs of all steps, and what every layer takes.
 
-    def __call__(
-        self, h: tf.Tensor | None, clients: tf.Tensor, rate: tf.Tensor
-    ) -> tf.Tensor:
+        Args:
+          h: [R, in], for R of all S steps.
+          every: The rows of all steps.
+          steps: S.
+          rows: Those of a step.
+          *own: Keras's layer, its kernel and perhaps its bias.
+        """
+        super().__init__(rows, *own)
+        z = self.server_product(h)
+        self._x = every.split(tf.cast(tf.cast(h, z.dtype), tf.float32))
+        self._gram = self.gram(self._x, self._x)
+        self._grams = tf.split(self._gram, steps, axis=1)
+        self._products = tf.split(every.split(z), steps, axis=1)
+
+    def __call__(self, h: tf.Tensor | None, rate: tf.Tensor) -> tf.Tensor:
         """As for every layer; h is not asked for."""
-        del h, clients
+        del h
         step = len(self.gradients)
-        z = self._products[step]
-        batch = tf.shape(z)[1]
-        z, until = _rows(z), step * batch
+        z = self._rows.join(self._products[step])
         if not step:
             return z
-        return self.changed(z, self._gram[:, until : until + batch, :until], rate)
+        until = tf.shape(self.gradients[0])[1] * step
+        return self.changed(z, self._grams[step][..., :until], rate)
+
+    def back(self, gradient: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
+        """Takes the loss's gradient at z; nobody asks for the one at h."""
+        self.gradients.append(tf.cast(self._rows.split(gradient), tf.float32))
+        return gradient
 
     def factors(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """As for every layer."""
@@ -179,26 +254,76 @@ class GhostClipping:
           chunk: The clients.
         """
         (x,), table = tf.nest.flatten(chunk.x), chunk.table
-        y = _of_one_output(chunk.y)
-        batch = tf.size(table.batch)
-        rows, sizes = self._batches(table)
-        layers = self._layers(received.weights, x, rows)
-        total = cohort.CohortSum.zeros(self.trainer.no_metrics())
-        for step in range(self.steps):
-            labels = tf.nest.map_structure(
-                lambda leaf, step=step: _examples(leaf, rows[step]), y
+        clients, batch = tf.size(table.num_examples), tf.size(table.batch)
+        rows, every = _Rows(clients, batch), _Rows(clients, self.steps * batch)
+        places, sizes = self._batches(table)
+        h = tf.gather(x, every.fill(tf.transpose(places, [1, 0, 2])[tf.newaxis])[0])
+        layers = self._layers(received.weights, h, every, rows)
+        places = rows.fill(places)
+        y, weight = nests.labels_and_weights(
+            tf.nest.map_structure(
+                lambda leaf: tf.gather(leaf, places), _of_one_output(chunk.y)
             )
-            total = self._step(layers, labels, sizes[step], batch, received, total)
-        dense = [layer for layer in layers if isinstance(layer, _DenseLayer)]
-        clipped = self._clip_and_sum(received, dense, table)
+        )
+        valid = tf.sequence_mask(sizes, batch)
+        # A client's loss is the mean over its own rows.
+        mean = tf.cast(valid, tf.float32) / tf.cast(sizes, tf.float32)[..., None]
+        valid, mean = rows.fill(valid), rows.fill(tf.where(valid, mean, 0.0))
+        if weight is not None:
+            mean *= weight
+        steps = zip(
+            tf.unstack(y, self.steps), tf.unstack(mean, self.steps), strict=True
+        )
+        taken = [
+            self._step(layers, labels, share, received.learning_rate)
+            for labels, share in steps
+        ]
+        outputs, losses = (tf.concat(each, axis=0) for each in zip(*taken, strict=True))
+        total = self._count(outputs, losses, y, weight, valid)
+        clipped = self._clip_and_sum(received, layers, table)
         return total._replace(contribution=clipped), cohort.PerClient()
+
+    def _count(
+        self,
+        outputs: tf.Tensor,
+        losses: tf.Tensor,
+        y: tf.Tensor,
+        weight: tf.Tensor | None,
+        valid: tf.Tensor,
+    ) -> cohort.CohortSum:
+        """Returns the sum of losses, examples and metrics.
+
+        Args:
+          outputs: [S R, out].
+          losses: Float32 [S R].
+          y: [S, R, ...], the labels.
+          weight: Float32 [S, R] or None, what rows count in the loss.
+          valid: Bool [S, R], which rows are an example.
+        """
+
+        def present(part: tf.Tensor) -> tf.Tensor:
+            return tf.boolean_mask(part, tf.reshape(valid, [-1]))
+
+        y = present(tf.reshape(y, tf.concat([[-1], tf.shape(y)[2:]], axis=0)))
+        outputs, losses = present(outputs), present(losses)
+        if weight is not None:
+            weight = present(tf.reshape(weight, [-1]))
+            losses *= weight
+        counts = tf.math.is_finite(losses)
+        losses = tf.where(counts, cohort.bound_loss(losses), 0.0)
+        nothing = cohort.CohortSum.zeros(self.trainer.no_metrics())
+        return nothing._replace(
+            loss=tf.reduce_sum(losses),
+            examples=tf.reduce_sum(tf.cast(counts, tf.float32)),
+            metrics=self.trainer.with_batch(nothing.metrics, y, outputs, weight),
+        )
 
     def _batches(self, table: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the rows of all batches, int32 [S, K, B], and their sizes [S, K].
 
         A client without such a step, or such a row, gets its own first row, which it
-        trains on anyway: a NaN there is its own. That loss is not counted. (Padding
-        gets the first row of all, and adds nothing.)
+        trains on anyway: a NaN there is its own. That loss is not counted. (A client
+        that is padding gets the first row of all, and adds nothing.)
         """
         num_examples, batch = table.num_examples, tf.size(table.batch)
         per_pass = tf.maximum(-(-num_examples // batch), 1)
@@ -213,90 +338,82 @@ class GhostClipping:
         return tf.gather(table.rows, places), sizes
 
     def _layers(
-        self, weights: list[tf.Tensor], x: tf.Tensor, rows: tf.Tensor
-    ) -> list[Any]:
-        """Returns the layers from the first dense one on, which knows its inputs."""
-        clients = tf.shape(rows)[1]
-        h = _examples(x, tf.transpose(rows, [1, 0, 2]))
-        layers: list[Any] = []
+        self, weights: list[tf.Tensor], h: tf.Tensor, every: _Rows, rows: _Rows
+    ) -> list[_DenseLayer]:
+        """Returns the dense layers; the first one knows its inputs.
+
+        Args:
+          weights: What the server sent.
+          h: The model's inputs, of all steps.
+          every: The rows of all steps.
+          rows: Those of a step.
+        """
+        layers: list[_DenseLayer] = []
         for layer in self.trainer.model.layers:
             if isinstance(layer, tf.keras.layers.Dense):
-                own = layer, *[weights[self._places[id(v)]] for v in layer.weights]
+                own = (
+                    rows,
+                    layer,
+                    *[weights[self._places[id(v)]] for v in layer.weights],
+                )
                 if layers:
                     layers.append(_DenseLayer(*own))
                 else:
-                    layers.append(_FirstLayer(h, clients, self.steps, *own))
+                    layers.append(_FirstLayer(h, every, self.steps, *own))
             elif layers:
-                layers.append(layer)
+                layers[-1].after.append(layer)
             else:
                 h = layer(h)
         return layers
 
     def _step(
         self,
-        layers: list[Any],
-        y: nests.Nest,
-        sizes: tf.Tensor,
-        batch: tf.Tensor,
-        received: cohort.Broadcast,
-        total: cohort.CohortSum,
-    ) -> cohort.CohortSum:
-        """Takes one step of every client, on labels (and weights) y [K B].
+        layers: list[_DenseLayer],
+        y: tf.Tensor,
+        share: tf.Tensor,
+        rate: tf.Tensor,
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Takes one step of every client.
+
+        Args:
+          layers: As of `_layers`; they take the step's inputs and gradients.
+          y: [R, ...], the labels.
+          share: Float32 [R], what a row's loss counts in its client's.
+          rate: The learning rate, eta.
 
         Returns:
-          The sum with the step's loss, examples and metrics.
+          The outputs [R, out] and each row's loss, float32 [R].
         """
-        clients = tf.size(sizes)
-        # A client's loss is the mean over its own rows.
-        valid = tf.sequence_mask(sizes, batch)
-        share = tf.cast(sizes, tf.float32)[:, tf.newaxis]
-        mean = tf.math.divide_no_nan(tf.cast(valid, tf.float32), share)
-        valid, mean = tf.reshape(valid, [-1]), tf.reshape(mean, [-1])
-        outputs: list[tf.Tensor] = []
-        h = None
-        y, weight = nests.labels_and_weights(y)
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
+        h, passed = None, []
+        with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
             for layer in layers:
-                if not isinstance(layer, _DenseLayer):
-                    h = layer(h)
-                    continue
-                z = layer(h, clients, received.learning_rate)
-                if h is None:
-                    tape.watch(z)
-                outputs.append(z)
-                h = layer.layer.activation(z)
+                with tape.stop_recording():
+                    z = layer(h, rate)
+                tape.watch(z)
+                h = layer.activate(z)
+                passed.append((layer, z, h))
             losses = keras_versions.losses_of_rows(self.trainer.single_loss, y, h)
             losses = tf.cast(losses, tf.float32)
-            if weight is not None:
-                losses *= weight
-            loss = tf.reduce_sum(losses * mean)
-        dense = [layer for layer in layers if isinstance(layer, _DenseLayer)]
-        for layer, gradient in zip(dense, tape.gradient(loss, outputs), strict=True):
-            gradient = tf.reshape(gradient, [clients, batch, gradient.shape[-1]])
-            layer.gradients.append(tf.cast(gradient, tf.float32))
-        counts = tf.math.is_finite(losses) & valid
-        y, h = tf.boolean_mask(y, valid), tf.boolean_mask(h, valid)
-        if weight is not None:
-            weight = tf.boolean_mask(weight, valid)
-        losses = tf.where(counts, cohort.bound_loss(losses), 0.0)
-        return total._replace(
-            loss=total.loss + tf.reduce_sum(losses),
-            examples=total.examples + tf.reduce_sum(tf.cast(counts, tf.float32)),
-            metrics=self.trainer.with_batch(total.metrics, y, h, weight),
-        )
+            loss = tf.reduce_sum(losses * share)
+        gradient = tape.gradient(loss, z)
+        for (layer, *_), (_, z, h_before) in itertools.pairwise(reversed(passed)):
+            gradient = layer.back(gradient, rate)
+            gradient = tape.gradient(h_before, z, gradient)
+        layers[0].back(gradient, rate)
+        return h, losses
 
     def _clip_and_sum(
-        self, received: cohort.Broadcast, dense: list[_DenseLayer], table: Any
+        self, received: cohort.Broadcast, layers: list[_DenseLayer], table: Any
     ) -> contribution.Contribution:
         """Scales each client's update as the mechanism says, and adds up.
 
         Args:
           received: What the server sent.
-          dense: The dense layers, after all steps.
+          layers: The dense layers, after all steps.
           table: The clients.
         """
         rate, params = received.learning_rate, received.params
-        factors = [layer.factors() for layer in dense]
+        factors = [layer.factors() for layer in layers]
         length, bound = dense_models.norm_bound(
             [gram for _, _, gram in factors],
             [tf.matmul(d, d, transpose_b=True) for _, d, _ in factors],
@@ -315,7 +432,7 @@ class GhostClipping:
             self.query.client_weight(table.num_examples),
         )
         if not self.fine:  # Rounding to whole numbers leads nobody out of the bound.
-            share = dense_models.rounding_share([layer.shape for layer in dense])
+            share = dense_models.rounding_share([layer.shape for layer in layers])
             most = self.query.l2_norm_bound(params) * (1 - share) / norm
             clients = clients._replace(update=tf.minimum(clients.update, most))
         seen = tf.cast(size * length, tf.float32)
@@ -323,7 +440,7 @@ class GhostClipping:
         # A rate that is no number makes nobody usable, and zero of everybody.
         scale = tf.where(usable, -rate * clients.update, 0.0)[:, None, None]
         update: list[Any] = [None] * len(received.weights)
-        for layer, (x, d, _) in zip(dense, factors, strict=True):
+        for layer, (x, d, _) in zip(layers, factors, strict=True):
             d = tf.math.multiply_no_nan(d, scale)
             x = tf.cond(
                 tf.reduce_all(usable),
@@ -420,13 +537,3 @@ def _of_one_output(y: nests.Nest) -> Any:
         return label
     (weight,) = tf.nest.flatten(nests.weights_of(y))
     return nests.Weighted(label, tf.reshape(weight, [-1]))
-
-
-def _examples(leaf: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-    """Returns the examples of some rows, one after the other."""
-    return tf.gather(leaf, tf.reshape(rows, [-1]))
-
-
-def _rows(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns [K, B, n] as [K B, n]."""
-    return tf.reshape(tensor, [-1, tensor.shape[-1]])
