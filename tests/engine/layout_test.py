@@ -178,7 +178,7 @@ def test_a_clients_program_follows_from_its_own_size(lengths, batch):
     how = layout.Layout(
         element_spec=(tf.TensorSpec([784]), tf.TensorSpec([])),
         label_ranges=[],
-        kernels=[(784, 600)],
+        kernels=((784, 600),),
     )
 
     def rungs(own):

@@ -10,6 +10,7 @@ losses, which look at all labels of a batch to tell 0 from -1.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -158,6 +159,10 @@ _SMALL = 5e7
 # are held at the peak (as they are, and joined for a product).
 _FACTOR_BYTES, _FACTOR_COPIES = 48 * 2**20, 3
 
+# Products of so many elements are made of all clients at once, larger ones one after
+# the other: they stay in the processor's cache.
+AT_ONCE = 2**16
+
 # The sum of so many clients' whole numbers is below 2^31 (`side_by_side`).
 _MOST_CLIENTS = 512
 
@@ -200,12 +205,12 @@ def supports(
 
 
 # The shapes of a model's dense kernels, [rows, columns] each.
-Kernels = list[tuple[int, int]]
+Kernels = tuple[tuple[int, int], ...]
 
 
 def kernels_of(model: tf.keras.Model) -> Kernels:
     """Returns those of a supported model."""
-    return [tuple(v.shape) for v in model.trainable_weights if len(v.shape) == 2]
+    return tuple(tuple(v.shape) for v in model.trainable_weights if len(v.shape) == 2)
 
 
 def worthwhile_rungs(kernels: Kernels, batch: int) -> list[int]:
@@ -252,6 +257,7 @@ def rounding_share(kernels: Kernels) -> float:
     return math.sqrt(sum(a * b + b for a, b in kernels)) * 2.0**-21
 
 
+@functools.cache
 def widths(kernels: Kernels, rung: int, batch: int) -> list[int]:
     """Returns how many clients one call may train, in rising order; none: no call.
 
@@ -267,7 +273,10 @@ def widths(kernels: Kernels, rung: int, batch: int) -> list[int]:
     """
     model_bytes = 4 * sum(map(math.prod, kernels))
     budget = model_bytes if model_bytes > _FACTOR_BYTES / 4 else _FACTOR_BYTES
-    one = _FACTOR_COPIES * 4 * sum(map(sum, kernels)) * rung * batch
+    factors = 4 * sum(map(sum, kernels)) * rung * batch
+    sizes = map(math.prod, kernels)
+    products = 4 * max((size for size in sizes if size <= AT_ONCE), default=0)
+    one = max(_FACTOR_COPIES * factors, factors + products)
     most = min(_MOST_CLIENTS, int(budget // one))
     found, width = [], 2
     while width <= most:

@@ -393,9 +393,9 @@ class Layout:
         strategy = Strategy(SIDE_BY_SIDE, rung, fine)
         batch, count = len(clients.batch), int(clients.num_clients)
         wanted = num_groups
-        if dense_models.is_small(self.kernels or [], count * rung * batch):
+        if dense_models.is_small(self.kernels or (), count * rung * batch):
             wanted = 1
-        most = dense_models.widths(self.kernels or [], rung, batch)[-1]
+        most = dense_models.widths(self.kernels or (), rung, batch)[-1]
         tables = max(1, min(wanted, count // 2), -(-count // most))
         while True:
             places = np.array_split(np.arange(count), tables)
@@ -406,7 +406,7 @@ class Layout:
 
     def _widths(self, strategy: Strategy, batch: int, count: int) -> Iterator[int]:
         """Yields the widths that fit for so many clients, in rising order."""
-        kernels = self.kernels or []
+        kernels = self.kernels or ()
         for width in dense_models.widths(kernels, strategy.num_steps, batch):
             if width >= count and self.fits(strategy, batch, width):
                 yield width

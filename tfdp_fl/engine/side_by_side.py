@@ -47,10 +47,6 @@ from tfdp_fl.mechanisms.contribution import RoundState
 # so many rows there are enough of both, whatever a row's length.
 _ROWS = 32
 
-# Products of so many elements are made of all clients at once, larger ones one after
-# the other: they stay in the processor's cache.
-_AT_ONCE = 2**15
-
 
 class _Rows:
     """The rows of K clients, n each, one after the other: K n, filled up to R."""
@@ -104,7 +100,7 @@ class _DenseLayer:
         """Takes the rows of a step, Keras's layer, and its weights."""
         self.layer = layer
         self.after: list[tf.keras.layers.Layer] = []
-        self.shape = tuple(layer.kernel.shape)
+        self.shape: tuple[int, int] = tuple(layer.kernel.shape)
         self.gradients: list[tf.Tensor] = []
         self._rows = rows
         self._kernel = tf.cast(kernel, layer.compute_dtype)
@@ -432,7 +428,7 @@ class GhostClipping:
             self.query.client_weight(table.num_examples),
         )
         if not self.fine:  # Rounding to whole numbers leads nobody out of the bound.
-            share = dense_models.rounding_share([layer.shape for layer in layers])
+            share = dense_models.rounding_share(tuple(layer.shape for layer in layers))
             most = self.query.l2_norm_bound(params) * (1 - share) / norm
             clients = clients._replace(update=tf.minimum(clients.update, most))
         seen = tf.cast(size * length, tf.float32)
@@ -507,7 +503,7 @@ class GhostClipping:
                 return tf.cast(total, tf.float64) * tf.cast(power * 2.0**-23, "float64")
 
         count = tf.shape(x)[0]
-        if math.prod(shape) <= _AT_ONCE:
+        if math.prod(shape) <= dense_models.AT_ONCE:
             numbers = as_numbers(tf.matmul(x, d, transpose_a=True))
             return as_sum(tf.reduce_sum(numbers, axis=0))
 
