@@ -136,12 +136,15 @@ class Cohort:
       participation: What the round's charge is made of. Not secret.
       round_index: The round that it was drawn for, from 0.
       draw_id: Random, no other draw has it. Not secret.
+      from_seed: Whether a sampler with the same seed draws the same clients for that
+        round.
     """
 
     positions: np.ndarray
     participation: charge_lib.Participation
     round_index: int
     draw_id: str
+    from_seed: bool = False
 
 
 class CohortSampler(abc.ABC):
@@ -229,6 +232,7 @@ class CohortSampler(abc.ABC):
             participation=self.participation(self.next_round),
             round_index=self.next_round,
             draw_id=secrets.token_hex(8),
+            from_seed=self.seed is not None,
         )
         self._has_drawn = True
         return self.unsettled
@@ -388,6 +392,7 @@ class CohortSampler(abc.ABC):
                 participation=charge_lib.Participation(**drawn["participation"]),
                 round_index=self.next_round,
                 draw_id=drawn["draw_id"],
+                from_seed=self.seed is not None,
             )
 
     def _check_size(self, clients_per_round: Any) -> float:

@@ -350,6 +350,35 @@ def test_a_pass_of_a_random_allocation_is_charged_once_and_divided_by_its_size()
     assert spent == tfdp_fl.accounting.epsilon(*given)
 
 
+@pytest.mark.parametrize("name", ["poisson", "fixed_size", "shuffled", "cyclic"])
+def test_a_seed_does_not_draw_the_same_clients_for_one_state_again(name):
+    state = aggregators.AggregatorState((), 0, (), aggregators.RoundHistory((), ()))
+    sampler = make_sampler(name, 20, 5, seed=7)
+    for _ in range(3):
+        cohort = sampler.draw()
+        state = aggregators.with_cohort(state, cohort)
+        sampler.release(cohort)
+        done = np.arange(cohort.round_index + 1) + 1
+        state = state._replace(history=state.history._replace(attempted=done))
+        # The process ends here: the script is started again.
+        again = make_sampler(name, 20, 5, seed=7)
+        with pytest.raises(RuntimeError, match="Restore the sampler"):
+            aggregators.with_cohort(state, again.draw())
+        again = make_sampler(name, 20, 5, seed=7)
+        again.restore(sampler.state())
+        sampler = again
+
+
+def test_a_statement_says_that_cohorts_follow_from_a_seed():
+    mechanism = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0)
+    way = {"sampling": "poisson", "num_clients": 8}
+    for seed in (None, 3):
+        cohort = make_sampler("poisson", 8, 2, seed).draw()
+        state = aggregators.with_cohort(_process(mechanism, **way).initialize(), cohort)
+        said = _epsilon(state, mechanism, **way, clients_per_round=2).statement
+        assert ("follow from a random seed" in said) == (seed is not None)
+
+
 def test_a_cohort_of_a_fixed_size_is_not_thrown_away():
     mechanism = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0)
     way = {"sampling": "fixed_size", "num_clients": 8}

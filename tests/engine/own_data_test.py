@@ -212,7 +212,7 @@ def test_a_flower_server_adds_up_records_exactly(mechanism):
     assert np.any(total(range(8))[0])
 
 
-def _after_a_round_with(sizes, change):
+def _after_a_round_with(sizes, change, **options):
     """Returns what moves the model in a round of others, after one with `sizes`."""
     tf.keras.utils.set_random_seed(3)
     slope = tf.keras.layers.LeakyReLU(negative_slope=0.5)
@@ -225,26 +225,48 @@ def _after_a_round_with(sizes, change):
     }
     dataset = cohorts.from_arrays({**others, **first})
     server = tf.keras.optimizers.SGD(1.0, momentum=0.9)
-    how = {"training": {"server_optimizer": server}, "jit_compile": None}
+    how = {"training": {"server_optimizer": server}, "jit_compile": None, **options}
     engine = cohorts.make_engine(model, dataset, max_parallel_clients=2, **how)
     number = len(others)
-    cohorts.run_round(engine, dataset, positions=np.arange(number, number + len(sizes)))
+    size = {"clients_per_round": 3.0}
+    there = np.arange(number, number + len(sizes))
+    cohorts.run_round(engine, dataset, positions=there, **size)
     change(slope, server)
     before = [w.copy() for w in model.get_weights()]
-    cohorts.run_round(engine, dataset, positions=np.arange(number))
+    cohorts.run_round(engine, dataset, positions=np.arange(number), **size)
     return [new - old for new, old in zip(model.get_weights(), before, strict=True)]
 
 
-@pytest.mark.parametrize("what", ["slope", "nesterov"])
-def test_programs_do_not_tell_who_was_there_when_a_layer_changed(what):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Annealed(mechanisms.MedianClipping):
+    """Its clip, once all norms are known, is less by a factor that Python knows."""
+
+    factor: list[float]
+
+    def scale(self, norm, round):
+        return super().scale(norm, round) * self.factor[0]
+
+
+@pytest.mark.parametrize("what", ["slope", "nesterov", "clip"])
+def test_programs_do_not_tell_who_was_there_when_something_changed(what):
+    factor, options = [1.0], {}
+    if what == "clip":
+        options["mechanism"] = _Annealed(noise_multiplier=1.0, factor=factor)
+
     def change(slope, server):
         if what == "slope":
             slope.negative_slope = 0.0
-        else:
+        elif what == "nesterov":
             server.nesterov = True
+        else:
+            factor[0] = 0.1
 
-    wanted = _after_a_round_with((3,), change)
+    def moved_after(sizes):
+        factor[0] = 1.0
+        return _after_a_round_with(sizes, change, **options)
+
+    wanted = moved_after((3,))
     for sizes in (10,), (3, 10, 70):
-        moved = _after_a_round_with(sizes, change)
+        moved = moved_after(sizes)
         for one, other in zip(moved, wanted, strict=True):
             np.testing.assert_array_equal(one, other)

@@ -159,7 +159,7 @@ class HereWorkers:
     def collector(self, cohort_engine, clients):
         return ray_workers.ShardedCohorts(cohort_engine, clients, self, True)
 
-    def run(self, traced, sent, examples, shards, float32_products):
+    def run(self, traced, sent, examples, shards):
         run = ray_workers.runnable(traced)
         return [run([*sent, *(examples or ()), *shard]) for shard in shards]
 

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 
 import numpy as np
 import pytest
@@ -170,6 +171,32 @@ def test_arguments(changes, name):
 @pytest.fixture(name="unequal")
 def _unequal(cohort):
     return [cohort[0], *(data.take(1) for data in cohort[1:])]
+
+
+def _asks_python(x):
+    return tf.ensure_shape(tf.py_function(lambda rows: rows, [x], tf.float32), x.shape)
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (lambda: tf.keras.layers.Dropout(0.5), None),
+        (lambda: tf.keras.layers.Dropout(0.5, seed=1), "without a seed"),
+        (lambda: tf.keras.layers.Lambda(_asks_python), "EagerPyFunc"),
+    ],
+    ids=["dropout", "seeded", "Python"],
+)
+def test_what_passes_from_client_to_client_does_not_train(layer, said):
+    def model_fn():
+        layers = [tf.keras.layers.InputLayer(64), layer(), tf.keras.layers.Dense(10)]
+        model = tf.keras.Sequential(layers)
+        return tff.learning.models.from_keras_model(model, LOSS, SPEC)
+
+    refused = (
+        pytest.raises(ValueError, match=said) if said else contextlib.nullcontext()
+    )
+    with refused:
+        build(FIXED, model=model_fn)
 
 
 def test_nbafl_without_noise_is_weighted_fed_avg_of_weights(unequal):

@@ -16,10 +16,11 @@ from tests.conformance.runtimes import ray_workers as shared_workers
 from tests.engine import clip_attack_test
 from tests.engine.cohorts import policy, sequential, side_by_side
 from tests.keras import toy
+from tests.keras.hostile import HereWorkers
 from tests.mechanisms import references
 from tfdp_fl import engine, runtimes, secure_aggregation
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import devices, layout, program, ray_workers
+from tfdp_fl.engine import layout, program, ray_workers
 
 ray = pytest.importorskip("ray", reason="ray is not installed (tests only)")
 _layers = tf.keras.layers
@@ -164,22 +165,36 @@ def test_a_program_that_travelled_is_the_program():
 
 
 def test_side_by_side_needs_products_of_all_their_bits(workers, monkeypatch):
-    def some(places):
-        return [place == 0 for place in places]
-
-    monkeypatch.setattr(workers, "_products_of", some)
+    facts = {**workers.open()._facts_of([0])[0], "float32_products": False}
+    monkeypatch.setattr(workers, "_facts_of", lambda places: [facts for _ in places])
+    monkeypatch.setattr(workers, "run", HereWorkers().run)
     federated = _SIDE_BY_SIDE.federated()
     _SIDE_BY_SIDE.train(federated, runtime=workers)
     assert not federated.engine.has_trained_side_by_side
-    # Nor does a worker without them take another one's place.
-    monkeypatch.setattr(devices, "products_are_float32", lambda: False)
+
+
+def test_workers_that_compute_otherwise_do_not_train(workers, monkeypatch):
+    # As one of another processor does, or one that is told to compute as an older one.
+    facts = workers.open()._facts_of([0])[0]
+    assert facts == workers._facts_of([1])[0]
+    other = {**facts, "results": "others"}
+    monkeypatch.setattr(
+        workers, "_facts_of", lambda places: [(facts, other)[n % 2] for n in places]
+    )
+    federated = _SIDE_BY_SIDE.federated()
+    before = federated.get_weights()[0]
+    with pytest.raises(ray_workers.WorkerError, match="differ in results"):
+        _SIDE_BY_SIDE.train(federated, runtime=workers)
+    np.testing.assert_array_equal(federated.get_weights()[0], before)
+    # Nor does such a one take another one's place.
     traced = program.Program(tf.identity, tf.TensorSpec([]))
     actor = ray_workers._Actor(1)
     actor._made[traced.name] = ray_workers.runnable(traced)
     arguments = traced.name, [], [np.float32(2.0)], None, []
-    with pytest.raises(ValueError, match="fewer bits"):
-        actor.run(True, *arguments)
-    assert ray_workers._open(actor.run(False, *arguments)) == [2.0]
+    with pytest.raises(ValueError, match="differ in threads"):
+        actor.run({**actor.facts(), "threads": 99}, *arguments)
+    for alike in (actor.facts(), None):
+        assert ray_workers._open(actor.run(alike, *arguments)) == [2.0]
 
 
 def _compare(case, workers, clients=None):

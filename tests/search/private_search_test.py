@@ -346,7 +346,6 @@ def test_a_trial_begins_as_its_candidate_began_and_traces_nothing_anew():
 
     def watched(self, *args, **kwargs):
         before = [v.numpy() for v in self.model.variables]
-        assert self.engine.has_trained  # Whatever became of the trial before.
         history = fit(self, *args, **kwargs)
         iterations = int(self.engine.server.state[0].numpy())
         facts = history.history["clip_norm"][0], iterations, self.engine

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -41,9 +42,13 @@ class ClientExamples:
     y: nests.Nest
 
 
+# Where TensorFlow raised: the model's part of a message.
+_OPERATION = re.compile(r"(?:\{\{node |node '?)([\w./-]+)")
+
+
 @dataclasses.dataclass(frozen=True)
 class ClientFailure:
-    """A client whose examples could not be read.
+    """A client whose examples could not be read, or not be trained on.
 
     Attributes:
       position: The client's place in the dataset, from 0.
@@ -59,7 +64,11 @@ class ClientFailure:
         kind = type(self.error).__name__
         if isinstance(self.error, nests.SAFE_ERRORS):
             return f"{kind}: {self.error}"
-        return f"{kind} (its message may quote examples and is not shown)"
+        found = None
+        if isinstance(self.error, tf.errors.OpError):
+            found = _OPERATION.search(str(self.error))
+        where = f" in {found.group(1)}" if found else ""
+        return f"{kind}{where} (its message may quote examples and is not shown)"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -145,6 +145,20 @@ ALLOWED = BY_CLIENT | frozenset(
     ).split()
 )
 
+# What TFF's programs have besides. Each client's variables are its own, and begin anew.
+_VARIABLES = """
+AssignAddVariableOp AssignSubVariableOp AssignVariableOp ReadVariableOp ResourceGather
+ResourceScatterAdd VarHandleOp VarIsInitializedOp VariableShape
+"""
+
+# All clients draw from one stream. It tells nobody of others unless its seed is known.
+_STREAMS = """
+Multinomial ParameterizedTruncatedNormal RandomGamma RandomShuffle RandomStandardNormal
+RandomUniform RandomUniformInt TruncatedNormal
+"""
+
+IN_TFF = ALLOWED | frozenset((_STREAMS + _VARIABLES).split())
+
 
 def find_unbatchable(definition: tf.compat.v1.GraphDef) -> list[str]:
     """Returns the operations that may mix clients when vectorized over them."""
@@ -153,12 +167,17 @@ def find_unbatchable(definition: tf.compat.v1.GraphDef) -> list[str]:
     return sorted(operations - BY_CLIENT - functions)
 
 
-def check(definition: tf.compat.v1.GraphDef, layers: Iterable[str] = ()) -> None:
+def check(
+    definition: tf.compat.v1.GraphDef,
+    layers: Iterable[str] = (),
+    allowed_ones: frozenset[str] = ALLOWED,
+) -> None:
     """Raises ValueError for an operation that is not allowed.
 
     Args:
       definition: A graph; the functions of its library are looked at as well.
       layers: Names by which the error says where the operation is.
+      allowed_ones: Which are allowed.
     """
     functions = {function.signature.name for function in definition.library.function}
     normed = {node.name for _, node in nodes(definition) if node.op == _THREE_WRITTEN}
@@ -180,16 +199,26 @@ def check(definition: tf.compat.v1.GraphDef, layers: Iterable[str] = ()) -> None
         weighted = node.op == _ADDS_IN_ANY_ORDER and not (
             {scope + each.split(":")[0] for each in node.input[2:3]} <= empty
         )
-        allowed = node.op in ALLOWED or node.op in functions
-        if allowed and not (missing or drops or unwritten or weighted):
+        # A stream that follows from a seed gives each client what the others leave.
+        seeded = node.op in _STREAMS.split() and (
+            node.attr["seed"].i or node.attr["seed2"].i
+        )
+        allowed = node.op in allowed_ones or node.op in functions
+        if allowed and not (missing or drops or unwritten or weighted or seeded):
             continue
         raise ValueError(
             "model, loss, metrics and hooks must compute with operations that "
             "keep nothing for the next client and reach nothing outside, got "
             f"{node.op} in {layer_of(path, layers)} ({path}). Queues, tables, files "
-            "and tf.py_function are not for them. Random numbers are to be drawn by "
-            "Keras's layers, or by a keras.random.SeedGenerator that a layer "
-            "holds and gives as seed=. State is to be in the model's weights."
+            "and tf.py_function are not for them. "
+            + (
+                "In TFF, random numbers are to be drawn without a seed (a layer's, or "
+                "tf.random.set_seed): all clients draw from its one stream. "
+                if seeded
+                else "Random numbers are to be drawn by Keras's layers, or by a "
+                "keras.random.SeedGenerator that a layer holds and gives as seed=. "
+            )
+            + "State is to be in the model's weights."
         )
 
 

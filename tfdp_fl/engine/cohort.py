@@ -235,7 +235,6 @@ class PendingRound:
       collected: What was kept of each client in place of a sum, with the
         clients' places in the cohort.
       failures: The clients whose data could not be read, or not be trained on.
-      training_error: What training on somebody's data raised, if anything.
       without_noise: How many clients in the sum have not added the noise of
         their own that others count on.
     """
@@ -249,7 +248,6 @@ class PendingRound:
         default_factory=list
     )
     failures: list[ClientFailure] = dataclasses.field(default_factory=list)
-    training_error: Exception | None = None
     without_noise: int = 0
 
     @property

@@ -8,13 +8,19 @@ where the user asks for it.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
+import pathlib
+import platform
+import re
 import subprocess
 
+import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
+from tfdp_fl.terms import Json
 
 # A client's weights, the gradients, the update, and what it started from.
 _COPIES_OF_A_CLIENT = 4
@@ -89,6 +95,61 @@ def _device_bytes(device: str) -> float:
         return total - memory["current"]
     except (OSError, ValueError, IndexError, subprocess.SubprocessError):
         return 4 * 2.0**30
+
+
+# Of the environment, what tells libraries how to compute.
+_COMPUTES = re.compile(
+    "(ONEDNN_|DNNL_|TF_ENABLE_|TF_SET_|TF_XLA_|TF_CU|XLA_|OMP_|MKL_|NVIDIA_TF32_).*"
+)
+
+
+def facts(threads: int) -> Json:
+    """Returns what a machine's results depend on, beside what it computes.
+
+    Libraries choose kernels by the processor and its caches, and by the environment.
+    Bits of a few results stand for what is not listed here.
+
+    Args:
+      threads: How many compute.
+    """
+    found = pathlib.Path("/proc/cpuinfo")
+    text = found.read_text() if found.exists() else platform.processor()
+    processor = re.findall(r"^(model name|flags|cache size)\s*:\s*(.*)$", text, re.M)
+    environment = {k: v for k, v in os.environ.items() if _COMPUTES.fullmatch(k)}
+    return {
+        "float32_products": products_are_float32(),
+        "threads": threads,
+        "tensorflow": tf.version.GIT_VERSION,
+        "processor": sorted(set(processor)) or text,
+        "devices": [
+            tf.config.experimental.get_device_details(device).get("device_name")
+            for device in tf.config.list_physical_devices("GPU")
+        ],
+        "environment": environment,
+        "results": _bits_of_results(threads),
+    }
+
+
+def _bits_of_results(threads: int) -> str:
+    """Returns a hash of what a few operations return on numbers that all know."""
+    rng = np.random.default_rng(0)
+    images, kernel = rng.normal(size=(4, 9, 9, 5)), rng.normal(size=(3, 3, 5, 7))
+    rows, columns = rng.normal(size=(70, 130)), rng.normal(size=(130, 50))
+    with tf.Graph().as_default():
+        x, y = (tf.constant(part, tf.float32) for part in (rows, columns))
+        results = [
+            x @ y,
+            tf.transpose(x) @ x,
+            tf.nn.conv2d(images.astype("f"), kernel.astype("f"), 1, "SAME"),
+            *(function(x) for function in (tf.tanh, tf.exp, tf.sigmoid, tf.nn.softmax)),
+            tf.reduce_sum(x),
+        ]
+        config = tf.compat.v1.ConfigProto(
+            intra_op_parallelism_threads=threads, inter_op_parallelism_threads=threads
+        )
+        with tf.compat.v1.Session(config=config) as session:
+            found = session.run(results)
+    return hashlib.sha256(b"".join(part.tobytes() for part in found)).hexdigest()
 
 
 def products_are_float32() -> bool:

@@ -20,7 +20,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
-import re
 from collections.abc import Callable
 
 import numpy as np
@@ -83,8 +82,6 @@ class CohortEngine:
       programs: The compiled programs that train clients.
       used_strategies: Those by which anybody was trained so far.
       max_parallel_clients: How many clients train at once.
-      has_trained: Whether anybody's training has ever succeeded, or nobody may be told
-        that it never did.
       keeps_non_trainable: Whether there is state that is not taken from clients.
       cache_key: Cache key: the engine is reused while it is equal.
     """
@@ -126,7 +123,6 @@ class CohortEngine:
             model, the training and the mechanism do not go together.
         """
         self.collects_records = collect_records
-        self.has_trained = False
         self.device = devices.home_of(model)
         self.max_parallel_clients = (
             max_parallel_clients or devices.default_parallel_clients(self.device)
@@ -416,6 +412,8 @@ class CohortEngine:
         needs it, and had a callback changed such an attribute, then how all clients
         train would tell who had been in earlier rounds.
         """
+        if self._later_clip is not None:
+            self._later_clip.trace(pending)
         batch = pending.inputs.batch_size
         nobody = layout.client_table(np.zeros(0, int), np.zeros(0, int), batch, 1)
         for strategy in self.layout.strategies(batch, needs_fine_grid(pending)):
@@ -463,7 +461,6 @@ class CohortEngine:
             chunk = layout.gather(chunk, part.table)
         trained = program(pending.received, chunk)
         pending.add(part.members, trained, thread)
-        self.has_trained |= len(part.members) > 0
 
     def train_each_alone(
         self,
@@ -494,23 +491,15 @@ class CohortEngine:
             try:
                 train(np.array([place]))
             except CLIENT_ERRORS as error:
-                pending.training_error = error  # Names the operation, too.
                 position = int(pending.inputs.positions[member])
                 pending.failures.append(ClientFailure(position, error))
 
     def complete(self, pending: cohort.PendingRound) -> None:
         """Ends collecting, once every chunk was added.
 
-        Raises:
-          tf.errors.OpError: Nobody could ever be trained: it is the model. The
-            message names the operation, and quotes nobody's examples.
+        Where nobody could be trained, the round is released as any other, as noise: to
+        raise would tell, at no charge, that nobody was there whose data is fine.
         """
-        if (
-            pending.training_error is not None
-            and not self.has_trained
-            and len(pending.failures) == pending.cohort_size > 1
-        ):
-            raise _without_examples(pending.training_error) from None
         pending.sums = [total for total in pending.sums if total is not None]
         if self._later_clip is None:
             return
@@ -599,16 +588,3 @@ def _seed_hook(hook: trainer_lib.BroadcastHook) -> Callable[..., list[tf.Tensor]
             return list(hook(list(weights), own))
 
     return changed
-
-
-def _without_examples(error: tf.errors.OpError) -> Exception:
-    """Returns an error of TensorFlow's that names the operation only."""
-    found = re.search(r"(?:\{\{node |node '?)([\w./-]+)", str(error))
-    where = f" in {found.group(1)}" if found else ""
-    return type(error)(
-        None,
-        None,
-        f"No client could be trained: {type(error).__name__}{where}. It may be "
-        "the model or the data, such as a number that no embedding has. (The "
-        "rest of TensorFlow's message may quote examples and is not shown.)",
-    )

@@ -165,7 +165,6 @@ class ShardedCohorts:
             _arrays(pending.received),
             self._examples,
             [self._shard(chunk, part) for part in parts],
-            float32_products=parts[0].strategy.kind == layout.SIDE_BY_SIDE,
         )
         raised: list[layout.Part] = []
         for part, arrays in zip(parts, found, strict=True):
@@ -186,7 +185,6 @@ class ShardedCohorts:
             _arrays(received),
             None,
             [_arrays(chunk)] * self._workers.num_workers,
-            float32_products=True,
         )
         arrays = [each for each in found if each is not None]
         return arrays if len(arrays) == len(found) else []
@@ -248,15 +246,15 @@ class _Actor:
     def __init__(self, threads: int):
         self._threads = threads
         self._made: Json = {}
-        self._float32_products = devices.products_are_float32()
+        self._facts = devices.facts(threads)
 
-    def float32_products(self) -> bool:
-        """Returns whether the worker multiplies in full float32, once it is there."""
-        return self._float32_products
+    def facts(self) -> Json:
+        """Returns what the worker's results depend on, once it is there."""
+        return self._facts
 
     def run(
         self,
-        float32_products: bool,
+        alike: Json | None,
         name: str,
         stored: list[program.Program],
         sent: _Sealed,
@@ -266,17 +264,17 @@ class _Actor:
         """Returns the leaves of a program's results; None if a client's data raised.
 
         Args:
-          float32_products: Whether the program rests on them.
+          alike: The facts that all workers have to have; None: any.
           name: The program's.
           stored: What Ray has stored of the program, unread.
           sent: See `RayWorkers.run`, sealed.
           examples: Likewise, as they are.
           shard: The rest, sealed.
         """
-        if float32_products and not self._float32_products:
+        if alike is not None and alike != self._facts:
             raise ValueError(
-                "This worker took another one's place, and its products of float32 "
-                "numbers are of fewer bits."
+                "This worker took another one's place, and computes otherwise: they "
+                f"differ in {_differing(alike, self._facts)}."
             )
         if name not in self._made:
             traced = _ray().get(stored[0])
@@ -286,6 +284,11 @@ class _Actor:
             return _seal(self._made[name](arguments))
         except engine.CLIENT_ERRORS:  # Ray would send its message, which quotes.
             return None
+
+
+def _differing(one: Json, other: Json) -> str:
+    """Returns the names of the facts in which two workers differ."""
+    return ", ".join(name for name in one if one[name] != other[name])
 
 
 def _seal(arrays: nests.Nest) -> _Sealed:
@@ -411,6 +414,7 @@ class RayWorkers:
         )
         # Programs, and the examples of a dataset, with what Ray has stored of them.
         self._stored: dict[str, tuple[object, ObjectRef]] = {}
+        self._alike: Json | None = None
         self._max_repeats = _validate.non_negative_integer(max_repeats=max_repeats)
         options = {"num_cpus": 1, **(resources or {})}
         self._cluster = _Cluster(address, options)
@@ -428,16 +432,13 @@ class RayWorkers:
             raise RuntimeError("These RayWorkers are closed.")
         self._cluster.connect()
         places = set(range(self.num_workers)).difference(self._cluster.actors)
-        self._products_of(places)
+        self._facts_of(places)
         return self
 
-    def _products_of(self, places: Iterable[int]) -> list[bool]:
-        """Returns whether workers' products of float32 numbers are such.
-
-        They answer once they are started.
-        """
+    def _facts_of(self, places: Iterable[int]) -> list[Json]:
+        """Returns what workers' results depend on; they answer once they are there."""
         ray = _ray()
-        asked = [self._cluster.actor(n).float32_products.remote() for n in places]
+        asked = [self._cluster.actor(n).facts.remote() for n in places]
         try:
             return ray.get(asked, timeout=_SECONDS_TO_START)
         except ray.exceptions.RayError as error:
@@ -458,9 +459,23 @@ class RayWorkers:
     def collector(
         self, cohort_engine: engine.CohortEngine, clients: FederatedDataset
     ) -> ShardedCohorts:
-        """Returns what trains the cohorts of a `fit`; opens the workers."""
-        products = self.open()._products_of(range(self.num_workers))
-        return ShardedCohorts(cohort_engine, clients, self, all(products))
+        """Returns what trains the cohorts of a `fit`; opens the workers.
+
+        Raises:
+          WorkerError: The workers do not compute alike. Who trains a client depends on
+            who else is there; what the client adds must not.
+        """
+        first, *others = self.open()._facts_of(range(self.num_workers))
+        for facts in others:
+            if facts != first:
+                raise WorkerError(
+                    "The workers of Ray must run on machines of one kind, in one "
+                    "environment, so that a client's update is the same on each: they "
+                    f"differ in {_differing(first, facts)}. Ask by resources={{...}} "
+                    "for what only such machines have."
+                )
+        self._alike = first
+        return ShardedCohorts(cohort_engine, clients, self, first["float32_products"])
 
     def _reference(self, name: str, value: object) -> ObjectRef:
         """Returns what Ray has of a value: it is stored once, the last of a name."""
@@ -474,7 +489,6 @@ class RayWorkers:
         sent: Arrays,
         examples: Arrays | None,
         shards: list[Arrays],
-        float32_products: bool,
     ) -> list[Arrays]:
         """Runs a program on shards, all at the same time.
 
@@ -484,8 +498,6 @@ class RayWorkers:
           examples: The next ones, where all shards have the same: all examples of
             a dataset that is in memory. None: they are in the shards.
           shards: The rest, for each shard; at most one for each worker.
-          float32_products: Whether the program rests on them: a worker that took
-            another one's place may not have them.
 
         Returns:
           The flattened results of each shard; None where a client's data raised.
@@ -501,7 +513,7 @@ class RayWorkers:
 
         def ask(place: int) -> ObjectRef:
             return self._cluster.actor(place).run.remote(
-                *(float32_products, traced.name, stored),
+                *(self._alike, traced.name, stored),
                 *(received, held, _seal(shards[place])),
             )
 

@@ -275,12 +275,49 @@ class DeferredClipping:
             )
         self._query = query
         self._spec = update_spec
-        self._set_clip = tf.function(
-            self._clip_to_cohort, reduce_retracing=True, autograph=False
+        self._traced: tuple[Callable[..., nests.Nest], ...] = ()
+
+    def trace(self, pending: cohort.PendingRound) -> None:
+        """Traces both functions, once and for any number of clients.
+
+        As with programs (`CohortEngine._trace`): they hold what Python says of the
+        mechanism at that moment, whoever is there.
+        """
+        if self._traced:
+            return
+        state = tf.nest.map_structure(tf.TensorSpec.from_tensor, pending.state)
+        seed = tf.TensorSpec([2], tf.uint64)
+        norms = tf.TensorSpec([None], tf.float32)
+        set_clip = tf.function(
+            self._clip_to_cohort, input_signature=[state, seed, norms], autograph=False
         )
-        self._clip = tf.function(
-            self._clip_rows, reduce_retracing=True, autograph=False
+        traced = set_clip.get_concrete_function()
+        params = tf.nest.map_structure(
+            tf.TensorSpec.from_tensor, traced.structured_outputs[1]
         )
+        windows = self._windows(pending).shape[1:]
+        rows = cohort.PerClient(
+            updates=tf.TensorSpec([None, self._spec.size], tf.float32),
+            scalars=tf.TensorSpec([None, 2], tf.float32),
+        )
+        own = [
+            tf.TensorSpec([None], tf.int64),
+            tf.TensorSpec([None, *windows], tf.float32),
+        ]
+        clip = tf.function(
+            self._clip_rows,
+            input_signature=[params, rows, *own, seed],
+            autograph=False,
+        )
+        clip.get_concrete_function()
+        self._traced = set_clip, clip
+
+    @staticmethod
+    def _windows(pending: cohort.PendingRound) -> np.ndarray:
+        """Returns the clients' windows, float32 [K, W, L]."""
+        if pending.inputs.windows is None:
+            return np.zeros([pending.cohort_size, 0, 0], np.float32)
+        return pending.inputs.windows.astype(np.float32)
 
     def __call__(
         self, pending: cohort.PendingRound
@@ -292,17 +329,17 @@ class DeferredClipping:
         for members, rows in pending.collected:
             norms[members] = rows.scalars[:, 0].numpy()
             answered[members] = True
-        seed = tf.constant(pending.inputs.seed)
-        pending.state, params = self._set_clip(
+        seed = tf.constant(pending.inputs.seed.astype(np.uint64))
+        set_clip, clip = self._traced
+        pending.state, params = set_clip(
             pending.state, seed, tf.constant(norms[answered])
         )
-        windows = pending.inputs.windows
-        if windows is None:
-            windows = np.zeros([len(norms), 0, 0])
+        windows = self._windows(pending)
         for members, rows in pending.collected:
             keys = pending.inputs.positions[members].astype(np.int64)
-            own = keys, windows[members].astype(np.float32)
-            yield members, self._clip(params, rows, *map(tf.constant, own), seed)
+            own = map(tf.constant, (keys, windows[members]))
+            rows = cohort.PerClient(updates=rows.updates, scalars=rows.scalars)
+            yield members, clip(params, rows, *own, seed)
 
     def _clip_to_cohort(self, state, seed, norms):
         if self._query.two_phase:

@@ -39,9 +39,6 @@ class FederatedTraining:
         self._model = model
         self._setup = setup
         self._run: Run | None = None
-        # Whether `fit` raises what all clients' training raises: for those alone who
-        # may see the clients' data.
-        self._raises_if_all_fail = True
         # Whether clients' metrics were shown without noise.
         self._showed_metrics = False
         self._compiled: Training | None = None

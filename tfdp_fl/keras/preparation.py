@@ -295,7 +295,6 @@ def _engine(
             batch_size=plan.batch_size,
         )
     made.cache_key = cache_key
-    made.has_trained = not fed._raises_if_all_fail
     return made
 
 

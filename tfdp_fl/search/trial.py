@@ -361,8 +361,6 @@ class Trial:
         self._fed = self._made.with_setup(
             mechanism=self.mechanism, delta=None, target=None
         )
-        # A cohort of failures alone ends no trial: that it did would tell of a client.
-        self._fed._raises_if_all_fail = False
         options = dict(self._options)
         last_round = options.pop("rounds")
         plan = FitPlan(first_round=0, last_round=last_round, seed=None, **options)

@@ -350,8 +350,6 @@ class Silo:
             )
         if fed.run is not None:
             raise ValueError("build must return a new model each time, got a used one.")
-        # To send an error instead of an answer would tell that all of a cohort fail.
-        fed._raises_if_all_fail = False
         return fed
 
     def _check_weights(self, weights: Sequence[npt.ArrayLike]) -> list[np.ndarray]:

@@ -17,6 +17,7 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from tfdp_fl import _validate, sampling, schedules
+from tfdp_fl.engine import allowed_operations
 from tfdp_fl.mechanisms import contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 from tfdp_fl.mechanisms.nbafl import NbAFL
@@ -213,7 +214,8 @@ def build_dp_fed_avg(
     Raises:
       TypeError: An argument is of a wrong type.
       ValueError: The mechanism's guarantee does not hold there, or it needs a
-        fact that is not given.
+        fact that is not given; or a client's data could move another one's update,
+        as by random numbers of the model's that follow from a seed.
     """
     optimizer = tff.learning.optimizers.Optimizer
     _validate.instance_of(mechanism_lib.Mechanism, mechanism=mechanism)
@@ -231,6 +233,7 @@ def build_dp_fed_avg(
         "min_examples": min_examples,
     }
     initial_weights = _initial_weights(model_fn)
+    _check_model(model_fn)
     weights_type = initial_weights.type_signature.result
     if isinstance(mechanism, NbAFL):
         if server_optimizer_fn is not None:
@@ -299,6 +302,31 @@ def _initial_weights(model_fn: ModelFn) -> tff.Computation:
         return tff.learning.models.ModelWeights.from_model(model)
 
     return initial_weights
+
+
+def _check_model(model_fn: ModelFn) -> None:
+    """Raises ValueError if a client's data could move another one's update.
+
+    Training must be made of operations that keep nothing for the next client
+    (`engine.allowed_operations`).
+    """
+    models = tff.learning.models
+    with tf.Graph().as_default():
+        if isinstance(model_fn, models.FunctionalModel):
+            model = models.model_from_functional(model_fn)
+        else:
+            model = model_fn()
+
+        def gradients(batch):
+            with tf.GradientTape() as tape:
+                loss = model.forward_pass(batch, training=True).loss
+            return tape.gradient(loss, model.trainable_variables)
+
+        traced = tf.function(gradients, autograph=False).get_concrete_function(
+            model.input_spec
+        )
+    definition = traced.graph.as_graph_def()
+    allowed_operations.check(definition, allowed_ones=allowed_operations.IN_TFF)
 
 
 def build_local_training(

@@ -62,7 +62,8 @@ def privacy_charges(
     """Returns what each round that is in a state cost centrally.
 
     A round that does not say which cohort it was for (`aggregators.with_cohort`) costs
-    what it costs if every client was in it.
+    what it costs if every client was in it; under Poisson sampling, what a cohort costs
+    that was drawn as declared.
 
     Args:
       state: The state of a learning process, or an `AggregatorState` (see
@@ -140,9 +141,9 @@ def _everybody(
 ) -> accounting.Participation:
     """Returns who could have been in a round if nobody says: every client.
 
-    Not so under Poisson sampling, whose cohorts follow from nothing but what is
-    declared. Of a fixed size, or of a pass, it is not known whether cohorts were drawn
-    again.
+    Under Poisson sampling, the caller's word is taken that its cohort was drawn anew,
+    and the statement says so. Of a fixed size, or of a pass, even then it is not known
+    whether cohorts were drawn again.
     """
     size, population = line["clients_per_round"], cast(int, deployment.num_clients)
     return accounting.Participation(
@@ -443,10 +444,12 @@ def _caveats(
     # Of a local guarantee, or where nobody draws, that says nothing.
     silent = mechanism.trust_model == TrustModel.CENTRAL and sampling != MIN_SEPARATION
     known = any(each["participation"].get("known_selection") for each in drawn)
+    seeded = any("round_from_seed" in each for each in drawn)
     return (
         *mechanism.all_caveats(),
         *(("tff_cohorts_not_said",) if silent and not all(rounds_of) else ()),
         *(("rounds_may_be_abandoned",) if known else ()),
+        *(("tff_cohorts_from_seed",) if seeded else ()),
         *(("client_noise_needs_honest_clients",) if at_clients else ()),
         *(("participations_declared",) if apart else ()),
         "tff_cohorts_declared",

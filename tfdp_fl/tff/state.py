@@ -374,7 +374,8 @@ def with_cohort(state: ServerState, cohort: sampling.Cohort) -> ServerState:
     """Returns a state that says which cohort its next round is for.
 
     It is written into the history who could have been in the cohort, not who was.
-    A round whose cohort is not said is charged as if every client had been in it.
+    A round whose cohort is not said is charged as if every client had been in it; under
+    Poisson sampling, as if its cohort had been drawn anew, as declared.
 
     Args:
       state: A state that `accounted_state` takes.
@@ -382,8 +383,9 @@ def with_cohort(state: ServerState, cohort: sampling.Cohort) -> ServerState:
         nothing.
 
     Raises:
-      RuntimeError: The cohort was in a round of this state already, or the state has
-        one of a fixed size that was not released: it cannot be abandoned.
+      RuntimeError: The cohort was in a round of this state already, or a sampler with a
+        seed may have drawn its clients for one; or the state has one of a fixed size
+        that was not released: it cannot be abandoned.
     """
     found = accounted_state(state)
     _validate.instance_of(sampling.Cohort, cohort=cohort)
@@ -395,6 +397,20 @@ def with_cohort(state: ServerState, cohort: sampling.Cohort) -> ServerState:
         )
     if since and since[-1]["draw_id"] == cohort.draw_id:
         return state
+    seeded = [
+        each["round_from_seed"]
+        for part in (*rounds, since)
+        for each in part
+        if "round_from_seed" in each
+    ]
+    if cohort.from_seed and seeded and cohort.round_index <= max(seeded):
+        raise RuntimeError(
+            f"cohort must be of a round after {max(seeded)}, the last one for which "
+            "this state has a cohort that follows from a seed, got one of round "
+            f"{cohort.round_index}: a new sampler with the same seed draws the same "
+            "clients again. Restore the sampler (sampler.restore(state)), set its "
+            "next_round, or leave out the seed."
+        )
     for each in since:
         before = charge.Participation.from_json(each["participation"])
         spared = before.sampling != Sampling.FIXED_SIZE or before.charge_if_abandoned
@@ -408,6 +424,7 @@ def with_cohort(state: ServerState, cohort: sampling.Cohort) -> ServerState:
     line = {
         "participation": json.loads(cohort.participation.to_json()),
         "draw_id": cohort.draw_id,
+        **({"round_from_seed": cohort.round_index} if cohort.from_seed else {}),
     }
     attempts = tf.constant(found.history.attempts, tf.string)
     added = tf.concat([attempts, [_files.canonical(line)]], axis=0)
