@@ -142,7 +142,7 @@ def load(name: str) -> Data:
     halves = (x[::2], y[::2]), (x[1::2], y[1::2])
     if name == "mnist":
         return Data(task.clients, *halves, (), 100, 60, 1e-5, 60)
-    return Data(task.clients, *halves, (128,), 100, 60, 1e-3, 10)
+    return Data(task.clients, *halves, (128,), 100, 60, 2e-4, 10)
 
 
 def accuracies(data: Data, seeds: int = 3):
