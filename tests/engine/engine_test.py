@@ -186,7 +186,7 @@ def test_a_few_at_a_time_is_the_same():
 
 def test_a_width_by_which_a_machine_computes_otherwise_is_not_used():
     dataset = cohorts.dataset([5] * 6)
-    _, engine = _engine(jit_compile=None)
+    model, engine = _engine(jit_compile=None)
 
     def another_machine(program, received, chunk):
         found = tf.nest.flatten(program(received, chunk))
@@ -201,6 +201,14 @@ def test_a_width_by_which_a_machine_computes_otherwise_is_not_used():
         (strategy,) = (s for s in engine.programs.traced if s.num_steps == 2)
         fits = [engine.fits(strategy, 5, k, another_machine) for k in (2, 3, 4)]
         assert fits == [True, False, True]
+        # Zeros, say, would let nothing through, and any width would do.
+        before = model.get_weights()
+        model.set_weights([np.zeros_like(part) for part in before])
+        (added,) = engine._add_made_up(strategy, 5, 2, None)
+        model.set_weights(before)
+        assert all(np.any(part) for part in added)
+        # Bits that no record reaches count as well: of each dense layer's gradients.
+        assert [part.dtype for part in added[-2:]] == [np.int32] * 2
         chosen = dataclasses.replace(
             engine.layout, fits=lambda *args: engine.fits(*args, another_machine)
         )

@@ -150,7 +150,7 @@ class CohortPrograms:
             (tf.constant(0), total, kept),
             parallel_iterations=1,
         )
-        return total, kept
+        return cohort.Trained(total, kept)
 
     def _lookups(self) -> tuple[lookups.Lookup, ...]:
         """Returns the tables of which clients train only some rows.
@@ -281,7 +281,7 @@ class CohortPrograms:
                 nothing,
             )
             total = total._replace(contribution=exact)
-        return total, rows
+        return cohort.Trained(total, rows)
 
     def _step(
         self,

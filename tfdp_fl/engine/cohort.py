@@ -127,8 +127,19 @@ class PerClient(NamedTuple):
     window_norms: tf.Tensor | tuple[()] = ()
 
 
-# What a compiled function returns of the clients that it trained.
-Trained = tuple[CohortSum, PerClient]
+class Trained(NamedTuple):
+    """What a compiled function returns of the clients that it trained.
+
+    Attributes:
+      total: Their sum.
+      kept: What is kept of each.
+      bits: Side by side, int32 [S B, out] for each dense layer: the sum over clients,
+        modulo 2^32, of the bits of each row's gradients. For `CohortEngine.fits`.
+    """
+
+    total: CohortSum
+    kept: PerClient
+    bits: nests.Nest = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,8 +275,8 @@ class PendingRound:
           trained: What it returned, tensors.
           thread: Which thread trained them.
         """
-        count, (total, kept) = len(members), trained
-        rows = tf.nest.map_structure(lambda tensor: tensor[:count], kept)
+        count, total = len(members), trained.total
+        rows = tf.nest.map_structure(lambda tensor: tensor[:count], trained.kept)
         if count and len(rows.updates):
             self.collected.append((members, rows))
         if self.window_norms is not None:

@@ -20,7 +20,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -237,9 +237,10 @@ class CohortEngine:
     ) -> bool:
         """Returns whether a machine's kernels are fit for a width of `dense_models`.
 
-        A made-up client is trained beside one that is padding, and in every place of
-        a call of that width: what all of them add must be a multiple of what one
-        adds, to the last bit.
+        A made-up client of made-up weights is trained twice in one call, and in every
+        place of a call of that width. All that is computed must be the same, to the
+        last bit: the gradients of each row, of which few bits reach a record, and
+        what is added up.
 
         Args:
           strategy: The program's.
@@ -251,12 +252,12 @@ class CohortEngine:
         key = strategy, batch, width, run is None
         if key not in self._fits:
             with tf.device(self.device):
-                first = self._add_made_up(strategy, batch, 1, 2, run)[:1]
-                together = self._add_made_up(strategy, batch, width, width, run)
-            self._fits[key] = bool(first and together) and all(
-                np.array_equal(width * a, b)
-                for each in together
-                for a, b in zip(first[0], each, strict=True)
+                two = self._add_made_up(strategy, batch, 2, run)[:1]
+                all_of_them = self._add_made_up(strategy, batch, width, run)
+            self._fits[key] = bool(two and all_of_them) and all(
+                np.array_equal(width * a, 2 * b)
+                for each in all_of_them
+                for a, b in zip(two[0], each, strict=True)
             )
         return self._fits[key]
 
@@ -264,38 +265,43 @@ class CohortEngine:
         self,
         strategy: layout.Strategy,
         batch: int,
-        count: int,
         width: int,
         run: RunEverywhere | None,
     ) -> list[list[np.ndarray]]:
-        """Returns what so many of one client add, as each machine computes it."""
+        """Returns what so many of one client add up to, as each machine computes it."""
         rng = np.random.default_rng(0)
         rows = strategy.num_steps * batch
+
+        def make_up(shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
+            if dtype.is_floating:
+                return tf.cast(rng.normal(size=shape), dtype)
+            return tf.cast(rng.integers(0, 2, shape), dtype)
+
         x, y = tf.nest.map_structure(
-            lambda spec: tf.cast(
-                rng.normal(size=[rows, *spec.shape])
-                if spec.dtype.is_floating
-                else rng.integers(0, 2, [rows, *spec.shape]),
-                spec.dtype,
-            ),
+            lambda spec: make_up([rows, *spec.shape], spec.dtype),
             self.layout.element_spec,
         )
+        # Of the size that they begin with: zeros, say, would let nothing through.
+        weights = [
+            make_up(v.shape, v.dtype) / max(1, v.shape[0]) ** 0.5
+            for v in self.server.variables
+        ]
         seed = np.zeros(2, np.uint64)
         state = self.query.begin_round(self.query.initial_global_state(), 1.0, 512.0)
-        received = self._broadcast(self.server.variables, state, 0.1, seed)
-        own = np.tile(np.arange(rows), count)
-        table = layout.client_table(own, np.full(count, rows), batch, 1)
-        chunk = layout.Chunk(x, y, layout.pad_to(table, width))
+        received = self._broadcast(weights, state, 0.1, seed)
+        own = np.tile(np.arange(rows), width)
+        table = layout.client_table(own, np.full(width, rows), batch, 1)
+        chunk = layout.Chunk(x, y, table)
         program = self.programs.traced[strategy]
         if run is None:
             found = [tf.nest.flatten(program(received, chunk))]
         else:
             found = run(program, received, chunk)
-        sums = [
-            tf.nest.pack_sequence_as(program.structure, leaves)[0].contribution
-            for leaves in found
+        packed = [tf.nest.pack_sequence_as(program.structure, each) for each in found]
+        return [
+            [np.asarray(part) for part in [*each.total.contribution.update, *each.bits]]
+            for each in packed
         ]
-        return [[np.asarray(part) for part in each.update] for each in sums]
 
     def check_labels(self, dataset: FederatedDataset) -> None:
         """Raises ValueError if a client's labels cannot be the model's."""

@@ -277,7 +277,12 @@ class GhostClipping:
         outputs, losses = (tf.concat(each, axis=0) for each in zip(*taken, strict=True))
         total = self._count(outputs, losses, y, weight, valid)
         clipped = self._clip_and_sum(received, layers, table)
-        return total._replace(contribution=clipped), cohort.PerClient()
+        bits = [
+            tf.reduce_sum(tf.bitcast(tf.concat(layer.gradients, 1), tf.int32), axis=0)
+            for layer in layers
+        ]
+        total = total._replace(contribution=clipped)
+        return cohort.Trained(total, cohort.PerClient(), bits)
 
     def _count(
         self,
