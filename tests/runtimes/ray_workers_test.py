@@ -197,6 +197,19 @@ def test_workers_that_compute_otherwise_do_not_train(workers, monkeypatch):
         assert ray_workers._open(actor.run(alike, *arguments)) == [2.0]
 
 
+def test_without_an_address_no_cluster_is_joined(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    for asked, joined in ((None, "local"), ("head:1", "head:1")):
+        with mock.patch.object(ray, "init") as init:
+            ray_workers._Cluster(asked, {}).connect()
+        assert init.call_args.kwargs["address"] == joined
+    monkeypatch.setenv("RAY_ADDRESS", "head:2")
+    with mock.patch.object(ray, "init") as init:
+        ray_workers._Cluster(None, {}).connect()
+    assert init.call_args.kwargs["address"] == "head:2"
+
+
 def _compare(case, workers, clients=None):
     here, there = case.federated(), case.federated()
     start = here.get_weights()

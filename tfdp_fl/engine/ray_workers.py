@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 import pickle
 import types
 import weakref
@@ -326,8 +327,9 @@ class _Cluster:
         if ray.is_initialized():
             return
         try:
+            # Of itself, Ray joins whatever cluster runs on this machine.
             ray.init(
-                address=self._address,
+                address=self._address or os.environ.get("RAY_ADDRESS") or "local",
                 include_dashboard=False,
                 configure_logging=False,
                 log_to_driver=False,
