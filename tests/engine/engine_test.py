@@ -194,12 +194,12 @@ def test_a_width_by_which_a_machine_computes_otherwise_is_not_used():
             np.nextafter(part, np.inf) if part.dtype == tf.float64 else part
             for part in found
         ]
-        return [found, changed if len(chunk.table.members) == 3 else found]
+        return [found, changed if len(chunk.table.members) == 8 else found]
 
     with cohorts.side_by_side():
         cohorts.collect(engine, dataset)
         (strategy,) = (s for s in engine.programs.traced if s.num_steps == 2)
-        fits = [engine.fits(strategy, 5, k, another_machine) for k in (2, 3, 4)]
+        fits = [engine.fits(strategy, 5, k, another_machine) for k in (7, 8, 9)]
         assert fits == [True, False, True]
         # Zeros, say, would let nothing through, and any width would do.
         before = model.get_weights()
@@ -212,10 +212,10 @@ def test_a_width_by_which_a_machine_computes_otherwise_is_not_used():
         chosen = dataclasses.replace(
             engine.layout, fits=lambda *args: engine.fits(*args, another_machine)
         )
-        three = layout.client_table(np.arange(15), np.full(3, 5), 5, 2)
-        ((part,),) = chosen.lay_out(three, 1, strategy.fine)
+        eight = layout.client_table(np.arange(40), np.full(8, 5), 5, 2)
+        ((part,),) = chosen.lay_out(eight, 1, strategy.fine)
         assert part.strategy == strategy
-        assert len(part.table.members) == 4
+        assert len(part.table.members) == 9
 
 
 @pytest.mark.parametrize("clip", [1e-4, 1e-3, 1e-2])

@@ -163,6 +163,9 @@ _FACTOR_BYTES, _FACTOR_COPIES = 48 * 2**20, 3
 # the other: they stay in the processor's cache.
 AT_ONCE = 2**16
 
+# Fewest rows of a product by which no row depends on how many others there are.
+_FEWEST_ROWS = 32
+
 # The sum of so many clients' whole numbers is below 2^31 (`side_by_side`).
 _MOST_CLIENTS = 512
 
@@ -263,8 +266,8 @@ def widths(kernels: Kernels, rung: int, batch: int) -> list[int]:
 
     Numbers of five binary digits, as each is checked once: so a call has at most
     a sixteenth of padding. Memory bounds them: a copy of the model, or 48 MB where
-    the model is much smaller than that. The smallest is 2, as TensorFlow makes a
-    single product in another way than several.
+    the model is much smaller than that. TensorFlow makes a product of few rows, and a
+    single one of several, in another way than others.
 
     Args:
       kernels: Those of a model that is supported.
@@ -278,7 +281,7 @@ def widths(kernels: Kernels, rung: int, batch: int) -> list[int]:
     products = 4 * max((size for size in sizes if size <= AT_ONCE), default=0)
     one = max(_FACTOR_COPIES * factors, factors + products)
     most = min(_MOST_CLIENTS, int(budget // one))
-    found, width = [], 2
+    found, width = [], max(2, -(-_FEWEST_ROWS // batch))
     while width <= most:
         found.append(width)
         width += 2 ** max(0, width.bit_length() - 5)

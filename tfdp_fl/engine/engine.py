@@ -237,10 +237,10 @@ class CohortEngine:
     ) -> bool:
         """Returns whether a machine's kernels are fit for a width of `dense_models`.
 
-        A made-up client of made-up weights is trained twice in one call, and in every
-        place of a call of that width. All that is computed must be the same, to the
-        last bit: the gradients of each row, of which few bits reach a record, and
-        what is added up.
+        A made-up client of made-up weights is trained in every place of a call of the
+        smallest width, and of one of that width. All that is computed must be the
+        same, to the last bit: the gradients of each row, of which few bits reach a
+        record, and what is added up.
 
         Args:
           strategy: The program's.
@@ -251,13 +251,15 @@ class CohortEngine:
         """
         key = strategy, batch, width, run is None
         if key not in self._fits:
+            kernels = self.layout.kernels or ()
+            smallest = dense_models.widths(kernels, strategy.num_steps, batch)[0]
             with tf.device(self.device):
-                two = self._add_made_up(strategy, batch, 2, run)[:1]
-                all_of_them = self._add_made_up(strategy, batch, width, run)
-            self._fits[key] = bool(two and all_of_them) and all(
-                np.array_equal(width * a, 2 * b)
-                for each in all_of_them
-                for a, b in zip(two[0], each, strict=True)
+                few = self._add_made_up(strategy, batch, smallest, run)[:1]
+                many = self._add_made_up(strategy, batch, width, run)
+            self._fits[key] = bool(few and many) and all(
+                np.array_equal(width * a, smallest * b)
+                for each in many
+                for a, b in zip(few[0], each, strict=True)
             )
         return self._fits[key]
 

@@ -395,8 +395,8 @@ class Layout:
         wanted = num_groups
         if dense_models.is_small(self.kernels or (), count * rung * batch):
             wanted = 1
-        most = dense_models.widths(self.kernels or (), rung, batch)[-1]
-        tables = max(1, min(wanted, count // 2), -(-count // most))
+        possible = dense_models.widths(self.kernels or (), rung, batch)
+        tables = max(1, min(wanted, count // possible[0]), -(-count // possible[-1]))
         while True:
             places = np.array_split(np.arange(count), tables)
             if all(next(self._widths(strategy, batch, len(p)), 0) for p in places):

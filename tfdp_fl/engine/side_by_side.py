@@ -10,9 +10,10 @@ x W - eta (x X_k^T) D_k, where x W is one matrix product for all clients
 together, and the norm of its update follows from Gram matrices (`norm_bound`).
 The clipped update itself is made last, of the factors, and rounded to whole
 numbers of steps, which are added up without an error (`_sum_of`). So what a client
-adds is a function of its own rows: all rows of a call are filled up to a number by
-which a row's results do not depend on the others (`_Rows`), and a call has a number
-of steps that follows from each client's own.
+adds is a function of its own rows: a call trains a number of clients for which a
+row's products do not depend on the others (`dense_models.widths`), all else is
+computed by rows (`_by_rows`), and a call has a number of steps that follows from each
+client's own.
 
 It is the same local SGD, step by step, as `CohortPrograms` one by one, and faster where
 clients hold few examples for the size of the kernels (`dense_models`).
@@ -22,7 +23,7 @@ and those of the way back, are in bfloat16. All that an update is made of, X_k
 and D_k, is held in float32: corrections, Gram matrices, norms and the sum are
 what they are without that policy.
 
-Shapes: K clients, S steps, B rows in a batch; K B rows of all clients, filled up: R.
+Shapes: K clients, S steps, B rows in a batch; R = K B rows of all clients.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -42,41 +44,63 @@ from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.mechanisms import cohort_query, contribution, records
 from tfdp_fl.mechanisms.contribution import RoundState
 
-# TensorFlow computes rows of a product alike wherever they are, unless there are few
-# of them; and the last elements of a tensor otherwise where they fill no vector. By
-# so many rows there are enough of both, whatever a row's length.
-_ROWS = 32
+# TensorFlow computes the last elements of a tensor otherwise where they fill no
+# vector. So many rows do, whatever a row's length.
+_FILLED = 32
+
+# What is one rounded operation for each element, or none, and so the same in any way.
+_EXACT = ("linear", "relu", "relu6", "leaky_relu")
 
 
 class _Rows:
-    """The rows of K clients, n each, one after the other: K n, filled up to R."""
+    """The rows of K clients, some each, one after the other: R in all."""
 
-    def __init__(self, clients: tf.Tensor, each: tf.Tensor):
-        """Takes K and n, int32 scalars."""
-        self._clients, self._count = clients, clients * each
-        self._after = tf.stack([[0, -self._count % _ROWS], [0, 0]])
-        # Shapes by the length of a row, as making one takes many operations.
-        self._shapes: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
-
-    def join(self, clients: tf.Tensor) -> tf.Tensor:
-        """Returns rows [K, n, m] of clients as [R, m], with zeros after them."""
-        return tf.pad(tf.reshape(clients, [-1, clients.shape[-1]]), self._after)
+    def __init__(self, clients: tf.Tensor):
+        """Takes K, an int32 scalar."""
+        self._clients = clients
+        # Shapes by the length of a row, as making one takes several operations.
+        self._shapes: dict[int, tf.Tensor] = {}
 
     def split(self, rows: tf.Tensor) -> tf.Tensor:
-        """Returns [R, m] as [K, n, m]."""
+        """Returns rows [R, m] as those of clients, [K, R / K, m]."""
         length = rows.shape[-1]
         if length not in self._shapes:
-            self._shapes[length] = (
-                tf.stack([self._count, length]),
-                tf.stack([self._clients, -1, length]),
-            )
-        taken, shape = self._shapes[length]
-        return tf.reshape(tf.slice(rows, [0, 0], taken), shape)
+            self._shapes[length] = tf.stack([self._clients, -1, length])
+        return tf.reshape(rows, self._shapes[length])
 
-    def fill(self, steps: tf.Tensor) -> tf.Tensor:
-        """Returns what each row of some steps has, [S, K, n], as [S, R]."""
-        rows = tf.reshape(steps, [tf.shape(steps)[0], -1])
-        return tf.pad(rows, self._after[::-1])
+
+def _join(clients: tf.Tensor) -> tf.Tensor:
+    """Returns rows [K, n, m] of clients as [K n, m]."""
+    return tf.reshape(clients, [-1, clients.shape[-1]])
+
+
+def _by_rows(
+    function: Callable[..., tf.Tensor], *rows: tf.Tensor, exact: bool = False
+) -> tf.Tensor:
+    """Calls a function of single rows [R, ...]; no row's result depends on R.
+
+    Args:
+      function: It takes and returns tensors of rows.
+      *rows: Its arguments.
+      exact: Whether that is so by itself (`_EXACT`).
+    """
+    if exact:
+        return function(*rows)
+    count = tf.shape(rows[0])[0]
+    filled = [
+        tf.pad(each, [[0, -count % _FILLED]] + [[0, 0]] * (each.shape.rank - 1))
+        for each in rows
+    ]
+    return function(*filled)[:count]
+
+
+def _is_exact(activation: Any) -> bool:
+    """Returns whether a function, or a layer, is among `_EXACT`."""
+    layers = tf.keras.layers
+    if isinstance(activation, (layers.InputLayer, layers.Flatten, layers.ReLU)):
+        return True
+    activation = getattr(activation, "activation", activation)
+    return any(activation is getattr(tf.keras.activations, n, 0) for n in _EXACT)
 
 
 class _DenseLayer:
@@ -128,8 +152,7 @@ class _DenseLayer:
           rate: The learning rate, eta.
         """
         change = tf.matmul(products, tf.concat(self.gradients, axis=1))
-        change = rate * self._rows.join(change)
-        return tf.cast(tf.cast(z, tf.float32) - change, z.dtype)
+        return tf.cast(tf.cast(z, tf.float32) - rate * _join(change), z.dtype)
 
     def __call__(self, h: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
         """Returns every client's own h W_k + b_k, [R, out], in the next step.
@@ -148,9 +171,9 @@ class _DenseLayer:
 
     def activate(self, z: tf.Tensor) -> tf.Tensor:
         """Returns what the next dense layer takes, or the model's outputs."""
-        h = self.layer.activation(z)
-        for layer in self.after:
-            h = layer(h)
+        h = z
+        for function in (self.layer.activation, *self.after):
+            h = _by_rows(function, h, exact=_is_exact(function))
         return h
 
     def back(self, gradient: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
@@ -163,7 +186,7 @@ class _DenseLayer:
         if self.gradients:
             d, x = tf.concat(self.gradients, axis=1), self._inputs[:-1]
             change = tf.matmul(own, d, transpose_b=True)
-            change = rate * self._rows.join(tf.matmul(change, tf.concat(x, axis=1)))
+            change = rate * _join(tf.matmul(change, tf.concat(x, axis=1)))
             back = tf.cast(tf.cast(back, tf.float32) - change, back.dtype)
         self.gradients.append(own)
         return back
@@ -181,28 +204,20 @@ class _FirstLayer(_DenseLayer):
     all steps at once.
     """
 
-    def __init__(self, h: tf.Tensor, every: _Rows, steps: int, rows: _Rows, *own: Any):
-        """Takes the inputs of all steps, and what every layer takes.
-
-        Args:
-          h: [R, in], for R of all S steps.
-          every: The rows of all steps.
-          steps: S.
-          rows: Those of a step.
-          *own: Keras's layer, its kernel and perhaps its bias.
-        """
+    def __init__(self, h: tf.Tensor, steps: int, rows: _Rows, *own: Any):
+        """Takes the inputs [K S B, in] of all S steps, and what every layer takes."""
         super().__init__(rows, *own)
         z = self.server_product(h)
-        self._x = every.split(tf.cast(tf.cast(h, z.dtype), tf.float32))
+        self._x = rows.split(tf.cast(tf.cast(h, z.dtype), tf.float32))
         self._gram = self.gram(self._x, self._x)
         self._grams = tf.split(self._gram, steps, axis=1)
-        self._products = tf.split(every.split(z), steps, axis=1)
+        self._products = tf.split(rows.split(z), steps, axis=1)
 
     def __call__(self, h: tf.Tensor | None, rate: tf.Tensor) -> tf.Tensor:
         """As for every layer; h is not asked for."""
         del h
         step = len(self.gradients)
-        z = self._rows.join(self._products[step])
+        z = _join(self._products[step])
         if not step:
             return z
         until = tf.shape(self.gradients[0])[1] * step
@@ -249,22 +264,23 @@ class GhostClipping:
           received: What the server sends to each of them.
           chunk: The clients.
         """
+
+        def by_step(part: tf.Tensor) -> tf.Tensor:
+            return tf.reshape(part, [self.steps, -1])
+
         (x,), table = tf.nest.flatten(chunk.x), chunk.table
-        clients, batch = tf.size(table.num_examples), tf.size(table.batch)
-        rows, every = _Rows(clients, batch), _Rows(clients, self.steps * batch)
         places, sizes = self._batches(table)
-        h = tf.gather(x, every.fill(tf.transpose(places, [1, 0, 2])[tf.newaxis])[0])
-        layers = self._layers(received.weights, h, every, rows)
-        places = rows.fill(places)
+        h = tf.gather(x, tf.reshape(tf.transpose(places, [1, 0, 2]), [-1]))
+        layers = self._layers(received.weights, h, _Rows(tf.size(table.num_examples)))
         y, weight = nests.labels_and_weights(
             tf.nest.map_structure(
-                lambda leaf: tf.gather(leaf, places), _of_one_output(chunk.y)
+                lambda leaf: tf.gather(leaf, by_step(places)), _of_one_output(chunk.y)
             )
         )
-        valid = tf.sequence_mask(sizes, batch)
+        valid = tf.sequence_mask(sizes, tf.size(table.batch))
         # A client's loss is the mean over its own rows.
         mean = tf.cast(valid, tf.float32) / tf.cast(sizes, tf.float32)[..., None]
-        valid, mean = rows.fill(valid), rows.fill(tf.where(valid, mean, 0.0))
+        valid, mean = by_step(valid), by_step(tf.where(valid, mean, 0.0))
         if weight is not None:
             mean *= weight
         steps = zip(
@@ -339,15 +355,14 @@ class GhostClipping:
         return tf.gather(table.rows, places), sizes
 
     def _layers(
-        self, weights: list[tf.Tensor], h: tf.Tensor, every: _Rows, rows: _Rows
+        self, weights: list[tf.Tensor], h: tf.Tensor, rows: _Rows
     ) -> list[_DenseLayer]:
         """Returns the dense layers; the first one knows its inputs.
 
         Args:
           weights: What the server sent.
           h: The model's inputs, of all steps.
-          every: The rows of all steps.
-          rows: Those of a step.
+          rows: The clients'.
         """
         layers: list[_DenseLayer] = []
         for layer in self.trainer.model.layers:
@@ -360,11 +375,11 @@ class GhostClipping:
                 if layers:
                     layers.append(_DenseLayer(*own))
                 else:
-                    layers.append(_FirstLayer(h, every, self.steps, *own))
+                    layers.append(_FirstLayer(h, self.steps, *own))
             elif layers:
                 layers[-1].after.append(layer)
             else:
-                h = layer(h)
+                h = _by_rows(layer, h, exact=_is_exact(layer))
         return layers
 
     def _step(
@@ -393,12 +408,14 @@ class GhostClipping:
                 tape.watch(z)
                 h = layer.activate(z)
                 passed.append((layer, z, h))
-            losses = keras_versions.losses_of_rows(self.trainer.single_loss, y, h)
-            losses = tf.cast(losses, tf.float32)
+            of_rows = functools.partial(
+                keras_versions.losses_of_rows, self.trainer.single_loss
+            )
+            losses = tf.cast(_by_rows(of_rows, y, h), tf.float32)
             loss = tf.reduce_sum(losses * share)
         gradient = tape.gradient(loss, z)
         for (layer, *_), (_, z, h_before) in itertools.pairwise(reversed(passed)):
-            gradient = layer.back(gradient, rate)
+            gradient = tf.cast(layer.back(gradient, rate), h_before.dtype)
             gradient = tape.gradient(h_before, z, gradient)
         layers[0].back(gradient, rate)
         return h, losses
