@@ -107,7 +107,7 @@ def make_record(
       query: The mechanism's query.
       params: What the server sent: `query.derive_sample_params(state)`.
       update: Float tensors, of the model's shapes.
-      client: What the client knows of itself.
+      client: Facts about the client, such as its number of examples.
     """
     mechanism = query.mechanism
     # With fewer bits a product is rounded by more than a clip may be.

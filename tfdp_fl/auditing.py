@@ -46,9 +46,9 @@ class CanaryAudit:
     one below it proves nothing. Given to one `fit`, as `fit(audit=...)`. The
     canaries are noise to the training: with K canaries and m of N clients a
     round, each mean has about K m / N directions of length S / m more. They
-    hand in nothing else: what the clip goes by, and what `History` tells, is
-    of the clients. For the clients' guarantee they are nothing: they do not
-    depend on anybody's data.
+    add nothing else: the adaptive clip and `History` follow the clients alone.
+    The clients' guarantee stays the same, because canaries do not depend on
+    anybody's data.
 
     Audited are central mechanisms whose server adds the noise and that scale
     updates by their norm (fixed, adaptive and median clips among them).

@@ -591,7 +591,7 @@ class RandomAllocationSampler(PassSampler):
     def _salt_of(self, begin: int) -> tuple[int, ...]:
         """Returns the pass and, with a seed, the entropy of the attempt that began it.
 
-        That of later ones in the pass may be another one, after a resume.
+        After a resume, later attempts in the pass may have another one.
         """
         if self._salt and self._salt[0] == begin:
             return tuple(self._salt)

@@ -33,7 +33,7 @@ _EVALUATION = "evaluation "
 
 
 def new_evaluation() -> str:
-    """Returns the id of a release beside the rounds."""
+    """Returns the id of a release that is not a round."""
     return _EVALUATION + ledger.new_run()
 
 
@@ -62,7 +62,7 @@ class Charge:
       cost: What the release costs.
       round_index: The round, from 0.
       cohort_size: How many clients were drawn.
-      name: The id of what is released beside the rounds; None for a round.
+      name: The id of a release that is not a round; None for a round.
       local: As in a `LedgerEntry`.
       details: What else ledgers keep of it.
     """
@@ -221,7 +221,7 @@ class LocalAccount:
         Args:
           cohorts: The clients' positions in each, int64 [m].
           mu_squared: As in `add`.
-          max_participations: After so many rounds a client sits out.
+          max_participations: The most rounds that one client takes part in.
           whole_passes: How often every client takes part besides.
         """
         drawn = np.concatenate([np.zeros(0, np.int64), *cohorts])
@@ -243,7 +243,7 @@ class LocalAccount:
         Args:
           draws: How many rounds.
           mu_squared: (sensitivity / sigma)^2 of one client's release in each.
-          max_participations: After so many rounds a client sits out.
+          max_participations: The most rounds that one client takes part in.
         """
         if max_participations is None:
             # (No draws cost nothing, also where a draw has no noise.)
@@ -402,8 +402,8 @@ class PrivacyAccount:
             only if the guarantee is composed client by client.
           round_index: The round, from 0.
           cohort_size: How many clients were drawn; None: as `cost` says.
-          name: The id of a release beside the rounds, which stands in ledgers as if it
-            were another run. One that was charged is not charged again.
+          name: The id of a release that is not a round; ledgers list it as if it were
+            another run. One that was charged is not charged again.
           details: What else ledgers keep of it.
           uses: How many releases it pays for.
 
@@ -464,7 +464,7 @@ class PrivacyAccount:
 
         Args:
           budget: At whose delta, by whose accountant.
-          cost: What is to be charged.
+          cost: The charge.
           most: Of a guarantee for each client, the largest sum of mu^2 after it.
         """
         if self.by_client:
@@ -565,7 +565,7 @@ class PrivacyAccount:
                 del self._allowed[budget]
 
     def _key(self, name: str | None) -> str:
-        """Returns the key in `others` of what is charged beside the rounds."""
+        """Returns the key in `others` of what is charged outside of rounds."""
         # Several ledgers may tell of an evaluation, as it is in all of them.
         if name is None or name.startswith(_EVALUATION) or not self._ledgers:
             return name or ""

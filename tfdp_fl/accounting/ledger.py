@@ -393,7 +393,7 @@ class PrivacyLedger:
 
         Args:
           round_index: The round, from 0.
-          charge: What it costs centrally; None if only locally.
+          charge: Its central cost; None if it has only a local one.
           cohort_size: How many clients were drawn.
           local: See `LedgerEntry`.
           run: The id of the run that released it, where it is another than
@@ -455,7 +455,7 @@ class PrivacyLedger:
 
         Args:
           run: The id of the search.
-          digest: Of its result, which is then the only one that it can have.
+          digest: The digest of its result; no other result is accepted afterwards.
 
         Raises:
           LedgerError: As in `record`.

@@ -350,7 +350,7 @@ class Layout:
         return [group for group in groups if group] or groups[:1]
 
     def strategies(self, batch: int, fine: bool) -> list[Strategy]:
-        """Returns those of every part that `lay_out` may make, whoever is there.
+        """Returns the strategies of all parts that `lay_out` may make for any cohort.
 
         Args:
           batch: B, the examples of a step.

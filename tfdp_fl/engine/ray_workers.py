@@ -75,9 +75,10 @@ class ShardedCohorts:
           cohort_engine: The engine.
           clients: The data.
           workers: They are open.
-          float32_products: Whether theirs of float32 numbers are such: not in bfloat16
-            (oneDNN can be told to), nor in TensorFloat-32 (a GPU's default). Dense
-            models train side by side only then: the bound of their norms rests on it.
+          float32_products: Whether workers multiply float32 numbers in float32, not in
+            bfloat16 (oneDNN can be told to) or TensorFloat-32 (a GPU's default). Only
+            then do dense models train side by side: the bound of their norms relies
+            on it.
         """
         self._engine = cohort_engine
         self._workers = workers

@@ -82,7 +82,7 @@ def to_bytes(state: Json, level: int = 1) -> bytes:
 
 
 def write_state(stream: BinaryIO, state: Json, level: int = 1) -> None:
-    """Writes a file, array by array: there is no copy of all of it.
+    """Writes a file array by array, without a copy of the whole in memory.
 
     Args:
       stream: Where to.

@@ -89,8 +89,8 @@ class Validation:
     ) -> tuple[FederatedDataset, Validation]:
         """Returns the clients that train, and validation on the share of the others.
 
-        A client's id says on which side it is, whatever the others are: one client
-        more or less is one more or less to train on. There is one at least on each.
+        A client's id alone decides on which side it is, so one client more or less is
+        one more or less on its own side. Each side has at least one client.
         """
         if not _validate.finite(validation_split=fraction):
             return clients, self

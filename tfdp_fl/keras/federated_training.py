@@ -34,7 +34,7 @@ class FederatedTraining:
 
         Args:
           model: The Keras model.
-          setup: How its rounds are run.
+          setup: The settings of its rounds.
         """
         self._model = model
         self._setup = setup

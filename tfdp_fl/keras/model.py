@@ -180,7 +180,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         return getattr(self.model, name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Sets `stop_training` of the Keras model, and nothing else of others."""
+        """Sets `stop_training` of the Keras model; refuses other new attributes."""
         if name == "stop_training":
             self.model.stop_training = value
         elif name.startswith("_") or name == "federated_callbacks":
@@ -298,7 +298,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         *args: object,
         **kwargs: object,
     ) -> Any:
-        """Evaluates as Keras's `evaluate` does; of tables all that `fit` takes."""
+        """Evaluates like Keras's `evaluate`; takes tables as `fit` does."""
         self.require_compiled("evaluate")
         x, y = adapters.to_keras_inputs(x, "x"), adapters.to_keras_inputs(y, "y")
         return self.model.evaluate(x, y, *args, **kwargs)
@@ -351,7 +351,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         return evaluation.evaluate(self.model, training, dataset, batch_size, bar)
 
     def predict(self, x: nests.Nest, *args: object, **kwargs: object) -> np.ndarray:
-        """Predicts as Keras's `predict` does; of tables all that `fit` takes."""
+        """Predicts like Keras's `predict`; takes tables as `fit` does."""
         return self.model.predict(adapters.to_keras_inputs(x, "x"), *args, **kwargs)
 
     def __call__(self, *args: object, **kwargs: object) -> nests.Nest:
@@ -429,7 +429,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             system.
           runtime: Where cohorts are trained: None for this process, or a
             `tfdp_fl.runtimes.RayWorkers`.
-          x: Another name for `clients`, as Keras has it.
+          x: Another name for `clients`, as in Keras's `fit`.
           client_ids: For `fit(x, y, client_ids=ids)`: the client of each row, [n]
             numbers, strings, dates, or other values that Python can hash. All rows of
             one id are one client, protected as a whole.

@@ -202,8 +202,8 @@ def _records(
     """Returns how many records there are, and the fewest of a client.
 
     None and None where records are not what is protected. Clients that
-    cannot be read count as none: they fail in their rounds as well, and
-    one of them is not to end the run.
+    cannot be read are left out: they will fail in their rounds as well, and one
+    of them must not end the run.
     """
     if mechanism.privacy_unit != PrivacyUnit.RECORD:
         return None, None

@@ -307,8 +307,8 @@ class Run:
     def _mu_squared_after(self, rounds: int) -> float:
         """Returns the most that one client can have spent after so many more rounds.
 
-        The cohorts of passes are known beforehand. Of others it is not known which
-        clients they will draw: any that may still take part.
+        The cohorts of passes are known beforehand. Others may draw any client that
+        may still take part.
         """
         mu_squared, clients = self.mu_squared, self.spending.per_client
         elsewhere = self.spending.mu_squared_elsewhere

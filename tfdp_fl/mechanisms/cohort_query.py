@@ -185,7 +185,7 @@ class CohortQuery:
     ) -> Contribution:
         """Returns records of which only the updates' norms are known, bounded.
 
-        Their `update` is what each client's update is to be multiplied by.
+        Their `update` is the factor of each client's update.
 
         Args:
           norm: Float32, any shape: norms, or upper bounds; 0 where not usable.

@@ -121,7 +121,7 @@ class CorrelatedNoise(mechanism.Mechanism):
         )
 
     def participation_record(self) -> correlated_noise.ParticipationRecord:
-        """Returns what keeps clients who come as they like to it."""
+        """Returns a record that keeps clients who come as they like apart."""
         return correlated_noise.ParticipationRecord(self.participation)
 
     @functools.cached_property

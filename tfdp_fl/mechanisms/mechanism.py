@@ -285,7 +285,7 @@ class Mechanism(abc.ABC):
     ) -> Contribution:
         """Returns contributions where only the updates' norms are known.
 
-        Their `update` is the factor that the update is to be multiplied by.
+        Their `update` is the factor that the update is multiplied by.
 
         Args:
           norm: Float32, any shape: the norms of one or more updates, 0 where
@@ -506,9 +506,9 @@ class Mechanism(abc.ABC):
 
     @property
     def event_period(self) -> int | None:
-        """After so many released rounds `round_event` begins anew.
+        """The number of released rounds after which `round_event` repeats.
 
-        None: it changes with schedules alone.
+        None: it changes only with schedules.
         """
         return None
 
@@ -538,7 +538,7 @@ class Mechanism(abc.ABC):
     def caveats(self) -> tuple[str, ...]:
         """Returns the keys of the caveats that the mechanism has to make.
 
-        Of `own_caveats`, or of `accounting.CAVEATS`.
+        Each is a key of `own_caveats` or of `accounting.CAVEATS`.
         """
         return ()
 

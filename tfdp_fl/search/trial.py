@@ -289,7 +289,7 @@ class Trial:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """Weights, states of random layers, and those of the server's optimizer."""
+        """Weights, states of random layers, and the server optimizer's variables."""
         return [*keras_versions.tf_variables(self.model.variables), *self._server]
 
     def values(self) -> list[np.ndarray]:

@@ -85,7 +85,7 @@ def privacy_charges(
       cost something.
 
     Raises:
-      TypeError: `mechanism` is none.
+      TypeError: `mechanism` is not a mechanism.
       ValueError: The state tells of another mechanism, sampling, N or m, or
         it may hold releases that are not the mechanism's.
     """
@@ -248,7 +248,7 @@ def epsilon(
         None: it may have been in all of them.
 
     Raises:
-      TypeError: `mechanism` is none.
+      TypeError: `mechanism` is not a mechanism.
       ValueError: The state tells of another mechanism, sampling, N or m, or
         it may hold releases that are not the mechanism's.
     """
