@@ -429,13 +429,13 @@ def estimate(scores: Scores, delta: float) -> Estimate:
 
     The interval is that of the mean score, off by three independent errors:
 
-    - Of the K canaries: spread/sqrt(K).
-    - Of the scores' unit, the norm of what is not canaries. It is one number
-      for all canaries of a look, so that more canaries do not help. Of noise
-      that is equal in all d coordinates it is sigma chi_(d-1), of which the
-      quantiles are taken: for few weights they are far from symmetric. (The
-      best of several looks, each with a norm of its own, is off by that at most.)
-    - Of unobserved canaries, where these are measured: that of their mean,
+    - From the number K of canaries: spread/sqrt(K).
+    - From the scores' unit, the norm of everything but canaries. It is one number
+      for all canaries of a look, so that more canaries do not help. If the noise
+      is equal in all d coordinates, it is sigma chi_(d-1), whose quantiles are
+      used: for few weights they are far from symmetric. (The best of several
+      looks, each with a norm of its own, is off by that at most.)
+    - From unobserved canaries, if they are measured: the errors of their mean
       and of their spread, by which scores are divided.
 
     Args:

@@ -241,7 +241,7 @@ class CohortSampler(abc.ABC):
         """Notes that a cohort's round, which was charged, is about to be released.
 
         Raises:
-          RuntimeError: It is not the cohort that was drawn last, or is settled.
+          RuntimeError: It is not the cohort that was drawn last, or it was settled.
         """
         self._settle(cohort)
 
@@ -251,8 +251,8 @@ class CohortSampler(abc.ABC):
         It is charged all the same if `cohort.participation.charge_if_abandoned`.
 
         Raises:
-          RuntimeError: It is not the cohort that was drawn last, or is settled; or
-            its sampling cannot spare it.
+          RuntimeError: It is not the cohort that was drawn last, or it was settled, or
+            its sampling cannot abandon a cohort.
         """
         self._settle(cohort)
 
@@ -279,7 +279,7 @@ class CohortSampler(abc.ABC):
           Int64 [size], sorted.
 
         Raises:
-          RuntimeError: Another round is asked for.
+          RuntimeError: It is not the next round.
         """
         if not self._has_drawn:
             self.next_round = round_index
@@ -289,8 +289,8 @@ class CohortSampler(abc.ABC):
             raise RuntimeError(
                 f"round_index must be {self.next_round}, the round that is next, got "
                 f"{round_index}: a sampler draws each round once, in order, because "
-                "that is what its charge counts on. A new sampler may begin with any "
-                "round, and restore(state()) goes on where another was."
+                "its charge relies on it. A new sampler may begin with any round, and "
+                "restore(state()) continues where another one was."
             )
         return (self.unsettled or self.draw()).positions
 

@@ -255,7 +255,7 @@ class LocalAccount:
 
 
 class PrivacyAccount:
-    """The cost of the rounds that ran, and of those that ledgers tell of.
+    """The cost of the rounds that ran, and of those in ledgers.
 
     A central guarantee is composed over rounds under the sampling that ran. A
     local one (and a guarantee per record) is composed for each client over the

@@ -34,7 +34,7 @@ Tensors: TypeAlias = "list[tf.Tensor]"
 class NoiseState(NamedTuple):
     """What the noise of the coming rounds depends on. It is secret.
 
-    With it, the models that were released tell the sums without noise.
+    Together with the released models, it reveals the sums without noise.
 
     Attributes:
       position: Int32 scalar, how many rounds had noise of this memory.
@@ -171,8 +171,8 @@ class BandedGenerator(Generator):
 def _weighted_sum(weights: tf.Tensor, buffer: tf.Tensor) -> tf.Tensor:
     """Returns the rows of a buffer, weighted and added up in float32.
 
-    By a sparse product, row after row: a dense one is in fewer bits where
-    TensorFlow or oneDNN was told so, and on GPUs by default.
+    Uses a sparse product, row by row: a dense one may be in fewer bits if
+    TensorFlow or oneDNN was told so, and is on GPUs by default.
     """
     rows = buffer.shape[0]
     places = [[0, row] for row in range(rows)]

@@ -37,7 +37,7 @@ def as_federated(clients: Clients, element_spec: nests.Nest = None) -> Federated
         `FederatedDataset.from_client_fn`, unless the model and the loss tell.
 
     Raises:
-      TypeError: It is something else; the message names its type only.
+      TypeError: `clients` is none of these; the message names only its type.
       ValueError: A client's own examples do not fit together.
     """
     if isinstance(clients, FederatedDataset):

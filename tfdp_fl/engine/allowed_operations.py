@@ -189,7 +189,7 @@ def check(
         missing = called - functions
         # Dropout inside of it is drawn from a stream that clients share.
         drops = node.op.startswith("CudnnRNN") and node.attr["dropout"].f > 0
-        # Of what they are not asked for they return memory that nobody wrote.
+        # An output that is not asked for is memory that nobody wrote.
         unwritten = node.op in _DECOMPOSITIONS and not (
             node.attr["compute_v"].b or node.attr["compute_uv"].b
         )

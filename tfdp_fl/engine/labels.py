@@ -181,7 +181,7 @@ class IndexCheck:
 
         Args:
           model: It is read, and never changed.
-          features: The specs of those of one example.
+          features: The specs of one example's features.
         """
         found = keras_versions.embedding_inputs(model)
         self._layers = [layer for layer, _ in found]

@@ -485,7 +485,7 @@ def split(
       loads: The work that each group has already, in steps; None: none.
 
     Returns:
-      For each group the tables that come one after the other; at least one in all.
+      For each group, its tables in order; at least one table in all.
     """
     steps = table.steps
     groups: list[list[int]] = [[] for _ in range(num_groups)]

@@ -395,10 +395,10 @@ class RayWorkers:
 
         Args:
             address: Of the cluster, as `ray.init` takes it ("auto", or
-                "ray://host:port"). None: that of the environment variable
-                RAY_ADDRESS, else a Ray that is started here, and ended by
-                `close`. A Ray that this process is connected to already is
-                used, and left.
+                "ray://host:port"). None: the address in the environment variable
+                RAY_ADDRESS, or else a Ray that is started here and stopped by
+                `close`. If this process is already connected to a Ray, that is
+                used, and left running.
             num_workers: How many workers; 2 by default.
             resources: What each worker asks of Ray, as the options of an actor:
                 `{"num_cpus": 2}`, `{"num_gpus": 1}`. One CPU by default; a

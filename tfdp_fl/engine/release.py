@@ -48,8 +48,8 @@ class ServerUpdate:
           trainable: The model's own variables, as Keras has them.
           non_trainable: Likewise, those that are aggregated.
           optimizer: A Keras optimizer, or None.
-          never_negative: Those of `non_trainable` that noise is not to push below
-            zero. (Of others, the layer says what they may be by a constraint.)
+          never_negative: Those of `non_trainable` that noise must not push below
+            zero. (Others may have a constraint of their layer.)
         """
         self._owned = list(trainable)
         self._trainable = keras_versions.tf_variables(trainable)
@@ -232,7 +232,7 @@ class Release:
         return tf.math.divide_no_nan(tf.add_n(state), tf.add_n(squares))
 
 
-# Of what clients' statistics are this part, there is no room for weights.
+# If clients' statistics are this part of an update, the clip has no room for weights.
 _FILLING = 0.95
 
 

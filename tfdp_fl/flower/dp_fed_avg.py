@@ -31,9 +31,9 @@ class DPFedAvg(private_rounds.PrivateRounds):
     As `PrivateStrategy`, for objects with `configure_fit(server_round,
     parameters, client_manager)` and `aggregate_fit(server_round, results,
     failures)`; the clients are wrapped in `DPFedAvgNumPyClient`, and the m of a
-    round are drawn from the client manager's `all()`. Mechanisms with a clip that
-    goes by all updates (`MedianClipping`, say) clip at the server: it is trusted
-    with each update then, and SecAgg+ has nothing to add up.
+    round are drawn from the client manager's `all()`. Mechanisms whose
+    clip depends on all updates (`MedianClipping`, for example) clip at the server,
+    which then sees each update, so SecAgg+ cannot be used.
     """
 
     _configure, _aggregate = "configure_fit", "aggregate_fit"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flwr.app import Message
     from flwr.common import FitRes
 
-# Of version 1.0, which is what `numpy.save` writes of such arrays.
+# Version 1.0, which `numpy.save` writes for such arrays.
 _MAGIC = b"\x93NUMPY\x01\x00"
 
 # The header as `numpy.save` writes it, for plain real numbers of at most 8 bytes

@@ -163,7 +163,7 @@ def apply_with_noise(
     Every client rounds its own share of the noise, and the guarantee is that
     of their sum: shares that are small beside the gap between a weight and the
     next number would be rounded away, one by one. Rounded to a grid of which a
-    share is k steps, the sum's noise is what it was but for a part of
+    share is k steps, the sum's noise is unchanged up to a part of
     exp(-2 pi^2 k^2) (Poisson summation). An array whose dtype has fewer than 16
     gaps for a share is float64 here, whatever is in the update.
 

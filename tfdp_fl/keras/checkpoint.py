@@ -205,8 +205,8 @@ class CheckpointDirectory:
 def write_atomically(file: pathlib.Path, data: bytes) -> None:
     """Replaces a file as a whole: after a crash it is the old or the new one.
 
-    Checkpoints hold what predicts cohorts (the seed, or the key of those of passes), so
-    nobody else reads them. Raises CheckpointWriteError if it failed.
+    Checkpoints hold what predicts cohorts (the seed, or the key of the passes), so only
+    their owner may read them. Raises CheckpointWriteError if it failed.
     """
     with _write_whole(file) as stream:
         stream.write(data)
@@ -388,8 +388,8 @@ class InterruptedRun:
     ) -> Run:
         """Puts model and engine in the state of the checkpoint; returns the run.
 
-        What was spent is what the ledger says: it also has the rounds that
-        were charged after the checkpoint, whose result may have been seen.
+        The amount spent comes from the ledger, which also has the rounds that were
+        charged after the checkpoint: their results may have been seen.
         """
         state = self.state
         variables = [*fed.model.weights, *cohort_engine.server.state]

@@ -397,10 +397,10 @@ class PrivateMetrics:
 
     Attributes:
       bounds: Maps a metric's name ("loss", or one that was compiled) to its
-        range (low, high). Values outside count as its ends. They are not to be
-        chosen by looking at the clients.
-      noise_multiplier: z, the noise's standard deviation over the most that a
-        client adds to the sum. 0 releases without privacy.
+        range (low, high). Values outside count as the nearer end. Do not choose
+        them by looking at the clients.
+      noise_multiplier: z, the noise's standard deviation divided by the most that
+        a client adds to the sum. 0 releases without privacy.
     """
 
     bounds: Mapping[str, tuple[float, float]]

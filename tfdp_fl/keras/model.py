@@ -569,9 +569,9 @@ class DPFederatedModel(federated_training.FederatedTraining):
         return self.spending.epsilon(delta, accountant or self.setup.accountant)
 
     def central_epsilon(self, delta: float, accountant: str | None = None) -> float:
-        """Returns the epsilon against those who see the model only.
+        """Returns the epsilon against those who see only the model.
 
-        For a local mechanism it is what the clients' noise adds up to; where
+        For a local mechanism, the clients' noise adds up to it; where
         nothing is claimed (a Poisson cohort has no fixed number of noise terms)
         it is infinite, and the local epsilon is the bound.
         """

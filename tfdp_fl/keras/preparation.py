@@ -411,7 +411,7 @@ def _outputs(
 def _labels_of(
     model: tf.keras.Model, training: engine.Training, predicted: nests.Nest
 ) -> nests.ElementSpec:
-    """Returns the specs of labels and of their weights; None of what is not known."""
+    """Returns the specs of labels and of their weights; None if not known."""
     flat = tf.nest.flatten(predicted)
     if {"crossentropy", "ce"}.intersection(map(str, tf.nest.flatten(training.loss))):
         return None, None  # Keras chooses by the labels.

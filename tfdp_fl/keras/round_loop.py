@@ -333,7 +333,7 @@ def _clients(number: int) -> str:
 
 
 class _BudgetSpentError(Exception):
-    """A callback spent, while a cohort trained, what the round was to cost."""
+    """While a cohort trained, a callback spent what its round would have cost."""
 
 
 def _weights(model: tf.keras.Model) -> bytes:

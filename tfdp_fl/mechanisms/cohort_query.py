@@ -108,10 +108,10 @@ class CohortQuery:
         )
 
     def new_segment(self, state: RoundState) -> RoundState:
-        """Returns a state that has forgotten the rounds before, but its clip.
+        """Returns a state that has forgotten all earlier rounds, except its clip.
 
-        Where a round may have been released that the state knows nothing of,
-        later noise must not be correlated with that of the rounds before it.
+        If a round may have been released that the state does not know of, later
+        noise must not be correlated with the noise before it.
         """
         return state._replace(memory=self.mechanism.init_noise_state(self.deployment))
 

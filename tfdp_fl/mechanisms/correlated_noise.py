@@ -220,7 +220,7 @@ class CorrelatedNoise(mechanism.Mechanism):
             "DP-FedAvg with noise that is correlated across rounds (DP-FTRL): "
             f"every client's update is clipped to an L2 norm of {self.clip_norm:g}, "
             "and the server adds to the sum Gaussian "
-            f"noise that goes by {self.strategy.describe()} over "
+            f"noise that is correlated by {self.strategy.describe()} over "
             f"{self.rounds} rounds, of which a client is in at most {most}, at "
             f"least {self.min_separation} apart."
         )

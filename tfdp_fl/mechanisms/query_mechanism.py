@@ -36,7 +36,7 @@ _USE_INSTEAD = (
     "use tfdp_fl.FixedClipping, AdaptiveClipping or MedianClipping, or one of "
     f"TF-Privacy's {', '.join(_ALLOWED)}"
 )
-# Noise that is there is not zero in so many coordinates, however coarse.
+# If there is noise, however coarse, not all of these coordinates are zero.
 VECTOR = (1000,)
 # Where an event is compared with another: the tails and the body of its
 # privacy loss, and what many rounds of it cost.
@@ -346,10 +346,10 @@ def check_query(
 
     Args:
       query: The query.
-      dp_event: What one round of it is to be charged as.
-      shapes: Those of the tensors of an update that it is tried on.
-      must_run: Whether they are those of the model, so that a query that does
-        not take them is refused. Else it is not looked at any further.
+      dp_event: The event that one round of it is charged as.
+      shapes: The shapes of the update's tensors that it is tried on.
+      must_run: Whether these are the model's, so that a query that does not take
+        them is refused. Otherwise it is not checked any further.
 
     Raises:
       ValueError: It is a query of TF-Privacy that is not known to work, it fails

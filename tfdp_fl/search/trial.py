@@ -83,8 +83,8 @@ class PublicScore:
           x: Features [n, ...] of public examples, or a nest of such arrays.
           y: Labels [n, ...].
           metric: "loss", or the name of a metric that every candidate compiles.
-          mode: "max" or "min"; "auto" goes by the metric's name: less is better
-            for losses and errors.
+          mode: "max" or "min"; "auto" follows from the metric's name: less is
+            better for losses and errors.
 
         Raises:
           TypeError: `x` is clients' data, which is not public.
@@ -164,9 +164,9 @@ class PrivateScore:
             client can add to the sum; above 0.
           bounds: The metric's range (low, high), chosen without the clients' data.
           held_out: The share of the search's clients that score and do not train.
-            A client's id alone says whether it is one of them. Clients that have
-            no names, only places, are charged for both.
-          mode: "max" or "min"; "auto" goes by the metric's name.
+            A client's id alone decides whether it is one of them. Clients that have
+            only places, no names, are charged for both.
+          mode: "max" or "min"; "auto" follows from the metric's name.
         """
         self.metric, self.mode = _resolve_mode(metric, mode)
         _validate.positive(noise_multiplier=noise_multiplier)

@@ -226,7 +226,7 @@ class Member:
         return self._to_others(SHARE, zip(*shares, strict=True))
 
     def receive(self, message: Message, now: float) -> list[Message]:
-        """Takes one message in; returns what is to be sent next.
+        """Takes one message in; returns the messages to send next.
 
         Raises:
           RejectedMessageError: if the message is late, for somebody else, from

@@ -179,8 +179,8 @@ def build_dp_fed_avg(
     For `NbAFL` the weights are what clients hand in: the proximal term is in
     the local training, the noise before broadcast in the aggregation, and
     there is no server optimizer. A data set must hold each of its examples once:
-    use `local_epochs` and not `repeat`, because the noise goes by the number of
-    examples.
+    use `local_epochs` and not `repeat`, because the noise depends on the number
+    of examples.
 
     The training metrics are sums over the cohort without noise, which the
     guarantee does not cover; nor does it cover the measurements of the

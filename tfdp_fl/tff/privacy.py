@@ -27,7 +27,7 @@ from tfdp_fl.tff import state as state_lib
 
 
 class Epsilon(float):
-    """An epsilon, as the number that it is, and what has to be said with it.
+    """An epsilon: a number, with the statement that belongs to it.
 
     Attributes:
       facts: A `tfdp_fl.accounting.StatementFacts`; None of a number that was
@@ -77,8 +77,8 @@ def privacy_charges(
       rounds: The number of rounds that were planned, where the mechanism
         splits a budget over them.
       max_participations: The most rounds that any one client took part in, or
-        None. Charges do not go by it; a mechanism that counts on less refuses
-        it.
+        None. Charges do not depend on it; a mechanism that assumes fewer
+        refuses it.
 
     Returns:
       A charge for each round, in order, and before it those of abandoned cohorts that
@@ -243,7 +243,7 @@ def epsilon(
       delta: In (0, 1).
       accountant: "rdp" or "pld".
       rounds: The number of rounds that were planned, for a mechanism whose
-        schedules or budget go by them, as the process was built with.
+        schedules or budget depend on them, as the process was built with.
       max_participations: The most rounds that any one client took part in;
         None: it may have been in all of them.
 
