@@ -224,7 +224,7 @@ class CanaryAudit:
         return estimate(self.scores, delta)
 
     def sentence(self, delta: float) -> str:
-        """Returns what the privacy statement says of it."""
+        """Returns the sentences of the privacy statement about it."""
         if self._found is None:
             return "An audit with canary clients was begun, and not finished."
         found = self.estimate(delta)
@@ -246,7 +246,7 @@ class CanaryAudit:
         return self._engine
 
     def _weights(self) -> np.ndarray:
-        """Returns what updates are about, float64 [d]."""
+        """Returns the weights that updates change, float64 [d]."""
         variables = [each.numpy() for each in self._require_engine().server.variables]
         return np.concatenate([each.astype(np.float64).ravel() for each in variables])
 

@@ -313,7 +313,7 @@ class CohortSampler(abc.ABC):
     def charge(
         self, cohort: Cohort | int, event: dp_accounting.DpEvent
     ) -> charge_lib.RoundCharge:
-        """Returns what a round costs in which a mechanism releases `event`.
+        """Returns the cost of a round in which a mechanism releases `event`.
 
         Args:
           cohort: The cohort, or the number of a round, which may be planned.
@@ -326,12 +326,12 @@ class CohortSampler(abc.ABC):
     def charges(
         self, rounds: range, event: dp_accounting.DpEvent
     ) -> list[tuple[charge_lib.RoundCharge, int]]:
-        """Returns what planned rounds cost, by kind, for one m and one event."""
+        """Returns the costs of planned rounds, by kind, for one m and one event."""
         kinds = [self.charge(t, event) for t in rounds[:1]]
         return [(kind, len(rounds)) for kind in kinds]
 
     def _place(self, round_index: int) -> Json:
-        """Returns what a participation says of the round's size, and of its pass."""
+        """Returns the fields of a participation for the round's size and its pass."""
         return {"clients_per_round": self._nominal_size(round_index)}
 
     def max_participations(self, rounds: int, first_round: int = 0) -> int:

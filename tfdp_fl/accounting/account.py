@@ -124,7 +124,7 @@ class _Kept:
     Attributes:
       ledger: The ledger.
       run: The id under which the account's rounds stand in it.
-      elsewhere: What any one client may have spent that this ledger does not tell of.
+      elsewhere: The most that any client may have spent elsewhere, not in this ledger.
     """
 
     ledger: ledger.PrivacyLedger
@@ -172,7 +172,7 @@ class LocalAccount:
         limit: int | None = None,
         whole_passes: int = 0,
     ) -> float:
-        """Returns `max_mu_squared` after releases; above a limit a client sits out."""
+        """Returns `max_mu_squared` after releases, each client in at most `limit`."""
         members, times = np.unique(positions, return_counts=True)
         if whole_passes:
             more = np.full(self.num_clients, whole_passes)
@@ -216,7 +216,7 @@ class LocalAccount:
         max_participations: int | None = None,
         whole_passes: int = 0,
     ) -> float:
-        """Returns what `max_mu_squared` would be after cohorts that are known.
+        """Returns `max_mu_squared` as it would be after the given cohorts.
 
         Args:
           cohorts: The clients' positions in each, int64 [m].
@@ -359,7 +359,7 @@ class PrivacyAccount:
           name: What the account knows it by.
           kept: The ledger to write to.
           run: The id under which the account's rounds stand in it.
-          elsewhere: What any one client may have spent that it does not tell of.
+          elsewhere: The most that any client may have spent elsewhere.
         """
         self._ledgers[name] = _Kept(kept, run, elsewhere)
 
@@ -566,7 +566,7 @@ class PrivacyAccount:
 
     def _key(self, name: str | None) -> str:
         """Returns the key in `others` of what is charged outside of rounds."""
-        # Several ledgers may tell of an evaluation, as it is in all of them.
+        # Several ledgers may list an evaluation, which is in all of them.
         if name is None or name.startswith(_EVALUATION) or not self._ledgers:
             return name or ""
         return f"{name} in {min(self._ledgers)}"
@@ -579,12 +579,12 @@ class PrivacyAccount:
     def merge_ledger(
         self, contents: ledger.LedgerContents, run: str, source: str
     ) -> None:
-        """Counts what a ledger tells of and is not counted yet.
+        """Counts what a ledger lists and is not counted yet.
 
         Rounds of this run that only the ledger knows (a crash cut them off
         from their checkpoint) and all rounds of the other runs in it. To read
         a ledger again adds what was written to it since, and nothing else.
-        Two files that tell of the same other run count twice: a run may have
+        Two files that list the same other run count twice: a run may have
         gone on from one checkpoint in two places.
 
         Args:
@@ -615,7 +615,7 @@ class PrivacyAccount:
                     f"this run's, got one with rounds of run {other} that "
                     "have none."
                 )
-            # Several files may tell of one release, as it is in all of them.
+            # Several files may list one release, which is in all of them.
             beside = other.startswith(_EVALUATION)
             spent = ledger.largest_mu_squared(entries) if self.by_client else 0.0
             others[other if beside else f"{other} in {source}"] = OtherRun(

@@ -28,7 +28,7 @@ _SHAPES = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0}
 
 @attr.s(frozen=True, slots=True, auto_attribs=True)
 class BestOfTrialsDpEvent(dp_accounting.DpEvent):
-    """The best of a random number of trials; nothing else of them is released.
+    """The best of a random number of trials; nothing else about them is released.
 
     `dp_accounting.RepeatAndSelectDpEvent` for trials that need not be alike: a trial
     costs one of several events, not their sum. Which one is drawn independently of

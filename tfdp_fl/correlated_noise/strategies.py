@@ -7,7 +7,7 @@ the noise multiplier and by the clip. Buffers hold past n, so that a fresh draw 
 nowhere kept.
 
 Coefficients are rounded to float32 first, and everything else follows from the
-rounded ones: what is charged is the noise that is made.
+rounded ones: the charge is for exactly this noise.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def check_aligned(**given: nests.Nest) -> None:
 
 
 def to_keras_inputs(nest: nests.Nest, argument: str) -> Nest:
-    """Returns arrays in the place of lists, frames and series; the rest as it is.
+    """Converts lists, frames and series to arrays; leaves the rest as it is.
 
     Strings are tensors, as Keras takes no NumPy strings.
 

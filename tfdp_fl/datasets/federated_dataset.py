@@ -381,9 +381,9 @@ class FederatedDataset:
 
     @property
     def reading(self) -> tuple[object, ...] | None:
-        """What tells these clients from others where `clients_digest` cannot.
+        """What distinguishes these clients from others if `clients_digest` cannot.
 
-        None where it can. Of clients without names that are read when they are asked
+        None if it can. Of clients without names that are read when they are asked
         for: how they are read.
         """
         if self.has_names or not isinstance(self._source, sources.StreamedSource):

@@ -259,7 +259,7 @@ def partition(
       order within a client.
 
     Raises:
-      TypeError, ValueError: If an argument is not as said, or if one client
+      TypeError, ValueError: If an argument is not as described, or if one client
         needs more examples than there are.
     """
     num_clients = _validate.positive_integer(num_clients=num_clients)

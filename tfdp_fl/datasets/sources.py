@@ -403,7 +403,7 @@ def _client_arrays(
 
 
 def held_spec(spec: nests.Nest) -> nests.Nest:
-    """Returns the spec (x, y) that examples have in a dataset, of what is given."""
+    """Returns the spec (x, y) of the examples in a dataset."""
     if not isinstance(spec, tuple) or not all(
         isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined()
         for leaf in tf.nest.flatten(spec)

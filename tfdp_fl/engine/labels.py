@@ -43,7 +43,7 @@ class LabelRange(NamedTuple):
 def spec_for(
     loss: keras_versions.CompileArgument, output: tf.Tensor
 ) -> tf.TensorSpec | None:
-    """Returns what one label looks like for a loss that is known; None for others.
+    """Returns the spec of one label for a known loss; None for others.
 
     Args:
       loss: The loss of an output.

@@ -98,7 +98,7 @@ class Program:
                 ).get_concrete_function(*self.specs)
 
     def __getstate__(self) -> Json:
-        """Returns what another process needs to run it, in its own way."""
+        """Returns all that another process needs to run it."""
         constants = [constant.numpy() for constant in self.constants]
         return {**vars(self), "_run": None, "constants": constants}
 

@@ -481,7 +481,7 @@ class RayWorkers:
         return ShardedCohorts(cohort_engine, clients, self, first["float32_products"])
 
     def _reference(self, name: str, value: object) -> ObjectRef:
-        """Returns what Ray has of a value: it is stored once, the last of a name."""
+        """Returns Ray's reference to a value, stored once, the last of a name."""
         if name not in self._stored or self._stored[name][0] is not value:
             self._stored[name] = value, _ray().put(value)
         return self._stored[name][1]

@@ -223,7 +223,7 @@ class Release:
         return new_state, tf.stack(values)
 
     def _share_of_state(self, update: nests.Nest) -> tf.Tensor | float:
-        """Returns what part of a sum's squares is of non-trainable state."""
+        """Returns the share of non-trainable state in a sum's squares."""
         server = self.server
         if not server.has_non_trainable or not isinstance(update, list):
             return 0.0

@@ -233,7 +233,7 @@ class Trainer:
         return self._metrics.nobody()
 
     def metric_results(self, values: cohort.MetricState) -> dict[str, tf.Tensor]:
-        """Returns what the metrics say of a state, by name."""
+        """Returns the metrics' results for a state, by name."""
         return self._metrics.results(values)
 
     def _own_after(

@@ -229,7 +229,7 @@ def _starts(mechanism: str) -> Json:
 
 
 def _words(option: Option) -> str:
-    """Returns what an option goes with, as a flag."""
+    """Returns the flag that an option needs."""
     name, *values = option.only_with
     return f"--{name}={'|'.join(map(str, values))}"
 

@@ -88,7 +88,7 @@ def norm(arrays: Sequence[np.ndarray]) -> float:
 
 
 def largest_honest_norm(clip_norm: float, stddev: float, size: int) -> float:
-    """Returns what a clipped and noised update of an honest client stays under.
+    """Returns a bound on an honest client's clipped and noised update.
 
     For g ~ N(0, I_D), ||g||^2 > D + 2 sqrt(D x) + 2 x has a probability of at
     most exp(-x). With x = 40, a client that clips to S and adds noise of
@@ -115,7 +115,7 @@ def grid_step(largest: float, clients_per_round: float) -> float:
     `mechanisms.records`.
 
     Args:
-      largest: the L2 norm that no record is above; infinity for no bound.
+      largest: the largest L2 norm of a record; infinity for no bound.
       clients_per_round: The expected number of clients in a round, m.
     """
     if not 0 < largest < math.inf:

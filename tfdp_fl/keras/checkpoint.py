@@ -115,7 +115,7 @@ def write_state(stream: BinaryIO, state: Json, level: int = 1) -> None:
 
 
 def from_bytes(data: bytes) -> Json:
-    """Returns what was written; raises ValueError unless it is to the last bit."""
+    """Returns the saved state; raises ValueError unless every bit is as written."""
     data, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
     if hashlib.sha256(data).digest() != digest:
         raise ValueError("its checksum is wrong, or an earlier version wrote it")
@@ -296,7 +296,7 @@ def settings(fed: FederatedTraining, population: Population, plan: FitPlan) -> J
 def _describe_schedule(
     schedule: schedules.Schedule, first_round: int, last_round: int
 ) -> str:
-    """Returns what a schedule says of some rounds: in short, and a digest of all."""
+    """Returns a short description of a schedule over rounds, with a digest."""
     rounds = range(first_round, last_round)
     return _in_short([schedules.value_at(schedule, t, "a schedule") for t in rounds])
 

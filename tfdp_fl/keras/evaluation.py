@@ -204,8 +204,8 @@ def evaluate(
 ) -> dict[str, np.ndarray]:
     """Returns a compiled model's metrics client by client, as `evaluate_clients` does.
 
-    Clients are those of `preparation.conform`. Of `silent` ones nothing is raised or
-    warned of: it would tell of a client.
+    Clients are those of `preparation.conform`. For `silent` ones nothing is raised, and
+    no warning printed: that would reveal something about a client.
     """
     number = clients.num_clients
     counts = np.zeros(number, np.int64)
@@ -425,7 +425,7 @@ class PrivateMetrics:
         return math.sqrt(1 + len(self.bounds))
 
     def charge(self, sampling: str, num_clients: int) -> charge_lib.RoundCharge:
-        """Returns what the release of all clients' metrics costs.
+        """Returns the cost of releasing all clients' metrics.
 
         It has the neighbouring relation of the training's sampling: where cohorts have
         a fixed size, a client is replaced by another.

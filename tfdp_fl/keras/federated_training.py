@@ -86,7 +86,7 @@ class FederatedTraining:
         return None if self.run is None else self.run.spending
 
     def require_compiled(self, what: str) -> Training:
-        """Returns what `compile` was given; raises NotCompiledError before."""
+        """Returns `compile`'s arguments; raises NotCompiledError if there are none."""
         if self._compiled is None:
             raise NotCompiledError(
                 f"compile must be called before {what}, with an optimizer and a loss."

@@ -1,4 +1,4 @@
-"""A Keras model with the smallest noise that keeps a target."""
+"""A Keras model with the smallest noise that meets a target."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def charge_plan(
     sampler: sampling_lib.CohortSampler,
     deployment: mechanisms.PrivacyContext,
 ) -> collections.Counter[accounting.RoundCharge]:
-    """Returns what the rounds of a deployment cost, and how often each."""
+    """Returns the costs of the rounds of a deployment, and how often each occurs."""
     mechanism.check(deployment)
     rounds, kinds = deployment.rounds or 0, {}
     steady = run_lib.is_steady(mechanism)

@@ -279,7 +279,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             "weighted_metrics": weighted_metrics,
             "loss_weights": loss_weights,
         }
-        # The next fit makes an engine for it; until then the old one tells of the run.
+        # The next fit makes an engine for it; until then the old one describes the run.
         self._compiled = Training(
             **as_keras,
             proximal_weight=self.mechanism.proximal_weight,
@@ -395,8 +395,8 @@ class DPFederatedModel(federated_training.FederatedTraining):
 
         A second call goes on with the same model, clip, server optimizer and
         spent budget; rounds are counted over all calls. A model of
-        `make_private` keeps its target over all of them: it ends before the
-        round that would pass it (with an empty history, if that is the first).
+        `make_private` enforces its target over all of them: it ends before the
+        round that would exceed it (with an empty history, if that is the first).
 
         Args:
           clients: The clients' data: a `FederatedDataset`, a mapping or list

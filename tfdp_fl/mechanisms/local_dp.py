@@ -147,8 +147,8 @@ class LocalMechanism(mechanism.Mechanism):
         """Returns sigma / sensitivity of one release, calibrated if need be.
 
         Raises:
-          ValueError: The mechanism keeps a budget over a training run, and the
-            deployment does not say how long that is.
+          ValueError: The mechanism has a budget for a training run, and the
+            deployment does not say how many rounds that has.
         """
         if deployment.rounds is None:
             raise ValueError(

@@ -261,7 +261,7 @@ class Mechanism(abc.ABC):
         return round.clip_norm
 
     def scale(self, norm: tf.Tensor, round: RoundState) -> tf.Tensor:
-        """Returns what an update is multiplied by: min(1, S / norm).
+        """Returns the factor of an update: min(1, S / norm).
 
         Args:
           norm: Float32, any shape: norms of updates, at least 0.
@@ -391,7 +391,7 @@ class Mechanism(abc.ABC):
         return noise_multiplier
 
     def noise_limit(self, round_index: int, deployment: PrivacyContext) -> float:
-        """Returns what a round's noise multiplier has to stay below."""
+        """Returns the bound that a round's noise multiplier must stay below."""
         return float("inf")
 
     def event_index(self, round_index: int, memory: Memory) -> int:
@@ -557,7 +557,7 @@ class Mechanism(abc.ABC):
         return ()
 
     def state_fingerprint(self) -> str:
-        """Returns what a memory belongs to: a digest of `static_config`."""
+        """Returns the digest of `static_config` that a noise state belongs to."""
         text = repr(self.static_config())
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -486,7 +486,7 @@ def _layout(state: Memory) -> list[tuple[list[int], tf.DType]]:
 
 
 def _epsilons(event: dp_accounting.DpEvent) -> np.ndarray:
-    """Returns what an event costs in some respects; NaN where that is not known."""
+    """Returns some measures of the cost of an event; NaN if unknown."""
     epsilons = np.full((len(_COUNTS), len(_DELTAS)), np.nan)
     for row, count in zip(epsilons, _COUNTS, strict=True):
         accountant = rdp.RdpAccountant()

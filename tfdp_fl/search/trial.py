@@ -129,7 +129,7 @@ class PublicScore:
         return _as_score(values[self.metric], self.mode)
 
     def digest(self) -> str:
-        """Returns what tells this score from others."""
+        """Returns what distinguishes this score from others."""
         made = hashlib.sha256()
         for each in sorted(_example_hashes(self._x, self._y)):
             made.update(each)
@@ -200,7 +200,7 @@ class PrivateScore:
         return _as_score(released[self.metric]["mean"], self.mode)
 
     def digest(self) -> str:
-        """Returns what tells this score from others."""
+        """Returns what distinguishes this score from others."""
         return f"PrivateScore {self._release!r} {self._share} {self.mode}"
 
 
@@ -394,7 +394,7 @@ class Trial:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Lets nothing be printed, logged or warned of: it would tell of a trial."""
+    """Silences prints, logs and warnings, which would reveal a trial."""
     disabled, saved = logging.root.manager.disable, {}
     logging.disable(logging.CRITICAL)
     try:
@@ -448,7 +448,7 @@ def _check_mechanism(made: DPFederatedModel, candidate: Candidate) -> None:
 def calibrate(
     trials: list[Trial], split: Split, count: TrialCount, target: tuple[float, float]
 ) -> accounting.RoundCharge:
-    """Gives all trials the smallest noise that keeps the target.
+    """Gives all trials the smallest noise that meets the target.
 
     Returns what the search costs each client at most, whichever candidates are drawn.
     """

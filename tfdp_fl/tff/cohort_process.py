@@ -237,7 +237,7 @@ def create_make_record(
     client_types: list[tff.types.Type],
     exact: bool,
 ) -> tff.Computation:
-    """Returns what a client does with its value, and perhaps its weight.
+    """Returns the computation of a client on its value, and perhaps its weight.
 
     Args:
       query: The mechanism's.
@@ -278,7 +278,7 @@ def _create_release(
     value_type: tff.types.Type,
     packed: bool,
 ) -> tff.Computation:
-    """Returns what the server makes of the sum, and of the state's three parts.
+    """Returns the server's computation on the sum and the state's three parts.
 
     That is the mean, the measurements, and the new parts.
     """

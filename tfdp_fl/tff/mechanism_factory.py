@@ -240,7 +240,7 @@ class BoundFactory:
         return 1 + 2 * _LARGEST_ROUNDING + clients * 2.0**-23
 
     def _rounding_of_sums(self, shapes: tuple[tuple[int, ...], ...] | None) -> float:
-        """Returns what secure sums may add to a client's share of the update."""
+        """Returns the most that secure sums may add to a client's part of the sum."""
         if not self._has_price:
             return 0.0
         inner, scalars = self._factories.values()

@@ -59,7 +59,7 @@ def privacy_charges(
     rounds: int | None = None,
     max_participations: int | None = None,
 ) -> list[accounting.RoundCharge]:
-    """Returns what each round that is in a state cost centrally.
+    """Returns the central cost of each round in a state.
 
     A round that does not say which cohort it was for (`aggregators.with_cohort`) costs
     what it costs if every client was in it; under Poisson sampling, what a cohort costs
@@ -86,7 +86,7 @@ def privacy_charges(
 
     Raises:
       TypeError: `mechanism` is not a mechanism.
-      ValueError: The state tells of another mechanism, sampling, N or m, or
+      ValueError: The state has another mechanism, sampling, N or m, or
         it may hold releases that are not the mechanism's.
     """
     _validate.instance_of(mechanism_lib.Mechanism, mechanism=mechanism)
@@ -249,7 +249,7 @@ def epsilon(
 
     Raises:
       TypeError: `mechanism` is not a mechanism.
-      ValueError: The state tells of another mechanism, sampling, N or m, or
+      ValueError: The state has another mechanism, sampling, N or m, or
         it may hold releases that are not the mechanism's.
     """
     _validate.instance_of(mechanism_lib.Mechanism, mechanism=mechanism)

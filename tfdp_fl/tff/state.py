@@ -128,7 +128,7 @@ def tabulate(
       check: A function of `_validate`, for each value.
 
     Raises:
-      ValueError: A callable, and `rounds` is not known.
+      ValueError: It is a callable, and `rounds` is not known.
     """
     if callable(schedule):
         if rounds is None:

@@ -106,7 +106,7 @@ def callback_session(
     suppressed: tuple[type[Exception], ...] = (Exception,)
     untold = [*reversed(callbacks)]
     try:
-        # What a ledger tells of counts against every budget.
+        # What a ledger lists counts against every budget.
         for callback in sorted(callbacks, key=lambda one: one.order):
             callback.on_rounds_planned(first_round, last_round)
         yield

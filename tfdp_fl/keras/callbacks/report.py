@@ -145,7 +145,7 @@ class Report(FederatedCallback):
         )
 
     def _series(self, name: str) -> list[tuple[int, float]]:
-        """Returns the rounds in which a value is finite, with it."""
+        """Returns the rounds in which a value is finite, and these values."""
         return [
             (number, logs[name])
             for number, logs in self._rounds.items()
