@@ -209,7 +209,7 @@ Kernels = tuple[tuple[int, int], ...]
 
 
 def kernels_of(model: tf.keras.Model) -> Kernels:
-    """Returns those of a supported model."""
+    """Returns the kernels of a supported model."""
     return tuple(tuple(v.shape) for v in model.trainable_weights if len(v.shape) == 2)
 
 
