@@ -171,8 +171,8 @@ _OWN = {
     "seed": Option(
         None, int, "Repeats everything; anyone who knows it can undo the noise."
     ),
-    "validation_freq": Option([1, 5, 10], int, "Evaluate every so many rounds."),
-    "checkpoint_every": Option(0, int, "Save every so many rounds, for --resume."),
+    "validation_freq": Option([1, 5, 10], int, "Rounds between evaluations."),
+    "checkpoint_every": Option(0, int, "Rounds between saves, for --resume."),
 }
 
 

@@ -57,7 +57,7 @@ class Validation:
     Attributes:
       data: `(x, y)`, `(x, y, sample_weight)`, a `tf.data.Dataset` of batches,
         a `FederatedDataset`, or None.
-      every: Validate every so many rounds.
+      every: The number of rounds from one validation to the next.
       batch_size: Examples in one batch.
       held_out: A digest of the clients of `fit` that are held out; "" for none.
     """

@@ -241,7 +241,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
           broadcast_hook: `f(weights, seed) -> weights`, a noise injector before
             broadcast; called on the list of weights that the clients of a
             round start from, with an int64 seed of shape [2].
-          **others: None; what is given is refused, with what to give instead.
+          **others: Refused; the error says what to give instead.
         """
         training_setup.refuse_arguments("compile", others)
         for name, hook in (
@@ -403,22 +403,21 @@ class DPFederatedModel(federated_training.FederatedTraining):
             of `(x, y)`, of `(x, y, sample_weight)` or of `tf.data.Dataset`s,
             or a TFF `ClientData` (see
             `tfdp_fl.datasets.as_federated`). Each client is cast to what the model's
-            inputs and the loss expect, or to a declared `element_spec`, or fails
-            alone. Where spending is counted for
-            each client (local and per-record guarantees), and within a pass
-            over the clients, they must be the same clients in the same
-            order as before; elsewhere they may be others, and the statement
+            inputs and the loss expect, or to a declared `element_spec`; if that is
+            impossible, only that client fails. For local and per-record guarantees,
+            and within a pass over the clients, they must be the same clients in the
+            same order as before; otherwise they may change, and the statement
             names every N. With `client_ids`: the features of all rows of one table,
             [n, ...], as arrays or a pandas frame.
           y: With `client_ids`: the labels of all rows.
-          rounds: How many rounds to run (with `resume_from`: how many the
-            interrupted call was to run in all).
+          rounds: How many rounds to run (with `resume_from`: the total that the
+            interrupted call was asked for).
           batch_size: Examples in one local batch; a client's last may be short.
           local_epochs: How often a client goes over its examples in one round.
           validation_data: `(x, y)`, `(x, y, sample_weight)`, a
             `tf.data.Dataset` of batches, or the `FederatedDataset` of other
             clients.
-          validation_freq: Validate every so many rounds.
+          validation_freq: The number of rounds from one validation to the next.
           callbacks: Keras callbacks (a round is an epoch to them) and
             `tfdp_fl.callbacks`.
           verbose: 0 silent, 1 or "auto" a progress bar, 2 a line per round.
@@ -446,7 +445,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
           validation_batch_size: Examples in one validation batch.
           audit: A new `tfdp_fl.auditing.CanaryAudit`, whose canary clients
             take part beside the clients; the statement then has its estimate.
-          **others: None; what is given is refused, with what to give instead.
+          **others: Refused; the error says what to give instead.
 
         Returns:
           A Keras `History`: the compiled metrics, `val_*`, and for each round

@@ -207,7 +207,8 @@ class RoundCheckpoint(Ledger):
 
     Attributes:
       directory: Where the files are; made if need be.
-      every: Save after every so many rounds, and at the end.
+      every: The number of rounds from one save to the next; the last round is
+        always saved.
       keep: How many checkpoints stay.
       path: The directory's ledger.
     """
