@@ -68,7 +68,7 @@ class FrontEnd(Server, Protocol):
         """Returns the next round's cohort, by its sampler."""
 
     def collect(self, cohort: Drawn) -> Pending:
-        """Has the clients train; returns the sum of their records (`make_record`)."""
+        """Lets the clients train; returns the sum of their records (`make_record`)."""
 
 
 def run_round(front: FrontEnd) -> Any:

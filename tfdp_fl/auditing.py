@@ -57,7 +57,7 @@ class CanaryAudit:
       num_canaries: The number of canary clients, K.
       iterates: "final": the attacker sees the model before and after the
         `fit`; "all": the model after every round, and a canary's score is its
-        largest in any round and any difference of two in turn. That costs 4 K
+        largest over all rounds, and over differences of two in a row. That costs 4 K
         inner products of the model's size a round.
     """
 
@@ -124,7 +124,7 @@ class CanaryAudit:
     def join(
         self, pending: engine.PendingRound, charge: charge_lib.RoundCharge
     ) -> None:
-        """Adds what the canaries of a round hand in to its sum.
+        """Adds the canaries' updates of a round to its sum.
 
         Args:
           pending: The round, collected and not released.

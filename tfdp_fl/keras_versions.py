@@ -213,7 +213,7 @@ def own_metrics(model: tf.keras.Model) -> list[tf.keras.metrics.Metric]:
 
 @contextlib.contextmanager
 def losses_of(model: tf.keras.Model, compiled_loss: CompiledLoss) -> Iterator[None]:
-    """Has the model's `compute_loss` use a compiled loss, within the block."""
+    """Within the block, the model's `compute_loss` uses a compiled loss."""
     before = vars(model).get("_compile_loss")
     vars(model)["_compile_loss"] = compiled_loss
     try:

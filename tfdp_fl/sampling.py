@@ -60,9 +60,9 @@ def make_sampler(
       num_groups: For "cyclic": how many groups take turns, which is
         the min separation of a client's rounds; None: as many as there are
         with m clients in each.
-      may_abandon: Whether rounds are abandoned when one of their clients fails. For
-        "fixed_size" every round is charged otherwise then (see
-        `Participation.known_selection`); others do not mind.
+      may_abandon: Whether rounds are abandoned when one of their clients fails. With
+        "fixed_size", every round is then charged differently (see
+        `Participation.known_selection`); other samplings are not affected.
     """
     by_name: Json = {
         "poisson": PoissonSampler,
@@ -196,7 +196,7 @@ class CohortSampler(abc.ABC):
     def next_round(self) -> int:
         """The round that is drawn next, or is drawn and not settled.
 
-        It says where in a schedule, and in a pass, and may be set between rounds.
+        It decides the place in schedules and in a pass. It may be set between rounds.
         """
         return self._next_round
 

@@ -364,7 +364,7 @@ class PrivacyAccount:
         self._ledgers[name] = _Kept(kept, run, elsewhere)
 
     def drop_ledger(self, name: str) -> None:
-        """Has no more charges written into a ledger, which may be closed then."""
+        """Stops writing charges to a ledger, which may then be closed."""
         self._ledgers.pop(name, None)
 
     def pause_charges(self) -> contextlib.AbstractContextManager[None]:
@@ -395,7 +395,7 @@ class PrivacyAccount:
 
         Args:
           cost: What it costs centrally.
-          budgets: What may not be passed by all that is counted together.
+          budgets: Budgets that the total must not exceed.
           ask: Called first; raises to refuse.
           positions: Int64 [K], the clients of a round; None: none in particular.
           mu_squared: (sensitivity / sigma)^2 of one client's release; used
@@ -412,7 +412,7 @@ class PrivacyAccount:
 
         Raises:
           ChargeError: It was asked for within another charge of this account.
-          BudgetExceededError: A budget would be passed. Nothing is charged.
+          BudgetExceededError: A budget would be exceeded. Nothing is charged.
           LedgerError: A ledger could not be written, and nothing may be released. If
             others had their line by then, it is charged all the same.
           ValueError: No one guarantee covers it and what was charged before.
@@ -668,8 +668,8 @@ class PrivacyAccount:
         Args:
           per_client: Whether rounds depend on what each client had part in; they do
             where the guarantee is composed client by client.
-          beside: This run's ledger, which whoever reads the state merges. If it has all
-            rounds, they are left out: no checkpoint grows with them.
+          beside: This run's ledger, which is merged when the state is read. If it has
+            all rounds, the state leaves them out: checkpoints do not grow.
         """
         kept, accounts = per_client or self.by_client, self.per_client
         has_all = beside is not None and beside.rounds_of(beside.run) >= self._rounds

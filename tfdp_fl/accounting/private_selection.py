@@ -140,9 +140,9 @@ def epsilon_of_best(
 
     Args:
       event: The search.
-      trials: The privacy loss distributions of its `events`. What is drawn
-        independently of the data, and what differs by client, has at most the
-        largest delta of them.
+      trials: The privacy loss distributions of its `events`. If one of them is
+        drawn independently of the data, or differs by client, the trial has at most
+        the largest delta of them.
       delta: Between 0 and 1.
     """
 

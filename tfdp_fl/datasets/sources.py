@@ -174,8 +174,8 @@ class IndexedSource:
 class MixedSource:
     """Clients in memory whose own arrays are of several kinds.
 
-    Nobody's kind is everybody's: `conform` makes an `IndexedSource` of those whose
-    examples can be cast to a spec that is known otherwise.
+    No client's kind decides for all: the spec comes from elsewhere, and `conform`
+    makes an `IndexedSource` of the clients whose examples can be cast to it.
 
     Attributes:
       parts: The clients of each kind.

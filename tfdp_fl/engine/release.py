@@ -268,7 +268,7 @@ class DeferredClipping:
         update: nests.Nest = query.initial_sample_state(update_spec.variables).update
         if not isinstance(update, list) or len(update) != len(update_spec.variables):
             raise ValueError(
-                "secure_aggregation needs a mechanism whose clients hand in one "
+                "secure_aggregation needs a mechanism whose clients send one "
                 "tensor for each variable, got a query that makes "
                 f"{type(update).__name__} of them: use tfdp_fl.AdaptiveClipping, "
                 "whose bit goes through the secure sum as well."

@@ -187,7 +187,7 @@ class _FirstLayer(_DenseLayer):
         Args:
           h: [R, in], for R of all S steps.
           every: The rows of all steps.
-          steps: S.
+          steps: How many steps, S.
           rows: Those of a step.
           *own: Keras's layer, its kernel and perhaps its bias.
         """

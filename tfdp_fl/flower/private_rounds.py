@@ -43,7 +43,7 @@ _logger = logging.getLogger(__name__)
 
 
 class RoundNotConfiguredError(RuntimeError):
-    """Results came for a round of which model and clip norm are not known."""
+    """Results came for a round whose model and clip norm are unknown."""
 
 
 class PrivateRounds:

@@ -195,7 +195,7 @@ def fit_lock(trained: Any, what: str, kind: str = "Keras model") -> Iterator[Non
 
 
 def exclusive(method: _Method) -> _Method:
-    """Has a method of a `DPFederatedModel` run while no `fit` of its model does."""
+    """Decorates a method of `DPFederatedModel` that must not run during a `fit`."""
 
     @functools.wraps(method)
     def called(self, *args: Any, **kwargs: Any) -> Any:

@@ -171,7 +171,7 @@ class CohortQuery:
         return one
 
     def with_shares(self, params: RoundState, record: Contribution) -> Contribution:
-        """Returns a record with the client's share of the noise, on all it hands in."""
+        """Returns a record with the client's share of the noise on every part."""
         shares = self.noise_shares(params)
         update = noise.add_normal(record.update, shares["update"])
         return record._replace(update=update, sums=_add_side_noise(record.sums, shares))

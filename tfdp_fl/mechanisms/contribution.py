@@ -1,4 +1,4 @@
-"""What a round knows, what a client knows and counts, and what it hands in."""
+"""What a round knows, what a client knows, its weight, and what it sends."""
 
 from __future__ import annotations
 

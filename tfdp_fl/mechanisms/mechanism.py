@@ -88,7 +88,7 @@ class Mechanism(abc.ABC):
       trust_model: Against whom it protects: "central" (the server is trusted),
         "local" (nobody is) or "none".
       privacy_unit: What is protected as a whole: a "client" or a "record".
-      side_bounds: What a client hands in beside its update, by name
+      side_bounds: What a client sends beside its update, by name
         (`Contribution.sums`), each with the bound on its absolute value.
       releases_weights: Whether clients send weights and not updates, which
         then replace the model.

@@ -245,10 +245,10 @@ class QueryMechanism(mechanism.Mechanism):
 
     The query says what noise is added; the normal draws in it are made by
     `tfdp_fl.mechanisms.noise` as for every mechanism, not by TensorFlow, whose draws
-    would repeat (`with_own_noise`). What the query reports as its event is asked
-    before each round, and the dearer of that and `dp_event` is charged.
+    would repeat (`with_own_noise`). Before each round the query is asked for its event,
+    and the costlier of that and `dp_event` is charged.
 
-    Of TF-Privacy's queries these are allowed: `GaussianSumQuery`,
+    These of TF-Privacy's queries are allowed: `GaussianSumQuery`,
     `QuantileAdaptiveClipSumQuery`, `NoPrivacySumQuery`, and `NormalizedQuery`
     and `NestedSumQuery` of them. A query of your own is tried on zeros of the
     model's shapes before it is used: its state must keep its shape, its noise must
@@ -303,9 +303,9 @@ class QueryMechanism(mechanism.Mechanism):
     def event_at(
         self, round_index: int, deployment: PrivacyContext, state: RoundState
     ) -> dp_accounting.DpEvent:
-        """Implements `Mechanism.event_at`: the dearer of what is given and reported.
+        """Implements `Mechanism.event_at`: the costlier of given and reported event.
 
-        Both together, where neither is known to be the dearer one.
+        Both together, if neither is known to be the costlier one.
         """
         shapes = deployment.shapes or [VECTOR] * (deployment.num_variables or 1)
         with tf.init_scope():

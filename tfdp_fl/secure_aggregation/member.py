@@ -123,7 +123,7 @@ class Message:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AggregationOutcome:
-    """What a member (or a group) has in its hands in the end.
+    """What a member (or a group) has at the end.
 
     Attributes:
       succeeded: whether `value` is the sum over all `members`.

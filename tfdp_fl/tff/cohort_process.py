@@ -88,7 +88,7 @@ def create_cohort_process(
         query,
         derive_sample_params.type_signature.result,
         client_types,
-        # A plain sum of whatever is handed in is exact in float64.
+        # A plain sum of whatever clients send is exact in float64.
         exact=type(inner_factory) in (type(None), tff.aggregators.SumFactory),
     )
     record_type = make_record.type_signature.result
@@ -243,7 +243,7 @@ def create_make_record(
       query: The mechanism's.
       params_type: Of what clients are sent.
       client_types: Of the value, and perhaps of the weight.
-      exact: Whether updates are handed in as float64, of which sums are exact
+      exact: Whether clients send updates as float64, of which sums are exact
         (`mechanisms.records`); a secure sum is handed them as they are.
     """
     value_type = client_types[0]

@@ -317,7 +317,7 @@ def largest_rounding(factory: SumFactory | None, num_elements: int) -> float:
         return math.inf
     lower, upper = bounds_of(factory)
     if not lower <= 0 <= upper:
-        return math.inf  # A client that hands in nothing counts as a bound.
+        return math.inf  # A client that sends nothing counts as a bound.
     # Bounds that move make a state, which `accounted_state` refuses.
     width = 0.0 if upper == math.inf else upper - lower
     return math.sqrt(num_elements) * width / _STEPS
