@@ -477,8 +477,8 @@ class FixedSizeSampler(CohortSampler):
             raise RuntimeError(
                 "A cohort of a fixed size cannot be abandoned, because that tells who "
                 "is in the others: release the round without the clients that failed, "
-                "run it again, or make the sampler with may_abandon=True, with which "
-                "every round is charged for it."
+                "run it again, or make the sampler with may_abandon=True, which makes "
+                "every round cost more."
             )
         super().abandon(cohort)
 

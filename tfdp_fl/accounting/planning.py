@@ -311,7 +311,7 @@ def _solve(
         if high >= limit:
             raise ValueError(
                 f"target_epsilon={upwards(target)} at delta={upwards(delta)} cannot be "
-                f"kept by any noise multiplier up to {limit:.4g} (epsilon is "
+                f"met by any noise multiplier up to {limit:.4g} (epsilon is "
                 f"{upwards(epsilon(high))} "
                 "there)."
             )

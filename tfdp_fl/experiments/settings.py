@@ -411,7 +411,7 @@ class Settings(_Options):
                     f"{self.mechanism}, which has: {', '.join(own) or 'none'}."
                 )
         if self.mechanism == "none" and self.target_epsilon is not None:
-            raise ValueError("--target_epsilon cannot be kept with --mechanism=none.")
+            raise ValueError("--target_epsilon cannot be met with --mechanism=none.")
         if self.target_epsilon is not None:
             _validate.positive(**{"--target_epsilon": self.target_epsilon})
         if self.target_delta is not None and self._implied_delta() is not None:

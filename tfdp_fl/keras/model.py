@@ -129,7 +129,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             are added on a grid, and the noise is the ideal Gaussian rounded to it,
             from the operating system's random bits and without floating point's
             errors. It allows no `seed`, and takes several times as long.
-          target: What the noise was calibrated for; kept in every `fit`.
+          target: What the noise was calibrated for; enforced in every `fit`.
             `make_private` gives it.
           client_weighting: What clients count in the mean, such as
             `tfdp_fl.ClientWeighting.num_examples(cap=100)`; None: 1 each. The

@@ -223,7 +223,7 @@ def _records(
         ]
     if not sizes:
         raise ValueError(
-            f"clients must know their sizes for {mechanism.name}, got "
+            f"clients must have known sizes for {mechanism.name}, got "
             f"{clients.num_clients} that cannot be read."
         )
     return sum(sizes), min(filter(None, sizes), default=None)

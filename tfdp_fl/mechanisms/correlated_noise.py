@@ -139,8 +139,8 @@ class CorrelatedNoise(mechanism.Mechanism):
         if deployment.sampling not in (Sampling.CYCLIC, Sampling.MIN_SEPARATION, None):
             raise ValueError(
                 "sampling must be 'cyclic' or, of clients who come as they like, "
-                f"'min_separation' with {self.name}, because its noise counts on a "
-                f"client's rounds being min_separation={self.min_separation} apart, "
+                f"'min_separation' with {self.name}, because its noise needs a "
+                f"client's rounds to be min_separation={self.min_separation} apart, "
                 f"got sampling={deployment.sampling!r}."
             )
         if deployment.sampling is not None and not schedules.is_constant(

@@ -59,7 +59,7 @@ _LEAST_NOISE = 1e-18
 
 
 class CalibrationTarget(NamedTuple):
-    """What `make_private` asks a mechanism to keep.
+    """What `make_private` asks of a mechanism.
 
     Attributes:
       noise_multiplier: z, for a mechanism that is calibrated from outside; a
@@ -478,7 +478,7 @@ class Mechanism(abc.ABC):
         """Returns the mechanism that `make_private` tries for a target.
 
         Args:
-          target: What is to be kept, and by which noise it is tried.
+          target: The target, and the noise multiplier to try.
           **options: The other parameters that were given.
         """
         given: Json = {"noise_multiplier": target.noise_multiplier}

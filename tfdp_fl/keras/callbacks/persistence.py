@@ -92,7 +92,7 @@ class Ledger(FederatedCallback):
                 )
             if known != contents.head:
                 raise ValueError(
-                    f"path must be a ledger that no other run went on with, and "
+                    f"path must be a ledger that no other run continued, but "
                     f"{self.path} has rounds that this model does not know of; resume "
                     "from its directory."
                 )
