@@ -210,15 +210,15 @@ def check(
             "model, loss, metrics and hooks must compute with operations that "
             "keep nothing for the next client and reach nothing outside, got "
             f"{node.op} in {layer_of(path, layers)} ({path}). Queues, tables, files "
-            "and tf.py_function are not for them. "
+            "and tf.py_function are not allowed. "
             + (
-                "In TFF, random numbers are to be drawn without a seed (a layer's, or "
-                "tf.random.set_seed): all clients draw from its one stream. "
+                "In TFF, draw random numbers without a seed (a layer's, or "
+                "tf.random.set_seed): with one, all clients draw from one stream. "
                 if seeded
-                else "Random numbers are to be drawn by Keras's layers, or by a "
+                else "Draw random numbers by Keras's layers, or by a "
                 "keras.random.SeedGenerator that a layer holds and gives as seed=. "
             )
-            + "State is to be in the model's weights."
+            + "Keep state in the model's weights."
         )
 
 
