@@ -46,7 +46,7 @@ def load_tensorflow() -> None:
 
 
 def name() -> str:
-    """Returns what the program was called by: "train.py", "tfdp-fl-train"."""
+    """Returns the name that the program was called by: "train.py", "tfdp-fl-train"."""
     return pathlib.Path(sys.argv[0]).name
 
 

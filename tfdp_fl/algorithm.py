@@ -68,7 +68,7 @@ class FrontEnd(Server, Protocol):
         """Returns the next round's cohort, by its sampler."""
 
     def collect(self, cohort: Drawn) -> Pending:
-        """Has the clients train; returns the sum of their records (`make_record`)."""
+        """Lets the clients train; returns the sum of their records (`make_record`)."""
 
 
 def run_round(front: FrontEnd) -> Any:
@@ -107,7 +107,7 @@ def make_record(
       query: The mechanism's query.
       params: What the server sent: `query.derive_sample_params(state)`.
       update: Float tensors, of the model's shapes.
-      client: What the client knows of itself.
+      client: Facts about the client, such as its number of examples.
     """
     mechanism = query.mechanism
     # With fewer bits a product is rounded by more than a clip may be.

@@ -46,9 +46,9 @@ class CanaryAudit:
     one below it proves nothing. Given to one `fit`, as `fit(audit=...)`. The
     canaries are noise to the training: with K canaries and m of N clients a
     round, each mean has about K m / N directions of length S / m more. They
-    hand in nothing else: what the clip goes by, and what `History` tells, is
-    of the clients. For the clients' guarantee they are nothing: they do not
-    depend on anybody's data.
+    add nothing else: the adaptive clip and `History` follow the clients alone.
+    The clients' guarantee stays the same, because canaries do not depend on
+    anybody's data.
 
     Audited are central mechanisms whose server adds the noise and that scale
     updates by their norm (fixed, adaptive and median clips among them).
@@ -57,7 +57,7 @@ class CanaryAudit:
       num_canaries: The number of canary clients, K.
       iterates: "final": the attacker sees the model before and after the
         `fit`; "all": the model after every round, and a canary's score is its
-        largest in any round and any difference of two in turn. That costs 4 K
+        largest over all rounds, and over differences of two in a row. That costs 4 K
         inner products of the model's size a round.
     """
 
@@ -124,7 +124,7 @@ class CanaryAudit:
     def join(
         self, pending: engine.PendingRound, charge: charge_lib.RoundCharge
     ) -> None:
-        """Adds what the canaries of a round hand in to its sum.
+        """Adds the canaries' updates of a round to its sum.
 
         Args:
           pending: The round, collected and not released.
@@ -224,7 +224,7 @@ class CanaryAudit:
         return estimate(self.scores, delta)
 
     def sentence(self, delta: float) -> str:
-        """Returns what the privacy statement says of it."""
+        """Returns the sentences of the privacy statement about it."""
         if self._found is None:
             return "An audit with canary clients was begun, and not finished."
         found = self.estimate(delta)
@@ -246,7 +246,7 @@ class CanaryAudit:
         return self._engine
 
     def _weights(self) -> np.ndarray:
-        """Returns what updates are about, float64 [d]."""
+        """Returns the weights that updates change, float64 [d]."""
         variables = [each.numpy() for each in self._require_engine().server.variables]
         return np.concatenate([each.astype(np.float64).ravel() for each in variables])
 
@@ -429,13 +429,13 @@ def estimate(scores: Scores, delta: float) -> Estimate:
 
     The interval is that of the mean score, off by three independent errors:
 
-    - Of the K canaries: spread/sqrt(K).
-    - Of the scores' unit, the norm of what is not canaries. It is one number
-      for all canaries of a look, so that more canaries do not help. Of noise
-      that is equal in all d coordinates it is sigma chi_(d-1), of which the
-      quantiles are taken: for few weights they are far from symmetric. (The
-      best of several looks, each with a norm of its own, is off by that at most.)
-    - Of unobserved canaries, where these are measured: that of their mean,
+    - From the number K of canaries: spread/sqrt(K).
+    - From the scores' unit, the norm of everything but canaries. It is one number
+      for all canaries of a look, so that more canaries do not help. If the noise
+      is equal in all d coordinates, it is sigma chi_(d-1), whose quantiles are
+      used: for few weights they are far from symmetric. (The best of several
+      looks, each with a norm of its own, is off by that at most.)
+    - From unobserved canaries, if they are measured: the errors of their mean
       and of their spread, by which scores are divided.
 
     Args:

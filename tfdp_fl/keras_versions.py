@@ -213,7 +213,7 @@ def own_metrics(model: tf.keras.Model) -> list[tf.keras.metrics.Metric]:
 
 @contextlib.contextmanager
 def losses_of(model: tf.keras.Model, compiled_loss: CompiledLoss) -> Iterator[None]:
-    """Has the model's `compute_loss` use a compiled loss, within the block."""
+    """Within the block, the model's `compute_loss` uses a compiled loss."""
     before = vars(model).get("_compile_loss")
     vars(model)["_compile_loss"] = compiled_loss
     try:
@@ -231,7 +231,7 @@ def losses_of_rows(
 
 
 def loss_options(loss: tf.keras.losses.Loss | tf.keras.metrics.Metric) -> Json:
-    """Returns what a loss or a metric was made with."""
+    """Returns the arguments that a loss or a metric was made with."""
     return {**loss.get_config(), **getattr(loss, "_fn_kwargs", {})}
 
 
@@ -374,7 +374,7 @@ def build_optimizer(
         optimizer.build(variables)
     state = tf_variables(optimizer.variables)
     known = {id(variable) for variable in state}
-    # Nadam, for one, keeps a variable that is none of those it tells of.
+    # Nadam, for one, keeps a variable that it does not list.
     return state + [
         variable
         for value in vars(optimizer).values()

@@ -82,5 +82,5 @@ class BalancedSoftmaxCrossentropy(tf.keras.losses.Loss):
         )
 
     def get_config(self) -> Json:
-        """Returns what the loss is made again from."""
+        """Returns the arguments that make the same loss again."""
         return {**super().get_config(), "smoothing": self.smoothing}

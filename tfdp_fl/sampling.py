@@ -60,9 +60,9 @@ def make_sampler(
       num_groups: For "cyclic": how many groups take turns, which is
         the min separation of a client's rounds; None: as many as there are
         with m clients in each.
-      may_abandon: Whether rounds are abandoned when one of their clients fails. For
-        "fixed_size" every round is charged otherwise then (see
-        `Participation.known_selection`); others do not mind.
+      may_abandon: Whether rounds are abandoned when one of their clients fails. With
+        "fixed_size", every round is then charged differently (see
+        `Participation.known_selection`); other samplings are not affected.
     """
     by_name: Json = {
         "poisson": PoissonSampler,
@@ -196,7 +196,7 @@ class CohortSampler(abc.ABC):
     def next_round(self) -> int:
         """The round that is drawn next, or is drawn and not settled.
 
-        It says where in a schedule, and in a pass, and may be set between rounds.
+        It decides the place in schedules and in a pass. It may be set between rounds.
         """
         return self._next_round
 
@@ -241,7 +241,7 @@ class CohortSampler(abc.ABC):
         """Notes that a cohort's round, which was charged, is about to be released.
 
         Raises:
-          RuntimeError: It is not the cohort that was drawn last, or is settled.
+          RuntimeError: It is not the cohort that was drawn last, or it was settled.
         """
         self._settle(cohort)
 
@@ -251,8 +251,8 @@ class CohortSampler(abc.ABC):
         It is charged all the same if `cohort.participation.charge_if_abandoned`.
 
         Raises:
-          RuntimeError: It is not the cohort that was drawn last, or is settled; or
-            its sampling cannot spare it.
+          RuntimeError: It is not the cohort that was drawn last, or it was settled, or
+            its sampling cannot abandon a cohort.
         """
         self._settle(cohort)
 
@@ -279,7 +279,7 @@ class CohortSampler(abc.ABC):
           Int64 [size], sorted.
 
         Raises:
-          RuntimeError: Another round is asked for.
+          RuntimeError: It is not the next round.
         """
         if not self._has_drawn:
             self.next_round = round_index
@@ -289,8 +289,8 @@ class CohortSampler(abc.ABC):
             raise RuntimeError(
                 f"round_index must be {self.next_round}, the round that is next, got "
                 f"{round_index}: a sampler draws each round once, in order, because "
-                "that is what its charge counts on. A new sampler may begin with any "
-                "round, and restore(state()) goes on where another was."
+                "its charge relies on it. A new sampler may begin with any round, and "
+                "restore(state()) continues where another one was."
             )
         return (self.unsettled or self.draw()).positions
 
@@ -313,7 +313,7 @@ class CohortSampler(abc.ABC):
     def charge(
         self, cohort: Cohort | int, event: dp_accounting.DpEvent
     ) -> charge_lib.RoundCharge:
-        """Returns what a round costs in which a mechanism releases `event`.
+        """Returns the cost of a round in which a mechanism releases `event`.
 
         Args:
           cohort: The cohort, or the number of a round, which may be planned.
@@ -326,12 +326,12 @@ class CohortSampler(abc.ABC):
     def charges(
         self, rounds: range, event: dp_accounting.DpEvent
     ) -> list[tuple[charge_lib.RoundCharge, int]]:
-        """Returns what planned rounds cost, by kind, for one m and one event."""
+        """Returns the costs of planned rounds, by kind, for one m and one event."""
         kinds = [self.charge(t, event) for t in rounds[:1]]
         return [(kind, len(rounds)) for kind in kinds]
 
     def _place(self, round_index: int) -> Json:
-        """Returns what a participation says of the round's size, and of its pass."""
+        """Returns the fields of a participation for the round's size and its pass."""
         return {"clients_per_round": self._nominal_size(round_index)}
 
     def max_participations(self, rounds: int, first_round: int = 0) -> int:
@@ -477,8 +477,8 @@ class FixedSizeSampler(CohortSampler):
             raise RuntimeError(
                 "A cohort of a fixed size cannot be abandoned, because that tells who "
                 "is in the others: release the round without the clients that failed, "
-                "run it again, or make the sampler with may_abandon=True, with which "
-                "every round is charged for it."
+                "run it again, or make the sampler with may_abandon=True, which makes "
+                "every round cost more."
             )
         super().abandon(cohort)
 
@@ -591,7 +591,7 @@ class RandomAllocationSampler(PassSampler):
     def _salt_of(self, begin: int) -> tuple[int, ...]:
         """Returns the pass and, with a seed, the entropy of the attempt that began it.
 
-        That of later ones in the pass may be another one, after a resume.
+        After a resume, later attempts in the pass may have another one.
         """
         if self._salt and self._salt[0] == begin:
             return tuple(self._salt)

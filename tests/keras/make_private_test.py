@@ -117,7 +117,7 @@ def test_the_baseline_and_what_is_refused():
         (chosen, {"mechanism": tfdp_fl.NoPrivacy()}),
         (chosen, {"mechanism": tfdp_fl.LocalDP(**noise)}),
         ("needs sampling='fixed_size'", {"noise_site": "client"}),
-        ("target_epsilon=0.05 .* cannot be kept .*clients_per_round / 20", little),
+        ("target_epsilon=0.05 .* cannot be met .*clients_per_round / 20", little),
         ("noise_multiplier is not an arg", {"noise_multiplier": 1.0}),
         (r"\['clip_norm'\] cannot be given", {"mechanism": fixed, "clip_norm": 2.0}),
     ):

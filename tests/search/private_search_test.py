@@ -227,7 +227,7 @@ def test_private_scores_that_are_refused_before_anything():
     # Too little noise for the target; nobody on one side, by their ids.
     few = dict(list(_named_clients().items())[:2])
     for noise, clients, message in (
-        (0.3, _named_clients(), "cannot be kept"),
+        (0.3, _named_clients(), "cannot be met"),
         (5.0, few, "clients must be more"),
     ):
         score = tfdp_fl.PrivateScore("accuracy", noise_multiplier=noise)

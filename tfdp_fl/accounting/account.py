@@ -33,7 +33,7 @@ _EVALUATION = "evaluation "
 
 
 def new_evaluation() -> str:
-    """Returns the id of a release beside the rounds."""
+    """Returns the id of a release that is not a round."""
     return _EVALUATION + ledger.new_run()
 
 
@@ -62,7 +62,7 @@ class Charge:
       cost: What the release costs.
       round_index: The round, from 0.
       cohort_size: How many clients were drawn.
-      name: The id of what is released beside the rounds; None for a round.
+      name: The id of a release that is not a round; None for a round.
       local: As in a `LedgerEntry`.
       details: What else ledgers keep of it.
     """
@@ -124,7 +124,7 @@ class _Kept:
     Attributes:
       ledger: The ledger.
       run: The id under which the account's rounds stand in it.
-      elsewhere: What any one client may have spent that this ledger does not tell of.
+      elsewhere: The most that any client may have spent elsewhere, not in this ledger.
     """
 
     ledger: ledger.PrivacyLedger
@@ -172,7 +172,7 @@ class LocalAccount:
         limit: int | None = None,
         whole_passes: int = 0,
     ) -> float:
-        """Returns `max_mu_squared` after releases; above a limit a client sits out."""
+        """Returns `max_mu_squared` after releases, each client in at most `limit`."""
         members, times = np.unique(positions, return_counts=True)
         if whole_passes:
             more = np.full(self.num_clients, whole_passes)
@@ -216,12 +216,12 @@ class LocalAccount:
         max_participations: int | None = None,
         whole_passes: int = 0,
     ) -> float:
-        """Returns what `max_mu_squared` would be after cohorts that are known.
+        """Returns `max_mu_squared` as it would be after the given cohorts.
 
         Args:
           cohorts: The clients' positions in each, int64 [m].
           mu_squared: As in `add`.
-          max_participations: After so many rounds a client sits out.
+          max_participations: The most rounds that one client takes part in.
           whole_passes: How often every client takes part besides.
         """
         drawn = np.concatenate([np.zeros(0, np.int64), *cohorts])
@@ -243,7 +243,7 @@ class LocalAccount:
         Args:
           draws: How many rounds.
           mu_squared: (sensitivity / sigma)^2 of one client's release in each.
-          max_participations: After so many rounds a client sits out.
+          max_participations: The most rounds that one client takes part in.
         """
         if max_participations is None:
             # (No draws cost nothing, also where a draw has no noise.)
@@ -255,7 +255,7 @@ class LocalAccount:
 
 
 class PrivacyAccount:
-    """The cost of the rounds that ran, and of those that ledgers tell of.
+    """The cost of the rounds that ran, and of those in ledgers.
 
     A central guarantee is composed over rounds under the sampling that ran. A
     local one (and a guarantee per record) is composed for each client over the
@@ -359,12 +359,12 @@ class PrivacyAccount:
           name: What the account knows it by.
           kept: The ledger to write to.
           run: The id under which the account's rounds stand in it.
-          elsewhere: What any one client may have spent that it does not tell of.
+          elsewhere: The most that any client may have spent elsewhere.
         """
         self._ledgers[name] = _Kept(kept, run, elsewhere)
 
     def drop_ledger(self, name: str) -> None:
-        """Has no more charges written into a ledger, which may be closed then."""
+        """Stops writing charges to a ledger, which may then be closed."""
         self._ledgers.pop(name, None)
 
     def pause_charges(self) -> contextlib.AbstractContextManager[None]:
@@ -395,15 +395,15 @@ class PrivacyAccount:
 
         Args:
           cost: What it costs centrally.
-          budgets: What may not be passed by all that is counted together.
+          budgets: Budgets that the total must not exceed.
           ask: Called first; raises to refuse.
           positions: Int64 [K], the clients of a round; None: none in particular.
           mu_squared: (sensitivity / sigma)^2 of one client's release; used
             only if the guarantee is composed client by client.
           round_index: The round, from 0.
           cohort_size: How many clients were drawn; None: as `cost` says.
-          name: The id of a release beside the rounds, which stands in ledgers as if it
-            were another run. One that was charged is not charged again.
+          name: The id of a release that is not a round; ledgers list it as if it were
+            another run. One that was charged is not charged again.
           details: What else ledgers keep of it.
           uses: How many releases it pays for.
 
@@ -412,7 +412,7 @@ class PrivacyAccount:
 
         Raises:
           ChargeError: It was asked for within another charge of this account.
-          BudgetExceededError: A budget would be passed. Nothing is charged.
+          BudgetExceededError: A budget would be exceeded. Nothing is charged.
           LedgerError: A ledger could not be written, and nothing may be released. If
             others had their line by then, it is charged all the same.
           ValueError: No one guarantee covers it and what was charged before.
@@ -464,7 +464,7 @@ class PrivacyAccount:
 
         Args:
           budget: At whose delta, by whose accountant.
-          cost: What is to be charged.
+          cost: The charge.
           most: Of a guarantee for each client, the largest sum of mu^2 after it.
         """
         if self.by_client:
@@ -565,8 +565,8 @@ class PrivacyAccount:
                 del self._allowed[budget]
 
     def _key(self, name: str | None) -> str:
-        """Returns the key in `others` of what is charged beside the rounds."""
-        # Several ledgers may tell of an evaluation, as it is in all of them.
+        """Returns the key in `others` of what is charged outside of rounds."""
+        # Several ledgers may list an evaluation, which is in all of them.
         if name is None or name.startswith(_EVALUATION) or not self._ledgers:
             return name or ""
         return f"{name} in {min(self._ledgers)}"
@@ -579,12 +579,12 @@ class PrivacyAccount:
     def merge_ledger(
         self, contents: ledger.LedgerContents, run: str, source: str
     ) -> None:
-        """Counts what a ledger tells of and is not counted yet.
+        """Counts what a ledger lists and is not counted yet.
 
         Rounds of this run that only the ledger knows (a crash cut them off
         from their checkpoint) and all rounds of the other runs in it. To read
         a ledger again adds what was written to it since, and nothing else.
-        Two files that tell of the same other run count twice: a run may have
+        Two files that list the same other run count twice: a run may have
         gone on from one checkpoint in two places.
 
         Args:
@@ -615,7 +615,7 @@ class PrivacyAccount:
                     f"this run's, got one with rounds of run {other} that "
                     "have none."
                 )
-            # Several files may tell of one release, as it is in all of them.
+            # Several files may list one release, which is in all of them.
             beside = other.startswith(_EVALUATION)
             spent = ledger.largest_mu_squared(entries) if self.by_client else 0.0
             others[other if beside else f"{other} in {source}"] = OtherRun(
@@ -668,8 +668,8 @@ class PrivacyAccount:
         Args:
           per_client: Whether rounds depend on what each client had part in; they do
             where the guarantee is composed client by client.
-          beside: This run's ledger, which whoever reads the state merges. If it has all
-            rounds, they are left out: no checkpoint grows with them.
+          beside: This run's ledger, which is merged when the state is read. If it has
+            all rounds, the state leaves them out: checkpoints do not grow.
         """
         kept, accounts = per_client or self.by_client, self.per_client
         has_all = beside is not None and beside.rounds_of(beside.run) >= self._rounds

@@ -349,7 +349,7 @@ class PrivacyAccountant:
         return math.sqrt(-math.expm1(-float(self._curve(0)[0]))) * (1 + 1e-12)
 
     def _least(self, bounds: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> float:
-        """Returns the least of what `bounds` has for each order and its divergence.
+        """Returns the least bound over all orders, given each order and its divergence.
 
         Any order gives a bound. log delta is convex in the order, as (order - 1) times
         the divergence is; so the best one is found downhill from order 8 on. What all

@@ -152,7 +152,7 @@ class Participation:
         object.__setattr__(self, "known_selection", bool(self.known_selection))
 
     def charge(self, event: dp_accounting.DpEvent) -> RoundCharge:
-        """Returns what a round costs in which a mechanism releases `event`.
+        """Returns the cost of a round in which a mechanism releases `event`.
 
         Groups are left out: what they are worth is in the event of correlated noise.
         """
@@ -401,7 +401,7 @@ class AllocationPasses:
         self._passes: list[tuple[int, int]] = [(first_round, first_round)]
 
     def place(self, round_index: int) -> Json:
-        """Returns what a `RoundCharge` says of a round's place in its pass.
+        """Returns the fields of a `RoundCharge` for a round's place in its pass.
 
         Raises:
           ValueError: m is another one than in the rounds of the pass before.
@@ -451,7 +451,7 @@ class PassCohorts:
         self._cohorts: list[tuple[int, int, int]] = []
 
     def place(self, round_index: int) -> dict[str, int]:
-        """Returns what a `RoundCharge` says of a round's place in its pass."""
+        """Returns the fields of a `RoundCharge` for a round's place in its pass."""
         index, start, stop = self.cohort(round_index)
         return {
             "clients_per_round": stop - start,

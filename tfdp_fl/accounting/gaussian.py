@@ -93,7 +93,7 @@ def epsilon_of_mu_squared(mu_squared: float, delta: float) -> float:
 
 
 def noise_of_mu_squared(mu_squared: float) -> float:
-    """Returns the noise multiplier of the one Gaussian that several are."""
+    """Returns the noise multiplier of the one Gaussian that equals several."""
     return mu_squared**-0.5 if mu_squared else math.inf
 
 

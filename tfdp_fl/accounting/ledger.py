@@ -92,7 +92,7 @@ class LedgerEntry:
       local: For noise added by clients, the largest spending of a single
         client: {"mu_squared": of this round, "max_mu_squared": so far}.
       time: When the line was written, UTC, ISO 8601; "" for a search, whose time
-        tells of its trials.
+        would reveal the number of its trials.
       details: The mechanism's parameters of the round, and anything else.
       run: The id of the run that released the round.
       line_hash: The hash of its line: a `head` that the ledger once had.
@@ -393,7 +393,7 @@ class PrivacyLedger:
 
         Args:
           round_index: The round, from 0.
-          charge: What it costs centrally; None if only locally.
+          charge: Its central cost; None if it has only a local one.
           cohort_size: How many clients were drawn.
           local: See `LedgerEntry`.
           run: The id of the run that released it, where it is another than
@@ -455,7 +455,7 @@ class PrivacyLedger:
 
         Args:
           run: The id of the search.
-          digest: Of its result, which is then the only one that it can have.
+          digest: The digest of its result; no other result is accepted afterwards.
 
         Raises:
           LedgerError: As in `record`.
@@ -466,7 +466,7 @@ class PrivacyLedger:
             self._ended[run] = digest
 
     def _ask(self, budget: PrivacyBudget, entry: LedgerEntry) -> None:
-        """Raises BudgetExceededError if one more round would pass the budget."""
+        """Raises BudgetExceededError if one more round would exceed the budget."""
         trust_model = self._header.get("mechanism", {}).get("trust_model")
         if (
             trust_model != TrustModel.LOCAL

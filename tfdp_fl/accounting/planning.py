@@ -189,7 +189,7 @@ def calibrate_noise_multiplier(
     *,
     target_delta: float | None = None,
 ) -> float:
-    """Returns the smallest noise multiplier that keeps the target.
+    """Returns the smallest noise multiplier that meets the target.
 
     Never above the target, and within 0.1 % of the exact solution.
 
@@ -206,7 +206,7 @@ def calibrate_noise_multiplier(
         one of the two is given.
 
     Raises:
-      ValueError: If no noise keeps the target, or arguments are wrong.
+      ValueError: If no noise meets the target, or arguments are wrong.
     """
     given = [each for each in (delta, target_delta) if each is not None]
     if len(given) != 1:
@@ -231,7 +231,7 @@ def calibrate(
     *,
     upper: float | None = None,
 ) -> float:
-    """Returns the smallest noise multiplier that keeps the target.
+    """Returns the smallest noise multiplier that meets the target.
 
     The result is rounded up: epsilon at it is never above the target, and
     both epsilon and the noise are within 0.1 % of the exact solution.
@@ -247,7 +247,7 @@ def calibrate(
         limit.
 
     Raises:
-      ValueError: If no noise multiplier (up to `upper`) keeps the target.
+      ValueError: If no noise multiplier (up to `upper`) meets the target.
     """
     target = _validate.positive(target_epsilon=target_epsilon)
     limit = _LARGEST if upper is None else _validate.positive(upper=upper)
@@ -311,7 +311,7 @@ def _solve(
         if high >= limit:
             raise ValueError(
                 f"target_epsilon={upwards(target)} at delta={upwards(delta)} cannot be "
-                f"kept by any noise multiplier up to {limit:.4g} (epsilon is "
+                f"met by any noise multiplier up to {limit:.4g} (epsilon is "
                 f"{upwards(epsilon(high))} "
                 "there)."
             )

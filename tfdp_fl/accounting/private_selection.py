@@ -28,7 +28,7 @@ _SHAPES = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0}
 
 @attr.s(frozen=True, slots=True, auto_attribs=True)
 class BestOfTrialsDpEvent(dp_accounting.DpEvent):
-    """The best of a random number of trials; nothing else of them is released.
+    """The best of a random number of trials; nothing else about them is released.
 
     `dp_accounting.RepeatAndSelectDpEvent` for trials that need not be alike: a trial
     costs one of several events, not their sum. Which one is drawn independently of
@@ -140,9 +140,9 @@ def epsilon_of_best(
 
     Args:
       event: The search.
-      trials: The privacy loss distributions of its `events`. What is drawn
-        independently of the data, and what differs by client, has at most the
-        largest delta of them.
+      trials: The privacy loss distributions of its `events`. If one of them is
+        drawn independently of the data, or differs by client, the trial has at most
+        the largest delta of them.
       delta: Between 0 and 1.
     """
 

@@ -160,7 +160,7 @@ def _spread(
     """Returns masses at 0 and at a grid with the same mean, and what is missing of it.
 
     What is above the grid goes to its end; the rest of its mean lies at infinity.
-    `cell` says between which points of the grid a value lies, not yet rounded down.
+    `cell` has the places of the grid points below the values, not yet rounded down.
     """
     points = np.array([0.0, *grid])
     cell = np.where(values < grid[0], 0, np.minimum(cell + 1, len(grid) - 1))

@@ -1,13 +1,13 @@
 """How noise is correlated, and what makes it: n = C^-1 z, round by round.
 
-A strategy is what a user says; a generator is what it comes to in one run: its
-coefficients, what each round of it is charged, and the recursion that makes its
+A strategy is what a user chooses; a generator is the strategy within one run: its
+coefficients, what each round is charged, and the recursion that makes its
 noise, from buffers of a fixed size. z are fresh N(0, 1) draws; a mechanism scales n by
 the noise multiplier and by the clip. Buffers hold past n, so that a fresh draw is
 nowhere kept.
 
 Coefficients are rounded to float32 first, and everything else follows from the
-rounded ones: what is charged is the noise that is made.
+rounded ones: the charge is for exactly this noise.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Tensors: TypeAlias = "list[tf.Tensor]"
 class NoiseState(NamedTuple):
     """What the noise of the coming rounds depends on. It is secret.
 
-    With it, the models that were released tell the sums without noise.
+    Together with the released models, it reveals the sums without noise.
 
     Attributes:
       position: Int32 scalar, how many rounds had noise of this memory.
@@ -52,9 +52,9 @@ class Generator(abc.ABC):
       participation: What it counts on.
       coefficients: c_0, c_1, ..., float64, at most T; the rest is zero.
       copies: How many copies of the model its buffers hold.
-      numbers: What the recursion is made with, to the last bit. Optimisers of other
-        versions end in other digits, and a memory goes on only with the numbers
-        that it was begun with.
+      numbers: The recursion's constants, to the last bit. Optimisers of other versions
+        may end in other digits, and a saved noise state continues only with the
+        constants that it began with.
     """
 
     participation: Participation
@@ -84,7 +84,7 @@ class Generator(abc.ABC):
         charges begin anew.
 
         Args:
-          memory: Of the rounds before.
+          memory: The state after the rounds before.
           fresh: z of this round: float32 N(0, 1), of the update's shapes.
         """
         shapes = [buffer.shape[1:] for buffer in memory.buffers]
@@ -171,8 +171,8 @@ class BandedGenerator(Generator):
 def _weighted_sum(weights: tf.Tensor, buffer: tf.Tensor) -> tf.Tensor:
     """Returns the rows of a buffer, weighted and added up in float32.
 
-    By a sparse product, row after row: a dense one is in fewer bits where
-    TensorFlow or oneDNN was told so, and on GPUs by default.
+    Uses a sparse product, row by row: a dense one may be in fewer bits if
+    TensorFlow or oneDNN was told so, and is on GPUs by default.
     """
     rows = buffer.shape[0]
     places = [[0, row] for row in range(rows)]
@@ -201,7 +201,8 @@ class BLTGenerator(Generator):
           participation: (k, b) and T.
 
         Raises:
-          ValueError: c would rise or be negative, or two poles are one.
+          ValueError: The coefficients c would increase or be negative, or two
+            poles are equal.
         """
         poles = _as_float32(theta)
         distances = np.abs(poles[:, None] - poles) + np.eye(len(poles))
@@ -247,7 +248,7 @@ class BandedToeplitz:
 
     Choquette-Choo et al. (2023), https://arxiv.org/abs/2306.08153. It keeps
     bands - 1 copies of the model. Best where a client takes part several
-    times, with as many bands as rounds lie between.
+    times, with as many bands as there are rounds between.
 
     Attributes:
       bands: How many diagonals; None for the min separation b of the run.
@@ -274,7 +275,7 @@ class BandedToeplitz:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019
     def generator(self, participation: Participation) -> BandedGenerator:
-        """Returns the noise of one run; kept, so that it is optimised once."""
+        """Returns the noise of one run; cached, because it takes an optimisation."""
         if self.coefficients is not None:
             return BandedGenerator(self.coefficients, participation)
         bands = min(self.bands or participation.min_separation, participation.rounds)
@@ -329,7 +330,7 @@ class BLT:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019
     def generator(self, participation: Participation) -> BLTGenerator:
-        """Returns the noise of one run; kept, so that it is optimised once."""
+        """Returns the noise of one run; cached, because it takes an optimisation."""
         if self.theta is not None and self.theta_hat is not None:
             return BLTGenerator(self.theta, self.theta_hat, participation)
         best = toeplitz.blt(self.num_buffers, participation)

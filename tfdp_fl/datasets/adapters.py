@@ -37,7 +37,7 @@ def as_federated(clients: Clients, element_spec: nests.Nest = None) -> Federated
         `FederatedDataset.from_client_fn`, unless the model and the loss tell.
 
     Raises:
-      TypeError: It is something else; the message names its type only.
+      TypeError: `clients` is none of these; the message names only its type.
       ValueError: A client's own examples do not fit together.
     """
     if isinstance(clients, FederatedDataset):
@@ -168,7 +168,7 @@ def check_aligned(**given: nests.Nest) -> None:
 
 
 def to_keras_inputs(nest: nests.Nest, argument: str) -> Nest:
-    """Returns arrays in the place of lists, frames and series; the rest as it is.
+    """Converts lists, frames and series to arrays; leaves the rest as it is.
 
     Strings are tensors, as Keras takes no NumPy strings.
 

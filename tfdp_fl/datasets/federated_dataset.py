@@ -183,10 +183,9 @@ class FederatedDataset:
             is float32 [n, len(features)]. A mapping from the names of a
             model's inputs to either: x is a dict. None: all columns but those
             of `client`, `label` and `sample_weight`, as a list.
-          label: One column: y is [n]. A list or a mapping: as for features, in
-            the columns' own kind of number. Integers become int64, other
-            numbers float32.
-          sample_weight: The column of what each example counts in the loss;
+          label: One column: y is [n]. A list or a mapping: as for features.
+            Integers become int64, other numbers float32.
+          sample_weight: The column with the weight of each example in the loss;
             None: all count 1.
           vocabulary: Maps a column of text or categories to the values it may have,
             declared without looking at the clients. Alone, the column is int64, each
@@ -282,8 +281,8 @@ class FederatedDataset:
           element_spec: As in `from_client_fn`.
 
         Raises:
-          TypeError, ValueError: If this is not client data, if it has no client, or
-            none whose elements are such examples.
+          TypeError, ValueError: If this is not client data, or if it has no client
+            whose elements are such examples.
         """
         if not hasattr(client_data, "create_tf_dataset_for_client"):
             raise TypeError(
@@ -382,9 +381,9 @@ class FederatedDataset:
 
     @property
     def reading(self) -> tuple[object, ...] | None:
-        """What tells these clients from others where `clients_digest` cannot.
+        """What distinguishes these clients from others if `clients_digest` cannot.
 
-        None where it can. Of clients without names that are read when they are asked
+        None if it can. Of clients without names that are read when they are asked
         for: how they are read.
         """
         if self.has_names or not isinstance(self._source, sources.StreamedSource):
@@ -462,7 +461,7 @@ class FederatedDataset:
             and 1.
 
         Returns:
-          The dataset of the other clients, and that of the held-out ones.
+          Two datasets: the other clients, and the held-out ones.
 
         Raises:
           ValueError: If all clients are on one side. (To move one would change its
@@ -547,8 +546,8 @@ class FederatedDataset:
     def client_rows(self, positions: npt.ArrayLike) -> tuple[np.ndarray, np.ndarray]:
         """Returns which rows of `flat()` are the examples of some clients.
 
-        Only indexed datasets have rows. The cost is that of the rows asked
-        for, whatever the number of clients.
+        Only indexed datasets have rows. The time depends on the rows asked
+        for, not on the number of clients.
 
         Args:
           positions: int64[k].

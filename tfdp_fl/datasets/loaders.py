@@ -52,7 +52,7 @@ def load_digits(
       validation_examples: If not 0, that many training examples, always the
         same ones, are given to no client and returned in place of the test
         set, to choose hyperparameters by.
-      seed: Which client gets what.
+      seed: Decides which client gets which examples.
 
     Returns:
       The clients, and `(x_test, y_test)`, a fifth of the digits, always the same
@@ -106,9 +106,9 @@ def load_mnist(
       validation_examples: If not 0, that many training images, always the same
         ones, each digit in proportion, are given to no client and returned in
         place of the test set: choose hyperparameters by them, and leave the
-        test set to the final run. (`split_by_id` would not do where images
-        are repeated: those of held-out clients are other clients' too.)
-      seed: Which client gets what.
+        test set to the final run. (If images are repeated, `split_by_id` will
+        not do: other clients have the images of held-out ones, too.)
+      seed: Decides which client gets which examples.
 
     Returns:
       The clients, and `(x_test, y_test)`: x float32[n, 784] from 0 to 1, y
@@ -259,7 +259,7 @@ def partition(
       order within a client.
 
     Raises:
-      TypeError, ValueError: If an argument is not as said, or if one client
+      TypeError, ValueError: If an argument is not as described, or if one client
         needs more examples than there are.
     """
     num_clients = _validate.positive_integer(num_clients=num_clients)

@@ -260,10 +260,10 @@ def conform(
 ) -> tuple[Nest, Nest, np.ndarray]:
     """Returns one client's examples (or many clients') as a spec has them.
 
-    What examples look like is the same for all and public; this looks at nobody
-    else's. Numbers are cast to the spec's dtype; examples without weights count 1. As
-    in Keras, inputs and outputs of a model may be in their order or go by their names,
-    and be with or without sizes of 1 at the end of a shape.
+    The spec is public, and the same for all clients; no other client's data is read.
+    Numbers are cast to the spec's dtype; examples without weights count 1. As in
+    Keras, a model's inputs and outputs may be given in order or by name, and with or
+    without sizes of 1 at the end of a shape.
 
     Args:
       x: Features, a nest of arrays or CPU tensors.

@@ -86,7 +86,7 @@ class IndexedSource:
       lengths: int64[N].
       table: int32[slots].
       is_declared: Whether the spec of the arrays is public: the schema of a table, or
-        what was declared. Else it is what the clients happened to have.
+        what was declared. Otherwise it is what the clients happen to have.
       failed: The clients whose examples are not of the spec, by position; they own
         no slots.
     """
@@ -174,8 +174,8 @@ class IndexedSource:
 class MixedSource:
     """Clients in memory whose own arrays are of several kinds.
 
-    Nobody's kind is everybody's: `conform` makes an `IndexedSource` of those whose
-    examples can be cast to a spec that is known otherwise.
+    No client's kind decides for all: the spec comes from elsewhere, and `conform`
+    makes an `IndexedSource` of the clients whose examples can be cast to it.
 
     Attributes:
       parts: The clients of each kind.
@@ -284,7 +284,7 @@ class StreamedSource:
       read_fn: Takes a key, returns that client's nests (x, y); may raise.
       known_spec: The `tf.TensorSpec`s (x, y) of one example, which are public; None:
         they are not known yet, and every client is read as it is.
-      names: Those of the model that the spec is taken from, if it is.
+      names: Names of inputs and outputs, if the spec is taken from a model.
       check: Raises ValueError for features that a model cannot take.
     """
 
@@ -403,7 +403,7 @@ def _client_arrays(
 
 
 def held_spec(spec: nests.Nest) -> nests.Nest:
-    """Returns the spec (x, y) that examples have in a dataset, of what is given."""
+    """Returns the spec (x, y) of the examples in a dataset."""
     if not isinstance(spec, tuple) or not all(
         isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined()
         for leaf in tf.nest.flatten(spec)
@@ -448,7 +448,7 @@ def _as_labels(
 def _map(
     fn: nests.MapFn, x: nests.Nest, y: nests.Nest
 ) -> tuple[nests.Nest, nests.Nest]:
-    """Returns `fn(x, y)`; weights that it does not change stay."""
+    """Returns `fn(x, y)`, with the weights unless `fn` changes them."""
     mapped = nests.pair(fn(x, nests.labels_of(y)), "fn must return")
     return nests.pair((*mapped, nests.weights_of(y)))
 

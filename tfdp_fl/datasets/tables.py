@@ -428,9 +428,9 @@ def parquet_clients(
     """Returns the clients of a sorted Parquet file, what reads one, and their spec.
 
     All values are checked now, one row group at a time, and written into temporary
-    files that have no name and go with the process: a client is then read by its own
-    rows alone, and what was checked is what trains. The spec is that of the file's
-    schema. None: the rows of a client are not together.
+    files that have no name and go with the process: reading a client then
+    touches only its own rows, and exactly the checked values train. The spec comes
+    from the file's schema. Returns None if a client's rows are not together.
 
     Args:
       path: The file.

@@ -189,7 +189,7 @@ def check(
         missing = called - functions
         # Dropout inside of it is drawn from a stream that clients share.
         drops = node.op.startswith("CudnnRNN") and node.attr["dropout"].f > 0
-        # Of what they are not asked for they return memory that nobody wrote.
+        # An output that is not asked for is memory that nobody wrote.
         unwritten = node.op in _DECOMPOSITIONS and not (
             node.attr["compute_v"].b or node.attr["compute_uv"].b
         )
@@ -210,15 +210,15 @@ def check(
             "model, loss, metrics and hooks must compute with operations that "
             "keep nothing for the next client and reach nothing outside, got "
             f"{node.op} in {layer_of(path, layers)} ({path}). Queues, tables, files "
-            "and tf.py_function are not for them. "
+            "and tf.py_function are not allowed. "
             + (
-                "In TFF, random numbers are to be drawn without a seed (a layer's, or "
-                "tf.random.set_seed): all clients draw from its one stream. "
+                "In TFF, draw random numbers without a seed (a layer's, or "
+                "tf.random.set_seed): with one, all clients draw from one stream. "
                 if seeded
-                else "Random numbers are to be drawn by Keras's layers, or by a "
+                else "Draw random numbers by Keras's layers, or by a "
                 "keras.random.SeedGenerator that a layer holds and gives as seed=. "
             )
-            + "State is to be in the model's weights."
+            + "Keep state in the model's weights."
         )
 
 

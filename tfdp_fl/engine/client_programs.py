@@ -48,7 +48,7 @@ class CohortPrograms:
     def program(
         self, received: cohort.Broadcast, part: layout.Part
     ) -> program_lib.Program:
-        """Returns what trains a part's clients; it is traced the first time.
+        """Returns the program that trains a part's clients, traced at its first use.
 
         Args:
           received: What the server sends, the program's first argument. The other
@@ -303,7 +303,7 @@ class CohortPrograms:
         num_examples: tf.Tensor,
         window: tf.Tensor,
     ) -> tuple[cohort.CohortSum, cohort.PerClient]:
-        """Returns what a client that has trained uploads: here it is clipped.
+        """Returns the upload of a client that has trained: here it is clipped.
 
         Args:
           received: What the server sent to it.

@@ -91,7 +91,7 @@ class CohortSum(NamedTuple):
         return cls((), tf.zeros([]), tf.zeros([]), metrics)
 
     def plus(self, other: CohortSum) -> CohortSum:
-        """Returns what both groups of clients add up to."""
+        """Returns the sum over both groups of clients."""
         metrics = self.metrics.plus(other.metrics)
         one, two = (each._replace(metrics=_NO_METRICS) for each in (self, other))
         return add_nests(one, two)._replace(metrics=metrics)
@@ -221,7 +221,7 @@ class RoundInputs:
         return generator.integers(0, 2**64, 2, np.uint64)
 
     def shuffle_keys(self, members: np.ndarray) -> list[np.random.Philox]:
-        """Returns what shuffles the examples of some of the cohort's clients.
+        """Returns the generators that shuffle the examples of some clients.
 
         Each client's follows from the round and its own position, not from how
         many random numbers clients before it took.
@@ -309,7 +309,7 @@ class Executor(Protocol):
 
 
 def upload_dtype(dtype: tf.DType) -> tf.DType:
-    """Returns what a client's update of a weight of some dtype is computed in.
+    """Returns the dtype in which updates of a weight of some dtype are computed.
 
     With fewer bits than float32 it would, clipped, added up or noised, be
     rounded by more than a clip may be.

@@ -27,7 +27,7 @@ _losses, _metrics = tf.keras.losses, tf.keras.metrics
 
 
 def _named(module: Any, names: str) -> tuple[Any, ...]:
-    """Returns what this version of Keras has of these names."""
+    """Returns those of the named objects that this version of Keras has."""
     return tuple(getattr(module, n) for n in names.split() if hasattr(module, n))
 
 
@@ -95,7 +95,7 @@ def _is_sum_over_rows(metric: tf.keras.metrics.Metric) -> bool:
 
 
 def _by_name(module: Any, value: Any) -> Any:
-    """Returns what Keras has of a name, None if nothing; or the value itself."""
+    """Returns the object that Keras has by a name, or None; or the value itself."""
     if not isinstance(value, str):
         return value
     try:
@@ -212,7 +212,7 @@ Kernels = tuple[tuple[int, int], ...]
 
 
 def kernels_of(model: tf.keras.Model) -> Kernels:
-    """Returns those of a supported model."""
+    """Returns the kernels of a supported model."""
     return tuple(tuple(v.shape) for v in model.trainable_weights if len(v.shape) == 2)
 
 
@@ -252,7 +252,7 @@ def rungs_of(kernels: Kernels, steps: np.ndarray, batch: int) -> np.ndarray:
 
 
 def rounding_share(kernels: Kernels) -> float:
-    """Returns what part of a clip rounding to whole numbers may take.
+    """Returns the part of a clip that rounding to whole numbers may take.
 
     Each of D coordinates is moved by half a step at most, and a step is at most
     S 2^-20 (see `side_by_side`): by sqrt(D) 2^-21 S in L2 norm.

@@ -155,7 +155,7 @@ def _bits_of_results(threads: int) -> str:
 def products_are_float32() -> bool:
     """Returns True if TensorFlow computes a float32 product as one.
 
-    Bounds of rounding rest on it. oneDNN, GPUs and TensorFlow's automatic mixed
+    Bounds on rounding errors rely on it. oneDNN, GPUs and TensorFlow's automatic mixed
     precision can be told to round the factors to fewer bits.
     """
     modes = ("ONEDNN_DEFAULT_FPMATH_MODE", "TF_SET_ONEDNN_FPMATH_MODE")

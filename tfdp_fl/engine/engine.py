@@ -108,7 +108,7 @@ class CohortEngine:
 
         Args:
           model: The user's built model; it is the server's.
-          training: How clients train, and how it moves.
+          training: How clients train, and how the model is updated.
           mechanism: What is released about a cohort.
           deployment: Where; the number of variables is filled in.
           element_spec: `(features, labels)` specs of one example.
@@ -484,8 +484,8 @@ class CohortEngine:
         Args:
           pending: The round.
           part: The clients.
-          train_part: Trains some of them, adds them up, and raises one of
-            `CLIENT_ERRORS` if their data does.
+          train_part: Trains some of them and adds them up; raises one of
+            `CLIENT_ERRORS` if their data is at fault.
         """
 
         def train(places: np.ndarray) -> None:

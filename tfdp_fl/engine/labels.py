@@ -43,7 +43,7 @@ class LabelRange(NamedTuple):
 def spec_for(
     loss: keras_versions.CompileArgument, output: tf.Tensor
 ) -> tf.TensorSpec | None:
-    """Returns what one label looks like for a loss that is known; None for others.
+    """Returns the spec of one label for a known loss; None for others.
 
     Args:
       loss: The loss of an output.
@@ -131,8 +131,8 @@ def problem(leaves: Sequence[tf.Tensor], allowed: list[LabelRange]) -> str:
 def check_clients(dataset: FederatedDataset, allowed: list[LabelRange]) -> None:
     """Raises ValueError if a client has labels that are not allowed; warns of NaN.
 
-    Of a dataset that is read client by client nothing is known before; its
-    clients are checked when they are read.
+    If a dataset is read client by client, its clients are checked when they are
+    read.
     """
     if not dataset.is_indexed:
         return
@@ -166,10 +166,10 @@ _ROWS = 8192
 
 
 class IndexCheck:
-    """What a model's embeddings can look up, of features.
+    """Checks that features are indices that a model's embeddings can look up.
 
-    On a CPU a row that a table has not got ends its client's training, with a message
-    that may quote it; on a GPU it is zeros.
+    On a CPU, an index outside its table raises an error, whose message may quote it;
+    on a GPU it looks up zeros.
     """
 
     def __init__(self, model: tf.keras.Model, features: nests.ElementSpec):
@@ -181,7 +181,7 @@ class IndexCheck:
 
         Args:
           model: It is read, and never changed.
-          features: The specs of those of one example.
+          features: The specs of one example's features.
         """
         found = keras_versions.embedding_inputs(model)
         self._layers = [layer for layer, _ in found]

@@ -51,7 +51,7 @@ def replace_calls(calls: list[tuple[tf.keras.layers.Layer, Call]]) -> Iterator[N
 
 
 def _taking_the_same(original: Call, call: Call) -> Call:
-    """Returns what takes all that a layer's `call` takes, and in the same ways."""
+    """Returns a function with the signature of a layer's `call`."""
     signature = inspect.signature(original)
     first, *_ = signature.parameters
 
@@ -95,7 +95,7 @@ def _is_plain(layer: tf.keras.layers.LSTM) -> bool:
 
 
 def _lstm_call(layer: tf.keras.layers.LSTM) -> Callable[..., tf.Tensor]:
-    """Returns what to put in the place of the layer's `call`, as in `replace_calls`."""
+    """Returns the function that replaces the layer's `call`, as in `replace_calls`."""
 
     def call(
         inputs: nests.Nest, by_keras: Callable[[], tf.Tensor], **options: object

@@ -350,7 +350,7 @@ class Layout:
         return [group for group in groups if group] or groups[:1]
 
     def strategies(self, batch: int, fine: bool) -> list[Strategy]:
-        """Returns those of every part that `lay_out` may make, whoever is there.
+        """Returns the strategies of all parts that `lay_out` may make for any cohort.
 
         Args:
           batch: B, the examples of a step.
@@ -485,7 +485,7 @@ def split(
       loads: The work that each group has already, in steps; None: none.
 
     Returns:
-      For each group the tables that come one after the other; at least one in all.
+      For each group, its tables in order; at least one table in all.
     """
     steps = table.steps
     groups: list[list[int]] = [[] for _ in range(num_groups)]

@@ -187,7 +187,7 @@ def narrow(
     x: nests.Nest,
     rows: tf.Tensor,
 ) -> tuple[cohort.Broadcast, list[tf.Tensor]]:
-    """Returns what a client is sent of the tables: only the rows that it looks up.
+    """Returns the part of the tables that a client is sent: the rows that it looks up.
 
     Args:
       lookups: Of which it is certain.

@@ -48,10 +48,11 @@ def batch(
 def never_negative(
     model: tf.keras.Model, variables: list[tf.Variable], x: nests.Nest
 ) -> list[tf.Variable]:
-    """Returns those of a model's state that training keeps from below zero.
+    """Returns the model's state variables that training never makes negative.
 
-    Variances are such, by whatever name, and means of what is not negative. Each is
-    begun with zeros, and the model called on batches and with weights of both signs.
+    These are variances, by whatever name, and means of non-negative values. To find
+    them, each starts at zero, and the model is called on made-up batches, with
+    made-up weights of both signs.
 
     Args:
       model: It is read, and never changed.

@@ -41,7 +41,7 @@ _BATCHES = 6
 def note_beginnings(metrics: nests.Nest) -> None:
     """Notes how metrics begin, while they have seen nothing.
 
-    Keras's `reset_state` puts zeros in the place of whatever a metric began with.
+    Keras's `reset_state` sets zeros, whatever a metric began with.
     """
     for metric in tf.nest.flatten(metrics):
         is_one = isinstance(metric, tf.keras.metrics.Metric) and metric.variables
@@ -240,7 +240,7 @@ class Metrics:
         return state.plus(self._encode([*begin[:first], *values]))
 
     def results(self, state: cohort.MetricState) -> dict[str, tf.Tensor]:
-        """Returns what the metrics say of a state, by name."""
+        """Returns the metrics' results for a state, by name."""
         mapping = list(zip(self._variables, self._decode(state), strict=True))
         results: dict[str, tf.Tensor] = {}
         with keras_versions.stateless(mapping):
@@ -278,7 +278,7 @@ class Metrics:
 
 
 def _beginning(metric: tf.keras.metrics.Metric) -> list[np.ndarray]:
-    """Returns what a metric's variables begin with."""
+    """Returns the initial values of a metric's variables."""
     own_way = type(metric).reset_state is not tf.keras.metrics.Metric.reset_state
     if metric.variables and not own_way:
         return _beginnings[metric]

@@ -98,7 +98,7 @@ class Program:
                 ).get_concrete_function(*self.specs)
 
     def __getstate__(self) -> Json:
-        """Returns what another process needs to run it, in its own way."""
+        """Returns all that another process needs to run it."""
         constants = [constant.numpy() for constant in self.constants]
         return {**vars(self), "_run": None, "constants": constants}
 
@@ -197,11 +197,11 @@ def _check_variables(
 
 
 def _with_sums_of_two(definition: tf.compat.v1.GraphDef) -> None:
-    """Splits every `AddN` of numbers into such of two terms.
+    """Splits every `AddN` of numbers into additions of two terms.
 
-    TensorFlow's memory optimizer makes a large `AddN` of more in a temporary
-    variable, which is found by the operation's name, in one place for all that runs:
-    threads that run one function at the same time would add to each other's sums.
+    TensorFlow's memory optimizer computes a large `AddN` of more terms in a temporary
+    variable, which every thread finds by the operation's name: threads that run one
+    function at the same time would add to each other's sums.
     """
     functions = definition.library.function
     for nodes in (definition.node, *(function.node_def for function in functions)):

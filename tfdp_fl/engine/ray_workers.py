@@ -75,9 +75,10 @@ class ShardedCohorts:
           cohort_engine: The engine.
           clients: The data.
           workers: They are open.
-          float32_products: Whether theirs of float32 numbers are such: not in bfloat16
-            (oneDNN can be told to), nor in TensorFloat-32 (a GPU's default). Dense
-            models train side by side only then: the bound of their norms rests on it.
+          float32_products: Whether workers multiply float32 numbers in float32, not in
+            bfloat16 (oneDNN can be told to) or TensorFloat-32 (a GPU's default). Only
+            then do dense models train side by side: the bound of their norms relies
+            on it.
         """
         self._engine = cohort_engine
         self._workers = workers
@@ -394,10 +395,10 @@ class RayWorkers:
 
         Args:
             address: Of the cluster, as `ray.init` takes it ("auto", or
-                "ray://host:port"). None: that of the environment variable
-                RAY_ADDRESS, else a Ray that is started here, and ended by
-                `close`. A Ray that this process is connected to already is
-                used, and left.
+                "ray://host:port"). None: the address in the environment variable
+                RAY_ADDRESS, or else a Ray that is started here and stopped by
+                `close`. If this process is already connected to a Ray, that is
+                used, and left running.
             num_workers: How many workers; 2 by default.
             resources: What each worker asks of Ray, as the options of an actor:
                 `{"num_cpus": 2}`, `{"num_gpus": 1}`. One CPU by default; a
@@ -480,7 +481,7 @@ class RayWorkers:
         return ShardedCohorts(cohort_engine, clients, self, first["float32_products"])
 
     def _reference(self, name: str, value: object) -> ObjectRef:
-        """Returns what Ray has of a value: it is stored once, the last of a name."""
+        """Returns Ray's reference to a value, stored once, the last of a name."""
         if name not in self._stored or self._stored[name][0] is not value:
             self._stored[name] = value, _ray().put(value)
         return self._stored[name][1]

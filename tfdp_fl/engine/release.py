@@ -48,8 +48,8 @@ class ServerUpdate:
           trainable: The model's own variables, as Keras has them.
           non_trainable: Likewise, those that are aggregated.
           optimizer: A Keras optimizer, or None.
-          never_negative: Those of `non_trainable` that noise is not to push below
-            zero. (Of others, the layer says what they may be by a constraint.)
+          never_negative: Those of `non_trainable` that noise must not push below
+            zero. (Others may have a constraint of their layer.)
         """
         self._owned = list(trainable)
         self._trainable = keras_versions.tf_variables(trainable)
@@ -223,7 +223,7 @@ class Release:
         return new_state, tf.stack(values)
 
     def _share_of_state(self, update: nests.Nest) -> tf.Tensor | float:
-        """Returns what part of a sum's squares is of non-trainable state."""
+        """Returns the share of non-trainable state in a sum's squares."""
         server = self.server
         if not server.has_non_trainable or not isinstance(update, list):
             return 0.0
@@ -232,7 +232,7 @@ class Release:
         return tf.math.divide_no_nan(tf.add_n(state), tf.add_n(squares))
 
 
-# Of what clients' statistics are this part, there is no room for weights.
+# If clients' statistics are this part of an update, the clip has no room for weights.
 _FILLING = 0.95
 
 
@@ -268,7 +268,7 @@ class DeferredClipping:
         update: nests.Nest = query.initial_sample_state(update_spec.variables).update
         if not isinstance(update, list) or len(update) != len(update_spec.variables):
             raise ValueError(
-                "secure_aggregation needs a mechanism whose clients hand in one "
+                "secure_aggregation needs a mechanism whose clients send one "
                 "tensor for each variable, got a query that makes "
                 f"{type(update).__name__} of them: use tfdp_fl.AdaptiveClipping, "
                 "whose bit goes through the secure sum as well."

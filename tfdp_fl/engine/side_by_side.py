@@ -485,9 +485,9 @@ class GhostClipping:
     def _sum_of(self, x: tf.Tensor, d: tf.Tensor, params: RoundState) -> tf.Tensor:
         """Returns the exact sum of the clients' rounded products X^T D.
 
-        Each product is computed by itself, so that a client's is the same among
-        any others. S is what no record is longer than (`l2_norm_bound`, whatever
-        the clip). With c = 1.5 2^k for 2^k > 4 S, the float32 number r + c, for
+        Each product is computed by itself, so that a client's does not depend on the
+        others. S bounds every record's norm (`l2_norm_bound`, whatever the
+        clip). With c = 1.5 2^k for 2^k > 4 S, the float32 number r + c, for
         |r| <= 2 S, lies between 2^k and 2^(k + 1): its bits are those of c plus
         the whole number of steps of 2^(k - 23) <= S 2^-20 that r is rounded to.
         Int32 adds up such numbers, of at most 2^21 each, of 512 clients. (It wraps

@@ -113,7 +113,7 @@ class FunctionalTrainer(trainer.Trainer):
         )
 
     def metric_results(self, values: cohort.MetricState) -> dict[str, tf.Tensor]:
-        """Returns what the compiled metrics say of a state, by name."""
+        """Returns the compiled metrics' results for a state, by name."""
         if not values.sums:
             return {}
         state = tf.nest.pack_sequence_as(self._metric_state, values.sums)
@@ -243,7 +243,7 @@ def _metric_by_name(
 
 
 def _not_taken(model: tf.keras.Model) -> str:
-    """Returns what a functional model would do without, or not run with."""
+    """Names a part of the model that a functional model would ignore or cannot run."""
     if model.losses:
         return "losses that layers add, as regularizers do"
     if any(variable.trainable for variable in model.non_trainable_weights):

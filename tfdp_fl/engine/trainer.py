@@ -233,7 +233,7 @@ class Trainer:
         return self._metrics.nobody()
 
     def metric_results(self, values: cohort.MetricState) -> dict[str, tf.Tensor]:
-        """Returns what the metrics say of a state, by name."""
+        """Returns the metrics' results for a state, by name."""
         return self._metrics.results(values)
 
     def _own_after(
@@ -401,10 +401,10 @@ class Trainer:
         """Returns what the client gives to the mechanism.
 
         Args:
-          state: The client's, after its last step.
+          state: The client's state after its last step.
           received: The weights that it started from: it uploads its update,
             Delta = w - w_received. None: it uploads its weights w.
-          seed: The client's, as in `start`.
+          seed: The client's seed, as in `start`.
         """
 
         def precise(value: tf.Tensor) -> tf.Tensor:
@@ -429,7 +429,7 @@ class ClientOptimizer:
     def __init__(
         self, optimizer: tf.keras.optimizers.Optimizer, variables: list[tf.Variable]
     ):
-        """Makes a copy that assigns nothing.
+        """Makes a copy whose updates are returned instead of assigned.
 
         Args:
           optimizer: Its configuration is used.

@@ -171,8 +171,8 @@ _OWN = {
     "seed": Option(
         None, int, "Repeats everything; anyone who knows it can undo the noise."
     ),
-    "validation_freq": Option([1, 5, 10], int, "Evaluate every so many rounds."),
-    "checkpoint_every": Option(0, int, "Save every so many rounds, for --resume."),
+    "validation_freq": Option([1, 5, 10], int, "Rounds between evaluations."),
+    "checkpoint_every": Option(0, int, "Rounds between saves, for --resume."),
 }
 
 
@@ -229,7 +229,7 @@ def _starts(mechanism: str) -> Json:
 
 
 def _words(option: Option) -> str:
-    """Returns what an option goes with, as a flag."""
+    """Returns the flag that an option needs."""
     name, *values = option.only_with
     return f"--{name}={'|'.join(map(str, values))}"
 
@@ -411,7 +411,7 @@ class Settings(_Options):
                     f"{self.mechanism}, which has: {', '.join(own) or 'none'}."
                 )
         if self.mechanism == "none" and self.target_epsilon is not None:
-            raise ValueError("--target_epsilon cannot be kept with --mechanism=none.")
+            raise ValueError("--target_epsilon cannot be met with --mechanism=none.")
         if self.target_epsilon is not None:
             _validate.positive(**{"--target_epsilon": self.target_epsilon})
         if self.target_delta is not None and self._implied_delta() is not None:

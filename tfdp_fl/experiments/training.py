@@ -178,7 +178,7 @@ def run(
       What `result.json` holds.
 
     Raises:
-      ValueError: The directory is not to be written to.
+      ValueError: The directory may not be written to.
     """
     path = pathlib.Path(output_dir)
     run_directory.check(path, overwrite, resume)

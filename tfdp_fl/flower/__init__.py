@@ -1,6 +1,6 @@
 """Client-level differential privacy around Flower's strategies and clients.
 
-Nothing here imports Flower: the wrappers go by the shape of what they wrap.
+Nothing here imports Flower: the wrappers rely on the methods of what they wrap.
 TensorFlow is imported only where the server clips, or correlates the noise.
 """
 

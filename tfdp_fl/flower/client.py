@@ -310,7 +310,7 @@ def private_mod(
         records[_LEGACY_METRICS] = type(old)({**old, **applied})
         weight = {_LEGACY_WEIGHT: _NUM_EXAMPLES}
     else:
-        # A MetricRecord holds no truth values, and of those + makes numbers.
+        # A MetricRecord holds no booleans; + turns them into numbers.
         weight |= {name: +value for name, value in applied.items()}
     _set_metrics(records, reply.content.metric_records, weight)
     for name, metrics in dict(reply.content.metric_records).items():
@@ -325,7 +325,7 @@ def private_mod(
 def call_client_code(
     train: Callable[[_First, _Second], _Made], what: _First, how: _Second
 ) -> _Made:
-    """Returns what a client's own code makes; of what it raises, only the kind leaves.
+    """Calls a client's own code; of an error that it raises, only the kind leaves.
 
     Flower sends the server what an exception says, which may quote examples.
     """

@@ -31,9 +31,9 @@ class DPFedAvg(private_rounds.PrivateRounds):
     As `PrivateStrategy`, for objects with `configure_fit(server_round,
     parameters, client_manager)` and `aggregate_fit(server_round, results,
     failures)`; the clients are wrapped in `DPFedAvgNumPyClient`, and the m of a
-    round are drawn from the client manager's `all()`. Mechanisms with a clip that
-    goes by all updates (`MedianClipping`, say) clip at the server: it is trusted
-    with each update then, and SecAgg+ has nothing to add up.
+    round are drawn from the client manager's `all()`. Mechanisms whose
+    clip depends on all updates (`MedianClipping`, for example) clip at the server,
+    which then sees each update, so SecAgg+ cannot be used.
     """
 
     _configure, _aggregate = "configure_fit", "aggregate_fit"
@@ -283,7 +283,7 @@ def _noise_site(server_side_noising: bool) -> str:
 def _is_one_average(results: _Messages) -> bool:
     """Whether results share one object, as they do that SecAgg+ hands over.
 
-    Each client's update is then in what stands for any of them.
+    One object then stands for every client's update.
     """
     sent = [getattr(fit_res, "parameters", None) for _, fit_res in results]
     return len(sent) > 1 == len(set(map(id, sent))) and hasattr(sent[0], "tensors")
@@ -303,7 +303,7 @@ def _to_arrays(parameters: Parameters) -> list[np.ndarray]:
 
 
 def _like(parameters: Parameters, arrays: Sequence[np.ndarray]) -> Parameters:
-    """Returns parameters that hold other arrays."""
+    """Returns parameters of the same form with other arrays."""
     files = [io.BytesIO() for _ in arrays]
     for file, array in zip(files, arrays, strict=True):
         np.save(file, array, allow_pickle=False)

@@ -107,7 +107,7 @@ class RoundHistory:
         return self.num_rounds - len(self.released)
 
     def accountant(self) -> accounting.PrivacyAccountant:
-        """Returns what all charged rounds cost."""
+        """Returns the cost of all charged rounds."""
         self._refresh()
         return self._account.central
 
@@ -132,7 +132,7 @@ class RoundHistory:
             self._account.refresh()
 
     def affords(self, planned: ReleasedRound) -> bool:
-        """Whether a round may be run without passing the budget."""
+        """Whether a round may be run without exceeding the budget."""
         self._refresh()
         return self.budget is None or self._account.allows(self.budget, planned.charge)
 
@@ -143,7 +143,7 @@ class RoundHistory:
         tells cannot be taken back. No other is begun then.
 
         Raises:
-          BudgetExceededError: if it would pass the budget, because others wrote
+          BudgetExceededError: if it would exceed the budget, because others wrote
             into the ledger since it was asked.
           LedgerWriteError: if its line could not be written.
           In both cases nothing is charged, and it must not be released.

@@ -43,7 +43,7 @@ _logger = logging.getLogger(__name__)
 
 
 class RoundNotConfiguredError(RuntimeError):
-    """Results came for a round of which model and clip norm are not known."""
+    """Results came for a round whose model and clip norm are unknown."""
 
 
 class PrivateRounds:
@@ -423,7 +423,7 @@ class PrivateRounds:
         template: sums.Template,
         names: Sequence[str] = (),
     ) -> sums.ConfiguredRound | None:
-        """Draws the clients of a round; None if there is to be none."""
+        """Draws the clients of a round; None if the round is not started."""
         for array in sent:
             if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
                 raise ValueError(

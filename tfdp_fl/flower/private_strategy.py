@@ -51,8 +51,8 @@ class PrivateStrategy(private_rounds.PrivateRounds):
     TensorFlow functions. `LocalDP` needs no server of ours: a plain strategy
     tells the clients' `private_mod` clip and noise.
 
-    With `CorrelatedNoise` clients come as they like: only nodes are drawn that
-    are not too soon or too often in a round again. Which nodes were in each
+    With `CorrelatedNoise` clients come as they like: only nodes are drawn for
+    whom it is not too soon, or too often, to take part again. Which nodes were in each
     released round is kept, by the node's id or by the name that `client_of`
     gives. The memory of this process may not be seen by anybody: with the models
     it tells the sums without noise. A server that restarts begins other noise,

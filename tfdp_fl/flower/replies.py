@@ -1,9 +1,9 @@
 """What a client sent, read as if the client were hostile.
 
-A reply is what somebody else's machine made: it may hold anything. Nothing is
-allocated before its size is known to be what the model says, nothing is
-unpickled or unzipped, Flower's own deserialiser is not let near it, and whatever
-is wrong with a reply is a `ReplyError` that names it.
+A reply comes from somebody else's machine and may hold anything. Nothing is
+allocated before its size is known to match the model, nothing is unpickled or
+unzipped, Flower's own deserialiser is not used, and whatever is wrong with a reply
+raises a `ReplyError` that names it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flwr.app import Message
     from flwr.common import FitRes
 
-# Of version 1.0, which is what `numpy.save` writes of such arrays.
+# Version 1.0, which `numpy.save` writes for such arrays.
 _MAGIC = b"\x93NUMPY\x01\x00"
 
 # The header as `numpy.save` writes it, for plain real numbers of at most 8 bytes

@@ -166,7 +166,7 @@ class Collected:
     """What came back of a round's clients; nobody has seen it.
 
     Attributes:
-      num_replies: of how many clients.
+      num_replies: how many clients replied.
       is_enough: whether it may be released; else there is no sum.
       this: the round, with its clip.
       update: sum_k c_k Delta_k, float64 arrays.

@@ -88,7 +88,7 @@ def norm(arrays: Sequence[np.ndarray]) -> float:
 
 
 def largest_honest_norm(clip_norm: float, stddev: float, size: int) -> float:
-    """Returns what a clipped and noised update of an honest client stays under.
+    """Returns a bound on an honest client's clipped and noised update.
 
     For g ~ N(0, I_D), ||g||^2 > D + 2 sqrt(D x) + 2 x has a probability of at
     most exp(-x). With x = 40, a client that clips to S and adds noise of
@@ -115,7 +115,7 @@ def grid_step(largest: float, clients_per_round: float) -> float:
     `mechanisms.records`.
 
     Args:
-      largest: the L2 norm that no record is above; infinity for no bound.
+      largest: the largest L2 norm of a record; infinity for no bound.
       clients_per_round: The expected number of clients in a round, m.
     """
     if not 0 < largest < math.inf:
@@ -163,7 +163,7 @@ def apply_with_noise(
     Every client rounds its own share of the noise, and the guarantee is that
     of their sum: shares that are small beside the gap between a weight and the
     next number would be rounded away, one by one. Rounded to a grid of which a
-    share is k steps, the sum's noise is what it was but for a part of
+    share is k steps, the sum's noise is unchanged up to a part of
     exp(-2 pi^2 k^2) (Poisson summation). An array whose dtype has fewer than 16
     gaps for a share is float64 here, whatever is in the update.
 

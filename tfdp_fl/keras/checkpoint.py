@@ -82,7 +82,7 @@ def to_bytes(state: Json, level: int = 1) -> bytes:
 
 
 def write_state(stream: BinaryIO, state: Json, level: int = 1) -> None:
-    """Writes a file, array by array: there is no copy of all of it.
+    """Writes a file array by array, without a copy of the whole in memory.
 
     Args:
       stream: Where to.
@@ -115,7 +115,7 @@ def write_state(stream: BinaryIO, state: Json, level: int = 1) -> None:
 
 
 def from_bytes(data: bytes) -> Json:
-    """Returns what was written; raises ValueError unless it is to the last bit."""
+    """Returns the saved state; raises ValueError unless every bit is as written."""
     data, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
     if hashlib.sha256(data).digest() != digest:
         raise ValueError("its checksum is wrong, or an earlier version wrote it")
@@ -205,8 +205,8 @@ class CheckpointDirectory:
 def write_atomically(file: pathlib.Path, data: bytes) -> None:
     """Replaces a file as a whole: after a crash it is the old or the new one.
 
-    Checkpoints hold what predicts cohorts (the seed, or the key of those of passes), so
-    nobody else reads them. Raises CheckpointWriteError if it failed.
+    Checkpoints hold what predicts cohorts (the seed, or the key of the passes), so only
+    their owner may read them. Raises CheckpointWriteError if it failed.
     """
     with _write_whole(file) as stream:
         stream.write(data)
@@ -296,7 +296,7 @@ def settings(fed: FederatedTraining, population: Population, plan: FitPlan) -> J
 def _describe_schedule(
     schedule: schedules.Schedule, first_round: int, last_round: int
 ) -> str:
-    """Returns what a schedule says of some rounds: in short, and a digest of all."""
+    """Returns a short description of a schedule over rounds, with a digest."""
     rounds = range(first_round, last_round)
     return _in_short([schedules.value_at(schedule, t, "a schedule") for t in rounds])
 
@@ -388,8 +388,8 @@ class InterruptedRun:
     ) -> Run:
         """Puts model and engine in the state of the checkpoint; returns the run.
 
-        What was spent is what the ledger says: it also has the rounds that
-        were charged after the checkpoint, whose result may have been seen.
+        The amount spent comes from the ledger, which also has the rounds that were
+        charged after the checkpoint: their results may have been seen.
         """
         state = self.state
         variables = [*fed.model.weights, *cohort_engine.server.state]

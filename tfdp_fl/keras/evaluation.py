@@ -57,7 +57,7 @@ class Validation:
     Attributes:
       data: `(x, y)`, `(x, y, sample_weight)`, a `tf.data.Dataset` of batches,
         a `FederatedDataset`, or None.
-      every: Validate every so many rounds.
+      every: The number of rounds from one validation to the next.
       batch_size: Examples in one batch.
       held_out: A digest of the clients of `fit` that are held out; "" for none.
     """
@@ -89,8 +89,8 @@ class Validation:
     ) -> tuple[FederatedDataset, Validation]:
         """Returns the clients that train, and validation on the share of the others.
 
-        A client's id says on which side it is, whatever the others are: one client
-        more or less is one more or less to train on. There is one at least on each.
+        A client's id alone decides on which side it is, so one client more or less is
+        one more or less on its own side. Each side has at least one client.
         """
         if not _validate.finite(validation_split=fraction):
             return clients, self
@@ -204,8 +204,8 @@ def evaluate(
 ) -> dict[str, np.ndarray]:
     """Returns a compiled model's metrics client by client, as `evaluate_clients` does.
 
-    Clients are those of `preparation.conform`. Of `silent` ones nothing is raised or
-    warned of: it would tell of a client.
+    Clients are those of `preparation.conform`. For `silent` ones nothing is raised, and
+    no warning printed: that would reveal something about a client.
     """
     number = clients.num_clients
     counts = np.zeros(number, np.int64)
@@ -397,10 +397,10 @@ class PrivateMetrics:
 
     Attributes:
       bounds: Maps a metric's name ("loss", or one that was compiled) to its
-        range (low, high). Values outside count as its ends. They are not to be
-        chosen by looking at the clients.
-      noise_multiplier: z, the noise's standard deviation over the most that a
-        client adds to the sum. 0 releases without privacy.
+        range (low, high). Values outside count as the nearer end. Do not choose
+        them by looking at the clients.
+      noise_multiplier: z, the noise's standard deviation divided by the most that
+        a client adds to the sum. 0 releases without privacy.
     """
 
     bounds: Mapping[str, tuple[float, float]]
@@ -425,7 +425,7 @@ class PrivateMetrics:
         return math.sqrt(1 + len(self.bounds))
 
     def charge(self, sampling: str, num_clients: int) -> charge_lib.RoundCharge:
-        """Returns what the release of all clients' metrics costs.
+        """Returns the cost of releasing all clients' metrics.
 
         It has the neighbouring relation of the training's sampling: where cohorts have
         a fixed size, a client is replaced by another.

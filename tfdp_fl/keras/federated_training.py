@@ -34,7 +34,7 @@ class FederatedTraining:
 
         Args:
           model: The Keras model.
-          setup: How its rounds are run.
+          setup: The settings of its rounds.
         """
         self._model = model
         self._setup = setup
@@ -86,7 +86,7 @@ class FederatedTraining:
         return None if self.run is None else self.run.spending
 
     def require_compiled(self, what: str) -> Training:
-        """Returns what `compile` was given; raises NotCompiledError before."""
+        """Returns `compile`'s arguments; raises NotCompiledError if there are none."""
         if self._compiled is None:
             raise NotCompiledError(
                 f"compile must be called before {what}, with an optimizer and a loss."
@@ -195,7 +195,7 @@ def fit_lock(trained: Any, what: str, kind: str = "Keras model") -> Iterator[Non
 
 
 def exclusive(method: _Method) -> _Method:
-    """Has a method of a `DPFederatedModel` run while no `fit` of its model does."""
+    """Decorates a method of `DPFederatedModel` that must not run during a `fit`."""
 
     @functools.wraps(method)
     def called(self, *args: Any, **kwargs: Any) -> Any:

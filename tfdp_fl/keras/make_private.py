@@ -1,4 +1,4 @@
-"""A Keras model with the smallest noise that keeps a target."""
+"""A Keras model with the smallest noise that meets a target."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_private(
 
     The noise multiplier is calibrated for the rounds, the population and the
     sampling that are given here; `epsilon` of the returned model is computed
-    from the rounds that really ran. The target is kept over all calls of
+    from the rounds that really ran. The target is enforced over all calls of
     `fit`, however many rounds they ask for. (Where clients add their own
     noise, it is set for the `rounds` given here.)
 
@@ -74,7 +74,7 @@ def make_private(
         `mechanisms.default_median_noise_multiplier`.
 
     Raises:
-      ValueError: The target cannot be kept, or an argument is not allowed.
+      ValueError: The target cannot be met, or an argument is not allowed.
     """
     training_setup.check_model(model)
     if target_delta is None:
@@ -210,7 +210,7 @@ def charge_plan(
     sampler: sampling_lib.CohortSampler,
     deployment: mechanisms.PrivacyContext,
 ) -> collections.Counter[accounting.RoundCharge]:
-    """Returns what the rounds of a deployment cost, and how often each."""
+    """Returns the costs of the rounds of a deployment, and how often each occurs."""
     mechanism.check(deployment)
     rounds, kinds = deployment.rounds or 0, {}
     steady = run_lib.is_steady(mechanism)

@@ -129,7 +129,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             are added on a grid, and the noise is the ideal Gaussian rounded to it,
             from the operating system's random bits and without floating point's
             errors. It allows no `seed`, and takes several times as long.
-          target: What the noise was calibrated for; kept in every `fit`.
+          target: What the noise was calibrated for; enforced in every `fit`.
             `make_private` gives it.
           client_weighting: What clients count in the mean, such as
             `tfdp_fl.ClientWeighting.num_examples(cap=100)`; None: 1 each. The
@@ -180,7 +180,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         return getattr(self.model, name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Sets `stop_training` of the Keras model, and nothing else of others."""
+        """Sets `stop_training` of the Keras model; refuses other new attributes."""
         if name == "stop_training":
             self.model.stop_training = value
         elif name.startswith("_") or name == "federated_callbacks":
@@ -241,7 +241,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
           broadcast_hook: `f(weights, seed) -> weights`, a noise injector before
             broadcast; called on the list of weights that the clients of a
             round start from, with an int64 seed of shape [2].
-          **others: None; what is given is refused, with what to give instead.
+          **others: Refused; the error says what to give instead.
         """
         training_setup.refuse_arguments("compile", others)
         for name, hook in (
@@ -279,7 +279,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             "weighted_metrics": weighted_metrics,
             "loss_weights": loss_weights,
         }
-        # The next fit makes an engine for it; until then the old one tells of the run.
+        # The next fit makes an engine for it; until then the old one describes the run.
         self._compiled = Training(
             **as_keras,
             proximal_weight=self.mechanism.proximal_weight,
@@ -298,7 +298,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         *args: object,
         **kwargs: object,
     ) -> Any:
-        """Evaluates as Keras's `evaluate` does; of tables all that `fit` takes."""
+        """Evaluates like Keras's `evaluate`; takes tables as `fit` does."""
         self.require_compiled("evaluate")
         x, y = adapters.to_keras_inputs(x, "x"), adapters.to_keras_inputs(y, "y")
         return self.model.evaluate(x, y, *args, **kwargs)
@@ -351,7 +351,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         return evaluation.evaluate(self.model, training, dataset, batch_size, bar)
 
     def predict(self, x: nests.Nest, *args: object, **kwargs: object) -> np.ndarray:
-        """Predicts as Keras's `predict` does; of tables all that `fit` takes."""
+        """Predicts like Keras's `predict`; takes tables as `fit` does."""
         return self.model.predict(adapters.to_keras_inputs(x, "x"), *args, **kwargs)
 
     def __call__(self, *args: object, **kwargs: object) -> nests.Nest:
@@ -395,30 +395,29 @@ class DPFederatedModel(federated_training.FederatedTraining):
 
         A second call goes on with the same model, clip, server optimizer and
         spent budget; rounds are counted over all calls. A model of
-        `make_private` keeps its target over all of them: it ends before the
-        round that would pass it (with an empty history, if that is the first).
+        `make_private` enforces its target over all of them: it ends before the
+        round that would exceed it (with an empty history, if that is the first).
 
         Args:
           clients: The clients' data: a `FederatedDataset`, a mapping or list
             of `(x, y)`, of `(x, y, sample_weight)` or of `tf.data.Dataset`s,
             or a TFF `ClientData` (see
             `tfdp_fl.datasets.as_federated`). Each client is cast to what the model's
-            inputs and the loss expect, or to a declared `element_spec`, or fails
-            alone. Where spending is counted for
-            each client (local and per-record guarantees), and within a pass
-            over the clients, they must be the same clients in the same
-            order as before; elsewhere they may be others, and the statement
+            inputs and the loss expect, or to a declared `element_spec`; if that is
+            impossible, only that client fails. For local and per-record guarantees,
+            and within a pass over the clients, they must be the same clients in the
+            same order as before; otherwise they may change, and the statement
             names every N. With `client_ids`: the features of all rows of one table,
             [n, ...], as arrays or a pandas frame.
           y: With `client_ids`: the labels of all rows.
-          rounds: How many rounds to run (with `resume_from`: how many the
-            interrupted call was to run in all).
+          rounds: How many rounds to run (with `resume_from`: the total that the
+            interrupted call was asked for).
           batch_size: Examples in one local batch; a client's last may be short.
           local_epochs: How often a client goes over its examples in one round.
           validation_data: `(x, y)`, `(x, y, sample_weight)`, a
             `tf.data.Dataset` of batches, or the `FederatedDataset` of other
             clients.
-          validation_freq: Validate every so many rounds.
+          validation_freq: The number of rounds from one validation to the next.
           callbacks: Keras callbacks (a round is an epoch to them) and
             `tfdp_fl.callbacks`.
           verbose: 0 silent, 1 or "auto" a progress bar, 2 a line per round.
@@ -429,7 +428,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             system.
           runtime: Where cohorts are trained: None for this process, or a
             `tfdp_fl.runtimes.RayWorkers`.
-          x: Another name for `clients`, as Keras has it.
+          x: Another name for `clients`, as in Keras's `fit`.
           client_ids: For `fit(x, y, client_ids=ids)`: the client of each row, [n]
             numbers, strings, dates, or other values that Python can hash. All rows of
             one id are one client, protected as a whole.
@@ -446,7 +445,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
           validation_batch_size: Examples in one validation batch.
           audit: A new `tfdp_fl.auditing.CanaryAudit`, whose canary clients
             take part beside the clients; the statement then has its estimate.
-          **others: None; what is given is refused, with what to give instead.
+          **others: Refused; the error says what to give instead.
 
         Returns:
           A Keras `History`: the compiled metrics, `val_*`, and for each round
@@ -569,9 +568,9 @@ class DPFederatedModel(federated_training.FederatedTraining):
         return self.spending.epsilon(delta, accountant or self.setup.accountant)
 
     def central_epsilon(self, delta: float, accountant: str | None = None) -> float:
-        """Returns the epsilon against those who see the model only.
+        """Returns the epsilon against those who see only the model.
 
-        For a local mechanism it is what the clients' noise adds up to; where
+        For a local mechanism, the clients' noise adds up to it; where
         nothing is claimed (a Poisson cohort has no fixed number of noise terms)
         it is infinite, and the local epsilon is the bound.
         """

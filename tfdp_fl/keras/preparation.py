@@ -202,8 +202,8 @@ def _records(
     """Returns how many records there are, and the fewest of a client.
 
     None and None where records are not what is protected. Clients that
-    cannot be read count as none: they fail in their rounds as well, and
-    one of them is not to end the run.
+    cannot be read are left out: they will fail in their rounds as well, and one
+    of them must not end the run.
     """
     if mechanism.privacy_unit != PrivacyUnit.RECORD:
         return None, None
@@ -223,7 +223,7 @@ def _records(
         ]
     if not sizes:
         raise ValueError(
-            f"clients must know their sizes for {mechanism.name}, got "
+            f"clients must have known sizes for {mechanism.name}, got "
             f"{clients.num_clients} that cannot be read."
         )
     return sum(sizes), min(filter(None, sizes), default=None)
@@ -411,7 +411,7 @@ def _outputs(
 def _labels_of(
     model: tf.keras.Model, training: engine.Training, predicted: nests.Nest
 ) -> nests.ElementSpec:
-    """Returns the specs of labels and of their weights; None of what is not known."""
+    """Returns the specs of labels and of their weights; None if not known."""
     flat = tf.nest.flatten(predicted)
     if {"crossentropy", "ce"}.intersection(map(str, tf.nest.flatten(training.loss))):
         return None, None  # Keras chooses by the labels.

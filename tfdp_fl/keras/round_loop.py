@@ -333,7 +333,7 @@ def _clients(number: int) -> str:
 
 
 class _BudgetSpentError(Exception):
-    """A callback spent, while a cohort trained, what the round was to cost."""
+    """While a cohort trained, a callback spent what its round would have cost."""
 
 
 def _weights(model: tf.keras.Model) -> bytes:
@@ -345,7 +345,7 @@ def _weights(model: tf.keras.Model) -> bytes:
 
 
 def _progress(verbose: int, first_round: int, last_round: int) -> Any:
-    """Returns what shows a round: a bar (`verbose` 1), a line (2), or nothing (0)."""
+    """Returns how a round is shown: a bar (`verbose` 1), a line (2), or nothing (0)."""
     bar: Any = None
     if verbose == 1:
         bar = tf.keras.utils.Progbar(last_round - first_round, unit_name="round")

@@ -277,7 +277,7 @@ class Run:
     def cost(
         self, round_index: int, answered: int | None = None
     ) -> accounting.RoundCharge:
-        """Returns what a round costs."""
+        """Returns the cost of a round."""
         mechanism = self.setup.mechanism
         state, ahead = self.mechanism_state, round_index - self.rounds
         index = mechanism.event_index(self.rounds, state.memory) + ahead
@@ -307,8 +307,8 @@ class Run:
     def _mu_squared_after(self, rounds: int) -> float:
         """Returns the most that one client can have spent after so many more rounds.
 
-        The cohorts of passes are known beforehand. Of others it is not known which
-        clients they will draw: any that may still take part.
+        The cohorts of passes are known beforehand. Others may draw any client that
+        may still take part.
         """
         mu_squared, clients = self.mu_squared, self.spending.per_client
         elsewhere = self.spending.mu_squared_elsewhere
@@ -325,7 +325,7 @@ class Run:
         )
 
     def charges_ahead(self) -> Callable[[int, int], Charges]:
-        """Returns what the rounds from one of the next to another cost, by kind.
+        """Returns the costs of a range of the coming rounds, by kind.
 
         Rounds of a pass that cost as much together as one of them may stand as one.
         """
@@ -374,7 +374,7 @@ class Run:
         accountant: str | None = None,
         ahead: Callable[[int, int], Charges] | None = None,
     ) -> Callable[[int], float]:
-        """Returns what epsilon would be after the next so many rounds."""
+        """Returns epsilon as it would be after a number of further rounds."""
         charges = ahead or self.charges_ahead()
         composed = {0: self.spending.central}
 

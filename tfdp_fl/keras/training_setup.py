@@ -152,8 +152,8 @@ class TrainingSetup:
         _validate.instance_of(AdditiveSecretSharing, secure_aggregation=protocol)
         if protocol.max_share_value < 1:
             raise ValueError(
-                "secure_aggregation must have a max_share_value of at least 1, which "
-                "is what a client counts and hands in as well, got "
+                "secure_aggregation must have a max_share_value of at least 1, because "
+                "each client also sends its weight of 1, got "
                 f"{protocol.max_share_value:g}."
             )
         if self.client_weighting is not None:

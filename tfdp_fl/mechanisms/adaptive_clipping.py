@@ -130,9 +130,9 @@ class AdaptiveClipping(mechanism.Mechanism):
     ) -> mechanism.Mechanism:
         """Implements `Mechanism.from_budget`.
 
-        Unless `count_noise_stddev` is given it is m / 20, or z where that is
-        more: z_Delta is then at most 1.155 z. With small cohorts m / 20 would
-        cost more by itself than the target may.
+        Unless it is given, `count_noise_stddev` is the larger of m / 20 and z, so
+        that z_Delta is at most 1.155 z. In small cohorts, m / 20 alone could cost
+        more than the target allows.
         """
         if options.get("count_noise_stddev") is None:
             largest: Any = target.noise_multiplier

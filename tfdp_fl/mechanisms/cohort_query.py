@@ -83,7 +83,7 @@ class CohortQuery:
         return len(self.mechanism.side_names) + 1 + NUM_DIAGNOSTICS
 
     def client_weight(self, num_examples: Scalar) -> tf.Tensor | None:
-        """Returns what clients count, from what they have; None: 1 each.
+        """Returns the clients' weights, from the facts about them; None: 1 each.
 
         Args:
           num_examples: Scalar shape: see `ClientWeighting.weight`.
@@ -92,7 +92,7 @@ class CohortQuery:
         return None if weighting is None else weighting.weight(num_examples)
 
     def client(self, num_examples: tf.Tensor, window: tf.Tensor) -> ClientContext:
-        """Returns what a client knows of itself; its window only where it has one."""
+        """Returns the facts about a client; its window only if it has one."""
         weight = self.client_weight(num_examples)
         return ClientContext(
             num_examples, window if self.keeps_window else None, weight
@@ -108,10 +108,10 @@ class CohortQuery:
         )
 
     def new_segment(self, state: RoundState) -> RoundState:
-        """Returns a state that has forgotten the rounds before, but its clip.
+        """Returns a state that has forgotten all earlier rounds, except its clip.
 
-        Where a round may have been released that the state knows nothing of,
-        later noise must not be correlated with that of the rounds before it.
+        If a round may have been released that the state does not know of, later
+        noise must not be correlated with the noise before it.
         """
         return state._replace(memory=self.mechanism.init_noise_state(self.deployment))
 
@@ -136,7 +136,7 @@ class CohortQuery:
         return state._replace(clip_norm=self.mechanism.clip_to_cohort(norms, state))
 
     def derive_sample_params(self, state: RoundState) -> RoundState:
-        """Returns what every client of a round gets to know: not the memory."""
+        """Returns what every client of a round is told: not the noise state."""
         return state._replace(memory=())
 
     def initial_sample_state(self, template: Tensors) -> Contribution:
@@ -171,7 +171,7 @@ class CohortQuery:
         return one
 
     def with_shares(self, params: RoundState, record: Contribution) -> Contribution:
-        """Returns a record with the client's share of the noise, on all it hands in."""
+        """Returns a record with the client's share of the noise on every part."""
         shares = self.noise_shares(params)
         update = noise.add_normal(record.update, shares["update"])
         return record._replace(update=update, sums=_add_side_noise(record.sums, shares))
@@ -185,7 +185,7 @@ class CohortQuery:
     ) -> Contribution:
         """Returns records of which only the updates' norms are known, bounded.
 
-        Their `update` is what each client's update is to be multiplied by.
+        Their `update` is the factor of each client's update.
 
         Args:
           norm: Float32, any shape: norms, or upper bounds; 0 where not usable.
@@ -207,7 +207,7 @@ class CohortQuery:
         return records.step(self.l2_norm_bound(params), params.clients_per_round)
 
     def noise_shares(self, params: RoundState) -> dict[str, tf.Tensor]:
-        """Returns what each of m clients adds: the mth part of a variance."""
+        """Returns the noise of each of m clients: the mth part of a variance."""
         stddevs = self.mechanism.noise_stddevs(params, self.deployment)
         return {
             name: stddev / tf.sqrt(params.clients_per_round)
@@ -215,7 +215,7 @@ class CohortQuery:
         }
 
     def l2_norm_bound(self, state: RoundState) -> tf.Tensor | float:
-        """Returns what no client's record is larger than, before noise."""
+        """Returns the largest norm of a client's record, before noise."""
         return self.mechanism.l2_norm_bound(state)
 
     def add_noise(

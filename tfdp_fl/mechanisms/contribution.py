@@ -1,4 +1,4 @@
-"""What a round knows, what a client knows and counts, and what it hands in."""
+"""What a round knows, what a client knows, its weight, and what it sends."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class ClientWeighting:
         return cls(cap=cap, mean_weight=mean_weight)
 
     def weight(self, num_examples: tf.Tensor) -> tf.Tensor:
-        """Returns what clients count, float32 in [0, 1].
+        """Returns the clients' weights, float32 in [0, 1].
 
         Args:
           num_examples: Scalar shape: how many examples they have, or any other

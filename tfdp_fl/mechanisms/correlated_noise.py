@@ -121,7 +121,7 @@ class CorrelatedNoise(mechanism.Mechanism):
         )
 
     def participation_record(self) -> correlated_noise.ParticipationRecord:
-        """Returns what keeps clients who come as they like to it."""
+        """Returns a record that keeps clients who come as they like apart."""
         return correlated_noise.ParticipationRecord(self.participation)
 
     @functools.cached_property
@@ -139,8 +139,8 @@ class CorrelatedNoise(mechanism.Mechanism):
         if deployment.sampling not in (Sampling.CYCLIC, Sampling.MIN_SEPARATION, None):
             raise ValueError(
                 "sampling must be 'cyclic' or, of clients who come as they like, "
-                f"'min_separation' with {self.name}, because its noise counts on a "
-                f"client's rounds being min_separation={self.min_separation} apart, "
+                f"'min_separation' with {self.name}, because its noise needs a "
+                f"client's rounds to be min_separation={self.min_separation} apart, "
                 f"got sampling={deployment.sampling!r}."
             )
         if deployment.sampling is not None and not schedules.is_constant(
@@ -220,7 +220,7 @@ class CorrelatedNoise(mechanism.Mechanism):
             "DP-FedAvg with noise that is correlated across rounds (DP-FTRL): "
             f"every client's update is clipped to an L2 norm of {self.clip_norm:g}, "
             "and the server adds to the sum Gaussian "
-            f"noise that goes by {self.strategy.describe()} over "
+            f"noise that is correlated by {self.strategy.describe()} over "
             f"{self.rounds} rounds, of which a client is in at most {most}, at "
             f"least {self.min_separation} apart."
         )

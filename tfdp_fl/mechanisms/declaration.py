@@ -73,7 +73,7 @@ def load(module: str) -> None:
 
 
 def load_named_in(arguments: Sequence[str], flag: str) -> None:
-    """Loads what a command line names by a flag, before its flags are made."""
+    """Loads the modules that a command line names, before its flags are made."""
     for place, argument in enumerate(arguments):
         name, equals, value = argument.lstrip("-").partition("=")
         if argument.startswith("-") and name == flag:

@@ -91,7 +91,7 @@ class NoPrivacy(mechanism.Mechanism):
     def from_budget(
         cls, target: mechanism.CalibrationTarget, **options: Any
     ) -> NoPrivacy:
-        """Implements `Mechanism.from_budget`: no target is kept."""
+        """Implements `Mechanism.from_budget`: there is no target."""
         return cls(**options)
 
     def l2_norm_bound(self, round: RoundState) -> float:

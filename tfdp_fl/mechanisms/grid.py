@@ -8,8 +8,8 @@ gamma is S / 2^20. What is handed in are whole numbers, and so is the noise
 (`draw_rounded`); float64 adds whole numbers below 2^53 without a rounding, in
 any order. A client's n_k has an L2 norm of at most 2^20: that is looked at
 after the rounding, in whole numbers. So the released sum is a function of the
-ideal Gaussian mechanism's, with S and z as they are charged; to multiply by
-gamma, to divide by m, and what becomes of the model is post-processing.
+ideal Gaussian mechanism's output, with S and z as they are charged. Multiplying by
+gamma, dividing by m, and updating the model are post-processing.
 
 The clip is a little less than S, so that rounding leads nobody out of it:
 rounding moves an update by at most sqrt(D) / 2 steps, 0.15 % of S for ten
@@ -144,9 +144,9 @@ def draw_rounded(
     discrete Gaussian instead, for which zCDP is proven, and no amplification.)
 
     By inversion: g = sigma Phi^-1(u) for u uniform in (0, 1), of which as many bits
-    are drawn as it takes. Nearly always 64 are enough for float64 to tell what is
-    nearest, with much room for what it may be wrong by; where they are not, more
-    bits are drawn, and compared with Phi in as many digits as they need.
+    are drawn as it takes. Nearly always 64 are enough for float64 to find the
+    nearest whole number, with ample margin for its rounding errors. Otherwise more
+    bits are drawn, and compared with Phi in as many digits as that takes.
 
     Args:
       stddev: Sigma > 0, at most 2^40.

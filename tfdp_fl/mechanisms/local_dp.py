@@ -99,7 +99,7 @@ class LocalMechanism(mechanism.Mechanism):
     )
     max_participations: int | None = declaration.parameter(
         declaration.optional(_validate.positive_integer),
-        "after so many rounds a client sits out, which needs less noise in each.",
+        "the most rounds that one client takes part in; fewer need less noise in each.",
         default=None,
     )
 
@@ -147,8 +147,8 @@ class LocalMechanism(mechanism.Mechanism):
         """Returns sigma / sensitivity of one release, calibrated if need be.
 
         Raises:
-          ValueError: The mechanism keeps a budget over a training run, and the
-            deployment does not say how long that is.
+          ValueError: The mechanism has a budget for a training run, and the
+            deployment does not say how many rounds that has.
         """
         if deployment.rounds is None:
             raise ValueError(
@@ -269,8 +269,8 @@ class LocalDP(LocalMechanism):
 
         Neighbours are those of the local guarantee, one client's data replaced
         by other data, which moves the sum by 2S. The charge of a fixed-size
-        cohort doubles the sensitivity itself; for a shuffled one it is done
-        here.
+        cohort doubles the sensitivity by itself; for a shuffled one, this
+        function does.
         """
         multiplier = self.client_noise_multiplier(deployment)
         if multiplier == 0 or deployment.sampling in (*charge.OF_ANY_SIZE, None):

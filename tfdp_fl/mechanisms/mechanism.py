@@ -59,7 +59,7 @@ _LEAST_NOISE = 1e-18
 
 
 class CalibrationTarget(NamedTuple):
-    """What `make_private` asks a mechanism to keep.
+    """What `make_private` asks of a mechanism.
 
     Attributes:
       noise_multiplier: z, for a mechanism that is calibrated from outside; a
@@ -88,7 +88,7 @@ class Mechanism(abc.ABC):
       trust_model: Against whom it protects: "central" (the server is trusted),
         "local" (nobody is) or "none".
       privacy_unit: What is protected as a whole: a "client" or a "record".
-      side_bounds: What a client hands in beside its update, by name
+      side_bounds: What a client sends beside its update, by name
         (`Contribution.sums`), each with the bound on its absolute value.
       releases_weights: Whether clients send weights and not updates, which
         then replace the model.
@@ -261,7 +261,7 @@ class Mechanism(abc.ABC):
         return round.clip_norm
 
     def scale(self, norm: tf.Tensor, round: RoundState) -> tf.Tensor:
-        """Returns what an update is multiplied by: min(1, S / norm).
+        """Returns the factor of an update: min(1, S / norm).
 
         Args:
           norm: Float32, any shape: norms of updates, at least 0.
@@ -285,7 +285,7 @@ class Mechanism(abc.ABC):
     ) -> Contribution:
         """Returns contributions where only the updates' norms are known.
 
-        Their `update` is the factor that the update is to be multiplied by.
+        Their `update` is the factor that the update is multiplied by.
 
         Args:
           norm: Float32, any shape: the norms of one or more updates, 0 where
@@ -391,7 +391,7 @@ class Mechanism(abc.ABC):
         return noise_multiplier
 
     def noise_limit(self, round_index: int, deployment: PrivacyContext) -> float:
-        """Returns what a round's noise multiplier has to stay below."""
+        """Returns the bound that a round's noise multiplier must stay below."""
         return float("inf")
 
     def event_index(self, round_index: int, memory: Memory) -> int:
@@ -478,7 +478,7 @@ class Mechanism(abc.ABC):
         """Returns the mechanism that `make_private` tries for a target.
 
         Args:
-          target: What is to be kept, and by which noise it is tried.
+          target: The target, and the noise multiplier to try.
           **options: The other parameters that were given.
         """
         given: Json = {"noise_multiplier": target.noise_multiplier}
@@ -506,9 +506,9 @@ class Mechanism(abc.ABC):
 
     @property
     def event_period(self) -> int | None:
-        """After so many released rounds `round_event` begins anew.
+        """The number of released rounds after which `round_event` repeats.
 
-        None: it changes with schedules alone.
+        None: it changes only with schedules.
         """
         return None
 
@@ -538,7 +538,7 @@ class Mechanism(abc.ABC):
     def caveats(self) -> tuple[str, ...]:
         """Returns the keys of the caveats that the mechanism has to make.
 
-        Of `own_caveats`, or of `accounting.CAVEATS`.
+        Each is a key of `own_caveats` or of `accounting.CAVEATS`.
         """
         return ()
 
@@ -557,7 +557,7 @@ class Mechanism(abc.ABC):
         return ()
 
     def state_fingerprint(self) -> str:
-        """Returns what a memory belongs to: a digest of `static_config`."""
+        """Returns the digest of `static_config` that a noise state belongs to."""
         text = repr(self.static_config())
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -38,9 +38,9 @@ def _require_known(name: str, deployment: PrivacyContext) -> int:
 
 
 def _num_examples(client: ClientContext) -> tf.Tensor:
-    """Returns n, float32 scalar; 0 for what is no number of examples.
+    """Returns n, float32 scalar; 0 if it is not a valid number of examples.
 
-    Who has a weight has noise: both go by this.
+    The client's weight and its noise both follow from it.
     """
     if client.num_examples is None:
         raise ValueError("num_examples must be given to NbAFL.")

@@ -163,7 +163,7 @@ def _uniform(
 
 
 def for_clients(seed: np.ndarray) -> np.ndarray:
-    """Returns what clients, and workers, may know of a round's seed: uint64 [2].
+    """Returns the part of a round's seed that clients and workers may know: uint64 [2].
 
     From a seed that Philox makes of it a way might lead back to the server's noise.
     """

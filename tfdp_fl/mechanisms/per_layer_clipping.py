@@ -32,7 +32,7 @@ class PerLayerClipping(mechanism.Mechanism):
     Flower's servers refuse it; the noise and its cost are those of `FixedClipping`.
 
     Attributes:
-      clip_norm: S > 0, the L2 norm that no whole update is above.
+      clip_norm: S > 0, the largest L2 norm of a whole update.
       noise_multiplier: z >= 0, stddev of the noise on the sum divided by S; a constant,
         a sequence with one value a round, or a callable of the round.
       noise_site: "server", or "client": each of the m clients adds N(0, (z S)^2 / m).

@@ -36,7 +36,7 @@ _USE_INSTEAD = (
     "use tfdp_fl.FixedClipping, AdaptiveClipping or MedianClipping, or one of "
     f"TF-Privacy's {', '.join(_ALLOWED)}"
 )
-# Noise that is there is not zero in so many coordinates, however coarse.
+# If there is noise, however coarse, not all of these coordinates are zero.
 VECTOR = (1000,)
 # Where an event is compared with another: the tails and the body of its
 # privacy loss, and what many rounds of it cost.
@@ -245,10 +245,10 @@ class QueryMechanism(mechanism.Mechanism):
 
     The query says what noise is added; the normal draws in it are made by
     `tfdp_fl.mechanisms.noise` as for every mechanism, not by TensorFlow, whose draws
-    would repeat (`with_own_noise`). What the query reports as its event is asked
-    before each round, and the dearer of that and `dp_event` is charged.
+    would repeat (`with_own_noise`). Before each round the query is asked for its event,
+    and the costlier of that and `dp_event` is charged.
 
-    Of TF-Privacy's queries these are allowed: `GaussianSumQuery`,
+    These of TF-Privacy's queries are allowed: `GaussianSumQuery`,
     `QuantileAdaptiveClipSumQuery`, `NoPrivacySumQuery`, and `NormalizedQuery`
     and `NestedSumQuery` of them. A query of your own is tried on zeros of the
     model's shapes before it is used: its state must keep its shape, its noise must
@@ -303,9 +303,9 @@ class QueryMechanism(mechanism.Mechanism):
     def event_at(
         self, round_index: int, deployment: PrivacyContext, state: RoundState
     ) -> dp_accounting.DpEvent:
-        """Implements `Mechanism.event_at`: the dearer of what is given and reported.
+        """Implements `Mechanism.event_at`: the costlier of given and reported event.
 
-        Both together, where neither is known to be the dearer one.
+        Both together, if neither is known to be the costlier one.
         """
         shapes = deployment.shapes or [VECTOR] * (deployment.num_variables or 1)
         with tf.init_scope():
@@ -346,10 +346,10 @@ def check_query(
 
     Args:
       query: The query.
-      dp_event: What one round of it is to be charged as.
-      shapes: Those of the tensors of an update that it is tried on.
-      must_run: Whether they are those of the model, so that a query that does
-        not take them is refused. Else it is not looked at any further.
+      dp_event: The event that one round of it is charged as.
+      shapes: The shapes of the update's tensors that it is tried on.
+      must_run: Whether these are the model's, so that a query that does not take
+        them is refused. Otherwise it is not checked any further.
 
     Raises:
       ValueError: It is a query of TF-Privacy that is not known to work, it fails
@@ -486,7 +486,7 @@ def _layout(state: Memory) -> list[tuple[list[int], tf.DType]]:
 
 
 def _epsilons(event: dp_accounting.DpEvent) -> np.ndarray:
-    """Returns what an event costs in some respects; NaN where that is not known."""
+    """Returns some measures of the cost of an event; NaN if unknown."""
     epsilons = np.full((len(_COUNTS), len(_DELTAS)), np.nan)
     for row, count in zip(epsilons, _COUNTS, strict=True):
         accountant = rdp.RdpAccountant()

@@ -3,7 +3,7 @@
 Settings of private training are often found by trying them on clients' data, without
 counting the tries. Here a secret, random number of trials is run, each
 with a candidate drawn at random; the best one's model is all that is released. Each
-trial gets enough noise for the whole search to keep the target.
+trial gets enough noise for the whole search to meet the target.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class PrivateSearch:
             One that has ended gives the same model again, at no cost. All other
             arguments must be as they were.
           verbose: As in `DPFederatedModel.fit`, and without effect: what a search
-            showed while it runs would tell of its trials.
+            shows while it runs would reveal its trials.
 
         Returns:
           The model; it cannot be trained further, as its cost is counted here. It is
@@ -400,7 +400,7 @@ class SearchState:
         self.score, self.initial, self.ended = -np.inf, [], True
 
     def digest(self) -> str:
-        """Returns what tells this result from all others."""
+        """Returns what distinguishes this result from all others."""
         made = hashlib.sha256(f"{self.run_id} {self.best}".encode())
         for each in self.weights:
             made.update(np.ascontiguousarray(each).tobytes())

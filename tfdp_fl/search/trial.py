@@ -83,8 +83,8 @@ class PublicScore:
           x: Features [n, ...] of public examples, or a nest of such arrays.
           y: Labels [n, ...].
           metric: "loss", or the name of a metric that every candidate compiles.
-          mode: "max" or "min"; "auto" goes by the metric's name: less is better
-            for losses and errors.
+          mode: "max" or "min"; "auto" follows from the metric's name: less is
+            better for losses and errors.
 
         Raises:
           TypeError: `x` is clients' data, which is not public.
@@ -129,7 +129,7 @@ class PublicScore:
         return _as_score(values[self.metric], self.mode)
 
     def digest(self) -> str:
-        """Returns what tells this score from others."""
+        """Returns what distinguishes this score from others."""
         made = hashlib.sha256()
         for each in sorted(_example_hashes(self._x, self._y)):
             made.update(each)
@@ -164,9 +164,9 @@ class PrivateScore:
             client can add to the sum; above 0.
           bounds: The metric's range (low, high), chosen without the clients' data.
           held_out: The share of the search's clients that score and do not train.
-            A client's id alone says whether it is one of them. Clients that have
-            no names, only places, are charged for both.
-          mode: "max" or "min"; "auto" goes by the metric's name.
+            A client's id alone decides whether it is one of them. Clients that have
+            only places, no names, are charged for both.
+          mode: "max" or "min"; "auto" follows from the metric's name.
         """
         self.metric, self.mode = _resolve_mode(metric, mode)
         _validate.positive(noise_multiplier=noise_multiplier)
@@ -200,7 +200,7 @@ class PrivateScore:
         return _as_score(released[self.metric]["mean"], self.mode)
 
     def digest(self) -> str:
-        """Returns what tells this score from others."""
+        """Returns what distinguishes this score from others."""
         return f"PrivateScore {self._release!r} {self._share} {self.mode}"
 
 
@@ -289,7 +289,7 @@ class Trial:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """Weights, states of random layers, and those of the server's optimizer."""
+        """Weights, states of random layers, and the server optimizer's variables."""
         return [*keras_versions.tf_variables(self.model.variables), *self._server]
 
     def values(self) -> list[np.ndarray]:
@@ -394,7 +394,7 @@ class Trial:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Lets nothing be printed, logged or warned of: it would tell of a trial."""
+    """Silences prints, logs and warnings, which would reveal a trial."""
     disabled, saved = logging.root.manager.disable, {}
     logging.disable(logging.CRITICAL)
     try:
@@ -448,7 +448,7 @@ def _check_mechanism(made: DPFederatedModel, candidate: Candidate) -> None:
 def calibrate(
     trials: list[Trial], split: Split, count: TrialCount, target: tuple[float, float]
 ) -> accounting.RoundCharge:
-    """Gives all trials the smallest noise that keeps the target.
+    """Gives all trials the smallest noise that meets the target.
 
     Returns what the search costs each client at most, whichever candidates are drawn.
     """

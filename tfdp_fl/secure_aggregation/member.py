@@ -123,7 +123,7 @@ class Message:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AggregationOutcome:
-    """What a member (or a group) has in its hands in the end.
+    """What a member (or a group) has at the end.
 
     Attributes:
       succeeded: whether `value` is the sum over all `members`.
@@ -226,7 +226,7 @@ class Member:
         return self._to_others(SHARE, zip(*shares, strict=True))
 
     def receive(self, message: Message, now: float) -> list[Message]:
-        """Takes one message in; returns what is to be sent next.
+        """Takes one message in; returns the messages to send next.
 
         Raises:
           RejectedMessageError: if the message is late, for somebody else, from

@@ -88,7 +88,7 @@ def create_cohort_process(
         query,
         derive_sample_params.type_signature.result,
         client_types,
-        # A plain sum of whatever is handed in is exact in float64.
+        # A plain sum of whatever clients send is exact in float64.
         exact=type(inner_factory) in (type(None), tff.aggregators.SumFactory),
     )
     record_type = make_record.type_signature.result
@@ -237,13 +237,13 @@ def create_make_record(
     client_types: list[tff.types.Type],
     exact: bool,
 ) -> tff.Computation:
-    """Returns what a client does with its value, and perhaps its weight.
+    """Returns the computation of a client on its value, and perhaps its weight.
 
     Args:
       query: The mechanism's.
       params_type: Of what clients are sent.
       client_types: Of the value, and perhaps of the weight.
-      exact: Whether updates are handed in as float64, of which sums are exact
+      exact: Whether clients send updates as float64, of which sums are exact
         (`mechanisms.records`); a secure sum is handed them as they are.
     """
     value_type = client_types[0]
@@ -278,7 +278,7 @@ def _create_release(
     value_type: tff.types.Type,
     packed: bool,
 ) -> tff.Computation:
-    """Returns what the server makes of the sum, and of the state's three parts.
+    """Returns the server's computation on the sum and the state's three parts.
 
     That is the mean, the measurements, and the new parts.
     """

@@ -1,7 +1,7 @@
 """Federated averaging with a mechanism, as a TFF learning process.
 
 NbAFL (Wei et al. 2020, Algorithm 1) has parts of its own: the server sends noised
-weights, the clients hand in noised weights, the server averages them. Both noises are
+weights, the clients send noised weights, the server averages them. Both noises are
 `NbAFLFactory`'s. That before broadcast is drawn when the weights are made, so that
 everybody who sees them sees one and the same.
 """
@@ -176,11 +176,11 @@ def build_dp_fed_avg(
     reaches and no noise, it is `tff.learning.algorithms.
     build_unweighted_fed_avg`.
 
-    For `NbAFL` the weights are what clients hand in: the proximal term is in
+    With `NbAFL` clients send their weights: the proximal term is in
     the local training, the noise before broadcast in the aggregation, and
     there is no server optimizer. A data set must hold each of its examples once:
-    use `local_epochs` and not `repeat`, because the noise goes by the number of
-    examples.
+    use `local_epochs` and not `repeat`, because the noise depends on the number
+    of examples.
 
     The training metrics are sums over the cohort without noise, which the
     guarantee does not cover; nor does it cover the measurements of the
@@ -336,7 +336,7 @@ def build_local_training(
     as_weights: bool,
     local_epochs: int,
 ) -> tff.learning.templates.ClientWorkProcess:
-    """Returns TFF's local training, in which a failed one hands in NaN.
+    """Returns TFF's local training; one that fails returns NaN.
 
     TFF replaces an update that holds a NaN or an Inf by zero, and says so only with
     a weight of zero. As NaN it is discarded, counted and reported by the mechanism,
@@ -346,7 +346,7 @@ def build_local_training(
       model_fn: A callable that returns a `VariableModel`, or a
         `FunctionalModel`.
       optimizer: The clients' optimizer.
-      as_weights: Whether the weights after training are handed in, and the number
+      as_weights: Whether clients send the weights after training, and the number
         of examples with them, in the place of the update.
       local_epochs: How often each client goes through its data set. The number of
         examples counts each once.

@@ -240,7 +240,7 @@ class BoundFactory:
         return 1 + 2 * _LARGEST_ROUNDING + clients * 2.0**-23
 
     def _rounding_of_sums(self, shapes: tuple[tuple[int, ...], ...] | None) -> float:
-        """Returns what secure sums may add to a client's share of the update."""
+        """Returns the most that secure sums may add to a client's part of the sum."""
         if not self._has_price:
             return 0.0
         inner, scalars = self._factories.values()
@@ -317,7 +317,7 @@ def largest_rounding(factory: SumFactory | None, num_elements: int) -> float:
         return math.inf
     lower, upper = bounds_of(factory)
     if not lower <= 0 <= upper:
-        return math.inf  # A client that hands in nothing counts as a bound.
+        return math.inf  # A client that sends nothing counts as a bound.
     # Bounds that move make a state, which `accounted_state` refuses.
     width = 0.0 if upper == math.inf else upper - lower
     return math.sqrt(num_elements) * width / _STEPS

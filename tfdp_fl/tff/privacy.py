@@ -27,7 +27,7 @@ from tfdp_fl.tff import state as state_lib
 
 
 class Epsilon(float):
-    """An epsilon, as the number that it is, and what has to be said with it.
+    """An epsilon: a number, with the statement that belongs to it.
 
     Attributes:
       facts: A `tfdp_fl.accounting.StatementFacts`; None of a number that was
@@ -59,7 +59,7 @@ def privacy_charges(
     rounds: int | None = None,
     max_participations: int | None = None,
 ) -> list[accounting.RoundCharge]:
-    """Returns what each round that is in a state cost centrally.
+    """Returns the central cost of each round in a state.
 
     A round that does not say which cohort it was for (`aggregators.with_cohort`) costs
     what it costs if every client was in it; under Poisson sampling, what a cohort costs
@@ -77,16 +77,16 @@ def privacy_charges(
       rounds: The number of rounds that were planned, where the mechanism
         splits a budget over them.
       max_participations: The most rounds that any one client took part in, or
-        None. Charges do not go by it; a mechanism that counts on less refuses
-        it.
+        None. Charges do not depend on it; a mechanism that assumes fewer
+        refuses it.
 
     Returns:
       A charge for each round, in order, and before it those of abandoned cohorts that
       cost something.
 
     Raises:
-      TypeError: `mechanism` is none.
-      ValueError: The state tells of another mechanism, sampling, N or m, or
+      TypeError: `mechanism` is not a mechanism.
+      ValueError: The state has another mechanism, sampling, N or m, or
         it may hold releases that are not the mechanism's.
     """
     _validate.instance_of(mechanism_lib.Mechanism, mechanism=mechanism)
@@ -243,13 +243,13 @@ def epsilon(
       delta: In (0, 1).
       accountant: "rdp" or "pld".
       rounds: The number of rounds that were planned, for a mechanism whose
-        schedules or budget go by them, as the process was built with.
+        schedules or budget depend on them, as the process was built with.
       max_participations: The most rounds that any one client took part in;
         None: it may have been in all of them.
 
     Raises:
-      TypeError: `mechanism` is none.
-      ValueError: The state tells of another mechanism, sampling, N or m, or
+      TypeError: `mechanism` is not a mechanism.
+      ValueError: The state has another mechanism, sampling, N or m, or
         it may hold releases that are not the mechanism's.
     """
     _validate.instance_of(mechanism_lib.Mechanism, mechanism=mechanism)

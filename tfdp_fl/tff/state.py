@@ -128,7 +128,7 @@ def tabulate(
       check: A function of `_validate`, for each value.
 
     Raises:
-      ValueError: A callable, and `rounds` is not known.
+      ValueError: It is a callable, and `rounds` is not known.
     """
     if callable(schedule):
         if rounds is None:
@@ -185,7 +185,7 @@ class RoundPlan:
       smallest_clip: The clip must be at least this, or a secure sum's rounding
         would count beside it.
       limits: Of "update" and the released sums: where a secure sum would cut off
-        what a client hands in, and with it noise that is charged.
+        what a client sends, and with it noise that is charged.
     """
 
     noise_multiplier: Table

@@ -106,7 +106,7 @@ def callback_session(
     suppressed: tuple[type[Exception], ...] = (Exception,)
     untold = [*reversed(callbacks)]
     try:
-        # What a ledger tells of counts against every budget.
+        # What a ledger lists counts against every budget.
         for callback in sorted(callbacks, key=lambda one: one.order):
             callback.on_rounds_planned(first_round, last_round)
         yield
@@ -201,7 +201,7 @@ class PrivacyBudget(FederatedCallback):
         charges = collections.Counter(dict(ahead(0, allowed)))
         fed.run.spending.note_allowed(self.budget, version, charges)
         if allowed < asked:
-            # Which clients later cohorts draw is known of those of passes only.
+            # Only in passes is it known which clients later cohorts draw.
             in_passes = isinstance(fed.run.sampler, sampling.PassSampler)
             at_least = fed.run.spending.by_client and not in_passes
             self._say_what_is_allowed(

@@ -92,7 +92,7 @@ class Ledger(FederatedCallback):
                 )
             if known != contents.head:
                 raise ValueError(
-                    f"path must be a ledger that no other run went on with, and "
+                    f"path must be a ledger that no other run continued, but "
                     f"{self.path} has rounds that this model does not know of; resume "
                     "from its directory."
                 )
@@ -207,7 +207,8 @@ class RoundCheckpoint(Ledger):
 
     Attributes:
       directory: Where the files are; made if need be.
-      every: Save after every so many rounds, and at the end.
+      every: The number of rounds from one save to the next; the last round is
+        always saved.
       keep: How many checkpoints stay.
       path: The directory's ledger.
     """

@@ -54,10 +54,9 @@ class Report(FederatedCallback):
 
     It has the privacy statement, what was trained how, and charts of accuracy,
     loss, epsilon against the target, clip and norms; without matplotlib it says
-    how to get the charts. It is written when `fit` ends, also where an error or
-    the user ended it, and replaced as a whole. Most of what is drawn was computed
-    from clients' data without noise, and the page says so; publish it only where
-    that may be seen.
+    how to get the charts. It is written when `fit` ends, even by an error or by the
+    user, and replaced as a whole. Most of its charts come from clients' data without
+    noise, and the page says so: show it only to people who may see that.
 
     Attributes:
       path: The file; its folder is made when training begins.
@@ -146,7 +145,7 @@ class Report(FederatedCallback):
         )
 
     def _series(self, name: str) -> list[tuple[int, float]]:
-        """Returns the rounds in which a value is finite, with it."""
+        """Returns the rounds in which a value is finite, and these values."""
         return [
             (number, logs[name])
             for number, logs in self._rounds.items()
