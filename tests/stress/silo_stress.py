@@ -57,6 +57,17 @@ def test_killed_at_each_line_it_answers_in_the_end_and_pays_for_all(tmp_path):
     assert kills * _STEP > 100
 
 
+def test_a_message_that_several_processes_get_at_once_is_paid_once(tmp_path):
+    command = [sys.executable, "-m", "tests.stress.killed_silo", tmp_path / "silo", "0"]
+    pipe = subprocess.PIPE
+    how = {"cwd": _ROOT, "stdout": pipe, "stderr": pipe, "text": True}
+    processes = [subprocess.Popen(command, **how) for _ in range(4)]
+    said = [process.communicate() for process in processes]
+    assert len({answer for answer, _ in said if answer}) == 1
+    assert all(answer or "SiloInUseError" in error for answer, error in said)
+    assert hospital.charged(tmp_path / "silo") == killed_silo.ROUNDS
+
+
 _APP = """
 import pathlib
 
