@@ -342,7 +342,6 @@ def test_other_people_are_refused_and_other_rows_are_charged(tmp_path, trained):
         {"num_clients": 31},
         {"target_delta": 1e-4},
         {"accountant": "pld"},
-        {"noise_generator": "exact"},
     ],
     ids=str,
 )
