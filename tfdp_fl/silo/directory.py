@@ -200,7 +200,7 @@ class SiloDirectory:
                 "done or charged."
             )
         answer = stored["answer"]
-        if answer.get("weights"):
+        if isinstance(answer.get("weights"), str):
             kept = self.path / _WEIGHTS / answer["weights"]
             if not kept.exists():
                 raise SiloMessageError(
@@ -217,10 +217,10 @@ class SiloDirectory:
 
         Args:
           message: Its message, which was begun if there are weights.
-          answer: JSON values, and under "weights" a list of arrays, or None.
+          answer: JSON values, and where rounds were run "weights", a list of arrays.
         """
         folder = self.path / _WEIGHTS
-        if answer.get("weights"):
+        if isinstance(answer.get("weights"), list):
             # In the order of what was charged before, which only grows.
             name = f"{self.state['message']['charged']:010d}-{message.key}.npz"
             data = checkpoint.to_bytes({"weights": answer["weights"]})
