@@ -35,7 +35,12 @@ _ROOT = pathlib.Path(__file__).parents[1]
 _RESULTS = pathlib.Path(__file__).with_suffix(".json")
 _PICTURE = _ROOT / "docs/images/hospitals.png"
 _DATA = _ROOT.parent / "shared/data/heart"
-HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
+HOSPITALS = {  # By their files.
+    "cleveland": "Cleveland",
+    "hungarian": "Hungary",
+    "switzerland": "Switzerland",
+    "va": "Long Beach",
+}
 _SEEDS, _EPSILONS, DELTA = range(5), (1.0, 2.0, 4.0, 8.0), 1e-4
 _MESSAGES, _ROUNDS = 10, 2  # Of a federated run; and rounds for each message.
 _LEARNING_RATE = _CLIP_NORM = 3.0
@@ -253,7 +258,8 @@ def draw(found: list[dict[str, Any]]) -> None:
         for way in ("federated", "alone", "whole hospitals"):
             values = [means[way, epsilon][name] for epsilon in _EPSILONS]
             axes.errorbar(_EPSILONS, *zip(*values, strict=True), marker="o", label=way)
-        axes.set(title=name, xlabel="epsilon", xscale="log")
+        title = HOSPITALS.get(name, name)
+        axes.set(title=title, xlabel="epsilon", xscale="log")
         axes.set_xticks(_EPSILONS, [f"{epsilon:g}" for epsilon in _EPSILONS])
         axes.set_xticks([], minor=True)
     drawn.axes[0].set_ylabel("AUC, new patients")

@@ -68,6 +68,41 @@ def test_each_answer_is_charged_and_the_same_message_costs_nothing(tmp_path):
             assert os.stat(os.path.join(folder, name)).st_mode & 0o077 == 0
 
 
+def test_old_answers_lose_their_weights_and_are_never_trained_again(
+    tmp_path, monkeypatch
+):
+    one = hospital.silo(tmp_path)
+    start = one.get_weights()
+
+    def weights():
+        return sorted((tmp_path / "weights").iterdir())
+
+    one.train(start, 0)
+    size = weights()[0].stat().st_size
+    monkeypatch.setattr(directory_lib, "KEPT_BYTES", 2 * size + size // 2)
+    (tmp_path / "weights" / f"{_files.TEMPORARY}of-a-killed-process").touch()
+    shown = one.evaluate(start, private=_MEANS, message_id=0)
+    updates = [one.train(start, number) for number in range(1, 4)]
+    assert len(weights()) == 2
+    monkeypatch.setattr(directory_lib, "KEPT_BYTES", 0)
+    last = one.train(start, 4)
+    assert len(weights()) == 1
+    before, late = hospital.charged(tmp_path), hospital.silo(tmp_path)
+    assert before == 6
+    # Also where the owner removes more, or a backup leaves all of them out.
+    for number in range(4):
+        with pytest.raises(silo.SiloMessageError, match="weights are no longer kept"):
+            late.train(start, number)
+        with pytest.raises(silo.SiloMessageError, match="for other weights"):
+            late.train(updates[0].weights, number)
+    assert hospital.is_same(late.train(start, 4), last)
+    assert late.evaluate(start, private=_MEANS, message_id=0) == shown
+    weights()[0].unlink()
+    with pytest.raises(silo.SiloMessageError, match="weights are no longer kept"):
+        late.train(start, 4)
+    assert hospital.charged(tmp_path) == before
+
+
 def test_a_spent_silo_returns_what_came_and_never_passes_its_target(tmp_path):
     one = hospital.silo(tmp_path, rounds=4)
     weights = one.get_weights()
@@ -82,6 +117,8 @@ def test_a_spent_silo_returns_what_came_and_never_passes_its_target(tmp_path):
     assert _exact(update.weights) == _exact(came)
     assert hospital.is_same(again, update)
     assert hospital.charged(tmp_path) == before
+    # So nobody can fill its disk.
+    assert len(list((tmp_path / "weights").iterdir())) == len(answers)
     assert update.epsilon == one.epsilon(hospital.DELTA) <= 4.0
     # Nor is there anything left for metrics.
     with pytest.raises(ValueError, match="private would bring epsilon to"):
@@ -304,6 +341,7 @@ def test_other_people_are_refused_and_other_rows_are_charged(tmp_path, trained):
         {"clients_per_round": 11},
         {"num_clients": 31},
         {"target_delta": 1e-4},
+        {"accountant": "pld"},
     ],
     ids=str,
 )
@@ -460,11 +498,13 @@ def _states(one, act, path, into):
     return answer, copies
 
 
-def test_a_kill_at_any_line_loses_nothing_that_is_not_said(tmp_path):
+def test_a_kill_at_any_line_loses_nothing_that_is_not_said(tmp_path, monkeypatch):
+    # What was answered before goes as soon as this message has its answer.
+    monkeypatch.setattr(directory_lib, "KEPT_BYTES", 0)
     path = tmp_path / "one"
     one = hospital.silo(path, rounds=2)
     start = one.get_weights()
-    one.train(start, "before")
+    first, gone = one.train(start, "before"), []
     came = [w + 0.1 for w in start]
     update, states = _states(
         one, lambda: one.train(came, "m"), path, tmp_path / "states"
@@ -486,6 +526,12 @@ def test_a_kill_at_any_line_loses_nothing_that_is_not_said(tmp_path):
         shutil.copytree(state, other)
         # The same message again: the same answer, or the rest of the work.
         again = hospital.silo(state, rounds=2, moved=True)
+        try:
+            assert hospital.is_same(again.train(start, "before"), first)
+        except silo.SiloMessageError:
+            gone.append(number)
+            assert answered
+        assert hospital.charged(state) == killed
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             answer = again.train(came, "m")
@@ -515,6 +561,7 @@ def test_a_kill_at_any_line_loses_nothing_that_is_not_said(tmp_path):
         assert hospital.charged(other) == killed + 2
     assert any(answers)
     assert not all(answers)
+    assert gone
     assert ledgers == sorted(ledgers)
     assert set(ledgers) == {2, 3, 4}
 
@@ -545,9 +592,12 @@ def test_the_statement_answers_a_privacy_officer(tmp_path):
     for said in (
         "with 30 people (a number that is declared and public)",
         "one person of this silo, with all of their rows",
-        "the server, the other silos, and whoever gets a model from them",
+        "a client is such a person, and the server that draws clients and adds noise "
+        "is this silo itself",
+        "the federation's server, the other silos, and whoever gets a model from them",
         "They may send any weights, send them again, stop, or work together",
-        f"epsilon = {accounting.upwards(epsilon)} at delta = 0.001",
+        f"epsilon = {accounting.upwards(epsilon)} at delta = 0.001 for all that this",
+        "never spend more than its target, epsilon = 4 at delta = 0.001",
         f"another one that has spent as much has epsilon = {double} at delta = 0.002",
         "Nobody is protected against this silo's own staff",
         "by the sum of their epsilons",
@@ -557,7 +607,10 @@ def test_the_statement_answers_a_privacy_officer(tmp_path):
     one.report(page)
     html = page.read_text()
     assert "own staff and machines" in html
-    assert accounting.upwards(epsilon) in html
+    preface = one.privacy_statement(format="dict")["silo"]
+    assert preface.replace("'", "&#39;") in html
+    assert "<h1>state: " in html
+    assert "The rounds" not in html
     assert "broken off" not in text
 
 

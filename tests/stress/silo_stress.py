@@ -1,6 +1,7 @@
 """A silo killed at each line of its code; and silos behind Flower's own server.
 
-The second needs flwr 1.42 (CONTRIBUTING.md); each message has a process of its own.
+Its server and its simulation need flwr 1.42 (CONTRIBUTING.md); each message has a
+process of its own.
 """
 
 import contextlib
@@ -16,7 +17,8 @@ import numpy as np
 
 from tests.flower import flower_messages as fm
 from tests.silo import hospital
-from tests.stress import killed_silo
+from tests.stress import killed_silo, simulated_silos
+from tfdp_fl.keras import checkpoint
 
 # Of about 300 lines, each so many-th.
 _STEP = int(os.environ.get("TFDP_FL_SILO_STEP", "7"))
@@ -53,6 +55,17 @@ def test_killed_at_each_line_it_answers_in_the_end_and_pays_for_all(tmp_path):
         assert epsilon == hospital.silo(folder).epsilon(hospital.DELTA)
         number += _STEP
     assert kills * _STEP > 100
+
+
+def test_a_message_that_several_processes_get_at_once_is_paid_once(tmp_path):
+    command = [sys.executable, "-m", "tests.stress.killed_silo", tmp_path / "silo", "0"]
+    pipe = subprocess.PIPE
+    how = {"cwd": _ROOT, "stdout": pipe, "stderr": pipe, "text": True}
+    processes = [subprocess.Popen(command, **how) for _ in range(4)]
+    said = [process.communicate() for process in processes]
+    assert len({answer for answer, _ in said if answer}) == 1
+    assert all(answer or "SiloInUseError" in error for answer, error in said)
+    assert hospital.charged(tmp_path / "silo") == killed_silo.ROUNDS
 
 
 _APP = """
@@ -153,3 +166,33 @@ def test_flowers_own_server_and_nodes_on_loopback(tmp_path):
         assert hospital.charged(state / name) == rounds
         # A process for each message.
         assert len((state / f"processes-{name}").read_text().split()) == rounds
+
+
+@fm.NEEDS_FLOWER
+def test_flowers_simulation_with_processes_that_end_and_begin_anew(tmp_path):
+    before, messages = [None] * 4, 3
+    for number in range(1, messages + 1):
+        command = [sys.executable, "-m", "tests.stress.simulated_silos", tmp_path]
+        said = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+        assert said.returncode == 0, said.stderr
+        for place in range(4):
+            files = checkpoint.CheckpointDirectory(tmp_path / str(place))
+            assert hospital.charged(files.path) == number
+            # This message began with what the last process had left.
+            began = checkpoint.from_bytes(files.file(number - 1).read_bytes())
+            after = files.newest()
+            assert after["rounds"] == number
+            for name in ("mechanism_state", "server_optimizer", "sampler", "run_id"):
+                if before[place]:
+                    assert repr(began[name]) == repr(before[place][name]), name
+            assert repr(began["server_optimizer"]) != repr(after["server_optimizer"])
+            before[place] = after
+    for place in range(4):
+        several = simulated_silos.silo(tmp_path, place)
+        facts = several.privacy_statement(format="dict")
+        assert facts["rounds"] == messages
+        assert "rounds_charged_twice" not in facts["caveats"]
+        one = simulated_silos.silo(tmp_path / "one", place)
+        for _ in range(messages):
+            update = one.train(one.get_weights())
+        assert update.epsilon == several.epsilon(hospital.DELTA)

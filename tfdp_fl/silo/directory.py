@@ -4,12 +4,17 @@ The rounds' own files, a ledger and checkpoints, are those of a `RoundCheckpoint
 same directory. In the order of their writing, for one message:
 
     checkpoint, with the weights that came -> the message is begun -> for each round
-    its line in the ledger, then its checkpoint -> the answer -> the ledger's place
+    its line in the ledger, then its checkpoint -> the weights of the answer -> the
+    answer -> the ledger's place
 
 So a process can end at any moment. Before the second arrow the message is as good as
 never sent. After it, the same message goes on from the newest checkpoint, and any other
 message finds out how much was charged for an answer that nobody got. After the answer
 is written, only the answer counts.
+
+An answer is a small file that stays for ever: a message that has one is never trained
+again. Its weights are in a file of their own, and those of old answers are removed:
+without them, the message is refused.
 
 A ledger that was copied or restored does not know what was charged where it was before.
 Nobody can write the inode and the change time of a file, so they tell its place.
@@ -28,11 +33,13 @@ from typing import Any
 
 import numpy as np
 
-from tfdp_fl import accounting
+from tfdp_fl import _files, accounting
 from tfdp_fl.keras import checkpoint
 from tfdp_fl.terms import Json
 
-_LOCK, _STATE, _ANSWERS = "lock", "silo.npz", "answers"
+_LOCK, _STATE, _ANSWERS, _WEIGHTS = "lock", "silo.npz", "answers", "weights"
+# The weights of answers may take as much, or as much as one answer needs.
+KEPT_BYTES = 2**30
 _NEW: Json = {"message": None, "lost": 0, "settings": None, "place": None}
 
 
@@ -53,7 +60,7 @@ class SiloChangedError(SiloError, ValueError):
 
 
 class SiloMessageError(SiloError, ValueError):
-    """A `message_id` came before, with something else."""
+    """A `message_id` came before: with something else, or too long ago."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +128,8 @@ class SiloDirectory:
         """
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (self.path / _ANSWERS).mkdir(mode=0o700, exist_ok=True)
+            for folder in _ANSWERS, _WEIGHTS:
+                (self.path / folder).mkdir(mode=0o700, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
             descriptor = os.open(self.path / _LOCK, flags, 0o600)
         except OSError as error:
@@ -178,7 +186,8 @@ class SiloDirectory:
         """Returns the answer that a message got; None if it got none.
 
         Raises:
-          SiloMessageError: Its id came before, with something else.
+          SiloMessageError: Its id came before, with something else; or its weights
+            are no longer kept.
         """
         file = self._answer_file(message.key)
         if not file.exists():
@@ -190,12 +199,42 @@ class SiloDirectory:
                 "or another request: give each message an id of its own. Nothing was "
                 "done or charged."
             )
-        return stored["answer"]
+        answer = stored["answer"]
+        if isinstance(answer.get("weights"), str):
+            kept = self.path / _WEIGHTS / answer["weights"]
+            if not kept.exists():
+                raise SiloMessageError(
+                    f"message_id {message.name} was answered before, so long ago that "
+                    f"its weights are no longer kept (in {kept.parent}, the newest "
+                    f"{KEPT_BYTES / 2**30:g} GiB). Give what is to be trained now an "
+                    "id of its own. Nothing was done or charged."
+                )
+            answer |= _parse(kept, kept.read_bytes())
+        return answer
 
-    def keep(self, message: Message, answer: object) -> None:
-        """Writes an answer, before anybody gets it."""
+    def keep(self, message: Message, answer: Json) -> None:
+        """Writes an answer, before anybody gets it; removes the weights of old ones.
+
+        Args:
+          message: Its message, which was begun if there are weights.
+          answer: JSON values, and where rounds were run "weights", a list of arrays.
+        """
+        folder = self.path / _WEIGHTS
+        if isinstance(answer.get("weights"), list):
+            # In the order of what was charged before, which only grows.
+            name = f"{self.state['message']['charged']:010d}-{message.key}.npz"
+            data = checkpoint.to_bytes({"weights": answer["weights"]})
+            checkpoint.write_atomically(folder / name, data)
+            answer = {**answer, "weights": name}
         data = checkpoint.to_bytes({"payload": message.payload, "answer": answer})
         checkpoint.write_atomically(self._answer_file(message.key), data)
+        taken = 0
+        for place, file in enumerate(sorted(folder.iterdir(), reverse=True)):
+            taken += file.stat().st_size
+            # (A process that was killed may have left half a file.)
+            is_old = taken > KEPT_BYTES and place
+            if is_old or file.name.startswith(_files.TEMPORARY):
+                file.unlink()
 
     def check_settings(self, settings: Json) -> None:
         """Raises SiloChangedError unless what `build` returns is as it was."""

@@ -86,7 +86,8 @@ class Silo:
           y: Labels of all rows.
           client_ids: The person of each row.
           directory: Of this silo alone; made if need be. It holds the ledger, the state
-            and the answers, for its owner's eyes only (mode 0600).
+            and the answers, for its owner's eyes only (mode 0600). Of the weights in
+            old answers it keeps the newest gibibyte, and those of the last one always.
           rounds: How many private rounds are run for each message.
           batch_size: Examples in one local batch.
           local_epochs: How often a person's rows are gone over in one round.
@@ -141,7 +142,8 @@ class Silo:
         Args:
           weights: As `get_weights` has them.
           message_id: The same message again, with its id, gets the same answer and
-            costs nothing. None: each call is another message.
+            costs nothing. So does one whose answer is no longer kept (see `directory`),
+            and it is refused. None: each call is another message.
 
         Returns:
           The answer. Once the target is spent it has the weights that came, and
@@ -151,7 +153,7 @@ class Silo:
           ValueError: The weights have other shapes, are not finite or too large:
             nothing was charged.
           SiloError: See its subclasses: in use, moved, changed, or an id that came
-            before with other weights. Nothing was charged.
+            before with other weights or too long ago. Nothing was charged.
           LedgerWriteError, CheckpointWriteError: The disk is full, or read-only. What
             was charged is in the ledger; the same message may be sent again.
         """
@@ -162,7 +164,8 @@ class Silo:
             if answer is None:
                 answer = self._train(message, given)
                 self._files.keep(message, answer)
-            return SiloUpdate(**answer)
+            # With no round there is nothing to keep: it is what came.
+            return SiloUpdate(**{**answer, "weights": answer["weights"] or given})
 
     def evaluate(
         self,
@@ -221,39 +224,42 @@ class Silo:
         with self._files.exclusive():
             fed, _ = self._open()
             self._fed = fed
-            facts: Any = fed.privacy_statement(delta, "dict")
-            facts["silo"] = self._paragraph(
-                facts, self._files.lost(_count_charges(fed))
-            )
-            if format == "dict":
-                return facts
-            own = statement.wrap(facts["silo"])
-            return f"{own}\n\n{fed.privacy_statement(delta, format)}"
+            said, own = fed.privacy_statement(delta, format), self._preface(fed, delta)
+            if isinstance(said, dict):
+                return {**said, "silo": own}
+            return f"{statement.wrap(own)}\n\n{said}"
 
     def report(self, path: str | os.PathLike[str], delta: float | None = None) -> None:
-        """Writes the page of a `Report`: statement and settings, without any chart."""
+        """Writes the statement and the settings as an HTML page, with no chart."""
         with self._files.exclusive():
-            page = Report(path, self.target.delta if delta is None else delta)
+            page = Report(path, delta, title=self._files.path.resolve().name)
             page.federated_model, _ = self._open()
             self._fed = page.federated_model
+            page.preface = self._preface(page.federated_model, delta)
             page.on_train_begin()
             page.on_train_end()
             page.on_fit_end()
 
-    def _paragraph(self, facts: Json, lost: int) -> str:
-        epsilon, delta = facts["epsilon"], facts["delta"]
+    def _preface(self, fed: DPFederatedModel, delta: float | None) -> str:
+        """Returns what a statement begins with, at a delta; None: the target's."""
+        facts: Any = fed.privacy_statement(delta, "dict")
+        spent, delta = facts["epsilon"], facts["delta"]
+        lost = self._files.lost(_count_charges(fed))
         said = (
             f"One silo of a federation, with {self.num_people} people (a number that "
             "is declared and public). What is protected is one person of this silo, "
-            "with all of their rows in its table; where this statement says client, it "
-            "means such a person. Protected against: everybody outside this silo, "
-            "which is the server, the other silos, and whoever gets a model from them. "
-            "They may send any weights, send them again, stop, or work together: the "
-            f"promise stays epsilon = {upwards(epsilon)} at delta = {upwards(delta, 6)}"
-            ". Somebody who is in this silo and in another one that has spent as much "
-            f"has epsilon = {upwards(2 * epsilon)} at delta = {upwards(2 * delta, 6)}. "
-            "Not covered: whether this silo answers at all, which it does not if its "
-            "table does not fit or has other people than before."
+            "with all of their rows in its table. Below, a client is such a person, "
+            "and the server that draws clients and adds noise is this silo itself. "
+            "Protected against: everybody outside this silo, which is the federation's "
+            "server, the other silos, and whoever gets a model from them. They may "
+            "send any weights, send them again, stop, or work together: the promise "
+            f"stays {_promise(spent, delta)} for all that this silo has sent so far. "
+            "It will never spend more than its target, "
+            f"{_promise(self.target.epsilon, self.target.delta)}. Somebody who is in "
+            "this silo and in another one that has spent as much has "
+            f"{_promise(2 * spent, 2 * delta)}. Not covered: whether this silo answers "
+            "at all, which it does not if its table does not fit or has other people "
+            "than before."
         )
         if lost:
             said += (
@@ -272,7 +278,7 @@ class Silo:
         ran = fed.rounds - first
         self._fed = fed
         return {
-            "weights": fed.get_weights() if ran else given,
+            "weights": fed.get_weights() if ran else None,
             "rounds": ran,
             "epsilon": fed.epsilon(self.target.delta),
             "spent": ran < self._arguments["rounds"],
@@ -425,6 +431,10 @@ class _Begin(FederatedCallback):
         del last_round
         fed = self.federated_model
         self._files.begin(self._message, first_round, _count_charges(fed))
+
+
+def _promise(epsilon: float, delta: float) -> str:
+    return f"epsilon = {upwards(epsilon)} at delta = {upwards(delta, 6)}"
 
 
 def _count_charges(fed: DPFederatedModel) -> int:

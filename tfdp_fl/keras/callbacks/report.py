@@ -62,7 +62,10 @@ class Report(FederatedCallback):
       path: The file; its folder is made when training begins.
       delta: The delta of the statement; None: the one that the model knows.
       title: The headline, such as the name of the data set; None: the model's name.
+      preface: A paragraph before the statement, such as a silo's own.
     """
+
+    preface = ""
 
     def __init__(
         self,
@@ -138,7 +141,7 @@ class Report(FederatedCallback):
             date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             version=tfdp_fl.__version__,
             is_broken_off=self._is_broken_off,
-            facts=facts,
+            facts={**facts, "preface": self.preface},
             accuracies=self._series("val_accuracy"),
             charts=self._charts(fed.setup.target),
             settings=settings,
