@@ -104,6 +104,27 @@ def _in_its_place(x):
     return x + tf.reduce_sum(tf.sparse.to_dense(numbers))
 
 
+class _Number(tf.keras.layers.Layer):
+    def call(self, text):
+        return tf.strings.to_number(text)
+
+    def compute_output_spec(self, text):
+        return tf.keras.KerasTensor(text.shape, "float32")
+
+
+def test_a_text_that_looks_like_an_operation_is_not_quoted():
+    given = tf.keras.Input([2], dtype="string")
+    model = tf.keras.Model(given, tf.keras.layers.Dense(1)(_Number()(given)))
+    fine, y = np.array([["1", "2"]] * 3), np.ones([3, 1], "f")
+    for text in (f"node {_SECRET}", f"[[{{{{node {_SECRET}}}}}]]"):
+        clients = {"a": (fine, y), "b": (np.array([["1", text]] * 3), y)}
+        fed = toy.federated(tfdp_fl.NoPrivacy(), model, clients_per_round=2)
+        fed.compile("sgd", "mse")
+        said = _said(lambda fed=fed, clients=clients: fed.fit(clients, verbose=1))
+        assert re.search("1 client.* Client 'b': InvalidArgument", said)
+        assert str(_SECRET) not in said
+
+
 @pytest.mark.parametrize("layer", [_as_many, _in_its_place])
 def test_what_one_example_makes_tensorflow_raise_ends_and_quotes_nothing(layer):
     big = np.full((1, 8), _SECRET * 1e9, np.float32)

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -42,10 +41,6 @@ class ClientExamples:
     y: nests.Nest
 
 
-# Where TensorFlow raised: the model's part of a message.
-_OPERATION = re.compile(r"(?:\{\{node |node '?)([\w./-]+)")
-
-
 @dataclasses.dataclass(frozen=True)
 class ClientFailure:
     """A client whose examples could not be read, or not be trained on.
@@ -53,10 +48,12 @@ class ClientFailure:
     Attributes:
       position: The client's place in the dataset, from 0.
       error: What was raised. Its message may quote examples.
+      operation: The model's operation that raised it, if it is known.
     """
 
     position: int
     error: Exception
+    operation: str = ""
 
     @property
     def reason(self) -> str:
@@ -64,10 +61,7 @@ class ClientFailure:
         kind = type(self.error).__name__
         if isinstance(self.error, nests.SAFE_ERRORS):
             return f"{kind}: {self.error}"
-        found = None
-        if isinstance(self.error, tf.errors.OpError):
-            found = _OPERATION.search(str(self.error))
-        where = f" in {found.group(1)}" if found else ""
+        where = f" in {self.operation}" if self.operation else ""
         return f"{kind}{where} (its message may quote examples and is not shown)"
 
 

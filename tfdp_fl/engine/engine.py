@@ -500,7 +500,8 @@ class CohortEngine:
                 train(np.array([place]))
             except CLIENT_ERRORS as error:
                 position = int(pending.inputs.positions[member])
-                pending.failures.append(ClientFailure(position, error))
+                operation = self.programs.traced[part.strategy].find_operation(error)
+                pending.failures.append(ClientFailure(position, error, operation))
 
     def complete(self, pending: cohort.PendingRound) -> None:
         """Ends collecting, once every chunk was added.

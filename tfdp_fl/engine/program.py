@@ -121,6 +121,15 @@ class Program:
         with tf.control_dependencies(found[count:]):
             return [tf.identity(tensor) for tensor in found[:count]]
 
+    def find_operation(self, error: Exception) -> str:
+        """Returns which of its operations an error of TensorFlow's names, or nothing.
+
+        Anything else that looks like a name may be a client's text.
+        """
+        known = {node.name for _, node in allowed_operations.nodes(self.definition)}
+        named = re.findall(r"node '?([\w./-]+)", str(error))
+        return next((name for name in named if name in known), "")
+
     def __call__(self, *arguments: Nest) -> Nest:
         """Returns the nest of results; any number of threads may call at once."""
         flat = map(tf.convert_to_tensor, tf.nest.flatten(arguments))

@@ -587,8 +587,8 @@ class DPFederatedModel(federated_training.FederatedTraining):
 
         Args:
           delta: Where epsilon is stated; None: the `delta` of this model, or
-            that of the last `PrivacyBudget`, or else N^-1.1 for N clients
-            (McMahan et al. 2018), or records where those are protected.
+            that of the last `PrivacyBudget`, or else 0.1 / N for N clients, or
+            records where those are protected.
           format: "text" or "dict".
 
         Raises:
@@ -601,7 +601,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             sizes = [size for size, _ in run.populations]
             sizes.append(run.spending.per_client.num_clients)
             units = run.num_records or max(sizes)
-            delta = min(0.5, units**-1.1)
+            delta = 0.1 / units
         return accounting.privacy_statement(
             facts.of_run(run, cohort_engine), delta, format
         )
