@@ -106,7 +106,7 @@ def _in_its_place(x):
 
 class _Number(tf.keras.layers.Layer):
     def call(self, text):
-        return tf.strings.to_number(text)
+        return tf.strings.to_number(tf.strings.join(["0", text]))
 
     def compute_output_spec(self, text):
         return tf.keras.KerasTensor(text.shape, "float32")
