@@ -113,8 +113,10 @@ class _Number(tf.keras.layers.Layer):
 
 
 def test_a_text_that_looks_like_an_operation_is_not_quoted():
-    given = tf.keras.Input([2], dtype="string")
-    model = tf.keras.Model(given, tf.keras.layers.Dense(1)(_Number()(given)))
+    def model():
+        given = tf.keras.Input([2], dtype="string")
+        return tf.keras.Model(given, tf.keras.layers.Dense(1)(_Number()(given)))
+
     fine, y = np.array([["1", "2"]] * 3), np.ones([3, 1], "f")
     for text in (f"node {_SECRET}", f"[[{{{{node {_SECRET}}}}}]]"):
         clients = {"a": (fine, y), "b": (np.array([["1", text]] * 3), y)}
