@@ -277,7 +277,7 @@ def draw(kept: dict[str, list[dict]], path: pathlib.Path) -> None:
         axes.grid(alpha=0.3)
         axes.margins(y=0.15)
         axes.set_title(f"{data}, epsilon = {epsilon:g}", fontsize=10)
-        axes.set_xlim(0.8, 1)
+        axes.set_xlim(0.65, 1)
     for axes in every[1]:
         axes.set_xlabel("accuracy on unseen examples")
     every[0, 0].invert_yaxis()
