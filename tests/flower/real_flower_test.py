@@ -205,7 +205,7 @@ def test_what_does_not_average_is_refused_and_start_ends_on_the_budget():
     for name in (*robust, "QFedAvg"):
         with pytest.raises(ValueError, match="must be one that averages"):
             fm.private(strategy=_of_messages(name))
-    target = accounting.epsilon(1.0, "fixed_size", 12, 3, 4, 1e-5)
+    target = accounting.epsilon(1.0, "fixed_size", 12, 3, 4, 1e-5, "pld")
     budget = {"target_epsilon": target, "target_delta": 1e-5}
     private = fm.private(fm.NOISY, 3, 12, _of_messages(), **budget)
     start = {"initial_arrays": fm.model(np.zeros(2)), "num_rounds": 7}
