@@ -199,6 +199,24 @@ def test_what_passes_from_client_to_client_does_not_train(layer, said):
         build(FIXED, model=model_fn)
 
 
+class _Jumps(tff.learning.optimizers.Optimizer):
+    """Moves the weights at random, by a stream that all clients share."""
+
+    def initialize(self, specs):
+        return ()
+
+    def next(self, state, weights, gradients):
+        moved = [
+            w + tf.random.normal(w.shape, seed=1) for w in tf.nest.flatten(weights)
+        ]
+        return state, tf.nest.pack_sequence_as(weights, moved)
+
+
+def test_an_optimizer_that_passes_something_on_does_not_train():
+    with pytest.raises(ValueError, match="without a seed"):
+        learning.build_dp_fed_avg(model_fn, FIXED, CLIENTS, _Jumps())
+
+
 def test_nbafl_without_noise_is_weighted_fed_avg_of_weights(unequal):
     facts = {"rounds": 3, "num_clients": CLIENTS, "local_epochs": 2}
     ours = build(nbafl_of(1e12), model=FUNCTIONAL, **facts)

@@ -207,8 +207,8 @@ def check(
         if allowed and not (missing or drops or unwritten or weighted or seeded):
             continue
         raise ValueError(
-            "model, loss, metrics and hooks must compute with operations that "
-            "keep nothing for the next client and reach nothing outside, got "
+            "model, loss, metrics, optimizer and hooks must compute with operations "
+            "that keep nothing for the next client and reach nothing outside, got "
             f"{node.op} in {layer_of(path, layers)} ({path}). Queues, tables, files "
             "and tf.py_function are not allowed. "
             + (

@@ -97,20 +97,20 @@ def _device_bytes(device: str) -> float:
         return 4 * 2.0**30
 
 
-# Of the environment, what tells libraries how to compute.
+# Environment variables that tell libraries how to compute.
 _COMPUTES = re.compile(
     "(ONEDNN_|DNNL_|TF_ENABLE_|TF_SET_|TF_XLA_|TF_CU|XLA_|OMP_|MKL_|NVIDIA_TF32_).*"
 )
 
 
-def facts(threads: int) -> Json:
-    """Returns what a machine's results depend on, beside what it computes.
+def collect_facts(threads: int) -> Json:
+    """Returns the facts of a machine that decide how its results are rounded.
 
-    Libraries choose kernels by the processor and its caches, and by the environment.
-    Bits of a few results stand for what is not listed here.
+    Libraries choose kernels by the processor, its caches and the environment. The bits
+    of a few results stand for whatever is not listed here.
 
     Args:
-      threads: How many compute.
+      threads: How many threads compute.
     """
     found = pathlib.Path("/proc/cpuinfo")
     text = found.read_text() if found.exists() else platform.processor()
@@ -126,12 +126,12 @@ def facts(threads: int) -> Json:
             for device in tf.config.list_physical_devices("GPU")
         ],
         "environment": environment,
-        "results": _bits_of_results(threads),
+        "results": _hash_results(threads),
     }
 
 
-def _bits_of_results(threads: int) -> str:
-    """Returns a hash of what a few operations return on numbers that all know."""
+def _hash_results(threads: int) -> str:
+    """Returns a hash of what a few operations return on fixed numbers."""
     rng = np.random.default_rng(0)
     images, kernel = rng.normal(size=(4, 9, 9, 5)), rng.normal(size=(3, 3, 5, 7))
     rows, columns = rng.normal(size=(70, 130)), rng.normal(size=(130, 50))

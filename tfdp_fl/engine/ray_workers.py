@@ -248,7 +248,7 @@ class _Actor:
     def __init__(self, threads: int):
         self._threads = threads
         self._made: Json = {}
-        self._facts = devices.facts(threads)
+        self._facts = devices.collect_facts(threads)
 
     def facts(self) -> Json:
         """Returns what the worker's results depend on, once it is there."""
@@ -266,7 +266,7 @@ class _Actor:
         """Returns the leaves of a program's results; None if a client's data raised.
 
         Args:
-          alike: The facts that all workers have to have; None: any.
+          alike: The facts that this worker must share with all others; None: any.
           name: The program's.
           stored: What Ray has stored of the program, unread.
           sent: See `RayWorkers.run`, sealed.
@@ -275,7 +275,7 @@ class _Actor:
         """
         if alike is not None and alike != self._facts:
             raise ValueError(
-                "This worker took another one's place, and computes otherwise: they "
+                "This worker replaced another one and computes differently: they "
                 f"differ in {_differing(alike, self._facts)}."
             )
         if name not in self._made:
@@ -328,7 +328,7 @@ class _Cluster:
         if ray.is_initialized():
             return
         try:
-            # Of itself, Ray joins whatever cluster runs on this machine.
+            # By default, Ray joins whatever cluster runs on this machine.
             ray.init(
                 address=self._address or os.environ.get("RAY_ADDRESS") or "local",
                 include_dashboard=False,
@@ -465,8 +465,8 @@ class RayWorkers:
         """Returns what trains the cohorts of a `fit`; opens the workers.
 
         Raises:
-          WorkerError: The workers do not compute alike. Who trains a client depends on
-            who else is there; what the client adds must not.
+          WorkerError: The workers do not compute alike. Where a client trains depends
+            on who else is there; what it adds must not.
         """
         first, *others = self.open()._facts_of(range(self.num_workers))
         for facts in others:

@@ -44,11 +44,11 @@ from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.mechanisms import cohort_query, contribution, records
 from tfdp_fl.mechanisms.contribution import RoundState
 
-# TensorFlow computes the last elements of a tensor otherwise where they fill no
-# vector. So many rows do, whatever a row's length.
+# TensorFlow computes the last elements of a tensor in another way if they do not fill a
+# vector. This many rows do, whatever a row's length.
 _FILLED = 32
 
-# What is one rounded operation for each element, or none, and so the same in any way.
+# At most one rounded operation for each element: every way of computing it agrees.
 _EXACT = ("linear", "relu", "relu6", "leaky_relu")
 
 

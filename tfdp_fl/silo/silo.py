@@ -142,8 +142,8 @@ class Silo:
         Args:
           weights: As `get_weights` has them.
           message_id: The same message again, with its id, gets the same answer and
-            costs nothing. So does one whose answer is no longer kept (see `directory`),
-            and it is refused. None: each call is another message.
+            costs nothing. One whose answer is no longer kept (see `directory`) is
+            refused, and costs nothing either. None: each call is another message.
 
         Returns:
           The answer. Once the target is spent it has the weights that came, and

@@ -215,7 +215,7 @@ def build_dp_fed_avg(
       TypeError: An argument is of a wrong type.
       ValueError: The mechanism's guarantee does not hold there, or it needs a
         fact that is not given; or a client's data could move another one's update,
-        as by random numbers of the model's that follow from a seed.
+        such as by random numbers that follow from a seed.
     """
     optimizer = tff.learning.optimizers.Optimizer
     _validate.instance_of(mechanism_lib.Mechanism, mechanism=mechanism)
@@ -233,7 +233,7 @@ def build_dp_fed_avg(
         "min_examples": min_examples,
     }
     initial_weights = _initial_weights(model_fn)
-    _check_model(model_fn)
+    _check_local_training(model_fn, client_optimizer_fn)
     weights_type = initial_weights.type_signature.result
     if isinstance(mechanism, NbAFL):
         if server_optimizer_fn is not None:
@@ -304,7 +304,9 @@ def _initial_weights(model_fn: ModelFn) -> tff.Computation:
     return initial_weights
 
 
-def _check_model(model_fn: ModelFn) -> None:
+def _check_local_training(
+    model_fn: ModelFn, optimizer: tff.learning.optimizers.Optimizer
+) -> None:
     """Raises ValueError if a client's data could move another one's update.
 
     Training must be made of operations that keep nothing for the next client
@@ -317,12 +319,16 @@ def _check_model(model_fn: ModelFn) -> None:
         else:
             model = model_fn()
 
-        def gradients(batch):
+        def take_step(batch):
+            weights = tuple(model.trainable_variables)
             with tf.GradientTape() as tape:
                 loss = model.forward_pass(batch, training=True).loss
-            return tape.gradient(loss, model.trainable_variables)
+            gradients = tape.gradient(loss, weights, unconnected_gradients="zero")
+            values = tuple(map(tf.convert_to_tensor, weights))
+            specs = tuple(map(tf.TensorSpec.from_tensor, values))
+            return optimizer.next(optimizer.initialize(specs), values, gradients)
 
-        traced = tf.function(gradients, autograph=False).get_concrete_function(
+        traced = tf.function(take_step, autograph=False).get_concrete_function(
             model.input_spec
         )
     definition = traced.graph.as_graph_def()
