@@ -303,7 +303,7 @@ def nvflare(data: pathlib.Path, epsilon: float = 4.0) -> None:
             auc = _auc(y, x @ np.array(kernel) + bias)
             path = pathlib.Path(silos) / name / "ledger.jsonl"
             spent = accounting.epsilon_from_ledger(path, DELTA, "pld")
-            print(f"{name}: AUC {auc:.3f}, epsilon {accounting.upwards(spent)}")
+            print(f"{name}: AUC {auc:.3f}, epsilon {accounting.format_up(spent)}")
 
 
 def main() -> None:

@@ -157,12 +157,12 @@ def _print_ledger(delta: float) -> None:
 def _show(value: float | int | None, name: str = "") -> str:
     if isinstance(value, float):
         # Never less than was solved for.
-        return accounting.upwards(value, 4 if name == "delta" else 5)
+        return accounting.format_up(value, 4 if name == "delta" else 5)
     return str(value)
 
 
 def _shown(value: float) -> str:
-    return str(value) if isinstance(value, int) else accounting.upwards(value, 6)
+    return str(value) if isinstance(value, int) else accounting.format_up(value, 6)
 
 
 def _print_table(rows: Iterable[Sequence[str]]) -> None:

@@ -144,7 +144,7 @@ def _print_result(result: dict, output_dir: str) -> None:
         }[result["trust_model"], result["privacy_unit"]]
         print(
             f"Epsilon:  {_up(result['epsilon'])} at delta = "
-            f"{accounting.upwards(result['delta'])} "
+            f"{accounting.format_up(result['delta'])} "
             f"({result['accountant'].upper()}) {whom}."
         )
     if result["stopped"] == "interrupted":
@@ -157,7 +157,7 @@ def _up(epsilon: float) -> str:
     """Returns an epsilon rounded up, never down."""
     if not math.isfinite(epsilon):
         return "infinite"
-    return accounting.upwards(epsilon)
+    return accounting.format_up(epsilon)
 
 
 def run() -> None:

@@ -118,7 +118,7 @@ def test_one_release_is_found_in_training(iterates, off):
     fed.fit(toy.clients(8), rounds=2, verbose=0)
     text = toy.said(fed, _DELTA)
     assert f"audit with {2 * _CANARIES} canary clients in 1 of the rounds" in text
-    assert f"as {rounding.upwards(found.epsilon, 3)} " in text
+    assert f"as {rounding.format_up(found.epsilon, 3)} " in text
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from scipy import stats
 
 from tfdp_fl import _validate, engine
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import gaussian_epsilon, upwards
+from tfdp_fl.accounting import format_up, gaussian_epsilon
 from tfdp_fl.terms import Sampling, TrustModel
 
 __all__ = ["CanaryAudit", "Estimate", "Scores"]
@@ -233,8 +233,8 @@ class CanaryAudit:
             f"An audit with {found.num_canaries} canary clients in "
             f"{self._rounds} of the rounds, by one who sees the model before "
             f"the first of them and {seen}, estimates epsilon as "
-            f"{upwards(found.epsilon, 3)} (95 % interval {found.low:.3g} to "
-            f"{upwards(found.high, 3)}) at delta = {upwards(delta)} "
+            f"{format_up(found.epsilon, 3)} (95 % interval {found.low:.3g} to "
+            f"{format_up(found.high, 3)}) at delta = {format_up(delta)} "
             "(Andrew et al. 2023): what one attack found, and no bound."
         )
 

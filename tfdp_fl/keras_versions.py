@@ -263,15 +263,15 @@ def labels_and_outputs(
     if compiled_loss is None:
         return found
 
-    class Noting(type(compiled_loss)):  # type: ignore[misc]
+    class Recording(type(compiled_loss)):  # type: ignore[misc]
         def build(self, y_true: Nest, y_pred: Nest) -> None:
             super().build(y_true, y_pred)
             self._flat_losses[:] = [
-                one._replace(loss=functools.partial(note, one.loss))
+                one._replace(loss=functools.partial(record, one.loss))
                 for one in self._flat_losses
             ]
 
-    def note(
+    def record(
         loss: tf.keras.losses.Loss, label: tf.Tensor, output: tf.Tensor, *_: object
     ) -> tf.Tensor:
         found.append((label, output, loss))
@@ -286,7 +286,7 @@ def labels_and_outputs(
             f"{names}, got {sorted(y)}."
         )
     try:
-        Noting(loss, output_names=names)(y, predicted)
+        Recording(loss, output_names=names)(y, predicted)
     except Exception as error:  # Keras's own, of several kinds.
         raise ValueError(
             "labels and loss must be one for each output of the model, named as these "

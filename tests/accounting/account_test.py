@@ -125,7 +125,7 @@ def _kept(tmp_path, *names):
     account = account_lib.PrivacyAccount("central", 10)
     ledgers = [accounting.PrivacyLedger(tmp_path / name, run="own") for name in names]
     for ledger in ledgers:
-        account.keep_ledger(str(ledger.path), ledger, "own")
+        account.attach_ledger(str(ledger.path), ledger, "own")
     return account, ledgers
 
 
@@ -187,7 +187,7 @@ def test_threads_and_accounts_that_share_a_ledger_spend_one_budget(tmp_path):
     ledger = accounting.PrivacyLedger(tmp_path / "a")
     accounts = [account_lib.PrivacyAccount("central", 10) for _ in range(2)]
     for account in accounts:
-        account.keep_ledger("a", ledger, ledger.run)
+        account.attach_ledger("a", ledger, ledger.run)
     most = accounting.epsilon(2.0, "poisson", 10, 4, 6, _DELTA)
     budget = accounting.PrivacyBudget(most * 1.0001, _DELTA)
 

@@ -292,4 +292,4 @@ def test_plans_go_by_whole_passes():
     # Passes are one kind, however many.
     passes = [one for k in range(20) for one in _rounds([0], begin=5 * k)]
     assert accounting.select_accountant(passes) == "pld"
-    assert history(*passes).is_few_kinds
+    assert history(*passes).has_few_kinds

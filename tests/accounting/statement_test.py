@@ -106,14 +106,14 @@ def test_an_epsilon_is_never_rounded_down():
 @settings(max_examples=500, deadline=None)
 @given(st.floats(1e-300, 1e300), st.integers(3, 7))
 def test_a_figure_is_printed_upwards_and_near(value, digits):
-    printed = accounting.upwards(value, digits)
+    printed = accounting.format_up(value, digits)
     assert value <= float(printed) <= value * (1 + 1.01 * 10.0 ** (1 - digits))
     assert (printed == "1") <= (value == 1)
     # So is what a progress bar of Keras makes of it.
-    shown = rounding.upwards_for_bar(value)
+    shown = rounding.round_up_for_bar(value)
     assert value <= float(f"{shown:.4f}" if shown > 1e-3 else f"{shown:.4e}")
     # Of a delta that somebody gave nothing is added.
-    assert accounting.upwards(float(f"{value:.3g}")) == f"{value:.3g}" or value > 999
+    assert accounting.format_up(float(f"{value:.3g}")) == f"{value:.3g}" or value > 999
 
 
 def test_nothing_else_formats_an_epsilon_a_delta_or_their_factor():

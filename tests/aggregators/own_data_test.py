@@ -26,7 +26,7 @@ def test_a_sum_is_that_of_records_made_alone(mechanism):
         begun = query.begin_round(query.initial_global_state(), 1.0, 10.0)
         return query.derive_sample_params(begun)
 
-    make_record = cohort_process.create_make_record(
+    make_record = cohort_process.create_record_fn(
         query, params.type_signature.result, [value_type], exact=True
     )
     adder = cohort_process.create_record_sum(

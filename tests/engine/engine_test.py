@@ -204,7 +204,7 @@ def test_a_width_by_which_a_machine_computes_otherwise_is_not_used():
         # Zeros, say, would let nothing through, and any width would do.
         before = model.get_weights()
         model.set_weights([np.zeros_like(part) for part in before])
-        (added,) = engine._add_made_up(strategy, 5, 2, None)
+        (added,) = engine._add_synthetic(strategy, 5, 2, None)
         model.set_weights(before)
         assert all(np.any(part) for part in added)
         # Bits that no record reaches count as well: of each dense layer's gradients.

@@ -61,7 +61,7 @@ def test_a_draw_is_what_float64_makes_of_the_same_words():
     words[:, : len(_WORDS) ** 3] = np.array([*itertools.product(_WORDS, repeat=3)]).T
     given = mock.Mock(return_value=tf.constant(words, tf.int32))
     with mock.patch.object(noise, "_uniform", given):
-        draws = noise._by_radius(2 * 10**5, _SEED).numpy()
+        draws = noise._box_muller(2 * 10**5, _SEED).numpy()
     assert given.call_args.args[0] == [3, 10**5]
     high, low, direction = words
     u = (high % 2**31 + abs(low) / 2**31 + 2.0**-33) / 2**31

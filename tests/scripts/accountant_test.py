@@ -64,7 +64,7 @@ def test_a_ledger_is_read(tmp_path, monkeypatch):
     epsilon = accounting.epsilon(1.0, "poisson", 1000, 100, 20, 1e-5)
     text = _run(ledger=str(path), delta=1e-5)
     assert re.search(
-        rf"by RDP at delta = 1e-05 +{accounting.upwards(epsilon, 5)}\n", text
+        rf"by RDP at delta = 1e-05 +{accounting.format_up(epsilon, 5)}\n", text
     )
     assert re.search(r"cohort sizes +95 to 104\n", text)
     assert ledger.head in text

@@ -138,7 +138,7 @@ def test_what_is_sent_is_within_the_bound(bits, size, bound, kind):
     norm = np.linalg.norm(value.astype(np.float64))
     if kind in ("random", "one") or norm > bound:
         value *= np.float32(bound / norm)
-    sent = protocol.within(value, bound)
+    sent = protocol.nearest_within(value, bound)
     decoded = protocol.decode(protocol.encode(sent))
     assert np.linalg.norm(decoded) <= bound
     np.testing.assert_array_equal(decoded, sent)
@@ -146,9 +146,11 @@ def test_what_is_sent_is_within_the_bound(bits, size, bound, kind):
     np.testing.assert_allclose(decoded, value, atol=atol)
     # The nearest value, where that is within the bound.
     step = protocol.resolution * np.ones(5)
-    np.testing.assert_array_equal(protocol.within(0.7 * step, 1.0), step)
+    np.testing.assert_array_equal(protocol.nearest_within(0.7 * step, 1.0), step)
     # Towards zero where no bound is known, whatever norm is meant.
-    np.testing.assert_array_equal(protocol.within(-0.7 * step, np.inf), 0 * step)
+    np.testing.assert_array_equal(
+        protocol.nearest_within(-0.7 * step, np.inf), 0 * step
+    )
 
 
 @pytest.mark.parametrize("bits, most", [(32, 7.7), (64, 7.3)])
@@ -158,7 +160,7 @@ def test_the_largest_value_is_sent_where_it_is_not_on_the_grid(bits, most):
     step = protocol.resolution
     assert np.rint(most / step) * step > most
     value = np.array([most, -most, 0.1])
-    sent = protocol.within(value, 50.0)
+    sent = protocol.nearest_within(value, 50.0)
     assert np.abs(sent).max() <= most
     np.testing.assert_allclose(sent, value, atol=step)
     protocol.encode(sent)
@@ -168,7 +170,7 @@ def test_the_largest_value_is_sent_where_it_is_not_on_the_grid(bits, most):
 def test_float_shares_are_within_the_bound_and_their_error_is_within_1e_6(participants):
     protocol = AdditiveSecretSharing(mode="float", max_share_value=100.0)
     value = np.full(1000, 0.1, np.float32)  # Norm 3.1622777 > sqrt(10).
-    sent = protocol.within(value, 3.0)
+    sent = protocol.nearest_within(value, 3.0)
     assert np.linalg.norm(sent) <= 3.0
     np.testing.assert_allclose(sent, value * 3 / 10**0.5, rtol=1e-6)
     rng = np.random.default_rng(2)

@@ -588,7 +588,7 @@ def test_the_statement_answers_a_privacy_officer(tmp_path):
     assert max(map(len, one.privacy_statement().splitlines())) <= 80
     text = " ".join(one.privacy_statement().split())
     epsilon = one.privacy_statement(format="dict")["epsilon"]
-    double = accounting.upwards(2 * epsilon)
+    double = accounting.format_up(2 * epsilon)
     for said in (
         "with 30 people (a number that is declared and public)",
         "one person of this silo, with all of their rows",
@@ -596,7 +596,7 @@ def test_the_statement_answers_a_privacy_officer(tmp_path):
         "is this silo itself",
         "the federation's server, the other silos, and whoever gets a model from them",
         "They may send any weights, send them again, stop, or work together",
-        f"epsilon = {accounting.upwards(epsilon)} at delta = 0.001 for all that this",
+        f"epsilon = {accounting.format_up(epsilon)} at delta = 0.001 for all that this",
         "never spend more than its target, epsilon = 4 at delta = 0.001",
         f"another one that has spent as much has epsilon = {double} at delta = 0.002",
         "Nobody is protected against this silo's own staff",

@@ -93,7 +93,7 @@ def test_far_draws_are_as_frequent_as_a_gaussians():
 
     @tf.function(autograph=False)
     def beyond(seed):
-        draws = tf.abs(noise._by_radius(2**22, seed))
+        draws = tf.abs(noise._box_muller(2**22, seed))
         return [tf.math.count_nonzero(draws > each) for each in bounds]
 
     seeds = np.random.default_rng().integers(2**62, size=(1000, 2))

@@ -30,7 +30,7 @@ from tfdp_fl.accounting.planning import (
     epsilon,
     max_rounds,
 )
-from tfdp_fl.accounting.rounding import factor_upwards, upwards
+from tfdp_fl.accounting.rounding import format_factor_up, format_up
 from tfdp_fl.accounting.statement import CAVEATS, StatementFacts, privacy_statement
 
 __all__ = [
@@ -62,11 +62,11 @@ __all__ = [
     "epsilon",
     "epsilon_from_ledger",
     "epsilon_of_mu_squared",
-    "factor_upwards",
+    "format_factor_up",
+    "format_up",
     "gaussian_delta",
     "gaussian_epsilon",
     "max_rounds",
     "privacy_statement",
     "select_accountant",
-    "upwards",
 ]

@@ -24,7 +24,7 @@ from tfdp_fl.accounting import ledger
 from tfdp_fl.accounting.accountant import PrivacyAccountant, one_at_a_time
 from tfdp_fl.accounting.budget import BudgetExceededError, PrivacyBudget
 from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
-from tfdp_fl.accounting.rounding import upwards
+from tfdp_fl.accounting.rounding import format_up
 from tfdp_fl.terms import Json, TrustModel
 
 # What is released beside the rounds stands in ledgers as a run of its own, with
@@ -350,7 +350,7 @@ class PrivacyAccount:
         if self.per_client.num_clients != num_clients:
             self.per_client = LocalAccount(num_clients)
 
-    def keep_ledger(
+    def attach_ledger(
         self, name: str, kept: ledger.PrivacyLedger, run: str, elsewhere: float = 0.0
     ) -> None:
         """Has every charge from now on written into an open ledger, too.
@@ -363,7 +363,7 @@ class PrivacyAccount:
         """
         self._ledgers[name] = _Kept(kept, run, elsewhere)
 
-    def drop_ledger(self, name: str) -> None:
+    def detach_ledger(self, name: str) -> None:
         """Stops writing charges to a ledger, which may then be closed."""
         self._ledgers.pop(name, None)
 
@@ -515,9 +515,9 @@ class PrivacyAccount:
         if not self.allows(budget, cost, most):
             epsilon = self.epsilon_with(budget, cost, most)
             raise BudgetExceededError(
-                f"A release would bring epsilon to {upwards(epsilon)} at delta="
-                f"{upwards(budget.delta)}, and the budget is "
-                f"{upwards(budget.epsilon)}. Nothing was charged or released."
+                f"A release would bring epsilon to {format_up(epsilon)} at delta="
+                f"{format_up(budget.delta)}, and the budget is "
+                f"{format_up(budget.epsilon)}. Nothing was charged or released."
             )
 
     def _write(self, receipt: Charge, positions: np.ndarray, mu_squared: float) -> None:

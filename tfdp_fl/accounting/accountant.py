@@ -257,7 +257,7 @@ class PrivacyAccountant:
         delta = _validate.inside_unit_interval(delta=delta)
         if (z := self._exact_noise(accountant)) is not None:
             return gaussian.gaussian_epsilon(z, delta)
-        if accountant == "rdp" or not self.is_few_kinds:
+        if accountant == "rdp" or not self.has_few_kinds:
             return (
                 0.0
                 if self._total_variation <= delta
@@ -322,7 +322,7 @@ class PrivacyAccountant:
         epsilon = _validate.non_negative(epsilon=epsilon)
         if (z := self._exact_noise(accountant)) is not None:
             return gaussian.gaussian_delta(z, epsilon)
-        if accountant == "rdp" or not self.is_few_kinds:
+        if accountant == "rdp" or not self.has_few_kinds:
             least = self._least(lambda orders, rdp: _log_deltas(orders, rdp, epsilon))
             return min(1.0, self._total_variation, math.exp(min(least, 0.0)))
         return float(self._compose_pld().get_delta_for_epsilon(epsilon))
@@ -393,7 +393,7 @@ class PrivacyAccountant:
         return self._sums[part]
 
     @property
-    def is_few_kinds(self) -> bool:
+    def has_few_kinds(self) -> bool:
         """Whether the rounds are of so few kinds that PLD is computed."""
         return len(self._others) <= _MOST_KINDS_FOR_PLD
 

@@ -41,7 +41,7 @@ from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import gaussian
 from tfdp_fl.accounting.accountant import PrivacyAccountant
 from tfdp_fl.accounting.budget import BudgetExceededError, PrivacyBudget
-from tfdp_fl.accounting.rounding import upwards
+from tfdp_fl.accounting.rounding import format_up
 from tfdp_fl.terms import Json, PrivacyUnit, TrustModel
 
 FORMAT = "tfdp_fl privacy ledger 4"
@@ -485,10 +485,11 @@ class PrivacyLedger:
                 epsilon = max(epsilon, contents.local_epsilon(budget.delta))
         if not epsilon <= budget.epsilon:
             raise BudgetExceededError(
-                f"Round {entry.round_index} would bring epsilon to {upwards(epsilon)} "
-                f"at delta={upwards(budget.delta)} by all {self.rounds + 1} rounds of "
-                f"the ledger {self.path}, and the budget is {upwards(budget.epsilon)}. "
-                "Nothing was written; the round must not be released."
+                f"Round {entry.round_index} would bring epsilon to "
+                f"{format_up(epsilon)} at delta={format_up(budget.delta)} by all "
+                f"{self.rounds + 1} rounds of the ledger {self.path}, and the budget "
+                f"is {format_up(budget.epsilon)}. Nothing was written; the round must "
+                "not be released."
             )
 
     def contents(self) -> LedgerContents:

@@ -14,7 +14,7 @@ from scipy import optimize
 from tfdp_fl import _validate, schedules
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting.accountant import Charges, PrivacyAccountant
-from tfdp_fl.accounting.rounding import upwards
+from tfdp_fl.accounting.rounding import format_up
 from tfdp_fl.terms import Sampling
 
 # Nobody trains longer; without it a free mechanism would never stop.
@@ -310,10 +310,9 @@ def _solve(
     while epsilon(high) > wanted:
         if high >= limit:
             raise ValueError(
-                f"target_epsilon={upwards(target)} at delta={upwards(delta)} cannot be "
-                f"met by any noise multiplier up to {limit:.4g} (epsilon is "
-                f"{upwards(epsilon(high))} "
-                "there)."
+                f"target_epsilon={format_up(target)} at delta={format_up(delta)} "
+                f"cannot be met by any noise multiplier up to {limit:.4g} (epsilon is "
+                f"{format_up(epsilon(high))} there)."
             )
         low, high, factor = high, min(limit, high * factor), factor * factor
     while epsilon(low) <= wanted:

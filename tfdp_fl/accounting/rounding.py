@@ -10,7 +10,7 @@ import decimal
 import math
 
 
-def upwards(value: float, digits: int = 4) -> str:
+def format_up(value: float, digits: int = 4) -> str:
     """Returns a number in decimals, never less than it is.
 
     Args:
@@ -25,7 +25,7 @@ def upwards(value: float, digits: int = 4) -> str:
     place = exact.adjusted() - digits + 1
     rounded = exact.quantize(decimal.Decimal((0, (1,), place)), decimal.ROUND_CEILING)
     if value < 1 <= rounded:
-        return upwards(value, digits + 4)
+        return format_up(value, digits + 4)
     rounded = rounded.normalize()
     if -5 < rounded.adjusted() < 16:
         return f"{rounded:f}"
@@ -33,19 +33,19 @@ def upwards(value: float, digits: int = 4) -> str:
     return f"{mantissa}e{int(exponent):+03d}"
 
 
-def factor_upwards(epsilon: float) -> str:
+def format_factor_up(epsilon: float) -> str:
     """Returns exp(epsilon) in decimals, never less than it is."""
     if epsilon >= 700:
-        return f"exp({upwards(epsilon)})"
-    return upwards(math.exp(epsilon) * (1 + 1e-14), 3)
+        return f"exp({format_up(epsilon)})"
+    return format_up(math.exp(epsilon) * (1 + 1e-14), 3)
 
 
-def upwards_for_bar(value: float) -> float:
+def round_up_for_bar(value: float) -> float:
     """Returns a number that a Keras progress bar, which rounds it, shows as no less.
 
     It shows four decimals, or five digits of a number up to 0.001.
     """
     if not 1e-3 < value < 1e12:
-        return float(upwards(value, 5))
+        return float(format_up(value, 5))
     exact = decimal.Decimal(repr(float(value)))
     return float(exact.quantize(decimal.Decimal("1e-4"), decimal.ROUND_CEILING))

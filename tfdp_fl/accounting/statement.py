@@ -234,12 +234,12 @@ def _content(facts: StatementFacts, delta: float) -> Json:
         "facts": facts,
         "neighbours": relation.value,
         "secret": facts.sampling in _SECRET,
-        "at_delta": f"delta = {rounding.upwards(delta, 6)}",
-        "delta_text": rounding.upwards(delta, 6),
+        "at_delta": f"delta = {rounding.format_up(delta, 6)}",
+        "delta_text": rounding.format_up(delta, 6),
         "best": best,
         "known": known,
         "central_epsilon": values["central_epsilon"],
-        "factor": rounding.factor_upwards(best),
+        "factor": rounding.format_factor_up(best),
     }
     template = _template()
     for name, block in template.blocks.items():
@@ -305,7 +305,7 @@ def _template() -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters.update(
-        up=rounding.upwards,
+        up=rounding.format_up,
         counted=_count,
         is_finite=math.isfinite,
         number=_number,

@@ -28,7 +28,7 @@ _COPIES_OF_A_CLIENT = 4
 _SHARE_OF_DEVICE = 0.5
 
 
-def home_of(model: tf.keras.Model) -> str:
+def device_of(model: tf.keras.Model) -> str:
     """Returns the name of the device that holds a model's weights.
 
     TensorFlow's own choice for a model that has none.

@@ -123,7 +123,7 @@ class CohortEngine:
             model, the training and the mechanism do not go together.
         """
         self.collects_records = collect_records
-        self.device = devices.home_of(model)
+        self.device = devices.device_of(model)
         self.max_parallel_clients = (
             max_parallel_clients or devices.default_parallel_clients(self.device)
         )
@@ -143,7 +143,7 @@ class CohortEngine:
             trainer.aggregated[:trainable],
             trainer.aggregated[trainable:],
             training.server_optimizer,
-            trainer.never_negative,
+            trainer.non_negative_variables,
         )
         self._unaggregated = keras_versions.tf_variables(trainer.unaggregated)
         self.keeps_non_trainable = bool(self._unaggregated)
@@ -199,9 +199,9 @@ class CohortEngine:
         if self.layout.at_once is not None:
             refused = allowed_operations.find_unbatchable(program.definition)
             if refused:
-                self._train_one_by_one(f"{', '.join(refused)} cannot be batched")
+                self._give_up_batches(f"{', '.join(refused)} cannot be batched")
 
-    def _train_one_by_one(self, reason: str) -> None:
+    def _give_up_batches(self, reason: str) -> None:
         """Has clients train one by one from now on, not in batches."""
         self.layout = dataclasses.replace(self.layout, at_once=None)
         self._fallback = f", not in batches: {reason}"
@@ -254,8 +254,8 @@ class CohortEngine:
             kernels = self.layout.kernels or ()
             smallest = dense_models.widths(kernels, strategy.num_steps, batch)[0]
             with tf.device(self.device):
-                few = self._add_made_up(strategy, batch, smallest, run)[:1]
-                many = self._add_made_up(strategy, batch, width, run)
+                few = self._add_synthetic(strategy, batch, smallest, run)[:1]
+                many = self._add_synthetic(strategy, batch, width, run)
             # Nothing but zeros, of made-up numbers that overflow, would tell nothing.
             self._fits[key] = bool(few and many and np.any(few[0][0])) and all(
                 np.array_equal(width * a, smallest * b)
@@ -264,7 +264,7 @@ class CohortEngine:
             )
         return self._fits[key]
 
-    def _add_made_up(
+    def _add_synthetic(
         self,
         strategy: layout.Strategy,
         batch: int,
@@ -275,18 +275,18 @@ class CohortEngine:
         rng = np.random.default_rng(0)
         rows = strategy.num_steps * batch
 
-        def make_up(shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
+        def make_random(shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
             if dtype.is_floating:
                 return tf.cast(rng.normal(size=shape), dtype)
             return tf.cast(rng.integers(0, 2, shape), dtype)
 
         x, y = tf.nest.map_structure(
-            lambda spec: make_up([rows, *spec.shape], spec.dtype),
+            lambda spec: make_random([rows, *spec.shape], spec.dtype),
             self.layout.element_spec,
         )
         # Of the size that they begin with: zeros, say, would let nothing through.
         weights = [
-            make_up(v.shape, v.dtype) / max(1, v.shape[0]) ** 0.5
+            make_random(v.shape, v.dtype) / max(1, v.shape[0]) ** 0.5
             for v in self.server.variables
         ]
         seed = np.zeros(2, np.uint64)
@@ -409,7 +409,7 @@ class CohortEngine:
         for other in others:
             other.result()
         for part in raised:
-            self.train_each_alone(
+            self.train_part_one_by_one(
                 pending, part, functools.partial(self._train, pending, chunk)
             )
 
@@ -431,7 +431,7 @@ class CohortEngine:
             except Exception as error:
                 if strategy.kind != layout.BATCHED:
                     raise
-                self._train_one_by_one(
+                self._give_up_batches(
                     f"TensorFlow cannot vectorize them ({type(error).__name__})"
                 )
                 self._trace(pending)  # What takes its place.
@@ -471,7 +471,7 @@ class CohortEngine:
         trained = program(pending.received, chunk)
         pending.add(part.members, trained, thread)
 
-    def train_each_alone(
+    def train_part_one_by_one(
         self,
         pending: cohort.PendingRound,
         part: layout.Part,

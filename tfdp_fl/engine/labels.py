@@ -105,7 +105,7 @@ def ranges(
     return found
 
 
-def problem(leaves: Sequence[tf.Tensor], allowed: list[LabelRange]) -> str:
+def describe_problem(leaves: Sequence[tf.Tensor], allowed: list[LabelRange]) -> str:
     """Returns what is wrong with labels; "" if they are allowed.
 
     Args:
@@ -137,7 +137,7 @@ def check_clients(dataset: FederatedDataset, allowed: list[LabelRange]) -> None:
     if not dataset.is_indexed:
         return
     leaves = list(map(np.asarray, tf.nest.flatten(nests.labels_of(dataset.flat()[1]))))
-    if not problem(leaves, allowed):
+    if not describe_problem(leaves, allowed):
         missing = sum(
             int(np.isnan(leaf).sum()) for leaf in leaves if leaf.dtype.kind == "f"
         )
@@ -152,10 +152,10 @@ def check_clients(dataset: FederatedDataset, allowed: list[LabelRange]) -> None:
             )
         return
     rows, lengths = dataset.client_rows(np.arange(dataset.num_clients))
-    if not problem([leaf[rows] for leaf in leaves], allowed):
+    if not describe_problem([leaf[rows] for leaf in leaves], allowed):
         return  # Nobody has such a row.
     for position, own in enumerate(np.split(rows, np.cumsum(lengths))[:-1]):
-        wrong = problem([leaf[own] for leaf in leaves], allowed)
+        wrong = describe_problem([leaf[own] for leaf in leaves], allowed)
         if wrong:
             name = dataset.client_ids[position]
             raise ValueError(f"clients: {wrong} for client {name!r}.")
@@ -207,7 +207,7 @@ class IndexCheck:
             )
             self._looked_up = Program(look_up, values, rows, model=model)
 
-    def problem(self, x: nests.Nest) -> tuple[int, str] | None:
+    def describe_problem(self, x: nests.Nest) -> tuple[int, str] | None:
         """Returns the first row [0, n) of features that has none, and what is wrong."""
         number = len(tf.nest.flatten(x)[0])
         if self._looked_up is None:
@@ -244,12 +244,12 @@ class IndexCheck:
             return dataset.with_check(self._check)
         rows, lengths = dataset.client_rows(np.arange(dataset.num_clients))
         x = tf.nest.map_structure(lambda leaf: tf.gather(leaf, rows), dataset.flat()[0])
-        if wrong := self.problem(x):
+        if wrong := self.describe_problem(x):
             position = np.searchsorted(np.cumsum(lengths), wrong[0], side="right")
             name = dataset.client_ids[int(position)]
             raise ValueError(f"clients: {wrong[1]}, for client {name!r}.")
         return dataset
 
     def _check(self, x: nests.Nest) -> None:
-        if wrong := self.problem(x):
+        if wrong := self.describe_problem(x):
             raise nests.ExamplesValueError(f"{wrong[1]}.")

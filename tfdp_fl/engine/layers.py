@@ -42,7 +42,7 @@ def replace_calls(calls: list[tuple[tf.keras.layers.Layer, Call]]) -> Iterator[N
     call in Keras's way, and with the other arguments that were given, by their names.
     """
     for layer, call in calls:
-        vars(layer)["call"] = _taking_the_same(layer.call, call)
+        vars(layer)["call"] = _with_signature_of(layer.call, call)
     try:
         yield
     finally:
@@ -50,7 +50,7 @@ def replace_calls(calls: list[tuple[tf.keras.layers.Layer, Call]]) -> Iterator[N
             del vars(layer)["call"]
 
 
-def _taking_the_same(original: Call, call: Call) -> Call:
+def _with_signature_of(original: Call, call: Call) -> Call:
     """Returns a function with the signature of a layer's `call`."""
     signature = inspect.signature(original)
     first, *_ = signature.parameters

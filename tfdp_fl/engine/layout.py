@@ -275,7 +275,7 @@ class Layout:
         for member, client in enumerate(dataset.read_clients(positions)):
             if not isinstance(client, ClientFailure):
                 leaves = tf.nest.flatten(client.y)
-                wrong = labels.problem(leaves, self.label_ranges)
+                wrong = labels.describe_problem(leaves, self.label_ranges)
                 if wrong:
                     error = nests.ExamplesValueError(f"{wrong}.")
                     client = ClientFailure(int(positions[member]), error)

@@ -16,12 +16,12 @@ import tensorflow as tf
 
 from tfdp_fl import keras_versions
 from tfdp_fl.datasets import nests
-from tfdp_fl.engine import cohort, labels, made_up
+from tfdp_fl.engine import cohort, labels, synthetic
 
 # How a metric's variables were before it saw anything, for those that have been seen.
-_beginnings: weakref.WeakKeyDictionary[tf.keras.metrics.Metric, list[np.ndarray]] = (
-    weakref.WeakKeyDictionary()
-)
+_initial_values: weakref.WeakKeyDictionary[
+    tf.keras.metrics.Metric, list[np.ndarray]
+] = weakref.WeakKeyDictionary()
 
 # Returns the values of a model's own metrics after a batch (x, y).
 _OwnAfter: TypeAlias = Callable[
@@ -38,15 +38,15 @@ _MERGES: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]] =
 _BATCHES = 6
 
 
-def note_beginnings(metrics: nests.Nest) -> None:
+def record_initial_values(metrics: nests.Nest) -> None:
     """Notes how metrics begin, while they have seen nothing.
 
     Keras's `reset_state` sets zeros, whatever a metric began with.
     """
     for metric in tf.nest.flatten(metrics):
         is_one = isinstance(metric, tf.keras.metrics.Metric) and metric.variables
-        if is_one and metric not in _beginnings:
-            _beginnings[metric] = keras_versions.values_of(metric.variables)
+        if is_one and metric not in _initial_values:
+            _initial_values[metric] = keras_versions.values_of(metric.variables)
 
 
 class Metrics:
@@ -78,7 +78,7 @@ class Metrics:
                 compiled.update_state(y, predicted, None)
         self.own = [m for m in own if all(m is not one for one in compiled.metrics)]
         every = [*compiled.metrics, *self.own]
-        note_beginnings(every)
+        record_initial_values(every)
         self._variables = [v for metric in every for v in metric.variables]
         self._names = [metric.name for metric in every for _ in metric.variables]
         self._begin = [v for metric in every for v in _beginning(metric)]
@@ -118,9 +118,9 @@ class Metrics:
         for number in range(_BATCHES):
             shares = number % 2 == 0
             batch = (
-                made_up.batch(rng, x, shares),
-                made_up.batch(rng, y, shares, classes),
-                made_up.batch(rng, predicted, shares),
+                synthetic.batch(rng, x, shares),
+                synthetic.batch(rng, y, shares, classes),
+                synthetic.batch(rng, predicted, shares),
             )
             try:
                 alone = self._update(begin, batch, own_after)
@@ -181,7 +181,7 @@ class Metrics:
             for value in self._begin
         ]
 
-    def own_begin(self) -> list[tf.Tensor]:
+    def own_initial_values(self) -> list[tf.Tensor]:
         """Returns the values of the variables of `own` before any batch."""
         return self._constants()[len(self._variables) - len(self.own_variables) :]
 
@@ -281,7 +281,7 @@ def _beginning(metric: tf.keras.metrics.Metric) -> list[np.ndarray]:
     """Returns the initial values of a metric's variables."""
     own_way = type(metric).reset_state is not tf.keras.metrics.Metric.reset_state
     if metric.variables and not own_way:
-        return _beginnings[metric]
+        return _initial_values[metric]
     metric.reset_state()
     return keras_versions.values_of(metric.variables)
 

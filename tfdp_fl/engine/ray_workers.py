@@ -152,7 +152,7 @@ class ShardedCohorts:
                     )
 
             for part in train(parts):
-                self._engine.train_each_alone(pending, part, train_one)
+                self._engine.train_part_one_by_one(pending, part, train_one)
 
     def _train_parts(
         self,

@@ -40,7 +40,7 @@ class ServerUpdate:
         trainable: list[keras_versions.KerasVariable],
         non_trainable: list[keras_versions.KerasVariable],
         optimizer: tf.keras.optimizers.Optimizer | None = None,
-        never_negative: list[keras_versions.KerasVariable] | None = None,
+        non_negative_variables: list[keras_versions.KerasVariable] | None = None,
     ):
         """Makes the optimizer's variables.
 
@@ -48,13 +48,13 @@ class ServerUpdate:
           trainable: The model's own variables, as Keras has them.
           non_trainable: Likewise, those that are aggregated.
           optimizer: A Keras optimizer, or None.
-          never_negative: Those of `non_trainable` that noise must not push below
-            zero. (Others may have a constraint of their layer.)
+          non_negative_variables: Those of `non_trainable` that noise must not push
+            below zero. (Others may have a constraint of their layer.)
         """
         self._owned = list(trainable)
         self._trainable = keras_versions.tf_variables(trainable)
         self._non_trainable = keras_versions.tf_variables(non_trainable)
-        floored = set(map(id, never_negative or ()))
+        floored = set(map(id, non_negative_variables or ()))
         self._limits: list[Callable[[tf.Tensor], tf.Tensor] | None] = [
             getattr(variable, "constraint", None)
             or (_floor if id(variable) in floored else None)

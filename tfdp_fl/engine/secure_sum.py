@@ -103,7 +103,7 @@ def sum_securely(
             # divisor does not look at the weight, and the bit is the client's to give.
             sent[: None if site == NoiseSite.EVERY_CLIENT else size] = 0.0
         if bound is not None:
-            sent[:size] = protocol.within(sent[:size], bound)
+            sent[:size] = protocol.nearest_within(sent[:size], bound)
         return sent
 
     if not len(failed):  # Else the sum lacks noise, whatever the others send.

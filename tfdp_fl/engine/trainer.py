@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdp_fl import keras_versions
 from tfdp_fl.datasets import nests
-from tfdp_fl.engine import cohort, labels, layers, lookups, made_up
+from tfdp_fl.engine import cohort, labels, layers, lookups, synthetic
 from tfdp_fl.engine import metrics as metrics_lib
 from tfdp_fl.mechanisms import noise
 
@@ -61,7 +61,7 @@ class Training:
 
     def __post_init__(self) -> None:
         """Notes how metrics begin."""
-        metrics_lib.note_beginnings((self.metrics, self.weighted_metrics))
+        metrics_lib.record_initial_values((self.metrics, self.weighted_metrics))
 
     @property
     def learning_rate(self) -> float:
@@ -100,7 +100,7 @@ class Trainer:
         normalization). The mechanism clips and noises them together.
       unaggregated: Its other variables: frozen weights, adapted constants, and
         what the moving statistics are where they stay at the server.
-      never_negative: Those of `aggregated` that training keeps from below zero.
+      non_negative_variables: Those of `aggregated` that training keeps from below zero.
       label_ranges: What class labels may be (see `labels.ranges`).
       single_loss: The compiled loss of a model with one output, else None.
       metric_specs: Specs of the metrics' `MetricState`.
@@ -109,7 +109,7 @@ class Trainer:
 
     metric_specs: cohort.MetricState
     lookups: tuple[lookups.Lookup, ...] = ()
-    never_negative: list[keras_versions.KerasVariable] = []  # noqa: RUF012
+    non_negative_variables: list[keras_versions.KerasVariable] = []  # noqa: RUF012
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Trainer:
             ]
         leaving = {id(variable) for variable in leave}
         self.aggregated = self._trainable + leave
-        self.never_negative = made_up.never_negative(model, leave, x)
+        self.non_negative_variables = synthetic.non_negative_variables(model, leave, x)
         self.unaggregated = [v for v in non_trainable if id(v) not in leaving]
         # In the order of a `ClientState`.
         self._variables = [*self.aggregated, *self.unaggregated, *self._random_state]
@@ -205,12 +205,12 @@ class Trainer:
         if self._optimizer.is_plain and training.upload_hook is None:
             self.lookups = lookups.find(
                 model,
-                self._until_gradients,
+                self._forward_and_loss,
                 batch_specs(element_spec),
                 self._trainable,
             )
 
-    def _until_gradients(
+    def _forward_and_loss(
         self, x: nests.Nest, y: nests.Nest, weights: list[tf.Tensor]
     ) -> None:
         """Computes what a step does before the gradients."""
@@ -358,7 +358,7 @@ class Trainer:
         means = [] if self._loss is None else self._loss.variables
         mapping += [(v, tf.zeros(v.shape, v.dtype)) for v in means]
         kept = self._metrics.own_variables
-        begin = self._metrics.own_begin() if own is None else own
+        begin = self._metrics.own_initial_values() if own is None else own
         mapping += zip(kept, begin, strict=True)
         with (
             layers.fast(self.model),
@@ -407,13 +407,13 @@ class Trainer:
           seed: The client's seed, as in `start`.
         """
 
-        def precise(value: tf.Tensor) -> tf.Tensor:
+        def to_upload_dtype(value: tf.Tensor) -> tf.Tensor:
             return tf.cast(value, cohort.upload_dtype(value.dtype))
 
-        tensors = list(map(precise, state.values[: len(self.aggregated)]))
+        tensors = list(map(to_upload_dtype, state.values[: len(self.aggregated)]))
         if received is not None:
             tensors = [
-                tensor - precise(start)
+                tensor - to_upload_dtype(start)
                 for tensor, start in zip(tensors, received, strict=True)
             ]
         hook = self._training.upload_hook

@@ -21,7 +21,7 @@ import shutil
 from typing import Any
 
 from tfdp_fl import _files
-from tfdp_fl.accounting import upwards
+from tfdp_fl.accounting import format_up
 from tfdp_fl.keras import callbacks
 
 CONFIG = "config.json"
@@ -69,7 +69,7 @@ def clear(path: str | os.PathLike[str]) -> None:
             (path / name).unlink(missing_ok=True)
 
 
-def keep_ledger_alone(path: str | os.PathLike[str]) -> None:
+def delete_all_but_ledger(path: str | os.PathLike[str]) -> None:
     """Removes the checkpoints of a run that has ended, but for their ledger."""
     path = pathlib.Path(path)
     (path / CHECKPOINT / LEDGER).replace(path / LEDGER)
@@ -106,7 +106,7 @@ class HistoryFile(callbacks.FederatedCallback):
         row = {"round": epoch + 1, **(logs or {})}
         self._rows.append(
             {
-                name: upwards(value, 7) if name == "epsilon" else f"{value:.7g}"
+                name: format_up(value, 7) if name == "epsilon" else f"{value:.7g}"
                 for name, value in row.items()
             }
         )

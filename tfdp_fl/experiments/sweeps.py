@@ -29,7 +29,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp_fl import _files, _lazy_tf, _validate
-from tfdp_fl.accounting import upwards
+from tfdp_fl.accounting import format_up
 from tfdp_fl.experiments import run_directory, training
 from tfdp_fl.experiments.settings import Settings
 from tfdp_fl.terms import Json
@@ -127,7 +127,7 @@ def run_sweep(
         result = _run(trial, path)
         print(
             f"{head}: accuracy {result['accuracy']:.4f}, epsilon "
-            f"{upwards(result['epsilon'])}, {result['rounds']} rounds, "
+            f"{format_up(result['epsilon'])}, {result['rounds']} rounds, "
             f"{result['seconds']:.0f} s",
             flush=True,
         )
@@ -196,6 +196,6 @@ def write_tables(root: pathlib.Path, trials: Sequence[Trial]) -> None:
     root.mkdir(parents=True, exist_ok=True)
     for name, table in (("runs", runs.drop(columns="run")), ("summary", summary)):
         for figure in _ROUNDED_UP:
-            table[figure] = table[figure].map(lambda v: upwards(v, 7), "ignore")
+            table[figure] = table[figure].map(lambda v: format_up(v, 7), "ignore")
         text = table.to_csv(index=False, float_format="%.7g")
         _files.write_text(root / f"{name}.csv", text)

@@ -18,7 +18,7 @@ from tfdp_fl.experiments import run_directory, tasks
 from tfdp_fl.experiments import settings as settings_lib
 from tfdp_fl.experiments.settings import Settings
 from tfdp_fl.keras import DPFederatedModel, callbacks, make_private
-from tfdp_fl.keras.make_private import known_facts
+from tfdp_fl.keras.make_private import task_parameters
 from tfdp_fl.terms import Json, TrustModel
 
 
@@ -100,7 +100,7 @@ def _federated_model(
     size = settings.schedule("clients_per_round")
     smallest = min(size) if isinstance(size, tuple) else size
     options = {
-        **known_facts(kind, settings.rounds, num_clients, smallest),
+        **task_parameters(kind, settings.rounds, num_clients, smallest),
         **settings.mechanism_options(),
     }
     noise = settings.schedule("noise_multiplier")
@@ -233,7 +233,7 @@ def run(
         result = leaving.result()
     if stopped != "interrupted" and not settings.checkpoint_every:
         # Last: what an interrupt broke off before can be gone on with.
-        run_directory.keep_ledger_alone(path)
+        run_directory.delete_all_but_ledger(path)
     return result
 
 

@@ -89,7 +89,7 @@ class RoundHistory:
                 mechanism={"trust_model": TrustModel.CENTRAL, "name": description},
             )
         try:
-            self._account.keep_ledger("", self.ledger, self.ledger.run)
+            self._account.attach_ledger("", self.ledger, self.ledger.run)
             self._refresh()
         except ValueError:
             if self.ledger is not ledger:

@@ -544,7 +544,7 @@ class PrivateRounds:
         _logger.warning(
             "Stopped before round %s, which would bring epsilon above %s at delta=%s.",
             server_round,
-            *map(accounting.upwards, (budget.epsilon, budget.delta)),
+            *map(accounting.format_up, (budget.epsilon, budget.delta)),
         )
 
     def _release(

@@ -124,9 +124,9 @@ def as_places(non_negative: NonNegative) -> Sequence[int | str] | None:
     if non_negative is None:
         return None
     if callable(getattr(non_negative, "get_weights", None)):
-        from tfdp_fl.engine import made_up
+        from tfdp_fl.engine import synthetic
 
-        return made_up.places_never_negative(non_negative)
+        return synthetic.non_negative_positions(non_negative)
     given = list(non_negative) if isinstance(non_negative, list | tuple | set) else [{}]
     if not all(isinstance(one, str | int) for one in given):
         raise TypeError(

@@ -11,7 +11,7 @@ from tfdp_fl.keras.training_setup import TrainingSetup
 from tfdp_fl.terms import Json, NoiseSite, PrivacyUnit, TrustModel
 
 
-def of_run(
+def statement_facts(
     run: run_lib.Run, cohort_engine: engine.CohortEngine
 ) -> accounting.StatementFacts:
     """Returns what ran."""
@@ -90,7 +90,7 @@ def _epsilon_by_pld(
     accountant: accounting.PrivacyAccountant,
 ) -> Callable[[float], float | None] | None:
     """Returns epsilon by delta; None where it takes long, or is unavailable."""
-    if not accountant.is_few_kinds:
+    if not accountant.has_few_kinds:
         return None
 
     def epsilon(delta: float) -> float | None:

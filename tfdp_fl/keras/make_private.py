@@ -94,7 +94,7 @@ def make_private(
     if target_delta * num_clients >= 1:
         warnings.warn(
             f"target_delta should be below 1 / num_clients = {1 / num_clients:.3g}, "
-            f"got {accounting.upwards(target_delta)}: a mechanism that publishes one "
+            f"got {accounting.format_up(target_delta)}: a mechanism that publishes one "
             f"of the {num_clients} clients outright could have that delta.",
             RuntimeWarning,
             stacklevel=2,
@@ -110,7 +110,7 @@ def make_private(
         make = noise_scaler(mechanism)
     else:
         kind = mechanisms.by_name(mechanism)
-        options = known_facts(kind, rounds, num_clients, smallest) | options
+        options = task_parameters(kind, rounds, num_clients, smallest) | options
 
         def make(noise: float) -> mechanisms.Mechanism:
             wanted = mechanisms.CalibrationTarget(
@@ -167,7 +167,7 @@ def make_private(
     )
 
 
-def known_facts(
+def task_parameters(
     kind: type[mechanisms.Mechanism],
     rounds: int,
     num_clients: int,

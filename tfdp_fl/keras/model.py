@@ -603,7 +603,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             units = run.num_records or max(sizes)
             delta = 0.1 / units
         return accounting.privacy_statement(
-            facts.of_run(run, cohort_engine), delta, format
+            facts.statement_facts(run, cohort_engine), delta, format
         )
 
 

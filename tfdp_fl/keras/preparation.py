@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdp_fl import engine, keras_versions, sampling, schedules
 from tfdp_fl.accounting import account as account_lib
-from tfdp_fl.accounting import upwards
+from tfdp_fl.accounting import format_up
 from tfdp_fl.accounting.charge import require_one_noise
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 from tfdp_fl.engine import labels, secure_sum, trainer
@@ -254,8 +254,8 @@ def _choose_calibration(
                 warnings.warn(
                     f"rounds={rounds} goes beyond the {before} rounds for which "
                     f"{mechanism.name} set its noise to keep "
-                    f"epsilon={upwards(mechanism.epsilon)}. The noise stays as it was, "
-                    "and epsilon will be larger.",
+                    f"epsilon={format_up(mechanism.epsilon)}. The noise stays as it "
+                    "was, and epsilon will be larger.",
                     RuntimeWarning,
                     stacklevel=5,
                 )

@@ -16,8 +16,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp_fl import _signals, algorithm, auditing, keras_versions, sampling
-from tfdp_fl.accounting import BudgetExceededError, Charge, upwards
-from tfdp_fl.accounting.rounding import upwards_for_bar
+from tfdp_fl.accounting import BudgetExceededError, Charge, format_up
+from tfdp_fl.accounting.rounding import round_up_for_bar
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import Executor, PendingRound, RoundInputs, secure_sum
 from tfdp_fl.keras import federated_training
@@ -361,11 +361,11 @@ def _progress(verbose: int, first_round: int, last_round: int) -> Any:
         if bar is not None:
             bar.stateful_metrics = {*shown}
             if "epsilon" in shown:
-                shown["epsilon"] = upwards_for_bar(shown["epsilon"])
+                shown["epsilon"] = round_up_for_bar(shown["epsilon"])
             bar.update(done - first_round, shown.items())
         elif verbose:
             values = "".join(
-                f" - {name}: {upwards(v) if name == 'epsilon' else f'{v:.4g}'}"
+                f" - {name}: {format_up(v) if name == 'epsilon' else f'{v:.4g}'}"
                 for name, v in shown.items()
             )
             print(f"Round {done}/{last_round} - {seconds:.2f}s{values}", flush=True)

@@ -13,7 +13,7 @@ import dp_accounting
 
 from tfdp_fl import _validate
 from tfdp_fl._lazy_tf import tf
-from tfdp_fl.accounting import analytic_noise_multiplier, charge, upwards
+from tfdp_fl.accounting import analytic_noise_multiplier, charge, format_up
 from tfdp_fl.mechanisms import (
     clipping,
     cohort_query,
@@ -133,7 +133,7 @@ class LocalMechanism(mechanism.Mechanism):
         if self.calibration == "classic" and one >= 1:
             warnings.warn(
                 "calibration='classic' is proven for epsilon < 1 only, and was asked "
-                f"for at epsilon={upwards(one)}; the epsilon that is reported is "
+                f"for at epsilon={format_up(one)}; the epsilon that is reported is "
                 "computed from the noise itself.",
                 stacklevel=2,
             )

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from tfdp_fl import _validate
 from tfdp_fl._lazy_tf import tf
-from tfdp_fl.accounting.rounding import upwards
+from tfdp_fl.accounting.rounding import format_up
 from tfdp_fl.mechanisms import (
     clipping,
     cohort_query,
@@ -213,6 +213,6 @@ class NbAFL(mechanism.Mechanism):
             f"{self.weight_clip:g} and adds Gaussian noise scaled to its own "
             "number of examples before upload; the server clips the mean "
             "elementwise and adds noise before broadcast where the paper "
-            f"requires it. As published, epsilon={upwards(self.epsilon)} at the "
-            f"implied delta={upwards(self.implied_delta)}."
+            f"requires it. As published, epsilon={format_up(self.epsilon)} at the "
+            f"implied delta={format_up(self.implied_delta)}."
         )

@@ -7,7 +7,7 @@ bit for bit (or that brings the entropy) wraps the calls in `use_seed` with a
 seed tensor that is new for every client of every round.
 
 A seed is uint64 [2], 128 bits, of the operating system or of a user's number. Noise
-is made by `_by_radius` of the bits of Philox4x32-10, and so are other seeds
+is made by `_box_muller` of the bits of Philox4x32-10, and so are other seeds
 (`fold_in`).
 """
 
@@ -197,11 +197,11 @@ def _draws(lengths: list[int | tf.Tensor], seed: tf.Tensor) -> list[tf.Tensor]:
     if len(lengths) > 1:
         seeds = tf.unstack(_uniform([len(lengths), 2], own, tf.int64))
     return [
-        _by_radius(length, seed) for length, seed in zip(lengths, seeds, strict=True)
+        _box_muller(length, seed) for length, seed in zip(lengths, seeds, strict=True)
     ]
 
 
-def _by_radius(length: int | tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+def _box_muller(length: int | tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
     """Draws float32 N(0, 1) [length], two of each 96 bits of Philox.
 
     As Box & Muller (1958): sqrt(-2 ln u) (cos t, sin t) for u in (0, 1] and a

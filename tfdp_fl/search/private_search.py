@@ -348,7 +348,7 @@ class PrivateSearch:
         account, ledger = self._spending, directory.ledger
         try:
             if ledger is not None:
-                account.keep_ledger(_LEDGER, ledger, run="a search's ledger")
+                account.attach_ledger(_LEDGER, ledger, run="a search's ledger")
                 account.refresh()
                 account.central.require_relation(charge.relation)
                 directory.write(state)  # Whatever is charged can be resumed.
@@ -361,7 +361,7 @@ class PrivateSearch:
                 uses=2 * (state.trials - state.begun),
             )
         finally:
-            account.drop_ledger(_LEDGER)
+            account.detach_ledger(_LEDGER)
         self._searches.add(state.run_id)
         return paid
 

@@ -128,7 +128,7 @@ class AdditiveSecretSharing:
                 f"{participants}."
             )
 
-    def within(self, value: np.ndarray, bound: float) -> np.ndarray:
+    def nearest_within(self, value: np.ndarray, bound: float) -> np.ndarray:
         """Returns the value as it can be sent, no longer than a bound.
 
         In the ring that is the nearest value on the grid if its L2 norm is at

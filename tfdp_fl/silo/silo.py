@@ -24,7 +24,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from tfdp_fl import _files, _validate, accounting, keras_versions
-from tfdp_fl.accounting import statement, upwards
+from tfdp_fl.accounting import format_up, statement
 from tfdp_fl.datasets import adapters, nests, tables
 from tfdp_fl.engine import trainer
 from tfdp_fl.keras import DPFederatedModel, PrivateMetrics, checkpoint, preparation
@@ -434,7 +434,7 @@ class _Begin(FederatedCallback):
 
 
 def _promise(epsilon: float, delta: float) -> str:
-    return f"epsilon = {upwards(epsilon)} at delta = {upwards(delta, 6)}"
+    return f"epsilon = {format_up(epsilon)} at delta = {format_up(delta, 6)}"
 
 
 def _count_charges(fed: DPFederatedModel) -> int:

@@ -84,7 +84,7 @@ def create_cohort_process(
 
     if query.two_phase:
         clip_to_cohort = _create_clip_to_cohort(query, query_state_type, value_type)
-    make_record = create_make_record(
+    make_record = create_record_fn(
         query,
         derive_sample_params.type_signature.result,
         client_types,
@@ -231,7 +231,7 @@ def create_record_sum(
     return tff.templates.AggregationProcess(init_fn, next_fn)
 
 
-def create_make_record(
+def create_record_fn(
     query: cohort_query.CohortQuery,
     params_type: tff.types.Type,
     client_types: list[tff.types.Type],

@@ -31,7 +31,7 @@ _Vector: TypeAlias = np.ndarray | tf.Tensor
 
 # How often a cohort that was drawn as declared is refused.
 _REFUSED_BY_CHANCE = 1e-12
-# Standard deviations that no draw of noise has (`noise._by_radius` ends at 9.42).
+# Standard deviations that no draw of noise has (`noise._box_muller` ends at 9.42).
 LARGEST_DRAW = 9.5
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp_fl import _signals, _validate, accounting, sampling
-from tfdp_fl.accounting import RoundCharge, planning, upwards
+from tfdp_fl.accounting import RoundCharge, format_up, planning
 from tfdp_fl.keras.training_setup import PrivacyTarget
 from tfdp_fl.terms import Json
 
@@ -205,8 +205,8 @@ class PrivacyBudget(FederatedCallback):
             in_passes = isinstance(fed.run.sampler, sampling.PassSampler)
             at_least = fed.run.spending.by_client and not in_passes
             self._say_what_is_allowed(
-                f"{self._name}: epsilon={upwards(self.epsilon)} at delta="
-                f"{upwards(self.delta)} "
+                f"{self._name}: epsilon={format_up(self.epsilon)} at delta="
+                f"{format_up(self.delta)} "
                 f"allows {'at least ' * at_least}{allowed} of the {asked} rounds "
                 f"asked for; training {'may' if at_least else 'will'} end after those."
             )
@@ -229,8 +229,8 @@ class PrivacyBudget(FederatedCallback):
         self.stopped_before_round = round_index
         fed.say(
             f"{self._name}: stopped before round {round_index + 1}, which would bring "
-            f"epsilon to {upwards(after)} (budget {upwards(self.epsilon)} at delta="
-            f"{upwards(self.delta)})."
+            f"epsilon to {format_up(after)} (budget {format_up(self.epsilon)} at delta="
+            f"{format_up(self.delta)})."
         )
         return False
 
@@ -239,10 +239,10 @@ class PrivacyBudget(FederatedCallback):
         fed = self.federated_model
         after = fed.run.spending.epsilon_with(self.budget, charge)
         if after > self.budget.epsilon:
-            most = upwards(self.epsilon)
+            most = format_up(self.epsilon)
             raise ValueError(
-                f"private would bring epsilon to {upwards(after)} at delta="
-                f"{upwards(self.delta)}, above the epsilon={most} of the "
+                f"private would bring epsilon to {format_up(after)} at delta="
+                f"{format_up(self.delta)}, above the epsilon={most} of the "
                 f"{self._name}: raise its noise_multiplier, or train fewer rounds. "
                 "Nothing was evaluated."
             )

@@ -102,7 +102,7 @@ class Ledger(FederatedCallback):
         self._catch_up(contents)
         run.known_ledgers[self._key] = ledger.head
         self._account = run.spending
-        run.spending.keep_ledger(self._key, ledger, run.run_id, self._elsewhere)
+        run.spending.attach_ledger(self._key, ledger, run.run_id, self._elsewhere)
 
     def _begin(self) -> None:
         """Called when the ledger is open and counted, before its first line."""
@@ -188,7 +188,7 @@ class Ledger(FederatedCallback):
     def on_fit_end(self) -> None:
         """Closes the file."""
         if self._account is not None:
-            self._account.drop_ledger(self._key)
+            self._account.detach_ledger(self._key)
             self._account = None
         if self._opened is not None:
             self._opened.close()

@@ -135,7 +135,7 @@ class Report(FederatedCallback):
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        environment.filters |= {"up": accounting.upwards, "label": _label}
+        environment.filters |= {"up": accounting.format_up, "label": _label}
         return environment.from_string(template).render(
             title=self.title or fed.model.name,
             date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),

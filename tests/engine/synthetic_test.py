@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tests.engine import cohorts
 from tfdp_fl import mechanisms
-from tfdp_fl.engine import made_up, trainer
+from tfdp_fl.engine import synthetic, trainer
 
 _ops, _layers = tf.keras.ops, tf.keras.layers
 
@@ -49,7 +49,9 @@ def test_what_training_keeps_from_below_zero_is_found_by_what_it_does(stack, nam
     before = model.get_weights()
     x = trainer.zeros_like_batch(tf.TensorSpec([4]))
     state = model.non_trainable_weights
-    found = made_up.never_negative(model, [v for v in state if "seed" not in v.path], x)
+    found = synthetic.non_negative_variables(
+        model, [v for v in state if "seed" not in v.path], x
+    )
     assert {v.name for v in found} == names
     for one, other in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -72,7 +74,7 @@ def test_noise_leaves_statistics_where_they_may_be():
 def test_what_a_built_model_keeps_has_places_in_its_weights():
     model = cohorts.sequential([4], _layers.Dense(3), _Norm(), _Running())
     names = [weight.name for weight in model.weights]
-    places = made_up.places_never_negative(model)
+    places = synthetic.non_negative_positions(model)
     assert [names[k] for k in places] == ["moving_variance", "running_var", "c"]
     with pytest.raises(ValueError, match="knows its inputs"):
-        made_up.places_never_negative(tf.keras.Model())
+        synthetic.non_negative_positions(tf.keras.Model())

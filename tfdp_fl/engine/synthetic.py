@@ -1,4 +1,4 @@
-"""Made-up batches, on which is found out what models and metrics do, as no data may be.
+"""Synthetic batches, on which it is found out what models and metrics do.
 
 Always the same, and nobody's: what is decided by them is a public fact.
 """
@@ -45,7 +45,7 @@ def batch(
     return tf.nest.pack_sequence_as(nest, made)
 
 
-def never_negative(
+def non_negative_variables(
     model: tf.keras.Model, variables: list[tf.Variable], x: nests.Nest
 ) -> list[tf.Variable]:
     """Returns the model's state variables that training never makes negative.
@@ -88,8 +88,8 @@ def never_negative(
     return found if usable > _DRAWS else []
 
 
-def places_never_negative(model: tf.keras.Model) -> list[int]:
-    """Returns the places of `never_negative` in `get_weights()` of a built model.
+def non_negative_positions(model: tf.keras.Model) -> list[int]:
+    """Returns where `non_negative_variables` are in a built model's `get_weights()`.
 
     Raises:
       ValueError: The model does not say what its inputs are.
@@ -110,5 +110,5 @@ def places_never_negative(model: tf.keras.Model) -> list[int]:
         if tf.as_dtype(variable.dtype).is_floating
     ]
     x = made[0] if len(made) == 1 else made
-    found = set(map(id, never_negative(model, state, x)))
+    found = set(map(id, non_negative_variables(model, state, x)))
     return [k for k, one in enumerate(model.weights) if id(one) in found]
