@@ -218,6 +218,23 @@ def test_a_width_by_which_a_machine_computes_otherwise_is_not_used():
         assert len(part.table.members) == 9
 
 
+def test_a_width_by_which_norms_differ_below_float32_is_not_used():
+    true = dense_models.norm_bound
+
+    def in_calls_of_eight(*args, **kwargs):
+        norm, bound = true(*args, **kwargs)
+        wrong = tf.constant(1 + 2**-50, tf.float64)
+        return norm, tf.where(tf.size(bound) == 8, wrong * bound, bound)
+
+    dataset = cohorts.dataset([5] * 6)
+    patched = mock.patch.object(dense_models, "norm_bound", in_calls_of_eight)
+    with patched, cohorts.side_by_side():
+        _, engine = _engine(units=7, jit_compile=None)  # No other test's.
+        cohorts.collect(engine, dataset)
+        (strategy,) = (s for s in engine.programs.traced if s.num_steps == 2)
+        assert [engine.fits(strategy, 5, k) for k in (7, 8, 9)] == [1, 0, 1]
+
+
 @pytest.mark.parametrize("clip", [1e-4, 1e-3, 1e-2])
 def test_the_clip_holds_where_a_clients_steps_cancel_out(clip):
     # Large and nearly equal examples with opposite labels: the squared norm is a

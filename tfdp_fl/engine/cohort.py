@@ -133,8 +133,9 @@ class Trained(NamedTuple):
     Attributes:
       total: Their sum.
       kept: What is kept of each.
-      bits: Side by side, int32 [S B, out] for each dense layer: the sum over clients,
-        modulo 2^32, of the bits of each row's gradients. For `CohortEngine.fits`.
+      bits: Side by side, sums over clients, modulo 2^32, of the bits of what their
+        records are made of, for `CohortEngine.fits`: both results of `norm_bound`,
+        int32 [2, 2], and each dense layer's gradients, int32 [S B, out].
     """
 
     total: CohortSum

@@ -239,8 +239,8 @@ class CohortEngine:
 
         A made-up client of made-up weights is trained in every place of a call of the
         smallest width, and of one of that width. All that is computed must be the
-        same, to the last bit: the gradients of each row, of which few bits reach a
-        record, and what is added up.
+        same, to the last bit: the gradients of each row and the norms, of which few
+        bits reach a record, and what is added up.
 
         Args:
           strategy: The program's.

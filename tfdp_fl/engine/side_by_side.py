@@ -292,10 +292,10 @@ class GhostClipping:
         ]
         outputs, losses = (tf.concat(each, axis=0) for each in zip(*taken, strict=True))
         total = self._count(outputs, losses, y, weight, valid)
-        clipped = self._clip_and_sum(received, layers, table)
+        clipped, norms = self._clip_and_sum(received, layers, table)
         bits = [
-            tf.reduce_sum(tf.bitcast(tf.concat(layer.gradients, 1), tf.int32), axis=0)
-            for layer in layers
+            tf.reduce_sum(tf.bitcast(values, tf.int32), axis=0)
+            for values in [norms, *(tf.concat(layer.gradients, 1) for layer in layers)]
         ]
         total = total._replace(contribution=clipped)
         return cohort.Trained(total, cohort.PerClient(), bits)
@@ -422,13 +422,16 @@ class GhostClipping:
 
     def _clip_and_sum(
         self, received: cohort.Broadcast, layers: list[_DenseLayer], table: Any
-    ) -> contribution.Contribution:
+    ) -> tuple[contribution.Contribution, tf.Tensor]:
         """Scales each client's update as the mechanism says, and adds up.
 
         Args:
           received: What the server sent.
           layers: The dense layers, after all steps.
           table: The clients.
+
+        Returns:
+          The sum, and of each client both results of `norm_bound`, float64 [K, 2].
         """
         rate, params = received.learning_rate, received.params
         factors = [layer.factors() for layer in layers]
@@ -472,7 +475,7 @@ class GhostClipping:
                 update[place] = tf.reshape(self._sum_of(ones, d, received.params), [-1])
         present = tf.range(tf.size(usable)) < table.num_clients
         nothing = self.query.initial_sample_state([])
-        return clients.with_scalars(
+        total = clients.with_scalars(
             update,
             [
                 tf.reduce_sum(tf.cast(tf.where(present, value, 0.0), whole.dtype))
@@ -481,6 +484,7 @@ class GhostClipping:
                 )
             ],
         )
+        return total, tf.stack([length, bound], axis=1)
 
     def _sum_of(self, x: tf.Tensor, d: tf.Tensor, params: RoundState) -> tf.Tensor:
         """Returns the exact sum of the clients' rounded products X^T D.
