@@ -25,14 +25,17 @@ class _StopAtOnce(tf.keras.callbacks.Callback):
         self.model.stop_training = True
 
 
-def _model() -> tf.keras.Model:
+def _model(units: int = 16) -> tf.keras.Model:
     layers = tf.keras.layers
-    return tf.keras.Sequential([layers.Input([8]), layers.Dense(16), layers.Dense(3)])
+    stack = [layers.Input([8]), layers.Dense(units), layers.Dense(3)]
+    return tf.keras.Sequential(stack)
 
 
-def _federated(mechanism: Any = None, sampling: str = "poisson") -> Any:
+def _federated(
+    mechanism: Any = None, sampling: str = "poisson", clients: int = 50, units: int = 16
+) -> Any:
     usual = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0)
-    fed = tfdp_fl.DPFederatedModel(_model(), mechanism or usual, 50, sampling)
+    fed = tfdp_fl.DPFederatedModel(_model(units), mechanism or usual, clients, sampling)
     fed.compile("sgd", tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return fed
 
@@ -87,6 +90,10 @@ def _save(clients: int, rounds: int = 1) -> Work:
     return _fit(fed, data, callbacks=[callback])
 
 
+def _wide(weights: int) -> Work:
+    return _fit(_federated(clients=2, units=weights // 12), _clients(20))
+
+
 def _local(clients: int) -> Work:
     mechanism = tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=5.0)
     budget = tfdp_fl.callbacks.PrivacyBudget(1e4, _DELTA)
@@ -138,6 +145,7 @@ def _secure(group: int) -> Work:
 # What grows, from and to what, and what makes the work.
 WORK: dict[str, tuple[str, int, int, Callable[[int], Work]]] = {
     "round": ("clients", 10**3, 10**6, lambda n: _fit(_federated(), _clients(n))),
+    "round of two clients": ("weights", 10**6, 10**7, _wide),
     "start": ("clients in memory", 10**5, 10**6, _start),
     "Parquet": ("rows of a sorted file", 10**5, 10**6, _parquet),
     "save": ("clients", 10**3, 10**6, _save),
