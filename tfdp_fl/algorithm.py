@@ -33,7 +33,7 @@ from typing import Any, Protocol
 
 from tfdp_fl._lazy_tf import tf
 from tfdp_fl.accounting import Charge
-from tfdp_fl.mechanisms import cohort_query, noise
+from tfdp_fl.mechanisms import cohort_query, noise, records
 from tfdp_fl.mechanisms.contribution import ClientContext, Contribution, RoundState
 from tfdp_fl.terms import NoiseSite, TrustModel
 
@@ -113,6 +113,8 @@ def make_record(
     # With fewer bits a product is rounded by more than a clip may be.
     update = [tf.cast(t, tf.float32) if t.dtype.size < 4 else t for t in update]
     record = query.clip(params, update, client)
+    if client.num_examples is not None:
+        record = records.zero_if_empty(record, client.num_examples)
     if mechanism.noise_site == NoiseSite.CLIENT:  # A share each, complete with all m.
         return query.with_shares(params, record)
     if mechanism.client_noise is not None:  # Local: each client's is enough.

@@ -171,6 +171,23 @@ def test_every_pass_is_over_the_clients_own_rows(lengths, batch_size, epochs, se
     assert table.steps.tolist() == [-(-n // batch_size) * epochs for n in lengths]
 
 
+@pytest.mark.parametrize("others", [[], [1], [3] * 20, [700, 5]])
+def test_a_clients_order_does_not_depend_on_others_where_draws_are_equal(others):
+    class Coarse(np.random.Generator):
+        def random(self, size):
+            return np.floor(4 * super().random(size)) / 4
+
+    lengths = np.array([*others, 500])
+    where = [*range(1, len(lengths)), 0]
+    keys = [np.random.Philox(key=3, counter=[0, 0, 0, k]) for k in where]
+    with mock.patch.object(np.random, "Generator", Coarse):
+        table = layout.client_table(np.arange(lengths.sum()), lengths, 5, 3, keys)
+        key = np.random.Philox(key=3, counter=[0, 0, 0, 0])
+        alone = layout.client_table(np.arange(500), lengths[-1:], 5, 3, [key])
+    own = table.rows[table.first_row[-1] :] - lengths[:-1].sum()
+    np.testing.assert_array_equal(own, alone.rows)
+
+
 @hypothesis.given(
     st.lists(st.integers(0, 80), min_size=2, max_size=8), st.sampled_from([1, 3, 10])
 )

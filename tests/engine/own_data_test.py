@@ -39,6 +39,10 @@ def _lookup():
     return cohorts.sequential([4], table, _layers.Flatten(), _layers.Dense(3))
 
 
+def _half_more(update):
+    return [part + 0.5 for part in update]
+
+
 # By name: layers before the last, and what the engine is told.
 EXECUTORS = {
     "one by one": (_BEYOND, {}),
@@ -50,6 +54,7 @@ EXECUTORS = {
     "side by side, fine": (_BEYOND, {"jit_compile": None, "noise": 1e-4}),
     "side by side, adaptive": (_BEYOND, {"jit_compile": None, "mechanism": _ADAPTIVE}),
     "side by side, on workers": (_BEYOND, {"jit_compile": None, "workers": True}),
+    "hook": (_BEYOND, {"training": {"upload_hook": _half_more}}),
     "weighted": (_BEYOND, {"client_weighting": ClientWeighting.num_examples(9)}),
     "batched": (_BEYOND, {"at_once": 4}),
     "LSTM": (_LSTM, {}),
@@ -163,6 +168,32 @@ def test_a_sum_is_that_of_records_made_alone(name):
     assert np.any(total(range(8))[0])
     if name == "side by side":
         assert total.engine.has_trained_side_by_side
+
+
+@pytest.mark.parametrize("name", [n for n in EXECUTORS if n != "secure sum"])
+def test_a_client_without_examples_adds_nothing(name):
+    total = _engine(name)
+    others, nobody = [0, 4, 9, 12], total([_SILENT])
+    found = zip(total(others), total([*others, _SILENT]), strict=True)
+    for without, with_it in found:
+        np.testing.assert_array_equal(without, with_it)
+    assert not np.any(nobody[0]) and not any(nobody[1] or ())
+
+
+@pytest.mark.parametrize("median_noise", [None, 0.2])
+def test_a_median_does_not_ask_a_client_without_examples(median_noise):
+    mechanism = mechanisms.MedianClipping(
+        noise_multiplier=1.0, median_noise_multiplier=median_noise
+    )
+    dataset = cohorts.from_arrays(_clients())
+    engine = cohorts.make_engine(
+        cohorts.sequential([4], _layers.Dense(3)), dataset, mechanism=mechanism
+    )
+    clips = []
+    for positions in ([0, 4, 9], [0, 4, 9, _SILENT]):
+        pending = cohorts.collect(engine, dataset, positions=np.array(positions))
+        clips.append(float(pending.state.clip_norm))
+    assert clips[0] == clips[1]
 
 
 # Elsewhere a client's update comes by a network. (TFF's: `tests/aggregators`.)

@@ -6,7 +6,7 @@ import tensorflow as tf
 import tfdp_fl
 from tests.mechanisms import references, rounds, statistics
 from tfdp_fl._lazy_tf import tfp
-from tfdp_fl.mechanisms import PrivacyContext, noise
+from tfdp_fl.mechanisms import ClientContext, PrivacyContext, noise
 
 _WIDE = [[100, 100], [100, 100], [5000]]
 _G = dp_accounting.GaussianDpEvent
@@ -35,6 +35,18 @@ def _adaptive(noise_multiplier=0.0, count_stddev=0.0):
 
 def _normalized(stddev, denominator, clip=0.5):
     return tfp.NormalizedQuery(tfp.GaussianSumQuery(clip, stddev), denominator)
+
+
+def test_what_the_querys_clip_makes_of_finite_numbers_is_finite():
+    bound, state = _bound(tfp.GaussianSumQuery(0.5, 0.0))
+    params = bound.derive_sample_params(state)
+    # Four squares of 3e38 each: their float32 sum is infinite, ours is not.
+    hostile = np.zeros(512, np.float32)
+    hostile[::128] = 1.7e19
+    assert 0 < bound.record_norm([tf.constant(hostile)]) < np.inf
+    record = bound.clip(params, [tf.constant(hostile)], ClientContext())
+    np.testing.assert_array_equal(tf.nest.flatten(record.update)[0], np.zeros(512))
+    assert record.discarded == 1
 
 
 @pytest.mark.parametrize(

@@ -106,16 +106,17 @@ def client_table(
     rows = np.asarray(rows, np.int32)
     first = np.cumsum(lengths) - lengths
     if local_epochs > 1 or keys is not None:
-        passes = np.repeat(lengths, local_epochs)
-        places = _ranges(np.repeat(first, local_epochs), passes)
+        starts, passes = np.repeat([first, lengths], local_epochs, axis=1)
+        places = _ranges(starts, passes)
         if keys is not None:
-            pass_of_place = np.repeat(np.arange(len(passes)), passes)
-            drawn = [
-                np.random.Generator(key).random(length * local_epochs)
+            # Each client by itself: one sort of all would round the draws, and order
+            # equal ones, by who else is there.
+            orders = [
+                np.random.Generator(key).random((local_epochs, length)).argsort(axis=1)
                 for key, length in zip(keys, lengths.tolist(), strict=True)
             ]
-            order = np.argsort(pass_of_place + np.concatenate([[], *drawn]))
-            places = places[order]
+            within = np.concatenate([np.zeros(0, int), *map(np.ravel, orders)])
+            places = np.repeat(starts, passes) + within
         rows = rows[places]
     return ClientTable(
         rows=rows,

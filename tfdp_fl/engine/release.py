@@ -327,8 +327,8 @@ class DeferredClipping:
         norms = np.zeros(pending.cohort_size, np.float32)
         answered = np.zeros(len(norms), bool)
         for members, rows in pending.collected:
-            norms[members] = rows.scalars[:, 0].numpy()
-            answered[members] = True
+            norm, num_examples = rows.scalars.numpy().T
+            norms[members], answered[members] = norm, num_examples > 0
         seed = tf.constant(pending.inputs.seed.astype(np.uint64))
         set_clip, clip = self._traced
         pending.state, params = set_clip(

@@ -91,11 +91,18 @@ class WrappedQuery(cohort_query.CohortQuery):
     def clip(
         self, params: RoundState, update: Tensors, client: ClientContext
     ) -> Contribution:
-        """Implements `CohortQuery.clip`: zeroes a NaN or Inf; the query clips."""
+        """Implements `CohortQuery.clip`: zeroes a NaN or Inf; the query clips.
+
+        Also in what it makes of finite numbers: a float32 sum of squares may overflow.
+        """
         norm, usable = clipping.finite_global_norm(update)
         safe = clipping.multiply(update, tf.cast(usable, tf.float32))
+        record = self._query.preprocess_record(params, safe)
+        parts = tf.nest.flatten(record)
+        usable &= tf.reduce_all([tf.reduce_all(tf.math.is_finite(p)) for p in parts])
+        kept = clipping.multiply(parts, tf.cast(usable, tf.float32))
         return Contribution(
-            update=self._query.preprocess_record(params, safe),
+            update=tf.nest.pack_sequence_as(record, kept),
             sums={},
             weight=tf.ones([]),
             norm=norm,

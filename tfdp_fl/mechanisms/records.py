@@ -83,6 +83,22 @@ def _bound_sides(
     )
 
 
+def zero_if_empty(one: Contribution, num_examples: Scalar) -> Contribution:
+    """Returns a client's record; all zeros for a client without examples.
+
+    Such a client is what a neighbouring run has in the place of one that left. A bit
+    that says that its norm of zero is below the clip, or the answer of an upload_hook,
+    would be a record of its own, and one client would move a sum by both.
+
+    Args:
+      one: The record.
+      num_examples: Scalar, the client's number of examples.
+    """
+    return tf.nest.map_structure(
+        lambda part: tf.where(num_examples > 0, part, tf.zeros_like(part)), one
+    )
+
+
 def step(norm_bound: Scalar, clients_per_round: Scalar) -> tf.Tensor:
     """Returns the step of the grid: a power of two, float32 scalar; 0 for none.
 
