@@ -9,9 +9,8 @@
     move        the model, and the clip
 
 (McMahan et al. 2018, https://arxiv.org/abs/1710.06963; the clip: Andrew et al. 2021.)
-Keras's `fit` calls `run_round`; a Flower server `finish_round`; TFF compiles
-`make_record` and `release`, and charges what its state wrote down. Why can nothing go
-around it?
+Keras's `fit` calls `run_round`, a Flower server its two halves; TFF compiles
+`make_record` and `release`, and charges what its state wrote down. Nothing goes around:
 
 1. Own data only. `make_record` is given one client's update, and what the server sent;
    the update is made of that client's examples, in a program that is chosen by its own
@@ -22,9 +21,8 @@ around it?
    any error (mechanisms/records.py).
 4. Charged is what could have happened. The charge is made of the cohort that `draw`
    returned; it is settled before the next one is drawn (sampling.py).
-5. Charge, noise, release. `Server.release` needs the receipt that only
-   `PrivacyAccount.charge` gives, and each receipt is good for one release
-   (accounting/account.py). `release` refuses to add less noise than was charged for.
+5. Charge, noise, release. `Server.release` needs the receipt of one
+   `PrivacyAccount.charge` (accounting/account.py); `release` adds what noise was paid.
 """
 
 from __future__ import annotations
@@ -39,14 +37,14 @@ from tfdp_fl.terms import NoiseSite, TrustModel
 
 Drawn = Any  # A `sampling.Cohort`, or what else has a `participation`.
 Pending = Any  # What came back, and nobody has seen.
+Paid = Charge | None  # What `begin_round` returned.
 
 
 class Server(Protocol):
     """What holds the model: Keras's `fit`, or a Flower server."""
 
-    @property
-    def is_trusted(self) -> bool:
-        """Whether what clients send counts as unseen until it is released."""
+    def pays_first(self, cohort: Drawn) -> bool:
+        """Whether a round costs the same if it ends early, by what was seen of it."""
 
     def abandons(self, pending: Pending) -> bool:
         """Returns whether too little came back for a release."""
@@ -54,7 +52,7 @@ class Server(Protocol):
     def abandon(self, cohort: Drawn) -> None:
         """Settles a cohort of which nothing is released."""
 
-    def charge(self, cohort: Drawn, pending: Pending) -> Charge:
+    def charge(self, cohort: Drawn, pending: Pending = None) -> Charge:
         """Pays for a round by `PrivacyAccount.charge`, or raises."""
 
     def release(self, cohort: Drawn, pending: Pending, paid: Charge) -> Any:
@@ -68,31 +66,32 @@ class FrontEnd(Server, Protocol):
         """Returns the next round's cohort, by its sampler."""
 
     def collect(self, cohort: Drawn) -> Pending:
-        """Lets the clients train; returns the sum of their records (`make_record`)."""
+        """Lets the clients train; returns the sum of their records."""
 
 
 def run_round(front: FrontEnd) -> Any:
-    """Runs a round; see `finish_round`."""
+    """Runs a round; see `begin_round` and `finish_round`."""
     cohort = front.draw()
-    pending = front.collect(cohort)
-    return finish_round(front, cohort, pending)
+    paid = begin_round(front, cohort)
+    return finish_round(front, cohort, front.collect(cohort), paid)
 
 
-def finish_round(server: Server, cohort: Drawn, pending: Pending) -> Any:
+def begin_round(server: Server, cohort: Drawn) -> Paid:
+    """Pays before anybody is asked, if the server `pays_first`, whatever comes then."""
+    return server.charge(cohort) if server.pays_first(cohort) else None
+
+
+def finish_round(server: Server, cohort: Drawn, pending: Pending, paid: Paid) -> Any:
     """Charges and releases what a cohort sent; or abandons it, and returns None.
 
-    Raises:
-      BudgetExceededError, LedgerError: It may not be charged. Nothing is released.
+    Raises what `charge` raises; then nothing is released.
     """
     if server.abandons(pending):
-        # That it is abandoned may tell who was drawn; and a server that nobody trusts
-        # has seen what its clients sent.
-        if cohort.participation.charge_if_abandoned or not server.is_trusted:
+        if paid is None and cohort.participation.charge_if_abandoned:
             server.charge(cohort, pending)
         server.abandon(cohort)
         return None
-    paid = server.charge(cohort, pending)
-    return server.release(cohort, pending, paid)
+    return server.release(cohort, pending, paid or server.charge(cohort, pending))
 
 
 def make_record(
@@ -113,13 +112,12 @@ def make_record(
     # With fewer bits a product is rounded by more than a clip may be.
     update = [tf.cast(t, tf.float32) if t.dtype.size < 4 else t for t in update]
     record = query.clip(params, update, client)
-    if client.num_examples is not None:
-        record = records.zero_if_empty(record, client.num_examples)
-    if mechanism.noise_site == NoiseSite.CLIENT:  # A share each, complete with all m.
-        return query.with_shares(params, record)
     if mechanism.client_noise is not None:  # Local: each client's is enough.
         stddev = mechanism.client_noise(params, client, query.deployment)
         return record._replace(update=noise.add_normal(record.update, stddev))
+    record = records.zero_if_empty(record, client.num_examples)
+    if mechanism.noise_site == NoiseSite.CLIENT:  # A share each, complete with all m.
+        return query.with_shares(params, record)
     return record._replace(update=query.to_grid(record.update, params))
 
 

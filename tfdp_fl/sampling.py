@@ -56,7 +56,8 @@ def make_sampler(
       clients_per_round: m, at most N: a number (whole, except for Poisson and random
         allocation, where it is the expected size), a sequence with one per round, or
         a callable of the 0-based round.
-      seed: None for secret, fresh entropy.
+      seed: None for secret, fresh entropy. A new sampler with the same seed draws the
+        same cohorts, which a charge does not know: continue by `restore`.
       num_groups: For "cyclic": how many groups take turns, which is
         the min separation of a client's rounds; None: as many as there are
         with m clients in each.
@@ -347,30 +348,17 @@ class CohortSampler(abc.ABC):
     def state(self) -> Json:
         """Returns what a checkpoint must keep, as JSON values.
 
-        For cohorts that come in passes, without a seed, this holds the secret key; of
-        a fixed size, the cohort that is not settled. A reader of the checkpoint can
-        tell these cohorts. Independent draws are not kept: two processes that go on
-        from one state would release one cohort twice, and charge two.
+        For cohorts that come in passes, without a seed, this holds the secret key, from
+        which a reader of the checkpoint can tell these cohorts. No cohort is kept: it
+        may be released after that, and two processes that go on from one state would
+        release it twice, and charge two.
         """
         fixed = {name: getattr(self, name) for name in self._fixed}
-        drawn = None
-        cohort = self.unsettled
-        if cohort is not None and cohort.participation.draws_depend_on_each_other:
-            drawn = {
-                "positions": cohort.positions.tolist(),
-                "draw_id": cohort.draw_id,
-                # It was drawn so, whatever the next sampler's sizes are.
-                "participation": dataclasses.asdict(cohort.participation),
-            }
-        return {
-            **fixed,
-            **{name: getattr(self, f"_{name}") for name in self._kept},
-            "next_round": self.next_round,
-            "unsettled": drawn,
-        }
+        kept = {name: getattr(self, f"_{name}") for name in self._kept}
+        return {**fixed, **kept, "next_round": self.next_round}
 
     def restore(self, state: Json) -> None:
-        """Goes on where `state` was taken, with the cohort that was not settled.
+        """Goes on where `state` was taken; a cohort that was not settled is drawn anew.
 
         Raises:
           ValueError: If the state is of another sampling, population or seed.
@@ -385,15 +373,6 @@ class CohortSampler(abc.ABC):
             setattr(self, f"_{name}", state[name])
         self._order, self._has_drawn = None, True
         self._next_round, self.unsettled = state["next_round"], None
-        drawn = state["unsettled"]
-        if drawn is not None:
-            self.unsettled = Cohort(
-                positions=_freeze(np.array(drawn["positions"], np.int64)),
-                participation=charge_lib.Participation(**drawn["participation"]),
-                round_index=self.next_round,
-                draw_id=drawn["draw_id"],
-                from_seed=self.seed is not None,
-            )
 
     def _check_size(self, clients_per_round: Any) -> float:
         return charge_lib.check_size(

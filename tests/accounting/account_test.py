@@ -218,11 +218,11 @@ def test_what_a_budget_was_said_to_allow_is_forgotten_when_something_else_is_cha
     account.note_allowed(budget, 0, collections.Counter(six))
     assert not account.allows(budget, _charge())
     assert account.rounds == 5
-    # An id is charged once, and pays for the same alone.
-    account.charge(_charge(), name="evaluation 1")
+    # What goes on under an id is charged once, and pays for the same alone.
+    account.charge(_charge(), name="evaluation 1", resumes=True)
     assert account.central.rounds == 6
     with pytest.raises(ValueError, match="name must be new"):
-        account.charge(_charge(3.0), name="evaluation 1")
+        account.charge(_charge(3.0), name="evaluation 1", resumes=True)
 
 
 def test_a_fork_within_another_thread_s_charge_is_not_stuck():
@@ -289,3 +289,26 @@ def test_a_line_that_comes_while_a_ledger_is_counted_is_counted_next(tmp_path):
     assert account.rounds_of_others == 1
     account.refresh()
     assert account.rounds_of_others == 2
+
+
+def test_a_name_pays_for_one_release(tmp_path):
+    account, (ledger,) = _kept(tmp_path, "a")
+    account.charge(_charge(), name="march").use()
+    with pytest.raises(ValueError, match="name must be new, got 'march'"):
+        account.charge(_charge(), name="march")
+    again = account_lib.PrivacyAccount("central", 10)
+    again.attach_ledger(str(ledger.path), ledger, "own")
+    with pytest.raises(ValueError, match="name must be new"):
+        again.charge(_charge(), name="march")
+    # A search goes on with trials that it has not released.
+    again.charge(_charge(), name="march", resumes=True).use()
+    assert len(ledger.entries) == account.central.rounds == again.central.rounds == 1
+
+
+def test_what_a_ledger_holds_counts_as_soon_as_it_is_attached(tmp_path):
+    account, (ledger,) = _kept(tmp_path, "a")
+    account.charge(_charge())
+    again = account_lib.PrivacyAccount("central", 10)
+    again.attach_ledger("a", ledger, ledger.run)
+    assert again.epsilon(_DELTA) == _central(1)
+    assert not again.allows(accounting.PrivacyBudget(0.01, _DELTA, "rdp"), _charge())

@@ -78,9 +78,9 @@ def test_without_noise_it_is_the_mean_of_clipped_updates(by_server):
     deltas = [_flat(change) for change in changes]
     mean = sum(d * min(1, 1.5 / np.linalg.norm(d)) for d in deltas) / 5
     np.testing.assert_allclose(_flat(got), _flat(_MODEL) + mean, rtol=1e-12, atol=1e-12)
-    # The strategy is handed nothing else.
-    (((_, handed),),) = inner.handed
-    assert (handed.num_examples, handed.metrics) == (1, {})
+    # The strategy is handed nothing else; not the proxy of anybody who was drawn.
+    (((proxy, handed),),) = inner.handed
+    assert (proxy.cid, handed.num_examples, handed.metrics) == ("", 1, {})
     assert strategy.evaluate(4, None) == (0.5, {"round": 4})
     assert not hasattr(strategy, "configure_evaluate")
 

@@ -11,9 +11,10 @@ import pytest
 
 import tfdp_fl
 from tests.keras import toy
-from tfdp_fl import engine, sampling
+from tfdp_fl import accounting, engine, sampling
 from tfdp_fl.keras import round_loop
 from tfdp_fl.keras import run as run_lib
+from tfdp_fl.keras.callbacks import Ledger
 
 _Engine = engine.CohortEngine
 
@@ -145,3 +146,56 @@ def test_a_round_broken_off_in_or_after_its_release_is_counted(when):
     # Two draws are charged: the same clients twice, with other noise, cost more.
     for each in zip(*drawn, strict=True):
         assert len(set(each)) == 2
+
+
+_LOCAL = tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=4.0)
+
+
+@pytest.mark.parametrize(
+    "options, charged",
+    [
+        ({"mechanism": _LOCAL}, 1),
+        ({"on_client_failure": "abort"}, 1),
+        # What a public coin ends, or nobody can see, costs nothing.
+        ({"on_client_failure": "abort", "sampling": "poisson"}, 0),
+        ({}, 0),
+    ],
+)
+def test_a_round_that_ends_while_clients_train_is_charged_if_that_tells(
+    tmp_path, options, charged
+):
+    path = tmp_path / "ledger.jsonl"
+    for attempt in (1, 2):
+        fed, ledger = toy.federated(**options), Ledger(path, append=True)
+        broken = mock.patch.object(_Engine, "train_chunk", toy.interrupt)
+        with broken, pytest.raises(KeyboardInterrupt):
+            toy.fit(fed, callbacks=[ledger])
+        # On the disk, where the next process finds it.
+        entries = accounting.PrivacyLedger.read(path).entries
+        assert len(entries) == charged * attempt
+        assert fed.spending.rounds == charged
+    assert toy.fit(fed).epoch == [0]
+    assert (fed.rounds, fed.spending.rounds) == (1, 1 + charged)
+    caveats = fed.privacy_statement(1e-3, format="dict")["caveats"]
+    assert ("rounds_charged_twice" in caveats) == bool(charged)
+
+
+def test_a_client_that_fails_has_paid_once_and_its_noise_is_missed():
+    spoilt = toy.clients()
+    read = spoilt.client
+
+    def client(name):
+        x, y = read(name)
+        return (x[:, :7], y) if name == spoilt.client_ids[0] else (x, y)
+
+    data = tfdp_fl.FederatedDataset.from_client_fn(
+        spoilt.client_ids, client, spoilt.element_spec
+    )
+    fed = toy.federated(_LOCAL, clients_per_round=toy.NUM_CLIENTS)
+    assert toy.fit(fed, data=data).history["failed_clients"] == [1]
+    assert fed.spending.per_client.participations.tolist() == [1] * toy.NUM_CLIENTS
+    assert fed.epsilon(1e-3) == accounting.epsilon_of_mu_squared((2 / 4) ** 2, 1e-3)
+    # Whoever sees the model only has one share of noise less than was planned.
+    assert fed.central_epsilon(1e-3) == np.inf
+    statement = fed.privacy_statement(1e-3, format="dict")
+    assert "local_clients_excluded" in statement["caveats"]

@@ -49,6 +49,16 @@ def test_what_the_querys_clip_makes_of_finite_numbers_is_finite():
     assert record.discarded == 1
 
 
+@pytest.mark.parametrize("size", [1e-25, 1e-21, 1e-19, 3e-19, 1e-15, 1.0])
+def test_a_tiny_clip_of_a_query_holds(size):
+    bound, state = _bound(tfp.GaussianSumQuery(1e-24, 0.0))
+    params = bound.derive_sample_params(state)
+    update = [tf.fill([600], tf.constant(size, tf.float32))]
+    record = bound.clip(params, update, ClientContext())
+    sent = np.float64(tf.nest.flatten(record.update)[0])
+    assert np.linalg.norm(sent) <= 1e-24 * (1 + 1e-5)
+
+
 @pytest.mark.parametrize(
     "query, m",
     [

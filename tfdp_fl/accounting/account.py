@@ -353,7 +353,10 @@ class PrivacyAccount:
     def attach_ledger(
         self, name: str, kept: ledger.PrivacyLedger, run: str, elsewhere: float = 0.0
     ) -> None:
-        """Has every charge from now on written into an open ledger, too.
+        """Counts what an open ledger holds; writes every charge into it from now on.
+
+        All ledgers of a run hold the same rounds of it. A start that does not go on
+        with them is another run, and needs another id.
 
         Args:
           name: What the account knows it by.
@@ -362,6 +365,11 @@ class PrivacyAccount:
           elsewhere: The most that any client may have spent elsewhere.
         """
         self._ledgers[name] = _Kept(kept, run, elsewhere)
+        try:
+            self.refresh()
+        except ValueError:
+            del self._ledgers[name]
+            raise
 
     def detach_ledger(self, name: str) -> None:
         """Stops writing charges to a ledger, which may then be closed."""
@@ -390,6 +398,7 @@ class PrivacyAccount:
         name: str | None = None,
         details: Mapping[str, Any] | None = None,
         uses: int = 1,
+        resumes: bool = False,
     ) -> Charge:
         """Charges a release, or raises; nothing can be released without.
 
@@ -402,10 +411,12 @@ class PrivacyAccount:
             only if the guarantee is composed client by client.
           round_index: The round, from 0.
           cohort_size: How many clients were drawn; None: as `cost` says.
-          name: The id of a release that is not a round; ledgers list it as if it were
-            another run. One that was charged is not charged again.
+          name: The new id of a release that is not a round; ledgers list it as if it
+            were another run.
           details: What else ledgers keep of it.
           uses: How many releases it pays for.
+          resumes: Whether `name` may be known. Then it is not charged again: whoever
+            asks releases nothing twice.
 
         Returns:
           The receipt.
@@ -415,7 +426,8 @@ class PrivacyAccount:
           BudgetExceededError: A budget would be exceeded. Nothing is charged.
           LedgerError: A ledger could not be written, and nothing may be released. If
             others had their line by then, it is charged all the same.
-          ValueError: No one guarantee covers it and what was charged before.
+          ValueError: No one guarantee covers it and what was charged before; or a
+            name was charged before.
         """
         positions = np.zeros(0, np.int64) if positions is None else positions
         mu_squared = mu_squared if self.by_client else 0.0
@@ -451,8 +463,11 @@ class PrivacyAccount:
                 for budget in budgets:
                     self._require(budget, cost, most)
                 self._write(receipt, positions, mu_squared)
-            elif self.others[key].charges != collections.Counter([cost]):
-                raise ValueError(f"name must be new, got {name!r}, which cost else.")
+            elif not resumes or [*self.others[key].charges] != [cost]:
+                raise ValueError(
+                    f"name must be new, got {name!r}, which was charged before: give "
+                    "another release another name."
+                )
             receipt._uses = uses
         return receipt
 

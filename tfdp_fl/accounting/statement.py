@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfdp_fl import _files, _validate
 from tfdp_fl.accounting import charge, rounding
-from tfdp_fl.terms import Json, PrivacyUnit, TrustModel
+from tfdp_fl.terms import Json, PrivacyUnit, Sampling, TrustModel
 
 if TYPE_CHECKING:
     import jinja2
@@ -264,6 +264,9 @@ def _implied_caveats(
         found.append("local_not_central")
     else:
         found += _CAVEATS_OF_SAMPLING[facts.sampling]
+        smallest = _range(facts.clients_per_round)["min"]
+        if facts.sampling == Sampling.FIXED_SIZE and smallest < max(populations):
+            found.append("cohort_redrawn")
     protected, usual = max(populations), "delta_not_below_one_over_n"
     if facts.privacy_unit == PrivacyUnit.RECORD:
         protected = facts.num_records or 0

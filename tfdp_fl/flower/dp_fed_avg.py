@@ -174,8 +174,9 @@ class DPFedAvg(private_rounds.PrivateRounds):
         result = types.SimpleNamespace(
             parameters=_like(configured.template, model), num_examples=1, metrics={}
         )
-        somebody = next(iter(configured.asked.values()))
-        return self.strategy.aggregate_fit(server_round, [(somebody, result)], [])
+        # Who was drawn is secret: the proxy of a client would tell.
+        nobody = types.SimpleNamespace(cid="", node_id=0, properties={})
+        return self.strategy.aggregate_fit(server_round, [(nobody, result)], [])
 
 
 class DPFedAvgFixed(DPFedAvg):

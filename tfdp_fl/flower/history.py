@@ -136,7 +136,22 @@ class RoundHistory:
         self._refresh()
         return self.budget is None or self._account.allows(self.budget, planned.charge)
 
-    def add(self, released: ReleasedRound) -> accounting.Charge:
+    def begin(self, planned: ReleasedRound) -> accounting.Charge:
+        """Charges a round before anybody is asked, as one that is not released."""
+        begun = dataclasses.replace(planned, num_replies=0, is_released=False)
+        return self.add(begun, [self.budget] if self.budget else [])
+
+    def finish(self, num_replies: int) -> None:
+        """Notes that the round that was charged last is released."""
+        self.released[-1] = dataclasses.replace(
+            self.released[-1], num_replies=num_replies, is_released=True
+        )
+
+    def add(
+        self,
+        released: ReleasedRound,
+        budgets: Sequence[accounting.PrivacyBudget] | None = None,
+    ) -> accounting.Charge:
         """Charges a round, on disk first; returns the receipt.
 
         One that was abandoned is charged whatever the budget: it has been, and what it
@@ -149,9 +164,11 @@ class RoundHistory:
           In both cases nothing is charged, and it must not be released.
         """
         abandoned: Json = {} if released.is_released else {"abandoned": 1}
+        if budgets is None:
+            budgets = [self.budget] if self.budget and released.is_released else []
         paid = self._account.charge(
             released.charge,
-            budgets=[self.budget] if self.budget and released.is_released else [],
+            budgets=budgets,
             ask=self._refresh,
             round_index=self.num_rounds,
             cohort_size=int(released.charge.clients_per_round),

@@ -12,7 +12,7 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import dp_accounting
 import numpy as np
@@ -69,6 +69,7 @@ class PrivateRounds:
     # The server's number of the round that is on, and what was fixed for it; None if
     # no clients were asked.
     _open: tuple[int | None, sums.ConfiguredRound | None] = (None, None)
+    _paid: accounting.Charge | None = None  # For the open round, if it was paid first.
     # By how much SecAgg+ rounds a coordinate of one client's update; None without it.
     _secagg_step: float | None = None
 
@@ -349,9 +350,7 @@ class PrivateRounds:
             "allocation_charged_whole": self._sampling == Sampling.RANDOM_ALLOCATION,
             "clients_excluded": failed,
             "rounds_may_be_abandoned": self._participation.known_selection,
-            "cohort_redrawn": others
-            and self._participation.draws_depend_on_each_other
-            and not self._participation.known_selection,
+            "cohort_redrawn": self._participation.draws_depend_on_each_other,
             "client_noise_needs_honest_clients": self.mechanism.needs_exact_cohort,
             "flower_secagg": self._secagg_step is not None,
             "flower_beside_the_model": True,
@@ -404,7 +403,7 @@ class PrivateRounds:
         if self._open[1] is not None:
             _logger.warning("Round %s is abandoned: no replies came.", self._open[0])
             nothing = sums.Collected(0, False, self._open[1].this)
-            algorithm.finish_round(_Server(self), self._open[1], nothing)
+            algorithm.finish_round(_Server(self), self._open[1], nothing, self._paid)
 
     def _is_over(self, server_round: int, index: int) -> bool:
         over = self.rounds is not None and index >= self.rounds
@@ -468,6 +467,11 @@ class PrivateRounds:
             template=template,
             non_negative=non_negative,
         )
+        try:
+            self._paid = algorithm.begin_round(_Server(self), configured)
+        except accounting.BudgetExceededError:
+            self._stop_before(server_round)
+            return None
         self._open = server_round, configured
         return configured
 
@@ -610,7 +614,7 @@ class PrivateRounds:
             collected = sums.collect(configured, list(usable.values()))
         try:
             outcome = algorithm.finish_round(
-                _Server(self, list(usable)), configured, collected
+                _Server(self, list(usable)), configured, collected, self._paid
             )
         except accounting.BudgetExceededError:
             self._stop_before(server_round)
@@ -629,18 +633,23 @@ class _Server:
 
     rounds: PrivateRounds
     clients: Sequence[Hashable] = ()
-    is_trusted: ClassVar[bool] = True
+
+    def pays_first(self, configured: sums.ConfiguredRound) -> bool:
+        """See `algorithm.Server`: not if only an abandoned round costs so much."""
+        return configured.plan.charge.charge_if_abandoned
 
     def abandons(self, collected: sums.Collected) -> bool:
         """See `algorithm.Server`."""
         return not collected.is_enough
 
     def charge(
-        self, configured: sums.ConfiguredRound, collected: sums.Collected
+        self, configured: sums.ConfiguredRound, collected: sums.Collected | None = None
     ) -> accounting.Charge:
         """See `algorithm.Server`: on the disk before anything can be seen."""
+        if collected is None:
+            return self.rounds._history.begin(configured.plan)
         if collected.is_enough:
-            self.rounds._open = None, None  # If this raises, nothing has moved.
+            self.rounds._open = None, None
             return self.rounds._history.add(
                 dataclasses.replace(configured.plan, num_replies=collected.num_replies)
             )
@@ -666,6 +675,8 @@ class _Server:
     ) -> sums.Outcome:
         """See `algorithm.Server`."""
         rounds, kept = self.rounds, self.rounds._correlation
+        rounds._open = None, None  # If this raises, nothing has moved.
+        rounds._history.finish(collected.num_replies)
         memory = None if kept is None else kept.memory
         outcome = sums.release(configured, collected, paid, memory)
         if kept is not None:

@@ -414,9 +414,6 @@ class InterruptedRun:
                 spending.lost_mu_squared,
                 contents.lost_mu_squared(run.rounds, run.run_id),
             )
-        who = run.sampler.participation(run.rounds)
-        if who.draws_depend_on_each_other and not who.known_selection:
-            run.caveats.add("cohort_redrawn")
         lost = spending.rounds > state["spending"]["rounds"]
         if lost:
             run.caveats.add("rounds_charged_twice")

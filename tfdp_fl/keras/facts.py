@@ -103,8 +103,8 @@ def _epsilon_by_pld(
 
 # Of a run's caveats, those that hold whether there is a guarantee or not.
 _OF_ANY_RUN = {
-    *("clients_excluded", "rounds_abandoned", "rounds_abandoned_charged"),
-    "rounds_charged_twice",
+    *("clients_excluded", "local_clients_excluded", "rounds_charged_twice"),
+    *("rounds_abandoned", "rounds_abandoned_charged"),
 }
 
 

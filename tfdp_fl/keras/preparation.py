@@ -191,8 +191,6 @@ def _sampler(
         who = drawn.participation
         if who.draws_depend_on_each_other and made.num_clients == who.num_clients:
             made.unsettled = dataclasses.replace(drawn, round_index=made.next_round)
-        elif who.draws_depend_on_each_other:
-            fed.run.caveats.add("cohort_redrawn")
     return made
 
 

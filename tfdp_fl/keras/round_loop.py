@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp_fl import _signals, algorithm, auditing, keras_versions, sampling
-from tfdp_fl.accounting import BudgetExceededError, Charge, format_up
+from tfdp_fl.accounting import BudgetExceededError, Charge, RoundCharge, format_up
 from tfdp_fl.accounting.rounding import round_up_for_bar
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import Executor, PendingRound, RoundInputs, secure_sum
@@ -201,17 +201,23 @@ class RoundLoop:
         )
         return cohort
 
+    def pays_first(self, cohort: sampling.Cohort) -> bool:
+        """See `algorithm.FrontEnd`."""
+        charged = cohort.participation.charge_if_abandoned
+        return charged or self.run.spending.by_client
+
     def collect(self, cohort: sampling.Cohort) -> PendingRound:
         """See `algorithm.FrontEnd`."""
-        del cohort
-        pending = self.collector.collect(self.clients, self._inputs)
-        self._failed = self._count_failed(pending)
+        try:
+            pending = self.collector.collect(self.clients, self._inputs)
+            self._failed = self._count_failed(pending)
+        except BaseException:
+            if self.pays_first(cohort):
+                self.run.caveats.add("rounds_charged_twice")
+            raise
+        if self.audit is not None and not self.abandons(pending):
+            self.audit.join(pending, self._cost(pending))
         return pending
-
-    @property
-    def is_trusted(self) -> bool:
-        """See `algorithm.FrontEnd`."""
-        return not self.run.spending.by_client
 
     def abandons(self, pending: PendingRound) -> bool:
         """See `algorithm.FrontEnd`: one client's failure may be enough."""
@@ -220,28 +226,38 @@ class RoundLoop:
 
     def abandon(self, cohort: sampling.Cohort) -> None:
         """See `algorithm.FrontEnd`."""
-        run, charged = self.run, cohort.participation.charge_if_abandoned
+        run = self.run
         self._whole.enter_context(_signals.defer_signals())
         run.sampler.abandon(cohort)
-        if not self.is_trusted:
+        if run.spending.by_client:
             run.caveats.add("rounds_abandoned_charged")
-        elif not charged:
+        elif not cohort.participation.charge_if_abandoned:
             run.caveats.add("rounds_abandoned")
         run.rounds += 1
 
-    def charge(self, cohort: sampling.Cohort, pending: PendingRound) -> Charge:
-        """See `algorithm.FrontEnd`."""
-        run, spending, inputs = self.run, self.run.spending, pending.inputs
-        if self.audit is not None and not self.abandons(pending):
-            self.audit.join(pending, run.cost(inputs.round_index))
-        # Broken off later, a round would be charged and not released, or
-        # released and not in the history.
-        self._whole.enter_context(_signals.defer_signals())
-        positions = inputs.positions
-        with_noise = len(positions)
-        if not self.abandons(pending):  # Of those, nobody's noise counts any more.
+    def _cost(self, pending: PendingRound | None) -> RoundCharge:
+        """Returns what the round costs, by whose noise is in it; None: everybody's."""
+        with_noise = len(self._inputs.positions)
+        if pending is not None:
             with_noise -= self._failed + pending.without_noise
-        cost = run.cost(inputs.round_index, with_noise)
+        return self.run.cost(self._inputs.round_index, with_noise)
+
+    def charge(
+        self, cohort: sampling.Cohort, pending: PendingRound | None = None
+    ) -> Charge:
+        """See `algorithm.FrontEnd`."""
+        run, spending, inputs = self.run, self.run.spending, self._inputs
+        if pending is not None:
+            # Broken off later, a round would be charged and not released, or
+            # released and not in the history.
+            self._whole.enter_context(_signals.defer_signals())
+        cost, positions, mu_squared = (
+            self._cost(pending),
+            inputs.positions,
+            run.mu_squared,
+        )
+        if pending is not None and spending.by_client:
+            positions, mu_squared = positions[:0], 0.0  # They have paid first.
         details: Json = {
             "noise_multiplier": inputs.noise_multiplier,
             "noise_generator": self.setup.noise_generator,
@@ -266,9 +282,9 @@ class RoundLoop:
                 ],
                 ask=ask,
                 positions=positions,
-                mu_squared=run.mu_squared,
+                mu_squared=mu_squared,
                 round_index=inputs.round_index,
-                cohort_size=len(positions),
+                cohort_size=len(inputs.positions),
                 details=details,
             )
         except BudgetExceededError as error:
@@ -289,6 +305,10 @@ class RoundLoop:
     ) -> dict[str, float]:
         """See `algorithm.FrontEnd`: lets the model change by what was paid for."""
         run = self.run
+        self._whole.enter_context(_signals.defer_signals())
+        if self.pays_first(cohort) and paid.cost != self._cost(pending):
+            # Without the noise of those who failed, the model tells more.
+            paid = self.charge(cohort, pending)
         run.sampler.release(cohort)
         run.releasing = True
         run.mechanism_state, released = self.engine.release(pending, paid)
@@ -300,7 +320,8 @@ class RoundLoop:
         if self.audit is not None:
             self.audit.observe_release()
         if self._failed:
-            run.caveats.add("clients_excluded")
+            local = "local_" if run.spending.by_client else ""
+            run.caveats.add(f"{local}clients_excluded")
         return released
 
     def _count_failed(self, pending: PendingRound) -> int:

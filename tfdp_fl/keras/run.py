@@ -241,8 +241,6 @@ class Run:
         # Of its own: whatever fails later leaves the run that was as it is.
         sampler = copy.deepcopy(prepared.sampler)
         sampler.restore(state["sampler"])
-        # Another process may have released that cohort since.
-        sampler.unsettled = None
         plain = {name: state[name] for name in _PLAIN}
         plain["populations"] = [(n, ids) for n, ids in state["populations"]]
         spending = account_lib.PrivacyAccount.from_state(state["spending"])

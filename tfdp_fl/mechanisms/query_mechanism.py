@@ -44,6 +44,8 @@ _DELTAS = (1e-3, 1e-6, 1e-9)
 _COUNTS = (1, 100)
 # A query computes its noise multiplier in float32.
 _ROUNDING = 1e-5
+# Of its square float32 has all digits.
+_SMALLEST = 2.0**-62
 # What the names of TensorFlow's operations with a random state begin with.
 _RANDOM = ("Random", "Multinomial", "ParameterizedTruncated", "Stateful", "Truncated")
 
@@ -94,9 +96,13 @@ class WrappedQuery(cohort_query.CohortQuery):
         """Implements `CohortQuery.clip`: zeroes a NaN or Inf; the query clips.
 
         Also in what it makes of finite numbers: a float32 sum of squares may overflow.
+        Elements whose squares vanish, so that no clip would count them, are zeroed.
         """
         norm, usable = clipping.finite_global_norm(update)
-        safe = clipping.multiply(update, tf.cast(usable, tf.float32))
+        safe = [
+            tf.where(usable & (tf.abs(part) >= _SMALLEST), part, tf.zeros_like(part))
+            for part in update
+        ]
         record = self._query.preprocess_record(params, safe)
         parts = tf.nest.flatten(record)
         usable &= tf.reduce_all([tf.reduce_all(tf.math.is_finite(p)) for p in parts])

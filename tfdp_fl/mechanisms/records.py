@@ -83,7 +83,7 @@ def _bound_sides(
     )
 
 
-def zero_if_empty(one: Contribution, num_examples: Scalar) -> Contribution:
+def zero_if_empty(one: Contribution, num_examples: Scalar | None) -> Contribution:
     """Returns a client's record; all zeros for a client without examples.
 
     Such a client is what a neighbouring run has in the place of one that left. A bit
@@ -92,8 +92,10 @@ def zero_if_empty(one: Contribution, num_examples: Scalar) -> Contribution:
 
     Args:
       one: The record.
-      num_examples: Scalar, the client's number of examples.
+      num_examples: Scalar, the client's number of examples; None if it is not known.
     """
+    if num_examples is None:
+        return one
     return tf.nest.map_structure(
         lambda part: tf.where(num_examples > 0, part, tf.zeros_like(part)), one
     )

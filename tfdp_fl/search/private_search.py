@@ -349,12 +349,12 @@ class PrivateSearch:
         try:
             if ledger is not None:
                 account.attach_ledger(_LEDGER, ledger, run="a search's ledger")
-                account.refresh()
                 account.central.require_relation(charge.relation)
                 directory.write(state)  # Whatever is charged can be resumed.
             paid = account.charge(
                 charge,
                 name=state.run_id,
+                resumes=True,  # From a state that says which trials were released.
                 cohort_size=charge.num_clients,
                 details={"search": self._trials.describe()},
                 # Of a trial, and of its score on clients.

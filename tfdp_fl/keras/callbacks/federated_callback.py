@@ -56,7 +56,9 @@ class FederatedCallback(tf.keras.callbacks.Callback):
     def on_round_charged(
         self, round_index: int, charge: RoundCharge, details: Json
     ) -> None:
-        """Called before a trained cohort's result can be seen by anyone.
+        """Called before a cohort's result can be seen by anyone.
+
+        That is before it trains, if its round is charged whether or not it is released.
 
         Raising here abandons the round: nothing is released.
 
