@@ -89,8 +89,8 @@ class RoundHistory:
                 mechanism={"trust_model": TrustModel.CENTRAL, "name": description},
             )
         try:
+            self._check_entries()
             self._account.attach_ledger("", self.ledger, self.ledger.run)
-            self._refresh()
         except ValueError:
             if self.ledger is not ledger:
                 self.ledger.close()
@@ -121,15 +121,19 @@ class RoundHistory:
         if ledger is None or ledger.head == known:
             return
         with ledger.lock:  # What is counted is what was looked at.
-            for entry in ledger.entries:
-                if entry.charge is None or entry.charge.sampling != self._sampling:
-                    raise ValueError(
-                        f"ledger must hold rounds of {self._sampling} sampling and "
-                        f"with a central charge only, got {ledger.path} with one "
-                        f"of {entry.charge!r}: its neighbouring relation is another, "
-                        "and no one epsilon covers both."
-                    )
+            self._check_entries()
             self._account.refresh()
+
+    def _check_entries(self) -> None:
+        assert self.ledger is not None
+        for entry in self.ledger.entries:
+            if entry.charge is None or entry.charge.sampling != self._sampling:
+                raise ValueError(
+                    f"ledger must hold rounds of {self._sampling} sampling and with a "
+                    f"central charge only, got {self.ledger.path} with one of "
+                    f"{entry.charge!r}: its neighbouring relation is another, and no "
+                    "one epsilon covers both."
+                )
 
     def affords(self, planned: ReleasedRound) -> bool:
         """Whether a round may be run without exceeding the budget."""

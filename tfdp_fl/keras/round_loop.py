@@ -309,6 +309,7 @@ class RoundLoop:
         if self.pays_first(cohort) and paid.cost != self._cost(pending):
             # Without the noise of those who failed, the model tells more.
             paid = self.charge(cohort, pending)
+            run.caveats.add("local_rounds_counted_twice")
         run.sampler.release(cohort)
         run.releasing = True
         run.mechanism_state, released = self.engine.release(pending, paid)
