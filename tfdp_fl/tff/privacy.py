@@ -448,7 +448,7 @@ def _caveats(
     return (
         *mechanism.all_caveats(),
         *(("tff_cohorts_not_said",) if silent and not all(rounds_of) else ()),
-        *(("rounds_may_be_abandoned",) if known else ()),
+        *(("tff_rounds_may_be_abandoned",) if known else ()),
         *(("tff_cohorts_from_seed",) if seeded else ()),
         *(("client_noise_needs_honest_clients",) if at_clients else ()),
         *(("participations_declared",) if apart else ()),
