@@ -304,7 +304,7 @@ class RoundLoop:
         return released
 
     def _count_failed(self, pending: PendingRound) -> int:
-        """Sums securely if asked to; says and returns how many clients failed."""
+        """Aggregates securely if set; reports and returns how many clients failed."""
         groups: tuple[int, ...] = ()
         if self.setup.secure_aggregation is not None:
             groups = secure_sum.sum_securely(
