@@ -68,10 +68,10 @@ def rdp_curve(
 ) -> np.ndarray:
     """Returns an event's Renyi divergence at each of `PARTS[part]`.
 
-    That of `dp_accounting.rdp.RdpAccountant`, rounded up: near order 1 it is a small
-    difference of numbers near 1, divided by one. A sampled Gaussian is computed at
-    integer orders. Between them log A = (order - 1) divergence is convex (Wang,
-    Balle & Kasiviswanathan 2019, corollary 10), which bounds the others.
+    It is that of `dp_accounting.rdp.RdpAccountant`, rounded up, because near order 1 it
+    is a quotient of small differences. A sampled Gaussian is computed at integer
+    orders. Between them, log A = (order - 1) divergence is convex (Wang, Balle &
+    Kasiviswanathan 2019, corollary 10), which bounds it at other orders.
 
     Raises:
       ValueError: dp-accounting knows no bound for the event.
