@@ -361,9 +361,9 @@ def _is_batch(leaf: Nest, spec: tf.TensorSpec) -> bool:
 
 
 def _cast(leaf: Nest, spec: tf.TensorSpec) -> tuple[Nest, np.ndarray]:
-    """Returns an array of a spec, and whether each example stays as it was, bool [n].
+    """Casts an array to a spec; also returns whether each example is unchanged.
 
-    Rounding to a floating-point dtype is not a change: Keras does the same.
+    Rounding to a floating-point dtype does not count as a change, as Keras does it too.
     """
     same, dtype = np.ones(leaf.shape[0], bool), spec.dtype
     if _dtype(leaf) != dtype:
