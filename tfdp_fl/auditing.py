@@ -24,8 +24,8 @@ __all__ = ["CanaryAudit", "Estimate", "Scores"]
 FINAL, ALL = "final", "all"
 # The number of coordinates of directions in memory at once: 64 MiB of float32.
 _HELD = 2**24
-# The two-sided confidence level, its normal quantile, and how many standard errors two
-# standard deviations may differ by and still count as equal.
+# The two-sided confidence level, its normal quantile, and by how many standard errors
+# a standard deviation may exceed that without participation and still count as equal.
 _CONFIDENCE, _Z95 = 0.95, 1.959964
 _SAME_SPREAD = 4.0
 # The false positive rates of the thresholds.

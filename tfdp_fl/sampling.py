@@ -507,9 +507,9 @@ class PassSampler(CohortSampler):
         """Returns the clients in a round, int64 [size], as determined by the key."""
 
     def split(self, rounds: range) -> tuple[range, int, range]:
-        """Returns the rest of a pass, how many whole passes follow, and what is left.
+        """Splits rounds into the end of a pass, a number of whole passes, and the rest.
 
-        Of one m; with a schedule it is all the rest.
+        This is for a constant m; with a schedule, all rounds are in the first part.
         """
         if not rounds or not schedules.is_constant(self._clients_per_round):
             return rounds, 0, rounds[:0]

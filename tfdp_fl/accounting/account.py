@@ -82,8 +82,8 @@ class Charge:
         """
         if self._uses < 1:
             raise ChargeError(
-                "A release needs a charge of its own, got one that was not paid, or "
-                "used before. Nothing was released."
+                "A release needs a charge of its own, got one that was not paid or has "
+                "been used before. Nothing was released."
             )
         self._uses -= 1
 
@@ -102,9 +102,9 @@ class _ChargeLock:
         this = process, _ = os.getpid(), threading.get_ident()
         if self._holder == this:
             raise ChargeError(
-                "A charge was asked for while another one of the same account is "
+                "A charge was requested while another one of the same account is being "
                 "made, by a callback that is called within it (allow_round, "
-                "on_round_charged, check_release): ask when the round is over, in "
+                "on_round_charged, check_release): request it after the round, in "
                 "on_round_released or on_epoch_end. Nothing of it was charged."
             )
         if self._holder[0] not in (0, process):
@@ -449,7 +449,7 @@ class PrivacyAccount:
                     self._require(budget, cost, most)
                 self._write(receipt, positions, mu_squared)
             elif self.others[key].charges != collections.Counter([cost]):
-                raise ValueError(f"name must be new, got {name!r}, which cost else.")
+                raise ValueError(f"name must be new, got {name!r} with another cost.")
             receipt._uses = uses
         return receipt
 

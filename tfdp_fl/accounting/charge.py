@@ -112,7 +112,7 @@ class Participation:
             m = check_size(m, n, fractional)
         if self.known_selection and self.sampling != Sampling.FIXED_SIZE:
             raise ValueError(
-                "known_selection must be False but for fixed_size sampling, got "
+                "known_selection must be False except for fixed_size sampling, got "
                 f"{self.sampling} sampling."
             )
         place = {"pass_index": self.pass_index, "pass_offset": self.pass_offset}
@@ -133,7 +133,7 @@ class Participation:
         if self.group is not None:
             if self.sampling != Sampling.CYCLIC:
                 raise ValueError(
-                    f"group must be None but for cyclic sampling, got {self.group!r}."
+                    f"group must be None unless sampling is cyclic, got {self.group!r}."
                 )
             place["group"] = self.group
         for name, value in place.items():
@@ -580,7 +580,7 @@ def event_from_json(value: Any) -> Any:
     kind = _event_class(name)
     if not (isinstance(kind, type) and issubclass(kind, dp_accounting.DpEvent)):
         raise ValueError(
-            f"The event type {name!r} is not known to dp-accounting "
+            f"The event type {name!r} is unknown to dp-accounting "
             f"{dp_accounting_version()}."
         )
     return kind(**fields)

@@ -599,7 +599,7 @@ class PrivacyLedger:
         if os.getpid() != self._process:
             raise LedgerForkedError(
                 f"The ledger {self.path} was opened by process {self._process}; its "
-                f"fork {os.getpid()} would write in the same place. Open one in each."
+                f"fork {os.getpid()} would overwrite its lines. Open one in each."
             )
         own, there = os.fstat(self._file), None
         with contextlib.suppress(OSError):
@@ -644,7 +644,7 @@ def new_run() -> str:
 
 def _check_run(run: object) -> str:
     if not isinstance(run, str) or not run:
-        raise ValueError(f"run must be a text that is not empty, got {run!r}.")
+        raise ValueError(f"run must be a non-empty string, got {run!r}.")
     return run
 
 
@@ -654,7 +654,7 @@ def _now() -> str:
 
 
 def _refuse(value: object) -> None:
-    raise TypeError(f"{value!r} cannot be kept in a ledger.")
+    raise TypeError(f"{value!r} cannot be stored in a ledger.")
 
 
 def _parse(

@@ -133,8 +133,8 @@ def by_person(
         known = rows.by_client()
         if len(known) > num_people:
             raise ValueError(
-                f"client_ids must name at most {num_people} people, the number that is "
-                f"declared, got {len(known)}."
+                f"client_ids must name at most {num_people} people, the declared "
+                f"number, got {len(known)}."
             )
         places = (f"(nobody {k})" for k in itertools.count())
         free = (place for place in places if place not in known)

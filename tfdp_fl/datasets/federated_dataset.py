@@ -465,8 +465,8 @@ class FederatedDataset:
         if held_out.all() or not held_out.any():
             raise ValueError(
                 "clients must be more, so that the hashes of their ids put some on "
-                f"each side of a share of {fraction:g}, got {self.num_clients}: no "
-                "client is moved, because one that comes or goes would move it back."
+                f"each side of a share of {fraction:g}, got {self.num_clients}. (To "
+                "move a client would make its side depend on the other clients.)"
             )
         return self.take(np.flatnonzero(~held_out)), self.take(np.flatnonzero(held_out))
 

@@ -277,8 +277,8 @@ def split(
     if client in [*_names_in(features), *_names_in(label), sample_weight]:
         raise ValueError(
             "features, label and sample_weight must not hold the client "
-            f"column, got {client!r}: who somebody is would be learned as a "
-            "feature."
+            f"column, got {client!r}: the model would learn each person's identity as "
+            "a feature."
         )
     if not len(frame):
         raise ValueError("frame must have rows, got none.")

@@ -226,8 +226,8 @@ class IndexCheck:
                     return start + int(row), (
                         f"features must be indexes from 0 to {layer.input_dim - 1} for "
                         f"the embedding {layer.name!r}, got one outside of that in "
-                        f"column {column}: make input_dim larger, or give values that "
-                        "it does not know an index of their own"
+                        f"column {column}: make input_dim larger, or give unknown "
+                        "values an index of their own"
                     )
         return None
 

@@ -143,9 +143,9 @@ class Metrics:
             if not merges:
                 raise ValueError(
                     "metrics must keep sums (such as a total and a count), or a "
-                    "largest or smallest value, which many clients' states become one "
-                    f"by, got {name!r}, whose state is none. Divide in result(), or "
-                    "compute it after the training, by fed.model."
+                    "largest or smallest value, so that clients' states can be "
+                    f"merged, got {name!r}, whose state cannot. Divide in result(), or "
+                    "compute it after the training, with fed.model."
                 )
         self._merges = [next(iter(merges)) for merges in left]
 

@@ -176,8 +176,8 @@ class Release:
         if share > _FILLING and logs["clipped_fraction"] > _FILLING and not self._said:
             self._said.append(True)
             warnings.warn(
-                "What clients upload of statistics, such as the moving variance of a "
-                "BatchNormalization, fills the clip, so that the weights hardly learn. "
+                "The statistics that clients upload, such as the moving variance of a "
+                "BatchNormalization, fill the clip, so that the weights hardly learn. "
                 "Scale the features to a variance near 1, or give "
                 "non_trainable_state='keep' to the model.",
                 RuntimeWarning,

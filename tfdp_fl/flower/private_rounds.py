@@ -163,7 +163,7 @@ class PrivateRounds:
             self._correlation = history.Correlation(mechanism, client_of)
         elif client_of is not None:
             raise ValueError(
-                f"client_of must be None but for CorrelatedNoise, got {client_of!r}."
+                f"client_of must be None except for CorrelatedNoise, got {client_of!r}."
             )
         constant = schedules.is_constant(mechanism.noise_multiplier)
         if self._sampling == Sampling.RANDOM_ALLOCATION and not constant:
@@ -236,8 +236,8 @@ class PrivateRounds:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
-            f"A {type(self).__name__} cannot be copied or pickled: two of them would "
-            "say what one has spent. Make another one with the same ledger."
+            f"A {type(self).__name__} cannot be copied or pickled: each copy would "
+            "count only its own spending. Make another one with the same ledger."
         )
 
     # The releases and their cost.

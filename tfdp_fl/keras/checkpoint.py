@@ -366,8 +366,8 @@ class InterruptedRun:
         path = ledger_path(directory)
         if not path.exists():
             raise accounting.LedgerError(
-                f"The ledger {path} is missing, which says what the rounds of the "
-                "checkpoint beside it cost."
+                f"The ledger {path} is missing, which records the cost of the rounds "
+                "in the checkpoint beside it."
             )
         ledger = accounting.PrivacyLedger.read(path, expected_head=state["ledger_head"])
         run = fed.run

@@ -135,9 +135,9 @@ def check_owner(fed: FederatedTraining) -> None:
     if any(owner is not None and owner() is not fed for owner in marks):
         raise ValueError(
             f"model {fed.model.name!r} was already trained on clients by another "
-            "DPFederatedModel, itself or a layer that it shares, and what that "
-            "cost is counted there, not here. Go on with that one, resume from "
-            "its checkpoint, or build the Keras model anew."
+            "DPFederatedModel, itself or a layer that it shares, and the cost is "
+            "counted there, not here. Continue with that one, resume from its "
+            "checkpoint, or build the Keras model anew."
         )
 
 
@@ -184,8 +184,8 @@ def fit_lock(trained: Any, what: str, kind: str = "Keras model") -> Iterator[Non
         if trained in _fitting:
             raise RuntimeError(
                 f"{what} was called while a fit of the same {kind} (or an evaluation "
-                "that is charged) is running. What they cost is counted one after the "
-                "other: wait until it returns."
+                "that is charged) is running. Their costs must be counted one after "
+                "another: wait until it returns."
             )
         _fitting.add(trained)
     try:

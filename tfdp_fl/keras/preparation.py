@@ -133,8 +133,8 @@ def _check_population(fed: FederatedTraining, clients: FederatedDataset) -> Popu
     if target is not None and 2 * size < target.num_clients:
         raise ValueError(
             f"clients must be about the num_clients={target.num_clients} that "
-            f"make_private was given, got {size}: of so few, each round draws a "
-            "larger share, costs more than was planned, and the target would be "
+            f"make_private was given, got {size}: with so few, each round draws a "
+            "larger fraction and costs more than planned, and the target would be "
             f"spent after a few rounds. Call make_private with num_clients={size}."
         )
     population = (size, clients.clients_digest)

@@ -132,8 +132,8 @@ class RoundLoop:
         if begun_with is not None and _weights(self.fed.model) != begun_with:
             raise ValueError(
                 "callbacks must not change the model's weights before the first round "
-                "of a fit: nobody can tell what those weights cost. Set public weights "
-                "before fit; to go on with an interrupted run, use "
+                "of a fit: the cost of those weights is unknown. Set public weights "
+                "before fit; to continue an interrupted run, use "
                 "tfdp_fl.callbacks.RoundCheckpoint and fit(resume_from=directory)."
             )
         with contextlib.ExitStack() as whole:

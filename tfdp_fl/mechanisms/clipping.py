@@ -80,7 +80,7 @@ def global_norm(tensors: list[tf.Tensor]) -> tf.Tensor:
         if tensor.dtype.is_complex:
             raise ValueError(
                 "model must have weights of real numbers, got "
-                f"{tensor.dtype.name}: what is imaginary would have no noise."
+                f"{tensor.dtype.name}: imaginary parts would have no noise."
             )
     sizes = [tensor.shape.num_elements() for tensor in tensors]
     if None not in sizes and sum(sizes) <= 2 * _TERMS:

@@ -71,9 +71,7 @@ class ClientWeighting:
                 f"counts more than 1, got {self.mean_weight!r}."
             )
         if not math.isfinite(1 / cap) or cap > 3e38:
-            raise ValueError(
-                f"cap must be a number that float32 has, got {self.cap!r}."
-            )
+            raise ValueError(f"cap must be representable in float32, got {self.cap!r}.")
         object.__setattr__(self, "cap", cap)
         object.__setattr__(self, "mean_weight", mean_weight)
 

@@ -167,7 +167,7 @@ def clip(**checked: object) -> float:
     if not SMALLEST_CLIP_NORM <= value <= LARGEST_CLIP_NORM:
         raise ValueError(
             f"{name} must be from {SMALLEST_CLIP_NORM:g} to "
-            f"{LARGEST_CLIP_NORM:g}, got {value!r}: beyond, float32 "
-            "can neither clip nor noise."
+            f"{LARGEST_CLIP_NORM:g}, got {value!r}: outside this range, float32 can "
+            "neither clip nor add noise."
         )
     return value

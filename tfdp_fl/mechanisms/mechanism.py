@@ -383,7 +383,7 @@ class Mechanism(abc.ABC):
         if stddev and not _LEAST_NOISE <= stddev <= 1 / _LEAST_NOISE:
             raise ValueError(
                 "noise_multiplier times the clip must be from "
-                f"{_LEAST_NOISE:g} to {1 / _LEAST_NOISE:g}, which float32 holds, got "
+                f"{_LEAST_NOISE:g} to {1 / _LEAST_NOISE:g}, the range of float32, got "
                 f"{noise_multiplier:g} times {self.first_clip_norm():g}."
             )
         return noise_multiplier

@@ -158,7 +158,7 @@ class WrappedQuery(cohort_query.CohortQuery):
         if not _same_event(event, first):
             raise ValueError(
                 "query must report Gaussian events, or the same one in each round, "
-                f"where what rounds cost is written down beforehand, got {event!r}."
+                f"if rounds' costs are recorded in advance, got {event!r}."
             )
         return []
 

@@ -276,7 +276,7 @@ class SiloDirectory:
         path = checkpoint.ledger_path(self.path)
         if not path.exists():
             raise accounting.LedgerError(
-                f"The ledger {path} is missing, which says what this silo has spent."
+                f"The ledger {path} is missing, which records this silo's spending."
             )
         there = path.stat()
         head = accounting.PrivacyLedger.read(path).head

@@ -160,8 +160,8 @@ class BoundFactory:
             raise ValueError(
                 f"{name} must be None, a tff.aggregators.SumFactory or a "
                 "SecureSumFactory whose bounds include 0, got "
-                f"{type(factory).__name__}: what others make of an update after "
-                "the clip may be larger than the clip, and no epsilon would hold."
+                f"{type(factory).__name__}: others may enlarge an update beyond "
+                "the clip, and no epsilon would hold."
             )
         most = bounds_of(factory)[1]
         if name == "scalars_factory" and most < 1:
@@ -244,8 +244,8 @@ class BoundFactory:
         inner, scalars = self._factories.values()
         if shapes is None and largest_rounding(inner, 1):
             raise ValueError(
-                "inner_factory must be a plain sum where shapes are not known: what "
-                "a secure sum rounds depends on how many numbers there are."
+                "inner_factory must be a plain sum if shapes are unknown: the rounding "
+                "of a secure sum depends on the number of elements."
             )
         numbers = sum(math.prod(shape) for shape in shapes or ())
         rounding = largest_rounding(inner, numbers)

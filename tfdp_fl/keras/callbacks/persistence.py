@@ -85,7 +85,7 @@ class Ledger(FederatedCallback):
             if known is None:
                 raise ValueError(
                     f"path must not be the ledger of another run, which {self.path} is "
-                    f"({len(contents.entries)} rounds): go on with that run by "
+                    f"({len(contents.entries)} rounds): continue that run with "
                     "fit(resume_from=...), choose another path, or count both together "
                     "with append=True."
                 )
@@ -181,7 +181,7 @@ class Ledger(FederatedCallback):
         if self._opened is None:
             raise accounting.LedgerError(
                 f"The ledger {self.path} was closed while this release was prepared, "
-                "by a fit that ended. Nothing was released: ask again."
+                "by a fit that ended. Nothing was released: try again."
             )
 
     def on_fit_end(self) -> None:
@@ -229,8 +229,8 @@ class RoundCheckpoint(Ledger):
         if rounds and self._key not in self._run.known_ledgers:
             raise ValueError(
                 "directory must not hold the checkpoints of another run, and "
-                f"{self.directory} holds one of round {rounds[0]}: go on with that run "
-                "by fit(resume_from=directory), or choose another directory."
+                f"{self.directory} holds one of round {rounds[0]}: continue that run "
+                "with fit(resume_from=directory), or choose another directory."
             )
         if self._key not in self._run.known_ledgers:  # Otherwise it was moved away.
             self._files.make()
