@@ -120,7 +120,7 @@ class Outcome(NamedTuple):
 
 
 def as_places(non_negative: NonNegative) -> Sequence[int | str] | None:
-    """Returns the given indices or names; for a Keras model, those it must have."""
+    """Returns the given indices or names; for a Keras model, its own such arrays."""
     if non_negative is None:
         return None
     if callable(getattr(non_negative, "get_weights", None)):
