@@ -1,28 +1,28 @@
 """Algorithm 1: a round of differentially private federated averaging.
 
     draw        a cohort, which says who could have been in it
-    send        the model, the clip S and what clients noise with
-    collect     of each client one record: clip its update, let it in, add it up
-    charge      what could have happened, before anybody has seen anything
-    noise       on the sum, of the size that was charged
+    send        the model, the clip S and the stddev of any client noise
+    collect     one record per client: clip its update, bound it, add it up
+    charge      for what could have happened, before anything is visible
+    noise       is added to the sum, as much as was charged for
     divide      by the planned number of clients
-    move        the model, and the clip
+    move        the model and the clip
 
 (McMahan et al. 2018, https://arxiv.org/abs/1710.06963; the clip: Andrew et al. 2021.)
-Keras's `fit` calls `run_round`, a Flower server its two halves; TFF compiles
-`make_record` and `release`, and charges what its state wrote down. Nothing goes around:
+Keras's `fit` calls `run_round`; a Flower server calls its two halves. TFF compiles
+`make_record` and `release`, and charges what its state records. Nothing bypasses it:
 
-1. Own data only. `make_record` is given one client's update, and what the server sent;
-   the update is made of that client's examples, in a program that is chosen by its own
-   size (engine/layout.py).
-2. One door. `Query.clip` returns what mechanisms/records.py has let in: of the sum's
-   own shapes, within its bounds; only `records.add` adds to a sum.
+1. Own data only. `make_record` gets one client's update and what the server sent. The
+   update is computed from that client's examples, in a program chosen by its own number
+   of examples (engine/layout.py).
+2. One door. `Query.clip` returns only records that passed mechanisms/records.py: with
+   the sum's own shapes, and within its bounds. Only `records.add` adds to a sum.
 3. Exact sums. `Query.to_grid` rounds a record to a grid on which float64 adds without
    any error (mechanisms/records.py).
-4. Charged is what could have happened. The charge is made of the cohort that `draw`
-   returned; it is settled before the next one is drawn (sampling.py).
+4. The charge covers what could have happened. It is made from the cohort that `draw`
+   returned, which is settled before the next one is drawn (sampling.py).
 5. Charge, noise, release. `Server.release` needs the receipt of one
-   `PrivacyAccount.charge` (accounting/account.py); `release` adds what noise was paid.
+   `PrivacyAccount.charge` (accounting/account.py). `release` adds the charged noise.
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ from tfdp_fl.mechanisms import cohort_query, noise, records
 from tfdp_fl.mechanisms.contribution import ClientContext, Contribution, RoundState
 from tfdp_fl.terms import NoiseSite, TrustModel
 
-Drawn = Any  # A `sampling.Cohort`, or what else has a `participation`.
-Pending = Any  # What came back, and nobody has seen.
+Drawn = Any  # A `sampling.Cohort`, or another object with a `participation`.
+Pending = Any  # What the clients sent, before anything is published.
 Paid = Charge | None  # What `begin_round` returned.
 
 
 class Server(Protocol):
-    """What holds the model: Keras's `fit`, or a Flower server."""
+    """The party that holds the model: Keras's `fit`, or a Flower server."""
 
     def pays_first(self, cohort: Drawn) -> bool:
-        """Whether a round costs the same if it ends early, by what was seen of it."""
+        """Whether a round that ends early costs as much, by what it reveals."""
 
     def abandons(self, pending: Pending) -> bool:
-        """Returns whether too little came back for a release."""
+        """Returns whether too few clients answered for a release."""
 
     def abandon(self, cohort: Drawn) -> None:
-        """Settles a cohort of which nothing is released."""
+        """Settles a cohort without any release."""
 
     def charge(self, cohort: Drawn, pending: Pending = None) -> Charge:
-        """Pays for a round by `PrivacyAccount.charge`, or raises."""
+        """Pays for a round with `PrivacyAccount.charge`, or raises an error."""
 
     def release(self, cohort: Drawn, pending: Pending, paid: Charge) -> Any:
-        """Settles a cohort; adds noise, divides (`release`), and moves the model."""
+        """Settles a cohort; adds noise, divides (`release`), and updates the model."""
 
 
 class FrontEnd(Server, Protocol):
     """A server whose clients train here and now."""
 
     def draw(self) -> Drawn:
-        """Returns the next round's cohort, by its sampler."""
+        """Draws the next round's cohort."""
 
     def collect(self, cohort: Drawn) -> Pending:
-        """Lets the clients train; returns the sum of their records."""
+        """Trains the clients; returns the sum of their records."""
 
 
 def run_round(front: FrontEnd) -> Any:
@@ -77,14 +77,14 @@ def run_round(front: FrontEnd) -> Any:
 
 
 def begin_round(server: Server, cohort: Drawn) -> Paid:
-    """Pays before anybody is asked, if the server `pays_first`, whatever comes then."""
+    """Pays before any client is asked, if the server `pays_first`."""
     return server.charge(cohort) if server.pays_first(cohort) else None
 
 
 def finish_round(server: Server, cohort: Drawn, pending: Pending, paid: Paid) -> Any:
-    """Charges and releases what a cohort sent; or abandons it, and returns None.
+    """Charges and releases a cohort's sum; or abandons the round and returns None.
 
-    Raises what `charge` raises; then nothing is released.
+    If `charge` raises an error, nothing is released.
     """
     if server.abandons(pending):
         if paid is None and cohort.participation.charge_if_abandoned:
@@ -100,16 +100,16 @@ def make_record(
     update: list[tf.Tensor],
     client: ClientContext = ClientContext(),  # noqa: B008
 ) -> Contribution:
-    """Returns what one client adds to the sum: clipped, bounded, and rounded.
+    """Returns the record that one client adds to the sum: clipped, bounded and rounded.
 
     Args:
       query: The mechanism's query.
       params: What the server sent: `query.derive_sample_params(state)`.
-      update: Float tensors, of the model's shapes.
+      update: Float tensors with the model's shapes.
       client: Facts about the client, such as its number of examples.
     """
     mechanism = query.mechanism
-    # With fewer bits a product is rounded by more than a clip may be.
+    # With fewer bits, a product would be rounded by more than is allowed in a clip.
     update = [tf.cast(t, tf.float32) if t.dtype.size < 4 else t for t in update]
     record = query.clip(params, update, client)
     if mechanism.client_noise is not None:  # Local: each client's is enough.
@@ -127,14 +127,14 @@ def release(
     state: RoundState,
     charged: Any = None,
 ) -> tuple[list[tf.Tensor], RoundState]:
-    """Returns the noised mean of a cohort's records, and the state before the next.
+    """Returns the noisy mean of a cohort's records, and the state for the next round.
 
     Args:
       query: The mechanism's query.
       total: The sum of the records.
-      state: The round's.
-      charged: What the charge was derived from (`query.charged_for`); None: what the
-        mechanism says at its first clip.
+      state: The round's state.
+      charged: The number from which the charge was derived (`query.charged_for`); None:
+        the mechanism's own at its first clip.
 
     Raises:
       InvalidArgumentError: The noise is less than what was charged for.

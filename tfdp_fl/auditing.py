@@ -1,4 +1,4 @@
-"""Canary clients that train along, and what an epsilon looks like from them."""
+"""Canary clients that take part in a training, and an estimate of epsilon from them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from tfdp_fl.terms import Sampling, TrustModel
 __all__ = ["CanaryAudit", "Estimate", "Scores"]
 
 FINAL, ALL = "final", "all"
-# Coordinates of all directions that are held at once: 64 MiB of float32.
+# The number of coordinates of directions in memory at once: 64 MiB of float32.
 _HELD = 2**24
-# Two-sided, and how far a spread is from another that it passes for.
+# The two-sided confidence level, its normal quantile, and by how many standard errors
+# a standard deviation may exceed that without participation and still count as equal.
 _CONFIDENCE, _Z95 = 0.95, 1.959964
 _SAME_SPREAD = 4.0
-# Of the thresholds.
+# The false positive rates of the thresholds.
 _FALSE_POSITIVES = (1e-4, 1e-3, 1e-2, 1e-1)
 
 
@@ -35,37 +36,36 @@ class CanaryAudit:
     """Estimates epsilon from one training run, with canary clients.
 
     Andrew et al. (2023), "One-shot Empirical Privacy Estimation for Federated
-    Learning" (https://arxiv.org/abs/2302.03098): beside the clients, canaries
-    take part, each with a random direction, as long as the clip allows, as its
-    update. How much of its direction is found in the model tells how well
-    someone who knows the direction can tell that the canary was there; what
-    others added is known to that someone, and taken out.
+    Learning" (https://arxiv.org/abs/2302.03098): along with the clients, canaries take
+    part. Each one's update is a random direction, scaled to the clip. How much of its
+    direction is found in the model shows how well an attacker who knows the direction
+    can tell that the canary took part. The attacker also knows the other canaries'
+    contributions and removes them.
 
-    It is an estimate of what an attack by directions finds, not a bound: a
-    value far above the epsilon that is claimed means that something is broken,
-    one below it proves nothing. Given to one `fit`, as `fit(audit=...)`. The
-    canaries are noise to the training: with K canaries and m of N clients a
-    round, each mean has about K m / N directions of length S / m more. They
-    add nothing else: the adaptive clip and `History` follow the clients alone.
-    The clients' guarantee stays the same, because canaries do not depend on
-    anybody's data.
+    It is an estimate of the success of one attack, not a bound. A value far above the
+    claimed epsilon means that something is broken; a value below it proves nothing.
+    Pass it to one `fit`, as `fit(audit=...)`. The canaries act as noise in training:
+    with K canaries and m of N clients per round, each mean has about K m / N additional
+    directions of length S / m. They have no other effect: the adaptive clip and
+    `History` follow the clients alone. The clients' guarantee stays the same, because
+    canaries do not depend on anyone's data.
 
-    Audited are central mechanisms whose server adds the noise and that scale
-    updates by their norm (fixed, adaptive and median clips among them).
+    It can audit central mechanisms whose server adds the noise and that scale updates
+    by their norm (including fixed, adaptive and median clips).
 
     Attributes:
       num_canaries: The number of canary clients, K.
-      iterates: "final": the attacker sees the model before and after the
-        `fit`; "all": the model after every round, and a canary's score is its
-        largest over all rounds, and over differences of two in a row. That costs 4 K
-        inner products of the model's size a round.
+      iterates: "final": the attacker sees the model before and after the `fit`. "all":
+        the attacker sees the model after every round, and a canary's score is the
+        largest over all rounds and over differences of consecutive rounds. This takes
+        4 K inner products of the model's size per round.
     """
 
     def __init__(self, num_canaries: int = 1000, iterates: str = FINAL):
         """Declares an audit; `fit` draws its canaries.
 
         Args:
-          num_canaries: K, at least 2; a thousand tell epsilon to about a
+          num_canaries: K, at least 2; a thousand determine epsilon to within about a
             tenth.
           iterates: "final" or "all".
 
@@ -80,17 +80,16 @@ class CanaryAudit:
         self._rounds = 0
         self._found: Scores | None = None
 
-    # What `fit` calls.
+    # The methods that `fit` calls.
 
     def begin(self, cohort_engine: engine.CohortEngine) -> None:
-        """Draws the canaries, before the first round.
+        """Draws the canaries before the first round.
 
         Args:
-          cohort_engine: What runs the rounds.
+          cohort_engine: The engine that runs the rounds.
 
         Raises:
-          ValueError: The mechanism is not one that this audits, or the audit
-            was used before.
+          ValueError: The mechanism cannot be audited, or the audit was used before.
         """
         if self._engine is not None:
             raise ValueError(
@@ -124,11 +123,11 @@ class CanaryAudit:
     def join(
         self, pending: engine.PendingRound, charge: charge_lib.RoundCharge
     ) -> None:
-        """Adds the canaries' updates of a round to its sum.
+        """Adds the canaries' updates to a round's sum.
 
         Args:
-          pending: The round, collected and not released.
-          charge: What it costs: it tells how the cohort was drawn.
+          pending: The round, collected but not released.
+          charge: The round's cost, which includes how the cohort was drawn.
         """
         query, spec = self._require_engine().query, self._require_engine().update_spec
         params = query.derive_sample_params(pending.state)
@@ -142,7 +141,7 @@ class CanaryAudit:
         times = np.zeros(self.num_canaries)
         times[drawn] = length
         self._pending = direction, times
-        # Zeros beside the update: their bits would move an adaptive clip.
+        # All other numbers are zero, as canaries' bits would move an adaptive clip.
         pending.add_contribution(
             query.initial_sample_state(spec.variables)._replace(
                 update=spec.unflatten(tf.constant(direction, tf.float32))
@@ -150,7 +149,7 @@ class CanaryAudit:
         )
 
     def observe_release(self) -> None:
-        """Looks at the model, after a round was released."""
+        """Looks at the model after a round was released."""
         if self._pending is None:
             return
         direction, times = self._pending
@@ -164,7 +163,7 @@ class CanaryAudit:
             self._last = now
             self._score(*seen)
             if self._before is not None:
-                # Where two rounds had the same noise, it is gone from this.
+                # If two rounds have the same noise, it cancels in the difference.
                 update, own = (
                     new - old for new, old in zip(seen, self._before, strict=True)
                 )
@@ -172,19 +171,19 @@ class CanaryAudit:
             self._before = seen
 
     def _score(self, update: np.ndarray, own: np.ndarray) -> None:
-        """Keeps each canary's best score so far."""
+        """Stores each canary's best score so far."""
         moved, added = update
         nobody = np.zeros(self.num_canaries)
         for row, canaries, times in (
             (self._best[0], self._canaries, own),
             (self._best[1], self._others, nobody),
         ):
-            # In the earlier of two rounds a canary counts against the update.
+            # A canary in the earlier of two rounds counts with the opposite sign.
             found = scores(canaries, moved, added, times) * np.where(own < 0, -1, 1)
             np.maximum(row, found, out=row)
 
     def end(self) -> None:
-        """Looks at the model, after the last round."""
+        """Looks at the model after the last round."""
         if not self._rounds:
             return
         observed, unobserved = self._best
@@ -197,11 +196,11 @@ class CanaryAudit:
             null_std=self._canaries.size**-0.5,
         )
 
-    # What comes out.
+    # The results.
 
     @property
     def scores(self) -> Scores:
-        """What was measured of each canary, after the run.
+        """The scores of the canaries after the run.
 
         Raises:
           ValueError: No round was released with this audit yet.
@@ -213,7 +212,7 @@ class CanaryAudit:
         return self._found
 
     def estimate(self, delta: float) -> Estimate:
-        """Returns epsilon as the canaries' scores show it.
+        """Returns the estimate of epsilon from the canaries' scores.
 
         Args:
           delta: Strictly between 0 and 1.
@@ -224,7 +223,7 @@ class CanaryAudit:
         return estimate(self.scores, delta)
 
     def sentence(self, delta: float) -> str:
-        """Returns the sentences of the privacy statement about it."""
+        """Returns the privacy statement's sentences about the audit."""
         if self._found is None:
             return "An audit with canary clients was begun, and not finished."
         found = self.estimate(delta)
@@ -246,16 +245,16 @@ class CanaryAudit:
         return self._engine
 
     def _weights(self) -> np.ndarray:
-        """Returns the weights that updates change, float64 [d]."""
+        """Returns the weights that clients update, float64 [d]."""
         variables = [each.numpy() for each in self._require_engine().server.variables]
         return np.concatenate([each.astype(np.float64).ravel() for each in variables])
 
     def _draw(self, charge: charge_lib.RoundCharge) -> np.ndarray:
-        """Draws the canaries of a round, each as a client is drawn."""
+        """Draws the canaries of a round, in the same way as clients."""
         size, population = charge.clients_per_round, charge.num_clients
         if charge.pass_index is not None and charge.pass_offset is not None:
-            # Each has a place in the pass's order, or one of its rounds, as each client
-            # has.
+            # Like a client, each canary has a position in the pass's order, or one of
+            # its rounds.
             allocated = charge.sampling == Sampling.RANDOM_ALLOCATION
             start = charge.pass_offset * (size if allocated else 1)
             key = (charge.partition, charge.pass_index)
@@ -269,7 +268,7 @@ class CanaryAudit:
         drawn = self._rng.random(self.num_canaries)
         if not charge.sampling.startswith("cyclic"):
             return np.flatnonzero(drawn < chance)
-        # Each is in one of b groups, which take part in turn.
+        # Each is in one of b groups, which take turns.
         groups = self._require_engine().query.mechanism.min_separation
         groups = groups or max(1, int(population // size))
         if "groups" not in self._places:
@@ -281,11 +280,11 @@ class CanaryAudit:
 class Canaries:
     """Directions drawn uniformly from the unit sphere in R^d.
 
-    A direction is made anew from a secret seed whenever it is needed, so that
-    memory does not depend on their number.
+    Directions are generated from a secret seed whenever they are needed, so memory does
+    not depend on their number.
 
     Attributes:
-      count: How many there are.
+      count: The number of directions.
       size: The number of coordinates, d.
     """
 
@@ -293,16 +292,16 @@ class Canaries:
         """Draws the seed; no direction is made yet.
 
         Args:
-          count: How many.
-          size: d, the elements of an update.
-          seed: For tests; None: from the operating system.
+          count: The number of directions.
+          size: d, the number of elements in an update.
+          seed: For tests; None: a seed from the operating system.
         """
         self.count = count
         self.size = size
         self._seed = secrets.randbits(128) if seed is None else seed
 
     def _directions(self, places: Sequence[int]) -> np.ndarray:
-        """Returns some of them, float32 [len(places), d]."""
+        """Returns some of the directions, float32 [len(places), d]."""
         found = np.empty([len(places), self.size], np.float32)
         for row, place in enumerate(places):
             rng = np.random.Generator(
@@ -315,7 +314,7 @@ class Canaries:
     def _of_each(
         self, function: Callable[[np.ndarray], np.ndarray], places: np.ndarray
     ) -> list[np.ndarray]:
-        """Returns a function of some of the directions after the others."""
+        """Applies a function to some of the directions, one block after another."""
         step = max(1, _HELD // max(1, self.size))
         parts = [places[start : start + step] for start in range(0, len(places), step)]
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -350,22 +349,22 @@ def scores(
     added: np.ndarray,
     participations: np.ndarray,
 ) -> np.ndarray:
-    """Returns how much of each canary is in an update, beside what is not it.
+    """Returns how much of each canary is in an update, relative to everything else.
 
-    Who attacks one client knows the others. So what all canaries added is
-    taken out, by least squares (a share of `added` that explains the update
-    best), and the canary's own share is put back.
+    An attacker on one client knows all others. So the contribution of all canaries is
+    removed by least squares (the multiple of `added` that best explains the update),
+    and the canary's own share is put back.
 
     Args:
-      canaries: All of them.
-      update: Float [d], how the model moved.
-      added: Float [d], the sum of the canaries' directions that went into it.
-      participations: Int [count], how often each did.
+      canaries: All canaries.
+      update: Float [d], the change of the model.
+      added: Float [d], the sum of the canaries' directions in it.
+      participations: Int [count], how often each canary is in it.
 
     Returns:
-      Float64 [count]. A canary that is not in the update has N(0, 1/d), to a
-      good approximation for d in the thousands, whatever else the update is.
-      Zeros for an update of zero.
+      Float64 [count]. The score of a canary that is not in the update is N(0, 1/d), to
+      a good approximation for d in the thousands, whatever the rest of the update.
+      All scores are zero for an update of zero.
     """
     update = np.asarray(update, np.float64)
     added = np.asarray(added, np.float64)
@@ -380,15 +379,15 @@ def scores(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What was measured.
+    """The canaries' scores.
 
     Attributes:
-      observed: Float64 [k], the canaries that took part.
-      unobserved: Float64 [k'], canaries that did not; None where their
-        distribution is known: N(0, null_std^2).
-      null_std: The standard deviation of one score of one that did not take
-        part, 1/sqrt(d). With `unobserved`, whose scores may each be the best
-        of several, it only tells d.
+      observed: Float64 [k], scores of canaries that took part.
+      unobserved: Float64 [k'], scores of canaries that did not; None if their
+        distribution is known to be N(0, null_std^2).
+      null_std: The standard deviation of a single score of a canary that did not take
+        part, 1/sqrt(d). With `unobserved`, whose scores may each be the best of
+        several, it only determines d.
     """
 
     observed: np.ndarray
@@ -401,11 +400,11 @@ class Estimate:
     """An estimate of epsilon, not a bound.
 
     Attributes:
-      epsilon: At `delta`.
+      epsilon: The estimate at `delta`.
       low: The lower end of a 95 % interval (see `estimate`).
       high: The upper end.
       delta: The delta of that epsilon.
-      num_canaries: How many took part.
+      num_canaries: The number of canaries that took part.
     """
 
     epsilon: float
@@ -416,30 +415,30 @@ class Estimate:
 
 
 def estimate(scores: Scores, delta: float) -> Estimate:
-    """Returns epsilon between the scores with and without a client.
+    """Returns epsilon between the distributions of scores with and without a client.
 
-    The larger of two. First, both are taken to be Gaussian (Andrew et al.
-    2023, "One-shot Empirical Privacy Estimation for Federated Learning",
-    Section 4), with one spread: the larger of the two. (Where clients are
-    sampled, who took part is a mixture, wider than the other; a fit with two
-    spreads reads tails into it that are not there, and finds more than the
-    truth.) Second, whatever the distributions are, epsilon is at least
-    log((TPR - delta) / FPR) for a threshold's true and false positives, taken
-    at the ends of their joint 95 % interval (Clopper and Pearson 1934).
+    It is the larger of two estimates. The first assumes that both distributions are
+    Gaussian (Andrew et al. 2023, "One-shot Empirical Privacy Estimation for Federated
+    Learning", Section 4) with the same standard deviation, the larger of the two. (If
+    clients are sampled, the scores with a client are a wider mixture. A fit with two
+    standard deviations would assume tails that do not exist, and overestimate epsilon.)
+    The second holds for any distributions: epsilon is at least
+    log((TPR - delta) / FPR) for a threshold's true and false positive rates, taken at
+    the ends of their joint 95 % interval (Clopper and Pearson 1934).
 
-    The interval is that of the mean score, off by three independent errors:
+    The interval is that of the mean score, which has three independent errors:
 
-    - From the number K of canaries: spread/sqrt(K).
-    - From the scores' unit, the norm of everything but canaries. It is one number
-      for all canaries of a look, so that more canaries do not help. If the noise
-      is equal in all d coordinates, it is sigma chi_(d-1), whose quantiles are
-      used: for few weights they are far from symmetric. (The best of several
-      looks, each with a norm of its own, is off by that at most.)
-    - From unobserved canaries, if they are measured: the errors of their mean
-      and of their spread, by which scores are divided.
+    - From the number K of canaries: (standard deviation) / sqrt(K).
+    - From the unit of the scores, the norm of everything except canaries. It is the
+      same for all canaries of one look, so more canaries do not help. If the noise is
+      equal in all d coordinates, it is sigma chi_(d-1), whose quantiles are used: with
+      few weights, they are far from symmetric. (The best of several looks, each with
+      its own norm, has at most this error.)
+    - From unobserved canaries, if measured: the errors of their mean and of their
+      standard deviation, by which scores are divided.
 
     Args:
-      scores: At least two of each kind.
+      scores: At least two observed scores and, if any, at least two unobserved ones.
       delta: Strictly between 0 and 1.
     """
     delta = _validate.inside_unit_interval(delta=delta)
@@ -448,7 +447,7 @@ def estimate(scores: Scores, delta: float) -> Estimate:
     if others is not None:
         null_mean, null_std = float(others.mean()), float(others.std(ddof=1))
         others = (others - null_mean) / null_std
-    # From here on in units of the null's standard deviation.
+    # From here on, in units of the standard deviation without participation.
     # `scores` takes one direction out of the update before the norm.
     freedom = max(scores.null_std**-2 - 1, 1.0)
     ends = np.sqrt(stats.chi2.ppf([0.025, 0.975], freedom))
@@ -460,7 +459,7 @@ def estimate(scores: Scores, delta: float) -> Estimate:
     count = len(observed)
     null_error = null_spread_error = 0.0
     if others is not None:
-        # How far each of them moves (mean - null_mean) / null_std.
+        # The influence of each of them on (mean - null_mean) / null_std.
         moved = others + mean * (others**2 - 1) / 2
         null_error = float(moved.std()) / math.sqrt(len(others))
         null_spread_error = 1 / math.sqrt(len(others))
@@ -485,7 +484,7 @@ def estimate(scores: Scores, delta: float) -> Estimate:
 def _threshold_bound(
     observed: np.ndarray, others: np.ndarray | None, delta: float
 ) -> float:
-    """Returns the best of log((TPR - delta) / FPR) over a few thresholds."""
+    """Returns the largest log((TPR - delta) / FPR) over a few thresholds."""
     best = 0.0
     share = (1 - _CONFIDENCE) / (2 * len(_FALSE_POSITIVES))
     for rate in _FALSE_POSITIVES:

@@ -1,19 +1,19 @@
-"""Who takes part in a round, and what that sampling costs.
+"""Samplers, which draw the clients of each round, and the cost of their sampling.
 
 Without a seed, cohorts come from the operating system's entropy and cannot be
-predicted: Poisson and fixed-size cohorts from fresh entropy in every round,
-those that come in passes from a secret key drawn once. With a seed, a cohort depends
-on the seed and the number of the draw alone.
+predicted: Poisson and fixed-size cohorts from fresh entropy in every round, cohorts in
+passes from a secret key that is drawn once. With a seed, a cohort depends only on the
+seed and the number of the draw.
 
-Cohorts are sorted by position, which says nothing about how they were drawn.
+Cohorts are sorted by position, which reveals nothing about how they were drawn.
 
     cohort = sampler.draw()
     ...                                        # Train cohort.positions, noise, charge
     charge = sampler.charge(cohort, event)     # what could have happened,
     sampler.release(cohort)                    # and release; or abandon(cohort).
 
-A cohort is settled before the next one is drawn. So no cohort is thrown away that
-its sampling cannot spare, and no group has its turn too soon.
+A cohort must be settled before the next one is drawn. So no cohort is discarded if its
+sampling does not allow that, and no group takes part again too soon.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tfdp_fl import _validate, schedules
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.terms import Json, Sampling
 
-# Keeps the cohorts' random numbers apart from other uses of the same seed.
+# Separates the cohorts' random numbers from other uses of the same seed.
 _STREAM = 0x636F686F7274  # "cohort"
-# Of its own: a `SeedSequence` of [seed, x] is that of [seed, x, 0], round 0's.
+# Separate, as the `SeedSequence`s of [seed, x] and [seed, x, 0] (round 0) are equal.
 _GROUP_STREAM = 0x67726F757073  # "groups"
 
 
@@ -47,7 +47,7 @@ def make_sampler(
     *,
     may_abandon: bool = False,
 ) -> CohortSampler:
-    """Returns the sampler of that name.
+    """Returns the sampler with this name.
 
     Args:
       sampling: "poisson", "fixed_size", "random_allocation", "shuffled" or
@@ -86,8 +86,8 @@ def expected_sizes(
 ) -> schedules.Schedule:
     """Returns the expected size of each cohort, by which a sum is divided.
 
-    That is m, but under random allocation, whose t = floor(N/m) rounds share all
-    clients, N/t.
+    It is m. Under random allocation, whose t = floor(N/m) rounds share all clients, it
+    is N/t.
     """
     if sampling != Sampling.RANDOM_ALLOCATION:
         return clients_per_round
@@ -114,15 +114,15 @@ def _freeze(positions: np.ndarray) -> np.ndarray:
 def seed_sequence(
     seed: int, stream: int, attempt: tuple[int, ...]
 ) -> np.random.SeedSequence:
-    """Returns what one draw of random numbers follows from.
+    """Returns the seed sequence of one draw of random numbers.
 
-    NumPy strings all numbers together in words of 32 bits. The seed's own upper
-    words come last, so that they cannot pass for a stream or an attempt.
+    NumPy concatenates all numbers as 32-bit words. The seed's own upper words come
+    last, so that they cannot be confused with a stream or an attempt.
 
     Args:
-      seed: The seed that the user gave, if any.
-      stream: What the numbers are for.
-      attempt: The number of the draw, and what else sets it apart.
+      seed: The user's seed, if any.
+      stream: The purpose of the random numbers.
+      attempt: The number of the draw, and further numbers that distinguish it.
     """
     upper = [seed >> 32] if seed >> 32 else []
     return np.random.SeedSequence([seed & 0xFFFFFFFF, stream, *attempt, *upper])
@@ -133,10 +133,10 @@ class Cohort:
     """The clients of one round, and who else could have been in it.
 
     Attributes:
-      positions: Int64 [K], sorted: the clients' places in the population. Secret.
-      participation: What the round's charge is made of. Not secret.
-      round_index: The round that it was drawn for, from 0.
-      draw_id: Random, no other draw has it. Not secret.
+      positions: Int64 [K], sorted: the clients' positions in the population. Secret.
+      participation: The basis of the round's charge. Not secret.
+      round_index: The round for which it was drawn, from 0.
+      draw_id: A random id that is unique to the draw. Not secret.
       from_seed: Whether a sampler with the same seed draws the same clients for that
         round.
     """
@@ -152,22 +152,22 @@ class CohortSampler(abc.ABC):
     """Draws the cohort of each round.
 
     Attributes:
-      sampling: The name that the accounting knows the sampling by.
+      sampling: The sampling's name in the accounting.
       num_clients: The number of clients, N.
-      seed: None where cohorts are secret.
-      unsettled: The cohort that was drawn last, until it is settled.
-      attempt: With a seed, the key of the coming draw (`keras.run`):
-        the same clients with other noise would be one draw seen twice, and two
-        draws are what is charged. None: the round is the key.
+      seed: The seed; None if cohorts are secret.
+      unsettled: The last drawn cohort, until it is settled.
+      attempt: With a seed, the key of the next draw (`keras.run`). Each attempt at a
+        round needs a new draw: the same clients with different noise would be a single
+        draw, whereas two draws are charged. None: the round is the key.
     """
 
     sampling: str
     attempt: tuple[int, ...] | None = None
     _fractional_sizes = False
-    # What of a state another sampler may not differ in, and what it has besides.
+    # The attributes in a state that must match, and the further ones that it has.
     _fixed: ClassVar[tuple[str, ...]] = ("sampling", "num_clients", "seed", "an_order")
     _kept: ClassVar[tuple[str, ...]] = ()
-    # A NumPy that draws other orders from the same key could schedule clients too soon.
+    # If NumPy drew other orders from the same key, clients might be scheduled too soon.
     an_order: ClassVar[list[int]] = np.random.default_rng(0).permutation(10).tolist()
 
     def __init__(
@@ -181,13 +181,13 @@ class CohortSampler(abc.ABC):
             seed = _validate.non_negative_integer(seed=seed)
         self.seed = seed
         self._next_round = 0
-        self._first_round = 0  # That a sampler begins with.
+        self._first_round = 0  # The round with which the sampler begins.
         self.unsettled: Cohort | None = None
         self._has_drawn = False
-        # Of what is drawn for more than a round.
+        # The key of orders and groups that are drawn for more than one round.
         self._key = None if seed is not None else secrets.token_hex(32)
         self._order: tuple[tuple[int, ...], np.ndarray] | None = None
-        # Names that order or those groups. Public, and says nothing of them.
+        # The name of that order or those groups. It is public and reveals nothing.
         self._partition = secrets.token_hex(8)
         self._clients_per_round = schedules.check_schedule(
             clients_per_round, self._check_size, "clients_per_round"
@@ -195,9 +195,10 @@ class CohortSampler(abc.ABC):
 
     @property
     def next_round(self) -> int:
-        """The round that is drawn next, or is drawn and not settled.
+        """The round that is drawn next, or that is drawn but not settled.
 
-        It decides the place in schedules and in a pass. It may be set between rounds.
+        It determines the position in schedules and in a pass. It may be set between
+        rounds.
         """
         return self._next_round
 
@@ -219,7 +220,7 @@ class CohortSampler(abc.ABC):
         """Returns the cohort of the next round.
 
         Raises:
-          RuntimeError: The one before is not settled.
+          RuntimeError: The previous cohort is not settled.
         """
         if self.unsettled is not None:
             raise RuntimeError(
@@ -239,20 +240,20 @@ class CohortSampler(abc.ABC):
         return self.unsettled
 
     def release(self, cohort: Cohort) -> None:
-        """Notes that a cohort's round, which was charged, is about to be released.
+        """Records that a cohort's round has been charged and is about to be released.
 
         Raises:
-          RuntimeError: It is not the cohort that was drawn last, or it was settled.
+          RuntimeError: It is not the last drawn cohort, or it is already settled.
         """
         self._settle(cohort)
 
     def abandon(self, cohort: Cohort) -> None:
-        """Notes that nothing of a cohort's round is released.
+        """Records that nothing of a cohort's round is released.
 
         It is charged all the same if `cohort.participation.charge_if_abandoned`.
 
         Raises:
-          RuntimeError: It is not the cohort that was drawn last, or it was settled, or
+          RuntimeError: It is not the last drawn cohort, or it is already settled, or
             its sampling cannot abandon a cohort.
         """
         self._settle(cohort)
@@ -269,9 +270,10 @@ class CohortSampler(abc.ABC):
     def cohort(self, round_index: int) -> np.ndarray:
         """Returns the positions of a round's clients, for a loop over rounds.
 
-        It draws round after round. To ask for the next round says that the one before
-        was released; a loop that abandons rounds calls `draw` and `abandon`. The first
-        call of a sampler may ask for a later round, with which it then begins.
+        It draws one round after another. Asking for the next round means that the
+        previous one was released; a loop that abandons rounds must call `draw` and
+        `abandon` instead. A sampler's first call may ask for a later round, with which
+        it then begins.
 
         Args:
           round_index: The round, from 0: that of the last call, or the next one.
@@ -304,7 +306,7 @@ class CohortSampler(abc.ABC):
         return self._place(round_index)["clients_per_round"]
 
     def participation(self, round_index: int) -> charge_lib.Participation:
-        """Returns who can be in a round, whether it was drawn or is planned."""
+        """Returns which clients can be in a round, whether drawn or planned."""
         return charge_lib.Participation(
             sampling=self.sampling,
             num_clients=self.num_clients,
@@ -317,8 +319,8 @@ class CohortSampler(abc.ABC):
         """Returns the cost of a round in which a mechanism releases `event`.
 
         Args:
-          cohort: The cohort, or the number of a round, which may be planned.
-          event: What is released of its clients, without sampling.
+          cohort: The cohort, or the number of a round, which may be a planned one.
+          event: The event that is released about its clients, without sampling.
         """
         if not isinstance(cohort, Cohort):
             return self.participation(cohort).charge(event)
@@ -327,12 +329,12 @@ class CohortSampler(abc.ABC):
     def charges(
         self, rounds: range, event: dp_accounting.DpEvent
     ) -> list[tuple[charge_lib.RoundCharge, int]]:
-        """Returns the costs of planned rounds, by kind, for one m and one event."""
+        """Returns planned rounds' distinct costs with counts, for one m and event."""
         kinds = [self.charge(t, event) for t in rounds[:1]]
         return [(kind, len(rounds)) for kind in kinds]
 
     def _place(self, round_index: int) -> Json:
-        """Returns the fields of a participation for the round's size and its pass."""
+        """Returns a participation's fields for the round's size and pass."""
         return {"clients_per_round": self._nominal_size(round_index)}
 
     def max_participations(self, rounds: int, first_round: int = 0) -> int:
@@ -346,7 +348,7 @@ class CohortSampler(abc.ABC):
         return True
 
     def state(self) -> Json:
-        """Returns what a checkpoint must keep, as JSON values.
+        """Returns what a checkpoint must store, as JSON values.
 
         For cohorts that come in passes, without a seed, this holds the secret key, from
         which a reader of the checkpoint can tell these cohorts. No cohort is kept: it
@@ -358,10 +360,10 @@ class CohortSampler(abc.ABC):
         return {**fixed, **kept, "next_round": self.next_round}
 
     def restore(self, state: Json) -> None:
-        """Goes on where `state` was taken; a cohort that was not settled is drawn anew.
+        """Continues from `state`; a cohort that was not settled is drawn anew.
 
         Raises:
-          ValueError: If the state is of another sampling, population or seed.
+          ValueError: If the state has another sampling, population or seed.
         """
         for name in self._fixed:
             if state.get(name) != getattr(self, name):
@@ -393,8 +395,8 @@ class CohortSampler(abc.ABC):
         return np.random.default_rng(seed_sequence(self.seed, _STREAM, attempt))
 
     def _permutation(self, *stream: int) -> np.ndarray:
-        """Returns an order of the clients that follows from the seed, or the key."""
-        if self._order is None or self._order[0] != stream:  # A second for millions.
+        """Returns an order of the clients that follows from the seed or the key."""
+        if self._order is None or self._order[0] != stream:  # Takes 1 s for millions.
             first = cast(int, self.seed) if self._key is None else int(self._key, 16)
             rng = np.random.default_rng(np.random.SeedSequence([first, *stream]))
             self._order = (stream, rng.permutation(self.num_clients))
@@ -409,8 +411,8 @@ class CohortSampler(abc.ABC):
 class PoissonSampler(CohortSampler):
     """Each client takes part with probability q = m/N, independently.
 
-    The cohort's size is Binomial(N, q), and given its size every cohort is
-    equally likely, so it is drawn in O(m). An empty cohort is possible.
+    The cohort's size is Binomial(N, q), and all cohorts of the same size are equally
+    likely, so it can be drawn in O(m). An empty cohort is possible.
     """
 
     sampling = Sampling.POISSON
@@ -425,15 +427,15 @@ class PoissonSampler(CohortSampler):
 
 
 class FixedSizeSampler(CohortSampler):
-    """Exactly m of the N clients, every such cohort equally likely.
+    """Exactly m of the N clients, with every such cohort equally likely.
 
-    Which cohorts are abandoned because somebody in them failed tells who was in the
-    others: if f clients fail, those that are released were drawn from N - f. So a
-    sampler whose cohorts may be abandoned says so from the first round on, and all of
-    its rounds are charged as if it were known whether a client was drawn.
+    If cohorts are abandoned because a client in them failed, this reveals who was in
+    the others: if f clients fail, the released cohorts were drawn from N - f clients.
+    So if a sampler's cohorts may be abandoned, this must be declared from the start,
+    and all rounds are charged as if it were known whether a client was drawn.
 
     Attributes:
-      may_abandon: Whether they may.
+      may_abandon: Whether cohorts may be abandoned.
     """
 
     sampling = Sampling.FIXED_SIZE
@@ -471,7 +473,7 @@ class FixedSizeSampler(CohortSampler):
 
 
 class PassSampler(CohortSampler):
-    """Cohorts of passes in which every client has one round, which a key tells."""
+    """Cohorts in passes; a key determines each client's only round in a pass."""
 
     _kept: ClassVar[tuple[str, ...]] = ("key", "partition")
 
@@ -481,12 +483,12 @@ class PassSampler(CohortSampler):
 
     @abc.abstractmethod
     def plan_cohort(self, round_index: int) -> np.ndarray:
-        """Returns who is in a round, int64 [size]; the key tells it beforehand."""
+        """Returns the clients in a round, int64 [size], as determined by the key."""
 
     def split(self, rounds: range) -> tuple[range, int, range]:
-        """Returns the rest of a pass, how many whole passes follow, and what is left.
+        """Splits rounds into the end of a pass, a number of whole passes, and the rest.
 
-        Of one m; with a schedule it is all the rest.
+        This is for a constant m; with a schedule, all rounds are in the first part.
         """
         if not rounds or not schedules.is_constant(self._clients_per_round):
             return rounds, 0, rounds[:0]
@@ -497,11 +499,11 @@ class PassSampler(CohortSampler):
 
     @abc.abstractmethod
     def _pass_of(self, round_index: int) -> tuple[int, int]:
-        """Returns with which round a pass begins, and how many it has, of one m."""
+        """Returns the first round of a pass and its number of rounds, for one m."""
 
     @abc.abstractmethod
     def _rest(self, rounds: range) -> list[charge_lib.Participation]:
-        """Returns who could be in some rounds of one pass, of one m."""
+        """Returns the participations in some rounds of one pass, for one m."""
 
     def charges(
         self, rounds: range, event: dp_accounting.DpEvent
@@ -521,26 +523,26 @@ class PassSampler(CohortSampler):
         return found
 
     def max_participations(self, rounds: int, first_round: int = 0) -> int:
-        """Returns how many passes the rounds touch."""
+        """Returns the number of passes that the rounds overlap."""
         head, whole, tail = self.split(range(first_round, first_round + rounds))
         begun = {self._place(t)["pass_index"] for t in head}
         return len(begun) + whole + bool(tail)
 
 
 class RandomAllocationSampler(PassSampler):
-    """Each client, by itself and in secret, in one of the t rounds of a pass.
+    """Each client, independently and in secret, in one of the t rounds of a pass.
 
-    t is floor(N/m), so N/t clients are expected in each; a cohort's size is binomial,
-    and may be 0. A client's round follows from the secret key, the pass and the
-    client's position alone, so nobody who is added or removed at the end changes
-    anyone else's. Passes begin with the round that the sampler begins with; one in
-    which it is replaced by another sampler is not gone on with.
+    With t = floor(N/m), N/t clients are expected in each round; a cohort's size is
+    binomial and may be 0. A client's round depends only on the secret key, the pass and
+    the client's position, so adding or removing clients at the end does not change the
+    others' rounds. The first pass begins with the sampler's first round. If the sampler
+    is replaced during a pass, that pass is not continued.
     """
 
     sampling = Sampling.RANDOM_ALLOCATION
     _fractional_sizes = True
     _kept = (*PassSampler._kept, "first_round", "salt")
-    # The pass's first round, and with a seed what sets its draws apart.
+    # The pass's first round; with a seed, also the attempt's entropy.
     _salt: Sequence[int] = ()
     _passes: charge_lib.AllocationPasses | None = None
 
@@ -561,8 +563,8 @@ class RandomAllocationSampler(PassSampler):
         if self._order is None or self._order[0] != stream:
             secret = self._key if self.seed is None else f"seed {self.seed}"
             text = f"{secret} {_STREAM} {stream}"
-            # Each position's own 64 bits, whatever the number of positions: those of
-            # one round are 2^-64 t more likely than those of another, at most.
+            # Each position has its own 64 bits, whatever the number of positions. The
+            # probabilities of two rounds differ by a relative 2^-64 t at most.
             words = hashlib.shake_256(text.encode()).digest(8 * self.num_clients)
             self._order = stream, np.frombuffer(words, "<u8") % t
         return np.flatnonzero(self._order[1] == place["pass_offset"])
@@ -570,7 +572,7 @@ class RandomAllocationSampler(PassSampler):
     def _salt_of(self, begin: int) -> tuple[int, ...]:
         """Returns the pass and, with a seed, the entropy of the attempt that began it.
 
-        After a resume, later attempts in the pass may have another one.
+        After a resume, later attempts in the pass may have other entropy.
         """
         if self._salt and self._salt[0] == begin:
             return tuple(self._salt)
@@ -594,7 +596,7 @@ class RandomAllocationSampler(PassSampler):
         return cast(int, who.pass_index), who.rounds_per_pass
 
     def _rest(self, rounds: range) -> list[charge_lib.Participation]:
-        # Of a later pass no round was charged yet: it costs what one of them does.
+        # No round of a later pass was charged yet, so the pass costs as much as one.
         now = rounds.start <= self.next_round + 1
         return [*map(self.participation, rounds if now else rounds[:1])]
 
@@ -604,14 +606,14 @@ class RandomAllocationSampler(PassSampler):
 
 
 class NamedAllocation:
-    """Random allocation of clients that are known by name, such as a server's nodes.
+    """Random allocation of clients that are identified by name, such as Flower nodes.
 
-    Whoever has a new name draws its round as the others do, without a change to theirs.
-    Another object has another secret: its first round begins a pass of its own.
+    A client with a new name draws its round like the others, without changing theirs.
+    Each object has its own secret, so its first round begins a new pass.
 
     Args:
       num_clients: The number of clients, N.
-      clients_per_round: m, of which t = floor(N/m) rounds to a pass follow.
+      clients_per_round: m; a pass has t = floor(N/m) rounds.
     """
 
     def __init__(self, num_clients: int, clients_per_round: float):
@@ -620,7 +622,7 @@ class NamedAllocation:
         self._next_round = 0
 
     def draw(self, names: Iterable[Hashable]) -> tuple[list[Hashable], Json]:
-        """Returns those whose round is the next one, and its place for a charge."""
+        """Returns the clients of the next round, and its fields for a charge."""
         place = self._passes.place(self._next_round)
         self._next_round += 1
         t = round(self._passes.num_clients / place["clients_per_round"])
@@ -637,9 +639,9 @@ class NamedAllocation:
 class ShuffledSampler(PassSampler):
     """Every client exactly once per pass, in an order drawn for each pass.
 
-    A cohort never straddles two passes: where m does not divide N, the last
-    cohort of a pass is what is left. `expected_cohort_size` tells its size.
-    No amplification by sampling is claimed.
+    A cohort never straddles two passes: if m does not divide N, the last cohort of a
+    pass has the remaining clients. `expected_cohort_size` returns its size. No
+    amplification by sampling is claimed.
     """
 
     sampling = Sampling.SHUFFLED
@@ -669,7 +671,7 @@ class ShuffledSampler(PassSampler):
     def _rest(self, rounds: range) -> list[charge_lib.Participation]:
         if not rounds:
             return []
-        # Side by side in the pass's order, they are one longer cohort.
+        # Adjacent in the pass's order, they amount to one longer cohort.
         first, last = map(self._cohorts.cohort, (rounds[0], rounds[-1]))
         who = self.participation(rounds[0])
         return [dataclasses.replace(who, clients_per_round=last[2] - first[1])]
@@ -680,14 +682,14 @@ class ShuffledSampler(PassSampler):
 
 
 class CyclicSampler(CohortSampler):
-    """Fixed groups of clients in turn, m clients of a group in each cohort.
+    """Fixed groups of clients that take turns, with m clients of a group per cohort.
 
-    Clients are divided at random into b groups as equal as can be, once and
-    for all. The cohort comes from group r mod b, r the number of rounds that
-    were released before, so that two rounds of one client have at least b - 1
-    released rounds between them, however many were abandoned. That is what
-    correlated noise counts on (`CorrelatedNoise`); nothing is claimed for which
-    clients of a group are drawn, nor for the secrecy of the groups.
+    Clients are divided at random into b groups of (almost) equal size, once and for
+    all. The cohort comes from group r mod b, where r is the number of rounds released
+    before. So two rounds of one client have at least b - 1 released rounds between
+    them, however many were abandoned, as correlated noise requires
+    (`CorrelatedNoise`). No amplification is claimed for which clients of a group are
+    drawn, or for the secrecy of the groups.
 
     Choquette-Choo et al. (2023), "(Amplified) Banded Matrix Factorization",
     algorithm 2 (https://arxiv.org/abs/2306.08153).
@@ -713,7 +715,7 @@ class CyclicSampler(CohortSampler):
           num_clients: The number of clients, N.
           clients_per_round: m, a number, at most floor(N / b).
           num_groups: b; None: floor(N / m).
-          seed: None for secret, fresh entropy.
+          seed: The seed; None for secret, fresh entropy.
 
         Raises:
           ValueError: A group has fewer clients than a cohort.
@@ -740,7 +742,7 @@ class CyclicSampler(CohortSampler):
         self._released = 0
 
     def _group(self) -> np.ndarray:
-        """Returns who may be in the coming cohort: int64, in secret order."""
+        """Returns the clients allowed in the next cohort: int64, in secret order."""
         order = self._permutation(_GROUP_STREAM)
         return order[self._released % self.num_groups :: self.num_groups]
 
@@ -753,7 +755,7 @@ class CyclicSampler(CohortSampler):
         return np.sort(members.astype(np.int64))
 
     def release(self, cohort: Cohort) -> None:
-        """See base class; the next group has its turn then."""
+        """See base class; then it is the next group's turn."""
         super().release(cohort)
         self._released += 1
 
@@ -766,6 +768,6 @@ class CyclicSampler(CohortSampler):
         }
 
     def max_participations(self, rounds: int, first_round: int = 0) -> int:
-        """Returns how often a group's turn can come."""
+        """Returns how often a group can have its turn."""
         del first_round
         return -(-rounds // self.num_groups)

@@ -1,4 +1,4 @@
-"""Privacy accounting of what really ran."""
+"""Privacy accounting of the rounds that actually ran."""
 
 from tfdp_fl.accounting.account import Charge, ChargeError, PrivacyAccount
 from tfdp_fl.accounting.accountant import PrivacyAccountant, select_accountant

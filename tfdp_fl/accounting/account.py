@@ -1,9 +1,9 @@
-"""What was spent, and the one act that spends.
+"""A run's privacy account, and the one operation that spends from it.
 
-`PrivacyAccount.charge` is the only place of the package that moves spending: in
-rounds, private evaluations, searches and the rounds of servers. Under the account's
-lock it asks whoever may refuse, then the budgets, writes every ledger, and then memory.
-What it returns is the receipt without which nothing can be released.
+`PrivacyAccount.charge` is the only code in the package that changes spending: for
+rounds, private evaluations, searches and servers' rounds. Under the account's lock, it
+first asks everything that may refuse, then checks the budgets, and then writes to every
+ledger and to memory. It returns the receipt without which nothing can be released.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
 from tfdp_fl.accounting.rounding import format_up
 from tfdp_fl.terms import Json, TrustModel
 
-# What is released beside the rounds stands in ledgers as a run of its own, with
-# an id that begins so and one line: every reader of a ledger counts it.
+# Ledgers list a release outside the rounds as a run of its own, with one line and an id
+# that starts with this prefix. So every reader of a ledger counts it.
 _EVALUATION = "evaluation "
 
 
@@ -39,10 +39,10 @@ def new_evaluation() -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OtherRun:
-    """What another run spent, as a ledger tells it.
+    """Another run's spending, according to a ledger.
 
     Attributes:
-      charges: Its rounds, and how often each.
+      charges: Its rounds' costs, with counts.
       mu_squared: The most that one client can have spent in it.
     """
 
@@ -51,20 +51,20 @@ class OtherRun:
 
 
 class ChargeError(RuntimeError):
-    """A charge was asked for within another, or a release without its charge."""
+    """A charge was requested within another, or a release without a charge."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Charge:
-    """What `PrivacyAccount.charge` was asked for; once it is paid, a receipt.
+    """A request to `PrivacyAccount.charge`; once it is paid, a receipt.
 
     Attributes:
-      cost: What the release costs.
+      cost: The cost of the release.
       round_index: The round, from 0.
-      cohort_size: How many clients were drawn.
+      cohort_size: The number of clients drawn.
       name: The id of a release that is not a round; None for a round.
       local: As in a `LedgerEntry`.
-      details: What else ledgers keep of it.
+      details: Further facts to store in ledgers.
     """
 
     cost: charge_lib.RoundCharge
@@ -76,22 +76,23 @@ class Charge:
     _uses: int = 0  # Set when it is paid.
 
     def use(self) -> None:
-        """Called by whatever releases; raises ChargeError unless it is paid for.
+        """Called by every release; raises ChargeError unless the release is paid for.
 
-        A receipt is good for as many releases as were charged, mostly one.
+        A receipt allows as many releases as were charged, usually one.
         """
         if self._uses < 1:
             raise ChargeError(
-                "A release needs a charge of its own, got one that was not paid, or "
-                "used before. Nothing was released."
+                "A release needs a charge of its own, got one that was not paid or has "
+                "been used before. Nothing was released."
             )
         self._uses -= 1
 
 
 class _ChargeLock:
-    """An account's lock, which refuses whoever holds it already.
+    """An account's lock, which raises an error for a thread that already holds it.
 
-    A callback that is called within a charge and asks for another would wait for ever.
+    Otherwise, a callback that is called within a charge and requests another one would
+    wait for ever.
     """
 
     def __init__(self) -> None:
@@ -101,30 +102,30 @@ class _ChargeLock:
         this = process, _ = os.getpid(), threading.get_ident()
         if self._holder == this:
             raise ChargeError(
-                "A charge was asked for while another one of the same account is "
+                "A charge was requested while another one of the same account is being "
                 "made, by a callback that is called within it (allow_round, "
-                "on_round_charged, check_release): ask when the round is over, in "
+                "on_round_charged, check_release): request it after the round, in "
                 "on_round_released or on_epoch_end. Nothing of it was charged."
             )
         if self._holder[0] not in (0, process):
-            self._lock = threading.Lock()  # A fork: nobody here holds the old one.
+            self._lock = threading.Lock()  # After a fork, no thread here holds it.
         self._lock.acquire()
         self._holder = this
 
     def __exit__(self, *_: object) -> None:
         self._holder = 0, 0
-        with contextlib.suppress(RuntimeError):  # Of a fork within a charge.
+        with contextlib.suppress(RuntimeError):  # After a fork within a charge.
             self._lock.release()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Kept:
-    """An open ledger that gets a line of every charge.
+    """An open ledger to which every charge is written.
 
     Attributes:
       ledger: The ledger.
-      run: The id under which the account's rounds stand in it.
-      elsewhere: The most that any client may have spent elsewhere, not in this ledger.
+      run: The run id of the account's rounds in it.
+      elsewhere: The most that any client may have spent outside this ledger.
     """
 
     ledger: ledger.PrivacyLedger
@@ -133,14 +134,14 @@ class _Kept:
 
 
 class LocalAccount:
-    """Per-client spending on Gaussian releases that clients noise themselves.
+    """Per-client spending on Gaussian releases to which clients add the noise.
 
-    A release of sensitivity s with noise sigma has mu = s/sigma. Gaussian
-    releases of one client compose exactly: mu^2 adds up (Dong, Roth & Su 2019,
-    corollary 3.3), so a client's whole history is one Gaussian, of noise
-    multiplier 1/sqrt(sum mu^2), and epsilon needs no accountant. A client that
-    takes no part spends nothing. The guarantee reported is that of the client
-    that spent most.
+    A release of sensitivity s with noise sigma has mu = s/sigma. Gaussian releases of
+    one client compose exactly, as mu^2 adds up (Dong, Roth & Su 2019, corollary 3.3).
+    So a client's whole history is one Gaussian with the noise multiplier
+    1/sqrt(sum mu^2), and epsilon needs no accountant. A client spends only in rounds
+    in which it takes part. The reported guarantee is that of the client that spent
+    most.
 
     Attributes:
       num_clients: The number of clients, N.
@@ -152,12 +153,12 @@ class LocalAccount:
         self.num_clients = _validate.positive_integer(num_clients=num_clients)
         self.mu_squared = np.zeros(self.num_clients)
         self.participations = np.zeros(self.num_clients, np.int64)
-        # Kept, as it is asked for in every round, of however many clients.
+        # Cached, as every round asks for it, however many clients there are.
         self._most = 0.0
 
     @property
     def max_participations(self) -> int:
-        """How often the most-seen client took part."""
+        """The number of rounds of the client that took part most often."""
         return int(self.participations.max())
 
     @property
@@ -172,7 +173,7 @@ class LocalAccount:
         limit: int | None = None,
         whole_passes: int = 0,
     ) -> float:
-        """Returns `max_mu_squared` after releases, each client in at most `limit`."""
+        """Returns `max_mu_squared` after releases, at most `limit` for each client."""
         members, times = np.unique(positions, return_counts=True)
         if whole_passes:
             more = np.full(self.num_clients, whole_passes)
@@ -190,8 +191,7 @@ class LocalAccount:
         Args:
           positions: Int64 [m], the clients' positions; a client listed twice is
             charged twice.
-          mu_squared: (sensitivity / sigma)^2 of the release; infinity for one
-            without noise.
+          mu_squared: (sensitivity / sigma)^2 of the release; infinite without noise.
 
         Raises:
           ValueError: `mu_squared` is negative or NaN; nothing is charged then.
@@ -205,7 +205,7 @@ class LocalAccount:
         self._most = float(self.mu_squared[positions].max(initial=self._most))
 
     def restore(self, mu_squared: np.ndarray, participations: np.ndarray) -> None:
-        """Takes over what each client had spent, float64 [N] and int64 [N]."""
+        """Restores each client's spending, float64 [N] and int64 [N]."""
         self.mu_squared[:], self.participations[:] = mu_squared, participations
         self._most = float(self.mu_squared.max())
 
@@ -221,8 +221,8 @@ class LocalAccount:
         Args:
           cohorts: The clients' positions in each, int64 [m].
           mu_squared: As in `add`.
-          max_participations: The most rounds that one client takes part in.
-          whole_passes: How often every client takes part besides.
+          max_participations: The maximum number of rounds of a client.
+          whole_passes: How many more times every client takes part.
         """
         drawn = np.concatenate([np.zeros(0, np.int64), *cohorts])
         return self.max_mu_squared_after(
@@ -235,45 +235,42 @@ class LocalAccount:
         mu_squared: float,
         max_participations: int | None = None,
     ) -> float:
-        """Returns the most `max_mu_squared` can be after more rounds.
+        """Returns the largest possible `max_mu_squared` after more rounds.
 
-        Which clients they will draw is not known: any client may be in all of
-        them.
+        It is not known which clients will be drawn: any client may be in all rounds.
 
         Args:
-          draws: How many rounds.
+          draws: The number of rounds.
           mu_squared: (sensitivity / sigma)^2 of one client's release in each.
-          max_participations: The most rounds that one client takes part in.
+          max_participations: The maximum number of rounds of a client.
         """
         if max_participations is None:
-            # (No draws cost nothing, also where a draw has no noise.)
+            # (Zero draws cost nothing, even if a draw has no noise.)
             return self._most + draws * mu_squared if draws else self._most
         more = np.clip(max_participations - self.participations, 0, draws)
-        # What is not drawn costs nothing, also where a draw has no noise.
+        # A client that is not drawn spends nothing, even if a draw has no noise.
         added = np.multiply(more, mu_squared, where=more > 0, out=np.zeros(len(more)))
         return float((self.mu_squared + added).max())
 
 
 class PrivacyAccount:
-    """The cost of the rounds that ran, and of those in ledgers.
+    """The cost of the rounds that ran, and of the rounds in ledgers.
 
-    A central guarantee is composed over rounds under the sampling that ran. A
-    local one (and a guarantee per record) is composed for each client over the
-    rounds it took part in; the client that was seen most sets the epsilon.
+    A central guarantee is composed over rounds under the sampling that ran. A local
+    guarantee, or one per record, is composed for each client over the rounds in which
+    it took part; the client that took part most determines epsilon.
 
     Attributes:
       trust_model: "central", "local" or "none".
-      own: This run's rounds, and how often each.
-      others: What runs of other models spent on the same clients, by run
-        and ledger file, as the files tell it.
-      central: The `PrivacyAccountant` of all rounds, those of other runs
-        included.
+      own: The costs of this run's rounds, with counts.
+      others: The spending of other models' runs on the same clients, according to
+        ledgers, by run and ledger file.
+      central: The `PrivacyAccountant` of all rounds, including those of other runs.
       per_client: The `LocalAccount` of the clients' own releases.
-      lost_mu_squared: What any one client may have spent on top in rounds that
-        a crash cut off between their charge and their checkpoint: nobody can
-        tell any more which clients those were.
-      known_ledgers: The hash of the last line that is counted of each ledger, by the
-        ledger's name.
+      lost_mu_squared: What any client may have spent in addition, in rounds that were
+        charged but lost in a crash before their checkpoint. There is no record of which
+        clients those were.
+      known_ledgers: By ledger name, the hash of the last line that is counted.
     """
 
     def __init__(self, trust_model: str, num_clients: int):
@@ -287,35 +284,35 @@ class PrivacyAccount:
         self._charge_lock = _ChargeLock()
         self._ledgers: dict[str, _Kept] = {}
         self._rounds = 0
-        # Counts what else than a round was counted since.
+        # How often something other than a round was counted.
         self._version = 0
-        # What was asked about last, and the accountant after it.
+        # The charge that was last asked about, and the accountant after it.
         self._asked: (
             tuple[int, int, charge_lib.RoundCharge, PrivacyAccountant] | None
         ) = None
-        # Of a budget, rounds that it is known to allow, the own ones included.
+        # By budget, the rounds that it is known to allow, including this run's own.
         self._allowed: dict[
             PrivacyBudget, collections.Counter[charge_lib.RoundCharge]
         ] = {}
 
     @property
     def rounds(self) -> int:
-        """How many rounds were charged to this run."""
+        """The number of rounds charged to this run."""
         return self._rounds
 
     @property
     def rounds_of_others(self) -> int:
-        """How many rounds of other runs are counted as well."""
+        """The number of rounds of other runs that are counted as well."""
         return sum(each.charges.total() for each in self.others.values())
 
     @property
     def evaluations(self) -> int:
-        """How many releases beside the rounds are among `others`."""
+        """The number of releases outside the rounds among `others`."""
         return len(self.charges_of_evaluations)
 
     @property
     def charges_of_evaluations(self) -> dict[str, charge_lib.RoundCharge]:
-        """What each release beside the rounds cost, by its id."""
+        """The cost of each release outside the rounds, by its id."""
         return {
             name: charge
             for name, other in self.others.items()
@@ -335,17 +332,17 @@ class PrivacyAccount:
 
     @property
     def mu_squared_elsewhere(self) -> float:
-        """What counts against every client on top of its own account.
+        """What counts against every client in addition to its own account.
 
-        Rounds that were lost, and other runs.
+        These are lost rounds and other runs.
         """
         others = sum(each.mu_squared for each in self.others.values())
         return self.lost_mu_squared + others
 
     def set_population(self, num_clients: int) -> None:
-        """Sets the number of clients; clients other than before start anew.
+        """Sets the number of clients; a changed population starts from zero.
 
-        What was spent centrally does not depend on who the clients are.
+        Central spending does not depend on who the clients are.
         """
         if self.per_client.num_clients != num_clients:
             self.per_client = LocalAccount(num_clients)
@@ -353,15 +350,15 @@ class PrivacyAccount:
     def attach_ledger(
         self, name: str, kept: ledger.PrivacyLedger, run: str, elsewhere: float = 0.0
     ) -> None:
-        """Counts what an open ledger holds; writes every charge into it from now on.
+        """Counts the rounds in an open ledger; writes every later charge to it as well.
 
-        All ledgers of a run hold the same rounds of it. A start that does not go on
-        with them is another run, and needs another id.
+        All ledgers of a run must hold the same rounds of that run. A process that does
+        not continue with all of them is another run and needs another id.
 
         Args:
-          name: What the account knows it by.
+          name: The account's name for the ledger.
           kept: The ledger to write to.
-          run: The id under which the account's rounds stand in it.
+          run: The run id of the account's rounds in it.
           elsewhere: The most that any client may have spent elsewhere.
         """
         self._ledgers[name] = _Kept(kept, run, elsewhere)
@@ -376,11 +373,11 @@ class PrivacyAccount:
         self._ledgers.pop(name, None)
 
     def pause_charges(self) -> contextlib.AbstractContextManager[None]:
-        """Has every charge wait until the block ends, in which a ledger may join."""
+        """Makes every charge wait until the block ends; for attaching a ledger."""
         return self._charge_lock
 
     def refresh(self) -> None:
-        """Counts what others wrote into the ledgers that are kept."""
+        """Counts what others have written to the attached ledgers."""
         for name, kept in self._ledgers.items():
             if kept.ledger.head != self.known_ledgers.get(name):
                 self.merge_ledger(kept.ledger.contents(), kept.run, name)
@@ -400,13 +397,13 @@ class PrivacyAccount:
         uses: int = 1,
         resumes: bool = False,
     ) -> Charge:
-        """Charges a release, or raises; nothing can be released without.
+        """Charges a release, or raises an error. Nothing can be released uncharged.
 
         Args:
-          cost: What it costs centrally.
+          cost: The central cost.
           budgets: Budgets that the total must not exceed.
-          ask: Called first; raises to refuse.
-          positions: Int64 [K], the clients of a round; None: none in particular.
+          ask: Called first; raises an error to refuse.
+          positions: Int64 [K], the clients of a round; None: no clients.
           mu_squared: (sensitivity / sigma)^2 of one client's release; used
             only if the guarantee is composed client by client.
           round_index: The round, from 0.
@@ -422,7 +419,7 @@ class PrivacyAccount:
           The receipt.
 
         Raises:
-          ChargeError: It was asked for within another charge of this account.
+          ChargeError: It was requested within another charge of this account.
           BudgetExceededError: A budget would be exceeded. Nothing is charged.
           LedgerError: A ledger could not be written, and nothing may be released. If
             others had their line by then, it is charged all the same.
@@ -442,7 +439,7 @@ class PrivacyAccount:
             details=dict(details or {}),
         )
         with (
-            # Broken off between, a ledger could have a line that memory has not.
+            # An interrupt could leave a ledger with a line that memory lacks.
             _signals.defer_signals(),
             self._charge_lock,
             contextlib.ExitStack() as stack,
@@ -475,19 +472,20 @@ class PrivacyAccount:
     def epsilon_with(
         self, budget: PrivacyBudget, cost: charge_lib.RoundCharge, most: float = 0.0
     ) -> float:
-        """Returns what epsilon would be at a budget's delta after another charge.
+        """Returns what epsilon would be after another charge.
 
         Args:
-          budget: At whose delta, by whose accountant.
+          budget: Its delta and accountant are used.
           cost: The charge.
-          most: Of a guarantee for each client, the largest sum of mu^2 after it.
+          most: For a guarantee composed client by client, the largest sum of mu^2 after
+            the charge.
         """
         if self.by_client:
             spent = most + self.mu_squared_elsewhere
             return epsilon_of_mu_squared(spent, budget.delta)
         asked = self._asked
         if asked is None or asked[:3] != (self._version, self._rounds, cost):
-            # Several ask in a round, and a copy costs by the kinds of rounds so far.
+            # A round asks several times, and copying takes time per distinct cost.
             after = self.central.with_charges(cost)
             self._asked = asked = self._version, self._rounds, cost, after
         return asked[3].epsilon(budget.delta, budget.accountant)
@@ -499,20 +497,20 @@ class PrivacyAccount:
         version: int,
         charges: collections.Counter[charge_lib.RoundCharge],
     ) -> None:
-        """Notes that a budget allows rounds, beside all that was counted.
+        """Records that a budget allows rounds on top of everything counted so far.
 
         Args:
-          budget: The budget that is asked.
-          version: `version` when they were computed: what was counted since then, the
-            note does not know of.
-          charges: What the rounds cost.
+          budget: The budget.
+          version: `version` before that was computed; the record does not include
+            anything counted since then.
+          charges: The costs of the rounds.
         """
         if version == self._version and not self.by_client:
             self._allowed[budget] = self.own + charges
 
     @property
     def version(self) -> int:
-        """Counts how often something else than a round was counted."""
+        """How often something other than a round was counted."""
         return self._version
 
     def allows(
@@ -536,9 +534,9 @@ class PrivacyAccount:
             )
 
     def _write(self, receipt: Charge, positions: np.ndarray, mu_squared: float) -> None:
-        """Writes a charge into all ledgers, then into memory.
+        """Writes a charge to all ledgers, then to memory.
 
-        Memory has it as soon as one ledger has, whatever comes between.
+        If at least one ledger has it, so does memory, even if an error comes between.
         """
         heads = {name: kept.ledger.head for name, kept in self._ledgers.items()}
         written = not heads
@@ -580,8 +578,8 @@ class PrivacyAccount:
                 del self._allowed[budget]
 
     def _key(self, name: str | None) -> str:
-        """Returns the key in `others` of what is charged outside of rounds."""
-        # Several ledgers may list an evaluation, which is in all of them.
+        """Returns the key in `others` of a charge outside the rounds."""
+        # Several ledgers may list the same evaluation, which must count once.
         if name is None or name.startswith(_EVALUATION) or not self._ledgers:
             return name or ""
         return f"{name} in {min(self._ledgers)}"
@@ -594,21 +592,20 @@ class PrivacyAccount:
     def merge_ledger(
         self, contents: ledger.LedgerContents, run: str, source: str
     ) -> None:
-        """Counts what a ledger lists and is not counted yet.
+        """Counts everything that a ledger lists and that is not counted yet.
 
-        Rounds of this run that only the ledger knows (a crash cut them off
-        from their checkpoint) and all rounds of the other runs in it. To read
-        a ledger again adds what was written to it since, and nothing else.
-        Two files that list the same other run count twice: a run may have
-        gone on from one checkpoint in two places.
+        These are rounds of this run that only the ledger has (a crash came before their
+        checkpoint), and all rounds of the other runs in it. Reading a ledger again adds
+        only what was written since. If two files list the same other run, it counts
+        twice, as a run may have been resumed from one checkpoint in two places.
 
         Args:
-          contents: What the ledger holds.
+          contents: The ledger's contents.
           run: The id of this run.
           source: The name of the file.
 
         Raises:
-          ValueError: A round of the ledger has a guarantee of another kind;
+          ValueError: A round of the ledger has a different type of guarantee;
             nothing is counted then.
         """
         own = self.own
@@ -618,7 +615,7 @@ class PrivacyAccount:
                 entry.charge for entry in entries if entry.charge is not None
             )
             if other == run:
-                own = own | charges  # Of each kind, as many as either knows of.
+                own = own | charges  # For each cost, the larger of the two counts.
                 continue
             if any(
                 (entry.local if self.by_client else entry.charge) is None
@@ -630,7 +627,7 @@ class PrivacyAccount:
                     f"this run's, got one with rounds of run {other} that "
                     "have none."
                 )
-            # Several files may list one release, which is in all of them.
+            # Several files may list the same release, which must count once.
             beside = other.startswith(_EVALUATION)
             spent = ledger.largest_mu_squared(entries) if self.by_client else 0.0
             others[other if beside else f"{other} in {source}"] = OtherRun(
@@ -645,12 +642,12 @@ class PrivacyAccount:
         others: dict[str, OtherRun],
         own: collections.Counter[charge_lib.RoundCharge] | None = None,
     ) -> None:
-        """Counts what is known of other runs, and of this one, if more than so far."""
+        """Counts spending of other runs, and of this one, if it exceeds that so far."""
         own = self.own if own is None else own
         counted = dict(self.others)
         for name, other in others.items():
             known = counted.get(name, other)
-            # By two accounts of one run, neither complete.
+            # There may be two incomplete accounts of one run; take the larger counts.
             counted[name] = OtherRun(
                 charges=other.charges | known.charges,
                 mu_squared=max(other.mu_squared, known.mu_squared),
@@ -668,8 +665,8 @@ class PrivacyAccount:
     ) -> float:
         """Returns the epsilon of the mechanism's own guarantee at delta.
 
-        A composition of Gaussian releases of one client is converted exactly
-        (Balle & Wang 2018), so `accountant` makes no difference there.
+        For Gaussian releases composed client by client, the conversion is exact (Balle
+        & Wang 2018), so `accountant` makes no difference.
         """
         if self.by_client:
             return epsilon_of_mu_squared(self.max_mu_squared, delta)
@@ -678,13 +675,13 @@ class PrivacyAccount:
     def state(
         self, per_client: bool = True, beside: ledger.PrivacyLedger | None = None
     ) -> Json:
-        """Returns what a checkpoint must keep: JSON values and arrays.
+        """Returns what a checkpoint must store: JSON values and arrays.
 
         Args:
-          per_client: Whether rounds depend on what each client had part in; they do
-            where the guarantee is composed client by client.
+          per_client: Whether to include each client's spending; always included if the
+            guarantee is composed client by client.
           beside: This run's ledger, which is merged when the state is read. If it has
-            all rounds, the state leaves them out: checkpoints do not grow.
+            all rounds, the state omits them, so that checkpoints do not grow.
         """
         kept, accounts = per_client or self.by_client, self.per_client
         has_all = beside is not None and beside.rounds_of(beside.run) >= self._rounds
@@ -705,7 +702,7 @@ class PrivacyAccount:
 
     @classmethod
     def from_state(cls, state: Json) -> PrivacyAccount:
-        """Returns the spending that `state` was taken of, but for what was left out."""
+        """Returns the account that `state` was taken from, without omitted rounds."""
         spending = cls(state["trust_model"], state["num_clients"])
         others = {
             name: OtherRun(charges=_from_json(charges), mu_squared=float(mu_squared))

@@ -1,4 +1,4 @@
-"""Composes the rounds that happened into one guarantee."""
+"""Composes the rounds that ran into one guarantee."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tfdp_fl.accounting import curves, gaussian, private_selection
 from tfdp_fl.accounting.private_selection import BestOfTrialsDpEvent
 from tfdp_fl.terms import Sampling
 
-# PLD takes a second or two for each further kind of round. Of more than a few kinds it
-# is computed in coarse cells only, and of more than these not at all.
+# PLD takes a second or two per distinct cost of a round. With more than a few, it uses
+# coarse cells only; with more than the maximum, it is not computed.
 _FEW_KINDS, _MOST_KINDS_FOR_PLD = 3, 16
 
 # Rounds, each as a charge or as (charge, count).
@@ -37,8 +37,8 @@ _Events: TypeAlias = "collections.Counter[dp_accounting.DpEvent]"
 _Cohorts: TypeAlias = tuple[tuple[float, float, float], ...]
 
 
-# Threads that ask while another one adds would each keep sums that lack the other's. A
-# child of a fork has a lock of its own, which nobody holds.
+# Without a lock, a thread that asks while another one adds could cache wrong sums. A
+# forked child gets a new lock, which is not held.
 _lock = threading.RLock()
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -53,7 +53,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def one_at_a_time(method: _Method) -> _Method:
-    """Has one thread at a time run this method, or any other that is so marked."""
+    """Lets only one thread at a time run this method or any other decorated one."""
 
     @functools.wraps(method)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -64,51 +64,51 @@ def one_at_a_time(method: _Method) -> _Method:
 
 
 class PrivacyAccountant:
-    """What a history of rounds guarantees, by RDP and by PLD.
+    """Computes the guarantee of a history of rounds by RDP and by PLD.
 
-    Rounds are charged under the sampling that was really done
-    (`RoundCharge.dp_event`). Rounds without amplification (shuffled, or
-    everybody in every cohort) are Gaussians and collapse to one; a pass over
-    shuffled clients costs the largest 1/z^2 that one client met in it, so k
-    passes at constant z are one Gaussian of z/sqrt(k). A pass of random allocation is
-    charged whole when its first round is, and its other rounds cost nothing more; one
-    of them that is run again has a client of it meet more, so that the pass costs as
-    if all of its rounds had as little noise.
+    Rounds are charged under the sampling that was actually used
+    (`RoundCharge.dp_event`). Rounds without amplification (shuffled, or with all
+    clients in every cohort) are Gaussians, which combine into one. A pass over shuffled
+    clients costs the largest 1/z^2 that one client met in it, so k passes at constant
+    z are one Gaussian of z/sqrt(k). A pass of random allocation is charged in full with
+    its first round, and its other rounds cost nothing more. If a round of it is
+    repeated, that round's clients meet more releases, and the pass costs as if all of
+    its rounds had as little noise.
 
-    A history has one neighbouring relation: fixed-size rounds
-    (replace-one) next to all others (add-or-remove-one) are refused, as no
-    single guarantee of either kind covers both. Those others may be mixed.
+    A history has one neighbouring relation. Fixed-size rounds (replace-one) cannot be
+    combined with others (add-or-remove-one), as no single guarantee covers both. Those
+    others may be mixed.
 
-    RDP keeps the sum of all rounds' Renyi curves, so a round costs the same whatever
-    came before. PLD is composed on demand, equal charges by self-composition, and what
-    was composed is kept. Of more than 16 kinds of rounds that sampling amplifies, PLD
-    would take minutes: RDP's epsilon, which is an upper bound too, stands for it.
+    RDP stores the sum of all rounds' Renyi curves, so adding a round always takes the
+    same time. PLD is composed on demand (equal charges by self-composition) and cached.
+    With more than 16 distinct costs under amplification by sampling, PLD would take
+    minutes, so RDP's epsilon, which is also an upper bound, is returned instead.
     """
 
     def __init__(self, charges: Charges = ()):
-        """Makes an accountant of a history.
+        """Makes an accountant for a history.
 
         Args:
           charges: Rounds, each as a charge or as (charge, count).
 
         Raises:
-          ValueError: They have two neighbouring relations.
+          ValueError: The charges have different neighbouring relations.
         """
         self._counts: dict[charge_lib.RoundCharge, int] = {}
         self._rounds = self._additions = 0
-        # Of all Gaussians without amplification; what was spent on all else, and what
-        # that would cost as such Gaussians.
+        # The sum for all Gaussians without amplification; all other charges; and their
+        # sum, as if they were Gaussians without amplification.
         self._mu_squared = 0.0
         self._others: dict[charge_lib.RoundCharge, int] = {}
         self._others_mu_squared = 0.0
-        # Their Renyi curves, by those parts of the orders that were asked for.
+        # The sums of their Renyi curves, by part of the orders.
         self._sums: dict[int, np.ndarray] = {}
-        # Of a copy: the original, how many rounds that had, and what came since.
+        # For a copy: the original, its number of rounds then, and the charges since.
         self._origin: tuple[PrivacyAccountant, int] | None = None
         self._since: list[tuple[charge_lib.RoundCharge, int]] = []
-        # How wide cells were, how many of each event, and what they compose to.
+        # The width of the cells, the count of each event, and their composition.
         self._composed: tuple[float, _Events, _Distribution] | None = None
-        # Of each pass its cost, and where cohorts lie in its order, with their weight.
+        # By pass, its cost and its cohorts' intervals in its order, with weights.
         self._passes: dict[Hashable, tuple[float, _Cohorts]] = {}
         self._add_all(charges)
 
@@ -118,7 +118,7 @@ class PrivacyAccountant:
 
     @property
     def rounds(self) -> int:
-        """How many rounds were added."""
+        """The number of rounds added."""
         return self._rounds
 
     @property
@@ -145,7 +145,7 @@ class PrivacyAccountant:
     def with_charges(
         self, *charges: charge_lib.RoundCharge | tuple[charge_lib.RoundCharge, int]
     ) -> PrivacyAccountant:
-        """Returns a copy with charges added; this one stays as it is."""
+        """Returns a copy with charges added; this accountant does not change."""
         other = copy.copy(self)
         for name in ("_counts", "_others", "_passes", "_sums"):
             setattr(other, name, dict(getattr(self, name)))
@@ -158,8 +158,8 @@ class PrivacyAccountant:
         """Adds a round, or several equal ones.
 
         Raises:
-          ValueError: If the charge has another neighbouring relation than the
-            history; nothing is added then.
+          ValueError: If the charge's neighbouring relation differs from the history's;
+            nothing is added then.
         """
         _validate.instance_of(charge_lib.RoundCharge, charge=charge)
         count = _validate.positive_integer(count=count)
@@ -192,15 +192,16 @@ class PrivacyAccountant:
             self._sums[part] = total + more * _rdp_curve(charge, part)
 
     def _add_to_pass(self, charge: charge_lib.RoundCharge, count: int) -> None:
-        """Adds rounds of a random allocation, whose first stands for their pass.
+        """Adds rounds of random allocation; a pass is charged with its first round.
 
-        Of the rounds of one pass, a client is in one. Their noise multipliers, equal or
-        not, are at least z, of the largest sum of 1/z_i^2 that one round (run again,
-        after a crash for instance) has; with z in each of them the pass costs more.
+        A client is in one round of each pass. That round may be repeated, for instance
+        after a crash. Let 1/z^2 be the largest sum of 1/z_i^2 over a round's
+        repetitions. We charge the pass as if every round had the noise multiplier z,
+        which is an upper bound.
         """
         one = cast(float, charge.noise_multiplier) ** -2
         if charge.pass_index is None or charge.partition is None:
-            # Each may be of a pass of its own.
+            # Each round may belong to a pass of its own.
             self._add_other(_whole_pass(charge, one), count)
             return
         key = _pass_key(charge)
@@ -209,25 +210,24 @@ class PrivacyAccountant:
             return
         if before:
             known = _whole_pass(charge, before)
-            # (Its share of the sum of all stays: that is an upper bound.)
+            # (Its share of `_others_mu_squared` stays, which is an upper bound.)
             self._others[known] -= 1
             if not self._others[known]:
                 del self._others[known]
-            # What was added up has it in it.
+            # The cached sums include the pass's old cost.
             self._sums, self._origin = {}, None
         self._add_other(_whole_pass(charge, self._passes[key][0]), 1)
 
     def _pass_increase(self, charge: charge_lib.RoundCharge, weight: float) -> float:
-        """Returns by how much the most exposed client's sum of weights rises.
+        """Returns the increase in the most exposed client's sum of weights.
 
-        Outside a pass, or in a pass of an order that has no name, which may be another
-        one each time, that is every round. Within one, every client is in one cohort,
-        so a pass costs the most that one of its cohorts does, not their sum (parallel
-        composition); passes add up. A cohort that is run again, after a crash for
-        instance, meets the same clients:
-        cohorts are intervals of the pass's order (of random allocation, of the order
-        of its rounds), and the cost of a pass is the largest sum of weights at any
-        position.
+        Outside a pass, or in a pass of an unnamed order, which may change each time,
+        every round adds its whole weight. Within a pass, every client is in one cohort,
+        so a pass costs as much as its costliest cohort, not their sum (parallel
+        composition); the costs of passes add up. A cohort that is repeated, for
+        instance after a crash, meets the same clients. So cohorts are intervals in the
+        pass's order (for random allocation, the order of its rounds), and the cost of a
+        pass is the largest sum of weights at any position.
         """
         if charge.pass_offset is None or charge.partition is None:
             return weight
@@ -246,13 +246,13 @@ class PrivacyAccountant:
     def epsilon(
         self, delta: float, accountant: str = "rdp", coarse: bool = False
     ) -> float:
-        """Returns epsilon at delta; infinity where a round had no noise.
+        """Returns epsilon at delta; infinite if a round had no noise.
 
         Args:
           delta: Between 0 and 1.
           accountant: "rdp" or "pld".
-          coarse: Whether a larger bound by PLD will do, by less than a
-            thousandth in the runs that we know, if it is computed quickly.
+          coarse: Whether PLD may return a looser bound quickly; the difference has been
+            below 0.1 % in all runs so far.
         """
         delta = _validate.inside_unit_interval(delta=delta)
         if (z := self._exact_noise(accountant)) is not None:
@@ -269,7 +269,7 @@ class PrivacyAccountant:
             return min(by_profile, self.epsilon(delta) if event.shape > 1 else math.inf)
         loss = self._compose_pld(coarse)
         epsilon, step = float(loss.get_epsilon_for_delta(delta)), 1e-12
-        while loss.get_delta_for_epsilon(epsilon) > delta:  # It is rounded.
+        while loss.get_delta_for_epsilon(epsilon) > delta:  # Epsilon was rounded.
             epsilon, step = epsilon + step, 2 * step
         return epsilon
 
@@ -277,10 +277,10 @@ class PrivacyAccountant:
     def epsilon_if_participation_is_known(
         self, delta: float, accountant: str | None = None
     ) -> float:
-        """Returns epsilon against an observer who knows who took part when.
+        """Returns epsilon against an observer who knows who took part in which round.
 
-        Sampling then amplifies nothing: a client counts as being in every round
-        that it could have been in.
+        There is then no amplification by sampling: a client counts as being in every
+        round in which it could have been.
 
         Args:
           delta: Between 0 and 1.
@@ -291,7 +291,7 @@ class PrivacyAccountant:
             event = _drop_sampling(charge_lib.event_to_json(charge.event))
             size = charge.clients_per_round
             if charge.sampling == Sampling.RANDOM_ALLOCATION:
-                # To who knows the rounds, a client's is the place in a known order.
+                # If a client's round is known, it is a position in a known order.
                 order = f"{charge.partition} {charge.rounds_per_pass}"
                 return dataclasses.replace(
                     charge,
@@ -313,11 +313,11 @@ class PrivacyAccountant:
 
     @one_at_a_time
     def delta(self, epsilon: float, accountant: str = "rdp") -> float:
-        """Returns delta at epsilon; 1 where a round had no noise.
+        """Returns delta at epsilon; 1 if a round had no noise.
 
         Args:
           epsilon: At least 0.
-          accountant: "rdp" or "pld" (see the class); of a search PLD knows none.
+          accountant: "rdp" or "pld" (see the class); PLD has no bound for a search.
         """
         epsilon = _validate.non_negative(epsilon=epsilon)
         if (z := self._exact_noise(accountant)) is not None:
@@ -328,9 +328,10 @@ class PrivacyAccountant:
         return float(self._compose_pld().get_delta_for_epsilon(epsilon))
 
     def _exact_noise(self, accountant: str) -> float | None:
-        """Returns the noise multiplier of a history that is converted exactly.
+        """Returns the noise multiplier of a history that can be converted exactly.
 
-        Of all rounds as one Gaussian: by PLD, and of one without noise, or of nothing.
+        These are a history that is one Gaussian, if PLD is asked for; and any history
+        without noise, or without rounds.
         """
         _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
         mu_squared = self._mu_squared
@@ -341,7 +342,7 @@ class PrivacyAccountant:
 
     @property
     def _total_variation(self) -> float:
-        """An upper bound of delta at any epsilon: sqrt(1 - exp(-KL)), rounded up.
+        """An upper bound on delta at any epsilon: sqrt(1 - exp(-KL)), rounded up.
 
         The Kullback-Leibler divergence is at most that of any Renyi order (Bretagnolle
         & Huber 1979).
@@ -351,9 +352,9 @@ class PrivacyAccountant:
     def _least(self, bounds: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> float:
         """Returns the least bound over all orders, given each order and its divergence.
 
-        Any order gives a bound. log delta is convex in the order, as (order - 1) times
-        the divergence is; so the best one is found downhill from order 8 on. What all
-        clients in all rounds cost is another bound, with a valley of its own.
+        Any order gives a bound. Both log delta and (order - 1) times the divergence are
+        convex in the order, so the best one is found downhill from order 8. The cost
+        with all clients in all rounds is another bound, with its own minimum.
         """
         part, least, seen = curves.FIRST_PART, math.inf, set()
         mu_squared = self._mu_squared + self._others_mu_squared
@@ -372,17 +373,17 @@ class PrivacyAccountant:
         return least
 
     def _curve(self, part: int) -> np.ndarray:
-        """Returns the history's divergence at one part of the orders, rounded up."""
+        """Returns the history's divergence at a part of the orders, rounded up."""
         gaussians = curves.PARTS[part] * (self._mu_squared / 2)
         return (self._sum(part) + gaussians) * self._rounding
 
     @property
     def _rounding(self) -> float:
-        """A factor by more than what the roundings of the sums can hide."""
+        """A factor that exceeds the relative rounding error of the sums."""
         return 1 + max(1e-12, 2.0**-52 * self._additions)
 
     def _sum(self, part: int) -> np.ndarray:
-        """Returns the divergence of what sampling amplifies, added up once."""
+        """Returns the divergence of all amplified rounds, a cached sum."""
         if part not in self._sums:
             total, rounds = np.zeros(len(curves.PARTS[part])), [*self._others.items()]
             if self._origin is not None and self._origin[0].rounds == self._origin[1]:
@@ -394,17 +395,17 @@ class PrivacyAccountant:
 
     @property
     def has_few_kinds(self) -> bool:
-        """Whether the rounds are of so few kinds that PLD is computed."""
+        """Whether the rounds have few enough distinct costs to compute PLD."""
         return len(self._others) <= _MOST_KINDS_FOR_PLD
 
     @property
     def is_one_gaussian(self) -> bool:
-        """Whether all rounds are one Gaussian, of which PLD's epsilon is exact."""
+        """Whether all rounds are one Gaussian, for which PLD's epsilon is exact."""
         return not self._others
 
     @property
     def is_one_search(self) -> bool:
-        """Whether all there was is one search, of which PLD bounds the best trial."""
+        """Whether the history is a single search, whose best trial PLD can bound."""
         return self._search is not None
 
     @property
@@ -422,7 +423,7 @@ class PrivacyAccountant:
         self, event: BestOfTrialsDpEvent, delta: float, coarse: bool
     ) -> float:
         coarse = coarse or len(event.events) > _MOST_KINDS_FOR_PLD
-        # Of one trial a bound that is computed quickly says how wide cells must be.
+        # A quick bound for one trial determines the necessary width of cells.
         orders = curves.PARTS[curves.FIRST_PART]
         by_event = [
             curves.curve_of_trial(one, self.relation, curves.FIRST_PART)
@@ -440,8 +441,8 @@ class PrivacyAccountant:
         for charge, count in self._others.items():
             counts[charge.dp_event("pld")] += count
         if self._mu_squared:
-            # mu is in units of the noise, the event in units of the clip norm,
-            # which the accountant doubles itself under replace-one.
+            # mu is in units of the noise. The event is in units of the clip norm, which
+            # the accountant itself doubles under replace-one.
             z = self._mu_squared**-0.5
             if self.relation is dp_accounting.NeighboringRelation.REPLACE_ONE:
                 z *= 2
@@ -452,7 +453,7 @@ class PrivacyAccountant:
         coarse = coarse or len(counts) > _FEW_KINDS
         interval = curves.pld_interval(largest_loss, coarse)
         parts, rest = [], counts
-        # Of one kind to compose anew is quick, and cuts off fewer tails.
+        # For one distinct cost, composing anew is fast and truncates fewer tails.
         if self._composed is not None and self._composed[:2] == (interval, counts):
             return self._composed[2]
         if self._composed is not None and len(counts) > 1:
@@ -474,7 +475,7 @@ def _is_allocated(charge: charge_lib.RoundCharge) -> bool:
 def _whole_pass(
     charge: charge_lib.RoundCharge, mu_squared: float
 ) -> charge_lib.RoundCharge:
-    """Returns the charge of a pass whose rounds have so much noise, by itself."""
+    """Returns the charge of a separate pass whose rounds have this mu^2."""
     return dataclasses.replace(
         charge,
         event=dp_accounting.GaussianDpEvent(gaussian.noise_of_mu_squared(mu_squared)),
@@ -487,7 +488,7 @@ def _whole_pass(
 def _pass_key(charge: charge_lib.RoundCharge) -> Hashable:
     kind = None if charge.noise_multiplier is not None else charge.event
     key = (charge.partition, charge.num_clients, charge.pass_index, kind)
-    # A cohort of a shuffled order may be cut otherwise; an allocation draws again.
+    # A shuffled order can be cut into other cohorts; an allocation is drawn again.
     return (*key, charge.rounds_per_pass) if _is_allocated(charge) else key
 
 
@@ -496,25 +497,25 @@ def _rdp_curve(charge: charge_lib.RoundCharge, part: int) -> np.ndarray:
 
 
 # Canonne, Kamath & Steinke 2020, proposition 12, https://arxiv.org/abs/2004.00010,
-# rounded up: an epsilon by more than a delta, so that the delta of an epsilon is at
-# most the one that it was computed of.
+# rounded up. Epsilon is rounded up by more than delta, so that the delta at an epsilon
+# is at most the delta from which it was computed.
 
 
 def _epsilons(orders: np.ndarray, rdp: np.ndarray, delta: float) -> np.ndarray:
-    """Returns epsilon at delta by each order; not below 0."""
+    """Returns the epsilon at delta that each order gives; at least 0."""
     logs = np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
     found = np.maximum(rdp + logs, 0.0)
     return found + 1e-12 * (found + rdp + np.abs(logs))
 
 
 def _log_deltas(orders: np.ndarray, rdp: np.ndarray, epsilon: float) -> np.ndarray:
-    """Returns the logarithm of delta at epsilon by each order."""
+    """Returns the logarithm of the delta at epsilon that each order gives."""
     found = (orders - 1) * (rdp - epsilon + np.log1p(-1 / orders)) - np.log(orders)
     return found + 1e-14 * ((orders - 1) * (rdp + epsilon) + np.log(orders) + 1)
 
 
 def _largest_sum(cohorts: Iterable[tuple[float, float, float]]) -> float:
-    """Returns the largest sum of the weights of intervals that meet at one place."""
+    """Returns the largest sum of weights of intervals that overlap at one point."""
     steps: dict[float, float] = collections.defaultdict(float)
     for start, stop, weight in cohorts:
         steps[start] += weight
@@ -523,7 +524,7 @@ def _largest_sum(cohorts: Iterable[tuple[float, float, float]]) -> float:
 
 
 def _drop_sampling(event: Any) -> Any:
-    """Returns an event, as JSON, without the samplings that it claims itself."""
+    """Returns an event, as JSON, without the sampling events inside it."""
     if isinstance(event, list):
         return [_drop_sampling(part) for part in event]
     if not isinstance(event, dict):
@@ -531,24 +532,24 @@ def _drop_sampling(event: Any) -> Any:
     if event["type"] in ("PoissonSampledDpEvent", "SampledWithoutReplacementDpEvent"):
         return _drop_sampling(event["event"])
     if event.keys() & {"sampling_probability", "sample_size", "sampling_probs"}:
-        return {"type": "NonPrivateDpEvent"}  # What it costs is not known.
+        return {"type": "NonPrivateDpEvent"}  # Its cost is unknown.
     return {name: _drop_sampling(part) for name, part in event.items()}
 
 
 def select_accountant(charges: Iterable[charge_lib.RoundCharge]) -> str:
-    """Returns "pld" where it is tight and quick for a run, "rdp" elsewhere.
+    """Returns "pld" if it is tight and fast for a run, otherwise "rdp".
 
-    That is where every round amounts to Gaussians, amplified in at most three
-    ways: no schedules of many noises or cohort sizes. For cohorts of a fixed
-    size PLD bounds the truth from above, as RDP does; it is the tighter of the
-    two unless cohorts are half of the clients or more.
+    It is tight and fast if every round amounts to Gaussians with at most three distinct
+    amplified costs, so not for schedules of many noise multipliers or cohort sizes. For
+    cohorts of a fixed size, PLD is an upper bound, as RDP is. It is the tighter one
+    unless cohorts are half of the clients or more.
 
     Args:
-      charges: The kinds of rounds.
+      charges: The distinct costs of rounds.
     """
     kinds = {_validate.instance_of(charge_lib.RoundCharge, charge=c) for c in charges}
     amplified = [charge for charge in kinds if charge.is_amplified]
-    # Whichever passes the rounds are of, they are one kind.
+    # Rounds of different passes have the same cost.
     num_kinds = len({charge.dp_event("pld") for charge in amplified})
     by_rdp = (
         any(charge.noise_multiplier is None for charge in kinds)

@@ -1,4 +1,4 @@
-"""The one type of a budget."""
+"""A privacy budget, and the error for exceeding it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tfdp_fl.accounting import charge as charge_lib
 
 
 class BudgetExceededError(RuntimeError):
-    """The release would spend more than the budget; nothing was written."""
+    """The release would exceed the budget; nothing was written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,9 +17,9 @@ class PrivacyBudget:
     """The most that releases may cost together.
 
     Attributes:
-      epsilon: The most that may be spent, above 0.
+      epsilon: The largest epsilon allowed, above 0.
       delta: Between 0 and 1.
-      accountant: "rdp" or "pld": what epsilon is computed by.
+      accountant: "rdp" or "pld", with which epsilon is computed.
 
     Raises:
       TypeError, ValueError: An argument is not allowed.

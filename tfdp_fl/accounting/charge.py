@@ -1,4 +1,4 @@
-"""What one round costs: the mechanism's event under the sampling done."""
+"""The cost of one round: the mechanism's event under the sampling that was used."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from typing import Self
 
 SAMPLINGS = ("poisson", "fixed_size", "random_allocation", "shuffled", "cyclic")
-# How clients came where nobody drew them: as they liked, so many rounds apart.
+# Clients that nobody samples: they take part when they like, some rounds apart.
 MIN_SEPARATION = Sampling.MIN_SEPARATION
-# Those that make a round cheaper than its event.
+# The samplings that make a round cheaper than its event.
 _AMPLIFIED = ("poisson", "fixed_size", "random_allocation")
-# Those whose cost is known of Gaussians alone.
+# The samplings whose cost is known only for Gaussians.
 _OF_GAUSSIANS = ("fixed_size", "random_allocation")
-# Those whose cohorts have a random size, which is binomial.
+# The samplings with a random (binomial) cohort size.
 OF_ANY_SIZE = ("poisson", "random_allocation")
 ACCOUNTANTS = ("rdp", "pld")
 
 
 class Relation(enum.Enum):
-    """When two data sets are neighbours: what happens to one client between them.
+    """The neighbouring relation: how two data sets differ in one client.
 
-    The names are dp_accounting's; the values are the words that a statement uses.
+    The names are those of dp_accounting; the values are the words in a statement.
     """
 
     ADD_OR_REMOVE_ONE = "added or removed"
@@ -49,7 +49,7 @@ class Relation(enum.Enum):
     def in_accounting(self) -> dp_accounting.NeighboringRelation:
         """The relation that an accountant computes with.
 
-        A client that counts as zero moves a sum by as much as one that is added.
+        Counting a client as zero moves a sum as much as removing it.
         """
         if self is Relation.REPLACE_ONE:
             return dp_accounting.NeighboringRelation.REPLACE_ONE
@@ -58,41 +58,40 @@ class Relation(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Participation:
-    """Who could have been in one round.
+    """Which clients could have been in one round.
 
     Equal participations with equal events make equal charges, so a history is
     compressed to (charge, count) pairs.
 
     Attributes:
-      sampling: How the cohort was really drawn: "poisson" (each client with
+      sampling: How the cohort was actually drawn: "poisson" (each client with
         probability q = m/N), "fixed_size" (m of N without replacement),
-        "random_allocation" (in a pass of t = floor(N/m) rounds each client in one,
-        which it draws uniformly, by itself and in secret),
-        "shuffled" (each client once per pass; no amplification claimed),
-        "cyclic" (fixed groups in turn, m of a group without replacement; no
-        amplification claimed); or "min_separation": clients came as they liked, and
-        nothing is claimed for it.
+        "random_allocation" (each client in one of the t = floor(N/m) rounds of a pass,
+        which it draws uniformly, independently and in secret), "shuffled" (each client
+        once per pass; no amplification claimed), "cyclic" (fixed groups take turns, m
+        clients of a group without replacement; no amplification claimed), or
+        "min_separation" (clients take part when they like; no amplification claimed).
       num_clients: N, the number of clients in the population.
       clients_per_round: m, the expected number of clients in this round; N/t under
         random allocation.
-      known_selection: For "fixed_size": whether a cohort is abandoned when one of
-        its clients fails. The cohorts that are released are then drawn from those
-        who do not fail, so nothing is claimed for the secrecy of a selection: with
-        probability m/N the client counts as having been in the attempt for all to
-        see. That holds for every attempt, released or abandoned.
-      pass_index: For "shuffled": the pass over the clients that the round
-        belongs to; for "random_allocation": the round with which its pass began. None:
-        unknown, and any client may be in the round.
-      pass_offset: For "shuffled": where in the pass's order the cohort begins,
-        so that it holds the positions from `pass_offset` up to `pass_offset +
-        clients_per_round`. For "random_allocation": which of the pass's rounds it
-        is, from 0. Given together with `pass_index`.
-      partition: A random id, of the order that passes follow ("shuffled"), of the
-        secret that clients draw by ("random_allocation") or of the
-        division into groups ("cyclic"). Rounds of two orders never count as one
-        pass, and a client may be in any group of each division. None: not known, and
-        any client may be in the round.
-      group: For "cyclic": which of the division's groups the cohort came from.
+      known_selection: For "fixed_size": whether a cohort is abandoned if one of its
+        clients fails. The released cohorts are then drawn only from clients that do
+        not fail, so the selection does not count as secret: the client counts as being
+        in an attempt with probability m/N, and as seen to be in it. This holds for
+        every attempt, released or abandoned.
+      pass_index: For "shuffled": the pass over the clients to which the round belongs.
+        For "random_allocation": the first round of its pass. None: unknown, so any
+        client may be in the round.
+      pass_offset: For "shuffled": where in the pass's order the cohort begins; it holds
+        the positions from `pass_offset` up to `pass_offset + clients_per_round`. For
+        "random_allocation": the index of the round in its pass, from 0. Given together
+        with `pass_index`.
+      partition: A random id: of the order that passes follow ("shuffled"), of the
+        secret from which clients draw ("random_allocation"), or of the division into
+        groups ("cyclic"). Rounds of different orders never count as one pass, and a
+        client may be in any group of each division. None: unknown, so any client may be
+        in the round.
+      group: For "cyclic": the group of the division from which the cohort came.
     """
 
     sampling: str
@@ -113,7 +112,7 @@ class Participation:
             m = check_size(m, n, fractional)
         if self.known_selection and self.sampling != Sampling.FIXED_SIZE:
             raise ValueError(
-                "known_selection must be False but for fixed_size sampling, got "
+                "known_selection must be False except for fixed_size sampling, got "
                 f"{self.sampling} sampling."
             )
         place = {"pass_index": self.pass_index, "pass_offset": self.pass_offset}
@@ -134,7 +133,7 @@ class Participation:
         if self.group is not None:
             if self.sampling != Sampling.CYCLIC:
                 raise ValueError(
-                    f"group must be None but for cyclic sampling, got {self.group!r}."
+                    f"group must be None unless sampling is cyclic, got {self.group!r}."
                 )
             place["group"] = self.group
         for name, value in place.items():
@@ -154,7 +153,7 @@ class Participation:
     def charge(self, event: dp_accounting.DpEvent) -> RoundCharge:
         """Returns the cost of a round in which a mechanism releases `event`.
 
-        Groups are left out: what they are worth is in the event of correlated noise.
+        The group is left out, as the event of correlated noise already accounts for it.
         """
         fields = {
             field.name: getattr(self, field.name)
@@ -166,12 +165,12 @@ class Participation:
 
     @property
     def rounds_per_pass(self) -> int:
-        """How many rounds a pass of random allocation has: t = floor(N/m)."""
+        """The number of rounds in a pass of random allocation: t = floor(N/m)."""
         return rounds_per_pass(self.num_clients, self.clients_per_round)
 
     @property
     def sampling_probability(self) -> float:
-        """The ratio m/N, at most 1; 1 where no amplification is claimed."""
+        """The ratio m/N, at most 1; 1 if no amplification is claimed."""
         if self.sampling not in _AMPLIFIED:
             return 1.0
         if self.sampling == Sampling.RANDOM_ALLOCATION:
@@ -185,27 +184,27 @@ class Participation:
 
     @property
     def draws_depend_on_each_other(self) -> bool:
-        """Whether who failed tells who else was drawn: for cohorts of a fixed size."""
+        """Whether a failure reveals who else was drawn, as in fixed-size cohorts."""
         return self.sampling == Sampling.FIXED_SIZE and self.is_amplified
 
     @property
     def charge_if_abandoned(self) -> bool:
-        """Whether a round that is abandoned costs as much as one that is released.
+        """Whether an abandoned round costs as much as a released one.
 
         Poisson sampling and random allocation draw the others independently of any one
-        client: whether they fail, and the release if they do not, are a public coin and
-        the usual sampled release. Shuffled and cyclic cohorts claim no amplification. A
-        failing client itself is not protected in either.
+        client. Whether others fail is then like a public coin toss; if none does, there
+        is the usual sampled release. Shuffled and cyclic cohorts claim no
+        amplification. In no case is a failing client itself protected.
         """
         return self.known_selection and self.is_amplified
 
     @property
     def relation(self) -> Relation:
-        """When two data sets are neighbours: the guarantee's first half."""
+        """The neighbouring relation of the guarantee."""
         return relation_of(self.sampling)
 
     def to_json(self) -> str:
-        """Returns all of it as one line of JSON, exact to the last bit."""
+        """Returns all attributes as one line of JSON, exact to the last bit."""
         fields = {
             field.name: _files.plain(getattr(self, field.name), event_to_json)
             for field in dataclasses.fields(self)
@@ -220,10 +219,10 @@ class Participation:
 
     @classmethod
     def from_json(cls, text: str | Json) -> Self:
-        """Returns what `to_json` wrote (text, or already parsed).
+        """Inverse of `to_json`, from text or parsed JSON.
 
         Raises:
-          TypeError, ValueError: It is not what `to_json` writes.
+          TypeError, ValueError: The argument is not something that `to_json` writes.
         """
         fields = dict(json.loads(text) if isinstance(text, str) else text)
         if "event" in fields:
@@ -234,16 +233,16 @@ class Participation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundCharge(Participation):
-    """One round's privacy cost, as data: who could have been there, and the event.
+    """One round's privacy cost, as data: its participation and its event.
 
-    Made by `Participation.charge`. JSON holds a charge exactly.
+    `Participation.charge` makes it. JSON represents a charge exactly.
 
     Attributes:
-      event: What the mechanism releases about the cohort, without sampling.
-        `GaussianDpEvent(z)` for noise of z times the clip norm on the sum,
-        several Gaussians composed, `NonPrivateDpEvent` for no privacy. Under
-        "fixed_size" and "random_allocation" only these; elsewhere whatever the
-        accountant supports.
+      event: The event that the mechanism releases about the cohort, without sampling:
+        `GaussianDpEvent(z)` for noise of z times the clip norm on the sum, a
+        composition of Gaussians, or `NonPrivateDpEvent` for no privacy. Samplings other
+        than "fixed_size" and "random_allocation" allow any event that the accountant
+        supports.
     """
 
     event: dp_accounting.DpEvent
@@ -264,9 +263,9 @@ class RoundCharge(Participation):
 
     @functools.cached_property
     def noise_multiplier(self) -> float | None:
-        """Z of the one Gaussian the event amounts to; None if it is none.
+        """Z of the single Gaussian that the event amounts to; None if it does not.
 
-        0.0 stands for no privacy and infinity for nothing released.
+        0.0 means no privacy, and infinity means that nothing is released.
         """
         return noise_multiplier_of(self.event)
 
@@ -279,17 +278,17 @@ class RoundCharge(Participation):
         """Returns the event that dp_accounting charges for this round.
 
         Poisson sampling: `PoissonSampledDpEvent(q, Gaussian(z))` under
-        add-or-remove-one. Fixed size: a replaced client moves the clipped sum
-        by 2S, so RDP gets `SampledWithoutReplacementDpEvent(N, m,
+        add-or-remove-one. Fixed size, under replace-one: a replaced client moves the
+        clipped sum by 2S, so RDP gets `SampledWithoutReplacementDpEvent(N, m,
         Gaussian(z/2))` (Wang, Balle & Kasiviswanathan 2019, theorem 27,
         https://arxiv.org/abs/1808.00087), and PLD gets
-        `TruncatedSubsampledGaussianDpEvent(N, 1.0, m, z)`, which doubles the
-        sensitivity itself; both under replace-one. Where the selection counts as
-        known, `KnownSelectionDpEvent(q, Gaussian(z/2))`. Random allocation:
-        `RandomAllocationDpEvent(t, Gaussian(z))`, which is the cost of the round's
-        whole pass (see `PrivacyAccountant`). Shuffled: the bare event,
-        of which a client meets one per pass (see `PrivacyAccountant`). Cyclic:
-        the bare event, also for a client who cannot be in the round.
+        `TruncatedSubsampledGaussianDpEvent(N, 1.0, m, z)`, which itself doubles the
+        sensitivity. If the selection counts as known, it is
+        `KnownSelectionDpEvent(q, Gaussian(z/2))`. Random allocation:
+        `RandomAllocationDpEvent(t, Gaussian(z))`, the cost of the round's whole pass
+        (see `PrivacyAccountant`). Shuffled: the bare event, which a client meets once
+        per pass (see `PrivacyAccountant`). Cyclic: the bare event, even for a client
+        that cannot be in the round.
 
         Args:
           accountant: "rdp" or "pld".
@@ -309,7 +308,7 @@ class RoundCharge(Participation):
             one = dp_accounting.GaussianDpEvent(cast(float, z) / self.sensitivity)
             return KnownSelectionDpEvent(self.sampling_probability, one)
         if self.sampling == Sampling.FIXED_SIZE:
-            z = cast(float, z)  # Anything else was refused when it was made.
+            z = cast(float, z)  # The constructor refused everything else.
             if accountant == "pld":
                 return dp_accounting.TruncatedSubsampledGaussianDpEvent(
                     self.num_clients, 1.0, self.clients_per_round, z
@@ -338,7 +337,7 @@ class RoundCharge(Participation):
 
 
 def relation_of(sampling: str) -> Relation:
-    """Returns when two data sets are neighbours under a sampling."""
+    """Returns the neighbouring relation of a sampling."""
     return {
         "poisson": Relation.ADD_OR_REMOVE_ONE,
         "random_allocation": Relation.ADD_OR_REMOVE_ONE,
@@ -352,7 +351,7 @@ def check_size(value: float, num_clients: int, fractional: bool = False) -> floa
     Args:
       value: The size.
       num_clients: The number of clients, N.
-      fractional: Whether an expected size need not be whole.
+      fractional: Whether the size is an expectation that need not be an integer.
     """
     size = _validate.positive(clients_per_round=value)
     if size > num_clients:
@@ -368,12 +367,12 @@ def check_size(value: float, num_clients: int, fractional: bool = False) -> floa
 
 
 def rounds_per_pass(num_clients: int, clients_per_round: float) -> int:
-    """Returns t = floor(N/m), also where m is N/t, rounded."""
+    """Returns t = floor(N/m), even if m is a rounded N/t."""
     return max(1, math.floor(num_clients / clients_per_round * (1 + 1e-12)))
 
 
 def require_one_noise(round_index: int, z: float, begin: int, of_pass: float) -> None:
-    """Raises ValueError for another noise multiplier than the pass began with."""
+    """Raises ValueError if the noise multiplier differs from that of the pass."""
     if z != of_pass:
         raise ValueError(
             "noise_multiplier must be the same in all rounds of a pass of random "
@@ -383,9 +382,9 @@ def require_one_noise(round_index: int, z: float, begin: int, of_pass: float) ->
 
 
 class AllocationPasses:
-    """Cuts rounds into the passes of a random allocation, t = floor(N/m) rounds each.
+    """Divides rounds into passes of random allocation, of t = floor(N/m) rounds each.
 
-    The first begins with `first_round`.
+    The first pass begins with `first_round`.
     """
 
     def __init__(
@@ -397,14 +396,14 @@ class AllocationPasses:
         self.num_clients = _validate.positive_integer(num_clients=num_clients)
         self._schedule = clients_per_round
         self.first_round = first_round
-        # Of each known pass its first round, and one past its last.
+        # For each known pass, its first round and one past its last.
         self._passes: list[tuple[int, int]] = [(first_round, first_round)]
 
     def place(self, round_index: int) -> Json:
         """Returns the fields of a `RoundCharge` for a round's place in its pass.
 
         Raises:
-          ValueError: m is another one than in the rounds of the pass before.
+          ValueError: m implies another floor(N/m) than the pass began with.
         """
         round_index = max(round_index, self.first_round)
         begin, end = self._pass_of(round_index)
@@ -439,10 +438,10 @@ class AllocationPasses:
 
 
 class PassCohorts:
-    """Cuts passes over N clients into cohorts of scheduled sizes.
+    """Divides passes over N clients into cohorts of scheduled sizes.
 
-    A cohort never straddles two passes: the last of a pass takes what is left.
-    So every client is in exactly one cohort of each full pass.
+    A cohort never straddles two passes: the last cohort of a pass takes the remaining
+    clients. So every client is in exactly one cohort of each full pass.
     """
 
     def __init__(self, num_clients: int, clients_per_round: schedules.Schedule):
@@ -481,9 +480,9 @@ class PassCohorts:
 
 
 def noise_multiplier_of(event: dp_accounting.DpEvent) -> float | None:
-    """Returns the noise multiplier of the one Gaussian an event amounts to.
+    """Returns the noise multiplier of the single Gaussian that an event amounts to.
 
-    Gaussian releases about the same data, however nested, are one Gaussian
+    Gaussian releases about the same data, however nested, are a single Gaussian
     with noise multiplier (sum z_i^-2)^(-1/2) (McMahan et al. 2018, "A general
     approach to adding differential privacy to iterative training procedures",
     section 3, https://arxiv.org/abs/1812.06210).
@@ -492,8 +491,8 @@ def noise_multiplier_of(event: dp_accounting.DpEvent) -> float | None:
       event: The mechanism's event, without sampling.
 
     Returns:
-      z; 0.0 where there is no noise, infinity for `NoOpDpEvent`, and None for
-      an event that is no composition of Gaussians.
+      z; 0.0 without noise, infinity for `NoOpDpEvent`, and None for an event that is
+      not a composition of Gaussians.
     """
     if isinstance(event, dp_accounting.GaussianDpEvent):
         return float(event.noise_multiplier)
@@ -502,7 +501,7 @@ def noise_multiplier_of(event: dp_accounting.DpEvent) -> float | None:
 
 
 def _mu_squared(event: dp_accounting.DpEvent) -> float | None:
-    """Returns sum z_i^-2 over the Gaussians of an event, None for others."""
+    """Returns sum z_i^-2 over an event's Gaussians; None for other events."""
     if isinstance(event, dp_accounting.NoOpDpEvent):
         return 0.0
     if isinstance(event, dp_accounting.NonPrivateDpEvent):
@@ -522,9 +521,9 @@ def _mu_squared(event: dp_accounting.DpEvent) -> float | None:
 
 
 def normalise(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
-    """Returns an equal event of plain Python numbers and tuples.
+    """Returns an equal event made of plain Python numbers and tuples.
 
-    NumPy scalars and lists would make two equal events differ, could not be
+    With NumPy scalars and lists, equal events could compare as different, could not be
     hashed, and would not survive a JSON round trip.
     """
     if not isinstance(event, dp_accounting.DpEvent):
@@ -544,10 +543,10 @@ def _event_class(name: Any) -> Any:
 
 
 def event_to_json(event: dp_accounting.DpEvent) -> Json:
-    """Returns an event as JSON can hold it exactly.
+    """Returns an event as JSON that represents it exactly.
 
-    A Gaussian's noise multiplier that no accountant can compute with is taken
-    for less than it is: below 1e-4 for none, and above 1e6 for that.
+    A Gaussian's noise multiplier that no accountant can handle is rounded down: below
+    1e-4 to 0, and above 1e6 to 1e6.
     """
     kind = type(event)
     if _event_class(kind.__name__) is not kind:
@@ -581,7 +580,7 @@ def event_from_json(value: Any) -> Any:
     kind = _event_class(name)
     if not (isinstance(kind, type) and issubclass(kind, dp_accounting.DpEvent)):
         raise ValueError(
-            f"The event type {name!r} is not known to dp-accounting "
+            f"The event type {name!r} is unknown to dp-accounting "
             f"{dp_accounting_version()}."
         )
     return kind(**fields)

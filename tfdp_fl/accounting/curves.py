@@ -1,8 +1,8 @@
-"""What one event costs: its Renyi curve, and its privacy loss distribution.
+"""The cost of one event: its Renyi curve and its privacy loss distribution.
 
-Both are kept for the next round. dp-accounting computes one order after the other, in
-Python: up to a second for all orders of one kind of round. So a curve is computed once,
-only near the orders that give the least epsilon; rounds are multiples of it.
+Both are cached for later rounds. dp-accounting computes one order after another in
+Python, which takes up to a second for all orders of one event. So a curve is computed
+once, and only near the orders that give the least epsilon; rounds are multiples of it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from dp_accounting.rdp import rdp_privacy_accountant
 from tfdp_fl.accounting import known_selection, random_allocation
 from tfdp_fl.accounting.private_selection import BestOfTrialsDpEvent
 
-# Integers to 8192 for a small epsilon; every half to 32, and orders near 1 for a
-# large one. Under sampling the best order is sharp, so neighbours differ by about
-# 5 % in (order - 1). dp-accounting takes no order up to 1.01 for an epsilon.
+# Integers up to 8192 for a small epsilon; half-integers up to 32, and orders near 1 for
+# a large one. Under sampling, the best order is sharp, so neighbouring orders differ by
+# about 5 % in (order - 1). dp-accounting ignores orders up to 1.01 for an epsilon.
 ORDERS = np.array(
     sorted(
         {
@@ -36,10 +36,10 @@ ORDERS = np.array(
     )
 )
 _INTEGERS = ORDERS[np.floor(ORDERS) == ORDERS].astype(int)
-# For a cohort of a fixed size an order takes its square of steps.
+# For a cohort of a fixed size, the time for an order is proportional to its square.
 _INTEGERS_OF_FIXED_SIZE = np.array([*_INTEGERS[:64], *_INTEGERS[65::3], 8192])
-# Most curves are needed near one order: they are computed in these parts. The first is
-# the lowest order alone, which bounds the total variation.
+# Most curves are needed only near one order, so they are computed in these parts. The
+# first part is only the lowest order, which bounds the total variation.
 PARTS = np.split(
     ORDERS,
     np.searchsorted(ORDERS, [ORDERS[1], 1.3, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]),
@@ -50,13 +50,13 @@ _ROUNDING = 1.25 * 2.0**-50
 _TAIL = 13.0  # Standard deviations; exp(-13^2/2) = 2e-37.
 _MAX_GRID_POINTS = 20_000
 
-# PLD keeps a probability for every multiple of this up to the largest loss.
+# PLD stores a probability for every multiple of this up to the largest loss.
 _PLD_INTERVAL = 1e-4
 _PLD_MAX_CELLS = 2_000_000
-# Where a bound that is a little larger will do, ten times as fast.
+# Used if a slightly looser bound is sufficient; ten times as fast.
 _PLD_COARSE_INTERVAL = 1e-3
-# For a pass of random allocation, which takes the square of them: for an epsilon that
-# is too large by about 0.01 %, and coarsely by less than what calibration tolerates.
+# For a pass of random allocation, whose time is proportional to their square. They make
+# epsilon too large by about 0.01 %; coarsely, by less than calibration tolerates.
 _ALLOCATION_CELLS, _ALLOCATION_COARSE_CELLS = 1000, 600
 
 
@@ -68,10 +68,10 @@ def rdp_curve(
 ) -> np.ndarray:
     """Returns an event's Renyi divergence at each of `PARTS[part]`.
 
-    That of `dp_accounting.rdp.RdpAccountant`, rounded up: near order 1 it is a small
-    difference of numbers near 1, divided by one. A sampled Gaussian is computed at
-    integer orders. Between them log A = (order - 1) divergence is convex (Wang,
-    Balle & Kasiviswanathan 2019, corollary 10), which bounds the others.
+    It is that of `dp_accounting.rdp.RdpAccountant`, rounded up, because near order 1 it
+    is a quotient of small differences. A sampled Gaussian is computed at integer
+    orders. Between them, log A = (order - 1) divergence is convex (Wang, Balle &
+    Kasiviswanathan 2019, corollary 10), which bounds it at other orders.
 
     Raises:
       ValueError: dp-accounting knows no bound for the event.
@@ -96,7 +96,7 @@ def rdp_curve(
         log_a = np.interp(alpha, [1, *integers], [0, *log_a])
         if not fixed_size:
             log_a = _with_fractional_orders(log_a, alpha, event)
-        # Sampling never costs more than taking everybody.
+        # Sampling never costs more than including every client.
         everybody = alpha / (2 * event.event.noise_multiplier**2)
         rdp = np.minimum(log_a / (alpha - 1), everybody)
     else:
@@ -111,18 +111,19 @@ def _best_of_trials(
     event: BestOfTrialsDpEvent,
     relation: dp_accounting.NeighboringRelation,
 ) -> list[np.ndarray]:
-    """Returns the curve of the best trial, at each of `PARTS`.
+    """Returns the curve of the best trial at each of `PARTS`.
 
-    Theorem 6 of Papernot & Steinke (2022) for a Poisson number of trials, theorem 2
-    for a truncated negative binomial one. What is drawn independently of the data,
-    and what differs by client, costs at most the largest at each order.
+    It uses theorem 6 of Papernot & Steinke (2022) for a Poisson number of trials, and
+    theorem 2 for a truncated negative binomial one. If a trial's event is drawn
+    independently of the data, or differs by client, the largest cost at each order is
+    an upper bound.
     """
     parts = range(len(PARTS))
     trials = [
         np.concatenate([curve_of_trial(each, relation, part) for part in parts])
         for each in event.events
     ]
-    # (Its accountant takes events only, and has no public form of the theorem.)
+    # (Its accountant accepts only events, and has no public form of the theorem.)
     best = rdp_privacy_accountant._compute_rdp_repeat_and_select(
         ORDERS, np.max(trials, axis=0), event.mean, event.shape
     )
@@ -134,7 +135,7 @@ def curve_of_trial(
     relation: dp_accounting.NeighboringRelation,
     part: int,
 ) -> np.ndarray:
-    """Returns the curve of a trial, of which each kind of round is known by itself."""
+    """Returns a trial's curve, summed from the cached curves of its rounds."""
     if isinstance(event, dp_accounting.SelfComposedDpEvent):
         return event.count * curve_of_trial(event.event, relation, part)
     if isinstance(event, dp_accounting.ComposedDpEvent):
@@ -143,18 +144,18 @@ def curve_of_trial(
     return rdp_curve(event, relation, part)
 
 
-# The logarithm of n!, to 8192.
+# The logarithm of n! for n up to 8192.
 _LOG_FACTORIALS = np.array([math.lgamma(n + 1) for n in range(_INTEGERS[-1] + 1)])
 
 
 def _log_a_at_integers(
     orders: np.ndarray, event: dp_accounting.PoissonSampledDpEvent
 ) -> np.ndarray:
-    """Returns log A of a Poisson-sampled Gaussian at whole orders, int [n].
+    """Returns log A of a Poisson-sampled Gaussian at integer orders, int [n].
 
     A = sum_k binom(order, k) (1 - q)^(order - k) q^k exp((k^2 - k) / (2 z^2)) (Mironov,
-    Talwar & Zhang 2019, https://arxiv.org/abs/1908.10530, section 3.3), all orders at
-    once: dp-accounting adds it up term by term, in Python.
+    Talwar & Zhang 2019, https://arxiv.org/abs/1908.10530, section 3.3), for all orders
+    at once, whereas dp-accounting adds it up term by term in Python.
     """
     q, z = event.sampling_probability, event.event.noise_multiplier
     k = np.arange(orders[-1] + 1)
@@ -168,11 +169,11 @@ def _log_a_at_integers(
 
 
 def _rounding_of_log_a(log_a: np.ndarray, orders: np.ndarray, event: Any) -> np.ndarray:
-    """Returns what rounding may have taken off log A, computed as a sum at an order.
+    """Returns a bound on the rounding error of log A, computed as a sum at an order.
 
-    The first term is near 1, with an error of a few roundings. All others, of which
-    logarithms of binomial coefficients and of q^order are added up, have that of their
-    logarithms, and are a share of the sum that is at most order q + log A.
+    The first term is near 1, with an error of a few roundings. The other terms come
+    from sums of logarithms (of binomial coefficients and q^order), and have the error
+    of these. Their share of the sum is at most order q + log A.
     """
     q = (
         event.sampling_probability
@@ -221,11 +222,11 @@ def _compose(
 def _with_fractional_orders(
     log_a: np.ndarray, orders: np.ndarray, event: dp_accounting.PoissonSampledDpEvent
 ) -> np.ndarray:
-    """Returns log A with its fractional orders as they are, not as bounded.
+    """Replaces the bounds on log A at fractional orders by its actual values.
 
     dp-accounting's series for them does not converge below an order of about 2.4
-    (it warns, and drops the order), and the bound costs up to a tenth of epsilon.
-    A = E_x~N(0, z^2) [((1 - q) + q exp((2x - 1) / (2 z^2)))^order] (Mironov,
+    (it warns, and drops the order), and the bound costs up to a tenth of epsilon. We
+    compute A = E_x~N(0, z^2) [((1 - q) + q exp((2x - 1) / (2 z^2)))^order] (Mironov,
     Talwar & Zhang 2019, https://arxiv.org/abs/1908.10530, section 3.3) by the
     trapezoidal rule, which converges exponentially for an analytic integrand.
     """
@@ -236,14 +237,14 @@ def _with_fractional_orders(
     alpha = orders[fractional, None]
     step = min(z / 8, 0.4 * z * z)
     if not 0 < q < 1 or (alpha[-1, 0] + 2 * _TAIL * z) / step > _MAX_GRID_POINTS:
-        return log_a  # Too little noise: the bound does.
+        return log_a  # With this little noise, the bound is good enough.
     x = np.arange(-_TAIL * z, alpha[-1, 0] + _TAIL * z, step)
     weight = np.logaddexp(math.log1p(-q), math.log(q) + (2 * x - 1) / (2 * z * z))
     density = math.log(step / (z * math.sqrt(2 * math.pi))) - x * x / (2 * z * z)
     logs = alpha * weight + density
     terms = np.exp(logs - logs.max(axis=1, keepdims=True))
     total = terms.sum(axis=1)
-    # Each term has the roundings of what was added up to its logarithm.
+    # Each term has the rounding errors of the summands of its logarithm.
     size = (terms * (np.abs(alpha * weight) + np.abs(density))).sum(axis=1) / total
     exact = log_a.copy()
     exact[fractional] = np.maximum(logs.max(axis=1) + np.log(total), 0.0)
@@ -252,7 +253,7 @@ def _with_fractional_orders(
 
 
 def pld_interval(largest_loss: float, coarse: bool) -> float:
-    """Returns the width of a PLD's cells; wide ones keep a large loss computable."""
+    """Returns the width of a PLD's cells, wider for large losses to save memory."""
     interval = _PLD_COARSE_INTERVAL if coarse else _PLD_INTERVAL
     if math.isinf(largest_loss):
         return interval
@@ -267,8 +268,8 @@ def event_pld(
 ) -> privacy_loss_distribution.PrivacyLossDistribution:
     """Returns one event's privacy loss distribution.
 
-    Making it takes most of the time of a PLD epsilon, self-composition little;
-    kept, it serves a whole curve of epsilon against rounds.
+    Making it takes most of the time of a PLD epsilon, while self-composition takes
+    little. So a cached one serves a whole curve of epsilon against rounds.
     """
     if isinstance(event, known_selection.KnownSelectionDpEvent):
         return known_selection.privacy_loss(event, interval)
@@ -278,8 +279,8 @@ def event_pld(
         return random_allocation.privacy_loss(event, interval, cells)
     accountant = _compose(pld.PLDAccountant(relation, interval), event, other="rdp")
     if accountant.get_epsilon(0.5) == math.inf:
-        # No privacy; the accountant keeps that beside the distribution.
+        # No privacy; the accountant stores that separately from the distribution.
         return privacy_loss_distribution.from_privacy_parameters(
             pld_common.DifferentialPrivacyParameters(0.0, 1.0), interval
         )
-    return accountant._pld  # It has no public name there.
+    return accountant._pld  # There is no public name for it.

@@ -14,12 +14,12 @@ from scipy import stats
 
 from tfdp_fl import _validate
 
-# Beyond, an epsilon is above 1e7 or below 1e-5 for any use, and floating point
-# fails: there, noise is taken for less than it is.
+# Beyond these limits, any useful epsilon is above 1e7 or below 1e-5, and floating point
+# fails. There, the noise is rounded down.
 LEAST_NOISE, MOST_NOISE = 1e-4, 1e6
-# Above this, a tail bound of the privacy loss says how much noise is enough.
+# Above this, a tail bound on the privacy loss gives a sufficient noise.
 _LARGEST_EPSILON = 1e5
-# More than the roundings of a few operations, and of SciPy's functions.
+# More than the rounding errors of a few operations and of SciPy's functions.
 _ROUNDING_OF_DELTA = 2.0**-46
 
 
@@ -30,8 +30,8 @@ def gaussian_delta(noise_multiplier: float, epsilon: float) -> float:
     & Wang 2018, theorem 8, https://arxiv.org/abs/1805.06530).
 
     Args:
-      noise_multiplier: z = sigma / sensitivity, at least 0; above 1e6 it is
-        taken for that, and below 1e-4 for none.
+      noise_multiplier: z = sigma / sensitivity, at least 0; above 1e6, it counts as
+        1e6, and below 1e-4 as 0.
       epsilon: At least 0.
 
     Returns:
@@ -55,8 +55,8 @@ def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
     """Returns the smallest epsilon of one Gaussian release at delta, rounded up.
 
     Args:
-      noise_multiplier: z = sigma / sensitivity, at least 0; above 1e6 it is
-        taken for that, and below 1e-4 for none.
+      noise_multiplier: z = sigma / sensitivity, at least 0; above 1e6, it counts as
+        1e6, and below 1e-4 as 0.
       delta: Between 0 and 1.
 
     Returns:
@@ -77,11 +77,11 @@ def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
 
 
 def epsilon_of_mu_squared(mu_squared: float, delta: float) -> float:
-    """Returns the exact epsilon of Gaussian releases whose mu^2 add up.
+    """Returns the exact epsilon of composed Gaussian releases.
 
     Args:
-      mu_squared: Sum of (sensitivity / sigma)^2; 0 for nothing released,
-        infinity for a release without noise.
+      mu_squared: Sum of (sensitivity / sigma)^2; 0 if nothing was released, infinity
+        for a release without noise.
       delta: Between 0 and 1.
 
     Raises:
@@ -93,15 +93,15 @@ def epsilon_of_mu_squared(mu_squared: float, delta: float) -> float:
 
 
 def noise_of_mu_squared(mu_squared: float) -> float:
-    """Returns the noise multiplier of the one Gaussian that equals several."""
+    """Returns the noise multiplier of the single Gaussian with this mu^2."""
     return mu_squared**-0.5 if mu_squared else math.inf
 
 
 def analytic_noise_multiplier(epsilon: float, delta: float) -> float:
     """Returns the smallest noise multiplier that is (epsilon, delta)-private.
 
-    The analytic Gaussian mechanism (Balle & Wang 2018, algorithm 1). It holds
-    for every epsilon and never needs more noise than the classic formula.
+    This is the analytic Gaussian mechanism (Balle & Wang 2018, algorithm 1). It is
+    valid for every epsilon, and never needs more noise than the classic formula.
 
     Args:
       epsilon: The epsilon, above 0.
@@ -116,7 +116,7 @@ def analytic_noise_multiplier(epsilon: float, delta: float) -> float:
     """
     epsilon = _validate.positive(epsilon=epsilon)
     delta = _validate.inside_unit_interval(delta=delta)
-    if epsilon > _LARGEST_EPSILON:  # A tail bound of the privacy loss.
+    if epsilon > _LARGEST_EPSILON:  # A tail bound on the privacy loss.
         tail = math.sqrt(-2 * math.log(delta))
         mu = math.hypot(tail, math.sqrt(2) * math.sqrt(epsilon)) - tail
         return (1 + 1e-12) / mu

@@ -1,4 +1,4 @@
-"""What a round costs if its selection of clients counts as known."""
+"""The cost of a round if its selection of clients counts as known."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ import numpy as np
 from dp_accounting.pld import privacy_loss_distribution
 from scipy import stats
 
-# Beyond so many standard deviations a loss counts as infinite: below 1e-23.
+# Beyond this many standard deviations (probability below 1e-23), a loss counts as
+# infinite.
 _TAIL = 10.0
 
 
 @attr.s(frozen=True, slots=True, auto_attribs=True)
 class KnownSelectionDpEvent(dp_accounting.DpEvent):
-    """With probability q a Gaussian release, else nothing; and it is known which.
+    """With probability q, a Gaussian release, otherwise nothing; it is known which.
 
-    It dominates an attempt at a round for which a cohort of a fixed size is drawn,
-    and which is abandoned if one of the cohort fails, whoever fails. A client is
-    drawn, and the round released, with probability at most q = m/N; in all other
-    cases it moves nothing. To reveal which case it is can only help an observer.
+    It dominates an attempt at a round that draws a cohort of a fixed size and is
+    abandoned if any client of the cohort fails. With probability at most q = m/N, a
+    client is drawn and the round is released; in all other cases, the client has no
+    influence. Revealing which case it is can only help an observer.
 
     Attributes:
       sampling_probability: The probability of taking part, q.
-      event: The Gaussian of noise stddev / sensitivity; of replace-one, z / 2.
+      event: The Gaussian with noise stddev / sensitivity; z / 2 for replace-one.
     """
 
     sampling_probability: float
@@ -33,8 +34,8 @@ class KnownSelectionDpEvent(dp_accounting.DpEvent):
 def renyi_divergence(event: KnownSelectionDpEvent, orders: np.ndarray) -> np.ndarray:
     """Returns the Renyi divergence at orders: log(1 - q + q exp((a - 1) r)) / (a - 1).
 
-    r = a / (2 z^2) is the Gaussian's. The two mixtures share the known selection, so
-    the moments of their parts add up with its weights.
+    The Gaussian's own divergence is r = a / (2 z^2). The two mixtures share the known
+    selection, so the moments of their components add up with the mixture weights.
 
     Args:
       event: The event.
@@ -42,7 +43,7 @@ def renyi_divergence(event: KnownSelectionDpEvent, orders: np.ndarray) -> np.nda
     """
     q, z = event.sampling_probability, event.event.noise_multiplier
     log_moment = (orders - 1) * orders / (2 * z * z)
-    # Near order 1 the sum is 1 and little more, far from it too large for a float.
+    # Near order 1, the sum is just above 1; far from it, it would overflow a float.
     near = np.log1p(q * np.expm1(np.minimum(log_moment, 1.0)))
     far = np.logaddexp(np.log1p(-q), np.log(q) + log_moment)
     return np.where(log_moment < 1, near, far) / (orders - 1) * (1 + 1e-14)
@@ -61,7 +62,7 @@ def privacy_loss(
     first, last = np.ceil((mean + np.array([-_TAIL, _TAIL]) * mu) / interval)
     cells = np.arange(first, last + 1)
     below = stats.norm.cdf((cells * interval - mean) / mu)
-    mass = q * np.diff(below, prepend=0.0)  # What is below the first counts as it.
+    mass = q * np.diff(below, prepend=0.0)  # The first cell includes all lower losses.
     losses = dict(zip(cells.astype(int).tolist(), mass.tolist(), strict=True))
     losses[0] = losses.get(0, 0.0) + 1 - q
     rounded = privacy_loss_distribution.PrivacyLossDistribution

@@ -1,21 +1,19 @@
-"""An append-only file of what was released, which outlives the process.
+"""An append-only file that records releases and outlives the process.
 
-A line is written and synced to disk before the round's result can be seen, so
-a crash can only make the ledger say too much, never too little. Each line
-carries the hash of the line before it: a removed, changed or reordered line is
-detected. Whole lines cut off at the end are not, by any file alone; they are
-detected by a reader who knows the last hash it saw (`head`,
-`expected_head`). Somebody who can rewrite the whole file can make new hashes.
+A line is written and synced to disk before the round's result can be seen, so a crash
+can only make the ledger overstate the spending, never understate it. Each line carries
+the hash of the line before it, so a removed, changed or reordered line is detected. The
+file alone cannot reveal that whole lines were cut off at its end, but a reader that
+knows an earlier hash can detect it (`head`, `expected_head`). Anyone who can rewrite
+the whole file can make new hashes.
 
-A last line without its end is what a crash in mid-write leaves. Its round's
-result was never shown, as `record` had not returned, so it is not charged. (If
-the line is complete but for its newline, or for what stands in its place, it is
-counted all the same.) A round that is run again after a crash has two lines and
-is charged twice.
+A crash during a write leaves a last line without its end. Its round's result was never
+shown, as `record` had not returned, so the round is not charged. (If only the newline
+is missing or damaged, the line counts all the same.) A round that is repeated after a
+crash has two lines and is charged twice.
 
-Several runs on the same clients may share a ledger, one after the other. Each
-line names its run, so that what one of them spent elsewhere is not taken for
-what another one wrote here.
+Several runs on the same clients may share a ledger, one after another. Each line names
+its run, so one run's spending elsewhere is not confused with another run's lines here.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ _GENESIS = "0" * 64
 
 
 class LedgerError(RuntimeError):
-    """Something is wrong with a ledger file."""
+    """A ledger file cannot be used."""
 
 
 class LedgerTamperedError(LedgerError):
@@ -57,11 +55,11 @@ class LedgerTamperedError(LedgerError):
 
 
 class LedgerInUseError(LedgerError):
-    """Another run writes this ledger."""
+    """Another run is writing this ledger."""
 
 
 class LedgerWriteError(LedgerError):
-    """A line could not be written; what stood before is as it was."""
+    """A line could not be written; the earlier lines are unchanged."""
 
 
 class LedgerMovedError(LedgerError):
@@ -69,15 +67,15 @@ class LedgerMovedError(LedgerError):
 
 
 class LedgerForkedError(LedgerError):
-    """Another process than the one that opened the ledger uses it."""
+    """A process other than the one that opened the ledger uses it."""
 
 
 class LedgerEntryError(LedgerError, ValueError):
-    """A line would say what no round can have cost."""
+    """A line would state a cost that no round can have."""
 
 
 class LedgerLineError(LedgerTamperedError, LedgerEntryError):
-    """A line of a file says what no round can have cost, or nobody can compute."""
+    """A line of a file states a cost that is impossible or cannot be computed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,16 +84,15 @@ class LedgerEntry:
 
     Attributes:
       round_index: The round, from 0.
-      cohort_size: How many clients were drawn.
-      charge: What the round costs centrally; None where only a local
-        guarantee is given.
-      local: For noise added by clients, the largest spending of a single
-        client: {"mu_squared": of this round, "max_mu_squared": so far}.
-      time: When the line was written, UTC, ISO 8601; "" for a search, whose time
-        would reveal the number of its trials.
-      details: The mechanism's parameters of the round, and anything else.
+      cohort_size: The number of clients drawn.
+      charge: The round's central cost; None if there is only a local guarantee.
+      local: For noise added by clients, the largest spending of a single client:
+        {"mu_squared": in this round, "max_mu_squared": so far}.
+      time: When the line was written, UTC, ISO 8601; "" for a search, whose time would
+        reveal the number of its trials.
+      details: The mechanism's parameters in the round, and further facts.
       run: The id of the run that released the round.
-      line_hash: The hash of its line: a `head` that the ledger once had.
+      line_hash: The hash of its line, which was once the ledger's `head`.
     """
 
     round_index: int
@@ -109,20 +106,20 @@ class LedgerEntry:
 
     @property
     def is_central(self) -> bool:
-        """Whether it has a central cost, and no other."""
+        """Whether it has only a central cost."""
         return self.charge is not None and self.local is None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LedgerContents:
-    """A ledger that was read.
+    """The contents of a ledger.
 
     Attributes:
-      header: What was known at the start; empty if not even that was written.
-      entries: The rounds, in the order in which they were released.
-      truncated: Whether the last line was cut short by a crash.
-      head: The hash of the last whole line.
-      ended: Of each search that has ended, the digest of its result, by its run.
+      header: The facts known at the start; empty if not even they were written.
+      entries: The rounds, in the order of release.
+      truncated: Whether a crash cut the last line short.
+      head: The hash of the last complete line.
+      ended: By run, the digest of the result of each search that has ended.
     """
 
     header: Json
@@ -132,7 +129,7 @@ class LedgerContents:
     ended: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def with_entry(self, entry: LedgerEntry) -> LedgerContents:
-        """Returns the contents with one more round at their end."""
+        """Returns the contents with one more round at the end."""
         return dataclasses.replace(
             self, entries=(*self.entries, entry), head=entry.line_hash
         )
@@ -145,11 +142,12 @@ class LedgerContents:
         return dict(runs)
 
     def rounds_known(self, run: str, head: str) -> int:
-        """Returns how many rounds of a run were written by the time of a head.
+        """Returns how many rounds of a run had been written when a line was the last.
 
         Args:
           run: The run's id.
-          head: A `head` that the ledger had; 0 for one that is none of a round.
+          head: The `head` of the ledger at that time. If it is not the hash of a
+            round's line, the result is 0.
         """
         count = 0
         for entry in self.entries:
@@ -159,10 +157,10 @@ class LedgerContents:
         return 0
 
     def accountant(self) -> PrivacyAccountant:
-        """Returns an accountant to which all rounds were added.
+        """Returns an accountant with all rounds.
 
         Raises:
-          ValueError: One has no central charge, or one of another relation.
+          ValueError: A round has no central charge, or the relations differ.
         """
         charges = collections.Counter(entry.charge for entry in self.entries)
         if without := charges.pop(None, 0):
@@ -177,9 +175,9 @@ class LedgerContents:
     def epsilon(self, delta: float, accountant: str = "rdp") -> float:
         """Returns the epsilon of all rounds at delta.
 
-        That of the guarantee which the header names; without a name the
-        central one, or, where no round has one, the local one. Infinite if a
-        round has no guarantee of that kind.
+        It is that of the guarantee that the header names. If it names none, it is the
+        central one, or the local one if no round has a central charge. It is infinite
+        if a round has no such guarantee.
         """
         trust_model = self.header.get("mechanism", {}).get("trust_model")
         charges = [entry.charge for entry in self.entries]
@@ -190,12 +188,12 @@ class LedgerContents:
         return self.accountant().epsilon(delta, accountant)
 
     def local_epsilon(self, delta: float) -> float:
-        """Returns the local epsilon of the client that spent most, at delta.
+        """Returns the local epsilon at delta of the client that spent most.
 
-        The spending so far that a run's last line tells, plus, for rounds that
-        it did again after it was resumed, the most a client can have spent in
-        what was lost. Runs add up, as if the client that spent most in one had
-        spent most in every other. Infinite if a round has no local guarantee.
+        For each run, it takes the total spending in the run's last line. If rounds were
+        repeated after the run was resumed, it adds the most that a client can have
+        spent in the lost rounds. Runs add up, as if the same client had spent most in
+        every run. It is infinite if a round has no local guarantee.
         """
         if any(entry.local is None for entry in self.entries):
             return math.inf
@@ -205,11 +203,11 @@ class LedgerContents:
         return gaussian.epsilon_of_mu_squared(spent, delta)
 
     def lost_mu_squared(self, next_round: int, run: str) -> float:
-        """Returns what one client may have spent in rounds that were lost.
+        """Returns what one client may have spent in lost rounds.
 
         Args:
-          next_round: The round that the run goes on with; its lines of this
-            round and later ones belong to what was lost.
+          next_round: The round with which the run continues; the run's existing lines
+            of this round and later ones are lost rounds.
           run: The run's id.
         """
         return _spent_and_lost(self.by_run().get(run, ()), next_round)[1]
@@ -235,7 +233,7 @@ def _spent_and_lost(
 
 
 class PrivacyLedger:
-    """Writes a ledger; one process at a time, and its threads one by one.
+    """Writes a ledger, from one process and one thread at a time.
 
     Use as a context manager, or `close`.
 
@@ -261,23 +259,23 @@ class PrivacyLedger:
 
         Args:
           path: The file. Its folder must exist.
-          mode: "create": the file must not exist. "append": go on with an
-            existing ledger, which is verified first and whose last line is
-            removed if a crash cut it short; a missing one is created.
+          mode: "create": the file must not exist. "append": continue an existing
+            ledger, which is first verified; its last line is removed if a crash cut it
+            short. A missing ledger is created.
           privacy_unit: For the header of a new ledger.
           target_epsilon: The budget, if known, for the header.
           target_delta: Its delta, for the header.
           mechanism: Describes the mechanism, for the header.
           expected_head: With "append": a `head` seen before, which the file
             must still contain.
-          run: The id of the run whose rounds will be recorded; None: a new,
-            random one. A run that is resumed gives the id it had.
+          run: The id of the run whose rounds will be recorded; None: a new, random
+            one. A resumed run passes its previous id.
 
         Raises:
           FileExistsError: mode "create" and the file exists.
           LedgerInUseError: Another run has it open.
           LedgerTamperedError: The existing lines do not verify.
-          LedgerError: It has a format that is not known here.
+          LedgerError: It has an unknown format.
           LedgerWriteError: It cannot be created or written.
           TypeError, ValueError: An argument is not allowed.
         """
@@ -287,15 +285,15 @@ class PrivacyLedger:
         mechanism = {} if mechanism is None else mechanism
         _validate.instance_of(dict, mechanism=mechanism)
         self.path = pathlib.Path(path)
-        # Where it is, wherever the process goes.
+        # The absolute path, in case the working directory changes.
         self._place = os.path.abspath(self.path)
-        # A fork inherits the file, its lock and the place of the next line.
+        # A fork inherits the file, its lock and the position of the next line.
         self._process = os.getpid()
         self.run = new_run() if run is None else _check_run(run)
-        # Accounts may share an open ledger: one of them asks and records at a time.
+        # Accounts may share an open ledger, but only one at a time asks and records.
         self.lock = threading.RLock()
         self._descriptor: int | None = None
-        # What all lines cost once a budget was asked, if they cost centrally alone.
+        # The cost of all lines, cached for budgets, if all costs are central.
         self._central: PrivacyAccountant | None = None
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         if mode == "create":
@@ -306,7 +304,7 @@ class PrivacyLedger:
                 f"hash {expected_head}."
             )
         try:
-            with _signals.defer_signals():  # What is open can be closed.
+            with _signals.defer_signals():  # So that an open file can be closed.
                 self._descriptor = os.open(self._place, flags, 0o600)
         except FileExistsError:
             raise FileExistsError(
@@ -357,21 +355,21 @@ class PrivacyLedger:
 
     @property
     def head(self) -> str:
-        """The hash of the last line: keep it elsewhere to detect a cut."""
+        """The hash of the last line; store it elsewhere to detect removed lines."""
         return self._head
 
     @property
     def rounds(self) -> int:
-        """How many rounds the ledger holds."""
+        """The number of rounds in the ledger."""
         return len(self._entries)
 
     def rounds_of(self, run: str) -> int:
-        """Returns how many of them are of a run."""
+        """Returns the number of a run's rounds in the ledger."""
         return self._rounds_of[run]
 
     @property
     def entries(self) -> tuple[LedgerEntry, ...]:
-        """The rounds that the ledger holds."""
+        """The rounds in the ledger."""
         return tuple(self._entries)
 
     def record(
@@ -385,36 +383,34 @@ class PrivacyLedger:
         budget: PrivacyBudget | None = None,
         **details: object,
     ) -> None:
-        """Writes one round's line, and returns when it is on the disk.
+        """Writes one round's line, and returns when it is on disk.
 
-        To be called before anything of the round's result is shown. The budget
-        is asked in the same act: nobody can write between the answer and the
-        line.
+        Call it before showing anything of the round's result. Checking the budget and
+        writing the line are one atomic operation.
 
         Args:
           round_index: The round, from 0.
           charge: Its central cost; None if it has only a local one.
-          cohort_size: How many clients were drawn.
+          cohort_size: The number of clients drawn.
           local: See `LedgerEntry`.
-          run: The id of the run that released it, where it is another than
-            that of the rounds.
-          budget: The most that all rounds of the ledger, those of other runs
-            and this one included, may cost. With `local`, or in the ledger of
-            a guarantee for each client, that is the local epsilon.
-          **details: The mechanism's parameters of this round and whatever else
-            is worth keeping, as JSON values or NumPy numbers.
+          run: The id of the run that released it, if it differs from the ledger's.
+          budget: The most that all rounds of the ledger may cost, including this one
+            and those of other runs. With `local`, or if the ledger has a guarantee
+            composed client by client, it limits the local epsilon.
+          **details: The mechanism's parameters in this round and further facts, as
+            JSON values or NumPy numbers.
 
         Raises:
-          BudgetExceededError: If the round would spend more than the budget, or
-            if what was spent cannot be known. Nothing is written.
-          LedgerWriteError: If the line could not be written and synced (disk
-            full, for instance). The ledger is as it was before; the round must
-            not be released.
+          BudgetExceededError: If the round would exceed the budget, or if the spending
+            cannot be determined. Nothing is written.
+          LedgerWriteError: If the line could not be written and synced (for instance,
+            because the disk is full). The ledger is unchanged; the round must not be
+            released.
           LedgerMovedError: If the file was deleted, moved or replaced.
           LedgerForkedError: If this is not the process that opened it.
           LedgerTamperedError: If something else was written to the file.
-          LedgerEntryError: If `local` is negative or NaN, or infinite in a
-            round whose charge says that there was noise.
+          LedgerEntryError: If `local` is negative or NaN, or is infinite although the
+            charge includes noise.
         """
         if charge is None and local is None:
             raise ValueError(
@@ -440,18 +436,18 @@ class PrivacyLedger:
             if budget is not None:
                 self._ask(budget, entry)
             with _signals.defer_signals():
-                # Else a line could be on the disk of which this object does not know.
+                # Otherwise, the disk could hold a line that this object lacks.
                 self._head = self._append(body)
                 self._entries.append(dataclasses.replace(entry, line_hash=self._head))
                 self._is_central &= entry.is_central
                 self._rounds_of[entry.run] += 1
                 known, self._central = self._central, None
                 if known and budget and charge is not None and entry.is_central:
-                    known.add(charge)  # It was asked, and belongs to the others.
+                    known.add(charge)  # Its relation was checked with the budget.
                     self._central = known
 
     def record_end(self, run: str, digest: str) -> None:
-        """Writes that a search has ended, without the time, which is secret.
+        """Records that a search has ended, without the time, which is secret.
 
         Args:
           run: The id of the search.
@@ -481,7 +477,7 @@ class PrivacyLedger:
         else:
             contents = self._read().with_entry(entry)
             epsilon = contents.epsilon(budget.delta, budget.accountant)
-            if entry.local is not None:  # Also where the header names no trust model.
+            if entry.local is not None:  # Even if the header names no trust model.
                 epsilon = max(epsilon, contents.local_epsilon(budget.delta))
         if not epsilon <= budget.epsilon:
             raise BudgetExceededError(
@@ -493,7 +489,7 @@ class PrivacyLedger:
             )
 
     def contents(self) -> LedgerContents:
-        """Returns what the ledger holds now; others may write to one that is closed."""
+        """Returns the current contents; others may write to a closed ledger."""
         if self._descriptor is None:
             return PrivacyLedger.read(self._place)
         return self._read()
@@ -511,13 +507,13 @@ class PrivacyLedger:
         """Releases the file and its lock."""
         if self._descriptor is not None:
             if self._process == os.getpid():
-                # Forks that still hold the file would hold the lock as well.
+                # Forks that still have the file open would keep the lock, too.
                 fcntl.flock(self._file, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = None
 
     def __del__(self) -> None:
-        """Lets go of the lock where whoever opened it was broken off."""
+        """Releases the lock if the code that opened the ledger was interrupted."""
         if getattr(self, "_descriptor", None) is not None:
             self.close()
 
@@ -542,8 +538,8 @@ class PrivacyLedger:
         Raises:
           FileNotFoundError: There is no such file.
           LedgerTamperedError: A line does not verify; the error names it.
-          LedgerError: It has another format; the error names the version that
-            reads it.
+          LedgerError: It has another format; the error names the version that can
+            read it.
         """
         return _parse(pathlib.Path(path).read_bytes(), str(path), expected_head)[0]
 
@@ -555,7 +551,7 @@ class PrivacyLedger:
         return self._descriptor
 
     def _recover(self, expected_head: str | None) -> LedgerContents:
-        """Verifies what is there and removes a line that was cut short."""
+        """Verifies the existing lines and removes a line that was cut short."""
         data = os.pread(self._file, os.fstat(self._file).st_size, 0)
         self._end = len(data)
         self._check_file()
@@ -582,7 +578,7 @@ class PrivacyLedger:
                 written += os.pwrite(self._file, data[written:], self._end + written)
             os.fsync(self._file)
         except BaseException as error:
-            # What is left of the line, should this fail, is found by `_check_file`.
+            # If this fails, `_check_file` will find the rest of the line.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._end)
                 os.fsync(self._file)
@@ -596,14 +592,14 @@ class PrivacyLedger:
         self._end += len(data)
 
     def _check_file(self) -> None:
-        """Raises unless the next reader would find a line written now.
+        """Raises an error unless the next reader would find a line written now.
 
-        A fork shares the lock and the place of the next line.
+        A fork shares the lock and the position of the next line.
         """
         if os.getpid() != self._process:
             raise LedgerForkedError(
                 f"The ledger {self.path} was opened by process {self._process}; its "
-                f"fork {os.getpid()} would write in the same place. Open one in each."
+                f"fork {os.getpid()} would overwrite its lines. Open one in each."
             )
         own, there = os.fstat(self._file), None
         with contextlib.suppress(OSError):
@@ -635,7 +631,7 @@ def epsilon_from_ledger(
       path: The ledger's file.
       delta: Between 0 and 1.
       accountant: "rdp" or "pld".
-      expected_head: The hash that its last line must have, if known.
+      expected_head: A `head` seen before, which the ledger must contain; None: any.
     """
     contents = PrivacyLedger.read(path, expected_head=expected_head)
     return contents.epsilon(delta, accountant)
@@ -648,7 +644,7 @@ def new_run() -> str:
 
 def _check_run(run: object) -> str:
     if not isinstance(run, str) or not run:
-        raise ValueError(f"run must be a text that is not empty, got {run!r}.")
+        raise ValueError(f"run must be a non-empty string, got {run!r}.")
     return run
 
 
@@ -658,15 +654,15 @@ def _now() -> str:
 
 
 def _refuse(value: object) -> None:
-    raise TypeError(f"{value!r} cannot be kept in a ledger.")
+    raise TypeError(f"{value!r} cannot be stored in a ledger.")
 
 
 def _parse(
     data: bytes, name: str, expected_head: str | None
 ) -> tuple[LedgerContents, int]:
-    """Verifies a whole file; returns also how many of its bytes are whole lines."""
+    """Verifies a file; returns its contents and the length of its complete lines."""
     _validate.instance_of((str, type(None)), expected_head=expected_head)
-    *lines, tail = data.split(b"\n")  # The last one is empty, or has no end.
+    *lines, tail = data.split(b"\n")  # The last one is empty or incomplete.
     header: Json = {}
     entries: list[LedgerEntry] = []
     ended: dict[str, str] = {}
@@ -714,10 +710,10 @@ def _parse(
 
 
 def _without_rest(line: bytes) -> bytes:
-    """Returns a last line up to the end of its object.
+    """Returns a last line up to the end of its JSON object.
 
-    Where the byte after it is no newline any more, what the line says still
-    holds: a crash leaves less than a line, never more.
+    If the byte after it is no longer a newline, the line is still valid: a crash leaves
+    less than a line, never more.
     """
     text = line.decode("utf-8", "surrogateescape")
     try:
@@ -728,7 +724,7 @@ def _without_rest(line: bytes) -> bytes:
 
 
 def _verify(line: bytes, head: str, first: bool, name: str) -> tuple[Json, str]:
-    """Returns what a line says, and its hash; `head` is that of the line before it."""
+    """Returns a line's content and hash; `head` is the hash of the previous line."""
     body = dict(json.loads(line.decode()))
     for key in ("previous", "hash"):
         del body[key]
@@ -757,7 +753,7 @@ def _is_object(value: object) -> bool:
     return isinstance(value, dict)
 
 
-# The fields of a line, and what they may be; an event has a schema of its own.
+# The fields of a line and their checks; events have a schema of their own.
 _OF_END = {"run": _is_text, "digest": _is_text}
 _OF_ROUND = {
     "run": lambda value: _is_text(value) and bool(value),
@@ -796,8 +792,8 @@ def _entry(body: Json, line_hash: str = "") -> LedgerEntry:
 def check_local(local: Json, charge: charge_lib.RoundCharge | None) -> dict[str, float]:
     """Returns a round's local spending, or raises LedgerEntryError.
 
-    Infinity is what a release without noise costs, so a round may say it, but
-    not next to a charge that has noise.
+    A release without noise has an infinite cost, so infinity is allowed, but not
+    together with a charge that has noise.
     """
     for name in ("mu_squared", "max_mu_squared"):
         if isinstance(local[name], str | bool):
@@ -818,7 +814,7 @@ def check_local(local: Json, charge: charge_lib.RoundCharge | None) -> dict[str,
 
 
 def line_after(head: str, body: Json) -> tuple[bytes, str]:
-    """Returns the line that says this after one with the hash `head`, and its hash."""
+    """Returns the line of a body that follows the line with hash `head`; its hash."""
     body = {**body, "previous": head}
     digest = hashlib.sha256(_files.canonical(body).encode()).hexdigest()
     return _files.canonical({**body, "hash": digest}).encode(), digest

@@ -1,4 +1,4 @@
-"""Questions asked before a run: what it will cost, and how much can be had."""
+"""Planning before a run: its cost, the possible rounds, and the necessary noise."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tfdp_fl.accounting.accountant import Charges, PrivacyAccountant
 from tfdp_fl.accounting.rounding import format_up
 from tfdp_fl.terms import Sampling
 
-# Nobody trains longer; without it a free mechanism would never stop.
+# A limit beyond any real training; without it, a free mechanism would never stop.
 _MOST_ROUNDS = 1 << 40
 _MOST_SCHEDULED_ROUNDS = 1_000_000
-# Of the noise multiplier and of epsilon: inside the promised 0.1 %.
+# For the noise multiplier and epsilon; within the promised 0.1 %.
 _TOLERANCE = 8e-4
 _SMALLEST, _LARGEST = 1e-6, 1e9
 
@@ -32,7 +32,7 @@ def _plan_charges(
     clients_per_round: schedules.Schedule,
     rounds: int,
 ) -> Iterator[tuple[charge_lib.RoundCharge, int]]:
-    """Yields charges of rounds that are planned, and how often; see `epsilon`."""
+    """Yields the charges of planned rounds with counts; see `epsilon`."""
     _validate.one_of(charge_lib.SAMPLINGS, sampling=sampling)
     rounds = _validate.non_negative_integer(rounds=rounds)
     cohorts = charge_lib.PassCohorts(num_clients, clients_per_round)
@@ -46,14 +46,14 @@ def _plan_charges(
         count = rounds if constant else 1
         if sampling == Sampling.SHUFFLED:
             place: dict[str, Any] = {**cohorts.place(t), "partition": "planned"}
-            # The first round of a pass costs as much as all of it.
+            # The first round of a pass costs as much as the whole pass.
             count = -(-count // -(-num_clients // place["clients_per_round"]))
         elif sampling == Sampling.RANDOM_ALLOCATION:
             place = passes.place(t)
             size, begin = place["clients_per_round"], place["pass_index"]
             z_of_pass = schedules.value_at(noise_multiplier, begin, "noise_multiplier")
             charge_lib.require_one_noise(t, z, begin, z_of_pass)
-            if t > begin:  # Its pass is charged whole, with its first round.
+            if t > begin:  # Its pass was charged in full with the first round.
                 continue
             place = {"clients_per_round": size}
             count = -(-count // charge_lib.rounds_per_pass(num_clients, size))
@@ -76,7 +76,7 @@ def epsilon(
     delta: float,
     accountant: str = "rdp",
 ) -> float:
-    """Returns epsilon after a number of rounds of a clipped, noised sum.
+    """Returns epsilon after a number of rounds, each a clipped sum with noise.
 
     Args:
       noise_multiplier: z, noise stddev on the sum of clipped updates over the
@@ -123,10 +123,10 @@ def max_rounds(
     delta: float,
     accountant: str = "rdp",
 ) -> int:
-    """Returns how many rounds stay within the target; 0 if not even one.
+    """Returns how many rounds stay within the target; 0 if not even one does.
 
-    A schedule given as a sequence answers at most its own length, one given as
-    a callable at most a million.
+    If a schedule is a sequence, the result is at most its length; if it is a callable,
+    at most a million.
 
     Args:
       noise_multiplier: The noise multiplier, z: a constant or a schedule.
@@ -134,12 +134,12 @@ def max_rounds(
       num_clients: The number of clients, N.
       clients_per_round: The expected number of clients in a round, m: a constant
         or a schedule.
-      target_epsilon: The most that the rounds may cost, above 0.
+      target_epsilon: The largest epsilon that the rounds may cost, above 0.
       delta: Between 0 and 1.
       accountant: "rdp" or "pld".
     """
     target = _validate.positive(target_epsilon=target_epsilon)
-    # What is random in a schedule is asked once; a sequence ends.
+    # Evaluate random schedules only once; sequences end.
     z, m = schedules.fix(noise_multiplier), schedules.fix(clients_per_round)
     lengths = [len(each) for each in (z, m) if hasattr(each, "__len__")]
     limit = min([_MOST_SCHEDULED_ROUNDS, *lengths])
@@ -162,13 +162,13 @@ def max_rounds(
 def largest_affordable(
     cost: Callable[[int], float], target: float, limit: int, guess: int
 ) -> int:
-    """Returns how many rounds cost no more than a target, of at most `limit`.
+    """Returns the largest number of rounds, up to `limit`, that stays within a target.
 
     Args:
-      cost: The epsilon of a number of rounds; more rounds must not cost less.
+      cost: Returns the epsilon of a number of rounds; more rounds must not cost less.
       target: The largest epsilon.
       limit: The most rounds, at least 0.
-      guess: So many are asked about first, and then twice as many.
+      guess: The number to try first; it is doubled as long as it is affordable.
     """
     high = min(guess, limit)
     while cost(high) <= target:
@@ -191,10 +191,10 @@ def calibrate_noise_multiplier(
 ) -> float:
     """Returns the smallest noise multiplier that meets the target.
 
-    Never above the target, and within 0.1 % of the exact solution.
+    Its epsilon is never above the target, and it is within 0.1 % of the exact solution.
 
     Args:
-      target_epsilon: The most that the rounds may cost, above 0.
+      target_epsilon: The largest epsilon that the rounds may cost, above 0.
       sampling: How clients are drawn, such as "poisson".
       num_clients: The number of clients, N.
       clients_per_round: The expected number of clients in a round, m: a constant,
@@ -202,8 +202,8 @@ def calibrate_noise_multiplier(
       rounds: The number of rounds, T; at least 1.
       delta: Between 0 and 1.
       accountant: "rdp" or "pld".
-      target_delta: Another name for `delta`, as `make_private` has it; exactly
-        one of the two is given.
+      target_delta: Another name for `delta`, as in `make_private`; give exactly one of
+        the two.
 
     Raises:
       ValueError: If no noise meets the target, or arguments are wrong.
@@ -233,18 +233,17 @@ def calibrate(
 ) -> float:
     """Returns the smallest noise multiplier that meets the target.
 
-    The result is rounded up: epsilon at it is never above the target, and
-    both epsilon and the noise are within 0.1 % of the exact solution.
+    The result is rounded up: its epsilon is never above the target, and both epsilon
+    and the noise are within 0.1 % of the exact solution.
 
     Args:
-      make_charges: For a noise multiplier above 0, the charges of the whole
+      make_charges: Returns, for a noise multiplier above 0, the charges of the whole
         run, as (charge, count) pairs or single charges. More noise must not
         cost more.
-      target_epsilon: The most that the rounds may cost, above 0.
+      target_epsilon: The largest epsilon that the rounds may cost, above 0.
       delta: Between 0 and 1.
       accountant: "rdp" or "pld".
-      upper: The largest noise multiplier that `make_charges` takes; default no
-        limit.
+      upper: The largest noise multiplier that `make_charges` accepts; None: no limit.
 
     Raises:
       ValueError: If no noise multiplier (up to `upper`) meets the target.
@@ -269,13 +268,13 @@ def calibrate(
 
     z = min(1.0, limit)
     if accountant == "pld":
-        # RDP is fast, except for searches, and never much below PLD's noise, and coarse
-        # PLD is near it.
+        # RDP is fast, except for searches. Its noise is never much below PLD's, and
+        # coarse PLD is close to PLD.
         is_search = PrivacyAccountant(make_charges(z)).is_one_search
         with contextlib.suppress(ValueError):
             z = z if is_search else solve(z, "rdp")
-            # PLD's noise is about a tenth below RDP's. Of many rounds the coarse bound
-            # is a few per cent larger, which it is corrected for.
+            # PLD's noise is about a tenth below RDP's. Over many rounds, the coarse
+            # bound is a few per cent larger, which the aim corrects for.
             aim = target
             for factor in (1.15, 1.01, 1.01, 1.01):
                 z = solve(z, "pld", factor, aim, _TOLERANCE / 3)
@@ -294,12 +293,12 @@ def _solve(
     delta: float,
     slack: float,
 ) -> float:
-    """Brackets the target, closes in by SciPy, and rounds up.
+    """Brackets the target, finds the root with SciPy, and rounds up.
 
-    An epsilon that is below the target by a share of up to `slack` will do.
+    An epsilon below the target by a fraction of at most `slack` is sufficient.
     """
     epsilon = functools.cache(epsilon)
-    # Sums of other orders may differ in their last digits.
+    # Sums in a different order may differ in their last digits.
     wanted = target * (1 - 1e-9)
 
     def excess(z: float) -> float:
@@ -317,7 +316,7 @@ def _solve(
         low, high, factor = high, min(limit, high * factor), factor * factor
     while epsilon(low) <= wanted:
         if low < _SMALLEST:
-            return low  # The noise makes no difference.
+            return low  # Epsilon does not depend on the noise.
         low, high, factor = low / factor, low, factor * factor
     step = low * 1e-5
     z = optimize.brentq(excess, low, high, xtol=step)

@@ -1,10 +1,10 @@
-"""What it costs to release the best of a random number of trials.
+"""The cost of releasing the best of a random number of trials.
 
 Papernot & Steinke 2022, "Hyperparameter tuning with Rényi differential privacy",
 https://arxiv.org/abs/2110.03620: if the number of trials is random and secret, the
-best of them costs little more than one of them, however many there are. Koskela,
+best trial costs little more than a single one, however many there are. Koskela,
 Redberg & Wang 2024, "Privacy profiles for private selection",
-https://arxiv.org/abs/2402.06701: it costs still less by privacy profiles.
+https://arxiv.org/abs/2402.06701: privacy profiles give an even smaller bound.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dp_accounting.rdp import rdp_privacy_accountant
 
 from tfdp_fl import _validate
 
-# The shapes of the number's distribution that have a name.
+# The named distributions of the number of trials, by their shape.
 _SHAPES = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0}
 
 
@@ -30,16 +30,16 @@ _SHAPES = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0}
 class BestOfTrialsDpEvent(dp_accounting.DpEvent):
     """The best of a random number of trials; nothing else about them is released.
 
-    `dp_accounting.RepeatAndSelectDpEvent` for trials that need not be alike: a trial
-    costs one of several events, not their sum. Which one is drawn independently of
-    the data (a candidate), or differs by client (training on some, a score on others).
+    It extends `dp_accounting.RepeatAndSelectDpEvent` to trials with different costs: a
+    trial costs one of several events, not their sum. Which one it is may be drawn
+    independently of the data (a candidate), or may differ by client (training on some,
+    scoring on others).
 
     Attributes:
-      events: What a trial may cost.
+      events: The possible costs of a trial.
       mean: The expected number of trials.
-      shape: Of the number's distribution: infinity for Poisson, 0 for the
-        logarithmic, and above 0 for the truncated negative binomial distribution
-        (1: geometric).
+      shape: The shape of the number's distribution: infinity for Poisson, 0 for
+        logarithmic, otherwise truncated negative binomial (1: geometric).
     """
 
     events: tuple[dp_accounting.DpEvent, ...]
@@ -61,7 +61,7 @@ class TrialCount:
 
     @classmethod
     def named(cls, expected_trials: float, distribution: str | float) -> TrialCount:
-        """Returns the distribution that `PrivateSearch` was given.
+        """Returns the distribution for the arguments of `PrivateSearch`.
 
         Raises:
           ValueError, TypeError: An argument is not allowed; the message names it.
@@ -78,12 +78,12 @@ class TrialCount:
 
     @property
     def may_be_none(self) -> bool:
-        """Whether there may be no trial at all."""
+        """Whether there can be no trial at all."""
         return math.isinf(self.shape)
 
     @property
     def theorem(self) -> str:
-        """Which theorem bounds the Renyi divergence, in words for a statement."""
+        """The theorem that bounds the Renyi divergence, in words for a statement."""
         number = 6 if self.may_be_none else 2
         return f"theorem {number} of Papernot & Steinke (2022, arXiv 2110.03620)"
 
@@ -96,10 +96,10 @@ class TrialCount:
         return f"{name} with mean {self.mean:g}"
 
     def draw(self, generator: np.random.Generator) -> int:
-        """Returns a number of trials; with a Poisson distribution it may be 0."""
+        """Draws a number of trials; a Poisson distribution may yield 0."""
         if self.may_be_none:
             return int(generator.poisson(self.mean))
-        # Rounded so that fewer trials are drawn than are accounted for.
+        # Rounded so that slightly fewer trials are drawn than are accounted for.
         gamma = min(1.0, _stopping(self.shape, self.mean) * (1 + 1e-8))
         if self.shape == 0:
             return int(generator.logseries(1 - gamma)) if gamma < 1 else 1
@@ -116,13 +116,13 @@ def epsilon_of_best(
     trials: Sequence[privacy_loss_distribution.PrivacyLossDistribution],
     delta: float,
 ) -> float:
-    """Returns a bound of the epsilon at delta of the best trial, by privacy profiles.
+    """Returns a bound on the best trial's epsilon at delta, by privacy profiles.
 
-    Let p and q be a trial's laws with and without a client, t_p and t_q the
-    probabilities that another trial is better than an outcome, and f(x) = E x^K for
-    the number K of trials. The best trial has the density p f'(1 - t_p), ties being
-    broken at random. f' rises to E K. If f'(1 - t_p) <= C f'(1 - t_q) for every
-    outcome,
+    Let p and q be a trial's densities with and without a client, t_p and t_q the
+    probabilities that another trial is better than a given outcome, and f(x) = E x^K
+    for the number K of trials. If ties are broken at random, the best trial has the
+    density p f'(1 - t_p). f' increases up to E K. If f'(1 - t_p) <= C f'(1 - t_q) for
+    every outcome,
 
         p f'(1 - t_p) - e^eps q f'(1 - t_q) <= f'(1 - t_p) (p - e^eps / C q),
 
@@ -133,16 +133,16 @@ def epsilon_of_best(
     total variation, at most delta_trial(0).
 
     Truncated negative binomial with shape s and g = gamma: the ratio is R^(1 + s),
-    R = (g + (1 - g) t_q) / (g + (1 - g) t_p), and t_q is at most 1 and, for every
-    a >= 0, at most e^a t_p + delta_trial(a). In t_p, R is then monotone up to
-    t_p = e^-a (1 - delta_trial(a)), and falls from there on: it is largest at 0 or
-    there.
+    R = (g + (1 - g) t_q) / (g + (1 - g) t_p). Here t_q is at most 1 and, for every
+    a >= 0, at most e^a t_p + delta_trial(a). As a function of t_p, R is then monotone
+    up to t_p = e^-a (1 - delta_trial(a)), and falls from there on. So it is largest at
+    0 or at that point.
 
     Args:
       event: The search.
-      trials: The privacy loss distributions of its `events`. If one of them is
-        drawn independently of the data, or differs by client, the trial has at most
-        the largest delta of them.
+      trials: The privacy loss distributions of its `events`. Whether the event is drawn
+        independently of the data or differs by client, a trial's delta is at most the
+        largest of theirs.
       delta: Between 0 and 1.
     """
 

@@ -1,11 +1,11 @@
-"""What a pass of random allocation costs.
+"""The cost of a pass of random allocation.
 
-In a pass of t rounds each client draws, for itself and in secret, the one round in
+In a pass of t rounds, each client draws, independently and in secret, the one round in
 which it takes part. With a Gaussian of noise multiplier z in each round, adaptive or
-not, a pass is dominated, in both directions, by the pair of P, N(e_i, z^2 I) with i
-uniform over the t coordinates, and Q, N(0, z^2 I) (Feldman & Shenfeld 2025,
-https://arxiv.org/abs/2502.08202, and 2026, https://arxiv.org/abs/2602.17284). Its
-loss is log S, where under Q
+not, a pass is dominated in both directions by a pair of distributions: P is
+N(e_i, z^2 I) with i uniform over the t coordinates, and Q is N(0, z^2 I) (Feldman &
+Shenfeld 2025, https://arxiv.org/abs/2502.08202, and 2026,
+https://arxiv.org/abs/2602.17284). The privacy loss is log S, where under Q
 
     S = (Y_1 + ... + Y_t) / t,  log Y_i ~ N(-1 / (2 z^2), 1 / z^2)  independently.
 """
@@ -23,14 +23,15 @@ import numpy as np
 from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 from scipy import special, stats
 
-# Mass that counts as an infinite loss, and what is kept in few cells.
+# Tail mass that counts as an infinite loss, and tail mass that gets only few cells.
 _TAIL, _RARE = 1e-18, 1e-5
-# With less noise the pass costs as if all were known, with more as with that.
+# With less noise, the pass costs as if the allocation were known; more noise counts as
+# the maximum.
 _LEAST_NOISE, _MOST_NOISE = 0.15, 1e3
-# Coarse cells of a histogram that only says where the mass is.
+# The bins of a coarse histogram that locates the mass.
 _BINS = 512
 _MOST_ORDER, _MOST_GRID_POINTS = 1024, 4_000_000
-# More than what floating point takes off a logarithm here.
+# More than the floating-point error of a logarithm here.
 _ROUNDING = 1e-12
 
 _T = TypeVar("_T")
@@ -50,12 +51,12 @@ class RandomAllocationDpEvent(dp_accounting.DpEvent):
 
 
 class _Law(NamedTuple):
-    """A law that is at least S in the convex order.
+    """A distribution that is at least S in the convex order.
 
     Attributes:
       values: Float64 [K], ascending, the first of them 0.
       masses: Float64 [K], their probabilities under Q.
-      missing: How much of the mean lies at infinity, with probability 0.
+      missing: The part of the mean that lies at infinity, with probability 0.
     """
 
     values: np.ndarray
@@ -66,23 +67,23 @@ class _Law(NamedTuple):
 def privacy_loss(
     event: RandomAllocationDpEvent, interval: float, cells: int
 ) -> privacy_loss_distribution.PrivacyLossDistribution:
-    """Returns an upper bound of a pass's privacy loss distribution.
+    """Returns an upper bound on a pass's privacy loss distribution.
 
     E_Q (S - e^eps)+ and E_Q (1 - e^eps S)+, the deltas of the two directions, are
-    expectations of convex functions of S. So both can only grow if probability is
-    spread with its mean kept, from a point to its two neighbours in a grid: of each
-    Y_i, of each sum on the way (the convex order is kept by sums of independent
-    variables and by limits, Shaked & Shanthikumar 2007, theorem 3.A.12), and at last
-    onto the powers of e^interval, which is what connecting the dots does (Doroshenko
-    et al. 2022, https://arxiv.org/abs/2207.04380). The error is of second order in
-    the width of a cell. (All terms are positive: floating point changes a delta by
-    less than 1e-12 of it, and S by less than 1e-12.)
+    expectations of convex functions of S. So both can only grow if we spread the
+    probability of a point over its two neighbours in a grid, preserving the mean. We do
+    this for each Y_i, for each intermediate sum (sums of independent variables and
+    limits preserve the convex order, Shaked & Shanthikumar 2007, theorem 3.A.12), and
+    finally onto the powers of e^interval, as in "connect the dots" (Doroshenko et al.
+    2022, https://arxiv.org/abs/2207.04380). The error is of second order in the width
+    of a cell. (All terms are positive, so floating point changes a delta by a relative
+    error of less than 1e-12, and S by less than 1e-12.)
 
     Args:
-      event: The event; noise below 0.15 is taken for a Gaussian that all know of, and
-        above 1e3 for 1e3.
+      event: The event. With noise below 0.15, the allocation counts as known; noise
+        above 1e3 counts as 1e3.
       interval: The width of the cells of the loss.
-      cells: How many cells sums on the way are kept in.
+      cells: The number of cells for intermediate sums.
     """
     z, t = event.event.noise_multiplier, event.rounds
     if z < _LEAST_NOISE:
@@ -105,11 +106,11 @@ def privacy_loss(
 
 
 def _lognormal(sigma: float, cells: int) -> _Law:
-    """Returns the law of exp(N(-sigma^2 / 2, sigma^2)), whose mean is 1."""
+    """Returns the distribution of exp(N(-sigma^2 / 2, sigma^2)), whose mean is 1."""
     most = float(stats.norm.isf(_TAIL))
     normal = np.linspace(-most, most + sigma, cells)
     grid = np.exp(sigma * normal - sigma**2 / 2)
-    # Probability, and its share of the mean, of each cell and of what is beyond.
+    # The probability of each cell and of the tails, and their shares of the mean.
     mass = _normal_cells(normal)
     mean = _normal_cells(normal - sigma)
     low, high = np.array([0.0, *grid[:-1]]), grid
@@ -123,13 +124,13 @@ def _lognormal(sigma: float, cells: int) -> _Law:
 def _normal_cells(ends: np.ndarray) -> np.ndarray:
     """Returns a normal variable's probabilities below, between and above points."""
     below, above = stats.norm.cdf(ends), stats.norm.sf(ends)
-    # Differences of what is small, in either tail.
+    # Differences of the smaller values, in either tail.
     inside = np.where(ends[1:] < 0, np.diff(below), -np.diff(above))
     return np.concatenate([below[:1], inside, above[-1:]])
 
 
 def _add(one: _Law, other: _Law, cells: int) -> _Law:
-    """Returns the law of the sum of two independent variables, spread onto a grid."""
+    """Returns the distribution of a sum of independent variables, spread on a grid."""
     sums = np.add.outer(one.values, other.values).ravel()[1:]
     masses = np.outer(one.masses, other.masses).ravel()
     at_zero, masses = masses[0], masses[1:]
@@ -142,9 +143,9 @@ def _add(one: _Law, other: _Law, cells: int) -> _Law:
     above = np.cumsum(np.bincount(place, masses * sums, _BINS)[::-1])
     ends = [np.searchsorted(below, tail) for tail in (_TAIL, _RARE)]
     ends += [_BINS - np.searchsorted(above, tail) for tail in (_RARE, _TAIL)]
-    # Four of five cells are where most of the mass is.
+    # Four fifths of the cells cover most of the mass.
     counts, places = np.array([0, 0.1, 0.9, 1]), np.arange(4)
-    # (All differ.)
+    # (The knots must all differ.)
     knots = start + width * (np.maximum.accumulate(ends - places) + places)
     grid = np.exp(np.interp(np.linspace(0, 1, cells), counts, knots))
     cell = np.interp(logs, knots, counts) * (cells - 1)
@@ -157,10 +158,10 @@ def _add(one: _Law, other: _Law, cells: int) -> _Law:
 def _spread(
     values: np.ndarray, masses: np.ndarray, grid: np.ndarray, cell: np.ndarray
 ) -> tuple[np.ndarray, float]:
-    """Returns masses at 0 and at a grid with the same mean, and what is missing of it.
+    """Spreads masses to 0 and a grid; returns them and the missing part of the mean.
 
-    What is above the grid goes to its end; the rest of its mean lies at infinity.
-    `cell` has the places of the grid points below the values, not yet rounded down.
+    Mass above the grid goes to its end, and the rest of its mean lies at infinity.
+    `cell` has the indices of the grid points below the values, before rounding down.
     """
     points = np.array([0.0, *grid])
     cell = np.where(values < grid[0], 0, np.minimum(cell + 1, len(grid) - 1))
@@ -172,7 +173,7 @@ def _spread(
 
 
 def _power(one: _T, times: int, add: Callable[[_T, _T], _T]) -> _T:
-    """Returns one + ... + one, by doubling."""
+    """Returns one + ... + one (`times` terms), by doubling."""
     total = None
     while True:
         if times & 1:
@@ -184,11 +185,11 @@ def _power(one: _T, times: int, add: Callable[[_T, _T], _T]) -> _T:
 
 
 def renyi_divergence(event: RandomAllocationDpEvent, orders: np.ndarray) -> np.ndarray:
-    """Returns the larger Renyi divergence of the two directions at orders, rounded up.
+    """Returns the larger Renyi divergence of the two directions, rounded up.
 
-    It is computed at integer orders; between them log E_Q S^a and log E_Q S^(1-a) are
-    convex in a, and 0 at order 1. Beyond order 1024 it is that of the Gaussian alone,
-    which bounds it everywhere.
+    It is computed at integer orders. Between them, log E_Q S^a and log E_Q S^(1-a) are
+    convex in a, and they are 0 at order 1. Beyond order 1024, it is that of the
+    Gaussian alone, which is always an upper bound.
 
     Args:
       event: The event.
@@ -222,8 +223,8 @@ def _log_moments(z: float, t: int, most: int) -> np.ndarray:
 def _log_inverse_moments(z: float, t: int, most: int) -> np.ndarray:
     """Returns log E_Q S^(1 - a) at orders a = 2, ..., most.
 
-    E_Q S^-b is the integral of u^(b - 1) E(exp(-u Y / t))^t / Gamma(b) over u > 0. By
-    the trapezoidal rule in log u, and in log Y, it converges exponentially.
+    E_Q S^-b is the integral of u^(b - 1) E(exp(-u Y / t))^t / Gamma(b) over u > 0. The
+    trapezoidal rule in log u and log Y converges exponentially.
     """
     b = np.arange(1, most)
     sigma = 1 / z

@@ -1,8 +1,8 @@
-"""What an event in a ledger, a checkpoint or a server's history may be.
+"""The events allowed in a ledger, a checkpoint or a server's history.
 
-A file is read before it is trusted, and dp-accounting computes with whatever it is
-given: a small event can ask for more memory than there is. So each kind of event has
-bounds here, far beyond any use, within which its cost is computed in seconds.
+A file is read before it is trusted, and dp-accounting computes with any event, even a
+small one that needs more memory than there is. So this module bounds each event type,
+far beyond any real use, such that its cost is computed in seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Check = Callable[[object], bool]
 
 
 def _number(low: float, high: float, *others: float) -> Check:
-    """Returns a check of numbers in a range, or one of some others."""
+    """Returns a check for numbers in a range or among some others."""
     return lambda value: (
         isinstance(value, int | float)
         and not isinstance(value, bool)
@@ -46,15 +46,15 @@ def _is_event(value: object) -> bool:
 
 _SHARE, _SIZE = _number(0.0, 1.0), _whole(1, 2**53)
 _NOISE = _number(0.0, math.inf)
-# Below, a loss would have more cells than there is memory for.
+# Below 1e-2, a loss would have more cells than fit into memory.
 _OF_LAPLACE = _number(1e-2, math.inf, 0.0)
 
-# The fields of each kind of event, and what they may be.
+# The fields of each event type, and their checks.
 _KINDS: dict[str, dict[str, Check]] = {
     "NoOpDpEvent": {},
     "NonPrivateDpEvent": {},
     "UnsupportedDpEvent": {},
-    # Whoever makes a charge of it says what it may not be.
+    # The charge made from it checks the value.
     "GaussianDpEvent": {"noise_multiplier": _number(-math.inf, math.inf)},
     "LaplaceDpEvent": {"noise_multiplier": _OF_LAPLACE},
     "DiscreteLaplaceDpEvent": {
@@ -116,9 +116,9 @@ _KINDS: dict[str, dict[str, Check]] = {
 
 
 def check_event(value: Any) -> None:
-    """Raises ValueError unless an event, as JSON has it, is one that can be read.
+    """Raises ValueError unless an event, given as JSON, is allowed.
 
-    A kind that is not known here is left to whoever makes the event.
+    A type that is unknown here is left to the code that makes the event.
     """
     waiting, count = [(value, 0)], 0
     while waiting:

@@ -1,4 +1,4 @@
-"""The paragraph that says what was guaranteed, to whom, and what was not."""
+"""The privacy statement: what was guaranteed, to whom, and what was not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tfdp_fl.terms import Json, PrivacyUnit, Sampling, TrustModel
 if TYPE_CHECKING:
     import jinja2
 
-# Full sentences that stand by themselves, by their keys.
+# Self-contained sentences by key.
 _TEXT = pathlib.Path(__file__).with_name("caveats.txt").read_text("utf-8")
 
 CAVEATS: dict[str, str] = {
@@ -29,13 +29,13 @@ CAVEATS: dict[str, str] = {
 
 
 def add_caveats(sentences: Mapping[str, str]) -> None:
-    """Adds what a mechanism declares to `CAVEATS`.
+    """Adds a mechanism's own caveats to `CAVEATS`.
 
     Args:
       sentences: Full sentences by key.
 
     Raises:
-      ValueError: A key has another sentence already.
+      ValueError: A key already has another sentence.
     """
     for key, sentence in sentences.items():
         if CAVEATS.setdefault(key, sentence) != sentence:
@@ -47,7 +47,7 @@ def add_caveats(sentences: Mapping[str, str]) -> None:
 
 FORMATS = ("text", "dict")
 
-# What a sampling has to have said of it, where the guarantee is central.
+# The caveats of each sampling, for central guarantees.
 _CAVEATS_OF_SAMPLING = {
     "poisson": ("population_stated",),
     "fixed_size": ("fixed_size_population_known",),
@@ -57,7 +57,7 @@ _CAVEATS_OF_SAMPLING = {
     "min_separation": ("separated_zero_out",),
 }
 
-# Those that make epsilon smaller for a draw that nobody knows.
+# The samplings whose smaller epsilon relies on a secret draw.
 _SECRET = ("poisson", "fixed_size", "random_allocation")
 
 _EPSILONS = (
@@ -70,45 +70,42 @@ Epsilon = float | Callable[[float], float | None] | None
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StatementFacts:
-    """What a statement is made of.
+    """The facts from which a statement is made.
 
-    Wherever an epsilon is asked for, a callable of delta does as well; None
-    leaves it out.
+    An epsilon may also be given as a callable of delta; None leaves it out.
 
     Attributes:
       trust_model: "central" (the server is trusted), "local" (it is not) or
         "none".
       mechanism: The mechanism's name.
-      mechanism_description: One sentence on what it does.
+      mechanism_description: One sentence about what it does.
       mechanism_parameters: Its parameters, for the record.
       privacy_unit: What is protected as a whole: a "client" or a "record" (NbAFL).
       sampling: One of `charge.SAMPLINGS`, or "min_separation".
       num_clients: The number of clients, N.
-      populations: N of every population there were rounds on, in their order,
-        where there were several.
-      num_records: The number of records of all clients, if known; what delta
-        is compared with where a record is protected.
-      clients_per_round: m, or the expected sizes of all rounds.
-      cohort_sizes: The sizes of the cohorts that were really drawn.
-      rounds: How many rounds were released.
-      rounds_of_others: How many rounds of other runs the epsilons count as
-        well.
-      evaluated: N of each private release of clients' metrics that they count.
+      populations: If there were several populations, the N of each, in order.
+      num_records: The number of records of all clients, if known; delta is compared
+        with it if a record is protected.
+      clients_per_round: m, or the expected cohort sizes of all rounds.
+      cohort_sizes: The sizes of the cohorts that were actually drawn.
+      rounds: The number of released rounds.
+      rounds_of_others: The number of rounds of other runs included in the epsilons.
+      evaluated: The N of each private release of clients' metrics that is included.
       epsilon_rdp: Central epsilon by Renyi accounting.
       epsilon_pld: Central epsilon by privacy loss distributions.
       pld_is_exact: Whether `epsilon_pld` is the exact one of a Gaussian.
       epsilon_if_participation_is_known: Central epsilon against an observer who
-        knows who took part in which round; needed for a sampling that amplifies.
+        knows who took part in which round; required if sampling amplifies.
       epsilon_local: Local (or per-record) epsilon of the client that spent
         most.
-      max_participations: In how many rounds the most-seen client took part.
-      central_epsilon: For a local guarantee: what the same noise gives against
-        those who see only the averages.
-      implied_epsilon: For NbAFL: the epsilon its formula was given.
+      max_participations: The number of rounds of the client that took part most often.
+      central_epsilon: For a local guarantee: the epsilon against anyone who sees only
+        the averages.
+      implied_epsilon: For NbAFL: the epsilon given to its formula.
       implied_delta: For NbAFL: 1.25 exp(-c^2/2), implied by its constant.
-      search: For the best of a search, what came before its release, in words.
-      caveats: Keys of `CAVEATS` that hold.
-      audit: Says at a delta what an audit of this run found, if there was one.
+      search: For the best of a search, a description of the search.
+      caveats: Keys of `CAVEATS` that apply.
+      audit: Describes, at a delta, the result of this run's audit, if there was one.
     """
 
     trust_model: str
@@ -157,8 +154,8 @@ def privacy_statement(
     Every epsilon in the text is rounded up, never down.
 
     Args:
-      facts: What ran, and what it cost.
-      delta: At which the epsilons are stated.
+      facts: The facts about the run and its cost.
+      delta: The delta at which the epsilons are stated.
       format: "text" (paragraphs, in lines of at most 80 characters) or "dict" (the
         facts and sentences as JSON values; an infinite epsilon is None, with
         "has_guarantee" False;
@@ -191,7 +188,7 @@ def _content(facts: StatementFacts, delta: float) -> Json:
     local = facts.trust_model == TrustModel.LOCAL
     used = ("epsilon_local",) if local else ("epsilon_pld", "epsilon_rdp")
     stated = [value for name in used if (value := values[name]) is not None]
-    # Both accountants give upper bounds: the lower one holds.
+    # Both accountants give upper bounds, so the smaller one is valid.
     best = min(stated, default=math.inf)
     if facts.trust_model == TrustModel.NONE:
         best = math.inf
@@ -202,10 +199,10 @@ def _content(facts: StatementFacts, delta: float) -> Json:
     elif known is not None:
         known = max(known, best)
     values["epsilon_if_participation_is_known"] = known
-    # Locally any two data sets of a client are neighbours.
+    # For a local guarantee, any two data sets of a client are neighbours.
     relation = charge.relation_of("fixed_size" if local else facts.sampling)
     populations = list(facts.populations) or [facts.num_clients]
-    # A guarantee for a client of an evaluation needs a delta for that, too.
+    # Clients in an evaluation are protected too, so delta must also suit their number.
     protected = [*populations, *facts.evaluated]
     implied = _implied_caveats(facts, delta, best, protected)
     content: Json = {
@@ -254,7 +251,7 @@ def _content(facts: StatementFacts, delta: float) -> Json:
 def _implied_caveats(
     facts: StatementFacts, delta: float, best: float, populations: list[int]
 ) -> list[str]:
-    """Returns the caveats that follow from what is stated."""
+    """Returns the caveats that follow from the stated facts."""
     if not math.isfinite(best):
         return []
     found = ["start_and_callbacks_trusted"]
@@ -301,7 +298,7 @@ def _range(sizes: float | Sequence[float]) -> Json:
 
 @functools.cache
 def _template() -> jinja2.Template:
-    """Returns how a statement is worded, a block for each paragraph."""
+    """Returns the template of a statement, with a block for each paragraph."""
     import jinja2
 
     environment = jinja2.Environment(

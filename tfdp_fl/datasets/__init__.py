@@ -1,4 +1,4 @@
-"""Data for federated training: many clients' examples, and loaders of some."""
+"""Data for federated training: clients' examples, and loaders of public data sets."""
 
 from tfdp_fl.datasets.adapters import as_federated, limit_rows_per_client
 from tfdp_fl.datasets.federated_dataset import FederatedDataset

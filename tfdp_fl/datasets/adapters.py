@@ -1,4 +1,4 @@
-"""Clients' data as a user holds it, and a table that says whose row each is."""
+"""Converts users' data, including tables with one client id per row, to clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfdp_fl.datasets import nests, tables
 from tfdp_fl.datasets.federated_dataset import FederatedDataset
 from tfdp_fl.datasets.nests import Nest
 
-# What `fit` takes: clients' data in one of these forms, or with `client_ids` the
+# What `fit` accepts: clients' data in one of these forms; with `client_ids`, the
 # features of all rows.
 Clients: TypeAlias = FederatedDataset | Nest
 
@@ -30,15 +30,15 @@ def as_federated(clients: Clients, element_spec: nests.Nest = None) -> Federated
     """Returns clients' data as a `FederatedDataset`.
 
     Args:
-      clients: One already; a mapping from client ids to `(x, y)` or `(x, y,
+      clients: A `FederatedDataset`; a mapping from client ids to `(x, y)` or `(x, y,
         sample_weight)` (nests of arrays) or to `tf.data.Dataset`s; a list of
         those, whose clients are then 0 to N - 1; or a TFF `ClientData`.
-      element_spec: What an example looks like, as in
-        `FederatedDataset.from_client_fn`, unless the model and the loss tell.
+      element_spec: The spec of an example, as in `FederatedDataset.from_client_fn`;
+        only needed if the model and the loss do not determine it.
 
     Raises:
       TypeError: `clients` is none of these; the message names only its type.
-      ValueError: A client's own examples do not fit together.
+      ValueError: A client's own arrays are inconsistent.
     """
     if isinstance(clients, FederatedDataset):
         if element_spec is not None:
@@ -61,23 +61,23 @@ def as_federated(clients: Clients, element_spec: nests.Nest = None) -> Federated
         {k: tuple(v) if isinstance(v, list) else v for k, v in by_id.items()},
         element_spec,
     )
-    # Known by their places, then: see `FederatedDataset.clients_digest`.
+    # The clients of a list have only positions: see `FederatedDataset.clients_digest`.
     return dataset.with_ids(range(len(by_id))) if is_list else dataset
 
 
 def resolve_fit_data(
     data: Clients, y: nests.Nest, client_ids: tables.Ids, sample_weight: nests.Nest
 ) -> FederatedDataset:
-    """Returns the clients that `fit` was given, in either way.
+    """Returns the clients that were passed to `fit` in either form.
 
     Args:
-      data: Clients' data, or with `client_ids` the features of all rows.
+      data: Clients' data; with `client_ids`, the features of all rows.
       y: The labels of all rows.
-      client_ids: Whose row each is; None: `data` is clients' data.
-      sample_weight: What each row counts, or None.
+      client_ids: The client of each row; None: `data` is clients' data.
+      sample_weight: Each row's weight, or None.
 
     Raises:
-      TypeError, ValueError: They do not go together.
+      TypeError, ValueError: The arguments are inconsistent.
     """
     if client_ids is not None:
         if y is None:
@@ -106,15 +106,15 @@ def by_person(
     Args:
       x: Features [n, ...], a nest of arrays, or a pandas frame of numbers.
       y: Labels [n, ...], likewise.
-      client_ids: Whose row each is, [n] numbers or strings.
-      sample_weight: What each row counts in the loss, [n], or None.
-      num_people: How many people are declared; places that nobody has are clients
-        without examples. None: as many as there are.
+      client_ids: The person of each row, [n] numbers or strings.
+      sample_weight: Each row's weight in the loss, [n], or None.
+      num_people: The declared number of people; clients without examples make up for
+        missing ones. None: the number of people in the table.
 
     Raises:
-      ValueError: There are more people than declared; a row has no id, or a missing
-        value that is no label (naming column and row); or lengths or pandas indexes
-        differ.
+      ValueError: There are more people than declared; a row has no id, or has a missing
+        value other than a label (the message names column and row); or lengths or
+        pandas indexes differ.
     """
     given = {"x": x, "y": y, "sample_weight": sample_weight}
     check_aligned(**given, client_ids=client_ids)
@@ -126,15 +126,15 @@ def by_person(
     num_rows = nests.common_length(given["x"], given["y"])
     rows = tables.rows_of_people(client_ids, num_rows)
     for argument, nest in given.items():
-        # Labels of clients may be NaN, however they are given: a loss may know them.
+        # Labels may be NaN in whatever form clients are given, as a loss may allow it.
         for leaf in tf.nest.flatten(nest) if argument != "y" else ():
             tables.check_finite(argument, leaf)
     if num_people is not None:
         known = rows.by_client()
         if len(known) > num_people:
             raise ValueError(
-                f"client_ids must name at most {num_people} people, the number that is "
-                f"declared, got {len(known)}."
+                f"client_ids must name at most {num_people} people, the declared "
+                f"number, got {len(known)}."
             )
         places = (f"(nobody {k})" for k in itertools.count())
         free = (place for place in places if place not in known)
@@ -146,9 +146,9 @@ def by_person(
 
 
 def check_aligned(**given: nests.Nest) -> None:
-    """Raises ValueError if rows that go together have different pandas indexes.
+    """Raises ValueError if arguments with matching rows have different pandas indexes.
 
-    By position one person's row would be taken for another's, in silence.
+    Matching rows by position would silently assign one person's row to another.
     """
     first: nests.Nest = None
     for argument, nest in given.items():
@@ -168,13 +168,13 @@ def check_aligned(**given: nests.Nest) -> None:
 
 
 def to_keras_inputs(nest: nests.Nest, argument: str) -> Nest:
-    """Converts lists, frames and series to arrays; leaves the rest as it is.
+    """Converts lists, frames and series to arrays; leaves everything else unchanged.
 
-    Strings are tensors, as Keras takes no NumPy strings.
+    Strings become tensors, as Keras does not accept NumPy strings.
 
     Args:
-      nest: Of all rows.
-      argument: What it is, for errors; of "y" alone integers stay integers.
+      nest: The data of all rows.
+      argument: The argument's name, for errors; only for "y", integers stay integers.
     """
 
     def array(leaf: nests.Nest) -> nests.Nest:
@@ -198,20 +198,21 @@ def limit_rows_per_client(
     max_rows: int,
     keep: str = "random",
 ) -> tuple[nests.Nest, nests.Nest, tables.Ids]:
-    """Returns a table in which no person has more than so many rows.
+    """Returns a table with at most `max_rows` rows per person.
 
-    That bounds the local steps of a round, and how much one person's rows count in
-    its own update. The guarantee is per person with or without it.
+    This limits the local steps of a round, and the influence of a person's rows on
+    their own update. The guarantee is per person with or without it.
 
     Args:
       x: Features [n, ...], a nest of arrays, or a pandas frame.
-      y: Labels [n, ...], likewise; of `(y, sample_weight)` both are bounded.
-      client_ids: Whose row each is, [n] numbers or strings.
-      max_rows: How many rows of a person stay, at least 1.
-      keep: Which: "random" (each person's own draw), "first" or "last".
+      y: Labels [n, ...], likewise; for `(y, sample_weight)`, both are limited.
+      client_ids: The person of each row, [n] numbers or strings.
+      max_rows: The maximum number of rows per person, at least 1.
+      keep: Which rows to keep: "random" (drawn separately for each person), "first" or
+        "last".
 
     Returns:
-      `(x, y, client_ids)` of the rows that stay, in their order.
+      `(x, y, client_ids)` of the remaining rows, in their original order.
 
     Raises:
       TypeError, ValueError: An argument is not allowed; the message names it.

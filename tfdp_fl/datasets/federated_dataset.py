@@ -1,8 +1,8 @@
 """Data held by many clients, the input of federated training.
 
-The file is long because it has one subject, the class that users see: how it is
-made, what it holds, what can be made of it, and how the engine reads it. It
-rests on `sources` (examples) and `tables` (ids).
+The file is long because it has one subject, the class that users see: its
+constructors, its contents, its transformations, and how the engine reads it. It uses
+`sources` (examples) and `tables` (ids).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import tensorflow_federated as tff
 
 
-# The rows of each client: by its id, or of clients 0 to N - 1.
+# The rows of each client: by its id, or for clients 0 to N - 1.
 Indices: TypeAlias = (
     Mapping[tables.ClientId, npt.ArrayLike]
     | Sequence[npt.ArrayLike]
@@ -40,39 +40,36 @@ Indices: TypeAlias = (
 class FederatedDataset:
     """The examples of N clients, each a pair (features, labels).
 
-    A client has an id, which is the caller's name for it, and a position from
-    0 to N - 1, by which training samples it. Clients may have different
-    numbers of examples, and none at all. Features and labels may be any nest
-    that Keras takes: an array, or a dict, tuple or list of nests. Beside the
-    labels there may be weights of examples, as Keras's `sample_weight`: a
-    client is then `(x, y, sample_weight)`.
+    A client has an id, which is the caller's name for it, and a position from 0 to
+    N - 1, by which training samples it. Clients may have different numbers of
+    examples, including none. Features and labels may be any nest that Keras accepts:
+    an array, or a dict, tuple or list of nests. Examples may also have weights, as in
+    Keras's `sample_weight`: a client is then `(x, y, sample_weight)`.
 
-    What an example must look like is public: it is the schema of a table
-    (`from_indices`, `from_dataframe`), or declared as `element_spec`, or else taken
-    from the model and its loss when the clients train. It is never computed from
-    clients. Each client's numbers are cast to it; a client that does not fit fails
-    alone, as one that cannot be read does.
+    The spec of an example is public. It is the schema of a table (`from_indices`,
+    `from_dataframe`), or declared as `element_spec`, or else taken from the model and
+    its loss when the clients train. It is never computed from clients. Each client's
+    numbers are cast to it. A client that does not fit fails alone, like a client that
+    cannot be read.
 
-    Made from arrays (`from_client_arrays`, `from_indices`), a dataset is
-    *indexed*: every example is held once, in flat CPU tensors which the
-    dataset owns, and a client is a list of rows. 64-bit floating point becomes
-    32-bit, every other dtype is kept. Made from what must be read first
-    (`from_tf_datasets`, `from_client_data`, `from_client_fn`), it is
-    *streamed*: nothing is held, a client is read when it takes part in a round,
-    and one that cannot be read fails alone. `in_memory()` turns a streamed
-    dataset into an indexed one.
+    Made from arrays (`from_client_arrays`, `from_indices`), a dataset is *indexed*:
+    every example is stored once, in flat CPU tensors that the dataset owns, and a
+    client is a list of rows. 64-bit floats become 32-bit; every other dtype is kept.
+    Made from sources that must be read first (`from_tf_datasets`, `from_client_data`,
+    `from_client_fn`), it is *streamed*: nothing is stored, and a client is read when it
+    takes part in a round. `in_memory()` turns a streamed dataset into an indexed one.
 
     A dataset never changes.
 
     Attributes:
-      has_names: Whether the ids are more than places (0 is the first client).
+      has_names: Whether the ids are more than positions (0 is the first client).
     """
 
     def __init__(self, source: sources.Source, client_ids: Sequence[Hashable]):
         """Use one of the `from_...` class methods instead.
 
         Args:
-          source: Where the examples come from.
+          source: The source of the examples.
           client_ids: N distinct ids, or the range from 0 to N - 1.
         """
         self.has_names = not isinstance(client_ids, range)
@@ -82,7 +79,7 @@ class FederatedDataset:
     def _with(
         self, source: sources.Source, ids: Sequence[Hashable]
     ) -> FederatedDataset:
-        """Returns a dataset of clients whose ids were found to be distinct."""
+        """Returns a dataset of clients whose ids are known to be distinct."""
         made = FederatedDataset(source, range(len(ids)))
         made._client_ids, made.has_names = ids, self.has_names
         return made
@@ -97,8 +94,8 @@ class FederatedDataset:
     ) -> FederatedDataset:
         """Makes a dataset from every client's own arrays.
 
-        The arrays of all clients are packed into one, so this holds one copy
-        of the data beside the caller's.
+        The arrays of all clients are packed into one, so there is one copy of the data
+        besides the caller's.
 
         Args:
           clients: Maps a client's id to `(x, y)` or `(x, y, sample_weight)`,
@@ -107,8 +104,8 @@ class FederatedDataset:
           element_spec: As in `from_client_fn`.
 
         Raises:
-          TypeError, ValueError: If a client's arrays do not fit together (naming
-            it), or if there is no client.
+          TypeError, ValueError: If a client's arrays are inconsistent (the message
+            names the client), or if there is no client.
         """
         _validate.instance_of(Mapping, clients=clients)
         _require_clients(clients=clients)
@@ -130,21 +127,19 @@ class FederatedDataset:
     ) -> FederatedDataset:
         """Makes a dataset of many clients over the same arrays.
 
-        A client is the list of its rows in the arrays. No example is copied
-        for a client, and an example may belong to many.
+        A client is a list of rows in the arrays. No example is copied for a client, and
+        an example may belong to several clients.
 
         Args:
-          x: Features, a nest of arrays of shape [n, ...]. TensorFlow tensors
-            on the CPU are kept, anything else is copied once into one.
+          x: Features, a nest of arrays of shape [n, ...]. TensorFlow tensors on the CPU
+            are used as they are; anything else is copied once into one.
           y: Labels, with the same first dimension.
-          indices: The rows of each client, from 0 to n - 1: a mapping from its
-            id to a 1-D array of integers; or a sequence of such arrays, of
-            clients 0 to N - 1.
-          sample_weight: What each example counts in the loss, likewise; None:
-            all count 1.
+          indices: The rows of each client, from 0 to n - 1: a mapping from its id to a
+            1-D array of integers; or a sequence of such arrays, for clients 0 to N - 1.
+          sample_weight: Each example's weight in the loss, likewise; None: 1 each.
 
         Raises:
-          TypeError, ValueError: If x and y do not fit together, if an index is
+          TypeError, ValueError: If x and y are inconsistent, if an index is
             not an integer or out of range, or if there is no client.
         """
         x, y, num_rows = sources.as_tensors(*nests.pair((x, y, sample_weight)))
@@ -171,32 +166,32 @@ class FederatedDataset:
         sample_weight: str | None = None,
         vocabulary: tables.Vocabulary | None = None,
     ) -> FederatedDataset:
-        """Makes a dataset from a pandas frame with a column that names clients.
+        """Makes a dataset from a pandas frame with a client column.
 
-        The columns are copied once; clients are in the order in which they
-        first appear, and a client's examples in the frame's.
+        The columns are copied once. Clients are in the order of their first appearance,
+        and a client's examples are in the order of the frame.
 
         Args:
-          frame: A `pandas.DataFrame` with one example a row.
+          frame: A `pandas.DataFrame` with one example per row.
           client: The column that names the example's client.
-          features: One column: x is [n], with its kind of number. A list: x
-            is float32 [n, len(features)]. A mapping from the names of a
-            model's inputs to either: x is a dict. None: all columns but those
-            of `client`, `label` and `sample_weight`, as a list.
+          features: One column: x is [n], integers or floats. A list: x is float32
+            [n, len(features)]. A mapping from the names of a model's inputs to either:
+            x is a dict. None: all columns except `client`, `label` and
+            `sample_weight`, as a list.
           label: One column: y is [n]. A list or a mapping: as for features.
             Integers become int64, other numbers float32.
           sample_weight: The column with the weight of each example in the loss;
-            None: all count 1.
-          vocabulary: Maps a column of text or categories to the values it may have,
-            declared without looking at the clients. Alone, the column is int64, each
-            value's index in that list; in a list of features it becomes zeros and
-            ones, one column per value.
+            None: 1 each.
+          vocabulary: Maps a column of text or categories to its allowed values,
+            declared without looking at the clients. As the only feature, the column is
+            encoded as int64, each value's index in that list. In a list of features, it
+            is one-hot encoded.
 
         Raises:
           TypeError: `frame` is not a frame.
-          ValueError: A column is not there, holds something other than finite
-            numbers or declared values, or has missing values (the message names the
-            column and the row); or a feature is the client column.
+          ValueError: A column is missing, contains something other than finite numbers
+            or declared values, or has missing values (the message names the column and
+            the row); or a feature is the client column.
         """
         x, y, rows, weight = tables.split(
             frame, client, features, label, sample_weight, vocabulary
@@ -207,17 +202,17 @@ class FederatedDataset:
     def from_parquet(
         cls, path: str | os.PathLike[str], *columns: Any, **named: Any
     ) -> FederatedDataset:
-        """Makes a dataset from a Parquet file with a column that names clients.
+        """Makes a dataset from a Parquet file with a client column.
 
-        The file is read once, a row group at a time, to find the clients and to check
-        all values. Where it is sorted by clients, the columns are written into a
-        temporary file without a name (in `TMPDIR`), from which a client's rows are read
-        when it takes part. Any other file is held in memory.
+        The file is read once, one row group at a time, to find the clients and check
+        all values. If it is sorted by client, the columns are written to an unnamed
+        temporary file (in `TMPDIR`), from which a client's rows are read when it takes
+        part. Any other file is held in memory.
 
         Args:
           path: The Parquet file.
-          *columns: What follows `frame` in `from_dataframe`.
-          **named: Further arguments of `from_dataframe`.
+          *columns: The positional arguments of `from_dataframe` after `frame`.
+          **named: The keyword arguments of `from_dataframe`.
 
         Raises:
           ImportError: pandas or pyarrow is not installed.
@@ -241,22 +236,22 @@ class FederatedDataset:
         """Makes a dataset from every client's own `tf.data.Dataset`.
 
         Args:
-          clients: Maps a client's id to a finite dataset of examples `(x, y)`,
-            `(x, y, sample_weight)` or a dict of `x`, `y` and perhaps
-            `sample_weight`; or of batches of them, if each array's first
+          clients: Maps a client's id to a finite dataset of examples: `(x, y)`,
+            `(x, y, sample_weight)` or a dict of `x`, `y` and optionally
+            `sample_weight`. It may also contain batches of them, if each array's first
             dimension is unknown (as `dataset.batch` makes it).
           element_spec: As in `from_client_fn`.
 
         Raises:
-          TypeError, ValueError: If elements are not such examples, have another
-            size that is unknown, or never end; or if there is no client.
+          TypeError, ValueError: If the elements are not such examples, if another
+            dimension is unknown, if a dataset never ends, or if there is no client.
         """
         _validate.instance_of(Mapping, clients=clients)
         _require_clients(clients=clients)
         for client_id, dataset in clients.items():
             with sources.name_client(client_id):
                 sources.check_dataset(dataset)
-        # By the datasets themselves `reading` tells one list of clients from another.
+        # `reading` distinguishes lists of clients by the dataset objects themselves.
         source = sources.StreamedSource(
             tuple(clients.values()), sources.read_pair, None
         )
@@ -270,19 +265,18 @@ class FederatedDataset:
     ) -> FederatedDataset:
         """Makes a dataset from a `tff.simulation.datasets.ClientData`.
 
-        Clients stay where the client data has them (on disk, for TFF's own)
-        and are read when they take part.
+        Clients stay where the client data stores them (on disk, for TFF's own) and are
+        read when they take part.
 
         Args:
-          client_data: Anything with `client_ids` and
-            `create_tf_dataset_for_client(client_id)`, of elements as
-            `from_tf_datasets` takes them: `client_data.preprocess(fn)` makes them
-            so.
+          client_data: Any object with `client_ids` and
+            `create_tf_dataset_for_client(client_id)`, whose elements are as in
+            `from_tf_datasets`; `client_data.preprocess(fn)` can convert them.
           element_spec: As in `from_client_fn`.
 
         Raises:
-          TypeError, ValueError: If this is not client data, or if it has no client
-            whose elements are such examples.
+          TypeError, ValueError: If this is not client data, or if no client has such
+            elements.
         """
         if not hasattr(client_data, "create_tf_dataset_for_client"):
             raise TypeError(
@@ -304,18 +298,18 @@ class FederatedDataset:
         fn: tables.ReadClient,
         element_spec: Nest | None = None,
     ) -> FederatedDataset:
-        """Makes a dataset of clients that a function reads, say from disk.
+        """Makes a dataset of clients that a function reads, for example from disk.
 
         Args:
           client_ids: The clients' ids.
-          fn: Takes a client's id and returns its `(x, y)` or `(x, y,
-            sample_weight)`, nests of arrays. It may raise: the client fails,
-            the others do not. In `fit` it is called by a thread of its own,
-            which keeps to half of the cores while a cohort of small clients
-            trains on one; so do threads and processes that it starts then.
-          element_spec: A tuple of such nests of `tf.TensorSpec` of one example,
-            without a leading dimension, which is public; None: it is taken from the
-            model and the loss, if they tell (see `tfdp_fl.DPFederatedModel.fit`).
+          fn: Takes a client's id and returns its `(x, y)` or `(x, y, sample_weight)`,
+            nests of arrays. If it raises an error, only that client fails. In `fit`, it
+            is called in a separate thread, which is restricted to half of the cores
+            while a cohort of small clients trains on one core. Threads and processes
+            that it starts at that time are restricted, too.
+          element_spec: The public spec of one example: a tuple of nests of
+            `tf.TensorSpec` without a leading dimension. None: it is taken from the
+            model and the loss, if possible (see `tfdp_fl.DPFederatedModel.fit`).
 
         Raises:
           TypeError, ValueError: If `fn` cannot be called, if ids repeat, or if
@@ -327,7 +321,7 @@ class FederatedDataset:
         source = sources.StreamedSource(tuple(client_ids), fn, None)
         return cls(source, client_ids)._declare(element_spec)
 
-    # What there is.
+    # The clients and their examples.
 
     @property
     def num_clients(self) -> int:
@@ -344,19 +338,19 @@ class FederatedDataset:
     def element_spec(self) -> tuple[Nest, Nest]:
         """The `tf.TensorSpec`s (x, y) of one example.
 
-        Where examples have weights, y is a pair `(y, sample_weight)` of them. Unless
-        `is_declared`, it is only what the first client that can be read has.
+        If examples have weights, y is a pair `(y, sample_weight)` of specs. Unless
+        `is_declared`, it is only the spec of the first client that can be read.
         """
         return self._source.element_spec
 
     @property
     def is_streamed(self) -> bool:
-        """Whether clients are read when they are asked for."""
+        """Whether clients are read on demand."""
         return isinstance(self._source, sources.StreamedSource)
 
     @property
     def is_declared(self) -> bool:
-        """Whether what examples look like is known, and public."""
+        """Whether the spec of an example is known and public."""
         return self._source.is_declared
 
     @property
@@ -366,12 +360,12 @@ class FederatedDataset:
 
     @functools.cached_property
     def clients_digest(self) -> str:
-        """Tells these clients, in this order, from others; hexadecimal.
+        """A hexadecimal digest that identifies these clients in this order.
 
-        Two datasets have the same one if their ids have the same types and are
-        written alike, in the same order; NumPy numbers count as Python's. Where
-        clients are known by their places alone (0 is the first client), what they
-        hold goes in as well, if it is in memory.
+        Two datasets have the same digest if their ids have the same types and the same
+        text, in the same order; NumPy numbers count as Python's. If clients have only
+        positions (0 is the first client), their examples are included as well, if they
+        are in memory.
         """
         digest = tables.digest(self._client_ids)
         if self.has_names or isinstance(self._source, sources.StreamedSource):
@@ -381,10 +375,10 @@ class FederatedDataset:
 
     @property
     def reading(self) -> tuple[object, ...] | None:
-        """What distinguishes these clients from others if `clients_digest` cannot.
+        """Distinguishes these clients from others if `clients_digest` cannot.
 
-        None if it can. Of clients without names that are read when they are asked
-        for: how they are read.
+        It is None if the digest can. For streamed clients without names, it identifies
+        how they are read.
         """
         if self.has_names or not isinstance(self._source, sources.StreamedSource):
             return None
@@ -397,8 +391,8 @@ class FederatedDataset:
           positions: int[k]; None: all clients.
 
         Raises:
-          Exception: Of a streamed dataset, which reads every one of these
-            clients to count: what reading a client raised.
+          Exception: Whatever reading a client raises; a streamed dataset reads all
+            these clients in order to count.
         """
         return self._source.sizes(self._check_positions(positions))
 
@@ -409,7 +403,7 @@ class FederatedDataset:
     def client(self, client_id: Hashable) -> tuple[Nest, ...]:
         """Returns a client's `(x, y)`, as NumPy nests.
 
-        Where examples have weights, `(x, y, sample_weight)`.
+        If examples have weights, it is `(x, y, sample_weight)`.
 
         Raises:
           KeyError: If there is no such client.
@@ -417,17 +411,17 @@ class FederatedDataset:
         return nests.unpair(*self._source.read(self._positions[client_id]))
 
     def create_tf_dataset_for_client(self, client_id: Hashable) -> tf.data.Dataset:
-        """Returns a client's examples, one by one, under TFF's name for it.
+        """Returns a client's examples, one by one; the name of the method is TFF's.
 
         Raises:
           KeyError: If there is no such client.
         """
         return tf.data.Dataset.from_tensor_slices(self.client(client_id))
 
-    # Other datasets from this one.
+    # Transformations.
 
     def take(self, positions: npt.ArrayLike) -> FederatedDataset:
-        """Returns the dataset of the clients at some positions, int[k].
+        """Returns a dataset of the clients at some positions, int[k].
 
         It shares the examples with this one; the clients keep their ids.
 
@@ -444,36 +438,35 @@ class FederatedDataset:
 
     @functools.cached_property
     def _places(self) -> np.ndarray:
-        """Each id's own number in [0, 1), float64 [N]."""
+        """Each id's hash in [0, 1), float64 [N]."""
         places = map(tables.hash_to_unit_interval, self._client_ids)
         return np.fromiter(places, np.float64, self.num_clients)
 
     def split_by_id(self, fraction: float) -> tuple[FederatedDataset, FederatedDataset]:
-        """Splits the clients by their ids alone, each by itself.
+        """Splits the clients by the hash of each client's own id.
 
-        A client's side does not change when others come or go. So neighbouring
-        datasets (one client more) have neighbouring sides, and a guarantee for
-        those who train is one for all clients. The share is approximate: each
-        client is held out with that chance, over the hashes of ids.
+        A client's side does not change when other clients are added or removed. So
+        neighbouring datasets (one client more) have neighbouring sides, and a guarantee
+        for the training side is a guarantee for all clients. The fraction is
+        approximate: each client is held out with that probability over the hashes.
 
         Args:
-          fraction: The share of the clients in the second dataset, between 0
-            and 1.
+          fraction: The fraction of the clients in the second dataset, between 0 and 1.
 
         Returns:
           Two datasets: the other clients, and the held-out ones.
 
         Raises:
-          ValueError: If all clients are on one side. (To move one would change its
-            side when others come.)
+          ValueError: If all clients are on one side. (If we moved one, its side would
+            depend on the other clients.)
         """
         fraction = _validate.inside_unit_interval(fraction=fraction)
         held_out = self._places < fraction
         if held_out.all() or not held_out.any():
             raise ValueError(
                 "clients must be more, so that the hashes of their ids put some on "
-                f"each side of a share of {fraction:g}, got {self.num_clients}: no "
-                "client is moved, because one that comes or goes would move it back."
+                f"each side of a share of {fraction:g}, got {self.num_clients}. (To "
+                "move a client would make its side depend on the other clients.)"
             )
         return self.take(np.flatnonzero(~held_out)), self.take(np.flatnonzero(held_out))
 
@@ -481,12 +474,12 @@ class FederatedDataset:
         """Returns the dataset with every example changed by a function.
 
         Args:
-          fn: Takes any number of examples as nests of arrays (x, y) and
-            returns as many, row by row: `lambda x, y: (x / 255, y)`. An
-            indexed dataset calls it once, with all the examples it holds; a
-            streamed one for each client that is read. Weights of examples stay
-            as they are, or are the third that it returns. A number that it
-            computes over examples, as their mean, is not covered by epsilon.
+          fn: Takes any number of examples as nests of arrays (x, y) and returns the
+            same number, row by row: `lambda x, y: (x / 255, y)`. An indexed dataset
+            calls it once, with all its examples; a streamed one calls it for each
+            client that is read. Weights of examples are kept, unless it returns new
+            ones as a third result. Statistics that it computes over examples, such as
+            their mean, are not covered by epsilon.
         """
         if not callable(fn):
             raise TypeError(f"fn must be callable, got {fn!r}.")
@@ -495,16 +488,16 @@ class FederatedDataset:
     def conform(
         self, spec: tuple[Nest, Nest], names: nests.Names | None = None
     ) -> FederatedDataset:
-        """Returns the dataset whose clients are each cast to a spec, or fail alone.
+        """Returns a dataset whose clients are each cast to a spec, or fail alone.
 
         Args:
-          spec: As `element_spec`. Clients' data must have no part in it.
-          names: Those of the inputs and outputs of the model that it is taken from.
+          spec: As `element_spec`; it must not depend on clients' data.
+          names: The names of the inputs and outputs, if the spec comes from a model.
         """
         return self._with(self._source.conform(spec, names), self._client_ids)
 
     def with_check(self, check: Callable[[Nest], None]) -> FederatedDataset:
-        """Returns a streamed dataset whose clients fail where a check of x raises."""
+        """Returns a streamed dataset whose clients fail if a check of x raises."""
         assert isinstance(self._source, sources.StreamedSource)
         source = dataclasses.replace(self._source, check=check)
         return self._with(source, self._client_ids)
@@ -519,10 +512,10 @@ class FederatedDataset:
         return FederatedDataset(self._source, client_ids)
 
     def in_memory(self) -> FederatedDataset:
-        """Returns this dataset as an indexed one; reads every client if not.
+        """Returns this dataset as an indexed one; reads every client if necessary.
 
         Raises:
-          Exception: What reading a client raised.
+          Exception: Whatever reading a client raises.
         """
         if not self.is_streamed:
             return self
@@ -531,29 +524,28 @@ class FederatedDataset:
         made = self._with(sources.pack(named), self._client_ids)
         return made.conform(self.element_spec) if self.is_declared else made
 
-    # How the engine reads it.
+    # Methods for the engine.
 
     def flat(self) -> tuple[Nest, Nest]:
-        """Returns the tensors (x, y) that hold every example of all clients.
+        """Returns the tensors (x, y) that hold all clients' examples.
 
-        They are CPU tensors, always the same ones; weights of examples are
-        beside the labels, as in `element_spec`. Only indexed datasets have
-        them.
+        They are always the same CPU tensors. Weights of examples are paired with the
+        labels, as in `element_spec`. Only indexed datasets have these tensors.
         """
         source = self._require_indexed("flat")
         return source.x, source.y
 
     def client_rows(self, positions: npt.ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-        """Returns which rows of `flat()` are the examples of some clients.
+        """Returns the rows of `flat()` that are the examples of some clients.
 
-        Only indexed datasets have rows. The time depends on the rows asked
-        for, not on the number of clients.
+        Only indexed datasets have rows. The time depends on the requested rows, not on
+        the number of clients.
 
         Args:
           positions: int64[k].
 
         Returns:
-          int32[sum of lengths], the rows of one client after the other, each in
+          int32[sum of lengths], the rows of one client after another, each in
           its own order; and int64[k], the clients' lengths.
         """
         return self._require_indexed("client_rows").rows(
@@ -561,7 +553,7 @@ class FederatedDataset:
         )
 
     def failures(self, positions: np.ndarray) -> list[ClientFailure]:
-        """Returns which of some clients are known to fail, in their order.
+        """Returns the known failures among some clients, in their order.
 
         Args:
           positions: int64[k].
@@ -575,14 +567,14 @@ class FederatedDataset:
     def read_clients(
         self, positions: npt.ArrayLike | None
     ) -> Iterator[ClientExamples | ClientFailure]:
-        """Yields the examples of some clients, in the order asked for.
+        """Yields the examples of some clients, in the given order.
 
         Args:
           positions: int64[k].
 
         Yields:
-          For each position, `ClientExamples` with NumPy nests, or
-          `ClientFailure` with what was raised. One does not stop the others.
+          For each position, `ClientExamples` with NumPy nests, or `ClientFailure` with
+          the error. A failure does not stop the others.
         """
         return map(self._read, self._check_positions(positions).tolist())
 
@@ -619,7 +611,7 @@ class FederatedDataset:
             )
         return positions.astype(np.int64)
 
-    # In words.
+    # Representation.
 
     def __repr__(self) -> str:
         kind = "streamed" if self.is_streamed else "indexed"
@@ -627,7 +619,7 @@ class FederatedDataset:
 
 
 def _require_clients(**given: Sized) -> None:
-    """Raises ValueError, naming the argument, where clients are none."""
+    """Raises ValueError, naming the argument, if there are no clients."""
     ((name, value),) = given.items()
     if not len(value):
         raise ValueError(f"{name} must hold at least one client, got none.")

@@ -1,4 +1,4 @@
-"""Data to try things on: digits, MNIST and EMNIST, and Shakespeare's plays."""
+"""Public data sets to experiment with: digits, MNIST, EMNIST and Shakespeare."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import tensorflow_federated as tff
 
 _ARRAYS = ("x_train", "y_train", "x_test", "y_test")
-# All characters of the corpus, written down here because a vocabulary that is
-# read off the clients' own text would tell what they wrote.
+# All characters of the corpus. They are listed here because a vocabulary computed from
+# the clients' own text would reveal what they wrote.
 _CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _UNKNOWN = 1
 _ID_OF = {character: number for number, character in enumerate(_CHARACTERS, 2)}
@@ -37,22 +37,23 @@ def load_digits(
 ) -> tuple[FederatedDataset, tuple[np.ndarray, np.ndarray]]:
     """Loads the 1797 handwritten digits of 8x8 pixels in scikit-learn.
 
-    One copy of the training examples (1437 by default) is held. More than
-    that many places in clients are filled by repeating examples, by index:
-    500 clients of 20 examples hold each about seven times. Remember that the
-    guarantee is for a client: who repeats examples hides a client, not them.
+    There is only one copy of the training examples (1437 by default) in memory. If
+    clients need more examples than that, examples are repeated by index: with 500
+    clients of 20 examples, each example is used about seven times. Remember that the
+    guarantee is for a client: it hides a client, but not an example that several
+    clients hold.
 
     Args:
-      num_clients: How many clients there are.
-      examples_per_client: How many examples each holds, exactly.
-      shards_per_client: Without `iid`: clients hold that many label shards,
-        see `tfdp_fl.datasets.partition`.
-      iid: Whether clients hold random examples (the default: a quick start)
-        or label shards.
-      validation_examples: If not 0, that many training examples, always the
-        same ones, are given to no client and returned in place of the test
-        set, to choose hyperparameters by.
-      seed: Decides which client gets which examples.
+      num_clients: The number of clients.
+      examples_per_client: The exact number of examples of each client.
+      shards_per_client: The number of label shards per client, if not `iid`; see
+        `tfdp_fl.datasets.partition`.
+      iid: Whether clients hold random examples (the default, for a quick start) or
+        label shards.
+      validation_examples: If not 0, this many training examples, always the same ones,
+        are given to no client and returned instead of the test set, for choosing
+        hyperparameters.
+      seed: Determines which client gets which examples.
 
     Returns:
       The clients, and `(x_test, y_test)`, a fifth of the digits, always the same
@@ -88,27 +89,27 @@ def load_mnist(
 ) -> tuple[FederatedDataset, tuple[np.ndarray, np.ndarray]]:
     """Loads MNIST's 60000 training images, dealt to clients.
 
-    The defaults are the setting of Geyer et al. 2017 (arXiv:1712.07557,
-    section 4): images sorted by label, two shards of 300 per client, exactly
-    600 images each. 100 clients hold every image once. With 1000 and 10000,
-    images are repeated, by index: one copy of MNIST (188 MB of float32) is
-    held whatever the number of clients. Remember that the guarantee is for a
-    client: who repeats images hides a client, not them. See
+    The defaults are the setting of Geyer et al. 2017 (arXiv:1712.07557, section 4):
+    images sorted by label, two shards of 300 per client, exactly 600 images each. With
+    100 clients, every image is used once. With 1000 and 10000, images are repeated by
+    index, so there is only one copy of MNIST (188 MB of float32) in memory, whatever
+    the number of clients. Remember that the guarantee is for a client: it hides a
+    client, but not an image that several clients hold. See
     `tfdp_fl.datasets.partition`.
 
     Args:
-      num_clients: How many clients there are, K.
+      num_clients: The number of clients, K.
       shards_per_client: Label shards per client; not used if `iid`.
-      examples_per_client: How many images each client holds, exactly.
-      path: Keras's `mnist.npz`; None: that in Keras's cache, downloaded to it
-        if it is not there.
+      examples_per_client: The exact number of images of each client.
+      path: Keras's `mnist.npz`; None: the file in Keras's cache, downloaded if
+        necessary.
       iid: Whether clients hold random images instead of label shards.
-      validation_examples: If not 0, that many training images, always the same
-        ones, each digit in proportion, are given to no client and returned in
-        place of the test set: choose hyperparameters by them, and leave the
-        test set to the final run. (If images are repeated, `split_by_id` will
-        not do: other clients have the images of held-out ones, too.)
-      seed: Decides which client gets which examples.
+      validation_examples: If not 0, this many training images, always the same ones,
+        each digit in proportion, are given to no client and returned instead of the
+        test set. Choose hyperparameters with them, and keep the test set for the final
+        run. (If images are repeated, `split_by_id` is no substitute, because other
+        clients also hold the images of the held-out ones.)
+      seed: Determines which client gets which examples.
 
     Returns:
       The clients, and `(x_test, y_test)`: x float32[n, 784] from 0 to 1, y
@@ -117,7 +118,7 @@ def load_mnist(
     Raises:
       TypeError, ValueError: If an argument is out of its range, or the file
         is not MNIST.
-      OSError: If the file is not there, or cannot be downloaded.
+      OSError: If the file is missing or cannot be downloaded.
     """
     x_train, y_train, x_test, y_test = _read_mnist(path)
     return _deal(
@@ -143,13 +144,13 @@ def _deal(
     validation_examples: int,
     dealing: tuple[int, int, int, bool, int],
 ) -> tuple[FederatedDataset, tuple[np.ndarray, np.ndarray]]:
-    """Deals examples to clients, but for those held out in the test set's place.
+    """Deals examples to clients, except those held out instead of the test set.
 
     Args:
       train: All training examples (x, y).
       test: The test set.
       validation_examples: How many training examples to hold out.
-      dealing: Arguments of `partition` after the labels.
+      dealing: The arguments of `partition` after the labels.
     """
     x, y = train
     held_out = _validate.non_negative_integer(validation_examples=validation_examples)
@@ -189,12 +190,12 @@ def load_emnist(
 ) -> tuple[FederatedDataset, tuple[np.ndarray, np.ndarray]]:
     """Loads TFF's federated EMNIST (Caldas et al. 2018, "LEAF").
 
-    TFF downloads it once (about 170 MB for digits) and keeps it on disk, where
-    clients are read when they take part; `in_memory()` of the result is
-    faster, and takes 1.1 GB for all digits.
+    TFF downloads it once (about 170 MB for digits) and stores it on disk, from where
+    clients are read when they take part. `in_memory()` of the result is faster, and
+    takes 1.1 GB for all digits.
 
     Args:
-      only_digits: Whether 10 classes by 3383 writers, or 62 by 3400.
+      only_digits: Whether to load 10 classes by 3383 writers, or 62 classes by 3400.
 
     Returns:
       The clients, and `(x_test, y_test)`, the test images of these writers: x
@@ -234,33 +235,31 @@ def partition(
 ) -> np.ndarray:
     """Deals examples to clients of equal size, by label shards or at random.
 
-    By shards, as McMahan et al. 2017 (arXiv:1602.05629, section 3) and Geyer
-    et al. 2017 (arXiv:1712.07557, section 4): the examples are sorted by
-    label and cut into shards of equal size, and a client gets
-    `shards_per_client` of them at random, so that most clients know that many
-    labels at most. Where there are more clients than one pass over the
-    examples serves, examples are repeated ("for K in {1000, 10000}, data
-    points are repeated"): in every pass, examples of the same label are
-    shuffled before the shards are cut, so that clients of different passes
-    differ. No client holds an example twice; of every pass, what does not
-    fill a client is left out at random.
+    Shards are as in McMahan et al. 2017 (arXiv:1602.05629, section 3) and Geyer et al.
+    2017 (arXiv:1712.07557, section 4). The examples are sorted by label and cut into
+    shards of equal size, and a client gets `shards_per_client` of them at random. So
+    most clients have at most that many labels. If one pass over the examples is not
+    enough for all clients, examples are repeated ("for K in {1000, 10000}, data
+    points are repeated"). In every pass, examples of the same label are shuffled
+    before the shards are cut, so that clients of different passes differ. No client
+    holds an example twice. The examples left over in a pass are left out at random.
 
     Args:
       labels: int[n], the examples' labels.
       num_clients: The number of clients, K.
-      examples_per_client: How many examples each client gets, exactly.
-      shards_per_client: How many shards they come from; divides
+      examples_per_client: The exact number of examples of each client.
+      shards_per_client: The number of shards per client; it must divide
         `examples_per_client`. Not used if `iid`.
       iid: Whether clients get random examples instead.
-      seed: Who gets what.
+      seed: Determines which client gets which examples.
 
     Returns:
       int32[num_clients, examples_per_client], rows of `labels`, in random
       order within a client.
 
     Raises:
-      TypeError, ValueError: If an argument is not as described, or if one client
-        needs more examples than there are.
+      TypeError, ValueError: If an argument is invalid, or if one client needs more
+        examples than there are.
     """
     num_clients = _validate.positive_integer(num_clients=num_clients)
     size = _validate.positive_integer(examples_per_client=examples_per_client)
@@ -291,35 +290,35 @@ def partition(
         clients[first : first + wanted] = rows.reshape(-1, shard_size)[dealt].reshape(
             wanted, size
         )
-    # Local training takes batches in order: one label after the other would
-    # be another experiment.
+    # Local training takes batches in order, and one label after another would be a
+    # different experiment.
     return rng.permuted(clients, axis=1, out=clients)
 
 
 def stratified_split(
     labels: np.ndarray, held_out: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Splits examples in two, each label in proportion; always the same way.
+    """Splits examples into two parts, each label in proportion; always the same way.
 
     Args:
       labels: int[n].
-      held_out: Size of the second part, less than n.
+      held_out: The size of the second part, less than n.
 
     Returns:
-      int64[n - held_out] and int64[held_out], the rows of either part.
+      int64[n - held_out] and int64[held_out], the rows of the two parts.
     """
     order = np.random.default_rng(0).permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]
-    # Evenly spaced in the order of labels: proportional, up to one example.
+    # Evenly spaced in the order of labels, so in proportion, up to one example.
     places = (np.arange(held_out) + 0.5) * len(labels) / max(held_out, 1)
     chosen = places.astype(np.int64)
     return np.sort(np.delete(order, chosen)), np.sort(order[chosen])
 
 
 def shakespeare_vocabulary() -> tuple[str, ...]:
-    """Returns the 67 tokens of `load_shakespeare`; a token's place is its id.
+    """Returns the 67 tokens of `load_shakespeare`; a token's index is its id.
 
-    Id 0 is padding, id 1 stands for every other character, and from 2 come
+    Id 0 is padding, and id 1 stands for every other character. From id 2 on, there are
     the 65 characters of the small Shakespeare corpus: the newline, the space,
     `!$&',-.3:;?`, capital and small letters.
     """
@@ -331,28 +330,27 @@ def load_shakespeare(
     sequence_length: int = 80,
     clients_per_role: int = 1,
 ) -> tuple[FederatedDataset, tuple[np.ndarray, np.ndarray]]:
-    r"""Loads plays for next-character prediction, a client per speaking role.
+    r"""Loads plays for next-character prediction, one client per speaking role.
 
-    The file has the format of the small Shakespeare corpus: a role's name and
-    a colon on a line, its speech on the next ones, an empty line. A client is
-    a role, its id the role's name as written, its text all its speeches in
-    order, joined by newlines. A role that says nothing anywhere is no client
-    (299 speak in the corpus).
+    The file has the format of the small Shakespeare corpus: a role's name and a colon
+    on one line, its speech on the next lines, then an empty line. A client is a role.
+    Its id is the role's name as written, and its text is all its speeches in order,
+    joined by newlines. A role without any speech is not a client (299 roles speak in
+    the corpus).
 
-    An example is `sequence_length` characters and, for each of them, the one
-    that follows; examples of a role do not overlap. What is left at the end of
-    a text, or all of a short role's, is padded with 0 in features and labels
-    alike. Padding must not count. `Embedding(..., mask_zero=True)` keeps it out
-    of the loss and the metrics, `SparseCategoricalCrossentropy(ignore_class=0)`
-    out of the loss only.
+    An example is `sequence_length` characters and, for each of them, the next
+    character; examples of a role do not overlap. The rest at the end of a text, or the
+    whole text of a short role, is padded with 0 in both features and labels. Padding
+    must not count. `Embedding(..., mask_zero=True)` keeps it out of the loss and the
+    metrics, `SparseCategoricalCrossentropy(ignore_class=0)` only out of the loss.
 
     Args:
       path: The text, in UTF-8.
       sequence_length: Characters per example, L.
-      clients_per_role: How many clients a role is at most, each with the same
-        share of its examples, one after another. What is protected is then no
-        role any more, but such a part of one. A client's id is the role's
-        with "/1", "/2", ... after it; a role of fewer examples is fewer.
+      clients_per_role: The maximum number of clients into which a role is split, each
+        with an equal share of its examples, in order. The unit of protection is then
+        such a part, no longer a role. A client's id is the role's with "/1", "/2", ...
+        appended. A role with fewer examples makes fewer clients.
 
     Returns:
       The clients, and `(x_test, y_test)`, the last tenth of each role's text: x
@@ -361,9 +359,9 @@ def load_shakespeare(
     Raises:
       TypeError, ValueError: If an argument is out of its range, or the file
         is of another format.
-      OSError: If the file is not there.
+      OSError: If the file is missing.
     """
-    path = os.fspath(path)  # A number would be a file that is open already.
+    path = os.fspath(path)  # A number would refer to a file that is already open.
     length = _validate.positive_integer(sequence_length=sequence_length)
     _validate.positive_integer(clients_per_role=clients_per_role)
     clients, test = {}, []
@@ -383,7 +381,7 @@ def load_shakespeare(
 
 
 def _speeches(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Returns every role's text, in the order of their first appearance."""
+    """Returns every role's text, in order of first appearance."""
     with open(path, encoding="utf-8") as file:
         blocks = re.split(r"\n{2,}", file.read().strip("\n"))
     speeches: dict[str, list[str]] = {}

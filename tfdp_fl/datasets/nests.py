@@ -1,12 +1,11 @@
-"""Nests of arrays: what Keras takes as features or labels of many examples.
+"""Nests of arrays: the features or labels of many examples, as Keras accepts them.
 
-Weights of examples travel beside the labels, as a `Weighted` nest: whatever
-carries labels (chunks, files, workers) carries them as well.
+Weights of examples are stored with the labels, as a `Weighted` nest. So everything that
+carries labels (chunks, files, workers) carries the weights as well.
 
-A nest is an array, or a dict, tuple or list of nests. Every array of a nest
-has the same leading dimension: the number of examples. Numbers of 64-bit
-floating point become 32-bit, because that is what Keras trains with; every
-other dtype is kept, `uint8` images and `int64` labels among them.
+A nest is an array, or a dict, tuple or list of nests. Every array of a nest has the
+same leading dimension: the number of examples. 64-bit floats become 32-bit, with which
+Keras trains; every other dtype is kept, including `uint8` images and `int64` labels.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ import tensorflow as tf
 Nest = Any
 # The specs of an example's features, and of its labels.
 ElementSpec = tuple[Nest, Nest]
-# Changes any number of examples `(x, y)`; may return weights as a third.
+# Changes any number of examples `(x, y)`; may return weights as a third result.
 MapFn = Callable[[Nest, Nest], tuple[Nest, ...]]
-# Of a model's inputs, and of its outputs.
+# The names of a model's inputs and of its outputs.
 Names = tuple[Sequence[str], Sequence[str]]
 
 _NUMBERS = (bool, int, float, np.number, np.bool_)
@@ -43,24 +42,24 @@ NO_CAST = (
 
 
 class ExamplesTypeError(TypeError):
-    """What somebody's examples are made of; the message quotes none of them."""
+    """Examples have the wrong type; the message quotes none of them."""
 
 
 class ExamplesValueError(ValueError):
-    """How somebody's examples do not fit; the message quotes none of them."""
+    """Examples do not fit; the message quotes none of them."""
 
 
-# Errors with messages that may be shown to people who may not see the examples.
+# Errors whose messages may be shown to people who must not see the examples.
 SAFE_ERRORS = (ExamplesTypeError, ExamplesValueError)
 
 
 class Weighted(NamedTuple):
-    """Labels, and what each example counts in the loss.
+    """Labels, and each example's weight in the loss.
 
     Attributes:
       y: A nest of labels.
-      sample_weight: A nest of float32 weights, of one number for each example
-        or of what else Keras takes as `sample_weight`.
+      sample_weight: A nest of float32 weights: one number per example, or anything else
+        that Keras accepts as `sample_weight`.
     """
 
     y: Nest
@@ -71,12 +70,11 @@ def pair(examples: object, said: str = "examples must be") -> tuple[Nest, Nest]:
     """Returns `(x, y)`; y is `Weighted` if there are weights.
 
     Args:
-      examples: `(x, y)` or `(x, y, sample_weight)`; weights that are None are
-        none.
-      said: How an error begins.
+      examples: `(x, y)` or `(x, y, sample_weight)`; None as weights means no weights.
+      said: The beginning of an error message.
 
     Raises:
-      TypeError: They are something else.
+      TypeError: The examples are something else.
     """
     if not (isinstance(examples, tuple) and len(examples) in (2, 3)):
         kind = type(examples).__name__
@@ -89,7 +87,7 @@ def pair(examples: object, said: str = "examples must be") -> tuple[Nest, Nest]:
 
 
 def unpair(x: Nest, y: Nest) -> tuple[Nest, ...]:
-    """Returns what `pair` was given: `(x, y)` or `(x, y, sample_weight)`."""
+    """Inverse of `pair`: returns `(x, y)` or `(x, y, sample_weight)`."""
     return (x, *y) if isinstance(y, Weighted) else (x, y)
 
 
@@ -99,27 +97,28 @@ def labels_of(y: Nest) -> Nest:
 
 
 def weights_of(y: Nest) -> Nest | None:
-    """Returns the weights beside labels, or None."""
+    """Returns the weights stored with labels, or None."""
     return y.sample_weight if isinstance(y, Weighted) else None
 
 
 def labels_and_weights(y: Nest) -> tuple[Nest, Nest | None]:
-    """Returns labels, and what the examples count: None, all the same."""
+    """Returns labels and the examples' weights; None: all equal."""
     return labels_of(y), weights_of(y)
 
 
 def as_tensor(leaf: Nest, name: str) -> tf.Tensor:
     """Returns an immutable CPU tensor that owns its numbers.
 
-    A tensor that already lies on the CPU is kept as it is. Anything else is
-    copied once, so that what the caller does to it later changes nothing.
+    A tensor on the CPU is returned unchanged. Anything else is copied once, so that
+    later changes by the caller have no effect.
 
     Args:
-      leaf: An array, a tensor, or what `np.asarray` takes; of shape [n, ...].
+      leaf: An array, a tensor, or anything that `np.asarray` accepts, of shape
+        [n, ...].
       name: The name of the argument that it came from, for errors.
 
     Raises:
-      TypeError: If it is no array of numbers, booleans or strings.
+      TypeError: If it is not an array of numbers, booleans or strings.
       ValueError: If it has no leading dimension.
     """
     if isinstance(leaf, tf.Tensor) and leaf.dtype != tf.float64:
@@ -128,8 +127,8 @@ def as_tensor(leaf: Nest, name: str) -> tf.Tensor:
             return leaf
     with tf.device("/CPU:0"):
         tensor = tf.convert_to_tensor(as_array(leaf, name))
-        # TensorFlow copies by way of a NumPy array, which it lets go of when
-        # the next small array comes: without one, there would be two copies.
+        # TensorFlow copies via a NumPy array, which it frees only when it gets the next
+        # array. Without this small one, there would be two copies.
         tf.convert_to_tensor(np.zeros(1, np.float32))
     return tensor
 
@@ -140,7 +139,7 @@ def as_array(leaf: Nest, name: str) -> np.ndarray:
         raise ExamplesValueError(f"{name} must have no masked values, got some.")
     try:
         array = view(leaf) if isinstance(leaf, tf.Tensor) else np.asarray(leaf)
-    except ValueError:  # Of unequal length. (Its message is not always harmless.)
+    except ValueError:  # Unequal lengths. (NumPy's message may quote data.)
         array = np.array([None])
     if array.dtype in (np.float64, np.longdouble):
         array = array.astype(np.float32)
@@ -148,7 +147,7 @@ def as_array(leaf: Nest, name: str) -> np.ndarray:
         array.dtype.kind == "O"
         and all(isinstance(item, str | bytes) for item in array.flat)
     )
-    # ml_dtypes' bfloat16 calls itself of kind "V".
+    # The bfloat16 of ml_dtypes has the kind "V".
     numbers = array.dtype.kind in "biuf" or array.dtype.name == "bfloat16"
     if not (strings or numbers):
         raise ExamplesTypeError(
@@ -169,8 +168,8 @@ def _check_rank(rank: int | None, name: str) -> None:
 def view(tensor: tf.Tensor) -> np.ndarray:
     """Returns a read-only array over a tensor's own memory, without a copy.
 
-    (`tensor.numpy()` copies. Strings and bfloat16 have no buffer that NumPy
-    could look at, and are copied.)
+    (`tensor.numpy()` copies. Strings and bfloat16 have no buffer that NumPy can use, so
+    they are copied.)
     """
     if tensor.dtype in (tf.string, tf.bfloat16) or "CPU" not in tensor.device:
         return tensor.numpy()
@@ -178,7 +177,7 @@ def view(tensor: tf.Tensor) -> np.ndarray:
 
 
 def copy_array(array: np.ndarray) -> np.ndarray:
-    """Returns a copy as a tensor holds it; raises ValueError if none can."""
+    """Returns a copy in tensor format; raises ValueError if no tensor can hold it."""
     if array.dtype.kind in "SUO":
         return tf.constant(array, tf.string).numpy()
     return np.array(array)
@@ -214,15 +213,15 @@ def views(nest: Nest) -> Nest:
 
 
 def take(nest: Nest, rows: slice | np.ndarray) -> Nest:
-    """Takes the same rows (a slice or an integer array) of every array."""
+    """Takes the same rows (a slice or an integer array) from every array."""
     return tf.nest.map_structure(lambda array: array[rows], nest)
 
 
 def common_length(x: Nest, y: Nest) -> int:
-    """Returns the one leading dimension of all arrays of `x` and `y`.
+    """Returns the common leading dimension of all arrays in `x` and `y`.
 
     Raises:
-      ValueError: If they differ, or if there is no array.
+      ValueError: If the dimensions differ, or if there is no array.
     """
     parts = {"x": x, "y": labels_of(y), "sample_weight": weights_of(y)}
     lengths = {
@@ -258,26 +257,26 @@ def _dtype(leaf: Nest) -> tf.DType:
 def conform(
     x: Nest, y: Nest, spec: Nest, names: Names | None = None
 ) -> tuple[Nest, Nest, np.ndarray]:
-    """Returns one client's examples (or many clients') as a spec has them.
+    """Casts one client's examples (or many clients') to a spec.
 
-    The spec is public, and the same for all clients; no other client's data is read.
-    Numbers are cast to the spec's dtype; examples without weights count 1. As in
-    Keras, a model's inputs and outputs may be given in order or by name, and with or
-    without sizes of 1 at the end of a shape.
+    The spec is public and the same for all clients; no other client's data is read.
+    Numbers are cast to the spec's dtype, and examples without weights get weight 1. As
+    in Keras, a model's inputs and outputs may be given in order or by name, and with or
+    without trailing dimensions of size 1.
 
     Args:
       x: Features, a nest of arrays or CPU tensors.
       y: Labels, likewise.
       spec: The `tf.TensorSpec`s (x, y) of one example.
-      names: Those of the inputs and outputs of the model that the spec is taken
-        from; None where it was declared.
+      names: The names of the inputs and outputs of the model from which the spec comes;
+        None if it was declared.
 
     Returns:
-      (x, y) of the spec, whose leaves are those that were given if they fitted; and
-      bool [n], whether an example's numbers are the same after the cast.
+      (x, y) of the spec, with leaves that already fit unchanged; and bool [n], whether
+      an example's numbers are the same after the cast.
 
     Raises:
-      ExamplesValueError: They are of other names, shapes or kinds.
+      ExamplesValueError: Their names, shapes or types do not match.
     """
     given, want = unpair(x, y), unpair(*spec)
     if len(given) > len(want):
@@ -293,12 +292,12 @@ def conform(
         called = None if names is None else names[min(place, 1)]
         specs = tf.nest.flatten(wanted)
         if place == 2 and isinstance(own, np.ndarray | tf.Tensor):
-            # As in Keras, one weight is that of all outputs.
+            # As in Keras, a single weight applies to all outputs.
             own = tf.nest.pack_sequence_as(wanted, [own] * len(specs))
         leaves = _arrange(own, wanted, called)
         wrong = ""
         if leaves is None:
-            wrong = "others"  # Names may be what a client wrote.
+            wrong = "others"  # A client may have chosen the names.
         elif not all(map(functools.partial(_is_of, names is None), leaves, specs)):
             wrong = describe_spec(spec_of(own))
         if wrong:
@@ -316,14 +315,14 @@ def conform(
 
 
 def _ones(spec: Nest, number: int) -> Nest:
-    """Returns ones for a number of examples of a spec."""
+    """Returns ones with the shapes of a spec for a number of examples."""
     return tf.nest.map_structure(
         lambda leaf: np.ones([number, *leaf.shape], leaf.dtype.as_numpy_dtype), spec
     )
 
 
 def _arrange(nest: Nest, spec: Nest, names: Sequence[str] | None) -> list[Nest] | None:
-    """Returns the leaves of a nest in a spec's order; None if it is another nest."""
+    """Returns the leaves of a nest in a spec's order; None if the structures differ."""
     leaves, count = tf.nest.flatten(nest), len(tf.nest.flatten(spec))
     try:
         tf.nest.assert_same_structure(nest, spec)
@@ -357,14 +356,14 @@ def _is_of(exactly: bool, leaf: Nest, spec: tf.TensorSpec) -> bool:
 
 
 def _is_batch(leaf: Nest, spec: tf.TensorSpec) -> bool:
-    """Returns whether each example of an array looks like several of a spec."""
+    """Returns whether each example of an array looks like a batch of a spec."""
     return leaf.ndim > 1 and _sizes(leaf.shape[2:]) == _sizes(spec.shape)
 
 
 def _cast(leaf: Nest, spec: tf.TensorSpec) -> tuple[Nest, np.ndarray]:
-    """Returns an array of a spec, and whether each example stays as it was, bool [n].
+    """Casts an array to a spec; also returns whether each example is unchanged.
 
-    Rounding to a floating-point dtype is not a change: Keras does the same.
+    Rounding to a floating-point dtype does not count as a change, as Keras does it too.
     """
     same, dtype = np.ones(leaf.shape[0], bool), spec.dtype
     if _dtype(leaf) != dtype:
@@ -381,7 +380,7 @@ def _cast(leaf: Nest, spec: tf.TensorSpec) -> tuple[Nest, np.ndarray]:
 
 
 def no_examples(spec: Nest) -> Nest:
-    """Returns arrays of zero examples of the given spec."""
+    """Returns arrays with zero examples of the given spec."""
     return tf.nest.map_structure(
         lambda leaf: np.zeros([0, *leaf.shape], leaf.dtype.as_numpy_dtype), spec
     )
@@ -396,5 +395,5 @@ def describe_spec(spec: Nest) -> str:
 
 
 def concatenate(nests: Sequence[Nest]) -> Nest:
-    """Concatenates equal nests along the dimension of examples."""
+    """Concatenates nests of equal structure along the dimension of examples."""
     return tf.nest.map_structure(lambda *arrays: np.concatenate(arrays), *nests)

@@ -1,10 +1,9 @@
-"""Where clients' examples come from: arrays in memory, or reading on demand.
+"""Sources of clients' examples: arrays in memory, or reading on demand.
 
-`IndexedSource` holds every example once, in flat tensors, and says for each
-client which rows are its own. `StreamedSource` reads a client when it is asked
-to, perhaps from a `tf.data.Dataset`. Both know clients by position, 0 to N - 1, and
-nothing about their ids. The file is long because its subject is one: two answers to
-the same questions.
+`IndexedSource` stores every example once, in flat tensors, with a list of rows for each
+client. `StreamedSource` reads a client on demand, for example from a
+`tf.data.Dataset`. Both address clients by position, 0 to N - 1, and know nothing about
+ids. The file is long because the two are implementations of the same interface.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ class ClientExamples:
     """The examples of one client.
 
     Attributes:
-      position: The client's place in the dataset, from 0.
+      position: The client's position in the dataset, from 0.
       x: Features, a nest of arrays with leading dimension n.
       y: Labels, a nest of arrays with leading dimension n; with the examples'
-        weights beside them, if there are any (`nests.Weighted`).
+        weights, if there are any (`nests.Weighted`).
     """
 
     position: int
@@ -43,12 +42,12 @@ class ClientExamples:
 
 @dataclasses.dataclass(frozen=True)
 class ClientFailure:
-    """A client whose examples could not be read, or not be trained on.
+    """A client whose examples could not be read or trained on.
 
     Attributes:
-      position: The client's place in the dataset, from 0.
-      error: What was raised. Its message may quote examples.
-      operation: The model's operation that raised it, if it is known.
+      position: The client's position in the dataset, from 0.
+      error: The error. Its message may quote examples.
+      operation: The model's operation that raised it, if known.
     """
 
     position: int
@@ -57,7 +56,7 @@ class ClientFailure:
 
     @property
     def reason(self) -> str:
-        """What failed, without anything that may be an example."""
+        """A description of the failure without anything that may be an example."""
         kind = type(self.error).__name__
         if isinstance(self.error, nests.SAFE_ERRORS):
             return f"{kind}: {self.error}"
@@ -69,8 +68,8 @@ class ClientFailure:
 class IndexedSource:
     """Clients as rows of flat tensors.
 
-    Client k owns the slots `starts[k]` to `starts[k] + lengths[k] - 1` of a table
-    of rows. So a client's rows need not be neighbours, a row may be many clients',
+    Client k owns the slots `starts[k]` to `starts[k] + lengths[k] - 1` of a table of
+    rows. So a client's rows need not be adjacent, a row may belong to many clients,
     and taking some of the clients copies no table.
 
     Attributes:
@@ -80,9 +79,9 @@ class IndexedSource:
       lengths: int64[N].
       table: int32[slots].
       is_declared: Whether the spec of the arrays is public: the schema of a table, or
-        what was declared. Otherwise it is what the clients happen to have.
-      failed: The clients whose examples are not of the spec, by position; they own
-        no slots.
+        a declared spec. Otherwise, it is that of the clients' own data.
+      failed: The clients whose examples do not fit the spec, by position; they own no
+        slots.
     """
 
     x: nests.Nest
@@ -166,15 +165,15 @@ class IndexedSource:
 
 @dataclasses.dataclass(frozen=True)
 class MixedSource:
-    """Clients in memory whose own arrays are of several kinds.
+    """Clients in memory whose arrays have different specs.
 
-    No client's kind decides for all: the spec comes from elsewhere, and `conform`
+    No client's spec decides for all. The spec comes from elsewhere, and `conform`
     makes an `IndexedSource` of the clients whose examples can be cast to it.
 
     Attributes:
-      parts: The clients of each kind.
-      part: int64[N], in which of them a client is.
-      places: int64[N], its position there.
+      parts: The clients of each spec.
+      part: int64[N], the part that contains a client.
+      places: int64[N], the client's position in that part.
     """
 
     parts: tuple[IndexedSource, ...]
@@ -191,7 +190,7 @@ class MixedSource:
 
     @property
     def element_spec(self) -> nests.Nest:
-        """The spec of the first client's kind, to look at."""
+        """The spec of the first client, for information only."""
         return self.parts[self.part[0]].element_spec
 
     def read(self, position: int) -> tuple[nests.Nest, nests.Nest]:
@@ -215,12 +214,12 @@ class MixedSource:
         return dataclasses.replace(self, part=part, places=places)
 
     def map(self, fn: nests.MapFn) -> MixedSource:
-        """Returns the source with `fn(x, y)` applied once to all of each kind."""
+        """Returns the source with `fn(x, y)` applied once to each part."""
         parts, errors = [], []
         for part in self.parts:
             try:
                 parts.append(part.map(fn))
-            except Exception as error:  # Not of another kind's clients.
+            except Exception as error:  # Only the clients of this part fail.
                 errors.append(error)
                 filled = np.flatnonzero(part.lengths)
                 failed = dict.fromkeys(filled.tolist(), error)
@@ -233,7 +232,7 @@ class MixedSource:
     def conform(self, spec: nests.Nest, names: nests.Names | None) -> IndexedSource:
         """Returns the source with all examples cast to a public spec.
 
-        Clients that cannot be cast have failed, and change nothing for the others.
+        Clients that cannot be cast have failed, which does not affect the others.
         """
         found, slots, first_row, first_slot = [], [], 0, 0
         failed = dict(self.failed)
@@ -271,15 +270,15 @@ class MixedSource:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StreamedSource:
-    """Clients that are read when they are asked for.
+    """Clients that are read on demand.
 
     Attributes:
-      keys: What `read_fn` knows the clients by, in their order.
-      read_fn: Takes a key, returns that client's nests (x, y); may raise.
-      known_spec: The `tf.TensorSpec`s (x, y) of one example, which are public; None:
-        they are not known yet, and every client is read as it is.
+      keys: The clients' keys for `read_fn`, in their order.
+      read_fn: Takes a key and returns that client's nests (x, y); may raise.
+      known_spec: The public `tf.TensorSpec`s (x, y) of one example; None: not known
+        yet, so every client is read without a cast.
       names: Names of inputs and outputs, if the spec is taken from a model.
-      check: Raises ValueError for features that a model cannot take.
+      check: Raises ValueError for features that a model cannot accept.
     """
 
     keys: Sequence[Hashable]
@@ -291,17 +290,17 @@ class StreamedSource:
 
     @property
     def is_declared(self) -> bool:
-        """Whether it is known what examples look like."""
+        """Whether the spec of examples is known."""
         return self.known_spec is not None
 
     @functools.cached_property
     def element_spec(self) -> nests.Nest:
         """The `tf.TensorSpec`s (x, y) of one example.
 
-        Where they are not known: the first client's that can be read, to look at.
+        If unknown, it is that of the first client that can be read, for information.
 
         Raises:
-          ValueError: If there is none.
+          ValueError: If no client can be read.
         """
         if self.known_spec is not None:
             return self.known_spec
@@ -323,26 +322,26 @@ class StreamedSource:
         ) from (error if isinstance(error, nests.SAFE_ERRORS) else None)
 
     def _arrays(self, key: Hashable) -> tuple[nests.Nest, nests.Nest, int]:
-        """Reads a client; what it raises is an `Exception`."""
+        """Reads a client; turns every error into an `Exception`."""
         try:
             return _client_arrays(self.read_fn(key))
         except (Exception, KeyboardInterrupt):
             raise
-        except BaseException as error:  # `sys.exit` is for the client alone, too.
+        except BaseException as error:  # Even `sys.exit` concerns this client only.
             raise RuntimeError(f"reading ended in a {type(error).__name__}") from None
 
     def read(self, position: int) -> tuple[nests.Nest, nests.Nest]:
         """Returns the examples of one client as NumPy nests (x, y).
 
         Raises:
-          Exception: Whatever the client's reading raises.
-          ValueError: If its examples are not of the spec, or fit into no tensor.
+          Exception: Whatever reading the client raises.
+          ValueError: If its examples do not fit the spec, or fit into no tensor.
         """
         x, y, length = self._arrays(self.keys[position])
         if not length:
             return nests.no_examples(self.element_spec)
-        # Copies: what is checked is what is used, whatever becomes of a file or of a
-        # buffer that serves the next client too.
+        # Copy, so that the checked data is what is used, even if a file changes or a
+        # buffer is reused for the next client.
         x, y = tf.nest.map_structure(nests.copy_array, (x, y))
         if self.known_spec is None:
             return x, y
@@ -365,9 +364,9 @@ class StreamedSource:
         return dataclasses.replace(self, keys=keys)
 
     def map(self, fn: nests.MapFn) -> StreamedSource:
-        """Returns the source with `fn(x, y)` applied to what a client reads.
+        """Returns the source with `fn(x, y)` applied to each client that is read.
 
-        It may change the arrays: they are the client's own.
+        The function may change the arrays in place, as they are the client's own.
         """
 
         def read(key: Hashable) -> tuple[nests.Nest, nests.Nest]:
@@ -387,17 +386,17 @@ Source = IndexedSource | MixedSource | StreamedSource
 def _client_arrays(
     examples: tuple[nests.Nest, ...],
 ) -> tuple[nests.Nest, nests.Nest, int]:
-    """Returns a client's `(x, y)` as arrays, and how many examples it has."""
+    """Returns a client's `(x, y)` as arrays, and its number of examples."""
     x, y = nests.pair(examples, "A client's examples must be")
     x, y = nests.as_arrays(x, "x"), _as_labels(y, nests.as_arrays)
-    # `[]` is nobody's nest of arrays; it can only mean that there is nothing.
+    # `[]` is not a nest of arrays; it can only mean that there are no examples.
     if not tf.nest.flatten((x, y)):
         return x, y, 0
     return x, y, nests.common_length(x, y)
 
 
 def held_spec(spec: nests.Nest) -> nests.Nest:
-    """Returns the spec (x, y) of the examples in a dataset."""
+    """Checks a declared spec, and returns it as the (x, y) that a dataset holds."""
     if not isinstance(spec, tuple) or not all(
         isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined()
         for leaf in tf.nest.flatten(spec)
@@ -412,7 +411,7 @@ def held_spec(spec: nests.Nest) -> nests.Nest:
 
 
 def as_tensors(x: nests.Nest, y: nests.Nest) -> tuple[nests.Nest, nests.Nest, int]:
-    """Returns examples (x, y) as tensors, and how many there are."""
+    """Returns examples (x, y) as tensors, and their number."""
     x, y = nests.as_tensors(x, "x"), _as_labels(y, nests.as_tensors)
     return x, y, nests.common_length(x, y)
 
@@ -420,10 +419,10 @@ def as_tensors(x: nests.Nest, y: nests.Nest) -> tuple[nests.Nest, nests.Nest, in
 def _as_labels(
     y: nests.Nest, convert: Callable[[nests.Nest, str], nests.Nest]
 ) -> nests.Nest:
-    """Converts labels, and the weights beside them to float32.
+    """Converts labels, and any weights stored with them, the latter to float32.
 
     Args:
-      y: A nest of labels, perhaps `nests.Weighted`.
+      y: A nest of labels, or `nests.Weighted`.
       convert: `nests.as_arrays` or `nests.as_tensors`.
     """
     if not isinstance(y, nests.Weighted):
@@ -434,7 +433,7 @@ def _as_labels(
             raise nests.ExamplesTypeError(
                 f"sample_weight must be made of numbers, got dtype {leaf.dtype}."
             )
-    with np.errstate(over="ignore"):  # What is infinite counts for nobody.
+    with np.errstate(over="ignore"):  # An infinite weight makes the update count as 0.
         weight = tf.nest.map_structure(lambda leaf: leaf.astype(np.float32), weight)
     return nests.Weighted(convert(y.y, "y"), convert(weight, "sample_weight"))
 
@@ -450,13 +449,13 @@ def _map(
 def pack(
     clients: Iterable[tuple[Hashable, tuple[nests.Nest, ...]]],
 ) -> IndexedSource | MixedSource:
-    """Returns the source of clients in memory, each as it is.
+    """Returns the source of clients in memory, without any cast.
 
     Args:
       clients: Pairs of a client's id and its examples.
 
     Raises:
-      ValueError, TypeError: If one's own do not fit together, naming the client.
+      ValueError, TypeError: If a client's own arrays are inconsistent, naming it.
     """
     kinds: dict[str, list[tuple[nests.Nest, nests.Nest]]] = {}
     sizes: dict[str, list[int]] = {}
@@ -479,7 +478,7 @@ def pack(
         raise ValueError(
             "clients must have at least one array among them, got only empty lists."
         )
-    if not kinds:  # Then the first one's arrays say what of.
+    if not kinds:  # If no client has examples, use the first client's empty arrays.
         kinds, sizes = {"": empty[:1]}, {"": []}
     first = next(iter(kinds))
     for place in without:
@@ -500,7 +499,7 @@ def pack(
 
 @contextlib.contextmanager
 def name_client(client_id: Hashable) -> Iterator[None]:
-    """Has errors about a client's examples name the client."""
+    """Adds the client's name to errors about its examples."""
     try:
         yield
     except nests.SAFE_ERRORS as error:
@@ -514,10 +513,10 @@ def row_table(
 
     Args:
       indices: One 1-D array of rows per client.
-      num_rows: How many rows there are.
+      num_rows: The number of rows.
 
     Raises:
-      TypeError, ValueError: If they are none, or out of range.
+      TypeError, ValueError: If they are not integers, or out of range.
     """
     if num_rows > np.iinfo(np.int32).max:
         raise ValueError(f"x must have at most 2**31 - 1 examples, got {num_rows}.")
@@ -530,7 +529,7 @@ def row_table(
     lengths = np.array([len(client) for client in rows], np.int64)
     filled = [client for client in rows if len(client)]
     flat = np.concatenate(filled or [np.zeros(0, np.int32)])
-    # (Concatenated, it is a copy in any case: the caller's own may change.)
+    # (Concatenation always copies, so later changes by the caller have no effect.)
     if flat.size:
         if flat.dtype.kind not in "iu":
             raise TypeError(f"indices must be integers, got dtype {flat.dtype}.")
@@ -542,11 +541,11 @@ def row_table(
     return flat.astype(np.int32, copy=False), lengths
 
 
-# Clients with a `tf.data.Dataset` each.
+# Clients that each have a `tf.data.Dataset`.
 
 
 def _is_batched(dataset: tf.data.Dataset) -> bool:
-    """Returns whether every array of an element is of any number of examples."""
+    """Returns whether the elements are batches: every first dimension is unknown."""
     return all(
         isinstance(leaf, tf.TensorSpec) and leaf.shape.rank and leaf.shape[0] is None
         for leaf in tf.nest.flatten(dataset.element_spec)
@@ -595,7 +594,7 @@ def read_pair(dataset: tf.data.Dataset) -> tuple[nests.Nest, nests.Nest]:
 def read_elements(dataset: tf.data.Dataset) -> nests.Nest:
     """Reads a dataset of examples, or of batches of them, into a nest of arrays."""
     if not _is_batched(dataset):
-        if int(dataset.cardinality()) > 0:  # Without an iterator, which is slower.
+        if int(dataset.cardinality()) > 0:  # Avoids an iterator, which is slower.
             batch = dataset.batch(2**63 - 1).get_single_element()
             return nests.views(batch)
         dataset = dataset.batch(1024)
@@ -608,9 +607,9 @@ def read_elements(dataset: tf.data.Dataset) -> nests.Nest:
 
 
 def _element_pair(element: nests.Nest) -> tuple[nests.Nest, nests.Nest]:
-    """Returns (x, y) of an element that is a tuple or has the keys x and y.
+    """Returns (x, y) from an element that is a tuple or has the keys x and y.
 
-    A third of the tuple, or `sample_weight` of a dict, is beside the labels.
+    The third part of a tuple, or `sample_weight` in a dict, is stored with the labels.
     """
     if isinstance(element, dict) and {"x", "y"} <= set(element) <= {
         *("x", "y", "sample_weight")

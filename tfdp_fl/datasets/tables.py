@@ -1,4 +1,4 @@
-"""Clients' ids, and tables with a column of them."""
+"""Clients' ids, and tables with a column of client ids."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from tfdp_fl.terms import Json
 if TYPE_CHECKING:
     import pandas
 
-# A client's id, a string or a number. (Mappings say no Hashable: their keys have no
-# subtypes.)
+# A client's id, a string or a number. (Not Hashable, because the key types of mappings
+# are invariant.)
 ClientId: TypeAlias = Any
 # One id for each row, [n]: a list, an array or a column of pandas.
 Ids: TypeAlias = Any
 Columns: TypeAlias = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 # Unicode's format and control characters.
 _UNSEEN = ("Cf", "Cc")
-# Of columns that are no numbers: the values that each may have, known beforehand.
+# The allowed values of each non-numeric column, declared in advance.
 Vocabulary: TypeAlias = Mapping[str, Sequence[Hashable]]
 # Returns the examples of a client: `(x, y)` or `(x, y, sample_weight)`.
 ReadClient: TypeAlias = Callable[[Hashable], tuple[nests.Nest, ...]]
 
 
 def hash_to_unit_interval(client_id: Hashable) -> float:
-    """Returns a number in [0, 1) that is an id's own."""
+    """Returns a hash of an id in [0, 1)."""
     digest = hashlib.sha256(_text(client_id).encode()).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
 
@@ -50,19 +50,19 @@ def _text(client_id: Hashable) -> str:
 
 
 def distinct(client_ids: Sequence[Hashable]) -> Sequence[Hashable]:
-    """Returns ids as a dataset keeps them: a list, or a range of places.
+    """Returns ids as a dataset stores them: a list, or a range of positions.
 
-    A client under two ids takes part twice, and its sum is bounded once. Ids that
-    a person would read as one are therefore warned of.
+    A client with two ids takes part twice, although the clip bounds only one of its
+    updates. So there is a warning for ids that a person would read as the same.
 
     Raises:
-      ValueError: One is repeated, or does not equal itself.
+      ValueError: An id is repeated, or does not equal itself.
     """
     if isinstance(client_ids, range):
         return client_ids
     kept: list[Any] = list(client_ids)
     kinds = set(map(type, kept))
-    # Whole numbers, and plain words, are read in one way only: nothing to look for.
+    # Integers and plain words cannot be misread, so skip the search for lookalikes.
     if len(set(kept)) == len(kept) and (
         kinds == {int} or (kinds == {str} and _is_plain(kept))
     ):
@@ -93,7 +93,7 @@ def distinct(client_ids: Sequence[Hashable]) -> Sequence[Hashable]:
 
 
 def _is_plain(words: list[str]) -> bool:
-    """Returns whether `_read_as` is known to leave each of these as it is."""
+    """Returns whether `_read_as` certainly leaves each of these words unchanged."""
     text = "\n".join(words)
     return (
         text.isascii()
@@ -109,9 +109,9 @@ def _read_as(client_id: Hashable) -> str:
         client_id.decode("latin-1") if isinstance(client_id, bytes) else str(client_id)
     )
     text = "".join(unicodedata.normalize("NFKC", text).casefold().split())
-    # Such as a byte order mark, or a space without width.
+    # Remove characters such as a byte order mark or a zero-width space.
     text = "".join(one for one in text if unicodedata.category(one) not in _UNSEEN)
-    # A column of whole numbers with a gap is one of floats; one of text has zeros.
+    # A column of integers with gaps becomes floats; one of text may have leading zeros.
     return re.sub(r"^([+-]?)0*(\d+?)(\.0+)?$", r"\1\2", text)
 
 
@@ -134,18 +134,18 @@ def digest(client_ids: Sequence[Any]) -> str:
         return made.hexdigest()
     for client_id in client_ids:
         text = _text(client_id)
-        # With its length before it, no id can pass for two.
+        # The length prefix makes the encoding unambiguous.
         made.update(f"{len(text)}:{text}".encode(errors="surrogatepass"))
     return made.hexdigest()
 
 
 class ClientRows(NamedTuple):
-    """Which rows of a table are whose.
+    """The rows of a table that belong to each client.
 
     Attributes:
-      client_ids: The clients' ids, in the order in which they first appear.
+      client_ids: The clients' ids, in order of first appearance.
       rows: Int64 [n], one client after another, each in the order of the table.
-      lengths: Int64 [N], how many each has.
+      lengths: Int64 [N], each client's number of rows.
     """
 
     client_ids: list[Hashable]
@@ -166,7 +166,7 @@ def rows_of_people(client_ids: Ids, num_rows: int) -> ClientRows:
       num_rows: The number of rows, n.
 
     Raises:
-      ValueError: They are not; the message names the row.
+      ValueError: `client_ids` is not like that; the message names the row.
     """
     if not num_rows:
         raise ValueError("x must have rows, got none.")
@@ -176,7 +176,7 @@ def rows_of_people(client_ids: Ids, num_rows: int) -> ClientRows:
         values = [v.item() if isinstance(v, np.generic) else v for v in client_ids]
         shape, kinds = [len(values)], {isinstance(v, str | bytes) for v in values}
         if len(kinds) > 1 and any(isinstance(v, int | float) for v in values):
-            # NumPy would write numbers out: 1 and 1.0 would be two people.
+            # NumPy would turn numbers into text, making 1 and 1.0 different people.
             raise ValueError(
                 "client_ids must be numbers alone or strings alone, got a list of both."
             )
@@ -186,7 +186,7 @@ def rows_of_people(client_ids: Ids, num_rows: int) -> ClientRows:
         if kind == "M" and isinstance(ids, np.ndarray):
             ids = ids.astype("datetime64[us]")  # Python has no finer ones.
         shape = list(ids.shape)
-        # (Pandas's own kinds of whole numbers may have gaps.)
+        # (Pandas's own integer types may have missing values.)
         if kind in "iu" and isinstance(ids.dtype, np.dtype) and shape == [num_rows]:
             return _group_by_number(np.asarray(ids))
         values = ids.tolist()
@@ -216,8 +216,8 @@ def _is_id(value: object) -> bool:
 
 
 def _group_by_number(ids: np.ndarray) -> ClientRows:
-    """Returns the rows of each of some whole numbers, without a loop over them."""
-    if (ids[1:] >= ids[:-1]).all():  # As a table that is sorted by them.
+    """Groups rows by integer id, without a loop over the ids."""
+    if (ids[1:] >= ids[:-1]).all():  # The table is sorted by id.
         first = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
         lengths = np.diff(np.append(first, len(ids)))
         return ClientRows(ids[first].tolist(), np.arange(len(ids)), lengths)
@@ -229,8 +229,8 @@ def _group_by_number(ids: np.ndarray) -> ClientRows:
 
 
 def _group(client_ids: list[Hashable], codes: np.ndarray) -> ClientRows:
-    """Returns the rows of each client, whose places are `codes` [n]."""
-    # Stable: a client's rows stay in the table's order.
+    """Groups rows by client; `codes`, [n], are the clients' indices."""
+    # A stable sort keeps a client's rows in the table's order.
     rows = np.argsort(codes, kind="stable")
     return ClientRows(client_ids, rows, np.bincount(codes, minlength=len(client_ids)))
 
@@ -248,8 +248,8 @@ def split(
 ) -> tuple[nests.Nest, nests.Nest, ClientRows, nests.Nest]:
     """Returns (x, y, rows of each client, weights) of a pandas frame.
 
-    The arguments and errors are those of `FederatedDataset.from_dataframe`; the
-    weights are None where `sample_weight` is.
+    The arguments and errors are those of `FederatedDataset.from_dataframe`. The weights
+    are None if `sample_weight` is.
     """
     if not hasattr(frame, "itertuples"):
         raise TypeError(
@@ -277,8 +277,8 @@ def split(
     if client in [*_names_in(features), *_names_in(label), sample_weight]:
         raise ValueError(
             "features, label and sample_weight must not hold the client "
-            f"column, got {client!r}: who somebody is would be learned as a "
-            "feature."
+            f"column, got {client!r}: the model would learn each person's identity as "
+            "a feature."
         )
     if not len(frame):
         raise ValueError("frame must have rows, got none.")
@@ -307,7 +307,7 @@ def _is_one(columns: Columns) -> TypeGuard[str]:
 
 
 def _names_in(columns: Columns) -> list[str]:
-    """Returns the names in what says which columns to take."""
+    """Returns the column names in a column, a list or a mapping."""
     if isinstance(columns, Mapping):
         return [name for part in columns.values() for name in _names_in(part)]
     return [columns] if _is_one(columns) else list(columns)
@@ -316,7 +316,7 @@ def _names_in(columns: Columns) -> list[str]:
 def arrays(
     frame: pandas.DataFrame, columns: Columns, argument: str, vocabulary: Vocabulary
 ) -> nests.Nest:
-    """Returns [n] of one column, [n, F] of a list of them, a dict of a dict."""
+    """Returns [n] for one column, [n, F] for a list, and a dict for a mapping."""
     if isinstance(columns, Mapping):
         return {
             key: arrays(frame, part, argument, vocabulary)
@@ -337,10 +337,10 @@ def arrays(
 def array(
     frame: pandas.DataFrame, name: str, argument: str, vocabulary: Vocabulary
 ) -> np.ndarray:
-    """Returns one column, [n]: numbers, or places in its vocabulary.
+    """Returns one column, [n]: numbers, or indices into its vocabulary.
 
     Raises:
-      ValueError: It holds something else, or has missing values.
+      ValueError: It contains something else, or has missing values.
     """
     column = frame[name]
     kind = getattr(column.dtype, "kind", "O")
@@ -351,7 +351,7 @@ def array(
             "Make numbers of it, or declare beforehand which values text or categories "
             f"may have: from_dataframe(..., vocabulary={{{name!r}: [...]}})."
         )
-    # (Labels of `fit(x, y, client_ids=)` are as those of any clients.)
+    # (As for other clients, the labels of `fit(x, y, client_ids=)` may be NaN.)
     may_miss = argument == "y" and kind == "f" and declared is None
     if not may_miss:
         _check_none_missing(column, argument, "have a value in every row")
@@ -362,7 +362,7 @@ def array(
             f"{argument} must fit into int64, got column {name!r} of "
             f"{column.dtype} with larger numbers."
         )
-    with np.errstate(over="ignore"):  # What becomes infinite is found below.
+    with np.errstate(over="ignore"):  # Infinite results are found below.
         array = column.to_numpy(dtype=np.float32 if kind == "f" else np.int64)
     if not may_miss:
         check_finite(argument, array, name)
@@ -370,12 +370,12 @@ def array(
 
 
 def check_finite(argument: str, array: np.ndarray, name: str | None = None) -> None:
-    """Raises ValueError where a number of an array [n, ...] is not finite.
+    """Raises ValueError if a number in an array [n, ...] is not finite.
 
     Args:
-      argument: What the array is, for the message.
-      array: Of any dtype.
-      name: The column that it is; None: its columns have numbers.
+      argument: The argument's name, for the message.
+      array: An array of any dtype.
+      name: The column's name; None: the message gives the column's number.
     """
     if array.dtype.kind != "f":
         return
@@ -401,7 +401,7 @@ def _check_none_missing(column: pandas.Series, argument: str, what: str) -> None
 
 
 def _codes(column: pandas.Series, name: str, values: Sequence[Hashable]) -> np.ndarray:
-    """Returns the places of a column's values in its vocabulary, int64 [n]."""
+    """Returns the indices of a column's values in its vocabulary, int64 [n]."""
     _validate.instance_of((list, tuple, range, np.ndarray), vocabulary=values)
     places = {value: place for place, value in enumerate(values)}
     if len(places) < len(values) or not places:
@@ -425,17 +425,17 @@ def parquet_clients(
     tuple[list[Hashable], Callable[[Hashable], tuple[nests.Nest, ...]], nests.Nest]
     | None
 ):
-    """Returns the clients of a sorted Parquet file, what reads one, and their spec.
+    """Returns the clients of a sorted Parquet file, a function to read one, and a spec.
 
-    All values are checked now, one row group at a time, and written into temporary
-    files that have no name and go with the process: reading a client then
-    touches only its own rows, and exactly the checked values train. The spec comes
-    from the file's schema. Returns None if a client's rows are not together.
+    All values are checked at once, one row group at a time, and written to unnamed
+    temporary files that end with the process. Reading a client then touches only its
+    own rows, and training uses exactly the checked values. The spec comes from the
+    file's schema. The result is None if a client's rows are not contiguous.
 
     Args:
       path: The file.
-      *columns: What follows `frame` in `split`.
-      **named: Likewise.
+      *columns: The positional arguments of `split` after `frame`.
+      **named: The keyword arguments of `split`.
     """
     from pyarrow import parquet
 
@@ -468,12 +468,12 @@ def parquet_clients(
             examples = found if examples is None else examples
             specs = tf.nest.flatten(nests.spec_of(examples))
             if tf.nest.flatten(nests.spec_of(found)) != specs:
-                return None  # Pandas reads the groups' columns in different ways.
+                return None  # Pandas gives the groups' columns different types.
             for place, leaf in enumerate(tf.nest.flatten(found)):
                 if not number:
                     streams.append(stack.enter_context(tempfile.TemporaryFile()))
                 leaf.tofile(streams[place])
-        # Where a group ends, a client may go on in the next.
+        # A client at the end of a group may continue in the next one.
         more = sum(map(len, pieces.values())) - len(pieces)
         if examples is None or more >= file.num_row_groups:
             return None

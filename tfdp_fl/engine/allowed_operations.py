@@ -1,18 +1,18 @@
-"""The operations that a client's program may be made of.
+"""The operations that a client's program may contain.
 
-A client is bounded by the clip only if its data moves its own update alone. So
-its program holds nothing but operations whose results depend on their arguments
-and that change nothing else. They are listed here. What is not listed is refused:
-variables, queues, tables that are written, files, Python, and random numbers from
-a stream that other clients draw from as well.
+The clip bounds a client's influence only if its data affects no other client's update.
+So its program may contain only operations that depend on nothing but their arguments
+and have no side effects. They are listed here. All others are refused: variables,
+queues, writable tables, files, Python, and random numbers from a stream that clients
+share.
 
-Nor is every stateless operation listed. Of each one that is, whatever a client gives
-it, the kernel has to return only what it wrote, add in one order, and end. So the list
-is what Keras's layers, losses, metrics and optimizers are made of, and little more.
-Among those left out, Cholesky, CropAndResize, MatrixSolveLs and SparseSegmentMeanGrad
-can return memory that they did not write; Bincount adds weights in whatever order its
-threads come; AdjustHue, Polygamma and StatelessRandomPoisson may never end.
-`tests/stress/operations_stress.py` tries each listed one on made-up inputs.
+Not every stateless operation is listed either. Whatever the inputs, the kernel of a
+listed operation must return only memory that it wrote, add in a fixed order, and
+terminate. The list covers Keras's layers, losses, metrics and optimizers, and little
+more. It excludes Cholesky, CropAndResize, MatrixSolveLs and SparseSegmentMeanGrad,
+which can return memory that they did not write; Bincount, whose threads add weights in
+any order; and AdjustHue, Polygamma and StatelessRandomPoisson, which may never end.
+`tests/stress/operations_stress.py` tries each listed operation on synthetic inputs.
 """
 
 from __future__ import annotations
@@ -94,13 +94,13 @@ UnicodeScript UnicodeTranscode LookupTableFindV2 LookupTableSizeV2
 """
 
 _DECOMPOSITIONS = ("Eig", "SelfAdjointEigV2", "Svd")
-# Its threads add weights in any order. Counts are whole numbers: any order will do.
+# Its threads add weights in any order. That is harmless for counts, which are integers.
 _ADDS_IN_ANY_ORDER = "DenseBincount"
-# It has two more outputs than gradients, and writes to neither.
+# It has two outputs besides its gradients, and writes to neither.
 _THREE_WRITTEN = "FusedBatchNormGradV3"
 _UNWRITTEN = re.compile(r"\^?(.*?):(reserve_space.*|[34])")
 
-# What a gradient finds of a branch that was, or was not, taken.
+# Used by the gradient of a branch that may not have been taken.
 _OPTIONAL = "OptionalFromValue OptionalGetValue OptionalHasValue OptionalNone"
 
 # Their seeds are arguments.
@@ -112,9 +112,9 @@ StatelessRandomUniformV2 StatelessSampleDistortedBoundingBox StatelessShuffle
 StatelessTruncatedNormalV2
 """
 
-# Those that TensorFlow vectorizes over clients so that each reads and writes rows of
-# its own, whatever its data; or not at all, and then it loops over clients. Not
-# segment sums, of which an index out of range is another client's.
+# Operations that TensorFlow vectorizes over clients so that each reads and writes only
+# its own rows, whatever its data; or else TensorFlow loops over clients. Segment sums
+# are not listed, because an index out of range would reach another client's rows.
 _ARRAYS_BY_CLIENT = """
 All Any ArgMax ArgMin Bitcast BroadcastArgs BroadcastGradientArgs BroadcastTo
 ConcatOffset ConcatV2 Const DynamicStitch EnsureShape ExpandDims Fill GatherNd GatherV2
@@ -145,13 +145,13 @@ ALLOWED = BY_CLIENT | frozenset(
     ).split()
 )
 
-# What TFF's programs have besides. Each client's variables are its own, and begin anew.
+# Further operations in TFF's programs. Each client has its own, fresh variables.
 _VARIABLES = """
 AssignAddVariableOp AssignSubVariableOp AssignVariableOp ReadVariableOp ResourceGather
 ResourceScatterAdd VarHandleOp VarIsInitializedOp VariableShape
 """
 
-# All clients draw from one stream. It tells nobody of others unless its seed is known.
+# All clients draw from one stream. Only with a known seed would it reveal other draws.
 _STREAMS = """
 Multinomial ParameterizedTruncatedNormal RandomGamma RandomShuffle RandomStandardNormal
 RandomUniform RandomUniformInt TruncatedNormal
@@ -161,7 +161,7 @@ IN_TFF = ALLOWED | frozenset((_STREAMS + _VARIABLES).split())
 
 
 def find_unbatchable(definition: tf.compat.v1.GraphDef) -> list[str]:
-    """Returns the operations that may mix clients when vectorized over them."""
+    """Returns the operations that may mix clients' data when vectorized."""
     functions = {function.signature.name for function in definition.library.function}
     operations = {node.op for _, node in nodes(definition)}
     return sorted(operations - BY_CLIENT - functions)
@@ -175,21 +175,21 @@ def check(
     """Raises ValueError for an operation that is not allowed.
 
     Args:
-      definition: A graph; the functions of its library are looked at as well.
-      layers: Names by which the error says where the operation is.
-      allowed_ones: Which are allowed.
+      definition: A graph; the functions in its library are checked too.
+      layers: Layer names, which the error uses to locate the operation.
+      allowed_ones: The allowed operations.
     """
     functions = {function.signature.name for function in definition.library.function}
     normed = {node.name for _, node in nodes(definition) if node.op == _THREE_WRITTEN}
     empty = {path for path, node in nodes(definition) if _is_empty_constant(node)}
     for path, node in nodes(definition):
-        # (Those with an underscore are notes for TensorFlow's gradients.)
+        # (Attributes with a leading underscore are notes for TensorFlow's gradients.)
         attributes = (v for name, v in node.attr.items() if not name.startswith("_"))
         called = {call.name for call in calls_in(attributes)}
         missing = called - functions
-        # Dropout inside of it is drawn from a stream that clients share.
+        # Its internal dropout draws from a stream that clients share.
         drops = node.op.startswith("CudnnRNN") and node.attr["dropout"].f > 0
-        # An output that is not asked for is memory that nobody wrote.
+        # Outputs that are not requested are unwritten memory.
         unwritten = node.op in _DECOMPOSITIONS and not (
             node.attr["compute_v"].b or node.attr["compute_uv"].b
         )
@@ -199,7 +199,7 @@ def check(
         weighted = node.op == _ADDS_IN_ANY_ORDER and not (
             {scope + each.split(":")[0] for each in node.input[2:3]} <= empty
         )
-        # A stream that follows from a seed gives each client what the others leave.
+        # With a seeded stream, a client's draws depend on how many the others made.
         seeded = node.op in _STREAMS.split() and (
             node.attr["seed"].i or node.attr["seed2"].i
         )
@@ -230,7 +230,7 @@ def _is_empty_constant(node: tf.compat.v1.NodeDef) -> bool:
 
 
 def layer_of(path: str, layers: Iterable[str]) -> str:
-    """Returns which layer an operation is in, by the scopes of its name."""
+    """Returns the layer that contains an operation, judging by its name scopes."""
     scopes = {re.sub(r"_\d+$", "", scope) for scope in path.split("/")}
     for layer in reversed(list(layers)):
         if re.sub(r"_\d+$", "", layer) in scopes:
@@ -241,7 +241,7 @@ def layer_of(path: str, layers: Iterable[str]) -> str:
 def nodes(
     definition: tf.compat.v1.GraphDef,
 ) -> Iterator[tuple[str, tf.compat.v1.NodeDef]]:
-    """Yields a graph's nodes, and those of its functions, with where they are."""
+    """Yields the nodes of a graph and its functions, each with its path."""
     for node in definition.node:
         yield node.name, node
     for function in definition.library.function:
@@ -250,7 +250,7 @@ def nodes(
 
 
 def calls_in(attributes: Iterable[AttrValue]) -> Iterator[NameAttrList]:
-    """Yields the functions that a node's attributes name, and theirs."""
+    """Yields the functions that attributes name, and those that these name in turn."""
     for value in attributes:
         for call in [value.func] if value.HasField("func") else value.list.func:
             yield call

@@ -1,10 +1,9 @@
-"""The compiled programs that train clients, and what becomes of their updates.
+"""The compiled programs that train clients and clip their updates.
 
-`_one_by_one` is a loop over clients, of any model and any mechanism. `_train_batched`
-computes the same for a chunk of clients at once, as one batched program: what a
-GPU is good at. Both share what becomes of a client that has trained: `_result`,
-where the mechanism clips. `side_by_side.GhostClipping` takes their place for dense
-models.
+`_one_by_one` loops over clients, for any model and any mechanism. `_train_batched`
+computes the same for many clients at once, as one batched program, which suits a GPU.
+Both end with `_result`, in which the mechanism clips a trained client's update. For
+dense models, `side_by_side.GhostClipping` replaces them.
 """
 
 from __future__ import annotations
@@ -26,15 +25,14 @@ from tfdp_fl.mechanisms import cohort_query, noise
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CohortPrograms:
-    """Makes the programs of an engine, and keeps them.
+    """Makes an engine's programs and caches them.
 
     Attributes:
       trainer: Trains a client.
       query: The mechanism's query.
-      keeps_updates: Whether each client's update is kept, unclipped, and not summed.
-      moments: Whether Geyer's `Moments` are wanted as well.
-      traced: The programs so far. Each is traced once, for any cohort and batch
-        size.
+      keeps_updates: Whether to keep each client's unclipped update instead of a sum.
+      moments: Whether to compute Geyer's `Moments` too.
+      traced: The programs traced so far, each once for any cohort and batch size.
     """
 
     trainer: trainer_lib.Trainer
@@ -48,11 +46,11 @@ class CohortPrograms:
     def program(
         self, received: cohort.Broadcast, part: layout.Part
     ) -> program_lib.Program:
-        """Returns the program that trains a part's clients, traced at its first use.
+        """Returns the program that trains a part's clients; traces it at first use.
 
         Args:
-          received: What the server sends, the program's first argument. The other
-            one is a `layout.Chunk`.
+          received: What the server sends. It is the program's first argument; the
+            second one is a `layout.Chunk`.
           part: The clients.
         """
         if part.strategy in self.traced:
@@ -87,8 +85,8 @@ class CohortPrograms:
         """Trains the clients of a chunk one after the other.
 
         Args:
-          full_batches: Every batch has exactly B rows, so shapes are fixed, as XLA
-            needs them.
+          full_batches: Whether every batch has exactly B rows. Shapes are then fixed,
+            as XLA requires.
           received: What the server sends to each of them.
           chunk: The clients.
         """
@@ -102,7 +100,7 @@ class CohortPrograms:
             end = first + num_examples * table.epochs
             own = received
             taken: list[tf.Tensor] = []
-            if tables:  # XLA would compile a slice of any length for each length.
+            if tables:  # Under XLA, each length of a slice would be compiled anew.
                 rows = table.rows[first:end]
                 own, taken = lookups.narrow(tables, received, x, rows)
             state = self.trainer.start(own, seed)
@@ -131,7 +129,7 @@ class CohortPrograms:
                     tables, taken, contributions, one.contribution
                 )
             moments = cohort.add_nests(total.moments, one.moments)
-            # Written in place, as nothing else uses it.
+            # TensorFlow writes these in place, as nothing else uses them.
             kept = tf.nest.map_structure(
                 lambda rows, row: tf.tensor_scatter_nd_update(rows, [[k]], row[None]),
                 kept,
@@ -153,9 +151,9 @@ class CohortPrograms:
         return cohort.Trained(total, kept)
 
     def _lookups(self) -> tuple[lookups.Lookup, ...]:
-        """Returns the tables of which clients train only some rows.
+        """Returns the tables in which clients train only some rows.
 
-        Only where an update is nothing but scaled and added up.
+        There are some only if the mechanism merely scales updates and adds them up.
         """
         query = self.query
         if (
@@ -169,11 +167,11 @@ class CohortPrograms:
     def _nobody(
         self, weights: list[tf.Tensor], table: layout.ClientTable
     ) -> tuple[cohort.CohortSum, cohort.PerClient]:
-        """Returns the sum and the rows before any client.
+        """Returns the sum and the rows before any client has trained.
 
-        Their zeros depend on an argument. TensorFlow would fold zeros of a known
-        shape into the function's graph, which then holds a copy of the model for
-        as long as it lives, and rows that are a constant cannot be written to.
+        The zeros depend on an argument. TensorFlow would fold zeros of a known shape
+        into the function's graph, which would then hold a copy of the model for as
+        long as it lives. Besides, constant rows cannot be written to.
         """
         zero = tf.cast(table.num_clients < 0, tf.float32)
 
@@ -190,7 +188,7 @@ class CohortPrograms:
         spec, kept = cohort.UpdateSpec.of(weights), cohort.PerClient()
         total = cohort.CohortSum.zeros(self.trainer.no_metrics())
         if self.keeps_updates:
-            # Not arrays of tensors, which are in memory twice when stacked.
+            # Not tensor arrays, which need twice the memory when stacked.
             kept = kept._replace(updates=rows(spec.size), scalars=rows(2))
         else:
             nothing = self.query.initial_sample_state(spec.variables)
@@ -205,12 +203,11 @@ class CohortPrograms:
     def _train_batched(
         self, received: cohort.Broadcast, chunk: layout.Chunk
     ) -> cohort.Trained:
-        """Trains the clients of a chunk at once, of which some may be padding.
+        """Trains all clients of a chunk at once; some of them may be padding.
 
-        It computes the same, client by client: `tf.vectorized_map` makes every
-        operation one over all clients. Clients of fewer steps than others begin
-        later in each pass, so that all of them end it together, with batches of
-        the same length.
+        The result for each client is the same: `tf.vectorized_map` extends every
+        operation over all clients. In each pass, clients with fewer steps start later,
+        so that all clients finish together, with last batches of the same length.
         """
         x, y, table = chunk
         num_examples, batch_size = table.num_examples, tf.size(table.batch)
@@ -228,7 +225,7 @@ class CohortPrograms:
             left = tf.where(active, num_examples - place * batch_size, 0)
             size = tf.minimum(batch_size, tf.reduce_max(left))
             places = table.batch[:size]
-            # An idle client reads some row, and nothing comes of it.
+            # An idle client reads some row, but its result is discarded.
             first = table.first_row + s // longest * num_examples + place * batch_size
             first = tf.where(active, first, 0)
             batches = _gather((x, y), tf.gather(table.rows, first[:, None] + places))
@@ -291,7 +288,7 @@ class CohortPrograms:
         size: tf.Tensor,
         received: cohort.Broadcast,
     ) -> tuple[trainer_lib.ClientState, cohort.CohortSum]:
-        """Takes one step of a client, on a batch of `size` examples."""
+        """Takes one step of a client on a batch of `size` examples."""
         state, loss, metrics = self.trainer.step(state, *batch, received, total.metrics)
         return state, total.with_batch(metrics, loss, size)
 
@@ -303,17 +300,17 @@ class CohortPrograms:
         num_examples: tf.Tensor,
         window: tf.Tensor,
     ) -> tuple[cohort.CohortSum, cohort.PerClient]:
-        """Returns the upload of a client that has trained: here it is clipped.
+        """Clips a trained client's update and returns its upload.
 
         Args:
           received: What the server sent to it.
-          seed: The client's.
-          state: After its last step.
+          seed: The client's seed.
+          state: The client's state after its last step.
           num_examples: Int32 scalar.
           window: Float32 [W, L], see `layout.ClientTable`.
 
         Returns:
-          Its contribution and `Moments`; and what is kept of it.
+          Its contribution and `Moments`; and what is kept of the client.
         """
         query = self.query
         released = query.mechanism.releases_weights
@@ -326,7 +323,7 @@ class CohortPrograms:
             rows = rows._replace(window_norms=query.mechanism.window_norms(update))
         if self.moments:
             total = total._replace(moments=_moments(update))
-        if self.keeps_updates:  # `release.DeferredClipping` clips them.
+        if self.keeps_updates:  # `release.DeferredClipping` clips them later.
             scalars = query.record_norm(update), tf.cast(num_examples, tf.float32)
             return total, rows._replace(
                 updates=cohort.flatten(update), scalars=tf.stack(scalars)
@@ -342,19 +339,19 @@ def _gather(nest: nests.Nest, rows: tf.Tensor) -> nests.Nest:
 
 
 def _beside(mask: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
-    """Returns a mask [K] in the rank of a part [K, ...]."""
+    """Reshapes a mask [K] so that it broadcasts against `part`, [K, ...]."""
     return tf.reshape(mask, [-1] + [1] * (part.shape.rank - 1))
 
 
 def _for_all(
     function: Callable[[nests.Nest], nests.Nest], clients: nests.Nest
 ) -> nests.Nest:
-    """Calls a function of one client's tensors for all clients at once."""
+    """Calls a function of one client's tensors on all clients at once."""
     return tf.vectorized_map(function, clients, warn=False)
 
 
 def _moments(update: list[tf.Tensor]) -> cohort.Moments:
-    """Returns one client's `Moments`: zeros if its update is no numbers."""
+    """Returns one client's `Moments`: zeros if its update is not finite."""
     flat = cohort.flatten(update)
     usable = tf.cast(tf.reduce_all(tf.math.is_finite(flat)), tf.float32)
     flat = tf.math.multiply_no_nan(flat, usable)

@@ -1,4 +1,4 @@
-"""A round: what it starts from, what its clients are sent, and what comes back."""
+"""A round's data: its inputs, what its clients receive, and what they return."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Broadcast(NamedTuple):
     """What the server sends to every client of a round.
 
     Attributes:
-      weights: Values of the variables that a client's update is about.
-      unaggregated: Values of the other variables of the model.
-      params: The query's sample params; () where updates are clipped later.
+      weights: Values of the variables that clients update.
+      unaggregated: Values of the model's other variables.
+      params: The query's sample params; () if updates are clipped later.
       learning_rate: Float32 scalar.
-      seed: Of a kind of `mechanisms.noise`, new for every round; nothing of the
-        server's noise follows from it.
+      seed: A seed as in `mechanisms.noise`, new in every round. It reveals nothing
+        about the server's noise.
     """
 
     weights: list[tf.Tensor]
@@ -47,18 +47,18 @@ class Moments(NamedTuple):
 
 
 class MetricState(NamedTuple):
-    """The state of metrics, of some examples.
+    """The state of the metrics over some examples.
 
     Attributes:
-      sums: By how much each state that adds up has moved from its beginning.
-      largest: The states of which clients' largest is theirs together.
+      sums: How much each additive state has changed from its initial value.
+      largest: The states that are merged by taking the maximum over clients.
     """
 
     sums: list[tf.Tensor]
     largest: list[tf.Tensor]
 
     def plus(self, other: MetricState) -> MetricState:
-        """Returns the state of both's examples."""
+        """Returns the state over the examples of both."""
         largest = map(tf.maximum, self.largest, other.largest)
         return MetricState(add_nests(self.sums, other.sums), list(largest))
 
@@ -67,16 +67,16 @@ _NO_METRICS = MetricState([], [])
 
 
 class CohortSum(NamedTuple):
-    """What a group of clients adds up to.
+    """The sum over a group of clients.
 
     Attributes:
-      contribution: The sum of the clients' `Contribution`s; () where each
-        client's update is kept.
-      loss: Float32 scalar, the sum over examples of the training loss, as far
-        as it is a number.
-      examples: Float32 scalar, the number of examples that this sum is over.
+      contribution: The sum of the clients' `Contribution`s; () if each client's
+        update is kept separately.
+      loss: Float32 scalar, the training loss summed over the examples where it is
+        finite.
+      examples: Float32 scalar, the number of examples in this sum.
       metrics: The state of the trainer's metrics.
-      moments: A `Moments`, or () if it was not asked for.
+      moments: A `Moments`, or () if not requested.
     """
 
     contribution: nests.Nest
@@ -87,11 +87,11 @@ class CohortSum(NamedTuple):
 
     @classmethod
     def zeros(cls, metrics: MetricState = _NO_METRICS) -> CohortSum:
-        """Returns the sum before any client."""
+        """Returns the sum of no clients."""
         return cls((), tf.zeros([]), tf.zeros([]), metrics)
 
     def plus(self, other: CohortSum) -> CohortSum:
-        """Returns the sum over both groups of clients."""
+        """Returns the sum of both groups of clients."""
         metrics = self.metrics.plus(other.metrics)
         one, two = (each._replace(metrics=_NO_METRICS) for each in (self, other))
         return add_nests(one, two)._replace(metrics=metrics)
@@ -99,8 +99,8 @@ class CohortSum(NamedTuple):
     def with_batch(
         self, metrics: MetricState, loss: tf.Tensor, size: tf.Tensor
     ) -> CohortSum:
-        """Returns the sum with a batch of `size` examples, and its mean loss."""
-        # One client's NaN is no reason not to know the others' loss.
+        """Returns the sum with a batch of `size` examples and its mean loss added."""
+        # One client's NaN must not hide the others' loss.
         counts = tf.math.is_finite(loss)
         weight = tf.where(counts, tf.cast(size, tf.float32), 0.0)
         loss = tf.where(counts, bound_loss(loss), 0.0)
@@ -112,14 +112,14 @@ class CohortSum(NamedTuple):
 
 
 class PerClient(NamedTuple):
-    """What is kept of each client, a row of its own; () for what is not wanted.
+    """What is kept of each client, one row per client; () for what is not needed.
 
     Attributes:
       updates: Float32 [K, D], flattened and concatenated over variables.
-      scalars: Float32 [K, ...], `Contribution.scalars` of each; beside an update
-        that is not clipped yet its norm, and the client's number of examples.
-      window_norms: Float32 [K, L], the layer norms before noise that a client
-        remembers of this round.
+      scalars: Float32 [K, ...], each client's `Contribution.scalars`; for updates not
+        yet clipped, the update's norm and the client's number of examples.
+      window_norms: Float32 [K, L], the layer norms before noise that each client
+        remembers from this round.
     """
 
     updates: nests.Nest = ()
@@ -128,7 +128,7 @@ class PerClient(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What a compiled function returns of the clients that it trained.
+    """What a compiled function returns for the clients that it trained.
 
     Attributes:
       total: Their sum.
@@ -151,12 +151,12 @@ class UpdateSpec:
 
     @classmethod
     def of(cls, variables: list[tf.Variable]) -> UpdateSpec:
-        """Returns the spec of updates of some variables, or of their values."""
+        """Returns the spec of updates of these variables (or of their values)."""
         return cls([tf.TensorSpec(v.shape, upload_dtype(v.dtype)) for v in variables])
 
     @property
     def sizes(self) -> list[int]:
-        """Returns the numbers of elements."""
+        """Returns each tensor's number of elements."""
         return [spec.shape.num_elements() for spec in self.variables]
 
     @property
@@ -165,7 +165,7 @@ class UpdateSpec:
         return sum(self.sizes)
 
     def require(self, update: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns an update; raises ValueError if its tensors have other shapes."""
+        """Returns the update; raises ValueError if a tensor has another shape."""
         shapes = [tf.convert_to_tensor(tensor).shape for tensor in update]
         expected = [spec.shape for spec in self.variables]
         if shapes != expected:
@@ -176,7 +176,7 @@ class UpdateSpec:
         return update
 
     def unflatten(self, flat: tf.Tensor) -> list[tf.Tensor]:
-        """Splits a flat vector, [D], into the tensors of an update."""
+        """Splits a flat vector [D] into the tensors of an update."""
         return [
             tf.cast(tf.reshape(part, spec.shape), spec.dtype)
             for part, spec in zip(
@@ -187,21 +187,21 @@ class UpdateSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundInputs:
-    """What is decided about a round before any client trains.
+    """Everything decided about a round before any client trains.
 
     Attributes:
       round_index: The round, counted from 0.
-      state: The query's state, before the round.
-      positions: Int64 [K], the cohort, as client positions in the dataset.
+      state: The query's state before the round.
+      positions: Int64 [K], the positions of the cohort's clients in the dataset.
       clients_per_round: The expected cohort size m.
       noise_multiplier: This round's z.
       batch_size: Examples in one local batch.
       local_epochs: Passes over a client's examples.
       learning_rate: The client optimizer's rate.
-      seed: Of a kind of `mechanisms.noise`, new for every round: noise and
-        dropout follow from it.
-      shuffle: Generator from which each client's shuffling follows, or None.
-      windows: Float32 [K, W, L], for mechanisms that keep norms per client.
+      seed: A seed as in `mechanisms.noise`, new in every round. Noise and dropout
+        follow from it.
+      shuffle: Generator from which each client's shuffling is derived, or None.
+      windows: Float32 [K, W, L], for mechanisms that remember norms per client.
     """
 
     round_index: int
@@ -222,10 +222,10 @@ class RoundInputs:
         return generator.integers(0, 2**64, 2, np.uint64)
 
     def shuffle_keys(self, members: np.ndarray) -> list[np.random.Philox]:
-        """Returns the generators that shuffle the examples of some clients.
+        """Returns the generators that shuffle the given clients' examples.
 
-        Each client's follows from the round and its own position, not from how
-        many random numbers clients before it took.
+        Each generator depends on the round and the client's own position, not on how
+        many random numbers earlier clients have drawn.
         """
         return [
             np.random.Philox(key=self._shuffle_key, counter=[0, 0, 0, position])
@@ -235,20 +235,19 @@ class RoundInputs:
 
 @dataclasses.dataclass
 class PendingRound:
-    """A cohort that was trained and added up, and of which nothing is out yet.
+    """A cohort that was trained and added up, with nothing published yet.
 
     Attributes:
       inputs: The round.
-      state: The query's state, with what holds in this round.
-      received: What its clients are sent.
-      sums: One `CohortSum` for each thread; None for one that has not trained.
+      state: The query's state, set for this round.
+      received: What its clients receive.
+      sums: One `CohortSum` per thread; None for a thread that has trained no client.
       window_norms: Float32 [K, L], each client's layer norms before noise, NaN
-        for those that did not answer; None if the mechanism keeps no window.
-      collected: What was kept of each client in place of a sum, with the
-        clients' places in the cohort.
-      failures: The clients whose data could not be read, or not be trained on.
-      without_noise: How many clients in the sum have not added the noise of
-        their own that others count on.
+        for clients that did not answer; None if the mechanism keeps no window.
+      collected: What was kept of each client instead of a sum, with the clients'
+        positions in the cohort.
+      failures: The clients whose data could not be read or trained on.
+      without_noise: How many clients in the sum did not add their share of the noise.
     """
 
     inputs: RoundInputs
@@ -264,17 +263,17 @@ class PendingRound:
 
     @property
     def cohort_size(self) -> int:
-        """Returns how many clients were drawn."""
+        """Returns the number of clients drawn."""
         return len(self.inputs.positions)
 
     def add(self, members: np.ndarray, trained: Trained, thread: int = 0) -> None:
-        """Adds what a compiled function returned.
+        """Adds the result of a compiled function.
 
         Args:
-          members: Int [K], the places of its clients in the cohort. Tensors
-            may be longer: padded for a function of fixed shapes.
-          trained: What it returned, tensors.
-          thread: Which thread trained them.
+          members: Int [K], its clients' positions in the cohort. The tensors may be
+            longer, if padded for a function of fixed shapes.
+          trained: The function's result, as tensors.
+          thread: The thread that trained the clients.
         """
         count, total = len(members), trained.total
         rows = tf.nest.map_structure(lambda tensor: tensor[:count], trained.kept)
@@ -286,34 +285,34 @@ class PendingRound:
         self.sums[thread] = total if before is None else before.plus(total)
 
     def add_contribution(self, one: contribution.Contribution) -> None:
-        """Adds a contribution that was not trained here: a canary's."""
+        """Adds a contribution that was not trained here (a canary's)."""
         first = self.sums[0]
         self.sums[0] = first._replace(contribution=records.add(first.contribution, one))
 
 
 class Receipt(Protocol):
-    """What a release needs: that it is paid for (`accounting.Charge`)."""
+    """Proof that a release is paid for (`accounting.Charge`)."""
 
     def use(self) -> None:
-        """Raises an error unless it is paid for, and was not used before."""
+        """Raises an error unless it is paid for and has not been used before."""
 
 
 class Executor(Protocol):
-    """What trains cohorts: this process's engine, or workers elsewhere."""
+    """Trains cohorts: this process's engine, or workers elsewhere."""
 
     @property
     def executor(self) -> str:
-        """How clients train, for people to read."""
+        """A description of how clients train, for users."""
 
     def collect(self, dataset: FederatedDataset, inputs: RoundInputs) -> PendingRound:
-        """Trains a cohort, and adds up what its clients upload."""
+        """Trains a cohort and adds up its clients' uploads."""
 
 
 def upload_dtype(dtype: tf.DType) -> tf.DType:
-    """Returns the dtype in which updates of a weight of some dtype are computed.
+    """Returns the dtype in which updates of a weight of this dtype are computed.
 
-    With fewer bits than float32 it would, clipped, added up or noised, be
-    rounded by more than a clip may be.
+    With fewer bits than float32, clipping, summing or adding noise would round an
+    update by more than the bound on a clip allows.
     """
     return dtype if dtype.size >= 4 else tf.float32
 
@@ -334,8 +333,8 @@ _LARGEST_LOSS = 1e25
 
 
 def bound_loss(losses: tf.Tensor) -> tf.Tensor:
-    """Returns losses that a whole cohort's sum stays a number with.
+    """Bounds losses so that their sum over a cohort stays finite.
 
-    They are only reported: training uses the loss as it is.
+    This concerns reports only; training uses the unbounded loss.
     """
     return tf.clip_by_value(losses, -_LARGEST_LOSS, _LARGEST_LOSS)

@@ -1,11 +1,11 @@
-"""Which models can train side by side, when it is worthwhile, and their norms.
+"""Which models can train side by side, when that pays, and the norms of their updates.
 
-Where clients train side by side, their examples stand in one batch. That is
-one client's own training only if every loss, metric, activation and layer is a
-function of single rows, or a sum of such functions. What is known to be one is
-listed here, but for Keras's metrics; all else trains client by client. Known not to
-be: a loss with `ignore_class`, which rescales by the rows that count, and the hinge
-losses, which look at all labels of a batch to tell 0 from -1.
+Side by side, several clients' examples share one batch. Each client still trains as
+if alone only if every loss, metric, activation and layer is a function of single
+rows, or a sum of such functions. Those known to qualify are listed here, apart from
+Keras's metrics; all other models train client by client. Two kinds of loss do not
+qualify: those with `ignore_class`, which rescale by the number of rows that count,
+and hinge losses, which look at all labels of a batch to tell 0 from -1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _losses, _metrics = tf.keras.losses, tf.keras.metrics
 
 
 def _named(module: Any, names: str) -> tuple[Any, ...]:
-    """Returns those of the named objects that this version of Keras has."""
+    """Returns the named objects that exist in this version of Keras."""
     return tuple(getattr(module, n) for n in names.split() if hasattr(module, n))
 
 
@@ -49,12 +49,12 @@ LOSSES = _named(
     """,
 )
 
-# What those compute; not every Keras has a name for each.
+# The functions that these losses compute; not every Keras version names them all.
 LOSS_FUNCTIONS = tuple(loss().fn for loss in LOSSES)
 
 _METRIC_NAMES = ("accuracy", "acc")
 
-# Without weights of their own.
+# Layers without weights.
 LAYERS = _named(_layers, "InputLayer Flatten Activation ReLU LeakyReLU")
 
 
@@ -62,7 +62,7 @@ def is_mean_over_rows(loss: Any) -> bool:
     """Returns True for a loss that is the mean of a function of single rows.
 
     Args:
-      loss: What Keras's `compile` takes.
+      loss: As in Keras's `compile`.
     """
     loss = _by_name(_losses, loss)
     if not isinstance(loss, _losses.Loss):
@@ -79,7 +79,7 @@ def is_mean_over_rows(loss: Any) -> bool:
 def _is_sum_over_rows(metric: tf.keras.metrics.Metric) -> bool:
     """Returns True for a metric that adds up a function of single rows.
 
-    Keras's own all do, but the hinge ones. (A client's update is none of a metric's.)
+    All of Keras's own do, except for the hinge metrics. (No update depends on one.)
     """
     if metric is None or metric in _METRIC_NAMES:
         return True
@@ -95,7 +95,7 @@ def _is_sum_over_rows(metric: tf.keras.metrics.Metric) -> bool:
 
 
 def _by_name(module: Any, value: Any) -> Any:
-    """Returns the object that Keras has by a name, or None; or the value itself."""
+    """Returns Keras's object of that name, or None; returns other values unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -118,7 +118,7 @@ def _has_usual_options(loss_or_metric: Any) -> bool:
 
 
 def _takes_rows_one_by_one(layer: tf.keras.layers.Layer) -> bool:
-    """Returns True for a layer that is listed, or a plain dense one."""
+    """Returns True for a layer in `LAYERS` or a plain dense layer."""
     if getattr(layer, "activity_regularizer", None) is not None:
         return False
     if type(layer) is _layers.Rescaling:
@@ -131,7 +131,7 @@ def _takes_rows_one_by_one(layer: tf.keras.layers.Layer) -> bool:
 
 
 def _is_plain_dense(layer: tf.keras.layers.Layer) -> bool:
-    """Returns whether a layer is Keras's dense one, and trains all it has."""
+    """Returns whether a layer is Keras's `Dense` and all its weights are trained."""
     options = "kernel_regularizer bias_regularizer kernel_constraint bias_constraint"
     return (
         type(layer) is _layers.Dense
@@ -147,29 +147,29 @@ def _is_plain_dense(layer: tf.keras.layers.Layer) -> bool:
     )
 
 
-# How many local steps a program may have; a client with fewer idles in the rest. Few
-# programs, as each is traced and optimised for a second; and no more steps, as each
-# holds more of the graph and of the clients' examples.
+# The possible numbers of local steps of a program; clients with fewer steps idle. They
+# are few because tracing and optimising each program takes a second, and small because
+# each step adds to the graph and to the examples that are held.
 RUNGS = (1, 2, 6, 12)
 
 # Multiply-adds of a forward pass over a cohort that take about a millisecond.
 _SMALL = 5e7
 
-# What the factors of the clients of one call may take, and how many times they
-# are held at the peak (as they are, and joined for a product).
+# The memory that the factors of one call's clients may take, and how many copies of
+# them exist at the peak (the factors themselves, and joined for a product).
 _FACTOR_BYTES, _FACTOR_COPIES = 48 * 2**20, 3
 
-# Products of so many elements are made of all clients at once, larger ones one after
-# the other: they stay in the processor's cache.
+# Products of up to this many elements are computed for all clients at once, larger
+# ones one after another, so that they stay in the processor's cache.
 AT_ONCE = 2**16
 
-# Fewest rows of a product by which no row depends on how many others there are.
+# From this many rows on, a row's product does not depend on the number of rows.
 _FEWEST_ROWS = 32
 
-# The sum of so many clients' whole numbers is below 2^31 (`side_by_side`).
+# The sum of this many clients' integers is below 2^31 (`side_by_side`).
 _MOST_CLIENTS = 512
 
-# The most that rounding to whole numbers may take of a clip.
+# The largest fraction of a clip that rounding to integers may take.
 _LARGEST_SHARE = 0.01
 
 
@@ -179,12 +179,12 @@ def supports(
     query: cohort_query.CohortQuery,
     label_spec: Any = None,
 ) -> bool:
-    """Returns True if a cohort of this model can be trained in this way.
+    """Returns True if clients of this model can be trained side by side.
 
-    The model is a chain of dense layers (with flattening and activations in
-    between), trained by plain SGD with a Keras loss that is a mean over
-    examples, under a mechanism that only scales updates. Weights of examples,
-    which `label_spec` tells of, are one number for each.
+    The model must be a chain of dense layers (with flattening and activations in
+    between), trained by plain SGD with a Keras loss that is a mean over examples,
+    under a mechanism that only scales updates. If `label_spec` includes example
+    weights, there must be one number per example.
     """
     metrics = tf.nest.flatten((training.metrics, training.weighted_metrics))
     weights = tf.nest.flatten(nests.weights_of(label_spec) or ())
@@ -207,7 +207,7 @@ def supports(
     )
 
 
-# The shapes of a model's dense kernels, [rows, columns] each.
+# The shapes of a model's dense kernels, each [rows, columns].
 Kernels = tuple[tuple[int, int], ...]
 
 
@@ -217,15 +217,15 @@ def kernels_of(model: tf.keras.Model) -> Kernels:
 
 
 def worthwhile_rungs(kernels: Kernels, batch: int) -> list[int]:
-    """Returns the rungs whose programs pay.
+    """Returns the rungs at which training side by side pays.
 
-    With n examples a client, the corrections and Gram matrices of a kernel of
-    P = a b elements cost about 3 n^2 (a + b) multiply-adds, and save a kernel for
-    each client: its gradients (n P) and the passes over its memory.
+    With n examples per client, the corrections and Gram matrices of a kernel of
+    P = a b elements cost about 3 n^2 (a + b) multiply-adds. They save a kernel per
+    client: its gradients (n P) and the passes over its memory.
 
     Args:
-      kernels: Those of a model that is supported.
-      batch: B, the examples of a step.
+      kernels: The kernels of a supported model.
+      batch: B, the examples in a step.
     """
     if rounding_share(kernels) > _LARGEST_SHARE:
         return []
@@ -235,15 +235,15 @@ def worthwhile_rungs(kernels: Kernels, batch: int) -> list[int]:
 
 
 def rungs_of(kernels: Kernels, steps: np.ndarray, batch: int) -> np.ndarray:
-    """Returns how many steps of a side-by-side program clients take, int [K].
+    """Returns the number of steps of each client's side-by-side program, int [K].
 
-    The lowest rung that has a client's own number of steps; 0, one by one, where
-    there is none, the client has no examples, or it would not pay.
+    It is the lowest rung that holds the client's own steps. It is 0 (train one by one)
+    if there is no such rung, the client has no examples, or it would not pay.
 
     Args:
-      kernels: Those of a model that is supported.
+      kernels: The kernels of a supported model.
       steps: Int [K], the clients' numbers of local steps.
-      batch: B, the examples of a step.
+      batch: B, the examples in a step.
     """
     worthwhile = worthwhile_rungs(kernels, batch)
     rungs = np.array([*worthwhile, 0], np.int64)
@@ -252,27 +252,27 @@ def rungs_of(kernels: Kernels, steps: np.ndarray, batch: int) -> np.ndarray:
 
 
 def rounding_share(kernels: Kernels) -> float:
-    """Returns the part of a clip that rounding to whole numbers may take.
+    """Returns the fraction of a clip that rounding to integers may take.
 
-    Each of D coordinates is moved by half a step at most, and a step is at most
-    S 2^-20 (see `side_by_side`): by sqrt(D) 2^-21 S in L2 norm.
+    Rounding moves each of D coordinates by at most half a step, and a step is at most
+    S 2^-20 (see `side_by_side`). In L2 norm, that is at most sqrt(D) 2^-21 S.
     """
     return math.sqrt(sum(a * b + b for a, b in kernels)) * 2.0**-21
 
 
 @functools.cache
 def widths(kernels: Kernels, rung: int, batch: int) -> list[int]:
-    """Returns how many clients one call may train, in rising order; none: no call.
+    """Returns the numbers of clients that one call may train, ascending; may be empty.
 
-    Numbers of five binary digits, as each is checked once: so a call has at most
-    a sixteenth of padding. Memory bounds them: a copy of the model, or 48 MB where
-    the model is much smaller than that. TensorFlow makes a product of few rows, and a
-    single one of several, in another way than others.
+    They have five significant binary digits, because each must be checked once. So at
+    most a sixteenth of a call is padding. They are limited by memory: a copy of the
+    model, or 48 MB if the model is much smaller than that. The smallest widths are left
+    out, as TensorFlow computes products of few rows, and single products, differently.
 
     Args:
-      kernels: Those of a model that is supported.
+      kernels: The kernels of a supported model.
       rung: One of `RUNGS`.
-      batch: B, the examples of a step.
+      batch: B, the examples in a step.
     """
     model_bytes = 4 * sum(map(math.prod, kernels))
     budget = model_bytes if model_bytes > _FACTOR_BYTES / 4 else _FACTOR_BYTES
@@ -289,12 +289,12 @@ def widths(kernels: Kernels, rung: int, batch: int) -> list[int]:
 
 
 def is_small(kernels: Kernels, examples: int) -> bool:
-    """Returns True if a cohort of so many examples is not worth a second thread."""
+    """Returns True if this many examples are not worth a second thread."""
     return float(examples) * sum(map(math.prod, kernels)) < _SMALL
 
 
-# Float32's unit roundoff, and the most that it may come to in a sum of which
-# the bound of a norm is made: n terms are off by n times as much.
+# Float32's unit roundoff, and the largest rounding error allowed in a sum used for the
+# bound on a norm: with n terms, the error is n times the unit roundoff.
 ROUNDOFF = 2.0**-24
 _LARGEST_ERROR = 0.01
 
@@ -305,18 +305,17 @@ def norm_bound(
     columns: int,
     rows: int | tf.Tensor,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the joint norms of L products X^T D, and what bounds them.
+    """Returns the joint norms of L products X^T D and upper bounds on them.
 
-    A dense kernel's update is such a product over a client's examples. Its norm
-    is known without it (the "ghost norm" of per-example clipping, Goodfellow 2015,
-    "Efficient per-example gradient computations"):
-    ||X^T D||^2 = sum_ij (X X^T)_ij (D D^T)_ij, of Gram matrices that were
-    rounded to float32. A client may choose rows that are large and cancel, so
-    that the sum is little more than rounding; hence a bound by proof. A float32
-    product of n terms, added up in whatever order, is off by at most gamma_n
-    sum |terms|, gamma_n = n u / (1 - n u) (Higham 2002, "Accuracy and Stability
-    of Numerical Algorithms", section 3.1), plus n 2^-126 where terms underflow.
-    With Cauchy and Schwarz, for rows x_i of a columns,
+    A dense kernel's update is such a product over a client's examples. Its norm can be
+    computed without forming it (the "ghost norm" of per-example clipping, Goodfellow
+    2015, "Efficient per-example gradient computations"):
+    ||X^T D||^2 = sum_ij (X X^T)_ij (D D^T)_ij. The Gram matrices are rounded to
+    float32. A client could choose large rows that cancel, leaving little but rounding
+    error in the sum, so we need a proven bound. A float32 sum of n products, in any
+    order, is off by at most gamma_n sum |terms| with gamma_n = n u / (1 - n u)
+    (Higham 2002, "Accuracy and Stability of Numerical Algorithms", section 3.1), plus
+    n 2^-126 if terms underflow. By Cauchy-Schwarz, for rows x_i with a columns,
 
         |fl(X X^T)_ij - (X X^T)_ij| <= gamma_a ||x_i|| ||x_j|| + a 2^-126,
 
@@ -326,30 +325,30 @@ def norm_bound(
             + (gamma_a + gamma_b) q^2
             + a 2^-126 (sum_i ||d_i||)^2 + b 2^-126 (sum_i ||x_i||)^2
 
-    and terms of second order. Here ||x_i||^2 counts for 2^-102 more than the
-    diagonal says, and so for ||d_i||: then gamma_a q^2 is at least each of the
-    terms of underflow, and they are in twice the first. What is of second
-    order is less than a tenth of that, as (a + b) u is below `_LARGEST_ERROR`.
+    plus second-order terms. We take ||x_i||^2 to be 2^-102 more than the diagonal
+    says, and likewise ||d_i||^2. Then gamma_a q^2 is at least as large as each
+    underflow term, so doubling the first-order terms covers these. The second-order
+    terms are less than a tenth of that, as (a + b) u is below `_LARGEST_ERROR`.
 
-    q also bounds what rounding does to the products themselves: computed over
-    N rows they are off by at most gamma_N q in Frobenius norm.
+    q also bounds the rounding error of the products themselves: computed over N rows,
+    they are off by at most gamma_N q in Frobenius norm.
 
     Args:
       grams_x: L float32 [K, n, n], each X X^T.
       grams_d: L float32 [K, n, n], each D D^T.
-      columns: The largest a + b of them all.
-      rows: N, of the products: one client's, as each is computed by itself.
+      columns: The largest a + b among the L products.
+      rows: N, one client's rows in a product, as each is computed separately.
 
     Returns:
-      `(norm, bound)`, float64 [K]: the norm as computed, and an upper bound of
-      the norm of the products as they will be computed. The bound is not finite
-      where an element is not.
+      `(norm, bound)`, float64 [K]: the computed norm, and an upper bound on the norm
+      of the products as they will be computed. The bound is not finite if an element
+      is not.
     """
-    # In one piece, as every operation costs a small model more than its sums.
+    # All layers in one stack, as a small model's time goes into operation overhead.
     gram_x = tf.cast(tf.stack(grams_x), tf.float64)
     gram_d = tf.cast(tf.stack(grams_d), tf.float64)
     of_x, of_d = (
-        # Squares cannot cancel: these are the lengths, but for gamma.
+        # Squares cannot cancel, so these lengths are accurate up to gamma.
         tf.sqrt(tf.linalg.diag_part(gram) + 2.0**-102)
         for gram in (gram_x, gram_d)
     )

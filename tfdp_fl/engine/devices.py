@@ -1,9 +1,7 @@
-"""Where a cohort is trained, and what that place can do.
+"""The device that trains a cohort, and its capabilities.
 
-It is trained on the device that holds the user's model.
-
-On a CPU there is a thread for each core, on any other device one. XLA compiles
-where the user asks for it.
+It is the device that holds the user's model. On a CPU there is one thread per core, on
+any other device a single thread. XLA compiles only if the user asks for it.
 """
 
 from __future__ import annotations
@@ -24,28 +22,28 @@ from tfdp_fl.terms import Json
 
 # A client's weights, the gradients, the update, and what it started from.
 _COPIES_OF_A_CLIENT = 4
-# How much of a GPU's memory a batch of clients may take, by the estimate.
+# The fraction of a GPU's memory that a batch of clients may take, as estimated.
 _SHARE_OF_DEVICE = 0.5
 
 
 def device_of(model: tf.keras.Model) -> str:
     """Returns the name of the device that holds a model's weights.
 
-    TensorFlow's own choice for a model that has none.
+    For a model without weights, it is TensorFlow's default device.
     """
     variables = keras_versions.tf_variables(model.weights)
     return str(variables[0].device if variables else tf.zeros([]).device)
 
 
 def is_cpu(device: str) -> bool:
-    """Returns True if that is a device's name, and the device a CPU."""
+    """Returns True if this is the name of a CPU device."""
     return tf.DeviceSpec.from_string(device).device_type == "CPU"
 
 
 def default_parallel_clients(device: str) -> int:
-    """Returns how many clients to train at once: on CPUs one for each core.
+    """Returns how many clients to train at once: one per core on a CPU.
 
-    Two clients at the same time keep two cores busier than one client whose small
+    Two clients at the same time use two cores better than one client whose small
     operations are split.
     """
     if not is_cpu(device):
@@ -61,14 +59,14 @@ def clients_at_once(
 ) -> int | None:
     """Returns how many clients to train as one batched program; None on a CPU.
 
-    What a client takes is estimated: copies of its weights, and for each row of a
-    batch what the layers hand on, with the gradients. `CohortEngine` halves the
-    number where that was too little.
+    A client's memory is estimated: copies of its weights, and for each row of a batch
+    the layers' outputs and their gradients. If the estimate was too low and memory
+    runs out, `CohortEngine` halves the number of clients.
 
     Args:
-      device: Where they are trained.
+      device: The device that trains them.
       model: A built Keras model.
-      elements: D, of one client's update.
+      elements: D, the size of a client's update.
       batch_size: The usual batch size.
     """
     if is_cpu(device):
@@ -84,7 +82,7 @@ def clients_at_once(
 
 
 def _device_bytes(device: str) -> float:
-    """Returns a GPU's memory, less what TensorFlow holds there; 4 GiB if unknown."""
+    """Returns a GPU's memory minus what TensorFlow already uses; 4 GiB if unknown."""
     name = tf.DeviceSpec.from_string(device)
     index = name.device_index or 0
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
@@ -97,20 +95,20 @@ def _device_bytes(device: str) -> float:
         return 4 * 2.0**30
 
 
-# Environment variables that tell libraries how to compute.
+# Environment variables that influence how libraries compute.
 _COMPUTES = re.compile(
     "(ONEDNN_|DNNL_|TF_ENABLE_|TF_SET_|TF_XLA_|TF_CU|XLA_|OMP_|MKL_|NVIDIA_TF32_).*"
 )
 
 
 def collect_facts(threads: int) -> Json:
-    """Returns the facts of a machine that decide how its results are rounded.
+    """Returns the facts about a machine that decide how its results are rounded.
 
-    Libraries choose kernels by the processor, its caches and the environment. The bits
-    of a few results stand for whatever is not listed here.
+    Libraries choose kernels by the processor, its caches and the environment. A hash
+    of a few results covers whatever else may matter.
 
     Args:
-      threads: How many threads compute.
+      threads: The number of threads that compute.
     """
     found = pathlib.Path("/proc/cpuinfo")
     text = found.read_text() if found.exists() else platform.processor()
@@ -131,7 +129,7 @@ def collect_facts(threads: int) -> Json:
 
 
 def _hash_results(threads: int) -> str:
-    """Returns a hash of what a few operations return on fixed numbers."""
+    """Returns a hash of the results of a few operations on fixed numbers."""
     rng = np.random.default_rng(0)
     images, kernel = rng.normal(size=(4, 9, 9, 5)), rng.normal(size=(3, 3, 5, 7))
     rows, columns = rng.normal(size=(70, 130)), rng.normal(size=(130, 50))
@@ -153,10 +151,10 @@ def _hash_results(threads: int) -> str:
 
 
 def products_are_float32() -> bool:
-    """Returns True if TensorFlow computes a float32 product as one.
+    """Returns True if TensorFlow computes float32 products in full float32.
 
     Bounds on rounding errors rely on it. oneDNN, GPUs and TensorFlow's automatic mixed
-    precision can be told to round the factors to fewer bits.
+    precision can be configured to round the factors to fewer bits.
     """
     modes = ("ONEDNN_DEFAULT_FPMATH_MODE", "TF_SET_ONEDNN_FPMATH_MODE")
     if any(os.environ.get(name, "STRICT") not in ("", "STRICT") for name in modes):

@@ -1,15 +1,15 @@
 """Runs the rounds of a cohort on this machine's cores.
 
-The way of a client's update, from the dataset to the released model:
+The path of a client's update from the dataset to the released model:
 
-    collect                     Layout.read: the cohort's examples
-      train_chunk               Layout.lay_out: which clients train where
-        CohortPrograms            the compiled program: one client after the
-                                  other (or side by side, or in batches):
-            Trainer                 start, step by step, update
+    collect                     Layout.read: reads the cohort's examples
+      train_chunk               Layout.lay_out: decides which client trains where
+        CohortPrograms            the compiled program: trains clients one by one
+                                  (or side by side, or in batches):
+            Trainer                 start; step, repeatedly; update
             algorithm               make_record (clip); records.add
         PendingRound.add        adds up what the programs return
-      complete                  DeferredClipping, where each client's update is kept
+      complete                  DeferredClipping, if each client's update is kept
     release                     Release: algorithm.release (noise, mean),
                                   ServerUpdate.apply (the model moves)
 """
@@ -43,8 +43,8 @@ from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.mechanisms import contribution, noise
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
-# What one client's data can make TensorFlow raise, such as an index that no
-# embedding has.
+# Errors that one client's data can make TensorFlow raise, for example with an
+# index outside an embedding's table.
 CLIENT_ERRORS = (
     tf.errors.AbortedError,
     tf.errors.DataLossError,
@@ -59,31 +59,31 @@ CLIENT_ERRORS = (
 )
 
 
-# Calls a program on every machine; returns the flattened results of each.
+# Calls a program on every machine and returns each machine's flattened results.
 RunEverywhere = Callable[
     [program_lib.Program, cohort.Broadcast, layout.Chunk], list[list[np.ndarray]]
 ]
 
 
 class CohortEngine:
-    """Trains cohorts of clients, and updates the model.
+    """Trains cohorts of clients and updates the model.
 
-    A round has two halves: `collect` trains and adds up, `release` adds the
-    noise and lets the model change. In between nobody has seen anything, so
-    that is where a round is written to the ledger, or abandoned.
+    A round has two halves: `collect` trains the clients and adds up their updates;
+    `release` adds the noise and changes the model. In between, nothing has been
+    published yet, so this is where a round is charged to the ledger or abandoned.
 
     Attributes:
-      device: Where everything is computed: where the model's weights are.
+      device: The device that holds the model's weights and computes everything.
       server: The `ServerUpdate` that holds the model's weights.
       query: The mechanism's query.
-      collects_records: Whether each client's contribution is wanted itself.
+      collects_records: Whether to return each client's contribution separately.
       update_spec: The shapes of a client's update.
       layout: How cohorts are read and laid out.
       programs: The compiled programs that train clients.
-      used_strategies: Those by which anybody was trained so far.
+      used_strategies: The strategies that have trained any client so far.
       max_parallel_clients: How many clients train at once.
-      keeps_non_trainable: Whether there is state that is not taken from clients.
-      cache_key: Cache key: the engine is reused while it is equal.
+      keeps_non_trainable: Whether some state stays at the server, unaggregated.
+      cache_key: The engine is reused as long as this key is equal.
     """
 
     cache_key: tuple[object, ...] | None = None
@@ -102,25 +102,25 @@ class CohortEngine:
         max_parallel_clients: int | None = None,
         batch_size: int = 1,
     ):
-        """Traces, and so checks, how clients train one by one.
+        """Traces, and thereby checks, the program that trains clients one by one.
 
-        Other programs are traced when the first round begins.
+        The other programs are traced when the first round begins.
 
         Args:
-          model: The user's built model; it is the server's.
+          model: The user's built model, which serves as the server's model.
           training: How clients train, and how the model is updated.
-          mechanism: What is released about a cohort.
-          deployment: Where; the number of variables is filled in.
+          mechanism: Defines what is released about a cohort.
+          deployment: The mechanism's context; the number of variables is filled in.
           element_spec: `(features, labels)` specs of one example.
-          aggregate_non_trainable: Whether non-trainable state leaves clients.
+          aggregate_non_trainable: Whether clients upload non-trainable state.
           moments: Whether to compute Geyer's V_c and U_s.
-          collect_records: Whether each client's contribution is wanted itself.
-          max_parallel_clients: Clients trained at once; None: one for each core.
-          batch_size: The usual batch size, by which XLA is chosen.
+          collect_records: Whether to return each client's contribution separately.
+          max_parallel_clients: Clients trained at once; None: one per core.
+          batch_size: The usual batch size, which decides whether XLA is used.
 
         Raises:
-          ValueError: Something could pass from one client to the next; or the
-            model, the training and the mechanism do not go together.
+          ValueError: Information could pass from one client to the next; or the
+            model, the training and the mechanism are incompatible.
         """
         self.collects_records = collect_records
         self.device = devices.device_of(model)
@@ -185,7 +185,7 @@ class CohortEngine:
             self._later_clip = release.DeferredClipping(self.query, self.update_spec)
         self._release = release.Release(self.query, self.server, trainer.metric_results)
         if self.layout.at_once is not None or kernels is None:
-            # (What trains side by side was compared with lists in `supports`.)
+            # (`supports` has already checked models that train side by side.)
             with tf.device(self.device):
                 self._trace_one_by_one()
         self._pool = concurrent.futures.ThreadPoolExecutor(self.max_parallel_clients)
@@ -202,23 +202,23 @@ class CohortEngine:
                 self._give_up_batches(f"{', '.join(refused)} cannot be batched")
 
     def _give_up_batches(self, reason: str) -> None:
-        """Has clients train one by one from now on, not in batches."""
+        """Makes clients train one by one, not in batches, from now on."""
         self.layout = dataclasses.replace(self.layout, at_once=None)
         self._fallback = f", not in batches: {reason}"
 
     @property
     def num_variables(self) -> int:
-        """Returns how many tensors a client's update has."""
+        """Returns the number of tensors in a client's update."""
         return len(self.update_spec.variables)
 
     @property
     def has_trained_side_by_side(self) -> bool:
-        """Returns whether any clients so far were trained side by side."""
+        """Returns whether any clients have been trained side by side so far."""
         return any(used.kind == layout.SIDE_BY_SIDE for used in self.used_strategies)
 
     @property
     def executor(self) -> str:
-        """Returns how clients train here, for people to read: public facts only."""
+        """Describes to users how clients train here, from public facts only."""
         if self.layout.at_once is not None:
             place = tf.DeviceSpec.from_string(self.device)
             where = f"{place.device_type}:{place.device_index or 0}"
@@ -235,7 +235,7 @@ class CohortEngine:
         width: int,
         run: RunEverywhere | None = None,
     ) -> bool:
-        """Returns whether a machine's kernels are fit for a width of `dense_models`.
+        """Returns whether this width gives the same bits as the smallest width.
 
         A made-up client of made-up weights is trained in every place of a call of the
         smallest width, and of one of that width. All that is computed must be the
@@ -244,10 +244,10 @@ class CohortEngine:
 
         Args:
           strategy: The program's.
-          batch: Examples of a step.
-          width: How many clients a call has.
-          run: Calls a program elsewhere; returns the flattened results, of every
-            machine that may train clients. None: here.
+          batch: Examples in a step.
+          width: The number of clients in a call.
+          run: Calls a program elsewhere and returns the flattened results of every
+            machine that may train clients. None: run it here.
         """
         key = strategy, batch, width, run is None
         if key not in self._fits:
@@ -256,7 +256,7 @@ class CohortEngine:
             with tf.device(self.device):
                 few = self._add_synthetic(strategy, batch, smallest, run)[:1]
                 many = self._add_synthetic(strategy, batch, width, run)
-            # Nothing but zeros, of made-up numbers that overflow, would tell nothing.
+            # All zeros, which synthetic numbers that overflow yield, prove nothing.
             self._fits[key] = bool(few and many and np.any(few[0][0])) and all(
                 np.array_equal(width * a, smallest * b)
                 for each in many
@@ -271,7 +271,7 @@ class CohortEngine:
         width: int,
         run: RunEverywhere | None,
     ) -> list[list[np.ndarray]]:
-        """Returns what so many of one client add up to, as each machine computes it."""
+        """Returns the sum of `width` copies of one client, from each machine."""
         rng = np.random.default_rng(0)
         rows = strategy.num_steps * batch
 
@@ -284,7 +284,7 @@ class CohortEngine:
             lambda spec: make_random([rows, *spec.shape], spec.dtype),
             self.layout.element_spec,
         )
-        # Of the size that they begin with: zeros, say, would let nothing through.
+        # Scaled like initial weights: zeros, for example, would pass nothing on.
         weights = [
             make_random(v.shape, v.dtype) / max(1, v.shape[0]) ** 0.5
             for v in self.server.variables
@@ -307,10 +307,10 @@ class CohortEngine:
         ]
 
     def check_labels(self, dataset: FederatedDataset) -> None:
-        """Raises ValueError if a client's labels cannot be the model's."""
+        """Raises ValueError if a client's labels do not fit the model."""
         labels.check_clients(dataset, self.layout.label_ranges)
 
-    # Half one: train and add up.
+    # First half: train and add up.
 
     def collect(
         self,
@@ -318,12 +318,12 @@ class CohortEngine:
         inputs: cohort.RoundInputs,
         train_chunk: Callable[[cohort.PendingRound, layout.Chunk], None] | None = None,
     ) -> cohort.PendingRound:
-        """Trains a cohort and adds up what its clients upload.
+        """Trains a cohort and adds up its clients' uploads.
 
         Args:
-          dataset: Where the cohort's examples come from.
+          dataset: The source of the cohort's examples.
           inputs: The round.
-          train_chunk: What runs the programs elsewhere; None: as `train_chunk` does.
+          train_chunk: Runs the programs elsewhere; None: this engine's `train_chunk`.
 
         Returns:
           A `PendingRound`; the model has not changed.
@@ -336,7 +336,7 @@ class CohortEngine:
                     for chunk in self.layout.read(dataset, pending):
                         (train_chunk or self.train_chunk)(pending, chunk)
                 except _NoRoomError:
-                    # For so many clients at once. The round begins again for all.
+                    # For this many clients at once. The whole round starts again.
                     smaller = max(1, (self.layout.at_once or 1) // 2)
                     self.layout = dataclasses.replace(self.layout, at_once=smaller)
                     continue
@@ -344,7 +344,7 @@ class CohortEngine:
                 return pending
 
     def empty_round(self, inputs: cohort.RoundInputs) -> cohort.PendingRound:
-        """Returns a round of which nothing is collected yet."""
+        """Returns a round with nothing collected yet."""
         state = self.query.begin_round(
             inputs.state,
             tf.constant(inputs.noise_multiplier, tf.float32),
@@ -372,7 +372,7 @@ class CohortEngine:
         rate: float,
         seed: np.ndarray,
     ) -> cohort.Broadcast:
-        """Returns what the server sends to the clients of a round."""
+        """Returns what the server sends to a round's clients."""
         params: nests.Nest = ()
         if self._later_clip is None:
             params = self.query.derive_sample_params(state)
@@ -385,14 +385,14 @@ class CohortEngine:
         )
 
     def train_chunk(self, pending: cohort.PendingRound, chunk: layout.Chunk) -> None:
-        """Trains a chunk's clients here; adds to `pending`."""
+        """Trains a chunk's clients here and adds their sums to `pending`."""
         groups = self._lay_out(pending, chunk)
         raised: list[layout.Part] = []
 
         def run(thread: int) -> None:
             for part in groups[thread]:
                 try:
-                    with tf.device(self.device):  # It holds for one thread.
+                    with tf.device(self.device):  # Applies to one thread only.
                         self._train(pending, chunk, part, thread)
                 except CLIENT_ERRORS as error:
                     no_room = isinstance(error, tf.errors.ResourceExhaustedError)
@@ -414,12 +414,12 @@ class CohortEngine:
             )
 
     def _trace(self, pending: cohort.PendingRound) -> None:
-        """Traces every program that a client may need, before any client is looked at.
+        """Traces every program that a client may need, before any client is read.
 
-        A program holds the model's attributes of the moment it was traced: the slope of
-        a LeakyReLU, which layers are trained. Were it traced for the first client that
-        needs it, and had a callback changed such an attribute, then how all clients
-        train would tell who had been in earlier rounds.
+        Tracing fixes the model's current attributes: a LeakyReLU's slope, say, or which
+        layers are trainable. Suppose a program were traced only when the first client
+        needed it, and a callback had changed such an attribute by then. The way in
+        which all clients train would then reveal who took part in earlier rounds.
         """
         if self._later_clip is not None:
             self._later_clip.trace(pending)
@@ -439,7 +439,7 @@ class CohortEngine:
     def _lay_out(
         self, pending: cohort.PendingRound, chunk: layout.Chunk
     ) -> list[list[layout.Part]]:
-        """Lays a chunk out; has its programs optimised, in one thread."""
+        """Lays out a chunk and has TensorFlow optimise its programs in one thread."""
         received = pending.received
         groups = self.layout.lay_out(
             chunk.table, self.max_parallel_clients, fine=needs_fine_grid(pending)
@@ -448,8 +448,8 @@ class CohortEngine:
             program = self.programs.traced[part.strategy]
             alone = part.strategy == layout.Strategy(layout.ONE_BY_ONE)
             if len(groups) > 1 and alone and not program.has_run:
-                # TensorFlow optimises a program in its first call, and again in
-                # every thread that calls it meanwhile.
+                # TensorFlow optimises a program in its first call, and again in every
+                # thread that calls it before the first call has finished.
                 nobody = layout.select(part.table, np.array([], np.int64))
                 with tf.device(self.device):
                     program(received, chunk._replace(table=nobody))
@@ -462,7 +462,7 @@ class CohortEngine:
         part: layout.Part,
         thread: int = 0,
     ) -> None:
-        """Trains the clients of a part, and adds them up for one of the threads."""
+        """Trains the clients of a part and adds them to one thread's sum."""
         program = self.programs.traced[part.strategy]
         self.used_strategies.add(part.strategy)
         chunk = chunk._replace(table=part.table)
@@ -477,15 +477,15 @@ class CohortEngine:
         part: layout.Part,
         train_part: Callable[[layout.Part], None],
     ) -> None:
-        """Trains the clients of a part in which one's data raised an error.
+        """Trains the clients of a part in which one client's data raised an error.
 
-        A client that raises it alone has failed; the others are none the worse
-        for it: each trains as it would have, by the same program, in the same place.
+        A client that raises the error when it trains alone has failed. The others are
+        unaffected: each is trained by the same program, with the same result.
 
         Args:
           pending: The round.
           part: The clients.
-          train_part: Trains some of them and adds them up; raises one of
+          train_part: Trains some of them and adds up their updates; raises one of
             `CLIENT_ERRORS` if their data is at fault.
         """
 
@@ -494,7 +494,7 @@ class CohortEngine:
             train_part(self.layout.part(part.strategy, clients))
 
         if not part.strategy.xla:
-            # An empty batch first: it yields the zero sum, and shows machine errors.
+            # An empty batch first yields the zero sum and surfaces machine errors.
             train(np.arange(0))
         for place, member in enumerate(part.members):
             try:
@@ -505,10 +505,10 @@ class CohortEngine:
                 pending.failures.append(ClientFailure(position, error, operation))
 
     def complete(self, pending: cohort.PendingRound) -> None:
-        """Ends collecting, once every chunk was added.
+        """Ends the collection once every chunk has been added.
 
-        Where nobody could be trained, the round is released as any other, as noise: to
-        raise would tell, at no charge, that nobody was there whose data is fine.
+        If no client could be trained, the round is still released, as pure noise. An
+        error would reveal, free of charge, that no client had usable data.
         """
         pending.sums = [total for total in pending.sums if total is not None]
         if self._later_clip is None:
@@ -527,12 +527,12 @@ class CohortEngine:
     def set_sum(
         self, pending: cohort.PendingRound, update: tf.Tensor, scalars: tf.Tensor
     ) -> None:
-        """Sets the sum of contributions that were kept until now.
+        """Sets the sum of contributions that were kept separately until now.
 
         Args:
           pending: The round.
           update: Float64 [D], the exact sum of the flattened records.
-          scalars: Float64 [n], that of `Contribution.scalars`.
+          scalars: Float64 [n], the sum of `Contribution.scalars`.
         """
         with tf.device(self.device):
             nothing = self.query.initial_sample_state(self.update_spec.variables)
@@ -555,7 +555,7 @@ class CohortEngine:
             total = functools.reduce(cohort.CohortSum.plus, pending.sums)
         pending.sums, pending.collected = [total._replace(contribution=one)], []
 
-    # Half two.
+    # Second half: release.
 
     def release(
         self, pending: cohort.PendingRound, paid: cohort.Receipt
@@ -564,12 +564,12 @@ class CohortEngine:
 
         Args:
           pending: What `collect` returned.
-          paid: The receipt of `PrivacyAccount.charge`, without which nothing of the
-            round is released.
+          paid: The receipt from `PrivacyAccount.charge`. Nothing is released without
+            it.
 
         Returns:
-          The query's state before the next round; and the round's values for
-          `History`, by name.
+          The query's state for the next round, and the round's values for `History`
+          by name.
         """
         paid.use()
         with tf.device(self.device):
@@ -577,20 +577,20 @@ class CohortEngine:
 
 
 class _NoRoomError(Exception):
-    """The device has no room for so many clients at once."""
+    """The device has too little memory to train this many clients at once."""
 
 
-# Noise below this part of the clip may be finer than the steps of int32 sums.
+# Noise below this fraction of the clip may be finer than the grid of int32 sums.
 _LEAST_COARSE_NOISE = 2.0**-10
 
 
 def needs_fine_grid(pending: cohort.PendingRound) -> bool:
-    """Returns whether a round's records may be rounded to float64's grid only."""
+    """Returns whether a round's records need the finer grid of float64 sums."""
     return pending.inputs.noise_multiplier < _LEAST_COARSE_NOISE
 
 
 def _seed_hook(hook: trainer_lib.BroadcastHook) -> Callable[..., list[tf.Tensor]]:
-    """Returns a hook that draws what follows from a round's seed."""
+    """Returns a hook whose random numbers follow from the round's seed."""
 
     def changed(weights: list[tf.Tensor], seed: tf.Tensor) -> list[tf.Tensor]:
         own = noise.as_integers(noise.fold_in(seed, -3))

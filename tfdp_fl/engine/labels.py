@@ -1,7 +1,7 @@
-"""Labels, and what their examples count: whether they can belong to a model.
+"""Checks that labels, example weights and embedding indices fit a model.
 
-Weights change what a client trains, and nothing that is promised about it: its
-update is clipped whatever they are, and is zero if they make no number of it.
+Example weights affect a client's training but not the privacy guarantee: its update is
+clipped whatever they are, and counts as zero if they make it NaN or infinite.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tfdp_fl import keras_versions, losses
 from tfdp_fl.datasets import FederatedDataset, nests
 from tfdp_fl.engine.program import Program
 
-# Losses of Keras that take a number for each example, whatever the output is.
+# Keras losses that take one number per example, whatever the output.
 _OF_NUMBERS = (
     "categorical_generalized_cross_entropy",
     "circle",
@@ -27,12 +27,12 @@ _OF_NUMBERS = (
 
 
 class LabelRange(NamedTuple):
-    """What the class labels of one output may be.
+    """The allowed class labels of one output.
 
     Attributes:
-      leaf: Which tensor of the flattened labels it is about.
-      num_classes: Labels are from 0 up to, but not including, this.
-      ignored: Another value that is allowed (Keras's `ignore_class`), or None.
+      leaf: The index of its tensor among the flattened labels.
+      num_classes: Labels are in [0, num_classes).
+      ignored: A further allowed value (Keras's `ignore_class`), or None.
     """
 
     leaf: int
@@ -43,7 +43,7 @@ class LabelRange(NamedTuple):
 def spec_for(
     loss: keras_versions.CompileArgument, output: tf.Tensor
 ) -> tf.TensorSpec | None:
-    """Returns the spec of one label for a known loss; None for others.
+    """Returns the spec of one label for one of Keras's losses; None for other losses.
 
     Args:
       loss: The loss of an output.
@@ -53,7 +53,7 @@ def spec_for(
     if isinstance(loss, losses.BalancedSoftmaxCrossentropy):
         return tf.TensorSpec(output.shape[1:-1], tf.int64)
     if not (keras_versions.is_of_keras(function) and hasattr(function, "__name__")):
-        return None  # It may take labels of any kind.
+        return None  # It may take any labels.
     if function.__name__ in _OF_NUMBERS:
         return tf.TensorSpec(output.shape[1:-1], tf.int64)
     return tf.TensorSpec(output.shape[1:], tf.float32)
@@ -63,16 +63,16 @@ def ranges(
     labels: Sequence[tf.Tensor],
     outputs: list[tuple[tf.keras.losses.Loss, tf.Tensor, tf.Tensor]],
 ) -> list[LabelRange]:
-    """Returns the ranges of the labels that are numbers of classes.
+    """Returns the ranges of the labels that are class indices.
 
     Args:
       labels: Label tensors for a batch, flattened.
-      outputs: For each loss the number of its label among these, the output's
-        values for the batch, and the loss itself.
+      outputs: For each loss: the loss, the output's values for the batch, and the
+        index of its label among `labels`.
 
     Raises:
-      ValueError: Labels cannot belong to the output and its loss. A loss of the
-        user's own may take labels of any shape.
+      ValueError: Labels do not fit the output and its loss. A user-defined loss may
+        take labels of any shape.
     """
     found = []
     for leaf, output, loss in outputs:
@@ -106,7 +106,7 @@ def ranges(
 
 
 def describe_problem(leaves: Sequence[tf.Tensor], allowed: list[LabelRange]) -> str:
-    """Returns what is wrong with labels; "" if they are allowed.
+    """Describes what is wrong with labels; "" if they are allowed.
 
     Args:
       leaves: Label tensors, flattened.
@@ -114,7 +114,7 @@ def describe_problem(leaves: Sequence[tf.Tensor], allowed: list[LabelRange]) -> 
     """
     for leaf, num_classes, ignored in allowed:
         values = np.asarray(leaves[leaf])
-        inside = (values >= 0) & (values < num_classes)  # Not for a NaN.
+        inside = (values >= 0) & (values < num_classes)  # False for NaN.
         if ignored is not None:
             inside |= values == ignored
         if not inside.all():
@@ -131,8 +131,7 @@ def describe_problem(leaves: Sequence[tf.Tensor], allowed: list[LabelRange]) -> 
 def check_clients(dataset: FederatedDataset, allowed: list[LabelRange]) -> None:
     """Raises ValueError if a client has labels that are not allowed; warns of NaN.
 
-    If a dataset is read client by client, its clients are checked when they are
-    read.
+    Clients of a dataset that is read client by client are checked when they are read.
     """
     if not dataset.is_indexed:
         return
@@ -141,7 +140,7 @@ def check_clients(dataset: FederatedDataset, allowed: list[LabelRange]) -> None:
         missing = sum(
             int(np.isnan(leaf).sum()) for leaf in leaves if leaf.dtype.kind == "f"
         )
-        if missing:  # As Keras, whose loss may leave them out.
+        if missing:  # Only a warning, as a Keras loss may leave them out.
             warnings.warn(
                 f"Labels have {missing} NaN. Unless your loss leaves them out, the "
                 "loss of such a client is NaN, and its update counts as zero. Leave "
@@ -153,7 +152,7 @@ def check_clients(dataset: FederatedDataset, allowed: list[LabelRange]) -> None:
         return
     rows, lengths = dataset.client_rows(np.arange(dataset.num_clients))
     if not describe_problem([leaf[rows] for leaf in leaves], allowed):
-        return  # Nobody has such a row.
+        return  # No client has such a row.
     for position, own in enumerate(np.split(rows, np.cumsum(lengths))[:-1]):
         wrong = describe_problem([leaf[own] for leaf in leaves], allowed)
         if wrong:
@@ -161,26 +160,26 @@ def check_clients(dataset: FederatedDataset, allowed: list[LabelRange]) -> None:
             raise ValueError(f"clients: {wrong} for client {name!r}.")
 
 
-# Rows that are looked at together.
+# Rows that are checked together.
 _ROWS = 8192
 
 
 class IndexCheck:
-    """Checks that features are indices that a model's embeddings can look up.
+    """Checks that a model's embeddings can look up the features' indices.
 
-    On a CPU, an index outside its table raises an error, whose message may quote it;
-    on a GPU it looks up zeros.
+    An index outside the table raises an error on a CPU, whose message may quote it. On
+    a GPU, it looks up zeros.
     """
 
     def __init__(self, model: tf.keras.Model, features: nests.ElementSpec):
         """Finds the embeddings of a functional or sequential model.
 
-        The layers before them are called on all clients, drawn or not, and nothing of
-        that is charged. So they are a `Program`, in which no layer can keep what it
-        sees in a weight.
+        The layers before them are called on all clients, drawn or not, without being
+        charged. So they run as a `Program`, in which no layer can store what it sees
+        in a weight.
 
         Args:
-          model: It is read, and never changed.
+          model: The model, which is read and never changed.
           features: The specs of one example's features.
         """
         found = keras_versions.embedding_inputs(model)
@@ -188,8 +187,8 @@ class IndexCheck:
         self._looked_up: Program | None = None
         if not found:
             return
-        # Of one within another model the inputs are not this one's; and a model that
-        # is no program is refused before it trains.
+        # An embedding within a nested model has inputs that are not this model's. A
+        # model that cannot become a `Program` is refused later, before it trains.
         with contextlib.suppress(Exception):
             before = tf.keras.Model(
                 keras_versions.inputs_of(model), [tensor for _, tensor in found]
@@ -208,7 +207,7 @@ class IndexCheck:
             self._looked_up = Program(look_up, values, rows, model=model)
 
     def describe_problem(self, x: nests.Nest) -> tuple[int, str] | None:
-        """Returns the first row [0, n) of features that has none, and what is wrong."""
+        """Returns the first row with an index outside its table, and the error text."""
         number = len(tf.nest.flatten(x)[0])
         if self._looked_up is None:
             return None
@@ -220,23 +219,23 @@ class IndexCheck:
             found = self._looked_up([v.value() for v in self._weights], part)
             for layer, tensor in zip(self._layers, found, strict=True):
                 values = np.asarray(tensor).reshape(len(tensor), -1)
-                # Keras counts negative ones from the end.
+                # Keras counts negative indices from the end.
                 inside = (values >= -layer.input_dim) & (values < layer.input_dim)
                 if not inside.all():
                     row, column = np.argwhere(~inside)[0]
                     return start + int(row), (
                         f"features must be indexes from 0 to {layer.input_dim - 1} for "
                         f"the embedding {layer.name!r}, got one outside of that in "
-                        f"column {column}: make input_dim larger, or give values that "
-                        "it does not know an index of their own"
+                        f"column {column}: make input_dim larger, or give unknown "
+                        "values an index of their own"
                     )
         return None
 
     def check_clients(self, dataset: FederatedDataset) -> FederatedDataset:
-        """Returns clients who are checked when they are read.
+        """Returns a dataset that checks clients when they are read.
 
         Raises:
-          ValueError: Somebody's in memory have such a row.
+          ValueError: A client in memory has an index outside its table.
         """
         if self._looked_up is None:
             return dataset

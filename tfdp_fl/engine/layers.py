@@ -1,10 +1,10 @@
 """Faster arithmetic for layers that Keras computes in many small operations.
 
-On a CPU, Keras runs an LSTM as some thirty small operations for every time
-step and differentiates each of them. Here the input's projection is one matrix
-product over all time steps, a step computes no more than what depends on the
-step before it, and the gradients of the weights are one product each. The
-function computed is the same, and so are its gradients, up to rounding.
+On a CPU, Keras runs an LSTM as some thirty small operations per time step and
+differentiates each of them. Here the input's projection is one matrix product over
+all time steps, a step computes only what depends on the previous step, and each
+weight's gradient is one product. Up to rounding, the results and gradients are the
+same.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ import tensorflow as tf
 from tfdp_fl import keras_versions
 from tfdp_fl.datasets import nests
 
-# Time steps in one turn of a loop; more save little and take long to trace.
+# Time steps per loop iteration; more would save little and take long to trace.
 _UNROLL = 8
 
-# What a layer computes by.
+# A layer's `call`.
 Call: TypeAlias = Callable[..., nests.Nest]
 
 
 def of_kind(model: tf.keras.Model, kind: type) -> list[tf.keras.layers.Layer]:
-    """Returns a model's layers of exactly a kind, whose `call` nobody replaced."""
+    """Returns a model's layers of exactly this class whose `call` was not replaced."""
     layers = keras_versions.layers_of(model)
     return [each for each in layers if type(each) is kind and "call" not in vars(each)]
 
 
 @contextlib.contextmanager
 def replace_calls(calls: list[tuple[tf.keras.layers.Layer, Call]]) -> Iterator[None]:
-    """Has layers compute by other functions, within the block.
+    """Replaces the `call` of layers inside the block.
 
-    A function is called with the layer's first argument, with what computes the same
-    call in Keras's way, and with the other arguments that were given, by their names.
+    A replacement gets the layer's first argument, a function that runs Keras's
+    original call, and the other given arguments as keywords.
     """
     for layer, call in calls:
         vars(layer)["call"] = _with_signature_of(layer.call, call)
@@ -51,7 +51,7 @@ def replace_calls(calls: list[tuple[tf.keras.layers.Layer, Call]]) -> Iterator[N
 
 
 def _with_signature_of(original: Call, call: Call) -> Call:
-    """Returns a function with the signature of a layer's `call`."""
+    """Returns the replacement with the signature of the layer's `call`."""
     signature = inspect.signature(original)
     first, *_ = signature.parameters
 
@@ -66,15 +66,14 @@ def _with_signature_of(original: Call, call: Call) -> Call:
 
 
 def fast(model: tf.keras.Model) -> contextlib.AbstractContextManager[None]:
-    """Has eligible layers compute by this module's functions, within a block.
+    """Makes eligible layers use this module's functions inside the block.
 
-    Eligible is an LSTM with Keras's default activations and a bias, in float32
-    or mixed_bfloat16, without dropout, state between batches, or a time axis
-    that is reversed or unrolled. A call with a mask or an initial state goes
-    Keras's way.
+    An LSTM is eligible if it has Keras's default activations and a bias, is in float32
+    or mixed_bfloat16, and has no dropout, no state between batches, and no reversed or
+    unrolled time axis. A call with a mask or an initial state still uses Keras's code.
 
     Args:
-      model: What is traced in the block.
+      model: The model traced in the block.
     """
     eligible = filter(_is_plain, of_kind(model, tf.keras.layers.LSTM))
     return replace_calls([(layer, _lstm_call(layer)) for layer in eligible])
@@ -107,8 +106,8 @@ def _lstm_call(layer: tf.keras.layers.LSTM) -> Callable[..., tf.Tensor]:
             or inputs.shape[2:].num_elements() is None
         ):
             return by_keras()
-        # What is rounded to bfloat16 goes through time in float32: its steps
-        # are too small for products in bfloat16 to be faster.
+        # Values are rounded to bfloat16, but the recurrence runs in float32: its
+        # products are too small to be faster in bfloat16.
         cell = layer.cell
         outputs = lstm(
             tf.cast(tf.transpose(inputs, [1, 0, 2]), tf.float32),
@@ -134,7 +133,7 @@ def lstm(
 ) -> tuple[tf.Tensor, Callable[[tf.Tensor], tuple[tf.Tensor, ...]]]:
     """Computes an LSTM that starts from zeros (Hochreiter, Schmidhuber 1997).
 
-    With z_t = W'x_t + U'h_{t-1} + b in the four blocks i, f, g, o:
+    With z_t = W'x_t + U'h_{t-1} + b, made of the four blocks i, f, g, o:
     c_t = sigmoid(z_f) c_{t-1} + sigmoid(z_i) tanh(z_g) and
     h_t = sigmoid(z_o) tanh(c_t). As sigmoid(z) = (1 + tanh(z / 2)) / 2, the
     weights of i, f and o are halved beforehand (which is exact), and one tanh
@@ -175,9 +174,9 @@ def lstm(
         before, c = c, f * c + i * g
         tanh_c = tf.tanh(c)
         h = o * tanh_c
-        # What the way back needs, while its parts are still in the cache: by
-        # how much a moves c (its first three blocks) and h (its last one), and
-        # c moves h. Without the factors 1/2 of the sigmoids.
+        # The derivatives that the backward pass needs, while their parts are still in
+        # the cache: of c with respect to a (its first three blocks), and of h with
+        # respect to a (its last block) and to c. They lack the sigmoids' factors 1/2.
         slopes = tf.concat([g, before, i, tanh_c], 1)
         arrays = (
             outputs.write(t, h),
@@ -194,8 +193,7 @@ def lstm(
     h = tf.reshape(outputs.stack(), [steps, batch, units])
 
     def gradients(dh_all: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        # The factors 1/2 that `by_state` lacks, and those of the halved
-        # weights.
+        # The factors 1/2 that `by_state` lacks, and those of the halved weights.
         scale = _by_block(units, 0.25, 0.25, 1.0, 0.25)
         recurrent_back = tf.transpose(recurrent_kernel * scale)
 
@@ -249,11 +247,11 @@ def _for_each_step(
 ) -> nests.Nest:
     """Folds `step(t, values[t], state) -> state` over time.
 
-    Several steps make one turn of a loop; a second loop takes those that
-    remain at the end of the sequence.
+    Each loop iteration covers several steps; a second loop covers those that remain
+    at the end of the sequence.
 
     Args:
-      step: What to do at time t, an int32 scalar.
+      step: Computes time step t, an int32 scalar.
       values: Float32 [T, B, n].
       state: Nest of tensors and arrays.
       reverse: Whether time runs from T - 1 down to 0.
@@ -265,10 +263,10 @@ def _for_each_step(
     def loop(
         count: int, first: tf.Tensor, last: tf.Tensor, state: nests.Nest
     ) -> nests.Nest:
-        """Runs over [first, last), `count` steps a turn."""
+        """Runs over [first, last), `count` steps per iteration."""
 
         def turn(start: tf.Tensor, state: nests.Nest) -> tuple[tf.Tensor, nests.Nest]:
-            # With a size that XLA can see; nothing is copied.
+            # With a size that XLA knows statically; nothing is copied.
             parts = tf.unstack(
                 tf.slice(values, [start, 0, 0], [count, *rest]), num=count
             )

@@ -1,15 +1,14 @@
-"""Reading a cohort, and how its clients train: on which rows, by which program.
+"""Reads a cohort, and decides which rows and which program each client trains with.
 
 A cohort is read in chunks of bounded size; while one trains, a background thread
-reads the next. A chunk has a `ClientTable`, which says which rows clients train on.
-It is made without a Python loop over clients, so that the compiled programs only
-have to gather.
+reads the next. A chunk has a `ClientTable`, which lists the rows that each client
+trains on. It is made without a Python loop over clients, so that the compiled
+programs only have to gather.
 
-Which program trains a client, and in which shapes, is chosen by the client's own
-number of examples and by public facts (the model, the batch size, the machine), never
-by who else is there: what a client adds is then the same, bit for bit, alone or among
-any others. `Layout` decides it; only *when* and on which thread a client trains
-depends on all of them.
+`Layout` chooses a client's program and its shapes from the client's own number of
+examples and from public facts (the model, the batch size, the machine), never from
+who else is in the cohort. So a client adds the same bits, alone or among any others.
+Only *when* and on which thread a client trains depends on the other clients.
 """
 
 from __future__ import annotations
@@ -27,39 +26,39 @@ import tensorflow as tf
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 from tfdp_fl.engine import cohort, dense_models, labels
 
-# How much of a streamed cohort's data, or of updates that wait for a joint
-# clip, is held by one call of a compiled function.
+# How much of a streamed cohort's data, or of the updates that wait for a joint
+# clip, one call of a compiled function holds.
 CHUNK_BYTES = 64 * 2**20
 
-# One client after the other; dense models without a model for each client
-# (`side_by_side`); all of a chunk as one batched program, for a GPU.
+# One client after another; dense models without a copy of the model per client
+# (`side_by_side`); many clients as one batched program, for a GPU.
 ONE_BY_ONE, SIDE_BY_SIDE, BATCHED = "one by one", "side by side", "batched"
 
 
-# Of NumPy outside of the compiled programs, and TensorFlow's inside.
+# NumPy arrays outside the compiled programs, tensors inside.
 _Array: TypeAlias = np.ndarray | tf.Tensor
 
 
 class ClientTable(NamedTuple):
-    """A group of clients, and the rows that they train on.
+    """A group of clients and the rows that they train on.
 
-    Client k passes over its n_k examples `epochs` times. The rows of all its
-    passes stand one after the other in `rows`, from `first_row[k]` on. A pass
-    takes the next B rows for each step; its last step takes what is left. The
-    fields are NumPy arrays here, and tensors in the compiled programs.
+    Client k goes through its n_k examples `epochs` times. The rows of all its passes
+    are stored consecutively in `rows`, starting at `first_row[k]`. Each step takes
+    the next B rows; the last step of a pass takes the rest. The fields are NumPy
+    arrays here, and tensors in the compiled programs.
 
     Attributes:
       rows: Int32 [R], row numbers of stored examples.
-      batch: Int32 [B], from 0 to B - 1: the places in a batch.
+      batch: Int32 [B], from 0 to B - 1: the positions in a batch.
       epochs: Int32 scalar.
-      num_clients: Int32 scalar, K. What is padded has more of all that follows.
+      num_clients: Int32 scalar, K. If padded, the fields below have more than K rows.
       first_row: Int32 [K].
       num_examples: Int32 [K], n_k.
-      members: Int32 [K], each client's place in the cohort.
-      keys: Int64 [K], each client's own number, from which its random numbers
-        follow together with the round's seed: its position in the dataset.
-      windows: Float32 [K, W, L], the norms of each client's last rounds, NaN
-        where there are none; [K, 0, 0] if the mechanism keeps none.
+      members: Int32 [K], each client's position in the cohort.
+      keys: Int64 [K], each client's position in the dataset. Together with the
+        round's seed, it determines the client's random numbers.
+      windows: Float32 [K, W, L], the norms of each client's last rounds, NaN where
+        there are none; [K, 0, 0] if the mechanism keeps no windows.
     """
 
     rows: _Array
@@ -74,11 +73,11 @@ class ClientTable(NamedTuple):
 
     @property
     def steps(self) -> np.ndarray:
-        """Returns how many steps each client takes, [K]."""
+        """Returns each client's number of steps, [K]."""
         return -(-self.num_examples // len(self.batch)) * self.epochs
 
     def map_clients(self, change: Callable[[_Array], _Array]) -> ClientTable:
-        """Returns a table with a function called on the arrays that have K rows."""
+        """Returns a table with `change` applied to the arrays that have K rows."""
         names = self._fields[self._fields.index("first_row") :]
         arrays = tuple(getattr(self, name) for name in names)
         return self._replace(**dict(zip(names, map(change, arrays), strict=True)))
@@ -94,13 +93,12 @@ def client_table(
     """Lays out the local training of a group of clients, without windows.
 
     Args:
-      rows: Int array, the row numbers of all clients, one client after the
-        other.
-      lengths: Int array [K], how many of them each client has.
+      rows: Int array, the clients' row numbers, one client after another.
+      lengths: Int array [K], how many of these rows each client has.
       batch_size: Examples in a batch, B.
-      local_epochs: How often each client goes over its examples.
-      keys: One for each client, by which its examples are shuffled anew for every
-        epoch; None keeps the order given.
+      local_epochs: How often each client goes through its examples.
+      keys: Each client's generator, which shuffles its examples anew for every epoch.
+        None: no shuffling.
     """
     lengths = np.asarray(lengths, np.int64)
     rows = np.asarray(rows, np.int32)
@@ -132,13 +130,13 @@ def client_table(
 
 
 def _ranges(first: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Returns `lengths[0]` numbers from `first[0]` on, and so for all others."""
+    """Concatenates the ranges of `lengths[i]` numbers that start at `first[i]`."""
     before = np.cumsum(lengths) - lengths
     return np.repeat(first - before, lengths) + np.arange(lengths.sum())
 
 
 def select(table: ClientTable, places: np.ndarray) -> ClientTable:
-    """Returns the table of some of a table's clients, in the order given."""
+    """Returns the table of the selected clients, in the given order."""
     if len(places) == len(table.members) and (np.diff(places) > 0).all():
         return table
     some = table.map_clients(lambda array: array[places])
@@ -166,11 +164,10 @@ class Strategy(NamedTuple):
 
     Attributes:
       kind: `ONE_BY_ONE`, `SIDE_BY_SIDE` or `BATCHED`.
-      num_steps: Side by side, how many steps there are: a rung of
-        `dense_models.RUNGS`.
-      fine: Side by side, whether records are rounded as finely as float64 sums
-        allow, and not as int32 ones do.
-      xla: Whether XLA compiles it: one client in each call, of full batches only.
+      num_steps: Side by side only: the number of steps, one of `dense_models.RUNGS`.
+      fine: Side by side only: whether records are rounded to the finer grid of
+        float64 sums instead of that of int32 sums.
+      xla: Whether XLA compiles it; each call then trains one client with full batches.
     """
 
     kind: str
@@ -180,22 +177,22 @@ class Strategy(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Some clients of a chunk that one call of a compiled program trains."""
+    """Some of a chunk's clients, which one call of a compiled program trains."""
 
     strategy: Strategy
     table: ClientTable
 
     @property
     def members(self) -> np.ndarray:
-        """Returns the clients' places in the cohort, without padding."""
+        """Returns the clients' positions in the cohort, without padding."""
         return self.table.members[: self.table.num_clients]
 
 
 class Chunk(NamedTuple):
-    """Some clients of a cohort, and the tensors that hold their examples.
+    """Some clients of a cohort and the tensors that hold their examples.
 
     Attributes:
-      x: Nest of feature tensors, leading dimension over stored examples.
+      x: Nest of feature tensors; the leading dimension is over stored examples.
       y: Nest of label tensors, likewise.
       table: The clients.
     """
@@ -205,28 +202,28 @@ class Chunk(NamedTuple):
     table: ClientTable
 
 
-# A client that was read: its place in the cohort, and its tensors, flattened.
+# A client that was read: its position in the cohort and its flattened tensors.
 _Client = tuple[int, list[np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the cohorts of an engine are read and laid out.
+    """How an engine's cohorts are read and laid out.
 
     Attributes:
       element_spec: `(features, labels)` specs of one example.
-      label_ranges: What class labels may be.
-      kernels: Those of a model that can train side by side; None for any other.
-      collected_bytes: What a client's update takes where each is kept; None
-        where they are summed at once.
-      xla: Whether XLA compiles the training of clients one by one. Never by itself: it
-        compiles up to four programs (see `gather`), which takes longer than the
-        first hundred rounds of a small model gain. To compile beside those rounds
-        would let the machine's speed choose a client's bits.
-      at_once: How many clients train as one batched program; None: none do.
-      fits: Whether a side-by-side program, by its strategy and the examples in a
-        batch, may have so many clients (of `dense_models.widths`): whether here no
-        client's result depends on which of these numbers it is.
+      label_ranges: The allowed class labels.
+      kernels: The kernels of a model that can train side by side, otherwise None.
+      collected_bytes: The size of a client's update, if each is kept; None if updates
+        are summed at once.
+      xla: Whether XLA compiles the training of clients one by one. Only on request: it
+        compiles up to four programs (see `gather`), which takes longer than it saves
+        in the first hundred rounds of a small model. Compiling in the background would
+        let the machine's speed decide a client's bits.
+      at_once: How many clients train as one batched program; None: no batching.
+      fits: Returns, for a strategy, a batch size and a number of clients (one of
+        `dense_models.widths`), whether a side-by-side program on this machine gives
+        each client the same result with that number as with any other.
     """
 
     element_spec: nests.ElementSpec
@@ -242,11 +239,11 @@ class Layout:
     ) -> Iterator[Chunk]:
         """Yields the data of a round's cohort, at least one chunk.
 
-        A client that cannot be read, or with labels that are not allowed, failed.
+        A client that cannot be read, or that has a forbidden label, has failed.
 
         Args:
-          dataset: Where the examples come from.
-          pending: The round; clients that failed are added to its failures.
+          dataset: The source of the examples.
+          pending: The round; failed clients are added to its `failures`.
         """
         if dataset.is_indexed:
             x, y = stored_examples(dataset)
@@ -263,13 +260,13 @@ class Layout:
             while (chunk := coming.result()) is not None:
                 coming = reading.submit(next, read, None)
                 yield chunk
-        # Labels are looked at when the clients after them were read.
+        # A client's labels are checked only after later clients have been read.
         pending.failures.sort(key=lambda failure: failure.position)
 
     def _read_chunks(
         self, dataset: FederatedDataset, pending: cohort.PendingRound
     ) -> Iterator[Chunk]:
-        """Yields clients whose examples fit into one chunk; at least one chunk."""
+        """Yields the clients in chunks of bounded size; at least one chunk."""
         positions = pending.inputs.positions
         held: list[_Client] = []
         num_bytes, sent = 0, False
@@ -293,7 +290,7 @@ class Layout:
             yield self._chunk(pending.inputs, held)
 
     def _chunk(self, inputs: cohort.RoundInputs, clients: list[_Client]) -> Chunk:
-        """Returns a chunk of clients, perhaps of none."""
+        """Returns a chunk of the clients, of whom there may be none."""
         lengths = np.array([len(arrays[-1]) for _, arrays in clients], np.int64)
         total = int(lengths.sum())
         # At least one row: see `stored_examples`.
@@ -314,17 +311,17 @@ class Layout:
     def lay_out(
         self, clients: ClientTable, num_groups: int, fine: bool = True
     ) -> list[list[Part]]:
-        """Shares a chunk's clients out.
+        """Divides a chunk's clients among groups that train at the same time.
 
         Args:
           clients: The clients.
-          num_groups: How many groups may train at the same time. One does
-            where another thread, or worker, would cost more than it saves.
+          num_groups: The most groups to make. Fewer are made if another thread or
+            worker would cost more than it saves.
           fine: See `Strategy`.
 
         Returns:
-          At most so many groups, at least one. The parts of a group come one
-          after the other: each is bounded in the memory that it takes.
+          One to `num_groups` groups. A group's parts train one after another, each
+          with bounded memory.
         """
         if self.at_once is not None:
             return [self.batches(clients)]
@@ -351,10 +348,10 @@ class Layout:
         return [group for group in groups if group] or groups[:1]
 
     def strategies(self, batch: int, fine: bool) -> list[Strategy]:
-        """Returns the strategies of all parts that `lay_out` may make for any cohort.
+        """Returns every strategy that `lay_out` may use for any cohort.
 
         Args:
-          batch: B, the examples of a step.
+          batch: B, the examples in a step.
           fine: See `Strategy`.
         """
         if self.at_once is not None:
@@ -371,10 +368,10 @@ class Layout:
         return found
 
     def rungs(self, clients: ClientTable, fine: bool = True) -> np.ndarray:
-        """Returns how many steps a side-by-side program has for clients, int [K].
+        """Returns the number of steps of each client's side-by-side program, int [K].
 
-        0 for clients that train one by one. Each number depends on that client's
-        own examples alone.
+        0 means that a client trains one by one. Each number depends only on that
+        client's own examples.
         """
         if self.kernels is None:
             return np.zeros(len(clients.members), np.int64)
@@ -390,7 +387,7 @@ class Layout:
     def _side_by_side(
         self, clients: ClientTable, rung: int, num_groups: int, fine: bool
     ) -> list[Part]:
-        """Returns the parts in which clients of one rung train side by side."""
+        """Splits clients of one rung into parts that train side by side."""
         strategy = Strategy(SIDE_BY_SIDE, rung, fine)
         batch, count = len(clients.batch), int(clients.num_clients)
         wanted = num_groups
@@ -402,18 +399,18 @@ class Layout:
             places = np.array_split(np.arange(count), tables)
             if all(next(self._widths(strategy, batch, len(p)), 0) for p in places):
                 break
-            tables += 1  # No such width fits here. Smaller ones do.
+            tables += 1  # That width does not fit this machine; smaller ones do.
         return [self.part(strategy, select(clients, own)) for own in places]
 
     def _widths(self, strategy: Strategy, batch: int, count: int) -> Iterator[int]:
-        """Yields the widths that fit for so many clients, in rising order."""
+        """Yields the widths that fit and hold `count` clients, in ascending order."""
         kernels = self.kernels or ()
         for width in dense_models.widths(kernels, strategy.num_steps, batch):
             if width >= count and self.fits(strategy, batch, width):
                 yield width
 
     def part(self, strategy: Strategy, clients: ClientTable) -> Part:
-        """Returns a part of clients, in the public shapes of their strategy."""
+        """Returns a part of these clients, padded to their strategy's public shape."""
         if strategy.kind == SIDE_BY_SIDE:
             count = int(clients.num_clients)
             width = next(self._widths(strategy, len(clients.batch), count))
@@ -424,21 +421,21 @@ class Layout:
 
     @property
     def _most_collected(self) -> int | None:
-        """How many clients' updates one call may keep; None: any number."""
+        """The most clients whose updates one call may keep; None: no limit."""
         if self.collected_bytes is None:
             return None
         return max(1, CHUNK_BYTES // self.collected_bytes)
 
     @property
     def clients_in_batch(self) -> int:
-        """How many clients a batched program has room for, whoever is there."""
+        """The number of clients in every batched program, padding included."""
         return int(min(self.at_once or 1, self._most_collected or math.inf))
 
     def batches(self, clients: ClientTable) -> list[Part]:
-        """Returns the parts in which clients train as batched programs.
+        """Splits clients into parts that train as batched programs.
 
-        Those of a part end each pass with a batch of the same length. They are
-        sorted by their steps, as a part takes as long as its longest client.
+        All clients of a part end each pass with a batch of the same length. Clients
+        are sorted by their steps, as a part takes as long as its longest client.
         """
         size, examples = len(clients.batch), clients.num_examples
         last = np.where(examples % size, examples % size, np.minimum(examples, size))
@@ -452,7 +449,7 @@ class Layout:
         ]
 
     def one_by_one(self, clients: ClientTable) -> list[Part]:
-        """Returns the parts in which clients train one by one."""
+        """Splits clients into parts that train one by one."""
         if not self.xla:
             return [Part(Strategy(ONE_BY_ONE), clients)]
         full = clients.num_examples % len(clients.batch) == 0
@@ -473,20 +470,20 @@ def split(
     at_most: int | None = None,
     loads: list[float] | None = None,
 ) -> list[list[ClientTable]]:
-    """Shares a table's clients among groups that end at the same time.
+    """Divides a table's clients among groups that finish at about the same time.
 
-    The largest clients come first, and each goes to the group with the least
-    work so far (Graham's longest-processing-time rule).
+    The largest clients are assigned first, each to the group with the least work so
+    far (Graham's longest-processing-time rule).
 
     Args:
       table: The clients.
-      num_groups: How many groups. A single one keeps the order given.
-      at_most: How many clients a table may have; None: any number. Clients are
-        spread evenly over tables.
-      loads: The work that each group has already, in steps; None: none.
+      num_groups: The number of groups. A single group keeps the given order.
+      at_most: The most clients in a table; None: no limit. Clients are spread evenly
+        over tables.
+      loads: The work that each group already has, in steps; None: none.
 
     Returns:
-      For each group, its tables in order; at least one table in all.
+      Each group's tables in order; at least one table in all.
     """
     steps = table.steps
     groups: list[list[int]] = [[] for _ in range(num_groups)]
@@ -514,9 +511,9 @@ def split(
 
 
 def stored_examples(dataset: FederatedDataset) -> tuple[nests.Nest, nests.Nest]:
-    """Returns features and labels of a dataset in memory, of one row at least.
+    """Returns the features and labels of a dataset in memory, with at least one row.
 
-    XLA cannot gather from a tensor without rows, not even nothing.
+    XLA cannot gather from a tensor without rows, not even zero rows.
     """
     x, y = dataset.flat()
     if len(tf.nest.flatten(y)[0]):
@@ -532,7 +529,7 @@ def _table(
     lengths: np.ndarray,
     rows: np.ndarray,
 ) -> ClientTable:
-    """Returns the table of clients, whose stored examples are `rows`."""
+    """Returns the table of the clients whose stored examples are `rows`."""
     keys = None if inputs.shuffle is None else inputs.shuffle_keys(members)
     table = client_table(rows, lengths, inputs.batch_size, inputs.local_epochs, keys)
     table = table._replace(
@@ -545,11 +542,11 @@ def _table(
 
 
 def gather(chunk: Chunk, table: ClientTable) -> Chunk:
-    """Returns a chunk of one client's own rows, padded by its own number of steps.
+    """Returns a chunk of one client's own rows, padded to a power of eight of batches.
 
-    XLA compiles a program for each shape of its arguments, which are thereby the
-    client's own, and powers of eight of a batch: four up to 512 steps. What is padded
-    is gathered, and no step is taken on it.
+    XLA compiles a program for each shape of its arguments. Here a shape depends only
+    on the client's own number of steps, and there are four up to 512 steps. Padding is
+    gathered, but no step is taken on it.
     """
     size = len(table.batch)
     missing = size * _power_of_eight(-(-len(table.rows) // size)) - len(table.rows)
@@ -559,5 +556,5 @@ def gather(chunk: Chunk, table: ClientTable) -> Chunk:
 
 
 def _power_of_eight(number: int) -> int:
-    """Returns the smallest power of eight that is not less, and at least 1."""
+    """Returns the smallest power of eight that is at least `number`, from 1 up."""
     return 8 ** -(-(max(number, 1) - 1).bit_length() // 3)

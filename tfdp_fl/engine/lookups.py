@@ -1,14 +1,13 @@
-"""Large tables of which a client trains only the rows that its examples look up.
+"""Large tables in which a client trains only the rows that its examples look up.
 
-A client's update of an embedding is zero but in the rows that its examples name.
-Where that is certain, the client is given these rows alone, as a small table, and
-its examples name their places in it. Its update has the same norm. The zeros are
-neither computed nor added, and the noise falls on the whole table as ever.
+A client's update of an embedding is zero except in the rows that its examples look
+up. If that is certain, the client gets only these rows, as a small table, and its
+examples' indices are renumbered to match. Its update has the same norm. The zeros are
+neither computed nor added, while noise is still added to the whole table.
 
-It is certain where the traced forward pass uses the table in a single gather, whose
-indices are a feature of the model as it came, and that feature nowhere else; and
-where a step moves no row whose gradient is zero. Of optimizers, plain SGD alone is
-trusted with that.
+It is certain under two conditions. The traced forward pass uses the table in a single
+gather, whose indices are an unchanged feature of the model that is used nowhere else.
+And a step must not move a row with a zero gradient; we trust only plain SGD with that.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from tfdp_fl.datasets import nests
 from tfdp_fl.engine import cohort, layers
 from tfdp_fl.mechanisms import contribution, records
 
-# Smaller ones are faster as they are.
+# Smaller tables are faster whole.
 _LEAST_ELEMENTS = 2**16
-# What leaves every number of a feature as it is, with all its inputs but the first.
+# Operations that leave the numbers in their first input unchanged.
 _PRESERVING = {"Cast", "EnsureShape", "ExpandDims", "Identity", "Reshape", "Squeeze"}
 _INTEGERS = (tf.int32, tf.int64)
 
 
 class Lookup(NamedTuple):
-    """A weight, and the feature that alone looks up its rows.
+    """A weight and the only feature that looks up its rows.
 
     Attributes:
-      weight: The place of the weight, [V, d], among the trainable ones.
-      feature: The place of the feature among the leaves of x.
-      size: The rows of the table, V.
-      dtype: As what the feature's numbers are looked up.
+      weight: The position of the weight, [V, d], among the trainable ones.
+      feature: The position of the feature among the leaves of x.
+      size: V, the number of rows in the table.
+      dtype: The dtype in which the feature's numbers are looked up.
     """
 
     weight: int
@@ -51,13 +50,13 @@ class Lookup(NamedTuple):
 def plain_gathers(
     model: tf.keras.Model, tables: list[tf.keras.layers.Embedding]
 ) -> contextlib.AbstractContextManager[None]:
-    """Has embeddings look up rows by a gather, and nothing else, in a block.
+    """Makes embeddings look up rows with a plain gather inside the block.
 
-    Keras's own also counts a negative place from the table's end; `narrow` does that.
+    Keras also counts negative indices from the table's end; `narrow` does that here.
 
     Args:
-      model: What is traced in the block.
-      tables: The embeddings' weights.
+      model: The model traced in the block.
+      tables: The embeddings.
     """
     own = set(map(id, tables))
     return layers.replace_calls(
@@ -66,7 +65,7 @@ def plain_gathers(
 
 
 def _plain(model: tf.keras.Model) -> list[tf.keras.layers.Embedding]:
-    """Returns the embeddings that look up rows of a weight, and of nothing computed."""
+    """Returns the embeddings that look up rows of a weight, not of computed values."""
     return [
         layer
         for layer in layers.of_kind(model, tf.keras.layers.Embedding)
@@ -92,12 +91,12 @@ def find(
     specs: nests.Nest,
     weights: list[keras_versions.KerasVariable],
 ) -> tuple[Lookup, ...]:
-    """Returns the lookups of which it is certain, of tables that are large.
+    """Returns the lookups of large tables that certainly qualify.
 
     Args:
-      model: The embeddings are its.
-      forward: Takes features, labels, and the values of the weights, and computes
-        what a step does before the gradients.
+      model: The model that holds the embeddings.
+      forward: Takes features, labels and the values of the weights, and computes the
+        part of a step that precedes the gradients.
       specs: Specs of a batch, (features, labels).
       weights: The trainable weights.
     """
@@ -107,7 +106,7 @@ def find(
     if not large:
         return ()
 
-    # Tables of any length, as in the program that is made of what is found.
+    # Tables of unknown length, as in the program that uses these lookups.
     values = [
         tf.TensorSpec(
             [None, *weight.shape[1:]] if number in tables else weight.shape,
@@ -124,7 +123,7 @@ def find(
 
     try:
         tf.function(step, autograph=False).get_concrete_function(*specs, values)
-    except Exception:  # The program itself, traced next, says what is wrong.
+    except Exception:  # Tracing the program itself, next, reports what is wrong.
         return ()
     return tuple(found)
 
@@ -137,7 +136,7 @@ def _of_features(
         read = [_table_of(gather, values) for gather in gathers or ()]
         if not read or not all(number in tables for number in read):
             continue
-        # Of two tables that share a feature, its places are the same rows.
+        # If two tables share a feature, its indices name the same rows in both.
         (dtype, *others) = {gather.inputs[1].dtype for gather in gathers or ()}
         (size, *sizes) = {tables[number] for number in read}
         if large.intersection(read) and not (others or sizes):
@@ -146,7 +145,7 @@ def _of_features(
 
 
 def _table_of(gather: tf.Operation, values: list[tf.Tensor]) -> int:
-    """Returns which weight a gather reads, if nothing else does; -1: none."""
+    """Returns the index of the weight that only this gather reads; -1: none."""
     for number, value in enumerate(values):
         if gather.inputs[0] is value and value.consumers() == [gather]:
             return number
@@ -154,7 +153,7 @@ def _table_of(gather: tf.Operation, values: list[tf.Tensor]) -> int:
 
 
 def _gathers(tensor: tf.Tensor) -> list[tf.Operation] | None:
-    """Returns the gathers whose indices are a tensor's numbers; None: other uses."""
+    """Returns the gathers indexed by a tensor's numbers; None: it has other uses."""
     found: list[tf.Operation] = []
     for use in tensor.consumers():
         if use.type == "GatherV2" and use.inputs[1] is tensor and _is_of_rows(use):
@@ -167,7 +166,7 @@ def _gathers(tensor: tf.Tensor) -> list[tf.Operation] | None:
             ):
                 return None
             further = _gathers(use.outputs[0])
-            # Numbers that wrap in a cast are looked up as what they wrap to.
+            # Numbers that overflow in a cast are looked up by their wrapped value.
             if further is None or any(
                 gather.inputs[1].dtype != use.outputs[0].dtype for gather in further
             ):
@@ -187,16 +186,16 @@ def narrow(
     x: nests.Nest,
     rows: tf.Tensor,
 ) -> tuple[cohort.Broadcast, list[tf.Tensor]]:
-    """Returns the part of the tables that a client is sent: the rows that it looks up.
+    """Reduces the tables that a client is sent to the rows that it looks up.
 
     Args:
-      lookups: Of which it is certain.
+      lookups: The lookups that qualify.
       received: What the server sends.
-      x: Nest of feature tensors, leading dimension over stored examples.
-      rows: Int32 [n], which examples are the client's.
+      x: Nest of feature tensors; the leading dimension is over stored examples.
+      rows: Int32 [n], the client's examples.
 
     Returns:
-      What is sent; and for each lookup the rows of the table, int64 [u], sorted.
+      The broadcast with small tables; and each lookup's table rows, int64 [u], sorted.
     """
     weights, taken = list(received.weights), []
     leaves = tf.nest.flatten(x)
@@ -211,15 +210,15 @@ def narrow(
 def rename(
     lookups: tuple[Lookup, ...], taken: list[tf.Tensor], x: nests.Nest
 ) -> nests.Nest:
-    """Returns a batch of features that name the places of rows among those taken.
+    """Renumbers the features in a batch to index the rows that were taken.
 
     Args:
-      lookups: Of which it is certain.
-      taken: As `narrow` returns them.
+      lookups: The lookups that qualify.
+      taken: The table rows from `narrow`.
       x: The batch.
     """
     leaves = tf.nest.flatten(x)
-    # Tables that share a feature have the same places in it.
+    # Tables that share a feature have the same rows taken.
     by_feature = {
         lookup.feature: (lookup, places)
         for lookup, places in zip(lookups, taken, strict=True)
@@ -234,7 +233,7 @@ def rename(
 
 
 def _places(named: tf.Tensor, size: int, dtype: tf.DType) -> tf.Tensor:
-    """Returns flat places in a table; in Keras a negative one counts from the end."""
+    """Returns flat row indices; negative ones count from the end, as in Keras."""
     flat = tf.cast(tf.cast(tf.reshape(named, [-1]), dtype), tf.int64)
     return tf.where(flat < 0, flat + size, flat)
 
@@ -245,7 +244,7 @@ def accumulate(
     total: contribution.Contribution,
     one: contribution.Contribution,
 ) -> contribution.Contribution:
-    """Returns a sum of contributions with a client's added, whose tables are narrow."""
+    """Adds a client's contribution, with its small tables, to a sum."""
     if not lookups:
         return records.add(total, one)
     places = {lookup.weight: rows for lookup, rows in zip(lookups, taken, strict=True)}

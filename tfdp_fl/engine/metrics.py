@@ -1,8 +1,8 @@
-"""Metrics as functions of tensors, and how clients' states of them become one.
+"""Metrics as functions of tensors, and how the clients' metric states are merged.
 
-A state that clients add to is a sum, from where it begins; or the largest, or the
-smallest, value that any of them had. Which of these is found out on made-up batches.
-They are diagnostics: what a client trains by never reads a state that others moved.
+A state is merged as a sum (relative to its initial value), or as the largest or the
+smallest of the clients' values. Which of these applies is tested on synthetic batches.
+Metrics are diagnostics: no client's training reads a state that others have changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tfdp_fl import keras_versions
 from tfdp_fl.datasets import nests
 from tfdp_fl.engine import cohort, labels, synthetic
 
-# How a metric's variables were before it saw anything, for those that have been seen.
+# The initial values of the variables of each metric passed to `record_initial_values`.
 _initial_values: weakref.WeakKeyDictionary[
     tf.keras.metrics.Metric, list[np.ndarray]
 ] = weakref.WeakKeyDictionary()
@@ -28,8 +28,8 @@ _OwnAfter: TypeAlias = Callable[
     [list[tf.Tensor], nests.Nest, nests.Nest], list[tf.Tensor]
 ]
 
-# Whether s(a, b), the state after batches a and then b, is made of the two alone: of
-# s(a), s(b) and the beginning. The first that holds is taken.
+# Candidate rules that compute s(a, b), the state after batch a and then b, from s(a),
+# s(b) and the initial state. The first rule that holds is used.
 _MERGES: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]] = {
     "sum": lambda a, b, begin: a + b - begin,
     "largest": lambda a, b, begin: np.maximum(a, b),
@@ -39,9 +39,9 @@ _BATCHES = 6
 
 
 def record_initial_values(metrics: nests.Nest) -> None:
-    """Notes how metrics begin, while they have seen nothing.
+    """Records the metrics' initial values, before they see any data.
 
-    Keras's `reset_state` sets zeros, whatever a metric began with.
+    Keras's `reset_state` sets zeros, whatever the initial values were.
     """
     for metric in tf.nest.flatten(metrics):
         is_one = isinstance(metric, tf.keras.metrics.Metric) and metric.variables
@@ -50,10 +50,10 @@ def record_initial_values(metrics: nests.Nest) -> None:
 
 
 class Metrics:
-    """Compiled metrics, and those that the model and its layers keep themselves.
+    """Compiled metrics, and the metrics of the model and its layers.
 
     Attributes:
-      own: The latter. A forward pass updates them.
+      own: The latter, which a forward pass updates.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Metrics:
         y: nests.Nest,
         predicted: nests.Nest,
     ):
-        """Makes their variables.
+        """Makes the metrics' variables.
 
         Args:
           compiled: What Keras's `compile` makes of `metrics`.
@@ -73,7 +73,7 @@ class Metrics:
         """
         self._compiled = compiled
         compiled.build(y, predicted)
-        if compiled.metrics:  # Some make their variables when they see labels.
+        if compiled.metrics:  # Some make their variables only when they see labels.
             with keras_versions.stateless([]):
                 compiled.update_state(y, predicted, None)
         self.own = [m for m in own if all(m is not one for one in compiled.metrics)]
@@ -92,15 +92,15 @@ class Metrics:
         predicted: nests.Nest,
         ranges: Iterable[labels.LabelRange],
     ) -> None:
-        """Finds out how states of several clients become one.
+        """Finds out how to merge the states of several clients.
 
         Args:
-          own_after: Returns the values of the variables of `own`, from those given,
-            after a forward pass on a batch of features and labels.
+          own_after: Returns the values of the variables of `own` after a forward pass
+            on a batch of features and labels, starting from the given values.
           x: Nest of features of a batch.
           y: Nest of labels, without weights.
           predicted: Nest of the model's outputs.
-          ranges: What class labels may be.
+          ranges: The allowed class labels.
 
         Raises:
           ValueError: A state is neither a sum nor a largest or smallest value.
@@ -126,12 +126,12 @@ class Metrics:
                 alone = self._update(begin, batch, own_after)
                 after = self._update(before, batch, own_after)
                 again = self._update(before, batch, own_after)
-            except Exception:  # Not everything is for made-up numbers.
+            except Exception:  # Some metrics cannot handle synthetic numbers.
                 continue
             if any(np.isnan(value).any() for value in after) or not all(
                 map(np.array_equal, after, again)
             ):
-                continue  # (The program refuses what draws random numbers.)
+                continue  # (`Program` refuses metrics that draw random numbers.)
             for merges, *states in zip(left, before, alone, begin, after, strict=True):
                 a, b, start, both = (np.asarray(v, np.float64) for v in states)
                 with np.errstate(invalid="ignore"):
@@ -143,9 +143,9 @@ class Metrics:
             if not merges:
                 raise ValueError(
                     "metrics must keep sums (such as a total and a count), or a "
-                    "largest or smallest value, which many clients' states become one "
-                    f"by, got {name!r}, whose state is none. Divide in result(), or "
-                    "compute it after the training, by fed.model."
+                    "largest or smallest value, so that clients' states can be "
+                    f"merged, got {name!r}, whose state cannot. Divide in result(), or "
+                    "compute it after the training, with fed.model."
                 )
         self._merges = [next(iter(merges)) for merges in left]
 
@@ -164,7 +164,7 @@ class Metrics:
         return [np.asarray(value) for value in after]
 
     def _after(self, values: list[tf.Tensor], *batch: nests.Nest) -> list[tf.Tensor]:
-        """Returns the values of the compiled metrics' variables after a batch."""
+        """Returns the compiled metrics' variables' values after a batch."""
         if not self._compiled.metrics:
             return []
         after = self._compiled.stateless_update_state(values, *batch)
@@ -175,7 +175,7 @@ class Metrics:
         return self._encode(self._constants())
 
     def _constants(self) -> list[tf.Tensor]:
-        # Zeros of a size are no constants in the function's graph.
+        # Zeros made from a shape are not stored as constants in the function's graph.
         return [
             tf.constant(value) if value.any() else tf.zeros(value.shape, value.dtype)
             for value in self._begin
@@ -197,14 +197,13 @@ class Metrics:
         predicted: nests.Nest,
         weight: tf.Tensor | None,
     ) -> cohort.MetricState:
-        """Returns the state with a batch in the compiled metrics; a NaN counts as 0.
+        """Updates the compiled metrics' state with a batch; a NaN counts as 0.
 
         Args:
-          state: Before it.
+          state: The state before the batch.
           y: Nest of labels.
           predicted: Nest of the model's outputs.
-          weight: What the examples count in those metrics that are weighted;
-            None: all the same.
+          weight: The examples' weights in the weighted metrics; None: all equal.
         """
         count = len(self._variables) - len(self.own_variables)
         if not self._compiled.metrics:
@@ -219,11 +218,12 @@ class Metrics:
     def with_own(
         self, state: cohort.MetricState, after: list[tf.Tensor]
     ) -> cohort.MetricState:
-        """Returns the state with what a forward pass made of `own`, if it is numbers.
+        """Updates the state with `own` after a forward pass, where it is finite.
 
         Args:
-          state: Before it.
-          after: The values of the variables of `own` after it, each from its beginning.
+          state: The state before the forward pass.
+          after: The values of the variables of `own` after a forward pass that started
+            from their initial values.
         """
         if not self.own:
             return state
@@ -244,16 +244,16 @@ class Metrics:
         mapping = list(zip(self._variables, self._decode(state), strict=True))
         results: dict[str, tf.Tensor] = {}
         with keras_versions.stateless(mapping):
-            # The loss of a round is reported in any case.
+            # The loss of a round is always reported anyway.
             own = {one.name: one.result() for one in self.own if one.name != "loss"}
             for key, value in {**self._compiled.result(), **own}.items():
                 parts = value if isinstance(value, Mapping) else {key: value}
-                # In the scope: it may be a variable itself.
+                # Inside the scope, as a result may itself be a variable.
                 results.update({k: _as_tensor(k, v) for k, v in parts.items()})
         return results
 
     def _encode(self, values: list[tf.Tensor]) -> cohort.MetricState:
-        """Returns states by what they are merged by."""
+        """Sorts the states by how they are merged."""
         state = cohort.MetricState([], [])
         for value, begin, merge in zip(values, self._begin, self._merges, strict=True):
             if merge == "sum":
@@ -287,7 +287,7 @@ def _beginning(metric: tf.keras.metrics.Metric) -> list[np.ndarray]:
 
 
 def _to_signed(value: nests.Nest) -> tf.Tensor:
-    """Returns a value as what has a negative."""
+    """Casts a value to a dtype that can be negated."""
     value = tf.convert_to_tensor(value)
     has_sign = value.dtype.is_floating or value.dtype in (tf.int32, tf.int64)
     return value if has_sign else tf.cast(value, tf.int64)
@@ -296,7 +296,7 @@ def _to_signed(value: nests.Nest) -> tf.Tensor:
 def _as_tensor(name: str, value: object) -> tf.Tensor:
     try:
         return tf.convert_to_tensor(value)
-    except Exception as error:  # Of many kinds, by what the value is.
+    except Exception as error:  # Its type depends on the value.
         raise ValueError(_NOT_ONE % (name, f"as a {type(value).__name__}")) from error
 
 
@@ -308,7 +308,7 @@ _NOT_ONE = (
 
 
 def check(results: Mapping[str, object]) -> None:
-    """Raises ValueError, naming it, for a metric that is not one number."""
+    """Raises ValueError that names a metric whose result is not one number."""
     for name, value in results.items():
         tensor = _as_tensor(name, value)
         if tensor.dtype.is_complex or tensor.dtype == tf.string:
@@ -318,7 +318,7 @@ def check(results: Mapping[str, object]) -> None:
 
 
 def with_numbers_only(tensor: tf.Tensor | None) -> tf.Tensor | None:
-    """Returns a tensor with 0 for NaN and Inf, and the mask that it had."""
+    """Returns a tensor with 0 for NaN and Inf, and with its Keras mask."""
     if tensor is None or not tensor.dtype.is_floating:
         return tensor
     numbers = tf.where(tf.math.is_finite(tensor), tensor, tf.zeros([], tensor.dtype))

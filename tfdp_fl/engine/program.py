@@ -1,9 +1,9 @@
-"""A function of tensors that is nothing but one: traced, checked, and frozen.
+"""A pure function of tensors: traced, checked and frozen.
 
-What clients train by is traced once into a `GraphDef`, and this definition is
-what is checked, what every thread runs, and what workers are sent. It captures
-no variable, so nothing can pass from one client to the next, or from one thread
-to another, but through its arguments and results.
+The clients' training is traced once into a `GraphDef`. This same definition is
+checked, run by every thread, and sent to the workers. It captures no variable. So
+nothing can pass from one client or thread to another, except through its arguments
+and results.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class Program:
     """A pure function of nests of tensors.
 
     Attributes:
-      definition: What it computes, a `GraphDef`.
-      inputs: The names in it of the flattened arguments, then of the constants.
-      specs: Theirs.
-      constants: Tensors that the function was traced with, such as a table of
-        numbers that a layer holds. No operation that is allowed writes to one.
+      definition: The `GraphDef` that it runs.
+      inputs: The names there of the flattened arguments, then of the constants.
+      specs: The specs of these inputs.
+      constants: Tensors captured when the function was traced, such as a table of
+        numbers that a layer holds. No allowed operation writes to one.
       outputs: The names of the flattened results.
-      structure: A nest of None, in the place of each result.
-      assertions: The names of operations that run as well, and raise.
-      name: Its own.
-      has_run: Whether a call of it has ended.
+      structure: The results' structure, with None in place of each tensor.
+      assertions: The names of further operations to run, which may raise.
+      name: The program's own name.
+      has_run: Whether a call of it has ever finished.
     """
 
     def __init__(
@@ -49,17 +49,16 @@ class Program:
         model: tf.keras.Model | None = None,
         xla: bool = False,
     ):
-        """Traces a function, once.
+        """Traces a function once.
 
         Args:
-          function: Python function of tensors; returns a nest of tensors.
+          function: Python function of tensors that returns a nest of tensors.
           *specs: A nest of `tf.TensorSpec` for each argument.
-          model: What is traced; errors name its layers.
+          model: The model in the function; errors name its layers.
           xla: Whether XLA compiles it.
 
         Raises:
-          ValueError: It holds an operation that is not allowed, or captures
-            something that can change.
+          ValueError: It contains a forbidden operation or captures something mutable.
         """
         flags = os.environ.get("XLA_FLAGS", "")
         if re.search(r"xla_cpu_enable_fast_math(?!=(false|0)\b)", flags):
@@ -70,7 +69,7 @@ class Program:
         layers = [] if model is None else keras_versions.layers_of(model)
         names = [layer.name for layer in layers]
         with _signals.defer_signals():
-            # An interrupt inside would leave this thread in the function's graph.
+            # An interrupt in here would leave this thread in the function's graph.
             graph, inputs, results = _trace(function, specs, model)
         definition = graph.as_graph_def()
         captures = list(getattr(graph, "captures", ()))
@@ -98,15 +97,15 @@ class Program:
                 ).get_concrete_function(*self.specs)
 
     def __getstate__(self) -> Json:
-        """Returns all that another process needs to run it."""
+        """Returns everything that another process needs to run it."""
         constants = [constant.numpy() for constant in self.constants]
         return {**vars(self), "_run": None, "constants": constants}
 
     def import_into_graph(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
-        """Adds the operations to the default graph.
+        """Adds the program's operations to the default graph.
 
         Args:
-          *tensors: For each of `inputs`.
+          *tensors: One for each of `inputs`.
 
         Returns:
           The flattened results.
@@ -122,16 +121,16 @@ class Program:
             return [tf.identity(tensor) for tensor in found[:count]]
 
     def find_operation(self, error: Exception) -> str:
-        """Returns which of its operations an error of TensorFlow's names, or nothing.
+        """Returns the operation of this program that a TensorFlow error names, or "".
 
-        Anything else that looks like a name may be a client's text.
+        Anything else that looks like a name could be a client's text.
         """
         known = {node.name for _, node in allowed_operations.nodes(self.definition)}
         named = re.findall(r"node '?([\w./-]+)", str(error))
         return next((name for name in named if name in known), "")
 
     def __call__(self, *arguments: Nest) -> Nest:
-        """Returns the nest of results; any number of threads may call at once."""
+        """Returns the nest of results; safe to call from several threads at once."""
         flat = map(tf.convert_to_tensor, tf.nest.flatten(arguments))
         results = self._run(*flat, *self.constants)
         self.has_run = True
@@ -141,14 +140,14 @@ class Program:
 def in_own_graph(
     function: Callable[..., Nest],
 ) -> tf.types.experimental.PolymorphicFunction:
-    """Returns a `tf.function` that is not inlined where another one calls it.
+    """Returns a `tf.function` that is not inlined into its callers.
 
-    In a graph that a loop makes cyclic, TensorFlow comes upon the gradient of a
-    pooling layer before the layer, and then computes it ten times slower.
+    If a loop makes the graph cyclic, TensorFlow reaches a pooling layer's gradient
+    before the layer itself, and then computes it ten times slower.
     """
 
     def in_scope(*arguments: Nest) -> Nest:
-        # Keras names things in ways that are no names by themselves.
+        # Some names from Keras are valid only within a name scope.
         with tf.name_scope("program"):
             return function(*arguments)
 
@@ -160,12 +159,12 @@ def in_own_graph(
 def _trace(
     function: Callable[..., Nest], specs: tuple[Nest, ...], model: tf.keras.Model | None
 ) -> tuple[tf.Graph, list[tf.Tensor], Nest]:
-    """Returns a function's graph, its inputs in it, and its results."""
+    """Returns a function's graph, and its inputs and results in that graph."""
     if keras_versions.IS_KERAS_3:
         traced = in_own_graph(function).get_concrete_function(*specs)
         results = tf.nest.pack_sequence_as(traced.structured_outputs, traced.outputs)
         return traced.graph, traced.inputs, results
-    # TFF's functional models work in graphs that are no function's alone.
+    # TFF's functional models need a plain graph, not a function's.
     with tf.Graph().as_default() as graph:
         given = tf.nest.map_structure(
             lambda spec: tf.compat.v1.placeholder(spec.dtype, spec.shape), specs
@@ -209,7 +208,7 @@ def _with_sums_of_two(definition: tf.compat.v1.GraphDef) -> None:
     """Splits every `AddN` of numbers into additions of two terms.
 
     TensorFlow's memory optimizer computes a large `AddN` of more terms in a temporary
-    variable, which every thread finds by the operation's name: threads that run one
+    variable, which threads look up by the operation's name. Threads that run the same
     function at the same time would add to each other's sums.
     """
     functions = definition.library.function
@@ -234,7 +233,7 @@ def _with_sums_of_two(definition: tf.compat.v1.GraphDef) -> None:
 
 
 def _with_names_of_their_own(definition: tf.compat.v1.GraphDef) -> None:
-    """Renames the functions: TensorFlow knows others by these names already."""
+    """Renames the functions, as TensorFlow already holds others with these names."""
     suffix = f"_{uuid.uuid4().hex}"
     known = {function.signature.name for function in definition.library.function}
 

@@ -1,13 +1,13 @@
-"""Ray's actors: a shard of the cohort on each, on one machine or several.
+"""Trains cohorts on Ray actors, a shard on each, on one machine or several.
 
-The engine lays the cohort out as for its own threads. Each worker runs the
-engine's own `Program` on its shard, and returns the sum of its clients' clipped
-updates. The engine adds up the sums, as those of its own threads. The noise, the
-division and the model's move are the engine's `release`, once.
+The engine lays out the cohort as for its own threads. Each worker runs the engine's
+own `Program` on its shard and returns the sum of its clients' clipped updates. The
+engine adds up these sums like those of its threads. Then its `release` adds the noise,
+divides, and updates the model, all just once.
 
-Where a sum is not what the mechanism needs (a clip set from the whole cohort's
-norms, windows of norms, secure aggregation) the workers return a row for each
-client, and the engine goes on with those.
+Some mechanisms need more than a sum (a clip set from the whole cohort's norms, windows
+of norms, secure aggregation). The workers then return one row per client, from which
+the engine continues.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 Arrays = list[np.ndarray]
-# Arrays as `_seal` leaves them.
+# The result of `_seal`.
 _Sealed = Any
 
-# What Ray sends with a call, rather than by its store of objects.
+# Up to this size, Ray sends data with a call instead of through its object store.
 _INLINE_BYTES = 64 * 2**10
 
-# How long Ray may take to place and start the workers.
+# How long Ray may take to schedule and start the workers.
 _SECONDS_TO_START = 300.0
 
 
@@ -52,11 +52,11 @@ class WorkerError(RuntimeError):
 
 
 class WorkerUnavailable(WorkerError):  # noqa: N818
-    """A worker could not be started or reached; no round was begun."""
+    """A worker could not be started or reached; no round was started."""
 
 
 class WorkerLost(WorkerError):  # noqa: N818
-    """A worker went away during a round; the round was abandoned whole."""
+    """A worker was lost during a round; the whole round was abandoned."""
 
 
 class ShardedCohorts:
@@ -74,11 +74,11 @@ class ShardedCohorts:
         Args:
           cohort_engine: The engine.
           clients: The data.
-          workers: They are open.
+          workers: The workers, already open.
           float32_products: Whether workers multiply float32 numbers in float32, not in
-            bfloat16 (oneDNN can be told to) or TensorFloat-32 (a GPU's default). Only
-            then do dense models train side by side: the bound of their norms relies
-            on it.
+            bfloat16 (an option of oneDNN) or TensorFloat-32 (a GPU's default). Only
+            then do dense models train side by side, as the bound on their norms
+            relies on it.
         """
         self._engine = cohort_engine
         self._workers = workers
@@ -99,7 +99,7 @@ class ShardedCohorts:
 
     @property
     def executor(self) -> str:
-        """Returns how clients train, for people to read."""
+        """Describes to users how clients train."""
         return f"clients on {self._workers.num_workers} workers"
 
     def collect(
@@ -108,14 +108,14 @@ class ShardedCohorts:
         """Trains a cohort on the workers; see `CohortEngine.collect`.
 
         Raises:
-          WorkerError: A worker is not there, goes away, or fails. The model and
-            the state are as before, as if nothing had been done.
+          WorkerError: A worker is missing, is lost, or fails. The model and the state
+            are unchanged, as if the round had not been started.
         """
         return self._engine.collect(dataset, inputs, self._train_chunk)
 
     def _train_chunk(self, pending: engine.PendingRound, chunk: layout.Chunk) -> None:
-        """Trains a chunk's clients, those of one part of each group at a time."""
-        if not chunk.table.num_clients:  # Nothing to send to anybody.
+        """Trains a chunk's clients, one part of each group at a time."""
+        if not chunk.table.num_clients:  # There is nothing to send.
             self._engine.train_chunk(pending, chunk)
             return
         groups = self._layout.lay_out(
@@ -161,7 +161,7 @@ class ShardedCohorts:
         traced: program.Program,
         parts: list[layout.Part],
     ) -> list[layout.Part]:
-        """Adds up parts, one on each worker; returns those in which data raised."""
+        """Trains parts, one per worker; returns those whose data raised an error."""
         found = self._workers.run(
             traced,
             _arrays(pending.received),
@@ -181,7 +181,7 @@ class ShardedCohorts:
     def _on_every_worker(
         self, traced: program.Program, received: cohort.Broadcast, chunk: layout.Chunk
     ) -> list[Arrays]:
-        """Returns a program's flattened results on each worker; [] if one fails."""
+        """Returns each worker's flattened results of a program; [] if one fails."""
         found = self._workers.run(
             traced,
             _arrays(received),
@@ -192,7 +192,7 @@ class ShardedCohorts:
         return arrays if len(arrays) == len(found) else []
 
     def _shard(self, chunk: layout.Chunk, part: layout.Part) -> Arrays:
-        """Returns what goes to a worker: the tables, and perhaps the examples."""
+        """Returns what a worker is sent: the tables and perhaps the examples."""
         table = part.table
         if self._examples is not None:
             return _arrays(table)
@@ -204,27 +204,27 @@ class ShardedCohorts:
 
 
 def _arrays(nest: object) -> Arrays:
-    """Returns the leaves of a nest as arrays."""
+    """Returns a nest's leaves as arrays."""
     return list(map(np.asarray, tf.nest.flatten(nest)))
 
 
 def _take(leaf: tf.Tensor, rows: np.ndarray) -> np.ndarray:
     """Returns some rows of an array."""
     array = nests.view(leaf)
-    if not len(rows):  # A gather needs a tensor to read nothing from.
+    if not len(rows):  # Even a gather of nothing needs a tensor with a row.
         return np.zeros([1, *array.shape[1:]], array.dtype)
     return array[rows]
 
 
 def runnable(traced: program.Program, threads: int = 1) -> Callable[[Arrays], Arrays]:
-    """Returns a function of a program's flat arguments, wherever it came from.
+    """Returns a function of a program's flat arguments, for any process.
 
-    A graph and a session of TensorFlow 1: it takes arrays as they lie in
-    memory, and looks for no function in the process.
+    It uses a TensorFlow 1 graph and session, which take arrays without copying them
+    and need no functions registered in this process.
 
     Args:
       traced: The program that a client runs.
-      threads: How many compute.
+      threads: The number of threads that compute.
     """
     graph = tf.Graph()
     with graph.as_default():
@@ -243,7 +243,7 @@ def runnable(traced: program.Program, threads: int = 1) -> Callable[[Arrays], Ar
 
 
 class _Actor:
-    """Runs programs; lives in a process of Ray's."""
+    """Runs programs in one of Ray's processes."""
 
     def __init__(self, threads: int):
         self._threads = threads
@@ -251,7 +251,7 @@ class _Actor:
         self._facts = devices.collect_facts(threads)
 
     def facts(self) -> Json:
-        """Returns what the worker's results depend on, once it is there."""
+        """Returns the facts that its results depend on, once the worker has started."""
         return self._facts
 
     def run(
@@ -263,15 +263,15 @@ class _Actor:
         examples: Arrays | None,
         shard: _Sealed,
     ) -> _Sealed:
-        """Returns the leaves of a program's results; None if a client's data raised.
+        """Returns a program's flat results, or None if a client's data raised an error.
 
         Args:
-          alike: The facts that this worker must share with all others; None: any.
-          name: The program's.
-          stored: What Ray has stored of the program, unread.
-          sent: See `RayWorkers.run`, sealed.
-          examples: Likewise, as they are.
-          shard: The rest, sealed.
+          alike: The facts that all workers must share; None: no requirement.
+          name: The program's name.
+          stored: Ray's references to the stored program, not yet read.
+          sent: See `RayWorkers.run`; sealed.
+          examples: See `RayWorkers.run`; not sealed.
+          shard: The remaining arguments; sealed.
         """
         if alike is not None and alike != self._facts:
             raise ValueError(
@@ -284,7 +284,7 @@ class _Actor:
         arguments = [*_open(sent), *(examples or ()), *_open(shard)]
         try:
             return _seal(self._made[name](arguments))
-        except engine.CLIENT_ERRORS:  # Ray would send its message, which quotes.
+        except engine.CLIENT_ERRORS:  # Ray would send a message that may quote data.
             return None
 
 
@@ -296,8 +296,8 @@ def _differing(one: Json, other: Json) -> str:
 def _seal(arrays: nests.Nest) -> _Sealed:
     """Returns a nest of arrays as one string, if it is short.
 
-    Ray looks at every array of its own, which takes it longer than a small
-    client's training. Large ones it does not copy, so they are left to it.
+    Ray handles every array separately, which takes longer than a small client's
+    training. It does not copy large arrays, so these are passed to it as they are.
     """
     if sum(array.nbytes for array in tf.nest.flatten(arrays)) > _INLINE_BYTES:
         return arrays
@@ -316,7 +316,7 @@ def _ray() -> types.ModuleType:
 
 
 class _Cluster:
-    """The actors, and Ray itself where it was started here."""
+    """The actors, and Ray itself if it was started here."""
 
     def __init__(self, address: str | None, options: Mapping[str, float]):
         self._address, self._options = address, dict(options)
@@ -328,7 +328,7 @@ class _Cluster:
         if ray.is_initialized():
             return
         try:
-            # By default, Ray joins whatever cluster runs on this machine.
+            # By default, Ray joins any cluster that runs on this machine.
             ray.init(
                 address=self._address or os.environ.get("RAY_ADDRESS") or "local",
                 include_dashboard=False,
@@ -341,7 +341,7 @@ class _Cluster:
         self._started = True
 
     def actor(self, place: int) -> ActorHandle:
-        """Returns the actor of a place, a new one where there is none."""
+        """Returns the actor with this index; starts it if there is none."""
         if place not in self.actors:
             remote = _ray().remote(_Actor).options(**self._options)
             threads = max(1, math.ceil(self._options["num_cpus"] or 1))
@@ -369,18 +369,18 @@ class RayWorkers:
             federated_model.fit(clients, rounds=100, runtime=workers)
 
     Every worker trains shards of the cohort and returns their sum. This package
-    has to be installed where Ray's workers run.
+    must be installed wherever Ray's workers run.
 
-    A round happens whole or not at all. The shards of a worker that is lost are
-    done again by a new one, `max_repeats` times in a round: they hold their
-    seeds, and nothing of a round is released before all of it is here. After
-    that `fit` raises `WorkerLost`, and nothing is released or charged.
+    A round happens completely or not at all. If a worker is lost, a new one trains
+    its shards again, up to `max_repeats` times per round. This is safe: the shards
+    carry their seeds, and nothing is released until the whole round has arrived.
+    After that, `fit` raises `WorkerLost`, and nothing is released or charged.
 
-    Ray places a worker where there is room for what it asks, and waits until
-    there is: a cluster that scales by itself grows by that.
+    Ray starts a worker once the resources that it asks for are free. An autoscaling
+    cluster therefore grows as needed.
 
     Attributes:
-        num_workers: How many workers there are.
+        num_workers: The number of workers.
     """
 
     def __init__(
@@ -394,19 +394,19 @@ class RayWorkers:
         """Describes the workers; `open`, or the first round, starts them.
 
         Args:
-            address: Of the cluster, as `ray.init` takes it ("auto", or
+            address: The cluster's address, as in `ray.init` ("auto", or
                 "ray://host:port"). None: the address in the environment variable
-                RAY_ADDRESS, or else a Ray that is started here and stopped by
-                `close`. If this process is already connected to a Ray, that is
-                used, and left running.
-            num_workers: How many workers; 2 by default.
-            resources: What each worker asks of Ray, as the options of an actor:
-                `{"num_cpus": 2}`, `{"num_gpus": 1}`. One CPU by default; a
-                worker computes with as many threads.
-            max_repeats: How often in one round lost workers are replaced.
+                RAY_ADDRESS; if that is unset, Ray is started here and stopped by
+                `close`. If this process is already connected to Ray, that
+                connection is used and left open.
+            num_workers: The number of workers; 2 by default.
+            resources: The resources of each worker, as Ray's actor options:
+                `{"num_cpus": 2}`, `{"num_gpus": 1}`. One CPU by default. A worker
+                computes with one thread per CPU.
+            max_repeats: How often lost workers are replaced in one round.
 
         Raises:
-            TypeError, ValueError: If an argument is not what it should be.
+            TypeError, ValueError: If an argument is invalid.
             ImportError: If Ray is not installed.
         """
         _ray()
@@ -415,7 +415,7 @@ class RayWorkers:
         self.num_workers = _validate.positive_integer(
             num_workers=2 if num_workers is None else num_workers
         )
-        # Programs, and the examples of a dataset, with what Ray has stored of them.
+        # Programs and the examples of a dataset, with Ray's references to them.
         self._stored: dict[str, tuple[object, ObjectRef]] = {}
         self._alike: Json | None = None
         self._max_repeats = _validate.non_negative_integer(max_repeats=max_repeats)
@@ -424,11 +424,11 @@ class RayWorkers:
         self._close = weakref.finalize(self, self._cluster.close)
 
     def open(self) -> RayWorkers:
-        """Connects, and starts every worker that is not there. Returns self.
+        """Connects, and starts every worker that is not running. Returns self.
 
         Raises:
-            WorkerUnavailable: If Ray cannot be reached, or has not started the
-                workers in time.
+            WorkerUnavailable: If Ray cannot be reached or does not start the workers
+                in time.
             RuntimeError: If the workers are closed.
         """
         if not self._close.alive:
@@ -439,7 +439,7 @@ class RayWorkers:
         return self
 
     def _facts_of(self, places: Iterable[int]) -> list[Json]:
-        """Returns what workers' results depend on; they answer once they are there."""
+        """Returns the facts that workers' results depend on; waits for their start."""
         ray = _ray()
         asked = [self._cluster.actor(n).facts.remote() for n in places]
         try:
@@ -450,7 +450,7 @@ class RayWorkers:
             raise WorkerUnavailable(f"Ray started no worker: {error}") from error
 
     def close(self) -> None:
-        """Ends the workers, and Ray where it was started here, for good."""
+        """Stops the workers for good, and also Ray if it was started here."""
         self._close()
 
     def __enter__(self) -> RayWorkers:
@@ -462,11 +462,11 @@ class RayWorkers:
     def collector(
         self, cohort_engine: engine.CohortEngine, clients: FederatedDataset
     ) -> ShardedCohorts:
-        """Returns what trains the cohorts of a `fit`; opens the workers.
+        """Opens the workers; returns the executor that trains a `fit`'s cohorts.
 
         Raises:
-          WorkerError: The workers do not compute alike. Where a client trains depends
-            on who else is there; what it adds must not.
+          WorkerError: The workers do not compute alike. A client's worker depends on
+            the other clients of the cohort; its contribution must not.
         """
         first, *others = self.open()._facts_of(range(self.num_workers))
         for facts in others:
@@ -481,7 +481,7 @@ class RayWorkers:
         return ShardedCohorts(cohort_engine, clients, self, first["float32_products"])
 
     def _reference(self, name: str, value: object) -> ObjectRef:
-        """Returns Ray's reference to a value, stored once, the last of a name."""
+        """Returns Ray's reference to a value; only a name's latest value is stored."""
         if name not in self._stored or self._stored[name][0] is not value:
             self._stored[name] = value, _ray().put(value)
         return self._stored[name][1]
@@ -493,17 +493,17 @@ class RayWorkers:
         examples: Arrays | None,
         shards: list[Arrays],
     ) -> list[Arrays]:
-        """Runs a program on shards, all at the same time.
+        """Runs a program on all shards at the same time.
 
         Args:
           traced: The program that a client runs.
           sent: Its first arguments, flattened: what all clients receive.
-          examples: The next ones, where all shards have the same: all examples of
-            a dataset that is in memory. None: they are in the shards.
-          shards: The rest, for each shard; at most one for each worker.
+          examples: The next arguments, if all shards share them: all examples of a
+            dataset in memory. None: they are in the shards.
+          shards: Each shard's remaining arguments; at most one shard per worker.
 
         Returns:
-          The flattened results of each shard; None where a client's data raised.
+          Each shard's flattened results, or None if a client's data raised an error.
         """
         self.open()
         ray = _ray()

@@ -1,6 +1,6 @@
-"""Releasing a round: noise on the sum, the mean, and the model's move.
+"""Releases a round: adds noise to the sum, divides, and updates the model.
 
-Before it, where each client's update is kept, their clip (`DeferredClipping`).
+If each client's update was kept, they are clipped first (`DeferredClipping`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tfdp_fl.terms import TrustModel
 class ServerUpdate:
     """Applies the mean update to the server's weights (FedOpt, Reddi et al. 2021).
 
-    Without an optimizer w <- w + mean (FedAvg). With one, the negated mean is
-    its gradient: SGD is FedAvg with a server learning rate, SGD with momentum
-    FedAvgM, Adam FedAdam. Non-trainable state always moves by the mean.
+    Without an optimizer, w <- w + mean (FedAvg). With one, the negated mean is its
+    gradient: SGD gives FedAvg with a server learning rate, SGD with momentum gives
+    FedAvgM, and Adam gives FedAdam. Non-trainable state always moves by the mean.
 
     Attributes:
       variables: The server's weights, in the order of an update.
       state: The optimizer's variables, for checkpoints.
-      num_trainable: How many of them are trainable.
+      num_trainable: How many of `variables` are trainable.
       has_non_trainable: Whether non-trainable state is aggregated too.
     """
 
@@ -45,11 +45,11 @@ class ServerUpdate:
         """Makes the optimizer's variables.
 
         Args:
-          trainable: The model's own variables, as Keras has them.
-          non_trainable: Likewise, those that are aggregated.
+          trainable: The model's trainable Keras variables.
+          non_trainable: Its non-trainable Keras variables that are aggregated.
           optimizer: A Keras optimizer, or None.
-          non_negative_variables: Those of `non_trainable` that noise must not push
-            below zero. (Others may have a constraint of their layer.)
+          non_negative_variables: The members of `non_trainable` that noise must not
+            push below zero. (Other variables may have a constraint of their layer.)
         """
         self._owned = list(trainable)
         self._trainable = keras_versions.tf_variables(trainable)
@@ -69,13 +69,13 @@ class ServerUpdate:
         self.has_non_trainable = bool(non_trainable)
 
     def apply(self, mean: list[tf.Tensor]) -> None:
-        """Moves the model by the released mean update."""
+        """Updates the model with the released mean update."""
         count = len(self._trainable)
         if self._optimizer is None:
             for variable, value in zip(self._trainable, mean[:count], strict=True):
                 if value.dtype == variable.dtype:
                     variable.assign_add(value)
-                else:  # Rounded once, with its noise.
+                else:  # Rounded only once, after the noise was added.
                     variable.assign(_add_wide(variable, value))
         else:
             gradients = [
@@ -88,15 +88,15 @@ class ServerUpdate:
             variable.assign(self._within(place, _add_wide(variable, value)))
 
     def _within(self, place: int, value: tf.Tensor) -> tf.Tensor:
-        """Returns a released value where it may be; noise can push it out."""
+        """Moves a released value back into its allowed range; noise may leave it."""
         limit = self._limits[place]
         return value if limit is None else limit(value)
 
     def finalize(self) -> None:
-        """Gives the model its last values, as Keras does at the end of `fit`.
+        """Gives the model its final values, as Keras does at the end of `fit`.
 
-        With `use_ema` they are the average that the optimizer kept: of
-        released weights, so it costs no privacy.
+        With `use_ema`, these are the optimizer's running average of the weights. It
+        averages released weights, so it costs no privacy.
         """
         finalize = getattr(self._optimizer, "finalize_variable_values", None)
         if finalize is not None:
@@ -118,7 +118,7 @@ def _floor(value: tf.Tensor) -> tf.Tensor:
 
 
 def _add_wide(variable: tf.Variable, change: tf.Tensor) -> tf.Tensor:
-    """Returns variable + change, where the change may have more bits."""
+    """Returns variable + change; the change may have the wider dtype."""
     wide = tf.float64 if tf.float64 in (variable.dtype, change.dtype) else change.dtype
     moved = tf.cast(variable, wide) + tf.cast(change, wide)
     return tf.cast(moved, variable.dtype)
@@ -131,7 +131,7 @@ class Release:
     Attributes:
       query: The mechanism's query.
       server: Holds the model's weights.
-      metric_results: What metrics say of the sums of their values.
+      metric_results: Computes the metrics' results from the sums of their states.
     """
 
     query: cohort_query.CohortQuery
@@ -139,8 +139,8 @@ class Release:
     metric_results: Callable[[cohort.MetricState], dict[str, tf.Tensor]]
     _log_names: list[str] = dataclasses.field(default_factory=list)
     _said: list[bool] = dataclasses.field(default_factory=list)
-    # Traced once, whatever number of threads had clients: it holds the optimizer's
-    # attributes of that moment.
+    # Traced once, however many threads had clients, as tracing fixes the optimizer's
+    # current attributes.
     _traced: list[tf.types.experimental.ConcreteFunction] = dataclasses.field(
         default_factory=list
     )
@@ -148,7 +148,7 @@ class Release:
     def __call__(
         self, pending: cohort.PendingRound
     ) -> tuple[contribution.RoundState, dict[str, float]]:
-        """Releases a round; returns the query's next state, and the logs."""
+        """Releases a round; returns the query's next state and the logs."""
         answered = float(pending.cohort_size - len(pending.failures))
         seed = pending.inputs.seed.astype(np.uint64)
         inputs, charged = pending.inputs, math.inf
@@ -176,8 +176,8 @@ class Release:
         if share > _FILLING and logs["clipped_fraction"] > _FILLING and not self._said:
             self._said.append(True)
             warnings.warn(
-                "What clients upload of statistics, such as the moving variance of a "
-                "BatchNormalization, fills the clip, so that the weights hardly learn. "
+                "The statistics that clients upload, such as the moving variance of a "
+                "BatchNormalization, fill the clip, so that the weights hardly learn. "
                 "Scale the features to a variance near 1, or give "
                 "non_trainable_state='keep' to the model.",
                 RuntimeWarning,
@@ -199,13 +199,13 @@ class Release:
             )
         else:
             self.server.apply(mean)
-        # Most of it is not noised.
+        # Most of these diagnostics get no noise.
         measured = {
             "loss": total.loss / total.examples,
             **self.metric_results(total.metrics),
         }
         logs = {
-            # As in rounds that are abandoned, where nobody has a loss.
+            # NaN, as in abandoned rounds, if no client has a loss.
             name: tf.where(total.examples > 0, tf.cast(value, tf.float32), np.nan)
             for name, value in measured.items()
         }
@@ -223,7 +223,7 @@ class Release:
         return new_state, tf.stack(values)
 
     def _share_of_state(self, update: nests.Nest) -> tf.Tensor | float:
-        """Returns the share of non-trainable state in a sum's squares."""
+        """Returns the non-trainable state's share of the sum's squared norm."""
         server = self.server
         if not server.has_non_trainable or not isinstance(update, list):
             return 0.0
@@ -232,7 +232,7 @@ class Release:
         return tf.math.divide_no_nan(tf.add_n(state), tf.add_n(squares))
 
 
-# If clients' statistics are this part of an update, the clip has no room for weights.
+# If statistics make up this much of an update, the clip leaves no room for weights.
 _FILLING = 0.95
 
 
@@ -253,7 +253,7 @@ def _variance_and_scale(moments: cohort.Moments) -> dict[str, tf.Tensor]:
 
 
 class DeferredClipping:
-    """Clips a cohort's updates that were kept, once all their norms are known."""
+    """Clips a cohort's updates, which were kept until all their norms are known."""
 
     def __init__(self, query: cohort_query.CohortQuery, update_spec: cohort.UpdateSpec):
         """Makes the functions, which the first round traces.
@@ -263,7 +263,7 @@ class DeferredClipping:
           update_spec: The shapes of a client's update.
 
         Raises:
-          ValueError: Clients of the query upload something else.
+          ValueError: The query's clients upload something else.
         """
         update: nests.Nest = query.initial_sample_state(update_spec.variables).update
         if not isinstance(update, list) or len(update) != len(update_spec.variables):
@@ -278,10 +278,10 @@ class DeferredClipping:
         self._traced: tuple[Callable[..., nests.Nest], ...] = ()
 
     def trace(self, pending: cohort.PendingRound) -> None:
-        """Traces both functions, once and for any number of clients.
+        """Traces both functions once, for any number of clients.
 
-        As with programs (`CohortEngine._trace`): they hold what Python says of the
-        mechanism at that moment, whoever is there.
+        As in `CohortEngine._trace`, tracing fixes the mechanism's current attributes,
+        so it must not depend on which clients are present.
         """
         if self._traced:
             return
@@ -322,7 +322,7 @@ class DeferredClipping:
     def __call__(
         self, pending: cohort.PendingRound
     ) -> Iterator[tuple[np.ndarray, cohort.PerClient]]:
-        """Sets the clip; yields the clients' places, and their contributions."""
+        """Sets the clip; yields the clients' positions and their contributions."""
         pending.collected.sort(key=lambda part: part[0][0])
         norms = np.zeros(pending.cohort_size, np.float32)
         answered = np.zeros(len(norms), bool)
@@ -348,11 +348,11 @@ class DeferredClipping:
         return state, self._query.derive_sample_params(state)
 
     def _clip_rows(self, params, rows, keys, windows, seed):
-        """Returns some clients' contributions, of their unclipped updates.
+        """Returns some clients' contributions, made from their unclipped updates.
 
         Args:
-          params: The query's sample params, with the clip of this round.
-          rows: A `PerClient` of unclipped updates, and the clients' examples.
+          params: The query's sample params, with this round's clip.
+          rows: A `PerClient` of unclipped updates and the clients' example counts.
           keys: Int64 [K], the clients' own numbers (`layout.ClientTable`).
           windows: Float32 [K, W, L], see `layout.ClientTable`.
           seed: The round's seed (see `mechanisms.noise`).
@@ -371,7 +371,7 @@ class DeferredClipping:
             flat = tf.ensure_shape(cohort.flatten(one.update), [self._spec.size])
             return flat, tf.stack(one.scalars())
 
-        # One after the other: rows of one operation may depend on how many there are.
+        # One client at a time: batched, a row's result may depend on the batch's size.
         specs = [
             tf.TensorSpec([self._spec.size], tf.float32),
             tf.TensorSpec([self._query.num_scalars], tf.float32),

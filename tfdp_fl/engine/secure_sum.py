@@ -14,8 +14,8 @@ from tfdp_fl.engine import cohort, engine
 from tfdp_fl.secure_aggregation import grouped_sum
 from tfdp_fl.terms import NoiseSite
 
-# Noise of two steps of the grid is, once rounded, the rounded sum's noise but
-# for a part of exp(-2 pi^2 2^2) = 5e-35 (Poisson summation).
+# With a standard deviation of two grid steps, rounding alters the distribution of the
+# noise by a relative error of only exp(-2 pi^2 2^2) = 5e-35 (Poisson summation).
 _STEPS_OF_NOISE = 2.0
 
 
@@ -24,37 +24,37 @@ def sum_securely(
     pending: cohort.PendingRound,
     protocol: secure_aggregation.AdditiveSecretSharing,
 ) -> tuple[int, ...]:
-    """Adds up collected contributions without anybody seeing a summand.
+    """Adds up collected contributions so that no party sees a single one.
 
-    What a client uploads (its clipped update with the noise that it adds
-    itself, its bit, its weight) goes through the protocol as one vector. The
-    diagnostics that `History` reports (norm, clipped, discarded) do not: they
-    are known because this is a simulation, and a deployment has none.
+    A client's upload (its clipped update with any noise of its own, its bit, its
+    weight) goes through the protocol as one vector. The diagnostics that `History`
+    reports (norm, clipped, discarded) do not. They are available only because this is
+    a simulation; a deployment has none.
 
-    Where the server adds the noise, the update that is sent is within the clip
-    (`AdditiveSecretSharing.within`), not only the one before rounding. Noise
-    of the clients' own is rounded with the update, to the nearest value.
+    If the server adds the noise, the update is within the clip even after rounding
+    (`AdditiveSecretSharing.within`). If clients add noise of their own, it is rounded
+    with the update to the nearest value.
 
-    Who is in the sum must not depend on anybody's data, nor must the size of a group: a
-    client more or less would move the sum by all others of its group. So where the
-    server adds the noise, a client whose data cannot be read, or trained on, uploads
-    zeros in its place, and `check_cohort_sizes` refuses cohorts that may be too small.
+    Neither the members of the sum nor the size of a group may depend on a client's
+    data: one client more or less could move the sum by all others of its group. So if
+    the server adds the noise, a client whose data cannot be read or trained on uploads
+    zeros, and `check_cohort_sizes` refuses cohorts that may be too small.
 
-    A client with a value above `max_share_value` does not end the round. If it
-    brings no noise that the sum needs, it counts as discarded: it uploads
-    zeros. If it does, it has failed.
+    A client with a value above `max_share_value` does not end the round. If the sum
+    needs its noise, the client has failed. Otherwise, it counts as discarded and
+    uploads zeros.
 
     Args:
       cohort_engine: The engine that collected the contributions one by one.
-      pending: The round; its sum is set, and `without_noise`.
+      pending: The round, whose sum and `without_noise` are set.
       protocol: The protocol.
 
     Returns:
-      The places in the cohort of clients that failed, or whose group did:
-      their updates are not in the sum.
+      The positions in the cohort of clients that failed, or whose group failed. Their
+      updates are not in the sum.
 
     Raises:
-      ValueError: The protocol's grid is too coarse for what is sent.
+      ValueError: The protocol's grid is too coarse for these contributions.
     """
     query, size = cohort_engine.query, cohort_engine.update_spec.size
     site, state = query.mechanism.noise_site, pending.state
@@ -66,11 +66,11 @@ def sum_securely(
         for row, place in enumerate(np.asarray(places).tolist())
     }
     members = np.arange(pending.cohort_size)
-    if site != NoiseSite.SERVER:  # Zeros are no noise.
+    if site != NoiseSite.SERVER:  # Zeros would lack the client's noise.
         members = np.array(sorted(collected), np.int64)
 
     def row_of(place: int) -> np.ndarray:
-        """Returns a client's row, of which the diagnostics are not uploaded."""
+        """Returns a client's row, including diagnostics that are not uploaded."""
         if place not in collected:
             return np.zeros(len(total), np.float32)
         own, row = collected[place]
@@ -81,7 +81,7 @@ def sum_securely(
         uploaded = row[: -mechanisms.NUM_DIAGNOSTICS]
         return np.abs(uploaded) <= protocol.max_share_value
 
-    # One row at a time, here and below: no second copy of the cohort.
+    # One row at a time, here and below, to avoid a second copy of the cohort.
     discarded = {p for p in members.tolist() if not is_allowed(row_of(p)).all()}
     failed = members[:0]
     if discarded:
@@ -99,19 +99,19 @@ def sum_securely(
         sent = row[: -mechanisms.NUM_DIAGNOSTICS].astype(np.float64)
         if place in discarded:
             sent[~is_allowed(row)] = 0.0
-            # A mean over the clients that answered is one without these; a fixed
-            # divisor does not look at the weight, and the bit is the client's to give.
+            # A mean over the clients that answered must leave this client out, so its
+            # weight is zero too. A fixed divisor ignores weights, and the bit stays.
             sent[: None if site == NoiseSite.EVERY_CLIENT else size] = 0.0
         if bound is not None:
             sent[:size] = protocol.nearest_within(sent[:size], bound)
         return sent
 
-    if not len(failed):  # Else the sum lacks noise, whatever the others send.
+    if not len(failed):  # Otherwise the sum lacks noise, whatever the others send.
         try:
             grouped = secure_aggregation.sum_in_groups(
                 sent_by, protocol, num_members=len(members), keep_group_sums=False
             )
-        except ValueError as error:  # A client that drops out can make it so.
+        except ValueError as error:  # For example, because a client dropped out.
             warnings.warn(f"{error} All of them have failed.", stacklevel=3)
             failed = members
         else:
@@ -129,7 +129,7 @@ def sum_securely(
     return tuple(failed.tolist())
 
 
-# A cohort that has no sum is as unlikely.
+# The largest probability allowed for a cohort without a sum.
 _UNLIKELY = 1e-12
 
 
@@ -141,9 +141,9 @@ def check_cohort_sizes(
 ) -> None:
     """Raises ValueError unless all cohorts have a sum.
 
-    Where a cohort of k clients has none and one of k + 1 has, the client that is added
-    moves the sum by k + 1 clips. So a cohort of a random size may have no sum only with
-    a probability that any delta has room for, of these clients and of one more or less.
+    Suppose that k clients are too few for a sum, while k + 1 are enough. Then one more
+    client moves the sum by k + 1 clips. So a cohort of random size may lack a sum only
+    with a probability negligible against any delta, with one client more or less, too.
 
     Args:
       protocol: The protocol.
@@ -204,7 +204,7 @@ def _warn(
     protocol: secure_aggregation.AdditiveSecretSharing,
     fails: bool,
 ) -> None:
-    """Says what becomes of the clients with values that cannot be sent."""
+    """Warns about clients with values that cannot be sent, and their fate."""
     what = "were discarded: they upload zeros."
     if fails:
         what = "have failed, and the sum lacks their noise."

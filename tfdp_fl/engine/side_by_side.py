@@ -1,29 +1,28 @@
-"""Clients of a dense model side by side, without a model for each client.
+"""Trains clients of a dense model side by side, without a model for each client.
 
-Plain SGD changes a dense kernel by a sum of outer products, one for each
-example that a client has seen:
+Plain SGD changes a dense kernel by a sum of outer products, one for each example
+that a client has seen:
 
     W_k = W - eta X_k^T D_k,    D_k = dLoss / d(pre-activations).
 
-So a client's kernel need not exist. Its product with a batch x is
-x W - eta (x X_k^T) D_k, where x W is one matrix product for all clients
-together, and the norm of its update follows from Gram matrices (`norm_bound`).
-The clipped update itself is made last, of the factors, and rounded to whole
-numbers of steps, which are added up without an error (`_sum_of`). So what a client
-adds is a function of its own rows: a call trains a number of clients for which a
-row's products do not depend on the others (`dense_models.widths`), all else is
-computed by rows (`_by_rows`), and a call has a number of steps that follows from each
-client's own.
+So a client's kernel is never formed. Its product with a batch x is
+x W - eta (x X_k^T) D_k, in which x W is one matrix product for all clients. The norm
+of its update follows from Gram matrices (`norm_bound`). The clipped update is formed
+last, from the factors, and rounded to a grid whose sums are exact (`_sum_of`).
 
-It is the same local SGD, step by step, as `CohortPrograms` one by one, and faster where
-clients hold few examples for the size of the kernels (`dense_models`).
+What a client adds therefore depends on its own rows alone: a call trains a number of
+clients for which no row's product depends on the others (`dense_models.widths`),
+everything else is computed row by row (`_by_rows`), and the number of steps in a
+call is determined by each client's own.
 
-Where Keras's policy is mixed_bfloat16, the products with the server's weights,
-and those of the way back, are in bfloat16. All that an update is made of, X_k
-and D_k, is held in float32: corrections, Gram matrices, norms and the sum are
-what they are without that policy.
+The result is the same local SGD as in `CohortPrograms`, step by step. It is faster if
+clients have few examples relative to the size of the kernels (`dense_models`).
 
-Shapes: K clients, S steps, B rows in a batch; R = K B rows of all clients.
+Under Keras's mixed_bfloat16 policy, products with the server's weights and those of
+the backward pass are in bfloat16. The factors of an update, X_k and D_k, are kept in
+float32, so corrections, Gram matrices, norms and sums are as without that policy.
+
+Shapes: K clients, S steps, B rows per batch, R = K B rows for all clients.
 """
 
 from __future__ import annotations
@@ -44,25 +43,25 @@ from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.mechanisms import cohort_query, contribution, records
 from tfdp_fl.mechanisms.contribution import RoundState
 
-# TensorFlow computes the last elements of a tensor in another way if they do not fill a
-# vector. This many rows do, whatever a row's length.
+# TensorFlow computes a tensor's last elements differently if they do not fill a
+# vector. This many rows always do, whatever the length of a row.
 _FILLED = 32
 
-# At most one rounded operation for each element: every way of computing it agrees.
+# At most one rounded operation per element, so every way of computing it agrees.
 _EXACT = ("linear", "relu", "relu6", "leaky_relu")
 
 
 class _Rows:
-    """The rows of K clients, some each, one after the other: R in all."""
+    """The rows of K clients, equally many for each, stored consecutively: R in all."""
 
     def __init__(self, clients: tf.Tensor):
         """Takes K, an int32 scalar."""
         self._clients = clients
-        # Shapes by the length of a row, as making one takes several operations.
+        # Shapes cached by row length, as making one takes several operations.
         self._shapes: dict[int, tf.Tensor] = {}
 
     def split(self, rows: tf.Tensor) -> tf.Tensor:
-        """Returns rows [R, m] as those of clients, [K, R / K, m]."""
+        """Reshapes rows [R, m] to [K, R / K, m], a block for each client."""
         length = rows.shape[-1]
         if length not in self._shapes:
             self._shapes[length] = tf.stack([self._clients, -1, length])
@@ -70,19 +69,19 @@ class _Rows:
 
 
 def _join(clients: tf.Tensor) -> tf.Tensor:
-    """Returns rows [K, n, m] of clients as [K n, m]."""
+    """Reshapes the clients' rows [K, n, m] to [K n, m]."""
     return tf.reshape(clients, [-1, clients.shape[-1]])
 
 
 def _by_rows(
     function: Callable[..., tf.Tensor], *rows: tf.Tensor, exact: bool = False
 ) -> tf.Tensor:
-    """Calls a function of single rows [R, ...]; no row's result depends on R.
+    """Calls a rowwise function on [R, ...] such that no row's result depends on R.
 
     Args:
-      function: It takes and returns tensors of rows.
+      function: Takes and returns tensors of rows.
       *rows: Its arguments.
-      exact: Whether that is so by itself (`_EXACT`).
+      exact: Whether its results never depend on R anyway (`_EXACT`).
     """
     if exact:
         return function(*rows)
@@ -95,7 +94,7 @@ def _by_rows(
 
 
 def _is_exact(activation: Any) -> bool:
-    """Returns whether a function, or a layer, is among `_EXACT`."""
+    """Returns whether an activation function, or a layer's, is in `_EXACT`."""
     layers = tf.keras.layers
     if isinstance(activation, (layers.InputLayer, layers.Flatten, layers.ReLU)):
         return True
@@ -104,13 +103,13 @@ def _is_exact(activation: Any) -> bool:
 
 
 class _DenseLayer:
-    """A dense layer with the server's weights, and its clients' steps so far.
+    """A dense layer with the server's weights and its clients' steps so far.
 
     Attributes:
-      layer: Keras's.
-      after: Keras's layers between this dense layer and the next.
-      shape: Of its kernel.
-      gradients: The loss's gradients at its pre-activations, float32
+      layer: The Keras layer.
+      after: The Keras layers between this dense layer and the next.
+      shape: The shape of its kernel.
+      gradients: The loss's gradients with respect to its pre-activations, float32
         [K, B, out] for each step.
     """
 
@@ -121,7 +120,7 @@ class _DenseLayer:
         kernel: tf.Tensor,
         bias: tf.Tensor | None = None,
     ):
-        """Takes the rows of a step, Keras's layer, and its weights."""
+        """Takes the rows of a step, the Keras layer, and its weights."""
         self.layer = layer
         self.after: list[tf.keras.layers.Layer] = []
         self.shape: tuple[int, int] = tuple(layer.kernel.shape)
@@ -132,30 +131,30 @@ class _DenseLayer:
         self._inputs: list[tf.Tensor] = []
 
     def server_product(self, h: tf.Tensor) -> tf.Tensor:
-        """Returns h W + b, with the weights that all clients received."""
+        """Returns h W + b with the weights that all clients received."""
         z = tf.matmul(tf.cast(h, self._kernel.dtype), self._kernel)
         return z if self._bias is None else tf.nn.bias_add(z, self._bias)
 
     def gram(self, one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
-        """Returns the products of two clients' inputs, row by row."""
+        """Returns inner products of the clients' inputs in two steps, with the bias."""
         products = tf.matmul(one, other, transpose_b=True)
-        # A bias is one more kernel row, for an input that is always 1.
+        # A bias is a further kernel row, whose input is always 1.
         return products if self._bias is None else products + 1.0
 
     def changed(self, z: tf.Tensor, products: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
-        """Returns a server product with the clients' own steps in it.
+        """Returns a server product corrected for the clients' own steps.
 
         Args:
           z: [R, out].
-          products: Float32 [K, B, s B], of the inputs with those of the steps
-            before.
+          products: Float32 [K, B, s B], products of these inputs with those of the
+            earlier steps.
           rate: The learning rate, eta.
         """
         change = tf.matmul(products, tf.concat(self.gradients, axis=1))
         return tf.cast(tf.cast(z, tf.float32) - rate * _join(change), z.dtype)
 
     def __call__(self, h: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
-        """Returns every client's own h W_k + b_k, [R, out], in the next step.
+        """Returns h W_k + b_k with each client's own weights, [R, out], for a new step.
 
         Args:
           h: [R, in].
@@ -170,16 +169,16 @@ class _DenseLayer:
         return z
 
     def activate(self, z: tf.Tensor) -> tf.Tensor:
-        """Returns what the next dense layer takes, or the model's outputs."""
+        """Returns the next dense layer's input, or the model's outputs."""
         h = z
         for function in (self.layer.activation, *self.after):
             h = _by_rows(function, h, exact=_is_exact(function))
         return h
 
     def back(self, gradient: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
-        """Takes the loss's gradient at z, [R, out]; returns the one at h, [R, in].
+        """Takes the loss's gradient at z, [R, out]; returns that at h, [R, in].
 
-        It is g W_k^T = g W^T - eta (g D_k^T) X_k, by the steps before this one.
+        It is g W_k^T = g W^T - eta (g D_k^T) X_k, summed over the earlier steps.
         """
         own = tf.cast(self._rows.split(gradient), tf.float32)
         back = tf.matmul(gradient, self._kernel, transpose_b=True)
@@ -198,14 +197,14 @@ class _DenseLayer:
 
 
 class _FirstLayer(_DenseLayer):
-    """The first dense layer: its inputs in all steps are known before training.
+    """The first dense layer, whose inputs in all steps are known before training.
 
-    So the products with the server's kernel, and the Gram matrices, are made for
+    So its products with the server's kernel and its Gram matrices are computed for
     all steps at once.
     """
 
     def __init__(self, h: tf.Tensor, steps: int, rows: _Rows, *own: Any):
-        """Takes the inputs [K S B, in] of all S steps, and what every layer takes."""
+        """Takes the inputs [K S B, in] of all S steps, then any layer's arguments."""
         super().__init__(rows, *own)
         z = self.server_product(h)
         self._x = rows.split(tf.cast(tf.cast(h, z.dtype), tf.float32))
@@ -214,7 +213,7 @@ class _FirstLayer(_DenseLayer):
         self._products = tf.split(rows.split(z), steps, axis=1)
 
     def __call__(self, h: tf.Tensor | None, rate: tf.Tensor) -> tf.Tensor:
-        """As for every layer; h is not asked for."""
+        """As for every layer; h is ignored."""
         del h
         step = len(self.gradients)
         z = _join(self._products[step])
@@ -224,7 +223,7 @@ class _FirstLayer(_DenseLayer):
         return self.changed(z, self._grams[step][..., :until], rate)
 
     def back(self, gradient: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
-        """Takes the loss's gradient at z; nobody asks for the one at h."""
+        """Takes the loss's gradient at z; that at h is never needed."""
         self.gradients.append(tf.cast(self._rows.split(gradient), tf.float32))
         return gradient
 
@@ -235,14 +234,14 @@ class _FirstLayer(_DenseLayer):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GhostClipping:
-    """Trains clients of a dense model side by side, and adds them up.
+    """Trains clients of a dense model side by side and adds up their updates.
 
     Attributes:
-      trainer: Has the model, the loss and the metrics.
-      query: The mechanism's query; it only scales.
-      steps: S; clients with fewer idle afterwards.
-      fine: Whether records are rounded to as fine a grid as float64 sums allow
-        (`records`); else to the one of int32 sums, which takes half the time.
+      trainer: Holds the model, the loss and the metrics.
+      query: The mechanism's query, which only scales updates.
+      steps: S; clients with fewer steps idle at the end.
+      fine: Whether records are rounded to the fine grid of float64 sums (`records`).
+        Otherwise, it is that of int32 sums, which takes half the time.
     """
 
     trainer: trainer_lib.Trainer
@@ -252,13 +251,13 @@ class GhostClipping:
 
     @functools.cached_property
     def _places(self) -> dict[int, int]:
-        """The place of each variable in an update, by its identity."""
+        """The position of each variable in an update, by the variable's id."""
         return {id(v): place for place, v in enumerate(self.trainer.aggregated)}
 
     def __call__(
         self, received: cohort.Broadcast, chunk: layout.Chunk
     ) -> cohort.Trained:
-        """Trains K clients: all steps of theirs, then clips and adds up.
+        """Trains K clients for all their steps, then clips and adds up their updates.
 
         Args:
           received: What the server sends to each of them.
@@ -314,8 +313,8 @@ class GhostClipping:
           outputs: [S R, out].
           losses: Float32 [S R].
           y: [S, R, ...], the labels.
-          weight: Float32 [S, R] or None, what rows count in the loss.
-          valid: Bool [S, R], which rows are an example.
+          weight: Float32 [S, R] or None, the rows' weights in the loss.
+          valid: Bool [S, R], which rows are examples.
         """
 
         def present(part: tf.Tensor) -> tf.Tensor:
@@ -338,9 +337,9 @@ class GhostClipping:
     def _batches(self, table: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the rows of all batches, int32 [S, K, B], and their sizes [S, K].
 
-        A client without such a step, or such a row, gets its own first row, which it
-        trains on anyway: a NaN there is its own. That loss is not counted. (A client
-        that is padding gets the first row of all, and adds nothing.)
+        Missing steps and rows are filled with the client's own first row. It trains on
+        that row anyway, so a NaN there is its own; the filler's loss is not counted.
+        (A padding client gets the very first row, and adds nothing.)
         """
         num_examples, batch = table.num_examples, tf.size(table.batch)
         per_pass = tf.maximum(-(-num_examples // batch), 1)
@@ -357,12 +356,12 @@ class GhostClipping:
     def _layers(
         self, weights: list[tf.Tensor], h: tf.Tensor, rows: _Rows
     ) -> list[_DenseLayer]:
-        """Returns the dense layers; the first one knows its inputs.
+        """Returns the dense layers; the first one already holds its inputs.
 
         Args:
-          weights: What the server sent.
-          h: The model's inputs, of all steps.
-          rows: The clients'.
+          weights: The weights that the server sent.
+          h: The model's inputs in all steps.
+          rows: The clients' rows.
         """
         layers: list[_DenseLayer] = []
         for layer in self.trainer.model.layers:
@@ -392,9 +391,9 @@ class GhostClipping:
         """Takes one step of every client.
 
         Args:
-          layers: As of `_layers`; they take the step's inputs and gradients.
+          layers: From `_layers`; they record the step's inputs and gradients.
           y: [R, ...], the labels.
-          share: Float32 [R], what a row's loss counts in its client's.
+          share: Float32 [R], the weight of a row's loss in its client's loss.
           rate: The learning rate, eta.
 
         Returns:
@@ -438,12 +437,12 @@ class GhostClipping:
         length, bound = dense_models.norm_bound(
             [gram for _, _, gram in factors],
             [tf.matmul(d, d, transpose_b=True) for _, d, _ in factors],
-            # A bias is one more column of an input.
+            # A bias is a further column of the input.
             columns=max(x.shape[-1] + 1 + d.shape[-1] for x, d, _ in factors),
             rows=tf.shape(factors[0][1])[1],
         )
         size = tf.abs(tf.cast(rate, tf.float64))
-        # The scale, and each factor times it, are rounded as well.
+        # The scale is rounded too, and so is each factor when multiplied by it.
         norm = tf.cast(size * (1 + 16 * dense_models.ROUNDOFF) * bound, tf.float32)
         usable = tf.math.is_finite(norm)
         clients = self.query.bounded_factor(
@@ -452,13 +451,13 @@ class GhostClipping:
             params,
             self.query.client_weight(table.num_examples),
         )
-        if not self.fine:  # Rounding to whole numbers leads nobody out of the bound.
+        if not self.fine:  # Keep each record within the bound after rounding, too.
             share = dense_models.rounding_share(tuple(layer.shape for layer in layers))
             most = self.query.l2_norm_bound(params) * (1 - share) / norm
             clients = clients._replace(update=tf.minimum(clients.update, most))
         seen = tf.cast(size * length, tf.float32)
         clients = clients._replace(norm=tf.where(usable, seen, 0.0))
-        # A rate that is no number makes nobody usable, and zero of everybody.
+        # With a NaN learning rate no client is usable, and every update becomes zero.
         scale = tf.where(usable, -rate * clients.update, 0.0)[:, None, None]
         update: list[Any] = [None] * len(received.weights)
         for layer, (x, d, _) in zip(layers, factors, strict=True):
@@ -489,18 +488,18 @@ class GhostClipping:
     def _sum_of(self, x: tf.Tensor, d: tf.Tensor, params: RoundState) -> tf.Tensor:
         """Returns the exact sum of the clients' rounded products X^T D.
 
-        Each product is computed by itself, so that a client's does not depend on the
-        others. S bounds every record's norm (`l2_norm_bound`, whatever the
-        clip). With c = 1.5 2^k for 2^k > 4 S, the float32 number r + c, for
-        |r| <= 2 S, lies between 2^k and 2^(k + 1): its bits are those of c plus
-        the whole number of steps of 2^(k - 23) <= S 2^-20 that r is rounded to.
-        Int32 adds up such numbers, of at most 2^21 each, of 512 clients. (It wraps
-        for the bits of c, which are taken away again.)
+        Each product is computed separately, so that a client's does not depend on the
+        others. S bounds every record's norm (`l2_norm_bound`, whatever the clip).
+        Let c = 1.5 2^k with 2^k > 4 S. For |r| <= 2 S, the float32 number r + c lies
+        between 2^k and 2^(k + 1). Its bits, read as an integer, are those of c plus
+        an integer of at most 2^21: r in steps of 2^(k - 23) <= S 2^-20, rounded. Int32
+        holds the sum of such integers for 512 clients. (The bits of c overflow, but
+        are subtracted again.)
 
         Args:
           x: Float32 [K, n, a].
           d: Float32 [K, n, b].
-          params: Of the round.
+          params: The round's sample params.
 
         Returns:
           Float64 [a, b].
@@ -542,7 +541,7 @@ class GhostClipping:
 
         # Zeros that depend on an argument: see `CohortPrograms._nobody`.
         k, total = 0, tf.fill(shape, tf.cast(count * 0, dtype))
-        for clients in 2, 1:  # Two in one pass over the sum, as long as there are two.
+        for clients in 2, 1:  # Two per pass over the sum while two are left.
             k, total = tf.while_loop(
                 lambda k, _, clients=clients: k + clients <= count,
                 functools.partial(add, clients),
@@ -553,7 +552,7 @@ class GhostClipping:
 
 
 def _of_one_output(y: nests.Nest) -> Any:
-    """Returns the one label, with the one weight of each example beside it."""
+    """Returns the only label tensor and, if there are any, the examples' weights."""
     (label,) = tf.nest.flatten(nests.labels_of(y))
     if nests.weights_of(y) is None:
         return label

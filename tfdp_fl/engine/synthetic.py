@@ -1,6 +1,6 @@
-"""Synthetic batches, on which it is found out what models and metrics do.
+"""Synthetic batches, which show how models and metrics behave.
 
-Always the same, and nobody's: what is decided by them is a public fact.
+They are always the same and contain no client's data, so what they show is public.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def batch(
     shares: bool = False,
     classes: Mapping[int, int] | None = None,
 ) -> nests.Nest:
-    """Returns a batch of random numbers in the place of one of other examples.
+    """Returns a batch of random numbers with the structure of another batch.
 
     Args:
-      rng: What draws them.
+      rng: The generator that draws them.
       nest: The other batch, a nest of tensors.
-      shares: Whether real numbers are positive, and add up to 1 in the last axis.
-      classes: How many whole numbers there are, by the place of a leaf; else 2.
+      shares: Whether floats are positive and add up to 1 over the last axis.
+      classes: By leaf index, the number of different integers; 2 for other leaves.
     """
     made = []
     for leaf, tensor in enumerate(tf.nest.flatten(nest)):
@@ -50,13 +50,13 @@ def non_negative_variables(
 ) -> list[tf.Variable]:
     """Returns the model's state variables that training never makes negative.
 
-    These are variances, by whatever name, and means of non-negative values. To find
-    them, each starts at zero, and the model is called on made-up batches, with
-    made-up weights of both signs.
+    These are variances, whatever their name, and means of non-negative values. To find
+    them, each variable starts at zero, and the model is called on synthetic batches
+    with synthetic weights of both signs.
 
     Args:
-      model: It is read, and never changed.
-      variables: Some that it assigns when it trains.
+      model: The model, which is read and never changed.
+      variables: Variables that the model assigns during training.
       x: Nest of features of a batch.
     """
     rng = np.random.default_rng(0)
@@ -74,7 +74,7 @@ def non_negative_variables(
                     model(features, training=True)
                 values = [scope.get_current_value(v) for v in left]
                 after = [value.numpy() for value in values]
-            except Exception:  # Not everything is for made-up numbers.
+            except Exception:  # Some models cannot handle synthetic numbers.
                 continue
             assigned |= {
                 id(v)
@@ -89,10 +89,10 @@ def non_negative_variables(
 
 
 def non_negative_positions(model: tf.keras.Model) -> list[int]:
-    """Returns where `non_negative_variables` are in a built model's `get_weights()`.
+    """Returns the indices of `non_negative_variables` in a model's `get_weights()`.
 
     Raises:
-      ValueError: The model does not say what its inputs are.
+      ValueError: The model's inputs are unknown.
     """
     inputs = getattr(model, "inputs", None)
     if not inputs:

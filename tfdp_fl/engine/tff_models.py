@@ -1,10 +1,10 @@
 """Keras 2 in TFF's environment: TFF's functional wrappers in place of Keras 3.
 
-TensorFlow 2.14 has a Keras without stateless calls. There a client's training is
-made of `tff.learning.models.functional_model_from_keras`,
+TensorFlow 2.14 has a Keras without stateless calls. There, a client's training uses
+`tff.learning.models.functional_model_from_keras`,
 `tff.learning.optimizers.build_*` and
-`tff.learning.metrics.create_functional_metric_fns`. What these cannot do is
-refused, with that reason.
+`tff.learning.metrics.create_functional_metric_fns`. Whatever these do not support is
+refused, and the error says so.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _METRIC_OF_LOSS = {
 
 
 class FunctionalTrainer(trainer.Trainer):
-    """`trainer.Trainer`, through TFF; see there."""
+    """A `trainer.Trainer` that uses TFF."""
 
     def __init__(
         self,
@@ -39,15 +39,15 @@ class FunctionalTrainer(trainer.Trainer):
         training: trainer.Training,
         element_spec: nests.ElementSpec,
     ):
-        """Makes a functional model of a Keras model.
+        """Makes a functional model from a Keras model.
 
         Args:
-          model: A built Keras model; it is read, and never changed.
+          model: A built Keras model, which is read and never changed.
           training: How to train.
           element_spec: `(features, labels)` specs of one example.
 
         Raises:
-          ValueError: TFF cannot make one of it, or not train it in this way.
+          ValueError: TFF cannot convert the model, or cannot train it in this way.
         """
         import tensorflow_federated as tff
 
@@ -107,13 +107,13 @@ class FunctionalTrainer(trainer.Trainer):
         keras_versions.restore_classes(model)
 
     def no_metrics(self) -> cohort.MetricState:
-        """Returns the metrics' state before any example."""
+        """Returns the metrics' initial state."""
         return tf.nest.map_structure(
             lambda spec: tf.zeros(spec.shape, spec.dtype), self.metric_specs
         )
 
     def metric_results(self, values: cohort.MetricState) -> dict[str, tf.Tensor]:
-        """Returns the compiled metrics' results for a state, by name."""
+        """Returns the compiled metrics' results by name, computed from their state."""
         if not values.sums:
             return {}
         state = tf.nest.pack_sequence_as(self._metric_state, values.sums)
@@ -127,7 +127,7 @@ class FunctionalTrainer(trainer.Trainer):
         weight: tf.Tensor | None = None,
         own: list[tf.Tensor] | None = None,
     ) -> cohort.MetricState:
-        """Returns the metrics' state with a batch; a NaN counts as 0."""
+        """Returns the metrics' state updated with a batch; a NaN counts as 0."""
         del weight, own
         if not metrics.sums:
             return metrics
@@ -157,7 +157,7 @@ class FunctionalTrainer(trainer.Trainer):
 
 
 class _TffOptimizer:
-    """A TFF optimizer, as `trainer.ClientOptimizer` is."""
+    """A TFF optimizer with the interface of `trainer.ClientOptimizer`."""
 
     def __init__(
         self, optimizer: tf.keras.optimizers.Optimizer, variables: list[tf.Variable]
@@ -181,7 +181,7 @@ class _TffOptimizer:
         learning_rate: tf.Tensor,
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Takes one step."""
-        del learning_rate  # Among the slots.
+        del learning_rate  # It is one of the slots.
         state = tf.nest.pack_sequence_as(self._structure, slots)
         state, weights = self._optimizer.next(state, tuple(weights), tuple(gradients))
         return list(weights), tf.nest.flatten(state)
@@ -190,7 +190,7 @@ class _TffOptimizer:
 def _optimizer(
     optimizer: tf.keras.optimizers.Optimizer, variables: list[tf.Variable]
 ) -> Any:
-    """Returns TFF's optimizer in the place of one of Keras's."""
+    """Returns TFF's equivalent of a Keras optimizer."""
     if trainer.is_plain_sgd(optimizer):
         return trainer.ClientOptimizer(optimizer, variables)
     import tensorflow_federated as tff
@@ -232,7 +232,7 @@ def _loss_object(loss: keras_versions.CompileArgument) -> tf.keras.losses.Loss:
 def _metric_by_name(
     metric: tf.keras.metrics.Metric, loss: tf.keras.losses.Loss
 ) -> tuple[str, Callable[[], tf.keras.metrics.Metric]]:
-    """Returns a metric's name, and what makes it."""
+    """Returns a metric's name and a function that makes it."""
     if metric in ("accuracy", "acc") and type(loss).__name__ in _METRIC_OF_LOSS:
         kind = _METRIC_OF_LOSS[type(loss).__name__]
         return metric, functools.partial(kind, name=metric)
@@ -271,5 +271,5 @@ def make_trainer(
     trainer.check_model(model)
     if keras_versions.IS_KERAS_3:
         return trainer.Trainer(model, training, element_spec, aggregate_non_trainable)
-    # Whose models change no such state.
+    # TFF's functional models never change non-trainable state.
     return FunctionalTrainer(model, training, element_spec)

@@ -1,8 +1,8 @@
 """A client's training as a pure function of tensors, for models of Keras 3.
 
-Weights, optimizer slots, seeds and metrics go in as tensors and come out as
-tensors: within a `keras.StatelessScope` Keras reads and assigns them in place of
-its variables. The user's own model is what is traced, and it does not change.
+Weights, optimizer slots, seeds and metrics go in and come out as tensors: inside a
+`keras.StatelessScope`, Keras reads and assigns these instead of its variables. The
+user's own model is traced, and is left unchanged.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ BroadcastHook = Callable[[list[tf.Tensor], tf.Tensor], list[tf.Tensor]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Training:
-    """How every client trains, whatever its data, and how the server moves the model.
+    """How every client trains, whatever its data, and how the server updates the model.
 
     Attributes:
       optimizer: A Keras optimizer; each client starts with fresh slots.
-      loss: What Keras's `compile` takes as `loss`; None: the model's own alone.
-      metrics: What Keras's `compile` takes as `metrics`.
-      weighted_metrics: What Keras's `compile` takes as `weighted_metrics`.
-      loss_weights: What Keras's `compile` takes as `loss_weights`.
-      proximal_weight: Half of it times ||w - w_received||^2 is added to the
-        loss (NbAFL, FedProx).
+      loss: As in Keras's `compile`; None: only the losses that the model adds itself.
+      metrics: As in Keras's `compile`.
+      weighted_metrics: As in Keras's `compile`.
+      loss_weights: As in Keras's `compile`.
+      proximal_weight: mu; mu / 2 ||w - w_received||^2 is added to the loss (NbAFL,
+        FedProx).
       grad_clip: Each step's gradient is scaled down to this L2 norm over all
-        variables; not at all if it is 0 or less.
-      upload_hook: Called on what the client gives to the mechanism (a list of
-        tensors), before the mechanism clips it; or None.
+        variables; 0 or less: no gradient clipping.
+      upload_hook: Called on the client's upload (a list of tensors) before the
+        mechanism clips it; or None.
       server_optimizer: A Keras optimizer; None for w <- w + mean.
       broadcast_hook: Called on the weights (a list of tensors) and the
         round's seed before they go to the clients; or None.
-      jit_compile: Whether XLA compiles local training; None: it does not.
+      jit_compile: Whether XLA compiles local training; None: no.
     """
 
     optimizer: tf.keras.optimizers.Optimizer
@@ -60,28 +60,28 @@ class Training:
     jit_compile: bool | None = None
 
     def __post_init__(self) -> None:
-        """Notes how metrics begin."""
+        """Records the metrics' initial values."""
         metrics_lib.record_initial_values((self.metrics, self.weighted_metrics))
 
     @property
     def learning_rate(self) -> float:
-        """The clients' rate; 0 where the optimizer follows its own steps."""
+        """The clients' learning rate; 0 if the optimizer has a schedule."""
         rate = keras_versions.learning_rate(self.optimizer)
         return 0.0 if rate is None else float(rate)
 
     def set_learning_rate(self, value: float) -> None:
-        """Sets the clients' rate, unless the optimizer follows its own."""
+        """Sets the clients' learning rate, unless the optimizer has a schedule."""
         if keras_versions.learning_rate(self.optimizer) is not None:
             self.optimizer.learning_rate = value
 
 
 class ClientState(NamedTuple):
-    """All that changes while one client trains, as tensors.
+    """Everything that changes while one client trains, as tensors.
 
     Attributes:
-      values: Of the variables that an update is about, of the model's other
-        variables, and of the states of its random generators.
-      slots: Of the optimizer's variables.
+      values: Values of the variables in an update, of the model's other variables,
+        and of its random generators' states.
+      slots: Values of the optimizer's variables.
     """
 
     values: list[tf.Tensor]
@@ -89,22 +89,22 @@ class ClientState(NamedTuple):
 
 
 class Trainer:
-    """What a client does, as functions of tensors; it holds no state of its own.
+    """A client's training as functions of tensors, without any state of its own.
 
     Attributes:
       model: The user's model.
       element_spec: `(features, labels)` specs of one example.
-      aggregated: The model's variables that a client's update is about: the
-        trainable ones, then the non-trainable ones that training changes and
-        that leave the client (such as the moving statistics of batch
-        normalization). The mechanism clips and noises them together.
-      unaggregated: Its other variables: frozen weights, adapted constants, and
-        what the moving statistics are where they stay at the server.
-      non_negative_variables: Those of `aggregated` that training keeps from below zero.
-      label_ranges: What class labels may be (see `labels.ranges`).
+      aggregated: The model's variables that clients update: the trainable ones, then
+        the non-trainable ones that training changes and clients upload (such as the
+        moving statistics of batch normalization). The mechanism clips them together
+        and adds noise to all of them.
+      unaggregated: The model's other variables: frozen weights, adapted constants,
+        and moving statistics if these stay at the server.
+      non_negative_variables: Members of `aggregated` that training keeps at 0 or above.
+      label_ranges: The allowed class labels (see `labels.ranges`).
       single_loss: The compiled loss of a model with one output, else None.
       metric_specs: Specs of the metrics' `MetricState`.
-      lookups: The tables of which a client trains only the rows that it looks up.
+      lookups: The tables in which a client trains only the rows that it looks up.
     """
 
     metric_specs: cohort.MetricState
@@ -118,19 +118,19 @@ class Trainer:
         element_spec: nests.ElementSpec,
         aggregate_non_trainable: bool = True,
     ):
-        """Checks that the model, the training and the examples go together.
+        """Checks that the model, the training and the examples are compatible.
 
         Args:
-          model: A built Keras model. It is read, and never changed.
+          model: A built Keras model, which is read and never changed.
           training: How to train.
           element_spec: `(features, labels)`, nests of `tf.TensorSpec` of one
             example.
-          aggregate_non_trainable: Whether non-trainable state that training
-            changes leaves the client, in the same update as the weights.
+          aggregate_non_trainable: Whether clients upload the non-trainable state that
+            training changes, in the same update as the weights.
 
         Raises:
-          ValueError: They do not, or something could pass from one client to
-            the next.
+          ValueError: They are incompatible, or information could pass from one client
+            to the next.
         """
         self.model = model
         self._training = training
@@ -178,7 +178,7 @@ class Trainer:
         self.single_loss = outputs[0][2] if len(outputs) == 1 else None
         with keras_versions.stateless(own), keras_versions.losses_of(model, self._loss):
             try:
-                if training.loss is None:  # For what it adds to the losses.
+                if training.loss is None:  # The model's own losses are needed.
                     predicted = model(x, training=True)
                 model._compute_loss(x, y, predicted, weight, training=True)
             except ValueError as error:
@@ -201,7 +201,7 @@ class Trainer:
         self._metrics.find_merges(self._own_after, x, y, predicted, self.label_ranges)
         self.metric_specs = specs_of(self.no_metrics())
         metrics_lib.check(self.metric_results(self.no_metrics()))
-        # Another optimizer may move a row whose gradient is zero, and a hook all rows.
+        # Other optimizers may move a row with a zero gradient; a hook may move any row.
         if self._optimizer.is_plain and training.upload_hook is None:
             self.lookups = lookups.find(
                 model,
@@ -213,13 +213,13 @@ class Trainer:
     def _forward_and_loss(
         self, x: nests.Nest, y: nests.Nest, weights: list[tf.Tensor]
     ) -> None:
-        """Computes what a step does before the gradients."""
+        """Computes the part of a step that precedes the gradients."""
         received = self.received()
         received.weights[: len(weights)] = weights
         self.evaluate(received, x, y, self.no_metrics(), training=True)
 
     def received(self) -> cohort.Broadcast:
-        """Returns what a client of no round receives: the model as it is."""
+        """Returns the model as it is, as a broadcast outside any round."""
         return cohort.Broadcast(
             weights=keras_versions.tf_variables(self.aggregated),
             unaggregated=keras_versions.tf_variables(self.unaggregated),
@@ -229,11 +229,11 @@ class Trainer:
         )
 
     def no_metrics(self) -> cohort.MetricState:
-        """Returns the metrics' state before any example."""
+        """Returns the metrics' initial state."""
         return self._metrics.nobody()
 
     def metric_results(self, values: cohort.MetricState) -> dict[str, tf.Tensor]:
-        """Returns the metrics' results for a state, by name."""
+        """Returns the metrics' results by name, computed from their state."""
         return self._metrics.results(values)
 
     def _own_after(
@@ -249,10 +249,9 @@ class Trainer:
 
         Args:
           received: What the server sends.
-          seed: Of a kind of `mechanisms.noise`, new for every client of every
-            round.
+          seed: A seed as in `mechanisms.noise`, new for each client and round.
         """
-        # The first states of the model's random generators.
+        # The initial states of the model's random generators.
         seeds = [
             tf.cast(tf.stack([noise.integer(seed, 1 + number), 0]), variable.dtype)
             for number, variable in enumerate(self._random_state)
@@ -273,10 +272,10 @@ class Trainer:
         """Takes one step on one batch.
 
         Args:
-          state: The client's.
+          state: The client's state.
           x: Nest of features.
           y: Nest of labels, perhaps with weights beside them.
-          received: What the client started from.
+          received: The broadcast that the client started from.
           metrics: The metrics' state.
 
         Returns:
@@ -312,7 +311,7 @@ class Trainer:
         )
         state = ClientState([*trainable, *after[count:]], slots)
         metrics = self.with_batch(metrics, y, predicted, weight, own)
-        if loss.shape.rank:  # A loss without reduction: Keras sums gradients.
+        if loss.shape.rank:  # A loss without reduction: Keras sums the gradients.
             loss = tf.reduce_mean(loss)
         return state, tf.cast(loss, tf.float32), metrics
 
@@ -324,14 +323,14 @@ class Trainer:
         metrics: cohort.MetricState,
         training: bool = False,
     ) -> tuple[tf.Tensor, cohort.MetricState]:
-        """Returns the loss on a batch, and the metrics' next state.
+        """Returns the loss on a batch and the metrics' next state.
 
         Args:
           received: The weights to evaluate.
           x: Nest of features.
           y: Nest of labels, perhaps with weights beside them.
           metrics: The metrics' state.
-          training: Whether layers compute as in a step.
+          training: Whether layers behave as in training.
         """
         y, weight = nests.labels_and_weights(y)
         state = self.start(received, received.seed)
@@ -348,13 +347,13 @@ class Trainer:
         training: bool = True,
         own: list[tf.Tensor] | None = None,
     ) -> tuple[tf.Tensor, nests.Nest, list[tf.Tensor], list[tf.Tensor]]:
-        """Returns the loss, the outputs, and the values that they leave behind.
+        """Returns the loss, the outputs, and the values left in the variables.
 
-        Those of the model's own metrics, the last ones, begin anew in every call: a
-        layer that reads one finds nothing of others.
+        The last of these, the model's own metrics, start from their initial values in
+        every call. So a layer that reads one learns nothing about other clients.
         """
         mapping = list(zip(self._variables, state.values, strict=True))
-        # Means of losses, which Keras keeps to show them.
+        # Keras keeps means of the losses in order to show them.
         means = [] if self._loss is None else self._loss.variables
         mapping += [(v, tf.zeros(v.shape, v.dtype)) for v in means]
         kept = self._metrics.own_variables
@@ -379,14 +378,13 @@ class Trainer:
         weight: tf.Tensor | None = None,
         own: list[tf.Tensor] | None = None,
     ) -> cohort.MetricState:
-        """Returns the metrics' state with a batch; a NaN counts as 0.
+        """Returns the metrics' state updated with a batch; a NaN counts as 0.
 
         Args:
           metrics: The metrics' state.
           y: Nest of labels.
           predicted: Nest of the model's outputs.
-          weight: What the examples count in those metrics that are weighted;
-            None: all the same.
+          weight: The examples' weights in the weighted metrics; None: all equal.
           own: Values of the variables of the model's own metrics after the batch.
         """
         metrics = self._metrics.with_batch(metrics, y, predicted, weight)
@@ -398,11 +396,11 @@ class Trainer:
         received: list[tf.Tensor] | None,
         seed: tf.Tensor,
     ) -> list[tf.Tensor]:
-        """Returns what the client gives to the mechanism.
+        """Returns the client's upload, before the mechanism clips it.
 
         Args:
           state: The client's state after its last step.
-          received: The weights that it started from: it uploads its update,
+          received: The weights that it started from; it then uploads its update,
             Delta = w - w_received. None: it uploads its weights w.
           seed: The client's seed, as in `start`.
         """
@@ -424,16 +422,16 @@ class Trainer:
 
 
 class ClientOptimizer:
-    """A Keras optimizer as a function of tensors; new for every client."""
+    """A Keras optimizer as functions of tensors, new for every client."""
 
     def __init__(
         self, optimizer: tf.keras.optimizers.Optimizer, variables: list[tf.Variable]
     ):
-        """Makes a copy whose updates are returned instead of assigned.
+        """Makes a copy that returns its updates instead of assigning them.
 
         Args:
-          optimizer: Its configuration is used.
-          variables: Those it trains, as Keras has them.
+          optimizer: The Keras optimizer, whose configuration is copied.
+          variables: The Keras variables that it trains.
         """
         keras_versions.check_optimizer(optimizer)
         self._optimizer: tf.keras.optimizers.Optimizer | None = None
@@ -458,7 +456,7 @@ class ClientOptimizer:
         """Returns the slots of a new client."""
         if self._optimizer is None:
             return []
-        # Depends on an argument: a constant would be kept in the function's graph.
+        # Depends on an argument, as a constant would be stored in the function's graph.
         zero = learning_rate * 0.0
         return [
             learning_rate
@@ -476,10 +474,10 @@ class ClientOptimizer:
         slots: list[tf.Tensor],
         learning_rate: tf.Tensor,
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Takes one step on the weights with a gradient that is not None.
+        """Takes one step on the weights whose gradient is not None.
 
         Returns:
-          The weights and the slots after it.
+          The weights and the slots after the step.
         """
         if all(gradient is None for gradient in gradients):
             return weights, slots
@@ -501,7 +499,7 @@ class ClientOptimizer:
 
 
 def is_plain_sgd(optimizer: tf.keras.optimizers.Optimizer) -> bool:
-    """Returns True for w <- w - lr g with a fixed rate, and nothing else."""
+    """Returns True if a step is w <- w - lr g at a fixed rate, and nothing else."""
     if (
         type(optimizer) is not tf.keras.optimizers.SGD
         or keras_versions.learning_rate(optimizer) is None
@@ -514,7 +512,7 @@ def is_plain_sgd(optimizer: tf.keras.optimizers.Optimizer) -> bool:
 
 
 def check_model(model: tf.keras.Model) -> None:
-    """Raises ValueError for a model that takes its steps in its own way."""
+    """Raises ValueError for a model with a custom train_step or stateful layers."""
     if type(model).train_step is not tf.keras.Model.train_step:
         raise ValueError(
             "model must not have a train_step of its own, which the compiled "
@@ -532,7 +530,7 @@ def check_model(model: tf.keras.Model) -> None:
 
 
 def zeros_like_batch(element_spec: nests.Nest, batch_size: int = 1) -> nests.Nest:
-    """Returns a nest of zeros in the shape of a batch of examples."""
+    """Returns a nest of zeros with the shapes of a batch of examples."""
     return tf.nest.map_structure(
         lambda spec: tf.zeros([batch_size, *spec.shape], spec.dtype), element_spec
     )
@@ -546,14 +544,14 @@ def specs_of(nest: nests.Nest) -> nests.Nest:
 
 
 def batch_specs(element_spec: nests.Nest) -> nests.Nest:
-    """Returns the specs of a batch of any number of examples."""
+    """Returns the specs of a batch with any number of examples."""
     return tf.nest.map_structure(
         lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype), element_spec
     )
 
 
 def _dense(gradient: tf.Tensor) -> tf.Tensor | None:
-    """Adds up repeated rows, without which a norm would not be the norm."""
+    """Adds up repeated rows; otherwise the norm would be wrong."""
     return None if gradient is None else tf.convert_to_tensor(gradient)
 
 

@@ -1,7 +1,7 @@
 """Client-level differential privacy around Flower's strategies and clients.
 
-Nothing here imports Flower: the wrappers rely on the methods of what they wrap.
-TensorFlow is imported only where the server clips, or correlates the noise.
+Nothing here imports Flower: the wrappers rely only on the methods of the wrapped
+objects. TensorFlow is imported only if the server clips or correlates the noise.
 """
 
 from tfdp_fl.flower.client import DPFedAvgNumPyClient, private_mod

@@ -1,7 +1,7 @@
-"""The client's side: whatever a client learned is clipped, and noised if asked.
+"""The client's side: clips each update, and adds noise if the server asks for it.
 
-The same for both of Flower's APIs: a wrapper for a `NumPyClient`, a mod for a
-`ClientApp`. Neither keeps anything from one round to the next.
+There is one for each of Flower's APIs, a wrapper for a `NumPyClient` and a mod for a
+`ClientApp`, which do the same. Neither keeps any state from one round to the next.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ _Made = TypeVar("_Made")
 
 _logger = logging.getLogger(__name__)
 
-# What server and client tell each other. Config of a train message:
+# The protocol between server and client. Config of a train message:
 CLIP_NORM = "dpfedavg_clip_norm"  # S (float)
-NOISE_STDDEV = "dpfedavg_noise_stddev"  # Of the client's noise (float), if any.
+NOISE_STDDEV = "dpfedavg_noise_stddev"  # Stddev of the client's noise (float), if any.
 ADAPTIVE_CLIP_ENABLED = "dpfedavg_adaptive_clip_enabled"  # Whether to send the bit.
 WEIGHT_KEY = "dpfedavg_weight_key"  # Message API: the metric to average by.
 # Metrics of the reply:
 NORM_BIT = "dpfedavg_norm_bit"  # Whether the update's norm was at most S.
-APPLIED_CLIP_NORM = "dpfedavg_applied_clip_norm"  # S, by which it was clipped.
+APPLIED_CLIP_NORM = "dpfedavg_applied_clip_norm"  # S, to which it was clipped.
 APPLIED_NOISE_STDDEV = "dpfedavg_applied_noise_stddev"  # 0.0 without noise.
 
 DEFAULT_WEIGHT_KEY = "num-examples"
 
-# The weight of every client in every average downstream. With SecAgg+ it is the
-# client itself that multiplies its model by this number, under its mask, where no
-# server can put it right: the true number of examples would be the client's share
-# of the average, whatever it was clipped to.
+# Every client's weight in every average downstream. With SecAgg+, the client itself
+# multiplies its model by this number, under its mask, where no server can correct it.
+# The true number of examples would scale the client's share of the average, whatever
+# the clip.
 _NUM_EXAMPLES = 1
 
 # How Flower packs what a client of the older API returns.
@@ -56,12 +56,12 @@ _LEGACY_WEIGHT = "num_examples"
 
 
 class Instruction(NamedTuple):
-    """What the server asks of a client.
+    """The server's instructions for a client.
 
     Attributes:
       clip_norm: The clip norm, S.
-      noise_stddev: what the client adds to each coordinate, 0 for nothing.
-      wants_norm_bit: whether it has to say if its norm was within S.
+      noise_stddev: stddev of the noise that the client adds to each coordinate, or 0.
+      wants_norm_bit: whether it must report if its norm was within S.
     """
 
     clip_norm: float
@@ -70,7 +70,7 @@ class Instruction(NamedTuple):
 
     @property
     def config(self) -> Json:
-        """What a client is told, under Flower's names."""
+        """The config entries that are sent to a client, under Flower's names."""
         told: Json = {CLIP_NORM: self.clip_norm}
         if self.noise_stddev:
             told[NOISE_STDDEV] = self.noise_stddev
@@ -80,7 +80,7 @@ class Instruction(NamedTuple):
 
     @classmethod
     def of(cls, config: Config) -> Instruction:
-        """Reads the config that came with the model, or raises."""
+        """Reads the config that came with the model, or raises an error."""
         if CLIP_NORM not in config:
             raise KeyError(
                 f"The server sent no clip norm: config has no {CLIP_NORM}"
@@ -99,27 +99,27 @@ def release(
     returned: Sequence[np.ndarray],
     asked: Instruction,
 ) -> tuple[list[np.ndarray], Json, bool]:
-    """Returns what leaves the client: w + clip(Delta) (+ noise), and what was done.
+    """Returns the client's upload: w + clip(Delta) (+ noise), and what was applied.
 
-    Without noise it is within S of what was received, after rounding too. An
-    update with a NaN or an infinity is zero.
+    Without noise, it is within S of the received model, even after rounding. An update
+    with a NaN or an infinity is replaced by zero.
 
     Source: McMahan et al. (2018), Algorithm 1, UserUpdate; Andrew et al.
     (2021), Algorithm 1, for the bit.
 
     Args:
       received: w, the model that the server sent.
-      returned: w + Delta, what the client made of it.
-      asked: what the server asked for.
+      returned: w + Delta, the client's trained model.
+      asked: the server's instructions.
 
     Returns:
-      The arrays, in the dtypes received, or in float64 where those are too coarse
-      for the noise; metrics, of clip and noise and, if asked for, the norm bit; and
+      The arrays, in the received dtypes, or in float64 if those are too coarse for the
+      noise; metrics with the clip, the noise and, if requested, the norm bit; and
       whether the update was not finite.
 
     Raises:
-      ValueError: unless both have the same number of arrays, of same shapes;
-        if the noise is too small beside the model for any dtype.
+      ValueError: if the numbers or shapes of the arrays differ, or if the noise is too
+        small relative to the model for any dtype.
     """
     update = updates.clip(updates.difference(returned, received), asked.clip_norm)
     if update.discarded:
@@ -141,26 +141,24 @@ def release(
 
 
 class DPFedAvgNumPyClient:
-    """Clips, and on request noises, the update that a client returns.
+    """Clips the update that a client returns, and adds noise on request.
 
-    For any object with `fit(parameters, config) -> (parameters, num_examples,
-    metrics)`, parameters being lists of numpy arrays, such as Flower's
-    `NumPyClient`. In `config` the server names
+    It wraps any object with `fit(parameters, config) -> (parameters, num_examples,
+    metrics)` whose parameters are lists of numpy arrays, such as Flower's
+    `NumPyClient`. In `config`, the server sends
 
       * `dpfedavg_clip_norm`: S (required);
       * `dpfedavg_noise_stddev`: the stddev of the noise that this client adds
-        to each coordinate of its clipped update, if it is to add any;
-      * `dpfedavg_adaptive_clip_enabled`: True asks for the metric
+        to each coordinate of its clipped update, if it should add any;
+      * `dpfedavg_adaptive_clip_enabled`: True requests the metric
         `dpfedavg_norm_bit`, which is true if and only if ||Delta|| <= S.
 
-    The metrics `dpfedavg_applied_clip_norm` and `dpfedavg_applied_noise_stddev`
-    tell the server what was done. The number of examples that goes with the
-    update is always 1: every client has the same weight, and the true number
-    stays where it is.
+    The metrics `dpfedavg_applied_clip_norm` and `dpfedavg_applied_noise_stddev` tell
+    the server what was applied. The number of examples sent with the update is always
+    1: every client has the same weight, and the true number never leaves the client.
 
-    Everything else (`get_parameters`, `get_properties`, `evaluate`, ...) is
-    the wrapped client's. What leaves the client by those ways, and the other
-    metrics, carries no noise.
+    Everything else (`get_parameters`, `get_properties`, `evaluate`, ...) is forwarded
+    to the wrapped client. Its results, and the client's other metrics, carry no noise.
 
     Source: Flower's "Differential Privacy Wrappers", client-side logic;
     McMahan et al. (2018), Algorithm 1, UserUpdate; Andrew et al. (2021),
@@ -168,7 +166,7 @@ class DPFedAvgNumPyClient:
 
     Attributes:
       client: the wrapped client.
-      discarded_updates: how many updates were not finite and became zero.
+      discarded_updates: the number of updates that were not finite and became zero.
     """
 
     def __init__(self, client: NumPyClient):
@@ -191,19 +189,18 @@ class DPFedAvgNumPyClient:
 
         Args:
           parameters: w, the model that the server sent.
-          config: passed on to the wrapped client as it is.
+          config: passed on unchanged to the wrapped client.
 
         Returns:
-          The parameters in the dtypes received (without noise they are within
-          S of those received, after rounding too); 1 as the number of examples,
-          whatever the wrapped client says; and its metrics with those above.
+          The parameters in the received dtypes (without noise, they are within S of
+          those received, even after rounding); 1 as the number of examples, whatever
+          the wrapped client returns; and its metrics together with those above.
 
         Raises:
           KeyError: if the server sent no clip norm. Nothing was trained then.
           RuntimeError: if the wrapped client raised an error; it is logged.
-          TypeError, ValueError: if a value in `config` is not what it should
-            be (nothing was trained then), or the wrapped client returns arrays
-            of other shapes.
+          TypeError, ValueError: if a value in `config` is invalid (nothing was trained
+            then), or the wrapped client returns arrays of other shapes.
         """
         asked = Instruction.of(config)
         # The wrapped client may train in place.
@@ -228,10 +225,10 @@ class DPFedAvgNumPyClient:
         return self.client.evaluate(parameters, config)
 
     def to_client(self) -> Client:
-        """What Flower asks of a `NumPyClient`: this one as a `Client`.
+        """Returns this wrapper as a Flower `Client`.
 
-        It is the wrapped client's method at work on the wrapper: the client
-        that Flower gets trains through the `fit` above.
+        It calls the wrapped client's method on the wrapper, so the client that Flower
+        gets trains through the `fit` above.
         """
         return type(self.client).to_client(self)
 
@@ -244,46 +241,45 @@ class DPFedAvgNumPyClient:
 def private_mod(
     message: Message, context: Context, call_next: Callable[[Message, Context], Message]
 ) -> Message:
-    """Clips, and on request noises, the update that a `ClientApp` returns.
+    """Clips the update that a `ClientApp` returns, and adds noise on request.
 
-    To be named among the mods of a `ClientApp`, or of its train function, after
-    `secaggplus_mod` if that is there, and before whatever is to see the update
-    unclipped:
+    List it among the mods of a `ClientApp`, or of its train function: after
+    `secaggplus_mod`, if that is used, and before any mod that should see the unclipped
+    update:
 
         app = ClientApp(mods=[tfdp_fl.flower.private_mod])
 
-    What the server asks for stands in the ConfigRecord of a train message,
-    under the names that `DPFedAvgNumPyClient` knows. The reply's one
-    ArrayRecord is replaced by w + clip(Delta) (+ noise), in the dtypes
-    received; its weight (the metric that the strategy averages by,
-    `num-examples`) by 1, so that the true number stays where it is. Beside the
-    weight stand `dpfedavg_applied_clip_norm` and
-    `dpfedavg_applied_noise_stddev`, which tell the server what was done, and if
-    the server asks, `dpfedavg_norm_bit`: whether ||Delta|| <= S (1) or not (0).
-    Clients that were made by a `client_fn` are treated alike.
+    The server's instructions are in the ConfigRecord of a train message, under the same
+    names as for `DPFedAvgNumPyClient`. The reply's only ArrayRecord is replaced by
+    w + clip(Delta) (+ noise), in the received dtypes. Its weight (the metric
+    `num-examples`, with which the strategy averages) is replaced by 1, so the true
+    number never leaves the client. Next to the weight are
+    `dpfedavg_applied_clip_norm` and `dpfedavg_applied_noise_stddev`, which tell the
+    server what was applied, and on request `dpfedavg_norm_bit`: whether ||Delta|| <= S
+    (1) or not (0). Clients made by a `client_fn` are treated in the same way.
 
-    Everything else in the reply, its other metrics, and whatever is no train
-    message (evaluation, queries) leaves the client as it is, without noise.
+    Everything else leaves the client unchanged, without noise: other metrics in the
+    reply, and replies to other messages (evaluation, queries).
 
     Args:
-      message: what the server sent.
-      context: Flower's context, handed on as it is.
+      message: the server's message.
+      context: Flower's context, passed on unchanged.
       call_next: the next mod, or the app.
 
     Returns:
-      The reply. An error of the app's is handed on.
+      The reply. An error reply from the app is passed on.
 
     Raises:
-      KeyError: if the server sent no clip norm. Nothing was trained then. (To
-        the server this and what follows is a client that failed.)
+      KeyError: if the server sent no clip norm. Nothing was trained then. (To the
+        server, this error and the following ones are a failed client.)
       RuntimeError: if the app raised an error; it is logged.
-      TypeError, ValueError: if what the server asks for is not what it should
-        be (nothing was trained then), or the reply is none: arrays of other
-        names or shapes, or more than one ArrayRecord.
+      TypeError, ValueError: if the server's instructions are invalid (nothing was
+        trained then), or the reply is invalid: arrays with other names or shapes, or
+        more than one ArrayRecord.
     """
     if message.metadata.message_type.partition(".")[0] != "train":
         return call_next(message, context)
-    # The first record that has a name says what it is.
+    # For each name, the first record that has it counts.
     config = collections.ChainMap(*map(dict, message.content.config_records.values()))
     asked = Instruction.of(config)
     weight_key = str(config.get(WEIGHT_KEY, DEFAULT_WEIGHT_KEY))
@@ -302,7 +298,7 @@ def private_mod(
         )
     returned = [record[name].numpy() for name in received]
     arrays, applied, _ = release(list(received.values()), returned, asked)
-    records = dict(reply.content)  # The app may have sent back what it got.
+    records = dict(reply.content)  # A copy: the app may return the content it received.
     records[key] = array_record(record, dict(zip(received, arrays, strict=True)))
     weight: Json = {weight_key: _NUM_EXAMPLES}
     if key == _LEGACY_MODEL:
@@ -310,11 +306,11 @@ def private_mod(
         records[_LEGACY_METRICS] = type(old)({**old, **applied})
         weight = {_LEGACY_WEIGHT: _NUM_EXAMPLES}
     else:
-        # A MetricRecord holds no booleans; + turns them into numbers.
+        # A MetricRecord cannot hold booleans; + turns them into numbers.
         weight |= {name: +value for name, value in applied.items()}
     _set_metrics(records, reply.content.metric_records, weight)
     for name, metrics in dict(reply.content.metric_records).items():
-        # Whatever the strategy averages by, the true number of examples stays here.
+        # Whichever weight the strategy uses, the true number of examples stays here.
         if DEFAULT_WEIGHT_KEY in metrics:
             told = {**records[name], DEFAULT_WEIGHT_KEY: _NUM_EXAMPLES}
             records[name] = type(metrics)(told)
@@ -325,9 +321,9 @@ def private_mod(
 def call_client_code(
     train: Callable[[_First, _Second], _Made], what: _First, how: _Second
 ) -> _Made:
-    """Calls a client's own code; of an error that it raises, only the kind leaves.
+    """Calls a client's own code; reveals only the type of an error that it raises.
 
-    Flower sends the server what an exception says, which may quote examples.
+    Flower sends the message of an exception to the server, and it may quote examples.
     """
     try:
         return train(what, how)
@@ -340,7 +336,7 @@ def call_client_code(
 
 
 def only_record(content: RecordDict, sender: str) -> tuple[str, ArrayRecord]:
-    """Returns the name of the one ArrayRecord, and it; raises if there is another."""
+    """Returns the only ArrayRecord with its name; raises an error if there are more."""
     records = dict(content.array_records)
     if len(records) != 1:
         raise ValueError(
@@ -353,7 +349,7 @@ def only_record(content: RecordDict, sender: str) -> tuple[str, ArrayRecord]:
 def _set_metrics(
     records: Json, there: Mapping[str, MetricRecord], metrics: Json
 ) -> None:
-    """Sets metrics wherever the first of them, the weight, stands."""
+    """Sets metrics in every record that has the first of them, the weight."""
     weight = next(iter(metrics))
     keys = [key for key, record in there.items() if weight in record]
     for key in keys or list(there)[:1]:
@@ -364,11 +360,11 @@ def _set_metrics(
 
 
 def array_record(like: ArrayRecord, arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
-    """Returns an ArrayRecord of the kind of another one, with these arrays."""
+    """Returns an ArrayRecord of the same class as another one, with these arrays."""
     kind = type(next(iter(like.values())))
     return type(like)({name: kind(np.asarray(array)) for name, array in arrays.items()})
 
 
 def flower(name: str) -> type:
-    """Returns a class of Flower's, which has sent messages by now."""
+    """Returns one of Flower's classes; Flower must already be imported."""
     return getattr(importlib.import_module("flwr.app"), name)

@@ -1,4 +1,4 @@
-"""The server's side for Flower's older API, under the names it has there."""
+"""The server's side for Flower's older API, with Flower's own names."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from flwr.server.client_proxy import ClientProxy
     from flwr.server.strategy import Strategy
 
-# A client of the last round (a proxy) and what it was sent or returned.
+# A client (a proxy) of a round, and its instructions or its result.
 _Messages: TypeAlias = "list[tuple[ClientProxy, FitIns | FitRes]]"
 _Copied = TypeVar("_Copied")
 
 
 class DPFedAvg(private_rounds.PrivateRounds):
-    """Any central mechanism around a strategy of `flwr.server` that averages.
+    """Applies any central mechanism to an averaging strategy of `flwr.server`.
 
-    As `PrivateStrategy`, for objects with `configure_fit(server_round,
-    parameters, client_manager)` and `aggregate_fit(server_round, results,
-    failures)`; the clients are wrapped in `DPFedAvgNumPyClient`, and the m of a
-    round are drawn from the client manager's `all()`. Mechanisms whose
-    clip depends on all updates (`MedianClipping`, for example) clip at the server,
-    which then sees each update, so SecAgg+ cannot be used.
+    It is like `PrivateStrategy`, but for objects with `configure_fit(server_round,
+    parameters, client_manager)` and `aggregate_fit(server_round, results, failures)`.
+    The clients are wrapped in `DPFedAvgNumPyClient`, and a round's m clients are drawn
+    from the client manager's `all()`. Mechanisms whose clip depends on all updates
+    (`MedianClipping`, for example) clip at the server, which then sees each update, so
+    SecAgg+ cannot be used.
     """
 
     _configure, _aggregate = "configure_fit", "aggregate_fit"
@@ -52,19 +52,19 @@ class DPFedAvg(private_rounds.PrivateRounds):
         """Wraps a strategy.
 
         Args:
-          strategy: what is to be wrapped.
-          num_sampled_clients: m, how many clients are asked in each round.
+          strategy: the strategy to wrap.
+          num_sampled_clients: m, the number of clients asked in each round.
           mechanism: a central mechanism without a memory.
-          num_clients: N; None means m, which claims nothing for the sampling: a
-            round costs as much as if all clients were in it.
-          secagg_step: for `SecAggPlusWorkflow`, what it rounds a coordinate of one
-            client's update by: 2 clipping_range max_weight / quantization_range. A
-            client then counts as adding sqrt(D) of it beside S. None: updates arrive
-            one by one, and a secure average is refused.
+          num_clients: N; None means m. No amplification is then claimed: a round costs
+            as much as if all clients were in it.
+          secagg_step: for `SecAggPlusWorkflow`, its rounding step for a coordinate of
+            one client's update: 2 clipping_range max_weight / quantization_range. The
+            bound on a client's contribution is then S + sqrt(D) secagg_step. None:
+            updates arrive one by one, and a secure average is refused.
           **options: the other keyword-only arguments of `PrivateStrategy`.
 
         Raises:
-          TypeError, ValueError: if an argument is not what it should be.
+          TypeError, ValueError: if an argument is invalid.
           LedgerError: if the ledger cannot be continued.
         """
         m = _validate.positive_integer(num_sampled_clients=num_sampled_clients)
@@ -92,16 +92,17 @@ class DPFedAvg(private_rounds.PrivateRounds):
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> _Messages:
-        """Draws the round's clients, and tells them what to clip to (and to noise).
+        """Draws the round's clients, and sends them the clip (and the noise to add).
 
         Returns:
-          The drawn clients, and copies of what the wrapped strategy tells its own.
-          None if it tells nobody, or if the round would overspend the budget.
+          The drawn clients, with copies of the wrapped strategy's instructions. The
+          list is empty if the strategy instructs no client, or if the round would
+          exceed the budget.
 
         Raises:
-          ValueError: if fewer than N clients are connected before the first round,
-            or the strategy sends them different instructions, or a model that is
-            not of real numbers.
+          ValueError: if fewer than N clients are connected before the first round, or
+            the strategy sends clients different instructions, or a model that does not
+            consist of real numbers.
         """
         made = self._ask_strategy(server_round, parameters, client_manager)
         if not made:
@@ -127,22 +128,21 @@ class DPFedAvg(private_rounds.PrivateRounds):
     def aggregate_fit(
         self, server_round: int, results: _Messages, failures: Sequence[object]
     ) -> tuple[Parameters | None, Json]:
-        """Hands the noised mean, as the only result, to the strategy.
+        """Passes the noisy mean, as the only result, to the strategy.
 
-        Whatever a client replied, it is no error here: such a client counts
-        as failed, or where clients noise its update as zero.
+        No client reply raises an error here. A client with an invalid reply counts as
+        failed, or its update as zero if clients add the noise.
 
         Returns:
-          What the wrapped strategy makes of it; `(None, {})` if the round is
-          abandoned.
+          The result of the wrapped strategy; `(None, {})` if the round is abandoned.
 
         Raises:
-          ValueError: if SecAgg+ hands over one average, and the server was to clip
-            or there is no `secagg_step`.
-          RoundNotConfiguredError: if the round's `configure_fit` was not
-            called, or its results were here before. Nothing is released then.
-          LedgerWriteError: if the round could not be written down. Nothing is
-            released then.
+          ValueError: if SecAgg+ passes on one average although the server should clip,
+            or although `secagg_step` was not given.
+          RoundNotConfiguredError: if the round's `configure_fit` was not called, or its
+            results have arrived before. Nothing is released then.
+          LedgerWriteError: if the round could not be recorded. Nothing is released
+            then.
         """
         configured = self._open[1]
         averaged = _is_one_average(results)
@@ -170,7 +170,7 @@ class DPFedAvg(private_rounds.PrivateRounds):
         if released is None:
             return None, {}
         configured, model = released
-        # The noised mean in the shape of Flower's `FitRes`.
+        # The noisy mean in the form of Flower's `FitRes`.
         result = types.SimpleNamespace(
             parameters=_like(configured.template, model), num_examples=1, metrics={}
         )
@@ -182,13 +182,12 @@ class DPFedAvg(private_rounds.PrivateRounds):
 class DPFedAvgFixed(DPFedAvg):
     """DP-FedAvg with a fixed clip norm around a strategy that averages.
 
-    Flower's name and arguments for `DPFedAvg` with `FixedClipping`. The noise
-    N(0, (z S)^2) is added by the server to the sum, or, where
-    `server_side_noising` is False, by each client to its update before it sends
-    it, with stddev z S / sqrt(m).
+    Flower's name and arguments for `DPFedAvg` with `FixedClipping`. The server adds the
+    noise N(0, (z S)^2) to the sum. If `server_side_noising` is False, each client adds
+    noise of stddev z S / sqrt(m) to its update before sending it.
 
-    Source: Flower's "Differential Privacy Wrappers", `DPFedAvgFixed`, with the
-    noise where `server_side_noising` says; McMahan et al. (2018), Algorithm 1.
+    Source: Flower's "Differential Privacy Wrappers", `DPFedAvgFixed`, with the noise
+    added as `server_side_noising` specifies; McMahan et al. (2018), Algorithm 1.
     """
 
     def __init__(
@@ -203,7 +202,7 @@ class DPFedAvgFixed(DPFedAvg):
         """Wraps a strategy.
 
         Args:
-          strategy: Flower's strategy that is wrapped.
+          strategy: The Flower strategy to wrap.
           num_sampled_clients: The number of clients in a round, m.
           clip_norm: The clip norm, S.
           noise_multiplier: The noise multiplier, z.
@@ -211,7 +210,7 @@ class DPFedAvgFixed(DPFedAvg):
           **options: the keyword-only arguments of `DPFedAvg`.
 
         Raises:
-          TypeError, ValueError: if an argument is not what it should be.
+          TypeError, ValueError: if an argument is invalid.
         """
         mechanism = mechanisms.FixedClipping(
             clip_norm=clip_norm,
@@ -224,11 +223,11 @@ class DPFedAvgFixed(DPFedAvg):
 class DPFedAvgAdaptive(DPFedAvg):
     """DP-FedAvg with adaptive clipping around a strategy that averages.
 
-    Flower's name and arguments for `DPFedAvg` with `AdaptiveClipping`: each
-    client reports whether its update's norm was at most S, and S moves by the
-    noised fraction b of those that were, S <- S exp(-eta (b - gamma)). Updates
-    and count together cost z. The bits reach the server without noise, which it
-    adds to their count: `server_side_noising=False` does not hide a client's bit
+    Flower's name and arguments for `DPFedAvg` with `AdaptiveClipping`. Each client
+    reports whether its update's norm was at most S, and S is updated from the noisy
+    fraction b of clients whose norm was: S <- S exp(-eta (b - gamma)). Updates and
+    count together cost z. The server receives the bits without noise and adds noise
+    only to their count, so `server_side_noising=False` does not hide a client's bit
     from the server.
 
     Source: Flower's "Differential Privacy Wrappers", `DPFedAvgAdaptive`;
@@ -250,20 +249,20 @@ class DPFedAvgAdaptive(DPFedAvg):
         """Wraps a strategy.
 
         Args:
-          strategy: Flower's strategy that is wrapped.
+          strategy: The Flower strategy to wrap.
           num_sampled_clients: The number of clients in a round, m.
           init_clip_norm: S of the first round.
-          noise_multiplier: z, what a round's two releases together cost.
+          noise_multiplier: z, the joint cost of a round's two releases.
           server_side_noising: whether the server adds the updates' noise.
           clip_norm_lr: The step of the clip norm, eta.
           clip_norm_target_quantile: The quantile that the clip follows, gamma.
           clip_count_stddev: sigma_b, above z / 2; None means m / 20, or 0 if
-            there is no noise at all. Errors call it, and the three above, by
-            the names that `AdaptiveClipping` has for them.
+            there is no noise at all. Errors use the names of `AdaptiveClipping` for
+            it and for the clip's three arguments above.
           **options: the keyword-only arguments of `DPFedAvg`.
 
         Raises:
-          TypeError, ValueError: if an argument is not what it should be.
+          TypeError, ValueError: if an argument is invalid.
         """
         mechanism = mechanisms.AdaptiveClipping(
             noise_multiplier=noise_multiplier,
@@ -282,22 +281,22 @@ def _noise_site(server_side_noising: bool) -> str:
 
 
 def _is_one_average(results: _Messages) -> bool:
-    """Whether results share one object, as they do that SecAgg+ hands over.
+    """Whether all results share one object, as SecAgg+ passes them on.
 
-    One object then stands for every client's update.
+    That object then stands for every client's update.
     """
     sent = [getattr(fit_res, "parameters", None) for _, fit_res in results]
     return len(sent) > 1 == len(set(map(id, sent))) and hasattr(sent[0], "tensors")
 
 
 def _name_of(client: Hashable) -> Hashable:
-    """Returns a client's `cid`; an object without one is its own name."""
+    """Returns a client's `cid`; an object without one serves as its own name."""
     return getattr(client, "cid", client)
 
 
 def _to_arrays(parameters: Parameters) -> list[np.ndarray]:
     """Returns the arrays that the server's own `flwr.common.Parameters` hold."""
-    # Pickled objects could execute code: they are never allowed.
+    # Pickled objects could execute code, so they are never allowed.
     return [
         np.load(io.BytesIO(tensor), allow_pickle=False) for tensor in parameters.tensors
     ]
@@ -312,7 +311,7 @@ def _like(parameters: Parameters, arrays: Sequence[np.ndarray]) -> Parameters:
 
 
 def _with_attribute(message: _Copied, name: str, value: object) -> _Copied:
-    """Returns a shallow copy with another value; the original stays."""
+    """Returns a shallow copy with another value; the original does not change."""
     other = copy.copy(message)
     setattr(other, name, value)
     return other

@@ -1,7 +1,7 @@
-"""The rounds that were charged, what they cost, and what the budget allows.
+"""The charged rounds, their cost, and what the budget still allows.
 
-Of correlated noise also what later rounds depend on: its memory, and which clients
-took part in which round.
+For correlated noise, also the state on which later rounds depend: its memory, and which
+clients took part in which round.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tfdp_fl.terms import Json, TrustModel
 if TYPE_CHECKING:
     from tfdp_fl.mechanisms.contribution import Memory
 
-# The name of a client that is a node.
+# Returns the name of the client that a node belongs to.
 ClientOf = Callable[[int], str | int]
 
 
@@ -29,12 +29,12 @@ class ReleasedRound:
     """A round that was charged.
 
     Attributes:
-      server_round: The number of the round, Flower's.
-      clip_norm: S, with which its clients clipped.
-      num_replies: how many of the m clients that were asked were in the sum.
-      charge: what it costs somebody who sees the models: one Gaussian, whatever was
-        released in it; m, N, and how the m were drawn.
-      is_released: False of a round that was abandoned after its clients were drawn.
+      server_round: Flower's number of the round.
+      clip_norm: S, to which its clients clipped.
+      num_replies: how many of the m clients asked were in the sum.
+      charge: its cost against anyone who sees the models: one Gaussian, whatever was
+        released in it; m, N, and how the m clients were drawn.
+      is_released: False for a round abandoned after its clients were drawn.
     """
 
     server_round: int
@@ -45,16 +45,15 @@ class ReleasedRound:
 
 
 class RoundHistory:
-    """The charged rounds: all that the ledger holds, or those released here.
+    """The charged rounds: all rounds in the ledger, or those released here.
 
-    Rounds in a ledger that this strategy has not released were released by a
-    process that is gone, or by another strategy with clients in common. They
-    count alike.
+    The ledger may also hold rounds that were released by an earlier process, or by
+    another strategy on some of the same clients. They count equally.
 
     Attributes:
-      released: the rounds that this strategy was charged with.
-      budget: the most that may be spent; None for no limit.
-      ledger: open, or None.
+      released: the rounds charged to this strategy.
+      budget: the budget; None for no limit.
+      ledger: the open ledger, or None.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class RoundHistory:
         """Opens the ledger, if there is one.
 
         Raises:
-          ValueError: if it holds rounds of another neighbouring relation.
+          ValueError: if it holds rounds with another neighbouring relation.
           LedgerError: if it cannot be continued.
         """
         self.released: list[ReleasedRound] = []
@@ -98,12 +97,12 @@ class RoundHistory:
 
     @property
     def num_rounds(self) -> int:
-        """How many rounds are charged, whichever strategy released them."""
+        """The number of charged rounds, whichever strategy released them."""
         return len(self.released) if self.ledger is None else self.ledger.rounds
 
     @property
     def num_from_ledger(self) -> int:
-        """How many of them others released: they stand in the ledger only."""
+        """The number of rounds released by others, which are only in the ledger."""
         return self.num_rounds - len(self.released)
 
     def accountant(self) -> accounting.PrivacyAccountant:
@@ -112,7 +111,7 @@ class RoundHistory:
         return self._account.central
 
     def _refresh(self, _: object = None) -> None:
-        """Counts what others wrote into the ledger.
+        """Counts rounds that others have written to the ledger.
 
         Raises:
           ValueError: a round has no central charge, or another sampling.
@@ -158,14 +157,14 @@ class RoundHistory:
     ) -> accounting.Charge:
         """Charges a round, on disk first; returns the receipt.
 
-        One that was abandoned is charged whatever the budget: it has been, and what it
-        tells cannot be taken back. No other is begun then.
+        An abandoned round is charged even beyond the budget, because what it reveals
+        cannot be taken back. No further round is then started.
 
         Raises:
-          BudgetExceededError: if it would exceed the budget, because others wrote
-            into the ledger since it was asked.
+          BudgetExceededError: if it would exceed the budget because others have
+            written to the ledger since the budget was last checked.
           LedgerWriteError: if its line could not be written.
-          In both cases nothing is charged, and it must not be released.
+          In both cases, nothing is charged, and the round must not be released.
         """
         abandoned: Json = {} if released.is_released else {"abandoned": 1}
         if budgets is None:
@@ -188,12 +187,12 @@ class RoundHistory:
 
 
 class Correlation:
-    """What correlated noise keeps from round to round, beside the model. Secret.
+    """The secret state of correlated noise between rounds, in addition to the model.
 
     Attributes:
-      client_of: names a node's client; None where every node is a client.
-      record: which clients took part when.
-      memory: of the noise; None before the first round.
+      client_of: returns the name of a node's client; None if every node is a client.
+      record: records which clients took part when.
+      memory: the memory of the noise; None before the first round.
     """
 
     def __init__(
@@ -205,14 +204,14 @@ class Correlation:
         self.record = mechanism.participation_record()
         self.memory: Memory = None
         self._mechanism = mechanism
-        # As they were when the round's clients were drawn.
+        # The nodes' names when the round's clients were drawn.
         self._names: dict[Hashable, str | int] = {}
 
     def eligible(self, nodes: Iterable[Hashable]) -> tuple[list[Hashable], int]:
-        """Returns a node of each client that may take part, and how many there are.
+        """Returns a node for each client that may take part, and the number of clients.
 
         Raises:
-          TypeError: `client_of` gives what is no name.
+          TypeError: `client_of` returns something that is not a name.
         """
         name_of: Callable[[Any], str | int] = self.client_of or int
         self._names = {node: name_of(node) for node in nodes}
@@ -226,10 +225,10 @@ class Correlation:
         return may, len(by_client)
 
     def begin(self, sent: Sequence[np.ndarray]) -> None:
-        """Makes the memory for a model, at first one of zeros.
+        """Creates the memory (zeros) for a model in the first round.
 
         Raises:
-          ValueError: the model is none of the rounds before.
+          ValueError: the model's shapes differ from those in the earlier rounds.
         """
         shapes = tuple(array.shape for array in sent)
         if self.memory is None:
@@ -245,6 +244,6 @@ class Correlation:
             )
 
     def take_over(self, memory: Memory, nodes: Iterable[Hashable]) -> None:
-        """Takes over the memory after a round, and which nodes were in its sum."""
+        """Stores the memory after a round, and records which nodes were in its sum."""
         self.record.add([self._names[node] for node in nodes])
         self.memory = memory

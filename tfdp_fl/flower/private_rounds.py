@@ -1,7 +1,7 @@
-"""The server's side of a round, whichever of Flower's APIs asks for it.
+"""The server's side of a round, for both of Flower's APIs.
 
-A wrapper says how Flower's messages are read and written. What is planned, drawn,
-released, abandoned, charged and reported is here.
+A subclass reads and writes Flower's messages. This module plans, draws, releases,
+abandons, charges and reports rounds.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from flwr.server.client_proxy import ClientProxy
     from flwr.serverapp.strategy import Strategy
 
-# Flower's strategies (read in flwr 1.12 and 1.42) that average with the weights they
-# are given, and do no more to the clients' replies.
+# Flower's strategies (as of flwr 1.12 and 1.42) that only average the clients' replies
+# with the given weights.
 _AVERAGING = (
     *("FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedOpt", "FedProx", "FedYogi"),
     "FaultTolerantFedAvg",
@@ -43,31 +43,31 @@ _logger = logging.getLogger(__name__)
 
 
 class RoundNotConfiguredError(RuntimeError):
-    """Results came for a round whose model and clip norm are unknown."""
+    """Results arrived for a round whose model and clip norm are unknown."""
 
 
 class PrivateRounds:
     """A wrapped strategy with a budget, and its rounds from cohort to release.
 
-    One after the other: a round is forgotten when the next one is configured.
+    Rounds run one at a time: a round is dropped when the next one is configured.
 
     Attributes:
       strategy: the wrapped strategy.
       rounds: The number of rounds, T, or None.
-      clip_norm: S, of the next round.
-      discarded_updates: how many updates arrived not finite, and became zero.
-      rejected_replies: how many replies could not be used.
+      clip_norm: S of the next round.
+      discarded_updates: the number of updates that were not finite and became zero.
+      rejected_replies: the number of unusable replies.
       stopped_before_round: the server's number of the last round that the
         budget did not allow; None if there was none.
     """
 
-    # Flower's method that makes the clients' messages, the one that averages, and
-    # the attribute of the function that aggregates clients' metrics.
+    # The names of Flower's method that makes the clients' messages, of the one that
+    # averages, and of the attribute with the function that aggregates metrics.
     _configure: str
     _aggregate: str
     _metrics_function: str
-    # The server's number of the round that is on, and what was fixed for it; None if
-    # no clients were asked.
+    # The server's number of the current round, and its configuration; None if no
+    # clients were asked.
     _open: tuple[int | None, sums.ConfiguredRound | None] = (None, None)
     _paid: accounting.Charge | None = None  # For the open round, if it was paid first.
     # By how much SecAgg+ rounds a coordinate of one client's update; None without it.
@@ -93,41 +93,42 @@ class PrivateRounds:
         """Wraps a strategy.
 
         Args:
-          strategy: one of Flower's that averages, a subclass of one, or one of
-            your own. It is handed one reply in each round, the noised mean.
-          mechanism: what is released.
-          num_clients: N. In each round at least so many must be connected.
-          clients_per_round: m, how many of them are asked in each round, drawn
-            by the operating system's random numbers.
-          sampling: "fixed_size": m of those that are connected; "poisson": each of
-            them with probability m/N; or "random_allocation": each of them, by
-            itself, in one of the floor(N/m) rounds of each pass. With the last two,
-            which cost less, a round may have no client at all, and is released as
+          strategy: one of Flower's averaging strategies, a subclass of one, or one of
+            your own. It gets one reply per round, the noisy mean.
+          mechanism: the mechanism, which defines what is released.
+          num_clients: N. At least this many must be connected in each round.
+          clients_per_round: m, the number of them asked in each round, drawn with the
+            operating system's random numbers.
+          sampling: "fixed_size": m of the connected clients; "poisson": each of them
+            with probability m/N; or "random_allocation": each of them, independently,
+            in one of the floor(N/m) rounds of each pass. With the last two, which cost
+            less, a round may have no clients at all, and is then released as pure
             noise. A server that restarts begins a new pass. None: "fixed_size", or
-            with `CorrelatedNoise` "min_separation", which is all that it takes.
-          rounds: T. No more are begun; those that a ledger holds count.
-          on_client_failure: "exclude" (the others are released) or "abort" (the
-            round is abandoned). Only "abort" if the clients share the noise
-            (`noise_site="client"`), which is enough only if all of them reply; None
-            means that, else "exclude". A reply of no use is no failure if they do:
-            the update is zero, and the server adds the noise in its place.
-          ledger: a `PrivacyLedger`, or the file of one, made or continued. A
-            round's line is on the disk before its result is returned.
-          target_epsilon: the budget: a round that would bring epsilon above it
-            is not begun.
-          target_delta: at this delta; both or neither.
-          accountant: "rdp" or "pld", for the budget and for what is reported; None:
-            the tighter one where it is quick (`accounting.select_accountant`).
-          client_of: for `CorrelatedNoise`: the name (a text or a whole number)
-            of the client that a node is, by what the server knows of it. None:
-            every node is a client of its own, and must keep its id.
-          non_negative: the places in the model, or the names, of arrays that noise
-            is not to push below zero, such as the variances of a BatchNorm; or the
-            built Keras model whose `get_weights()` the arrays are, of which they are
-            found out. None: none, with a warning where there may be one.
+            "min_separation" with `CorrelatedNoise`, which allows no other.
+          rounds: T. No further rounds are started; rounds in a ledger count.
+          on_client_failure: "exclude" (release the others' sum) or "abort" (abandon
+            the round). If the clients share the noise (`noise_site="client"`), which
+            suffices only if all of them reply, only "abort" is allowed, and is the
+            default; otherwise the default is "exclude". An unusable reply is not a
+            failure in that case: the update is replaced by zero, and the server adds
+            the missing noise.
+          ledger: a `PrivacyLedger`, or the file of one, created or continued. A
+            round's line is on disk before its result is returned.
+          target_epsilon: the budget; a round that would bring epsilon above it is not
+            started.
+          target_delta: the delta of the budget; give both or neither.
+          accountant: "rdp" or "pld", for the budget and the reports; None: PLD, the
+            tighter one, if it is fast (`accounting.select_accountant`).
+          client_of: for `CorrelatedNoise`: returns the name (a string or an integer) of
+            the client that a node belongs to, as far as the server knows. None: every
+            node is a separate client and must keep its id.
+          non_negative: the indices or names of the model's arrays that noise must not
+            push below zero, such as the variances of a BatchNorm; or the built Keras
+            model whose `get_weights()` are the arrays, in which such arrays are then
+            found. None: no arrays, with a warning if there may be one.
 
         Raises:
-          TypeError, ValueError: if an argument is not what it should be.
+          TypeError, ValueError: if an argument is invalid.
           LedgerError: if the ledger cannot be continued.
         """
         self._check_strategy(strategy)
@@ -163,7 +164,7 @@ class PrivateRounds:
             self._correlation = history.Correlation(mechanism, client_of)
         elif client_of is not None:
             raise ValueError(
-                f"client_of must be None but for CorrelatedNoise, got {client_of!r}."
+                f"client_of must be None except for CorrelatedNoise, got {client_of!r}."
             )
         constant = schedules.is_constant(mechanism.noise_multiplier)
         if self._sampling == Sampling.RANDOM_ALLOCATION and not constant:
@@ -172,13 +173,13 @@ class PrivateRounds:
                 f"whose passes are charged whole, got {mechanism!r}."
             )
         sums.check(mechanism, self._deployment)
-        # A clip that only the cohort tells is 0 before there is one.
+        # A clip that depends on the cohort is 0 before there is one.
         self.clip_norm = mechanism.first_clip_norm() or sums.NO_CLIP
         rules = ("abort",) if mechanism.needs_exact_cohort else ("exclude", "abort")
         self._on_client_failure = on_client_failure or rules[0]
         _validate.one_of(rules, on_client_failure=self._on_client_failure)
         if accountant is None:
-            # (PLD cuts off tails of about 1e-15.)
+            # (PLD truncates tails of about 1e-15.)
             events = (
                 mechanism.round_event(index, self._deployment)
                 for index in range(rounds or 1)
@@ -203,9 +204,9 @@ class PrivateRounds:
         self.stopped_before_round: int | None = None
 
     def _check_strategy(self, strategy: Strategy) -> None:
-        """Raises unless a strategy can do with one averaged reply.
+        """Raises an error unless a strategy can work with one averaged reply.
 
-        The guarantee does not depend on it: all that is handed on is post-processed.
+        The guarantee does not depend on it, as the strategy only post-processes.
         """
         for method in (self._configure, self._aggregate):
             if not callable(getattr(strategy, method, None)):
@@ -236,20 +237,20 @@ class PrivateRounds:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
-            f"A {type(self).__name__} cannot be copied or pickled: two of them would "
-            "say what one has spent. Make another one with the same ledger."
+            f"A {type(self).__name__} cannot be copied or pickled: each copy would "
+            "count only its own spending. Make another one with the same ledger."
         )
 
-    # What was released, and what it cost.
+    # The releases and their cost.
 
     @property
     def mechanism(self) -> mechanisms.Mechanism:
-        """What is released; it cannot be exchanged during a run."""
+        """The mechanism; it cannot be replaced during a run."""
         return self._mechanism
 
     @property
     def num_clients(self) -> int:
-        """N; it cannot be exchanged during a run, whose rounds are charged by it."""
+        """N; it cannot be changed during a run, as rounds are charged with it."""
         return self._num_clients
 
     @property
@@ -259,12 +260,12 @@ class PrivateRounds:
 
     @property
     def on_client_failure(self) -> str:
-        """What becomes of a round in which a client fails; it prices all of them."""
+        """What happens to a round if a client fails; affects the cost of all rounds."""
         return self._on_client_failure
 
     @property
     def released_rounds(self) -> tuple[history.ReleasedRound, ...]:
-        """The rounds that this strategy was charged with."""
+        """The rounds charged to this strategy."""
         return tuple(self._history.released)
 
     def privacy_epsilon(
@@ -272,7 +273,7 @@ class PrivateRounds:
     ) -> float:
         """Returns epsilon at delta after the rounds charged so far.
 
-        Those of other strategies in the same ledger are among them.
+        These include rounds of other strategies in the same ledger.
 
         Args:
           delta: the failure probability; None means `target_delta`.
@@ -297,7 +298,7 @@ class PrivateRounds:
     def privacy_report(
         self, delta: float | None = None, accountant: str | None = None
     ) -> Json:
-        """Returns what is guaranteed, and what was assumed, as JSON values.
+        """Returns the guarantee and its assumptions as JSON values.
 
         Args:
           delta: the failure probability; None means `target_delta`.
@@ -305,10 +306,9 @@ class PrivateRounds:
 
         Returns:
           epsilon (None if there is no guarantee), epsilon_if_cohorts_are_known
-          (towards somebody who knows which clients were in which round), delta,
-          accountant, guarantee ("central"), relation, rounds,
-          rounds_from_ledger, clients_per_round, num_clients, and caveats: sentences
-          that have to be read with epsilon.
+          (against anyone who knows which clients were in which round), delta,
+          accountant, guarantee ("central"), relation, rounds, rounds_from_ledger,
+          clients_per_round, num_clients, and caveats: sentences that qualify epsilon.
         """
         delta, spent = self._delta(delta), self._history.accountant()
         accountant = accountant or self._accountant
@@ -329,7 +329,7 @@ class PrivateRounds:
         }
 
     def _caveats(self, epsilon: float, known: float) -> list[str]:
-        """Returns the sentences that hold; each stands by itself."""
+        """Returns the caveats that apply, as self-contained sentences."""
         others, correlated = self._history.num_from_ledger, self._correlation
         failed = any(
             r.is_released and r.num_replies < r.charge.clients_per_round
@@ -359,7 +359,7 @@ class PrivateRounds:
         return [statement.CAVEATS[key] for key in keys]
 
     def close(self) -> None:
-        """Closes the ledger, so that another process may go on with it."""
+        """Closes the ledger, so that another process can continue it."""
         self._settle()
         if self._history.ledger is not None:
             self._history.ledger.close()
@@ -375,9 +375,9 @@ class PrivateRounds:
 
     @property
     def _participation(self) -> charge_lib.Participation:
-        """Who could be in a round, if that it was abandoned tells nothing more.
+        """Which clients could be in a round, apart from what abandoned rounds reveal.
 
-        SecAgg+ loses the whole sum with one client.
+        With SecAgg+, one failed client loses the whole sum.
         """
         loses = self.on_client_failure == "abort" or self._secagg_step is not None
         return charge_lib.Participation(
@@ -390,16 +390,16 @@ class PrivateRounds:
     # A round.
 
     def _ask_strategy(self, server_round: int, *arguments: object) -> list[Any]:
-        """Settles the last round; returns what the wrapped strategy would send."""
+        """Settles the previous round; returns what the wrapped strategy would send."""
         self._settle()
         self._open = server_round, None
         if self._is_over(server_round, self._history.num_rounds):
-            return []  # Flower's own strategies would wait for clients first.
+            return []  # Flower's own strategies would first wait for clients.
         configure = getattr(self.strategy, self._configure)
         return list(configure(server_round, *arguments))
 
     def _settle(self) -> None:
-        """Abandons a round that was begun and not released."""
+        """Abandons a round that was started but not released."""
         if self._open[1] is not None:
             _logger.warning("Round %s is abandoned: no replies came.", self._open[0])
             nothing = sums.Collected(0, False, self._open[1].this)
@@ -430,7 +430,7 @@ class PrivateRounds:
                     f"of dtype {array.dtype}."
                 )
         non_negative = self._find_non_negative(sent, names)
-        # Rounds that cost nothing are not counted. Read once: others may write to it.
+        # Rounds without cost do not count. Read only once, as others may write to it.
         index = self._history.num_rounds
         if self._is_over(server_round, index):
             return None
@@ -439,12 +439,12 @@ class PrivateRounds:
             return None
         cohort, place = drawn
         if self._correlation is not None:
-            self._correlation.begin(sent)  # Or raises, before anybody is asked.
+            self._correlation.begin(sent)  # Or raises, before any client is asked.
             index = self._correlation.record.released
         event = self.mechanism.round_event(index, self._deployment)
         z = charge_lib.noise_multiplier_of(event)
         if self._secagg_step is not None and z is not None:
-            # After the clip, so that a client adds more than S.
+            # SecAgg+ rounds after the clip, so a client can add more than S.
             size = sum(array.size for array in sent)
             most = 1 + math.sqrt(size) * self._secagg_step / self.clip_norm
             event = dp_accounting.GaussianDpEvent(z / most)
@@ -478,7 +478,7 @@ class PrivateRounds:
     def _find_non_negative(
         self, sent: Sequence[np.ndarray], names: Sequence[str]
     ) -> list[int]:
-        """Returns the places that stay at 0 or above; warns once if none are said."""
+        """Returns the arrays to keep at 0 or above; warns once if none are given."""
         if self._non_negative is None:
             self._non_negative = ()
             likely = [
@@ -506,9 +506,9 @@ class PrivateRounds:
     def _cohort(
         self, server_round: int, connected: Mapping[Hashable, object]
     ) -> tuple[list[Hashable], Json] | None:
-        """Returns clients, drawn unforeseeably, and the place in a pass of the round.
+        """Returns unpredictably drawn clients, and the round's position in its pass.
 
-        None if too few are connected.
+        Returns None if too few clients are connected.
         """
         eligible, num_connected = list(connected), len(connected)
         if self._correlation is not None:
@@ -539,7 +539,7 @@ class PrivateRounds:
                 *(server_round, len(eligible), num_connected),
             )
             return None
-        # Flower draws by Python's `random`, which can be foretold.
+        # Flower draws with Python's `random`, which is predictable.
         return secrets.SystemRandom().sample(eligible, self.clients_per_round), {}
 
     def _stop_before(self, server_round: int) -> None:
@@ -558,12 +558,12 @@ class PrivateRounds:
         read: Callable[[_Result, sums.ConfiguredRound], replies.Reply],
         averaged: bool = False,
     ) -> tuple[sums.ConfiguredRound, list[np.ndarray]] | None:
-        """Returns a round and its model; None if there is none to release.
+        """Returns a round and its model; None if there is nothing to release.
 
-        Results that were `averaged` hold those that cannot be used, too.
+        If `averaged`, the average also includes unusable replies.
 
         Raises:
-          RoundNotConfiguredError: if the results belong to no round, or were here
+          RoundNotConfiguredError: if the results belong to no round, or have arrived
             before.
         """
         number, configured = self._open
@@ -573,7 +573,7 @@ class PrivateRounds:
                 "these results, or they were here before. Nothing is released or "
                 "charged."
             )
-        self._open = None, configured  # Until it is settled, whatever fails.
+        self._open = None, configured  # Until it is settled, even if something fails.
         if configured is None:
             return None
         usable: dict[Hashable, replies.Reply] = {}
@@ -594,15 +594,15 @@ class PrivateRounds:
                 )
         self.rejected_replies += rejected
         m = len(configured.asked)
-        # A client may end no run by what it sends: if that is of no use, the server
-        # adds the client's share of the noise.
+        # No client must be able to end a run by its reply. If a reply is unusable, the
+        # server adds that client's share of the noise.
         counted = replied if self.mechanism.needs_exact_cohort else usable
         enough = len(counted) == m or self.on_client_failure == "exclude"
         who = configured.plan.charge
         if not who.is_amplified or who.known_selection:
             enough = enough and bool(usable)
-        # Else nobody's reply is released as well, as noise alone: that all who were
-        # drawn failed tells who was drawn for the other rounds.
+        # Otherwise, release even a round without replies, as pure noise. That all drawn
+        # clients failed would reveal who was drawn for the other rounds.
         if not enough or (averaged and rejected):
             _logger.warning(
                 "Round %s is abandoned: %d of %d clients sent a reply that can be "
@@ -628,7 +628,7 @@ class _Server:
 
     Attributes:
       rounds: the strategy.
-      clients: those whose replies are used.
+      clients: the clients whose replies are used.
     """
 
     rounds: PrivateRounds
@@ -693,7 +693,7 @@ def _is_of_flower(thing: object) -> bool:
 
 
 def require_identical(contents: Sequence[_Content]) -> _Content:
-    """Returns what all clients are sent; raises ValueError if they are not sent one."""
+    """Returns the content sent to all clients; raises ValueError if it differs."""
     for other in contents[1:]:
         if other is not contents[0] and other != contents[0]:
             raise ValueError(

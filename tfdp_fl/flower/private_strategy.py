@@ -23,12 +23,12 @@ _logger = logging.getLogger(__name__)
 
 
 class PrivateStrategy(private_rounds.PrivateRounds):
-    """A mechanism around any strategy of `flwr.serverapp` that averages.
+    """Applies a mechanism to any averaging strategy of `flwr.serverapp`.
 
-    For any object with `configure_train(server_round, arrays, config, grid)`
-    and `aggregate_train(server_round, replies)` in Flower's shape; its clients
-    have `private_mod` among their mods. All other methods are the wrapped
-    strategy's, `start` among them:
+    It wraps any object with Flower's methods `configure_train(server_round, arrays,
+    config, grid)` and `aggregate_train(server_round, replies)`. Its clients must have
+    `private_mod` among their mods. All other methods, including `start`, are those of
+    the wrapped strategy:
 
         strategy = PrivateStrategy(
             FedAvg(min_available_nodes=1000),
@@ -37,30 +37,29 @@ class PrivateStrategy(private_rounds.PrivateRounds):
             target_epsilon=8.0, target_delta=1e-5, ledger="ledger.jsonl")
         result = strategy.start(grid=grid, initial_arrays=arrays, num_rounds=99)
 
-    Each round some of the connected nodes are drawn (see `sampling`), by the
-    operating system's random numbers, whichever and however many nodes the
-    wrapped strategy would have asked. What they send is read as if it were
-    hostile, clipped, added up, noised and divided by m, however many replied; the
-    wrapped strategy is handed that model as one reply, and nothing else: no
-    metrics, no errors. Whatever it makes of it costs nothing more.
+    In each round, some of the connected nodes are drawn (see `sampling`) with the
+    operating system's random numbers, whichever and however many nodes the wrapped
+    strategy would have asked. Their replies are read as if they were hostile, clipped
+    and added up. The server adds noise and divides by m, however many replied. The
+    wrapped strategy gets the resulting model as its only reply, without metrics or
+    errors. Its further processing costs no privacy.
 
-    The clients clip, and the server once more what it noises itself, for
-    `FixedClipping` and `AdaptiveClipping`. The server needs numpy and
-    dp-accounting then, and no TensorFlow. All other central mechanisms
-    (`MedianClipping`, your own) clip at the server, by the mechanism's own
-    TensorFlow functions. `LocalDP` needs no server of ours: a plain strategy
-    tells the clients' `private_mod` clip and noise.
+    With `FixedClipping` and `AdaptiveClipping`, the clients clip, and the server clips
+    again if it adds the noise. The server then needs numpy and dp-accounting, but no
+    TensorFlow. All other central mechanisms (`MedianClipping`, your own) clip at the
+    server, with the mechanism's own TensorFlow functions. `LocalDP` does not need this
+    class: a plain strategy can send the clip and the noise to the clients'
+    `private_mod`.
 
-    With `CorrelatedNoise` clients come as they like: only nodes are drawn for
-    whom it is not too soon, or too often, to take part again. Which nodes were in each
-    released round is kept, by the node's id or by the name that `client_of`
-    gives. The memory of this process may not be seen by anybody: with the models
-    it tells the sums without noise. A server that restarts begins other noise,
-    charged anew.
+    With `CorrelatedNoise`, clients may come and go, and a node is drawn only if it has
+    waited long enough and may take part again. The server keeps a record of the nodes
+    in each released round, by the node's id or by the name that `client_of` returns.
+    No one may see the memory of this process: together with the models, it reveals the
+    sums without noise. A server that restarts begins new noise, charged separately.
 
-    The guarantee is about the model. It does not cover what clients report beside
-    it: metrics of an evaluation, that they failed, the initial arrays if the server
-    asks a client for them.
+    The guarantee covers the model. It does not cover other reports from clients:
+    metrics of an evaluation, the fact that they failed, or the initial arrays if the
+    server asks a client for them.
 
     Source: McMahan et al. (2018), Algorithm 1, and each mechanism's own.
     """
@@ -71,10 +70,10 @@ class PrivateStrategy(private_rounds.PrivateRounds):
     _made: Message = None
 
     def start(self, grid: Grid, initial_arrays: ArrayRecord, *args, **kwargs) -> Result:
-        """Runs the wrapped strategy's rounds; arguments and result are its own.
+        """Runs the wrapped strategy's rounds, with its own arguments and result.
 
-        Once the budget is spent no more clients are asked to train, and the
-        model stays as it is.
+        Once the budget is spent, no more clients are asked to train, and the model no
+        longer changes.
         """
         try:
             return type(self.strategy).start(
@@ -86,17 +85,17 @@ class PrivateStrategy(private_rounds.PrivateRounds):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Draws the round's nodes, and tells them what to clip to (and to noise).
+        """Draws the round's nodes, and sends them the clip (and the noise to add).
 
         Returns:
-          Messages with the content of those that the wrapped strategy made. None
-          if it made none, if the round would overspend the budget, or if T rounds
-          were charged.
+          Messages with the content of the wrapped strategy's messages. The list is
+          empty if the strategy made none, if the round would exceed the budget, or if
+          T rounds were charged.
 
         Raises:
-          ValueError: if fewer than N nodes are connected before the first round
-            (in a later one the round is abandoned), or the strategy sends them
-            different messages, or a model that is not of real numbers.
+          ValueError: if fewer than N nodes are connected before the first round (a
+            later round is abandoned instead), or the strategy sends them different
+            messages, or a model that does not consist of real numbers.
         """
         self._sent = []
         made = self._ask_strategy(server_round, arrays, config, grid)
@@ -133,20 +132,20 @@ class PrivateStrategy(private_rounds.PrivateRounds):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Hands the noised mean, as the only reply, to the strategy.
+        """Passes the noisy mean, as the only reply, to the strategy.
 
-        Whatever a client replied, it is no error here: such a client counts as
-        failed, or where clients share the noise its update as zero.
+        No client reply raises an error here. A client with an invalid reply counts as
+        failed, or its update as zero if clients share the noise.
 
         Returns:
-          What the wrapped strategy makes of it; `(None, None)` if there is
-          nothing to release.
+          The result of the wrapped strategy; `(None, None)` if there is nothing to
+          release.
 
         Raises:
-          RoundNotConfiguredError: if the round's `configure_train` was not
-            called, or its replies were here before. Nothing is released then.
-          LedgerWriteError: if the round could not be written down. Nothing is
-            released then.
+          RoundNotConfiguredError: if the round's `configure_train` was not called, or
+            its replies have arrived before. Nothing is released then.
+          LedgerWriteError: if the round could not be recorded. Nothing is released
+            then.
         """
         sent = {m.metadata.dst_node_id: m.metadata.message_id for m in self._sent}
 
@@ -182,7 +181,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """The wrapped strategy's; replies that it refuses end no run."""
+        """The wrapped strategy's method; replies that it refuses do not end the run."""
         try:
             return self.strategy.aggregate_evaluate(server_round, replies)
         except Exception:
@@ -197,7 +196,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
 
 
 def _with_config(content: RecordDict, told: Json) -> RecordDict:
-    """Returns a copy that tells a client more, in its (first) ConfigRecord."""
+    """Returns a copy with further entries in its (first) ConfigRecord."""
     configs = dict(content.config_records)
     key = next(iter(configs), "config")
     kind = type(configs[key]) if configs else client_lib.flower("ConfigRecord")

@@ -1,9 +1,9 @@
-"""What a client sent, read as if the client were hostile.
+"""Reads clients' replies as if the clients were hostile.
 
-A reply comes from somebody else's machine and may hold anything. Nothing is
+A reply comes from another party's machine and may contain anything. Nothing is
 allocated before its size is known to match the model, nothing is unpickled or
-unzipped, Flower's own deserialiser is not used, and whatever is wrong with a reply
-raises a `ReplyError` that names it.
+unzipped, and Flower's own deserialiser is not used. Any problem with a reply raises a
+`ReplyError` that names it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from flwr.app import Message
     from flwr.common import FitRes
 
-# Version 1.0, which `numpy.save` writes for such arrays.
+# Version 1.0 of the format, which `numpy.save` writes for such arrays.
 _MAGIC = b"\x93NUMPY\x01\x00"
 
-# The header as `numpy.save` writes it, for plain real numbers of at most 8 bytes
-# only: no structures, no objects (which are pickled), no strings, no complex numbers.
+# The header as `numpy.save` writes it, only for plain real numbers of at most 8 bytes:
+# no structures, objects (which are pickled), strings or complex numbers.
 _HEADER = re.compile(
     rb"\{'descr': '([<>|=]?(?:f[248]|[iu][1248]|b1))', "
     rb"'fortran_order': (True|False), "
@@ -40,17 +40,17 @@ Shapes: TypeAlias = Sequence[tuple[int, ...]]
 
 
 class ReplyError(ValueError):
-    """A reply that no wrapped client sends; its client counts as failed."""
+    """The reply is not one that a wrapped client sends; the client counts as failed."""
 
 
 class Reply(NamedTuple):
-    """A reply in the shape that was asked for; all else in it is dropped.
+    """A reply in the requested form; everything else in it is dropped.
 
     Attributes:
-      arrays: the model that the client returned, in the shapes it was sent;
-        its values may be anything, NaN and infinity among them.
-      norm_bit: whether its update was within the clip norm, by its own word;
-        None if that was not asked for.
+      arrays: the model that the client returned, in the shapes that it was sent; the
+        values may be anything, including NaN and infinity.
+      norm_bit: whether the client reports that its update was within the clip norm;
+        None if that was not requested.
     """
 
     arrays: list[np.ndarray]
@@ -60,13 +60,13 @@ class Reply(NamedTuple):
 def read_result(
     fit_res: FitRes, shapes: Shapes, asked: client_lib.Instruction, unseen: bool = False
 ) -> Reply:
-    """Returns what a client of the older API replied, or raises.
+    """Returns the reply of a client of the older API, or raises an error.
 
     Args:
-      fit_res: whatever it is.
-      shapes: of the arrays that the client was sent.
-      asked: what it was asked for.
-      unseen: whether its update cannot be seen, and so not be clipped once more.
+      fit_res: the reply, which may be any object.
+      shapes: the shapes of the arrays that the client was sent.
+      asked: the client's instructions.
+      unseen: whether its update cannot be seen, and so cannot be clipped again.
 
     Raises:
       ReplyError: if the reply is not what a wrapped client sends.
@@ -90,14 +90,14 @@ def read_message(
     names: Sequence[str],
     sent: Mapping[int, str],
 ) -> Reply:
-    """Returns what a client of the message API replied, or raises.
+    """Returns the reply of a client of the message API, or raises an error.
 
     Args:
-      message: whatever it is.
-      shapes: of the arrays that the client was sent.
-      asked: what it was asked for.
-      names: of the arrays.
-      sent: the id of the message that each node was sent.
+      message: the reply, which may be any object.
+      shapes: the shapes of the arrays that the client was sent.
+      asked: the client's instructions.
+      names: the names of the arrays.
+      sent: the id of the message that was sent to each node.
 
     Raises:
       ReplyError: if the reply is not what `private_mod` sends.
@@ -117,7 +117,7 @@ def read_message(
             )
         arrays = []
         for name, shape in zip(names, shapes, strict=True):
-            # What it says of its own shape and dtype is not asked.
+            # Its own statements about shape and dtype are ignored.
             if record[name].stype != _NUMPY:
                 raise ReplyError(
                     f"an array must be of stype {_NUMPY}, got "
@@ -130,14 +130,14 @@ def read_message(
 
 @contextlib.contextmanager
 def _readable() -> Iterator[None]:
-    """Makes a `ReplyError` of whatever is raised while a reply is read."""
+    """Turns any error that is raised while a reply is read into a `ReplyError`."""
     try:
         yield
     except ReplyError:
         raise
     except Exception as error:
-        # The checks in the block are meant to be complete. If one is not, a
-        # client must still be able to end no more than its own reply.
+        # The checks in the block are meant to be complete. Even if one is missing, a
+        # client must not be able to affect more than its own reply.
         what = " ".join(f"{type(error).__name__}: {error}".split())[:100]
         raise ReplyError(f"it cannot be read ({what})") from error
 
@@ -145,10 +145,10 @@ def _readable() -> Iterator[None]:
 def _norm_bit(
     metrics: client_lib.Config, asked: client_lib.Instruction, unseen: bool = False
 ) -> bool | None:
-    """Returns the bit among a client's metrics, and checks what it applied.
+    """Returns the norm bit in a client's metrics; checks the applied clip and noise.
 
-    That only counts where clients noise, or no update is seen: else the server clips
-    and noises by itself, whatever a client did.
+    The check matters only if clients add noise, or if updates are not seen. Otherwise,
+    the server itself clips and adds noise, whatever a client did.
     """
     bare = "is the client wrapped in DPFedAvgNumPyClient, or private_mod a mod?"
     if asked.noise_stddev or unseen:
@@ -165,7 +165,7 @@ def _norm_bit(
         raise ReplyError(f"it has no {client_lib.NORM_BIT} ({bare})")
     value = metrics[client_lib.NORM_BIT]
     if isinstance(value, numbers.Real | np.bool_) and not math.isnan(value):
-        # One client moves the count by one at most, whatever number it sends.
+        # A client moves the count by at most one, whatever number it sends.
         return bool(value)
     raise ReplyError(
         f"{client_lib.NORM_BIT} must be a bool, got {type(value).__name__}"
@@ -175,8 +175,8 @@ def _norm_bit(
 def npy_array(data: object, shape: tuple[int, ...]) -> np.ndarray:
     """Returns the array in numpy's file format, without a copy.
 
-    The size that the header states is compared with `shape` and with the bytes that
-    are there before an array is made.
+    The size stated in the header is compared with `shape` and with the number of bytes
+    before an array is made.
 
     Args:
       data: the bytes of one `.npy` file.

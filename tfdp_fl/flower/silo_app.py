@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from flwr.app import Context, Message
     from flwr.clientapp import ClientApp
 
-# A `tfdp_fl.Silo`, and `PrivateMetrics`: of packages that lie above this one.
+# A `tfdp_fl.Silo` and `PrivateMetrics`, from packages that are above this one.
 _Silo: TypeAlias = Any
 _Metrics: TypeAlias = Any
 
@@ -26,22 +26,25 @@ def silo_app(
 
         app = silo_app(lambda context: tfdp_fl.Silo(build, x, y, ...))
 
-    A train message's one ArrayRecord goes to `Silo.train`; the reply has the answer
+    A train message's only ArrayRecord goes to `Silo.train`. The reply has the answer
     under the same names, and the metrics "num-examples" (the declared number of
-    people, by which strategies weigh), "rounds", "epsilon" and "spent" (0 or 1).
-    The process may end after each message: the silo goes on from its directory. The
-    same message again gets the same reply. Make the silo once by hand before its node
-    starts: what its table lacks is said to you then, and would show by an error later.
+    people, with which strategies weight), "rounds", "epsilon" and "spent" (0 or 1).
+    The process may end after each message, as the silo continues from its directory.
+    If the same message is sent again, it gets the same reply. Make the silo once by
+    hand before its node starts: problems with its table are then reported to you,
+    whereas later the node's error would reveal them to the server.
 
     Args:
-      make_silo: Returns a `tfdp_fl.Silo`. Called with Flower's `Context` (or nothing,
-        if it takes nothing) where a node gets its first message in a process.
-      private_metrics: The `tfdp_fl.PrivateMetrics` that an evaluate message is answered
-        with, charged for each; None: with the declared number of people alone.
+      make_silo: Returns a `tfdp_fl.Silo`. It is called with Flower's `Context` (or
+        without arguments, if it takes none) when a node gets its first message in a
+        process.
+      private_metrics: The `tfdp_fl.PrivateMetrics` with which evaluate messages are
+        answered, charged for each; None: answers have only the declared number of
+        people.
 
     Raises:
-      RuntimeError: For a message that the silo refuses. Only the kind of what was
-        raised leaves the node; all of it is in the node's own log.
+      RuntimeError: For a message that the silo refuses. Only the type of the error
+        leaves the node; the full error is in the node's own log.
     """
     silos: dict[int, _Silo] = {}
     app = importlib.import_module("flwr.clientapp").ClientApp()

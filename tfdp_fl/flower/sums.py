@@ -1,9 +1,9 @@
-"""What a round releases: the noised mean of clipped updates, and the next clip.
+"""A round's release: the noisy mean of clipped updates, and the next clip.
 
-There are two ways. Either the clients clip to an S that they are told and the
-server once more: numpy only. Or the server clips, by the mechanism's own
-TensorFlow functions, because the clip depends on what all clients sent or
-the noise on earlier rounds.
+There are two ways. Either the clients clip to an S that they are sent, and the server
+clips again, with numpy only. Or the server clips, with the mechanism's own TensorFlow
+functions, because the clip depends on all clients' updates or the noise on earlier
+rounds.
 """
 
 from __future__ import annotations
@@ -30,35 +30,34 @@ if TYPE_CHECKING:
 
     from tfdp_fl.mechanisms.contribution import Memory
 
-# What clients are told to clip to, where the server does it for them.
+# The clip that clients are sent if the server clips for them.
 NO_CLIP = 1e30
-# A factor in float32 may be rounded up by so much of itself.
+# The relative amount by which a float32 factor may be rounded up.
 _ROUNDING = 1e-6
 
-# What these ask of a client is a clip to an S that it is told, a bit, and noise.
-# A subclass may ask for more, and is clipped by the server.
+# These need from a client only a clip to a given S, a bit, and noise. A subclass may
+# need more, so the server clips for it.
 _CLIPPED_BY_CLIENTS = (mechanisms.FixedClipping, mechanisms.AdaptiveClipping)
 
-# The model as Flower sent it: what the older API calls parameters, or a record and
-# its name.
+# The model as Flower sent it: the older API's parameters, or a record and its name.
 Template: TypeAlias = "Parameters | tuple[str, ArrayRecord]"
-# Arrays that a release keeps at 0 or above: places or names, or a built Keras model.
+# Arrays that a release keeps at 0 or above: indices or names, or a built Keras model.
 NonNegative: TypeAlias = "Sequence[int | str] | set[int | str] | tf.keras.Model | None"
 
 
 @dataclasses.dataclass(frozen=True)
 class ConfiguredRound:
-    """What was fixed when the clients were asked; nothing set since counts.
+    """A round's configuration when the clients were asked; later changes do not count.
 
     Attributes:
       sent: w, the model's arrays.
       asked: the clients that were asked, by name.
-      plan: the round as it is charged if nobody fails.
-      mechanism: what is released.
-      deployment: where.
+      plan: the round as it is charged if no client fails.
+      mechanism: the mechanism.
+      deployment: the mechanism's context.
       this: S, z and m, as floats.
-      non_negative: the places of arrays that the release keeps at 0 or above.
-      template: the model as Flower sent it, whose form is that of the result.
+      non_negative: the indices of arrays that the release keeps at 0 or above.
+      template: the model as Flower sent it; the result has the same form.
     """
 
     sent: list[np.ndarray]
@@ -72,12 +71,12 @@ class ConfiguredRound:
 
     @property
     def shapes(self) -> replies.Shapes:
-        """Those of the model's arrays."""
+        """The shapes of the model's arrays."""
         return [array.shape for array in self.sent]
 
     @property
     def participation(self) -> accounting.RoundCharge:
-        """Who could be in it, where that it is abandoned tells who was drawn."""
+        """Which clients could be in it, given what abandoning it reveals."""
         who = self.plan.charge
         tells = who.draws_depend_on_each_other
         return dataclasses.replace(who, known_selection=tells)
@@ -89,10 +88,11 @@ class ConfiguredRound:
 
     @property
     def instruction(self) -> client_lib.Instruction:
-        """What the clients are asked for.
+        """The clients' instructions.
 
-        Those that noise add stddev / sqrt(m): m independent draws of N(0, (z S)^2 / m)
-        sum to N(0, (z S)^2), the noise of McMahan et al. (2018), Section 2, Eq. (1).
+        If clients add noise, its stddev is stddev / sqrt(m): m independent draws of
+        N(0, (z S)^2 / m) sum to N(0, (z S)^2), the noise of McMahan et al. (2018),
+        Section 2, Eq. (1).
         """
         if not self.clients_clip:
             return client_lib.Instruction(NO_CLIP)
@@ -106,12 +106,12 @@ class ConfiguredRound:
 
 
 class Outcome(NamedTuple):
-    """What a round releases.
+    """The result of a round's release.
 
     Attributes:
-      model: w and the noised mean of the updates, in the dtypes of w.
+      model: w plus the noisy mean of the updates, in the dtypes of w.
       next_clip_norm: S of the next round.
-      memory: of correlated noise, after the round; None if there is none.
+      memory: the memory of correlated noise after the round; None without one.
     """
 
     model: list[np.ndarray]
@@ -120,7 +120,7 @@ class Outcome(NamedTuple):
 
 
 def as_places(non_negative: NonNegative) -> Sequence[int | str] | None:
-    """Returns the places, or names, that are said; of a Keras model its statistics'."""
+    """Returns the given indices or names; for a Keras model, its own such arrays."""
     if non_negative is None:
         return None
     if callable(getattr(non_negative, "get_weights", None)):
@@ -139,7 +139,7 @@ def as_places(non_negative: NonNegative) -> Sequence[int | str] | None:
 def check(
     mechanism: mechanisms.Mechanism, deployment: mechanisms.PrivacyContext
 ) -> None:
-    """Raises ValueError if a mechanism releases what neither way can make."""
+    """Raises ValueError if neither way can run a mechanism."""
     mechanism.check(deployment)
     if type(mechanism) in _CLIPPED_BY_CLIENTS:
         return
@@ -163,15 +163,15 @@ def check(
 
 @dataclasses.dataclass(frozen=True)
 class Collected:
-    """What came back of a round's clients; nobody has seen it.
+    """The collected replies of a round, which have not been published.
 
     Attributes:
-      num_replies: how many clients replied.
-      is_enough: whether it may be released; else there is no sum.
+      num_replies: the number of clients that replied.
+      is_enough: whether it may be released; otherwise there is no sum.
       this: the round, with its clip.
       update: sum_k c_k Delta_k, float64 arrays.
-      sums: what is released beside it, by name.
-      discarded: how many updates were not finite, and became zero.
+      sums: the side sums, by name.
+      discarded: the number of updates that were not finite and became zero.
     """
 
     num_replies: int
@@ -183,18 +183,19 @@ class Collected:
 
 
 def collect(configured: ConfiguredRound, answers: Sequence[replies.Reply]) -> Collected:
-    """Clips each client's update, and adds them up.
+    """Clips each client's update and adds them up.
 
-    Computed in float64: what rounding adds to single updates (much, in float16) is not
-    in the sum. A missing client only lowers it: noise and m are those of the plan.
+    The sum is computed in float64, so it has none of the rounding errors of single
+    updates (which are large in float16). A missing client only reduces it: the noise
+    and m are those of the plan.
 
-    The server clips once more what it is about to noise, and where clients noise, it
-    scales down what no honest client sends. Where clients clip, their norm bits
-    are counted from the middle (b - 1/2), so that a client that is missing pulls
-    S neither way (Andrew et al. 2021, Algorithm 1). Else the mechanism says c_k.
+    If the server adds the noise, it clips each update again. If clients add it, the
+    server scales down updates larger than any honest client sends. If clients clip,
+    their norm bits are centred (b - 1/2), so that a missing client does not pull S
+    either way (Andrew et al. 2021, Algorithm 1). Otherwise the mechanism decides c_k.
 
     Raises:
-      InvalidArgumentError: The mechanism has less noise now than is charged.
+      InvalidArgumentError: The mechanism now has less noise than is charged for.
     """
     asked, this = configured.instruction, configured.this
     size = sum(map(math.prod, configured.shapes))
@@ -233,24 +234,24 @@ def release(
 ) -> Outcome:
     """Returns w + (sum_k c_k Delta_k + noise) / m, and the next S.
 
-    Rounded once, after the noise.
+    It is rounded only once, after the noise.
 
     Args:
       configured: the round.
-      collected: what `collect` returned.
+      collected: the result of `collect`.
       paid: the receipt, without which nothing is released.
-      memory: of correlated noise; None if there is none.
+      memory: the memory of correlated noise; None without one.
     """
     paid.use()
     mechanism, this, total = configured.mechanism, collected.this, collected.update
-    # Of a cohort of a random size, what is expected.
+    # If the cohort size is random, m is its expectation.
     m, asked = float(this.clients_per_round), configured.instruction
     stddevs = {
         name: float(value)
         for name, value in mechanism.noise_stddevs(this, configured.deployment).items()
     }
-    # One share of the noise for each client whose noise is not there: all m of
-    # them, or those whose reply was of no use, or discarded.
+    # One share of the noise for each client whose noise is missing: all m clients, or
+    # those with an unusable or discarded reply.
     missing = m - collected.num_replies + collected.discarded
     shares = missing if asked.noise_stddev else m
     if memory is not None:
@@ -272,13 +273,13 @@ def release(
 def _mechanisms_clip(
     configured: ConfiguredRound, changes: Sequence[updates.ClippedUpdate]
 ) -> tuple[mechanisms.RoundState, Sequence[float], dict[str, float]]:
-    """Returns the round with its clip, each update's factor, and the released sums.
+    """Returns the round with its clip, each update's factor, and the side sums.
 
     Raises:
-      InvalidArgumentError: The mechanism has less noise now than was charged.
+      InvalidArgumentError: The mechanism now has less noise than was charged for.
     """
     mechanism, this = configured.mechanism, configured.this
-    # Its door lets no more in than is charged, whatever the mechanism says.
+    # The query bounds each record as charged, whatever the mechanism computes.
     query = mechanism.bind(configured.deployment)
 
     def tensors() -> mechanisms.RoundState:
@@ -305,9 +306,9 @@ def _add_correlated_noise(
     stddev: float,
     memory: Memory,
 ) -> tuple[list[np.ndarray], Memory]:
-    """Returns a sum with the mechanism's noise, and the memory after it.
+    """Returns a sum with the mechanism's noise, and the next memory.
 
-    Every call takes its randomness anew from the operating system.
+    Every call takes fresh randomness from the operating system.
     """
     with noise.use_seed(tf.constant(noise.fresh_seed())):
         noised, memory = mechanism.add_noise(

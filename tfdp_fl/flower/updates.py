@@ -1,7 +1,7 @@
-"""One client's update as numpy arrays: taken, clipped as a whole, noised.
+"""One client's update as numpy arrays: its difference, its clip, and its noise.
 
-Everything is computed in float64 and rounded once, after the noise; not at all
-where rounding would take some of it.
+Everything is computed in float64 and rounded only once, after the noise; not at all if
+rounding would remove some of the noise.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Between neighbouring numbers; of what a client's share of noise is, at least.
+# A client's share of the noise is at least this many gaps between adjacent numbers.
 _GAPS_OF_NOISE = 16
 
-# x: exp(-x) is the probability with which an honest client is cut short.
+# x: exp(-x) is the probability that an honest client's update is scaled down.
 _TAIL_EXPONENT = 40.0
 
 
 class ClippedUpdate(NamedTuple):
-    """A clipped update and what was seen on the way.
+    """A clipped update and facts about the clip.
 
     Attributes:
       arrays: float64 arrays with a joint L2 norm of at most the clip norm.
       within: whether the norm was at most the clip norm before clipping.
-      discarded: whether the update was not finite, and zero replaced it.
+      discarded: whether the update was not finite and was replaced by zero.
     """
 
     arrays: list[np.ndarray]
@@ -39,7 +39,7 @@ def difference(
     """Returns Delta = returned - received, float64.
 
     Raises:
-      ValueError: unless both have the same number of arrays, of same shapes.
+      ValueError: if the numbers or shapes of the arrays differ.
     """
     shapes = [np.shape(array) for array in returned]
     expected = [np.shape(array) for array in received]
@@ -48,7 +48,7 @@ def difference(
             "The parameters that a client returns must have the shapes of "
             f"those it received, {expected}, got {shapes}."
         )
-    # An update that is not finite is dealt with by `clip`.
+    # `clip` handles updates that are not finite.
     with np.errstate(invalid="ignore", over="ignore"):
         return [
             np.asarray(new, np.float64) - np.asarray(old, np.float64)
@@ -88,7 +88,7 @@ def norm(arrays: Sequence[np.ndarray]) -> float:
 
 
 def largest_honest_norm(clip_norm: float, stddev: float, size: int) -> float:
-    """Returns a bound on an honest client's clipped and noised update.
+    """Returns a bound on the norm of an honest client's clipped update with noise.
 
     For g ~ N(0, I_D), ||g||^2 > D + 2 sqrt(D x) + 2 x has a probability of at
     most exp(-x). With x = 40, a client that clips to S and adds noise of
@@ -100,7 +100,7 @@ def largest_honest_norm(clip_norm: float, stddev: float, size: int) -> float:
 
     Args:
       clip_norm: The clip norm, S.
-      stddev: sigma, of the client's noise per coordinate.
+      stddev: sigma, the stddev of the client's noise per coordinate.
       size: D, the number of coordinates.
     """
     x = _TAIL_EXPONENT
@@ -109,10 +109,10 @@ def largest_honest_norm(clip_norm: float, stddev: float, size: int) -> float:
 
 
 def grid_step(largest: float, clients_per_round: float) -> float:
-    """Returns the step that records are rounded to, a power of two; 0 for none.
+    """Returns the grid step to which records are rounded, a power of two; 0 for none.
 
-    Float64 adds up 4 (m + 16) records of it without any rounding, as those of
-    `mechanisms.records`.
+    As in `mechanisms.records`, float64 adds up 4 (m + 16) such records without any
+    rounding.
 
     Args:
       largest: the largest L2 norm of a record; infinity for no bound.
@@ -125,14 +125,14 @@ def grid_step(largest: float, clients_per_round: float) -> float:
 
 
 def to_grid(array: np.ndarray, step: float) -> np.ndarray:
-    """Rounds an array to whole multiples of a step; 0 leaves it as it is."""
+    """Rounds an array to integer multiples of a step; 0 leaves it unchanged."""
     return np.rint(array / step) * step if step else array
 
 
 def add_noise(arrays: Sequence[np.ndarray], stddev: float) -> list[np.ndarray]:
     """Returns the arrays plus N(0, stddev^2) per coordinate.
 
-    Each call takes its randomness anew from the operating system.
+    Each call takes fresh randomness from the operating system.
     """
     rng = np.random.default_rng()
     return [array + rng.normal(scale=stddev, size=np.shape(array)) for array in arrays]
@@ -141,10 +141,10 @@ def add_noise(arrays: Sequence[np.ndarray], stddev: float) -> list[np.ndarray]:
 def apply(
     received: Sequence[np.ndarray], update: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
-    """Returns received + update in the dtypes received.
+    """Returns received + update in the received dtypes.
 
-    Arrays that do not hold floating-point numbers (such as counters) come back
-    as float64: to round them would undo the clipping.
+    Arrays of other dtypes than floats (such as counters) are returned as float64,
+    because rounding them would undo the clipping.
     """
     return [
         np.asarray(np.asarray(old, np.float64) + change, _result_dtype(np.asarray(old)))
@@ -158,23 +158,23 @@ def apply_with_noise(
     noise_stddev: float,
     clip_norm: float,
 ) -> list[np.ndarray]:
-    """As `apply`, and rounding leaves of the noise what is charged.
+    """Like `apply`, but ensures that rounding preserves the noise that is charged for.
 
-    Every client rounds its own share of the noise, and the guarantee is that
-    of their sum: shares that are small beside the gap between a weight and the
-    next number would be rounded away, one by one. Rounded to a grid of which a
-    share is k steps, the sum's noise is unchanged up to a part of
-    exp(-2 pi^2 k^2) (Poisson summation). An array whose dtype has fewer than 16
-    gaps for a share is float64 here, whatever is in the update.
+    Every client rounds its own share of the noise, while the guarantee is for their
+    sum. If shares are small relative to the gap between a weight and the next number,
+    each would be rounded away. On a grid on which a share is k steps, rounding changes
+    the noise of the sum by a relative error of only exp(-2 pi^2 k^2) (Poisson
+    summation). An array whose dtype has fewer than 16 gaps per share is returned as
+    float64, whatever the update contains.
 
     Args:
       received: The weights that the client received, w.
       update: float64 arrays, clipped and with noise.
-      noise_stddev: of that noise, above 0.
+      noise_stddev: the stddev of that noise, above 0.
       clip_norm: The clip norm, S.
 
     Raises:
-      ValueError: if float64 has too few gaps as well.
+      ValueError: if even float64 has too few gaps.
     """
     arrays = []
     for old, change in zip(received, update, strict=True):
@@ -202,12 +202,12 @@ def apply_within(
     update: Sequence[np.ndarray],
     clip_norm: float,
 ) -> list[np.ndarray]:
-    """As `apply`, and what comes out is within the clip norm of `received`.
+    """Like `apply`, but the result is within the clip norm of `received`.
 
-    Rounding to nearest may double an update: each coordinate by itself, if it
-    is a little more than half of what lies between its weight and the next
-    number. If that leads out of S, all are rounded towards `received`: no
-    coordinate moves farther than `update` says then.
+    Rounding to nearest may double a coordinate of an update, if it is slightly more
+    than half the gap between its weight and the next number. If that leads out of S,
+    all coordinates are rounded towards `received`, so that none moves farther than
+    `update` says.
 
     Args:
       received: The weights that the client received, w.

@@ -1,4 +1,4 @@
-"""The Keras front: a model trained on clients, with callbacks."""
+"""The Keras front end: a model trained on clients, with callbacks."""
 
 from tfdp_fl.keras.evaluation import PrivateMetrics
 from tfdp_fl.keras.make_private import make_private

@@ -1,12 +1,11 @@
-"""Checkpoints: from a run to a file, and back: taken, checked, put back.
+"""Captures a run in a checkpoint file, checks it, and restores it.
 
-Everything that a later round depends on is in a checkpoint: the run, weights,
+A checkpoint contains everything that a later round depends on: the run, the weights,
 the server optimizer's variables, and the arguments of `fit`.
 
-A checkpoint is one `.npz` file of NumPy's, without pickle, and behind it the SHA-256
-of all its bytes. It is written beside its place, synced, and then renamed into it, so
-that a crash at any moment leaves the checkpoints that were there as they were. One
-that is found damaged is passed over in favour of the one before.
+It is a NumPy `.npz` file without pickle, followed by the SHA-256 of all its bytes. It
+is written to a temporary file, synced, and renamed, so a crash at any moment leaves
+existing checkpoints intact. If a checkpoint is damaged, the one before is used.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ _PLACE = "place of an array"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 LEDGER = "ledger.jsonl"
-# Longer ones are kept as a digest: no save costs by the rounds that are planned.
+# Longer ones are stored as a digest, so that no save takes time per planned round.
 _LONG_SCHEDULE = 100
 CLIENTS_DIGEST = "clients' ids (their digest, in order)"
-# What must be the same when a run is resumed.
+# Fields of `FitPlan` that must be the same when a run is resumed.
 _OF_PLAN = ("batch_size", "local_epochs", "shuffle", "seed")
 _OF_SETUP = (
     *("sampling", "clients_per_round", "non_trainable_state", "on_client_failure"),
@@ -55,15 +54,15 @@ _OF_SETUP = (
 
 
 class CheckpointError(RuntimeError):
-    """Something is wrong with a directory of checkpoints."""
+    """A directory of checkpoints cannot be used."""
 
 
 class CheckpointWriteError(CheckpointError):
-    """A file could not be written; what stood before is as it was."""
+    """A file could not be written; its previous content is unchanged."""
 
 
 class _Hashed(io.BufferedIOBase):
-    """A file that is written from its beginning to its end, and the digest so far."""
+    """A file written from beginning to end, with the digest of the bytes so far."""
 
     def __init__(self, stream: BinaryIO):
         self._stream, self.digest = stream, hashlib.sha256()
@@ -75,7 +74,7 @@ class _Hashed(io.BufferedIOBase):
 
 
 def to_bytes(state: Json, level: int = 1) -> bytes:
-    """Returns the bytes of a file; see `write_state`."""
+    """Returns a file's bytes; see `write_state`."""
     stream = io.BytesIO()
     write_state(stream, state, level)
     return stream.getvalue()
@@ -85,29 +84,29 @@ def write_state(stream: BinaryIO, state: Json, level: int = 1) -> None:
     """Writes a file array by array, without a copy of the whole in memory.
 
     Args:
-      stream: Where to.
-      state: JSON values, and in their midst arrays of any NumPy dtype but object; of
-        short floats, such as bfloat16, the values come back as float32.
-      level: How well text is compressed; 0 where the size of a file is to tell nothing
-        of what it says.
+      stream: The stream to write to.
+      state: Nested JSON values and arrays of any NumPy dtype except object. Short
+        floats, such as bfloat16, are read back as float32.
+      level: The compression level of the text; 0 if the file's size must reveal nothing
+        about its contents.
     """
     arrays: list[np.ndarray] = []
 
     def hash_to_unit_interval(value: object) -> dict[str, int]:
         array = np.asarray(value)
-        if array.dtype.hasobject:  # A file that nobody could read.
+        if array.dtype.hasobject:  # It could not be read back without pickle.
             raise TypeError(
                 "state must hold JSON values and arrays, got one of type "
                 f"{type(value).__name__}."
             )
-        # NumPy's files do not name short floats.
+        # NumPy's file format has no names for short floats.
         arrays.append(array if array.dtype.kind != "V" else array.astype("f4"))
         return {_PLACE: len(arrays)}
 
     text = json.dumps({"format": FORMAT, "state": state}, default=hash_to_unit_interval)
     if text.count(f'"{_PLACE}": ') != len(arrays):
         raise ValueError(f"state must have no key {_PLACE!r}, got one.")
-    # What was charged repeats itself, round by round.
+    # The text compresses well, as charges repeat from round to round.
     packed = np.frombuffer(zlib.compress(text.encode(), level), np.uint8)
     hashed = _Hashed(stream)
     np.savez(hashed, packed, *arrays)
@@ -115,7 +114,7 @@ def write_state(stream: BinaryIO, state: Json, level: int = 1) -> None:
 
 
 def from_bytes(data: bytes) -> Json:
-    """Returns the saved state; raises ValueError unless every bit is as written."""
+    """Returns the saved state; raises ValueError if any bit has changed."""
     data, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
     if hashlib.sha256(data).digest() != digest:
         raise ValueError("its checksum is wrong, or an earlier version wrote it")
@@ -143,22 +142,22 @@ class CheckpointDirectory:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        """Names a directory, which the first write makes."""
+        """Names a directory, which the first write creates."""
         self.path = pathlib.Path(path)
 
     def rounds(self) -> list[int]:
-        """Returns the rounds there are checkpoints of, the newest first."""
+        """Returns the rounds that have a checkpoint, the newest first."""
         if not self.path.is_dir():
             return []
         matches = [_NAME.fullmatch(file.name) for file in self.path.iterdir()]
         return sorted((int(m.group(1)) for m in matches if m), reverse=True)
 
     def file(self, round_index: int) -> pathlib.Path:
-        """Returns where the checkpoint before a round is, or would be."""
+        """Returns the path of the checkpoint taken before a round."""
         return self.path / f"round-{round_index:08d}.npz"
 
     def newest(self) -> Json:
-        """Returns the newest state that is whole; warns of damaged checkpoints."""
+        """Returns the newest undamaged state; warns about damaged checkpoints."""
         rounds = self.rounds()
         if not rounds:
             raise FileNotFoundError(
@@ -181,12 +180,12 @@ class CheckpointDirectory:
         )
 
     def make(self) -> None:
-        """Makes the directory if need be."""
+        """Makes the directory if necessary."""
         with _clear_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
 
     def clear_after(self, round_index: int) -> None:
-        """Renames later checkpoints, damaged ones; removes what was half written."""
+        """Renames later checkpoints, which are damaged; removes half-written files."""
         for leftover in self.path.glob(f"{_files.TEMPORARY}*"):
             leftover.unlink(missing_ok=True)
         for later in self.rounds():
@@ -195,7 +194,7 @@ class CheckpointDirectory:
                 file.replace(file.with_suffix(".damaged"))
 
     def write(self, round_index: int, state: Json, keep: int) -> None:
-        """Writes the state before a round, then removes all but the newest `keep`."""
+        """Writes the state before a round; then removes all but the newest `keep`."""
         with _write_whole(self.file(round_index)) as stream:
             write_state(stream, state)
         for old in self.rounds()[keep:]:
@@ -203,10 +202,10 @@ class CheckpointDirectory:
 
 
 def write_atomically(file: pathlib.Path, data: bytes) -> None:
-    """Replaces a file as a whole: after a crash it is the old or the new one.
+    """Replaces a file atomically: after a crash, it is either the old or the new one.
 
-    Checkpoints hold what predicts cohorts (the seed, or the key of the passes), so only
-    their owner may read them. Raises CheckpointWriteError if it failed.
+    Only the owner may read checkpoints, as one can predict cohorts from them (by the
+    seed or the key of the passes). Raises CheckpointWriteError on failure.
     """
     with _write_whole(file) as stream:
         stream.write(data)
@@ -233,12 +232,12 @@ def _clear_errors(path: pathlib.Path) -> Iterator[None]:
 
 
 def ledger_path(directory: str | os.PathLike[str]) -> pathlib.Path:
-    """Returns where a directory of checkpoints has its ledger."""
+    """Returns the path of a checkpoint directory's ledger."""
     return pathlib.Path(directory) / LEDGER
 
 
 def ledger_key(path: str | os.PathLike[str]) -> str:
-    """Returns the name that a model knows a ledger by."""
+    """Returns the key under which a model stores a ledger."""
     return os.path.realpath(path)
 
 
@@ -247,7 +246,7 @@ def capture(
     ledger_head: str | None,
     ledger: accounting.PrivacyLedger | None = None,
 ) -> Json:
-    """Returns the state of a training between two rounds, kept beside a ledger."""
+    """Returns a training's state between two rounds, to be kept beside a ledger."""
     run, cohort_engine = fed.require_trained("checkpoint")
     return {
         **run.state(ledger),
@@ -261,7 +260,7 @@ def capture(
 
 
 def settings(fed: FederatedTraining, population: Population, plan: FitPlan) -> Json:
-    """Returns, by argument, what must be the same when a run is resumed."""
+    """Returns, by argument, the settings that must be the same in a resumed run."""
     setup, training = fed.setup, fed.require_compiled("fit")
 
     def describe(value: Any) -> Any:
@@ -292,7 +291,7 @@ def settings(fed: FederatedTraining, population: Population, plan: FitPlan) -> J
     return _files.plain(values, describe)
 
 
-@functools.lru_cache(maxsize=8)  # Asked for by every checkpoint of a fit.
+@functools.lru_cache(maxsize=8)  # Every checkpoint of a fit calls it.
 def _describe_schedule(
     schedule: schedules.Schedule, first_round: int, last_round: int
 ) -> str:
@@ -307,11 +306,11 @@ def _in_short(values: Sequence[float]) -> str:
 
 
 def _config(optimizer: tf.keras.optimizers.Optimizer | None) -> object:
-    """Returns an optimizer's settings, but for the rate that callbacks move."""
+    """Returns an optimizer's settings, except for the rate, which callbacks change."""
     if optimizer is None:
         return None
     config = {
-        # What went through a variable has the digits of a float32.
+        # Values that went through a variable have only float32 precision.
         name: float(np.float32(value)) if isinstance(value, float) else value
         for name, value in optimizer.get_config().items()
         if name not in ("learning_rate", "name", "jit_compile")
@@ -328,9 +327,9 @@ class InterruptedRun:
     """A run that is about to be resumed.
 
     Attributes:
-      directory: Where its checkpoints and its ledger are.
-      state: The newest whole checkpoint's.
-      ledger: What its ledger says.
+      directory: The directory of its checkpoints and ledger.
+      state: The state in the newest undamaged checkpoint.
+      ledger: The contents of its ledger.
     """
 
     directory: pathlib.Path
@@ -345,9 +344,9 @@ class InterruptedRun:
         clients: FederatedDataset,
         asked: FitPlan,
     ) -> InterruptedRun:
-        """Reads the newest checkpoint, and checks it against the arguments.
+        """Reads the newest checkpoint and checks it against the arguments.
 
-        Nothing of the model changes.
+        The model does not change.
         """
         state = CheckpointDirectory(directory).newest()
         plan = FitPlan(**state["plan"])
@@ -358,7 +357,7 @@ class InterruptedRun:
         population = clients.num_clients, clients.clients_digest
         saved = {**state["settings"], **_shapes(state["weights"])}
         now = {**settings(fed, population, asked), **_shapes(fed.model.weights)}
-        for name in now | saved:  # The rounds first, by which schedules differ too.
+        for name in now | saved:  # Rounds first, as they affect the schedules, too.
             if saved.get(name) != now.get(name):
                 raise ValueError(
                     f"{name} must be {short(saved.get(name))}, as in the interrupted "
@@ -367,13 +366,13 @@ class InterruptedRun:
         path = ledger_path(directory)
         if not path.exists():
             raise accounting.LedgerError(
-                f"The ledger {path} is missing, which says what the rounds of the "
-                "checkpoint beside it cost."
+                f"The ledger {path} is missing, which records the cost of the rounds "
+                "in the checkpoint beside it."
             )
         ledger = accounting.PrivacyLedger.read(path, expected_head=state["ledger_head"])
         run = fed.run
         if run is not None:
-            # The same run may have gone on from here in another place, too.
+            # The same run may also have been resumed from here elsewhere.
             known = run.known_ledgers.get(ledger_key(path), "")
             if run.spending.rounds > ledger.rounds_known(run.run_id, known):
                 raise ValueError(
@@ -386,29 +385,29 @@ class InterruptedRun:
     def restore(
         self, fed: FederatedTraining, cohort_engine: engine.CohortEngine, prepared: Run
     ) -> Run:
-        """Puts model and engine in the state of the checkpoint; returns the run.
+        """Restores model and engine from the checkpoint; returns the run.
 
-        The amount spent comes from the ledger, which also has the rounds that were
-        charged after the checkpoint: their results may have been seen.
+        The amount spent comes from the ledger. It includes the rounds that were charged
+        after the checkpoint, as their results may have been seen.
         """
         state = self.state
         variables = [*fed.model.weights, *cohort_engine.server.state]
         values = [*state["weights"], *state["server_optimizer"]]
         pairs = list(zip(variables, values, strict=True))
         run = Run.from_state(state, prepared)
-        # Nobody knows what was drawn after the checkpoint, here or from a copy.
+        # There is no record of the draws after the checkpoint, here or from a copy.
         run.attempts.renew()
         query, spending = cohort_engine.query, run.spending
         key = ledger_key(ledger_path(self.directory))
         ledgers = {key: self.ledger}
         for other, head in run.known_ledgers.items():
-            # They may hold rounds that came after the checkpoint, too.
+            # These ledgers, too, may hold rounds from after the checkpoint.
             if other != key and os.path.exists(other):
                 ledgers[other] = accounting.PrivacyLedger.read(
                     other, expected_head=head
                 )
         for name, contents in ledgers.items():
-            # All lines are counted. If more come, another process goes on as well.
+            # All lines are counted. If more appear, another process has resumed too.
             spending.merge_ledger(contents, run.run_id, name)
             spending.lost_mu_squared = max(
                 spending.lost_mu_squared,
@@ -418,8 +417,8 @@ class InterruptedRun:
         if lost:
             run.caveats.add("rounds_charged_twice")
         if lost or state["memory_of"] != query.mechanism.state_fingerprint():
-            # What lost rounds released, the memory knows nothing of; nor does
-            # it go with coefficients that this machine chose otherwise.
+            # The noise memory does not cover the lost rounds' releases. Nor does it fit
+            # if this machine has chosen other coefficients.
             run.mechanism_state = query.new_segment(run.mechanism_state)
         spending.merge_runs(prepared.spending.others)
         for variable, value in pairs:

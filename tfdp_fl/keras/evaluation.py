@@ -1,16 +1,15 @@
-"""Metrics: on validation data, on every client's own data, private means of these.
+"""Metrics on validation data and on each client's own data, and their private means.
 
-The means are one Gaussian release over a cohort of clients. Client i with values v_ij
-of k metrics, each in its declared range [a_j, b_j], contributes the vector
+The private means take one Gaussian release over a cohort of clients. Client i with
+values v_ij of k metrics, each in its declared range [a_j, b_j], contributes the vector
 
     g_i = (1, c_i1, ..., c_ik) / sqrt(1 + k),
     c_ij = (2 v_ij - a_j - b_j) / (b_j - a_j), in [-1, 1].
 
-So ||g_i|| <= 1: a client that is added or removed moves the sum by at most 1, and
-one that is replaced by at most 2. The sum gets Gaussian noise of standard
-deviation z, and everything that is reported is computed from that alone, also the
-number of clients (Dwork & Roth, The Algorithmic Foundations of Differential
-Privacy, 2014, appendix A).
+So ||g_i|| <= 1: adding or removing a client moves the sum by at most 1, and replacing
+one by at most 2. The sum gets Gaussian noise of standard deviation z. Everything
+reported, including the number of clients, is computed from the noisy sum alone (Dwork &
+Roth, The Algorithmic Foundations of Differential Privacy, 2014, appendix A).
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from tfdp_fl.keras.callbacks.federated_callback import PrivacyBudget, callback_s
 from tfdp_fl.keras.federated_training import FederatedTraining
 from tfdp_fl.terms import Json, Sampling
 
-# How many clients one call evaluates on.
+# The most clients that one call evaluates.
 _MOST_TOGETHER = 1024
 
 
@@ -57,9 +56,9 @@ class Validation:
     Attributes:
       data: `(x, y)`, `(x, y, sample_weight)`, a `tf.data.Dataset` of batches,
         a `FederatedDataset`, or None.
-      every: The number of rounds from one validation to the next.
+      every: The number of rounds between validations.
       batch_size: Examples in one batch.
-      held_out: A digest of the clients of `fit` that are held out; "" for none.
+      held_out: A digest of the clients held out by `fit`; "" for none.
     """
 
     data: nests.Nest
@@ -68,7 +67,7 @@ class Validation:
     held_out: str = ""
 
     def __post_init__(self) -> None:
-        """Raises TypeError or ValueError unless it can be evaluated on."""
+        """Raises TypeError or ValueError if the data cannot be evaluated."""
         _validate.positive_integer(validation_freq=self.every)
         data = self.data
         if data is None or isinstance(data, tf.data.Dataset | FederatedDataset):
@@ -87,10 +86,10 @@ class Validation:
     def without_held_out(
         self, clients: FederatedDataset, fraction: float
     ) -> tuple[FederatedDataset, Validation]:
-        """Returns the clients that train, and validation on the share of the others.
+        """Returns the training clients, and validation on the others.
 
-        A client's id alone decides on which side it is, so one client more or less is
-        one more or less on its own side. Each side has at least one client.
+        A client's id alone decides which side it is on, so adding or removing a client
+        changes only its own side. Each side has at least one client.
         """
         if not _validate.finite(validation_split=fraction):
             return clients, self
@@ -105,10 +104,10 @@ class Validation:
         return clients, dataclasses.replace(self, data=data, held_out=held_out)
 
     def conform(self, model: tf.keras.Model, training: engine.Training) -> Validation:
-        """Returns what is validated on clients that a model takes.
+        """Returns this validation with its clients conformed to a model's inputs.
 
         Raises:
-          ValueError: The data has other features than the model takes.
+          ValueError: The data's features do not fit the model.
         """
         if isinstance(self.data, FederatedDataset):
             argument = "clients" if self.held_out else "validation_data"
@@ -123,12 +122,12 @@ class Validation:
                 nests.with_array_leaves(self.data[0], "x"),
             )
         except (TypeError, ValueError, IndexError):
-            return self  # Something else that Keras may take.
+            return self  # Some other type, which Keras may accept.
         preparation.check_features(model, spec, "validation_data")
         return self
 
     def evaluate(self, model: tf.keras.Model) -> dict[str, float]:
-        """Returns the model's metrics on the data, by `val_` and name."""
+        """Returns the model's metrics on the data, by name with the prefix `val_`."""
         data = self.data
         options: Json = {"verbose": 0, "return_dict": True}
         if isinstance(data, FederatedDataset):
@@ -138,7 +137,7 @@ class Validation:
             options |= {"y": y, "batch_size": self.batch_size}
             options["sample_weight"] = weight[0] if weight else None
         with warnings.catch_warnings():
-            # Keras cannot know that the clients' data end where they should.
+            # Keras does not know how many batches the clients' data make.
             warnings.filterwarnings("ignore", "Your input ran out of data")
             with keras_versions.weights_kept(model):
                 results = model.evaluate(data, **options)
@@ -146,7 +145,7 @@ class Validation:
 
 
 def _all_batches(clients: FederatedDataset, batch_size: int) -> tf.data.Dataset:
-    """Returns all clients' examples, as Keras takes them."""
+    """Returns all clients' examples as batches for Keras."""
     spec = nests.unpair(*clients.element_spec)
 
     what = "clients held out for validation could not be read, and are left out"
@@ -204,8 +203,8 @@ def evaluate(
 ) -> dict[str, np.ndarray]:
     """Returns a compiled model's metrics client by client, as `evaluate_clients` does.
 
-    Clients are those of `preparation.conform`. For `silent` ones nothing is raised, and
-    no warning printed: that would reveal something about a client.
+    The clients must come from `preparation.conform`. If `silent`, it raises no error
+    and prints no warning, as either would reveal something about a client.
     """
     number = clients.num_clients
     counts = np.zeros(number, np.int64)
@@ -244,12 +243,12 @@ def evaluate(
 
 
 class _Group(NamedTuple):
-    """Clients that are evaluated on in one call, one after the other.
+    """Clients that one call evaluates, one after another.
 
     Attributes:
-      positions: Int64 [k].
-      lengths: Int64 [k], how many examples each has.
-      x: Nest of features [sum of lengths, ...], one client after the other.
+      positions: Int64 [k], the clients' positions in the dataset.
+      lengths: Int64 [k], each client's number of examples.
+      x: Nest of features [sum of lengths, ...], one client after another.
       y: Nest of labels, likewise.
     """
 
@@ -272,7 +271,7 @@ class _Group(NamedTuple):
 def _groups(
     clients: FederatedDataset,
 ) -> Iterator[tuple[_Group, list[ClientFailure]]]:
-    """Yields all clients in groups, and those of them that could not be read."""
+    """Yields all clients in groups, each with the clients that could not be read."""
     everybody, num_bytes = np.arange(clients.num_clients), 0
     if clients.is_indexed:
         stored = nests.views(clients.flat())
@@ -311,13 +310,12 @@ def _evaluation(
     training: engine.Training,
     element_spec: nests.ElementSpec,
 ) -> tuple[list[str], Callable[[_Group, int], np.ndarray]]:
-    """Returns the names of loss and metrics, and what computes them of a group.
+    """Returns the names of loss and metrics, and a function that computes them.
 
-    The latter takes a group and a batch size, and returns float64 [number of names, k].
-
-    It is the pure function of `engine.trainer`, traced and checked: an operation that
-    could pass something on is refused, and a metric that is not one number. Kept with
-    what was compiled, so that an evaluation of every round traces it once.
+    The function takes a group and a batch size, and returns float64 [number of names,
+    k]. It is the pure function of `engine.trainer`, traced and checked: operations that
+    could pass on information are refused, and so are metrics that are not one number.
+    It is cached with the compiled settings, so repeated evaluations trace it once.
     """
     cache_key = element_spec, [id(variable) for variable in model.weights]
     kept = vars(training).get("_evaluation")
@@ -366,7 +364,7 @@ def _evaluation(
             rows = tf.tensor_scatter_nd_update(rows, [[k]], tf.stack(row)[None])
             return k + 1, end, rows
 
-        # (Not a constant, which cannot be written to.)
+        # (Not a constant, because constants cannot be written to.)
         nothing = tf.cast(batch_size < 0, tf.float64)
         rows = tf.fill([tf.size(lengths), len(names)], nothing)
         return tf.while_loop(
@@ -393,14 +391,14 @@ def _evaluation(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrivateMetrics:
-    """What `evaluate_clients` releases of clients' metrics, and its noise.
+    """The metrics that `evaluate_clients` releases privately, and their noise.
 
     Attributes:
-      bounds: Maps a metric's name ("loss", or one that was compiled) to its
-        range (low, high). Values outside count as the nearer end. Do not choose
-        them by looking at the clients.
-      noise_multiplier: z, the noise's standard deviation divided by the most that
-        a client adds to the sum. 0 releases without privacy.
+      bounds: Maps a metric's name ("loss", or a compiled metric) to its range (low,
+        high). Values outside are clipped to it. Choose the bounds without looking at
+        the clients.
+      noise_multiplier: z, the noise's standard deviation divided by the largest
+        contribution of a client to the sum. 0 releases without privacy.
     """
 
     bounds: Mapping[str, tuple[float, float]]
@@ -427,8 +425,8 @@ class PrivateMetrics:
     def charge(self, sampling: str, num_clients: int) -> charge_lib.RoundCharge:
         """Returns the cost of releasing all clients' metrics.
 
-        It has the neighbouring relation of the training's sampling: where cohorts have
-        a fixed size, a client is replaced by another.
+        Its neighbouring relation is that of the training's sampling: for cohorts of a
+        fixed size, one client is replaced by another.
         """
         everybody = charge_lib.Participation(
             sampling="fixed_size" if sampling == Sampling.FIXED_SIZE else "poisson",
@@ -439,9 +437,9 @@ class PrivateMetrics:
         return everybody.charge(dp_accounting.GaussianDpEvent(z))
 
     def contributions(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Returns what each client contributes, float64 [N, 1 + k], of norm <= 1.
+        """Returns the clients' contributions, float64 [N, 1 + k], with norms <= 1.
 
-        Zeros for a client with a metric that is no number.
+        A client with a metric that is NaN contributes zeros.
         """
         for name in self.bounds:
             if name not in values:
@@ -468,7 +466,7 @@ class PrivateMetrics:
         paid.use()
         total = self.contributions(values).sum(axis=0)
         noise = generator.normal(size=total.shape)
-        # Everything is computed from the noisy sum: nothing else is used.
+        # Everything below is computed from the noisy sum alone.
         noisy = (total + self.noise_multiplier * noise) * self._scale
         stddev = self.noise_multiplier * self._scale
         count = max(float(noisy[0]), 1.0)
@@ -493,15 +491,15 @@ def release(
     batch_size: int,
     verbose: int,
 ) -> Json:
-    """Evaluates on clients, and releases the noisy result once it is paid for."""
+    """Evaluates on clients and releases the noisy result once it is paid for."""
     _validate.instance_of(PrivateMetrics, private=private)
     charge = private.charge(fed.setup.sampling, clients.num_clients)
     _check(fed)
     with contextlib.ExitStack() as stack:
-        # One at a time, also within a fit: it closes the ledgers that it opened.
+        # One at a time, even within a fit, as it closes the ledgers that it opened.
         stack.enter_context(federated_training.fit_lock(fed, "evaluate_clients"))
         if not federated_training.is_fitting(fed.model):
-            # To ledgers it is a fit of no rounds: what they tell counts.
+            # To ledgers, this is a fit without rounds; their contents are counted.
             fitting = federated_training.fit_lock(fed.model, "evaluate_clients")
             stack.enter_context(fitting)
             ledgers = [c for c in fed.federated_callbacks if isinstance(c, Ledger)]
@@ -517,14 +515,14 @@ def release(
         )
         private.contributions(values)  # Raises before anything is charged.
         with _signals.defer_signals():
-            # Broken off between, a ledger has a line that the run does not know of.
+            # An interrupt in between would leave a ledger line that the run lacks.
             paid = _pay(fed, charge)
             generator = np.random.Generator(np.random.Philox())
             return private.release(values, generator, paid)
 
 
 def _check(fed: FederatedTraining) -> account_lib.PrivacyAccount:
-    """Raises ValueError unless there is an account for a release beside the rounds."""
+    """Raises ValueError unless there is an account for releases outside the rounds."""
     federated_training.check_owner(fed)
     spending = fed.spending
     if spending is None:
@@ -549,7 +547,7 @@ def _check(fed: FederatedTraining) -> account_lib.PrivacyAccount:
 
 
 def _ask(fed: FederatedTraining, charge: charge_lib.RoundCharge) -> None:
-    """Raises ValueError if a release beside the rounds cannot be paid for."""
+    """Raises ValueError if a release outside the rounds cannot be paid for."""
     _check(fed).central.require_relation(charge.relation)
     for callback in fed.federated_callbacks:
         callback.check_release(charge)

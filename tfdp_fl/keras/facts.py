@@ -1,4 +1,4 @@
-"""Collects what a privacy statement has to say about a training run."""
+"""Collects the facts for a training run's privacy statement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfdp_fl.terms import Json, NoiseSite, PrivacyUnit, TrustModel
 def statement_facts(
     run: run_lib.Run, cohort_engine: engine.CohortEngine
 ) -> accounting.StatementFacts:
-    """Returns what ran."""
+    """Returns the facts about the rounds that ran."""
     spending, setup, mechanism = run.spending, run.setup, run.setup.mechanism
     sizes = [charge.clients_per_round for charge in spending.own.elements()]
     composed: Json = {
@@ -61,7 +61,7 @@ def statement_facts(
 
 
 def _description(setup: TrainingSetup) -> str:
-    """Returns what is released, and what clients count in it."""
+    """Describes what is released, and how clients are weighted in it."""
     sentence = setup.mechanism.describe()
     weighting = setup.client_weighting
     if weighting is None:
@@ -75,7 +75,7 @@ def _description(setup: TrainingSetup) -> str:
 
 
 def _parameters(setup: TrainingSetup, rounds: int) -> Json:
-    """Returns the mechanism's parameters; of a schedule, its range."""
+    """Returns the mechanism's parameters; for a schedule, its range."""
     parameters = setup.mechanism.parameters()
     noise = parameters.get("noise_multiplier")
     if callable(noise) or isinstance(noise, tuple):
@@ -89,7 +89,7 @@ def _parameters(setup: TrainingSetup, rounds: int) -> Json:
 def _epsilon_by_pld(
     accountant: accounting.PrivacyAccountant,
 ) -> Callable[[float], float | None] | None:
-    """Returns epsilon by delta; None where it takes long, or is unavailable."""
+    """Returns a function from delta to epsilon; None if slow or unavailable."""
     if not accountant.has_few_kinds:
         return None
 
@@ -101,7 +101,7 @@ def _epsilon_by_pld(
     return epsilon
 
 
-# Of a run's caveats, those that hold whether there is a guarantee or not.
+# The caveats of a run that hold whether there is a guarantee or not.
 _OF_ANY_RUN = {
     *("clients_excluded", "local_clients_excluded", "rounds_charged_twice"),
     *("rounds_abandoned", "rounds_abandoned_charged"),
@@ -111,7 +111,7 @@ _OF_ANY_RUN = {
 def caveats_of_setup(
     setup: TrainingSetup, cohort_engine: engine.CohortEngine
 ) -> dict[str, bool]:
-    """Returns which caveats hold of a training by how it is set, ran or not."""
+    """Returns the caveats that follow from a training's settings, run or not."""
     mechanism = setup.mechanism
     private = mechanism.trust_model != TrustModel.NONE
     by_client = mechanism.trust_model == TrustModel.LOCAL

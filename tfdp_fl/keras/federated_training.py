@@ -1,6 +1,6 @@
-"""A Keras model under training on clients: what all parts of `fit` share.
+"""A Keras model being trained on clients: the state that all parts of `fit` share.
 
-One training at a time, and one account, for each Keras model of the process.
+Each Keras model in the process has one training at a time and one privacy account.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class NotCompiledError(RuntimeError, ValueError):
 
 
 class FederatedTraining:
-    """A Keras model, how it trains, and its training up to now."""
+    """A Keras model, its settings, and its training so far."""
 
     def __init__(self, model: tf.keras.Model, setup: TrainingSetup):
-        """Begins with a model that was not trained on clients.
+        """Starts with a model that has not been trained on clients.
 
         Args:
           model: The Keras model.
@@ -39,17 +39,17 @@ class FederatedTraining:
         self._model = model
         self._setup = setup
         self._run: Run | None = None
-        # Whether clients' metrics were shown without noise.
+        # Whether clients' metrics have been shown without noise.
         self._showed_metrics = False
         self._compiled: Training | None = None
         self._engine: CohortEngine | None = None
         self._verbose = 0
-        # Of the last `fit`: its budgets, ledgers and checkpoints.
+        # The budgets, ledgers and checkpoints of the last `fit`.
         self.federated_callbacks: list[tf.keras.callbacks.Callback] = []
 
     @property
     def model(self) -> tf.keras.Model:
-        """The Keras model; it holds the trained weights at any time."""
+        """The Keras model, which always holds the current weights."""
         return self._model
 
     @property
@@ -59,30 +59,30 @@ class FederatedTraining:
 
     @property
     def run(self) -> Run | None:
-        """The training up to now; None before the first `fit`.
+        """The training so far; None before the first `fit`.
 
-        Rounds, clip, spending, and what else later rounds depend on.
+        It has the rounds, clip, spending, and whatever else later rounds depend on.
         """
         return self._run
 
     @property
     def engine(self) -> CohortEngine | None:
-        """What runs the rounds; None before the first `fit`."""
+        """The engine that runs the rounds; None before the first `fit`."""
         return self._engine
 
     @property
     def mechanism(self) -> Mechanism:
-        """What is released about a cohort."""
+        """The mechanism, which defines what is released about a cohort."""
         return self.setup.mechanism
 
     @property
     def rounds(self) -> int:
-        """How many rounds were run (abandoned ones included)."""
+        """The number of rounds run, including abandoned ones."""
         return 0 if self.run is None else self.run.rounds
 
     @property
     def spending(self) -> PrivacyAccount | None:
-        """What the rounds have cost; None before the first `fit`."""
+        """The privacy account; None before the first `fit`."""
         return None if self.run is None else self.run.spending
 
     def require_compiled(self, what: str) -> Training:
@@ -94,7 +94,7 @@ class FederatedTraining:
         return self._compiled
 
     def require_trained(self, what: str) -> tuple[Run, CohortEngine]:
-        """Returns the run and what runs it; raises ValueError before `fit`."""
+        """Returns the run and its engine; raises ValueError before `fit`."""
         if self.run is None or self.engine is None:
             raise ValueError(
                 f"fit must be called before {what}: there is nothing to state yet."
@@ -108,18 +108,18 @@ class FederatedTraining:
             print(f"\n{message}", flush=True)
 
 
-# An epsilon is that of all rounds that shaped the weights. It is wrong if two trainings
-# move the same weights at once, each counting only its own rounds, or if a second
-# wrapper around a trained model starts counting at 0. So every variable that a round
-# moves bears a note of what trained it: Keras models may share layers.
+# Epsilon covers all rounds that shaped the weights. It would be wrong if two trainings
+# changed the same weights at once, each counting only its own rounds, or if a second
+# wrapper around a trained model started counting at 0. So every variable that a round
+# changes has a record of its owner. (Per variable, as Keras models may share layers.)
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _TRAINED_BY = "_tfdp_fl_trained_by"
-# Keras models, and searches, of which a `fit` is running.
+# Keras models and searches with a `fit` that is running.
 _fitting: weakref.WeakSet[Any] = weakref.WeakSet()
 _beginning = threading.Lock()
-# By Keras model and layer, which may replace their variables (`quantize`).
+# By Keras model and layer, as these may replace their variables (`quantize`).
 _owners: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 _marking = threading.RLock()
 
@@ -135,28 +135,28 @@ def check_owner(fed: FederatedTraining) -> None:
     if any(owner is not None and owner() is not fed for owner in marks):
         raise ValueError(
             f"model {fed.model.name!r} was already trained on clients by another "
-            "DPFederatedModel, itself or a layer that it shares, and what that "
-            "cost is counted there, not here. Go on with that one, resume from "
-            "its checkpoint, or build the Keras model anew."
+            "DPFederatedModel, itself or a layer that it shares, and the cost is "
+            "counted there, not here. Continue with that one, resume from its "
+            "checkpoint, or build the Keras model anew."
         )
 
 
 def mark_owner(
     owner: Any, variables: Iterable[tf.Variable], model: tf.keras.Model | None = None
 ) -> None:
-    """Notes that what shaped some variables is counted by a `DPFederatedModel`.
+    """Records which `DPFederatedModel` (or search) accounts for some variables.
 
-    The note is also on the model and on those of its layers that have such variables:
-    a layer may replace them.
+    The record is also kept for the model and for those of its layers that hold such
+    variables, as a layer may replace them.
 
     Args:
-      owner: What counts: a `DPFederatedModel`, or a search.
-      variables: Those that its rounds move.
-      model: The Keras model; None: that of the owner, of which nobody else may have
-        trained anything.
+      owner: The accounting object: a `DPFederatedModel` or a search.
+      variables: The variables that its rounds change.
+      model: The Keras model; None: the owner's model, no part of which may have been
+        trained by another owner.
 
     Raises:
-      ValueError: Another one trained some of the weights. Nothing is marked.
+      ValueError: Another owner trained some of the weights. Nothing is marked.
     """
     with _marking:
         if model is None:
@@ -173,19 +173,19 @@ def mark_owner(
 
 
 def is_fitting(model: tf.keras.Model) -> bool:
-    """Returns whether a `fit` of the Keras model is running."""
+    """Returns whether a `fit` of this Keras model is running."""
     return model in _fitting
 
 
 @contextlib.contextmanager
 def fit_lock(trained: Any, what: str, kind: str = "Keras model") -> Iterator[None]:
-    """Lets nothing else train a Keras model (or a search) within the block."""
+    """Prevents any other training of a Keras model (or a search) inside the block."""
     with _beginning:
         if trained in _fitting:
             raise RuntimeError(
                 f"{what} was called while a fit of the same {kind} (or an evaluation "
-                "that is charged) is running. What they cost is counted one after the "
-                "other: wait until it returns."
+                "that is charged) is running. Their costs must be counted one after "
+                "another: wait until it returns."
             )
         _fitting.add(trained)
     try:

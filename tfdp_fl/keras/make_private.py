@@ -1,4 +1,4 @@
-"""A Keras model with the smallest noise that meets a target."""
+"""Wraps a Keras model with the smallest noise that meets a privacy target."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tfdp_fl.terms import Json, PrivacyUnit, TrustModel
 _MODEL_OPTIONS = {
     field.name for field in dataclasses.fields(training_setup.TrainingSetup)
 } - {"mechanism", "clients_per_round", "sampling", "delta", "accountant", "target"}
-# What `make_private` chooses of a mechanism's parameters.
+# The mechanism parameters that `make_private` chooses.
 _CHOSEN = {"noise_multiplier", "epsilon", "delta"}
-# Noise multipliers that no run has, to ask a mechanism what it allows.
+# Noise multipliers beyond those of any real run, to probe what a mechanism allows.
 _TINY, _HUGE = 1e-6, 1e6
 
 
@@ -41,37 +41,34 @@ def make_private(
     accountant: str | None = None,
     **options: Any,
 ) -> model_lib.DPFederatedModel:
-    """Returns a `DPFederatedModel` with the smallest noise for a target.
+    """Returns a `DPFederatedModel` with the smallest noise that meets a target.
 
-    The noise multiplier is calibrated for the rounds, the population and the
-    sampling that are given here; `epsilon` of the returned model is computed
-    from the rounds that really ran. The target is enforced over all calls of
-    `fit`, however many rounds they ask for. (Where clients add their own
-    noise, it is set for the `rounds` given here.)
+    The noise multiplier is calibrated for the given rounds, population and sampling.
+    The returned model computes `epsilon` from the rounds that actually ran, and
+    enforces the target over all calls of `fit`, however many rounds they ask for. (If
+    clients add their own noise, that noise is set for the `rounds` given here.)
 
     Args:
       model: A built Keras model.
-      target_epsilon: The most that `rounds` rounds may cost.
+      target_epsilon: The largest epsilon that `rounds` rounds may cost.
       num_clients: The number of clients, N.
-      clients_per_round: The expected number of clients in a round, m, constant or
-        a schedule.
+      clients_per_round: The expected number of clients per round, m; constant or a
+        schedule.
       rounds: The number of rounds, T.
-      target_delta: The delta of that cost; None: 0.1 / num_clients.
-      mechanism: A registered name: "adaptive", "fixed", "median", "local",
-        "adaptive_local", "correlated" (with a cyclic sampling; its `rounds`
-        are those given here, and its `min_separation` is N / m, unless given),
-        "none" (the baseline without privacy, from the same call; it keeps no
-        target) or one of your own (`mechanisms.register`); or a mechanism
-        whose `noise_multiplier` is replaced (a schedule of it is scaled as a
-        whole).
+      target_delta: The delta of the target; None: 0.1 / num_clients.
+      mechanism: A mechanism, whose `noise_multiplier` is replaced (a schedule is
+        scaled as a whole), or a registered name: "adaptive", "fixed", "median",
+        "local", "adaptive_local"; "correlated", for cyclic sampling (its `rounds` are
+        those given here, and its `min_separation` is N / m unless given); "none", the
+        baseline without privacy, which ignores the target; or one of your own
+        (`mechanisms.register`).
       sampling: "poisson", "fixed_size", "random_allocation", "shuffled" or "cyclic".
       accountant: "rdp" or "pld", for the calibration and for `epsilon` of the
-        returned model; None: PLD, the tighter one, wherever it is tight and
-        quick (`accounting.select_accountant`), and RDP elsewhere.
-      **options: Further arguments of the mechanism (such as `clip_norm`) and
-        of `DPFederatedModel`. "median" is private here: its
-        `median_noise_multiplier`, unless given, is
-        `mechanisms.default_median_noise_multiplier`.
+        returned model; None: PLD, the tighter one, if it is tight and fast
+        (`accounting.select_accountant`), and otherwise RDP.
+      **options: Further arguments of the mechanism (such as `clip_norm`) and of
+        `DPFederatedModel`. Here "median" is private: `median_noise_multiplier`
+        defaults to `mechanisms.default_median_noise_multiplier`.
 
     Raises:
       ValueError: The target cannot be met, or an argument is not allowed.
@@ -99,7 +96,7 @@ def make_private(
             RuntimeWarning,
             stacklevel=2,
         )
-    # Calibrated for the very cohort sizes that will be drawn.
+    # Calibrate for exactly the cohort sizes that will be drawn.
     clients_per_round = schedules.fix(clients_per_round)
     sizes = sampling_lib.expected_sizes(sampling, num_clients, clients_per_round)
     asked = range(1 if schedules.is_constant(sizes) else rounds)
@@ -142,7 +139,7 @@ def make_private(
             return charge_plan(make(noise), sampler, deployment).items()
 
         limit = largest_noise(make, deployment)
-        # (PLD cuts off tails of about 1e-15.)
+        # (PLD truncates tails of about 1e-15.)
         if accountant is None and target_delta >= 1e-12:
             kinds = charges(1.0 if limit is None else min(1.0, limit))
             tightest = accounting.select_accountant(charge for charge, _ in kinds)
@@ -173,10 +170,10 @@ def task_parameters(
     num_clients: int,
     clients_per_round: float,
 ) -> dict[str, int]:
-    """Returns those parameters of a mechanism that follow from the run."""
+    """Returns the mechanism parameters that follow from the run."""
     known = {
         "rounds": rounds,
-        # As many groups as there are with m clients in each.
+        # The number of groups if each has m clients.
         "min_separation": max(
             1, int(min(num_clients, num_clients // clients_per_round))
         ),
@@ -188,9 +185,9 @@ def task_parameters(
 def noise_scaler(
     mechanism: mechanisms.Mechanism,
 ) -> Callable[[float], mechanisms.Mechanism]:
-    """Returns a function from a noise multiplier to a mechanism with it.
+    """Returns a function that makes the mechanism with a given noise multiplier.
 
-    Of scheduled noise it is the factor of the schedule.
+    For scheduled noise, the argument is a factor that scales the schedule.
     """
     schedule = schedules.fix(mechanism.noise_multiplier)
 
@@ -210,7 +207,7 @@ def charge_plan(
     sampler: sampling_lib.CohortSampler,
     deployment: mechanisms.PrivacyContext,
 ) -> collections.Counter[accounting.RoundCharge]:
-    """Returns the costs of the rounds of a deployment, and how often each occurs."""
+    """Returns the costs of a deployment's rounds and how often each occurs."""
     mechanism.check(deployment)
     rounds, kinds = deployment.rounds or 0, {}
     steady = run_lib.is_steady(mechanism)
@@ -239,7 +236,7 @@ def largest_noise(
     make: Callable[[float], mechanisms.Mechanism],
     deployment: mechanisms.PrivacyContext,
 ) -> float | None:
-    """Returns the largest noise multiplier that a mechanism allows; None: any."""
+    """Returns the largest noise multiplier that a mechanism allows; None: no limit."""
     with contextlib.suppress(ValueError):
         make(_HUGE).check(deployment)
         return None
@@ -254,7 +251,7 @@ def largest_noise(
 
 
 def _check_mechanism(mechanism: str | mechanisms.Mechanism, options: Json) -> None:
-    """Raises unless noise can be calibrated for a mechanism with these options."""
+    """Raises an error unless a mechanism's noise can be calibrated."""
     if isinstance(mechanism, mechanisms.Mechanism):
         if options:
             raise TypeError(

@@ -1,8 +1,8 @@
-"""The Keras front: a model that is trained on clients, with a guarantee.
+"""The Keras front end: a model that is trained on clients with a privacy guarantee.
 
-The class that users see, with what each argument means. What it does is elsewhere:
-`preparation` (checks, and makes the engine), `round_loop` (the rounds), `run` (what
-lasts), `statement`.
+This module has the class that users see and documents its arguments. The work is done
+in `preparation` (checks; makes the engine), `round_loop` (the rounds), `run` (the state
+between rounds) and `statement`.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from tfdp_fl.terms import Json
 if TYPE_CHECKING:
     from tfdp_fl.engine.ray_workers import RayWorkers
 
-# What of the Keras model is handed on: what reads it, or sets its weights. Whatever
-# would train it on data without clipping and noise, or change what was compiled, is
-# not.
+# Attributes forwarded to the Keras model: those that read it or set its weights. Not
+# forwarded is anything that would train it without clipping and noise, or change what
+# was compiled.
 _OF_KERAS = (
     "built compute_dtype compute_output_shape count_params dtype dtype_policy export "
     "get_build_config get_compile_config get_config get_layer get_state_tree "
@@ -67,16 +67,15 @@ FORWARDED_ATTRIBUTES = frozenset(_OF_KERAS.split())
 class DPFederatedModel(federated_training.FederatedTraining):
     """Trains a Keras model on the data of many clients.
 
-    Every round draws a cohort, trains each of its clients from the current
-    weights, clips and adds up their updates as the mechanism says, adds its
-    noise, and moves the model by the mean. The cost is computed from what
-    really ran.
+    Every round draws a cohort, trains each of its clients from the current weights,
+    clips their updates and adds them up, adds the mechanism's noise, and changes the
+    model by the mean. The cost is computed from the rounds that actually ran.
 
     Non-trainable state that training changes (the moving statistics of batch
-    normalization) is part of a client's update by default: clipped and noised
-    together with the weights. With `non_trainable_state="keep"` it is not
-    taken from clients at all, and keeps the value that the model came with.
-    It is never released as it is.
+    normalization) is part of a client's update by default: it is clipped together
+    with the weights and gets noise. With `non_trainable_state="keep"`, clients do not
+    upload it, and it keeps the model's initial value. It is never released without
+    noise.
     """
 
     def __init__(
@@ -101,41 +100,40 @@ class DPFederatedModel(federated_training.FederatedTraining):
         Args:
           model: A built Keras model (Sequential, functional or subclassed).
           mechanism: A `tfdp_fl` mechanism.
-          clients_per_round: The expected cohort size m, constant, a sequence
-            with one value a round, or a callable of the round (from 0). A
-            callable, here or in the mechanism, is called once for each round:
-            what it returns is used and charged.
-          sampling: "poisson": every client takes part with probability m/N;
+          clients_per_round: The expected cohort size m: a constant, a sequence with
+            one value per round, or a callable of the round (from 0). A callable,
+            here or in the mechanism, is called once for each round; its result is
+            both used and charged.
+          sampling: "poisson": every client takes part with probability m / N;
             "fixed_size": m of N without replacement; "random_allocation": every
-            client, by itself, in one of the floor(N / m) rounds of each pass;
-            "shuffled": every client once per pass; "cyclic": fixed groups in turn, m
-            of the group (see `sampling.CyclicSampler`).
-          delta: Where given, `History` has epsilon at this delta.
-          accountant: "rdp" or "pld", by which epsilon is computed unless told
-            otherwise. PLD is tighter, and costs about 0.1 s a round where
-            `History` has epsilon; RDP costs next to nothing.
-          on_client_failure: What happens to a round in which a client's data
-            cannot be read: "exclude" goes on without the client, "abort"
-            abandons the round (nothing released, nothing charged). The default
-            is "abort" if clients add the noise, which would then fall short,
-            and "exclude" otherwise.
+            client, independently, in one of the floor(N / m) rounds of each pass;
+            "shuffled": every client once per pass; "cyclic": fixed groups take turns,
+            with m clients of the group (see `sampling.CyclicSampler`).
+          delta: If given, `History` reports epsilon at this delta.
+          accountant: The default accountant for epsilon, "rdp" or "pld". PLD is
+            tighter, and takes about 0.1 s per round if `History` reports epsilon; RDP
+            takes next to no time.
+          on_client_failure: What happens to a round in which a client's data cannot
+            be read. "exclude" continues without the client; "abort" abandons the
+            round (nothing released, nothing charged). The default is "abort" if
+            clients add the noise, as it would then fall short, and otherwise
+            "exclude".
           non_trainable_state: "aggregate" or "keep".
           secure_aggregation: An `AdditiveSecretSharing`, through which the
             clients' records are summed; None sums them in the engine.
           max_parallel_clients: How many clients train at once; None: one per core. The
             result does not depend on it.
-          noise_generator: What the noise is drawn from: "philox", which is
-            fast; or "exact", for `FixedClipping` with the server's noise: updates
-            are added on a grid, and the noise is the ideal Gaussian rounded to it,
-            from the operating system's random bits and without floating point's
-            errors. It allows no `seed`, and takes several times as long.
-          target: What the noise was calibrated for; enforced in every `fit`.
-            `make_private` gives it.
-          client_weighting: What clients count in the mean, such as
-            `tfdp_fl.ClientWeighting.num_examples(cap=100)`; None: 1 each. The
-            noise and its cost are the same. Only with mechanisms that clip
-            whole updates and protect their sum, and without secure
-            aggregation.
+          noise_generator: The source of the noise: "philox", which is fast, or
+            "exact", for `FixedClipping` with noise from the server. With "exact",
+            updates are summed on a grid, and the noise is an ideal Gaussian rounded
+            to that grid, from the operating system's random bits and without
+            floating-point errors. It allows no `seed` and is several times slower.
+          target: The target that the noise was calibrated for, which every `fit`
+            enforces. `make_private` sets it.
+          client_weighting: The clients' weights in the mean, such as
+            `tfdp_fl.ClientWeighting.num_examples(cap=100)`; None: 1 each. The noise
+            and its cost do not change. Only for mechanisms that clip whole updates
+            and protect their sum, and without secure aggregation.
 
         Raises:
           ValueError: An argument is not allowed; the message names it.
@@ -159,7 +157,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         super().__init__(model, setup)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuses to be copied or pickled: a copy would count on its own."""
+        """Refuses copying and pickling, as a copy would count only its own rounds."""
         raise TypeError(
             "A DPFederatedModel cannot be copied or pickled: both would draw the same "
             "noise, and each would count only its own rounds. To go on elsewhere, "
@@ -170,7 +168,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
     # Keras's own methods.
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the Keras model, if it is handed on."""
+        """Returns an attribute of the Keras model, if it is forwarded."""
         if name not in FORWARDED_ATTRIBUTES:
             raise AttributeError(
                 f"DPFederatedModel has no {name!r}: it trains by fit(clients, "
@@ -193,7 +191,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             )
 
     def __dir__(self) -> list[str]:
-        """Returns all names, with those of the Keras model's handed on."""
+        """Returns all names, including those forwarded to the Keras model."""
         own = set(dir(self.model)) & FORWARDED_ATTRIBUTES
         return sorted({*super().__dir__(), *own})
 
@@ -213,35 +211,34 @@ class DPFederatedModel(federated_training.FederatedTraining):
         broadcast_hook: trainer.BroadcastHook | None = None,
         **others: object,
     ) -> None:
-        """Sets how clients train and how the server moves the model.
+        """Sets how clients train and how the server updates the model.
 
         Args:
-          optimizer: The clients' Keras optimizer. Every client starts with a
-            new one in every round, so momentum and the averages of Adam begin
-            at zero each time: with few local steps, plain SGD is usually better,
-            and Adam belongs in `server_optimizer`. `LearningRateScheduler`
-            changes its rate by round.
-          loss: As in Keras's `compile`; None for a model with losses of its own
-            (by `add_loss` or `compute_loss`).
-          metrics: As in Keras's `compile`; training metrics are not noised.
-          server_optimizer: A Keras optimizer that takes the negated mean
-            update as its gradient (SGD with momentum: FedAvgM; Adam: FedAdam).
-            None adds the mean update (FedAvg). With `use_ema` the model has
-            the averaged weights when `fit` ends, as with Keras.
-          jit_compile: Whether XLA compiles the clients' training; None decides
-            by the model.
-          weighted_metrics: As in Keras's `compile`: metrics in which the
-            weights of examples count.
+          optimizer: The clients' Keras optimizer. Every client starts with a new one
+            in every round, so momentum and Adam's averages start at zero each time.
+            With few local steps, plain SGD is usually better, and Adam belongs in
+            `server_optimizer`. `LearningRateScheduler` changes its rate by round.
+          loss: As in Keras's `compile`; None for a model with losses of its own (from
+            `add_loss` or `compute_loss`).
+          metrics: As in Keras's `compile`; training metrics get no noise.
+          server_optimizer: A Keras optimizer that takes the negated mean update as
+            its gradient (SGD with momentum: FedAvgM; Adam: FedAdam). None adds the
+            mean update (FedAvg). With `use_ema`, the model has the averaged weights
+            when `fit` ends, as in Keras.
+          jit_compile: Whether XLA compiles the clients' training; None: decided by
+            the model.
+          weighted_metrics: As in Keras's `compile`: metrics that use the examples'
+            weights.
           loss_weights: As in Keras's `compile`.
-          grad_clip: Each local gradient is scaled down to this L2 norm; off if
-            it is 0 or less.
-          upload_hook: `f(tensors) -> tensors`, a noise injector after local
-            training; called inside the compiled code on what a client hands to
-            the mechanism (a list of tensors), before the mechanism clips it.
-          broadcast_hook: `f(weights, seed) -> weights`, a noise injector before
-            broadcast; called on the list of weights that the clients of a
-            round start from, with an int64 seed of shape [2].
-          **others: Refused; the error says what to give instead.
+          grad_clip: Each local gradient is scaled down to this L2 norm; 0 or less:
+            no gradient clipping.
+          upload_hook: `f(tensors) -> tensors`, for example to add noise after local
+            training. The compiled code calls it on a client's upload (a list of
+            tensors) before the mechanism clips it.
+          broadcast_hook: `f(weights, seed) -> weights`, for example to add noise
+            before the broadcast. It is called on the list of weights that a round's
+            clients start from, with an int64 seed of shape [2].
+          **others: Refused; the error says what to use instead.
         """
         training_setup.refuse_arguments("compile", others)
         for name, hook in (
@@ -279,7 +276,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             "weighted_metrics": weighted_metrics,
             "loss_weights": loss_weights,
         }
-        # The next fit makes an engine for it; until then the old one describes the run.
+        # The next fit makes a new engine; until then, the old one describes the run.
         self._compiled = Training(
             **as_keras,
             proximal_weight=self.mechanism.proximal_weight,
@@ -298,7 +295,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         *args: object,
         **kwargs: object,
     ) -> Any:
-        """Evaluates like Keras's `evaluate`; takes tables as `fit` does."""
+        """Evaluates like Keras's `evaluate`; accepts tables as `fit` does."""
         self.require_compiled("evaluate")
         x, y = adapters.to_keras_inputs(x, "x"), adapters.to_keras_inputs(y, "y")
         return self.model.evaluate(x, y, *args, **kwargs)
@@ -313,29 +310,28 @@ class DPFederatedModel(federated_training.FederatedTraining):
     ) -> Json:
         """Returns the model's metrics on each client's own data.
 
-        Without `private` these are exact numbers about single clients, for
-        those who may see their data: nothing is noised, and nothing is charged.
+        Without `private`, these are exact numbers about single clients, only for
+        people who may see the clients' data: they have no noise and are not charged.
 
         Args:
-          clients: Clients' data, as `fit` takes it.
+          clients: Clients' data, as for `fit`.
           batch_size: Examples in one batch.
           verbose: 0 silent, 1 or "auto" a progress bar.
-          private: Release noisy means over clients instead, and charge them, before
-            they are seen, to this model's epsilon and to the ledgers and checkpoints
-            of its last `fit`. Budgets and targets refuse what would pass them.
+          private: Release noisy means over clients instead. Before anyone sees them,
+            they are charged to this model's epsilon and to the ledgers and checkpoints
+            of its last `fit`. Budgets and targets refuse a release that exceeds them.
 
         Returns:
-          "num_examples", int64 [N], and "loss" and each compiled metric by
-          name, float64 [N], in the order of the clients; NaN for a client
-          without examples, or whose data cannot be read or evaluated on (a
-          label that is no class). With `private`:
-          "num_clients" (noisy, with "num_clients_stddev"), and for each metric
-          of its bounds "mean" and "noise_stddev" (roughly, of the mean, by the
-          noise alone).
+          "num_examples", int64 [N], and "loss" and each compiled metric by name,
+          float64 [N], in the order of the clients. They are NaN for a client without
+          examples, or whose data cannot be read or evaluated (for example, because of
+          an invalid class label). With `private`: "num_clients" (noisy, with
+          "num_clients_stddev"), and for each bounded metric "mean" and "noise_stddev"
+          (roughly, the standard deviation of the mean due to the noise alone).
 
         Raises:
-          ValueError: An argument is not allowed; or `private`, before `fit`,
-            or with a guarantee that is not central, or beyond the target.
+          ValueError: An argument is not allowed; or `private` is given before `fit`,
+            or with a guarantee that is not central, or would exceed the target.
         """
         training = self.require_compiled("evaluate_clients")
         _validate.positive_integer(batch_size=batch_size)
@@ -351,7 +347,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         return evaluation.evaluate(self.model, training, dataset, batch_size, bar)
 
     def predict(self, x: nests.Nest, *args: object, **kwargs: object) -> np.ndarray:
-        """Predicts like Keras's `predict`; takes tables as `fit` does."""
+        """Predicts like Keras's `predict`; accepts tables as `fit` does."""
         return self.model.predict(adapters.to_keras_inputs(x, "x"), *args, **kwargs)
 
     def __call__(self, *args: object, **kwargs: object) -> nests.Nest:
@@ -359,7 +355,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         return self.model(*args, **kwargs)
 
     def save(self, path: str | os.PathLike[str], **kwargs: object) -> None:
-        """Saves the trained Keras model, which loads without this package."""
+        """Saves the trained Keras model, which can be loaded without this package."""
         self.model.save(path, **kwargs)
 
     # Training.
@@ -393,71 +389,69 @@ class DPFederatedModel(federated_training.FederatedTraining):
     ) -> tf.keras.callbacks.History:
         """Trains for a number of rounds.
 
-        A second call goes on with the same model, clip, server optimizer and
-        spent budget; rounds are counted over all calls. A model of
-        `make_private` enforces its target over all of them: it ends before the
-        round that would exceed it (with an empty history, if that is the first).
+        A second call continues with the same model, clip, server optimizer and spent
+        budget; rounds are counted over all calls. A model from `make_private` enforces
+        its target over all calls: training ends before the round that would exceed it
+        (with an empty history, if that is the first round).
 
         Args:
           clients: The clients' data: a `FederatedDataset`, a mapping or list
             of `(x, y)`, of `(x, y, sample_weight)` or of `tf.data.Dataset`s,
-            or a TFF `ClientData` (see
-            `tfdp_fl.datasets.as_federated`). Each client is cast to what the model's
-            inputs and the loss expect, or to a declared `element_spec`; if that is
-            impossible, only that client fails. For local and per-record guarantees,
-            and within a pass over the clients, they must be the same clients in the
-            same order as before; otherwise they may change, and the statement
-            names every N. With `client_ids`: the features of all rows of one table,
-            [n, ...], as arrays or a pandas frame.
+            or a TFF `ClientData` (see `tfdp_fl.datasets.as_federated`). Each client's
+            data is cast to what the model's inputs and the loss expect, or to a
+            declared `element_spec`; if that is impossible, only that client fails.
+            For local and per-record guarantees, and within a pass over the clients,
+            they must be the same clients in the same order as before. Otherwise they
+            may change, and the statement lists every N. With `client_ids`: the
+            features of all rows of one table, [n, ...], as arrays or a pandas frame.
           y: With `client_ids`: the labels of all rows.
           rounds: How many rounds to run (with `resume_from`: the total that the
             interrupted call was asked for).
-          batch_size: Examples in one local batch; a client's last may be short.
-          local_epochs: How often a client goes over its examples in one round.
+          batch_size: Examples in one local batch; a client's last batch may be shorter.
+          local_epochs: How often a client goes through its examples in one round.
           validation_data: `(x, y)`, `(x, y, sample_weight)`, a
             `tf.data.Dataset` of batches, or the `FederatedDataset` of other
             clients.
-          validation_freq: The number of rounds from one validation to the next.
-          callbacks: Keras callbacks (a round is an epoch to them) and
+          validation_freq: The number of rounds between validations.
+          callbacks: Keras callbacks (to which a round is an epoch) and
             `tfdp_fl.callbacks`.
           verbose: 0 silent, 1 or "auto" a progress bar, 2 a line per round.
-          seed: Makes cohorts, order and noise of a whole training repeat bit
-            for bit. A resumed training continues with fresh noise, and so does an
-            interrupted round. Anyone with the seed can undo the noise, and
-            the statement says so. None: fresh entropy from the operating
-            system.
+          seed: Makes the cohorts, order and noise of a whole training reproducible bit
+            for bit. A resumed training uses fresh noise, and so does the repetition of
+            an interrupted round. Anyone with the seed can remove the noise, and the
+            statement says so. None: fresh entropy from the operating system.
           runtime: Where cohorts are trained: None for this process, or a
             `tfdp_fl.runtimes.RayWorkers`.
           x: Another name for `clients`, as in Keras's `fit`.
           client_ids: For `fit(x, y, client_ids=ids)`: the client of each row, [n]
             numbers, strings, dates, or other values that Python can hash. All rows of
             one id are one client, protected as a whole.
-          sample_weight: With `client_ids`: what each row counts in the loss, [n].
+          sample_weight: With `client_ids`: each row's weight in the loss, [n].
           shuffle: Whether clients shuffle their examples for every epoch.
-          validation_split: The share of the clients that are held out, whole,
-            as validation data: they are in no cohort. A client's id alone
-            decides whether it is one of them (so the share is approximate), in
-            every `fit` and whatever other clients there are. The metrics on
-            them are exact, and epsilon does not cover them.
+          validation_split: The fraction of whole clients held out as validation data;
+            they are in no cohort. A client's id alone decides whether it is held out,
+            in every `fit` and whatever the other clients (so the fraction is
+            approximate). The metrics on held-out clients are exact, and epsilon does
+            not cover them.
           resume_from: A directory that `RoundCheckpoint` wrote.
-          between_client_variance: Whether to report Geyer's V_c and U_s; costs
-            a pass over each update.
+          between_client_variance: Whether to report Geyer's V_c and U_s, at the cost
+            of a pass over each update.
           validation_batch_size: Examples in one validation batch.
-          audit: A new `tfdp_fl.auditing.CanaryAudit`, whose canary clients
-            take part beside the clients; the statement then has its estimate.
-          **others: Refused; the error says what to give instead.
+          audit: A new `tfdp_fl.auditing.CanaryAudit`, whose canary clients take part
+            along with the clients. The statement then includes its estimate.
+          **others: Refused; the error says what to use instead.
 
         Returns:
           A Keras `History`: the compiled metrics, `val_*`, and for each round
-          `cohort_size`, `clip_norm`, `noise_stddev` (of the noise on the sum
-          of updates; of its fresh part if it is correlated),
-          `clipped_fraction`, `mean_update_norm`, `discarded_clients`,
-          `failed_clients`, `abandoned_rounds`, `epsilon` where a delta is
-          known, and `between_client_variance` and `update_scale` if asked for.
+          `cohort_size`, `clip_norm`, `noise_stddev` (of the noise on the sum of
+          updates; if correlated, of its fresh part), `clipped_fraction`,
+          `mean_update_norm`, `discarded_clients`, `failed_clients`,
+          `abandoned_rounds`, `epsilon` if a delta is given, and
+          `between_client_variance` and `update_scale` if requested.
         """
         training_setup.refuse_arguments("fit", others)
         training = self.require_compiled("fit")
-        if resume_from is None:  # Else both come from there: weights and their cost.
+        if resume_from is None:  # Otherwise weights and their cost come from there.
             federated_training.check_owner(self)
         if client_ids is None and isinstance(y, int | np.integer):
             raise TypeError(
@@ -475,7 +469,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             every=validation_freq,
             batch_size=validation_batch_size,
         ).without_held_out(clients, validation_split)
-        # A checkpoint keeps them: Python's own numbers, whatever was given.
+        # Convert to plain Python numbers, which a checkpoint can store.
         rounds = _validate.positive_integer(rounds=rounds)
         batch_size = _validate.positive_integer(batch_size=batch_size)
         local_epochs = _validate.positive_integer(local_epochs=local_epochs)
@@ -520,7 +514,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         )
         self._engine = engine
         with _signals.defer_signals():
-            # Interrupted between, the weights come back without what they cost.
+            # An interrupt here would restore the weights without their cost.
             if interrupted is not None:
                 run = interrupted.restore(self, engine, run)
                 federated_training.mark_owner(self, engine.server.variables, self.model)
@@ -539,10 +533,10 @@ class DPFederatedModel(federated_training.FederatedTraining):
         ).train()
 
     def with_setup(self, **changes: object) -> DPFederatedModel:
-        """Returns a new wrapper of the same model, which is compiled alike.
+        """Returns a new wrapper of the same model, compiled in the same way.
 
         Args:
-          **changes: Other arguments than this one was made with.
+          **changes: Constructor arguments to change.
         """
         made = DPFederatedModel(self.model, **{**vars(self.setup), **changes})
         made._compiled = self._compiled
@@ -551,11 +545,11 @@ class DPFederatedModel(federated_training.FederatedTraining):
     # Privacy.
 
     def epsilon(self, delta: float, accountant: str | None = None) -> float:
-        """Returns the epsilon at delta of the rounds that ran.
+        """Returns epsilon at delta for the rounds that ran.
 
-        For a central guarantee it is composed under the sampling that ran; for
-        a local one (and one per record) it is that of the client that took part
-        most. Infinite without a guarantee, 0 before the first round.
+        For a central guarantee, it is composed under the sampling that ran. For a
+        local or per-record one, it is that of the client that took part most often. It
+        is infinite without a guarantee and 0 before the first round.
 
         Args:
           delta: Strictly between 0 and 1.
@@ -568,11 +562,11 @@ class DPFederatedModel(federated_training.FederatedTraining):
         return self.spending.epsilon(delta, accountant or self.setup.accountant)
 
     def central_epsilon(self, delta: float, accountant: str | None = None) -> float:
-        """Returns the epsilon against those who see only the model.
+        """Returns epsilon against anyone who sees only the model.
 
-        For a local mechanism, the clients' noise adds up to it; where
-        nothing is claimed (a Poisson cohort has no fixed number of noise terms)
-        it is infinite, and the local epsilon is the bound.
+        With a local mechanism, it is that of the clients' combined noise. If nothing
+        can be claimed (a Poisson cohort has no fixed number of noise terms), it is
+        infinite, and the local epsilon is the bound.
         """
         delta = _validate.inside_unit_interval(delta=delta)
         federated_training.check_owner(self)
@@ -583,16 +577,16 @@ class DPFederatedModel(federated_training.FederatedTraining):
     def privacy_statement(
         self, delta: float | None = None, format: str = "text"
     ) -> str | Json:
-        """Returns what was guaranteed, to whom, and what was not.
+        """Returns a statement of what was guaranteed, to whom, and what was not.
 
         Args:
-          delta: Where epsilon is stated; None: the `delta` of this model, or
-            that of the last `PrivacyBudget`, or else 0.1 / N for N clients, or
-            records where those are protected.
+          delta: The delta at which epsilon is stated; None: the `delta` of this model,
+            or that of the last `PrivacyBudget`, or else 0.1 / N, where N is the number
+            of clients (or of records, if those are protected).
           format: "text" or "dict".
 
         Raises:
-          ValueError: Nothing was trained yet, or an argument is not allowed.
+          ValueError: Nothing has been trained yet, or an argument is not allowed.
         """
         run, cohort_engine = self.require_trained("privacy_statement")
         if delta is None:

@@ -1,7 +1,7 @@
-"""From the arguments of `fit` to an engine that runs its rounds.
+"""Turns the arguments of `fit` into an engine that runs its rounds.
 
-All checks of the clients against the mechanism, the sampling and the rounds
-before are made here, before anything of the run changes.
+All checks of the clients against the mechanism, the sampling and the earlier rounds
+are made here, before anything about the run changes.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def prepare(
 ) -> tuple[Run, engine.CohortEngine]:
     """Checks the clients against everything else; returns the run and its engine.
 
-    Nothing of the model changes by it.
+    The model does not change.
 
     Args:
       fed: The model.
-      clients: Those of this `fit`.
-      plan: Its rounds.
-      calibration: Of a resumed run: for how much its noise was set.
+      clients: The clients of this `fit`.
+      plan: The rounds of this `fit`.
+      calibration: For a resumed run, the result of `_choose_calibration`.
       moments: Whether to compute Geyer's V_c and U_s.
     """
     setup, mechanism, run = fed.setup, fed.mechanism, fed.run
@@ -89,7 +89,7 @@ def prepare(
     )
     mechanism.check(deployment)
     if mechanism.trust_model != TrustModel.LOCAL:
-        # Schedules go on where they were.
+        # Schedules continue over all calls of `fit`.
         mechanism.check(dataclasses.replace(deployment, rounds=plan.last_round))
     cohort_engine = _engine(fed, clients, plan, deployment, moments)
     cohort_engine.check_labels(clients)
@@ -98,8 +98,8 @@ def prepare(
     if run is None or not (
         sampler is run.sampler and population == run.population and not run.releasing
     ):
-        # The memory of correlated noise goes on only with the same clients in the
-        # same groups, and if nothing was released that it does not know of.
+        # Correlated noise continues only with the same clients in the same groups, and
+        # only if its memory covers every release.
         state = query.new_segment(state)
     of_this_fit: Json = {
         "plan": plan,
@@ -128,13 +128,13 @@ def prepare(
 
 
 def _check_population(fed: FederatedTraining, clients: FederatedDataset) -> Population:
-    """Refuses far fewer clients than planned, and others where spending is theirs."""
+    """Refuses far fewer clients than planned, and a change that is not allowed."""
     run, target, size = fed.run, fed.setup.target, clients.num_clients
     if target is not None and 2 * size < target.num_clients:
         raise ValueError(
             f"clients must be about the num_clients={target.num_clients} that "
-            f"make_private was given, got {size}: of so few, each round draws a "
-            "larger share, costs more than was planned, and the target would be "
+            f"make_private was given, got {size}: with so few, each round draws a "
+            "larger fraction and costs more than planned, and the target would be "
             f"spent after a few rounds. Call make_private with num_clients={size}."
         )
     population = (size, clients.clients_digest)
@@ -145,7 +145,7 @@ def _check_population(fed: FederatedTraining, clients: FederatedDataset) -> Popu
             fed.setup.sampling
             in (Sampling.SHUFFLED, Sampling.CYCLIC, Sampling.RANDOM_ALLOCATION)
         ):
-            # Who had which place cannot be seen.
+            # One cannot tell which client had which position, so none is a match.
             population = (size, secrets.token_hex())
     if run is None or run.populations[-1:] in ([], [population]):
         return population
@@ -187,7 +187,7 @@ def _sampler(
     )
     made.next_round = plan.first_round
     if fed.run is not None and (drawn := fed.run.sampler.unsettled) is not None:
-        # Another cohort in its place would tell who was in it.
+        # Replacing it with another cohort would reveal who was in it.
         who = drawn.participation
         if who.draws_depend_on_each_other and made.num_clients == who.num_clients:
             made.unsettled = dataclasses.replace(drawn, round_index=made.next_round)
@@ -197,11 +197,11 @@ def _sampler(
 def _records(
     mechanism: Mechanism, clients: FederatedDataset
 ) -> tuple[int | None, int | None]:
-    """Returns how many records there are, and the fewest of a client.
+    """Returns the total number of records and the smallest number of any client.
 
-    None and None where records are not what is protected. Clients that
-    cannot be read are left out: they will fail in their rounds as well, and one
-    of them must not end the run.
+    Both are None if records are not the unit of protection. Clients that cannot be
+    read are left out: they will fail in their rounds as well, and one such client must
+    not end the run.
     """
     if mechanism.privacy_unit != PrivacyUnit.RECORD:
         return None, None
@@ -233,12 +233,12 @@ def _choose_calibration(
     sampler: sampling.CohortSampler,
     resumed: Sequence[int] | None,
 ) -> Sequence[int | None]:
-    """Returns for how many rounds clients set their noise.
+    """Returns the rounds for which clients calibrate their noise.
 
-    `rounds` and `max_participations` of a `PrivacyContext`: those of the
-    target, or else of the first `fit`. They stay, once a round was
-    charged: a later `fit` has no fresh budget to calibrate to. A resumed
-    one goes on with what the interrupted one had.
+    These are `rounds` and `max_participations` of a `PrivacyContext`: those of the
+    target, or else of the first `fit`. Once a round was charged, they no longer change,
+    as a later `fit` has no fresh budget to calibrate to. A resumed run keeps those of
+    the interrupted one.
     """
     run, mechanism, target = fed.run, fed.mechanism, fed.setup.target
     rounds = plan.last_round - plan.first_round
@@ -302,18 +302,19 @@ def conform(
     clients: FederatedDataset,
     argument: str = "clients",
 ) -> FederatedDataset:
-    """Returns clients whose examples look as is declared, or as model and loss say.
+    """Conforms clients' examples to a declared spec, or to that of model and loss.
 
-    That is public: no client has a part in it, and whoever does not fit fails alone.
+    The spec is public: it does not depend on any client, and a client that does not
+    fit fails alone.
 
     Args:
       model: The Keras model.
-      training: What was compiled.
+      training: The compiled settings.
       clients: Any clients.
-      argument: What they are, for errors.
+      argument: The argument's name, for errors.
 
     Raises:
-      ValueError: Nothing is declared, and model and loss do not tell.
+      ValueError: No spec is declared, and model and loss do not determine one.
     """
     if clients.is_declared:
         return clients
@@ -336,7 +337,7 @@ def conform(
 def conform_all(
     model: tf.keras.Model, training: engine.Training, clients: FederatedDataset
 ) -> FederatedDataset:
-    """Does what `conform` does; refuses clients in memory of which nobody fits."""
+    """Like `conform`, but refuses a dataset in memory in which no client fits."""
     conformed = conform(model, training, clients)
     failed = conformed.failures(np.arange(clients.num_clients))
     if clients.is_streamed or not failed or conformed.client_sizes().any():
@@ -345,7 +346,7 @@ def conform_all(
     place = failed[0].position
     client = clients.take([place])
     x, y = client.element_spec[0], nests.labels_of(client.element_spec[1])
-    # What says more, where no name is one that the client may have written.
+    # A more detailed error, if it cannot quote a name that the client may have chosen.
     if isinstance(x, tf.TensorSpec) and isinstance(y, tf.TensorSpec):
         with locate_features_errors(model, client):
             x, y = map(trainer.zeros_like_batch, (x, y))
@@ -364,14 +365,14 @@ def _missing_spec(argument: str, why: str) -> ValueError:
 
 
 def _features_of(model: tf.keras.Model) -> tuple[nests.Nest, list[str]]:
-    """Returns the specs of a model's inputs, and their names; None if it has none."""
+    """Returns the specs of a model's inputs (None if unknown) and their names."""
     inputs = keras_versions.inputs_of(model)
     if inputs is not None:
         leaves = tf.nest.flatten(inputs)
         specs = [_spec(leaf.shape[1:], tf.as_dtype(leaf.dtype)) for leaf in leaves]
         names = [leaf.name.partition(":")[0] for leaf in leaves]
         return tf.nest.pack_sequence_as(inputs, specs), names
-    # One of its own class knows the shapes that it was built with, and no dtypes.
+    # A subclassed model knows the shapes that it was built with, but not the dtypes.
     built: Any = getattr(model, "get_build_config", dict)() or {}
     shapes: Any = built.get("input_shape")
     is_one = isinstance(shapes, tuple) and not any(map(np.iterable, shapes))
@@ -386,7 +387,7 @@ def _features_of(model: tf.keras.Model) -> tuple[nests.Nest, list[str]]:
 
 
 def _spec(shape: tf.TensorShape, dtype: tf.DType) -> tf.TensorSpec:
-    """Returns a spec of 32-bit floating point and 64-bit integers."""
+    """Returns a spec with floats widened to 32 bits and integers to 64 bits."""
     if dtype.is_floating:
         return tf.TensorSpec(shape, tf.float32)
     return tf.TensorSpec(shape, tf.int64 if dtype.is_integer else dtype)
@@ -395,7 +396,7 @@ def _spec(shape: tf.TensorShape, dtype: tf.DType) -> tf.TensorSpec:
 def _outputs(
     model: tf.keras.Model, training: engine.Training, predicted: nests.Nest
 ) -> list[tuple[tf.keras.losses.Loss, tf.Tensor, tf.Tensor]]:
-    """Returns the place of each loss's labels, its output, and the loss."""
+    """Returns each loss, its output, and the index of its labels."""
     flat = tf.nest.flatten(predicted)
     if not keras_versions.IS_KERAS_3:
         return [(0, flat[0], tf.keras.losses.get(training.loss))]
@@ -409,10 +410,10 @@ def _outputs(
 def _labels_of(
     model: tf.keras.Model, training: engine.Training, predicted: nests.Nest
 ) -> nests.ElementSpec:
-    """Returns the specs of labels and of their weights; None if not known."""
+    """Returns the specs of labels and of their weights; None if unknown."""
     flat = tf.nest.flatten(predicted)
     if {"crossentropy", "ce"}.intersection(map(str, tf.nest.flatten(training.loss))):
-        return None, None  # Keras chooses by the labels.
+        return None, None  # Keras decides by the labels themselves.
     outputs = _outputs(model, training, predicted)
     found = {place: labels.spec_for(loss, output) for place, output, loss in outputs}
     specs = [found.get(place) for place in range(len(flat))]
@@ -420,7 +421,7 @@ def _labels_of(
         return None, None
     weight = None
     if keras_versions.IS_KERAS_3:
-        # One for each example, whatever rank its losses are of.
+        # One weight per example, whatever the rank of its losses.
         shapes = ([1] * max(0, output.shape.rank - 2) for output in flat)
         weight = tf.nest.pack_sequence_as(predicted, list(map(tf.TensorSpec, shapes)))
     return tf.nest.pack_sequence_as(predicted, specs), weight
@@ -432,14 +433,14 @@ def check_features(
     """Raises ValueError if a model cannot take features."""
     try:
         model(trainer.zeros_like_batch(spec), training=False)
-    except Exception as error:  # Whatever a layer's own code can raise.
-        # (Of zeros: whatever it quotes, it is nobody's example.)
-        inputs = getattr(model, "inputs", None) or ()  # Of its own class it has none.
+    except Exception as error:  # A layer's own code can raise any error.
+        # (It was called on zeros, so the message cannot quote a client's example.)
+        inputs = getattr(model, "inputs", None) or ()  # A subclassed model has none.
         takes = "".join(
             f", {tf.as_dtype(leaf.dtype).name}{list(leaf.shape[1:])}" for leaf in inputs
         )
         got = nests.describe_spec(spec)
-        if takes == f", {got}":  # It is the model.
+        if takes == f", {got}":  # The features fit, so the model itself is at fault.
             raise nests.ExamplesValueError(
                 f"model must be one that can be called on {argument}, of {got} for "
                 f"each example{whose}, got a {type(error).__name__} on zeros: "
@@ -455,7 +456,7 @@ def check_features(
 def locate_features_errors(
     model: tf.keras.Model, clients: FederatedDataset, argument: str = "clients"
 ) -> Iterator[None]:
-    """Checks clients' features; errors about examples in the block name a client."""
+    """Checks the features; inside the block, errors about examples name a client."""
     place = 0
     if not clients.is_streamed:
         place = int(np.argmax(clients.client_sizes() > 0))

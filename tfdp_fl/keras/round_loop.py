@@ -1,7 +1,7 @@
-"""The rounds of one call of `fit`, with what stands beside them.
+"""The rounds of one call of `fit`, and everything around them.
 
-The round itself is `tfdp_fl.algorithm`; here are callbacks, progress, logs, audits,
-clients that fail, and interrupts.
+The round itself is in `tfdp_fl.algorithm`. This module adds callbacks, progress, logs,
+audits, and the handling of failed clients and interrupts.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tfdp_fl.keras.evaluation import Validation
 from tfdp_fl.keras.federated_training import FederatedTraining
 from tfdp_fl.terms import Json
 
-# Of interest only where there is any.
+# Values shown only if they are not zero.
 _RARE = ("abandoned_rounds", "discarded_clients", "failed_clients")
-# A line shows how good the model is and what it costs; the rest is in `History`.
+# Progress shows the model's quality and its cost; the rest is in `History`.
 _HIDDEN = (
     *("between_client_variance", "client_noise_stddev", "clip_norm", "cohort_size"),
     *("clipped_fraction", "mean_update_norm", "noise_stddev", "update_scale"),
@@ -43,9 +43,9 @@ _HIDDEN = (
 
 @dataclasses.dataclass
 class RoundLoop:
-    """Runs the rounds of one call of `fit`, and moves the run on.
+    """Runs the rounds of one call of `fit` and advances the run.
 
-    It makes the callbacks the model's.
+    It also sets the model of the callbacks.
     """
 
     fed: FederatedTraining
@@ -92,13 +92,13 @@ class RoundLoop:
         )
 
     def train(self) -> tf.keras.callbacks.History:
-        """Runs the rounds, and calls the callbacks."""
+        """Runs the rounds and calls the callbacks."""
         run, plan, model = self.run, self.run.plan, self.fed.model
         model.stop_training = False
         show = _progress(self.verbose, run.rounds, plan.last_round)
         with callback_session(self.federated, run.rounds, plan.last_round):
             if run.spending.rounds_of_others:
-                # On the same clients, and perhaps with the same seed.
+                # The other run has the same clients, and perhaps the same seed.
                 run.attempts.renew()
             self.keras_callbacks.on_train_begin()
             logs: dict[str, float] = {}
@@ -115,7 +115,7 @@ class RoundLoop:
                 run.executor = self.collector.executor
                 show(run.rounds, logs, time.perf_counter() - started)
             if run.rounds > plan.first_round:
-                # Keras's own place for it: the last validation came before.
+                # As in Keras, this comes after the last validation.
                 self.engine.server.finalize()
             if self.audit is not None:
                 self.audit.end()
@@ -132,8 +132,8 @@ class RoundLoop:
         if begun_with is not None and _weights(self.fed.model) != begun_with:
             raise ValueError(
                 "callbacks must not change the model's weights before the first round "
-                "of a fit: nobody can tell what those weights cost. Set public weights "
-                "before fit; to go on with an interrupted run, use "
+                "of a fit: the cost of those weights is unknown. Set public weights "
+                "before fit; to continue an interrupted run, use "
                 "tfdp_fl.callbacks.RoundCheckpoint and fit(resume_from=directory)."
             )
         with contextlib.ExitStack() as whole:
@@ -142,11 +142,11 @@ class RoundLoop:
         return logs
 
     def _validate_and_call(self, round_index: int, logs: dict[str, float]) -> None:
-        """Calls the callbacks; adds metrics of the validation to the round's logs."""
+        """Calls the callbacks; adds the validation metrics to the round's logs."""
         run, validation = self.run, self.validation
         is_last = run.rounds == run.plan.last_round
         if self.delta is not None:
-            # On the way, a bound a little larger, which takes no time.
+            # During training, a slightly looser bound, which takes no time.
             logs["epsilon"] = run.spending.epsilon(
                 self.delta, self.setup.accountant, coarse=not is_last
             )
@@ -163,14 +163,14 @@ class RoundLoop:
     def _round(self, whole: contextlib.ExitStack) -> dict[str, float]:
         """Runs a round; returns its logs.
 
-        `whole` is closed when the round's callbacks were called.
+        `whole` is closed after the round's callbacks were called.
         """
         self._whole = whole
         released = algorithm.run_round(self)
         is_abandoned = released is None
         if released is None:
             released = dict.fromkeys(self.run.log_names, math.nan)
-        return {  # The metrics first, as Keras orders them.
+        return {  # The metrics come first, as in Keras.
             **released,
             "cohort_size": float(len(self._inputs.positions)),
             "failed_clients": float(self._failed),
@@ -178,7 +178,7 @@ class RoundLoop:
         }
 
     def draw(self) -> sampling.Cohort:
-        """See `algorithm.FrontEnd`: decides all about a round before anybody trains."""
+        """See `algorithm.FrontEnd`: fixes a round's inputs before any client trains."""
         run, plan, round_index = self.run, self.run.plan, self.run.rounds
         run.sampler.attempt = attempt = run.attempts.take()
         cohort = run.draw()
@@ -187,7 +187,7 @@ class RoundLoop:
             round_index=round_index,
             state=run.mechanism_state,
             positions=positions,
-            # The fixed m, also for the last, smaller cohort of a pass.
+            # The fixed m, even for the smaller last cohort of a pass.
             clients_per_round=run.deployment.cohort_size(round_index),
             noise_multiplier=self.setup.mechanism.noise_multiplier_at(round_index),
             batch_size=plan.batch_size,
@@ -220,7 +220,7 @@ class RoundLoop:
         return pending
 
     def abandons(self, pending: PendingRound) -> bool:
-        """See `algorithm.FrontEnd`: one client's failure may be enough."""
+        """See `algorithm.FrontEnd`: one client's failure can be enough."""
         del pending
         return self._failed > 0 and self.setup.aborts_on_failure
 
@@ -290,7 +290,7 @@ class RoundLoop:
         except BudgetExceededError as error:
             raise _BudgetSpentError from error
         except BaseException:
-            # One of several ledgers may have it, where another one failed.
+            # One ledger may already hold the charge when another one fails.
             if spending.rounds > before:
                 run.caveats.add("rounds_charged_twice")
             raise
@@ -303,7 +303,7 @@ class RoundLoop:
     def release(
         self, cohort: sampling.Cohort, pending: PendingRound, paid: Charge
     ) -> dict[str, float]:
-        """See `algorithm.FrontEnd`: lets the model change by what was paid for."""
+        """See `algorithm.FrontEnd`: updates the model with the paid release."""
         run = self.run
         self._whole.enter_context(_signals.defer_signals())
         if self.pays_first(cohort) and paid.cost != self._cost(pending):
@@ -326,7 +326,7 @@ class RoundLoop:
         return released
 
     def _count_failed(self, pending: PendingRound) -> int:
-        """Sums securely if asked to; says and returns how many clients failed."""
+        """Aggregates securely if set; reports and returns how many clients failed."""
         groups: tuple[int, ...] = ()
         if self.setup.secure_aggregation is not None:
             groups = secure_sum.sum_securely(
@@ -355,19 +355,19 @@ def _clients(number: int) -> str:
 
 
 class _BudgetSpentError(Exception):
-    """While a cohort trained, a callback spent what its round would have cost."""
+    """While a cohort trained, a callback spent the budget that its round needed."""
 
 
 def _weights(model: tf.keras.Model) -> bytes:
-    """Returns a digest of all weights of a model, which differs if a bit does."""
+    """Returns a digest of all bits of a model's weights."""
     digest = hashlib.sha256()
     for variable in keras_versions.tf_variables(model.weights):
-        digest.update(variable.numpy().tobytes())  # One at a time: no copy of all.
+        digest.update(variable.numpy().tobytes())  # Copies one variable at a time.
     return digest.digest()
 
 
 def _progress(verbose: int, first_round: int, last_round: int) -> Any:
-    """Returns how a round is shown: a bar (`verbose` 1), a line (2), or nothing (0)."""
+    """Returns a function that shows rounds: a bar (`verbose` 1), lines (2), nothing."""
     bar: Any = None
     if verbose == 1:
         bar = tf.keras.utils.Progbar(last_round - first_round, unit_name="round")

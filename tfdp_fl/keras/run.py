@@ -1,8 +1,8 @@
-"""A training run: all state between two rounds, and what the coming ones cost.
+"""A training run: all state between two rounds, and the cost of coming rounds.
 
-The randomness of a round is secret entropy or follows from the seed, and from
-`attempts`. The values of the model's and the server optimizer's variables are in
-these; a checkpoint adds them.
+The randomness of a round comes from secret entropy, or from the seed and `attempts`.
+The values of the model's and the server optimizer's variables stay in those objects; a
+checkpoint adds them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tfdp_fl.keras.training_setup import TrainingSetup
 from tfdp_fl.mechanisms import PrivacyContext, RoundState, noise
 from tfdp_fl.terms import Json, TrustModel
 
-# What each stream of random numbers is for; cohorts have their own (sampling).
+# The streams of random numbers; cohorts have one of their own (see `sampling`).
 NOISE_STREAM, SHUFFLE_STREAM = 1, 2
 
 # The number of a draw, and the entropy of the last resume (none: no words).
@@ -35,13 +35,13 @@ Attempt = tuple[int, ...]
 
 
 class Attempts:
-    """Numbers the draws of a model's rounds; none has the number of another.
+    """Gives each attempt at a round a number of its own.
 
-    With a seed, two sums with one noise differ by a sum without any. So the key
-    of a round's noise is not the round, but the attempt at it. A round that is
-    run again, by whatever way, is another attempt. A resumed run does not know which
-    numbers were used after its checkpoint, nor a fork which ones its parent uses:
-    they go on with fresh entropy in their keys. (One `fit` at a time takes them.)
+    If two different sums had the same noise, their difference would have none. So
+    with a seed, the key of the noise is not the round but the attempt at it, and a
+    repeated round is always a new attempt. A resumed run cannot know which numbers
+    were used after its checkpoint, nor can a forked process know which ones its parent
+    uses. They add fresh entropy to their keys. (Only one `fit` at a time takes them.)
     """
 
     def __init__(self) -> None:
@@ -50,14 +50,14 @@ class Attempts:
         self._entropy: tuple[int, ...] = ()
 
     def take(self) -> Attempt:
-        """Returns an attempt that nothing had before, nor has afterwards."""
+        """Returns an attempt that is never returned again."""
         if os.getpid() != self._process:
             self.renew()
         self._taken += 1
         return (self._taken - 1, *self._entropy)
 
     def renew(self) -> None:
-        """Sets all later attempts apart from those of any other process."""
+        """Makes all later attempts different from those of any other process."""
         self._process = os.getpid()
         words = np.frombuffer(secrets.token_bytes(16), np.uint32)
         self._entropy = tuple(words.tolist())
@@ -66,8 +66,8 @@ class Attempts:
 def round_seed(seed: int | None, attempt: Attempt) -> np.ndarray:
     """Returns the seed of a round's noise and dropout.
 
-    Without a user's seed it is fresh entropy from the operating system. With one it
-    depends on that seed and the attempt alone.
+    Without a user's seed, it is fresh entropy from the operating system. Otherwise, it
+    depends only on that seed and the attempt.
     """
     if seed is None:
         return noise.fresh_seed()
@@ -82,13 +82,13 @@ def shuffle_generator(seed: int | None, attempt: Attempt) -> np.random.Generator
     return np.random.default_rng(sampling.seed_sequence(seed, SHUFFLE_STREAM, attempt))
 
 
-# How many clients there are, and a digest of their ids, in order.
+# The number of clients, and a digest of their ids in order.
 Population = tuple[int, str]
 
-# Kinds of rounds, and how many there are of each.
+# The costs of rounds, and how many rounds have each cost.
 Charges = list[tuple[accounting.RoundCharge, int]]
 
-# What a checkpoint keeps as it is.
+# Attributes that a checkpoint stores unchanged.
 _PLAIN = (
     *("run_id", "rounds", "populations", "known_ledgers", "log_names"),
     *("held_out", "windows"),
@@ -97,11 +97,10 @@ _PLAIN = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FitPlan:
-    """One call of `fit`: what holds for all of its rounds.
+    """The settings of one call of `fit`, which hold for all of its rounds.
 
     Attributes:
-      first_round: The first round of this training, counted from 0 over the
-        life of the model.
+      first_round: The first round of this call, counted from 0 over all calls.
       last_round: One past its last round.
       batch_size: Examples in one local batch.
       local_epochs: Passes over a client's examples.
@@ -119,35 +118,35 @@ class FitPlan:
 
 @dataclasses.dataclass(kw_only=True)
 class Run:
-    """What a training is between two rounds, from its first `fit` on.
+    """The state of a training between two rounds, from its first `fit` on.
 
     Attributes:
-      setup: How cohorts are drawn, and what is released of them.
-      plan: The present or last call of `fit`.
+      setup: How cohorts are drawn, and what is released about them.
+      plan: The current or last call of `fit`.
       sampler: Draws the cohorts.
-      deployment: Where the mechanism is used.
-      spending: What the rounds have cost.
-      population: The clients of the present `fit`.
-      reading: See `FederatedDataset.reading`; no checkpoint keeps it.
-      run_id: Names the run in ledgers; a resumed one has the same.
-      rounds: How many rounds were run, abandoned ones included.
-      populations: Those of all that were charged, each where it began.
-      num_records: The clients' examples, where those are protected.
-      mechanism_state: The state of the mechanism's query before the coming
-        round: its clip, and its memory if it has any.
+      deployment: The mechanism's context.
+      spending: The privacy account.
+      population: The clients of the current `fit`.
+      reading: See `FederatedDataset.reading`; not in checkpoints.
+      run_id: The run's name in ledgers; a resumed run keeps it.
+      rounds: The number of rounds run, including abandoned ones.
+      populations: The populations of all charged rounds, one entry per change.
+      num_records: The number of the clients' examples, if those are protected.
+      mechanism_state: The state of the mechanism's query before the next round: its
+        clip, and its memory if any.
       windows: Float32 [N, W, L], each client's window of norms; None if the
         mechanism keeps none.
-      cohort_sizes: How many released rounds had how many clients.
-      log_names: The values that a round reports.
-      caveats: Keys of `accounting.CAVEATS` of which the rounds are the reason.
-      held_out: The digest of the clients that each `fit` so far held out for
-        validation; empty if one held out none, or others.
+      cohort_sizes: The number of released rounds for each number of clients.
+      log_names: The names of the values that a round reports.
+      caveats: Keys of `accounting.CAVEATS` that apply because of the rounds run.
+      held_out: The digest of the clients that every `fit` so far held out for
+        validation; empty if a `fit` held out none, or different ones.
       budget_delta: The delta of the last `PrivacyBudget`.
-      audit: The last `CanaryAudit`; no checkpoint keeps it.
-      releasing: Whether a release has begun and not ended: if it was broken off, the
-        model may have moved by a round that `rounds` does not count.
-      attempts: Numbers the draws of all rounds; no checkpoint keeps it.
-      executor: How clients were trained, for people to read; nor this.
+      audit: The last `CanaryAudit`; not in checkpoints.
+      releasing: Whether a release has started but not finished. If it was interrupted,
+        the model may include a round that `rounds` does not count.
+      attempts: Numbers the attempts at all rounds; not in checkpoints.
+      executor: Describes to users how clients were trained; not in checkpoints.
     """
 
     setup: TrainingSetup
@@ -177,15 +176,15 @@ class Run:
 
     @property
     def known_ledgers(self) -> dict[str, str]:
-        """The hash of the last line that is counted of each ledger, by its path."""
+        """By ledger path, the hash of the last line that is counted."""
         return self.spending.known_ledgers
 
     def begin_fit(self, *, validates: bool, held_out: str | None) -> None:
-        """Prepares for the clients of a `fit`, and notes what it was given.
+        """Prepares for the clients of a `fit` and records its arguments.
 
         Args:
           validates: Whether there is validation data.
-          held_out: The digest of the clients that are held out for it.
+          held_out: The digest of the clients held out for validation.
         """
         self.spending.set_population(self.population[0])
         if self.plan.seed is not None:
@@ -196,13 +195,13 @@ class Run:
             self.caveats.add("exact_noise")
         if validates:
             self.caveats.add("validation_data_not_covered")
-        # A round that was charged may have been released, also if it broke off.
+        # A charged round may have been released, even if it was interrupted.
         begun = self.rounds or self.spending.rounds
         goes_on = not begun or self.held_out == held_out
         self.held_out = held_out if goes_on else ""
 
     def remember_norms(self, positions: np.ndarray, norms: np.ndarray | None) -> None:
-        """Moves clients' windows on by one round; norms are NaN where none answered."""
+        """Advances clients' windows by one round; a norm is NaN without an answer."""
         if norms is None or self.windows is None:
             return
         usable = np.isfinite(norms).all(axis=1)
@@ -212,7 +211,7 @@ class Run:
         )
 
     def state(self, ledger: ledger_lib.PrivacyLedger | None = None) -> Json:
-        """Returns what a checkpoint keeps, beside its ledger: JSON values and arrays.
+        """Returns what a checkpoint stores beside its ledger: JSON values and arrays.
 
         (See `PrivacyAccount.state`.)
         """
@@ -232,13 +231,14 @@ class Run:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], prepared: Run) -> Run:
-        """Returns the run that a state was taken of.
+        """Returns the run that a state was captured from.
 
-        `prepared` is about to begin with the same arguments: its sampler is put where
-        the state was, and the mechanism's state must match `prepared`'s structure.
+        `prepared` is a fresh run with the same arguments. The state's sampler position
+        is set on a copy of its sampler, and the mechanism's state must match its
+        structure.
         """
         values = [tf.constant(value) for value in state["mechanism_state"]]
-        # Of its own: whatever fails later leaves the run that was as it is.
+        # A copy, so that a later failure leaves the previous run unchanged.
         sampler = copy.deepcopy(prepared.sampler)
         sampler.restore(state["sampler"])
         plain = {name: state[name] for name in _PLAIN}
@@ -256,16 +256,16 @@ class Run:
             mechanism_state=tf.nest.pack_sequence_as(prepared.mechanism_state, values),
         )
 
-    # What the coming rounds draw and cost.
+    # The cohorts and costs of coming rounds.
 
     def draw(self) -> sampling.Cohort:
-        """Returns the next round's cohort, or that of a round that was broken off."""
+        """Returns the next round's cohort; that of an interrupted round, if any."""
         if self.sampler.unsettled is None:
             self.sampler.next_round = self.rounds
         return self.sampler.unsettled or self.sampler.draw()
 
     def taking_part(self, positions: np.ndarray) -> np.ndarray:
-        """Returns a cohort without those who took part as often as they may."""
+        """Returns a cohort without clients that may not take part again."""
         limit = self.setup.mechanism.max_participations
         if limit is None:
             return positions
@@ -288,7 +288,7 @@ class Run:
             size = answered
         expected = self.deployment.cohort_size(round_index)
         if mechanism.trust_model == TrustModel.LOCAL and size < expected:
-            # Clients that are missing did not add their noise.
+            # Missing clients did not add their noise.
             event = dp_accounting.NonPrivateDpEvent()
         cohort = self.sampler.unsettled
         if cohort is None or cohort.round_index != round_index:
@@ -297,16 +297,16 @@ class Run:
 
     @property
     def mu_squared(self) -> float:
-        """(sensitivity / sigma)^2 of one client's own release; 0 if none."""
+        """(sensitivity / sigma)^2 of one client's own release; 0 without one."""
         if not self.spending.by_client:
             return 0.0
         return self.setup.mechanism.mu_squared(self.deployment)
 
     def _mu_squared_after(self, rounds: int) -> float:
-        """Returns the most that one client can have spent after so many more rounds.
+        """Returns the most that one client can have spent after `rounds` more rounds.
 
-        The cohorts of passes are known beforehand. Others may draw any client that
-        may still take part.
+        The cohorts of a pass are known in advance. Other samplers may draw any client
+        that may still take part.
         """
         mu_squared, clients = self.mu_squared, self.spending.per_client
         elsewhere = self.spending.mu_squared_elsewhere
@@ -323,9 +323,10 @@ class Run:
         )
 
     def charges_ahead(self) -> Callable[[int, int], Charges]:
-        """Returns the costs of a range of the coming rounds, by kind.
+        """Returns a function that counts the distinct costs in a range of rounds ahead.
 
-        Rounds of a pass that cost as much together as one of them may stand as one.
+        If rounds of a pass cost no more together than one of them, they may count as
+        one.
         """
         mechanism, sampler = self.setup.mechanism, self.sampler
         steady = is_steady(mechanism)
@@ -333,11 +334,11 @@ class Run:
         constant = steady and all(map(schedules.is_constant, given))
         places: dict[Any, int] = {}
         kinds: list[accounting.RoundCharge] = []
-        numbers: list[int] = []  # Of each coming round's kind.
+        numbers: list[int] = []  # Each coming round's index into `kinds`.
 
         def number_of(ahead: int) -> int:
             index: Any = self.rounds + ahead
-            # (The coming round's cohort may be drawn.)
+            # (The next round's cohort may already be drawn.)
             if ahead and steady and not isinstance(sampler, sampling.PassSampler):
                 index = (
                     mechanism.noise_multiplier_at(index),
@@ -372,7 +373,7 @@ class Run:
         accountant: str | None = None,
         ahead: Callable[[int, int], Charges] | None = None,
     ) -> Callable[[int], float]:
-        """Returns epsilon as it would be after a number of further rounds."""
+        """Returns a function from a number of further rounds to epsilon after them."""
         charges = ahead or self.charges_ahead()
         composed = {0: self.spending.central}
 
@@ -389,9 +390,9 @@ class Run:
 
 
 def is_steady(mechanism: Any) -> bool:
-    """Returns whether rounds of equal noise and size are known to release the same.
+    """Returns whether rounds with equal noise and size are known to cost the same.
 
-    Not those of correlated noise, or of a mechanism of somebody's own.
+    This is not known of correlated noise or of a user-defined mechanism.
     """
     ours = type(mechanism).round_event.__module__.startswith("tfdp_fl.mechanisms.")
     return ours and not mechanism.min_separation

@@ -1,4 +1,4 @@
-"""What a `DPFederatedModel` is made with, and checks of what `compile` is given."""
+"""The settings of a `DPFederatedModel`, and checks of the arguments of `compile`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tfdp_fl.mechanisms import (
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 from tfdp_fl.terms import NoiseSite
 
-# Names that Keras gives a meaning to by the shape of the output.
+# Names whose meaning in Keras depends on the shape of the output.
 _OF_METRICS, _OF_LOSSES = ("accuracy", "acc"), ("crossentropy", "ce")
-# What makes an object of a name, and usual names.
+# Functions that make an object from a name, with examples of names.
 _OF_KERAS = {
     "optimizer": (tf.keras.optimizers.get, "'sgd', 'adam'"),
     "loss": (tf.keras.losses.get, "'sparse_categorical_crossentropy'"),
@@ -35,7 +35,8 @@ _RUNTIME = "runtime (which says where clients are trained)"
 _COMPILED = "nothing: a whole cohort is one call that is compiled by TensorFlow"
 _MODEL = "DPFederatedModel(model, mechanism, clients_per_round, sampling=...)"
 _PRIVATE = "make_private(model, target_epsilon=..., target_delta=...), and fit then"
-# What Keras's `fit` and `compile` take, or users expect there: what to give instead.
+# Arguments of Keras's `fit` and `compile`, or that users expect there, and what to use
+# instead.
 _INSTEAD = {
     "epochs": (
         "rounds (in a round a cohort of clients trains; local_epochs says how "
@@ -58,11 +59,11 @@ class PrivacyTarget:
     """The plan that a model's noise was calibrated for.
 
     Attributes:
-      epsilon: The most that all rounds together may cost.
-      delta: At this delta.
-      accountant: "rdp" or "pld", by which it was calibrated.
-      num_clients: The population N that was planned for.
-      rounds: The rounds T that were planned.
+      epsilon: The largest epsilon that all rounds together may cost.
+      delta: The delta at which epsilon is computed.
+      accountant: "rdp" or "pld", with which the noise was calibrated.
+      num_clients: The planned population, N.
+      rounds: The planned number of rounds, T.
     """
 
     epsilon: float
@@ -81,10 +82,10 @@ class PrivacyTarget:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
-    """How cohorts are drawn, what is released of them, and what is reported.
+    """How cohorts are drawn, what is released about them, and what is reported.
 
-    The attributes are the arguments of `DPFederatedModel`, checked; schedules
-    that are callables are fixed, so that what was charged is what they said.
+    The attributes are the checked arguments of `DPFederatedModel`. Callable schedules
+    are fixed: the values that are charged are those that they returned.
     """
 
     mechanism: Mechanism
@@ -176,12 +177,12 @@ class TrainingSetup:
 
     @property
     def aborts_on_failure(self) -> bool:
-        """Whether a round in which somebody's data fails is abandoned."""
+        """Whether a round is abandoned if a client's data fails."""
         return self.on_client_failure == "abort"
 
     @property
     def may_abandon(self) -> bool:
-        """See the function."""
+        """See the function `may_abandon`."""
         return may_abandon(
             self.mechanism, self.on_client_failure, self.secure_aggregation
         )
@@ -192,9 +193,9 @@ def may_abandon(
     on_client_failure: str | None,
     secure_aggregation: AdditiveSecretSharing | None,
 ) -> bool:
-    """Returns whether others who were drawn and fail decide what of a client counts.
+    """Returns whether a client's update may be dropped because another client failed.
 
-    An abandoned round loses its whole cohort, and in secure aggregation a failed client
+    An abandoned round loses its whole cohort. In secure aggregation, a failed client
     takes its group with it.
     """
     aborts = mechanism.needs_exact_cohort or on_client_failure == "abort"
@@ -202,21 +203,21 @@ def may_abandon(
 
 
 def refuse_arguments(method: str, given: Iterable[str]) -> None:
-    """Raises TypeError for arguments that `fit` or `compile` does not take."""
+    """Raises TypeError for arguments that `fit` or `compile` does not accept."""
     for name in given:
         hint = f"; give {_INSTEAD[name]}" if name in _INSTEAD else ""
         raise TypeError(f"{method} takes no {name}{hint}.")
 
 
 def resolve_optimizer(**given: Any) -> Any:
-    """Returns what Keras's `compile` makes of one argument, or raises ValueError."""
+    """Resolves an argument as Keras's `compile` does, or raises ValueError."""
     ((argument, value),) = given.items()
     get, usual = _OF_KERAS[argument.removeprefix("server_").removeprefix("weighted_")]
     found = None
-    if value is not None:  # Keras takes it for RMSprop, or for none at all.
+    if value is not None:  # For None, Keras uses RMSprop, or nothing at all.
         with contextlib.suppress(TypeError, ValueError, KeyError):
             found = get(value)
-    if found is None or isinstance(found, str):  # Keras 2 hands back.
+    if found is None or isinstance(found, str):  # Keras 2 returns it unchanged.
         raise ValueError(
             f"{argument} must be one of Keras's own names (such as {usual}) or an "
             f"object of Keras's, got {value!r}."
@@ -225,7 +226,7 @@ def resolve_optimizer(**given: Any) -> Any:
 
 
 def check_names(**given: Any) -> None:
-    """Raises ValueError for names that Keras has no loss or metric of."""
+    """Raises ValueError for names for which Keras has no loss or metric."""
     for argument, nest in given.items():
         for name in tf.nest.flatten(nest):
             special = _OF_LOSSES if argument == "loss" else _OF_METRICS
@@ -234,7 +235,7 @@ def check_names(**given: Any) -> None:
 
 
 def check_model(model: tf.keras.Model) -> None:
-    """Raises unless a model can be trained as it is."""
+    """Raises an error unless a model can be trained as it is."""
     keras_versions.check_installed()
     _validate.instance_of(tf.keras.Model, model=model)
     trainer.check_model(model)
@@ -250,24 +251,24 @@ def check_model(model: tf.keras.Model) -> None:
 
 
 def validate(model: tf.keras.Model, *, strict: bool = False) -> list[str]:
-    """Returns why a model cannot be trained or protected, if it cannot.
+    """Returns why a model cannot be trained or protected, if there is a reason.
 
-    In the manner of Opacus's `ModuleValidator.validate`. What depends on the clients
-    and the loss, `fit` finds before its first round.
+    It resembles Opacus's `ModuleValidator.validate`. `fit` finds problems that depend
+    on the clients or the loss, before its first round.
 
     Args:
       model: A Keras model.
-      strict: Whether to raise instead of returning the problem.
+      strict: Whether to raise an error instead of returning the problem.
 
     Returns:
-      The first problem, in a sentence; empty if none was found.
+      The first problem, as a sentence; empty if none was found.
 
     Raises:
       ValueError: `strict`, and there is a problem.
     """
     try:
         check_model(model)
-    except Exception as error:  # Whatever a layer's own code can raise.
+    except Exception as error:  # A layer's own code can raise any error.
         problem = f"{type(error).__name__}: {error}"
         if strict:
             raise ValueError(f"model cannot be trained: {problem}") from error

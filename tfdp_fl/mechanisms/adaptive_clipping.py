@@ -1,6 +1,6 @@
 """DP-FedAvg with a clip that follows a quantile (Andrew et al. 2021).
 
-The formulas take Python floats and TensorFlow scalars alike.
+The formulas accept both Python floats and TensorFlow scalars.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from tfdp_fl.terms import Json
 
 # The name of the released sum of bits.
 BELOW = "below_clip"
-# sigma_b unless it is given, as a part of m.
+# The default of sigma_b, as a fraction of m.
 COUNT_NOISE_FRACTION = 1 / 20
-# Closer to 2 sigma_b, float32 does not tell z_delta to a thousandth.
+# Closer to 2 sigma_b, float32 has a relative error above 0.001 in z_Delta.
 _CLOSEST = 1 - 1e-4
 
 
 def check_count_noise(noise_multiplier: Any, count_noise_stddev: Any) -> None:
-    """Raises ValueError where a count alone costs (nearly) all of z, or more.
+    """Raises ValueError if the count alone costs (nearly) as much as z, or more.
 
     Args:
-      noise_multiplier: z, what a round's two releases together cost; where it
-        is 0 there is nothing to keep to.
+      noise_multiplier: z, the joint cost of a round's two releases; 0 is never refused.
       count_noise_stddev: sigma_b, in clients.
     """
     largest = 2 * count_noise_stddev * _CLOSEST
@@ -48,7 +47,7 @@ def check_count_noise(noise_multiplier: Any, count_noise_stddev: Any) -> None:
 
 
 def _choose(condition: bool | tf.Tensor, one: Scalar, other: Scalar) -> Scalar:
-    """Returns `one` if a condition holds, else `other`; numbers or tensors."""
+    """Returns `one` if a condition holds, otherwise `other`; numbers or tensors."""
     if isinstance(condition, bool | np.bool_):
         return one if condition else other
     return tf.where(condition, one, other)
@@ -60,9 +59,9 @@ class AdaptiveClipping(mechanism.Mechanism):
     """DP-FedAvg with a clip that follows a quantile of the update norms.
 
     Andrew et al. (2021), "Differentially Private Learning with Adaptive
-    Clipping", Algorithm 1; Flower's `DPFedAvgAdaptive`. Within a round it is
-    `FixedClipping` with the clip S and noise z_Delta S; after the aggregation
-    S <- S exp(-eta (b - gamma)), where b is the noised fraction of clients
+    Clipping", Algorithm 1; Flower's `DPFedAvgAdaptive`. Within a round, it is
+    `FixedClipping` with the clip S and noise z_Delta S. After the aggregation,
+    S <- S exp(-eta (b - gamma)), where b is the noisy fraction of clients
     whose norm was at most S.
 
     Two sums are released: the updates, and the bits b_k - 1/2 that say whether
@@ -71,15 +70,15 @@ class AdaptiveClipping(mechanism.Mechanism):
     al. 2021, Theorem 1).
 
     Attributes:
-      noise_multiplier: z >= 0, what both releases of a round cost together; a
-        constant, a sequence, or a callable of the round. The noise on the
-        updates is z_Delta = (z^-2 - (2 sigma_b)^-2)^(-1/2), a little more.
+      noise_multiplier: z >= 0, the joint cost of a round's two releases; a constant, a
+        sequence, or a callable of the round. The noise multiplier of the updates is
+        slightly larger: z_Delta = (z^-2 - (2 sigma_b)^-2)^(-1/2).
       initial_clip_norm: S of the first round.
       target_quantile: gamma, the fraction of clients that should remain
         unclipped.
       clip_learning_rate: The step of the clip norm, eta.
       count_noise_stddev: sigma_b > z/2, stddev of the noise on the count; None
-        stands for clients_per_round / 20 (and for 0 where z is 0).
+        means clients_per_round / 20 (and 0 if z is 0).
       noise_site: "server" or "client" (needs fixed-size sampling).
     """
 
@@ -119,7 +118,7 @@ class AdaptiveClipping(mechanism.Mechanism):
         check_count_noise(cast(float, largest), self.count_noise_stddev)
 
     def count_noise_stddev_of(self, clients_per_round: Scalar) -> Scalar:
-        """Returns sigma_b of a round of so many clients (number or tensor)."""
+        """Returns sigma_b of a round with this expected cohort size."""
         if self.count_noise_stddev is not None:
             return self.count_noise_stddev
         return clients_per_round * COUNT_NOISE_FRACTION
@@ -130,9 +129,9 @@ class AdaptiveClipping(mechanism.Mechanism):
     ) -> mechanism.Mechanism:
         """Implements `Mechanism.from_budget`.
 
-        Unless it is given, `count_noise_stddev` is the larger of m / 20 and z, so
-        that z_Delta is at most 1.155 z. In small cohorts, m / 20 alone could cost
-        more than the target allows.
+        By default, `count_noise_stddev` is the larger of m / 20 and z, so that z_Delta
+        is at most 1.155 z. In small cohorts, m / 20 alone could cost more than the
+        target allows.
         """
         if options.get("count_noise_stddev") is None:
             largest: Any = target.noise_multiplier
@@ -169,10 +168,9 @@ class AdaptiveClipping(mechanism.Mechanism):
     def noise_stddevs(self, round: RoundState, deployment: PrivacyContext) -> Json:
         """Implements `Mechanism.noise_stddevs`: z_Delta S, and sigma_b.
 
-        z_Delta = (z^-2 - (2 sigma_b)^-2)^(-1/2), here written so that it is 0 at
-        z = 0. Unless it is given, the count has no noise where the updates have
-        none. Where z >= 2 sigma_b > 0, which `check` and `round_event` refuse, it is
-        no number.
+        z_Delta = (z^-2 - (2 sigma_b)^-2)^(-1/2), written so that it is 0 at z = 0. By
+        default, the count has no noise if the updates have none. If z >= 2 sigma_b > 0,
+        which `check` and `round_event` refuse, z_Delta is undefined.
         """
         z = round.noise_multiplier
         count = self.count_noise_stddev_of(round.clients_per_round)
@@ -187,17 +185,17 @@ class AdaptiveClipping(mechanism.Mechanism):
     ) -> dict[str, tf.Tensor]:
         """Implements `Mechanism.side_statistics`: b_k - 1/2, if norms are at most S.
 
-        Centred, so that a client that is there or not moves their sum by 1/2.
+        They are centred, so that one client's presence moves their sum by only 1/2.
         """
         return {BELOW: tf.cast(norm <= round.clip_norm, tf.float32) - 0.5}
 
     def next_clip_norm(self, sums: Mapping[str, Scalar], round: RoundState) -> Scalar:
         """Implements `Mechanism.next_clip_norm`: S exp(-eta (b - gamma)).
 
-        b is the noised count divided by m; it may lie outside [0, 1]. S stays
-        between `SMALLEST_CLIP_NORM` and `LARGEST_CLIP_NORM`: where noise alone had
-        brought it down by hundreds of decades, it could rise by a tenth a round at
-        most. Both depend on nobody's data.
+        b is the noisy count divided by m, which may lie outside [0, 1]. S stays between
+        the constants `SMALLEST_CLIP_NORM` and `LARGEST_CLIP_NORM`. Otherwise, noise
+        alone could lower it by hundreds of decades, and it could then recover by only
+        about a tenth per round.
         """
         fraction = sums[BELOW] / round.clients_per_round + 0.5
         power = -self.clip_learning_rate * (fraction - self.target_quantile)
@@ -215,7 +213,7 @@ class AdaptiveClipping(mechanism.Mechanism):
         """Implements `Mechanism.round_event`: updates and count as one.
 
         Raises:
-          ValueError: The count alone would cost more than this round may.
+          ValueError: The count alone would cost more than the whole round may.
         """
         self._check_round(round_index, deployment)
         return super().round_event(round_index, deployment)

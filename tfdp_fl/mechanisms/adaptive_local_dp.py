@@ -1,4 +1,4 @@
-"""Local DP with a radius that follows the client's own last updates (DISCO)."""
+"""Local DP with a clipping radius that follows the client's last updates (DISCO)."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from tfdp_fl.terms import Json
 @declaration.register("adaptive_local")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptiveLocalDP(local_dp.LocalMechanism):
-    """DISCO's local DP, whose radius follows the client's own last updates.
+    """DISCO's local DP, whose clipping radius follows the client's last updates.
 
-    For every layer l of a client: the radius r_l is the mean of the layer's
-    last `window` norms (before noise, of previous rounds), at most
-    `clipping_radius`; the release is Delta_l / max(1, ||Delta_l|| / r_l) plus
-    N(0, sigma_l^2), sigma_l = 2 r_l zeta, where zeta is sigma over sensitivity
-    of one release within the budget (see `LocalDP`).
+    For every layer l of a client, the radius r_l is the mean of the layer's last
+    `window` norms (from previous rounds, before noise), but at most `clipping_radius`.
+    The release is Delta_l / max(1, ||Delta_l|| / r_l) plus N(0, sigma_l^2) with
+    sigma_l = 2 r_l zeta, where zeta is the sigma / sensitivity of one release within
+    the budget (see `LocalDP`).
 
-    With `calibration="classic", composition="basic", layers="separate"` it is
-    the published behaviour, sigma_l = 2 r_l sqrt(2 ln(1.25/delta_r))/epsilon_r
-    with epsilon_r = epsilon / T, delta_r = delta / T; each of the L layers then
-    spends that budget, and the reported epsilon counts all of them.
+    With `calibration="classic", composition="basic", layers="separate"`, it is the
+    published method: sigma_l = 2 r_l sqrt(2 ln(1.25/delta_r))/epsilon_r with
+    epsilon_r = epsilon / T and delta_r = delta / T. Each of the L layers then spends
+    that budget, and the reported epsilon counts all of them.
 
-    The radii come from un-noised norms, so the scale of the noise itself tells
-    something that epsilon does not cover; the statement says so. As each client's
-    noise follows its own radius, the sum of the noises has no bound in terms of the
-    largest radius: no central guarantee is claimed beyond the local one.
+    The radii come from norms without noise, so the scale of the noise itself reveals
+    something that epsilon does not cover; the statement says so. Each client's noise
+    follows its own radius, so their total cannot be bounded from below by the largest
+    radius, and no central guarantee is claimed beyond the local one.
 
-    A TFF client has neither a name nor a state, so there the window is empty in
-    every round, and every layer's radius is `clipping_radius`.
+    A TFF client has neither a name nor a state. There, the window is empty in every
+    round, and every layer's radius is `clipping_radius`.
 
     Attributes:
       epsilon: The budget of one client over the training.
       delta: In (0, 1).
-      clipping_radius: The upper bound of every layer's radius.
-      window: How many previous norms of its own a client averages.
+      clipping_radius: The upper bound on every layer's radius.
+      window: The number of its own previous norms that a client averages.
       calibration: "analytic" or "classic" (see `LocalDP`).
       composition: "rdp" or "basic" (see `LocalDP`).
-      layers: "joint": the layers of a round are one release, within the
-        budget together; "separate": each layer spends it, and is charged.
-      max_participations: After so many rounds a client sits out, which with
-        `composition="rdp"` needs less noise; None: as often as it is drawn.
+      layers: "joint": a round's layers are one release, which stays within the budget;
+        "separate": each layer spends the budget and is charged separately.
+      max_participations: The maximum number of rounds of a client; a limit needs less
+        noise with `composition="rdp"`. None: as often as it is drawn.
     """
 
     own_caveats: ClassVar[Mapping[str, str]] = {
@@ -109,10 +109,10 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
 
     @property
     def least_radius(self) -> float:
-        """The smallest radius: a thousandth of clipping_radius, or 1e-10 if more.
+        """The smallest radius: a thousandth of clipping_radius, or 1e-10 if larger.
 
-        Noise that shrinks with the updates without end would get smaller than what
-        float32 loses of their norms: elements below 1e-19, whose squares are 0.
+        Without it, noise that shrinks with the updates could become smaller than the
+        part of their norms that float32 loses: elements below 1e-19 have a square of 0.
         """
         least = self.clipping_radius * 1e-3
         return max(least, declaration.SMALLEST_CLIP_NORM)
@@ -120,9 +120,8 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
     def radii(self, client: ClientContext, deployment: PrivacyContext) -> tf.Tensor:
         """Returns a client's radii for this round, float32 [L].
 
-        r_l = min(mean of the layer's norms in the window, clipping_radius), and at
-        least `least_radius`; clipping_radius while the window is empty, and without
-        one.
+        r_l = min(mean of the layer's norms in the window, clipping_radius), but at
+        least `least_radius`. It is clipping_radius if the window is empty or missing.
         """
         layers = self._num_layers(deployment)
         if client.window is None:
@@ -173,8 +172,8 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
     def _layer_noise_multiplier(self, deployment: PrivacyContext) -> float:
         """Returns sigma_l / r_l.
 
-        L layers that are released together are one Gaussian release of
-        multiplier zeta if each has sqrt(L) zeta.
+        L layers that are released together are one Gaussian release with the multiplier
+        zeta if each has sqrt(L) zeta.
         """
         together = 1.0
         if self.layers == "joint":
@@ -183,7 +182,7 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         return local_dp.SENSITIVITY * ratio * together
 
     def noise_stddevs(self, round: RoundState, deployment: PrivacyContext) -> Json:
-        """Implements `Mechanism.noise_stddevs`: m layers, largest radius."""
+        """Implements `Mechanism.noise_stddevs`: m clients with the largest radius."""
         one = self._layer_noise_multiplier(deployment) * round.clip_norm
         return {"update": round.clients_per_round**0.5 * one}
 

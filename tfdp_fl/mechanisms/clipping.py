@@ -1,4 +1,4 @@
-"""Bounding what one client can do to the sum.
+"""Bounds each client's influence on the sum.
 
 An update is a list of float tensors, one for each variable of the model. It is
 always clipped as a whole: one L2 norm over all its variables (McMahan et al.
@@ -13,31 +13,30 @@ from collections.abc import Sequence
 
 from tfdp_fl._lazy_tf import tf
 
-# Terms of one float32 sum of squares: no more than these, and not fewer than
-# those without need, as each sum costs a float64 number.
+# The most terms in one float32 sum of squares, and the fewest without need, as each
+# sum costs a float64 number.
 _TERMS, _FEWEST_TERMS = 128, 32
-# A larger tensor is squared in parts, one after the other and no more than so
-# many: all squares at once would be another copy of it.
+# Larger tensors are squared one part at a time, in at most this many parts, as all
+# squares at once would take another copy of the tensor.
 _COPIED, _PARTS = 2**20, 64
 
 
 def add_up(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns the sum of tensors of one shape, never by `tf.add_n`.
+    """Returns the sum of tensors of one shape, without `tf.add_n`.
 
-    TensorFlow may add that up in a variable that it finds by the operation's name:
-    threads that clip at the same time would write into each other's norms.
+    TensorFlow may compute `tf.add_n` in a variable that it looks up by the operation's
+    name: threads that clip at the same time would write into each other's norms.
     """
     return functools.reduce(tf.add, tensors)
 
 
 def sum_of_squares(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns the sum of squares (float64 scalar), right to 8e-6 of itself.
+    """Returns the sum of squares (float64 scalar), with at most 8e-6 relative error.
 
-    A float32 sum of n squares may fall short by gamma_n, about n 2^-24 of
-    itself (Higham 2002, "Accuracy and Stability of Numerical Algorithms",
-    section 4.2), which for ten million weights is more than half of it. No
-    float32 sum here has more than `_TERMS` terms; their sums are added in
-    float64.
+    A float32 sum of n squares may be too small by a fraction gamma_n, about n 2^-24
+    (Higham 2002, "Accuracy and Stability of Numerical Algorithms", section 4.2). For
+    ten million weights, that is more than half. So no float32 sum here has more than
+    `_TERMS` terms; their sums are added in float64.
     """
     if tensor.dtype == tf.float64:
         return tf.reduce_sum(tf.square(tensor))
@@ -70,18 +69,18 @@ def _sum_of_rows(flat: tf.Tensor) -> tf.Tensor:
 def global_norm(tensors: list[tf.Tensor]) -> tf.Tensor:
     """Returns the L2 norm (float32 scalar) over all tensors together.
 
-    It is right to 8e-6 of itself, whatever the tensors' size (see
-    `sum_of_squares`; the plain sum of a few elements is as good). Elements
-    under 1e-19 count for nothing, and such over 1e19 make it infinite.
+    Its relative error is at most 8e-6, whatever the tensors' size (`sum_of_squares`;
+    the plain sum of a few elements is as accurate). Elements below 1e-19 count as 0,
+    and elements above 1e19 make the norm infinite.
 
     Raises:
-      ValueError: Some are complex: neither norm nor noise has an imaginary part.
+      ValueError: A tensor is complex; norm and noise have no imaginary part.
     """
     for tensor in tensors:
         if tensor.dtype.is_complex:
             raise ValueError(
                 "model must have weights of real numbers, got "
-                f"{tensor.dtype.name}: what is imaginary would have no noise."
+                f"{tensor.dtype.name}: imaginary parts would have no noise."
             )
     sizes = [tensor.shape.num_elements() for tensor in tensors]
     if None not in sizes and sum(sizes) <= 2 * _TERMS:
@@ -93,7 +92,7 @@ def global_norm(tensors: list[tf.Tensor]) -> tf.Tensor:
 
 
 def multiply(tensors: list[tf.Tensor], scale: tf.Tensor) -> list[tf.Tensor]:
-    """Multiplies by a scalar; a scale of 0 gives 0 even for NaN and Inf."""
+    """Multiplies tensors by a scalar; a scale of 0 gives 0 even for NaN and Inf."""
     return [
         tf.math.multiply_no_nan(tensor, tf.cast(scale, tensor.dtype))
         for tensor in tensors
@@ -101,11 +100,11 @@ def multiply(tensors: list[tf.Tensor], scale: tf.Tensor) -> list[tf.Tensor]:
 
 
 def finite_global_norm(update: list[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the norm of an update, and whether it can be used at all.
+    """Returns an update's norm and whether the update is usable.
 
     Returns:
-      `(norm, usable)`: a float32 scalar that is 0 for an update that cannot be
-      used, and a boolean scalar that is False if any element is NaN or Inf.
+      `(norm, usable)`: a float32 scalar that is 0 if the update is not usable, and a
+      boolean scalar that is False if any element is NaN or Inf.
     """
     norm = global_norm(update)
     usable = tf.math.is_finite(norm)
@@ -118,7 +117,7 @@ def clip_factor(norm: tf.Tensor, clip_norm: tf.Tensor) -> tf.Tensor:
 
 
 def mean_of_answers(total: list[tf.Tensor], weight: tf.Tensor) -> list[tf.Tensor]:
-    """Returns a sum divided by the weight that answered; 0 for none."""
+    """Returns a sum divided by the weight of the clients that answered; 0 for none."""
     return [
         tf.math.divide_no_nan(tensor, tf.cast(weight, tensor.dtype)) for tensor in total
     ]

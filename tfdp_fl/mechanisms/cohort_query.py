@@ -1,6 +1,6 @@
 """The query that runs any mechanism, in TF-Privacy's order of calls.
 
-Every runtime calls it so, once a round:
+Every runtime makes these calls once a round:
 
     state  = query.begin_round(state, z, m)         # this round's m and z
     params = query.derive_sample_params(state)
@@ -9,13 +9,13 @@ Every runtime calls it so, once a round:
         total  = records.add(total, record)
     mean, state = algorithm.release(query, total, state)
 
-A query with `two_phase` sets the clip from the norms of the whole cohort:
-between `begin_round` and `derive_sample_params` a runtime collects
+A query with `two_phase` sets the clip from the norms of the whole cohort: between
+`begin_round` and `derive_sample_params`, the runtime collects
 `query.record_norm(update)` from every client and calls
 `state = query.clip_to_cohort(state, norms)`.
 
-The order is that of TF-Privacy's `SumAggregationDPQuery`, for records that are lists of
-tensors. What a round costs is the mechanism's `round_event`.
+The order is that of TF-Privacy's `SumAggregationDPQuery`; records are lists of tensors.
+The mechanism's `round_event` defines the cost of a round.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from tfdp_fl.terms import Json, NoiseSite, TrustModel
 
 
 class CohortQuery:
-    """A mechanism at work on the updates of one cohort.
+    """Applies a mechanism to the updates of one cohort.
 
-    Its result is the noised **mean** update (the sum divided by the expected
+    Its result is the noisy **mean** update (the noisy sum divided by the expected
     cohort size), to be added to the model.
 
     Attributes:
       mechanism: The `Mechanism`.
-      deployment: Where it is used.
+      deployment: The mechanism's context.
     """
 
     def __init__(self, mechanism: Any, deployment: PrivacyContext):
@@ -62,15 +62,15 @@ class CohortQuery:
 
     @property
     def keeps_window(self) -> bool:
-        """Whether clients bring norms of their earlier rounds."""
+        """Whether clients remember norms of their earlier rounds."""
         return self.mechanism.window_norms is not None
 
     @property
     def only_scales(self) -> bool:
         """Whether a client's record is its update times one number.
 
-        Then a runtime that knows the norm need not have the update itself.
-        Not so if the client adds noise.
+        Then a runtime that knows the norm does not need the update itself. This is
+        False if clients add noise.
         """
         return (
             self.mechanism.scales_updates
@@ -79,20 +79,20 @@ class CohortQuery:
 
     @property
     def num_scalars(self) -> int:
-        """How many `Contribution.scalars` there are."""
+        """The number of `Contribution.scalars`."""
         return len(self.mechanism.side_names) + 1 + NUM_DIAGNOSTICS
 
     def client_weight(self, num_examples: Scalar) -> tf.Tensor | None:
-        """Returns the clients' weights, from the facts about them; None: 1 each.
+        """Returns the clients' weights in the mean; None: 1 each.
 
         Args:
-          num_examples: Scalar shape: see `ClientWeighting.weight`.
+          num_examples: Scalar; see `ClientWeighting.weight`.
         """
         weighting = self.deployment.client_weighting
         return None if weighting is None else weighting.weight(num_examples)
 
     def client(self, num_examples: tf.Tensor, window: tf.Tensor) -> ClientContext:
-        """Returns the facts about a client; its window only if it has one."""
+        """Returns the facts about a client, with its window if it has one."""
         weight = self.client_weight(num_examples)
         return ClientContext(
             num_examples, window if self.keeps_window else None, weight
@@ -108,10 +108,10 @@ class CohortQuery:
         )
 
     def new_segment(self, state: RoundState) -> RoundState:
-        """Returns a state that has forgotten all earlier rounds, except its clip.
+        """Returns a state that keeps the clip but forgets all earlier rounds.
 
-        If a round may have been released that the state does not know of, later
-        noise must not be correlated with the noise before it.
+        It is needed if a round may have been released that the state does not include:
+        later noise must then not be correlated with earlier noise.
         """
         return state._replace(memory=self.mechanism.init_noise_state(self.deployment))
 
@@ -121,7 +121,7 @@ class CohortQuery:
         noise_multiplier: tf.Tensor | float,
         clients_per_round: tf.Tensor | float,
     ) -> RoundState:
-        """Returns the state with the values that hold for this round."""
+        """Returns the state with this round's values."""
         return state._replace(
             noise_multiplier=tf.cast(noise_multiplier, tf.float32),
             clients_per_round=tf.cast(clients_per_round, tf.float32),
@@ -132,15 +132,15 @@ class CohortQuery:
         return clipping.finite_global_norm(record)[0]
 
     def clip_to_cohort(self, state: RoundState, norms: tf.Tensor) -> RoundState:
-        """Returns the state with the clip that the cohort's norms give."""
+        """Returns the state with the clip computed from the cohort's norms."""
         return state._replace(clip_norm=self.mechanism.clip_to_cohort(norms, state))
 
     def derive_sample_params(self, state: RoundState) -> RoundState:
-        """Returns what every client of a round is told: not the noise state."""
+        """Returns the state that clients receive, without the noise memory."""
         return state._replace(memory=())
 
     def initial_sample_state(self, template: Tensors) -> Contribution:
-        """Returns the zeros that the records of a cohort are added to: float64."""
+        """Returns the float64 zeros to which a cohort's records are added."""
         return Contribution(
             update=[tf.zeros(tensor.shape, tf.float64) for tensor in template],
             sums={name: tf.zeros([], tf.float64) for name in self.mechanism.side_names},
@@ -153,12 +153,12 @@ class CohortQuery:
     def clip(
         self, params: RoundState, update: Tensors, client: ClientContext
     ) -> Contribution:
-        """Returns a client's record, clipped, as the one door lets it in.
+        """Returns a client's clipped record, which always passes `records.bound`.
 
         Args:
-          params: What `derive_sample_params` returned.
+          params: The result of `derive_sample_params`.
           update: Float tensors, the client's update (or weights).
-          client: What it knows of itself.
+          client: What the client knows about itself.
         """
         mechanism = self.mechanism
         if mechanism.scales_updates:
@@ -171,7 +171,7 @@ class CohortQuery:
         return one
 
     def with_shares(self, params: RoundState, record: Contribution) -> Contribution:
-        """Returns a record with the client's share of the noise on every part."""
+        """Adds the client's share of the noise to every part of its record."""
         shares = self.noise_shares(params)
         update = noise.add_normal(record.update, shares["update"])
         return record._replace(update=update, sums=_add_side_noise(record.sums, shares))
@@ -183,15 +183,15 @@ class CohortQuery:
         params: RoundState,
         weight: Scalar | None = None,
     ) -> Contribution:
-        """Returns records of which only the updates' norms are known, bounded.
+        """Returns bounded records for updates of which only the norms are known.
 
         Their `update` is the factor of each client's update.
 
         Args:
-          norm: Float32, any shape: norms, or upper bounds; 0 where not usable.
+          norm: Float32, any shape: norms, or upper bounds; 0 if not usable.
           usable: Bool, the same shape.
-          params: What `derive_sample_params` returned.
-          weight: What the clients count, in [0, 1]; None: 1.
+          params: The result of `derive_sample_params`.
+          weight: The clients' weights, in [0, 1]; None: 1.
         """
         one = self.mechanism.contribution_of_norm(norm, usable, params).scale_by(weight)
         return records.bound_factor(
@@ -203,11 +203,11 @@ class CohortQuery:
         return records.to_grid(update, self.grid_step(params))
 
     def grid_step(self, params: RoundState) -> tf.Tensor:
-        """Returns the step that records are rounded to, float32 scalar."""
+        """Returns the grid step to which records are rounded, float32 scalar."""
         return records.step(self.l2_norm_bound(params), params.clients_per_round)
 
     def noise_shares(self, params: RoundState) -> dict[str, tf.Tensor]:
-        """Returns the noise of each of m clients: the mth part of a variance."""
+        """Returns the stddevs for each of m clients: the variance divided by m."""
         stddevs = self.mechanism.noise_stddevs(params, self.deployment)
         return {
             name: stddev / tf.sqrt(params.clients_per_round)
@@ -215,13 +215,13 @@ class CohortQuery:
         }
 
     def l2_norm_bound(self, state: RoundState) -> tf.Tensor | float:
-        """Returns the largest norm of a client's record, before noise."""
+        """Returns the bound on the norm of a client's record, before noise."""
         return self.mechanism.l2_norm_bound(state)
 
     def add_noise(
         self, total: Contribution, state: RoundState
     ) -> tuple[Tensors, dict[str, tf.Tensor], Memory]:
-        """Returns the sum and the side sums with the server's noise; next memory."""
+        """Returns the noisy sum, the noisy side sums, and the next memory."""
         update, memory, sums = total.update, state.memory, dict(total.sums)
         if self.mechanism.noise_site == NoiseSite.SERVER:
             stddevs = self.mechanism.noise_stddevs(state, self.deployment)
@@ -236,11 +236,11 @@ class CohortQuery:
         return self.mechanism.add_noise(update, stddev, state.memory)
 
     def divide(self, update: Tensors, weight: Scalar, state: RoundState) -> Tensors:
-        """Returns the mean of a noised sum (`Mechanism.mean`)."""
+        """Returns the mean from a noisy sum (`Mechanism.mean`)."""
         return self.mechanism.mean(update, weight, state, self.deployment)
 
     def charged_for(self, clients_per_round: float, noise_multiplier: float) -> float:
-        """Returns sum_i (bound_i / stddev_i)^2, as a round's charge is derived."""
+        """Returns the sum_i (bound_i / stddev_i)^2 from which the charge is derived."""
         mechanism = self.mechanism
         round = RoundState(
             mechanism.reference_clip_norm, noise_multiplier, clients_per_round
@@ -250,18 +250,18 @@ class CohortQuery:
     def check_noise(
         self, state: RoundState, charged: float | None = None
     ) -> list[tf.Operation]:
-        """Raises InvalidArgumentError if a round has less noise than was charged.
+        """Raises InvalidArgumentError if a round has less noise than was charged for.
 
-        A mechanism's cost is derived from its bounds and noise at the first clip; the
-        noise of a mechanism of somebody's own may not keep up with the clip, or be
-        another for tensors than for the numbers that the charge is made of.
+        A mechanism's cost is derived from its bounds and noise at the first clip. In a
+        user-defined mechanism, the noise might not grow with the clip, or might differ
+        between tensors and the Python numbers from which the charge is computed.
 
         Args:
-          state: The round's.
-          charged: What `charged_for` says; None: as the mechanism says of tensors.
+          state: The round's state.
+          charged: The result of `charged_for`; None: computed from tensors.
 
         Returns:
-          In a graph the operations that raise, for `after_assertions`.
+          In a graph, the operations that raise the error, for `after_assertions`.
         """
         mechanism = self.mechanism
         if charged is None:
@@ -284,10 +284,10 @@ class CohortQuery:
 
 
 def after_assertions(assertions: list[tf.Operation], tensors: Memory) -> Memory:
-    """Returns a nest of tensors that nothing is made of before assertions hold.
+    """Makes every use of a nest of tensors wait until the assertions have passed.
 
-    A graph would else run them beside what moves the model, or, as TFF makes it, not
-    at all.
+    Otherwise, a graph could run them at the same time as the update of the model, or
+    (in TFF) not at all.
     """
     with tf.control_dependencies(assertions):
         return tf.nest.map_structure(tf.identity, tensors)
@@ -296,13 +296,13 @@ def after_assertions(assertions: list[tf.Operation], tensors: Memory) -> Memory:
 def must_be_at_most(
     value: tf.Tensor, limit: tf.Tensor, message: str
 ) -> list[tf.Operation]:
-    """Raises InvalidArgumentError, or in a graph returns the operation that does."""
+    """Raises InvalidArgumentError; in a graph, returns the operation that raises it."""
     check = tf.debugging.assert_less_equal(value, limit, message)
     return [] if check is None else [check]
 
 
 def _add_side_noise(sums: Mapping[str, Scalar], stddevs: Mapping[str, Scalar]) -> Json:
-    """Returns what is released beside updates, with noise."""
+    """Returns the side sums with noise."""
     return {
         name: tf.cast(value, tf.float32) + noise.normal([], stddevs[name])
         for name, value in sums.items()

@@ -1,4 +1,4 @@
-"""What a round knows, what a client knows, its weight, and what it sends."""
+"""The facts about a round and about a client; a client's weight and contribution."""
 
 from __future__ import annotations
 
@@ -19,45 +19,44 @@ Memory: TypeAlias = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClientWeighting:
-    """Lets a client count by what it holds, and never more than 1.
+    """Weights a client by its number of examples, with a weight of at most 1.
 
-    McMahan et al. (2018), "Learning Differentially Private Recurrent Language
-    Models", section 2: client k counts w_k = min(n_k / n_hat, 1), and the mean
-    is the estimator with a fixed denominator,
+    McMahan et al. (2018), "Learning Differentially Private Recurrent Language Models",
+    section 2: client k has the weight w_k = min(n_k / n_hat, 1), and the mean is the
+    estimator with a fixed denominator,
 
         f = (sum_k w_k clip(Delta_k, S) + N(0, (z S)^2 I)) / (q W),
 
     here with q W = m * mean_weight, where m is the expected cohort size.
 
-    The bound. The update is clipped first, so ||clip(Delta_k, S)|| <= S, and
-    multiplied by w_k afterwards. w_k is a function of client k's data alone,
-    and in [0, 1] whatever these are (`weight`; NaN and Inf give 0), so
+    The bound. The update is first clipped, so ||clip(Delta_k, S)|| <= S, and then
+    multiplied by w_k. The weight w_k depends on client k's data alone, and is always in
+    [0, 1] (see `weight`; NaN and Inf give 0), so
 
         ||w_k clip(Delta_k, S)|| = w_k ||clip(Delta_k, S)|| <= 1 * S.
 
-    Adding client k, removing it, or counting it as zero therefore moves the sum
-    by at most S, and replacing it by another by at most 2 S: what it moves
-    without weights. The denominator is m * mean_weight, two numbers that were
-    given before anybody's data was seen, so it moves nothing. Noise of stddev
-    z S on the sum costs what it costs for clients who all count 1. (In floating
-    point the factor min(1, S / norm) is rounded, then multiplied by w <= 1;
-    rounding is monotone, so the product is no larger than the factor.)
+    Adding client k, removing it, or counting it as zero therefore moves the sum by at
+    most S, and replacing it by at most 2 S, just as without weights. The denominator
+    m * mean_weight is set before anyone sees the data, so it does not change. Noise of
+    stddev z S on the sum costs the same as for clients of weight 1. (In floating point,
+    the factor min(1, S / norm) is rounded, then multiplied by w <= 1. Rounding is
+    monotone, so the product is at most the factor.)
 
-    What is released of a client beside its update (the bit of adaptive
-    clipping, its norm for a median clip) has a bound of its own, and counts
-    once for each client, whatever its weight.
+    Anything else that is released about a client (the bit of adaptive clipping, its
+    norm for a median clip) has a bound of its own, and counts once for each client,
+    whatever its weight.
 
-    The sum of the weights of a cohort is never divided by: it depends on who
-    is there. (`NoPrivacy`, which promises nothing, does.) Where the weights
-    add up to less than m * mean_weight, the mean is shorter by that factor, and
-    never longer than with the weights' own sum if mean_weight is 1, the
-    default. A smaller mean_weight makes the server's step, and the noise in it,
-    larger by the same factor, and changes no cost.
+    The mean is never divided by the sum of the cohort's weights, because that depends
+    on who takes part. (`NoPrivacy`, which makes no promise, does divide by it.) If the
+    weights add up to less than m * mean_weight, the mean is smaller by that factor.
+    With the default mean_weight of 1, it is never larger than with the weights' own
+    sum. A smaller mean_weight enlarges the server's step and the noise in it by the
+    same factor; the cost does not change.
 
     Attributes:
-      cap: n_hat > 0, in examples; a client with so many, or more, counts 1.
-      mean_weight: In (0, 1], what clients are expected to count on average:
-        W / N. A number that is known without looking at the clients' data.
+      cap: n_hat > 0, in examples; a client with this many or more has weight 1.
+      mean_weight: In (0, 1], the clients' expected average weight, W / N. It must be
+        known without looking at the clients' data.
     """
 
     cap: float
@@ -72,15 +71,13 @@ class ClientWeighting:
                 f"counts more than 1, got {self.mean_weight!r}."
             )
         if not math.isfinite(1 / cap) or cap > 3e38:
-            raise ValueError(
-                f"cap must be a number that float32 has, got {self.cap!r}."
-            )
+            raise ValueError(f"cap must be representable in float32, got {self.cap!r}.")
         object.__setattr__(self, "cap", cap)
         object.__setattr__(self, "mean_weight", mean_weight)
 
     @classmethod
     def num_examples(cls, cap: float, mean_weight: float = 1.0) -> ClientWeighting:
-        """Counts a client by its number of examples n: min(n / cap, 1).
+        """Weights a client by its number of examples n: min(n / cap, 1).
 
         Args:
           cap: n_hat > 0, in examples.
@@ -92,8 +89,8 @@ class ClientWeighting:
         """Returns the clients' weights, float32 in [0, 1].
 
         Args:
-          num_examples: Scalar shape: how many examples they have, or any other
-            number that a client makes up.
+          num_examples: Scalar, the clients' numbers of examples, or any other numbers
+            that clients make up.
         """
         share = tf.cast(num_examples, tf.float32) / tf.constant(self.cap, tf.float32)
         share = tf.where(tf.math.is_finite(share), share, 0.0)
@@ -110,22 +107,21 @@ class ClientWeighting:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrivacyContext:
-    """Where a mechanism is used: the facts that are not the mechanism's own.
+    """The context in which a mechanism is used.
 
     Attributes:
-      clients_per_round: The expected cohort size m, constant or a schedule.
+      clients_per_round: The expected cohort size m; constant or a schedule.
       num_clients: The population N, or None if unknown.
       sampling: One of `accounting.charge.SAMPLINGS`, or None if unknown.
-      rounds: The number of rounds T that are planned, or None if unknown.
-      max_participations: The most rounds that any one client may take part
-        in, or None if unknown.
-      num_variables: How many tensors an update has, or None if unknown.
-      shapes: Theirs, or None if unknown.
-      min_examples: The smallest number of examples that a client holds, or
-        None if unknown.
-      client_weighting: What clients count in the mean; None: 1 each.
-      noise_generator: "exact" for a sum and noise on a grid (`grid`); else what
-        the noise is drawn from does not matter here.
+      rounds: The planned number of rounds T, or None if unknown.
+      max_participations: The most rounds in which a client may take part, or None if
+        unknown.
+      num_variables: The number of tensors in an update, or None if unknown.
+      shapes: The tensors' shapes, or None if unknown.
+      min_examples: The smallest number of examples of any client, or None if unknown.
+      client_weighting: The clients' weights in the mean; None: 1 each.
+      noise_generator: "exact" for a sum and noise on a grid (`grid`); other values make
+        no difference here.
     """
 
     clients_per_round: schedules.Schedule
@@ -146,23 +142,23 @@ class PrivacyContext:
         )
 
     def expected_weight(self, clients_per_round: Scalar) -> Scalar:
-        """Returns m, times what a client is expected to count: public numbers."""
+        """Returns m times the expected weight of a client; both are public."""
         weighting = self.client_weighting
         return clients_per_round * (1.0 if weighting is None else weighting.mean_weight)
 
 
 class RoundState(NamedTuple):
-    """What holds in one round: Python floats, or float32 scalars.
+    """The state of one round: Python floats, or float32 scalars.
 
-    It is what a query carries from round to round, and what every client of a
-    round gets to know.
+    A query carries it from round to round, and sends it (without the memory) to every
+    client of a round.
 
     Attributes:
-      clip_norm: The clip S of this round, or of the coming one.
+      clip_norm: The clip S of this round, or of the next one.
       noise_multiplier: This round's z.
       clients_per_round: This round's expected cohort size m.
-      memory: What only the server keeps from round to round, such as the noise
-        that later noise is correlated with: a nest of tensors, () for nothing.
+      memory: State that only the server keeps from round to round, such as the noise
+        with which later noise is correlated: a nest of tensors, () if there is none.
     """
 
     clip_norm: Scalar
@@ -172,13 +168,13 @@ class RoundState(NamedTuple):
 
 
 class ClientContext(NamedTuple):
-    """What a client knows of itself.
+    """What a client knows about itself.
 
     Attributes:
       num_examples: Scalar, its number of examples n.
-      window: Float32 [W, L], the norms that its last updates had in each of
-        the L variables, NaN where there are none; None without such a memory.
-      weight: Float32 scalar in [0, 1], what it counts; None: 1.
+      window: Float32 [W, L], the norms of its last updates in each of the L variables,
+        NaN where there are none; None without such a memory.
+      weight: Float32 scalar in [0, 1], its weight; None: 1.
     """
 
     num_examples: tf.Tensor | None = None
@@ -187,20 +183,19 @@ class ClientContext(NamedTuple):
 
 
 class Contribution(NamedTuple):
-    """What one client sends, and (summed) what the server gets.
+    """What one client sends, and (summed) what the server receives.
 
     Attributes:
-      update: List of float tensors, clipped, with noise if it is the client's
-        to add.
-      sums: Float32 scalars by name, released beside the update (such as the
-        bit of adaptive clipping).
+      update: List of float tensors: the clipped update, with noise if clients add it.
+      sums: Float32 scalars by name, released along with the update (such as the bit of
+        adaptive clipping).
       weight: Float32 scalar, the client's weight in the mean.
       norm: Float32 scalar, the L2 norm before clipping.
       clipped: Float32 scalar, 1 if the update was scaled down.
       discarded: Float32 scalar, 1 if the update was replaced by zero.
 
-    `norm`, `clipped` and `discarded` are diagnostics: they are not noised and
-    not covered by the guarantee.
+    `norm`, `clipped` and `discarded` are diagnostics: they get no noise, and the
+    guarantee does not cover them.
     """
 
     update: Tensors | tf.Tensor
@@ -211,7 +206,7 @@ class Contribution(NamedTuple):
     discarded: tf.Tensor
 
     def scalars(self) -> list[tf.Tensor]:
-        """Returns all but the update, what is handed in first."""
+        """Returns everything except the update, diagnostics last."""
         return [*self.sums.values(), *self[2:]]
 
     def with_scalars(self, update: Any, scalars: Any) -> Contribution:
@@ -221,16 +216,16 @@ class Contribution(NamedTuple):
         return Contribution(update, sums, *scalars[count:])
 
     def scale_by(self, weight: Any) -> Contribution:
-        """Scales update and weight, and nothing else.
+        """Scales only the update and the weight.
 
         Args:
-          weight: Float32 in [0, 1], of the shape of `update`, which is the
-            factor of updates of which only the norm is known; None: 1.
+          weight: Float32 in [0, 1], of the shape of `update`, which here holds the
+            factors of updates; None: 1.
         """
         if weight is None:
             return self
         return self._replace(update=self.update * weight, weight=self.weight * weight)
 
 
-# How many of `Contribution.scalars` are diagnostics, at their end.
+# How many of `Contribution.scalars` are diagnostics; they come last.
 NUM_DIAGNOSTICS = 3

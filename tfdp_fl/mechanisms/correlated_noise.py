@@ -1,6 +1,6 @@
 """DP-FTRL at client level: noise that is correlated across rounds.
 
-How it is correlated, and what that costs, is in `tfdp_fl.correlated_noise`.
+The correlation and its cost are computed in `tfdp_fl.correlated_noise`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tfdp_fl.terms import Json, Sampling
 @declaration.register("correlated")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CorrelatedNoise(mechanism.Mechanism):
-    """DP-FedAvg whose noise cancels itself out in part from round to round.
+    """DP-FedAvg with noise that partly cancels from round to round.
 
     DP-FTRL by matrix factorisation (Kairouz et al. 2021,
     https://arxiv.org/abs/2103.00039; Denisov et al. 2022,
@@ -35,27 +35,26 @@ class CorrelatedNoise(mechanism.Mechanism):
     of z / sens(C), and round t is charged as one of z / col_t
     (`correlated_noise.Generator.charges`).
 
-    That needs no assumption about which clients are sampled, only that two rounds of a
-    client are at least b apart, which `sampling="cyclic"` sees to.
+    This needs no assumption about which clients are sampled, except that two rounds of
+    a client are at least b apart, which `sampling="cyclic"` ensures.
 
-    After T released rounds a new segment begins, with empty buffers and
-    charges of its own.
+    After T released rounds, a new segment starts, with empty buffers and separate
+    charges.
 
     Attributes:
       clip_norm: The clip S > 0, an L2 norm over all variables of the model.
       noise_multiplier: z >= 0, stddev of the fresh noise on the sum divided by
         S, the same in every round.
-      strategy: C: a `BandedToeplitz` or `BLT`, or a text that stands for one,
-        such as "blt:2". What it leaves open is chosen so that the
-        noise of the last model is the smallest.
+      strategy: C: a `BandedToeplitz` or `BLT`, or a string for one, such as "blt:2".
+        Unspecified coefficients are chosen to minimise the noise of the last model.
       rounds: T, the rounds of a segment.
-      min_separation: The least number of rounds from one round of a client to its
-        next, b.
-      max_participations: k, after which a client sits out; None: as many as
-        there is room for, ceil(T / b).
+      min_separation: b, the minimum number of rounds from one participation of a
+        client to its next.
+      max_participations: k, the maximum number of rounds of a client; None: as many as
+        possible, ceil(T / b).
     """
 
-    # The last two are for where clients come as they like.
+    # The last two caveats apply if clients take part whenever they like.
     own_caveats: ClassVar[Mapping[str, str]] = {
         "correlated_noise_separation": (
             "The noise is correlated across rounds, and epsilon counts on a "
@@ -113,7 +112,7 @@ class CorrelatedNoise(mechanism.Mechanism):
 
     @property
     def participation(self) -> correlated_noise.Participation:
-        """What is promised of every client: (k, b) and T."""
+        """The constraints on every client's participation: (k, b) and T."""
         return correlated_noise.Participation(
             rounds=self.rounds,
             min_separation=self.min_separation,
@@ -121,17 +120,17 @@ class CorrelatedNoise(mechanism.Mechanism):
         )
 
     def participation_record(self) -> correlated_noise.ParticipationRecord:
-        """Returns a record that keeps clients who come as they like apart."""
+        """Returns a record that enforces the separation of each client's rounds."""
         return correlated_noise.ParticipationRecord(self.participation)
 
     @functools.cached_property
     def generator(self) -> strategies.Generator:
-        """What the strategy comes to in a segment of T rounds."""
+        """The strategy's noise generator for a segment of T rounds."""
         return self.strategy.generator(self.participation)
 
     @property
     def event_period(self) -> int:
-        """T: the charges of a new segment begin anew."""
+        """T, as the charges repeat in each segment."""
         return self.rounds
 
     def check(self, deployment: PrivacyContext) -> None:
@@ -192,7 +191,7 @@ class CorrelatedNoise(mechanism.Mechanism):
         return noised, memory
 
     def event_index(self, round_index: int, memory: strategies.NoiseState) -> int:
-        """Implements `Mechanism.event_index`: where the memory stands."""
+        """Implements `Mechanism.event_index`: the round index in the memory."""
         del round_index  # Abandoned rounds have no noise.
         return int(memory.position)
 
@@ -202,9 +201,9 @@ class CorrelatedNoise(mechanism.Mechanism):
         """Implements `Mechanism.round_event`: a Gaussian of z / col_t.
 
         Args:
-          round_index: How many rounds had noise of this memory; past T it
-            begins anew.
-          deployment: Where it is.
+          round_index: The number of earlier rounds with noise from this memory; it
+            wraps around at T.
+          deployment: The context.
         """
         if self.noise_multiplier == 0:
             return dp_accounting.NonPrivateDpEvent()
@@ -230,14 +229,14 @@ class CorrelatedNoise(mechanism.Mechanism):
         return ("correlated_noise_separation", "correlated_noise_secret")
 
     def static_config(self) -> Hashable:
-        """Implements `Mechanism.static_config`: all but the clip.
+        """Implements `Mechanism.static_config`: everything except the clip.
 
-        Also the coefficients, which another machine may choose otherwise.
+        It includes the coefficients, as another machine may choose different ones.
         """
         values = self.parameters()
         del values["clip_norm"]
         return (*values.items(), self.generator.numbers)
 
     def parameters(self) -> Json:
-        """Implements `Mechanism.parameters`; the strategy as its text."""
+        """Implements `Mechanism.parameters`, with the strategy as a string."""
         return {**super().parameters(), "strategy": repr(self.strategy)}

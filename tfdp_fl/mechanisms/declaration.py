@@ -1,8 +1,8 @@
-"""How a mechanism is declared: its name, and its parameters with all that is said.
+"""How a mechanism declares its name and its parameters.
 
-A parameter is a dataclass field. What is said of it here is all that there is:
-construction checks it, and the flags of `train.py`, its help, the tables of the
-documentation and `make_private` are made from it.
+A parameter is a dataclass field, and its declaration is the only source of facts about
+it: the constructor's check, the flags and help of `train.py`, the tables in the
+documentation, and `make_private` all use it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 Check = Callable[..., Any]
 
-# Within this range float32 clips and noises correctly. Below the squares of what is
-# to be clipped begin to vanish, above the noise is no number any more.
+# Within this range, float32 clips and adds noise correctly. Below it, the squares of
+# small elements vanish; above it, the noise overflows.
 SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM = 1e-10, 1e30
 
 _T = TypeVar("_T", bound="type[mechanism.Mechanism]")
@@ -31,10 +31,10 @@ _by_name: dict[str, type[mechanism.Mechanism]] = {}
 
 
 def register(name: str) -> Callable[[_T], _T]:
-    """Returns a class decorator that makes a mechanism known by a name.
+    """Returns a class decorator that registers a mechanism under a name.
 
     Args:
-      name: Lower case, as it is typed: `make_private(mechanism=name)`,
+      name: In lower case, as users type it: `make_private(mechanism=name)`,
         `train.py --mechanism=name`.
 
     Raises:
@@ -55,10 +55,10 @@ def register(name: str) -> Callable[[_T], _T]:
 
 
 def load(module: str) -> None:
-    """Imports what registers mechanisms of somebody's own.
+    """Imports a module that registers user-defined mechanisms.
 
     Args:
-      module: A Python file's path, ending in .py, or an importable module.
+      module: The path of a Python file, ending in .py, or an importable module.
 
     Raises:
       ImportError: There is no such file or module.
@@ -82,15 +82,15 @@ def load_named_in(arguments: Sequence[str], flag: str) -> None:
 
 
 def names() -> tuple[str, ...]:
-    """Returns all names, in the order in which they became known."""
+    """Returns all names, in the order of registration."""
     return tuple(_by_name)
 
 
 def by_name(name: str) -> type[mechanism.Mechanism]:
-    """Returns the mechanism of a name.
+    """Returns the mechanism with a name.
 
     Raises:
-      ValueError: There is none; the message lists the names.
+      ValueError: There is none; the message lists all names.
     """
     _validate.one_of(_by_name, mechanism=name)
     return _by_name[name]
@@ -107,14 +107,14 @@ def parameter(
     """Returns a field of a mechanism.
 
     Args:
-      check: Called as `check(name=value)`; returns the value as it is kept, or
-        raises a `ValueError` or `TypeError` that names the parameter
-        (`_validate`, and the functions here).
+      check: Called as `check(name=value)`; returns the value to store, or raises a
+        `ValueError` or `TypeError` that names the parameter (`_validate`, and the
+        functions here).
       help: One sentence, for `train.py --help` and the documentation.
-      default: The default; without one the parameter has to be given.
-      start: What `train.py` starts from where nothing is given and there is
-        no default, or another one suits it better.
-      none_word: What stands for None on a command line.
+      default: The default; without one, the parameter is required.
+      start: The default of `train.py`, if there is no default or another one suits
+        `train.py` better.
+      none_word: The word for None on a command line.
     """
     metadata = {"check": check, "help": help, "start": start, "none_word": none_word}
     return dataclasses.field(default=default, metadata=metadata)
@@ -126,10 +126,10 @@ non_negative = _validate.non_negative
 
 
 class OneOf:
-    """Allows one of some words.
+    """Checks that a value is one of some words.
 
     Attributes:
-      words: Those.
+      words: The allowed words.
     """
 
     def __init__(self, *words: str):
@@ -141,7 +141,7 @@ class OneOf:
 
 
 def optional(check: Check) -> Check:
-    """Returns a check that allows None beside what another one allows."""
+    """Returns a check that allows None besides the values of another check."""
 
     def checked(**value: object) -> object:
         ((_, given),) = value.items()
@@ -151,7 +151,7 @@ def optional(check: Check) -> Check:
 
 
 def schedule_of(check: Check) -> Check:
-    """Returns a check of a number, one value a round, or a callable of the round."""
+    """Returns a check of a number, one value per round, or a callable of the round."""
 
     def checked(**value: schedules.Schedule) -> schedules.Schedule:
         ((name, schedule),) = value.items()
@@ -161,13 +161,13 @@ def schedule_of(check: Check) -> Check:
 
 
 def clip(**checked: object) -> float:
-    """Returns a clip norm for which float32 keeps the guarantee, or raises."""
+    """Returns a clip norm at which float32 keeps the guarantee, or raises an error."""
     ((name, value),) = checked.items()
     value = _validate.positive(**checked)
     if not SMALLEST_CLIP_NORM <= value <= LARGEST_CLIP_NORM:
         raise ValueError(
             f"{name} must be from {SMALLEST_CLIP_NORM:g} to "
-            f"{LARGEST_CLIP_NORM:g}, got {value!r}: beyond, float32 "
-            "can neither clip nor noise."
+            f"{LARGEST_CLIP_NORM:g}, got {value!r}: outside this range, float32 can "
+            "neither clip nor add noise."
         )
     return value

@@ -13,7 +13,7 @@ from tfdp_fl.terms import TrustModel
 
 
 def noise_multiplier_parameter() -> schedules.Schedule:
-    """Returns the z of a mechanism with a trusted server."""
+    """Returns the parameter z of a mechanism with a trusted server."""
     return declaration.parameter(
         declaration.schedule_of(_validate.non_negative),
         "z, noise stddev on the sum of the clipped updates over the clip; a "
@@ -22,7 +22,7 @@ def noise_multiplier_parameter() -> schedules.Schedule:
 
 
 def noise_site_parameter() -> str:
-    """Returns who adds the noise of a mechanism with a trusted server."""
+    """Returns the parameter that says who adds the noise, if the server is trusted."""
     return declaration.parameter(
         declaration.OneOf("server", "client"),
         "who adds the noise; client needs fixed-size sampling.",
@@ -31,7 +31,7 @@ def noise_site_parameter() -> str:
 
 
 def site_phrase(noise_site: str) -> str:
-    """Returns the words that say where the noise is added."""
+    """Returns the phrase that says where the noise is added."""
     return {"client": "in equal shares by the clients", "server": "by the server"}[
         noise_site
     ]
@@ -40,21 +40,20 @@ def site_phrase(noise_site: str) -> str:
 @declaration.register("fixed")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FixedClipping(mechanism.Mechanism):
-    """DP-FedAvg with a clip that does not move.
+    """DP-FedAvg with a constant clip.
 
     McMahan et al. (2018), "Learning Differentially Private Recurrent Language
     Models", Algorithm 1 with FlatClip and equal weights; Flower's
     `DPFedAvgFixed`. One round releases
     (sum_k Delta_k min(1, S/||Delta_k||) + N(0, (zS)^2 I)) / m.
 
-    TF-Privacy's `GaussianSumQuery` computes the same sum, but lets a NaN
-    through and cannot repeat its noise from a seed; hence a mechanism of our
-    own.
+    TF-Privacy's `GaussianSumQuery` computes the same sum, but it lets a NaN through
+    and cannot reproduce its noise from a seed; hence this class.
 
     Attributes:
       clip_norm: The clip S > 0, an L2 norm over all variables of the model.
       noise_multiplier: z >= 0, stddev of the noise on the sum divided by S;
-        a constant, a sequence with one value a round, or a callable of the
+        a constant, a sequence with one value per round, or a callable of the
         round.
       noise_site: "server", or "client": each of the m clients adds
         N(0, (zS)^2 / m), which needs fixed-size sampling.
@@ -80,9 +79,8 @@ class FixedClipping(mechanism.Mechanism):
 class NoPrivacy(mechanism.Mechanism):
     """Federated averaging without clipping or noise (McMahan et al. 2017).
 
-    The mean is that of those who answered; every client that took part has the
-    same weight, whatever its number of examples. There is no guarantee, and
-    the statement says so.
+    The mean is over the clients that answered; each has the same weight, whatever its
+    number of examples. There is no guarantee, and the statement says so.
     """
 
     trust_model: ClassVar[str] = TrustModel.NONE
@@ -115,7 +113,7 @@ class NoPrivacy(mechanism.Mechanism):
         round: RoundState,
         deployment: PrivacyContext,
     ) -> Tensors:
-        """Implements `Mechanism.mean`: over those who answered, 0 for none."""
+        """Implements `Mechanism.mean`: over the clients that answered, 0 for none."""
         return clipping.mean_of_answers(update, weight)
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""Local differential privacy: every client noises its own release."""
+"""Local differential privacy: every client adds noise to its own release."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def noise_over_sensitivity(
     rounds: int,
     participations: int,
 ) -> float:
-    """Returns sigma / sensitivity of one release that keeps a local budget.
+    """Returns the sigma / sensitivity of one release that meets a local budget.
 
     Args:
       epsilon: The budget of one client over the whole training.
@@ -50,11 +50,11 @@ def noise_over_sensitivity(
         sqrt(2 ln(1.25/delta))/epsilon (Dwork & Roth 2014, Theorem A.1), proven
         for epsilon < 1 only.
       composition: "basic": every round may spend epsilon / T and delta / T.
-        "rdp": k Gaussian releases of one client have, at every Renyi order,
-        the divergence of one Gaussian with noise sigma / sqrt(k), so that
-        single Gaussian is calibrated to the whole budget.
+        "rdp": at every Renyi order, k Gaussian releases of one client have the
+        divergence of a single Gaussian with noise sigma / sqrt(k). That single
+        Gaussian is calibrated to the whole budget.
       rounds: T, for "basic".
-      participations: k, the most rounds a client can take part in, for "rdp".
+      participations: k, the most rounds in which a client can take part, for "rdp".
     """
     if composition == "basic":
         epsilon, delta, releases = epsilon / rounds, delta / rounds, 1
@@ -69,10 +69,9 @@ def noise_over_sensitivity(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalMechanism(mechanism.Mechanism):
-    """What the mechanisms have in common that protect each release alone.
+    """Base class of mechanisms that protect each release separately.
 
-    Their parameters, `epsilon` and `delta` beside those here, are what `LocalDP`
-    says of them.
+    `LocalDP` describes the parameters, including `epsilon` and `delta`.
     """
 
     trust_model: ClassVar[str] = TrustModel.LOCAL
@@ -112,8 +111,7 @@ class LocalMechanism(mechanism.Mechanism):
     ) -> Tensors:
         """Implements `Mechanism.mean`: over the clients that answered.
 
-        Each answer is private by itself, so nothing depends on how many there
-        are.
+        Each answer is private by itself, so privacy does not depend on their number.
         """
         return clipping.mean_of_answers(update, weight)
 
@@ -121,12 +119,12 @@ class LocalMechanism(mechanism.Mechanism):
     def from_budget(
         cls, target: mechanism.CalibrationTarget, **options: Any
     ) -> mechanism.Mechanism:
-        """Implements `Mechanism.from_budget`: calibrated when it is used."""
+        """Implements `Mechanism.from_budget`; the noise is calibrated on use."""
         budget: Json = {"epsilon": target.epsilon, "delta": target.delta}
         return cls(**budget, **options)
 
     def bind(self, deployment: PrivacyContext) -> cohort_query.CohortQuery:
-        """Implements `Mechanism.bind`: the noise has to be known there."""
+        """Implements `Mechanism.bind`; the context must determine the noise."""
         self.noise_stddevs(RoundState(1.0, 0.0, 1.0), deployment)
         releases = deployment.rounds if self.composition == "basic" else 1
         one = (self.epsilon or 0.0) / (releases or 1)
@@ -140,15 +138,15 @@ class LocalMechanism(mechanism.Mechanism):
         return super().bind(deployment)
 
     def releases_per_round(self, deployment: PrivacyContext) -> int:
-        """Returns how many separately charged releases one round makes."""
+        """Returns the number of separately charged releases in a round."""
         return 1
 
     def noise_over_sensitivity(self, deployment: PrivacyContext) -> float:
-        """Returns sigma / sensitivity of one release, calibrated if need be.
+        """Returns sigma / sensitivity of one release, calibrated if necessary.
 
         Raises:
-          ValueError: The mechanism has a budget for a training run, and the
-            deployment does not say how many rounds that has.
+          ValueError: The mechanism has a budget for a training run whose number of
+            rounds the deployment does not specify.
         """
         if deployment.rounds is None:
             raise ValueError(
@@ -165,9 +163,9 @@ class LocalMechanism(mechanism.Mechanism):
         )
 
     def mu_squared(self, deployment: PrivacyContext) -> float:
-        """Returns (sensitivity / sigma)^2 of one client's part in one round.
+        """Returns (sensitivity / sigma)^2 of one client's release in one round.
 
-        Infinite without noise.
+        It is infinite without noise.
         """
         ratio = self.noise_over_sensitivity(deployment)
         return self.releases_per_round(deployment) / ratio**2 if ratio else math.inf
@@ -184,24 +182,24 @@ class LocalMechanism(mechanism.Mechanism):
 class LocalDP(LocalMechanism):
     """Each client releases Delta min(1, S/||Delta||) + N(0, (z_local S)^2).
 
-    The hands-on tutorial's `dp_client_update`, with the noise either given or
+    This is the hands-on tutorial's `dp_client_update`. The noise is either given or
     calibrated to a budget for one client over the whole training. The server
-    only averages; it need not be trusted.
+    only averages and need not be trusted.
 
     Attributes:
       clip_norm: S > 0.
       epsilon: The budget of one client over the training, with `delta`.
       delta: In (0, 1).
-      noise_multiplier: z_local >= 0 instead of a budget: the noise that **one
-        client** adds, divided by S. (A client-level share of central noise is
-        sqrt(m) times less: see `FixedClipping(noise_site="client")`.)
+      noise_multiplier: z_local >= 0, instead of a budget: the stddev of the noise that
+        **one client** adds, divided by S. (A client's share of central noise is smaller
+        by a factor of sqrt(m); see `FixedClipping(noise_site="client")`.)
       calibration: "analytic" (Balle & Wang 2018) or "classic" (proven for a
-        per-release epsilon < 1; above it warns, and the reported epsilon is
+        per-release epsilon < 1; above that, it warns, and the reported epsilon is
         computed from the noise).
       composition: "rdp": a client's own participations are composed;
         "basic": epsilon / T and delta / T for every round.
-      max_participations: After so many rounds a client sits out, which with
-        `composition="rdp"` needs less noise; None: as often as it is drawn.
+      max_participations: The maximum number of rounds of a client; a limit needs less
+        noise with `composition="rdp"`. None: as often as it is drawn.
     """
 
     clip_norm: float = declaration.parameter(
@@ -234,7 +232,7 @@ class LocalDP(LocalMechanism):
             )
 
     def noise_multiplier_at(self, round_index: int) -> float:
-        """Implements `Mechanism.noise_multiplier_at`: 0 for the server's."""
+        """Implements `Mechanism.noise_multiplier_at`: 0, as the server adds none."""
         return self.noise_multiplier or 0.0
 
     def client_noise(
@@ -244,7 +242,7 @@ class LocalDP(LocalMechanism):
         return self.client_noise_multiplier(deployment) * round.clip_norm
 
     def noise_stddevs(self, round: RoundState, deployment: PrivacyContext) -> Json:
-        """Implements `Mechanism.noise_stddevs`: sqrt(m) z S, on m releases."""
+        """Implements `Mechanism.noise_stddevs`: sqrt(m) z S, on a sum of m releases."""
         one = self.client_noise_multiplier(deployment) * round.clip_norm
         return {"update": round.clients_per_round**0.5 * one}
 
@@ -261,16 +259,15 @@ class LocalDP(LocalMechanism):
     def round_event(
         self, round_index: int, deployment: PrivacyContext
     ) -> dp_accounting.DpEvent:
-        """Implements `Mechanism.round_event`: what the mean gives centrally.
+        """Implements `Mechanism.round_event`: the central guarantee of the mean.
 
-        m independent client noises of stddev z_local S are a central noise
-        multiplier of sqrt(m) z_local, if exactly m clients answer. A cohort of a
-        random size brings a random number of noises: nothing is claimed then.
+        If exactly m clients answer, their independent noise of stddev z_local S makes a
+        central noise multiplier of sqrt(m) z_local. If the cohort size is random, so is
+        the number of noise terms, and nothing is claimed.
 
-        Neighbours are those of the local guarantee, one client's data replaced
-        by other data, which moves the sum by 2S. The charge of a fixed-size
-        cohort doubles the sensitivity by itself; for a shuffled one, this
-        function does.
+        The neighbouring relation is that of the local guarantee: one client's data is
+        replaced, which moves the sum by 2S. For a fixed-size cohort, the charge itself
+        doubles the sensitivity; for a shuffled one, this function does.
         """
         multiplier = self.client_noise_multiplier(deployment)
         if multiplier == 0 or deployment.sampling in (*charge.OF_ANY_SIZE, None):

@@ -1,16 +1,15 @@
 """A mechanism: one declaration, from which everything else follows.
 
-A **mechanism** says what is released about a cohort of client updates and what
-that costs. It is a frozen dataclass in a file of its own: its parameters
-(`declaration.parameter`), a name (`declaration.register`), and its mathematics, as
-the members of `Mechanism` that differ from plain DP-FedAvg. It knows no
-runtime. Members that say so take Python floats and TensorFlow scalars alike,
-so that the planner, Flower's strategies and the privacy statement use the same
+A **mechanism** defines what is released about a cohort of client updates and what
+that costs. It is a frozen dataclass in a file of its own. It declares its parameters
+(`declaration.parameter`), its name (`declaration.register`), and its mathematics, by
+overriding the members of `Mechanism` in which it differs from plain DP-FedAvg. It does
+not depend on any runtime. Members that say so accept both Python floats and TensorFlow
+scalars, so the planner, Flower's strategies and the privacy statement use the same
 formulas as the training.
 
-Bound to a `PrivacyContext` it gives a `CohortQuery` (`cohort_query`), which every
-runtime runs in the same order; `docs/architecture.md` walks through an
-example.
+Bound to a `PrivacyContext`, it gives a `CohortQuery` (`cohort_query`), which every
+runtime calls in the same order; `docs/architecture.md` walks through an example.
 """
 
 from __future__ import annotations
@@ -41,32 +40,32 @@ from tfdp_fl.mechanisms.contribution import (
 )
 from tfdp_fl.terms import Json, NoiseSite, PrivacyUnit, TrustModel
 
-# What a mechanism of an earlier version declares, and what it has to.
+# Members of earlier versions' mechanisms, and their replacements.
 _RENAMED = {
     "side_names": "side_bounds={name: bound}",
     "guarantee": "trust_model and privacy_unit",
 }
-# What the derived cost rests on: a class that changes one of these has to say what
-# its rounds cost, by a `round_event` of its own.
+# The members on which the derived cost relies. A class that overrides one of them must
+# define the cost of its rounds with a `round_event` of its own.
 _OF_COST = (
     *("add_noise", "bind", "clip_to_cohort", "event_at", "event_index"),
     *("needs_exact_cohort", "reference_clip_norm", "sensitivity_squared"),
 )
 
-# Between this and its inverse float32 has all its digits, and squares of noise
-# in many coordinates are still numbers.
+# Between this and its inverse, float32 has full precision, and the squared noise in
+# many coordinates stays finite.
 _LEAST_NOISE = 1e-18
 
 
 class CalibrationTarget(NamedTuple):
-    """What `make_private` asks of a mechanism.
+    """The budget for which `make_private` builds a mechanism.
 
     Attributes:
-      noise_multiplier: z, for a mechanism that is calibrated from outside; a
-        number or one value a round.
-      epsilon: The target, for one that calibrates itself.
+      noise_multiplier: z, for a mechanism that `make_private` calibrates; a number or
+        one value per round.
+      epsilon: The target, for a mechanism that calibrates itself.
       delta: The delta of that target.
-      clients_per_round: m, the smallest expected size of a cohort.
+      clients_per_round: m, the smallest expected cohort size.
     """
 
     noise_multiplier: schedules.Schedule
@@ -77,43 +76,42 @@ class CalibrationTarget(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mechanism(abc.ABC):
-    """Base class of all mechanisms: immutable, validated when made.
+    """Base class of all mechanisms, which are immutable and validated when made.
 
-    What is here is DP-FedAvg for a clip S that a mechanism declares: a client's
-    update is scaled by one number, the sum noised by the server with stddev z S,
-    and divided by the expected cohort size m. A mechanism overrides what it does
-    otherwise.
+    This class implements DP-FedAvg for a clip S that a mechanism declares: a client's
+    update is scaled by one number, the server adds noise of stddev z S to the sum, and
+    the noisy sum is divided by the expected cohort size m. A mechanism overrides
+    whatever it does differently.
 
     Class attributes:
-      trust_model: Against whom it protects: "central" (the server is trusted),
-        "local" (nobody is) or "none".
+      trust_model: Against whom it protects: "central" (the server is trusted), "local"
+        (no party is) or "none".
       privacy_unit: What is protected as a whole: a "client" or a "record".
-      side_bounds: What a client sends beside its update, by name
-        (`Contribution.sums`), each with the bound on its absolute value.
-      releases_weights: Whether clients send weights and not updates, which
-        then replace the model.
+      side_bounds: The bound on the absolute value of each number that a client sends
+        beside its update, by name (`Contribution.sums`).
+      releases_weights: Whether clients send weights instead of updates; their mean
+        then replaces the model.
       max_participations: Maximum rounds per client; None: unlimited.
       min_separation: Minimum rounds between participations; None: no limit. Cyclic
-        sampling has as many groups.
-      clip_norm: S of the first round, where it is a parameter.
-      noise_multiplier: z, where it is a parameter.
-      epsilon: A budget that the noise is calibrated to, where it is a
-        parameter.
-      noise_limit_reason: What `make_private` says of `noise_limit`.
-      noise_site: Who adds the noise: "server"; "client", each of m clients its
-        share, so that exactly m have to answer; or "every client", each for
+        sampling has this number of groups.
+      clip_norm: S of the first round, if it is a parameter.
+      noise_multiplier: z, if it is a parameter.
+      epsilon: A budget to which the noise is calibrated, if it is a parameter.
+      noise_limit_reason: How `make_private` explains `noise_limit`.
+      noise_site: Who adds the noise: "server"; "client", if each of m clients adds its
+        share, so that exactly m must answer; or "every client", if each protects
         itself.
-      needs_shapes: Whether it has to know the shapes of an update before it runs.
-      own_caveats: What the statement may have to say of this mechanism and of
-        no other: full sentences by key.
+      needs_shapes: Whether it must know the shapes of an update before it runs.
+      own_caveats: Caveats in the statement that apply only to this mechanism: full
+        sentences by key.
     """
 
     trust_model: ClassVar[str] = TrustModel.CENTRAL
     privacy_unit: ClassVar[str] = PrivacyUnit.CLIENT
     side_bounds: ClassVar[Mapping[str, float]] = {}
     releases_weights: ClassVar[bool] = False
-    # What mechanisms may have as parameters: no annotation makes no field of them. (A
-    # schedule is Any: mypy would take one that is callable for a method.)
+    # Possible parameters of mechanisms; unannotated, so they are no dataclass fields
+    # here. (A schedule is Any, as mypy would take a callable one for a method.)
     max_participations = None  # type: int | None
     min_separation = None  # type: int | None
     clip_norm = 0.0
@@ -125,16 +123,16 @@ class Mechanism(abc.ABC):
     needs_shapes: ClassVar[bool] = False
     own_caveats: ClassVar[Mapping[str, str]] = {}
 
-    # Optional members: None where a mechanism has no such thing.
+    # Optional members: None if a mechanism does not have them.
     #
-    # clip_to_cohort(norms, round) -> S: the clip of this round, from the norms
-    # of its whole cohort (float32 vector, perhaps empty).
+    # clip_to_cohort(norms, round) -> S: the clip of this round, computed from the norms
+    # of its whole cohort (float32 vector, possibly empty).
     clip_to_cohort: ClassVar[Callable[..., tf.Tensor] | None] = None
-    # client_noise(round, client, deployment) -> stddev of what a client adds to
-    # its own update, where noise_site is "every client": a float32 scalar, or
-    # a list of one for each variable.
+    # client_noise(round, client, deployment) -> stddev of the noise that a client adds
+    # to its own update if noise_site is "every client": a float32 scalar, or a list
+    # of one per variable.
     client_noise: ClassVar[Callable[..., tf.Tensor | Tensors] | None] = None
-    # window_norms(update) -> float32 [L], what a client remembers of this
+    # window_norms(update) -> float32 [L], the norms that a client remembers from this
     # round, in a window of `window` rounds.
     window_norms: ClassVar[Callable[..., tf.Tensor] | None] = None
 
@@ -156,7 +154,7 @@ class Mechanism(abc.ABC):
 
     @classmethod
     def _definer_of(cls, name: str) -> type:
-        """Returns the class from which a member comes."""
+        """Returns the class that defines a member."""
         return next(kind for kind in cls.__mro__ if name in vars(kind))
 
     def __post_init__(self) -> None:
@@ -164,7 +162,7 @@ class Mechanism(abc.ABC):
             if "check" in field.metadata:
                 given = {field.name: getattr(self, field.name)}
                 object.__setattr__(self, field.name, field.metadata["check"](**given))
-        if callable(self.noise_multiplier):  # What is released and charged is one.
+        if callable(self.noise_multiplier):  # Release and charge use the same values.
             once = schedules.fix(self.noise_multiplier)
             object.__setattr__(self, "noise_multiplier", once)
         self.check_parameters()
@@ -172,12 +170,12 @@ class Mechanism(abc.ABC):
             self.noise_multiplier_at(0)
 
     def check_parameters(self) -> None:  # noqa: B027
-        """Raises ValueError where parameters do not go together."""
+        """Raises ValueError if parameters are incompatible."""
 
-    # Where it may be used.
+    # Checks of the context.
 
     def check(self, deployment: PrivacyContext) -> None:
-        """Raises ValueError if the mechanism is not right for a deployment."""
+        """Raises ValueError if the mechanism does not suit a deployment."""
         if self.trust_model == TrustModel.CENTRAL and self.noise_site not in (
             NoiseSite.SERVER,
             NoiseSite.CLIENT,
@@ -197,11 +195,11 @@ class Mechanism(abc.ABC):
             )
 
     def check_weighting(self, weighting: ClientWeighting | None) -> None:
-        """Raises unless clients may count differently.
+        """Raises an error unless clients may have different weights.
 
-        Allowed is whatever multiplies an update by one number, its clip, and adds
-        noise to the sum as a whole ("server"), or in shares that do not depend on
-        the weight ("client"): then a factor of at most 1 keeps the bound.
+        They may if the mechanism clips an update by multiplying it by one number, and
+        the noise is added to the whole sum ("server") or in shares that do not depend
+        on the weight ("client"). Then a weight of at most 1 keeps the bound.
         """
         if weighting is None:
             return
@@ -223,12 +221,12 @@ class Mechanism(abc.ABC):
         """Returns the TensorFlow side of the mechanism.
 
         Args:
-          deployment: Where it is used.
+          deployment: The context in which it is used.
 
         Raises:
-          ValueError: The mechanism's guarantee does not hold there.
+          ValueError: The mechanism's guarantee does not hold in this context.
         """
-        Mechanism.check(self, deployment)  # Also where a subclass forgets it.
+        Mechanism.check(self, deployment)  # Even if a subclass forgets to call it.
         self.check(deployment)
         if deployment.noise_generator == noise.EXACT:
             return grid.RoundedGaussianQuery(self, deployment)
@@ -241,15 +239,15 @@ class Mechanism(abc.ABC):
         return self.clip_norm
 
     def init_noise_state(self, deployment: PrivacyContext) -> Memory:
-        """Returns the memory before the first round; () for none."""
+        """Returns the memory before the first round; () if there is none."""
         return ()
 
     def noise_stddevs(self, round: RoundState, deployment: PrivacyContext) -> Json:
-        """Returns the noise on the sum of updates, and on each released sum.
+        """Returns the stddevs of the noise on the sum of updates and on each side sum.
 
         Args:
           round: This round; Python floats or TensorFlow scalars.
-          deployment: Where it is.
+          deployment: The context.
 
         Returns:
           Stddevs by name: "update" and `side_names`.
@@ -261,7 +259,7 @@ class Mechanism(abc.ABC):
         return round.clip_norm
 
     def scale(self, norm: tf.Tensor, round: RoundState) -> tf.Tensor:
-        """Returns the factor of an update: min(1, S / norm).
+        """Returns the factor by which an update is scaled: min(1, S / norm).
 
         Args:
           norm: Float32, any shape: norms of updates, at least 0.
@@ -272,10 +270,10 @@ class Mechanism(abc.ABC):
     def side_statistics(
         self, norm: tf.Tensor, round: RoundState
     ) -> dict[str, tf.Tensor]:
-        """Returns a client's other summands, by the names in side_names.
+        """Returns a client's terms of the side sums, by the names in `side_names`.
 
         Args:
-          norm: Float32, any shape: norms of updates, 0 for one with a NaN.
+          norm: Float32, any shape: norms of updates, 0 for updates with a NaN.
           round: The state of this round.
         """
         return {}
@@ -283,14 +281,14 @@ class Mechanism(abc.ABC):
     def contribution_of_norm(
         self, norm: tf.Tensor, usable: tf.Tensor, round: RoundState
     ) -> Contribution:
-        """Returns contributions where only the updates' norms are known.
+        """Returns contributions computed from the updates' norms alone.
 
-        Their `update` is the factor that the update is multiplied by.
+        Their `update` is the factor by which the update is multiplied.
 
         Args:
-          norm: Float32, any shape: the norms of one or more updates, 0 where
-            an update is not usable.
-          usable: Bool, the same shape: False for a NaN or an Inf.
+          norm: Float32, any shape: the norms of one or more updates, 0 if an update is
+            not usable.
+          usable: Bool, the same shape: False for an update with a NaN or an Inf.
           round: The state of this round.
         """
         scale = self.scale(norm, round)
@@ -318,8 +316,8 @@ class Mechanism(abc.ABC):
           update: List of float tensors; a client's weights if
             `releases_weights`.
           round: The state of this round.
-          client: What the client knows of itself.
-          deployment: Where it is.
+          client: What the client knows about itself.
+          deployment: The context.
         """
         one = self.contribution_of_norm(*clipping.finite_global_norm(update), round)
         one = one.scale_by(client.weight)
@@ -332,7 +330,7 @@ class Mechanism(abc.ABC):
 
         Args:
           update: The sum of the clients' updates.
-          stddev: What `noise_stddevs` says.
+          stddev: The stddev from `noise_stddevs`.
           memory: `RoundState.memory`; () without one.
         """
         return noise.add_normal(update, stddev), memory
@@ -344,16 +342,16 @@ class Mechanism(abc.ABC):
         round: RoundState,
         deployment: PrivacyContext,
     ) -> Tensors:
-        """Returns the released mean of a noised sum: the sum divided by m.
+        """Returns the released mean: the noisy sum divided by m.
 
-        Where clients count differently, by m times their expected weight.
+        If clients have different weights, the divisor is m times their expected weight.
 
         Args:
-          update: The noised sum.
-          weight: Float32 scalar, the sum of the clients' weights; with a central
-            guarantee, whose noise does not cover it, the expected one.
+          update: The noisy sum.
+          weight: Float32 scalar, the sum of the clients' weights. With a central
+            guarantee, whose noise does not cover that sum, the expected one.
           round: The state of this round.
-          deployment: Where it is.
+          deployment: The context.
         """
         expected = deployment.expected_weight(round.clients_per_round)
         return [tensor / tf.cast(expected, tensor.dtype) for tensor in update]
@@ -362,19 +360,19 @@ class Mechanism(abc.ABC):
         """Returns the clip of the next round.
 
         Args:
-          sums: The noised sums by name; Python floats or TensorFlow scalars.
+          sums: The noisy sums by name; Python floats or TensorFlow scalars.
           round: This round, likewise.
         """
         return round.clip_norm
 
-    # What it costs, and what is said of it.
+    # Its cost and its description.
 
     def noise_multiplier_at(self, round_index: int) -> float:
         """Returns the noise multiplier z of one round (counted from 0).
 
         Raises:
-          ValueError: It is negative, or the noise that it makes of the first clip
-            is not representable in float32.
+          ValueError: It is negative, or its product with the first clip is not
+            representable in float32.
         """
         noise_multiplier = _validate.non_negative(
             noise_multiplier=schedules.value_at(
@@ -385,21 +383,20 @@ class Mechanism(abc.ABC):
         if stddev and not _LEAST_NOISE <= stddev <= 1 / _LEAST_NOISE:
             raise ValueError(
                 "noise_multiplier times the clip must be from "
-                f"{_LEAST_NOISE:g} to {1 / _LEAST_NOISE:g}, which float32 holds, got "
+                f"{_LEAST_NOISE:g} to {1 / _LEAST_NOISE:g}, the range of float32, got "
                 f"{noise_multiplier:g} times {self.first_clip_norm():g}."
             )
         return noise_multiplier
 
     def noise_limit(self, round_index: int, deployment: PrivacyContext) -> float:
-        """Returns the bound that a round's noise multiplier must stay below."""
+        """Returns the upper limit on a round's noise multiplier (exclusive)."""
         return float("inf")
 
     def event_index(self, round_index: int, memory: Memory) -> int:
-        """Returns what `round_event` is to be asked for.
+        """Returns the round index to pass to `round_event`.
 
         Args:
-          round_index: The coming round, counted from 0, abandoned rounds
-            included.
+          round_index: The next round, counted from 0, including abandoned rounds.
           memory: `RoundState.memory` before it; () without one.
         """
         return round_index
@@ -407,7 +404,7 @@ class Mechanism(abc.ABC):
     def mu_squared(self, deployment: PrivacyContext) -> float:
         """Returns (sensitivity / sigma)^2 of one client's own release.
 
-        Of mechanisms with a local trust model, composed client by client.
+        Only for mechanisms with a local trust model, composed client by client.
         """
         raise NotImplementedError(
             f"{self.name} has a {self.trust_model} guarantee, which is not "
@@ -417,43 +414,43 @@ class Mechanism(abc.ABC):
     def round_event(
         self, round_index: int, deployment: PrivacyContext
     ) -> dp_accounting.DpEvent:
-        """Returns what one round releases, before sampling is considered.
+        """Returns the event that one round releases, without sampling.
 
-        Derived, not declared: Gaussian releases of one client's update and side
-        sums together are one, with the noise multiplier
+        It is derived, not declared. Gaussian releases of a client's update and side
+        sums together are a single Gaussian with the noise multiplier
 
             (sum_i (bound_i / stddev_i)^2)^(-1/2)
 
-        of the bounds that `records` enforces and the noise that is added (Dong,
-        Roth & Su 2019, corollary 3.3).
+        where `records` enforces the bounds, and the stddevs are those of the added
+        noise (Dong, Roth & Su 2019, corollary 3.3).
         """
         z = self.noise_multiplier_at(round_index)
         if z == 0 or self.trust_model != TrustModel.CENTRAL:
             return dp_accounting.NonPrivateDpEvent()
-        # What follows from z and S alone needs no deployment.
+        # A mechanism whose cost depends on z and S alone needs no deployment.
         size = deployment.cohort_size(round_index) if deployment else 1.0
         round = RoundState(self.reference_clip_norm, z, size)
         mu_squared = self.sensitivity_squared(round, deployment)
         if not 0 < mu_squared < math.inf:
             return dp_accounting.NonPrivateDpEvent()
         derived = mu_squared**-0.5
-        # Equal but for rounding, z is what was given.
+        # If they are equal up to rounding, use the given z.
         same = math.isclose(derived, z, rel_tol=1e-12)
         return dp_accounting.GaussianDpEvent(z if same else derived)
 
     @property
     def reference_clip_norm(self) -> float:
-        """The clip at which costs are derived: the first, or 1 if it is unknown."""
+        """The clip at which costs are derived: the first one, or 1 if unknown."""
         return self.first_clip_norm() or 1.0
 
     def event_at(
         self, round_index: int, deployment: PrivacyContext, state: RoundState
     ) -> dp_accounting.DpEvent:
-        """Returns what the coming round releases, asked right before its charge.
+        """Returns the next round's event; called right before the round is charged.
 
         Args:
           round_index: As for `round_event`.
-          deployment: Where it is.
+          deployment: The context.
           state: The query's state before the round.
         """
         del state
@@ -466,7 +463,7 @@ class Mechanism(abc.ABC):
 
         Args:
           round: This round; Python floats or TensorFlow scalars.
-          deployment: Where it is.
+          deployment: The context.
         """
         stddevs = self.noise_stddevs(round, deployment)
         bounds = {"update": self.l2_norm_bound(round), **self.side_bounds}
@@ -479,7 +476,7 @@ class Mechanism(abc.ABC):
 
         Args:
           target: The target, and the noise multiplier to try.
-          **options: The other parameters that were given.
+          **options: The other given parameters.
         """
         given: Json = {"noise_multiplier": target.noise_multiplier}
         return cls(**given, **options)
@@ -521,14 +518,14 @@ class Mechanism(abc.ABC):
     def scales_updates(self) -> bool:
         """Whether a contribution is the update times one number.
 
-        That follows from its norm, so that a runtime that knows the norm need
-        not have the update.
+        That number depends only on the norm, so a runtime that knows the norm does not
+        need the update.
         """
         return type(self).contribution is Mechanism.contribution
 
     @property
     def needs_exact_cohort(self) -> bool:
-        """Whether fewer than m answers are less noise than is charged."""
+        """Whether fewer than m answers give less noise than is charged for."""
         return self.noise_site == NoiseSite.CLIENT
 
     @abc.abstractmethod
@@ -536,23 +533,22 @@ class Mechanism(abc.ABC):
         """Returns one sentence for the privacy statement."""
 
     def caveats(self) -> tuple[str, ...]:
-        """Returns the keys of the caveats that the mechanism has to make.
+        """Returns the keys of the caveats that apply to the mechanism.
 
         Each is a key of `own_caveats` or of `accounting.CAVEATS`.
         """
         return ()
 
     def all_caveats(self) -> tuple[str, ...]:
-        """Returns `caveats`, and what holds of one that declares its own cost."""
+        """Returns `caveats`, plus one if the mechanism declares its own cost."""
         given = self._definer_of("round_event").__module__.startswith("tfdp_fl.")
         return self.caveats() if given else (*self.caveats(), "own_cost")
 
     def static_config(self) -> Hashable:
-        """Returns what has to stay as it is from round to round; () if nothing.
+        """Returns what must not change from round to round; () if nothing.
 
-        Beside the mechanism's class. Other parameters may change (in TFF a
-        state can be handed on to another process): rounds are charged one by
-        one.
+        The mechanism's class must not change either. Other parameters may (in TFF, a
+        state can be passed on to another process), as rounds are charged one by one.
         """
         return ()
 
@@ -569,7 +565,7 @@ class Mechanism(abc.ABC):
 
 
 def _ratio(bound: Scalar, stddev: Scalar) -> Scalar:
-    """Returns bound / stddev: 0 for a bound of 0, else infinity without noise."""
+    """Returns bound / stddev: 0 for a bound of 0, otherwise infinity without noise."""
     if isinstance(bound, numbers.Real) and isinstance(stddev, numbers.Real):
         return 0.0 if not bound else float(bound) / stddev if stddev else math.inf
     bound, stddev = tf.cast(bound, tf.float32), tf.cast(stddev, tf.float32)

@@ -19,30 +19,29 @@ from tfdp_fl.mechanisms import (
 )
 from tfdp_fl.mechanisms.contribution import PrivacyContext, RoundState
 
-# The private median is sought on a geometric grid that does not depend on the
-# data: 2^12 cells over eight decades are 0.45 % apart.
+# The private median is searched on a geometric grid that does not depend on the data:
+# 2^12 cells over eight decades, 0.45 % apart.
 SMALLEST_NORM = 1e-4
 LARGEST_NORM = 1e4
 SEARCH_STEPS = 12
-# Of the noise on one answer, for z_median = 1.
+# The stddev of the noise on one answer, for z_median = 1.
 _ANSWER_STDDEV = math.sqrt(SEARCH_STEPS) / 2
-# A wrong answer early in the search is a median that is wrong by decades: a
-# cohort that agrees has to outweigh this many standard deviations.
+# A wrong answer early in the search makes the median wrong by decades. So a unanimous
+# cohort must outweigh this many standard deviations of the noise.
 _SAFE_STDDEVS = 4.0
-# The default: five times the noise of the sum adds 2 % to it, and never less
-# than one and a half times, which adds 20 %.
+# By default, z_median is five times the sum's z, which adds 2 % to the sum's noise. It
+# is never less than one and a half times, which adds 20 %.
 _USUAL_RATIO, _LEAST_RATIO = 5.0, 1.5
 
 
 def median(values: tf.Tensor) -> tf.Tensor:
     """Returns the median (float32 scalar) of a non-empty vector.
 
-    Both halves of an even number of values count: the mean of the two in the
-    middle.
+    For an even number of values, it is the mean of the two in the middle.
     """
     ordered = tf.sort(values)
     count = tf.shape(ordered)[0]
-    # A slice of an empty vector would be refused where it is only traced.
+    # Slicing an empty vector would fail even if it is only traced.
     middle = tf.gather(ordered, [(count - 1) // 2, count // 2])
     return 0.5 * (middle[0] + middle[1])
 
@@ -50,17 +49,15 @@ def median(values: tf.Tensor) -> tf.Tensor:
 def private_median(norms: tf.Tensor, median_noise_multiplier: float) -> tf.Tensor:
     """Returns a differentially private median of the norms of a cohort.
 
-    A bisection over a geometric grid from `SMALLEST_NORM` to `LARGEST_NORM`.
-    Each of its J = `SEARCH_STEPS` steps asks one question, whether
-    sum_k (1[norm_k <= x] - 1/2) is positive, and gets an answer with Gaussian
-    noise. A client moves the sum by at most 1/2, so noise of stddev
-    sigma = z_median sqrt(J) / 2 makes all J answers together (an adaptive
-    composition of Gaussians) cost what one Gaussian with noise multiplier
-    z_median costs.
+    It is a bisection over a geometric grid from `SMALLEST_NORM` to `LARGEST_NORM`.
+    Each of its J = `SEARCH_STEPS` steps asks whether sum_k (1[norm_k <= x] - 1/2) is
+    positive, and answers with Gaussian noise. A client moves the sum by at most 1/2.
+    So with noise of stddev sigma = z_median sqrt(J) / 2, all J answers together (an
+    adaptive composition of Gaussians) cost as much as one Gaussian with noise
+    multiplier z_median.
 
     Args:
-      norms: Float32 vector, one norm for each client of the cohort; it may be
-        empty.
+      norms: Float32 vector, one norm per client of the cohort; may be empty.
       median_noise_multiplier: z_median > 0.
 
     Returns:
@@ -81,15 +78,15 @@ def private_median(norms: tf.Tensor, median_noise_multiplier: float) -> tf.Tenso
 def default_median_noise_multiplier(
     noise_multiplier: float, clients_per_round: float
 ) -> float:
-    """Returns the z_median that is taken where none is given.
+    """Returns the default of z_median.
 
-    Five times the noise multiplier, which makes the noise on the sum 2 %
-    larger; less where counts of a small cohort would drown in it (about m/14),
-    but not below 1.5 times, which makes it 20 % larger.
+    It is five times the noise multiplier, which makes the noise on the sum 2 % larger.
+    In a small cohort, whose counts would drown in that noise, it is about m / 14, but
+    at least 1.5 times the noise multiplier, which makes the noise 20 % larger.
 
     Args:
       noise_multiplier: z > 0 of the sum.
-      clients_per_round: m, the smallest expected size of a cohort.
+      clients_per_round: m, the smallest expected cohort size.
     """
     reliable = clients_per_round / (2 * _SAFE_STDDEVS * _ANSWER_STDDEV)
     least, usual = _LEAST_RATIO * noise_multiplier, _USUAL_RATIO * noise_multiplier
@@ -105,21 +102,20 @@ class MedianClipping(mechanism.Mechanism):
     Level Perspective", Algorithm 1: S = median of the cohort's unclipped
     norms, w <- w + (sum_k Delta_k / max(1, ||Delta_k|| / S) + N(0, (zS)^2))/m.
 
-    The median that the paper uses is exact and therefore not private: the
-    statement says so, and the epsilon covers the noised sum only. A
-    `median_noise_multiplier` gives a private one (see `private_median`), whose
-    cost is composed into the same sampled event:
-    z_total = (z^-2 + z_median^-2)^(-1/2).
+    The paper's median is exact and therefore not private: the statement says so, and
+    epsilon covers only the noisy sum. With a `median_noise_multiplier`, the median is
+    private (see `private_median`), and its cost is composed into the same sampled
+    event: z_total = (z^-2 + z_median^-2)^(-1/2).
 
-    Memory: the updates of a round wait for its median, one for each member of
-    the cohort.
+    Memory: the updates of a round, one per client of the cohort, are kept until the
+    median is known.
 
     Attributes:
       noise_multiplier: z >= 0 of the sum; a constant, a sequence with one
-        value a round, or a callable of the round (the paper's sigma_t).
+        value per round, or a callable of the round (the paper's sigma_t).
       median_noise_multiplier: None for the exact median, as published, or
-        z_median > 0; for cohorts of m at most m / 14, or the median goes
-        astray now and then.
+        z_median > 0. For cohorts of m clients, it should be at most m / 14; otherwise
+        the median is occasionally far off.
       noise_site: "server" or "client" (needs fixed-size sampling).
     """
 
@@ -158,7 +154,7 @@ class MedianClipping(mechanism.Mechanism):
         return super().from_budget(target, **options)
 
     def check(self, deployment: PrivacyContext) -> None:
-        """Refuses an exact median of so few that one client sets it."""
+        """Refuses an exact median of so few clients that one of them controls it."""
         super().check(deployment)
         constant = schedules.is_constant(deployment.clients_per_round)
         rounds = range(1 if constant else deployment.rounds or 1)
@@ -173,8 +169,7 @@ class MedianClipping(mechanism.Mechanism):
     def clip_to_cohort(self, norms: tf.Tensor, round: RoundState) -> tf.Tensor:
         """Returns the median of the cohort's norms (float32 vector).
 
-        An empty cohort has no exact median, and keeps the S of the round
-        before.
+        An empty cohort has no exact median, and keeps the S of the previous round.
         """
         if self.median_noise_multiplier is not None:
             return private_median(norms, self.median_noise_multiplier)

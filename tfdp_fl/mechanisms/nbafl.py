@@ -28,7 +28,7 @@ from tfdp_fl.terms import Json, NoiseSite, PrivacyUnit, TrustModel
 
 
 def _require_known(name: str, deployment: PrivacyContext) -> int:
-    """Returns a number of a deployment, or raises where it is not known."""
+    """Returns a number from the deployment; raises an error if it is unknown."""
     value = getattr(deployment, name)
     if not value:
         raise ValueError(
@@ -40,19 +40,19 @@ def _require_known(name: str, deployment: PrivacyContext) -> int:
 def _num_examples(client: ClientContext) -> tf.Tensor:
     """Returns n, float32 scalar; 0 if it is not a valid number of examples.
 
-    The client's weight and its noise both follow from it.
+    Both the client's weight and its noise depend on it.
     """
     if client.num_examples is None:
         raise ValueError("num_examples must be given to NbAFL.")
     n = tf.cast(client.num_examples, tf.float32)
-    # Larger ones would add up to infinity, and the mean would be no number.
+    # Larger numbers could overflow the sum and make the mean NaN.
     return tf.where((n > 0) & (n < 2.0**53), n, 0.0)
 
 
 @declaration.register("nbafl")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NbAFL(mechanism.Mechanism):
-    """Noising before model aggregation in federated learning.
+    """Noising before model aggregation federated learning (NbAFL).
 
     Wei et al. (2020), "Federated Learning with Differential Privacy:
     Algorithms and Performance Analysis", Algorithm 1, as in FederatedScope:
@@ -63,10 +63,10 @@ class NbAFL(mechanism.Mechanism):
     * the server averages (weighted by n), clips every element to [-C, C], and
       adds sigma_D before broadcast if T > sqrt(N) L.
 
-    The guarantee is per **record** (one example of one client), not per
-    client. It rests on the paper's assumption that one record moves a client's
-    clipped weights by at most 2C/n, which holds for a mean over records, and
-    not in general for SGD; the statement says so.
+    The guarantee is per **record** (one example of one client), not per client. It
+    relies on the paper's assumption that one record moves a client's clipped weights
+    by at most 2C/n. This holds for a mean over records, but not in general for SGD;
+    the statement says so.
 
     Attributes:
       epsilon: The budget of a record over all T rounds.
@@ -106,7 +106,7 @@ class NbAFL(mechanism.Mechanism):
 
     @property
     def proximal_weight(self) -> float:
-        """Mu, by which clients' weights are held back."""
+        """Mu, the weight of the proximal term."""
         return self.mu
 
     @property
@@ -120,9 +120,9 @@ class NbAFL(mechanism.Mechanism):
         2 c C sqrt(T^2 - L^2 N) / (min_n N epsilon) if T > sqrt(N) L, and 0
         otherwise: then the noise of the uplink already covers the downlink.
 
-        L is the number of clients of a round, as in FederatedScope; in the paper
-        it is how often a client's parameters are exposed. Every upload is charged
-        by sigma_U, which has T in that place, so epsilon does not depend on it.
+        L is the number of clients in a round, as in FederatedScope; in the paper, it is
+        how often a client's parameters are exposed. Every upload is charged by sigma_U,
+        which uses T instead of L, so epsilon does not depend on L.
         """
         rounds = _require_known("rounds", deployment)
         num_clients = _require_known("num_clients", deployment)
@@ -155,7 +155,7 @@ class NbAFL(mechanism.Mechanism):
     ) -> Contribution:
         """Implements `Mechanism.contribution`: n w / max(1, ||w|| / C).
 
-        A client without examples has nothing to say and weighs nothing.
+        A client without examples has weight 0.
         """
         clipped = super().contribution(update, round, ClientContext(), deployment)
         weight = _num_examples(client) * (1.0 - clipped.discarded)
@@ -168,8 +168,8 @@ class NbAFL(mechanism.Mechanism):
     ) -> tf.Tensor:
         """Implements `Mechanism.client_noise`: n sigma_U, on n times weights.
 
-        sigma_U = 2 C T c / (n epsilon) (Wei et al. 2020, eq. 10), so n sigma_U is
-        the same for all who have any.
+        sigma_U = 2 C T c / (n epsilon) (Wei et al. 2020, eq. 10), so n sigma_U is the
+        same for all clients with examples.
         """
         rounds = _require_known("rounds", deployment)
         stddev = 2.0 * self.weight_clip * rounds * self.constant / self.epsilon
@@ -197,7 +197,7 @@ class NbAFL(mechanism.Mechanism):
     def mu_squared(self, deployment: PrivacyContext) -> float:
         """Returns (sensitivity / sigma_U)^2 of one upload, for any n.
 
-        With the paper's sensitivity 2C/n it is (epsilon / (T c))^2.
+        With the paper's sensitivity of 2C/n, it is (epsilon / (T c))^2.
         """
         rounds = _require_known("rounds", deployment)
         return (self.epsilon / (rounds * self.constant)) ** 2

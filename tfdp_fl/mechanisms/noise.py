@@ -1,14 +1,13 @@
 """Gaussian noise that is never the same twice.
 
-By default every call draws from a fresh seed of the operating system's entropy
-(`entropy`), also inside a `tf.function` or a TFF computation that is traced
-once and run many times, on every client. A runtime that has to repeat itself
-bit for bit (or that brings the entropy) wraps the calls in `use_seed` with a
-seed tensor that is new for every client of every round.
+By default, every call draws from a fresh seed, made from the operating system's entropy
+(`entropy`). This holds even inside a `tf.function` or a TFF computation that is traced
+once and run many times, on every client. A runtime that must be reproducible bit for
+bit, or supplies the entropy itself, wraps the calls in `use_seed` with a seed tensor
+that is new for every client of every round.
 
-A seed is uint64 [2], 128 bits, of the operating system or of a user's number. Noise
-is made by `_box_muller` of the bits of Philox4x32-10, and so are other seeds
-(`fold_in`).
+A seed is uint64 [2], 128 bits, from the operating system or a user's number. The bits
+of Philox4x32-10 make the noise (`_box_muller`) and other seeds (`fold_in`).
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ import numpy as np
 
 from tfdp_fl._lazy_tf import tf
 
-# TensorFlow's number of the generator Philox, and the key under which it turns a
-# seed into a key and a counter (`stateless_random_ops.cc`).
+# TensorFlow's number for the generator Philox, and the key with which it turns a seed
+# into a key and a counter (`stateless_random_ops.cc`).
 _PHILOX, _SCRAMBLE = 1, 0x02461E293EC8F720
 
-# What noise is drawn from: here, or exactly (`grid`), where Philox is for the rest.
+# The sources of noise: this module, or exact (`grid`), with Philox for everything else.
 PHILOX, EXACT = GENERATORS = ("philox", "exact")
 
-# First words of a seed: what is made of it.
+# The first word of a derived seed, by its use.
 _CHILD, _DRAW = 1, 2
 
-# How a long draw is cut up: no chunk shorter than this, no more of them than
-# that, so that a graph stays small and chunks amortise their overhead.
+# How a long draw is divided: a minimum length of chunks, so that they amortise their
+# overhead, and a maximum number of them, so that a graph stays small.
 _SMALLEST_CHUNK = 2**16
 _MOST_CHUNKS = 32
 
 _UUIDS = "/proc/sys/kernel/random/uuid"
-# Where the hexadecimal digits of one are that are random throughout.
+# The positions of a UUID's hexadecimal digits that are entirely random.
 _DIGITS = [
     place
     for place, form in enumerate("xxxxxxxx-xxxx-4xxx-yxxx-xxxxxxxxxxxx")
@@ -51,7 +50,7 @@ _DIGITS = [
 ]
 _DIGITS_A_WORD = 8
 
-# Of each thread: a seed, and the numbers of the draws that are taken from it.
+# For each thread, a seed and the numbers of the draws taken from it.
 _active = threading.local()
 
 
@@ -59,11 +58,11 @@ _active = threading.local()
 def use_seed(seed: tf.Tensor) -> Iterator[None]:
     """Draws the noise inside the block from a given seed.
 
-    Two draws inside one block differ. It is in force while the code is traced,
-    so one traced function uses it for every later run.
+    Two draws inside one block differ. The seed applies when the code is traced, so a
+    traced function uses it in every later run.
 
     Args:
-      seed: Uint64 [2] (or int64, of the same bits); a value may be used only once.
+      seed: Uint64 [2] (or int64, with the same bits); use each value only once.
     """
     outer = getattr(_active, "source", None)
     _active.source = (seed, itertools.count(1))
@@ -74,19 +73,18 @@ def use_seed(seed: tf.Tensor) -> Iterator[None]:
 
 
 def entropy(count: int) -> tf.Tensor:
-    """Returns uint32 [count] of the operating system, new in every run of a graph.
+    """Returns uint32 [count] from the operating system, new in every run of a graph.
 
-    TensorFlow has no operation for that. Its own unseeded ones, and
-    `NonDeterministicInts`, hand out a 64-bit Mersenne Twister that each process
-    seeds once, with 32 bits (`tsl/platform/random.cc`): anyone who tries 2^32
-    seeds knows all of it, and after a fork two processes have the same. So a graph
-    reads Linux's generator where it is a file that ends: each time it is read,
-    /proc/sys/kernel/random/uuid holds a new random UUID (RFC 9562, version 4; see
-    `man 4 random`), 122 bits of which are random.
+    TensorFlow has no operation for this. Its own unseeded operations, and
+    `NonDeterministicInts`, use a 64-bit Mersenne Twister that each process seeds once,
+    with 32 bits (`tsl/platform/random.cc`). Anyone can try all 2^32 seeds, and after a
+    fork, two processes have the same one. So a graph reads Linux's generator from a
+    finite file: each read of /proc/sys/kernel/random/uuid returns a new random UUID
+    (RFC 9562, version 4; see `man 4 random`), with 122 random bits.
 
     Raises:
-      NotImplementedError: A graph is built, and the operating system is not
-        Linux. (In a graph that runs on another machine that is not Linux,
+      NotImplementedError: A graph is being built, and the operating system is not
+        Linux. (A graph that runs on another machine without Linux raises
         `tf.errors.NotFoundError`.)
     """
     if tf.executing_eagerly():
@@ -97,8 +95,8 @@ def entropy(count: int) -> tf.Tensor:
             f"entropy is read from {_UUIDS}; there is no such file here."
         )
     reads = -(-count * _DIGITS_A_WORD // len(_DIGITS))
-    # Reading a file is no stateful operation: what is read must be an argument
-    # that nobody can fold into a constant, and another one for every read.
+    # TensorFlow considers reading a file stateless. So the file name must depend on an
+    # argument that cannot be folded into a constant and differs for every read.
     salt = tf.raw_ops.NonDeterministicInts(shape=[reads], dtype=tf.int64)
     digits = []
     for one in tf.unstack(salt):
@@ -117,7 +115,7 @@ def entropy(count: int) -> tf.Tensor:
 
 
 def fresh_seed() -> np.ndarray:
-    """Returns a seed (uint64 [2]) of the operating system's entropy, now."""
+    """Returns a seed (uint64 [2]) from the operating system's entropy, at once."""
     return np.frombuffer(os.urandom(16), np.uint64)
 
 
@@ -135,10 +133,10 @@ def fold_in(seed: tf.Tensor, data: tf.Tensor | int) -> tf.Tensor:
 
     Args:
       seed: Uint64 or int64 [2].
-      data: An integer of 64 bits, with a sign.
+      data: A signed 64-bit integer.
     """
-    # TensorFlow's own fold_in puts the data beside 64 fresh bits. Philox is
-    # one-to-one for each key, so other data are another block.
+    # TensorFlow's own fold_in puts the data beside 64 fresh bits. Philox is one-to-one
+    # for each key, so different data give different blocks.
     data = tf.cast(data, tf.int64)
     words = tf.bitwise.bitwise_xor(
         as_integers(seed), tf.stack([tf.constant(_CHILD, tf.int64), data])
@@ -149,10 +147,10 @@ def fold_in(seed: tf.Tensor, data: tf.Tensor | int) -> tf.Tensor:
 def _uniform(
     shape: list[int | tf.Tensor], seed: tf.Tensor, dtype: tf.DType
 ) -> tf.Tensor:
-    """Draws integers of all bits, from a seed that is int64 [2].
+    """Draws integers with uniform bits from a seed, int64 [2].
 
-    They are those of `tf.random.stateless_uniform(..., alg="philox")`, which takes
-    three times as many operations, and that is noticed before a first round.
+    They equal those of `tf.random.stateless_uniform(..., alg="philox")`, which takes
+    three times as many operations and noticeably delays the first round.
     """
     draw = functools.partial(tf.raw_ops.StatelessRandomUniformFullIntV2, alg=_PHILOX)
     key = tf.constant([_SCRAMBLE], tf.uint64)
@@ -163,23 +161,24 @@ def _uniform(
 
 
 def for_clients(seed: np.ndarray) -> np.ndarray:
-    """Returns the part of a round's seed that clients and workers may know: uint64 [2].
+    """Returns a round's seed for clients and workers, uint64 [2].
 
-    From a seed that Philox makes of it a way might lead back to the server's noise.
+    If Philox derived it from the round's seed, it might lead back to the server's
+    noise.
     """
     digest = hashlib.sha256(seed.astype(np.uint64).tobytes()).digest()
     return np.frombuffer(digest, np.uint64)[:2]
 
 
 def as_integers(seed: tf.Tensor) -> tf.Tensor:
-    """Returns a seed as int64 [2], for draws of one's own."""
+    """Returns a seed as int64 [2], for the caller's own draws."""
     return tf.bitcast(seed, tf.int64)
 
 
 def integer(seed: tf.Tensor, data: int) -> tf.Tensor:
-    """Returns an int64 scalar of 64 bits, uniform; from a seed and an integer.
+    """Returns a uniform int64 scalar from a seed and an integer.
 
-    For random numbers that are no noise, such as those of a dropout.
+    It is for random numbers other than noise, such as those of dropout.
     """
     return as_integers(fold_in(seed, data))[0]
 
@@ -190,8 +189,8 @@ def normal(shape: tf.Tensor | list[int], stddev: tf.Tensor) -> tf.Tensor:
 
 
 def _draws(lengths: list[int | tf.Tensor], seed: tf.Tensor) -> list[tf.Tensor]:
-    """Draws vectors of N(0, 1) of some lengths, from a seed."""
-    # Not what `fold_in` makes other seeds of.
+    """Draws vectors of N(0, 1) with the given lengths from a seed."""
+    # Different from the seeds that `fold_in` makes.
     own = tf.bitwise.bitwise_xor(as_integers(seed), tf.constant([_DRAW, 0], tf.int64))
     seeds = [own]
     if len(lengths) > 1:
@@ -204,16 +203,15 @@ def _draws(lengths: list[int | tf.Tensor], seed: tf.Tensor) -> list[tf.Tensor]:
 def _box_muller(length: int | tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
     """Draws float32 N(0, 1) [length], two of each 96 bits of Philox.
 
-    As Box & Muller (1958): sqrt(-2 ln u) (cos t, sin t) for u in (0, 1] and a
-    direction t. Of u there are 62 bits, fine where it is small, so that draws
-    end at 9.42, with less than 2^-62 of a pair's mass beyond. TensorFlow's u
-    has 23 bits and ends at 5.68. An update that is spread over D coordinates
-    crosses such an end in a round with a probability of about
-    sqrt(D) phi(end) / z, and that gives the client away: for
-    D = 5e5 and z = 1 that is 3e-5 at 5.68, more than many a delta, and 2e-17
-    at 9.42.
+    This is Box & Muller (1958): sqrt(-2 ln u) (cos t, sin t) for u in (0, 1] and a
+    direction t. Here u has 62 bits, and is fine where it is small. So draws end at
+    9.42, with less than 2^-62 of a pair's mass beyond. TensorFlow's u has 23 bits, and
+    its draws end at 5.68. An update that is spread over D coordinates crosses such an
+    end in a round with a probability of about sqrt(D) phi(end) / z, which reveals that
+    the client took part. For D = 5e5 and z = 1, that is 3e-5 at 5.68, more than many a
+    delta, and 2e-17 at 9.42.
     """
-    half = -(-length // 32) * 16  # Slices of which are not copied.
+    half = -(-length // 32) * 16  # A length whose slices need no copy.
     high, low, direction = tf.unstack(_uniform([3, half], seed, tf.int32))
     whole = tf.cast(tf.bitwise.bitwise_and(high, 2**31 - 1), tf.float32)
     rest = tf.abs(tf.cast(low, tf.float32)) * 2.0**-31 + 2.0**-33
@@ -225,15 +223,15 @@ def _box_muller(length: int | tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
 
 
 def standard_normals(tensors: list[tf.Tensor], seed: tf.Tensor) -> list[tf.Tensor]:
-    """Draws float32 N(0, 1) of the shapes of some tensors.
+    """Draws float32 N(0, 1) with the shapes of some tensors.
 
     They are what `add_normal` adds with a stddev of 1 and the same seed. A drawing
-    operation runs on one thread; several can run side by side. Into how many a draw
-    is cut, and so what is drawn, does not depend on the machine.
+    operation runs on one thread, and several can run at the same time. The number of
+    operations, and hence the result, does not depend on the machine.
 
     Args:
-      tensors: Of any dtype.
-      seed: No other draw uses it.
+      tensors: Tensors of any dtype.
+      seed: A seed that no other draw uses.
     """
     static = [tensor.shape.num_elements() for tensor in tensors]
     sizes = [
@@ -262,7 +260,7 @@ def add_normal(
       stddev: One scalar, or one scalar for each tensor.
 
     Returns:
-      New tensors of the same shapes and dtypes, but float32 for float64.
+      New tensors of the same shapes and dtypes, except float32 for float64.
     """
     if not tensors:
         return []
@@ -278,14 +276,14 @@ def add_normal(
 def add_scaled_noise(
     tensor: tf.Tensor, draw: tf.Tensor, stddev: tf.Tensor
 ) -> tf.Tensor:
-    """Returns tensor + stddev draw; of a float64 sum as float32, rounded once.
+    """Returns tensor + stddev draw; for float64 sums as float32, rounded once.
 
-    A float64 sum has digits below those of float32 noise, which would show without
-    any noise what was added up. They are rounded away after the noise is added:
-    rounding the sum first would move it by more than a client does.
+    A float64 sum has digits below those of float32 noise. These digits would reveal
+    the sum without any noise, so they are rounded away after the noise is added.
+    Rounding the sum first would change it by more than one client does.
 
     Args:
-      tensor: Of any float dtype.
+      tensor: A tensor of any float dtype.
       draw: Float32, of the same shape.
       stddev: Float32 scalar.
     """

@@ -1,4 +1,4 @@
-"""DP-FedAvg whose clients clip each layer by itself (McMahan et al. 2018)."""
+"""DP-FedAvg whose clients clip each layer separately (McMahan et al. 2018)."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from tfdp_fl.mechanisms.contribution import (
 @declaration.register("per_layer")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PerLayerClipping(mechanism.Mechanism):
-    """DP-FedAvg in which no layer takes the room of another.
+    """DP-FedAvg in which every layer has its own share of the clip.
 
     McMahan et al. (2018), "Learning Differentially Private Recurrent Language
     Models", Algorithm 1 with PerLayerClip: layer l of an update is clipped to S_l, so
-    that the whole update has a norm of at most S, S^2 = sum_l S_l^2. With L layers
+    that the whole update has a norm of at most S, S^2 = sum_l S_l^2. With L layers,
     each has S_l = S / sqrt(L). A layer is one variable of the model: a kernel and a
     bias are two.
 
-    The clip is no longer one factor, so clients train one by one, count 1 each, and
-    Flower's servers refuse it; the noise and its cost are those of `FixedClipping`.
+    The clip is no longer a single factor. So clients train one by one, each with weight
+    1, and Flower servers refuse it. The noise and its cost are as in `FixedClipping`.
 
     Attributes:
       clip_norm: S > 0, the largest L2 norm of a whole update.
       noise_multiplier: z >= 0, stddev of the noise on the sum divided by S; a constant,
-        a sequence with one value a round, or a callable of the round.
+        a sequence with one value per round, or a callable of the round.
       noise_site: "server", or "client": each of the m clients adds N(0, (z S)^2 / m).
     """
 

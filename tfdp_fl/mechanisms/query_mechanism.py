@@ -1,4 +1,4 @@
-"""Any TF-Privacy query as a mechanism, and whether it can be one at its cost."""
+"""Wraps any TF-Privacy query as a mechanism, and checks that its cost can be right."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _USE_INSTEAD = (
     "use tfdp_fl.FixedClipping, AdaptiveClipping or MedianClipping, or one of "
     f"TF-Privacy's {', '.join(_ALLOWED)}"
 )
-# If there is noise, however coarse, not all of these coordinates are zero.
+# With noise, however coarse, these coordinates are not all zero.
 VECTOR = (1000,)
-# Where an event is compared with another: the tails and the body of its
-# privacy loss, and what many rounds of it cost.
+# How events are compared: in the tails and the body of their privacy loss, and in the
+# cost of many rounds.
 _DELTAS = (1e-3, 1e-6, 1e-9)
 _COUNTS = (1, 100)
 # A query computes its noise multiplier in float32.
@@ -76,14 +76,14 @@ class WrappedQuery(cohort_query.CohortQuery):
         return float("inf")
 
     def l2_norm_bound(self, state: RoundState) -> Scalar:
-        """Implements `CohortQuery.l2_norm_bound`: what the query may say."""
+        """Implements `CohortQuery.l2_norm_bound`, if the query states a bound."""
         params = self.derive_sample_params(state)
         return getattr(params, "clip_norm", float("inf"))
 
     def initial_sample_state(self, template: Tensors) -> Contribution:
         """Implements `DPQuery.initial_sample_state`."""
         zeros = super().initial_sample_state(template)
-        # In float64 a client more moves the sum by its record.
+        # In float64, adding a client changes the sum by exactly its record.
         update = tf.nest.map_structure(
             lambda zero: tf.cast(zero, tf.float64),
             self._query.initial_sample_state(template),
@@ -123,9 +123,9 @@ class WrappedQuery(cohort_query.CohortQuery):
     def add_noise(
         self, total: Contribution, state: RoundState
     ) -> tuple[Tensors, dict[str, tf.Tensor], Memory]:
-        """Implements `CohortQuery.add_noise`: returns the query's result, and state."""
-        # TF-Privacy's queries take float32: the exact sum is rounded once, by at most
-        # 2^-24 of its length.
+        """Implements `CohortQuery.add_noise`: returns the query's result and state."""
+        # TF-Privacy's queries take float32, so the exact sum is rounded once, with a
+        # relative error of at most 2^-24.
         update = tf.nest.map_structure(
             lambda part: tf.cast(part, tf.float32), total.update
         )
@@ -137,20 +137,20 @@ class WrappedQuery(cohort_query.CohortQuery):
         return result, {}, memory
 
     def divide(self, update: Tensors, weight: Scalar, state: RoundState) -> Tensors:
-        """Implements `CohortQuery.divide`: not what the query divided itself."""
+        """Implements `CohortQuery.divide`, unless the query has already divided."""
         return update if divides(self._query) else super().divide(update, weight, state)
 
     def check_noise(
         self, state: RoundState, charged: float | None = None
     ) -> list[tf.Operation]:
-        """Implements `CohortQuery.check_noise`, by the event that the query reports.
+        """Implements `CohortQuery.check_noise`, using the event that the query reports.
 
-        For runtimes that write down what a round costs before its state is there,
-        which may be another process's. Others ask the query before each charge
-        (`event_at`), and say what was `charged`.
+        This is for runtimes that record a round's cost before its state exists, perhaps
+        in another process. Other runtimes ask the query before each charge
+        (`event_at`), and pass `charged`.
 
         Raises:
-          ValueError: It reports what is no Gaussian, and not the same each round.
+          ValueError: It reports an event that is not Gaussian and changes by round.
         """
         if charged is not None:
             return []
@@ -171,12 +171,12 @@ class WrappedQuery(cohort_query.CohortQuery):
         if not _same_event(event, first):
             raise ValueError(
                 "query must report Gaussian events, or the same one in each round, "
-                f"where what rounds cost is written down beforehand, got {event!r}."
+                f"if rounds' costs are recorded in advance, got {event!r}."
             )
         return []
 
     def derive_metrics(self, state: RoundState) -> collections.OrderedDict:
-        """Implements `DPQuery.derive_metrics`: what the query itself says."""
+        """Implements `DPQuery.derive_metrics`: the query's own metrics."""
         flat = collections.OrderedDict()
         for name, value in self._query.derive_metrics(state.memory).items():
             key = "clip_norm" if name.split("/")[-1] == "clip" else name
@@ -185,10 +185,10 @@ class WrappedQuery(cohort_query.CohortQuery):
 
 
 def divides(query: tfp.SumAggregationDPQuery) -> bool:
-    """Returns whether a query's result is a mean already.
+    """Returns whether a query's result is already a mean.
 
     Raises:
-      ValueError: Some of the queries inside of it divide, and others do not.
+      ValueError: Some of its inner queries divide, and others do not.
     """
     if isinstance(query, tfp.NestedSumQuery):
         inner = {divides(each) for each in tf.nest.flatten(query._queries)}
@@ -203,15 +203,15 @@ def divides(query: tfp.SumAggregationDPQuery) -> bool:
 
 
 def with_own_noise(function: Any, *arguments: Any) -> Any:
-    """Calls a function of tensors, with standard normal draws of `noise` for its own.
+    """Calls a function of tensors, with its normal draws replaced by those of `noise`.
 
-    TensorFlow's own follow from 31 bits that are fixed when a graph is made, and
-    from `tf.random.set_seed`: a new engine, or a new process, would draw the same
-    noise again. Here the graph is made once, and each draw in it is replaced by one
-    of `noise.normal`, whose entropy is an input.
+    TensorFlow's own draws follow from 31 bits that are fixed when a graph is made, and
+    from `tf.random.set_seed`: a new engine or process would draw the same noise again.
+    Here the graph is made once, and each draw in it is replaced by one from
+    `noise.normal`, whose entropy is an input.
 
     Raises:
-      ValueError: It draws other random numbers than `tf.random.normal`.
+      ValueError: It draws random numbers other than `tf.random.normal`.
     """
     specs = tf.nest.map_structure(
         lambda each: tf.TensorSpec.from_tensor(tf.convert_to_tensor(each)), arguments
@@ -249,31 +249,31 @@ def with_own_noise(function: Any, *arguments: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryMechanism(mechanism.Mechanism):
-    """Lets any TF-Privacy sum query be the mechanism of a training run.
+    """Uses any TF-Privacy sum query as the mechanism of a training run.
 
-    A client's update with a NaN or an Inf is replaced by zero before the query
-    sees it. The result of a `tfp.NormalizedQuery` is taken as the mean update,
-    with its own denominator; that of any other query is taken as a sum and
-    divided by the expected cohort size m.
+    An update with a NaN or an Inf is replaced by zero before the query sees it. The
+    result of a `tfp.NormalizedQuery`, which has its own denominator, is taken as the
+    mean update. The result of any other query is taken as a sum and divided by the
+    expected cohort size m.
 
-    The query says what noise is added; the normal draws in it are made by
-    `tfdp_fl.mechanisms.noise` as for every mechanism, not by TensorFlow, whose draws
-    would repeat (`with_own_noise`). Before each round the query is asked for its event,
-    and the costlier of that and `dp_event` is charged.
+    The query decides what noise is added. Its normal draws are made by
+    `tfdp_fl.mechanisms.noise`, as for every mechanism, because TensorFlow's draws would
+    repeat (`with_own_noise`). Before each round, the query is asked for its event, and
+    the costlier of that and `dp_event` is charged.
 
-    These of TF-Privacy's queries are allowed: `GaussianSumQuery`,
-    `QuantileAdaptiveClipSumQuery`, `NoPrivacySumQuery`, and `NormalizedQuery`
-    and `NestedSumQuery` of them. A query of your own is tried on zeros of the
-    model's shapes before it is used: its state must keep its shape, its noise must
-    be there, and `dp_event` must not cost less than the event that it reports. Its
-    records are added up as TF-Privacy's are.
+    Of TF-Privacy's queries, these are allowed: `GaussianSumQuery`,
+    `QuantileAdaptiveClipSumQuery`, `NoPrivacySumQuery`, and `NormalizedQuery` and
+    `NestedSumQuery` around them. A query of your own is first tried on zeros of the
+    model's shapes: its state must keep its shape, it must add noise, and `dp_event`
+    must not cost less than the event that it reports. Its records are added up like
+    TF-Privacy's.
 
     Attributes:
       query: A `tfp.SumAggregationDPQuery` over a list of tensors, one for
         each variable of the model. On TensorFlow 2.16 and later, set
         `sys.skip_tf_privacy_import = True`, and import it from its module in
         `tensorflow_privacy.privacy.dp_query`.
-      dp_event: What one round of it releases, before sampling: for instance
+      dp_event: The event that one round releases, without sampling; for example
         `dp_accounting.GaussianDpEvent(noise_multiplier)`.
     """
 
@@ -310,7 +310,7 @@ class QueryMechanism(mechanism.Mechanism):
     def round_event(
         self, round_index: int, deployment: PrivacyContext
     ) -> dp_accounting.DpEvent:
-        """Implements `Mechanism.round_event`: the event that was given."""
+        """Implements `Mechanism.round_event`: the given event."""
         return self.dp_event
 
     def event_at(
@@ -318,7 +318,7 @@ class QueryMechanism(mechanism.Mechanism):
     ) -> dp_accounting.DpEvent:
         """Implements `Mechanism.event_at`: the costlier of given and reported event.
 
-        Both together, if neither is known to be the costlier one.
+        If neither is known to be costlier, it is the composition of both.
         """
         shapes = deployment.shapes or [VECTOR] * (deployment.num_variables or 1)
         with tf.init_scope():
@@ -355,19 +355,19 @@ def check_query(
     shapes: Sequence[Sequence[int]],
     must_run: bool = False,
 ) -> None:
-    """Raises ValueError unless a query can be run, and charged as declared.
+    """Raises ValueError unless a query can be run and charged as declared.
 
     Args:
       query: The query.
-      dp_event: The event that one round of it is charged as.
-      shapes: The shapes of the update's tensors that it is tried on.
-      must_run: Whether these are the model's, so that a query that does not take
-        them is refused. Otherwise it is not checked any further.
+      dp_event: The event charged for one round.
+      shapes: The shapes of the update's tensors on which it is tried.
+      must_run: Whether these are the model's shapes, so that a query that fails on
+        them is refused. Otherwise, such a query is not checked any further.
 
     Raises:
-      ValueError: It is a query of TF-Privacy that is not known to work, it fails
-        and must run, its state does not keep its shape, it reports no event that
-        can be accounted for, or it costs more than is declared.
+      ValueError: The query is a class of TF-Privacy that is not known to work; it fails
+        and must run; its state does not keep its shape; it reports no event that can be
+        accounted for; or it costs more than is declared.
     """
     _check_classes(query)
     name, declared = type(query).__name__, charge.normalise(dp_event)
@@ -376,7 +376,7 @@ def check_query(
             if not tf.executing_eagerly():
                 raise RuntimeError("it can only be tried outside of graphs")
             rounds = list(_two_rounds(query, shapes))
-        except Exception as error:  # Of whatever kind: the query is not ours.
+        except Exception as error:  # The query is not ours and may raise any error.
             if not must_run:
                 return
             raise ValueError(
@@ -442,9 +442,9 @@ def _check_classes(query: tfp.SumAggregationDPQuery) -> None:
 
 
 def _has_noise(result: tf.Tensor) -> bool:
-    """Returns False where noise would have moved some coordinate.
+    """Returns False if a result is zero in so many coordinates that it has no noise.
 
-    One of fewer coordinates may by chance be zero, when noise is coarse.
+    A result with fewer coordinates may be zero by chance, if the noise is coarse.
     """
     return tf.size(result) < VECTOR[0] or bool(tf.reduce_any(tf.not_equal(result, 0)))
 
@@ -452,7 +452,7 @@ def _has_noise(result: tf.Tensor) -> bool:
 def _two_rounds(
     query: tfp.SumAggregationDPQuery, shapes: Sequence[Sequence[int]]
 ) -> Iterator[tuple[Memory, Tensors, Memory, dp_accounting.DpEvent]]:
-    """Yields state, result, next state and event of rounds without data."""
+    """Yields state, result, next state and event of two rounds without data."""
     template = [tf.zeros(shape) for shape in shapes]
     state = query.initial_global_state()
     for _ in range(2):
@@ -464,7 +464,7 @@ def _two_rounds(
 def _a_round(
     query: tfp.SumAggregationDPQuery, template: Tensors, state: Memory
 ) -> tuple[Tensors, Memory, dp_accounting.DpEvent]:
-    """Returns result, next state and event of a round of one client's zeros."""
+    """Returns result, next state and event of a round with one client's zeros."""
     params = query.derive_sample_params(state)
     total = query.accumulate_preprocessed_record(
         query.initial_sample_state(template),
@@ -474,7 +474,7 @@ def _a_round(
 
 
 def _mu_squared(event: dp_accounting.DpEvent) -> Any:
-    """Returns sum z^-2 of Gaussians, float64 also in a graph; None for others."""
+    """Returns sum z^-2 of Gaussians, float64 even in a graph; None for other events."""
     if isinstance(event, dp_accounting.GaussianDpEvent):
         return tf.cast(event.noise_multiplier, tf.float64) ** -2
     if isinstance(event, dp_accounting.NonPrivateDpEvent):
@@ -486,7 +486,7 @@ def _mu_squared(event: dp_accounting.DpEvent) -> Any:
 
 
 def _same_event(event: dp_accounting.DpEvent, other: dp_accounting.DpEvent) -> bool:
-    """Returns whether two events are known to be equal, which tensors are not."""
+    """Returns whether two events are known to be equal; False for tensors."""
     try:
         return charge.normalise(event) == charge.normalise(other)
     except TypeError:
@@ -499,13 +499,13 @@ def _layout(state: Memory) -> list[tuple[list[int], tf.DType]]:
 
 
 def _epsilons(event: dp_accounting.DpEvent) -> np.ndarray:
-    """Returns some measures of the cost of an event; NaN if unknown."""
+    """Returns several measures of an event's cost; NaN if unknown."""
     epsilons = np.full((len(_COUNTS), len(_DELTAS)), np.nan)
     for row, count in zip(epsilons, _COUNTS, strict=True):
         accountant = rdp.RdpAccountant()
         try:
             accountant.compose(event, count)
-        except Exception:  # Each version of dp-accounting raises its own.
+        except Exception:  # Each version of dp-accounting raises other errors.
             break
         row[:] = [accountant.get_epsilon(delta) for delta in _DELTAS]
     return epsilons

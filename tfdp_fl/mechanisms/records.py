@@ -1,17 +1,17 @@
 """The one door through which a client's record enters a sum.
 
-Whatever clips an update, and wherever it was trained, its record passes `bound`
-(or `bound_factor`, where only its norm is known), `to_grid` and `add`. Together
-they hold two of the five sentences of docs/architecture.md:
+Wherever an update was trained and however it was clipped, its record passes `bound`
+(or `bound_factor`, if only its norm is known), `to_grid` and `add`. Together they
+ensure two of the five principles in docs/architecture.md:
 
-One door. `bound` replaces by zeros the record of a client that is longer than the
-mechanism's bound, is no number, or whose side sums or weight leave their declared
-ranges; `add` adds tensors of the sum's own shapes only, and never broadcasts.
+One door. `bound` replaces a client's record by zeros if it is longer than the
+mechanism's bound, is not finite, or has side sums or a weight outside their declared
+ranges. `add` only adds tensors of the sum's own shapes, and never broadcasts.
 
-Exact sums. `to_grid` rounds a record to whole multiples of a step that depends on
-the clip and the expected cohort alone. Float64 adds up such numbers without any
-rounding, in any order and in any groups: a client more, or less, moves the sum by
-its own record and by nothing else, and a record of zeros moves no bit of it.
+Exact sums. `to_grid` rounds a record to integer multiples of a step that depends only
+on the clip and the expected cohort size. Float64 adds up such numbers without any
+rounding, in any order and grouping. So adding or removing a client changes the sum by
+exactly its own record, and a record of zeros changes no bit.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from tfdp_fl._lazy_tf import tf
 from tfdp_fl.mechanisms import clipping
 from tfdp_fl.mechanisms.contribution import Contribution, Scalar
 
-# What rounding may do to a norm as it is computed (docs/clipping.md).
+# The relative rounding error allowed in a computed norm (docs/clipping.md).
 _ROUNDING = 1e-5
 
-# Float64 holds whole numbers up to 2^53. Of these bits a client's coordinate takes
-# 2^_STEP_BITS / m or less, so that the sum of 4 m clients and more is exact.
+# Float64 represents integers up to 2^53 exactly. A client's coordinate is at most
+# 2^_STEP_BITS / m steps, so the sum of 4 m clients and more is exact.
 _STEP_BITS = 50
 
 
 def bound(
     one: Contribution, norm_bound: Scalar, side_bounds: Mapping[str, float]
 ) -> Contribution:
-    """Returns a client's contribution, or zeros if it is more than was declared.
+    """Returns a client's contribution, or zeros if it exceeds the declared bounds.
 
     Args:
-      one: Clipped, without any noise.
+      one: The clipped contribution, without noise.
       norm_bound: S, scalar: the L2 bound on a contribution.
       side_bounds: By name, the bound on the absolute value of each side sum.
     """
@@ -55,7 +55,7 @@ def bound_factor(
     norm_bound: Scalar,
     side_bounds: Mapping[str, float],
 ) -> Contribution:
-    """As `bound`, for contributions whose `update` is the factor of an update.
+    """Like `bound`, for contributions whose `update` is the factor of an update.
 
     Args:
       one: Contributions of any shape.
@@ -104,9 +104,9 @@ def zero_if_empty(one: Contribution, num_examples: Scalar | None) -> Contributio
 def step(norm_bound: Scalar, clients_per_round: Scalar) -> tf.Tensor:
     """Returns the step of the grid: a power of two, float32 scalar; 0 for none.
 
-    It is at most S (m + 16) 2^-49, so that 4 (m + 16) coordinates of at most 2 S
-    make a whole number of steps below 2^53. A public number: S is what the server
-    sent, m what was planned.
+    It is at most S (m + 16) 2^-49, so the sum of 4 (m + 16) coordinates, each at most
+    2 S, is less than 2^53 steps. The step is public: S is sent by the server, and m is
+    planned.
 
     Args:
       norm_bound: S; without a bound (infinity) there is no grid.
@@ -119,17 +119,17 @@ def step(norm_bound: Scalar, clients_per_round: Scalar) -> tf.Tensor:
 
 
 def power_of_two_below(value: tf.Tensor) -> tf.Tensor:
-    """Returns the largest power of two that a positive float32 is not below."""
+    """Returns the largest power of two up to a positive float32."""
     exponent = tf.bitwise.bitwise_and(tf.bitcast(value, tf.int32), 0x7F800000)
     return tf.bitcast(exponent, tf.float32)
 
 
 def to_grid(update: list[tf.Tensor], size: tf.Tensor) -> list[tf.Tensor]:
-    """Rounds an update to multiples of a step, by at most one, or 2^-23 of itself.
+    """Rounds an update to multiples of a step, with an error of at most one step.
 
-    A sum with 1.5 2^24 steps is at least 2^23 steps, unless the number itself is: so
-    its last float32 digit is one step or more, and what is left when they are taken
-    away again is a multiple of the step.
+    (Or 2^-23 of a number, if that is more.) We add 1.5 2^24 steps to a number. Unless
+    the number itself is as large, the last float32 digit of the sum is then one step
+    or more. So when we subtract them again, the result is a multiple of the step.
 
     Args:
       update: Float tensors.
@@ -144,11 +144,10 @@ def to_grid(update: list[tf.Tensor], size: tf.Tensor) -> list[tf.Tensor]:
 
 
 def add(total: Contribution, one: Contribution) -> Contribution:
-    """Adds one client's record to a sum, in float64.
+    """Adds one client's record to a sum in float64.
 
     Raises:
-      ValueError: Its tensors are not those of the sum, number by number and shape
-        by shape.
+      ValueError: The number or the shapes of its tensors differ from the sum's.
     """
 
     def added(whole: tf.Tensor, part: tf.Tensor) -> tf.Tensor:

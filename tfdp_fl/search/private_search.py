@@ -1,9 +1,9 @@
 """A search over settings that is charged as a whole.
 
-Settings of private training are often found by trying them on clients' data, without
-counting the tries. Here a secret, random number of trials is run, each
-with a candidate drawn at random; the best one's model is all that is released. Each
-trial gets enough noise for the whole search to meet the target.
+Settings of private training are often found by trials on clients' data that are not
+counted. Here, a secret, random number of trials is run, each with a candidate drawn at
+random, and only the best trial's model is released. Each trial gets enough noise for
+the whole search to meet the target.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from tfdp_fl.keras import DPFederatedModel, checkpoint, federated_training
 from tfdp_fl.search.trial import PrivateScore, PublicScore, Split, Trial, calibrate
 from tfdp_fl.terms import Json, TrustModel
 
-# What a search keeps in its directory.
+# The files in a search's directory.
 _LEDGER, _STATE = "ledger.jsonl", "search.npz"
 
 
 class PrivateSearch:
     """Finds settings and trains with them, within one epsilon.
 
-    Runs a random number of trials, each a training with a candidate that is drawn
-    at random, with replacement, and returns the model of the best. The target holds
-    for all that is released: the candidate and its model. The number of trials, and the
-    other trials' results, stay secret: trials are silent, no callback is called, and
-    a trial that fails counts as the worst. The running time is not hidden.
+    It runs a random number of trials, each a training with a candidate that is drawn at
+    random with replacement, and returns the best trial's model. The target covers
+    everything that is released: the candidate and its model. The number of trials and
+    the results of the other trials stay secret: trials are silent, no callback is
+    called, and a failed trial counts as the worst. The running time is not hidden.
 
-    Trials use Poisson cohorts, and mechanisms whose noise the server adds. Papernot &
+    Trials use Poisson cohorts and mechanisms whose noise the server adds. Papernot &
     Steinke (2022), https://arxiv.org/abs/2110.03620; Koskela, Redberg & Wang (2024),
     https://arxiv.org/abs/2402.06701.
 
     Attributes:
       candidates: The settings to choose from.
-      best: The chosen candidate of the last `fit`; None if no trial had a score: the
-        model that was returned is then untrained.
+      best: The chosen candidate of the last `fit`; None if no trial had a score, in
+        which case the returned model is untrained.
     """
 
     def __init__(
@@ -67,20 +67,21 @@ class PrivateSearch:
         """Declares a search; `fit` runs it.
 
         Args:
-          build: Called with a candidate's settings, returns a new, compiled
-            `DPFederatedModel`. Its noise multiplier is replaced. It must not look at
-            the clients; it is called once for each candidate when `fit` begins.
+          build: Takes a candidate's settings as arguments and returns a new, compiled
+            `DPFederatedModel`, whose noise multiplier is replaced. It must not look at
+            the clients. It is called once for each candidate when `fit` starts.
           candidates: Settings, each a mapping of arguments of `build`. They must be
             chosen without looking at the clients.
           expected_trials: The expected number of trials, at least 1.
-          target_epsilon: The most that one `fit` may cost.
+          target_epsilon: The largest epsilon that one `fit` may cost.
           target_delta: The delta of that cost.
           score: How trials are compared: on public data, or on clients that do not
             train.
-          distribution: Of the number of trials. "poisson": there may be none, and
-            then the untrained model is returned; "geometric", "logarithmic" or a
-            number, the shape of a truncated negative binomial distribution: there is
-            at least one. Which costs least depends on the target and on the rounds.
+          distribution: The distribution of the number of trials. With "poisson", there
+            may be no trial, and the untrained model is then returned. With "geometric",
+            "logarithmic" or a number (the shape of a truncated negative binomial
+            distribution), there is at least one. Which one costs least depends on the
+            target and the rounds.
 
         Raises:
           TypeError, ValueError: An argument is not allowed; the message names it.
@@ -102,7 +103,7 @@ class PrivateSearch:
             _validate.inside_unit_interval(target_delta=target_delta),
         )
         self._score = _validate.instance_of((PublicScore, PrivateScore), score=score)
-        # Each search is a run of its own; so are others in its ledger.
+        # Each search is a separate run, like the other runs in its ledger.
         self._spending = PrivacyAccount(TrustModel.CENTRAL, num_clients=1)
         self._searches: set[str] = set()
         self._ended: dict[str, str] = {}
@@ -120,10 +121,10 @@ class PrivateSearch:
         resume_from: str | os.PathLike[str] | None = None,
         verbose: str | int = 0,
     ) -> tf.keras.Model:
-        """Runs a search, and returns the Keras model of its best trial.
+        """Runs a search and returns the Keras model of its best trial.
 
         It is charged before the first trial. A second call is a second search, and
-        epsilon is that of both.
+        epsilon then covers both.
 
         Args:
           clients: As in `DPFederatedModel.fit`.
@@ -131,20 +132,20 @@ class PrivateSearch:
           batch_size: As in `DPFederatedModel.fit`.
           local_epochs: Passes over a client's examples, as in `fit`.
           shuffle: Whether clients shuffle their examples.
-          directory: Where `ledger.jsonl` is kept, which holds the search as one line;
-            other runs in it count as well. The directory also holds the search's
-            state, and later its result: keep it secret for ever, as the times of its
-            files tell how long the search took. None: nothing is kept.
-          resume_from: The `directory` of a search that was interrupted. It goes on
-            with as many trials as were left; an interrupted one counts as failed.
-            One that has ended gives the same model again, at no cost. All other
-            arguments must be as they were.
-          verbose: As in `DPFederatedModel.fit`, and without effect: what a search
-            shows while it runs would reveal its trials.
+          directory: The directory of `ledger.jsonl`, which records the search as one
+            line; other runs in it count as well. The directory also contains the
+            search's state, and later its result. Keep it secret for ever, as the times
+            of its files reveal how long the search took. None: nothing is stored.
+          resume_from: The `directory` of an interrupted search. The search continues
+            with the remaining trials; an interrupted trial counts as failed. A search
+            that has ended returns the same model again, at no cost. All other
+            arguments must be the same.
+          verbose: As in `DPFederatedModel.fit`, but without effect: progress output
+            would reveal the trials.
 
         Returns:
-          The model; it cannot be trained further, as its cost is counted here. It is
-          untrained if no trial had a score: `best` is then None.
+          The model. It cannot be trained further, as its cost is counted here. It is
+          untrained if no trial had a score, in which case `best` is None.
 
         Raises:
           ValueError, TypeError: An argument is not allowed; the message names it.
@@ -198,14 +199,14 @@ class PrivateSearch:
     def privacy_statement(
         self, delta: float | None = None, format: str = "text"
     ) -> str | Json:
-        """Returns what was guaranteed, to whom, and what was not.
+        """Returns a statement of what was guaranteed, to whom, and what was not.
 
         Args:
-          delta: Where epsilon is stated; None: the target's.
+          delta: The delta at which epsilon is stated; None: the target's.
           format: "text" or "dict".
 
         Raises:
-          ValueError: Nothing was searched yet, or an argument is not allowed.
+          ValueError: There was no search yet, or an argument is not allowed.
         """
         if self._last is None:
             raise ValueError("fit must be called before privacy_statement.")
@@ -255,7 +256,7 @@ class PrivateSearch:
         return accounting.privacy_statement(facts, delta, format)
 
     def _plan(self, clients: FederatedDataset, options: Json) -> Json:
-        """Returns what a resumed search must have as it was, as JSON values."""
+        """Returns the settings that a resumed search must repeat, as JSON values."""
         return _files.plain(
             {
                 "candidates": self.candidates,
@@ -270,7 +271,7 @@ class PrivateSearch:
         )
 
     def _build_trials(self, split: Split, options: Json) -> list[Trial]:
-        """Calls `build` for all candidates, and checks what it made."""
+        """Calls `build` for all candidates, and checks the results."""
         trials: list[Trial] = []
         seen: set[int] = set()
         for candidate in self.candidates:
@@ -293,7 +294,7 @@ class PrivateSearch:
         plan: Json,
         trials: list[Trial],
     ) -> SearchState:
-        """Returns the state of a new search, or of the one that goes on."""
+        """Returns the state of a new search, or of the resumed one."""
         if interrupted is None:
             return SearchState(
                 plan=plan,
@@ -302,7 +303,7 @@ class PrivateSearch:
                 weights=trials[0].initial,
             )
         state = interrupted.read()
-        # A second result would be the same charge's.
+        # A second result would have to share the same charge.
         interrupted.check_end(state, self._ended.get(state.run_id))
         for name, value in plan.items():
             if state.plan.get(name) != value:
@@ -322,10 +323,10 @@ class PrivateSearch:
         trials: list[Trial],
         paid: accounting.Charge,
     ) -> None:
-        """Runs the trials that are left; the state has the best of all."""
+        """Runs the remaining trials; the state then has the best of all trials."""
         try:
             while state.begun < state.trials:
-                # Noted first: an interrupted one is not run again.
+                # Recorded first, so that an interrupted trial is not run again.
                 state.begun += 1
                 directory.write(state)
                 place = secrets.randbelow(len(trials))
@@ -350,14 +351,14 @@ class PrivateSearch:
             if ledger is not None:
                 account.attach_ledger(_LEDGER, ledger, run="a search's ledger")
                 account.central.require_relation(charge.relation)
-                directory.write(state)  # Whatever is charged can be resumed.
+                directory.write(state)  # So that every charged search can be resumed.
             paid = account.charge(
                 charge,
                 name=state.run_id,
                 resumes=True,  # From a state that says which trials were released.
                 cohort_size=charge.num_clients,
                 details={"search": self._trials.describe()},
-                # Of a trial, and of its score on clients.
+                # One for a trial, and one for its score on clients.
                 uses=2 * (state.trials - state.begun),
             )
         finally:
@@ -368,19 +369,19 @@ class PrivateSearch:
 
 @dataclasses.dataclass(kw_only=True)
 class SearchState:
-    """A search between two trials. All of it is secret.
+    """The state of a search between two trials. All of it is secret.
 
     Attributes:
-      plan: What the search was told, by the names of the arguments.
-      run_id: Names the search in its ledger.
-      ledger_head: The hash of the ledger's last line that the search knows.
+      plan: The search's arguments, by name.
+      run_id: The search's name in its ledger.
+      ledger_head: The hash of the last ledger line that the search has seen.
       trials: The secret number of trials.
-      begun: How many of them were begun. One that was broken off is not run again.
-      initial: The weights that each candidate begins with.
-      best: The place of the best candidate so far, or None.
-      score: Its score.
+      begun: The number of trials started. An interrupted trial is not run again.
+      initial: The initial weights of each candidate.
+      best: The index of the best candidate so far, or None.
+      score: The score of the best candidate.
       weights: Its weights; until there is one, those of the first candidate.
-      ended: Whether the search has ended. Then what is secret of its trials is gone.
+      ended: Whether the search has ended. The secrets of its trials are then deleted.
     """
 
     plan: Json
@@ -395,12 +396,12 @@ class SearchState:
     ended: bool = False
 
     def end(self) -> None:
-        """Forgets what is secret: how many trials there were, and the best's score."""
+        """Deletes the secrets: the number of trials and the best score."""
         self.trials = self.begun = 0
         self.score, self.initial, self.ended = -np.inf, [], True
 
     def digest(self) -> str:
-        """Returns what distinguishes this result from all others."""
+        """Returns a digest that distinguishes this result from all others."""
         made = hashlib.sha256(f"{self.run_id} {self.best}".encode())
         for each in self.weights:
             made.update(np.ascontiguousarray(each).tobytes())
@@ -408,14 +409,14 @@ class SearchState:
 
 
 class SearchDirectory:
-    """Keeps a ledger of searches, and the state or the result of the last one.
+    """Stores a ledger of searches, and the state or the result of the last one.
 
-    It is readable by its owner only. When a search ends, its result takes the place
-    of its state, and then the ledger gets a line that says so: from there on this
-    result is the only one that the search can have. All files have the time at which
-    the ledger was made: later ones would tell how long the trials took. (When a file
-    was last touched the system keeps for itself, so the directory stays secret.)
-    Without a path nothing is kept.
+    Only its owner can read it. When a search ends, its result replaces its state, and
+    then the ledger records the end: from then on, this is the only result that the
+    search can have. All files get the time at which the ledger was created, because
+    later times would reveal how long the trials took. (The change times that the system
+    keeps cannot be set, so the directory must stay secret.) Without a path, nothing is
+    stored.
 
     Attributes:
       ledger: The ledger while it is locked; None without a path.
@@ -431,8 +432,8 @@ class SearchDirectory:
         """Holds the ledger's lock; a new ledger has the target.
 
         Raises:
-          ValueError: An interrupted search waits here, and is not resumed; or none
-            does, and is.
+          ValueError: There is an interrupted search here that is not being resumed, or
+            there is none to resume.
         """
         if self._path is None:
             yield
@@ -446,7 +447,7 @@ class SearchDirectory:
             target_delta=target[1],
             mechanism={"name": "PrivateSearch", "trust_model": TrustModel.CENTRAL},
         ) as self.ledger:
-            self._check(resumes)  # Others may have been here meanwhile.
+            self._check(resumes)  # Others may have been here in the meantime.
             try:
                 yield
             finally:
@@ -466,7 +467,7 @@ class SearchDirectory:
             )
 
     def read(self) -> SearchState:
-        """Returns the state of an interrupted search, whose ledger has to be here."""
+        """Returns the state of an interrupted search, whose ledger must be present."""
         assert self._path is not None
         state = self._state()
         ledger = self._path / _LEDGER
@@ -483,7 +484,7 @@ class SearchDirectory:
 
         Args:
           state: The state.
-          digest: Of the result of that search, if this process knows it.
+          digest: The digest of that search's result, if this process knows it.
         """
         if self.ledger is not None:
             digest = self.ledger.contents().ended.get(state.run_id, digest)
@@ -495,16 +496,16 @@ class SearchDirectory:
             )
 
     def write(self, state: SearchState) -> None:
-        """Replaces the state on the disk."""
+        """Replaces the state on disk."""
         if self._path is not None and self.ledger is not None:
             state.ledger_head = self.ledger.head
             data = checkpoint.to_bytes(vars(state), level=0)
             checkpoint.write_atomically(self._path / _STATE, data)
 
     def end(self, state: SearchState) -> None:
-        """Puts the result in the place of the state, and notes it in the ledger.
+        """Replaces the state by the result, and records the end in the ledger.
 
-        Broken off between, the result is there, and the line follows when it is read.
+        After an interrupt in between, the line is written when the result is read.
         """
         state.end()
         if self.ledger is None or state.run_id in self.ledger.contents().ended:

@@ -1,4 +1,4 @@
-"""Trials of a search: what one costs, how it trains, by what trials are compared."""
+"""Trials of a search: their cost, their training, and their scores."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ Candidate = Json
 
 _MODES = ("auto", "max", "min")
 _IS_ERROR = re.compile("loss|error|entropy|divergence|perplexity|mse|mae|mape|msle")
-# So many different examples are no coincidence if all of them are the clients'.
+# If this many different public examples are all clients' own, it is no coincidence.
 _TELLING = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Split:
-    """The clients of a search, by what they are used for.
+    """The clients of a search, by their use.
 
     Attributes:
-      training: Those that train.
-      held_out: Those that score, or None.
-      event: What scoring one trial costs the clients that score, or None.
-      is_disjoint: Whether no client is on both sides, and neither side changes when
-        a client of the other one comes or goes.
+      training: The clients that train.
+      held_out: The clients that score, or None.
+      event: The cost of scoring one trial for the clients that score, or None.
+      is_disjoint: Whether no client is on both sides, and adding or removing a client
+        on one side does not change the other.
     """
 
     training: FederatedDataset
@@ -66,7 +66,7 @@ class PublicScore:
 
     Attributes:
       metric: "loss", or the name of a compiled metric.
-      mode: "max": more is better; "min": less is.
+      mode: "max" if higher is better, "min" if lower is better.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class PublicScore:
         *,
         mode: str = "auto",
     ):
-        """Keeps the data.
+        """Stores the data.
 
         Args:
           x: Features [n, ...] of public examples, or a nest of such arrays.
           y: Labels [n, ...].
           metric: "loss", or the name of a metric that every candidate compiles.
-          mode: "max" or "min"; "auto" follows from the metric's name: less is
-            better for losses and errors.
+          mode: "max" or "min"; "auto" decides by the metric's name: lower is better
+            for losses and errors.
 
         Raises:
           TypeError: `x` is clients' data, which is not public.
@@ -98,7 +98,7 @@ class PublicScore:
         self._x, self._y = x, y
 
     def split(self, clients: FederatedDataset) -> Split:
-        """Returns all clients as those that train, if the examples are not theirs."""
+        """Uses all clients for training, after checking that the data is not theirs."""
         examples = _example_hashes(self._x, self._y)
         if len(examples) >= _TELLING and clients.is_indexed:
             rows, _ = clients.client_rows(np.arange(clients.num_clients))
@@ -121,7 +121,7 @@ class PublicScore:
         held_out: Any,
         paid: accounting.Charge,
     ) -> float:
-        """Returns the metric of a model, negated if less is better."""
+        """Returns the metric of a model, negated if lower is better."""
         del training, held_out, paid
         values = model.evaluate(
             self._x, self._y, batch_size=1024, verbose=0, return_dict=True
@@ -137,14 +137,14 @@ class PublicScore:
 
 
 class PrivateScore:
-    """The noisy mean of a metric over clients that take no part in training.
+    """The noisy mean of a metric over clients that do not train.
 
-    Each client counts once, whatever it holds; its metric is clipped to `bounds`.
-    The mean is one Gaussian release (see `PrivateMetrics`), which every trial pays.
+    Each client counts once, whatever its number of examples; its metric is clipped to
+    `bounds`. The mean is one Gaussian release (see `PrivateMetrics`) per trial.
 
     Attributes:
       metric: "loss", or the name of a compiled metric.
-      mode: "max": more is better; "min": less is.
+      mode: "max" if higher is better, "min" if lower is better.
     """
 
     def __init__(
@@ -160,13 +160,13 @@ class PrivateScore:
 
         Args:
           metric: "loss", or the name of a metric that every candidate compiles.
-          noise_multiplier: The noise's standard deviation over the most that one
-            client can add to the sum; above 0.
+          noise_multiplier: The noise's standard deviation divided by the largest
+            contribution of a client to the sum; above 0.
           bounds: The metric's range (low, high), chosen without the clients' data.
-          held_out: The share of the search's clients that score and do not train.
-            A client's id alone decides whether it is one of them. Clients that have
-            only places, no names, are charged for both.
-          mode: "max" or "min"; "auto" follows from the metric's name.
+          held_out: The fraction of the search's clients that score and do not train. A
+            client's id alone decides whether it is one of them. Clients with only
+            positions and no names are charged for both.
+          mode: "max" or "min"; "auto" decides by the metric's name.
         """
         self.metric, self.mode = _resolve_mode(metric, mode)
         _validate.positive(noise_multiplier=noise_multiplier)
@@ -176,7 +176,7 @@ class PrivateScore:
         self._share = _validate.inside_unit_interval(held_out=held_out)
 
     def split(self, clients: FederatedDataset) -> Split:
-        """Returns the clients that train, those that score, and what a score costs."""
+        """Returns the clients that train, those that score, and the cost of a score."""
         training, held_out = clients.split_by_id(self._share)
         return Split(
             training=training,
@@ -192,7 +192,7 @@ class PrivateScore:
         held_out: Any,
         paid: accounting.Charge,
     ) -> float:
-        """Returns the noisy mean for a model, negated if less is better."""
+        """Returns the noisy mean for a model, negated if lower is better."""
         held_out = preparation.conform(model, training, held_out)
         values = evaluation.evaluate(model, training, held_out, 1024, 0, silent=True)
         generator = np.random.Generator(np.random.Philox())
@@ -226,7 +226,7 @@ def _example_hashes(x: nests.Nest, y: nests.Nest) -> set[bytes]:
 
 
 def _comparable(values: Any) -> np.ndarray:
-    """Returns an array that is the same before and after a dataset keeps it."""
+    """Returns an array in a form that storing it in a dataset does not change."""
     array = np.asarray(values)
     if array.dtype.kind in "SUO":
         digest = np.vectorize(lambda s: hashlib.sha256(s).hexdigest(), otypes=["U64"])
@@ -237,17 +237,17 @@ def _comparable(values: Any) -> np.ndarray:
 
 
 class Trial:
-    """A candidate, as `build` made it, and how it is trained.
+    """A candidate's model from `build`, and its training.
 
     Attributes:
-      model: Its Keras model. Between trials it has the weights it came with.
+      model: Its Keras model, with its initial weights between trials.
       mechanism: Its mechanism, with the noise of the search once that is known.
       clients_per_round: The expected cohort size, m.
-      initial: The values that its variables begin with.
+      initial: The initial values of its variables.
     """
 
     def __init__(self, candidate: Candidate, made: Any, split: Split, options: Json):
-        """Checks what `build` made; `options` are those of `fit`, and its rounds."""
+        """Checks the result of `build`; `options` are `fit`'s, including its rounds."""
         if not isinstance(made, DPFederatedModel):
             raise TypeError(
                 "build must return a compiled tfdp_fl.DPFederatedModel, got a "
@@ -284,7 +284,7 @@ class Trial:
         self._planned: collections.Counter[accounting.RoundCharge] = (
             collections.Counter()
         )
-        # What trains, with the noise of the search.
+        # The model that trains with the noise of the search.
         self._fed: DPFederatedModel | None = None
 
     @property
@@ -302,17 +302,17 @@ class Trial:
             variable.assign(value)
 
     def reset(self) -> None:
-        """Leaves nothing of a trial in the model, nor in what trains it."""
+        """Removes all traces of a trial from the model and its wrapper."""
         self.assign(self.initial)
         self.model.reset_metrics()
         self.model.history = None
         if self._fed is not None:
-            self._fed._run = None  # What it cost is counted by the search.
+            self._fed._run = None  # The search counts its cost.
 
     def check(self, metric: str) -> None:
-        """Raises ValueError if the model cannot take the clients' examples.
+        """Raises ValueError if the model cannot accept the clients' examples.
 
-        On zeros: what is found does not depend on the clients.
+        It is called on zeros, so the outcome does not depend on the clients.
         """
         x_spec, y_spec = self._split.training.element_spec
         preparation.check_features(self.model, x_spec, "clients")
@@ -326,7 +326,7 @@ class Trial:
             )
 
     def event(self, noise: float) -> dp_accounting.DpEvent:
-        """Returns what training costs with a noise multiplier, which it takes."""
+        """Sets a noise multiplier, and returns the cost of training with it."""
         self.mechanism = self.mechanism.with_noise_multiplier(noise)
         sampler = sampling.make_sampler(
             "poisson", self._split.training.num_clients, self.clients_per_round
@@ -340,11 +340,11 @@ class Trial:
         )
 
     def noise_limit(self) -> float | None:
-        """Returns the largest noise multiplier that the mechanism takes."""
+        """Returns the largest noise multiplier that the mechanism accepts."""
         return largest_noise(self.mechanism.with_noise_multiplier, self._deployment)
 
     def caveats(self) -> set[str]:
-        """Returns the caveats that hold of its trainings; after `prepare`."""
+        """Returns the caveats of its trainings; call it after `prepare`."""
         caveats = set(self.mechanism.all_caveats())
         if self._fed is not None and self._fed.engine is not None:
             holds = facts.caveats_of_setup(self._fed.setup, self._fed.engine)
@@ -352,12 +352,12 @@ class Trial:
         return caveats
 
     def prepare(self) -> None:
-        """Makes what trains; raises what would make every trial fail.
+        """Prepares the training; raises any error that would make every trial fail.
 
-        Before the charge, and aloud: within a trial nobody would be told, and a
-        client with a label that no class has would decide how the search ends.
+        It runs before the charge and reports errors. Within a trial, errors are silent,
+        and a client with an invalid label would decide how the search ends.
         """
-        # Its programs serve all trials of this candidate.
+        # All trials of this candidate use its programs.
         self._fed = self._made.with_setup(
             mechanism=self.mechanism, delta=None, target=None
         )
@@ -368,7 +368,7 @@ class Trial:
         self._fed._engine = made
 
     def run(self, score: PublicScore | PrivateScore, paid: accounting.Charge) -> float:
-        """Trains and scores once; returns -infinity for a trial that failed.
+        """Trains and scores once; returns -infinity for a failed trial.
 
         `paid` is the search's receipt, which counts its trials.
         """
@@ -378,13 +378,13 @@ class Trial:
             with _silence():
                 self._train()
                 value = score(self.model, self._training, self._split.held_out, paid)
-        except Exception:  # What happened is as secret as that it happened.
+        except Exception:  # Both the error and the fact that there was one are secret.
             return -math.inf
         return value if math.isfinite(value) else -math.inf
 
     def _train(self) -> None:
         assert self._fed is not None  # `prepare` made it.
-        # The model is this trial's alone: it was reset.
+        # The model was reset, so it belongs to this trial alone.
         federated_training.mark_owner(self._fed, self.variables, self.model)
         self._fed.fit(self._split.training, verbose=0, **self._options)
         run, _ = self._fed.require_trained("a trial")
@@ -405,7 +405,7 @@ def _silence() -> Iterator[None]:
             contextlib.redirect_stderr(nowhere),
         ):
             for place in (1, 2):  # Where TensorFlow's own code writes.
-                with contextlib.suppress(OSError):  # Of a process that has none.
+                with contextlib.suppress(OSError):  # The process may not have it.
                     saved[place] = os.dup(place)
                     os.dup2(nowhere.fileno(), place)
             warnings.simplefilter("ignore")
@@ -450,7 +450,7 @@ def calibrate(
 ) -> accounting.RoundCharge:
     """Gives all trials the smallest noise that meets the target.
 
-    Returns what the search costs each client at most, whichever candidates are drawn.
+    Returns the most that the search costs any client, whichever candidates are drawn.
     """
     epsilon, delta = target
     clients = split.training.num_clients
@@ -479,7 +479,7 @@ def calibrate(
     aim = epsilon
     while True:
         events: list[dp_accounting.DpEvent] = []
-        # By what a trial costs with some noise: alike, it is calibrated once.
+        # By a trial's cost at a given noise, so that equal trials are calibrated once.
         known: dict[dp_accounting.DpEvent, float] = {}
         for trial in trials:
             limit = trial.noise_limit()
@@ -491,5 +491,5 @@ def calibrate(
         total = accounting.PrivacyAccountant([whole]).epsilon(delta, "pld")
         if total <= epsilon:
             return whole
-        # Candidates of several costs: the largest at each epsilon costs more than any.
+        # If costs differ, their maximum at each epsilon exceeds every single one.
         aim *= 0.999 * epsilon / total

@@ -1,4 +1,4 @@
-"""One organisation of a federation, which protects each of its own people."""
+"""One organisation in a federation, which protects each person in its own table."""
 
 from tfdp_fl.silo.directory import (
     SiloChangedError,

@@ -1,23 +1,23 @@
-"""What a silo keeps on the disk: its lock, the message it is at, and its answers.
+"""A silo's files on disk: its lock, its current message, and its answers.
 
-The rounds' own files, a ledger and checkpoints, are those of a `RoundCheckpoint` in the
-same directory. In the order of their writing, for one message:
+The files of the rounds, a ledger and checkpoints, are those of a `RoundCheckpoint` in
+the same directory. For one message, files are written in this order:
 
-    checkpoint, with the weights that came -> the message is begun -> for each round
-    its line in the ledger, then its checkpoint -> the weights of the answer -> the
-    answer -> the ledger's place
+    a checkpoint with the received weights -> the start of the message -> for each
+    round its line in the ledger, then its checkpoint -> the weights of the answer ->
+    the answer -> the ledger's location
 
-So a process can end at any moment. Before the second arrow the message is as good as
-never sent. After it, the same message goes on from the newest checkpoint, and any other
-message finds out how much was charged for an answer that nobody got. After the answer
-is written, only the answer counts.
+So a process can end at any moment. Before the second arrow, it is as if the message had
+never been sent. After it, the same message continues from the newest checkpoint, and
+any other message finds out how much was charged for an answer that was never delivered.
+Once the answer is written, only the answer counts.
 
-An answer is a small file that stays for ever: a message that has one is never trained
-again. Its weights are in a file of their own, and those of old answers are removed:
-without them, the message is refused.
+An answer is a small file that stays for ever, so a message with an answer is never
+trained again. Its weights are in a separate file. The weights of old answers are
+removed, and a message without them is refused.
 
-A ledger that was copied or restored does not know what was charged where it was before.
-Nobody can write the inode and the change time of a file, so they tell its place.
+A copied or restored ledger may lack charges made at its previous location. A file's
+inode and change time cannot be set by hand, so they identify its location.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from tfdp_fl.keras import checkpoint
 from tfdp_fl.terms import Json
 
 _LOCK, _STATE, _ANSWERS, _WEIGHTS = "lock", "silo.npz", "answers", "weights"
-# The weights of answers may take as much, or as much as one answer needs.
+# The most space for the weights of answers; at least one answer is always kept.
 KEPT_BYTES = 2**30
 _NEW: Json = {"message": None, "lost": 0, "settings": None, "place": None}
 
 
 class SiloError(RuntimeError):
-    """Something is wrong with a silo's directory."""
+    """A silo's directory cannot be used."""
 
 
 class SiloInUseError(SiloError):
-    """Another process, or another thread, is at work in the directory."""
+    """Another process or thread is working in the directory."""
 
 
 class SiloMovedError(SiloError):
@@ -56,21 +56,21 @@ class SiloMovedError(SiloError):
 
 
 class SiloChangedError(SiloError, ValueError):
-    """The people of the table, or what `build` returns, are not those of before."""
+    """The people in the table, or the result of `build`, have changed."""
 
 
 class SiloMessageError(SiloError, ValueError):
-    """A `message_id` came before: with something else, or too long ago."""
+    """A `message_id` was used before: for another message, or too long ago."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """A message, by what it asks for.
+    """The identity and content of a message.
 
     Attributes:
       key: The SHA-256 of its kind and id.
-      payload: The SHA-256 of all that it holds.
-      name: Its id, as people read it.
+      payload: The SHA-256 of all its contents.
+      name: Its id in readable form.
     """
 
     key: str
@@ -85,8 +85,8 @@ class Message:
         weights: Sequence[np.ndarray],
         asked: str = "",
     ) -> Message:
-        """Returns the message of a kind, an id, weights, and whatever else it asks."""
-        if message_id is None:  # One of its own.
+        """Returns the message with this kind, id, weights and further request."""
+        if message_id is None:  # Make a new, unique id.
             name, given = "without an id", os.urandom(16).hex()
         elif isinstance(message_id, str | int):
             name = given = repr(message_id)
@@ -107,9 +107,9 @@ class SiloDirectory:
     """The files of one silo.
 
     Attributes:
-      path: The directory; made if need be, for its owner alone.
-      state: What `silo.npz` holds; read when the lock is taken.
-      is_ours: Whether nobody else was at work here since this object was.
+      path: The directory, created if necessary, for its owner only.
+      state: The contents of `silo.npz`, read when the lock is taken.
+      is_ours: Whether no other process has worked here since this object did.
     """
 
     def __init__(self, path: str | os.PathLike[str], moved: bool):
@@ -119,10 +119,10 @@ class SiloDirectory:
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Keeps all others out of the directory while the block runs.
+        """Locks the directory while the block runs.
 
         Raises:
-          SiloInUseError: Somebody else is in it.
+          SiloInUseError: Another process or thread holds the lock.
           SiloMovedError: See `_check_place`.
           SiloError: It cannot be written, or its state is damaged or missing.
         """
@@ -149,10 +149,10 @@ class SiloDirectory:
                 "done or charged: send this one again when it has answered."
             ) from None
         finally:
-            os.close(descriptor)  # And with it goes the lock.
+            os.close(descriptor)  # This also releases the lock.
 
     def begin(self, message: Message, first_round: int, charged: int) -> None:
-        """Notes what the coming charges are for, before the first of them."""
+        """Records the message that the next charges are for, before the first one."""
         self._write(
             lost=self.lost(charged),
             place=[*self._place()[:2], None],
@@ -160,22 +160,22 @@ class SiloDirectory:
         )
 
     def begun(self, message: Message | None) -> int | None:
-        """Returns the first round of a message that was broken off; None if not so."""
+        """Returns the first round of an interrupted message; None if it was not."""
         begun = self.state["message"]
         if message is None or begun is None:
             return None
         if any(begun[name] != value for name, value in vars(message).items()):
             return None
-        # If the newest checkpoint was damaged, the one before knows nothing of it.
+        # If the newest checkpoint is damaged, the one before does not include it.
         plan = checkpoint.CheckpointDirectory(self.path).newest()["plan"]
         is_of_it = plan["first_round"] == begun["first_round"]
         return begun["first_round"] if is_of_it else None
 
     def lost(self, charged: int) -> int:
-        """Returns how many releases were charged for answers that nobody got.
+        """Returns how many releases were charged for answers never delivered.
 
         Args:
-          charged: How many were charged in all.
+          charged: The number of charged releases in total.
         """
         begun, lost = self.state["message"], self.state["lost"]
         if begun is None or self._answer_file(begun["key"]).exists():
@@ -183,10 +183,10 @@ class SiloDirectory:
         return lost + max(0, charged - begun["charged"])
 
     def answer(self, message: Message) -> Any:
-        """Returns the answer that a message got; None if it got none.
+        """Returns the answer to a message; None if there is none yet.
 
         Raises:
-          SiloMessageError: Its id came before, with something else; or its weights
+          SiloMessageError: Its id was used before for another message; or its weights
             are no longer kept.
         """
         file = self._answer_file(message.key)
@@ -213,15 +213,15 @@ class SiloDirectory:
         return answer
 
     def keep(self, message: Message, answer: Json) -> None:
-        """Writes an answer, before anybody gets it; removes the weights of old ones.
+        """Writes an answer before it is sent; removes the weights of old answers.
 
         Args:
-          message: Its message, which was begun if there are weights.
-          answer: JSON values, and where rounds were run "weights", a list of arrays.
+          message: Its message, whose start was recorded if there are weights.
+          answer: JSON values; if rounds were run, also "weights", a list of arrays.
         """
         folder = self.path / _WEIGHTS
         if isinstance(answer.get("weights"), list):
-            # In the order of what was charged before, which only grows.
+            # File names sort by the number of earlier charges, which only grows.
             name = f"{self.state['message']['charged']:010d}-{message.key}.npz"
             data = checkpoint.to_bytes({"weights": answer["weights"]})
             checkpoint.write_atomically(folder / name, data)
@@ -231,13 +231,13 @@ class SiloDirectory:
         taken = 0
         for place, file in enumerate(sorted(folder.iterdir(), reverse=True)):
             taken += file.stat().st_size
-            # (A process that was killed may have left half a file.)
+            # (A killed process may have left half a file.)
             is_old = taken > KEPT_BYTES and place
             if is_old or file.name.startswith(_files.TEMPORARY):
                 file.unlink()
 
     def check_settings(self, settings: Json) -> None:
-        """Raises SiloChangedError unless what `build` returns is as it was."""
+        """Raises SiloChangedError if the result of `build` has changed."""
         before = self.state["settings"]
         if before is None:
             self._write(settings=settings)
@@ -272,21 +272,21 @@ class SiloDirectory:
         self.state, self._data = state, data
 
     def _place(self) -> list[int | str]:
-        """Returns the ledger's inode, the hash of its last line, its change time."""
+        """Returns the ledger's inode, the hash of its last line, and change time."""
         path = checkpoint.ledger_path(self.path)
         if not path.exists():
             raise accounting.LedgerError(
-                f"The ledger {path} is missing, which says what this silo has spent."
+                f"The ledger {path} is missing, which records this silo's spending."
             )
         there = path.stat()
         head = accounting.PrivacyLedger.read(path).head
         return [there.st_ino, head, there.st_ctime_ns]
 
     def _check_place(self) -> None:
-        """Raises SiloMovedError if the ledger is not the file that it was.
+        """Raises SiloMovedError if the ledger is not the same file as before.
 
-        While a message is at work its lines and its change time are not known, nor
-        after a crash.
+        While a message is being processed, or after a crash, the ledger's last line and
+        change time are unknown.
         """
         if self.state["place"] is None:
             return
@@ -308,7 +308,7 @@ class SiloDirectory:
 
 
 def change_error(path: pathlib.Path, what: str) -> SiloChangedError:
-    """Returns the error of a silo that is not what it was."""
+    """Returns the error for a silo that has changed."""
     return SiloChangedError(
         f"The silo in {path} goes on with the people and the settings that it began "
         f"with: {what.rstrip('.')}. Put them back; or take a new directory, and tell "

@@ -1,13 +1,13 @@
-"""One organisation of a federation: its table of people, its model, its ledger.
+"""One organisation in a federation: its table of people, its model, its ledger.
 
-Somebody outside (a server, other organisations) sends weights. The silo sets them,
-runs private rounds on its own people, charges each before it is released, and answers
-with the weights. What leaves is a release already: of the whole exchange, whatever the
-others send, the part that depends on this silo's people is the output of an adaptive
-composition, for which the ledger's epsilon holds (Dwork & Roth 2014, section 3.5.2;
-what the others do with it, and send next, is post-processing). People of other silos
-are not in this table, so theirs is another guarantee (parallel composition), and
-somebody in several pays the sum.
+An outside party (a server, other organisations) sends weights. The silo sets them, runs
+private rounds on its own people, charges each round before releasing it, and answers
+with the resulting weights. Everything that it sends is a private release. In the whole
+exchange, whatever the others send, the part that depends on this silo's people is the
+output of an adaptive composition, for which the ledger's epsilon holds (Dwork & Roth
+2014, section 3.5.2; what others do with it, and send next, is post-processing). People
+of other silos have separate guarantees (parallel composition). A person in several
+silos pays the sum.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from tfdp_fl.keras.callbacks import FederatedCallback, Report, RoundCheckpoint
 from tfdp_fl.silo.directory import Message, SiloDirectory, change_error
 from tfdp_fl.terms import Json, TrustModel
 
-# No trained weight is as large; training from there only makes NaN of it.
+# Trained weights are never this large; training from such weights yields only NaN.
 _LARGEST_WEIGHT = 1e5
-# Of every run of a silo, for its statement and its `Report`.
+# The caveats of every silo's run, for its statement and its `Report`.
 _CAVEATS = {"silo_outsiders", "silo_several", "silo_staff"}
 
 
 class SiloUpdate(NamedTuple):
-    """What a silo answers to weights; all of it may be published.
+    """A silo's answer to weights; all of it may be published.
 
     Attributes:
-      weights: As `get_weights` has them.
-      rounds: How many private rounds were run from the weights that came.
-      epsilon: What all releases so far cost, at the delta of the target.
-      spent: Whether the target allowed fewer rounds than were to be run; with none,
-        `weights` are those that came.
+      weights: The weights, as from `get_weights`.
+      rounds: The number of private rounds run from the received weights.
+      epsilon: The cost of all releases so far, at the delta of the target.
+      spent: Whether the target allowed fewer rounds than planned; if it allowed none,
+        `weights` are the received ones.
     """
 
     weights: list[np.ndarray]
@@ -58,9 +58,9 @@ class SiloUpdate(NamedTuple):
 class Silo:
     """Trains on its own people for a federation, privately for each of them.
 
-    Each person of the table, with all of their rows, is protected against everybody
-    outside, the server and the other silos included. Whatever the process, a silo goes
-    on from its directory: clip, sampler, server optimizer, correlated noise, spending.
+    Each person in the table, with all of their rows, is protected against everyone
+    outside, including the server and the other silos. A silo in any process continues
+    from its directory: clip, sampler, server optimizer, correlated noise, spending.
     """
 
     def __init__(
@@ -76,23 +76,24 @@ class Silo:
         local_epochs: int = 1,
         moved: bool = False,
     ):
-        """Names what is trained, on whom, and where that is kept.
+        """Declares the model, the people, and the directory.
 
         Args:
-          build: Returns a new, compiled model of `make_private`, the same in each
-            process: its `target_epsilon` is the most that this silo will ever spend in
+          build: Returns a new, compiled model from `make_private`, the same in each
+            process. Its `target_epsilon` is the most that this silo will ever spend in
             this directory, and its `num_clients` is the declared number of people.
           x: Features of all rows, as in `fit(x, y, client_ids=...)`.
           y: Labels of all rows.
           client_ids: The person of each row.
-          directory: Of this silo alone; made if need be. It holds the ledger, the state
-            and the answers, for its owner's eyes only (mode 0600). Of the weights in
-            old answers it keeps the newest gibibyte, and those of the last one always.
-          rounds: How many private rounds are run for each message.
+          directory: A directory for this silo alone, created if necessary. It contains
+            the ledger, the state and the answers, which only its owner can read (mode
+            0600). It keeps the newest gibibyte of weights from old answers, and always
+            those of the last one.
+          rounds: The number of private rounds for each message.
           batch_size: Examples in one local batch.
-          local_epochs: How often a person's rows are gone over in one round.
-          moved: Whether the directory was moved here on purpose, whole and up to date,
-            and is in use nowhere else.
+          local_epochs: How often a round goes through a person's rows.
+          moved: Whether the directory was moved here on purpose, complete and up to
+            date, and is not in use anywhere else.
 
         Raises:
           TypeError, ValueError: An argument is not allowed.
@@ -100,14 +101,14 @@ class Silo:
         if not callable(build):
             raise TypeError(f"build must be callable, got {build!r}.")
         self._build = build
-        # Built, but not at what the directory holds.
+        # A new model, not yet restored from the directory.
         self._new: DPFederatedModel | None = self._build_model()
         target = self._new.setup.target
         assert target is not None
         self.target = target
-        # Of the declared size, so that no answer tells how many people there are.
+        # Padded to the declared size, so that no answer reveals the number of people.
         table = adapters.by_person(x, y, client_ids, num_people=target.num_clients)
-        # In whatever order the table comes next time.
+        # Independent of the order in which the table is given.
         names = [repr(name) for name in table.client_ids]
         self._table = table.take(np.argsort(names, kind="stable"))
         self._arguments: Json = {
@@ -117,45 +118,46 @@ class Silo:
             "verbose": 0,
         }
         self._files = SiloDirectory(directory, moved)
-        # At what the directory holds, if nobody else was at work there.
+        # The model as in the directory, if no other process has worked there.
         self._fed: DPFederatedModel | None = None
-        # What is wrong with the table is said here, to its owner alone.
+        # Problems with the table are reported here, only to its owner.
         self._new.fit(self._table, callbacks=[_NoRound()], **self._arguments)
 
     @property
     def num_people(self) -> int:
-        """How many people were declared: public, unlike how many rows they have."""
+        """The declared number of people, which is public, unlike their row counts."""
         return self.target.num_clients
 
     def get_weights(self) -> list[np.ndarray]:
-        """Returns the weights that `build` begins with, which know nothing of people.
+        """Returns the initial weights from `build`, which depend on no person.
 
-        A server can begin with those of any one silo.
+        A server can start with those of any silo.
         """
         return (self._new or self._build_model()).get_weights()
 
     def train(
         self, weights: Sequence[npt.ArrayLike], message_id: str | int | None = None
     ) -> SiloUpdate:
-        """Runs private rounds from weights that came; charges, then answers.
+        """Runs private rounds from received weights; charges, then answers.
 
         Args:
-          weights: As `get_weights` has them.
-          message_id: The same message again, with its id, gets the same answer and
-            costs nothing. One whose answer is no longer kept (see `directory`) is
-            refused, and costs nothing either. None: each call is another message.
+          weights: Weights as from `get_weights`.
+          message_id: If the same message with the same id is sent again, it gets the
+            same answer and costs nothing. If its answer is no longer kept (see
+            `directory`), it is refused and costs nothing either. None: each call is a
+            new message.
 
         Returns:
-          The answer. Once the target is spent it has the weights that came, and
-          `spent`.
+          The answer. Once the target is spent, it has the received weights, and `spent`
+          is True.
 
         Raises:
-          ValueError: The weights have other shapes, are not finite or too large:
-            nothing was charged.
-          SiloError: See its subclasses: in use, moved, changed, or an id that came
+          ValueError: The weights have other shapes, are not finite, or are too large.
+            Nothing was charged.
+          SiloError: See its subclasses: in use, moved, changed, or an id that was used
             before with other weights or too long ago. Nothing was charged.
-          LedgerWriteError, CheckpointWriteError: The disk is full, or read-only. What
-            was charged is in the ledger; the same message may be sent again.
+          LedgerWriteError, CheckpointWriteError: The disk is full or read-only. All
+            charges are in the ledger; the same message may be sent again.
         """
         given = self._check_weights(weights)
         message = Message.of("train", message_id, given)
@@ -178,15 +180,15 @@ class Silo:
 
         Args:
           weights: As in `train`.
-          private: What is released, within which bounds, with how much noise. There
-            are no other metrics: exact ones would tell of people.
+          private: The metrics to release, their bounds and noise. There are no other
+            metrics, as exact ones would reveal information about people.
           message_id: As in `train`.
 
         Returns:
           As `DPFederatedModel.evaluate_clients`.
 
         Raises:
-          ValueError: As in `train`; or the target allows no such release any more.
+          ValueError: As in `train`; or the target no longer allows such a release.
         """
         _validate.instance_of(PrivateMetrics, private=private)
         given = self._check_weights(weights)
@@ -204,7 +206,7 @@ class Silo:
             return answer
 
     def epsilon(self, delta: float) -> float:
-        """Returns what each person of this silo has spent at most, by the ledger."""
+        """Returns the most that any person of this silo has spent, by the ledger."""
         _validate.inside_unit_interval(delta=delta)
         path = checkpoint.ledger_path(self._files.path)
         if not path.exists():
@@ -214,10 +216,10 @@ class Silo:
     def privacy_statement(
         self, delta: float | None = None, format: str = "text"
     ) -> str | Json:
-        """Returns what this silo's people are promised, against whom, and what not.
+        """Returns what this silo's people are promised, against whom, and what is not.
 
         Args:
-          delta: Where epsilon is stated; None: the target's.
+          delta: The delta at which epsilon is stated; None: the target's.
           format: "text" or "dict", as `DPFederatedModel.privacy_statement`, with the
             silo's own paragraph as "silo".
         """
@@ -230,7 +232,7 @@ class Silo:
             return f"{statement.wrap(own)}\n\n{said}"
 
     def report(self, path: str | os.PathLike[str], delta: float | None = None) -> None:
-        """Writes the statement and the settings as an HTML page, with no chart."""
+        """Writes the statement and the settings as an HTML page without charts."""
         with self._files.exclusive():
             page = Report(path, delta, title=self._files.path.resolve().name)
             page.federated_model, _ = self._open()
@@ -241,7 +243,7 @@ class Silo:
             page.on_fit_end()
 
     def _preface(self, fed: DPFederatedModel, delta: float | None) -> str:
-        """Returns what a statement begins with, at a delta; None: the target's."""
+        """Returns a statement's first paragraph, at a delta; None: the target's."""
         facts: Any = fed.privacy_statement(delta, "dict")
         spent, delta = facts["epsilon"], facts["delta"]
         lost = self._files.lost(_count_charges(fed))
@@ -287,12 +289,12 @@ class Silo:
     def _open(
         self, message: Message | None = None
     ) -> tuple[DPFederatedModel, int | None]:
-        """Returns the model where the directory has it; takes it out of `self`.
+        """Returns the model in the directory's state, and removes it from `self`.
 
-        If anything fails before it is put back, the next call begins with the disk.
+        If anything fails before it is put back, the next call reads it from disk.
 
         Args:
-          message: If it was begun and broken off, its rounds are run to the end.
+          message: If this message was interrupted, its remaining rounds are run.
 
         Returns:
           The model; and the first round of that message, or None.
@@ -392,9 +394,9 @@ class Silo:
         return arrays
 
     def _set_weights(self, fed: DPFederatedModel, given: list[np.ndarray]) -> None:
-        """Sets weights; raises ValueError if the model then answers with NaN.
+        """Sets weights; raises ValueError if the model's output is then not finite.
 
-        It is asked about zeros and ones, never about people.
+        It is called on zeros and ones, never on people's data.
         """
         fed.set_weights(given)
         training = fed.require_compiled("train")
@@ -413,7 +415,7 @@ class Silo:
 
 
 class _NoRound(FederatedCallback):
-    """Has a `fit` restore what there is, and train nothing."""
+    """Makes a `fit` restore the state and train nothing."""
 
     def allow_round(self, round_index: int) -> bool:
         del round_index
@@ -421,7 +423,7 @@ class _NoRound(FederatedCallback):
 
 
 class _Begin(FederatedCallback):
-    """Notes the message once a checkpoint has its weights, before it is charged."""
+    """Records the message once a checkpoint has its weights, before any charge."""
 
     def __init__(self, files: SiloDirectory, message: Message):
         super().__init__()
@@ -438,13 +440,16 @@ def _promise(epsilon: float, delta: float) -> str:
 
 
 def _count_charges(fed: DPFederatedModel) -> int:
-    """Returns how many releases were charged: rounds, and evaluations beside them."""
+    """Returns the number of charged releases: rounds and evaluations."""
     assert fed.spending is not None
     return fed.spending.rounds + fed.spending.evaluations
 
 
 def _settings(fed: DPFederatedModel) -> Json:
-    """Returns what of a built model has to stay, beyond what checkpoints compare."""
+    """Returns the settings of a built model that must not change.
+
+    Checkpoints compare further settings.
+    """
     training = fed.require_compiled("train")
 
     def describe(value: object) -> list[object] | str:
@@ -463,14 +468,14 @@ def _settings(fed: DPFederatedModel) -> Json:
 
 
 def _architecture(model: tf.keras.Model) -> str:
-    """Returns a digest of a model's layers, whatever names Keras gave them.
+    """Returns a digest of a model's layers that ignores the names from Keras.
 
-    (A second model of one process is not `sequential`, but `sequential_1`.)
+    (The second model in a process is not `sequential`, but `sequential_1`.)
     """
     try:
         config = json.loads(model.to_json())
     except (NotImplementedError, TypeError, ValueError):
-        return type(model).__qualname__  # One of its own class, without a config.
+        return type(model).__qualname__  # A subclassed model without a config.
     config.pop("compile_config", None)
     text = _files.canonical(config)
     for place, layer in enumerate(keras_versions.layers_of(model, include_self=True)):

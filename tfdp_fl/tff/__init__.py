@@ -1,4 +1,4 @@
-"""TensorFlow Federated: aggregation factories, and learning processes around them.
+"""TensorFlow Federated: aggregation factories and learning processes.
 
 Users import it as `tfdp_fl.aggregators` and `tfdp_fl.learning`.
 """

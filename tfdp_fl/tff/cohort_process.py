@@ -7,7 +7,7 @@ One `next` is one round:
     server:   derive_sample_params, broadcast
     clients:  algorithm.make_record
     sum:      the inner factory
-    server:   algorithm.release, once, and the cohort size's check
+    server:   algorithm.release, once, and the check of the cohort size
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def create_cohort_process(
     """Returns the aggregation process of a query.
 
     Args:
-      query: A mechanism's query, bound to where it is used.
-      plan: What changes from round to round, and which cohorts are allowed.
+      query: A mechanism's query, bound to its context.
+      plan: The values that change from round to round, and the allowed cohorts.
       value_type: Type of one client's value, a structure of float tensors.
-      weight_type: Type of the second value of each client, which is handed to
+      weight_type: Type of each client's second value, which is passed to
         `algorithm.make_record`; None if there is none.
       inner_factory: Sums the updates (see `create_record_sum`).
-      scalars_factory: Sums the other numbers of the records.
+      scalars_factory: Sums the records' other numbers.
     """
     end_worker_at_exit()
     client_types = [value_type]
@@ -65,7 +65,7 @@ def create_cohort_process(
 
     @tff.tensorflow.computation
     def no_history():
-        # Of a length that the graph does not know: it grows.
+        # The length must be unknown to the graph, as the history grows.
         empty = tf.compat.v1.placeholder_with_default
         return state.RoundHistory(
             lines=empty(tf.constant([], tf.string), [None]),
@@ -88,7 +88,7 @@ def create_cohort_process(
         query,
         derive_sample_params.type_signature.result,
         client_types,
-        # A plain sum of whatever clients send is exact in float64.
+        # A plain sum of clients' records is exact in float64.
         exact=type(inner_factory) in (type(None), tff.aggregators.SumFactory),
     )
     record_type = make_record.type_signature.result
@@ -161,14 +161,14 @@ def create_cohort_process(
 
 
 def to_list(value: Nest) -> list[tf.Tensor]:
-    """Returns the tensors of a value, in the order of its TFF type."""
+    """Returns a value's tensors in the order of its TFF type."""
     if tf.is_tensor(value) or isinstance(value, np.ndarray):
         return [value]
     return tff.structure.flatten(tff.structure.from_container(value, recursive=True))
 
 
 def from_list(tensors: list[tf.Tensor], value_type: tff.types.Type) -> Nest:
-    """Returns tensors, in the order of `to_list`, as a value of a type."""
+    """Returns tensors in the order of `to_list` as a value of a type."""
     remaining = iter(tensors)
 
     def build(type_):
@@ -191,8 +191,8 @@ def create_record_sum(
     """Returns the process that sums records.
 
     Args:
-      record_type: Type of an `OrderedDict` of `update` (what the mechanism
-        made of a client's value) and `scalars` (its other numbers).
+      record_type: Type of an `OrderedDict` of `update` (the mechanism's record of a
+        client's value) and `scalars` (its other numbers).
       inner_factory: Sums the updates; None for `tff.aggregators.SumFactory`.
       scalars_factory: Sums the scalars; None for the same.
 
@@ -201,7 +201,7 @@ def create_record_sum(
       measurements are those of `inner_factory`.
     """
     if inner_factory is None and scalars_factory is None:
-        # One aggregation for everything: half the calls for each client.
+        # A single aggregation for everything needs half the calls per client.
         return tff.aggregators.SumFactory().create(record_type)
     plain = tff.aggregators.SumFactory()
     updates = (inner_factory or plain).create(record_type.update)
@@ -237,14 +237,14 @@ def create_record_fn(
     client_types: list[tff.types.Type],
     exact: bool,
 ) -> tff.Computation:
-    """Returns the computation of a client on its value, and perhaps its weight.
+    """Returns a client's computation on its value and its weight, if any.
 
     Args:
-      query: The mechanism's.
-      params_type: Of what clients are sent.
-      client_types: Of the value, and perhaps of the weight.
-      exact: Whether clients send updates as float64, of which sums are exact
-        (`mechanisms.records`); a secure sum is handed them as they are.
+      query: The mechanism's query.
+      params_type: The type of the params that clients receive.
+      client_types: The types of the value and of the weight, if any.
+      exact: Whether clients send updates as float64, whose sums are exact
+        (`mechanisms.records`); a secure sum gets them in their own dtype.
     """
     value_type = client_types[0]
 
@@ -257,7 +257,7 @@ def create_record_fn(
         if exact:
             update = tf.nest.map_structure(lambda t: tf.cast(t, tf.float64), update)
         elif isinstance(update, list) and len(update) == len(tensors):
-            # As the inner factory would be handed it without a mechanism.
+            # In the form that the inner factory would get without a mechanism.
             update = from_list(update, value_type)
         fields["sums"] = collections.OrderedDict(fields["sums"])
         fields["cohort_size"] = tf.ones([])
@@ -280,14 +280,14 @@ def _create_release(
 ) -> tff.Computation:
     """Returns the server's computation on the sum and the state's three parts.
 
-    That is the mean, the measurements, and the new parts.
+    Its results are the mean, the measurements, and the new parts of the state.
     """
 
     @tff.tensorflow.computation(total_type, *state_types)
     def release_round(total, query_state, round_index, history):
         scalars = collections.OrderedDict(total["scalars"])
         size = plan.check_size(
-            # A secure sum is off by its quantization.
+            # A secure sum has a quantization error.
             tf.round(scalars.pop("cohort_size")),
             query_state.clients_per_round,
             scalars["weight"],
@@ -298,7 +298,7 @@ def _create_release(
         record = cohort_query.after_assertions(
             [size], contribution.Contribution(update=update, **scalars)
         )
-        # (The state may be another process's.)
+        # (The state may come from another process.)
         mean, new_state = algorithm.release(query, record, query_state)
         measurements = collections.OrderedDict(
             query.derive_metrics(query_state),
@@ -327,7 +327,7 @@ def _dtypes(value_type: tff.types.Type) -> list[tf.DType]:
 
 
 def _without_varargs(function: Callable[..., Nest], arity: int) -> Callable[..., Nest]:
-    """Returns a function of 2 or 3 arguments; TFF takes no varargs."""
+    """Returns a function of 2 or 3 arguments, as TFF does not accept varargs."""
     if arity == 2:
         return lambda state, value: function(state, value)
     return lambda state, value, weight: function(state, value, weight)
@@ -340,8 +340,8 @@ def _create_clip_to_cohort(
 ) -> tff.Computation:
     """Returns the phase that sets the clip from the norms of the cohort.
 
-    The norms are collected, not summed, and reach the server one by one. They
-    leave it no further: the clients get the clip that is made of them.
+    The norms are collected, not summed, so they reach the server one by one. They stay
+    there: the clients only get the clip that is computed from them.
     """
     norms_type = tff.TensorType(np.float32, [None])
 
@@ -383,21 +383,21 @@ def _create_clip_to_cohort(
 
 @functools.cache
 def end_worker_at_exit() -> None:
-    """Sees to it that TFF's worker does not outlive this program.
+    """Ensures that TFF's worker does not outlive this program.
 
-    TFF 0.87's default context starts a `worker_binary` for its first
-    computation. It listens on all interfaces, runs whatever graph it is sent
-    (docs/threat_model.md), and ends when the context is deleted; while the
-    interpreter goes down that fails, and the worker stays. Here the context is
-    replaced before, by one without a worker.
+    TFF 0.87's default context starts a `worker_binary` for its first computation. The
+    worker listens on all interfaces, runs any graph that it is sent
+    (docs/threat_model.md), and ends when the context is deleted. During the
+    interpreter's shutdown, deleting the context fails, and the worker keeps running.
+    So the context is replaced before, by one without a worker.
 
-    Called more than once it does nothing.
+    Further calls have no effect.
     """
     atexit.register(_replace_context)
 
 
 def _replace_context() -> None:
-    # Whatever goes wrong in TFF, the program is at its end.
+    # The program is ending, so ignore any error in TFF.
     with contextlib.suppress(Exception):
         tff.backends.test.set_sync_test_cpp_execution_context()
         gc.collect()

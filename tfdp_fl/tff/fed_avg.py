@@ -1,9 +1,9 @@
 """Federated averaging with a mechanism, as a TFF learning process.
 
-NbAFL (Wei et al. 2020, Algorithm 1) has parts of its own: the server sends noised
-weights, the clients send noised weights, the server averages them. Both noises are
-`NbAFLFactory`'s. That before broadcast is drawn when the weights are made, so that
-everybody who sees them sees one and the same.
+NbAFL (Wei et al. 2020, Algorithm 1) is different: the server sends noisy weights, the
+clients send noisy weights, and the server averages them. `NbAFLFactory` adds both kinds
+of noise. The noise before broadcast is drawn when the weights are made, so that anyone
+who sees the weights sees the same ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tfdp_fl.tff import state as state_lib
 if TYPE_CHECKING:
     from tfdp_fl.datasets.nests import Nest
 
-# What builds a new `VariableModel`; or a `FunctionalModel`.
+# A function that builds a new `VariableModel`, or a `FunctionalModel`.
 ModelFn: TypeAlias = (
     Callable[[], tff.learning.models.VariableModel]
     | tff.learning.models.FunctionalModel
@@ -36,11 +36,11 @@ ModelFn: TypeAlias = (
 
 
 class DPLearningProcess(tff.learning.templates.LearningProcess):
-    """A `tff.learning.templates.LearningProcess` and what it guarantees.
+    """A `tff.learning.templates.LearningProcess` with a privacy guarantee.
 
     Attributes:
-      mechanism: What each round releases, and what that costs.
-      deployment: Where it is used, as far as it was said when it was built.
+      mechanism: The mechanism, which defines each round's release and cost.
+      deployment: The mechanism's context, as far as given when it was built.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
         mechanism: mechanism_lib.Mechanism,
         deployment: contribution.PrivacyContext,
     ):
-        """Takes over the computations of a process.
+        """Extends a process, with the same computations.
 
         Args:
-          process: The learning process that it extends.
+          process: The learning process to extend.
           mechanism: The mechanism that aggregates in it.
-          deployment: Where the mechanism is used.
+          deployment: The mechanism's context.
         """
         super().__init__(
             process.initialize,
@@ -76,11 +76,11 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
 
         Args:
           state: A state of this process.
-          cohort: What a sampler of `tfdp_fl.sampling` drew.
+          cohort: A cohort drawn by a sampler of `tfdp_fl.sampling`.
 
         Raises:
-          ValueError: It was drawn otherwise than the process was built for.
-          RuntimeError: It cannot be this state's next.
+          ValueError: The sampling differs from that for which the process was built.
+          RuntimeError: It cannot be this state's next cohort.
         """
         _validate.instance_of(sampling.Cohort, cohort=cohort)
         for name in ("sampling", "num_clients"):
@@ -107,8 +107,8 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
           state: A state of this process.
           delta: In (0, 1).
           accountant: "rdp" or "pld".
-          **declared: `sampling`, `num_clients` and `max_participations`, where the
-            process was not built with them.
+          **declared: `sampling`, `num_clients` and `max_participations`, unless the
+            process was built with them.
         """
         for name in ("sampling", "num_clients", "max_participations"):
             built_with = getattr(self.deployment, name)
@@ -170,21 +170,20 @@ def build_dp_fed_avg(
     max_participations: int | None = None,
     min_examples: int | None = None,
 ) -> DPLearningProcess:
-    """Returns federated averaging whose aggregation is a mechanism's.
+    """Returns federated averaging whose aggregation is done by a mechanism.
 
-    Every client has the same weight. With `NoPrivacy`, or a clip that nothing
-    reaches and no noise, it is `tff.learning.algorithms.
+    Every client has the same weight. With `NoPrivacy`, or with a clip that no update
+    reaches and no noise, it equals `tff.learning.algorithms.
     build_unweighted_fed_avg`.
 
-    With `NbAFL` clients send their weights: the proximal term is in
-    the local training, the noise before broadcast in the aggregation, and
-    there is no server optimizer. A data set must hold each of its examples once:
-    use `local_epochs` and not `repeat`, because the noise depends on the number
-    of examples.
+    With `NbAFL`, clients send their weights: the proximal term is in the local
+    training, the noise before broadcast is in the aggregation, and there is no server
+    optimizer. A data set must contain each of its examples once (use `local_epochs`,
+    not `repeat`), because the noise depends on the number of examples.
 
-    The training metrics are sums over the cohort without noise, which the
-    guarantee does not cover; nor does it cover the measurements of the
-    aggregation (see `MechanismFactory`), or the state, apart from the model.
+    The training metrics are sums over the cohort without noise, which the guarantee
+    does not cover. It also does not cover the measurements of the aggregation (see
+    `MechanismFactory`), or the parts of the state other than the model.
 
     Args:
       model_fn: A function without arguments that returns a new
@@ -193,7 +192,7 @@ def build_dp_fed_avg(
       mechanism: Any mechanism. `AdaptiveLocalDP` runs with empty windows,
         because TFF's clients have no memory.
       clients_per_round: m, the expected cohort size: a number, a sequence with
-        one value a round, or (with `rounds`) a callable of the round.
+        one value per round, or (with `rounds`) a callable of the round.
       client_optimizer_fn: A `tff.learning.optimizers.Optimizer`.
       server_optimizer_fn: The same for the server; None: SGD with learning
         rate 1, which adds the mean update.
@@ -201,21 +200,21 @@ def build_dp_fed_avg(
       inner_factory: Sums the updates (see `MechanismFactory`).
       scalars_factory: Sums the other numbers (see `MechanismFactory`).
       sampling: How the cohorts are drawn ("poisson", "fixed_size",
-        "random_allocation" or "shuffled"), if it is known now; `epsilon` needs it.
-      num_clients: The population N, if it is known now; `epsilon` needs it.
-      rounds: The number of rounds that are planned. Local mechanisms with a
-        budget, NbAFL and callable schedules need it.
-      max_participations: The most rounds any one client takes part in.
-      min_examples: The smallest number of examples a client holds (NbAFL).
+        "random_allocation" or "shuffled"), if already known; `epsilon` needs it.
+      num_clients: The population N, if already known; `epsilon` needs it.
+      rounds: The planned number of rounds. Local mechanisms with a budget, NbAFL and
+        callable schedules need it.
+      max_participations: The maximum number of rounds of a client.
+      min_examples: The smallest number of examples of any client (NbAFL).
 
     Returns:
       A process whose `epsilon(state, delta=...)` gives the guarantee so far.
 
     Raises:
       TypeError: An argument is of a wrong type.
-      ValueError: The mechanism's guarantee does not hold there, or it needs a
-        fact that is not given; or a client's data could move another one's update,
-        such as by random numbers that follow from a seed.
+      ValueError: The mechanism's guarantee does not hold in this setting, or it needs a
+        fact that is not given; or a client's data could affect another client's
+        update, for example through random numbers that follow from a seed.
     """
     optimizer = tff.learning.optimizers.Optimizer
     _validate.instance_of(mechanism_lib.Mechanism, mechanism=mechanism)
@@ -307,9 +306,9 @@ def _initial_weights(model_fn: ModelFn) -> tff.Computation:
 def _check_local_training(
     model_fn: ModelFn, optimizer: tff.learning.optimizers.Optimizer
 ) -> None:
-    """Raises ValueError if a client's data could move another one's update.
+    """Raises ValueError if a client's data could affect another client's update.
 
-    Training must be made of operations that keep nothing for the next client
+    Training must consist of operations that keep no state for the next client
     (`engine.allowed_operations`).
     """
     models = tff.learning.models
@@ -342,20 +341,20 @@ def build_local_training(
     as_weights: bool,
     local_epochs: int,
 ) -> tff.learning.templates.ClientWorkProcess:
-    """Returns TFF's local training; one that fails returns NaN.
+    """Returns TFF's local training; if it fails, its result is NaN.
 
-    TFF replaces an update that holds a NaN or an Inf by zero, and says so only with
-    a weight of zero. As NaN it is discarded, counted and reported by the mechanism,
-    like any other.
+    TFF replaces an update with a NaN or an Inf by zero, and indicates this only with a
+    weight of zero. As NaN, the mechanism discards, counts and reports it like any
+    other.
 
     Args:
       model_fn: A callable that returns a `VariableModel`, or a
         `FunctionalModel`.
       optimizer: The clients' optimizer.
-      as_weights: Whether clients send the weights after training, and the number
-        of examples with them, in the place of the update.
+      as_weights: Whether clients send the weights after training, with their number of
+        examples, instead of the update.
       local_epochs: How often each client goes through its data set. The number of
-        examples counts each once.
+        examples counts each example once.
     """
     templates, weighting = tff.learning.templates, tff.learning.ClientWeighting
     build, name = templates.build_model_delta_client_work, "model_fn"
@@ -365,7 +364,7 @@ def build_local_training(
         **{name: model_fn},
         optimizer=optimizer,
         client_weighting=weighting.NUM_EXAMPLES if as_weights else weighting.UNIFORM,
-        # The faster loop on CPUs.
+        # This loop is faster on CPUs.
         loop_implementation=tff.learning.LoopImplementation.DATASET_ITERATOR,
     )
     state_type, weights_type, data_type = work.next.type_signature.parameter
@@ -383,7 +382,7 @@ def build_local_training(
             value = tf.nest.map_structure(
                 tf.subtract, tf.nest.pack_sequence_as(value, start), value
             )
-            # In all epochs, and a whole number in each.
+            # The sum over all epochs, with the same integer in each.
             weight = tf.round(weight / local_epochs)
         usable = result.update_weight > 0
         return templates.ClientResult(
@@ -413,7 +412,7 @@ def build_local_training(
 
 
 class ReplacingOptimizer(tff.learning.optimizers.Optimizer):
-    """Puts what was aggregated, which is weights, in the place of the weights."""
+    """Replaces the weights by the aggregated weights."""
 
     def initialize(self, specs: Nest) -> tuple[()]:
         """Implements `Optimizer.initialize`."""

@@ -1,4 +1,4 @@
-"""Any mechanism as a TFF aggregation factory, and one name for each of ours."""
+"""Wraps any mechanism as a TFF aggregation factory, and names one for each of ours."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tfdp_fl.terms import Json, TrustModel
 from tfdp_fl.tff import cohort_process, state
 
 _SAMPLINGS = (*charge_lib.SAMPLINGS, charge_lib.MIN_SEPARATION)
-# A secure sum rounds each number to a grid of so many steps between its bounds.
+# A secure sum rounds each number to a grid with this many steps between its bounds.
 _STEPS = 2.0**24
-# What rounding may add to a client's share, relative to the clip.
+# The most that rounding may add to a client's share, relative to the clip.
 _LARGEST_ROUNDING = 1e-3
 
 # Sums the clients' shares.
@@ -29,7 +29,7 @@ SumFactory: TypeAlias = tff.aggregators.UnweightedAggregationFactory
 
 
 class BoundFactory:
-    """A mechanism and where it is used, ready for TFF."""
+    """A mechanism and its context, ready for TFF."""
 
     _takes_weights = False
 
@@ -43,29 +43,27 @@ class BoundFactory:
         sampling: str | None = None,
         **numbers: int | None,
     ):
-        """Checks everything that can be checked before a value type is known.
+        """Checks everything that does not depend on a value type.
 
         Args:
           mechanism: A mechanism that releases updates (all but NbAFL).
           clients_per_round: m, the expected cohort size: a number, a sequence
-            with one value a round, or (with `rounds`) a callable of the round.
+            with one value per round, or (with `rounds`) a callable of the round.
           inner_factory: Sums the updates; None for a plain sum.
           scalars_factory: Sums the other numbers of each client (the bit of
             adaptive clipping and the diagnostics: float32 scalars); None for
-            a plain sum. Where the updates are summed securely these should
-            be, too.
-          sampling: "poisson", "fixed_size", "random_allocation" (with
-            `num_clients`, so that a mean is divided by N / floor(N/m)),
-            "shuffled", "cyclic", "min_separation"
-            (clients come as they like), or None if unknown.
-          **numbers: Of `PrivacyContext`: `num_clients`, `rounds` (planned; a local
-            mechanism's budget and callables need it), `min_examples` and
+            a plain sum. If updates are summed securely, these should be, too.
+          sampling: "poisson", "fixed_size", "random_allocation" (with `num_clients`, so
+            that a mean is divided by N / floor(N/m)), "shuffled", "cyclic",
+            "min_separation" (clients take part when they like), or None if unknown.
+          **numbers: Fields of `PrivacyContext`: `num_clients`, `rounds` (planned;
+            needed by a local mechanism's budget and by callables), `min_examples` and
             `max_participations` of one client; None if unknown. The last is not
-            enforced here: TFF hands over clients without names.
+            enforced here, as TFF passes clients without names.
 
         Raises:
           TypeError: An argument is of a wrong type.
-          ValueError: The mechanism's guarantee does not hold there, or it
+          ValueError: The mechanism's guarantee does not hold in this setting, or it
             needs a fact that is not given.
         """
         self.mechanism: Any = _validate.instance_of(
@@ -83,7 +81,7 @@ class BoundFactory:
                 _validate.positive_integer(**{name: value})
         if sampling is not None:
             _validate.one_of(_SAMPLINGS, sampling=sampling)
-        # Schedules as tables: a TFF computation cannot call a callable.
+        # Schedules become tables, as a TFF computation cannot call a callable.
         rounds = numbers.pop("rounds", None)
         if sampling is not None and (population := numbers.get("num_clients")):
             clients_per_round = sampling_lib.expected_sizes(
@@ -109,7 +107,7 @@ class BoundFactory:
                 "and the mechanism's noise is made."
             )
         self._is_scheduled = bool(planned)
-        # Of correlated noise it is counted by groups, unless it is declared.
+        # For correlated noise, it is computed from the groups unless declared.
         central = mechanism.trust_model == TrustModel.CENTRAL
         if numbers.get("max_participations") is None and not central:
             numbers["max_participations"] = mechanism.max_participations
@@ -131,7 +129,7 @@ class BoundFactory:
             "scalars_factory": scalars_factory,
         }
         event = mechanism.round_event(0, self.deployment)
-        # A state may come to its later rounds without the first ones of this plan.
+        # A state may reach later rounds of this plan without its first ones.
         self._has_price = mechanism.trust_model == TrustModel.CENTRAL and (
             not isinstance(event, dp_accounting.NonPrivateDpEvent)
             or max(state.distinct_values(self._noise)) > 0
@@ -140,7 +138,7 @@ class BoundFactory:
             self._check_sum(name, factory)
 
     def _check_sum(self, name: str, factory: SumFactory | None) -> None:
-        """Raises unless a factory is None or one whose sum keeps the guarantee."""
+        """Raises an error unless a factory's sum (or None) keeps the guarantee."""
         if factory is None:
             return
         _validate.instance_of(
@@ -157,13 +155,13 @@ class BoundFactory:
                 f"SecureSumFactory), got {type(factory).__name__}: the mechanism "
                 "divides, by the expected cohort size, and adds the noise."
             )
-        # A larger share of the sum would cost more than is charged.
+        # A larger share of the sum would cost more than is charged for.
         if self._has_price and largest_rounding(factory, 1) == math.inf:
             raise ValueError(
                 f"{name} must be None, a tff.aggregators.SumFactory or a "
                 "SecureSumFactory whose bounds include 0, got "
-                f"{type(factory).__name__}: what others make of an update after "
-                "the clip may be larger than the clip, and no epsilon would hold."
+                f"{type(factory).__name__}: others may enlarge an update beyond "
+                "the clip, and no epsilon would hold."
             )
         most = bounds_of(factory)[1]
         if name == "scalars_factory" and most < 1:
@@ -200,7 +198,7 @@ class BoundFactory:
             at_most = state.largest_poisson_cohort(
                 at_most, max(state.distinct_values(self._clients))
             )
-        # Where there is a schedule, its length is known.
+        # If there is a schedule, its length is known.
         count = cast(int, deployment.rounds) if self._is_scheduled else 1
         plain = largest_rounding(self._factories["inner_factory"], 1) == 0
         enlarged = self._enlargement(at_most)
@@ -227,11 +225,11 @@ class BoundFactory:
         )
 
     def _enlargement(self, at_most: int | None) -> float:
-        """Returns by what factor sums may make a client's share more than it is.
+        """Returns the largest factor by which sums may enlarge a client's share.
 
-        Both sums round it, by at most `_LARGEST_ROUNDING` of the clip and as much of a
-        count's two halves. A secure sum is float32 once it is decoded: of what m
-        clients add up to that takes, or adds, 2^-24.
+        Both sums round it, by at most `_LARGEST_ROUNDING` of the clip and of the bounds
+        on a count. A decoded secure sum is float32, so the sum of m clients has a
+        relative rounding error of 2^-24.
         """
         factories = self._factories.values()
         if all(largest_rounding(each, 1) == 0 for each in factories):
@@ -240,14 +238,14 @@ class BoundFactory:
         return 1 + 2 * _LARGEST_ROUNDING + clients * 2.0**-23
 
     def _rounding_of_sums(self, shapes: tuple[tuple[int, ...], ...] | None) -> float:
-        """Returns the most that secure sums may add to a client's part of the sum."""
+        """Returns the most that secure sums may add to a client's share of the sum."""
         if not self._has_price:
             return 0.0
         inner, scalars = self._factories.values()
         if shapes is None and largest_rounding(inner, 1):
             raise ValueError(
-                "inner_factory must be a plain sum where shapes are not known: what "
-                "a secure sum rounds depends on how many numbers there are."
+                "inner_factory must be a plain sum if shapes are unknown: the rounding "
+                "of a secure sum depends on the number of elements."
             )
         numbers = sum(math.prod(shape) for shape in shapes or ())
         rounding = largest_rounding(inner, numbers)
@@ -265,10 +263,10 @@ class BoundFactory:
         return rounding
 
     def _limits(self, deployment: contribution.PrivacyContext) -> dict[str, float]:
-        """Returns `RoundPlan.limits`, which only noise of clients has.
+        """Returns `RoundPlan.limits`, which exist only if clients add the noise.
 
-        Each client's noise is but a share: what a secure sum cuts off of the shares
-        is missing in their sum, which is charged.
+        Each client's noise is only a share. Noise that a secure sum cuts off would be
+        missing from the total for which the round is charged.
         """
         if not (self._has_price and self.mechanism.needs_exact_cohort):
             return {}
@@ -293,7 +291,7 @@ class BoundFactory:
 
 
 def bounds_of(factory: SumFactory) -> tuple[float, float]:
-    """Returns from where to where a sum takes numbers as they are."""
+    """Returns the range in which a sum leaves numbers unchanged."""
     if type(factory) is not tff.aggregators.SecureSumFactory:
         return -math.inf, math.inf
     upper, lower = factory._upper_bound_threshold, factory._lower_bound_threshold
@@ -305,11 +303,11 @@ def bounds_of(factory: SumFactory) -> tuple[float, float]:
 def largest_rounding(factory: SumFactory | None, num_elements: int) -> float:
     """Returns the most that a sum's rounding adds to the norm of a client's share.
 
-    Infinity for a sum of which nothing is known.
+    It is infinite for an unknown sum.
 
     Args:
       factory: Sums the shares; None for a plain sum.
-      num_elements: How many numbers a share has.
+      num_elements: The number of elements in a share.
     """
     if factory is None or type(factory) is tff.aggregators.SumFactory:
         return 0.0
@@ -317,21 +315,21 @@ def largest_rounding(factory: SumFactory | None, num_elements: int) -> float:
         return math.inf
     lower, upper = bounds_of(factory)
     if not lower <= 0 <= upper:
-        return math.inf  # A client that sends nothing counts as a bound.
-    # Bounds that move make a state, which `accounted_state` refuses.
+        return math.inf  # A client that sends zeros would count as a bound.
+    # Adaptive bounds need a state, which `accounted_state` refuses.
     width = 0.0 if upper == math.inf else upper - lower
     return math.sqrt(num_elements) * width / _STEPS
 
 
 def tensors_of(value_type: tff.types.Type) -> list[tff.TensorType]:
-    """Returns the types of a value's tensors, which a mechanism can clip and noise.
+    """Returns the types of a value's tensors, if a mechanism can process them.
 
     Args:
       value_type: Type of one client's value.
 
     Raises:
       TypeError: It is not a tensor or a (nested) structure of tensors, has no
-        tensor at all, or has a tensor that is not of a float type.
+        tensor at all, or has a tensor that is not float.
     """
     is_structure = isinstance(value_type, tff.StructType)
     tensors = tff.structure.flatten(value_type) if is_structure else [value_type]
@@ -357,29 +355,28 @@ def tensors_of(value_type: tff.types.Type) -> list[tff.TensorType]:
 
 
 class MechanismFactory(BoundFactory, tff.aggregators.UnweightedAggregationFactory):
-    """Aggregates the updates of a cohort as a mechanism says.
+    """Aggregates the updates of a cohort with a mechanism.
 
-    The created process takes any structure of float tensors from each client
-    and gives the noised mean in the same structure. Each client's whole value
-    counts as one update, with one L2 norm.
+    The created process takes any structure of float tensors from each client and
+    returns the noisy mean in the same structure. Each client's whole value counts as
+    one update, with one L2 norm.
 
-    `inner_factory` sums what the mechanism made of the updates, after the
-    clip, so it must not enlarge a client's share: with a central guarantee it
-    is a `tff.aggregators.SumFactory` or `SecureSumFactory`, whose bounds
-    include 0. (What a secure sum rounds is at most 2^-24 of the distance of its
-    bounds in each coordinate.) Others, such as `EncodedSumFactory`, which
-    rounds up as well as down, are for mechanisms with no guarantee to lose, or
-    with one that each client's own noise gives.
-    Measurements of a round, as an `OrderedDict`: `clip_norm` and
-    `noise_stddev` (on the sum) that held in this round, `clipped_fraction`,
-    `mean_update_norm`, `discarded_clients` (a NaN or an Inf; their update was
-    replaced by zero before clipping), `cohort_size`, and `inner`, what
-    `inner_factory` measured, if one is given. A query of TF-Privacy measures
-    what it does instead of the first two. These numbers are not noised, and
-    the guarantee does not cover them.
+    `inner_factory` sums the updates after the clip, so it must not enlarge a client's
+    share. With a central guarantee, it must be a `tff.aggregators.SumFactory` or a
+    `SecureSumFactory` whose bounds include 0. (A secure sum rounds each coordinate by
+    at most 2^-24 of the distance between its bounds.) Others, such as
+    `EncodedSumFactory`, which rounds up as well as down, are only for mechanisms
+    without a guarantee, or with one from each client's own noise.
 
-    A round whose cohort has a size for which the mechanism's guarantee does
-    not hold fails as a whole: `next` raises, and no new state comes out.
+    Measurements of a round, as an `OrderedDict`: this round's `clip_norm` and
+    `noise_stddev` (on the sum), `clipped_fraction`, `mean_update_norm`,
+    `discarded_clients` (those with a NaN or an Inf, whose update was replaced by zero
+    before clipping), `cohort_size`, and `inner`, the measurements of `inner_factory`,
+    if given. A TF-Privacy query has its own measurements instead of the first two.
+    These numbers have no noise, and the guarantee does not cover them.
+
+    If the cohort's size is one for which the mechanism's guarantee does not hold, the
+    whole round fails: `next` raises an error and returns no new state.
 
     State: an `AggregatorState`, plain tensors that any
     `tff.program.ProgramStateManager` saves. Epsilon: `tfdp_fl.learning.
@@ -393,7 +390,7 @@ class MechanismFactory(BoundFactory, tff.aggregators.UnweightedAggregationFactor
           value_type: A structure of float tensors.
 
         Raises:
-          TypeError: `value_type` has a tensor that is not of a float type.
+          TypeError: `value_type` has a tensor that is not float.
         """
         return self._create(value_type)
 
@@ -408,13 +405,13 @@ def from_mechanism(
 
     Args:
       mechanism: A mechanism that releases updates (all but NbAFL).
-      clients_per_round: m, the expected cohort size, constant or a schedule.
+      clients_per_round: m, the expected cohort size; constant or a schedule.
       inner_factory: Sums the updates; None for a plain sum.
       **options: The keyword arguments of `MechanismFactory`.
 
     Raises:
       TypeError: An argument is of a wrong type.
-      ValueError: The mechanism's guarantee does not hold there, or it needs a
+      ValueError: The mechanism's guarantee does not hold in this setting, or it needs a
         fact that is not given.
     """
     return MechanismFactory(mechanism, clients_per_round, inner_factory, **options)
@@ -423,14 +420,13 @@ def from_mechanism(
 class WeightsFactory(BoundFactory, tff.aggregators.WeightedAggregationFactory):
     """Aggregates weights with per-client noise (see `NbAFL`).
 
-    A client's value is its **weights** after training, not a change of them;
-    its weight n, the number of its examples. The result is the new weights.
-    A client with n = 0 counts for nothing, and a round in which no client has
-    anything usable fails.
+    A client's value is its **weights** after training, not their change; its weight n
+    is its number of examples. The result is the new weights. A client with n = 0 has no
+    influence, and a round without any usable value fails.
 
-    L = `clients_per_round`. Also needed: `num_clients`, the population N; `rounds`,
-    the number of rounds T that are planned; and `min_examples`, the smallest n of
-    any client, where T > sqrt(N) L. `mu` plays no part here.
+    L = `clients_per_round`. Also required are `num_clients`, the population N;
+    `rounds`, the planned number of rounds T; and `min_examples`, the smallest n of any
+    client, if T > sqrt(N) L. `mu` has no effect here.
 
     Measurements, state and `inner_factory` are those of `MechanismFactory`;
     `noise_stddev` is that of the noise before broadcast.
@@ -453,12 +449,12 @@ class WeightsFactory(BoundFactory, tff.aggregators.WeightedAggregationFactory):
 def factory_of(
     mechanism_class: type[mechanisms.Mechanism],
 ) -> type[MechanismFactory] | type[WeightsFactory]:
-    """Returns the factory that takes a mechanism's parameters as its own.
+    """Returns a factory that takes a mechanism's parameters as arguments.
 
     Args:
       mechanism_class: A mechanism. Its parameters, with their defaults, are keyword
-        arguments of the factory, next to `clients_per_round`, `inner_factory` and
-        what else `MechanismFactory` takes.
+        arguments of the factory, besides `clients_per_round`, `inner_factory` and the
+        other arguments of `MechanismFactory`.
     """
     base: Any = MechanismFactory
     if mechanism_class.releases_weights:

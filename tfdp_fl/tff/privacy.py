@@ -1,8 +1,8 @@
-"""Epsilon from a process's state and the sampling that the caller declares.
+"""Computes epsilon from a process's state and the sampling declared by the caller.
 
-TFF is handed the clients of a round; how they were drawn only the caller knows.
-What each round released is written down in the state by the process that ran it, and
-who could have been in it by `aggregators.with_cohort`.
+TFF gets the clients of a round, but only the caller knows how they were drawn. The
+process that runs a round records in the state what it released, and
+`aggregators.with_cohort` records who could have been in it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tfdp_fl.tff import state as state_lib
 
 
 class Epsilon(float):
-    """An epsilon: a number, with the statement that belongs to it.
+    """An epsilon: a number with its privacy statement.
 
     Attributes:
-      facts: A `tfdp_fl.accounting.StatementFacts`; None of a number that was
-        computed from others.
+      facts: A `tfdp_fl.accounting.StatementFacts`; None for a number computed from
+        others.
       delta: The delta at which it holds, or None.
     """
 
@@ -45,7 +45,7 @@ class Epsilon(float):
 
     @property
     def statement(self) -> str:
-        """The privacy statement: what holds, for whom, and what is not in."""
+        """The privacy statement: what is guaranteed, for whom, and what is not."""
         return self.to_statement()
 
 
@@ -61,33 +61,32 @@ def privacy_charges(
 ) -> list[accounting.RoundCharge]:
     """Returns the central cost of each round in a state.
 
-    A round that does not say which cohort it was for (`aggregators.with_cohort`) costs
-    what it costs if every client was in it; under Poisson sampling, what a cohort costs
-    that was drawn as declared.
+    A round without a recorded cohort (`aggregators.with_cohort`) is charged as if every
+    client had been in it; under Poisson sampling, as if its cohort had been drawn as
+    declared.
 
     Args:
       state: The state of a learning process, or an `AggregatorState` (see
         `tfdp_fl.aggregators.accounted_state`).
-      mechanism: The mechanism that ran the last round. Earlier ones may have
-        had another noise multiplier, if the mechanism was of the same kind.
+      mechanism: The mechanism that ran the last round. Earlier rounds may have had
+        another noise multiplier, but must have had the same kind of mechanism.
       sampling: How the cohorts were drawn: "poisson", "fixed_size",
         "random_allocation", "shuffled", "cyclic" or "min_separation" (see `epsilon`).
-      num_clients: N, the population they were drawn from.
-      clients_per_round: m, as the process that ran the last round had it.
-      rounds: The number of rounds that were planned, where the mechanism
-        splits a budget over them.
-      max_participations: The most rounds that any one client took part in, or
-        None. Charges do not depend on it; a mechanism that assumes fewer
-        refuses it.
+      num_clients: N, the population from which they were drawn.
+      clients_per_round: m of the process that ran the last round.
+      rounds: The planned number of rounds, if the mechanism splits a budget over
+        them.
+      max_participations: The largest number of rounds of any client, or None. Charges
+        do not depend on it, but a mechanism that assumes fewer refuses it.
 
     Returns:
-      A charge for each round, in order, and before it those of abandoned cohorts that
+      A charge for each round, in order, preceded by those of its abandoned cohorts that
       cost something.
 
     Raises:
       TypeError: `mechanism` is not a mechanism.
       ValueError: The state has another mechanism, sampling, N or m, or
-        it may hold releases that are not the mechanism's.
+        it may include releases other than the mechanism's.
     """
     _validate.instance_of(mechanism_lib.Mechanism, mechanism=mechanism)
     found = state_lib.accounted_state(state)
@@ -139,11 +138,11 @@ def privacy_charges(
 def _everybody(
     line: Json, deployment: contribution.PrivacyContext
 ) -> accounting.Participation:
-    """Returns who could have been in a round if nobody says: every client.
+    """Returns the participation in a round without a recorded cohort: every client.
 
-    Under Poisson sampling, the caller's word is taken that its cohort was drawn anew,
-    and the statement says so. Of a fixed size, or of a pass, even then it is not known
-    whether cohorts were drawn again.
+    Under Poisson sampling, we trust the caller's declaration that its cohort was newly
+    drawn, and the statement says so. For cohorts of a fixed size or in passes, that
+    would not be enough, as cohorts might have been drawn repeatedly.
     """
     size, population = line["clients_per_round"], cast(int, deployment.num_clients)
     return accounting.Participation(
@@ -160,14 +159,14 @@ def _check_cohorts(
     lines: list[Json],
     deployment: contribution.PrivacyContext,
 ) -> None:
-    """Raises ValueError if a cohort was drawn otherwise than is declared."""
+    """Raises ValueError if a cohort's sampling differs from the declared one."""
     for index, each in ((i, each) for i, part in enumerate(drawn) for each in part):
         who = accounting.Participation.from_json(each["participation"])
         size = deployment.cohort_size(index)
         if index < len(lines):
             size = lines[index]["clients_per_round"]
         same_size = math.isclose(who.clients_per_round, size, rel_tol=1e-5)
-        if deployment.sampling == Sampling.SHUFFLED:  # What is left of a pass.
+        if deployment.sampling == Sampling.SHUFFLED:  # The end of a pass is smaller.
             same_size = who.clients_per_round <= size
         if not same_size or (who.sampling, who.num_clients) != (
             deployment.sampling,
@@ -187,10 +186,10 @@ def _fold(
     mechanism: CorrelatedNoise,
     most: int | None,
 ) -> list[dp_accounting.DpEvent]:
-    """Returns the events of rounds for the groups that really had their turns.
+    """Returns the events of rounds for the order in which groups actually took part.
 
-    Groups that were divided anew, had their turn too soon, or are not known: a client
-    may then be in more rounds than the noise of a segment was made for.
+    If groups were newly divided, came too soon, or are unknown, a client may be in more
+    rounds than the noise of a segment allows for.
     """
     places: list[tuple[str | None, int | None] | None] = []
     for drawn in rounds_of:
@@ -221,36 +220,35 @@ def epsilon(
 ) -> Epsilon:
     """Returns the epsilon of the mechanism's own guarantee after a state.
 
-    A central guarantee is composed over the rounds, under the sampling that is
-    declared. A local one, or one per record, is composed over the rounds of
-    the one client that took part most often (the most costly ones, if they
-    differ); sampling makes no difference.
+    A central guarantee is composed over the rounds under the declared sampling. A local
+    one, or one per record, is composed over the rounds of the client that took part
+    most often (the most costly rounds, if they differ); sampling makes no difference.
 
-    The number is as good as the declaration: cohorts have to be drawn that
-    way, from the whole population, in secret. (`tfdp_fl.sampling` does.) Its
-    `statement` says so, and what else is not in it.
+    The number is only as good as the declaration: cohorts must be drawn in that way,
+    from the whole population, in secret. (`tfdp_fl.sampling` does this.) Its
+    `statement` says so, and lists what else it does not cover.
 
     Args:
       state: The state of a learning process, or an `AggregatorState` (see
         `tfdp_fl.aggregators.accounted_state`).
-      mechanism: The mechanism that ran the last round. What earlier rounds
-        cost is in the state; a state of another kind of mechanism is refused.
+      mechanism: The mechanism that ran the last round. The cost of earlier rounds is in
+        the state; a state of another kind of mechanism is refused.
       sampling: "poisson", "fixed_size", "random_allocation", "shuffled", "cyclic" or
-        "min_separation": clients come as they like, for correlated noise at least its
-        min_separation apart, and nothing is claimed for who comes.
+        "min_separation" (clients take part when they like, for correlated noise at
+        least its min_separation apart; no amplification is claimed).
       num_clients: The number of clients, N.
-      clients_per_round: m, as the process that ran the last round had it.
+      clients_per_round: m of the process that ran the last round.
       delta: In (0, 1).
       accountant: "rdp" or "pld".
-      rounds: The number of rounds that were planned, for a mechanism whose
-        schedules or budget depend on them, as the process was built with.
-      max_participations: The most rounds that any one client took part in;
-        None: it may have been in all of them.
+      rounds: The planned number of rounds with which the process was built, for a
+        mechanism whose schedules or budget depend on it.
+      max_participations: The largest number of rounds of any client; None: a client
+        may have been in all of them.
 
     Raises:
       TypeError: `mechanism` is not a mechanism.
       ValueError: The state has another mechanism, sampling, N or m, or
-        it may hold releases that are not the mechanism's.
+        it may include releases other than the mechanism's.
     """
     _validate.instance_of(mechanism_lib.Mechanism, mechanism=mechanism)
     if max_participations is not None:
@@ -325,7 +323,7 @@ def _lines(
     mechanism: mechanism_lib.Mechanism,
     deployment: contribution.PrivacyContext,
 ) -> list[Json]:
-    """Returns what is written down, if it can be told what it means."""
+    """Returns the recorded lines; raises ValueError if they do not match."""
     written, answered = map(np.asarray, found.history[:2])
     done = int(found.rounds)
     ended = len(found.history.attempted) or done
@@ -337,7 +335,7 @@ def _lines(
     lines = [json.loads(line) for line in written]
     kind = state_lib.history_kind(mechanism)
     for index, line in enumerate(lines):
-        # A process that was not told how cohorts are drawn says nothing about it.
+        # A process that does not know the sampling records none.
         if line["sampling"] not in (None, deployment.sampling) or any(
             line[name] != value for name, value in kind.items()
         ):
@@ -365,10 +363,10 @@ def _event(
     mechanism: mechanism_lib.Mechanism,
     deployment: contribution.PrivacyContext,
 ) -> dp_accounting.DpEvent:
-    """Returns what a round released, of local noise what it is worth centrally.
+    """Returns the event of a round; for local noise, the central event.
 
-    That depends on the sampling, and is nothing unless m clients answered, with the
-    noise that is written down, and were added up as they are.
+    The latter depends on the sampling. It is non-private unless m clients answered with
+    the recorded noise, and the sum did not change it.
     """
     if "event" in line:
         written = charge_lib.event_from_json(line["event"])
@@ -410,7 +408,7 @@ def _check_last(
     mechanism: mechanism_lib.Mechanism,
     deployment: contribution.PrivacyContext,
 ) -> None:
-    """Raises ValueError if the last round cannot be what is declared."""
+    """Raises ValueError if the last round does not match the declaration."""
     last, size = len(lines) - 1, lines[-1]["clients_per_round"]
     given = deployment.cohort_size(last)
     if not math.isclose(given, size, rel_tol=1e-5):
@@ -441,7 +439,7 @@ def _caveats(
     apart = sampling == MIN_SEPARATION and isinstance(mechanism, CorrelatedNoise)
     rounds_of, since = state_lib.accounted_state(state).history.cohorts()
     drawn = [each for part in (*rounds_of, since) for each in part]
-    # Of a local guarantee, or where nobody draws, that says nothing.
+    # Not relevant for a local guarantee, or if cohorts are not drawn.
     silent = mechanism.trust_model == TrustModel.CENTRAL and sampling != MIN_SEPARATION
     known = any(each["participation"].get("known_selection") for each in drawn)
     seeded = any("round_from_seed" in each for each in drawn)

@@ -1,4 +1,4 @@
-"""What an aggregation process plans for its rounds, and what it carries on."""
+"""An aggregation process's plan for its rounds, and its state."""
 
 from __future__ import annotations
 
@@ -23,33 +23,32 @@ from tfdp_fl.terms import Json, Sampling, TrustModel
 if TYPE_CHECKING:
     from tfdp_fl.datasets.nests import Nest
 
-# One number for all rounds, or one for each.
+# One number for all rounds, or one per round.
 Table: TypeAlias = float | tuple[float, ...]
 
-# Of strings or of numbers: NumPy's in a state that a process returned.
+# Strings or numbers; NumPy arrays in a state that a process returned.
 _Vector: TypeAlias = np.ndarray | tf.Tensor
 
-# How often a cohort that was drawn as declared is refused.
+# The probability with which a cohort drawn as declared is refused.
 _REFUSED_BY_CHANCE = 1e-12
-# Standard deviations that no draw of noise has (`noise._box_muller` ends at 9.42).
+# In standard deviations; no noise is larger (`noise._box_muller` ends at 9.42).
 LARGEST_DRAW = 9.5
 
 
 class RoundHistory(NamedTuple):
-    """What each round cost, written down by the process that ran it.
+    """The cost of each round, recorded by the process that ran it.
 
-    A state may be handed from process to process; what a round cost is then
-    still what it cost. T is the number of rounds so far, A that of cohorts that were
-    drawn for them.
+    The record stays valid if a state is passed from process to process. T is the number
+    of rounds so far, and A is the number of cohorts drawn for them.
 
     Attributes:
       lines: String [T], see `history_line`.
       answered: Float64 [T], how many clients were in the sum.
-      attempts: String [A], see `with_cohort`: who could have been in each cohort, also
-        in those whose round failed.
-      attempted: Int64 [T], how many of `attempts` there were when the round ended: its
-        own are those since the round before. The last of them was released. Empty
-        if no cohort was ever said.
+      attempts: String [A], see `with_cohort`: who could have been in each cohort,
+        including those whose round failed.
+      attempted: Int64 [T], the number of `attempts` when the round ended: its own
+        attempts are those since the previous round. The last of them was released.
+        Empty if no cohort was ever recorded.
     """
 
     lines: _Vector
@@ -58,7 +57,7 @@ class RoundHistory(NamedTuple):
     attempted: _Vector = ()
 
     def cohorts(self) -> tuple[list[list[Json]], list[Json]]:
-        """Returns the cohorts that were drawn for each round, and those since."""
+        """Returns the cohorts drawn for each round, and those drawn since."""
         read = [json.loads(text) for text in np.asarray(self.attempts).tolist()]
         ended = (
             np.asarray(self.attempted) if len(self.attempted) else [0] * len(self.lines)
@@ -71,7 +70,7 @@ class RoundHistory(NamedTuple):
 def history_kind(mechanism: mechanism_lib.Mechanism) -> Json:
     """Returns what rounds must have in common for one epsilon, as JSON values.
 
-    That is not the noise: each round's line says what it cost.
+    The noise is not included, as each round's line has its own cost.
     """
     return {
         "mechanism": mechanism.name,
@@ -90,13 +89,13 @@ def history_line(
     sum_changed: bool = False,
     enlarged: float = 1.0,
 ) -> str:
-    """Returns what a round is and costs, as JSON.
+    """Describes a round and its cost as JSON.
 
-    Beside `history_kind`: `sampling`, `num_clients` (null where the process was
-    not told) and `clients_per_round`; of a local guarantee `mu_squared`,
-    (sensitivity / sigma)^2 of one client's part, and whether the sum takes clients'
-    noise otherwise than it is (`sum_changed`); of others the `event`, and by what
-    factor the sum may move farther than that says (`enlarged`).
+    It has `history_kind`, `sampling`, `num_clients` (null if the process does not know
+    it) and `clients_per_round`. For a local guarantee, it also has `mu_squared`,
+    (sensitivity / sigma)^2 of one client's share, and whether the sum changes clients'
+    noise (`sum_changed`). For other guarantees, it has the `event` and the factor by
+    which the sum may move farther than the event says (`enlarged`).
     """
     line = {
         **history_kind(mechanism),
@@ -124,11 +123,11 @@ def tabulate(
     Args:
       schedule: A number, a sequence, or a callable of the round.
       name: The argument that the schedule came from.
-      rounds: How many rounds are planned, which a callable needs.
+      rounds: The planned number of rounds, required for a callable.
       check: A function of `_validate`, for each value.
 
     Raises:
-      ValueError: It is a callable, and `rounds` is not known.
+      ValueError: It is a callable, and `rounds` is unknown.
     """
     if callable(schedule):
         if rounds is None:
@@ -142,14 +141,14 @@ def tabulate(
 
 
 def distinct_values(table: Table) -> set[float]:
-    """Returns every value that occurs."""
+    """Returns the distinct values in a table."""
     return set(table) if isinstance(table, tuple) else {table}
 
 
 def _at(
     table: Table | str | tuple[str, ...], round_index: tf.Tensor, dtype: tf.DType
 ) -> tf.Tensor:
-    """Returns the scalar of a round; past the end the round fails."""
+    """Returns a round's scalar; past the end of the table, the round fails."""
     if not isinstance(table, tuple):
         return tf.constant(table, dtype)
     in_range = tf.debugging.assert_less(
@@ -166,26 +165,26 @@ def _at(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundPlan:
-    """What holds in a round because of its number, and what is asked of its cohort.
+    """The values of each round, and the requirements on its cohort.
 
-    A round with a cohort that is not allowed fails as a whole: `next` raises,
-    nothing is released, and the state stays what it was.
+    If a round's cohort is not allowed, the whole round fails: `next` raises an error,
+    nothing is released, and the state does not change.
 
     Attributes:
       noise_multiplier: The mechanism's z.
       clients_per_round: The expected number of clients in a round, m.
-      lines: See `RoundHistory`: one for all rounds, or one for each.
-      exact: Whether exactly m have to answer, because each adds its share of the
+      lines: See `RoundHistory`: one for all rounds, or one per round.
+      exact: Whether exactly m clients must answer, because each adds its share of the
         noise.
       at_most_expected: Whether no more than m may answer, as under fixed-size
         sampling.
-      at_most: No more than so many may answer (the population), or None.
-      some_weight: Whether somebody has to answer with something usable, because
-        the answers replace the model.
-      smallest_clip: The clip must be at least this, or a secure sum's rounding
-        would count beside it.
-      limits: Of "update" and the released sums: where a secure sum would cut off
-        what a client sends, and with it noise that is charged.
+      at_most: The most clients that may answer (the population), or None.
+      some_weight: Whether at least one usable answer is required, because the answers
+        replace the model.
+      smallest_clip: The clip must be at least this; otherwise a secure sum's rounding
+        would not be negligible.
+      limits: For "update" and the side sums, the bound beyond which a secure sum would
+        cut off a client's share, and with it noise that is charged for.
     """
 
     noise_multiplier: Table
@@ -208,7 +207,7 @@ class RoundPlan:
     def written_down(
         self, history: RoundHistory, round_index: tf.Tensor, answered: tf.Tensor
     ) -> RoundHistory:
-        """Returns a history with one more round, and how many were in its sum."""
+        """Returns a history with one more round and the size of its sum."""
         line = _at(self.lines, round_index, tf.string)
         answered = tf.cast(answered, tf.float64)
         return RoundHistory(
@@ -228,14 +227,14 @@ class RoundPlan:
         clip_norm: tf.Tensor | float,
         shares: Mapping[str, tf.Tensor] | None = None,
     ) -> tf.Tensor:
-        """Returns a cohort's size, once it was found to be allowed.
+        """Returns a cohort's size after checking that it is allowed.
 
         Args:
           size: Float32 scalar, the number of clients that answered.
           expected: Float32 scalar, m.
           weight: Float32 scalar, the sum of the weights of the clients.
           clip_norm: Float32 scalar, the largest norm of a client's share.
-          shares: Stddevs of a client's own noise, for each of `limits`.
+          shares: The stddev of a client's own noise for each of `limits`.
         """
         checks = []
 
@@ -274,13 +273,13 @@ class RoundPlan:
                 "a secure sum would cut off noise of the clients: give its factory "
                 "wider bounds",
             )
-        # Eagerly a check that holds is None.
+        # In eager mode, a check that passes is None.
         with tf.control_dependencies([check for check in checks if check is not None]):
             return tf.identity(size)
 
 
 def largest_poisson_cohort(num_clients: int, clients_per_round: float) -> int:
-    """Returns the size that Poisson sampling passes with probability below 1e-12.
+    """Returns a size that Poisson sampling exceeds with probability below 1e-12.
 
     Args:
       num_clients: The number of clients, N.
@@ -295,7 +294,7 @@ class AggregatorState(NamedTuple):
 
     Attributes:
       query_state: The state of the mechanism's query, such as the clip.
-      rounds: Int32 scalar, how many rounds were aggregated.
+      rounds: Int32 scalar, the number of aggregated rounds.
       sum_state: The states of the factories that sum the records.
       history: A `RoundHistory`.
     """
@@ -306,7 +305,7 @@ class AggregatorState(NamedTuple):
     history: RoundHistory
 
 
-# What `accounted_state` takes.
+# The states that `accounted_state` accepts.
 ServerState: TypeAlias = AggregatorState | tff.learning.templates.LearningAlgorithmState
 
 _BUILD_INSTEAD = (
@@ -329,18 +328,18 @@ def _holds_mechanism(state: Nest) -> bool:
 
 
 def accounted_state(state: ServerState) -> AggregatorState:
-    """Returns the mechanism's state, if all of a state can be accounted for.
+    """Returns the mechanism's state, if everything in a state can be accounted for.
 
-    Known are the states of `tff.learning`'s federated averaging whose
-    aggregator is the mechanism's, and whose sums (the mechanism's
-    `inner_factory` and `scalars_factory`) keep no state.
+    This is so for `tff.learning`'s federated averaging if its aggregator is the
+    mechanism's own, and if the sums (the mechanism's `inner_factory` and
+    `scalars_factory`) have no state.
 
     Args:
       state: A `LearningAlgorithmState`, or the state of such an aggregator.
 
     Raises:
-      ValueError: The state is of another kind: something beside the mechanism,
-        or around it, may release what no epsilon here counts.
+      ValueError: It is another state, in which something outside the mechanism may
+        make releases that this epsilon does not count.
     """
     if isinstance(state, tff.learning.templates.LearningAlgorithmState):
         _check_client_work(state.client_work)
@@ -371,21 +370,21 @@ def accounted_state(state: ServerState) -> AggregatorState:
 
 
 def with_cohort(state: ServerState, cohort: sampling.Cohort) -> ServerState:
-    """Returns a state that says which cohort its next round is for.
+    """Returns a state that records the cohort of its next round.
 
-    It is written into the history who could have been in the cohort, not who was.
-    A round whose cohort is not said is charged as if every client had been in it; under
-    Poisson sampling, as if its cohort had been drawn anew, as declared.
+    The history records who could have been in the cohort, not who was. A round without
+    a recorded cohort is charged as if every client had been in it; under Poisson
+    sampling, as if its cohort had been newly drawn as declared.
 
     Args:
-      state: A state that `accounted_state` takes.
-      cohort: What a sampler of `tfdp_fl.sampling` drew. Again the same one changes
-        nothing.
+      state: A state that `accounted_state` accepts.
+      cohort: A cohort drawn by a sampler of `tfdp_fl.sampling`. Passing the same one
+        again changes nothing.
 
     Raises:
-      RuntimeError: The cohort was in a round of this state already, or a sampler with a
-        seed may have drawn its clients for one; or the state has one of a fixed size
-        that was not released: it cannot be abandoned.
+      RuntimeError: The cohort was already in a round of this state, or a sampler with a
+        seed may have drawn its clients for one; or the state has an unreleased cohort
+        of a fixed size, which cannot be abandoned.
     """
     found = accounted_state(state)
     _validate.instance_of(sampling.Cohort, cohort=cohort)
@@ -435,9 +434,9 @@ def with_cohort(state: ServerState, cohort: sampling.Cohort) -> ServerState:
 
 
 def _check_client_work(state: Nest) -> None:
-    """Raises ValueError unless client work keeps but optimizer settings.
+    """Raises ValueError unless client work keeps only optimizer settings.
 
-    Whatever else it keeps can come from clients' data, past the aggregator.
+    Any other state could come from clients' data, bypassing the aggregator.
     """
     settings = state.values() if isinstance(state, Mapping) else [state]
     known = not tf.nest.flatten(state) or all(

@@ -1,9 +1,8 @@
-"""A callback that knows about rounds, next to Keras's own.
+"""A Keras callback with further hooks around federated rounds.
 
-To Keras's callbacks a federated round is an epoch, and the model is the
-trained Keras model. A `FederatedCallback` also gets to know the
-`DPFederatedModel`, and is asked before each round. `PrivacyBudget` uses this to stop
-before overspending.
+To Keras's callbacks, a federated round is an epoch, and the model is the trained
+Keras model. A `FederatedCallback` also sees the `DPFederatedModel`, and is asked before
+each round. `PrivacyBudget` uses this to stop before overspending.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tfdp_fl.accounting import RoundCharge, format_up, planning
 from tfdp_fl.keras.training_setup import PrivacyTarget
 from tfdp_fl.terms import Json
 
-# Rounds that a budget is first asked about: as many as most runs have.
+# How many rounds to ask a budget about first; few runs have more.
 _TRIED_FIRST = 2**12
 
 
@@ -30,15 +29,15 @@ class FederatedCallback(tf.keras.callbacks.Callback):
 
     Attributes:
       federated_model: The `DPFederatedModel` that is being trained; `fit` sets it.
-      order: Callbacks of a smaller one hear first of the rounds planned: ledgers,
-        then checkpoints, which save what ledgers tell, then all others.
+      order: `on_rounds_planned` calls callbacks in ascending order: ledgers, then
+        checkpoints (which save what the ledgers contain), then all others.
     """
 
     federated_model: Any = None
     order = 2
 
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
-        """Called before training with the rounds `fit` was asked for.
+        """Called before training with the rounds that `fit` was asked for.
 
         Args:
           first_round: The first round, counted from 0.
@@ -48,7 +47,7 @@ class FederatedCallback(tf.keras.callbacks.Callback):
     def allow_round(self, round_index: int) -> bool:
         """Called before a round is drawn, and again before it is charged.
 
-        False ends the training there; nothing of the round is charged or seen.
+        Returning False ends the training; the round is neither charged nor released.
         """
         del round_index
         return True
@@ -60,43 +59,43 @@ class FederatedCallback(tf.keras.callbacks.Callback):
 
         That is before it trains, if its round is charged whether or not it is released.
 
-        Raising here abandons the round: nothing is released.
+        Raising here abandons the round; nothing is released.
 
         Args:
           round_index: The round, counted from 0.
-          charge: What the round costs.
-          details: `cohort_size`, `noise_multiplier`, `noise_generator`, and `local`:
-            None, or where a guarantee is composed client by client, `mu_squared`,
-            (sensitivity / sigma)^2 of one client's release, and `max_mu_squared`, the
-            largest sum of them that a client has spent after the round.
+          charge: The cost of the round.
+          details: `cohort_size`, `noise_multiplier`, `noise_generator` and `local`.
+            `local` is None unless the guarantee is composed client by client. It then
+            holds `mu_squared`, (sensitivity / sigma)^2 of one client's release, and
+            `max_mu_squared`, the largest sum that any client has spent after the round.
         """
 
     def on_round_released(self, round_index: int, logs: dict[str, float]) -> None:
-        """Called after a round changed the model, before `on_epoch_end`."""
+        """Called after a round has changed the model, before `on_epoch_end`."""
 
     def on_fit_end(self) -> None:
-        """Called last, also where an error or the user ended the training.
+        """Called last, even if an error or the user ended the training.
 
-        What is raised here is reported unless an error ended the training.
+        An error raised here is reported unless another error ended the training.
         """
 
     def check_release(self, charge: RoundCharge) -> None:
-        """Called before metrics of clients are released beside the rounds.
-
-        Raising refuses the release.
-
-        Args:
-          charge: What it costs.
-        """
-
-    def on_release_charged(self, name: str, charge: RoundCharge) -> None:
-        """Called before what is released beside the rounds can be seen.
+        """Called before clients' metrics are released outside the rounds.
 
         Raising here refuses the release.
 
         Args:
-          name: The id under which it stands in ledgers, as if it were another run.
-          charge: What it costs.
+          charge: The cost of the release.
+        """
+
+    def on_release_charged(self, name: str, charge: RoundCharge) -> None:
+        """Called before anyone can see a release outside the rounds.
+
+        Raising here refuses the release.
+
+        Args:
+          name: The run id under which ledgers list it, as if it were another run.
+          charge: The cost of the release.
         """
 
 
@@ -104,19 +103,20 @@ class FederatedCallback(tf.keras.callbacks.Callback):
 def callback_session(
     callbacks: Sequence[FederatedCallback], first_round: int, last_round: int
 ) -> Iterator[None]:
-    """Tells callbacks of the rounds planned, and of the end, however it comes."""
+    """Calls `on_rounds_planned` first, and `on_fit_end` however the block ends."""
     suppressed: tuple[type[Exception], ...] = (Exception,)
     untold = [*reversed(callbacks)]
     try:
-        # What a ledger lists counts against every budget.
+        # Everything that a ledger lists counts against every budget.
         for callback in sorted(callbacks, key=lambda one: one.order):
             callback.on_rounds_planned(first_round, last_round)
         yield
         suppressed = ()
     finally:
-        # All are told, also where one of them raises: else a ledger stays open, and
-        # locked, as long as the process. Twice, as a signal may come before the first
-        # holds it back; whom the first told is not told again.
+        # All callbacks are told, even if one of them raises. Otherwise a ledger would
+        # stay open and locked as long as the process lives. The call is made twice, as
+        # a signal may arrive before the first one defers signals. No callback is told
+        # twice.
         try:
             _tell_all(untold, suppressed)
         finally:
@@ -136,7 +136,7 @@ def _tell_all(
 
 
 def check_callbacks(callbacks: Any) -> list[tf.keras.callbacks.Callback]:
-    """Returns the callbacks that `fit` was given, as a list."""
+    """Returns `fit`'s callbacks as a list; raises an error for unsuitable ones."""
     given = [callbacks]
     if callbacks is None or isinstance(callbacks, Iterable):
         given = list(callbacks or [])
@@ -160,13 +160,13 @@ class PrivacyBudget(FederatedCallback):
     """Ends the training before the round that would overspend a budget.
 
     Whatever the schedules of noise and cohort size, a round is run only if the
-    epsilon after it, at `delta`, is still within the budget (Geyer et al.
-    2017, Algorithm 1, lines 4 and 5, put right: the check comes first).
-    A second or resumed `fit` of the same model goes on with what was spent.
+    epsilon after it, at `delta`, is still within the budget. (This corrects Geyer et
+    al. 2017, Algorithm 1, lines 4 and 5: here the check comes first.) A second or
+    resumed `fit` of the same model continues from what has been spent.
 
     Attributes:
-      epsilon: The most that may be spent.
-      delta: At this delta.
+      epsilon: The largest epsilon allowed.
+      delta: The delta at which epsilon is computed.
       accountant: "rdp", "pld", or None for the model's own.
       stopped_before_round: The round (from 0) that was not run, or None.
     """
@@ -182,28 +182,28 @@ class PrivacyBudget(FederatedCallback):
 
     @property
     def budget(self) -> accounting.PrivacyBudget:
-        """What the model's account is asked to keep."""
+        """The limit that the model's account must stay within."""
         accountant = self.accountant or self.federated_model.setup.accountant
         return accounting.PrivacyBudget(
             self.epsilon * self._tolerance, self.delta, accountant
         )
 
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
-        """Says at the start if the budget ends before the rounds do."""
+        """Tells the user at the start if the budget will not last for all rounds."""
         fed, asked = self.federated_model, last_round - first_round
         self.stopped_before_round = None
-        # First: another thread may charge an evaluation at any time.
+        # Read this first, as another thread may charge an evaluation at any time.
         version = fed.run.spending.version
         ahead = fed.run.charges_ahead()
         cost = fed.run.epsilon_after(self.delta, self.accountant, ahead)
         allowed = planning.largest_affordable(
             cost, self.budget.epsilon, asked, _TRIED_FIRST
         )
-        # Rounds that are abandoned cost nothing, so it can only be more.
+        # Abandoned rounds cost nothing, so more rounds than this may be allowed.
         charges = collections.Counter(dict(ahead(0, allowed)))
         fed.run.spending.note_allowed(self.budget, version, charges)
         if allowed < asked:
-            # Only in passes is it known which clients later cohorts draw.
+            # Only samplers that make passes know the clients of later cohorts.
             in_passes = isinstance(fed.run.sampler, sampling.PassSampler)
             at_least = fed.run.spending.by_client and not in_passes
             self._say_what_is_allowed(
@@ -251,13 +251,13 @@ class PrivacyBudget(FederatedCallback):
 
 
 class KeepTarget(PrivacyBudget):
-    """Keeps the target that a model was calibrated for, in every `fit`.
+    """Enforces the target that a model was calibrated for in every `fit`.
 
-    Where fewer rounds are allowed than were asked for, it warns, however
-    silent the training is.
+    If fewer rounds are allowed than were asked for, it warns, even if the training is
+    silent.
     """
 
-    # Calibration may be off by rounding; that is no reason to stop.
+    # Calibration may be off by rounding, which is no reason to stop.
     _name, _tolerance = "target of make_private", 1 + 1e-9
 
     def __init__(self, target: PrivacyTarget):

@@ -1,4 +1,4 @@
-"""Write every round into a ledger before it is released; and save the training."""
+"""Callbacks that record rounds in a ledger before release, and save checkpoints."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from tfdp_fl.terms import TrustModel
 class Ledger(FederatedCallback):
     """Keeps a `tfdp_fl.accounting.PrivacyLedger` of the training.
 
-    Each round's line is on the disk before its result can be seen by anyone;
-    if it cannot be written, the round is not released. Rounds that the model
-    was trained for before the ledger began are written first. A later `fit` of
-    the same model goes on with the same file.
+    Each round's line is on disk before anyone can see the round's result. If the line
+    cannot be written, the round is not released. Rounds from before the ledger was
+    opened are written first. A later `fit` of the same model continues the same file.
 
     Attributes:
-      path: The file, readable by its owner only if it is made here.
+      path: The file. If it is created here, only its owner can read it.
     """
 
     order = 0
@@ -36,9 +35,9 @@ class Ledger(FederatedCallback):
 
         Args:
           path: The file; its folder must exist.
-          append: Whether to go on with a ledger of another run, so that it
-            and the model count all runs on the same clients together: what the
-            other runs spent is part of the model's epsilon from then on.
+          append: Whether to append to another run's ledger. Ledger and model then
+            count all runs on the same clients together: the other runs' spending is
+            part of the model's epsilon from then on.
         """
         super().__init__()
         self.path = pathlib.Path(path)
@@ -56,12 +55,12 @@ class Ledger(FederatedCallback):
         return checkpoint.ledger_key(self.path)
 
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
-        """Opens the ledger, refusing that of another run."""
+        """Opens the ledger; refuses another run's unless `append` is set."""
         del first_round, last_round
         fed, run = self.federated_model, self._run
         target = fed.setup.target
         known = run.known_ledgers.get(self._key)
-        with _signals.defer_signals():  # What is locked is known here.
+        with _signals.defer_signals():  # Never leave a lock that is not on record here.
             self._opened = ledger = accounting.PrivacyLedger(
                 self.path,
                 mode="append",
@@ -80,13 +79,13 @@ class Ledger(FederatedCallback):
             self._join(ledger, known)
 
     def _join(self, ledger: accounting.PrivacyLedger, known: str | None) -> None:
-        """Counts an open ledger, and writes what is charged into it from now on."""
+        """Counts an open ledger's lines, and records all later charges in it."""
         run, contents = self._run, ledger.contents()
         if contents.entries and not self._append:
             if known is None:
                 raise ValueError(
                     f"path must not be the ledger of another run, which {self.path} is "
-                    f"({len(contents.entries)} rounds): go on with that run by "
+                    f"({len(contents.entries)} rounds): continue that run with "
                     "fit(resume_from=...), choose another path, or count both together "
                     "with append=True."
                 )
@@ -105,10 +104,10 @@ class Ledger(FederatedCallback):
         run.spending.attach_ledger(self._key, ledger, run.run_id, self._elsewhere)
 
     def _begin(self) -> None:
-        """Called when the ledger is open and counted, before its first line."""
+        """Called once the ledger is open and counted, before this run's first line."""
 
     def _check_runs(self, contents: accounting.LedgerContents) -> None:
-        """Refuses rounds that cannot be told apart from or added to our own."""
+        """Refuses a ledger whose rounds cannot be told apart from or added to ours."""
         fed, run = self.federated_model, self._run
         runs = contents.by_run()
         own = len(runs.pop(run.run_id, ()))
@@ -146,7 +145,7 @@ class Ledger(FederatedCallback):
             )
 
     def _catch_up(self, contents: accounting.LedgerContents) -> None:
-        """Writes what was charged while this ledger was not kept."""
+        """Writes the charges made while this ledger was not open."""
         assert self._opened is not None
         run = self._run
         spending, runs = run.spending, contents.by_run()
@@ -177,12 +176,12 @@ class Ledger(FederatedCallback):
                 )
 
     def check_release(self, charge: accounting.RoundCharge) -> None:
-        """Raises LedgerError if a `fit` of another thread has closed the file."""
+        """Raises LedgerError if a `fit` in another thread has closed the file."""
         del charge
         if self._opened is None:
             raise accounting.LedgerError(
                 f"The ledger {self.path} was closed while this release was prepared, "
-                "by a fit that ended. Nothing was released: ask again."
+                "by a fit that ended. Nothing was released: try again."
             )
 
     def on_fit_end(self) -> None:
@@ -196,20 +195,19 @@ class Ledger(FederatedCallback):
 
 
 class RoundCheckpoint(Ledger):
-    """Saves the training after rounds, so that it survives a crash.
+    """Saves checkpoints of the training, so that it survives a crash.
 
-    `fit(..., resume_from=directory)` goes on exactly where the last checkpoint
-    was taken. The directory also holds `ledger.jsonl`, in which every round is
-    written before its result can be seen. It belongs to one run: a new training
-    refuses a directory that holds another's checkpoints, and two at once are
-    refused. The files are readable by their owner only: with a seed, or
-    cohorts that come in passes, they tell who takes part.
+    `fit(..., resume_from=directory)` continues exactly from the last checkpoint. The
+    directory also holds `ledger.jsonl`, to which every round is written before its
+    result can be seen. A directory belongs to one run: a new training refuses one with
+    another run's checkpoints, and two trainings cannot use it at once. Only the owner
+    can read the files, because with a seed, or with sampling in passes, they reveal
+    who takes part.
 
     Attributes:
-      directory: Where the files are; made if need be.
-      every: The number of rounds from one save to the next; the last round is
-        always saved.
-      keep: How many checkpoints stay.
+      directory: The directory of the files, created if necessary.
+      every: The number of rounds between saves; the last round is always saved.
+      keep: The number of checkpoints to keep.
       path: The directory's ledger.
     """
 
@@ -226,41 +224,41 @@ class RoundCheckpoint(Ledger):
         self._begun = False
 
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
-        """Opens the ledger, and saves the state before the first round."""
+        """Opens the ledger and saves the state before the first round."""
         rounds = self._files.rounds()
         if rounds and self._key not in self._run.known_ledgers:
             raise ValueError(
                 "directory must not hold the checkpoints of another run, and "
-                f"{self.directory} holds one of round {rounds[0]}: go on with that run "
-                "by fit(resume_from=directory), or choose another directory."
+                f"{self.directory} holds one of round {rounds[0]}: continue that run "
+                "with fit(resume_from=directory), or choose another directory."
             )
-        if self._key not in self._run.known_ledgers:  # Else it was taken away.
+        if self._key not in self._run.known_ledgers:  # Otherwise it was moved away.
             self._files.make()
         super().on_rounds_planned(first_round, last_round)
 
     def _begin(self) -> None:
-        # The ledger's lock is the directory's.
+        # The ledger's lock also protects the directory.
         self._files.clear_after(self._run.rounds)
-        # Before the first line: whatever was charged can be resumed from.
+        # Saved before the first line, so that every charge can be resumed.
         self._save()
         self._begun = True
 
     def on_round_released(self, round_index: int, logs: dict[str, float]) -> None:
-        """Saves, if it is time to."""
+        """Saves a checkpoint if one is due."""
         del logs
-        # (Also after the last round: a kill before `on_fit_end` would lose it.)
+        # (After the last round too: a kill before `on_fit_end` would lose it.)
         if (round_index + 1) % self.every == 0:
             self._save()
 
     def on_fit_end(self) -> None:
-        """Saves the end of the training, and lets go of the directory.
+        """Saves the end of the training and releases the directory.
 
         Other callbacks may have changed the model: Keras's `EarlyStopping` restores
-        its best weights. After an interrupt within a round's release nothing is
-        saved: that round has to be run, and charged, again.
+        the best weights. After an interrupt during a round's release, nothing is
+        saved: that round must be run, and charged, again.
         """
         try:
-            # An interrupt while TensorFlow traces can leave it in the graph.
+            # An interrupt during tracing can leave TensorFlow in the function's graph.
             with tf.init_scope():
                 if self._begun:
                     self._save()
@@ -279,9 +277,9 @@ class RoundCheckpoint(Ledger):
 def ledger_of_resumed(
     directory: str | os.PathLike[str], callbacks: list[Any]
 ) -> list[FederatedCallback]:
-    """Returns a `Ledger` for a resumed run, unless a callback keeps it.
+    """Returns a `Ledger` for a resumed run, unless a callback already keeps it.
 
-    Whatever a resumed run releases has to be in the ledger of its directory.
+    Everything that a resumed run releases must be in its directory's ledger.
     """
     path = checkpoint.ledger_path(directory)
     kept = [checkpoint.ledger_key(c.path) for c in callbacks if isinstance(c, Ledger)]

@@ -1,4 +1,4 @@
-"""A page about a run: what is guaranteed, how it went, how it was set."""
+"""A page about a run: its guarantee, its course and its settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfdp_fl import _files, accounting
 from tfdp_fl.keras import checkpoint
 from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
 
-# What is drawn of the rounds' values, and what it is called, by the title.
+# By chart title, the rounds' values that are plotted and their labels.
 _CHARTS = {
     "Accuracy": {"val_accuracy": "validation data", "accuracy": "clients in training"},
     "Loss": {"val_loss": "validation data", "loss": "clients in training"},
@@ -25,11 +25,11 @@ _CHARTS = {
     },
 }
 
-# Settings that are for checkpoints alone. The digest is also of their data where
-# clients have no names: who knows all others would find one's by it.
+# Settings that only checkpoints may hold. If clients have no names, the digest covers
+# their data: anyone who knows all others' data could use it to find one client's.
 _SECRET = ("seed", checkpoint.CLIENTS_DIGEST)
 
-# What settings are called where their own name, without underscores, will not do.
+# Labels of settings whose name, without underscores, is not clear enough.
 _LABELS = {
     "rounds": "rounds asked for",
     "clients (their number)": "clients",
@@ -50,19 +50,19 @@ def _label(setting: str) -> str:
 
 
 class Report(FederatedCallback):
-    """Writes a page of a training: one HTML file, with nothing outside it.
+    """Writes a page about a training run, as one self-contained HTML file.
 
-    It has the privacy statement, what was trained how, and charts of accuracy,
-    loss, epsilon against the target, clip and norms; without matplotlib it says
-    how to get the charts. It is written when `fit` ends, even by an error or by the
-    user, and replaced as a whole. Most of its charts come from clients' data without
-    noise, and the page says so: show it only to people who may see that.
+    It has the privacy statement, the settings, and charts of accuracy, loss, epsilon
+    against the target, clip and norms. Without matplotlib, it explains how to get the
+    charts. It is written when `fit` ends, even if by an error or by the user, and
+    replaces the whole file. Most charts show clients' data without noise, and the page
+    says so: show it only to people who may see that data.
 
     Attributes:
-      path: The file; its folder is made when training begins.
-      delta: The delta of the statement; None: the one that the model knows.
+      path: The file; its folder is created when training begins.
+      delta: The delta of the statement; None: the model's default.
       title: The headline, such as the name of the data set; None: the model's name.
-      preface: A paragraph before the statement, such as a silo's own.
+      preface: A paragraph before the statement, for example about the silo.
     """
 
     preface = ""
@@ -77,12 +77,12 @@ class Report(FederatedCallback):
 
         Args:
           path: The file to write, such as "report.html".
-          delta: The delta of the statement; None: the one that the model knows.
+          delta: The delta of the statement; None: the model's default.
           title: The headline, such as the name of the data set; None: the model's
             name.
 
         Raises:
-          ValueError: There is a folder in the file's place.
+          ValueError: The path is that of a folder.
         """
         super().__init__()
         self.path = pathlib.Path(path)
@@ -97,16 +97,16 @@ class Report(FederatedCallback):
         self._is_broken_off = True
 
     def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
-        """Makes the folder: better an error now than after the training."""
+        """Makes the folder now, so that an error does not come after the training."""
         self._is_broken_off = True
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def on_train_end(self, logs: dict[str, float] | None = None) -> None:
-        """Notes that nothing broke the training off."""
+        """Records that the training was not interrupted."""
         self._is_broken_off = False
 
     def on_round_released(self, round_index: int, logs: dict[str, float]) -> None:
-        """Keeps a round's values."""
+        """Stores a round's values."""
         self._rounds[round_index + 1] = dict(logs)
 
     def on_fit_end(self) -> None:
@@ -124,7 +124,7 @@ class Report(FederatedCallback):
         if settings.get("grad_clip", 0) < 0:
             del settings["grad_clip"]
         training = fed.require_compiled("a report")
-        # (Zero where the optimizer follows a schedule of its own.)
+        # (Zero if the optimizer has a schedule.)
         settings["clients' learning rate"] = training.learning_rate or "a schedule"
         settings["model"] = f"{fed.model.name}, {fed.model.count_params()} weights"
         settings["executor"] = fed.run.executor
@@ -148,7 +148,7 @@ class Report(FederatedCallback):
         )
 
     def _series(self, name: str) -> list[tuple[int, float]]:
-        """Returns the rounds in which a value is finite, and these values."""
+        """Returns the rounds in which a value is finite, with the value."""
         return [
             (number, logs[name])
             for number, logs in self._rounds.items()
@@ -158,7 +158,7 @@ class Report(FederatedCallback):
     def _charts(self, target: Any) -> list[str] | None:
         """Returns SVG drawings; None without matplotlib."""
         try:
-            from matplotlib import figure  # Without pyplot, which a notebook may use.
+            from matplotlib import figure  # Not pyplot, which a notebook may be using.
         except ModuleNotFoundError:
             return None
         charts = []
