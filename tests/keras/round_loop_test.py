@@ -14,7 +14,7 @@ from tests.keras import toy
 from tfdp_fl import accounting, engine, sampling
 from tfdp_fl.keras import round_loop
 from tfdp_fl.keras import run as run_lib
-from tfdp_fl.keras.callbacks import Ledger
+from tfdp_fl.keras.callbacks import Ledger, RoundCheckpoint
 
 _Engine = engine.CohortEngine
 
@@ -180,7 +180,7 @@ def test_a_round_that_ends_while_clients_train_is_charged_if_that_tells(
     assert ("rounds_charged_twice" in caveats) == bool(charged)
 
 
-def test_a_client_that_fails_has_paid_once_and_its_noise_is_missed():
+def test_a_client_that_fails_has_paid_once_and_its_noise_is_missed(tmp_path):
     spoilt = toy.clients()
     read = spoilt.client
 
@@ -192,9 +192,14 @@ def test_a_client_that_fails_has_paid_once_and_its_noise_is_missed():
         spoilt.client_ids, client, spoilt.element_spec
     )
     fed = toy.federated(_LOCAL, clients_per_round=toy.NUM_CLIENTS)
-    assert toy.fit(fed, data=data).history["failed_clients"] == [1]
-    assert fed.spending.per_client.participations.tolist() == [1] * toy.NUM_CLIENTS
-    assert fed.epsilon(1e-3) == accounting.epsilon_of_mu_squared((2 / 4) ** 2, 1e-3)
+    keeper = RoundCheckpoint(tmp_path / "run")
+    history = toy.fit(fed, 2, data=data, callbacks=[keeper]).history
+    assert history["failed_clients"] == [1, 1]
+    assert fed.spending.per_client.participations.tolist() == [2] * toy.NUM_CLIENTS
+    spent = accounting.epsilon_of_mu_squared(2 * (2 / 4) ** 2, 1e-3)
+    assert fed.epsilon(1e-3) == spent
+    path = tmp_path / "run" / "ledger.jsonl"
+    assert accounting.epsilon_from_ledger(path, 1e-3) == pytest.approx(spent)
     # Whoever sees the model only has one share of noise less than was planned.
     assert fed.central_epsilon(1e-3) == np.inf
     statement = fed.privacy_statement(1e-3, format="dict")

@@ -228,7 +228,9 @@ def _spent_and_lost(
                 lost += entry.local["mu_squared"]
             else:
                 spent = max(spent, *entry.local.values())
-        earliest_later = min(earliest_later, entry.round_index)
+        # (A line that costs no client anything adds to its round, and repeats none.)
+        if entry.local is None or entry.local["mu_squared"]:
+            earliest_later = min(earliest_later, entry.round_index)
     return spent, lost
 
 
