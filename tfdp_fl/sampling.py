@@ -53,15 +53,15 @@ def make_sampler(
       sampling: "poisson", "fixed_size", "random_allocation", "shuffled" or
         "cyclic".
       num_clients: The number of clients, N.
-      clients_per_round: m, at most N: a number (whole, except for Poisson and random
-        allocation, where it is the expected size), a sequence with one per round, or
-        a callable of the 0-based round.
-      seed: None for secret, fresh entropy. A new sampler with the same seed draws the
-        same cohorts, which a charge does not know: continue by `restore`.
-      num_groups: For "cyclic": how many groups take turns, which is
-        the min separation of a client's rounds; None: as many as there are
-        with m clients in each.
-      may_abandon: Whether rounds are abandoned when one of their clients fails. With
+      clients_per_round: m, at most N: a number (an integer, except for Poisson and
+        random allocation, where it is the expected size), a sequence with one number
+        per round, or a callable of the 0-based round.
+      seed: None for secret, fresh entropy. With a seed, for experiments only, a process
+        that starts again may draw the same cohorts; the charges do not cover that.
+      num_groups: For "cyclic": the number of groups that take turns, which is the
+        min separation of a client's rounds; None: the largest number of groups with m
+        clients each.
+      may_abandon: Whether rounds are abandoned if one of their clients fails. With
         "fixed_size", every round is then charged differently (see
         `Participation.known_selection`); other samplings are not affected.
     """

@@ -408,6 +408,10 @@ def test_that_somebody_fails_tells_nothing_that_is_not_charged(rule, path):
     assert (got is not None) == first.is_released == (rule == "exclude")
     assert first.charge.known_selection == (rule == "abort")
     assert (second.is_released, second.charge.known_selection) == (False, True)
+    for entry in _entries(path):
+        # A line that comes first does not say what becomes of the round.
+        assert ("charged_first" in entry.details) == (rule == "abort")
+        assert ("num_replies" in entry.details) == (rule == "exclude")
     charged = [first.charge, second.charge, *(each.charge for each in begun)]
     assert [each.charge for each in _entries(path)] == charged
     words = " ".join(strategy.privacy_report(_DELTA)["caveats"])

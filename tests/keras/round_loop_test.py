@@ -14,7 +14,7 @@ from tests.keras import toy
 from tfdp_fl import accounting, engine, sampling
 from tfdp_fl.keras import round_loop
 from tfdp_fl.keras import run as run_lib
-from tfdp_fl.keras.callbacks import Ledger, RoundCheckpoint
+from tfdp_fl.keras.callbacks import Ledger, PrivacyBudget, RoundCheckpoint
 
 _Engine = engine.CohortEngine
 
@@ -192,11 +192,12 @@ def test_a_client_that_fails_has_paid_once_and_its_noise_is_missed(tmp_path):
         spoilt.client_ids, client, spoilt.element_spec
     )
     fed = toy.federated(_LOCAL, clients_per_round=toy.NUM_CLIENTS)
+    spent = accounting.epsilon_of_mu_squared(2 * (2 / 4) ** 2, 1e-3)
+    two = PrivacyBudget(spent, 1e-3)  # It is enough for two rounds.
     keeper = RoundCheckpoint(tmp_path / "run")
-    history = toy.fit(fed, 2, data=data, callbacks=[keeper]).history
+    history = toy.fit(fed, 2, data=data, callbacks=[keeper, two]).history
     assert history["failed_clients"] == [1, 1]
     assert fed.spending.per_client.participations.tolist() == [2] * toy.NUM_CLIENTS
-    spent = accounting.epsilon_of_mu_squared(2 * (2 / 4) ** 2, 1e-3)
     assert fed.epsilon(1e-3) == spent
     path = tmp_path / "run" / "ledger.jsonl"
     assert accounting.epsilon_from_ledger(path, 1e-3) == pytest.approx(spent)

@@ -31,7 +31,8 @@ class ReleasedRound:
     Attributes:
       server_round: Flower's number of the round.
       clip_norm: S, to which its clients clipped.
-      num_replies: how many of the m clients asked were in the sum.
+      num_replies: how many of the m clients asked were in the sum; None in a round
+        that was charged first and not released.
       charge: its cost against anyone who sees the models: one Gaussian, whatever was
         released in it; m, N, and how the m clients were drawn.
       is_released: False for a round abandoned after its clients were drawn.
@@ -39,7 +40,7 @@ class ReleasedRound:
 
     server_round: int
     clip_norm: float
-    num_replies: int
+    num_replies: int | None
     charge: accounting.RoundCharge
     is_released: bool = True
 
@@ -140,9 +141,9 @@ class RoundHistory:
         return self.budget is None or self._account.allows(self.budget, planned.charge)
 
     def begin(self, planned: ReleasedRound) -> accounting.Charge:
-        """Charges a round before anybody is asked, as one that is not released."""
-        begun = dataclasses.replace(planned, num_replies=0, is_released=False)
-        return self.add(begun, [self.budget] if self.budget else [])
+        """Charges a round before any client is asked; see `add`."""
+        begun = dataclasses.replace(planned, num_replies=None, is_released=False)
+        return self.add(begun)
 
     def finish(self, num_replies: int) -> None:
         """Notes that the round that was charged last is released."""
@@ -150,11 +151,7 @@ class RoundHistory:
             self.released[-1], num_replies=num_replies, is_released=True
         )
 
-    def add(
-        self,
-        released: ReleasedRound,
-        budgets: Sequence[accounting.PrivacyBudget] | None = None,
-    ) -> accounting.Charge:
+    def add(self, released: ReleasedRound) -> accounting.Charge:
         """Charges a round, on disk first; returns the receipt.
 
         An abandoned round is charged even beyond the budget, because what it reveals
@@ -166,9 +163,12 @@ class RoundHistory:
           LedgerWriteError: if its line could not be written.
           In both cases, nothing is charged, and the round must not be released.
         """
-        abandoned: Json = {} if released.is_released else {"abandoned": 1}
-        if budgets is None:
-            budgets = [self.budget] if self.budget and released.is_released else []
+        details: Json = {"num_replies": released.num_replies}
+        if released.num_replies is None:
+            details = {"charged_first": 1}  # Nobody knows what will become of it.
+        elif not released.is_released:
+            details["abandoned"] = 1
+        budgets = [self.budget] if self.budget and "abandoned" not in details else []
         paid = self._account.charge(
             released.charge,
             budgets=budgets,
@@ -178,8 +178,7 @@ class RoundHistory:
             details={
                 "server_round": released.server_round,
                 "clip_norm": released.clip_norm,
-                "num_replies": released.num_replies,
-                **abandoned,
+                **details,
             },
         )
         self.released.append(released)

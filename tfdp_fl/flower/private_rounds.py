@@ -332,7 +332,7 @@ class PrivateRounds:
         """Returns the caveats that apply, as self-contained sentences."""
         others, correlated = self._history.num_from_ledger, self._correlation
         failed = any(
-            r.is_released and r.num_replies < r.charge.clients_per_round
+            r.is_released and (r.num_replies or 0) < r.charge.clients_per_round
             for r in self._history.released
             if r.charge.sampling not in charge_lib.OF_ANY_SIZE
         )

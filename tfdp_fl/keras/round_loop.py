@@ -30,7 +30,7 @@ from tfdp_fl.keras.callbacks.federated_callback import (
 )
 from tfdp_fl.keras.evaluation import Validation
 from tfdp_fl.keras.federated_training import FederatedTraining
-from tfdp_fl.terms import Json
+from tfdp_fl.terms import Json, TrustModel
 
 # Values shown only if they are not zero.
 _RARE = ("abandoned_rounds", "discarded_clients", "failed_clients")
@@ -251,13 +251,7 @@ class RoundLoop:
             # Broken off later, a round would be charged and not released, or
             # released and not in the history.
             self._whole.enter_context(_signals.defer_signals())
-        cost, positions, mu_squared = (
-            self._cost(pending),
-            inputs.positions,
-            run.mu_squared,
-        )
-        if pending is not None and spending.by_client:
-            positions, mu_squared = positions[:0], 0.0  # They have paid first.
+        cost = self._cost(pending)
         details: Json = {
             "noise_multiplier": inputs.noise_multiplier,
             "noise_generator": self.setup.noise_generator,
@@ -271,18 +265,18 @@ class RoundLoop:
             for callback in self.federated:
                 callback.on_round_charged(inputs.round_index, cost, told)
 
+        budgets = [e.budget for e in self.federated if isinstance(e, PrivacyBudget)]
+        options: Json = {
+            **{"budgets": budgets, "ask": ask},
+            **{"positions": inputs.positions, "mu_squared": run.mu_squared},
+        }
+        if pending is not None and spending.by_client:
+            options = {}  # The clients have paid first.
         before = spending.rounds
         try:
             paid = spending.charge(
                 cost,
-                budgets=[
-                    each.budget
-                    for each in self.federated
-                    if isinstance(each, PrivacyBudget)
-                ],
-                ask=ask,
-                positions=positions,
-                mu_squared=mu_squared,
+                **options,
                 round_index=inputs.round_index,
                 cohort_size=len(inputs.positions),
                 details=details,
@@ -321,8 +315,8 @@ class RoundLoop:
         if self.audit is not None:
             self.audit.observe_release()
         if self._failed:
-            local = "local_" if run.spending.by_client else ""
-            run.caveats.add(f"{local}clients_excluded")
+            planned = run.spending.trust_model == TrustModel.CENTRAL
+            run.caveats.add(f"{'' if planned else 'local_'}clients_excluded")
         return released
 
     def _count_failed(self, pending: PendingRound) -> int:
