@@ -82,10 +82,7 @@ def begin_round(server: Server, cohort: Drawn) -> Paid:
 
 
 def finish_round(server: Server, cohort: Drawn, pending: Pending, paid: Paid) -> Any:
-    """Charges and releases a cohort's sum; or abandons the round and returns None.
-
-    If `charge` raises an error, nothing is released.
-    """
+    """Charges and releases a cohort's sum; or abandons the round and returns None."""
     if server.abandons(pending):
         if paid is None and cohort.participation.charge_if_abandoned:
             server.charge(cohort, pending)
@@ -115,7 +112,8 @@ def make_record(
     if mechanism.client_noise is not None:  # Local: each client's is enough.
         stddev = mechanism.client_noise(params, client, query.deployment)
         return record._replace(update=noise.add_normal(record.update, stddev))
-    record = records.zero_if_empty(record, client.num_examples)
+    if mechanism.trust_model == TrustModel.CENTRAL:
+        record = records.zero_if_empty(record, client.num_examples)
     if mechanism.noise_site == NoiseSite.CLIENT:  # A share each, complete with all m.
         return query.with_shares(params, record)
     return record._replace(update=query.to_grid(record.update, params))

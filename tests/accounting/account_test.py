@@ -312,3 +312,11 @@ def test_what_a_ledger_holds_counts_as_soon_as_it_is_attached(tmp_path):
     again.attach_ledger("a", ledger, ledger.run)
     assert again.epsilon(_DELTA) == _central(1)
     assert not again.allows(accounting.PrivacyBudget(0.01, _DELTA, "rdp"), _charge())
+    # One that is refused takes nobody's place.
+    with accounting.PrivacyLedger(tmp_path / "local") as local:
+        mu = {"mu_squared": 1.0, "max_mu_squared": 1.0}
+        local.record(0, None, 3, local=mu, run="another")
+        with pytest.raises(ValueError, match="central guarantee"):
+            again.attach_ledger("a", local, local.run)
+    again.charge(_charge())
+    assert ledger.rounds == 2

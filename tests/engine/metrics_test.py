@@ -162,7 +162,7 @@ def _streaming_mean(hits, p, mean, count):
 )
 def test_a_state_that_is_no_sum_is_refused_by_name(update, begin):
     metrics = ["accuracy", _Own("mine", update, begin)]
-    with pytest.raises(ValueError, match="'mine', whose state is none"):
+    with pytest.raises(ValueError, match="'mine', whose state cannot"):
         cohorts.make_engine(
             cohorts.mlp(), cohorts.dataset(), training={"metrics": metrics}
         )

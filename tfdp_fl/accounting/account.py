@@ -361,12 +361,9 @@ class PrivacyAccount:
           run: The run id of the account's rounds in it.
           elsewhere: The most that any client may have spent elsewhere.
         """
+        if kept.head != self.known_ledgers.get(name):
+            self.merge_ledger(kept.contents(), run, name)
         self._ledgers[name] = _Kept(kept, run, elsewhere)
-        try:
-            self.refresh()
-        except ValueError:
-            del self._ledgers[name]
-            raise
 
     def detach_ledger(self, name: str) -> None:
         """Stops writing charges to a ledger, which may then be closed."""

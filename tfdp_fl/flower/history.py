@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tfdp_fl import _validate, accounting, mechanisms
+from tfdp_fl import _signals, _validate, accounting, mechanisms
 from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.terms import Json, TrustModel
 
@@ -169,19 +169,21 @@ class RoundHistory:
         elif not released.is_released:
             details["abandoned"] = 1
         budgets = [self.budget] if self.budget and "abandoned" not in details else []
-        paid = self._account.charge(
-            released.charge,
-            budgets=budgets,
-            ask=self._refresh,
-            round_index=self.num_rounds,
-            cohort_size=int(released.charge.clients_per_round),
-            details={
-                "server_round": released.server_round,
-                "clip_norm": released.clip_norm,
-                **details,
-            },
-        )
-        self.released.append(released)
+        # An interrupt waits until the round is counted here as well.
+        with _signals.defer_signals():
+            paid = self._account.charge(
+                released.charge,
+                budgets=budgets,
+                ask=self._refresh,
+                round_index=self.num_rounds,
+                cohort_size=int(released.charge.clients_per_round),
+                details={
+                    "server_round": released.server_round,
+                    "clip_norm": released.clip_norm,
+                    **details,
+                },
+            )
+            self.released.append(released)
         return paid
 
 

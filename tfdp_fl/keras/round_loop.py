@@ -208,13 +208,8 @@ class RoundLoop:
 
     def collect(self, cohort: sampling.Cohort) -> PendingRound:
         """See `algorithm.FrontEnd`."""
-        try:
-            pending = self.collector.collect(self.clients, self._inputs)
-            self._failed = self._count_failed(pending)
-        except BaseException:
-            if self.pays_first(cohort):
-                self.run.caveats.add("rounds_charged_twice")
-            raise
+        pending = self.collector.collect(self.clients, self._inputs)
+        self._failed = self._count_failed(pending)
         if self.audit is not None and not self.abandons(pending):
             self.audit.join(pending, self._cost(pending))
         return pending
@@ -272,6 +267,10 @@ class RoundLoop:
         }
         if pending is not None and spending.by_client:
             options = {}  # The clients have paid first.
+        if pending is None:
+            if run.paid_first == inputs.round_index:
+                run.caveats.add("rounds_charged_twice")
+            run.paid_first = inputs.round_index
         before = spending.rounds
         try:
             paid = spending.charge(

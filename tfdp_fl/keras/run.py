@@ -145,6 +145,7 @@ class Run:
       audit: The last `CanaryAudit`; not in checkpoints.
       releasing: Whether a release has started but not finished. If it was interrupted,
         the model may include a round that `rounds` does not count.
+      paid_first: The last round that was charged before it trained; not in checkpoints.
       attempts: Numbers the attempts at all rounds; not in checkpoints.
       executor: Describes to users how clients were trained; not in checkpoints.
     """
@@ -171,6 +172,7 @@ class Run:
     budget_delta: float | None = None
     audit: CanaryAudit | None = None
     releasing: bool = False
+    paid_first: int = -1
     attempts: Attempts = dataclasses.field(default_factory=Attempts)
     executor: str | None = None
 
