@@ -31,7 +31,7 @@ from typing import Any, Protocol
 
 from tfdp_fl._lazy_tf import tf
 from tfdp_fl.accounting import Charge
-from tfdp_fl.mechanisms import cohort_query, noise, records
+from tfdp_fl.mechanisms import cohort_query, noise
 from tfdp_fl.mechanisms.contribution import ClientContext, Contribution, RoundState
 from tfdp_fl.terms import NoiseSite, TrustModel
 
@@ -112,8 +112,6 @@ def make_record(
     if mechanism.client_noise is not None:  # Local: each client's is enough.
         stddev = mechanism.client_noise(params, client, query.deployment)
         return record._replace(update=noise.add_normal(record.update, stddev))
-    if mechanism.trust_model == TrustModel.CENTRAL:
-        record = records.zero_if_empty(record, client.num_examples)
     if mechanism.noise_site == NoiseSite.CLIENT:  # A share each, complete with all m.
         return query.with_shares(params, record)
     return record._replace(update=query.to_grid(record.update, params))

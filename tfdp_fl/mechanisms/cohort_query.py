@@ -161,13 +161,17 @@ class CohortQuery:
           client: What the client knows about itself.
         """
         mechanism = self.mechanism
+        central = mechanism.trust_model == TrustModel.CENTRAL
+        num_examples = client.num_examples if central else None
         if mechanism.scales_updates:
             norm, usable = clipping.finite_global_norm(update)
             one = self.bounded_factor(norm, usable, params, client.weight)
+            one = records.zero_if_empty(one, num_examples)
             return one._replace(update=clipping.multiply(update, one.update))
         one = mechanism.contribution(update, params, client, self.deployment)
-        if mechanism.trust_model == TrustModel.CENTRAL:
-            return records.bound(one, self.l2_norm_bound(params), mechanism.side_bounds)
+        if central:
+            bounds = self.l2_norm_bound(params), mechanism.side_bounds
+            one = records.zero_if_empty(records.bound(one, *bounds), num_examples)
         return one
 
     def with_shares(self, params: RoundState, record: Contribution) -> Contribution:

@@ -14,7 +14,7 @@ from dp_accounting import rdp
 from tfdp_fl import _validate
 from tfdp_fl._lazy_tf import tf, tfp
 from tfdp_fl.accounting import charge
-from tfdp_fl.mechanisms import clipping, cohort_query, mechanism, noise
+from tfdp_fl.mechanisms import clipping, cohort_query, mechanism, noise, records
 from tfdp_fl.mechanisms.contribution import (
     ClientContext,
     Contribution,
@@ -107,7 +107,7 @@ class WrappedQuery(cohort_query.CohortQuery):
         parts = tf.nest.flatten(record)
         usable &= tf.reduce_all([tf.reduce_all(tf.math.is_finite(p)) for p in parts])
         kept = clipping.multiply(parts, tf.cast(usable, tf.float32))
-        return Contribution(
+        one = Contribution(
             update=tf.nest.pack_sequence_as(record, kept),
             sums={},
             weight=tf.ones([]),
@@ -115,6 +115,7 @@ class WrappedQuery(cohort_query.CohortQuery):
             clipped=tf.zeros([]),
             discarded=tf.cast(~usable, tf.float32),
         )
+        return records.zero_if_empty(one, client.num_examples)
 
     def to_grid(self, update: Tensors, params: RoundState) -> Tensors:
         """Implements `CohortQuery.to_grid`: the query's records stay as they are."""
