@@ -9,8 +9,8 @@ A small GPT-2 reads public text, the King James Bible, letter by letter, in line
 those of a play. Then the 299 speaking roles of Shakespeare's plays fine-tune it, a
 client each: only LoRA's matrices, and the biases beside them, train and leave a client.
 Accuracy on the last tenth of each role's text, as pretrained, without privacy, at
-epsilon 8, 4 and 2 (delta 0.1 / 299), and at epsilon 8 without the pretraining; three
-seeds are planned, the page has one. The rate and the clip were chosen on fifty roles
+epsilon 8, 4 and 2 (delta 0.1 / 299), and at epsilon 8 without the pretraining, with
+three seeds. The rate and the clip were chosen on fifty roles
 that took no part, uncounted (`choose` as a third argument prints that table). The
 pretrained weights are kept in build/. Writes research/pretrained.json; what is in it is
 not computed again.
