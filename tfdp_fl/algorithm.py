@@ -16,13 +16,14 @@ Keras's `fit` calls `run_round`; a Flower server calls its two halves. TFF compi
    update is computed from that client's examples, in a program chosen by its own number
    of examples (engine/layout.py).
 2. One door. `Query.clip` returns only records that passed mechanisms/records.py: with
-   the sum's own shapes, and within its bounds. Only `records.add` adds to a sum.
+   the sum's own shapes and within its bounds. A sum contains nothing else. (How long a
+   record is, only TF-Privacy's query knows, or a client that adds its own noise.)
 3. Exact sums. `Query.to_grid` rounds a record to a grid on which float64 adds without
    any error (mechanisms/records.py).
 4. The charge covers what could have happened. It is made from the cohort that `draw`
    returned, which is settled before the next one is drawn (sampling.py).
-5. Charge, noise, release. `Server.release` needs the receipt of one
-   `PrivacyAccount.charge` (accounting/account.py). `release` adds the charged noise.
+5. Charge, noise, release. `Server.release` needs a receipt of `PrivacyAccount.charge`,
+   good for one release (accounting/account.py). `release` refuses to add less noise.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Server(Protocol):
     """The party that holds the model: Keras's `fit`, or a Flower server."""
 
     def pays_first(self, cohort: Drawn) -> bool:
-        """Whether a round that ends early costs as much, by what it reveals."""
+        """Whether ending early reveals as much: who was drawn, or what clients sent."""
 
     def abandons(self, pending: Pending) -> bool:
         """Returns whether too few clients answered for a release."""
@@ -84,6 +85,7 @@ def begin_round(server: Server, cohort: Drawn) -> Paid:
 def finish_round(server: Server, cohort: Drawn, pending: Pending, paid: Paid) -> Any:
     """Charges and releases a cohort's sum; or abandons the round and returns None."""
     if server.abandons(pending):
+        # (Only if it was abandoned does such a round reveal who was drawn.)
         if paid is None and cohort.participation.charge_if_abandoned:
             server.charge(cohort, pending)
         server.abandon(cohort)

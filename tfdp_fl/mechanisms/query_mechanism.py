@@ -93,10 +93,10 @@ class WrappedQuery(cohort_query.CohortQuery):
     def clip(
         self, params: RoundState, update: Tensors, client: ClientContext
     ) -> Contribution:
-        """Implements `CohortQuery.clip`: zeroes a NaN or Inf; the query clips.
+        """Implements `CohortQuery.clip`: the query clips; its record is checked.
 
-        Also in what it makes of finite numbers: a float32 sum of squares may overflow.
-        Elements whose squares vanish, so that no clip would count them, are zeroed.
+        The query's own float32 sum of squares may overflow, which makes finite numbers
+        NaN. Elements whose squares underflow, which no clip would count, are zeroed.
         """
         norm, usable = clipping.finite_global_norm(update)
         safe = [
@@ -104,18 +104,18 @@ class WrappedQuery(cohort_query.CohortQuery):
             for part in update
         ]
         record = self._query.preprocess_record(params, safe)
-        parts = tf.nest.flatten(record)
-        usable &= tf.reduce_all([tf.reduce_all(tf.math.is_finite(p)) for p in parts])
-        kept = clipping.multiply(parts, tf.cast(usable, tf.float32))
         one = Contribution(
-            update=tf.nest.pack_sequence_as(record, kept),
+            update=tf.nest.flatten(record),
             sums={},
             weight=tf.ones([]),
             norm=norm,
             clipped=tf.zeros([]),
             discarded=tf.cast(~usable, tf.float32),
         )
-        return records.zero_if_empty(one, client.num_examples)
+        # How long a record may be, only the query knows.
+        one = records.bound(one, float("inf"), {})
+        one = records.zero_if_empty(one, client.num_examples)
+        return one._replace(update=tf.nest.pack_sequence_as(record, one.update))
 
     def to_grid(self, update: Tensors, params: RoundState) -> Tensors:
         """Implements `CohortQuery.to_grid`: the query's records stay as they are."""

@@ -86,13 +86,13 @@ def _bound_sides(
 def zero_if_empty(one: Contribution, num_examples: Scalar | None) -> Contribution:
     """Returns a client's record; all zeros for a client without examples.
 
-    Such a client is what a neighbouring run has in the place of one that left. A bit
-    that says that its norm of zero is below the clip, or the answer of an upload_hook,
-    would be a record of its own, and one client would move a sum by both.
+    In a neighbouring run, such a client stands in the place of one that left. Its norm
+    of zero would count as below the clip, and an upload_hook could answer for it. One
+    client would then move a sum by two records.
 
     Args:
       one: The record.
-      num_examples: Scalar, the client's number of examples; None if it is not known.
+      num_examples: Scalar, the client's number of examples; None if unknown.
     """
     if num_examples is None:
         return one
