@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.accounting.charges import charge
 from tfdp_fl import accounting
 from tfdp_fl.accounting import charge as charge_lib
+from tfdp_fl.accounting import planning
 
 _SAMPLINGS = charge_lib.SAMPLINGS
 
@@ -135,3 +136,14 @@ def test_every_pass_covers_every_position_once(n, sizes):
         whole = list(range(n))
         last = index == max(covered)
         assert positions == (whole[: len(positions)] if last else whole)
+
+
+def test_a_long_calibration_says_how_far_it_is(monkeypatch, capsys):
+    arguments = (8.0, "poisson", 1000, 100, 20, 1e-5)
+    monkeypatch.setattr(planning, "_SILENT_SECONDS", math.inf)
+    noise = accounting.calibrate_noise_multiplier(*arguments)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(planning, "_SILENT_SECONDS", -1)
+    assert accounting.calibrate_noise_multiplier(*arguments) == noise
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("Calibrating: noise multiplier 0.")

@@ -516,7 +516,8 @@ class PrivacyLedger:
 
     def __del__(self) -> None:
         """Releases the lock if the code that opened the ledger was interrupted."""
-        if getattr(self, "_descriptor", None) is not None:
+        # (As Python ends, `os` may be gone; the file is then closed with the process.)
+        if getattr(self, "_descriptor", None) is not None and os is not None:
             self.close()
 
     def __enter__(self) -> PrivacyLedger:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +25,8 @@ _MOST_SCHEDULED_ROUNDS = 1_000_000
 # For the noise multiplier and epsilon; within the promised 0.1 %.
 _TOLERANCE = 8e-4
 _SMALLEST, _LARGEST = 1e-6, 1e9
+# After so long, a calibration says how far it is.
+_SILENT_SECONDS = 2.0
 
 
 def _plan_charges(
@@ -251,8 +255,14 @@ def calibrate(
     target = _validate.positive(target_epsilon=target_epsilon)
     limit = _LARGEST if upper is None else _validate.positive(upper=upper)
 
+    begun = time.monotonic()
+
     def epsilon(z: float, by: str, coarse: bool = False) -> float:
-        return PrivacyAccountant(make_charges(z)).epsilon(delta, by, coarse)
+        found = PrivacyAccountant(make_charges(z)).epsilon(delta, by, coarse)
+        if time.monotonic() - begun > _SILENT_SECONDS:
+            line = f"Calibrating: noise multiplier {z:.6g}, epsilon {format_up(found)}"
+            print(line, file=sys.stderr, flush=True)
+        return found
 
     def solve(
         start: float,
