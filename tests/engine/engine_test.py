@@ -204,11 +204,11 @@ def test_a_width_by_which_a_machine_computes_otherwise_is_not_used():
         # Zeros, say, would let nothing through, and any width would do.
         before = model.get_weights()
         model.set_weights([np.zeros_like(part) for part in before])
-        (added,) = engine._add_synthetic(strategy, 5, 2, None)
+        ((added, bits),) = engine._add_synthetic(strategy, 5, 2, None)
         model.set_weights(before)
-        assert all(np.any(part) for part in added)
+        assert all(np.any(part) for part in [*added, *bits])
         # Bits that no record reaches count as well: of each dense layer's gradients.
-        assert [part.dtype for part in added[-2:]] == [np.int32] * 2
+        assert [part.dtype for part in bits[-2:]] == [np.int32] * 2
         chosen = dataclasses.replace(
             engine.layout, fits=lambda *args: engine.fits(*args, another_machine)
         )

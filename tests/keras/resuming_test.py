@@ -319,6 +319,26 @@ def test_what_another_ledger_failed_to_write_once_it_was_written_is_charged(tmp_
     assert "rounds_charged_twice" in resumed.run.caveats
 
 
+def test_the_end_is_saved_again_only_if_it_changed(tmp_path):
+    fed, written = toy.federated(), []
+    write = checkpoint.CheckpointDirectory.write
+
+    def count(self, round_index, state, keep):
+        written.append(round_index)
+        write(self, round_index, state, keep)
+
+    def change():
+        fed.model.set_weights([part + 1 for part in fed.model.get_weights()])
+
+    saves = RoundCheckpoint(tmp_path)
+    with mock.patch.object(checkpoint.CheckpointDirectory, "write", count):
+        _fit(fed, 1, [saves])
+        assert written == [0, 1]
+        _fit(fed, 1, [saves, toy.at_end(change, when="on_train_end")])
+    assert written == [0, 1, 1, 2, 2]
+    toy.assert_same(checkpoint.CheckpointDirectory(tmp_path).newest()["weights"], fed)
+
+
 def test_a_checkpoint_leaves_to_its_ledger_what_that_tells(tmp_path):
     whole = _median()
     _fit(whole, 2)  # Before there is a ledger.

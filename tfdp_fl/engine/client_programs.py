@@ -176,8 +176,10 @@ class CohortPrograms:
         zero = tf.cast(table.num_clients < 0, tf.float32)
 
         def unfold(tensor: tf.Tensor) -> tf.Tensor:
-            value = tf.get_static_value(tensor)
-            if value is None or value.size < 2 or value.any():
+            made_by = getattr(tensor, "op", None)  # None for an eager tensor.
+            filled = made_by is not None and made_by.type == "Fill"
+            value = tf.get_static_value(made_by.inputs[1] if filled else tensor)
+            if value is None or tensor.shape.num_elements() < 2 or value.any():
                 return tensor
             return tf.fill(tensor.shape, tf.cast(zero, tensor.dtype))
 

@@ -282,6 +282,8 @@ def widths(kernels: Kernels, rung: int, batch: int) -> list[int]:
     one = max(_FACTOR_COPIES * factors, factors + products)
     most = min(_MOST_CLIENTS, int(budget // one))
     found, width = [], max(2, -(-_FEWEST_ROWS // batch))
+    if width * one <= 2 * budget:
+        most = max(most, min(width, _MOST_CLIENTS))
     while width <= most:
         found.append(width)
         width += 2 ** max(0, width.bit_length() - 5)
@@ -291,6 +293,15 @@ def widths(kernels: Kernels, rung: int, batch: int) -> list[int]:
 def is_small(kernels: Kernels, examples: int) -> bool:
     """Returns True if this many examples are not worth a second thread."""
     return float(examples) * sum(map(math.prod, kernels)) < _SMALL
+
+
+# From this many weights on, a product for one client keeps all cores busy.
+_LARGE = 2**24
+
+
+def is_large(kernels: Kernels) -> bool:
+    """Returns True if a second thread would cost memory and save no time."""
+    return sum(map(math.prod, kernels)) >= _LARGE
 
 
 # Float32's unit roundoff, and the largest rounding error allowed in a sum used for the

@@ -19,8 +19,11 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import hashlib
 import itertools
+import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -164,6 +167,7 @@ class CohortEngine:
         ):
             kernels = dense_models.kernels_of(model)
         self._fits: dict[tuple[layout.Strategy, int, int, bool], bool] = {}
+        self._references: dict[object, list[_Fingerprint]] = {}
         self.layout = layout.Layout(
             element_spec=element_spec,
             label_ranges=trainer.label_ranges,
@@ -253,14 +257,19 @@ class CohortEngine:
         if key not in self._fits:
             kernels = self.layout.kernels or ()
             smallest = dense_models.widths(kernels, strategy.num_steps, batch)[0]
-            with tf.device(self.device):
-                few = self._add_synthetic(strategy, batch, smallest, run)[:1]
-                many = self._add_synthetic(strategy, batch, width, run)
+            reference = strategy, batch, run is None
+            if reference not in self._references:
+                few = self._add_synthetic(strategy, batch, smallest, run)
+                self._references[reference] = [
+                    _Fingerprint.of(*o, smallest) for o in few
+                ]
+            few = many = self._references[reference]
+            if width != smallest:
+                added = self._add_synthetic(strategy, batch, width, run)
+                many = [_Fingerprint.of(*one, width) for one in added]
             # All zeros, which synthetic numbers that overflow yield, prove nothing.
-            self._fits[key] = bool(few and many and np.any(few[0][0])) and all(
-                np.array_equal(width * a, smallest * b)
-                for each in many
-                for a, b in zip(few[0], each, strict=True)
+            self._fits[key] = bool(few and many and few[0].proves) and all(
+                few[0].is_of_same_client(one) for one in many
             )
         return self._fits[key]
 
@@ -270,15 +279,24 @@ class CohortEngine:
         batch: int,
         width: int,
         run: RunEverywhere | None,
-    ) -> list[list[np.ndarray]]:
-        """Returns the sum of `width` copies of one client, from each machine."""
+    ) -> list[tuple[list[np.ndarray], list[np.ndarray]]]:
+        """Returns the sum of `width` copies of one client, and its bits.
+
+        Once from each machine: the sum's tensors, and `Trained.bits`.
+        """
         rng = np.random.default_rng(0)
         rows = strategy.num_steps * batch
 
-        def make_random(shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
+        def make_random(
+            shape: Sequence[int], dtype: tf.DType, inputs: int = 1
+        ) -> tf.Tensor:
+            # Repeated, as drawing millions of weights would delay the first round.
+            size = min(math.prod(shape), _DRAWN)
             if dtype.is_floating:
-                return tf.cast(rng.normal(size=shape), dtype)
-            return tf.cast(rng.integers(0, 2, shape), dtype)
+                drawn = rng.normal(scale=inputs**-0.5, size=size)
+            else:
+                drawn = rng.integers(0, 2, size)
+            return tf.constant(np.resize(drawn.astype(dtype.as_numpy_dtype), shape))
 
         x, y = tf.nest.map_structure(
             lambda spec: make_random([rows, *spec.shape], spec.dtype),
@@ -286,7 +304,7 @@ class CohortEngine:
         )
         # Scaled like initial weights: zeros, for example, would pass nothing on.
         weights = [
-            make_random(v.shape, v.dtype) / max(1, v.shape[0]) ** 0.5
+            make_random(v.shape, v.dtype, max(1, v.shape[0]))
             for v in self.server.variables
         ]
         seed = np.zeros(2, np.uint64)
@@ -302,7 +320,10 @@ class CohortEngine:
             found = run(program, received, chunk)
         packed = [tf.nest.pack_sequence_as(program.structure, each) for each in found]
         return [
-            [np.asarray(part) for part in [*each.total.contribution.update, *each.bits]]
+            (
+                list(map(np.asarray, each.total.contribution.update)),
+                list(map(np.asarray, each.bits)),
+            )
             for each in packed
         ]
 
@@ -578,6 +599,51 @@ class CohortEngine:
 
 class _NoRoomError(Exception):
     """The device has too little memory to train this many clients at once."""
+
+
+# How many synthetic numbers differ before they are repeated (a prime, so that no row of
+# a matrix of a usual width repeats another).
+_DRAWN = 1_000_003
+
+# How many numbers are hashed at a time, so that a large model needs no copies.
+_HASHED = 2**20
+
+
+class _Fingerprint(NamedTuple):
+    """What a call computed for copies of one client, to compare calls of any width.
+
+    Attributes:
+      width: The number of copies.
+      digest: A hash of one copy's share of the sum.
+      proves: Whether it has a number other than zero, and only finite ones.
+      bits: The sums of bits (`Trained.bits`).
+    """
+
+    width: int
+    digest: bytes
+    proves: bool
+    bits: list[np.ndarray]
+
+    @classmethod
+    def of(
+        cls, update: list[np.ndarray], bits: list[np.ndarray], width: int
+    ) -> _Fingerprint:
+        digest, finite, non_zero = hashlib.sha256(), True, False
+        for flat in map(np.ravel, update):
+            for start in range(0, len(flat), _HASHED):
+                # Exact, if all copies are equal; -0.0 becomes 0.0.
+                share = flat[start : start + _HASHED] / width + 0.0
+                finite &= bool(np.isfinite(share).all())
+                non_zero |= bool(share.any())
+                digest.update(share)
+        return cls(width, digest.digest(), finite and non_zero, bits)
+
+    def is_of_same_client(self, other: _Fingerprint) -> bool:
+        """Returns whether every copy's results are the same, to the last bit."""
+        return self.digest == other.digest and all(
+            np.array_equal(other.width * a, self.width * b)
+            for a, b in zip(self.bits, other.bits, strict=True)
+        )
 
 
 # Noise below this fraction of the clip may be finer than the grid of int32 sums.

@@ -326,6 +326,7 @@ class Layout:
         if self.at_once is not None:
             return [self.batches(clients)]
         rungs = self.rungs(clients, fine)
+        is_large = dense_models.is_large(self.kernels or ())
         work = [
             (part.strategy.num_steps * len(part.table.members) / 2, part)
             for rung in np.unique(rungs[rungs > 0]).tolist()
@@ -337,7 +338,7 @@ class Layout:
         groups: list[list[Part]] = [[] for _ in range(num_groups)]
         loads = [0.0] * num_groups
         for cost, part in sorted(work, key=lambda item: -item[0]):
-            least = int(np.argmin(loads))
+            least = 0 if is_large else int(np.argmin(loads))
             groups[least].append(part)
             loads[least] += cost
         if alone.num_clients or not work:
@@ -391,9 +392,11 @@ class Layout:
         strategy = Strategy(SIDE_BY_SIDE, rung, fine)
         batch, count = len(clients.batch), int(clients.num_clients)
         wanted = num_groups
-        if dense_models.is_small(self.kernels or (), count * rung * batch):
+        kernels = self.kernels or ()
+        examples = count * rung * batch
+        if dense_models.is_large(kernels) or dense_models.is_small(kernels, examples):
             wanted = 1
-        possible = dense_models.widths(self.kernels or (), rung, batch)
+        possible = dense_models.widths(kernels, rung, batch)
         tables = max(1, min(wanted, count // possible[0]), -(-count // possible[-1]))
         while True:
             places = np.array_split(np.arange(count), tables)

@@ -80,7 +80,7 @@ def to_bytes(state: Json, level: int = 1) -> bytes:
     return stream.getvalue()
 
 
-def write_state(stream: BinaryIO, state: Json, level: int = 1) -> None:
+def write_state(stream: BinaryIO, state: Json, level: int = 1) -> bytes:
     """Writes a file array by array, without a copy of the whole in memory.
 
     Args:
@@ -89,10 +89,13 @@ def write_state(stream: BinaryIO, state: Json, level: int = 1) -> None:
         floats, such as bfloat16, are read back as float32.
       level: The compression level of the text; 0 if the file's size must reveal nothing
         about its contents.
+
+    Returns:
+      The digest with which the file ends.
     """
     arrays: list[np.ndarray] = []
 
-    def hash_to_unit_interval(value: object) -> dict[str, int]:
+    def keep_array(value: object) -> dict[str, int]:
         array = np.asarray(value)
         if array.dtype.hasobject:  # It could not be read back without pickle.
             raise TypeError(
@@ -103,14 +106,16 @@ def write_state(stream: BinaryIO, state: Json, level: int = 1) -> None:
         arrays.append(array if array.dtype.kind != "V" else array.astype("f4"))
         return {_PLACE: len(arrays)}
 
-    text = json.dumps({"format": FORMAT, "state": state}, default=hash_to_unit_interval)
+    text = json.dumps({"format": FORMAT, "state": state}, default=keep_array)
     if text.count(f'"{_PLACE}": ') != len(arrays):
         raise ValueError(f"state must have no key {_PLACE!r}, got one.")
     # The text compresses well, as charges repeat from round to round.
     packed = np.frombuffer(zlib.compress(text.encode(), level), np.uint8)
     hashed = _Hashed(stream)
     np.savez(hashed, packed, *arrays)
-    stream.write(hashed.digest.digest())
+    digest = hashed.digest.digest()
+    stream.write(digest)
+    return digest
 
 
 def from_bytes(data: bytes) -> Json:
@@ -192,6 +197,17 @@ class CheckpointDirectory:
             if later > round_index:
                 file = self.file(later)
                 file.replace(file.with_suffix(".damaged"))
+
+    def holds(self, round_index: int, state: Json) -> bool:
+        """Returns whether the checkpoint before a round was written from this state."""
+        try:
+            with self.file(round_index).open("rb") as file:
+                file.seek(-_DIGEST_BYTES, os.SEEK_END)
+                written = file.read()
+        except OSError:
+            return False
+        with open(os.devnull, "wb") as nowhere:
+            return write_state(nowhere, state) == written
 
     def write(self, round_index: int, state: Json, keep: int) -> None:
         """Writes the state before a round; then removes all but the newest `keep`."""

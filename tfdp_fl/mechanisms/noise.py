@@ -20,7 +20,7 @@ import math
 import os
 import pathlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -188,18 +188,6 @@ def normal(shape: tf.Tensor | list[int], stddev: tf.Tensor) -> tf.Tensor:
     return add_normal([tf.zeros(shape)], stddev)[0]
 
 
-def _draws(lengths: list[int | tf.Tensor], seed: tf.Tensor) -> list[tf.Tensor]:
-    """Draws vectors of N(0, 1) with the given lengths from a seed."""
-    # Different from the seeds that `fold_in` makes.
-    own = tf.bitwise.bitwise_xor(as_integers(seed), tf.constant([_DRAW, 0], tf.int64))
-    seeds = [own]
-    if len(lengths) > 1:
-        seeds = tf.unstack(_uniform([len(lengths), 2], own, tf.int64))
-    return [
-        _box_muller(length, seed) for length, seed in zip(lengths, seeds, strict=True)
-    ]
-
-
 def _box_muller(length: int | tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
     """Draws float32 N(0, 1) [length], two of each 96 bits of Philox.
 
@@ -225,29 +213,79 @@ def _box_muller(length: int | tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
 def standard_normals(tensors: list[tf.Tensor], seed: tf.Tensor) -> list[tf.Tensor]:
     """Draws float32 N(0, 1) with the shapes of some tensors.
 
-    They are what `add_normal` adds with a stddev of 1 and the same seed. A drawing
-    operation runs on one thread, and several can run at the same time. The number of
-    operations, and hence the result, does not depend on the machine.
+    They are what `add_normal` adds with a stddev of 1 and the same seed.
 
     Args:
       tensors: Tensors of any dtype.
       seed: A seed that no other draw uses.
     """
-    static = [tensor.shape.num_elements() for tensor in tensors]
-    sizes = [
-        tf.size(tensor) if size is None else size
-        for tensor, size in zip(tensors, static, strict=True)
-    ]
-    size = sum(sizes)
-    lengths = [size]
-    if None not in static and size > _SMALLEST_CHUNK:
-        chunk = max(_SMALLEST_CHUNK, -(-size // (16 * _MOST_CHUNKS)) * 16)
-        lengths = [min(chunk, size - start) for start in range(0, size, chunk)]
-    parts = tf.split(tf.concat(_draws(lengths, seed), 0), sizes)
+    return _draw_in_chunks(tensors, seed, lambda index, elements, draw: draw)
+
+
+# Returns what becomes of a draw: called with a tensor's index, which of its elements
+# (flattened; None: all) the draw is for, and the draw.
+_Use = Callable[[int, slice | None, tf.Tensor], tf.Tensor]
+
+
+def _draw_in_chunks(
+    tensors: list[tf.Tensor], seed: tf.Tensor, use: _Use
+) -> list[tf.Tensor]:
+    """Draws N(0, 1) for every element of some tensors, and uses the draws.
+
+    A drawing operation runs on one thread, so several run at the same time, but not
+    all: they would take several times the tensors' memory. The number of chunks, and
+    hence the result, does not depend on the machine.
+    """
+    sizes = [tensor.shape.num_elements() for tensor in tensors]
+    # Different from the seeds that `fold_in` makes.
+    own = tf.bitwise.bitwise_xor(as_integers(seed), tf.constant([_DRAW, 0], tf.int64))
+    if None in sizes:
+        counts = [tf.size(tensor) for tensor in tensors]
+        draws = tf.split(_box_muller(sum(counts), own), counts)
+        pieces = [[use(k, None, draw)] for k, draw in enumerate(draws)]
+    else:
+        pieces = _use_chunks(sizes, own, use)
     return [
-        tf.reshape(part, tf.shape(tensor))
-        for part, tensor in zip(parts, tensors, strict=True)
+        tf.reshape(
+            joined[0] if len(joined) == 1 else tf.concat(joined, 0), tf.shape(tensor)
+        )
+        for joined, tensor in zip(pieces, tensors, strict=True)
     ]
+
+
+def _use_chunks(sizes: list[int], seed: tf.Tensor, use: _Use) -> list[list[tf.Tensor]]:
+    """Returns each tensor's pieces; `sizes` are the tensors' numbers of elements."""
+    size = sum(sizes)
+    chunk = max(size, 1)
+    if size > _SMALLEST_CHUNK:
+        chunk = max(_SMALLEST_CHUNK, -(-size // (16 * _MOST_CHUNKS)) * 16)
+    starts = range(0, max(size, 1), chunk)
+    seeds = [seed]
+    if len(starts) > 1:
+        seeds = tf.unstack(_uniform([len(starts), 2], seed, tf.int64))
+    at_once = max(2, os.cpu_count() or 2)
+    pieces: list[list[tf.Tensor]] = [[] for _ in sizes]
+    used: list[list[tf.Tensor]] = []
+    for number, (start, own) in enumerate(zip(starts, seeds, strict=True)):
+        stop, end, parts = min(start + chunk, size), 0, []
+        for index, count in enumerate(sizes):
+            begin, end = end, end + count
+            first = max(start, begin) - begin
+            last = max(first, min(stop, end) - begin)
+            if first < last or (number == 0 and not count):
+                parts.append((index, first, last))
+        waits_for = used[number - at_once] if number >= at_once else []
+        with tf.control_dependencies(waits_for):
+            draw = _box_muller(stop - start, own)
+        lengths = [last - first for _, first, last in parts]
+        draws = tf.split(draw, lengths) if len(lengths) > 1 else [draw]
+        used.append([])
+        for (index, first, last), draw in zip(parts, draws, strict=True):
+            whole = last - first == sizes[index]
+            piece = use(index, None if whole else slice(first, last), draw)
+            pieces[index].append(piece)
+            used[-1].append(piece)
+    return pieces
 
 
 def add_normal(
@@ -265,12 +303,17 @@ def add_normal(
     if not tensors:
         return []
     stddevs = stddev if isinstance(stddev, list) else [stddev] * len(tensors)
-    return [
-        add_scaled_noise(tensor, draw, tf.cast(scale, tf.float32))
-        for tensor, draw, scale in zip(
-            tensors, standard_normals(tensors, next_seed()), stddevs, strict=True
-        )
+    flat = [
+        (tf.reshape(tensor, [-1]), tf.cast(scale, tf.float32))
+        for tensor, scale in zip(tensors, stddevs, strict=True)
     ]
+
+    def add(index: int, elements: slice | None, draw: tf.Tensor) -> tf.Tensor:
+        tensor, scale = flat[index]
+        part = tensor if elements is None else tensor[elements]
+        return add_scaled_noise(part, draw, scale)
+
+    return _draw_in_chunks(tensors, next_seed(), add)
 
 
 def add_scaled_noise(

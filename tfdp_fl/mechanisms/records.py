@@ -159,7 +159,36 @@ def add(total: Contribution, one: Contribution) -> Contribution:
                 "Mechanisms and upload_hook return one tensor for each variable, of "
                 "its shape."
             )
-        return whole + tf.ensure_shape(tf.cast(part, whole.dtype), whole.shape)
+        part = tf.ensure_shape(part, whole.shape)
+        if (whole.shape.num_elements() or 0) > _LARGE and not tf.executing_eagerly():
+            return _add_in_place(whole, part)
+        return whole + tf.cast(part, whole.dtype)
 
     tf.nest.assert_same_structure(total, one)
     return tf.nest.map_structure(added, total, one)
+
+
+# Larger tensors are added in this many parts, as a record in float64 takes as much
+# memory as the sum. (For smaller ones, time matters more.)
+_LARGE, _PARTS = 2**24, 32
+
+
+def _add_in_place(whole: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
+    """Returns whole + part. A loop that carries only the sum writes it in place."""
+    size = whole.shape.num_elements()
+    record = tf.reshape(part, [-1])
+
+    def add_some(start: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        stop = tf.minimum(start + size // _PARTS, size)
+        some = total[start:stop] + tf.cast(record[start:stop], total.dtype)
+        return stop, tf.raw_ops.TensorStridedSliceUpdate(
+            input=total, begin=[start], end=[stop], strides=[1], value=some
+        )
+
+    _, total = tf.while_loop(
+        lambda start, _: start < size,
+        add_some,
+        (tf.constant(0), tf.reshape(whole, [-1])),
+        parallel_iterations=1,
+    )
+    return tf.reshape(total, whole.shape)

@@ -253,25 +253,27 @@ class RoundCheckpoint(Ledger):
     def on_fit_end(self) -> None:
         """Saves the end of the training and releases the directory.
 
-        Other callbacks may have changed the model: Keras's `EarlyStopping` restores
-        the best weights. After an interrupt during a round's release, nothing is
-        saved: that round must be run, and charged, again.
+        Other callbacks may have changed the model, as Keras's `EarlyStopping` restores
+        the best weights; without a change, the last save is the end. After an interrupt
+        during a round's release, nothing is saved: that round must be run, and charged,
+        again.
         """
         try:
             # An interrupt during tracing can leave TensorFlow in the function's graph.
             with tf.init_scope():
                 if self._begun:
-                    self._save()
+                    self._save(if_changed=True)
         finally:
             self._begun = False
             super().on_fit_end()
 
-    def _save(self) -> None:
+    def _save(self, if_changed: bool = False) -> None:
         fed, run = self.federated_model, self._run
         if not run.releasing:
             head = run.known_ledgers[self._key]
             state = checkpoint.capture(fed, head, self._opened)
-            self._files.write(run.rounds, state, self.keep)
+            if not (if_changed and self._files.holds(run.rounds, state)):
+                self._files.write(run.rounds, state, self.keep)
 
 
 def ledger_of_resumed(
