@@ -153,7 +153,8 @@ class FederatedDataset:
                 client_ids, indices = list(indices), list(indices.values())
             _require_clients(indices=indices)
             table, lengths = sources.row_table(indices, num_rows)
-        starts = np.cumsum(lengths) - lengths
+        starts = np.cumsum(lengths, dtype=lengths.dtype)
+        starts -= lengths
         return cls(sources.IndexedSource(x, y, starts, lengths, table), client_ids)
 
     @classmethod

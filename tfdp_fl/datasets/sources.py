@@ -75,8 +75,8 @@ class IndexedSource:
     Attributes:
       x: Features, a nest of CPU tensors with leading dimension n.
       y: Labels, a nest of CPU tensors with leading dimension n.
-      starts: int64[N].
-      lengths: int64[N].
+      starts: int32[N], or int64.
+      lengths: int32[N], or int64.
       table: int32[slots].
       is_declared: Whether the spec of the arrays is public: the schema of a table, or
         a declared spec. Otherwise, it is that of the clients' own data.
@@ -106,7 +106,7 @@ class IndexedSource:
         Returns:
           int32[sum of lengths] rows and int64[k] lengths.
         """
-        lengths = self.lengths[positions]
+        lengths = self.sizes(positions)
         ends = np.cumsum(lengths)
         total = int(ends[-1]) if len(ends) else 0
         first_slots = self.starts[positions] - (ends - lengths)
@@ -122,7 +122,7 @@ class IndexedSource:
 
     def sizes(self, positions: np.ndarray) -> np.ndarray:
         """Returns the number of examples of some clients, int64[k]."""
-        return self.lengths[positions]
+        return self.lengths[positions].astype(np.int64)
 
     def content_digest(self) -> str:
         """Returns a SHA-256 of all examples, and of which are whose."""
@@ -254,7 +254,8 @@ class MixedSource:
                 no_cast = nests.ExamplesValueError(nests.NO_CAST)
                 failed |= dict.fromkeys(members[~kept].tolist(), no_cast)
                 members, own = members[kept], own[kept]
-            starts[members] = part.starts[own] + first_slot
+            starts[members] = first_slot
+            starts[members] += part.starts[own]
             lengths[members] = part.lengths[own]
             slots.append(part.table.astype(np.int64) + first_row)
             found.append((x, y))
@@ -509,7 +510,9 @@ def name_client(client_id: Hashable) -> Iterator[None]:
 def row_table(
     indices: Sequence[ArrayLike] | np.ndarray, num_rows: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns int32[slots], the rows of all clients, and int64[N] lengths.
+    """Returns int32[slots], the rows of all clients, and int32[N] lengths.
+
+    (Int64 lengths from 2^31 slots on, so that their cumulative sums are exact.)
 
     Args:
       indices: One 1-D array of rows per client.
@@ -521,15 +524,16 @@ def row_table(
     if num_rows > np.iinfo(np.int32).max:
         raise ValueError(f"x must have at most 2**31 - 1 examples, got {num_rows}.")
     if isinstance(indices, np.ndarray) and indices.ndim == 2:
-        lengths = np.full(len(indices), indices.shape[1], np.int64)
-        return row_table([indices.reshape(-1)], num_rows)[0], lengths
+        table, _ = row_table([indices.reshape(-1)], num_rows)
+        length = _integers(len(table))(indices.shape[1])
+        return table, np.broadcast_to(length, len(indices))
     rows = [np.asarray(client) for client in indices]
     if any(client.ndim != 1 for client in rows):
         raise ValueError("indices must be one 1-D array per client, got another shape.")
-    lengths = np.array([len(client) for client in rows], np.int64)
-    filled = [client for client in rows if len(client)]
-    flat = np.concatenate(filled or [np.zeros(0, np.int32)])
-    # (Concatenation always copies, so later changes by the caller have no effect.)
+    sizes = [len(client) for client in rows]
+    lengths = np.array(sizes, _integers(sum(sizes)))
+    filled = [client for client in rows if len(client)] or [np.zeros(0, np.int32)]
+    flat = filled[0] if len(filled) == 1 else np.concatenate(filled)
     if flat.size:
         if flat.dtype.kind not in "iu":
             raise TypeError(f"indices must be integers, got dtype {flat.dtype}.")
@@ -538,7 +542,12 @@ def row_table(
                 f"indices must be from 0 to {num_rows - 1}, the examples of x, "
                 f"got {flat.min()} to {flat.max()}."
             )
-    return flat.astype(np.int32, copy=False), lengths
+    # (Always a copy, so later changes by the caller have no effect.)
+    return flat.astype(np.int32, copy=len(filled) == 1), lengths
+
+
+def _integers(largest: int) -> type[np.signedinteger]:
+    return np.int32 if largest <= np.iinfo(np.int32).max else np.int64
 
 
 # Clients that each have a `tf.data.Dataset`.
