@@ -129,8 +129,10 @@ class IndexedSource:
         rows, lengths = self.rows(np.arange(len(self.starts)))
         digest = hashlib.sha256(repr(self.element_spec).encode())
         for array in (lengths, rows, *tf.nest.flatten(nests.views((self.x, self.y)))):
-            is_text = array.dtype.hasobject
-            digest.update(repr(array.tolist()).encode() if is_text else array.tobytes())
+            if array.dtype.hasobject:  # Text.
+                digest.update(repr(array.tolist()).encode())
+            else:
+                digest.update(np.ravel(array).view(np.uint8))
         return digest.hexdigest()
 
     def take(self, positions: np.ndarray) -> IndexedSource:

@@ -177,8 +177,10 @@ class CohortPrograms:
 
         def unfold(tensor: tf.Tensor) -> tf.Tensor:
             made_by = getattr(tensor, "op", None)  # None for an eager tensor.
-            filled = made_by is not None and made_by.type == "Fill"
-            value = tf.get_static_value(made_by.inputs[1] if filled else tensor)
+            one = tensor
+            if made_by is not None and made_by.type == "Fill":
+                one = made_by.inputs[1]  # Without millions of elements.
+            value = tf.get_static_value(one)
             if value is None or tensor.shape.num_elements() < 2 or value.any():
                 return tensor
             return tf.fill(tensor.shape, tf.cast(zero, tensor.dtype))

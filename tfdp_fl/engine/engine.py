@@ -257,21 +257,26 @@ class CohortEngine:
         if key not in self._fits:
             kernels = self.layout.kernels or ()
             smallest = dense_models.widths(kernels, strategy.num_steps, batch)[0]
-            reference = strategy, batch, run is None
-            if reference not in self._references:
-                few = self._add_synthetic(strategy, batch, smallest, run)
-                self._references[reference] = [
-                    _Fingerprint.of(*o, smallest) for o in few
-                ]
-            few = many = self._references[reference]
+            of_kind = strategy, batch, run is None
+            if of_kind not in self._references:
+                self._references[of_kind] = self._fingerprints(
+                    strategy, batch, smallest, run
+                )
+            narrow = wide = self._references[of_kind]
             if width != smallest:
-                added = self._add_synthetic(strategy, batch, width, run)
-                many = [_Fingerprint.of(*one, width) for one in added]
+                wide = self._fingerprints(strategy, batch, width, run)
             # All zeros, which synthetic numbers that overflow yield, prove nothing.
-            self._fits[key] = bool(few and many and few[0].proves) and all(
-                few[0].is_of_same_client(one) for one in many
+            self._fits[key] = bool(narrow and wide and narrow[0].proves) and all(
+                narrow[0].is_of_same_client(one) for one in wide
             )
         return self._fits[key]
+
+    def _fingerprints(self, strategy, batch, width, run) -> list[_Fingerprint]:
+        """Returns each machine's results for copies of a made-up client (`fits`)."""
+        return [
+            _Fingerprint.of(update, bits, width)
+            for update, bits in self._add_synthetic(strategy, batch, width, run)
+        ]
 
     def _add_synthetic(
         self,
@@ -292,10 +297,9 @@ class CohortEngine:
         ) -> tf.Tensor:
             # Repeated, as drawing millions of weights would delay the first round.
             size = min(math.prod(shape), _DRAWN)
+            drawn: np.ndarray = rng.integers(0, 2, size)
             if dtype.is_floating:
                 drawn = rng.normal(scale=inputs**-0.5, size=size)
-            else:
-                drawn = rng.integers(0, 2, size)
             return tf.constant(np.resize(drawn.astype(dtype.as_numpy_dtype), shape))
 
         x, y = tf.nest.map_structure(

@@ -266,7 +266,11 @@ def capture(
     run, cohort_engine = fed.require_trained("checkpoint")
     return {
         **run.state(ledger),
-        "weights": [v.numpy() for v in fed.model.weights],
+        # Not copies, as large models have no memory to spare.
+        "weights": [
+            np.asarray(v.value())
+            for v in keras_versions.tf_variables(fed.model.weights)
+        ],
         "server_optimizer": [v.numpy() for v in cohort_engine.server.state],
         "settings": settings(fed, run.population, run.plan),
         "learning_rate": fed.require_compiled("checkpoint").learning_rate,
