@@ -154,6 +154,22 @@ def test_compiled_by_xla_or_not():
     _assert_same(_round(toy.streamed(dataset), count=2, engine=compiled), usual)
 
 
+def test_a_cohort_whose_every_client_fails_in_xla_is_pure_noise():
+    model, engine = _engine(jit_compile=True)
+    train = engine._train
+
+    def fail(pending, chunk, part, thread=0):
+        if part.strategy.xla:
+            raise tf.errors.InternalError(None, None, "it")
+        train(pending, chunk, part, thread)
+
+    with mock.patch.object(engine, "_train", fail):
+        moved, logs = _round(
+            cohorts.dataset((10, 5)), engine=(model, engine), noise_multiplier=1.0
+        )
+    assert np.any(moved) and np.isnan(logs["loss"])
+
+
 def _both(dataset, name="fixed", **options):
     results = []
     with cohorts.side_by_side(few=False):

@@ -2,6 +2,7 @@
 
 import dataclasses
 from typing import ClassVar
+from unittest import mock
 
 import dp_accounting
 import numpy as np
@@ -175,6 +176,26 @@ def test_numbers_of_any_size_are_rounded_to_whole_steps(sign):
     (on_grid,) = records.to_grid([tf.constant(given_values)], step)
     numbers = on_grid.numpy().astype(np.float64) / float(step)
     np.testing.assert_array_equal(np.round(numbers), numbers)
+
+
+@pytest.mark.parametrize("jit_compile", [None, True])
+@pytest.mark.parametrize("shape", [(33,), (7, 11), (3, 5, 8)])
+def test_a_large_sum_that_is_written_in_place_is_the_same(shape, jit_compile):
+    rng = np.random.default_rng(0)
+    whole, part = rng.normal(size=shape), rng.normal(size=shape).astype(np.float32)
+    specs = [tf.TensorSpec(shape, tf.float64), tf.TensorSpec(shape, tf.float32)]
+
+    @tf.function(input_signature=specs, jit_compile=jit_compile)
+    def add_twice(whole, part):
+        total = Contribution([whole], {}, *4 * [tf.zeros([])])
+        one = total._replace(update=[part])
+        return records.add(records.add(total, one), one).update[0]
+
+    before = tf.constant(whole)
+    with mock.patch.object(records, "_LARGE", 16):
+        total = add_twice(before, tf.constant(part))
+    np.testing.assert_array_equal(total, whole + part + part)
+    np.testing.assert_array_equal(before, whole)
 
 
 def test_without_a_bound_there_is_no_grid():

@@ -518,9 +518,9 @@ class CohortEngine:
             clients = layout.select(part.table, places)
             train_part(self.layout.part(part.strategy, clients))
 
-        if not part.strategy.xla:
-            # An empty batch first yields the zero sum and surfaces machine errors.
-            train(np.arange(0))
+        # An empty batch first yields the zero sum and surfaces machine errors.
+        nobody = layout.select(part.table, np.arange(0))
+        train_part(self.layout.part(part.strategy._replace(xla=False), nobody))
         for place, member in enumerate(part.members):
             try:
                 train(np.array([place]))

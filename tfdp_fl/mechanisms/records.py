@@ -176,19 +176,17 @@ _LARGE, _PARTS = 2**24, 32
 def _add_in_place(whole: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
     """Returns whole + part. A loop that carries only the sum writes it in place."""
     size = whole.shape.num_elements()
-    record = tf.reshape(part, [-1])
-
-    def add_some(start: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        stop = tf.minimum(start + size // _PARTS, size)
-        some = total[start:stop] + tf.cast(record[start:stop], total.dtype)
-        return stop, tf.raw_ops.TensorStridedSliceUpdate(
-            input=total, begin=[start], end=[stop], strides=[1], value=some
+    record, total = tf.reshape(part, [-1]), tf.reshape(whole, [-1])
+    for start in range(0, size, -(-size // _PARTS)):
+        stop = min(start + -(-size // _PARTS), size)
+        # Only now: all parts at once would take the memory that is to be saved.
+        with tf.control_dependencies([total]):
+            some = tf.cast(tf.identity(record)[start:stop], total.dtype)
+        total = tf.raw_ops.TensorStridedSliceUpdate(
+            input=total,
+            begin=[start],
+            end=[stop],
+            strides=[1],
+            value=total[start:stop] + some,
         )
-
-    _, total = tf.while_loop(
-        lambda start, _: start < size,
-        add_some,
-        (tf.constant(0), tf.reshape(whole, [-1])),
-        parallel_iterations=1,
-    )
     return tf.reshape(total, whole.shape)
