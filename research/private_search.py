@@ -39,7 +39,7 @@ _RUNS.append((10_000, 400, 300, 1e-6))
 
 def _of_search(plan: tuple, epsilon: float, rounds: int, delta: float, law: str):
     """Returns the noise multiplier of a search of 24 expected trials."""
-    count = private_selection.TrialCount.named(24, law)
+    count = private_selection.TrialCount.from_arguments(24, law)
 
     def charge(event: dp_accounting.DpEvent, plan=plan) -> accounting.RoundCharge:
         names = ("sampling", "num_clients", "clients_per_round")

@@ -584,7 +584,7 @@ class RandomAllocationSampler(PassSampler):
             self._passes = charge_lib.AllocationPasses(
                 self.num_clients, self._clients_per_round, self._first_round
             )
-        place = self._passes.place(round_index)
+        place = self._passes.pass_fields(round_index)
         partition, (_, *entropy) = self._partition, self._salt_of(place["pass_index"])
         if entropy:  # Allocated anew, it is another pass.
             own = hashlib.sha256(f"{entropy}".encode()).hexdigest()[:8]
@@ -623,7 +623,7 @@ class NamedAllocation:
 
     def draw(self, names: Iterable[Hashable]) -> tuple[list[Hashable], Json]:
         """Returns the clients of the next round, and its fields for a charge."""
-        place = self._passes.place(self._next_round)
+        place = self._passes.pass_fields(self._next_round)
         self._next_round += 1
         t = round(self._passes.num_clients / place["clients_per_round"])
 
@@ -662,7 +662,7 @@ class ShuffledSampler(PassSampler):
         return np.sort(order[start:stop].astype(np.int64))
 
     def _place(self, round_index: int) -> Json:
-        return {"partition": self._partition, **self._cohorts.place(round_index)}
+        return {"partition": self._partition, **self._cohorts.pass_fields(round_index)}
 
     def _pass_of(self, round_index: int) -> tuple[int, int]:
         t = -(-self.num_clients // int(self._nominal_size(0)))

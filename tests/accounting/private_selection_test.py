@@ -35,7 +35,7 @@ def _generating(mean, shape):
     """Returns x -> E[x^K], by Papernot & Steinke's definitions."""
     if math.isinf(shape):
         return lambda x: np.exp(mean * (x - 1))
-    gamma = private_selection._stopping(shape, mean)
+    gamma = private_selection._stopping_probability(shape, mean)
     if shape == 0:
         return lambda x: np.log(1 - (1 - gamma) * x) / math.log(gamma)
     return lambda x: ((1 - (1 - gamma) * x) ** -shape - 1) / (gamma**-shape - 1)
@@ -188,12 +188,12 @@ def test_pld_has_no_answer_of_several_searches_rather_than_a_small_one():
 
 @pytest.mark.parametrize("name", ["poisson", "geometric", "logarithmic", 0.5, 2])
 def test_the_numbers_that_are_drawn_have_the_law_that_is_charged(name):
-    count = private_selection.TrialCount.named(6.0, name)
+    count = private_selection.TrialCount.from_arguments(6.0, name)
     generator = np.random.default_rng(3)
     drawn = np.array([count.draw(generator) for _ in range(20_000)])
     # Four standard errors: a false alarm in about 1 of 4 000 runs of 5 tests.
     assert abs(drawn.mean() - 6) < 4 * drawn.std() / len(drawn) ** 0.5
-    assert count.may_be_none == bool((drawn == 0).any())
+    assert count.may_be_zero == bool((drawn == 0).any())
     generating = _generating(count.mean, count.shape)
     for x in (0.3, 0.8):
         values = x**drawn
@@ -204,7 +204,7 @@ def test_the_numbers_that_are_drawn_have_the_law_that_is_charged(name):
 def test_what_is_refused():
     for mean in (0.5, math.nan):
         with pytest.raises(ValueError, match="expected_trials"):
-            private_selection.TrialCount.named(mean, "poisson")
+            private_selection.TrialCount.from_arguments(mean, "poisson")
     for name in ("uniform", -0.5, math.inf):
         with pytest.raises(ValueError, match="distribution"):
-            private_selection.TrialCount.named(2, name)
+            private_selection.TrialCount.from_arguments(2, name)

@@ -99,8 +99,8 @@ class _ChargeLock:
         self._lock, self._holder = threading.Lock(), (0, 0)
 
     def __enter__(self) -> None:
-        this = process, _ = os.getpid(), threading.get_ident()
-        if self._holder == this:
+        caller = process, _ = os.getpid(), threading.get_ident()
+        if self._holder == caller:
             raise ChargeError(
                 "A charge was requested while another one of the same account is being "
                 "made, by a callback that is called within it (allow_round, "
@@ -110,7 +110,7 @@ class _ChargeLock:
         if self._holder[0] not in (0, process):
             self._lock = threading.Lock()  # After a fork, no thread here holds it.
         self._lock.acquire()
-        self._holder = this
+        self._holder = caller
 
     def __exit__(self, *_: object) -> None:
         self._holder = 0, 0
@@ -119,7 +119,7 @@ class _ChargeLock:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kept:
+class _AttachedLedger:
     """An open ledger to which every charge is written.
 
     Attributes:
@@ -154,7 +154,7 @@ class LocalAccount:
         self.mu_squared = np.zeros(self.num_clients)
         self.participations = np.zeros(self.num_clients, np.int64)
         # Cached, as every round asks for it, however many clients there are.
-        self._most = 0.0
+        self._max_mu_squared = 0.0
 
     @property
     def max_participations(self) -> int:
@@ -164,7 +164,7 @@ class LocalAccount:
     @property
     def max_mu_squared(self) -> float:
         """The largest sum of mu^2 over the clients."""
-        return self._most
+        return self._max_mu_squared
 
     def max_mu_squared_after(
         self,
@@ -176,14 +176,14 @@ class LocalAccount:
         """Returns `max_mu_squared` after releases, at most `limit` for each client."""
         members, times = np.unique(positions, return_counts=True)
         if whole_passes:
-            more = np.full(self.num_clients, whole_passes)
-            more[members] += times
-            members, times = np.arange(self.num_clients), more
+            counts = np.full(self.num_clients, whole_passes)
+            counts[members] += times
+            members, times = np.arange(self.num_clients), counts
         if limit is not None:
             times = np.clip(limit - self.participations[members], 0, times)
         members, times = members[times > 0], times[times > 0]
         after = self.mu_squared[members] + times * mu_squared
-        return float(after.max(initial=self._most))
+        return float(after.max(initial=self._max_mu_squared))
 
     def add(self, positions: np.ndarray, mu_squared: float) -> None:
         """Charges one release to each of a cohort's clients.
@@ -202,12 +202,14 @@ class LocalAccount:
             )
         np.add.at(self.mu_squared, positions, mu_squared)
         np.add.at(self.participations, positions, 1)
-        self._most = float(self.mu_squared[positions].max(initial=self._most))
+        self._max_mu_squared = float(
+            self.mu_squared[positions].max(initial=self._max_mu_squared)
+        )
 
     def restore(self, mu_squared: np.ndarray, participations: np.ndarray) -> None:
         """Restores each client's spending, float64 [N] and int64 [N]."""
         self.mu_squared[:], self.participations[:] = mu_squared, participations
-        self._most = float(self.mu_squared.max())
+        self._max_mu_squared = float(self.mu_squared.max())
 
     def max_mu_squared_after_cohorts(
         self,
@@ -224,9 +226,9 @@ class LocalAccount:
           max_participations: The maximum number of rounds of a client.
           whole_passes: How many more times every client takes part.
         """
-        drawn = np.concatenate([np.zeros(0, np.int64), *cohorts])
+        positions = np.concatenate([np.zeros(0, np.int64), *cohorts])
         return self.max_mu_squared_after(
-            drawn, mu_squared, max_participations, whole_passes
+            positions, mu_squared, max_participations, whole_passes
         )
 
     def max_mu_squared_after_draws(
@@ -246,10 +248,16 @@ class LocalAccount:
         """
         if max_participations is None:
             # (Zero draws cost nothing, even if a draw has no noise.)
-            return self._most + draws * mu_squared if draws else self._most
-        more = np.clip(max_participations - self.participations, 0, draws)
+            return (
+                self._max_mu_squared + draws * mu_squared
+                if draws
+                else self._max_mu_squared
+            )
+        remaining = np.clip(max_participations - self.participations, 0, draws)
         # A client that is not drawn spends nothing, even if a draw has no noise.
-        added = np.multiply(more, mu_squared, where=more > 0, out=np.zeros(len(more)))
+        added = np.multiply(
+            remaining, mu_squared, where=remaining > 0, out=np.zeros(len(remaining))
+        )
         return float((self.mu_squared + added).max())
 
 
@@ -282,12 +290,12 @@ class PrivacyAccount:
         self.lost_mu_squared = 0.0
         self.known_ledgers: dict[str, str] = {}
         self._charge_lock = _ChargeLock()
-        self._ledgers: dict[str, _Kept] = {}
+        self._ledgers: dict[str, _AttachedLedger] = {}
         self._rounds = 0
         # How often something other than a round was counted.
         self._version = 0
         # The charge that was last asked about, and the accountant after it.
-        self._asked: (
+        self._cached: (
             tuple[int, int, charge_lib.RoundCharge, PrivacyAccountant] | None
         ) = None
         # By budget, the rounds that it is known to allow, including this run's own.
@@ -303,7 +311,7 @@ class PrivacyAccount:
     @property
     def rounds_of_others(self) -> int:
         """The number of rounds of other runs that are counted as well."""
-        return sum(each.charges.total() for each in self.others.values())
+        return sum(run.charges.total() for run in self.others.values())
 
     @property
     def evaluations(self) -> int:
@@ -315,9 +323,9 @@ class PrivacyAccount:
         """The cost of each release outside the rounds, by its id."""
         return {
             name: charge
-            for name, other in self.others.items()
+            for name, run in self.others.items()
             if name.startswith(_EVALUATION)
-            for charge in other.charges
+            for charge in run.charges
         }
 
     @property
@@ -336,7 +344,7 @@ class PrivacyAccount:
 
         These are lost rounds and other runs.
         """
-        others = sum(each.mu_squared for each in self.others.values())
+        others = sum(run.mu_squared for run in self.others.values())
         return self.lost_mu_squared + others
 
     def set_population(self, num_clients: int) -> None:
@@ -363,7 +371,7 @@ class PrivacyAccount:
         """
         if kept.head != self.known_ledgers.get(name):
             self.merge_ledger(kept.contents(), run, name)
-        self._ledgers[name] = _Kept(kept, run, elsewhere)
+        self._ledgers[name] = _AttachedLedger(kept, run, elsewhere)
 
     def detach_ledger(self, name: str) -> None:
         """Stops writing charges to a ledger, which may then be closed."""
@@ -375,9 +383,9 @@ class PrivacyAccount:
 
     def refresh(self) -> None:
         """Counts what others have written to the attached ledgers."""
-        for name, kept in self._ledgers.items():
-            if kept.ledger.head != self.known_ledgers.get(name):
-                self.merge_ledger(kept.ledger.contents(), kept.run, name)
+        for name, attached in self._ledgers.items():
+            if attached.ledger.head != self.known_ledgers.get(name):
+                self.merge_ledger(attached.ledger.contents(), attached.run, name)
 
     def charge(
         self,
@@ -441,21 +449,26 @@ class PrivacyAccount:
             self._charge_lock,
             contextlib.ExitStack() as stack,
         ):
-            most = 0.0
+            max_mu_squared = 0.0
             if self.by_client:
-                most = self.per_client.max_mu_squared_after(positions, mu_squared)
-                receipt.local = {"mu_squared": mu_squared, "max_mu_squared": most}
+                max_mu_squared = self.per_client.max_mu_squared_after(
+                    positions, mu_squared
+                )
+                receipt.local = {
+                    "mu_squared": mu_squared,
+                    "max_mu_squared": max_mu_squared,
+                }
             if ask is not None:
                 ask(receipt)
-            for _, kept in sorted(self._ledgers.items()):
+            for _, attached in sorted(self._ledgers.items()):
                 # Accounts of one process may share a ledger.
-                stack.enter_context(kept.ledger.lock)
+                stack.enter_context(attached.ledger.lock)
             self.refresh()
-            key = self._key(name)
+            key = self._run_key(name)
             if key not in self.others:
                 self.central.require_relation(cost.relation)
                 for budget in budgets:
-                    self._require(budget, cost, most)
+                    self._require_affordable(budget, cost, max_mu_squared)
                 self._write(receipt, positions, mu_squared)
             elif not resumes or [*self.others[key].charges] != [cost]:
                 raise ValueError(
@@ -480,12 +493,12 @@ class PrivacyAccount:
         if self.by_client:
             spent = most + self.mu_squared_elsewhere
             return epsilon_of_mu_squared(spent, budget.delta)
-        asked = self._asked
-        if asked is None or asked[:3] != (self._version, self._rounds, cost):
+        cached = self._cached
+        if cached is None or cached[:3] != (self._version, self._rounds, cost):
             # A round asks several times, and copying takes time per distinct cost.
             after = self.central.with_charges(cost)
-            self._asked = asked = self._version, self._rounds, cost, after
-        return asked[3].epsilon(budget.delta, budget.accountant)
+            self._cached = cached = self._version, self._rounds, cost, after
+        return cached[3].epsilon(budget.delta, budget.accountant)
 
     @one_at_a_time
     def note_allowed(
@@ -519,11 +532,11 @@ class PrivacyAccount:
             return True
         return self.epsilon_with(budget, cost, most) <= budget.epsilon
 
-    def _require(
-        self, budget: PrivacyBudget, cost: charge_lib.RoundCharge, most: float
+    def _require_affordable(
+        self, budget: PrivacyBudget, cost: charge_lib.RoundCharge, max_mu_squared: float
     ) -> None:
-        if not self.allows(budget, cost, most):
-            epsilon = self.epsilon_with(budget, cost, most)
+        if not self.allows(budget, cost, max_mu_squared):
+            epsilon = self.epsilon_with(budget, cost, max_mu_squared)
             raise BudgetExceededError(
                 f"A release would bring epsilon to {format_up(epsilon)} at delta="
                 f"{format_up(budget.delta)}, and the budget is "
@@ -535,36 +548,39 @@ class PrivacyAccount:
 
         If at least one ledger has it, so does memory, even if an error comes between.
         """
-        heads = {name: kept.ledger.head for name, kept in self._ledgers.items()}
+        heads = {name: attached.ledger.head for name, attached in self._ledgers.items()}
         written = not heads
         try:
-            for kept in self._ledgers.values():
+            for attached in self._ledgers.values():
                 local = receipt.local and {
                     "mu_squared": receipt.local["mu_squared"],
-                    "max_mu_squared": receipt.local["max_mu_squared"] + kept.elsewhere,
+                    "max_mu_squared": receipt.local["max_mu_squared"]
+                    + attached.elsewhere,
                 }
-                kept.ledger.record(
+                attached.ledger.record(
                     receipt.round_index,
                     receipt.cost,
                     receipt.cohort_size,
                     local=local,
-                    run=receipt.name or kept.run,
+                    run=receipt.name or attached.run,
                     **receipt.details,
                 )
         finally:
-            for name, kept in self._ledgers.items():
-                if kept.ledger.head != heads[name]:
-                    self.known_ledgers[name], written = kept.ledger.head, True
+            for name, attached in self._ledgers.items():
+                if attached.ledger.head != heads[name]:
+                    self.known_ledgers[name], written = attached.ledger.head, True
             if written:
-                self._move(receipt, positions, mu_squared)
+                self._add_to_memory(receipt, positions, mu_squared)
 
     @one_at_a_time
-    def _move(self, receipt: Charge, positions: np.ndarray, mu_squared: float) -> None:
+    def _add_to_memory(
+        self, receipt: Charge, positions: np.ndarray, mu_squared: float
+    ) -> None:
         cost = receipt.cost
         self.central.add(cost)
         if receipt.name is not None:
-            one = OtherRun(charges=collections.Counter([cost]), mu_squared=mu_squared)
-            self.others = {**self.others, self._key(receipt.name): one}
+            run = OtherRun(charges=collections.Counter([cost]), mu_squared=mu_squared)
+            self.others = {**self.others, self._run_key(receipt.name): run}
             self._forget_allowed()
             return
         self.own[cost] += 1
@@ -574,7 +590,7 @@ class PrivacyAccount:
             if self.own[cost] > allowed[cost]:
                 del self._allowed[budget]
 
-    def _key(self, name: str | None) -> str:
+    def _run_key(self, name: str | None) -> str:
         """Returns the key in `others` of a charge outside the rounds."""
         # Several ledgers may list the same evaluation, which must count once.
         if name is None or name.startswith(_EVALUATION) or not self._ledgers:
@@ -607,11 +623,11 @@ class PrivacyAccount:
         """
         own = self.own
         others: dict[str, OtherRun] = {}
-        for other, entries in contents.by_run().items():
+        for other_run, entries in contents.by_run().items():
             charges = collections.Counter(
                 entry.charge for entry in entries if entry.charge is not None
             )
-            if other == run:
+            if other_run == run:
                 own = own | charges  # For each cost, the larger of the two counts.
                 continue
             if any(
@@ -621,14 +637,14 @@ class PrivacyAccount:
                 raise ValueError(
                     "path must be a ledger whose rounds all have a "
                     f"{self.trust_model} guarantee, to be counted together with "
-                    f"this run's, got one with rounds of run {other} that "
+                    f"this run's, got one with rounds of run {other_run} that "
                     "have none."
                 )
             # Several files may list the same release, which must count once.
-            beside = other.startswith(_EVALUATION)
-            spent = ledger.largest_mu_squared(entries) if self.by_client else 0.0
-            others[other if beside else f"{other} in {source}"] = OtherRun(
-                charges=charges, mu_squared=spent
+            is_evaluation = other_run.startswith(_EVALUATION)
+            mu_squared = ledger.largest_mu_squared(entries) if self.by_client else 0.0
+            others[other_run if is_evaluation else f"{other_run} in {source}"] = (
+                OtherRun(charges=charges, mu_squared=mu_squared)
             )
         self.merge_runs(others, own)
         self.known_ledgers[source] = contents.head
@@ -643,13 +659,13 @@ class PrivacyAccount:
         own = self.own if own is None else own
         counted = dict(self.others)
         for name, other in others.items():
-            known = counted.get(name, other)
+            previous = counted.get(name, other)
             # There may be two incomplete accounts of one run; take the larger counts.
             counted[name] = OtherRun(
-                charges=other.charges | known.charges,
-                mu_squared=max(other.mu_squared, known.mu_squared),
+                charges=other.charges | previous.charges,
+                mu_squared=max(other.mu_squared, previous.mu_squared),
             )
-        runs = (*(each.charges for each in counted.values()), own)
+        runs = (*(run.charges for run in counted.values()), own)
         self.central = PrivacyAccountant(
             item for charges in runs for item in charges.items()
         )
@@ -680,12 +696,12 @@ class PrivacyAccount:
           beside: This run's ledger, which is merged when the state is read. If it has
             all rounds, the state omits them, so that checkpoints do not grow.
         """
-        kept, accounts = per_client or self.by_client, self.per_client
+        with_clients, clients = per_client or self.by_client, self.per_client
         has_all = beside is not None and beside.rounds_of(beside.run) >= self._rounds
         return {
-            "num_clients": accounts.num_clients,
-            "mu_squared": accounts.mu_squared.copy() if kept else None,
-            "participations": accounts.participations.copy() if kept else None,
+            "num_clients": clients.num_clients,
+            "mu_squared": clients.mu_squared.copy() if with_clients else None,
+            "participations": clients.participations.copy() if with_clients else None,
             "trust_model": self.trust_model,
             "rounds": self._rounds,
             "charges": [] if has_all else _as_json(self.own),
@@ -700,16 +716,16 @@ class PrivacyAccount:
     @classmethod
     def from_state(cls, state: Json) -> PrivacyAccount:
         """Returns the account that `state` was taken from, without omitted rounds."""
-        spending = cls(state["trust_model"], state["num_clients"])
+        account = cls(state["trust_model"], state["num_clients"])
         others = {
             name: OtherRun(charges=_from_json(charges), mu_squared=float(mu_squared))
             for name, (charges, mu_squared) in state["others"].items()
         }
-        spending.merge_runs(others, _from_json(state["charges"]))
+        account.merge_runs(others, _from_json(state["charges"]))
         if state["mu_squared"] is not None:
-            spending.per_client.restore(state["mu_squared"], state["participations"])
-        spending.lost_mu_squared = float(state["lost_mu_squared"])
-        return spending
+            account.per_client.restore(state["mu_squared"], state["participations"])
+        account.lost_mu_squared = float(state["lost_mu_squared"])
+        return account
 
 
 def _as_json(charges: collections.Counter[charge_lib.RoundCharge]) -> list:

@@ -26,7 +26,7 @@ from tfdp_fl.terms import Sampling
 
 # PLD takes a second or two per distinct cost of a round. With more than a few, it uses
 # coarse cells only; with more than the maximum, it is not computed.
-_FEW_KINDS, _MOST_KINDS_FOR_PLD = 3, 16
+_FEW_KINDS, _MAX_KINDS_FOR_PLD = 3, 16
 
 # Rounds, each as a charge or as (charge, count).
 Charges: TypeAlias = (
@@ -56,11 +56,11 @@ def one_at_a_time(method: _Method) -> _Method:
     """Lets only one thread at a time run this method or any other decorated one."""
 
     @functools.wraps(method)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         with _lock:
             return method(*args, **kwargs)
 
-    return called  # type: ignore[return-value]
+    return wrapper  # type: ignore[return-value]
 
 
 class PrivacyAccountant:
@@ -146,12 +146,12 @@ class PrivacyAccountant:
         self, *charges: charge_lib.RoundCharge | tuple[charge_lib.RoundCharge, int]
     ) -> PrivacyAccountant:
         """Returns a copy with charges added; this accountant does not change."""
-        other = copy.copy(self)
+        extended = copy.copy(self)
         for name in ("_counts", "_others", "_passes", "_sums"):
-            setattr(other, name, dict(getattr(self, name)))
-        other._origin, other._since = (self, self._rounds), []
-        other._add_all(charges)
-        return other
+            setattr(extended, name, dict(getattr(self, name)))
+        extended._origin, extended._since = (self, self._rounds), []
+        extended._add_all(charges)
+        return extended
 
     @one_at_a_time
     def add(self, charge: charge_lib.RoundCharge, count: int = 1) -> None:
@@ -175,21 +175,21 @@ class PrivacyAccountant:
         elif z is None or (charge.is_amplified and z < math.inf):
             self._add_other(charge, round(self._pass_increase(charge, count)))
         else:
-            one = (charge.sensitivity / z) ** 2
-            self._mu_squared += self._pass_increase(charge, count * one)
+            mu_squared = (charge.sensitivity / z) ** 2
+            self._mu_squared += self._pass_increase(charge, count * mu_squared)
 
-    def _add_other(self, charge: charge_lib.RoundCharge, more: int) -> None:
-        if not more:
+    def _add_other(self, charge: charge_lib.RoundCharge, count: int) -> None:
+        if not count:
             return
-        self._others[charge] = self._others.get(charge, 0) + more
+        self._others[charge] = self._others.get(charge, 0) + count
         z = charge.noise_multiplier
         self._others_mu_squared += (
-            more * (charge.sensitivity / z) ** 2 if z else math.inf
+            count * (charge.sensitivity / z) ** 2 if z else math.inf
         )
         if self._origin is not None:
-            self._since.append((charge, more))
+            self._since.append((charge, count))
         for part, total in self._sums.items():
-            self._sums[part] = total + more * _rdp_curve(charge, part)
+            self._sums[part] = total + count * _rdp_curve(charge, part)
 
     def _add_to_pass(self, charge: charge_lib.RoundCharge, count: int) -> None:
         """Adds rounds of random allocation; a pass is charged with its first round.
@@ -199,21 +199,21 @@ class PrivacyAccountant:
         repetitions. We charge the pass as if every round had the noise multiplier z,
         which is an upper bound.
         """
-        one = cast(float, charge.noise_multiplier) ** -2
+        mu_squared = cast(float, charge.noise_multiplier) ** -2
         if charge.pass_index is None or charge.partition is None:
             # Each round may belong to a pass of its own.
-            self._add_other(_whole_pass(charge, one), count)
+            self._add_other(_whole_pass(charge, mu_squared), count)
             return
         key = _pass_key(charge)
-        before = self._passes.get(key, (0.0, ()))[0]
-        if not self._pass_increase(charge, count * one):
+        old_cost = self._passes.get(key, (0.0, ()))[0]
+        if not self._pass_increase(charge, count * mu_squared):
             return
-        if before:
-            known = _whole_pass(charge, before)
+        if old_cost:
+            old_charge = _whole_pass(charge, old_cost)
             # (Its share of `_others_mu_squared` stays, which is an upper bound.)
-            self._others[known] -= 1
-            if not self._others[known]:
-                del self._others[known]
+            self._others[old_charge] -= 1
+            if not self._others[old_charge]:
+                del self._others[old_charge]
             # The cached sums include the pass's old cost.
             self._sums, self._origin = {}, None
         self._add_other(_whole_pass(charge, self._passes[key][0]), 1)
@@ -234,12 +234,15 @@ class PrivacyAccountant:
         key, start = _pass_key(charge), charge.pass_offset
         is_allocated = charge.sampling == Sampling.RANDOM_ALLOCATION
         stop = start + (1 if is_allocated else charge.clients_per_round)
-        cost, before = self._passes.get(key, (0.0, ()))
-        now = (*before, (start, stop, weight))
-        met = any(low < stop and start < high for low, high, _ in before)
-        if before and before[-1][1:] == (start, weight):  # One longer cohort.
-            now = (*before[:-1], (before[-1][0], stop, weight))
-        self._passes[key] = max(cost, _largest_sum(now) if met else weight), now
+        cost, intervals = self._passes.get(key, (0.0, ()))
+        new_intervals = (*intervals, (start, stop, weight))
+        overlaps = any(low < stop and start < high for low, high, _ in intervals)
+        if intervals and intervals[-1][1:] == (start, weight):  # One longer cohort.
+            new_intervals = (*intervals[:-1], (intervals[-1][0], stop, weight))
+        self._passes[key] = (
+            max(cost, _largest_sum(new_intervals) if overlaps else weight),
+            new_intervals,
+        )
         return self._passes[key][0] - cost
 
     @one_at_a_time
@@ -305,11 +308,13 @@ class PrivacyAccountant:
                 clients_per_round=charge.num_clients if charge.is_amplified else size,
             )
 
-        known = PrivacyAccountant(
+        without_sampling = PrivacyAccountant(
             (drop_sampling(charge), count) for charge, count in self._counts.items()
         )
-        by_pld = known.is_one_gaussian or known.is_one_search
-        return known.epsilon(delta, accountant or ("pld" if by_pld else "rdp"))
+        by_pld = without_sampling.is_one_gaussian or without_sampling.is_one_search
+        return without_sampling.epsilon(
+            delta, accountant or ("pld" if by_pld else "rdp")
+        )
 
     @one_at_a_time
     def delta(self, epsilon: float, accountant: str = "rdp") -> float:
@@ -356,13 +361,13 @@ class PrivacyAccountant:
         convex in the order, so the best one is found downhill from order 8. The cost
         with all clients in all rounds is another bound, with its own minimum.
         """
-        part, least, seen = curves.FIRST_PART, math.inf, set()
+        part, least, visited = curves.FIRST_PART, math.inf, set()
         mu_squared = self._mu_squared + self._others_mu_squared
         if mu_squared < math.inf:
-            everybody = curves.ORDERS * (mu_squared / 2 * self._rounding)
-            least = float(np.min(bounds(curves.ORDERS, everybody)))
-        while 0 <= part < len(curves.PARTS) and part not in seen:
-            seen.add(part)
+            without_sampling = curves.ORDERS * (mu_squared / 2 * self._rounding)
+            least = float(np.min(bounds(curves.ORDERS, without_sampling)))
+        while 0 <= part < len(curves.PARTS) and part not in visited:
+            visited.add(part)
             values = bounds(curves.PARTS[part], self._curve(part))
             best = int(np.argmin(values))
             least = min(least, float(values[best]))
@@ -396,7 +401,7 @@ class PrivacyAccountant:
     @property
     def has_few_kinds(self) -> bool:
         """Whether the rounds have few enough distinct costs to compute PLD."""
-        return len(self._others) <= _MOST_KINDS_FOR_PLD
+        return len(self._others) <= _MAX_KINDS_FOR_PLD
 
     @property
     def is_one_gaussian(self) -> bool:
@@ -422,19 +427,21 @@ class PrivacyAccountant:
     def _epsilon_by_profile(
         self, event: BestOfTrialsDpEvent, delta: float, coarse: bool
     ) -> float:
-        coarse = coarse or len(event.events) > _MOST_KINDS_FOR_PLD
+        coarse = coarse or len(event.events) > _MAX_KINDS_FOR_PLD
         # A quick bound for one trial determines the necessary width of cells.
         orders = curves.PARTS[curves.FIRST_PART]
         by_event = [
-            curves.curve_of_trial(one, self.relation, curves.FIRST_PART)
-            for one in event.events
+            curves.curve_of_trial(trial, self.relation, curves.FIRST_PART)
+            for trial in event.events
         ]
         bound = dp_accounting.rdp.compute_epsilon(
             orders, np.max(by_event, axis=0), 1e-9
         )
         interval = curves.pld_interval(bound[0], coarse)
-        trials = [curves.event_pld(e, self.relation, interval) for e in event.events]
-        return private_selection.epsilon_of_best(event, trials, delta)
+        distributions = [
+            curves.event_pld(e, self.relation, interval) for e in event.events
+        ]
+        return private_selection.epsilon_of_best(event, distributions, delta)
 
     def _compose_pld(self, coarse: bool = False) -> _Distribution:
         counts: _Events = collections.Counter()
@@ -452,20 +459,24 @@ class PrivacyAccountant:
             largest_loss = self.epsilon(1e-9)
         coarse = coarse or len(counts) > _FEW_KINDS
         interval = curves.pld_interval(largest_loss, coarse)
-        parts, rest = [], counts
+        parts, remaining = [], counts
         # For one distinct cost, composing anew is fast and truncates fewer tails.
         if self._composed is not None and self._composed[:2] == (interval, counts):
             return self._composed[2]
         if self._composed is not None and len(counts) > 1:
-            kept_interval, kept, composed = self._composed
-            if kept_interval == interval and kept <= counts:
-                parts, rest = [composed], counts - kept
-        for event, count in rest.items():
-            one = curves.event_pld(event, self.relation, interval)
-            parts.append(one.self_compose(count) if count > 1 else one)
-        whole = functools.reduce(lambda one, other: one.compose(other), parts)
-        self._composed = interval, counts, whole
-        return whole
+            cached_interval, cached_counts, cached = self._composed
+            if cached_interval == interval and cached_counts <= counts:
+                parts, remaining = [cached], counts - cached_counts
+        for event, count in remaining.items():
+            distribution = curves.event_pld(event, self.relation, interval)
+            parts.append(
+                distribution.self_compose(count) if count > 1 else distribution
+            )
+        total = functools.reduce(
+            lambda distribution, other: distribution.compose(other), parts
+        )
+        self._composed = interval, counts, total
+        return total
 
 
 def _is_allocated(charge: charge_lib.RoundCharge) -> bool:
@@ -504,14 +515,14 @@ def _rdp_curve(charge: charge_lib.RoundCharge, part: int) -> np.ndarray:
 def _epsilons(orders: np.ndarray, rdp: np.ndarray, delta: float) -> np.ndarray:
     """Returns the epsilon at delta that each order gives; at least 0."""
     logs = np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
-    found = np.maximum(rdp + logs, 0.0)
-    return found + 1e-12 * (found + rdp + np.abs(logs))
+    epsilons = np.maximum(rdp + logs, 0.0)
+    return epsilons + 1e-12 * (epsilons + rdp + np.abs(logs))
 
 
 def _log_deltas(orders: np.ndarray, rdp: np.ndarray, epsilon: float) -> np.ndarray:
     """Returns the logarithm of the delta at epsilon that each order gives."""
-    found = (orders - 1) * (rdp - epsilon + np.log1p(-1 / orders)) - np.log(orders)
-    return found + 1e-14 * ((orders - 1) * (rdp + epsilon) + np.log(orders) + 1)
+    log_deltas = (orders - 1) * (rdp - epsilon + np.log1p(-1 / orders)) - np.log(orders)
+    return log_deltas + 1e-14 * ((orders - 1) * (rdp + epsilon) + np.log(orders) + 1)
 
 
 def _largest_sum(cohorts: Iterable[tuple[float, float, float]]) -> float:
@@ -520,7 +531,7 @@ def _largest_sum(cohorts: Iterable[tuple[float, float, float]]) -> float:
     for start, stop, weight in cohorts:
         steps[start] += weight
         steps[stop] -= weight
-    return max(itertools.accumulate(steps[place] for place in sorted(steps)), default=0)
+    return max(itertools.accumulate(steps[point] for point in sorted(steps)), default=0)
 
 
 def _drop_sampling(event: Any) -> Any:

@@ -29,9 +29,9 @@ MIN_SEPARATION = Sampling.MIN_SEPARATION
 # The samplings that make a round cheaper than its event.
 _AMPLIFIED = ("poisson", "fixed_size", "random_allocation")
 # The samplings whose cost is known only for Gaussians.
-_OF_GAUSSIANS = ("fixed_size", "random_allocation")
+_GAUSSIAN_ONLY = ("fixed_size", "random_allocation")
 # The samplings with a random (binomial) cohort size.
-OF_ANY_SIZE = ("poisson", "random_allocation")
+OF_RANDOM_SIZE = ("poisson", "random_allocation")
 ACCOUNTANTS = ("rdp", "pld")
 
 
@@ -107,7 +107,7 @@ class Participation:
         _validate.one_of((*SAMPLINGS, MIN_SEPARATION), sampling=self.sampling)
         n = _validate.positive_integer(num_clients=self.num_clients)
         m = _validate.positive(clients_per_round=self.clients_per_round)
-        fractional = self.sampling in OF_ANY_SIZE
+        fractional = self.sampling in OF_RANDOM_SIZE
         if self.sampling != Sampling.POISSON:
             m = check_size(m, n, fractional)
         if self.known_selection and self.sampling != Sampling.FIXED_SIZE:
@@ -115,19 +115,19 @@ class Participation:
                 "known_selection must be False except for fixed_size sampling, got "
                 f"{self.sampling} sampling."
             )
-        place = {"pass_index": self.pass_index, "pass_offset": self.pass_offset}
-        place = {name: each for name, each in place.items() if each is not None}
+        fields = {"pass_index": self.pass_index, "pass_offset": self.pass_offset}
+        fields = {name: index for name, index in fields.items() if index is not None}
         in_passes = self.sampling in (Sampling.SHUFFLED, Sampling.RANDOM_ALLOCATION)
-        named = in_passes or self.sampling == Sampling.CYCLIC
+        has_partition = in_passes or self.sampling == Sampling.CYCLIC
         if (
-            len(place) == 1
-            or (place and not in_passes)
-            or (self.partition is not None and not named)
+            len(fields) == 1
+            or (fields and not in_passes)
+            or (self.partition is not None and not has_partition)
         ):
             raise ValueError(
                 "pass_index and pass_offset must be given together, they for shuffled "
                 "sampling or random allocation alone and partition for these or "
-                f"cyclic sampling, got {place!r} and partition={self.partition!r} for "
+                f"cyclic sampling, got {fields!r} and partition={self.partition!r} for "
                 f"{self.sampling} sampling."
             )
         if self.group is not None:
@@ -135,8 +135,8 @@ class Participation:
                 raise ValueError(
                     f"group must be None unless sampling is cyclic, got {self.group!r}."
                 )
-            place["group"] = self.group
-        for name, value in place.items():
+            fields["group"] = self.group
+        for name, value in fields.items():
             value = _validate.non_negative_integer(**{name: value})
             object.__setattr__(self, name, value)
         object.__setattr__(self, "num_clients", n)
@@ -255,7 +255,7 @@ class RoundCharge(Participation):
             raise ValueError(
                 f"event must have a noise multiplier of at least 0, got {self.event!r}."
             )
-        if z is None and self.sampling in _OF_GAUSSIANS:
+        if z is None and self.sampling in _GAUSSIAN_ONLY:
             raise ValueError(
                 "event must be a GaussianDpEvent or a composition of them "
                 f"under {self.sampling} sampling, got {self.event!r}."
@@ -305,8 +305,8 @@ class RoundCharge(Participation):
         if z is not None:
             event = dp_accounting.GaussianDpEvent(z)
         if self.known_selection and self.is_amplified:
-            one = dp_accounting.GaussianDpEvent(cast(float, z) / self.sensitivity)
-            return KnownSelectionDpEvent(self.sampling_probability, one)
+            unsampled = dp_accounting.GaussianDpEvent(cast(float, z) / self.sensitivity)
+            return KnownSelectionDpEvent(self.sampling_probability, unsampled)
         if self.sampling == Sampling.FIXED_SIZE:
             z = cast(float, z)  # The constructor refused everything else.
             if accountant == "pld":
@@ -371,12 +371,14 @@ def rounds_per_pass(num_clients: int, clients_per_round: float) -> int:
     return max(1, math.floor(num_clients / clients_per_round * (1 + 1e-12)))
 
 
-def require_one_noise(round_index: int, z: float, begin: int, of_pass: float) -> None:
+def require_constant_noise(
+    round_index: int, z: float, begin: int, z_of_pass: float
+) -> None:
     """Raises ValueError if the noise multiplier differs from that of the pass."""
-    if z != of_pass:
+    if z != z_of_pass:
         raise ValueError(
             "noise_multiplier must be the same in all rounds of a pass of random "
-            f"allocation, got {of_pass:g} in round {begin} (counted from 0), with "
+            f"allocation, got {z_of_pass:g} in round {begin} (counted from 0), with "
             f"which a pass begins, and {z:g} in round {round_index}."
         )
 
@@ -399,7 +401,7 @@ class AllocationPasses:
         # For each known pass, its first round and one past its last.
         self._passes: list[tuple[int, int]] = [(first_round, first_round)]
 
-    def place(self, round_index: int) -> Json:
+    def pass_fields(self, round_index: int) -> Json:
         """Returns the fields of a `RoundCharge` for a round's place in its pass.
 
         Raises:
@@ -429,7 +431,9 @@ class AllocationPasses:
         while self._passes[-1][1] <= round_index:
             end = self._passes[-1][1]
             self._passes.append((end, end + self._rounds_at(end)))
-        return next(each for each in reversed(self._passes) if each[0] <= round_index)
+        return next(
+            bounds for bounds in reversed(self._passes) if bounds[0] <= round_index
+        )
 
     def _rounds_at(self, round_index: int) -> int:
         m = schedules.value_at(self._schedule, round_index, "clients_per_round")
@@ -449,7 +453,7 @@ class PassCohorts:
         self._schedule = clients_per_round
         self._cohorts: list[tuple[int, int, int]] = []
 
-    def place(self, round_index: int) -> dict[str, int]:
+    def pass_fields(self, round_index: int) -> dict[str, int]:
         """Returns the fields of a `RoundCharge` for a round's place in its pass."""
         index, start, stop = self.cohort(round_index)
         return {
@@ -463,8 +467,8 @@ class PassCohorts:
         n = self._num_clients
         if schedules.is_constant(self._schedule):
             m = int(check_size(self._schedule, n))
-            index, place = divmod(round_index, -(-n // m))
-            return index, place * m, min(n, place * m + m)
+            index, index_in_pass = divmod(round_index, -(-n // m))
+            return index, index_in_pass * m, min(n, index_in_pass * m + m)
         while len(self._cohorts) <= round_index:
             index, _, start = self._cohorts[-1] if self._cohorts else (0, 0, 0)
             if start == n:
@@ -512,8 +516,8 @@ def _mu_squared(event: dp_accounting.DpEvent) -> float | None:
         z = float(event.noise_multiplier)
         return z**-2 if z else math.inf
     if isinstance(event, dp_accounting.SelfComposedDpEvent):
-        one = _mu_squared(event.event) if event.count else 0.0
-        return None if one is None else event.count * one
+        mu_squared = _mu_squared(event.event) if event.count else 0.0
+        return None if mu_squared is None else event.count * mu_squared
     if isinstance(event, dp_accounting.ComposedDpEvent):
         parts = [_mu_squared(part) for part in event.events]
         return None if None in parts else math.fsum(cast(list[float], parts))
@@ -538,8 +542,8 @@ def normalise(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
 
 def _event_class(name: Any) -> Any:
     kinds = (BestOfTrialsDpEvent, KnownSelectionDpEvent, RandomAllocationDpEvent)
-    own = {kind.__name__: kind for kind in kinds}
-    return own.get(name) or getattr(dp_accounting.dp_event, str(name), None)
+    own_events = {kind.__name__: kind for kind in kinds}
+    return own_events.get(name) or getattr(dp_accounting.dp_event, str(name), None)
 
 
 def event_to_json(event: dp_accounting.DpEvent) -> Json:
@@ -562,10 +566,10 @@ def event_to_json(event: dp_accounting.DpEvent) -> Json:
         raise ValueError("event must not hold NaN.")
     if kind is dp_accounting.GaussianDpEvent:
         z = fields["noise_multiplier"]
-        if 0 < z < gaussian.LEAST_NOISE:
+        if 0 < z < gaussian.MIN_NOISE:
             fields["noise_multiplier"] = 0.0
-        elif gaussian.MOST_NOISE < z < math.inf:
-            fields["noise_multiplier"] = gaussian.MOST_NOISE
+        elif gaussian.MAX_NOISE < z < math.inf:
+            fields["noise_multiplier"] = gaussian.MAX_NOISE
     return {"type": kind.__name__, **fields}
 
 

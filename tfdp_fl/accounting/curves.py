@@ -78,7 +78,7 @@ def rdp_curve(
     """
     alpha = PARTS[part]
     if isinstance(event, BestOfTrialsDpEvent):
-        return _best_of_trials(event, relation)[part]
+        return _curves_of_best_trial(event, relation)[part]
     if isinstance(event, known_selection.KnownSelectionDpEvent):
         return known_selection.renyi_divergence(event, alpha)
     if isinstance(event, random_allocation.RandomAllocationDpEvent):
@@ -89,7 +89,7 @@ def rdp_curve(
         first = max(0, np.searchsorted(integers, alpha[0], "right") - 1)
         integers = integers[first : np.searchsorted(integers, alpha[-1]) + 1]
         if fixed_size or not 0 < event.sampling_probability < 1:
-            log_a = (integers - 1) * _dp_accountings(event, relation, integers)
+            log_a = (integers - 1) * _library_divergence(event, relation, integers)
         else:
             log_a = _log_a_at_integers(integers, event)
         log_a += _rounding_of_log_a(log_a, integers, event)
@@ -97,17 +97,17 @@ def rdp_curve(
         if not fixed_size:
             log_a = _with_fractional_orders(log_a, alpha, event)
         # Sampling never costs more than including every client.
-        everybody = alpha / (2 * event.event.noise_multiplier**2)
-        rdp = np.minimum(log_a / (alpha - 1), everybody)
+        without_sampling = alpha / (2 * event.event.noise_multiplier**2)
+        rdp = np.minimum(log_a / (alpha - 1), without_sampling)
     else:
-        rdp = _dp_accountings(event, relation, alpha) + _ROUNDING / (alpha - 1)
+        rdp = _library_divergence(event, relation, alpha) + _ROUNDING / (alpha - 1)
     rdp = np.maximum(rdp * (1 + 1e-13), 1e-15)
     rdp.setflags(write=False)
     return rdp
 
 
 @functools.lru_cache(maxsize=256)
-def _best_of_trials(
+def _curves_of_best_trial(
     event: BestOfTrialsDpEvent,
     relation: dp_accounting.NeighboringRelation,
 ) -> list[np.ndarray]:
@@ -120,8 +120,8 @@ def _best_of_trials(
     """
     parts = range(len(PARTS))
     trials = [
-        np.concatenate([curve_of_trial(each, relation, part) for part in parts])
-        for each in event.events
+        np.concatenate([curve_of_trial(trial, relation, part) for part in parts])
+        for trial in event.events
     ]
     # (Its accountant accepts only events, and has no public form of the theorem.)
     best = rdp_privacy_accountant._compute_rdp_repeat_and_select(
@@ -139,7 +139,9 @@ def curve_of_trial(
     if isinstance(event, dp_accounting.SelfComposedDpEvent):
         return event.count * curve_of_trial(event.event, relation, part)
     if isinstance(event, dp_accounting.ComposedDpEvent):
-        parts = [curve_of_trial(each, relation, part) for each in event.events]
+        parts = [
+            curve_of_trial(component, relation, part) for component in event.events
+        ]
         return np.sum([np.zeros(len(PARTS[part])), *parts], axis=0)
     return rdp_curve(event, relation, part)
 
@@ -159,11 +161,11 @@ def _log_a_at_integers(
     """
     q, z = event.sampling_probability, event.event.noise_multiplier
     k = np.arange(orders[-1] + 1)
-    rest = orders[:, None] - k
-    factorials = _LOG_FACTORIALS[k] + _LOG_FACTORIALS[np.maximum(rest, 0)]
-    logs = _LOG_FACTORIALS[orders, None] - factorials + rest * math.log1p(-q)
+    order_minus_k = orders[:, None] - k
+    factorials = _LOG_FACTORIALS[k] + _LOG_FACTORIALS[np.maximum(order_minus_k, 0)]
+    logs = _LOG_FACTORIALS[orders, None] - factorials + order_minus_k * math.log1p(-q)
     logs += k * math.log(q) + (k * k - k) / (2 * z * z)
-    logs[rest < 0] = -np.inf
+    logs[order_minus_k < 0] = -np.inf
     largest = logs.max(axis=1)
     return np.log(np.exp(logs - largest[:, None]).sum(axis=1)) + largest
 
@@ -181,22 +183,22 @@ def _rounding_of_log_a(log_a: np.ndarray, orders: np.ndarray, event: Any) -> np.
         else event.sample_size / event.source_dataset_size
     )
     log_a = np.maximum(log_a, 0.0)
-    of_logs = orders * (2 + np.log(orders) - math.log(max(q, 1e-300)))
-    return _ROUNDING * (4 + log_a + of_logs * np.minimum(1, orders * q + log_a))
+    log_terms = orders * (2 + np.log(orders) - math.log(max(q, 1e-300)))
+    return _ROUNDING * (4 + log_a + log_terms * np.minimum(1, orders * q + log_a))
 
 
 def _is_sampled_gaussian(event: dp_accounting.DpEvent) -> bool:
-    sampled = (
+    sampled_events = (
         dp_accounting.PoissonSampledDpEvent,
         dp_accounting.SampledWithoutReplacementDpEvent,
     )
-    return isinstance(event, sampled) and (
+    return isinstance(event, sampled_events) and (
         isinstance(event.event, dp_accounting.GaussianDpEvent)
         and event.event.noise_multiplier > 0
     )
 
 
-def _dp_accountings(
+def _library_divergence(
     event: dp_accounting.DpEvent,
     relation: dp_accounting.NeighboringRelation,
     orders: np.ndarray,
@@ -274,8 +276,8 @@ def event_pld(
     if isinstance(event, known_selection.KnownSelectionDpEvent):
         return known_selection.privacy_loss(event, interval)
     if isinstance(event, random_allocation.RandomAllocationDpEvent):
-        fine = interval < _PLD_COARSE_INTERVAL
-        cells = _ALLOCATION_CELLS if fine else _ALLOCATION_COARSE_CELLS
+        is_fine = interval < _PLD_COARSE_INTERVAL
+        cells = _ALLOCATION_CELLS if is_fine else _ALLOCATION_COARSE_CELLS
         return random_allocation.privacy_loss(event, interval, cells)
     accountant = _compose(pld.PLDAccountant(relation, interval), event, other="rdp")
     if accountant.get_epsilon(0.5) == math.inf:

@@ -16,9 +16,9 @@ from tfdp_fl import _validate
 
 # Beyond these limits, any useful epsilon is above 1e7 or below 1e-5, and floating point
 # fails. There, the noise is rounded down.
-LEAST_NOISE, MOST_NOISE = 1e-4, 1e6
+MIN_NOISE, MAX_NOISE = 1e-4, 1e6
 # Above this, a tail bound on the privacy loss gives a sufficient noise.
-_LARGEST_EPSILON = 1e5
+_MAX_EPSILON = 1e5
 # More than the rounding errors of a few operations and of SciPy's functions.
 _ROUNDING_OF_DELTA = 2.0**-46
 
@@ -41,7 +41,7 @@ def gaussian_delta(noise_multiplier: float, epsilon: float) -> float:
     epsilon = _validate.non_negative(epsilon=epsilon)
     if z == math.inf:
         return 0.0
-    if z < LEAST_NOISE:
+    if z < MIN_NOISE:
         return 1.0
     first = float(stats.norm.logcdf(0.5 / z - epsilon * z))
     if first == -math.inf:
@@ -64,11 +64,11 @@ def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
     """
     z = _noise(noise_multiplier)
     delta = _validate.inside_unit_interval(delta=delta)
-    if z < LEAST_NOISE:
+    if z < MIN_NOISE:
         return math.inf
     if z == math.inf:
         return 0.0
-    z = min(z, MOST_NOISE)
+    z = min(z, MAX_NOISE)
     with np.errstate(divide="ignore"):
         epsilon, step = float(dp_accounting.get_epsilon_gaussian(z, delta)), 1e-12
     while gaussian_delta(z, epsilon) > delta:
@@ -116,14 +116,14 @@ def analytic_noise_multiplier(epsilon: float, delta: float) -> float:
     """
     epsilon = _validate.positive(epsilon=epsilon)
     delta = _validate.inside_unit_interval(delta=delta)
-    if epsilon > _LARGEST_EPSILON:  # A tail bound on the privacy loss.
+    if epsilon > _MAX_EPSILON:  # A tail bound on the privacy loss.
         tail = math.sqrt(-2 * math.log(delta))
         mu = math.hypot(tail, math.sqrt(2) * math.sqrt(epsilon)) - tail
         return (1 + 1e-12) / mu
-    if gaussian_delta(MOST_NOISE, epsilon) > delta:
+    if gaussian_delta(MAX_NOISE, epsilon) > delta:
         raise ValueError(
             f"epsilon and delta must need a noise multiplier of at most "
-            f"{MOST_NOISE:g}, got {epsilon!r} and {delta!r}."
+            f"{MAX_NOISE:g}, got {epsilon!r} and {delta!r}."
         )
     with np.errstate(divide="ignore"):
         z, step = float(dp_accounting.get_sigma_gaussian(epsilon, delta)), 1e-12

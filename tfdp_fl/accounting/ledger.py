@@ -163,10 +163,10 @@ class LedgerContents:
           ValueError: A round has no central charge, or the relations differ.
         """
         charges = collections.Counter(entry.charge for entry in self.entries)
-        if without := charges.pop(None, 0):
+        if num_missing := charges.pop(None, 0):
             raise ValueError(
                 "A ledger must have a central charge for each round to have a central "
-                f"epsilon, got {without} of {len(self.entries)} rounds without."
+                f"epsilon, got {num_missing} of {len(self.entries)} rounds without."
             )
         return PrivacyAccountant(
             (charge, count) for charge, count in charges.items() if charge is not None
@@ -288,7 +288,7 @@ class PrivacyLedger:
         _validate.instance_of(dict, mechanism=mechanism)
         self.path = pathlib.Path(path)
         # The absolute path, in case the working directory changes.
-        self._place = os.path.abspath(self.path)
+        self._absolute_path = os.path.abspath(self.path)
         # A fork inherits the file, its lock and the position of the next line.
         self._process = os.getpid()
         self.run = new_run() if run is None else _check_run(run)
@@ -300,14 +300,14 @@ class PrivacyLedger:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         if mode == "create":
             flags |= os.O_EXCL
-        elif expected_head is not None and not os.path.exists(self._place):
+        elif expected_head is not None and not os.path.exists(self._absolute_path):
             raise LedgerTamperedError(
                 f"The ledger {self.path} is missing, and it held the line with the "
                 f"hash {expected_head}."
             )
         try:
             with _signals.defer_signals():  # So that an open file can be closed.
-                self._descriptor = os.open(self._place, flags, 0o600)
+                self._descriptor = os.open(self._absolute_path, flags, 0o600)
         except FileExistsError:
             raise FileExistsError(
                 errno.EEXIST,
@@ -342,7 +342,7 @@ class PrivacyLedger:
                 self._header = header
                 # The folder may be written but not read.
                 with contextlib.suppress(PermissionError):
-                    _files.sync_folder(os.path.dirname(self._place))
+                    _files.sync_folder(os.path.dirname(self._absolute_path))
         except BlockingIOError:
             self.close()
             raise LedgerInUseError(
@@ -351,7 +351,7 @@ class PrivacyLedger:
             ) from None
         except BaseException:
             if mode == "create":
-                os.unlink(self._place)  # Made here, and empty.
+                os.unlink(self._absolute_path)  # Made here, and empty.
             self.close()
             raise
 
@@ -436,17 +436,17 @@ class PrivacyLedger:
         entry = _entry(body)
         with self.lock:
             if budget is not None:
-                self._ask(budget, entry)
+                self._require_affordable(budget, entry)
             with _signals.defer_signals():
                 # Otherwise, the disk could hold a line that this object lacks.
                 self._head = self._append(body)
                 self._entries.append(dataclasses.replace(entry, line_hash=self._head))
                 self._is_central &= entry.is_central
                 self._rounds_of[entry.run] += 1
-                known, self._central = self._central, None
-                if known and budget and charge is not None and entry.is_central:
-                    known.add(charge)  # Its relation was checked with the budget.
-                    self._central = known
+                accountant, self._central = self._central, None
+                if accountant and budget and charge is not None and entry.is_central:
+                    accountant.add(charge)  # Its relation was checked with the budget.
+                    self._central = accountant
 
     def record_end(self, run: str, digest: str) -> None:
         """Records that a search has ended, without the time, which is secret.
@@ -463,7 +463,7 @@ class PrivacyLedger:
             self._head = self._append(body)
             self._ended[run] = digest
 
-    def _ask(self, budget: PrivacyBudget, entry: LedgerEntry) -> None:
+    def _require_affordable(self, budget: PrivacyBudget, entry: LedgerEntry) -> None:
         """Raises BudgetExceededError if one more round would exceed the budget."""
         trust_model = self._header.get("mechanism", {}).get("trust_model")
         if (
@@ -493,7 +493,7 @@ class PrivacyLedger:
     def contents(self) -> LedgerContents:
         """Returns the current contents; others may write to a closed ledger."""
         if self._descriptor is None:
-            return PrivacyLedger.read(self._place)
+            return PrivacyLedger.read(self._absolute_path)
         return self._read()
 
     def _read(self) -> LedgerContents:
@@ -558,12 +558,12 @@ class PrivacyLedger:
         data = os.pread(self._file, os.fstat(self._file).st_size, 0)
         self._end = len(data)
         self._check_file()
-        contents, whole = _parse(data, str(self.path), expected_head)
-        if whole < len(data):
-            os.ftruncate(self._file, whole)
+        contents, complete_length = _parse(data, str(self.path), expected_head)
+        if complete_length < len(data):
+            os.ftruncate(self._file, complete_length)
             os.fsync(self._file)
-        self._end = whole
-        if whole and not data[:whole].endswith(b"\n"):
+        self._end = complete_length
+        if complete_length and not data[:complete_length].endswith(b"\n"):
             self._write(b"\n")
         return dataclasses.replace(contents, truncated=False)
 
@@ -604,18 +604,18 @@ class PrivacyLedger:
                 f"The ledger {self.path} was opened by process {self._process}; its "
                 f"fork {os.getpid()} would overwrite its lines. Open one in each."
             )
-        own, there = os.fstat(self._file), None
+        opened, on_disk = os.fstat(self._file), None
         with contextlib.suppress(OSError):
-            there = os.stat(self._place)
-        if there is None or not os.path.samestat(own, there):
+            on_disk = os.stat(self._absolute_path)
+        if on_disk is None or not os.path.samestat(opened, on_disk):
             raise LedgerMovedError(
                 f"The ledger {self.path} was deleted, moved or replaced while "
                 "it was open: what is written now would not be found there. "
                 "Put it back; the round must not be released."
             )
-        if own.st_size != self._end:
+        if opened.st_size != self._end:
             raise LedgerTamperedError(
-                f"The ledger {self.path} has {own.st_size} bytes where "
+                f"The ledger {self.path} has {opened.st_size} bytes where "
                 f"{self._end} were written: something else changed it while "
                 "it was open. The round must not be released."
             )
@@ -669,8 +669,8 @@ def _parse(
     header: Json = {}
     entries: list[LedgerEntry] = []
     ended: dict[str, str] = {}
-    head, seen, whole = _GENESIS, {_GENESIS}, 0
-    for number, line in enumerate([*lines, _without_rest(tail)], start=1):
+    head, hashes, complete_length = _GENESIS, {_GENESIS}, 0
+    for number, line in enumerate([*lines, _strip_after_json(tail)], start=1):
         has_end = number <= len(lines)
         try:
             body, digest = _verify(line, head, number == 1, name)
@@ -685,7 +685,7 @@ def _parse(
             if number == 1:
                 header = body
             elif body["kind"] == "ended":
-                _check_fields(body, _OF_END)
+                _check_fields(body, _END_FIELDS)
                 ended[body["run"]] = body["digest"]
             else:
                 entries.append(_entry(body, digest))
@@ -694,9 +694,9 @@ def _parse(
                 f"Line {number} of the ledger {name} cannot be read: {error}"
             ) from error
         head = digest
-        seen.add(head)
-        whole += len(line) + has_end
-    if expected_head is not None and expected_head not in seen:
+        hashes.add(head)
+        complete_length += len(line) + has_end
+    if expected_head is not None and expected_head not in hashes:
         raise LedgerTamperedError(
             f"The ledger {name} does not contain the line with the hash "
             f"{expected_head}: lines at its end were removed."
@@ -705,14 +705,14 @@ def _parse(
     contents = LedgerContents(
         header=header,
         entries=tuple(entries),
-        truncated=whole < len(data) or not data,
+        truncated=complete_length < len(data) or not data,
         head=head,
         ended=ended,
     )
-    return contents, whole
+    return contents, complete_length
 
 
-def _without_rest(line: bytes) -> bytes:
+def _strip_after_json(line: bytes) -> bytes:
     """Returns a last line up to the end of its JSON object.
 
     If the byte after it is no longer a newline, the line is still valid: a crash leaves
@@ -726,7 +726,7 @@ def _without_rest(line: bytes) -> bytes:
     return text[:end].encode("utf-8", "surrogateescape")
 
 
-def _verify(line: bytes, head: str, first: bool, name: str) -> tuple[Json, str]:
+def _verify(line: bytes, head: str, is_first: bool, name: str) -> tuple[Json, str]:
     """Returns a line's content and hash; `head` is the hash of the previous line."""
     body = dict(json.loads(line.decode()))
     for key in ("previous", "hash"):
@@ -734,9 +734,9 @@ def _verify(line: bytes, head: str, first: bool, name: str) -> tuple[Json, str]:
     written, digest = line_after(head, body)
     if written != line:
         raise ValueError("it is not what was written after the line before it")
-    if first != (body["kind"] == "header"):
+    if is_first != (body["kind"] == "header"):
         raise ValueError("it is not what belongs there")
-    if first and body["format"] != FORMAT:
+    if is_first and body["format"] != FORMAT:
         raise LedgerError(
             f"The ledger {name} has the format {body['format']!r}, which version "
             f"{body.get('version', '(unknown)')} reads; this version reads {FORMAT!r}."
@@ -757,8 +757,8 @@ def _is_object(value: object) -> bool:
 
 
 # The fields of a line and their checks; events have a schema of their own.
-_OF_END = {"run": _is_text, "digest": _is_text}
-_OF_ROUND = {
+_END_FIELDS = {"run": _is_text, "digest": _is_text}
+_ROUND_FIELDS = {
     "run": lambda value: _is_text(value) and bool(value),
     "time": _is_text,
     "round": _is_count,
@@ -776,7 +776,7 @@ def _check_fields(body: Json, checks: Mapping[str, Callable[[object], bool]]) ->
 
 
 def _entry(body: Json, line_hash: str = "") -> LedgerEntry:
-    _check_fields(body, _OF_ROUND)
+    _check_fields(body, _ROUND_FIELDS)
     local, charge = body["local"], body["charge"]
     if charge is not None:
         charge = charge_lib.RoundCharge.from_json(charge)

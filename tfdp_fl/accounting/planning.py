@@ -20,11 +20,11 @@ from tfdp_fl.accounting.rounding import format_up
 from tfdp_fl.terms import Sampling
 
 # A limit beyond any real training; without it, a free mechanism would never stop.
-_MOST_ROUNDS = 1 << 40
-_MOST_SCHEDULED_ROUNDS = 1_000_000
+_MAX_ROUNDS = 1 << 40
+_MAX_SCHEDULED_ROUNDS = 1_000_000
 # For the noise multiplier and epsilon; within the promised 0.1 %.
 _TOLERANCE = 8e-4
-_SMALLEST, _LARGEST = 1e-6, 1e9
+_MIN_NOISE, _MAX_NOISE = 1e-6, 1e9
 # After so long, a calibration says how far it is.
 _SILENT_SECONDS = 2.0
 
@@ -49,26 +49,26 @@ def _plan_charges(
         )
         count = rounds if constant else 1
         if sampling == Sampling.SHUFFLED:
-            place: dict[str, Any] = {**cohorts.place(t), "partition": "planned"}
+            fields: dict[str, Any] = {**cohorts.pass_fields(t), "partition": "planned"}
             # The first round of a pass costs as much as the whole pass.
-            count = -(-count // -(-num_clients // place["clients_per_round"]))
+            count = -(-count // -(-num_clients // fields["clients_per_round"]))
         elif sampling == Sampling.RANDOM_ALLOCATION:
-            place = passes.place(t)
-            size, begin = place["clients_per_round"], place["pass_index"]
+            fields = passes.pass_fields(t)
+            size, begin = fields["clients_per_round"], fields["pass_index"]
             z_of_pass = schedules.value_at(noise_multiplier, begin, "noise_multiplier")
-            charge_lib.require_one_noise(t, z, begin, z_of_pass)
+            charge_lib.require_constant_noise(t, z, begin, z_of_pass)
             if t > begin:  # Its pass was charged in full with the first round.
                 continue
-            place = {"clients_per_round": size}
+            fields = {"clients_per_round": size}
             count = -(-count // charge_lib.rounds_per_pass(num_clients, size))
         else:
             size = schedules.value_at(clients_per_round, t, "clients_per_round")
             size = charge_lib.check_size(size, num_clients, fractional=True)
-            place = {"clients_per_round": size}
-        one = charge_lib.RoundCharge(
-            sampling=sampling, num_clients=num_clients, event=event, **place
+            fields = {"clients_per_round": size}
+        charge = charge_lib.RoundCharge(
+            sampling=sampling, num_clients=num_clients, event=event, **fields
         )
-        yield one, count
+        yield charge, count
 
 
 def epsilon(
@@ -145,12 +145,12 @@ def max_rounds(
     target = _validate.positive(target_epsilon=target_epsilon)
     # Evaluate random schedules only once; sequences end.
     z, m = schedules.fix(noise_multiplier), schedules.fix(clients_per_round)
-    lengths = [len(each) for each in (z, m) if hasattr(each, "__len__")]
-    limit = min([_MOST_SCHEDULED_ROUNDS, *lengths])
+    lengths = [len(schedule) for schedule in (z, m) if hasattr(schedule, "__len__")]
+    limit = min([_MAX_SCHEDULED_ROUNDS, *lengths])
     if schedules.is_constant(z) and schedules.is_constant(m):
-        limit = _MOST_ROUNDS
+        limit = _MAX_ROUNDS
 
-    def most(by: str, guess: int) -> int:
+    def affordable_rounds(by: str, guess: int) -> int:
         def cost(rounds: int) -> float:
             history = PrivacyAccountant(
                 _plan_charges(z, sampling, num_clients, m, rounds)
@@ -159,8 +159,10 @@ def max_rounds(
 
         return largest_affordable(cost, target, limit, guess)
 
-    by_rdp = most("rdp", 1)
-    return by_rdp if accountant == "rdp" else most(accountant, max(by_rdp, 1))
+    by_rdp = affordable_rounds("rdp", 1)
+    return (
+        by_rdp if accountant == "rdp" else affordable_rounds(accountant, max(by_rdp, 1))
+    )
 
 
 def largest_affordable(
@@ -212,7 +214,7 @@ def calibrate_noise_multiplier(
     Raises:
       ValueError: If no noise meets the target, or arguments are wrong.
     """
-    given = [each for each in (delta, target_delta) if each is not None]
+    given = [value for value in (delta, target_delta) if value is not None]
     if len(given) != 1:
         raise ValueError(
             "delta or its other name target_delta must be given, not both, "
@@ -253,16 +255,16 @@ def calibrate(
       ValueError: If no noise multiplier (up to `upper`) meets the target.
     """
     target = _validate.positive(target_epsilon=target_epsilon)
-    limit = _LARGEST if upper is None else _validate.positive(upper=upper)
+    limit = _MAX_NOISE if upper is None else _validate.positive(upper=upper)
 
-    begun = time.monotonic()
+    start_time = time.monotonic()
 
     def epsilon(z: float, by: str, coarse: bool = False) -> float:
-        found = PrivacyAccountant(make_charges(z)).epsilon(delta, by, coarse)
-        if time.monotonic() - begun > _SILENT_SECONDS:
-            line = f"Calibrating: noise multiplier {z:.6g}, epsilon {format_up(found)}"
+        result = PrivacyAccountant(make_charges(z)).epsilon(delta, by, coarse)
+        if time.monotonic() - start_time > _SILENT_SECONDS:
+            line = f"Calibrating: noise multiplier {z:.6g}, epsilon {format_up(result)}"
             print(line, file=sys.stderr, flush=True)
-        return found
+        return result
 
     def solve(
         start: float,
@@ -309,14 +311,14 @@ def _solve(
     """
     epsilon = functools.cache(epsilon)
     # Sums in a different order may differ in their last digits.
-    wanted = target * (1 - 1e-9)
+    threshold = target * (1 - 1e-9)
 
     def excess(z: float) -> float:
-        found = min(epsilon(z), 1e12) - wanted
-        return 0.0 if -slack * wanted <= found <= 0 else found
+        difference = min(epsilon(z), 1e12) - threshold
+        return 0.0 if -slack * threshold <= difference <= 0 else difference
 
     low = high = start
-    while epsilon(high) > wanted:
+    while epsilon(high) > threshold:
         if high >= limit:
             raise ValueError(
                 f"target_epsilon={format_up(target)} at delta={format_up(delta)} "
@@ -324,12 +326,12 @@ def _solve(
                 f"{format_up(epsilon(high))} there)."
             )
         low, high, factor = high, min(limit, high * factor), factor * factor
-    while epsilon(low) <= wanted:
-        if low < _SMALLEST:
+    while epsilon(low) <= threshold:
+        if low < _MIN_NOISE:
             return low  # Epsilon does not depend on the noise.
         low, high, factor = low / factor, low, factor * factor
     step = low * 1e-5
     z = optimize.brentq(excess, low, high, xtol=step)
-    while epsilon(z) > wanted:
+    while epsilon(z) > threshold:
         z = min(z + step, high)
     return float(z)

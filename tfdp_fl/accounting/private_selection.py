@@ -60,7 +60,9 @@ class TrialCount:
     shape: float
 
     @classmethod
-    def named(cls, expected_trials: float, distribution: str | float) -> TrialCount:
+    def from_arguments(
+        cls, expected_trials: float, distribution: str | float
+    ) -> TrialCount:
         """Returns the distribution for the arguments of `PrivateSearch`.
 
         Raises:
@@ -77,14 +79,14 @@ class TrialCount:
         return cls(mean=mean, shape=_validate.non_negative(distribution=distribution))
 
     @property
-    def may_be_none(self) -> bool:
+    def may_be_zero(self) -> bool:
         """Whether there can be no trial at all."""
         return math.isinf(self.shape)
 
     @property
     def theorem(self) -> str:
         """The theorem that bounds the Renyi divergence, in words for a statement."""
-        number = 6 if self.may_be_none else 2
+        number = 6 if self.may_be_zero else 2
         return f"theorem {number} of Papernot & Steinke (2022, arXiv 2110.03620)"
 
     def describe(self) -> str:
@@ -97,10 +99,10 @@ class TrialCount:
 
     def draw(self, generator: np.random.Generator) -> int:
         """Draws a number of trials; a Poisson distribution may yield 0."""
-        if self.may_be_none:
+        if self.may_be_zero:
             return int(generator.poisson(self.mean))
         # Rounded so that slightly fewer trials are drawn than are accounted for.
-        gamma = min(1.0, _stopping(self.shape, self.mean) * (1 + 1e-8))
+        gamma = min(1.0, _stopping_probability(self.shape, self.mean) * (1 + 1e-8))
         if self.shape == 0:
             return int(generator.logseries(1 - gamma)) if gamma < 1 else 1
         if self.shape == 1 or gamma == 1:
@@ -147,18 +149,18 @@ def epsilon_of_best(
     """
 
     def delta_of_trial(epsilon: float | np.ndarray) -> np.ndarray:
-        found = [trial.get_delta_for_epsilon(epsilon) for trial in trials]
-        return np.max(np.minimum(found, 1.0), axis=0)
+        deltas = [trial.get_delta_for_epsilon(epsilon) for trial in trials]
+        return np.max(np.minimum(deltas, 1.0), axis=0)
 
     if math.isinf(event.shape):
         log_c = event.mean * float(delta_of_trial(0.0))
     else:
-        gamma = _stopping(event.shape, event.mean)
+        gamma = _stopping_probability(event.shape, event.mean)
         a = np.linspace(0.0, -math.log(gamma), 300)
-        at_a = delta_of_trial(a)
+        deltas = delta_of_trial(a)
         ratio = np.maximum(
-            1 + (1 / gamma - 1) * at_a,
-            1 / (gamma + (1 - gamma) * (1 - at_a) * np.exp(-a)),
+            1 + (1 / gamma - 1) * deltas,
+            1 / (gamma + (1 - gamma) * (1 - deltas) * np.exp(-a)),
         )
         log_c = (1 + event.shape) * math.log(ratio.min())
     delta = delta / event.mean
@@ -166,6 +168,6 @@ def epsilon_of_best(
 
 
 @functools.lru_cache(maxsize=256)
-def _stopping(shape: float, mean: float) -> float:
+def _stopping_probability(shape: float, mean: float) -> float:
     """Returns gamma, the parameter of the truncated negative binomial."""
     return rdp_privacy_accountant._gamma_truncated_negative_binomial(shape, mean)

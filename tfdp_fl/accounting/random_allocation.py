@@ -27,10 +27,10 @@ from scipy import special, stats
 _TAIL, _RARE = 1e-18, 1e-5
 # With less noise, the pass costs as if the allocation were known; more noise counts as
 # the maximum.
-_LEAST_NOISE, _MOST_NOISE = 0.15, 1e3
+_MIN_NOISE, _MAX_NOISE = 0.15, 1e3
 # The bins of a coarse histogram that locates the mass.
 _BINS = 512
-_MOST_ORDER, _MOST_GRID_POINTS = 1024, 4_000_000
+_MAX_ORDER, _MAX_GRID_POINTS = 1024, 4_000_000
 # More than the floating-point error of a logarithm here.
 _ROUNDING = 1e-12
 
@@ -50,7 +50,7 @@ class RandomAllocationDpEvent(dp_accounting.DpEvent):
     event: dp_accounting.GaussianDpEvent
 
 
-class _Law(NamedTuple):
+class _Distribution(NamedTuple):
     """A distribution that is at least S in the convex order.
 
     Attributes:
@@ -86,12 +86,12 @@ def privacy_loss(
       cells: The number of cells for intermediate sums.
     """
     z, t = event.event.noise_multiplier, event.rounds
-    if z < _LEAST_NOISE:
+    if z < _MIN_NOISE:
         return privacy_loss_distribution.from_gaussian_mechanism(
             z, value_discretization_interval=interval
         )
-    one = _lognormal(1 / min(z, _MOST_NOISE), cells)
-    total = _power(one, t, functools.partial(_add, cells=cells))
+    single = _lognormal(1 / min(z, _MAX_NOISE), cells)
+    total = _power(single, t, functools.partial(_add, cells=cells))
     values, missing = total.values / t, total.missing / t
     cell = np.log(values[1:]) / interval
     first, last = math.floor(cell[0]) - 1, math.ceil(cell[-1]) + 1
@@ -105,10 +105,10 @@ def privacy_loss(
     )
 
 
-def _lognormal(sigma: float, cells: int) -> _Law:
+def _lognormal(sigma: float, cells: int) -> _Distribution:
     """Returns the distribution of exp(N(-sigma^2 / 2, sigma^2)), whose mean is 1."""
-    most = float(stats.norm.isf(_TAIL))
-    normal = np.linspace(-most, most + sigma, cells)
+    limit = float(stats.norm.isf(_TAIL))
+    normal = np.linspace(-limit, limit + sigma, cells)
     grid = np.exp(sigma * normal - sigma**2 / 2)
     # The probability of each cell and of the tails, and their shares of the mean.
     mass = _normal_cells(normal)
@@ -118,7 +118,7 @@ def _lognormal(sigma: float, cells: int) -> _Law:
     masses = np.append(mass[:-1] - up, mass[-1])
     masses[1:] += up
     missing = max(0.0, float(mean[-1] - mass[-1] * grid[-1]))
-    return _Law(np.array([0.0, *grid]), masses, missing)
+    return _Distribution(np.array([0.0, *grid]), masses, missing)
 
 
 def _normal_cells(ends: np.ndarray) -> np.ndarray:
@@ -129,30 +129,30 @@ def _normal_cells(ends: np.ndarray) -> np.ndarray:
     return np.concatenate([below[:1], inside, above[-1:]])
 
 
-def _add(one: _Law, other: _Law, cells: int) -> _Law:
+def _add(first: _Distribution, second: _Distribution, cells: int) -> _Distribution:
     """Returns the distribution of a sum of independent variables, spread on a grid."""
-    sums = np.add.outer(one.values, other.values).ravel()[1:]
-    masses = np.outer(one.masses, other.masses).ravel()
+    sums = np.add.outer(first.values, second.values).ravel()[1:]
+    masses = np.outer(first.masses, second.masses).ravel()
     at_zero, masses = masses[0], masses[1:]
     sums, masses = sums[masses > 0], masses[masses > 0]
     logs = np.log(sums)
     start = logs.min()
     width = (logs.max() - start) / _BINS
-    place = np.minimum((logs - start) / width, _BINS - 1).astype(int)
-    below = np.cumsum(np.bincount(place, masses, _BINS))
-    above = np.cumsum(np.bincount(place, masses * sums, _BINS)[::-1])
+    bin_index = np.minimum((logs - start) / width, _BINS - 1).astype(int)
+    below = np.cumsum(np.bincount(bin_index, masses, _BINS))
+    above = np.cumsum(np.bincount(bin_index, masses * sums, _BINS)[::-1])
     ends = [np.searchsorted(below, tail) for tail in (_TAIL, _RARE)]
     ends += [_BINS - np.searchsorted(above, tail) for tail in (_RARE, _TAIL)]
     # Four fifths of the cells cover most of the mass.
-    counts, places = np.array([0, 0.1, 0.9, 1]), np.arange(4)
+    counts, indices = np.array([0, 0.1, 0.9, 1]), np.arange(4)
     # (The knots must all differ.)
-    knots = start + width * (np.maximum.accumulate(ends - places) + places)
+    knots = start + width * (np.maximum.accumulate(ends - indices) + indices)
     grid = np.exp(np.interp(np.linspace(0, 1, cells), counts, knots))
     cell = np.interp(logs, knots, counts) * (cells - 1)
     spread, beyond = _spread(sums, masses, grid, cell)
     spread[0] += at_zero
-    missing = one.missing + other.missing + beyond
-    return _Law(np.array([0.0, *grid]), spread, missing)
+    missing = first.missing + second.missing + beyond
+    return _Distribution(np.array([0.0, *grid]), spread, missing)
 
 
 def _spread(
@@ -172,16 +172,16 @@ def _spread(
     return spread, float(masses @ np.maximum(values - grid[-1], 0.0))
 
 
-def _power(one: _T, times: int, add: Callable[[_T, _T], _T]) -> _T:
+def _power(base: _T, times: int, add: Callable[[_T, _T], _T]) -> _T:
     """Returns one + ... + one (`times` terms), by doubling."""
     total = None
     while True:
         if times & 1:
-            total = one if total is None else add(total, one)
+            total = base if total is None else add(total, base)
         times >>= 1
         if not times:
             return total  # type: ignore[return-value]
-        one = add(one, one)
+        base = add(base, base)
 
 
 def renyi_divergence(event: RandomAllocationDpEvent, orders: np.ndarray) -> np.ndarray:
@@ -196,47 +196,56 @@ def renyi_divergence(event: RandomAllocationDpEvent, orders: np.ndarray) -> np.n
       orders: Float64 [K], a > 1.
     """
     z, t = event.event.noise_multiplier, event.rounds
-    everybody = orders / (2 * z * z)
-    most = max(2, math.ceil(min(orders[-1], _MOST_ORDER)))
-    whole = np.arange(2, most + 1)
-    logs = np.maximum(_log_moments(z, t, most), _log_inverse_moments(z, t, most))
+    without_sampling = orders / (2 * z * z)
+    max_order = max(2, math.ceil(min(orders[-1], _MAX_ORDER)))
+    integers = np.arange(2, max_order + 1)
+    logs = np.maximum(
+        _log_moments(z, t, max_order), _log_inverse_moments(z, t, max_order)
+    )
     logs = np.maximum(logs, 0.0) * (1 + _ROUNDING) + _ROUNDING
-    found = np.interp(orders, [1, *whole], [0.0, *logs], right=math.inf)
-    return np.maximum(np.minimum(found / (orders - 1), everybody), 1e-15) * (1 + 1e-13)
+    log_moments = np.interp(orders, [1, *integers], [0.0, *logs], right=math.inf)
+    return np.maximum(
+        np.minimum(log_moments / (orders - 1), without_sampling), 1e-15
+    ) * (1 + 1e-13)
 
 
-def _log_moments(z: float, t: int, most: int) -> np.ndarray:
+def _log_moments(z: float, t: int, max_order: int) -> np.ndarray:
     """Returns log E_Q S^a at orders a = 2, ..., most: a sum over the multinomials.
 
     E_Q S^a = a! t^-a [x^a] (sum_k exp(k (k - 1) / (2 z^2)) x^k / k!)^t.
     """
-    k = np.arange(most + 1)
+    k = np.arange(max_order + 1)
 
-    def multiply(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        terms = (one[: n + 1] + other[n::-1] for n in k)
-        return np.array([special.logsumexp(each) for each in terms])
+    def multiply(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+        terms = (first[: n + 1] + second[n::-1] for n in k)
+        return np.array([special.logsumexp(term) for term in terms])
 
     series = _power(k * (k - 1) / (2 * z * z) - special.gammaln(k + 1), t, multiply)
     return (series + special.gammaln(k + 1) - k * math.log(t))[2:]
 
 
-def _log_inverse_moments(z: float, t: int, most: int) -> np.ndarray:
+def _log_inverse_moments(z: float, t: int, max_order: int) -> np.ndarray:
     """Returns log E_Q S^(1 - a) at orders a = 2, ..., most.
 
     E_Q S^-b is the integral of u^(b - 1) E(exp(-u Y / t))^t / Gamma(b) over u > 0. The
     trapezoidal rule in log u and log Y converges exponentially.
     """
-    b = np.arange(1, most)
+    b = np.arange(1, max_order)
     sigma = 1 / z
     mean = -sigma * sigma / 2
-    last = 2 * most * sigma**2 / t + sigma * math.sqrt(80 / t) + math.log(most) + 4.5
-    step, step_of_y = min(0.1, 0.3 / math.sqrt(most)), min(sigma / 8, 0.2)
+    last = (
+        2 * max_order * sigma**2 / t
+        + sigma * math.sqrt(80 / t)
+        + math.log(max_order)
+        + 4.5
+    )
+    step, step_of_y = min(0.1, 0.3 / math.sqrt(max_order)), min(sigma / 8, 0.2)
     lowered = math.log1p(sigma**2 * math.exp(min(last, 600)) / t)
     first_of_y, last_of_y = mean - 13 * sigma - lowered, mean + 13 * sigma
     points = (last + 45) / step * ((last_of_y - first_of_y) / step_of_y)
     # S is at least the geometric mean of the Y_i.
     bound = b * (b / t + 1) / (2 * z * z)
-    if points > _MOST_GRID_POINTS or last > 600:
+    if points > _MAX_GRID_POINTS or last > 600:
         return bound
     log_u = np.arange(-45, last, step)
     log_y = np.arange(first_of_y, last_of_y, step_of_y)
@@ -244,5 +253,5 @@ def _log_inverse_moments(z: float, t: int, most: int) -> np.ndarray:
     density += math.log(step_of_y / (sigma * math.sqrt(2 * math.pi)))
     transform = special.logsumexp(density - np.exp(log_u[:, None] + log_y) / t, axis=1)
     terms = b[:, None] * log_u + t * transform
-    found = special.logsumexp(terms, axis=1) + math.log(step) - special.gammaln(b)
-    return np.minimum(found, bound)
+    log_moments = special.logsumexp(terms, axis=1) + math.log(step) - special.gammaln(b)
+    return np.minimum(log_moments, bound)

@@ -11,32 +11,32 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_MOST_EVENTS, _DEEPEST = 10_000, 16
-_MOST_TRIALS_EVENTS = 64
+_MAX_EVENTS, _MAX_DEPTH = 10_000, 16
+_MAX_TRIALS_EVENTS = 64
 
 Check = Callable[[object], bool]
 
 
-def _number(low: float, high: float, *others: float) -> Check:
+def _number(low: float, high: float, *special: float) -> Check:
     """Returns a check for numbers in a range or among some others."""
     return lambda value: (
         isinstance(value, int | float)
         and not isinstance(value, bool)
-        and (low <= value <= high or value in others)
+        and (low <= value <= high or value in special)
     )
 
 
-def _whole(low: int, high: int) -> Check:
+def _integer(low: int, high: int) -> Check:
     return lambda value: (
         isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
     )
 
 
-def _list(each: Check, most: int) -> Check:
+def _list(check: Check, max_length: int) -> Check:
     return lambda value: (
         isinstance(value, list | tuple)
-        and 0 < len(value) <= most
-        and all(map(each, value))
+        and 0 < len(value) <= max_length
+        and all(map(check, value))
     )
 
 
@@ -44,35 +44,35 @@ def _is_event(value: object) -> bool:
     return isinstance(value, Mapping)
 
 
-_SHARE, _SIZE = _number(0.0, 1.0), _whole(1, 2**53)
+_PROBABILITY, _SIZE = _number(0.0, 1.0), _integer(1, 2**53)
 _NOISE = _number(0.0, math.inf)
 # Below 1e-2, a loss would have more cells than fit into memory.
-_OF_LAPLACE = _number(1e-2, math.inf, 0.0)
+_LAPLACE_NOISE = _number(1e-2, math.inf, 0.0)
 
 # The fields of each event type, and their checks.
-_KINDS: dict[str, dict[str, Check]] = {
+_FIELDS: dict[str, dict[str, Check]] = {
     "NoOpDpEvent": {},
     "NonPrivateDpEvent": {},
     "UnsupportedDpEvent": {},
     # The charge made from it checks the value.
     "GaussianDpEvent": {"noise_multiplier": _number(-math.inf, math.inf)},
-    "LaplaceDpEvent": {"noise_multiplier": _OF_LAPLACE},
+    "LaplaceDpEvent": {"noise_multiplier": _LAPLACE_NOISE},
     "DiscreteLaplaceDpEvent": {
         "noise_parameter": _number(1e-3, 100.0),
-        "sensitivity": _whole(1, 1000),
+        "sensitivity": _integer(1, 1000),
     },
     "RandomizedResponseDpEvent": {
-        "noise_parameter": _SHARE,
-        "num_buckets": _whole(2, 10**6),
+        "noise_parameter": _PROBABILITY,
+        "num_buckets": _integer(2, 10**6),
     },
     "ZCDpEvent": {"rho": _number(0.0, 1e12), "xi": _number(0.0, 1e12)},
-    "SelfComposedDpEvent": {"event": _is_event, "count": _whole(0, 2**40)},
+    "SelfComposedDpEvent": {"event": _is_event, "count": _integer(0, 2**40)},
     "ComposedDpEvent": {
         "events": lambda value: (
             isinstance(value, list | tuple) and all(map(_is_event, value))
         )
     },
-    "PoissonSampledDpEvent": {"sampling_probability": _SHARE, "event": _is_event},
+    "PoissonSampledDpEvent": {"sampling_probability": _PROBABILITY, "event": _is_event},
     "SampledWithReplacementDpEvent": {
         "source_dataset_size": _SIZE,
         "sample_size": _SIZE,
@@ -86,29 +86,29 @@ _KINDS: dict[str, dict[str, Check]] = {
     "SingleEpochTreeAggregationDpEvent": {
         "noise_multiplier": _NOISE,
         "step_counts": lambda value: (
-            _whole(0, 2**40)(value) or _list(_whole(0, 2**40), 1000)(value)
+            _integer(0, 2**40)(value) or _list(_integer(0, 2**40), 1000)(value)
         ),
     },
     "MixtureOfGaussiansDpEvent": {
         "standard_deviation": _number(1e-2, 1e6),
         "sensitivities": _list(_number(0.0, 10.0), 100),
-        "sampling_probs": _list(_SHARE, 100),
+        "sampling_probs": _list(_PROBABILITY, 100),
     },
     "TruncatedSubsampledGaussianDpEvent": {
-        "dataset_size": _whole(1, 10**8),
-        "sampling_probability": _SHARE,
-        "truncated_batch_size": _whole(1, 10**8),
+        "dataset_size": _integer(1, 10**8),
+        "sampling_probability": _PROBABILITY,
+        "truncated_batch_size": _integer(1, 10**8),
         "noise_multiplier": _number(1e-2, 1e6, 0.0, math.inf),
     },
-    "KnownSelectionDpEvent": {"sampling_probability": _SHARE, "event": _is_event},
-    "RandomAllocationDpEvent": {"rounds": _whole(1, 2**40), "event": _is_event},
+    "KnownSelectionDpEvent": {"sampling_probability": _PROBABILITY, "event": _is_event},
+    "RandomAllocationDpEvent": {"rounds": _integer(1, 2**40), "event": _is_event},
     "RepeatAndSelectDpEvent": {
         "event": _is_event,
         "mean": _number(0.0, 1e6),
         "shape": _number(0.0, 1e3, math.inf),
     },
     "BestOfTrialsDpEvent": {
-        "events": _list(_is_event, _MOST_TRIALS_EVENTS),
+        "events": _list(_is_event, _MAX_TRIALS_EVENTS),
         "mean": _number(1.0, 1e6),
         "shape": _number(0.0, 1e3, math.inf),
     },
@@ -120,26 +120,26 @@ def check_event(value: Any) -> None:
 
     A type that is unknown here is left to the code that makes the event.
     """
-    waiting, count = [(value, 0)], 0
-    while waiting:
-        (event, depth), count = waiting.pop(), count + 1
-        if depth > _DEEPEST or count > _MOST_EVENTS:
+    stack, count = [(value, 0)], 0
+    while stack:
+        (event, depth), count = stack.pop(), count + 1
+        if depth > _MAX_DEPTH or count > _MAX_EVENTS:
             raise ValueError(
-                f"event must hold at most {_MOST_EVENTS} events, at most {_DEEPEST} "
+                f"event must hold at most {_MAX_EVENTS} events, at most {_MAX_DEPTH} "
                 "deep, got more."
             )
         if not _is_event(event):
             raise ValueError(f"event must be an object with a type, got {event!r:.80}.")
         kind = str(event.get("type"))
-        checks = _KINDS.get(kind)
+        checks = _FIELDS.get(kind)
         for name, check in (checks or {}).items():
             if not check(event.get(name)):
                 raise ValueError(
                     f"event must be a {kind} whose {name} an accountant can compute "
                     f"with, got {event.get(name)!r:.80}."
                 )
-        inside = event.get("events", ())
-        inside = [*inside] if isinstance(inside, list | tuple) else []
+        children = event.get("events", ())
+        children = [*children] if isinstance(children, list | tuple) else []
         if "event" in event:
-            inside.append(event["event"])
-        waiting += [(each, depth + 1) for each in inside]
+            children.append(event["event"])
+        stack += [(child, depth + 1) for child in children]

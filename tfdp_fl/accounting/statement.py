@@ -58,7 +58,7 @@ _CAVEATS_OF_SAMPLING = {
 }
 
 # The samplings whose smaller epsilon relies on a secret draw.
-_SECRET = ("poisson", "fixed_size", "random_allocation")
+_SECRET_SAMPLINGS = ("poisson", "fixed_size", "random_allocation")
 
 _EPSILONS = (
     *("epsilon_rdp", "epsilon_pld", "epsilon_local", "central_epsilon"),
@@ -186,19 +186,19 @@ def wrap(paragraph: str) -> str:
 def _content(facts: StatementFacts, delta: float) -> Json:
     values = {name: _value(getattr(facts, name), delta) for name in _EPSILONS}
     local = facts.trust_model == TrustModel.LOCAL
-    used = ("epsilon_local",) if local else ("epsilon_pld", "epsilon_rdp")
-    stated = [value for name in used if (value := values[name]) is not None]
+    names = ("epsilon_local",) if local else ("epsilon_pld", "epsilon_rdp")
+    epsilons = [value for name in names if (value := values[name]) is not None]
     # Both accountants give upper bounds, so the smaller one is valid.
-    best = min(stated, default=math.inf)
+    best = min(epsilons, default=math.inf)
     if facts.trust_model == TrustModel.NONE:
         best = math.inf
     central = facts.trust_model == TrustModel.CENTRAL and math.isfinite(best)
-    known = values["epsilon_if_participation_is_known"] if central else None
-    if central and facts.sampling not in _SECRET:
-        known = best
-    elif known is not None:
-        known = max(known, best)
-    values["epsilon_if_participation_is_known"] = known
+    epsilon_if_known = values["epsilon_if_participation_is_known"] if central else None
+    if central and facts.sampling not in _SECRET_SAMPLINGS:
+        epsilon_if_known = best
+    elif epsilon_if_known is not None:
+        epsilon_if_known = max(epsilon_if_known, best)
+    values["epsilon_if_participation_is_known"] = epsilon_if_known
     # For a local guarantee, any two data sets of a client are neighbours.
     relation = charge.relation_of("fixed_size" if local else facts.sampling)
     populations = list(facts.populations) or [facts.num_clients]
@@ -226,21 +226,21 @@ def _content(facts: StatementFacts, delta: float) -> Json:
             key: CAVEATS[key] for key in dict.fromkeys([*facts.caveats, *implied])
         },
     }
-    given = {
+    context = {
         **content,
         "facts": facts,
         "neighbours": relation.value,
-        "secret": facts.sampling in _SECRET,
+        "secret": facts.sampling in _SECRET_SAMPLINGS,
         "at_delta": f"delta = {rounding.format_up(delta, 6)}",
         "delta_text": rounding.format_up(delta, 6),
         "best": best,
-        "known": known,
+        "known": epsilon_if_known,
         "central_epsilon": values["central_epsilon"],
         "factor": rounding.format_factor_up(best),
     }
     template = _template()
     for name, block in template.blocks.items():
-        content[name] = " ".join("".join(block(template.new_context(given))).split())
+        content[name] = " ".join("".join(block(template.new_context(context))).split())
     if not central:
         content["secrecy"] = ""
     if facts.audit is not None:
@@ -254,25 +254,25 @@ def _implied_caveats(
     """Returns the caveats that follow from the stated facts."""
     if not math.isfinite(best):
         return []
-    found = ["start_and_callbacks_trusted"]
+    keys = ["start_and_callbacks_trusted"]
     if facts.privacy_unit == PrivacyUnit.RECORD:
-        found.append("per_record")
+        keys.append("per_record")
     elif facts.trust_model == TrustModel.LOCAL:
-        found.append("local_not_central")
+        keys.append("local_not_central")
     else:
-        found += _CAVEATS_OF_SAMPLING[facts.sampling]
+        keys += _CAVEATS_OF_SAMPLING[facts.sampling]
         smallest = _range(facts.clients_per_round)["min"]
         if facts.sampling == Sampling.FIXED_SIZE and smallest < max(populations):
-            found.append("cohort_redrawn")
-    protected, usual = max(populations), "delta_not_below_one_over_n"
+            keys.append("cohort_redrawn")
+    num_protected, key = max(populations), "delta_not_below_one_over_n"
     if facts.privacy_unit == PrivacyUnit.RECORD:
-        protected = facts.num_records or 0
-        usual = "delta_not_below_one_over_records"
-    if delta * protected >= 1:
-        found.append(usual)
+        num_protected = facts.num_records or 0
+        key = "delta_not_below_one_over_records"
+    if delta * num_protected >= 1:
+        keys.append(key)
     if best > 10:
-        found.append("epsilon_large")
-    return found
+        keys.append("epsilon_large")
+    return keys
 
 
 def _show(name: str, value: Any) -> Any:
@@ -292,7 +292,10 @@ def _range(sizes: float | Sequence[float]) -> Json:
     figures = {"min": min, "max": max, "mean": statistics.fmean}
     return {
         "count": len(values),
-        **{name: float(of(values)) if values else None for name, of in figures.items()},
+        **{
+            name: float(function(values)) if values else None
+            for name, function in figures.items()
+        },
     }
 
 

@@ -152,7 +152,7 @@ def check_cohort_sizes(
       clients_per_round: m, the expected size.
     """
     lost = 0.0
-    if sampling not in charge_lib.OF_ANY_SIZE:
+    if sampling not in charge_lib.OF_RANDOM_SIZE:
         size = np.array([int(clients_per_round)])
         lost = float(not grouped_sum.can_be_split(size, protocol)[0])
     else:

@@ -142,7 +142,7 @@ class PrivateRounds:
         self.rounds = (
             rounds if rounds is None else _validate.positive_integer(rounds=rounds)
         )
-        allowed = (None, "fixed_size", *charge_lib.OF_ANY_SIZE)
+        allowed = (None, "fixed_size", *charge_lib.OF_RANDOM_SIZE)
         self._sampling = _validate.one_of(allowed, sampling=sampling) or "fixed_size"
         self._expected_size = cast(
             float,
@@ -334,9 +334,9 @@ class PrivateRounds:
         failed = any(
             r.is_released and (r.num_replies or 0) < r.charge.clients_per_round
             for r in self._history.released
-            if r.charge.sampling not in charge_lib.OF_ANY_SIZE
+            if r.charge.sampling not in charge_lib.OF_RANDOM_SIZE
         )
-        of_any_size = self._sampling in charge_lib.OF_ANY_SIZE
+        of_any_size = self._sampling in charge_lib.OF_RANDOM_SIZE
         holds = {
             "floating_point_noise": True,
             "hyperparameter_search_not_counted": not others,

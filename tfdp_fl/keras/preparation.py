@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfdp_fl import engine, keras_versions, sampling, schedules
 from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import format_up
-from tfdp_fl.accounting.charge import require_one_noise
+from tfdp_fl.accounting.charge import require_constant_noise
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 from tfdp_fl.engine import labels, secure_sum, trainer
 from tfdp_fl.keras.federated_training import FederatedTraining
@@ -65,7 +65,7 @@ def prepare(
         if isinstance(sampler, sampling.RandomAllocationSampler):
             begin = cast(int, sampler.participation(round_index).pass_index)
             of_pass = mechanism.noise_multiplier_at(begin)
-            require_one_noise(round_index, noise_multiplier, begin, of_pass)
+            require_constant_noise(round_index, noise_multiplier, begin, of_pass)
         if (
             setup.secure_aggregation is not None
             and mechanism.trust_model == TrustModel.CENTRAL

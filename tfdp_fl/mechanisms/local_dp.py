@@ -270,7 +270,7 @@ class LocalDP(LocalMechanism):
         doubles the sensitivity; for a shuffled one, this function does.
         """
         multiplier = self.client_noise_multiplier(deployment)
-        if multiplier == 0 or deployment.sampling in (*charge.OF_ANY_SIZE, None):
+        if multiplier == 0 or deployment.sampling in (*charge.OF_RANDOM_SIZE, None):
             return dp_accounting.NonPrivateDpEvent()
         if deployment.sampling != Sampling.FIXED_SIZE:
             multiplier /= SENSITIVITY

@@ -97,7 +97,7 @@ class PrivateSearch:
             raise ValueError("candidates must hold at least one, got none.")
         self.best: Json | None = None
         self._build = build
-        self._trials = TrialCount.named(expected_trials, distribution)
+        self._trials = TrialCount.from_arguments(expected_trials, distribution)
         self._target = (
             _validate.positive(target_epsilon=target_epsilon),
             _validate.inside_unit_interval(target_delta=target_delta),

@@ -119,7 +119,7 @@ class BoundFactory:
             **cast(Json, numbers),
         )
         mechanism.bind(self.deployment)
-        self._has_whole_cohorts = sampling not in (*charge_lib.OF_ANY_SIZE, None)
+        self._has_whole_cohorts = sampling not in (*charge_lib.OF_RANDOM_SIZE, None)
         whole = mechanism.needs_exact_cohort or self._has_whole_cohorts
         for size in state.distinct_values(clients):
             most = self.deployment.num_clients or 2**63
@@ -194,7 +194,7 @@ class BoundFactory:
         )
         rounding, limits = self._rounding_of_sums(shapes), self._limits(deployment)
         at_most = deployment.num_clients
-        if at_most is not None and deployment.sampling in charge_lib.OF_ANY_SIZE:
+        if at_most is not None and deployment.sampling in charge_lib.OF_RANDOM_SIZE:
             at_most = state.largest_poisson_cohort(
                 at_most, max(state.distinct_values(self._clients))
             )

@@ -393,7 +393,7 @@ def _check_answered(
     """Raises ValueError if more clients answered than the sampling draws."""
     population = cast(int, deployment.num_clients)
     most = planned = line["clients_per_round"]
-    if deployment.sampling in charge_lib.OF_ANY_SIZE:
+    if deployment.sampling in charge_lib.OF_RANDOM_SIZE:
         most = state_lib.largest_poisson_cohort(population, min(planned, population))
     if answered > most:
         raise ValueError(
