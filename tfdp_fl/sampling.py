@@ -96,13 +96,13 @@ def expected_sizes(
         m = charge_lib.check_size(m, num_clients, fractional=True)
         return num_clients / charge_lib.rounds_per_pass(num_clients, m)
 
-    given = schedules.fix(clients_per_round)
-    if callable(given):
-        return lambda t: size(schedules.value_at(given, t, "clients_per_round"))
+    schedule = schedules.fix(clients_per_round)
+    if callable(schedule):
+        return lambda t: size(schedules.value_at(schedule, t, "clients_per_round"))
     return (
-        size(given)
-        if schedules.is_constant(given)
-        else tuple(size(m) for m in cast(Sequence[float], given))
+        size(schedule)
+        if schedules.is_constant(schedule)
+        else tuple(size(m) for m in cast(Sequence[float], schedule))
     )
 
 
@@ -165,8 +165,13 @@ class CohortSampler(abc.ABC):
     attempt: tuple[int, ...] | None = None
     _fractional_sizes = False
     # The attributes in a state that must match, and the further ones that it has.
-    _fixed: ClassVar[tuple[str, ...]] = ("sampling", "num_clients", "seed", "an_order")
-    _kept: ClassVar[tuple[str, ...]] = ()
+    _config_names: ClassVar[tuple[str, ...]] = (
+        "sampling",
+        "num_clients",
+        "seed",
+        "an_order",
+    )
+    _state_names: ClassVar[tuple[str, ...]] = ()
     # If NumPy drew other orders from the same key, clients might be scheduled too soon.
     an_order: ClassVar[list[int]] = np.random.default_rng(0).permutation(10).tolist()
 
@@ -205,8 +210,8 @@ class CohortSampler(abc.ABC):
     @next_round.setter
     def next_round(self, round_index: int) -> None:
         round_index = _validate.non_negative_integer(next_round=round_index)
-        again = round_index < self._next_round and self.seed is not None
-        if self.unsettled is not None or (again and self.attempt is None):
+        repeats = round_index < self._next_round and self.seed is not None
+        if self.unsettled is not None or (repeats and self.attempt is None):
             raise RuntimeError(
                 f"next_round must stay {self._next_round} until its cohort is settled, "
                 "and with a seed, which would draw the same clients again, must not go "
@@ -303,14 +308,14 @@ class CohortSampler(abc.ABC):
 
     def expected_cohort_size(self, round_index: int) -> float:
         """Returns m_t, the expected number of clients of a round."""
-        return self._place(round_index)["clients_per_round"]
+        return self._pass_fields(round_index)["clients_per_round"]
 
     def participation(self, round_index: int) -> charge_lib.Participation:
         """Returns which clients can be in a round, whether drawn or planned."""
         return charge_lib.Participation(
             sampling=self.sampling,
             num_clients=self.num_clients,
-            **self._place(round_index),
+            **self._pass_fields(round_index),
         )
 
     def charge(
@@ -333,7 +338,7 @@ class CohortSampler(abc.ABC):
         kinds = [self.charge(t, event) for t in rounds[:1]]
         return [(kind, len(rounds)) for kind in kinds]
 
-    def _place(self, round_index: int) -> Json:
+    def _pass_fields(self, round_index: int) -> Json:
         """Returns a participation's fields for the round's size and pass."""
         return {"clients_per_round": self._nominal_size(round_index)}
 
@@ -355,9 +360,9 @@ class CohortSampler(abc.ABC):
         may be released after that, and two processes that go on from one state would
         release it twice, and charge two.
         """
-        fixed = {name: getattr(self, name) for name in self._fixed}
-        kept = {name: getattr(self, f"_{name}") for name in self._kept}
-        return {**fixed, **kept, "next_round": self.next_round}
+        config = {name: getattr(self, name) for name in self._config_names}
+        values = {name: getattr(self, f"_{name}") for name in self._state_names}
+        return {**config, **values, "next_round": self.next_round}
 
     def restore(self, state: Json) -> None:
         """Continues from `state`; a cohort that was not settled is drawn anew.
@@ -365,13 +370,13 @@ class CohortSampler(abc.ABC):
         Raises:
           ValueError: If the state has another sampling, population or seed.
         """
-        for name in self._fixed:
+        for name in self._config_names:
             if state.get(name) != getattr(self, name):
                 raise ValueError(
                     f"state was saved with {name}={state.get(name)!r}, this "
                     f"sampler has {name}={getattr(self, name)!r}."
                 )
-        for name in self._kept:
+        for name in self._state_names:
             setattr(self, f"_{name}", state[name])
         self._order, self._has_drawn = None, True
         self._next_round, self.unsettled = state["next_round"], None
@@ -439,7 +444,7 @@ class FixedSizeSampler(CohortSampler):
     """
 
     sampling = Sampling.FIXED_SIZE
-    _fixed = (*CohortSampler._fixed, "may_abandon")
+    _config_names = (*CohortSampler._config_names, "may_abandon")
 
     def __init__(
         self,
@@ -468,14 +473,17 @@ class FixedSizeSampler(CohortSampler):
         size = int(self._nominal_size(round_index))
         return self._without_replacement(self._generator(round_index), size)
 
-    def _place(self, round_index: int) -> Json:
-        return {**super()._place(round_index), "known_selection": self.may_abandon}
+    def _pass_fields(self, round_index: int) -> Json:
+        return {
+            **super()._pass_fields(round_index),
+            "known_selection": self.may_abandon,
+        }
 
 
 class PassSampler(CohortSampler):
     """Cohorts in passes; a key determines each client's only round in a pass."""
 
-    _kept: ClassVar[tuple[str, ...]] = ("key", "partition")
+    _state_names: ClassVar[tuple[str, ...]] = ("key", "partition")
 
     def _draw(self, round_index: int) -> np.ndarray:
         """See base class."""
@@ -494,39 +502,39 @@ class PassSampler(CohortSampler):
             return rounds, 0, rounds[:0]
         begin, t = self._pass_of(rounds.start)
         head = rounds[: (begin - rounds.start) % t]
-        whole, left = divmod(len(rounds) - len(head), t)
-        return head, whole, rounds[len(rounds) - left :]
+        num_passes, remaining = divmod(len(rounds) - len(head), t)
+        return head, num_passes, rounds[len(rounds) - remaining :]
 
     @abc.abstractmethod
     def _pass_of(self, round_index: int) -> tuple[int, int]:
         """Returns the first round of a pass and its number of rounds, for one m."""
 
     @abc.abstractmethod
-    def _rest(self, rounds: range) -> list[charge_lib.Participation]:
+    def _partial_pass(self, rounds: range) -> list[charge_lib.Participation]:
         """Returns the participations in some rounds of one pass, for one m."""
 
     def charges(
         self, rounds: range, event: dp_accounting.DpEvent
     ) -> list[tuple[charge_lib.RoundCharge, int]]:
         """See base class; a new pass costs as much as its first round."""
-        head, whole, tail = self.split(rounds)
-        parts = [*self._rest(head), *map(self.participation, tail[:1])]
-        found = [(part.charge(event), 1) for part in parts]
-        if whole:
-            one = dataclasses.replace(
+        head, num_passes, tail = self.split(rounds)
+        participations = [*self._partial_pass(head), *map(self.participation, tail[:1])]
+        charges = [(participation.charge(event), 1) for participation in participations]
+        if num_passes:
+            whole_pass = dataclasses.replace(
                 self.participation(rounds[len(head)]),
                 pass_index=None,
                 pass_offset=None,
                 partition=None,
             )
-            found.append((one.charge(event), whole))
-        return found
+            charges.append((whole_pass.charge(event), num_passes))
+        return charges
 
     def max_participations(self, rounds: int, first_round: int = 0) -> int:
         """Returns the number of passes that the rounds overlap."""
-        head, whole, tail = self.split(range(first_round, first_round + rounds))
-        begun = {self._place(t)["pass_index"] for t in head}
-        return len(begun) + whole + bool(tail)
+        head, num_passes, tail = self.split(range(first_round, first_round + rounds))
+        passes = {self._pass_fields(t)["pass_index"] for t in head}
+        return len(passes) + num_passes + bool(tail)
 
 
 class RandomAllocationSampler(PassSampler):
@@ -541,23 +549,23 @@ class RandomAllocationSampler(PassSampler):
 
     sampling = Sampling.RANDOM_ALLOCATION
     _fractional_sizes = True
-    _kept = (*PassSampler._kept, "first_round", "salt")
+    _state_names = (*PassSampler._state_names, "first_round", "salt")
     # The pass's first round; with a seed, also the attempt's entropy.
     _salt: Sequence[int] = ()
     _passes: charge_lib.AllocationPasses | None = None
 
     def _draw(self, round_index: int) -> np.ndarray:
         """See base class."""
-        begin = self._place(round_index)["pass_index"]
+        begin = self._pass_fields(round_index)["pass_index"]
         self._salt = self._salt_of(begin)
         return self.plan_cohort(round_index)
 
     def plan_cohort(self, round_index: int) -> np.ndarray:
         """See base class."""
-        place = self._place(round_index)
+        fields = self._pass_fields(round_index)
         begin, t = (
-            place["pass_index"],
-            round(self.num_clients / place["clients_per_round"]),
+            fields["pass_index"],
+            round(self.num_clients / fields["clients_per_round"]),
         )
         stream = (t, *self._salt_of(begin))
         if self._order is None or self._order[0] != stream:
@@ -567,7 +575,7 @@ class RandomAllocationSampler(PassSampler):
             # probabilities of two rounds differ by a relative 2^-64 t at most.
             words = hashlib.shake_256(text.encode()).digest(8 * self.num_clients)
             self._order = stream, np.frombuffer(words, "<u8") % t
-        return np.flatnonzero(self._order[1] == place["pass_offset"])
+        return np.flatnonzero(self._order[1] == fields["pass_offset"])
 
     def _salt_of(self, begin: int) -> tuple[int, ...]:
         """Returns the pass and, with a seed, the entropy of the attempt that began it.
@@ -579,30 +587,30 @@ class RandomAllocationSampler(PassSampler):
         entropy = () if self.seed is None or not self.attempt else self.attempt[1:]
         return (begin, *entropy)
 
-    def _place(self, round_index: int) -> Json:
+    def _pass_fields(self, round_index: int) -> Json:
         if self._passes is None or self._passes.first_round != self._first_round:
             self._passes = charge_lib.AllocationPasses(
                 self.num_clients, self._clients_per_round, self._first_round
             )
-        place = self._passes.pass_fields(round_index)
-        partition, (_, *entropy) = self._partition, self._salt_of(place["pass_index"])
+        fields = self._passes.pass_fields(round_index)
+        partition, (_, *entropy) = self._partition, self._salt_of(fields["pass_index"])
         if entropy:  # Allocated anew, it is another pass.
-            own = hashlib.sha256(f"{entropy}".encode()).hexdigest()[:8]
-            partition = f"{partition} {own}"
-        return {"partition": partition, **place}
+            suffix = hashlib.sha256(f"{entropy}".encode()).hexdigest()[:8]
+            partition = f"{partition} {suffix}"
+        return {"partition": partition, **fields}
 
     def _pass_of(self, round_index: int) -> tuple[int, int]:
-        who = self.participation(round_index)
-        return cast(int, who.pass_index), who.rounds_per_pass
+        participation = self.participation(round_index)
+        return cast(int, participation.pass_index), participation.rounds_per_pass
 
-    def _rest(self, rounds: range) -> list[charge_lib.Participation]:
+    def _partial_pass(self, rounds: range) -> list[charge_lib.Participation]:
         # No round of a later pass was charged yet, so the pass costs as much as one.
-        now = rounds.start <= self.next_round + 1
-        return [*map(self.participation, rounds if now else rounds[:1])]
+        is_current = rounds.start <= self.next_round + 1
+        return [*map(self.participation, rounds if is_current else rounds[:1])]
 
     def begins_pass(self, round_index: int) -> bool:
         """See base class."""
-        return self._place(round_index)["pass_offset"] == 0
+        return self._pass_fields(round_index)["pass_offset"] == 0
 
 
 class NamedAllocation:
@@ -623,17 +631,17 @@ class NamedAllocation:
 
     def draw(self, names: Iterable[Hashable]) -> tuple[list[Hashable], Json]:
         """Returns the clients of the next round, and its fields for a charge."""
-        place = self._passes.pass_fields(self._next_round)
+        fields = self._passes.pass_fields(self._next_round)
         self._next_round += 1
-        t = round(self._passes.num_clients / place["clients_per_round"])
+        t = round(self._passes.num_clients / fields["clients_per_round"])
 
         def round_of(name: Hashable) -> int:
-            text = f"{place['pass_index']} {name!r}".encode()
+            text = f"{fields['pass_index']} {name!r}".encode()
             word = hashlib.blake2b(text, digest_size=8, key=self._key).digest()
             return int.from_bytes(word, "little") % t
 
-        drawn = [name for name in names if round_of(name) == place["pass_offset"]]
-        return drawn, {**place, "partition": self._partition}
+        drawn = [name for name in names if round_of(name) == fields["pass_offset"]]
+        return drawn, {**fields, "partition": self._partition}
 
 
 class ShuffledSampler(PassSampler):
@@ -661,20 +669,22 @@ class ShuffledSampler(PassSampler):
         order = self._permutation(_STREAM, index)
         return np.sort(order[start:stop].astype(np.int64))
 
-    def _place(self, round_index: int) -> Json:
+    def _pass_fields(self, round_index: int) -> Json:
         return {"partition": self._partition, **self._cohorts.pass_fields(round_index)}
 
     def _pass_of(self, round_index: int) -> tuple[int, int]:
         t = -(-self.num_clients // int(self._nominal_size(0)))
         return round_index // t * t, t
 
-    def _rest(self, rounds: range) -> list[charge_lib.Participation]:
+    def _partial_pass(self, rounds: range) -> list[charge_lib.Participation]:
         if not rounds:
             return []
         # Adjacent in the pass's order, they amount to one longer cohort.
         first, last = map(self._cohorts.cohort, (rounds[0], rounds[-1]))
-        who = self.participation(rounds[0])
-        return [dataclasses.replace(who, clients_per_round=last[2] - first[1])]
+        participation = self.participation(rounds[0])
+        return [
+            dataclasses.replace(participation, clients_per_round=last[2] - first[1])
+        ]
 
     def begins_pass(self, round_index: int) -> bool:
         """See base class."""
@@ -699,8 +709,8 @@ class CyclicSampler(CohortSampler):
     """
 
     sampling = Sampling.CYCLIC
-    _fixed = (*CohortSampler._fixed, "num_groups")
-    _kept = ("key", "partition", "released")
+    _config_names = (*CohortSampler._config_names, "num_groups")
+    _state_names = ("key", "partition", "released")
 
     def __init__(
         self,
@@ -730,11 +740,11 @@ class CyclicSampler(CohortSampler):
         if num_groups is None:
             num_groups = max(1, int(self.num_clients // size))
         self.num_groups = _validate.positive_integer(num_groups=num_groups)
-        smallest = self.num_clients // self.num_groups
-        if size > smallest:
+        group_size = self.num_clients // self.num_groups
+        if size > group_size:
             raise ValueError(
                 "clients_per_round must be at most the "
-                f"{smallest} clients of a group, of which there are "
+                f"{group_size} clients of a group, of which there are "
                 f"{self.num_groups} (one for every round of the min "
                 f"separation) over num_clients={self.num_clients}, got "
                 f"{size:g}."
@@ -759,12 +769,12 @@ class CyclicSampler(CohortSampler):
         super().release(cohort)
         self._released += 1
 
-    def _place(self, round_index: int) -> Json:
-        ahead = self._released + round_index - self.next_round
+    def _pass_fields(self, round_index: int) -> Json:
+        turn = self._released + round_index - self.next_round
         return {
-            **super()._place(round_index),
+            **super()._pass_fields(round_index),
             "partition": self._partition,
-            "group": ahead % self.num_groups,
+            "group": turn % self.num_groups,
         }
 
     def max_participations(self, rounds: int, first_round: int = 0) -> int:

@@ -162,7 +162,7 @@ def test_in_bfloat16(path, output):
 @pytest.mark.parametrize("exponent", [-44, -30, 1, 4, 9, 18, 30])
 def test_whatever_the_scale_of_layers_in_parts(path, exponent):
     # As if they were large: norms add up parts of 128 elements.
-    with mock.patch.object(clipping, "_COPIED", 100):
+    with mock.patch.object(clipping, "_MAX_COPIED", 100):
         # Of a size that no other test has: it is traced here.
         _assert_clipped(network(785, (16,)), path, exponent)
 

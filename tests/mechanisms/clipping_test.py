@@ -44,7 +44,7 @@ def test_norm_of_a_large_layer(size):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_bad_element_in_any_part_of_a_layer(compiled):
     clip = tf.function(lambda x: _clipped([x]), jit_compile=compiled)
-    with mock.patch.object(clipping, "_COPIED", 100):
+    with mock.patch.object(clipping, "_MAX_COPIED", 100):
         for place, bad in itertools.product((0, 299, 300, -1), (np.nan, 3e38)):
             update = np.full(1001, 0.1, np.float32)
             update[place] = bad

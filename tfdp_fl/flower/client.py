@@ -27,7 +27,7 @@ Config: TypeAlias = Mapping[str, Any]
 
 _First = TypeVar("_First")
 _Second = TypeVar("_Second")
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 
 _logger = logging.getLogger(__name__)
 
@@ -71,12 +71,12 @@ class Instruction(NamedTuple):
     @property
     def config(self) -> Json:
         """The config entries that are sent to a client, under Flower's names."""
-        told: Json = {CLIP_NORM: self.clip_norm}
+        config: Json = {CLIP_NORM: self.clip_norm}
         if self.noise_stddev:
-            told[NOISE_STDDEV] = self.noise_stddev
+            config[NOISE_STDDEV] = self.noise_stddev
         if self.wants_norm_bit:
-            told[ADAPTIVE_CLIP_ENABLED] = True
-        return told
+            config[ADAPTIVE_CLIP_ENABLED] = True
+        return config
 
     @classmethod
     def of(cls, config: Config) -> Instruction:
@@ -97,7 +97,7 @@ class Instruction(NamedTuple):
 def release(
     received: Sequence[np.ndarray],
     returned: Sequence[np.ndarray],
-    asked: Instruction,
+    instruction: Instruction,
 ) -> tuple[list[np.ndarray], Json, bool]:
     """Returns the client's upload: w + clip(Delta) (+ noise), and what was applied.
 
@@ -110,7 +110,7 @@ def release(
     Args:
       received: w, the model that the server sent.
       returned: w + Delta, the client's trained model.
-      asked: the server's instructions.
+      instruction: the server's instructions.
 
     Returns:
       The arrays, in the received dtypes, or in float64 if those are too coarse for the
@@ -121,21 +121,21 @@ def release(
       ValueError: if the numbers or shapes of the arrays differ, or if the noise is too
         small relative to the model for any dtype.
     """
-    update = updates.clip(updates.difference(returned, received), asked.clip_norm)
+    update = updates.clip(updates.difference(returned, received), instruction.clip_norm)
     if update.discarded:
         _logger.warning("The update holds NaN or infinity: zero is sent in its place.")
-    if asked.noise_stddev > 0:
-        noised = updates.add_noise(update.arrays, asked.noise_stddev)
+    if instruction.noise_stddev > 0:
+        noised = updates.add_noise(update.arrays, instruction.noise_stddev)
         arrays = updates.apply_with_noise(
-            received, noised, asked.noise_stddev, asked.clip_norm
+            received, noised, instruction.noise_stddev, instruction.clip_norm
         )
     else:
-        arrays = updates.apply_within(received, update.arrays, asked.clip_norm)
+        arrays = updates.apply_within(received, update.arrays, instruction.clip_norm)
     metrics: Json = {
-        APPLIED_CLIP_NORM: asked.clip_norm,
-        APPLIED_NOISE_STDDEV: asked.noise_stddev,
+        APPLIED_CLIP_NORM: instruction.clip_norm,
+        APPLIED_NOISE_STDDEV: instruction.noise_stddev,
     }
-    if asked.wants_norm_bit:
+    if instruction.wants_norm_bit:
         metrics[NORM_BIT] = update.within
     return arrays, metrics, update.discarded
 
@@ -202,11 +202,11 @@ class DPFedAvgNumPyClient:
           TypeError, ValueError: if a value in `config` is invalid (nothing was trained
             then), or the wrapped client returns arrays of other shapes.
         """
-        asked = Instruction.of(config)
+        instruction = Instruction.of(config)
         # The wrapped client may train in place.
         received = [np.array(array) for array in parameters]
         returned, _, metrics = call_client_code(self.client.fit, parameters, config)
-        arrays, applied, discarded = release(received, returned, asked)
+        arrays, applied, discarded = release(received, returned, instruction)
         self.discarded_updates += discarded
         return arrays, _NUM_EXAMPLES, {**metrics, **applied}
 
@@ -281,7 +281,7 @@ def private_mod(
         return call_next(message, context)
     # For each name, the first record that has it counts.
     config = collections.ChainMap(*map(dict, message.content.config_records.values()))
-    asked = Instruction.of(config)
+    instruction = Instruction.of(config)
     weight_key = str(config.get(WEIGHT_KEY, DEFAULT_WEIGHT_KEY))
     # The app may train in place.
     _, record = only_record(message.content, "The server")
@@ -297,13 +297,13 @@ def private_mod(
             f"{list(received)}, got {list(record)}."
         )
     returned = [record[name].numpy() for name in received]
-    arrays, applied, _ = release(list(received.values()), returned, asked)
+    arrays, applied, _ = release(list(received.values()), returned, instruction)
     records = dict(reply.content)  # A copy: the app may return the content it received.
     records[key] = array_record(record, dict(zip(received, arrays, strict=True)))
     weight: Json = {weight_key: _NUM_EXAMPLES}
     if key == _LEGACY_MODEL:
-        old = records[_LEGACY_METRICS]
-        records[_LEGACY_METRICS] = type(old)({**old, **applied})
+        legacy_metrics = records[_LEGACY_METRICS]
+        records[_LEGACY_METRICS] = type(legacy_metrics)({**legacy_metrics, **applied})
         weight = {_LEGACY_WEIGHT: _NUM_EXAMPLES}
     else:
         # A MetricRecord cannot hold booleans; + turns them into numbers.
@@ -312,21 +312,21 @@ def private_mod(
     for name, metrics in dict(reply.content.metric_records).items():
         # Whichever weight the strategy uses, the true number of examples stays here.
         if DEFAULT_WEIGHT_KEY in metrics:
-            told = {**records[name], DEFAULT_WEIGHT_KEY: _NUM_EXAMPLES}
-            records[name] = type(metrics)(told)
+            public_metrics = {**records[name], DEFAULT_WEIGHT_KEY: _NUM_EXAMPLES}
+            records[name] = type(metrics)(public_metrics)
     reply.content = type(reply.content)(records)
     return reply
 
 
 def call_client_code(
-    train: Callable[[_First, _Second], _Made], what: _First, how: _Second
-) -> _Made:
+    train: Callable[[_First, _Second], _Result], first: _First, second: _Second
+) -> _Result:
     """Calls a client's own code; reveals only the type of an error that it raises.
 
     Flower sends the message of an exception to the server, and it may quote examples.
     """
     try:
-        return train(what, how)
+        return train(first, second)
     except Exception as error:
         _logger.exception("The client's training failed.")
         kind = type(error).__name__
@@ -347,22 +347,26 @@ def only_record(content: RecordDict, sender: str) -> tuple[str, ArrayRecord]:
 
 
 def _set_metrics(
-    records: Json, there: Mapping[str, MetricRecord], metrics: Json
+    records: Json, metric_records: Mapping[str, MetricRecord], metrics: Json
 ) -> None:
     """Sets metrics in every record that has the first of them, the weight."""
     weight = next(iter(metrics))
-    keys = [key for key, record in there.items() if weight in record]
-    for key in keys or list(there)[:1]:
-        records[key] = type(there[key])({**there[key], **metrics})
-    if not there:
-        free = "metrics" if "metrics" not in records else "dpfedavg_metrics"
-        records[free] = flower("MetricRecord")(metrics)
+    keys = [key for key, record in metric_records.items() if weight in record]
+    for key in keys or list(metric_records)[:1]:
+        records[key] = type(metric_records[key])({**metric_records[key], **metrics})
+    if not metric_records:
+        name = "metrics" if "metrics" not in records else "dpfedavg_metrics"
+        records[name] = flower("MetricRecord")(metrics)
 
 
-def array_record(like: ArrayRecord, arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
+def array_record(
+    template: ArrayRecord, arrays: Mapping[str, np.ndarray]
+) -> ArrayRecord:
     """Returns an ArrayRecord of the same class as another one, with these arrays."""
-    kind = type(next(iter(like.values())))
-    return type(like)({name: kind(np.asarray(array)) for name, array in arrays.items()})
+    kind = type(next(iter(template.values())))
+    return type(template)(
+        {name: kind(np.asarray(array)) for name, array in arrays.items()}
+    )
 
 
 def flower(name: str) -> type:

@@ -104,25 +104,25 @@ class DPFedAvg(private_rounds.PrivateRounds):
             the strategy sends clients different instructions, or a model that does not
             consist of real numbers.
         """
-        made = self._ask_strategy(server_round, parameters, client_manager)
-        if not made:
+        messages = self._ask_strategy(server_round, parameters, client_manager)
+        if not messages:
             return []
-        told = private_rounds.require_identical(
-            [instruction for _, instruction in made]
+        instructions = private_rounds.require_identical(
+            [instruction for _, instruction in messages]
         )
         clients = list(client_manager.all().values())  # Clients come and go.
         configured = self._begin(
             server_round,
             {_name_of(client): client for client in clients},
-            _to_arrays(told.parameters),
-            told.parameters,
+            _to_arrays(instructions.parameters),
+            instructions.parameters,
         )
         if configured is None:
             return []
-        config = {**told.config, **configured.instruction.config}
+        config = {**instructions.config, **configured.instruction.config}
         return [
-            (client, _with_attribute(told, "config", dict(config)))
-            for client in configured.asked.values()
+            (client, _with_attribute(instructions, "config", dict(config)))
+            for client in configured.clients.values()
         ]
 
     def aggregate_fit(
@@ -144,9 +144,9 @@ class DPFedAvg(private_rounds.PrivateRounds):
           LedgerWriteError: if the round could not be recorded. Nothing is released
             then.
         """
-        configured = self._open[1]
-        averaged = _is_one_average(results)
-        if configured is not None and averaged:
+        configured = self._open_round[1]
+        is_average = _is_one_average(results)
+        if configured is not None and is_average:
             if self._secagg_step is None:
                 raise ValueError(
                     "secagg_step must be given under SecAgg+, which rounds what "
@@ -162,21 +162,23 @@ class DPFedAvg(private_rounds.PrivateRounds):
         released = self._release(
             server_round,
             [(_name_of(client), fit_res) for client, fit_res in results],
-            lambda fit_res, asked: replies.read_result(
-                fit_res, asked.shapes, asked.instruction, averaged
+            lambda fit_res, round_config: replies.read_result(
+                fit_res, round_config.shapes, round_config.instruction, is_average
             ),
-            averaged,
+            is_average,
         )
         if released is None:
             return None, {}
         configured, model = released
         # The noisy mean in the form of Flower's `FitRes`.
         result = types.SimpleNamespace(
-            parameters=_like(configured.template, model), num_examples=1, metrics={}
+            parameters=_to_parameters(configured.template, model),
+            num_examples=1,
+            metrics={},
         )
         # Who was drawn is secret: the proxy of a client would tell.
-        nobody = types.SimpleNamespace(cid="", node_id=0, properties={})
-        return self.strategy.aggregate_fit(server_round, [(nobody, result)], [])
+        anonymous = types.SimpleNamespace(cid="", node_id=0, properties={})
+        return self.strategy.aggregate_fit(server_round, [(anonymous, result)], [])
 
 
 class DPFedAvgFixed(DPFedAvg):
@@ -285,8 +287,10 @@ def _is_one_average(results: _Messages) -> bool:
 
     That object then stands for every client's update.
     """
-    sent = [getattr(fit_res, "parameters", None) for _, fit_res in results]
-    return len(sent) > 1 == len(set(map(id, sent))) and hasattr(sent[0], "tensors")
+    parameters = [getattr(fit_res, "parameters", None) for _, fit_res in results]
+    return len(parameters) > 1 == len(set(map(id, parameters))) and hasattr(
+        parameters[0], "tensors"
+    )
 
 
 def _name_of(client: Hashable) -> Hashable:
@@ -302,7 +306,7 @@ def _to_arrays(parameters: Parameters) -> list[np.ndarray]:
     ]
 
 
-def _like(parameters: Parameters, arrays: Sequence[np.ndarray]) -> Parameters:
+def _to_parameters(parameters: Parameters, arrays: Sequence[np.ndarray]) -> Parameters:
     """Returns parameters of the same form with other arrays."""
     files = [io.BytesIO() for _ in arrays]
     for file, array in zip(files, arrays, strict=True):
@@ -312,6 +316,6 @@ def _like(parameters: Parameters, arrays: Sequence[np.ndarray]) -> Parameters:
 
 def _with_attribute(message: _Copied, name: str, value: object) -> _Copied:
     """Returns a shallow copy with another value; the original does not change."""
-    other = copy.copy(message)
-    setattr(other, name, value)
-    return other
+    copied = copy.copy(message)
+    setattr(copied, name, value)
+    return copied

@@ -117,8 +117,8 @@ class RoundHistory:
         Raises:
           ValueError: a round has no central charge, or another sampling.
         """
-        ledger, known = self.ledger, self._account.known_ledgers.get("")
-        if ledger is None or ledger.head == known:
+        ledger, known_head = self.ledger, self._account.known_ledgers.get("")
+        if ledger is None or ledger.head == known_head:
             return
         with ledger.lock:  # What is counted is what was looked at.
             self._check_entries()
@@ -142,8 +142,8 @@ class RoundHistory:
 
     def begin(self, planned: ReleasedRound) -> accounting.Charge:
         """Charges a round before any client is asked; see `add`."""
-        begun = dataclasses.replace(planned, num_replies=None, is_released=False)
-        return self.add(begun)
+        unreleased = dataclasses.replace(planned, num_replies=None, is_released=False)
+        return self.add(unreleased)
 
     def finish(self, num_replies: int) -> None:
         """Notes that the round that was charged last is released."""
@@ -222,25 +222,25 @@ class Correlation:
                     f"client_of must give texts or whole numbers, got {name!r}."
                 )
         by_client = {name: node for node, name in self._names.items()}
-        may = [by_client[name] for name in self.record.eligible(by_client)]
-        return may, len(by_client)
+        eligible = [by_client[name] for name in self.record.eligible(by_client)]
+        return eligible, len(by_client)
 
-    def begin(self, sent: Sequence[np.ndarray]) -> None:
+    def begin(self, model: Sequence[np.ndarray]) -> None:
         """Creates the memory (zeros) for a model in the first round.
 
         Raises:
           ValueError: the model's shapes differ from those in the earlier rounds.
         """
-        shapes = tuple(array.shape for array in sent)
+        shapes = tuple(array.shape for array in model)
         if self.memory is None:
             self.memory = self._mechanism.init_noise_state(
                 mechanisms.PrivacyContext(clients_per_round=1, shapes=shapes)
             )
-        known = tuple(tuple(b.shape[1:]) for b in self.memory.buffers)
-        if shapes != known:
+        memory_shapes = tuple(tuple(b.shape[1:]) for b in self.memory.buffers)
+        if shapes != memory_shapes:
             raise ValueError(
                 "The wrapped strategy must send a model of the same shapes in "
-                f"every round, {known}, because the noise is correlated over "
+                f"every round, {memory_shapes}, because the noise is correlated over "
                 f"the rounds, got {shapes}."
             )
 

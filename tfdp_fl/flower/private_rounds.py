@@ -68,7 +68,7 @@ class PrivateRounds:
     _metrics_function: str
     # The server's number of the current round, and its configuration; None if no
     # clients were asked.
-    _open: tuple[int | None, sums.ConfiguredRound | None] = (None, None)
+    _open_round: tuple[int | None, sums.ConfiguredRound | None] = (None, None)
     _paid: accounting.Charge | None = None  # For the open round, if it was paid first.
     # By how much SecAgg+ rounds a coordinate of one client's update; None without it.
     _secagg_step: float | None = None
@@ -199,7 +199,7 @@ class PrivateRounds:
         self._history = history.RoundHistory(
             self._sampling, budget, ledger, repr(mechanism)
         )
-        self._non_negative = sums.as_places(non_negative)
+        self._non_negative = sums.as_indices(non_negative)
         self.discarded_updates = self.rejected_replies = 0
         self.stopped_before_round: int | None = None
 
@@ -310,13 +310,15 @@ class PrivateRounds:
           accountant, guarantee ("central"), relation, rounds, rounds_from_ledger,
           clients_per_round, num_clients, and caveats: sentences that qualify epsilon.
         """
-        delta, spent = self._delta(delta), self._history.accountant()
+        delta, composed = self._delta(delta), self._history.accountant()
         accountant = accountant or self._accountant
-        epsilon = spent.epsilon(delta, accountant)
-        known = spent.epsilon_if_participation_is_known(delta, accountant)
+        epsilon = composed.epsilon(delta, accountant)
+        epsilon_if_known = composed.epsilon_if_participation_is_known(delta, accountant)
         return {
             "epsilon": epsilon if math.isfinite(epsilon) else None,
-            "epsilon_if_cohorts_are_known": known if math.isfinite(known) else None,
+            "epsilon_if_cohorts_are_known": epsilon_if_known
+            if math.isfinite(epsilon_if_known)
+            else None,
             "delta": delta,
             "accountant": accountant,
             "trust_model": self.mechanism.trust_model,
@@ -325,37 +327,40 @@ class PrivateRounds:
             "rounds_from_ledger": self._history.num_from_ledger,
             "clients_per_round": self.clients_per_round,
             "num_clients": self.num_clients,
-            "caveats": self._caveats(epsilon, known),
+            "caveats": self._caveats(epsilon, epsilon_if_known),
         }
 
-    def _caveats(self, epsilon: float, known: float) -> list[str]:
+    def _caveats(self, epsilon: float, epsilon_if_known: float) -> list[str]:
         """Returns the caveats that apply, as self-contained sentences."""
-        others, correlated = self._history.num_from_ledger, self._correlation
-        failed = any(
+        num_other_rounds, correlated = self._history.num_from_ledger, self._correlation
+        any_failed = any(
             r.is_released and (r.num_replies or 0) < r.charge.clients_per_round
             for r in self._history.released
             if r.charge.sampling not in charge_lib.OF_RANDOM_SIZE
         )
-        of_any_size = self._sampling in charge_lib.OF_RANDOM_SIZE
-        holds = {
+        has_random_size = self._sampling in charge_lib.OF_RANDOM_SIZE
+        applies = {
             "floating_point_noise": True,
-            "hyperparameter_search_not_counted": not others,
-            "only_runs_in_ledgers_counted": others,
+            "hyperparameter_search_not_counted": not num_other_rounds,
+            "only_runs_in_ledgers_counted": num_other_rounds,
             "flower_noise": True,
             "separated_zero_out": correlated,
             "participations_checked": correlated,
             "flower_nodes_are_clients": not (correlated and correlated.client_of),
-            "flower_cohorts_secret": not correlated and epsilon != known,
-            "population_stated": of_any_size,
+            "flower_cohorts_secret": not correlated and epsilon != epsilon_if_known,
+            "population_stated": has_random_size,
             "allocation_charged_whole": self._sampling == Sampling.RANDOM_ALLOCATION,
-            "clients_excluded": failed,
+            "clients_excluded": any_failed,
             "rounds_may_be_abandoned": self._participation.known_selection,
             "cohort_redrawn": self._participation.draws_depend_on_each_other,
             "client_noise_needs_honest_clients": self.mechanism.needs_exact_cohort,
             "flower_secagg": self._secagg_step is not None,
             "flower_beside_the_model": True,
         }
-        keys = (*self.mechanism.all_caveats(), *(key for key in holds if holds[key]))
+        keys = (
+            *self.mechanism.all_caveats(),
+            *(key for key in applies if applies[key]),
+        )
         return [statement.CAVEATS[key] for key in keys]
 
     def close(self) -> None:
@@ -379,12 +384,12 @@ class PrivateRounds:
 
         With SecAgg+, one failed client loses the whole sum.
         """
-        loses = self.on_client_failure == "abort" or self._secagg_step is not None
+        may_abandon = self.on_client_failure == "abort" or self._secagg_step is not None
         return charge_lib.Participation(
             sampling=self._sampling,
             num_clients=self.num_clients,
             clients_per_round=self._expected_size,
-            known_selection=loses and self._sampling == Sampling.FIXED_SIZE,
+            known_selection=may_abandon and self._sampling == Sampling.FIXED_SIZE,
         )
 
     # A round.
@@ -392,7 +397,7 @@ class PrivateRounds:
     def _ask_strategy(self, server_round: int, *arguments: object) -> list[Any]:
         """Settles the previous round; returns what the wrapped strategy would send."""
         self._settle()
-        self._open = server_round, None
+        self._open_round = server_round, None
         if self._is_over(server_round, self._history.num_rounds):
             return []  # Flower's own strategies would first wait for clients.
         configure = getattr(self.strategy, self._configure)
@@ -400,66 +405,70 @@ class PrivateRounds:
 
     def _settle(self) -> None:
         """Abandons a round that was started but not released."""
-        if self._open[1] is not None:
-            _logger.warning("Round %s is abandoned: no replies came.", self._open[0])
-            nothing = sums.Collected(0, False, self._open[1].this)
-            algorithm.finish_round(_Server(self), self._open[1], nothing, self._paid)
+        if self._open_round[1] is not None:
+            _logger.warning(
+                "Round %s is abandoned: no replies came.", self._open_round[0]
+            )
+            no_replies = sums.Collected(0, False, self._open_round[1].round_state)
+            algorithm.finish_round(
+                _Server(self), self._open_round[1], no_replies, self._paid
+            )
 
     def _is_over(self, server_round: int, index: int) -> bool:
-        over = self.rounds is not None and index >= self.rounds
-        if over:
+        is_over = self.rounds is not None and index >= self.rounds
+        if is_over:
             _logger.warning(
                 "Round %s is not begun: rounds=%d are charged.",
                 *(server_round, self.rounds),
             )
-        return over
+        return is_over
 
     def _begin(
         self,
         server_round: int,
         connected: Mapping[Hashable, ClientProxy | None],
-        sent: Sequence[np.ndarray],
+        model: Sequence[np.ndarray],
         template: sums.Template,
         names: Sequence[str] = (),
     ) -> sums.ConfiguredRound | None:
         """Draws the clients of a round; None if the round is not started."""
-        for array in sent:
+        for array in model:
             if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
                 raise ValueError(
                     "The model must hold real numbers of at most 64 bits, got an array "
                     f"of dtype {array.dtype}."
                 )
-        non_negative = self._find_non_negative(sent, names)
+        non_negative = self._find_non_negative(model, names)
         # Rounds without cost do not count. Read only once, as others may write to it.
         index = self._history.num_rounds
         if self._is_over(server_round, index):
             return None
-        drawn = self._cohort(server_round, connected)
-        if drawn is None:
+        draw = self._cohort(server_round, connected)
+        if draw is None:
             return None
-        cohort, place = drawn
+        cohort, pass_fields = draw
         if self._correlation is not None:
-            self._correlation.begin(sent)  # Or raises, before any client is asked.
+            self._correlation.begin(model)  # Or raises, before any client is asked.
             index = self._correlation.record.released
         event = self.mechanism.round_event(index, self._deployment)
         z = charge_lib.noise_multiplier_of(event)
         if self._secagg_step is not None and z is not None:
             # SecAgg+ rounds after the clip, so a client can add more than S.
-            size = sum(array.size for array in sent)
-            most = 1 + math.sqrt(size) * self._secagg_step / self.clip_norm
-            event = dp_accounting.GaussianDpEvent(z / most)
-        charge = dataclasses.replace(self._participation, **place).charge(event)
+            size = sum(array.size for array in model)
+            enlargement = 1 + math.sqrt(size) * self._secagg_step / self.clip_norm
+            event = dp_accounting.GaussianDpEvent(z / enlargement)
+        charge = dataclasses.replace(self._participation, **pass_fields).charge(event)
         plan = history.ReleasedRound(server_round, self.clip_norm, len(cohort), charge)
         if not self._history.affords(plan):
             self._stop_before(server_round)
             return None
         configured = sums.ConfiguredRound(
-            sent=[np.array(array) for array in sent],
-            asked={name: connected[name] for name in cohort},
+            sent_model=[np.array(array) for array in model],
+            clients={name: connected[name] for name in cohort},
             plan=plan,
             mechanism=self.mechanism,
             deployment=self._deployment,
-            this=mechanisms.RoundState(
+            round_state=mechanisms.RoundState(
                 self.clip_norm,
                 self.mechanism.noise_multiplier_at(index),
                 float(self._expected_size),
@@ -472,36 +481,36 @@ class PrivateRounds:
         except accounting.BudgetExceededError:
             self._stop_before(server_round)
             return None
-        self._open = server_round, configured
+        self._open_round = server_round, configured
         return configured
 
     def _find_non_negative(
-        self, sent: Sequence[np.ndarray], names: Sequence[str]
+        self, model: Sequence[np.ndarray], names: Sequence[str]
     ) -> list[int]:
         """Returns the arrays to keep at 0 or above; warns once if none are given."""
         if self._non_negative is None:
             self._non_negative = ()
-            likely = [
-                place
-                for place, array in enumerate(sent)
+            positive = [
+                index
+                for index, array in enumerate(model)
                 if array.dtype.kind == "f" and array.size and np.min(array) > 0
             ]
-            if likely:
+            if positive:
                 _logger.warning(
                     "The model has arrays that are positive (%s). Noise may push them "
                     "below zero: if one must not be, such as the variances of a "
                     "BatchNorm, say non_negative=[...]; () if there is none.",
-                    ", ".join(str(names[k]) if names else str(k) for k in likely),
+                    ", ".join(str(names[k]) if names else str(k) for k in positive),
                 )
-        known: dict[int | str, int] = {place: place for place in range(len(sent))}
-        known |= {name: place for place, name in enumerate(names)}
-        for one in self._non_negative:
-            if one not in known:
+        indices: dict[int | str, int] = {index: index for index in range(len(model))}
+        indices |= {name: index for index, name in enumerate(names)}
+        for key in self._non_negative:
+            if key not in indices:
                 raise ValueError(
                     "non_negative must name arrays of the model, or their places below "
-                    f"{len(sent)}, got {one!r}."
+                    f"{len(model)}, got {key!r}."
                 )
-        return [known[one] for one in self._non_negative]
+        return [indices[key] for key in self._non_negative]
 
     def _cohort(
         self, server_round: int, connected: Mapping[Hashable, object]
@@ -526,12 +535,12 @@ class PrivateRounds:
                 )
             _logger.warning("Round %s is abandoned: %s.", server_round, text)
             return None
-        who = self._participation
+        participation = self._participation
         if self._sampling == Sampling.RANDOM_ALLOCATION:
             return self._allocation.draw(eligible)
         if self._sampling == Sampling.POISSON:
-            draw, q = secrets.SystemRandom().random, who.sampling_probability
-            return [each for each in eligible if draw() < q], {}
+            draw, q = secrets.SystemRandom().random, participation.sampling_probability
+            return [client for client in eligible if draw() < q], {}
         if len(eligible) < self.clients_per_round:
             _logger.warning(
                 "Round %s is not begun: only %d of %d connected clients may take part "
@@ -556,7 +565,7 @@ class PrivateRounds:
         server_round: int,
         results: Iterable[tuple[Hashable, _Result]],
         read: Callable[[_Result, sums.ConfiguredRound], replies.Reply],
-        averaged: bool = False,
+        is_average: bool = False,
     ) -> tuple[sums.ConfiguredRound, list[np.ndarray]] | None:
         """Returns a round and its model; None if there is nothing to release.
 
@@ -566,21 +575,24 @@ class PrivateRounds:
           RoundNotConfiguredError: if the results belong to no round, or have arrived
             before.
         """
-        number, configured = self._open
+        number, configured = self._open_round
         if number != server_round:
             raise RoundNotConfiguredError(
                 f"Round {server_round} has no {self._configure} that belongs to "
                 "these results, or they were here before. Nothing is released or "
                 "charged."
             )
-        self._open = None, configured  # Until it is settled, even if something fails.
+        self._open_round = (
+            None,
+            configured,
+        )  # Until it is settled, even if something fails.
         if configured is None:
             return None
         usable: dict[Hashable, replies.Reply] = {}
         replied, rejected = set(), 0
         for client, result in results:
             try:
-                if client not in configured.asked:
+                if client not in configured.clients:
                     raise replies.ReplyError("it was not asked")
                 if client in usable:
                     raise replies.ReplyError("it has replied before")
@@ -593,23 +605,23 @@ class PrivateRounds:
                     *(server_round, client, error),
                 )
         self.rejected_replies += rejected
-        m = len(configured.asked)
+        m = len(configured.clients)
         # No client must be able to end a run by its reply. If a reply is unusable, the
         # server adds that client's share of the noise.
         counted = replied if self.mechanism.needs_exact_cohort else usable
-        enough = len(counted) == m or self.on_client_failure == "exclude"
-        who = configured.plan.charge
-        if not who.is_amplified or who.known_selection:
-            enough = enough and bool(usable)
+        is_enough = len(counted) == m or self.on_client_failure == "exclude"
+        charge = configured.plan.charge
+        if not charge.is_amplified or charge.known_selection:
+            is_enough = is_enough and bool(usable)
         # Otherwise, release even a round without replies, as pure noise. That all drawn
         # clients failed would reveal who was drawn for the other rounds.
-        if not enough or (averaged and rejected):
+        if not is_enough or (is_average and rejected):
             _logger.warning(
                 "Round %s is abandoned: %d of %d clients sent a reply that can be "
                 "used, %d replies cannot.",
                 *(server_round, len(usable), m, rejected),
             )
-            collected = sums.Collected(len(usable), False, configured.this)
+            collected = sums.Collected(len(usable), False, configured.round_state)
         else:
             collected = sums.collect(configured, list(usable.values()))
         try:
@@ -649,7 +661,7 @@ class _Server:
         if collected is None:
             return self.rounds._history.begin(configured.plan)
         if collected.is_enough:
-            self.rounds._open = None, None
+            self.rounds._open_round = None, None
             return self.rounds._history.add(
                 dataclasses.replace(configured.plan, num_replies=collected.num_replies)
             )
@@ -665,7 +677,7 @@ class _Server:
     def abandon(self, configured: sums.ConfiguredRound) -> None:
         """See `algorithm.Server`."""
         del configured
-        self.rounds._open = None, None
+        self.rounds._open_round = None, None
 
     def release(
         self,
@@ -674,22 +686,22 @@ class _Server:
         paid: accounting.Charge,
     ) -> sums.Outcome:
         """See `algorithm.Server`."""
-        rounds, kept = self.rounds, self.rounds._correlation
-        rounds._open = None, None  # If this raises, nothing has moved.
+        rounds, correlation = self.rounds, self.rounds._correlation
+        rounds._open_round = None, None  # If this raises, nothing has moved.
         rounds._history.finish(collected.num_replies)
-        memory = None if kept is None else kept.memory
+        memory = None if correlation is None else correlation.memory
         outcome = sums.release(configured, collected, paid, memory)
-        if kept is not None:
-            nodes = [configured.asked[client] for client in self.clients]
-            kept.take_over(outcome.memory, nodes)
+        if correlation is not None:
+            nodes = [configured.clients[client] for client in self.clients]
+            correlation.take_over(outcome.memory, nodes)
         rounds.discarded_updates += collected.discarded
         rounds.clip_norm = outcome.next_clip_norm
         return outcome
 
 
-def _is_of_flower(thing: object) -> bool:
+def _is_of_flower(value: object) -> bool:
     """Whether Flower itself defines a class or function."""
-    return (getattr(thing, "__module__", None) or "").partition(".")[0] == "flwr"
+    return (getattr(value, "__module__", None) or "").partition(".")[0] == "flwr"
 
 
 def require_identical(contents: Sequence[_Content]) -> _Content:

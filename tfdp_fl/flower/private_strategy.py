@@ -67,7 +67,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
     _configure, _aggregate = "configure_train", "aggregate_train"
     _metrics_function = "train_metrics_aggr_fn"
     _sent: Sequence[Message] = ()
-    _made: Message = None
+    _template_message: Message = None
 
     def start(self, grid: Grid, initial_arrays: ArrayRecord, *args, **kwargs) -> Result:
         """Runs the wrapped strategy's rounds, with its own arguments and result.
@@ -98,12 +98,12 @@ class PrivateStrategy(private_rounds.PrivateRounds):
             messages, or a model that does not consist of real numbers.
         """
         self._sent = []
-        made = self._ask_strategy(server_round, arrays, config, grid)
-        if not made:
+        messages = self._ask_strategy(server_round, arrays, config, grid)
+        if not messages:
             return []
-        self._made = made[0]
+        self._template_message = messages[0]
         content = private_rounds.require_identical(
-            [message.content for message in made]
+            [message.content for message in messages]
         )
         key, record = client_lib.only_record(content, "The wrapped strategy")
         configured = self._begin(
@@ -115,17 +115,19 @@ class PrivateStrategy(private_rounds.PrivateRounds):
         )
         if configured is None:
             return []
-        told = configured.instruction.config | {client_lib.WEIGHT_KEY: self._weight_key}
-        content, metadata = _with_config(content, told), made[0].metadata
+        instructions = configured.instruction.config | {
+            client_lib.WEIGHT_KEY: self._weight_key
+        }
+        content, metadata = _with_config(content, instructions), messages[0].metadata
         self._sent = [
-            type(made[0])(
+            type(messages[0])(
                 content,
                 node,
                 metadata.message_type,
                 ttl=metadata.ttl,
                 group_id=metadata.group_id,
             )
-            for node in configured.asked
+            for node in configured.clients
         ]
         return self._sent
 
@@ -147,12 +149,20 @@ class PrivateStrategy(private_rounds.PrivateRounds):
           LedgerWriteError: if the round could not be recorded. Nothing is released
             then.
         """
-        sent = {m.metadata.dst_node_id: m.metadata.message_id for m in self._sent}
+        message_ids = {
+            m.metadata.dst_node_id: m.metadata.message_id for m in self._sent
+        }
 
-        def read(message: Message, asked: sums.ConfiguredRound) -> replies_lib.Reply:
-            names = tuple(asked.template[1])
+        def read(
+            message: Message, round_config: sums.ConfiguredRound
+        ) -> replies_lib.Reply:
+            names = tuple(round_config.template[1])
             return replies_lib.read_message(
-                message, asked.shapes, asked.instruction, names, sent
+                message,
+                round_config.shapes,
+                round_config.instruction,
+                names,
+                message_ids,
             )
 
         results: list[tuple[int, Message]] = []
@@ -167,16 +177,16 @@ class PrivateStrategy(private_rounds.PrivateRounds):
             return None, None
         configured, model = released
         key, record = configured.template
-        named = dict(zip(record, model, strict=True))
+        arrays = dict(zip(record, model, strict=True))
         metrics = client_lib.flower("MetricRecord")({self._weight_key: 1})
-        handed = copy.copy(self._made)
-        handed.content = type(handed.content)(
+        mean_message = copy.copy(self._template_message)
+        mean_message.content = type(mean_message.content)(
             {
-                key: client_lib.array_record(record, named),
+                key: client_lib.array_record(record, arrays),
                 "metrics" if key != "metrics" else "weight": metrics,
             }
         )
-        return self.strategy.aggregate_train(server_round, [handed])
+        return self.strategy.aggregate_train(server_round, [mean_message])
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -195,9 +205,11 @@ class PrivateStrategy(private_rounds.PrivateRounds):
         )
 
 
-def _with_config(content: RecordDict, told: Json) -> RecordDict:
+def _with_config(content: RecordDict, instructions: Json) -> RecordDict:
     """Returns a copy with further entries in its (first) ConfigRecord."""
     configs = dict(content.config_records)
     key = next(iter(configs), "config")
     kind = type(configs[key]) if configs else client_lib.flower("ConfigRecord")
-    return type(content)({**content, key: kind({**configs.get(key, {}), **told})})
+    return type(content)(
+        {**content, key: kind({**configs.get(key, {}), **instructions})}
+    )

@@ -58,15 +58,18 @@ class Reply(NamedTuple):
 
 
 def read_result(
-    fit_res: FitRes, shapes: Shapes, asked: client_lib.Instruction, unseen: bool = False
+    fit_res: FitRes,
+    shapes: Shapes,
+    instruction: client_lib.Instruction,
+    is_average: bool = False,
 ) -> Reply:
     """Returns the reply of a client of the older API, or raises an error.
 
     Args:
       fit_res: the reply, which may be any object.
       shapes: the shapes of the arrays that the client was sent.
-      asked: the client's instructions.
-      unseen: whether its update cannot be seen, and so cannot be clipped again.
+      instruction: the client's instructions.
+      is_average: whether its update cannot be seen, and so cannot be clipped again.
 
     Raises:
       ReplyError: if the reply is not what a wrapped client sends.
@@ -78,34 +81,34 @@ def read_result(
         if not isinstance(tensors, list | tuple) or len(tensors) != len(shapes):
             raise ReplyError(f"it must hold a list of {len(shapes)} tensors")
         arrays = [npy_array(t, shape) for t, shape in zip(tensors, shapes, strict=True)]
-        if unseen and fit_res.num_examples != 1:
+        if is_average and fit_res.num_examples != 1:
             raise ReplyError(f"it must weigh 1, got {fit_res.num_examples!r:.40}")
-        return Reply(arrays, _norm_bit(fit_res.metrics, asked, unseen))
+        return Reply(arrays, _norm_bit(fit_res.metrics, instruction, is_average))
 
 
 def read_message(
     message: Message,
     shapes: Shapes,
-    asked: client_lib.Instruction,
+    instruction: client_lib.Instruction,
     names: Sequence[str],
-    sent: Mapping[int, str],
+    message_ids: Mapping[int, str],
 ) -> Reply:
     """Returns the reply of a client of the message API, or raises an error.
 
     Args:
       message: the reply, which may be any object.
       shapes: the shapes of the arrays that the client was sent.
-      asked: the client's instructions.
+      instruction: the client's instructions.
       names: the names of the arrays.
-      sent: the id of the message that was sent to each node.
+      message_ids: the id of the message that was sent to each node.
 
     Raises:
       ReplyError: if the reply is not what `private_mod` sends.
     """
     with _readable():
         metadata = message.metadata
-        answered = sent.get(metadata.src_node_id)
-        if not answered or metadata.reply_to_message_id != answered:
+        message_id = message_ids.get(metadata.src_node_id)
+        if not message_id or metadata.reply_to_message_id != message_id:
             raise ReplyError("it answers another message, or one without an id")
         records = list(message.content.array_records.values())
         if len(records) != 1:
@@ -125,7 +128,7 @@ def read_message(
                 )
             arrays.append(npy_array(record[name].data, shape))
         metrics = collections.ChainMap(*message.content.metric_records.values())
-        return Reply(arrays, _norm_bit(metrics, asked))
+        return Reply(arrays, _norm_bit(metrics, instruction))
 
 
 @contextlib.contextmanager
@@ -138,31 +141,33 @@ def _readable() -> Iterator[None]:
     except Exception as error:
         # The checks in the block are meant to be complete. Even if one is missing, a
         # client must not be able to affect more than its own reply.
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:100]
-        raise ReplyError(f"it cannot be read ({what})") from error
+        description = " ".join(f"{type(error).__name__}: {error}".split())[:100]
+        raise ReplyError(f"it cannot be read ({description})") from error
 
 
 def _norm_bit(
-    metrics: client_lib.Config, asked: client_lib.Instruction, unseen: bool = False
+    metrics: client_lib.Config,
+    instruction: client_lib.Instruction,
+    is_average: bool = False,
 ) -> bool | None:
     """Returns the norm bit in a client's metrics; checks the applied clip and noise.
 
     The check matters only if clients add noise, or if updates are not seen. Otherwise,
     the server itself clips and adds noise, whatever a client did.
     """
-    bare = "is the client wrapped in DPFedAvgNumPyClient, or private_mod a mod?"
-    if asked.noise_stddev or unseen:
+    hint = "is the client wrapped in DPFedAvgNumPyClient, or private_mod a mod?"
+    if instruction.noise_stddev or is_average:
         names = (client_lib.APPLIED_CLIP_NORM, client_lib.APPLIED_NOISE_STDDEV)
         applied = tuple(metrics.get(name) for name in names)
-        if applied != asked[:2]:
+        if applied != instruction[:2]:
             raise ReplyError(
-                f"it must say that it applied (clip norm, noise) {asked[:2]}, "
-                f"got {applied!r:.80} ({bare})"
+                f"it must say that it applied (clip norm, noise) {instruction[:2]}, "
+                f"got {applied!r:.80} ({hint})"
             )
-    if not asked.wants_norm_bit:
+    if not instruction.wants_norm_bit:
         return None
     if client_lib.NORM_BIT not in metrics:
-        raise ReplyError(f"it has no {client_lib.NORM_BIT} ({bare})")
+        raise ReplyError(f"it has no {client_lib.NORM_BIT} ({hint})")
     value = metrics[client_lib.NORM_BIT]
     if isinstance(value, numbers.Real | np.bool_) and not math.isnan(value):
         # A client moves the count by at most one, whatever number it sends.
@@ -199,18 +204,18 @@ def npy_array(data: object, shape: tuple[int, ...]) -> np.ndarray:
             "a tensor's header must state real numbers, got "
             f"{data[start : min(end, start + 80)]!r}"
         )
-    stated = tuple(
+    header_shape = tuple(
         int(size) for size in header[3].replace(b" ", b"").split(b",") if size
     )
-    if stated != tuple(shape):
+    if header_shape != tuple(shape):
         raise ReplyError(
-            f"a tensor must have the shape {tuple(shape)}, got {stated!r:.80}"
+            f"a tensor must have the shape {tuple(shape)}, got {header_shape!r:.80}"
         )
-    dtype, size = np.dtype(header[1].decode()), math.prod(stated)
+    dtype, size = np.dtype(header[1].decode()), math.prod(header_shape)
     if len(data) - end != size * dtype.itemsize:
         raise ReplyError(
-            f"a tensor of shape {stated} and dtype {dtype} must have "
+            f"a tensor of shape {header_shape} and dtype {dtype} must have "
             f"{size * dtype.itemsize} bytes, got {len(data) - end}"
         )
     flat = np.frombuffer(data, dtype, size, end)
-    return flat.reshape(stated, order="F" if header[2] == b"True" else "C")
+    return flat.reshape(header_shape, order="F" if header[2] == b"True" else "C")

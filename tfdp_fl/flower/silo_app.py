@@ -51,15 +51,17 @@ def silo_app(
 
     def answer(message: Message, context: Context, kind: str) -> Message:
         if context.node_id not in silos:
-            takes = (context,) if inspect.signature(make_silo).parameters else ()
-            silos[context.node_id] = make_silo(*takes)
+            arguments = (context,) if inspect.signature(make_silo).parameters else ()
+            silos[context.node_id] = make_silo(*arguments)
         silo = silos[context.node_id]
         metrics: Json = {client_lib.DEFAULT_WEIGHT_KEY: silo.num_people}
         records: Json = {}
         key, record = client_lib.only_record(message.content, "The server")
         weights = [array.numpy() for array in record.values()]
-        sent = message.metadata
-        message_id = f"{sent.run_id} {sent.message_id}" if sent.message_id else None
+        metadata = message.metadata
+        message_id = (
+            f"{metadata.run_id} {metadata.message_id}" if metadata.message_id else None
+        )
         if kind == "train":
             update = silo.train(weights, message_id)
             returned = dict(zip(record, update.weights, strict=True))

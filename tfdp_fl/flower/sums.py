@@ -50,36 +50,36 @@ class ConfiguredRound:
     """A round's configuration when the clients were asked; later changes do not count.
 
     Attributes:
-      sent: w, the model's arrays.
-      asked: the clients that were asked, by name.
+      sent_model: w, the model's arrays.
+      clients: the clients that were asked, by name.
       plan: the round as it is charged if no client fails.
       mechanism: the mechanism.
       deployment: the mechanism's context.
-      this: S, z and m, as floats.
+      round_state: S, z and m, as floats.
       non_negative: the indices of arrays that the release keeps at 0 or above.
       template: the model as Flower sent it; the result has the same form.
     """
 
-    sent: list[np.ndarray]
-    asked: dict[Hashable, ClientProxy | None]
+    sent_model: list[np.ndarray]
+    clients: dict[Hashable, ClientProxy | None]
     plan: history.ReleasedRound
     mechanism: mechanisms.Mechanism
     deployment: mechanisms.PrivacyContext
-    this: mechanisms.RoundState
+    round_state: mechanisms.RoundState
     template: Template
     non_negative: Sequence[int] = ()
 
     @property
     def shapes(self) -> replies.Shapes:
         """The shapes of the model's arrays."""
-        return [array.shape for array in self.sent]
+        return [array.shape for array in self.sent_model]
 
     @property
     def participation(self) -> accounting.RoundCharge:
         """Which clients could be in it, given what abandoning it reveals."""
-        who = self.plan.charge
-        tells = who.draws_depend_on_each_other
-        return dataclasses.replace(who, known_selection=tells)
+        charge = self.plan.charge
+        is_known = charge.draws_depend_on_each_other
+        return dataclasses.replace(charge, known_selection=is_known)
 
     @property
     def clients_clip(self) -> bool:
@@ -98,10 +98,10 @@ class ConfiguredRound:
             return client_lib.Instruction(NO_CLIP)
         share = 0.0
         if self.mechanism.noise_site == NoiseSite.CLIENT:
-            stddevs = self.mechanism.noise_stddevs(self.this, self.deployment)
-            share = float(stddevs["update"]) / len(self.asked) ** 0.5
+            stddevs = self.mechanism.noise_stddevs(self.round_state, self.deployment)
+            share = float(stddevs["update"]) / len(self.clients) ** 0.5
         return client_lib.Instruction(
-            float(self.this.clip_norm), share, bool(self.mechanism.side_names)
+            float(self.round_state.clip_norm), share, bool(self.mechanism.side_names)
         )
 
 
@@ -119,7 +119,7 @@ class Outcome(NamedTuple):
     memory: Memory = None
 
 
-def as_places(non_negative: NonNegative) -> Sequence[int | str] | None:
+def as_indices(non_negative: NonNegative) -> Sequence[int | str] | None:
     """Returns the given indices or names; for a Keras model, its own such arrays."""
     if non_negative is None:
         return None
@@ -127,13 +127,15 @@ def as_places(non_negative: NonNegative) -> Sequence[int | str] | None:
         from tfdp_fl.engine import synthetic
 
         return synthetic.non_negative_positions(non_negative)
-    given = list(non_negative) if isinstance(non_negative, list | tuple | set) else [{}]
-    if not all(isinstance(one, str | int) for one in given):
+    indices_or_names = (
+        list(non_negative) if isinstance(non_negative, list | tuple | set) else [{}]
+    )
+    if not all(isinstance(value, str | int) for value in indices_or_names):
         raise TypeError(
             "non_negative must be places or names of the model's arrays, or a built "
             f"Keras model, got {non_negative!r}."
         )
-    return given
+    return indices_or_names
 
 
 def check(
@@ -168,7 +170,7 @@ class Collected:
     Attributes:
       num_replies: the number of clients that replied.
       is_enough: whether it may be released; otherwise there is no sum.
-      this: the round, with its clip.
+      round_state: the round, with its clip.
       update: sum_k c_k Delta_k, float64 arrays.
       sums: the side sums, by name.
       discarded: the number of updates that were not finite and became zero.
@@ -176,7 +178,7 @@ class Collected:
 
     num_replies: int
     is_enough: bool
-    this: mechanisms.RoundState
+    round_state: mechanisms.RoundState
     update: list[np.ndarray] = dataclasses.field(default_factory=list)
     sums: Mapping[str, float] = dataclasses.field(default_factory=dict)
     discarded: int = 0
@@ -197,12 +199,16 @@ def collect(configured: ConfiguredRound, answers: Sequence[replies.Reply]) -> Co
     Raises:
       InvalidArgumentError: The mechanism now has less noise than is charged for.
     """
-    asked, this = configured.instruction, configured.this
+    instruction, round_state = configured.instruction, configured.round_state
     size = sum(map(math.prod, configured.shapes))
-    bound = updates.largest_honest_norm(asked.clip_norm, asked.noise_stddev, size)
+    bound = updates.largest_honest_norm(
+        instruction.clip_norm, instruction.noise_stddev, size
+    )
 
-    def change(reply: replies.Reply) -> updates.ClippedUpdate:
-        return updates.clip(updates.difference(reply.arrays, configured.sent), bound)
+    def clip_reply(reply: replies.Reply) -> updates.ClippedUpdate:
+        return updates.clip(
+            updates.difference(reply.arrays, configured.sent_model), bound
+        )
 
     factors: Sequence[float] = [1.0] * len(answers)
     if configured.clients_clip:
@@ -211,19 +217,22 @@ def collect(configured: ConfiguredRound, answers: Sequence[replies.Reply]) -> Co
             for name in configured.mechanism.side_names
         }
     else:
-        this, factors, sums = _mechanisms_clip(
-            configured, [change(reply) for reply in answers]
+        round_state, factors, sums = _clip_by_mechanism(
+            configured, [clip_reply(reply) for reply in answers]
         )
     largest = bound
     if not configured.clients_clip:
-        largest = float(configured.mechanism.l2_norm_bound(this))
+        largest = float(configured.mechanism.l2_norm_bound(round_state))
     total = [np.zeros(shape) for shape in configured.shapes]
-    step, discarded = updates.grid_step(largest, float(this.clients_per_round)), 0
-    for factor, update in zip(factors, map(change, answers), strict=True):
+    step, discarded = (
+        updates.grid_step(largest, float(round_state.clients_per_round)),
+        0,
+    )
+    for factor, update in zip(factors, map(clip_reply, answers), strict=True):
         discarded += update.discarded
         for array, part in zip(total, update.arrays, strict=True):
             array += updates.to_grid(factor * part, step)
-    return Collected(len(answers), True, this, total, sums, discarded)
+    return Collected(len(answers), True, round_state, total, sums, discarded)
 
 
 def release(
@@ -243,17 +252,23 @@ def release(
       memory: the memory of correlated noise; None without one.
     """
     paid.use()
-    mechanism, this, total = configured.mechanism, collected.this, collected.update
+    mechanism, round_state, total = (
+        configured.mechanism,
+        collected.round_state,
+        collected.update,
+    )
     # If the cohort size is random, m is its expectation.
-    m, asked = float(this.clients_per_round), configured.instruction
+    m, instruction = float(round_state.clients_per_round), configured.instruction
     stddevs = {
         name: float(value)
-        for name, value in mechanism.noise_stddevs(this, configured.deployment).items()
+        for name, value in mechanism.noise_stddevs(
+            round_state, configured.deployment
+        ).items()
     }
     # One share of the noise for each client whose noise is missing: all m clients, or
     # those with an unusable or discarded reply.
     missing = m - collected.num_replies + collected.discarded
-    shares = missing if asked.noise_stddev else m
+    shares = missing if instruction.noise_stddev else m
     if memory is not None:
         total, memory = _add_correlated_noise(
             mechanism, total, stddevs["update"], memory
@@ -264,13 +279,13 @@ def release(
         name: float(np.random.default_rng().normal(value, stddevs[name]))
         for name, value in collected.sums.items()
     }
-    model = updates.apply(configured.sent, [array / m for array in total])
-    for place in configured.non_negative:
-        model[place] = np.maximum(model[place], 0)
-    return Outcome(model, float(mechanism.next_clip_norm(noised, this)), memory)
+    model = updates.apply(configured.sent_model, [array / m for array in total])
+    for index in configured.non_negative:
+        model[index] = np.maximum(model[index], 0)
+    return Outcome(model, float(mechanism.next_clip_norm(noised, round_state)), memory)
 
 
-def _mechanisms_clip(
+def _clip_by_mechanism(
     configured: ConfiguredRound, changes: Sequence[updates.ClippedUpdate]
 ) -> tuple[mechanisms.RoundState, Sequence[float], dict[str, float]]:
     """Returns the round with its clip, each update's factor, and the side sums.
@@ -278,26 +293,26 @@ def _mechanisms_clip(
     Raises:
       InvalidArgumentError: The mechanism now has less noise than was charged for.
     """
-    mechanism, this = configured.mechanism, configured.this
+    mechanism, round_state = configured.mechanism, configured.round_state
     # The query bounds each record as charged, whatever the mechanism computes.
     query = mechanism.bind(configured.deployment)
 
-    def tensors() -> mechanisms.RoundState:
-        return mechanisms.RoundState(*(tf.constant(v, tf.float32) for v in this))
+    def round_tensors() -> mechanisms.RoundState:
+        return mechanisms.RoundState(*(tf.constant(v, tf.float32) for v in round_state))
 
     norms = tf.constant([updates.norm(c.arrays) for c in changes], tf.float32)
     if mechanism.clip_to_cohort is not None:
-        clip = mechanism.clip_to_cohort(norms, tensors())
-        this = this._replace(clip_norm=float(clip))
+        clip = mechanism.clip_to_cohort(norms, round_tensors())
+        round_state = round_state._replace(clip_norm=float(clip))
     usable = tf.constant([not change.discarded for change in changes], tf.bool)
-    query.check_noise(tensors())
-    contribution = query.bounded_factor(norms, usable, tensors())
+    query.check_noise(round_tensors())
+    contribution = query.bounded_factor(norms, usable, round_tensors())
     factors = np.asarray(contribution.update, np.float64) * (1 - _ROUNDING)
     sums = {
         name: float(np.sum(value.numpy(), dtype=np.float64))
         for name, value in contribution.sums.items()
     }
-    return this, factors.tolist(), sums
+    return round_state, factors.tolist(), sums
 
 
 def _add_correlated_noise(

@@ -69,12 +69,12 @@ def clip(update: Sequence[np.ndarray], clip_norm: float) -> ClippedUpdate:
       update: float64 arrays.
       clip_norm: S > 0.
     """
-    length = norm(update)
-    if not math.isfinite(length):
+    update_norm = norm(update)
+    if not math.isfinite(update_norm):
         zeros = [np.zeros_like(array) for array in update]
         return ClippedUpdate(zeros, within=True, discarded=True)
-    within = length <= clip_norm
-    scale = 1.0 if within else clip_norm / length
+    within = update_norm <= clip_norm
+    scale = 1.0 if within else clip_norm / update_norm
     return ClippedUpdate([array * scale for array in update], within, discarded=False)
 
 

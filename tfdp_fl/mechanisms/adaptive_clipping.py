@@ -25,7 +25,7 @@ BELOW = "below_clip"
 # The default of sigma_b, as a fraction of m.
 COUNT_NOISE_FRACTION = 1 / 20
 # Closer to 2 sigma_b, float32 has a relative error above 0.001 in z_Delta.
-_CLOSEST = 1 - 1e-4
+_MAX_RATIO = 1 - 1e-4
 
 
 def check_count_noise(noise_multiplier: Any, count_noise_stddev: Any) -> None:
@@ -35,8 +35,8 @@ def check_count_noise(noise_multiplier: Any, count_noise_stddev: Any) -> None:
       noise_multiplier: z, the joint cost of a round's two releases; 0 is never refused.
       count_noise_stddev: sigma_b, in clients.
     """
-    largest = 2 * count_noise_stddev * _CLOSEST
-    if noise_multiplier > 0 and not noise_multiplier <= largest:
+    limit = 2 * count_noise_stddev * _MAX_RATIO
+    if noise_multiplier > 0 and not noise_multiplier <= limit:
         raise ValueError(
             "noise_multiplier must be less than 2 * count_noise_stddev (by a "
             "ten-thousandth of it at least), or the count alone would cost "
@@ -46,11 +46,11 @@ def check_count_noise(noise_multiplier: Any, count_noise_stddev: Any) -> None:
         )
 
 
-def _choose(condition: bool | tf.Tensor, one: Scalar, other: Scalar) -> Scalar:
-    """Returns `one` if a condition holds, otherwise `other`; numbers or tensors."""
+def _choose(condition: bool | tf.Tensor, if_true: Scalar, if_false: Scalar) -> Scalar:
+    """Returns `if_true` if a condition holds, otherwise `if_false`; numbers or tensors."""
     if isinstance(condition, bool | np.bool_):
-        return one if condition else other
-    return tf.where(condition, one, other)
+        return if_true if condition else if_false
+    return tf.where(condition, if_true, if_false)
 
 
 @declaration.register("adaptive")
@@ -149,7 +149,7 @@ class AdaptiveClipping(mechanism.Mechanism):
     def noise_limit(self, round_index: int, deployment: PrivacyContext) -> float:
         """Implements `Mechanism.noise_limit`: just below 2 sigma_b."""
         size = deployment.cohort_size(round_index)
-        return 2 * self.count_noise_stddev_of(size) * _CLOSEST
+        return 2 * self.count_noise_stddev_of(size) * _MAX_RATIO
 
     def _check_round(self, round_index: int, deployment: PrivacyContext) -> None:
         check_count_noise(
@@ -160,8 +160,8 @@ class AdaptiveClipping(mechanism.Mechanism):
     def check(self, deployment: PrivacyContext) -> None:
         """Implements `Mechanism.check`."""
         super().check(deployment)
-        given = (self.noise_multiplier, deployment.clients_per_round)
-        constant = all(map(schedules.is_constant, given))
+        values = (self.noise_multiplier, deployment.clients_per_round)
+        constant = all(map(schedules.is_constant, values))
         for round_index in range(1 if constant else deployment.rounds or 1):
             self._check_round(round_index, deployment)
 
@@ -200,12 +200,12 @@ class AdaptiveClipping(mechanism.Mechanism):
         fraction = sums[BELOW] / round.clients_per_round + 0.5
         power = -self.clip_learning_rate * (fraction - self.target_quantile)
         if isinstance(power, numbers.Real):
-            moved = round.clip_norm * math.exp(min(float(power), 700.0))
+            clip_norm = round.clip_norm * math.exp(min(float(power), 700.0))
         else:
-            moved = round.clip_norm * tf.exp(power)
+            clip_norm = round.clip_norm * tf.exp(power)
         low, high = declaration.SMALLEST_CLIP_NORM, declaration.LARGEST_CLIP_NORM
-        moved = _choose(moved > low, moved, low)
-        return _choose(moved < high, moved, high)
+        clip_norm = _choose(clip_norm > low, clip_norm, low)
+        return _choose(clip_norm < high, clip_norm, high)
 
     def round_event(
         self, round_index: int, deployment: PrivacyContext

@@ -114,8 +114,8 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         Without it, noise that shrinks with the updates could become smaller than the
         part of their norms that float32 loses: elements below 1e-19 have a square of 0.
         """
-        least = self.clipping_radius * 1e-3
-        return max(least, declaration.SMALLEST_CLIP_NORM)
+        smallest = self.clipping_radius * 1e-3
+        return max(smallest, declaration.SMALLEST_CLIP_NORM)
 
     def radii(self, client: ClientContext, deployment: PrivacyContext) -> tf.Tensor:
         """Returns a client's radii for this round, float32 [L].
@@ -126,12 +126,12 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         layers = self._num_layers(deployment)
         if client.window is None:
             return tf.fill([layers], self.clipping_radius)
-        seen = ~tf.math.is_nan(client.window)
-        count = tf.reduce_sum(tf.cast(seen, tf.float32), axis=0)
-        total = tf.reduce_sum(tf.where(seen, client.window, 0.0), axis=0)
+        is_known = ~tf.math.is_nan(client.window)
+        count = tf.reduce_sum(tf.cast(is_known, tf.float32), axis=0)
+        total = tf.reduce_sum(tf.where(is_known, client.window, 0.0), axis=0)
         mean = tf.math.divide_no_nan(total, count)
-        smaller = tf.clip_by_value(mean, self.least_radius, self.clipping_radius)
-        return tf.where(count > 0, smaller, self.clipping_radius)
+        radii = tf.clip_by_value(mean, self.least_radius, self.clipping_radius)
+        return tf.where(count > 0, radii, self.clipping_radius)
 
     def contribution(
         self,
@@ -175,16 +175,16 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         L layers that are released together are one Gaussian release with the multiplier
         zeta if each has sqrt(L) zeta.
         """
-        together = 1.0
+        layer_factor = 1.0
         if self.layers == "joint":
-            together = math.sqrt(self._num_layers(deployment))
+            layer_factor = math.sqrt(self._num_layers(deployment))
         ratio = self.noise_over_sensitivity(deployment)
-        return local_dp.SENSITIVITY * ratio * together
+        return local_dp.SENSITIVITY * ratio * layer_factor
 
     def noise_stddevs(self, round: RoundState, deployment: PrivacyContext) -> Json:
         """Implements `Mechanism.noise_stddevs`: m clients with the largest radius."""
-        one = self._layer_noise_multiplier(deployment) * round.clip_norm
-        return {"update": round.clients_per_round**0.5 * one}
+        client_stddev = self._layer_noise_multiplier(deployment) * round.clip_norm
+        return {"update": round.clients_per_round**0.5 * client_stddev}
 
     def describe(self) -> str:
         """Implements `Mechanism.describe`."""
@@ -198,5 +198,5 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
     def caveats(self) -> tuple[str, ...]:
         """Implements `Mechanism.caveats`."""
         layers = {"joint": "layers_joint", "separate": "layers_charged_separately"}
-        charged = layers[self.layers]
-        return (*super().caveats(), "radius_from_unnoised_norms", charged)
+        caveat = layers[self.layers]
+        return (*super().caveats(), "radius_from_unnoised_norms", caveat)

@@ -15,10 +15,10 @@ from tfdp_fl._lazy_tf import tf
 
 # The most terms in one float32 sum of squares, and the fewest without need, as each
 # sum costs a float64 number.
-_TERMS, _FEWEST_TERMS = 128, 32
+_MAX_TERMS, _MIN_TERMS = 128, 32
 # Larger tensors are squared one part at a time, in at most this many parts, as all
 # squares at once would take another copy of the tensor.
-_COPIED, _PARTS = 2**20, 64
+_MAX_COPIED, _MAX_PARTS = 2**20, 64
 
 
 def add_up(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -36,19 +36,21 @@ def sum_of_squares(tensor: tf.Tensor) -> tf.Tensor:
     A float32 sum of n squares may be too small by a fraction gamma_n, about n 2^-24
     (Higham 2002, "Accuracy and Stability of Numerical Algorithms", section 4.2). For
     ten million weights, that is more than half. So no float32 sum here has more than
-    `_TERMS` terms; their sums are added in float64.
+    `_MAX_TERMS` terms; their sums are added in float64.
     """
     if tensor.dtype == tf.float64:
         return tf.reduce_sum(tf.square(tensor))
     flat = tf.reshape(tf.cast(tensor, tf.float32), [-1])
     size = flat.shape[0]
-    if not size or size <= _COPIED:
+    if not size or size <= _MAX_COPIED:
         return _sum_of_rows(flat)
-    at_once = max(_COPIED, math.ceil(size / _PARTS / _TERMS) * _TERMS)
+    chunk_size = max(
+        _MAX_COPIED, math.ceil(size / _MAX_PARTS / _MAX_TERMS) * _MAX_TERMS
+    )
     sums: list[tf.Tensor] = []
-    for start in range(0, size, at_once):
+    for start in range(0, size, chunk_size):
         with tf.control_dependencies(sums[-1:]):
-            part = tf.identity(flat)[start : start + at_once]
+            part = tf.identity(flat)[start : start + chunk_size]
         sums.append(_sum_of_rows(part))
     return add_up(sums)
 
@@ -56,12 +58,12 @@ def sum_of_squares(tensor: tf.Tensor) -> tf.Tensor:
 def _sum_of_rows(flat: tf.Tensor) -> tf.Tensor:
     """Returns a float64 sum of float32 sums of squares of a few elements."""
     size = flat.shape[0]
-    width = _TERMS
+    width = _MAX_TERMS
     if size:
-        width = max(n for n in range(1, _TERMS + 1) if size % n == 0)
-    if size is None or width < min(size, _FEWEST_TERMS):
-        width = _TERMS
-        flat = tf.pad(flat, [[0, -tf.size(flat) % _TERMS]])
+        width = max(n for n in range(1, _MAX_TERMS + 1) if size % n == 0)
+    if size is None or width < min(size, _MIN_TERMS):
+        width = _MAX_TERMS
+        flat = tf.pad(flat, [[0, -tf.size(flat) % _MAX_TERMS]])
     squares = tf.square(tf.reshape(flat, [-1, width]))
     return tf.reduce_sum(tf.cast(tf.reduce_sum(squares, axis=1), tf.float64))
 
@@ -83,7 +85,7 @@ def global_norm(tensors: list[tf.Tensor]) -> tf.Tensor:
                 f"{tensor.dtype.name}: imaginary parts would have no noise."
             )
     sizes = [tensor.shape.num_elements() for tensor in tensors]
-    if None not in sizes and sum(sizes) <= 2 * _TERMS:
+    if None not in sizes and sum(sizes) <= 2 * _MAX_TERMS:
         return tf.linalg.global_norm(
             [tf.cast(tensor, tf.float32) for tensor in tensors]
         )

@@ -165,14 +165,14 @@ class CohortQuery:
         num_examples = client.num_examples if central else None
         if mechanism.scales_updates:
             norm, usable = clipping.finite_global_norm(update)
-            one = self.bounded_factor(norm, usable, params, client.weight)
-            one = records.zero_if_empty(one, num_examples)
-            return one._replace(update=clipping.multiply(update, one.update))
-        one = mechanism.contribution(update, params, client, self.deployment)
+            record = self.bounded_factor(norm, usable, params, client.weight)
+            record = records.zero_if_empty(record, num_examples)
+            return record._replace(update=clipping.multiply(update, record.update))
+        record = mechanism.contribution(update, params, client, self.deployment)
         if central:
             bounds = self.l2_norm_bound(params), mechanism.side_bounds
-            one = records.zero_if_empty(records.bound(one, *bounds), num_examples)
-        return one
+            record = records.zero_if_empty(records.bound(record, *bounds), num_examples)
+        return record
 
     def with_shares(self, params: RoundState, record: Contribution) -> Contribution:
         """Adds the client's share of the noise to every part of its record."""
@@ -197,9 +197,11 @@ class CohortQuery:
           params: The result of `derive_sample_params`.
           weight: The clients' weights, in [0, 1]; None: 1.
         """
-        one = self.mechanism.contribution_of_norm(norm, usable, params).scale_by(weight)
+        record = self.mechanism.contribution_of_norm(norm, usable, params).scale_by(
+            weight
+        )
         return records.bound_factor(
-            one, norm, self.l2_norm_bound(params), self.mechanism.side_bounds
+            record, norm, self.l2_norm_bound(params), self.mechanism.side_bounds
         )
 
     def to_grid(self, update: Tensors, params: RoundState) -> Tensors:

@@ -150,11 +150,11 @@ class CorrelatedNoise(mechanism.Mechanism):
                 f"{deployment.sampling} sampling, got "
                 f"{deployment.clients_per_round!r}."
             )
-        most, declared = self.max_participations, deployment.max_participations
-        if most is not None and declared is not None and declared > most:
+        limit, declared = self.max_participations, deployment.max_participations
+        if limit is not None and declared is not None and declared > limit:
             raise ValueError(
                 "max_participations must be at most that of "
-                f"{self.name}, {most}, by which its rounds are charged, got "
+                f"{self.name}, {limit}, by which its rounds are charged, got "
                 f"{declared}."
             )
         if deployment.sampling is None or deployment.num_clients is None:
@@ -182,11 +182,11 @@ class CorrelatedNoise(mechanism.Mechanism):
     ) -> tuple[Tensors, strategies.NoiseState]:
         """Implements `Mechanism.add_noise`: adds stddev n_t."""
         fresh = noise.standard_normals(update, noise.next_seed())
-        made, memory = self.generator.noise(memory, fresh)
+        samples, memory = self.generator.noise(memory, fresh)
         scale = tf.cast(stddev, tf.float32)
         noised = [
-            noise.add_scaled_noise(tensor, each, scale)
-            for tensor, each in zip(update, made, strict=True)
+            noise.add_scaled_noise(tensor, sample, scale)
+            for tensor, sample in zip(update, samples, strict=True)
         ]
         return noised, memory
 
@@ -214,13 +214,13 @@ class CorrelatedNoise(mechanism.Mechanism):
 
     def describe(self) -> str:
         """Implements `Mechanism.describe`."""
-        most = self.generator.participation.max_participations
+        max_participations = self.generator.participation.max_participations
         return (
             "DP-FedAvg with noise that is correlated across rounds (DP-FTRL): "
             f"every client's update is clipped to an L2 norm of {self.clip_norm:g}, "
             "and the server adds to the sum Gaussian "
             f"noise that is correlated by {self.strategy.describe()} over "
-            f"{self.rounds} rounds, of which a client is in at most {most}, at "
+            f"{self.rounds} rounds, of which a client is in at most {max_participations}, at "
             f"least {self.min_separation} apart."
         )
 

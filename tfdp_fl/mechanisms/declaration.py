@@ -41,7 +41,7 @@ def register(name: str) -> Callable[[_T], _T]:
       ValueError: Another mechanism has that name.
     """
 
-    def known(cls: _T) -> _T:
+    def decorate(cls: _T) -> _T:
         other = _by_name.get(name)
         if other is not None and other.__qualname__ != cls.__qualname__:
             raise ValueError(
@@ -51,7 +51,7 @@ def register(name: str) -> Callable[[_T], _T]:
         _by_name[name] = cls
         return cls
 
-    return known
+    return decorate
 
 
 def load(module: str) -> None:
@@ -74,11 +74,11 @@ def load(module: str) -> None:
 
 def load_named_in(arguments: Sequence[str], flag: str) -> None:
     """Loads the modules that a command line names, before its flags are made."""
-    for place, argument in enumerate(arguments):
-        name, equals, value = argument.lstrip("-").partition("=")
+    for index, argument in enumerate(arguments):
+        name, separator, value = argument.lstrip("-").partition("=")
         if argument.startswith("-") and name == flag:
-            following = arguments[place + 1 : place + 2]
-            load(value if equals else (following or [""])[0])
+            next_arguments = arguments[index + 1 : index + 2]
+            load(value if separator else (next_arguments or [""])[0])
 
 
 def names() -> tuple[str, ...]:
@@ -143,21 +143,21 @@ class OneOf:
 def optional(check: Check) -> Check:
     """Returns a check that allows None besides the values of another check."""
 
-    def checked(**value: object) -> object:
-        ((_, given),) = value.items()
-        return None if given is None else check(**value)
+    def check_optional(**value: object) -> object:
+        ((_, argument),) = value.items()
+        return None if argument is None else check(**value)
 
-    return checked
+    return check_optional
 
 
 def schedule_of(check: Check) -> Check:
     """Returns a check of a number, one value per round, or a callable of the round."""
 
-    def checked(**value: schedules.Schedule) -> schedules.Schedule:
+    def check_schedule(**value: schedules.Schedule) -> schedules.Schedule:
         ((name, schedule),) = value.items()
         return schedules.check_schedule(schedule, check, name)
 
-    return checked
+    return check_schedule
 
 
 def clip(**checked: object) -> float:

@@ -49,9 +49,9 @@ _Z_ERROR = 2.0**-22
 # its actual error.
 _QUANTILE_ERROR = 2.0**-40
 # Below this many steps of 2^-64, the quantile changes too much within a step.
-_FEWEST_STEPS = 2**12
+_MIN_STEPS = 2**12
 _WORD = 64
-_AT_ONCE = 2**18
+_CHUNK_SIZE = 2**18
 
 
 def check_noise_multiplier(noise_multiplier: float) -> None:
@@ -82,25 +82,25 @@ class RoundedGaussianQuery(cohort_query.CohortQuery):
     def initial_sample_state(self, template: Tensors) -> Contribution:
         """Implements `CohortQuery.initial_sample_state`: integers, as float64."""
         return super().initial_sample_state(
-            [tf.zeros(each.shape, tf.float64) for each in template]
+            [tf.zeros(tensor.shape, tf.float64) for tensor in template]
         )
 
     def clip(
         self, params: RoundState, update: Tensors, client: ClientContext
     ) -> Contribution:
         """Implements `CohortQuery.clip`, with room for the rounding after it."""
-        share = params._replace(clip_norm=params.clip_norm * self.clip_share)
-        return super().clip(share, update, client)
+        inner_params = params._replace(clip_norm=params.clip_norm * self.clip_share)
+        return super().clip(inner_params, update, client)
 
     def to_grid(self, update: Tensors, params: RoundState) -> Tensors:
         """Implements `CohortQuery.to_grid`: float64 steps; zeros if above the bound."""
         to_steps = STEPS / tf.cast(params.clip_norm, tf.float64)
-        steps = [tf.round(tf.cast(each, tf.float64) * to_steps) for each in update]
+        steps = [tf.round(tf.cast(tensor, tf.float64) * to_steps) for tensor in update]
         # The squares are integers, so sums below 2^53 are exact, and larger ones stay
         # above 2^40 despite rounding. The comparison is False for a NaN.
-        squares = clipping.add_up([tf.reduce_sum(each * each) for each in steps])
-        within = squares <= float(STEPS) ** 2
-        return [tf.where(within, each, tf.zeros_like(each)) for each in steps]
+        squares = clipping.add_up([tf.reduce_sum(tensor * tensor) for tensor in steps])
+        is_within = squares <= float(STEPS) ** 2
+        return [tf.where(is_within, tensor, tf.zeros_like(tensor)) for tensor in steps]
 
     def _add_noise(
         self, update: Tensors, stddev: Scalar, state: Any
@@ -159,8 +159,8 @@ def draw_rounded(
     if not 0 < stddev <= 2.0**40:
         raise ValueError(f"stddev must be in (0, 2^40], got {stddev!r}.")
     drawn = np.empty(size, np.int64)
-    for start in range(0, size, _AT_ONCE):
-        part = drawn[start : start + _AT_ONCE]
+    for start in range(0, size, _CHUNK_SIZE):
+        part = drawn[start : start + _CHUNK_SIZE]
         part[:] = _draw(float(stddev), len(part), random_bytes)
     return drawn
 
@@ -177,12 +177,12 @@ def _draw(stddev: float, size: int, random_bytes: Callable[[int], bytes]) -> np.
     magnitude = stddev * quantile
     nearest = np.floor(magnitude + 0.5)
     # The distance to the nearest half-integer must exceed the possible error.
-    room = 0.5 - np.abs(magnitude - nearest)
-    unclear = (room <= stddev * error) | (steps < _FEWEST_STEPS)
+    margin = 0.5 - np.abs(magnitude - nearest)
+    undecided = (margin <= stddev * error) | (steps < _MIN_STEPS)
     result = nearest.astype(np.int64)
-    for place in np.flatnonzero(unclear).tolist():
-        result[place] = _magnitude(
-            stddev, int(steps[place]), int(nearest[place]), random_bytes
+    for index in np.flatnonzero(undecided).tolist():
+        result[index] = _magnitude(
+            stddev, int(steps[index]), int(nearest[index]), random_bytes
         )
     return np.where(words & np.uint64(1), -result, result)
 
@@ -198,8 +198,8 @@ def _magnitude(
         nonlocal step, bits
         while abs(step - (tail := _tail(value, stddev, bits))) <= 1:
             # The bits so far do not decide it, so draw more.
-            more = int.from_bytes(random_bytes(_WORD // 8), "little")
-            step, bits = (step << _WORD) + more, bits + _WORD
+            new_bits = int.from_bytes(random_bytes(_WORD // 8), "little")
+            step, bits = (step << _WORD) + new_bits, bits + _WORD
         return step < tail
 
     while is_at_least(nearest + 1):

@@ -61,10 +61,10 @@ def noise_over_sensitivity(
     else:
         releases = max(participations, 1)
     if calibration == "analytic":
-        single = analytic_noise_multiplier(epsilon, delta)
+        one_release = analytic_noise_multiplier(epsilon, delta)
     else:
-        single = math.sqrt(2 * math.log(1.25 / delta)) / epsilon
-    return single * math.sqrt(releases)
+        one_release = math.sqrt(2 * math.log(1.25 / delta)) / epsilon
+    return one_release * math.sqrt(releases)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,11 +127,11 @@ class LocalMechanism(mechanism.Mechanism):
         """Implements `Mechanism.bind`; the context must determine the noise."""
         self.noise_stddevs(RoundState(1.0, 0.0, 1.0), deployment)
         releases = deployment.rounds if self.composition == "basic" else 1
-        one = (self.epsilon or 0.0) / (releases or 1)
-        if self.calibration == "classic" and one >= 1:
+        epsilon = (self.epsilon or 0.0) / (releases or 1)
+        if self.calibration == "classic" and epsilon >= 1:
             warnings.warn(
                 "calibration='classic' is proven for epsilon < 1 only, and was asked "
-                f"for at epsilon={format_up(one)}; the epsilon that is reported is "
+                f"for at epsilon={format_up(epsilon)}; the epsilon that is reported is "
                 "computed from the noise itself.",
                 stacklevel=2,
             )
@@ -243,8 +243,8 @@ class LocalDP(LocalMechanism):
 
     def noise_stddevs(self, round: RoundState, deployment: PrivacyContext) -> Json:
         """Implements `Mechanism.noise_stddevs`: sqrt(m) z S, on a sum of m releases."""
-        one = self.client_noise_multiplier(deployment) * round.clip_norm
-        return {"update": round.clients_per_round**0.5 * one}
+        client_stddev = self.client_noise_multiplier(deployment) * round.clip_norm
+        return {"update": round.clients_per_round**0.5 * client_stddev}
 
     def noise_over_sensitivity(self, deployment: PrivacyContext) -> float:
         """Implements `LocalMechanism.noise_over_sensitivity`."""

@@ -47,14 +47,14 @@ _RENAMED = {
 }
 # The members on which the derived cost relies. A class that overrides one of them must
 # define the cost of its rounds with a `round_event` of its own.
-_OF_COST = (
+_COST_MEMBERS = (
     *("add_noise", "bind", "clip_to_cohort", "event_at", "event_index"),
     *("needs_exact_cohort", "reference_clip_norm", "sensitivity_squared"),
 )
 
 # Between this and its inverse, float32 has full precision, and the squared noise in
 # many coordinates stays finite.
-_LEAST_NOISE = 1e-18
+_MIN_NOISE = 1e-18
 
 
 class CalibrationTarget(NamedTuple):
@@ -145,7 +145,7 @@ class Mechanism(abc.ABC):
         if cls.trust_model != TrustModel.CENTRAL:
             return
         cost = cls._definer_of("round_event")
-        for name in _OF_COST:
+        for name in _COST_MEMBERS:
             if (definer := cls._definer_of(name)) not in cost.__mro__:
                 raise TypeError(
                     f"{cls.__name__} must define round_event, because {name}, which "
@@ -155,16 +155,18 @@ class Mechanism(abc.ABC):
     @classmethod
     def _definer_of(cls, name: str) -> type:
         """Returns the class that defines a member."""
-        return next(kind for kind in cls.__mro__ if name in vars(kind))
+        return next(base for base in cls.__mro__ if name in vars(base))
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             if "check" in field.metadata:
-                given = {field.name: getattr(self, field.name)}
-                object.__setattr__(self, field.name, field.metadata["check"](**given))
+                argument = {field.name: getattr(self, field.name)}
+                object.__setattr__(
+                    self, field.name, field.metadata["check"](**argument)
+                )
         if callable(self.noise_multiplier):  # Release and charge use the same values.
-            once = schedules.fix(self.noise_multiplier)
-            object.__setattr__(self, "noise_multiplier", once)
+            fixed = schedules.fix(self.noise_multiplier)
+            object.__setattr__(self, "noise_multiplier", fixed)
         self.check_parameters()
         if schedules.is_constant(self.noise_multiplier):
             self.noise_multiplier_at(0)
@@ -319,9 +321,9 @@ class Mechanism(abc.ABC):
           client: What the client knows about itself.
           deployment: The context.
         """
-        one = self.contribution_of_norm(*clipping.finite_global_norm(update), round)
-        one = one.scale_by(client.weight)
-        return one._replace(update=clipping.multiply(update, one.update))
+        scaled = self.contribution_of_norm(*clipping.finite_global_norm(update), round)
+        scaled = scaled.scale_by(client.weight)
+        return scaled._replace(update=clipping.multiply(update, scaled.update))
 
     def add_noise(
         self, update: Tensors, stddev: tf.Tensor, memory: Memory
@@ -380,10 +382,10 @@ class Mechanism(abc.ABC):
             )
         )
         stddev = noise_multiplier * self.first_clip_norm()
-        if stddev and not _LEAST_NOISE <= stddev <= 1 / _LEAST_NOISE:
+        if stddev and not _MIN_NOISE <= stddev <= 1 / _MIN_NOISE:
             raise ValueError(
                 "noise_multiplier times the clip must be from "
-                f"{_LEAST_NOISE:g} to {1 / _LEAST_NOISE:g}, the range of float32, got "
+                f"{_MIN_NOISE:g} to {1 / _MIN_NOISE:g}, the range of float32, got "
                 f"{noise_multiplier:g} times {self.first_clip_norm():g}."
             )
         return noise_multiplier
@@ -435,8 +437,8 @@ class Mechanism(abc.ABC):
             return dp_accounting.NonPrivateDpEvent()
         derived = mu_squared**-0.5
         # If they are equal up to rounding, use the given z.
-        same = math.isclose(derived, z, rel_tol=1e-12)
-        return dp_accounting.GaussianDpEvent(z if same else derived)
+        is_equal = math.isclose(derived, z, rel_tol=1e-12)
+        return dp_accounting.GaussianDpEvent(z if is_equal else derived)
 
     @property
     def reference_clip_norm(self) -> float:
@@ -478,13 +480,13 @@ class Mechanism(abc.ABC):
           target: The target, and the noise multiplier to try.
           **options: The other given parameters.
         """
-        given: Json = {"noise_multiplier": target.noise_multiplier}
-        return cls(**given, **options)
+        arguments: Json = {"noise_multiplier": target.noise_multiplier}
+        return cls(**arguments, **options)
 
     def with_noise_multiplier(self, noise_multiplier: schedules.Schedule) -> Mechanism:
         """Returns the same mechanism with another noise multiplier."""
-        changed: Json = {"noise_multiplier": noise_multiplier}
-        return dataclasses.replace(self, **changed)
+        changes: Json = {"noise_multiplier": noise_multiplier}
+        return dataclasses.replace(self, **changes)
 
     @property
     def name(self) -> str:
@@ -541,8 +543,8 @@ class Mechanism(abc.ABC):
 
     def all_caveats(self) -> tuple[str, ...]:
         """Returns `caveats`, plus one if the mechanism declares its own cost."""
-        given = self._definer_of("round_event").__module__.startswith("tfdp_fl.")
-        return self.caveats() if given else (*self.caveats(), "own_cost")
+        is_built_in = self._definer_of("round_event").__module__.startswith("tfdp_fl.")
+        return self.caveats() if is_built_in else (*self.caveats(), "own_cost")
 
     def static_config(self) -> Hashable:
         """Returns what must not change from round to round; () if nothing.

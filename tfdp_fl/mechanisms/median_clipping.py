@@ -31,7 +31,7 @@ _ANSWER_STDDEV = math.sqrt(SEARCH_STEPS) / 2
 _SAFE_STDDEVS = 4.0
 # By default, z_median is five times the sum's z, which adds 2 % to the sum's noise. It
 # is never less than one and a half times, which adds 20 %.
-_USUAL_RATIO, _LEAST_RATIO = 5.0, 1.5
+_USUAL_RATIO, _MIN_RATIO = 5.0, 1.5
 
 
 def median(values: tf.Tensor) -> tf.Tensor:
@@ -89,8 +89,8 @@ def default_median_noise_multiplier(
       clients_per_round: m, the smallest expected cohort size.
     """
     reliable = clients_per_round / (2 * _SAFE_STDDEVS * _ANSWER_STDDEV)
-    least, usual = _LEAST_RATIO * noise_multiplier, _USUAL_RATIO * noise_multiplier
-    return min(usual, max(reliable, least))
+    smallest, usual = _MIN_RATIO * noise_multiplier, _USUAL_RATIO * noise_multiplier
+    return min(usual, max(reliable, smallest))
 
 
 @declaration.register("median")
@@ -198,15 +198,15 @@ class MedianClipping(mechanism.Mechanism):
 
     def describe(self) -> str:
         """Implements `Mechanism.describe`."""
-        how = "the exact median norm of the round's updates"
+        clip = "the exact median norm of the round's updates"
         if self.median_noise_multiplier is not None:
-            how = (
+            clip = (
                 "a differentially private median norm of the round's updates, "
                 "whose cost is included"
             )
         return (
             "DP-FedAvg with client-level median clipping: every client's "
-            f"update is clipped to {how}, and Gaussian noise is added to the "
+            f"update is clipped to {clip}, and Gaussian noise is added to the "
             f"sum {fixed_clipping.site_phrase(self.noise_site)}."
         )
 

@@ -126,12 +126,12 @@ class NbAFL(mechanism.Mechanism):
         """
         rounds = _require_known("rounds", deployment)
         num_clients = _require_known("num_clients", deployment)
-        exceeding = rounds**2 - deployment.cohort_size(0) ** 2 * num_clients
-        if exceeding <= 0:
+        excess = rounds**2 - deployment.cohort_size(0) ** 2 * num_clients
+        if excess <= 0:
             return 0.0
         examples = _require_known("min_examples", deployment)
-        one = 2.0 * self.constant * self.weight_clip * math.sqrt(exceeding)
-        return one / (examples * num_clients * self.epsilon)
+        numerator = 2.0 * self.constant * self.weight_clip * math.sqrt(excess)
+        return numerator / (examples * num_clients * self.epsilon)
 
     def bind(self, deployment: PrivacyContext) -> cohort_query.CohortQuery:
         """Implements `Mechanism.bind`."""

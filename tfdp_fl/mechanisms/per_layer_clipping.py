@@ -56,7 +56,8 @@ class PerLayerClipping(mechanism.Mechanism):
         bound = round.clip_norm / math.sqrt(len(update))
         norms = [clipping.global_norm([layer]) for layer in update]
         factors = [
-            tf.where(usable, clipping.clip_factor(each, bound), 0.0) for each in norms
+            tf.where(usable, clipping.clip_factor(layer_norm, bound), 0.0)
+            for layer_norm in norms
         ]
         pairs = zip(update, factors, strict=True)
         return Contribution(

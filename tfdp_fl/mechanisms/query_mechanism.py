@@ -45,7 +45,7 @@ _COUNTS = (1, 100)
 # A query computes its noise multiplier in float32.
 _ROUNDING = 1e-5
 # Of its square float32 has all digits.
-_SMALLEST = 2.0**-62
+_MIN_MAGNITUDE = 2.0**-62
 # What the names of TensorFlow's operations with a random state begin with.
 _RANDOM = ("Random", "Multinomial", "ParameterizedTruncated", "Stateful", "Truncated")
 
@@ -100,11 +100,13 @@ class WrappedQuery(cohort_query.CohortQuery):
         """
         norm, usable = clipping.finite_global_norm(update)
         safe = [
-            tf.where(usable & (tf.abs(part) >= _SMALLEST), part, tf.zeros_like(part))
+            tf.where(
+                usable & (tf.abs(part) >= _MIN_MAGNITUDE), part, tf.zeros_like(part)
+            )
             for part in update
         ]
         record = self._query.preprocess_record(params, safe)
-        one = Contribution(
+        contribution = Contribution(
             update=tf.nest.flatten(record),
             sums={},
             weight=tf.ones([]),
@@ -113,9 +115,11 @@ class WrappedQuery(cohort_query.CohortQuery):
             discarded=tf.cast(~usable, tf.float32),
         )
         # How long a record may be, only the query knows.
-        one = records.bound(one, float("inf"), {})
-        one = records.zero_if_empty(one, client.num_examples)
-        return one._replace(update=tf.nest.pack_sequence_as(record, one.update))
+        contribution = records.bound(contribution, float("inf"), {})
+        contribution = records.zero_if_empty(contribution, client.num_examples)
+        return contribution._replace(
+            update=tf.nest.pack_sequence_as(record, contribution.update)
+        )
 
     def to_grid(self, update: Tensors, params: RoundState) -> Tensors:
         """Implements `CohortQuery.to_grid`: the query's records stay as they are."""
@@ -131,7 +135,7 @@ class WrappedQuery(cohort_query.CohortQuery):
             lambda part: tf.cast(part, tf.float32), total.update
         )
         result, memory = with_own_noise(
-            lambda *given: self._query.get_noised_result(*given)[:2],
+            lambda *arguments: self._query.get_noised_result(*arguments)[:2],
             update,
             state.memory,
         )
@@ -158,8 +162,10 @@ class WrappedQuery(cohort_query.CohortQuery):
         zeros = [tf.zeros(shape) for shape in self.deployment.shapes or ()]
         declared = charge.normalise(self.mechanism.dp_event)
         with tf.init_scope():
-            *_, first = _a_round(self._query, zeros, self._query.initial_global_state())
-        *_, event = _a_round(self._query, zeros, state.memory)
+            *_, first = _run_round(
+                self._query, zeros, self._query.initial_global_state()
+            )
+        *_, event = _run_round(self._query, zeros, state.memory)
         limit, actual = _mu_squared(declared), _mu_squared(event)
         limit = _mu_squared(first) if limit is None else limit
         if limit is not None and actual is not None:
@@ -192,7 +198,7 @@ def divides(query: tfp.SumAggregationDPQuery) -> bool:
       ValueError: Some of its inner queries divide, and others do not.
     """
     if isinstance(query, tfp.NestedSumQuery):
-        inner = {divides(each) for each in tf.nest.flatten(query._queries)}
+        inner = {divides(part) for part in tf.nest.flatten(query._queries)}
         if len(inner) > 1:
             raise ValueError(
                 "query must divide all tensors by a denominator, by a "
@@ -219,9 +225,9 @@ def with_own_noise(function: Any, *arguments: Any) -> Any:
     )
     traced = tf.function(function, autograph=False).get_concrete_function(*specs)
     definition = traced.graph.as_graph_def()
-    in_functions = [n for f in definition.library.function for n in f.node_def]
-    drawn = {}
-    for node in (*definition.node, *in_functions):
+    function_nodes = [n for f in definition.library.function for n in f.node_def]
+    draws = {}
+    for node in (*definition.node, *function_nodes):
         if not node.op.startswith(_RANDOM):
             continue
         value = traced.graph.get_tensor_by_name(f"{node.name}:0")
@@ -231,21 +237,23 @@ def with_own_noise(function: Any, *arguments: Any) -> Any:
                 f"outside of tf.function, got an operation {node.op}."
             )
         draw = noise.normal(value.shape.as_list(), tf.ones([]))
-        drawn[value.name] = tf.cast(draw, value.dtype)
+        draws[value.name] = tf.cast(draw, value.dtype)
     flat = [tf.convert_to_tensor(each) for each in tf.nest.flatten(arguments)]
-    given = dict(zip((t.name for t in traced.inputs), flat, strict=False))
-    given |= {inner.name: outer for outer, inner in traced.graph.captures}
+    inputs = dict(zip((t.name for t in traced.inputs), flat, strict=False))
+    inputs |= {inner.name: outer for outer, inner in traced.graph.captures}
 
-    def imported(*tensors: tf.Tensor) -> list[tf.Tensor]:
+    def import_graph(*tensors: tf.Tensor) -> list[tf.Tensor]:
         return tf.graph_util.import_graph_def(
             definition,
-            input_map=dict(zip([*given, *drawn], tensors, strict=True)),
+            input_map=dict(zip([*inputs, *draws], tensors, strict=True)),
             return_elements=[tensor.name for tensor in traced.outputs],
             name="",
         )
 
-    found = tf.function(imported, autograph=False)(*given.values(), *drawn.values())
-    return tf.nest.pack_sequence_as(traced.structured_outputs, found)
+    outputs = tf.function(import_graph, autograph=False)(
+        *inputs.values(), *draws.values()
+    )
+    return tf.nest.pack_sequence_as(traced.structured_outputs, outputs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -323,17 +331,17 @@ class QueryMechanism(mechanism.Mechanism):
         """
         shapes = deployment.shapes or [VECTOR] * (deployment.num_variables or 1)
         with tf.init_scope():
-            *_, event = _a_round(
+            *_, event = _run_round(
                 self.query, [tf.zeros(s) for s in shapes], state.memory
             )
         declared = charge.normalise(self.dp_event)
         reported = charge.normalise(event)
         if reported == declared:
             return self.dp_event
-        given, asked = _epsilons(declared), _epsilons(reported)
-        if (given >= asked * (1 - _ROUNDING)).all():
+        declared_epsilons, reported_epsilons = _epsilons(declared), _epsilons(reported)
+        if (declared_epsilons >= reported_epsilons * (1 - _ROUNDING)).all():
             return self.dp_event
-        if (asked >= given).all():
+        if (reported_epsilons >= declared_epsilons).all():
             return reported
         return dp_accounting.ComposedDpEvent([declared, reported])
 
@@ -376,7 +384,7 @@ def check_query(
         try:
             if not tf.executing_eagerly():
                 raise RuntimeError("it can only be tried outside of graphs")
-            rounds = list(_two_rounds(query, shapes))
+            rounds = list(_run_two_rounds(query, shapes))
         except Exception as error:  # The query is not ours and may raise any error.
             if not must_run:
                 return
@@ -385,9 +393,9 @@ def check_query(
                 "event that it reports can be compared with dp_event, got "
                 f"{name}, which fails: {error}"
             ) from error
-    spent = _epsilons(declared)
+    declared_epsilons = _epsilons(declared)
     for state, result, new_state, event in rounds:
-        if _layout(state) != _layout(new_state):
+        if _structure(state) != _structure(new_state):
             raise ValueError(
                 "query must have a state that keeps its structure and shapes "
                 f"from round to round, got {name}; {_USE_INSTEAD}."
@@ -399,15 +407,15 @@ def check_query(
                 f"query must report what a round costs, got {name} with an event of "
                 f"NaN, {event!r}: its clip norm, 0 for instance, divides by 0."
             ) from error
-        enough = spent >= _epsilons(reported) * (1 - _ROUNDING)
-        if reported != declared and not enough.all():
+        is_covered = declared_epsilons >= _epsilons(reported) * (1 - _ROUNDING)
+        if reported != declared and not is_covered.all():
             raise ValueError(
                 f"dp_event must not cost less than what {name} reports of a "
                 f"round, {reported!r}, and be comparable with it, got "
                 f"{declared!r}."
             )
-        has_price = not np.isinf(spent).all()
-        if has_price and not all(map(_has_noise, tf.nest.flatten(result))):
+        has_guarantee = not np.isinf(declared_epsilons).all()
+        if has_guarantee and not all(map(_has_noise, tf.nest.flatten(result))):
             raise ValueError(
                 f"dp_event must not be {declared!r} for a query that adds no "
                 f"noise, got {name}, whose result on zeros is "
@@ -428,8 +436,8 @@ def _check_classes(query: tfp.SumAggregationDPQuery) -> None:
             "query must be one whose state and cost are known here, got "
             f"{type(query).__name__}; {_USE_INSTEAD}."
         )
-    adds_up = type(query).accumulate_preprocessed_record
-    if not adds_up.__module__.startswith("tensorflow_privacy."):
+    accumulate = type(query).accumulate_preprocessed_record
+    if not accumulate.__module__.startswith("tensorflow_privacy."):
         raise ValueError(
             "query must leave it to TF-Privacy to add up its records, as runtimes add "
             f"up sums of them, got {type(query).__name__} with an "
@@ -450,19 +458,19 @@ def _has_noise(result: tf.Tensor) -> bool:
     return tf.size(result) < VECTOR[0] or bool(tf.reduce_any(tf.not_equal(result, 0)))
 
 
-def _two_rounds(
+def _run_two_rounds(
     query: tfp.SumAggregationDPQuery, shapes: Sequence[Sequence[int]]
 ) -> Iterator[tuple[Memory, Tensors, Memory, dp_accounting.DpEvent]]:
     """Yields state, result, next state and event of two rounds without data."""
     template = [tf.zeros(shape) for shape in shapes]
     state = query.initial_global_state()
     for _ in range(2):
-        result, new_state, event = _a_round(query, template, state)
+        result, new_state, event = _run_round(query, template, state)
         yield state, result, new_state, event
         state = new_state
 
 
-def _a_round(
+def _run_round(
     query: tfp.SumAggregationDPQuery, template: Tensors, state: Memory
 ) -> tuple[Tensors, Memory, dp_accounting.DpEvent]:
     """Returns result, next state and event of a round with one client's zeros."""
@@ -494,8 +502,8 @@ def _same_event(event: dp_accounting.DpEvent, other: dp_accounting.DpEvent) -> b
         return False
 
 
-def _layout(state: Memory) -> list[tuple[list[int], tf.DType]]:
-    leaves = [tf.convert_to_tensor(each) for each in tf.nest.flatten(state)]
+def _structure(state: Memory) -> list[tuple[list[int], tf.DType]]:
+    leaves = [tf.convert_to_tensor(tensor) for tensor in tf.nest.flatten(state)]
     return [(leaf.shape.as_list(), leaf.dtype) for leaf in leaves]
 
 

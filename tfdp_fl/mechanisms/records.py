@@ -32,25 +32,27 @@ _STEP_BITS = 50
 
 
 def bound(
-    one: Contribution, norm_bound: Scalar, side_bounds: Mapping[str, float]
+    record: Contribution, norm_bound: Scalar, side_bounds: Mapping[str, float]
 ) -> Contribution:
     """Returns a client's contribution, or zeros if it exceeds the declared bounds.
 
     Args:
-      one: The clipped contribution, without noise.
+      record: The clipped contribution, without noise.
       norm_bound: S, scalar: the L2 bound on a contribution.
       side_bounds: By name, the bound on the absolute value of each side sum.
     """
-    norm, usable = clipping.finite_global_norm(list(one.update))
-    kept = usable & (norm <= norm_bound * (1 + _ROUNDING))
-    one = _bound_sides(one, kept, side_bounds)
-    return one._replace(
-        update=clipping.multiply(one.update, tf.cast(one.discarded < 1, tf.float32))
+    norm, usable = clipping.finite_global_norm(list(record.update))
+    is_bounded = usable & (norm <= norm_bound * (1 + _ROUNDING))
+    record = _bound_sides(record, is_bounded, side_bounds)
+    return record._replace(
+        update=clipping.multiply(
+            record.update, tf.cast(record.discarded < 1, tf.float32)
+        )
     )
 
 
 def bound_factor(
-    one: Contribution,
+    record: Contribution,
     norm: tf.Tensor,
     norm_bound: Scalar,
     side_bounds: Mapping[str, float],
@@ -58,32 +60,35 @@ def bound_factor(
     """Like `bound`, for contributions whose `update` is the factor of an update.
 
     Args:
-      one: Contributions of any shape.
+      record: Contributions of any shape.
       norm: Float32, the same shape: the norms of the updates, or upper bounds.
       norm_bound: S, scalar.
       side_bounds: By name, the bound on the absolute value of each side sum.
     """
-    factor: Any = one.update
-    kept = (factor >= 0) & (factor * norm <= norm_bound * (1 + _ROUNDING))
-    one = _bound_sides(one, kept, side_bounds)
-    return one._replace(update=tf.where(one.discarded < 1, factor, 0.0))
+    factor: Any = record.update
+    is_bounded = (factor >= 0) & (factor * norm <= norm_bound * (1 + _ROUNDING))
+    record = _bound_sides(record, is_bounded, side_bounds)
+    return record._replace(update=tf.where(record.discarded < 1, factor, 0.0))
 
 
 def _bound_sides(
-    one: Contribution, kept: tf.Tensor, side_bounds: Mapping[str, float]
+    record: Contribution, is_bounded: tf.Tensor, side_bounds: Mapping[str, float]
 ) -> Contribution:
-    kept &= (one.weight >= 0) & (one.weight <= 1)
-    for name, value in one.sums.items():
+    is_bounded &= (record.weight >= 0) & (record.weight <= 1)
+    for name, value in record.sums.items():
         # (False for a NaN.)
-        kept &= tf.abs(value) <= side_bounds[name]
-    return one._replace(
-        sums={name: tf.where(kept, value, 0.0) for name, value in one.sums.items()},
-        weight=tf.where(kept, one.weight, 0.0),
-        discarded=tf.where(kept, one.discarded, 1.0),
+        is_bounded &= tf.abs(value) <= side_bounds[name]
+    return record._replace(
+        sums={
+            name: tf.where(is_bounded, value, 0.0)
+            for name, value in record.sums.items()
+        },
+        weight=tf.where(is_bounded, record.weight, 0.0),
+        discarded=tf.where(is_bounded, record.discarded, 1.0),
     )
 
 
-def zero_if_empty(one: Contribution, num_examples: Scalar | None) -> Contribution:
+def zero_if_empty(record: Contribution, num_examples: Scalar | None) -> Contribution:
     """Returns a client's record; all zeros for a client without examples.
 
     In a neighbouring run, such a client stands in the place of one that left. Its norm
@@ -91,13 +96,13 @@ def zero_if_empty(one: Contribution, num_examples: Scalar | None) -> Contributio
     client would then move a sum by two records.
 
     Args:
-      one: The record.
+      record: The record.
       num_examples: Scalar, the client's number of examples; None if unknown.
     """
     if num_examples is None:
-        return one
+        return record
     return tf.nest.map_structure(
-        lambda part: tf.where(num_examples > 0, part, tf.zeros_like(part)), one
+        lambda part: tf.where(num_examples > 0, part, tf.zeros_like(part)), record
     )
 
 
@@ -143,29 +148,29 @@ def to_grid(update: list[tf.Tensor], size: tf.Tensor) -> list[tf.Tensor]:
     return list(map(round_off, update))
 
 
-def add(total: Contribution, one: Contribution) -> Contribution:
+def add(total: Contribution, record: Contribution) -> Contribution:
     """Adds one client's record to a sum in float64.
 
     Raises:
       ValueError: The number or the shapes of its tensors differ from the sum's.
     """
 
-    def added(whole: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
+    def add_tensor(tensor: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
         part = tf.convert_to_tensor(part)
-        if not whole.shape.is_compatible_with(part.shape):
+        if not tensor.shape.is_compatible_with(part.shape):
             raise ValueError(
                 "A client's record must have the shapes of the sum, and is never "
-                f"broadcast: got {part.shape} where the sum has {whole.shape}. "
+                f"broadcast: got {part.shape} where the sum has {tensor.shape}. "
                 "Mechanisms and upload_hook return one tensor for each variable, of "
                 "its shape."
             )
-        part = tf.ensure_shape(part, whole.shape)
-        if (whole.shape.num_elements() or 0) > _LARGE and not tf.executing_eagerly():
-            return _add_in_place(whole, part)
-        return whole + tf.cast(part, whole.dtype)
+        part = tf.ensure_shape(part, tensor.shape)
+        if (tensor.shape.num_elements() or 0) > _LARGE and not tf.executing_eagerly():
+            return _add_in_place(tensor, part)
+        return tensor + tf.cast(part, tensor.dtype)
 
-    tf.nest.assert_same_structure(total, one)
-    return tf.nest.map_structure(added, total, one)
+    tf.nest.assert_same_structure(total, record)
+    return tf.nest.map_structure(add_tensor, total, record)
 
 
 # Larger tensors are added in this many parts, as a record in float64 takes as much
