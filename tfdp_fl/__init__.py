@@ -43,7 +43,14 @@ _PACKAGES = {
     if not module.name.startswith("_")
 }
 # Those that hand names on to here, each after all that it imports.
-_HANDING_ON = ("mechanisms", "correlated_noise", "datasets", "keras", "search", "silo")
+_REEXPORTING_PACKAGES = (
+    "mechanisms",
+    "correlated_noise",
+    "datasets",
+    "keras",
+    "search",
+    "silo",
+)
 
 __all__ = [
     "BLT",
@@ -83,8 +90,13 @@ def __getattr__(name: str):
     if name in _PACKAGES:
         value = importlib.import_module(f"tfdp_fl.{name}")
     elif name in __all__:
-        packages = (importlib.import_module(f"tfdp_fl.{one}") for one in _HANDING_ON)
-        value = next(getattr(one, name) for one in packages if hasattr(one, name))
+        packages = (
+            importlib.import_module(f"tfdp_fl.{package}")
+            for package in _REEXPORTING_PACKAGES
+        )
+        value = next(
+            getattr(package, name) for package in packages if hasattr(package, name)
+        )
     else:
         raise AttributeError(f"module 'tfdp_fl' has no attribute {name!r}")
     globals()[name] = value

@@ -68,35 +68,35 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
-def plain(value: Any, unknown: Callable[[Any], Any] = repr) -> Any:
+def plain(value: Any, default: Callable[[Any], Any] = repr) -> Any:
     """Returns what a value is after a round trip through JSON.
 
     Args:
       value: Python and NumPy values and tensors, in mappings and sequences of
         any depth. Keys become text, and tuples lists.
-      unknown: Called on anything else; returns what stands for it.
+      default: Called on anything else; returns what stands for it.
     """
     if value is None or isinstance(value, bool | int | float | str):
         # NumPy's float64 and str are Python's as well.
         item = getattr(value, "item", None)
         return value if item is None else item()
     if isinstance(value, Mapping):
-        return {str(k): plain(each, unknown) for k, each in value.items()}
+        return {str(k): plain(item_value, default) for k, item_value in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(each, unknown) for each in value]
+        return [plain(item_value, default) for item_value in value]
     if hasattr(value, "tolist"):
-        return plain(value.tolist(), unknown)
+        return plain(value.tolist(), default)
     if hasattr(value, "numpy"):
-        return plain(value.numpy(), unknown)
-    return unknown(value)
+        return plain(value.numpy(), default)
+    return default(value)
 
 
 def finite(value: Any) -> Any:
     """Returns a plain value with None for infinity and NaN, as JSON wants."""
     if isinstance(value, dict):
-        return {key: finite(each) for key, each in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [finite(each) for each in value]
+        return [finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

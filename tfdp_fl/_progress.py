@@ -23,13 +23,13 @@ def quiet_start() -> Iterator[None]:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     sys.stderr.flush()
     stderr = os.dup(2)
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
+    with tempfile.TemporaryFile() as captured:
+        os.dup2(captured.fileno(), 2)
         try:
             yield
         except BaseException:
-            held.seek(0)
-            os.write(stderr, held.read())
+            captured.seek(0)
+            os.write(stderr, captured.read())
             raise
         finally:
             sys.stderr.flush()
@@ -64,9 +64,9 @@ def run(main: Callable[[Sequence[str]], Any], doc: str, *modules: str) -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if not name().endswith(".py"):  # Installed: it has no folder scripts/.
         doc = re.sub(r"python scripts/(\w+)\.py", r"tfdp-fl-\1", doc)
-    own = flags.FLAGS.flags_by_module_dict()
+    flags_by_module = flags.FLAGS.flags_by_module_dict()
     for module in (main.__module__, sys.argv[0], *modules):
-        if module in own:
+        if module in flags_by_module:
             doc += "\n" + flags.FLAGS.module_help(module)
     print(doc.strip())
     sys.exit(0)

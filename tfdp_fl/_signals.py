@@ -20,31 +20,31 @@ def defer_signals() -> Iterator[None]:
     hear no signals, nothing changes.
     """
     handlers = _handlers()
-    waiting: list[tuple[int, Any]] = []
+    deferred: list[tuple[int, Any]] = []
     is_over = False
 
-    def wait(number: int, frame: Any) -> None:
-        waiting.append((number, frame))
-        if is_over or len(waiting) > 1:
+    def defer(number: int, frame: Any) -> None:
+        deferred.append((number, frame))
+        if is_over or len(deferred) > 1:
             handlers[number](number, frame)
 
     try:
         for number in handlers:
-            signal.signal(number, wait)
+            signal.signal(number, defer)
         yield
     except BaseException:
-        if len(waiting) > 1:
-            waiting.clear()  # The second one was heard, and may be this.
+        if len(deferred) > 1:
+            deferred.clear()  # The second one was heard, and may be this.
         raise
     finally:
-        heard = waiting[:1]
+        pending = deferred[:1]
         # A signal from here on, with some handlers not yet in their place, is
         # heard at once by whichever it finds.
         is_over = True
         for number, handler in handlers.items():
-            if signal.getsignal(number) is wait:  # Nobody set another.
+            if signal.getsignal(number) is defer:  # Nobody set another.
                 signal.signal(number, handler)
-        for number, frame in heard:
+        for number, frame in pending:
             handlers[number](number, frame)
 
 
@@ -60,7 +60,7 @@ def handled() -> Iterator[None]:
     handlers = _handlers()
     raised: list[int] = []
 
-    def noting(number: int, frame: Any) -> None:
+    def record_interrupt(number: int, frame: Any) -> None:
         try:
             handlers[number](number, frame)
         except KeyboardInterrupt:
@@ -69,7 +69,7 @@ def handled() -> Iterator[None]:
 
     try:
         for number in handlers:
-            signal.signal(number, noting)
+            signal.signal(number, record_interrupt)
         yield
     except (RuntimeError, SystemError) as error:
         if raised:
@@ -77,7 +77,7 @@ def handled() -> Iterator[None]:
         raise
     finally:
         for number, handler in handlers.items():
-            if signal.getsignal(number) is noting:  # Nobody set another.
+            if signal.getsignal(number) is record_interrupt:  # Nobody set another.
                 signal.signal(number, handler)
 
 
@@ -85,5 +85,7 @@ def _handlers() -> dict[int, Callable[..., Any]]:
     """Returns Python's handlers of signals that this thread hears."""
     if threading.current_thread() is not threading.main_thread():
         return {}
-    found = {each: signal.getsignal(each) for each in _SIGNALS}
-    return {each: own for each, own in found.items() if callable(own)}
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    return {
+        number: handler for number, handler in handlers.items() if callable(handler)
+    }

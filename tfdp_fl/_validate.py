@@ -15,7 +15,7 @@ from typing import Any
 from tfdp_fl.terms import Json
 
 
-def _one(checked: Json) -> tuple[str, Any]:
+def _unpack(checked: Json) -> tuple[str, Any]:
     ((name, value),) = checked.items()
     return name, value
 
@@ -27,7 +27,7 @@ def _number(
     kind: Any = numbers.Real,
 ) -> Any:
     """Returns a number of a kind of which something holds, or raises."""
-    name, value = _one(checked)
+    name, value = _unpack(checked)
     if isinstance(value, bool) or not isinstance(value, kind):
         raise TypeError(f"{name} must be {allowed}, got {_show(value)}.")
     try:
@@ -83,7 +83,7 @@ def non_negative_integer(**checked: object) -> int:
 
 def one_of(allowed: Iterable[object], **checked: Any) -> Any:
     """Returns a value that is among `allowed`, or raises."""
-    name, value = _one(checked)
+    name, value = _unpack(checked)
     allowed = tuple(allowed)
     if value not in allowed:
         choices = ", ".join(repr(choice) for choice in allowed)
@@ -93,7 +93,7 @@ def one_of(allowed: Iterable[object], **checked: Any) -> Any:
 
 def instance_of(types: type | tuple[type, ...], **checked: Any) -> Any:
     """Returns a value of one of the given types, or raises."""
-    name, value = _one(checked)
+    name, value = _unpack(checked)
     if not isinstance(value, types):
         types = types if isinstance(types, tuple) else (types,)
         names = " or ".join(type_.__name__ for type_ in types)

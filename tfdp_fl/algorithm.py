@@ -139,8 +139,8 @@ def release(
     """
     mechanism, weight = query.mechanism, total.weight
     if mechanism.trust_model == TrustModel.CENTRAL:
-        checked = query.check_noise(state, charged)
-        total = cohort_query.after_assertions(checked, total)
+        assertions = query.check_noise(state, charged)
+        total = cohort_query.after_assertions(assertions, total)
         weight = query.deployment.expected_weight(state.clients_per_round)
     update, sums, memory = query.add_noise(total, state)
     mean = query.divide(update, weight, state)

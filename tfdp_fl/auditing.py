@@ -23,7 +23,7 @@ __all__ = ["CanaryAudit", "Estimate", "Scores"]
 
 FINAL, ALL = "final", "all"
 # The number of coordinates of directions in memory at once: 64 MiB of float32.
-_HELD = 2**24
+_MAX_COORDINATES = 2**24
 # The two-sided confidence level, its normal quantile, and by how many standard errors
 # a standard deviation may exceed that without participation and still count as equal.
 _CONFIDENCE, _Z95 = 0.95, 1.959964
@@ -78,7 +78,7 @@ class CanaryAudit:
         self.iterates = _validate.one_of((FINAL, ALL), iterates=iterates)
         self._engine: engine.CohortEngine | None = None
         self._rounds = 0
-        self._found: Scores | None = None
+        self._scores: Scores | None = None
 
     # The methods that `fit` calls.
 
@@ -110,9 +110,9 @@ class CanaryAudit:
         self._engine = cohort_engine
         size, count = cohort_engine.update_spec.size, self.num_canaries
         self._canaries = Canaries(count, size)
-        self._others = Canaries(count, size)  # They never take part.
+        self._controls = Canaries(count, size)  # They never take part.
         self._rng = np.random.default_rng()
-        self._places: dict[Any, np.ndarray] = {}
+        self._positions: dict[Any, np.ndarray] = {}
         self._start = self._last = self._weights()
         self._added = np.zeros(size)
         self._times = np.zeros(count)
@@ -158,29 +158,32 @@ class CanaryAudit:
         self._times += times
         self._rounds += 1
         if self.iterates == ALL:
-            now = self._weights()
-            seen = np.stack([now - self._last, direction]), times
-            self._last = now
-            self._score(*seen)
+            weights = self._weights()
+            observation = np.stack([weights - self._last, direction]), times
+            self._last = weights
+            self._score(*observation)
             if self._before is not None:
                 # If two rounds have the same noise, it cancels in the difference.
-                update, own = (
-                    new - old for new, old in zip(seen, self._before, strict=True)
+                update, participations = (
+                    new - old
+                    for new, old in zip(observation, self._before, strict=True)
                 )
-                self._score(update, own)
-            self._before = seen
+                self._score(update, participations)
+            self._before = observation
 
-    def _score(self, update: np.ndarray, own: np.ndarray) -> None:
+    def _score(self, update: np.ndarray, participations: np.ndarray) -> None:
         """Stores each canary's best score so far."""
-        moved, added = update
-        nobody = np.zeros(self.num_canaries)
+        change, added = update
+        zeros = np.zeros(self.num_canaries)
         for row, canaries, times in (
-            (self._best[0], self._canaries, own),
-            (self._best[1], self._others, nobody),
+            (self._best[0], self._canaries, participations),
+            (self._best[1], self._controls, zeros),
         ):
             # A canary in the earlier of two rounds counts with the opposite sign.
-            found = scores(canaries, moved, added, times) * np.where(own < 0, -1, 1)
-            np.maximum(row, found, out=row)
+            values = scores(canaries, change, added, times) * np.where(
+                participations < 0, -1, 1
+            )
+            np.maximum(row, values, out=row)
 
     def end(self) -> None:
         """Looks at the model after the last round."""
@@ -188,9 +191,9 @@ class CanaryAudit:
             return
         observed, unobserved = self._best
         if self.iterates == FINAL:
-            moved = self._weights() - self._start
-            observed = scores(self._canaries, moved, self._added, self._times)
-        self._found = Scores(
+            change = self._weights() - self._start
+            observed = scores(self._canaries, change, self._added, self._times)
+        self._scores = Scores(
             observed=observed,
             unobserved=unobserved if self.iterates == ALL else None,
             null_std=self._canaries.size**-0.5,
@@ -205,11 +208,11 @@ class CanaryAudit:
         Raises:
           ValueError: No round was released with this audit yet.
         """
-        if self._found is None:
+        if self._scores is None:
             raise ValueError(
                 "audit must have been given to a fit that released a round."
             )
-        return self._found
+        return self._scores
 
     def estimate(self, delta: float) -> Estimate:
         """Returns the estimate of epsilon from the canaries' scores.
@@ -224,16 +227,16 @@ class CanaryAudit:
 
     def sentence(self, delta: float) -> str:
         """Returns the privacy statement's sentences about the audit."""
-        if self._found is None:
+        if self._scores is None:
             return "An audit with canary clients was begun, and not finished."
-        found = self.estimate(delta)
-        seen = "after the last" if self.iterates == FINAL else "after each"
+        result = self.estimate(delta)
+        when = "after the last" if self.iterates == FINAL else "after each"
         return (
-            f"An audit with {found.num_canaries} canary clients in "
+            f"An audit with {result.num_canaries} canary clients in "
             f"{self._rounds} of the rounds, by one who sees the model before "
-            f"the first of them and {seen}, estimates epsilon as "
-            f"{format_up(found.epsilon, 3)} (95 % interval {found.low:.3g} to "
-            f"{format_up(found.high, 3)}) at delta = {format_up(delta)} "
+            f"the first of them and {when}, estimates epsilon as "
+            f"{format_up(result.epsilon, 3)} (95 % interval {result.low:.3g} to "
+            f"{format_up(result.high, 3)}) at delta = {format_up(delta)} "
             "(Andrew et al. 2023): what one attack found, and no bound."
         )
 
@@ -246,8 +249,12 @@ class CanaryAudit:
 
     def _weights(self) -> np.ndarray:
         """Returns the weights that clients update, float64 [d]."""
-        variables = [each.numpy() for each in self._require_engine().server.variables]
-        return np.concatenate([each.astype(np.float64).ravel() for each in variables])
+        variables = [
+            variable.numpy() for variable in self._require_engine().server.variables
+        ]
+        return np.concatenate(
+            [variable.astype(np.float64).ravel() for variable in variables]
+        )
 
     def _draw(self, charge: charge_lib.RoundCharge) -> np.ndarray:
         """Draws the canaries of a round, in the same way as clients."""
@@ -255,26 +262,28 @@ class CanaryAudit:
         if charge.pass_index is not None and charge.pass_offset is not None:
             # Like a client, each canary has a position in the pass's order, or one of
             # its rounds.
-            allocated = charge.sampling == Sampling.RANDOM_ALLOCATION
-            start = charge.pass_offset * (size if allocated else 1)
+            is_allocated = charge.sampling == Sampling.RANDOM_ALLOCATION
+            start = charge.pass_offset * (size if is_allocated else 1)
             key = (charge.partition, charge.pass_index)
-            if key not in self._places:
-                self._places = {
+            if key not in self._positions:
+                self._positions = {
                     key: self._rng.uniform(0, population, self.num_canaries)
                 }
-            places = self._places[key] - start
-            return np.flatnonzero((places >= 0) & (places < size))
-        chance = size / population
+            positions = self._positions[key] - start
+            return np.flatnonzero((positions >= 0) & (positions < size))
+        probability = size / population
         drawn = self._rng.random(self.num_canaries)
         if not charge.sampling.startswith("cyclic"):
-            return np.flatnonzero(drawn < chance)
+            return np.flatnonzero(drawn < probability)
         # Each is in one of b groups, which take turns.
         groups = self._require_engine().query.mechanism.min_separation
         groups = groups or max(1, int(population // size))
-        if "groups" not in self._places:
-            self._places["groups"] = self._rng.integers(groups, size=self.num_canaries)
-        turn = self._places["groups"] == self._rounds % groups
-        return np.flatnonzero(turn & (drawn < chance * groups))
+        if "groups" not in self._positions:
+            self._positions["groups"] = self._rng.integers(
+                groups, size=self.num_canaries
+            )
+        turn = self._positions["groups"] == self._rounds % groups
+        return np.flatnonzero(turn & (drawn < probability * groups))
 
 
 class Canaries:
@@ -300,33 +309,37 @@ class Canaries:
         self.size = size
         self._seed = secrets.randbits(128) if seed is None else seed
 
-    def _directions(self, places: Sequence[int]) -> np.ndarray:
+    def _directions(self, indices: Sequence[int]) -> np.ndarray:
         """Returns some of the directions, float32 [len(places), d]."""
-        found = np.empty([len(places), self.size], np.float32)
-        for row, place in enumerate(places):
+        directions = np.empty([len(indices), self.size], np.float32)
+        for row, index in enumerate(indices):
             rng = np.random.Generator(
-                np.random.SFC64(np.random.SeedSequence([self._seed, place]))
+                np.random.SFC64(np.random.SeedSequence([self._seed, index]))
             )
-            rng.standard_normal(out=found[row], dtype=np.float32)
-            found[row] /= np.linalg.norm(found[row].astype(np.float64))
-        return found
+            rng.standard_normal(out=directions[row], dtype=np.float32)
+            directions[row] /= np.linalg.norm(directions[row].astype(np.float64))
+        return directions
 
-    def _of_each(
-        self, function: Callable[[np.ndarray], np.ndarray], places: np.ndarray
+    def _map_blocks(
+        self, function: Callable[[np.ndarray], np.ndarray], indices: np.ndarray
     ) -> list[np.ndarray]:
         """Applies a function to some of the directions, one block after another."""
-        step = max(1, _HELD // max(1, self.size))
-        parts = [places[start : start + step] for start in range(0, len(places), step)]
+        step = max(1, _MAX_COORDINATES // max(1, self.size))
+        parts = [
+            indices[start : start + step] for start in range(0, len(indices), step)
+        ]
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(pool.map(lambda some: function(self._directions(some)), parts))
+            return list(
+                pool.map(lambda block: function(self._directions(block)), parts)
+            )
 
-    def sum_of(self, places: np.ndarray) -> np.ndarray:
+    def sum_of(self, indices: np.ndarray) -> np.ndarray:
         """Returns the sum of some directions, float32 [d].
 
         Args:
-          places: Int [K], each from 0 to count - 1.
+          indices: Int [K], each from 0 to count - 1.
         """
-        sums = self._of_each(lambda each: each.sum(axis=0), np.asarray(places))
+        sums = self._map_blocks(lambda block: block.sum(axis=0), np.asarray(indices))
         return sum(sums, np.zeros(self.size, np.float32))
 
     def projections(self, update: np.ndarray) -> np.ndarray:
@@ -339,7 +352,7 @@ class Canaries:
           Float64 [count].
         """
         update = np.asarray(update, np.float32)
-        parts = self._of_each(lambda each: each @ update, np.arange(self.count))
+        parts = self._map_blocks(lambda block: block @ update, np.arange(self.count))
         return np.concatenate(parts).astype(np.float64)
 
 
@@ -368,13 +381,13 @@ def scores(
     """
     update = np.asarray(update, np.float64)
     added = np.asarray(added, np.float64)
-    power = float(added @ added)
-    share = float(update @ added) / power if power > 0 else 0.0
-    rest = update - share * added
-    norm = float(np.linalg.norm(rest))
+    added_squared = float(added @ added)
+    share = float(update @ added) / added_squared if added_squared > 0 else 0.0
+    residual = update - share * added
+    norm = float(np.linalg.norm(residual))
     if not norm > 0:
         return np.zeros(canaries.count)
-    return canaries.projections(rest / norm) + share * participations / norm
+    return canaries.projections(residual / norm) + share * participations / norm
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -442,15 +455,15 @@ def estimate(scores: Scores, delta: float) -> Estimate:
       delta: Strictly between 0 and 1.
     """
     delta = _validate.inside_unit_interval(delta=delta)
-    observed, others = scores.observed, scores.unobserved
+    observed, unobserved = scores.observed, scores.unobserved
     null_mean, null_std = 0.0, scores.null_std
-    if others is not None:
-        null_mean, null_std = float(others.mean()), float(others.std(ddof=1))
-        others = (others - null_mean) / null_std
+    if unobserved is not None:
+        null_mean, null_std = float(unobserved.mean()), float(unobserved.std(ddof=1))
+        unobserved = (unobserved - null_mean) / null_std
     # From here on, in units of the standard deviation without participation.
     # `scores` takes one direction out of the update before the norm.
-    freedom = max(scores.null_std**-2 - 1, 1.0)
-    ends = np.sqrt(stats.chi2.ppf([0.025, 0.975], freedom))
+    degrees_of_freedom = max(scores.null_std**-2 - 1, 1.0)
+    ends = np.sqrt(stats.chi2.ppf([0.025, 0.975], degrees_of_freedom))
     smallest, largest = ends * scores.null_std
     in_units = abs(float(observed.mean())) / null_std
     below, above = in_units * (1 - smallest), in_units * (largest - 1)
@@ -458,19 +471,19 @@ def estimate(scores: Scores, delta: float) -> Estimate:
     mean, spread = float(observed.mean()), float(observed.std(ddof=1))
     count = len(observed)
     null_error = null_spread_error = 0.0
-    if others is not None:
+    if unobserved is not None:
         # The influence of each of them on (mean - null_mean) / null_std.
-        moved = others + mean * (others**2 - 1) / 2
-        null_error = float(moved.std()) / math.sqrt(len(others))
-        null_spread_error = 1 / math.sqrt(len(others))
+        influence = unobserved + mean * (unobserved**2 - 1) / 2
+        null_error = float(influence.std()) / math.sqrt(len(unobserved))
+        null_spread_error = 1 / math.sqrt(len(unobserved))
     spread_error = math.hypot(spread / math.sqrt(2 * count), null_spread_error)
-    taken = spread if spread > 1 + _SAME_SPREAD * spread_error else 1.0
+    used_spread = spread if spread > 1 + _SAME_SPREAD * spread_error else 1.0
     error = _Z95 * math.hypot(spread / math.sqrt(count), null_error)
-    bound = _threshold_bound(observed - below, others, delta)
+    bound = _threshold_bound(observed - below, unobserved, delta)
 
-    def epsilon(of_mean: float) -> float:
-        apart = abs(of_mean) / taken
-        return gaussian_epsilon(1 / apart if apart else math.inf, delta)
+    def epsilon(shift: float) -> float:
+        distance = abs(shift) / used_spread
+        return gaussian_epsilon(1 / distance if distance else math.inf, delta)
 
     return Estimate(
         epsilon=max(bound, epsilon(mean)),
@@ -482,22 +495,22 @@ def estimate(scores: Scores, delta: float) -> Estimate:
 
 
 def _threshold_bound(
-    observed: np.ndarray, others: np.ndarray | None, delta: float
+    observed: np.ndarray, unobserved: np.ndarray | None, delta: float
 ) -> float:
     """Returns the largest log((TPR - delta) / FPR) over a few thresholds."""
     best = 0.0
     share = (1 - _CONFIDENCE) / (2 * len(_FALSE_POSITIVES))
     for rate in _FALSE_POSITIVES:
-        if others is None:
-            threshold, false = float(stats.norm.isf(rate)), rate
+        if unobserved is None:
+            threshold, fpr = float(stats.norm.isf(rate)), rate
         else:
-            threshold = float(np.quantile(others, 1 - rate))
-            hits = int((others > threshold).sum())
-            false = float(stats.beta.isf(share, hits + 1, len(others) - hits))
+            threshold = float(np.quantile(unobserved, 1 - rate))
+            hits = int((unobserved > threshold).sum())
+            fpr = float(stats.beta.isf(share, hits + 1, len(unobserved) - hits))
         hits = int((observed > threshold).sum())
         if not hits:
             continue
-        true = float(stats.beta.ppf(share, hits, len(observed) - hits + 1))
-        if true > delta:
-            best = max(best, math.log((true - delta) / false))
+        tpr = float(stats.beta.ppf(share, hits, len(observed) - hits + 1))
+        if tpr > delta:
+            best = max(best, math.log((tpr - delta) / fpr))
     return best

@@ -134,7 +134,7 @@ def test_a_whole_search_learns_with_the_noise_that_was_charged():
     assert model.evaluate(*toy.arrays(100, seed=9), verbose=0)[1] > 0.6
     assert search.best == {"rate": 1.0}
     assert charged.call_count == 1 + 2 * 8  # The search, and its trials.
-    ((said, _),) = search._spending.central.charges
+    ((said, _),) = search._account.central.charges
     (trained,) = said.event.events
     rounds = {call.args[1].dp_event() for call in charged.mock_calls[1:]}
     assert rounds == {trained.events[0].event}
@@ -199,7 +199,7 @@ def test_clients_are_charged_for_what_they_do():
         with train, _trials(1):
             _fit(search, clients)
         assert search.epsilon(_DELTA) <= 4.0
-        ((charge, _),) = search._spending.central.charges
+        ((charge, _),) = search._account.central.charges
         assert len(charge.event.events) == events
         said = search.privacy_statement(format="dict")["caveats"]
         assert ("search_places_are_ids" in said) == (clients is not named)

@@ -32,15 +32,15 @@ class Participation:
     def __post_init__(self):
         rounds = _validate.positive_integer(rounds=self.rounds)
         gap = _validate.positive_integer(min_separation=self.min_separation)
-        most = -(-rounds // gap)
+        max_participations = -(-rounds // gap)
         if self.max_participations is not None:
-            wanted = _validate.positive_integer(
+            declared = _validate.positive_integer(
                 max_participations=self.max_participations
             )
-            most = min(most, wanted)
+            max_participations = min(max_participations, declared)
         object.__setattr__(self, "rounds", rounds)
         object.__setattr__(self, "min_separation", gap)
-        object.__setattr__(self, "max_participations", most)
+        object.__setattr__(self, "max_participations", max_participations)
 
     @property
     def most(self) -> int:
@@ -71,13 +71,13 @@ def fold(
       c, at least 1.
     """
 
-    def largest(part: Sequence[tuple[Hashable, Hashable] | None]) -> int:
-        counts = collections.Counter(part)
-        of_division: dict[Hashable, int] = collections.defaultdict(int)
-        for place, count in counts.items():
-            division = None if place is None else place[:1]
-            of_division[division] = max(of_division[division], count)
-        return sum(of_division.values())
+    def largest(participations: Sequence[tuple[Hashable, Hashable] | None]) -> int:
+        counts = collections.Counter(participations)
+        by_division: dict[Hashable, int] = collections.defaultdict(int)
+        for group, count in counts.items():
+            division = None if group is None else group[:1]
+            by_division[division] = max(by_division[division], count)
+        return sum(by_division.values())
 
     gap = participation.min_separation
     windows = (rounds[i : i + gap] for i in range(max(1, len(rounds) - gap + 1)))
@@ -122,24 +122,26 @@ class ParticipationRecord:
     def _refusal(self, client: Hashable) -> str | None:
         """Returns why a client may not take part now; None if it may."""
         gap, most = self.participation.min_separation, self.participation.most
-        own = self._rounds.get(client, [])
-        if own and self.released - own[-1] < gap:
+        rounds = self._rounds.get(client, [])
+        if rounds and self.released - rounds[-1] < gap:
             return (
-                f"its last round was released {self.released - own[-1]} rounds ago, "
+                f"its last round was released {self.released - rounds[-1]} rounds ago, "
                 f"and min_separation={gap}"
             )
         begin = self.released - self.released % self.participation.rounds
-        times = sum(round_index >= begin for round_index in own)
-        if times >= most:
+        count = sum(round_index >= begin for round_index in rounds)
+        if count >= most:
             return (
-                f"it has taken part in {times} rounds of this segment, and "
+                f"it has taken part in {count} rounds of this segment, and "
                 f"max_participations={most}"
             )
         return None
 
     def eligible(self, clients: Iterable[_Client]) -> list[_Client]:
         """Returns those who may take part now, each once, in their order."""
-        return [each for each in dict.fromkeys(clients) if self._refusal(each) is None]
+        return [
+            client for client in dict.fromkeys(clients) if self._refusal(client) is None
+        ]
 
     def add(self, clients: Sequence[Hashable]) -> None:
         """Notes one released round.
@@ -152,20 +154,20 @@ class ParticipationRecord:
             noted then.
           TypeError: A name is neither a text nor a whole number.
         """
-        seen: set[Hashable] = set()
+        added: set[Hashable] = set()
         for client in clients:
             if isinstance(client, bool) or not isinstance(client, (str, int)):
                 raise TypeError(
                     "clients must be texts or whole numbers, got "
                     f"{client!r} of type {type(client).__name__}."
                 )
-            why = "it is there twice" if client in seen else self._refusal(client)
-            if why is not None:
+            refusal = "it is there twice" if client in added else self._refusal(client)
+            if refusal is not None:
                 raise ValueError(
                     f"clients must all be allowed to take part, got "
-                    f"{client!r}: {why}. Correlated noise does not cover it."
+                    f"{client!r}: {refusal}. Correlated noise does not cover it."
                 )
-            seen.add(client)
+            added.add(client)
         for client in clients:
             self._rounds[client].append(self.released)
         self.released += 1

@@ -161,11 +161,11 @@ class BandedGenerator(Generator):
             z - _weighted_sum(weights, buffer)
             for z, buffer in zip(fresh, buffers, strict=True)
         ]
-        kept = [
+        new_buffers = [
             tf.tensor_scatter_nd_update(buffer, [[row]], n[None])
             for n, buffer in zip(noise, buffers, strict=True)
         ]
-        return noise, NoiseState(position + 1, kept)
+        return noise, NoiseState(position + 1, new_buffers)
 
 
 def _weighted_sum(weights: tf.Tensor, buffer: tf.Tensor) -> tf.Tensor:
@@ -175,8 +175,8 @@ def _weighted_sum(weights: tf.Tensor, buffer: tf.Tensor) -> tf.Tensor:
     TensorFlow or oneDNN was told so, and is on GPUs by default.
     """
     rows = buffer.shape[0]
-    places = [[0, row] for row in range(rows)]
-    sparse = tf.SparseTensor(places, weights, [1, rows])
+    indices = [[0, row] for row in range(rows)]
+    sparse = tf.SparseTensor(indices, weights, [1, rows])
     flat = tf.reshape(buffer, [rows, -1])
     return tf.reshape(tf.sparse.sparse_dense_matmul(sparse, flat), buffer.shape[1:])
 
@@ -233,13 +233,13 @@ class BLTGenerator(Generator):
         position, buffers = memory
         weights = tf.constant(self.weights, tf.float32)
         theta = tf.constant(self.theta, tf.float32)
-        noise, kept = [], []
+        noise, new_buffers = [], []
         for z, buffer in zip(fresh, buffers, strict=True):
             n = z - _weighted_sum(weights, buffer)
             column = tf.reshape(theta, [-1] + [1] * len(z.shape))
             noise.append(n)
-            kept.append(column * buffer + n[None])
-        return noise, NoiseState(position + 1, kept)
+            new_buffers.append(column * buffer + n[None])
+        return noise, NoiseState(position + 1, new_buffers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,7 +344,7 @@ class BLT:
 # How the noise of one round is correlated with that of others.
 Strategy: TypeAlias = BandedToeplitz | BLT
 
-_BY_WORD: Json = {"banded": BandedToeplitz, "blt": BLT}
+_STRATEGIES: Json = {"banded": BandedToeplitz, "blt": BLT}
 
 
 def check_strategy(**given: Strategy | str) -> Strategy:
@@ -357,8 +357,8 @@ def check_strategy(**given: Strategy | str) -> Strategy:
     if isinstance(value, Strategy):
         return value
     word, colon, number = str(value).partition(":")
-    if word in _BY_WORD and (number.isdigit() if colon else True):
-        return _BY_WORD[word](*([int(number)] if colon else []))
+    if word in _STRATEGIES and (number.isdigit() if colon else True):
+        return _STRATEGIES[word](*([int(number)] if colon else []))
     raise ValueError(
         f"{name} must be a BandedToeplitz or a BLT, or a text that stands for one "
         f"(blt or banded, or one of them with a number, as in blt:2), got {value!r}."

@@ -27,7 +27,7 @@ _Loss = Callable[[np.ndarray], tuple[float, np.ndarray]]
 # Where sigmoids stop being distinguishable from 0, and where they are 1 - 1e-6: the
 # best poles often merge with a zero beside them. So far apart that float32 tells them
 # from each other, their weight stays positive, at 4e-6 more of an error.
-_LEAST, _MOST = -30.0, 13.8
+_MIN_LOGIT, _MAX_LOGIT = -30.0, 13.8
 
 
 def check_coefficients(coefficients: Sequence[float] | np.ndarray) -> np.ndarray:
@@ -54,13 +54,13 @@ def check_coefficients(coefficients: Sequence[float] | np.ndarray) -> np.ndarray
             f"coefficients must begin with 1, got {float(values[0])!r}: the "
             "noise multiplier is that of the fresh noise."
         )
-    wrong = np.flatnonzero((values < 0) | (np.diff(values, prepend=1.0) > 0))
-    if wrong.size:
-        place = int(wrong[0])
+    violations = np.flatnonzero((values < 0) | (np.diff(values, prepend=1.0) > 0))
+    if violations.size:
+        index = int(violations[0])
         raise ValueError(
             "coefficients must be at least 0 and never rise, because the "
             "sensitivity is known only then, got "
-            f"coefficients[{place}]={float(values[place])!r}."
+            f"coefficients[{index}]={float(values[index])!r}."
         )
     return values
 
@@ -103,8 +103,8 @@ def optimize_banded(bands: int, participation: Participation) -> np.ndarray:
     # 1 / sqrt(1 - x), whose square is the prefix sum.
     steps = np.arange(1, bands)
     start = special.logit((2 * steps - 1) / (2 * steps))
-    found = _best(banded_loss(bands, participation), [start])
-    return _products_of_sigmoids(found)
+    free = _minimize(banded_loss(bands, participation), [start])
+    return _products_of_sigmoids(free)
 
 
 def _products_of_sigmoids(free: np.ndarray) -> np.ndarray:
@@ -157,7 +157,7 @@ def blt(
       num_buffers: d, at least 1.
       participation: (k, b) and T.
     """
-    found = _best(blt_loss(participation), _blt_starts(num_buffers, participation))
+    found = _minimize(blt_loss(participation), _blt_starts(num_buffers, participation))
     values = np.cumprod(special.expit(found))
     return values[::2], values[1::2]
 
@@ -211,15 +211,15 @@ def _ratio(zero: float, pole: float, values: np.ndarray) -> np.ndarray:
     return signal.lfilter([1.0, -zero], [1.0, -pole], values)
 
 
-def _best(loss: _Loss, starts: Iterable[np.ndarray]) -> np.ndarray:
+def _minimize(loss: _Loss, starts: Iterable[np.ndarray]) -> np.ndarray:
     """Returns the lowest of the minima found from some starts."""
     minima = (
         optimize.minimize(
             loss,
-            np.clip(start, _LEAST, _MOST),
+            np.clip(start, _MIN_LOGIT, _MAX_LOGIT),
             jac=True,
             method="L-BFGS-B",
-            bounds=[(_LEAST, _MOST)] * len(start),
+            bounds=[(_MIN_LOGIT, _MAX_LOGIT)] * len(start),
             options={"maxiter": 500, "maxcor": 20, "ftol": 1e-12, "gtol": 1e-9},
         )
         for start in starts

@@ -116,42 +116,45 @@ def by_person(
         value other than a label (the message names column and row); or lengths or
         pandas indexes differ.
     """
-    given = {"x": x, "y": y, "sample_weight": sample_weight}
-    check_aligned(**given, client_ids=client_ids)
-    given = {
+    arguments = {"x": x, "y": y, "sample_weight": sample_weight}
+    check_aligned(**arguments, client_ids=client_ids)
+    arguments = {
         argument: nests.as_arrays(to_keras_inputs(nest, argument), argument)
-        for argument, nest in given.items()
+        for argument, nest in arguments.items()
         if nest is not None
     }
-    num_rows = nests.common_length(given["x"], given["y"])
+    num_rows = nests.common_length(arguments["x"], arguments["y"])
     rows = tables.rows_of_people(client_ids, num_rows)
-    for argument, nest in given.items():
+    for argument, nest in arguments.items():
         # Labels may be NaN in whatever form clients are given, as a loss may allow it.
         for leaf in tf.nest.flatten(nest) if argument != "y" else ():
             tables.check_finite(argument, leaf)
     if num_people is not None:
-        known = rows.by_client()
-        if len(known) > num_people:
+        indices = rows.by_client()
+        if len(indices) > num_people:
             raise ValueError(
                 f"client_ids must name at most {num_people} people, the declared "
-                f"number, got {len(known)}."
+                f"number, got {len(indices)}."
             )
-        places = (f"(nobody {k})" for k in itertools.count())
-        free = (place for place in places if place not in known)
-        nobody = dict.fromkeys(
-            itertools.islice(free, num_people - len(known)), np.zeros(0, np.int64)
+        names = (f"(nobody {k})" for k in itertools.count())
+        unused_names = (name for name in names if name not in indices)
+        empty_clients = dict.fromkeys(
+            itertools.islice(unused_names, num_people - len(indices)),
+            np.zeros(0, np.int64),
         )
-        return FederatedDataset.from_indices(**given, indices={**known, **nobody})
-    return FederatedDataset.from_indices(**given, indices=rows)
+        return FederatedDataset.from_indices(
+            **arguments, indices={**indices, **empty_clients}
+        )
+    return FederatedDataset.from_indices(**arguments, indices=rows)
 
 
-def check_aligned(**given: nests.Nest) -> None:
+def check_aligned(**arguments: nests.Nest) -> None:
     """Raises ValueError if arguments with matching rows have different pandas indexes.
 
     Matching rows by position would silently assign one person's row to another.
     """
     first: nests.Nest = None
-    for argument, nest in given.items():
+    for argument, nest in arguments.items():
         is_nest = isinstance(nest, dict | tuple) or (
             isinstance(nest, list) and nest and hasattr(nest[0], "iloc")
         )
@@ -220,19 +223,25 @@ def limit_rows_per_client(
     _validate.positive_integer(max_rows=max_rows)
     _validate.one_of(("random", "first", "last"), keep=keep)
     check_aligned(x=x, y=y, client_ids=client_ids)
-    generator, kept = np.random.default_rng(), []
+    generator, selected = np.random.default_rng(), []
     x, y = nests.with_array_leaves(x, "x"), nests.with_array_leaves(y, "y")
     rows = tables.rows_of_people(client_ids, nests.common_length(x, y))
-    for own in rows.by_client().values():
-        if keep == "random" and len(own) > max_rows:
-            own = generator.choice(own, max_rows, replace=False)
-        kept.append(own[-max_rows:] if keep == "last" else own[:max_rows])
-    stay = np.sort(np.concatenate(kept))
+    for client_rows in rows.by_client().values():
+        if keep == "random" and len(client_rows) > max_rows:
+            client_rows = generator.choice(client_rows, max_rows, replace=False)
+        selected.append(
+            client_rows[-max_rows:] if keep == "last" else client_rows[:max_rows]
+        )
+    kept_rows = np.sort(np.concatenate(selected))
 
     def take(leaf: nests.Nest) -> nests.Nest:
         if leaf is None:
             return None
-        return leaf.iloc[stay] if hasattr(leaf, "iloc") else np.asanyarray(leaf)[stay]
+        return (
+            leaf.iloc[kept_rows]
+            if hasattr(leaf, "iloc")
+            else np.asanyarray(leaf)[kept_rows]
+        )
 
     x, y = tf.nest.map_structure(take, (x, y))
-    return x, y, np.asarray(client_ids)[stay]
+    return x, y, np.asarray(client_ids)[kept_rows]

@@ -142,7 +142,7 @@ def _deal(
     train: tuple[np.ndarray, np.ndarray],
     test: tuple[np.ndarray, np.ndarray],
     validation_examples: int,
-    dealing: tuple[int, int, int, bool, int],
+    options: tuple[int, int, int, bool, int],
 ) -> tuple[FederatedDataset, tuple[np.ndarray, np.ndarray]]:
     """Deals examples to clients, except those held out instead of the test set.
 
@@ -150,7 +150,7 @@ def _deal(
       train: All training examples (x, y).
       test: The test set.
       validation_examples: How many training examples to hold out.
-      dealing: The arguments of `partition` after the labels.
+      options: The arguments of `partition` after the labels.
     """
     x, y = train
     held_out = _validate.non_negative_integer(validation_examples=validation_examples)
@@ -160,9 +160,9 @@ def _deal(
             f"got {held_out}."
         )
     if held_out:
-        kept, validation = stratified_split(y, held_out)
-        x, y, test = x[kept], y[kept], (x[validation], y[validation])
-    indices = partition(y, *dealing)
+        training, validation = stratified_split(y, held_out)
+        x, y, test = x[training], y[training], (x[validation], y[validation])
+    indices = partition(y, *options)
     return FederatedDataset.from_indices(x, y, indices), test
 
 
@@ -285,11 +285,11 @@ def partition(
         rows = rng.permutation(len(labels))[: shards_in_pass * shard_size]
         if not iid:
             rows = rows[np.argsort(labels[rows], kind="stable")]
-        wanted = min(clients_in_pass, num_clients - first)
-        dealt = rng.permutation(shards_in_pass)[: wanted * shards]
-        clients[first : first + wanted] = rows.reshape(-1, shard_size)[dealt].reshape(
-            wanted, size
-        )
+        count = min(clients_in_pass, num_clients - first)
+        chosen_shards = rng.permutation(shards_in_pass)[: count * shards]
+        clients[first : first + count] = rows.reshape(-1, shard_size)[
+            chosen_shards
+        ].reshape(count, size)
     # Local training takes batches in order, and one label after another would be a
     # different experiment.
     return rng.permuted(clients, axis=1, out=clients)
@@ -310,8 +310,8 @@ def stratified_split(
     order = np.random.default_rng(0).permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]
     # Evenly spaced in the order of labels, so in proportion, up to one example.
-    places = (np.arange(held_out) + 0.5) * len(labels) / max(held_out, 1)
-    chosen = places.astype(np.int64)
+    positions = (np.arange(held_out) + 0.5) * len(labels) / max(held_out, 1)
+    chosen = positions.astype(np.int64)
     return np.sort(np.delete(order, chosen)), np.sort(order[chosen])
 
 
@@ -366,13 +366,15 @@ def load_shakespeare(
     _validate.positive_integer(clients_per_role=clients_per_role)
     clients, test = {}, []
     for role, text in _speeches(path).items():
-        ids = np.array([_ID_OF.get(each, _UNKNOWN) for each in text], np.int32)
+        ids = np.array(
+            [_ID_OF.get(character, _UNKNOWN) for character in text], np.int32
+        )
         end = len(ids) - len(ids) // 10
         x, y = _examples(ids[:end], length)
         parts = min(clients_per_role, max(1, len(x)))
-        for part, kept in enumerate(np.array_split(np.arange(len(x)), parts)):
+        for part, rows in enumerate(np.array_split(np.arange(len(x)), parts)):
             name = role if clients_per_role == 1 else f"{role}/{part + 1}"
-            clients[name] = x[kept], y[kept]
+            clients[name] = x[rows], y[rows]
         test.append(_examples(ids[end:], length))
     x_test, y_test = (np.concatenate(arrays) for arrays in zip(*test, strict=True))
     spec = tf.TensorSpec([length], tf.int32)

@@ -66,12 +66,12 @@ class Weighted(NamedTuple):
     sample_weight: Nest
 
 
-def pair(examples: object, said: str = "examples must be") -> tuple[Nest, Nest]:
+def pair(examples: object, requirement: str = "examples must be") -> tuple[Nest, Nest]:
     """Returns `(x, y)`; y is `Weighted` if there are weights.
 
     Args:
       examples: `(x, y)` or `(x, y, sample_weight)`; None as weights means no weights.
-      said: The beginning of an error message.
+      requirement: The beginning of an error message.
 
     Raises:
       TypeError: The examples are something else.
@@ -79,7 +79,9 @@ def pair(examples: object, said: str = "examples must be") -> tuple[Nest, Nest]:
     if not (isinstance(examples, tuple) and len(examples) in (2, 3)):
         kind = type(examples).__name__
         got = f"tuple of {len(examples)}" if isinstance(examples, tuple) else kind
-        raise ExamplesTypeError(f"{said} (x, y) or (x, y, sample_weight), got a {got}.")
+        raise ExamplesTypeError(
+            f"{requirement} (x, y) or (x, y, sample_weight), got a {got}."
+        )
     x, y, *weight = examples
     if isinstance(y, Weighted) or not weight or weight[0] is None:
         return x, y
@@ -203,8 +205,8 @@ def with_array_leaves(nest: Nest, name: str) -> Nest:
         return {key: with_array_leaves(part, name) for key, part in nest.items()}
     is_list = isinstance(nest, list) and bool(nest)
     first = tf.nest.flatten(nest)[:1] if is_list else []
-    plain = first and isinstance(first[0], (*_NUMBERS, str, bytes))
-    return as_array(nest, name) if plain else nest
+    is_plain = first and isinstance(first[0], (*_NUMBERS, str, bytes))
+    return as_array(nest, name) if is_plain else nest
 
 
 def views(nest: Nest) -> Nest:
@@ -229,16 +231,16 @@ def common_length(x: Nest, y: Nest) -> int:
         for name, part in parts.items()
         if part is not None
     }
-    found = {length for one in lengths.values() for length in one}
-    if not found:
+    distinct = {length for sizes in lengths.values() for length in sizes}
+    if not distinct:
         raise ExamplesValueError("x and y must hold at least one array, got none.")
-    if len(found) > 1:
-        got = [f"{n} in {name}" for name, one in lengths.items() for n in one]
+    if len(distinct) > 1:
+        got = [f"{n} in {name}" for name, sizes in lengths.items() for n in sizes]
         raise ExamplesValueError(
             f"{', '.join(lengths)} must have the same number of examples in every "
             f"array, got {' and '.join(got)}."
         )
-    return found.pop()
+    return distinct.pop()
 
 
 def spec_of(nest: Nest) -> Nest:
@@ -278,39 +280,41 @@ def conform(
     Raises:
       ExamplesValueError: Their names, shapes or types do not match.
     """
-    given, want = unpair(x, y), unpair(*spec)
-    if len(given) > len(want):
+    data, wanted_spec = unpair(x, y), unpair(*spec)
+    if len(data) > len(wanted_spec):
         raise ExamplesValueError(
             "sample_weight, weights of examples, must be declared as the third part of "
             "an element_spec, got a client that has some."
         )
     fits, parts = np.ones(common_length(x, y), bool), []
-    if len(given) < len(want):
-        given = (*given, _ones(want[2], len(fits)))
+    if len(data) < len(wanted_spec):
+        data = (*data, _ones(wanted_spec[2], len(fits)))
     order = ("x", "y", "sample_weight")
-    for place, (name, own, wanted) in enumerate(zip(order, given, want, strict=False)):
-        called = None if names is None else names[min(place, 1)]
-        specs = tf.nest.flatten(wanted)
-        if place == 2 and isinstance(own, np.ndarray | tf.Tensor):
+    for index, (name, nest, part_spec) in enumerate(
+        zip(order, data, wanted_spec, strict=False)
+    ):
+        part_names = None if names is None else names[min(index, 1)]
+        specs = tf.nest.flatten(part_spec)
+        if index == 2 and isinstance(nest, np.ndarray | tf.Tensor):
             # As in Keras, a single weight applies to all outputs.
-            own = tf.nest.pack_sequence_as(wanted, [own] * len(specs))
-        leaves = _arrange(own, wanted, called)
+            nest = tf.nest.pack_sequence_as(part_spec, [nest] * len(specs))
+        leaves = _arrange(nest, part_spec, part_names)
         wrong = ""
         if leaves is None:
             wrong = "others"  # A client may have chosen the names.
         elif not all(map(functools.partial(_is_of, names is None), leaves, specs)):
-            wrong = describe_spec(spec_of(own))
+            wrong = describe_spec(spec_of(nest))
         if wrong:
             hint = _STRINGS if "string" in wrong else PADDING
             if leaves and all(map(_is_batch, leaves, specs)):
                 hint = _BATCHES
             raise ExamplesValueError(
-                f"{name} must be {describe_spec(wanted)} for each example, got "
+                f"{name} must be {describe_spec(part_spec)} for each example, got "
                 f"{wrong}; {hint}."
             )
         cast = list(map(_cast, leaves or (), specs))
-        fits = np.all([fits, *(same for _, same in cast)], axis=0)
-        parts.append(tf.nest.pack_sequence_as(wanted, [leaf for leaf, _ in cast]))
+        fits = np.all([fits, *(unchanged for _, unchanged in cast)], axis=0)
+        parts.append(tf.nest.pack_sequence_as(part_spec, [leaf for leaf, _ in cast]))
     return *pair(tuple(parts)), fits
 
 
@@ -365,18 +369,20 @@ def _cast(leaf: Nest, spec: tf.TensorSpec) -> tuple[Nest, np.ndarray]:
 
     Rounding to a floating-point dtype does not count as a change, as Keras does it too.
     """
-    same, dtype = np.ones(leaf.shape[0], bool), spec.dtype
+    unchanged, dtype = np.ones(leaf.shape[0], bool), spec.dtype
     if _dtype(leaf) != dtype:
         array = view(leaf) if isinstance(leaf, tf.Tensor) else leaf
         with np.errstate(all="ignore"):
             leaf = array.astype(dtype.as_numpy_dtype)
             if not (dtype.is_floating or dtype == tf.string):
-                kept = (leaf.astype(array.dtype) == array) & ((leaf < 0) == (array < 0))
-                same = kept.reshape(len(kept), -1).all(axis=1)
+                is_equal = (leaf.astype(array.dtype) == array) & (
+                    (leaf < 0) == (array < 0)
+                )
+                unchanged = is_equal.reshape(len(is_equal), -1).all(axis=1)
     shape = [leaf.shape[0], *spec.shape]
     if list(leaf.shape) != shape:
         leaf = (tf.reshape if isinstance(leaf, tf.Tensor) else np.reshape)(leaf, shape)
-    return leaf, same
+    return leaf, unchanged
 
 
 def no_examples(spec: Nest) -> Nest:
@@ -388,10 +394,10 @@ def no_examples(spec: Nest) -> Nest:
 
 def describe_spec(spec: Nest) -> str:
     """Returns the specs of a nest in words, such as `float32[64]`."""
-    words = tf.nest.map_structure(
+    descriptions = tf.nest.map_structure(
         lambda leaf: f"{leaf.dtype.name}{leaf.shape.as_list()}", spec
     )
-    return str(words).replace("'", "")
+    return str(descriptions).replace("'", "")
 
 
 def concatenate(nests: Sequence[Nest]) -> Nest:

@@ -142,8 +142,8 @@ class IndexedSource:
             starts=self.starts[positions],
             lengths=self.lengths[positions],
             failed={
-                place: self.failed[position]
-                for place, position in enumerate(positions.tolist())
+                new_position: self.failed[position]
+                for new_position, position in enumerate(positions.tolist())
                 if position in self.failed
             },
         )
@@ -161,8 +161,8 @@ class IndexedSource:
 
     def conform(self, spec: nests.Nest, names: nests.Names | None) -> IndexedSource:
         """Returns the source with all examples cast to a public spec."""
-        places = np.arange(len(self.starts))
-        return MixedSource((self,), 0 * places, places).conform(spec, names)
+        positions = np.arange(len(self.starts))
+        return MixedSource((self,), 0 * positions, positions).conform(spec, names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,19 +175,19 @@ class MixedSource:
     Attributes:
       parts: The clients of each spec.
       part: int64[N], the part that contains a client.
-      places: int64[N], the client's position in that part.
+      index_in_part: int64[N], the client's position in that part.
     """
 
     parts: tuple[IndexedSource, ...]
     part: np.ndarray
-    places: np.ndarray
+    index_in_part: np.ndarray
     is_declared: ClassVar[bool] = False
 
     @property
     def failed(self) -> Mapping[int, Exception]:
         """The clients that could not be mapped, by position."""
-        two = zip(self.part.tolist(), self.places.tolist(), strict=True)
-        errors = (self.parts[number].failed.get(place) for number, place in two)
+        pairs = zip(self.part.tolist(), self.index_in_part.tolist(), strict=True)
+        errors = (self.parts[part].failed.get(index) for part, index in pairs)
         return {n: error for n, error in enumerate(errors) if error is not None}
 
     @property
@@ -197,23 +197,23 @@ class MixedSource:
 
     def read(self, position: int) -> tuple[nests.Nest, nests.Nest]:
         """Returns the examples of one client as NumPy nests (x, y)."""
-        return self.parts[self.part[position]].read(self.places[position])
+        return self.parts[self.part[position]].read(self.index_in_part[position])
 
     def sizes(self, positions: np.ndarray) -> np.ndarray:
         """Returns the number of examples of some clients, int64[k]."""
-        two = zip(self.part[positions], self.places[positions], strict=True)
-        return np.array([self.parts[n].lengths[place] for n, place in two], np.int64)
+        pairs = zip(self.part[positions], self.index_in_part[positions], strict=True)
+        return np.array([self.parts[n].lengths[index] for n, index in pairs], np.int64)
 
     def content_digest(self) -> str:
         """Returns a SHA-256 of all examples, and of which are whose."""
-        whose = repr((self.part.tolist(), self.places.tolist()))
+        assignment = repr((self.part.tolist(), self.index_in_part.tolist()))
         digests = (part.content_digest() for part in self.parts)
-        return hashlib.sha256(" ".join((whose, *digests)).encode()).hexdigest()
+        return hashlib.sha256(" ".join((assignment, *digests)).encode()).hexdigest()
 
     def take(self, positions: np.ndarray) -> MixedSource:
         """Returns the source of some of the clients, sharing everything."""
-        part, places = self.part[positions], self.places[positions]
-        return dataclasses.replace(self, part=part, places=places)
+        part, index_in_part = self.part[positions], self.index_in_part[positions]
+        return dataclasses.replace(self, part=part, index_in_part=index_in_part)
 
     def map(self, fn: nests.MapFn) -> MixedSource:
         """Returns the source with `fn(x, y)` applied once to each part."""
@@ -225,8 +225,8 @@ class MixedSource:
                 errors.append(error)
                 filled = np.flatnonzero(part.lengths)
                 failed = dict.fromkeys(filled.tolist(), error)
-                none = np.zeros_like(part.lengths)
-                parts.append(dataclasses.replace(part, lengths=none, failed=failed))
+                zeros = np.zeros_like(part.lengths)
+                parts.append(dataclasses.replace(part, lengths=zeros, failed=failed))
         if len(errors) == len(parts):
             raise errors[0]
         return dataclasses.replace(self, parts=tuple(parts))
@@ -236,36 +236,41 @@ class MixedSource:
 
         Clients that cannot be cast have failed, which does not affect the others.
         """
-        found, slots, first_row, first_slot = [], [], 0, 0
+        pieces, slots, first_row, first_slot = [], [], 0, 0
         failed = dict(self.failed)
         starts, lengths = np.zeros((2, len(self.part)), np.int64)
-        for number, part in enumerate(self.parts):
-            members = np.flatnonzero(self.part == number)
-            own = self.places[members]
-            members, own = members[part.lengths[own] > 0], own[part.lengths[own] > 0]
-            if not len(members):
+        for part_index, part in enumerate(self.parts):
+            positions = np.flatnonzero(self.part == part_index)
+            indices = self.index_in_part[positions]
+            positions, indices = (
+                positions[part.lengths[indices] > 0],
+                indices[part.lengths[indices] > 0],
+            )
+            if not len(positions):
                 continue
             try:
                 x, y, fits = nests.conform(part.x, part.y, spec, names)
             except nests.SAFE_ERRORS as error:
-                failed |= dict.fromkeys(members.tolist(), error)
+                failed |= dict.fromkeys(positions.tolist(), error)
                 continue
             if not fits.all():
-                rows = (part.rows(own[[place]])[0] for place in range(len(own)))
-                kept = np.array([fits[each].all() for each in rows])
+                rows = (part.rows(indices[[i]])[0] for i in range(len(indices)))
+                kept = np.array([fits[piece].all() for piece in rows])
                 no_cast = nests.ExamplesValueError(nests.NO_CAST)
-                failed |= dict.fromkeys(members[~kept].tolist(), no_cast)
-                members, own = members[kept], own[kept]
-            starts[members] = first_slot
-            starts[members] += part.starts[own]
-            lengths[members] = part.lengths[own]
+                failed |= dict.fromkeys(positions[~kept].tolist(), no_cast)
+                positions, indices = positions[kept], indices[kept]
+            starts[positions] = first_slot
+            starts[positions] += part.starts[indices]
+            lengths[positions] = part.lengths[indices]
             slots.append(part.table.astype(np.int64) + first_row)
-            found.append((x, y))
+            pieces.append((x, y))
             first_slot += len(part.table)
             first_row += len(fits)
-        if len(found) > 1:
-            found = [nests.concatenate([nests.as_arrays(each, "x") for each in found])]
-        x, y, num_rows = as_tensors(*(found or [nests.no_examples(spec)])[0])
+        if len(pieces) > 1:
+            pieces = [
+                nests.concatenate([nests.as_arrays(piece, "x") for piece in pieces])
+            ]
+        x, y, num_rows = as_tensors(*(pieces or [nests.no_examples(spec)])[0])
         table = np.concatenate([np.zeros(0, np.int64), *slots])
         table, _ = row_table([table], max(num_rows, 1))
         return IndexedSource(x, y, starts, lengths, table, True, failed)
@@ -460,44 +465,44 @@ def pack(
     Raises:
       ValueError, TypeError: If a client's own arrays are inconsistent, naming it.
     """
-    kinds: dict[str, list[tuple[nests.Nest, nests.Nest]]] = {}
+    by_spec: dict[str, list[tuple[nests.Nest, nests.Nest]]] = {}
     sizes: dict[str, list[int]] = {}
-    at: list[tuple[str, int]] = []
-    without, empty = [], []
+    locations: list[tuple[str, int]] = []
+    without_examples, empty_arrays = [], []
     for client_id, examples in clients:
         with name_client(client_id):
             x, y, length = _client_arrays(examples)
         if length:
-            kind = repr(nests.spec_of((x, y)))
-            at.append((kind, len(kinds.setdefault(kind, []))))
-            kinds[kind].append((x, y))
-            sizes.setdefault(kind, []).append(length)
+            spec = repr(nests.spec_of((x, y)))
+            locations.append((spec, len(by_spec.setdefault(spec, []))))
+            by_spec[spec].append((x, y))
+            sizes.setdefault(spec, []).append(length)
             continue
-        without.append(len(at))
-        at.append(("", 0))  # Set below.
+        without_examples.append(len(locations))
+        locations.append(("", 0))  # Set below.
         if tf.nest.flatten(x) and tf.nest.flatten(y):
-            empty.append((x, y))
-    if not (kinds or empty):
+            empty_arrays.append((x, y))
+    if not (by_spec or empty_arrays):
         raise ValueError(
             "clients must have at least one array among them, got only empty lists."
         )
-    if not kinds:  # If no client has examples, use the first client's empty arrays.
-        kinds, sizes = {"": empty[:1]}, {"": []}
-    first = next(iter(kinds))
-    for place in without:
-        at[place] = first, len(sizes[first])
+    if not by_spec:  # If no client has examples, use the first client's empty arrays.
+        by_spec, sizes = {"": empty_arrays[:1]}, {"": []}
+    first = next(iter(by_spec))
+    for index in without_examples:
+        locations[index] = first, len(sizes[first])
         sizes[first].append(0)
     parts = []
-    for kind, own in kinds.items():
-        x, y, num_rows = as_tensors(*nests.concatenate(own))
+    for spec, group in by_spec.items():
+        x, y, num_rows = as_tensors(*nests.concatenate(group))
         table, _ = row_table([np.arange(num_rows)], num_rows)
-        lengths = np.array(sizes[kind], np.int64)
+        lengths = np.array(sizes[spec], np.int64)
         starts = np.cumsum(lengths) - lengths
         parts.append(IndexedSource(x, y, starts, lengths, table, False))
-    numbers = {kind: number for number, kind in enumerate(kinds)}
-    part = np.array([numbers[kind] for kind, _ in at])
-    mixed = MixedSource(tuple(parts), part, np.array([place for _, place in at]))
-    return mixed if len(parts) > 1 else parts[0].take(mixed.places)
+    numbers = {spec: number for number, spec in enumerate(by_spec)}
+    part = np.array([numbers[spec] for spec, _ in locations])
+    mixed = MixedSource(tuple(parts), part, np.array([index for _, index in locations]))
+    return mixed if len(parts) > 1 else parts[0].take(mixed.index_in_part)
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ def check_count_noise(noise_multiplier: Any, count_noise_stddev: Any) -> None:
 
 
 def _choose(condition: bool | tf.Tensor, if_true: Scalar, if_false: Scalar) -> Scalar:
-    """Returns `if_true` if a condition holds, otherwise `if_false`; numbers or tensors."""
+    """Returns `if_true` or `if_false`, numbers or tensors, by a condition."""
     if isinstance(condition, bool | np.bool_):
         return if_true if condition else if_false
     return tf.where(condition, if_true, if_false)

@@ -220,8 +220,8 @@ class CorrelatedNoise(mechanism.Mechanism):
             f"every client's update is clipped to an L2 norm of {self.clip_norm:g}, "
             "and the server adds to the sum Gaussian "
             f"noise that is correlated by {self.strategy.describe()} over "
-            f"{self.rounds} rounds, of which a client is in at most {max_participations}, at "
-            f"least {self.min_separation} apart."
+            f"{self.rounds} rounds, of which a client is in at most "
+            f"{max_participations}, at least {self.min_separation} apart."
         )
 
     def caveats(self) -> tuple[str, ...]:

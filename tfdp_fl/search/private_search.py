@@ -104,7 +104,7 @@ class PrivateSearch:
         )
         self._score = _validate.instance_of((PublicScore, PrivateScore), score=score)
         # Each search is a separate run, like the other runs in its ledger.
-        self._spending = PrivacyAccount(TrustModel.CENTRAL, num_clients=1)
+        self._account = PrivacyAccount(TrustModel.CENTRAL, num_clients=1)
         self._searches: set[str] = set()
         self._ended: dict[str, str] = {}
         self._last: tuple[Split, list[Trial]] | None = None
@@ -193,8 +193,8 @@ class PrivateSearch:
         Args:
           delta: Strictly between 0 and 1.
         """
-        spent = self._spending.central
-        return spent.epsilon(delta, "pld" if spent.is_one_search else "rdp")
+        composition = self._account.central
+        return composition.epsilon(delta, "pld" if composition.is_one_search else "rdp")
 
     def privacy_statement(
         self, delta: float | None = None, format: str = "text"
@@ -211,17 +211,17 @@ class PrivateSearch:
         if self._last is None:
             raise ValueError("fit must be called before privacy_statement.")
         delta = self._target[1] if delta is None else delta
-        spent, (split, trials) = self._spending.central, self._last
+        composition, (split, trials) = self._account.central, self._last
         caveats = set().union(*(trial.caveats() for trial in trials))
-        scored = "public data"
+        score_source = "public data"
         if split.held_out is not None:
-            scored = (
+            score_source = (
                 f"{split.held_out.num_clients} clients (held out by their ids; of a "
                 "list, by their places in it), with noise, and charged"
             )
-        accounted = self._trials.theorem
-        if spent.is_one_search:
-            accounted += (
+        theorem = self._trials.theorem
+        if composition.is_one_search:
+            theorem += (
                 " and by privacy profiles (Koskela, Redberg & Wang 2024, arXiv "
                 "2402.06701)"
             )
@@ -232,7 +232,7 @@ class PrivateSearch:
             mechanism_description=(
                 f"{times}the best of a secret number of trials "
                 f"({self._trials.describe()}) over {len(self.candidates)} candidates, "
-                f"scored on {scored}, accounted for by {accounted}; the "
+                f"scored on {score_source}, accounted for by {theorem}; the "
                 "mechanism of the first one's trials: "
                 f"{trials[0].mechanism.describe()}"
             ),
@@ -240,9 +240,9 @@ class PrivateSearch:
             num_clients=split.training.num_clients,
             clients_per_round=sorted({trial.clients_per_round for trial in trials}),
             search=f"after {times}a search over {len(self.candidates)} candidates",
-            epsilon_rdp=spent.epsilon,
-            epsilon_pld=self.epsilon if spent.is_one_search else None,
-            epsilon_if_participation_is_known=spent.epsilon_if_participation_is_known,
+            epsilon_rdp=composition.epsilon,
+            epsilon_pld=self.epsilon if composition.is_one_search else None,
+            epsilon_if_participation_is_known=composition.epsilon_if_participation_is_known,
             caveats=(
                 *sorted(caveats),
                 "search_counted",
@@ -273,17 +273,17 @@ class PrivateSearch:
     def _build_trials(self, split: Split, options: Json) -> list[Trial]:
         """Calls `build` for all candidates, and checks the results."""
         trials: list[Trial] = []
-        seen: set[int] = set()
+        used_variables: set[int] = set()
         for candidate in self.candidates:
             trial = Trial(candidate, self._build(**candidate), split, options)
-            own = {id(variable) for variable in trial.variables}
-            if seen & own:
+            variables = {id(variable) for variable in trial.variables}
+            if used_variables & variables:
                 raise ValueError(
                     "build must return a model and a server_optimizer of its own for "
                     "each candidate, got one that shares variables with another: a "
                     "trial would begin where another one ended."
                 )
-            seen |= own
+            used_variables |= variables
             trial.check(self._score.metric)
             trials.append(trial)
         return trials
@@ -329,11 +329,11 @@ class PrivateSearch:
                 # Recorded first, so that an interrupted trial is not run again.
                 state.begun += 1
                 directory.write(state)
-                place = secrets.randbelow(len(trials))
-                score = trials[place].run(self._score, paid)
+                index = secrets.randbelow(len(trials))
+                score = trials[index].run(self._score, paid)
                 if score > state.score:
-                    state.best, state.score = place, score
-                    state.weights = trials[place].values()
+                    state.best, state.score = index, score
+                    state.weights = trials[index].values()
         finally:
             for trial in trials:
                 trial.reset()
@@ -346,7 +346,7 @@ class PrivateSearch:
         charge: accounting.RoundCharge,
     ) -> accounting.Charge:
         """Charges the search before any trial; returns the receipt."""
-        account, ledger = self._spending, directory.ledger
+        account, ledger = self._account, directory.ledger
         try:
             if ledger is not None:
                 account.attach_ledger(_LEDGER, ledger, run="a search's ledger")
@@ -402,10 +402,10 @@ class SearchState:
 
     def digest(self) -> str:
         """Returns a digest that distinguishes this result from all others."""
-        made = hashlib.sha256(f"{self.run_id} {self.best}".encode())
-        for each in self.weights:
-            made.update(np.ascontiguousarray(each).tobytes())
-        return made.hexdigest()
+        digest = hashlib.sha256(f"{self.run_id} {self.best}".encode())
+        for array in self.weights:
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()
 
 
 class SearchDirectory:
@@ -455,15 +455,15 @@ class SearchDirectory:
 
     def _check(self, resumes: bool) -> None:
         assert self._path is not None
-        waits = (self._path / _STATE).exists()
-        if waits and not resumes:
-            waits = not self._state().ended
-        if waits != resumes:
+        is_unfinished = (self._path / _STATE).exists()
+        if is_unfinished and not resumes:
+            is_unfinished = not self._state().ended
+        if is_unfinished != resumes:
             argument = "resume_from" if resumes else "directory"
             raise ValueError(
                 f"{argument} must hold {'an' if resumes else 'no'} interrupted search, "
                 "which fit(resume_from=directory) goes on with, and "
-                f"{self._path} holds {'one' if waits else 'none'}."
+                f"{self._path} holds {'one' if is_unfinished else 'none'}."
             )
 
     def read(self) -> SearchState:
@@ -515,8 +515,8 @@ class SearchDirectory:
 
     def _hide_times(self) -> None:
         assert self._path is not None and self.ledger is not None
-        made = self.ledger.contents().header["created"]
-        time = datetime.datetime.fromisoformat(made).timestamp()
-        for place in (self._path / _STATE, self._path / _LEDGER, self._path):
+        created = self.ledger.contents().header["created"]
+        time = datetime.datetime.fromisoformat(created).timestamp()
+        for path in (self._path / _STATE, self._path / _LEDGER, self._path):
             with contextlib.suppress(OSError):
-                os.utime(place, (time, time))
+                os.utime(path, (time, time))

@@ -40,7 +40,7 @@ Candidate = Json
 _MODES = ("auto", "max", "min")
 _IS_ERROR = re.compile("loss|error|entropy|divergence|perplexity|mse|mae|mape|msle")
 # If this many different public examples are all clients' own, it is no coincidence.
-_TELLING = 20
+_MIN_TELLING_EXAMPLES = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class PublicScore:
     def split(self, clients: FederatedDataset) -> Split:
         """Uses all clients for training, after checking that the data is not theirs."""
         examples = _example_hashes(self._x, self._y)
-        if len(examples) >= _TELLING and clients.is_indexed:
+        if len(examples) >= _MIN_TELLING_EXAMPLES and clients.is_indexed:
             rows, _ = clients.client_rows(np.arange(clients.num_clients))
             x, y = tf.nest.map_structure(
                 lambda leaf: leaf.numpy()[np.unique(rows)], clients.flat()
@@ -130,10 +130,10 @@ class PublicScore:
 
     def digest(self) -> str:
         """Returns what distinguishes this score from others."""
-        made = hashlib.sha256()
-        for each in sorted(_example_hashes(self._x, self._y)):
-            made.update(each)
-        return f"PublicScore {self.metric} {self.mode} {made.hexdigest()}"
+        digest = hashlib.sha256()
+        for example_hash in sorted(_example_hashes(self._x, self._y)):
+            digest.update(example_hash)
+        return f"PublicScore {self.metric} {self.mode} {digest.hexdigest()}"
 
 
 class PrivateScore:
@@ -246,24 +246,24 @@ class Trial:
       initial: The initial values of its variables.
     """
 
-    def __init__(self, candidate: Candidate, made: Any, split: Split, options: Json):
+    def __init__(self, candidate: Candidate, built: Any, split: Split, options: Json):
         """Checks the result of `build`; `options` are `fit`'s, including its rounds."""
-        if not isinstance(made, DPFederatedModel):
+        if not isinstance(built, DPFederatedModel):
             raise TypeError(
                 "build must return a compiled tfdp_fl.DPFederatedModel, got a "
-                f"{type(made).__name__} for {candidate!r}."
+                f"{type(built).__name__} for {candidate!r}."
             )
-        training = made.require_compiled(f"build returns {candidate!r}")
-        federated_training.check_owner(made)
-        if made.run is not None:
+        training = built.require_compiled(f"build returns {candidate!r}")
+        federated_training.check_owner(built)
+        if built.run is not None:
             raise ValueError(
                 f"build must return a new model, got one for {candidate!r} that was "
                 "already trained."
             )
-        _check_mechanism(made, candidate)
-        self.model: tf.keras.Model = made.model
-        self.mechanism: Mechanism = made.mechanism
-        sizes = made.setup.clients_per_round
+        _check_mechanism(built, candidate)
+        self.model: tf.keras.Model = built.model
+        self.mechanism: Mechanism = built.mechanism
+        sizes = built.setup.clients_per_round
         self.clients_per_round = schedules.value_at(sizes, 0, "clients_per_round")
         server = training.server_optimizer
         self._server: list[tf.Variable] = []
@@ -271,8 +271,8 @@ class Trial:
             trainable = self.model.trainable_variables
             self._server = keras_versions.build_optimizer(server, trainable)
         self.initial = self.values()
-        self._made, self._training = made, training
-        conformed = preparation.conform_all(made.model, training, split.training)
+        self._built, self._training = built, training
+        conformed = preparation.conform_all(built.model, training, split.training)
         self._split = dataclasses.replace(split, training=conformed)
         self._options = options
         self._deployment = PrivacyContext(
@@ -317,12 +317,12 @@ class Trial:
         x_spec, y_spec = self._split.training.element_spec
         preparation.check_features(self.model, x_spec, "clients")
         x, y, *weight = nests.unpair(*map(trainer.zeros_like_batch, (x_spec, y_spec)))
-        found = self.model.test_on_batch(x, y, *weight, return_dict=True)
+        metrics = self.model.test_on_batch(x, y, *weight, return_dict=True)
         self.reset()
-        if metric not in found:
+        if metric not in metrics:
             raise ValueError(
                 "score must have a metric that every candidate compiles "
-                f"({', '.join(map(repr, found))}), got {metric!r}."
+                f"({', '.join(map(repr, metrics))}), got {metric!r}."
             )
 
     def event(self, noise: float) -> dp_accounting.DpEvent:
@@ -347,8 +347,8 @@ class Trial:
         """Returns the caveats of its trainings; call it after `prepare`."""
         caveats = set(self.mechanism.all_caveats())
         if self._fed is not None and self._fed.engine is not None:
-            holds = facts.caveats_of_setup(self._fed.setup, self._fed.engine)
-            caveats |= {name for name, true in holds.items() if true}
+            applies = facts.caveats_of_setup(self._fed.setup, self._fed.engine)
+            caveats |= {name for name, is_true in applies.items() if is_true}
         return caveats
 
     def prepare(self) -> None:
@@ -358,14 +358,14 @@ class Trial:
         and a client with an invalid label would decide how the search ends.
         """
         # All trials of this candidate use its programs.
-        self._fed = self._made.with_setup(
+        self._fed = self._built.with_setup(
             mechanism=self.mechanism, delta=None, target=None
         )
         options = dict(self._options)
         last_round = options.pop("rounds")
         plan = FitPlan(first_round=0, last_round=last_round, seed=None, **options)
-        _, made = preparation.prepare(self._fed, self._split.training, plan)
-        self._fed._engine = made
+        _, cohort_engine = preparation.prepare(self._fed, self._split.training, plan)
+        self._fed._engine = cohort_engine
 
     def run(self, score: PublicScore | PrivateScore, paid: accounting.Charge) -> float:
         """Trains and scores once; returns -infinity for a failed trial.
@@ -399,36 +399,36 @@ def _silence() -> Iterator[None]:
     logging.disable(logging.CRITICAL)
     try:
         with (
-            open(os.devnull, "w") as nowhere,
+            open(os.devnull, "w") as devnull,
             warnings.catch_warnings(),
-            contextlib.redirect_stdout(nowhere),
-            contextlib.redirect_stderr(nowhere),
+            contextlib.redirect_stdout(devnull),
+            contextlib.redirect_stderr(devnull),
         ):
-            for place in (1, 2):  # Where TensorFlow's own code writes.
+            for descriptor in (1, 2):  # Where TensorFlow's own code writes.
                 with contextlib.suppress(OSError):  # The process may not have it.
-                    saved[place] = os.dup(place)
-                    os.dup2(nowhere.fileno(), place)
+                    saved[descriptor] = os.dup(descriptor)
+                    os.dup2(devnull.fileno(), descriptor)
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(disabled)
-        for place, copy in saved.items():
-            os.dup2(copy, place)
-            os.close(copy)
+        for descriptor, saved_descriptor in saved.items():
+            os.dup2(saved_descriptor, descriptor)
+            os.close(saved_descriptor)
 
 
-def _check_mechanism(made: DPFederatedModel, candidate: Candidate) -> None:
+def _check_mechanism(built: DPFederatedModel, candidate: Candidate) -> None:
     """Raises ValueError unless the noise of a candidate can be replaced."""
-    mechanism, problem = made.mechanism, None
+    mechanism, problem = built.mechanism, None
     noise = mechanism.parameters().get("noise_multiplier")
-    if made.setup.sampling != Sampling.POISSON:
-        problem = f"sampling='poisson', got {made.setup.sampling!r}"
-    elif made.setup.aborts_on_failure:
+    if built.setup.sampling != Sampling.POISSON:
+        problem = f"sampling='poisson', got {built.setup.sampling!r}"
+    elif built.setup.aborts_on_failure:
         problem = (
             "on_client_failure='exclude', got 'abort': a model that did not move would "
             "tell of a client, without noise"
         )
-    elif not schedules.is_constant(made.setup.clients_per_round):
+    elif not schedules.is_constant(built.setup.clients_per_round):
         problem = "a constant clients_per_round, got a schedule"
     elif mechanism.trust_model != TrustModel.CENTRAL or not isinstance(
         noise, int | float
@@ -460,7 +460,7 @@ def calibrate(
             events = (*events, split.event)
         elif split.event is not None:
             events = [
-                dp_accounting.ComposedDpEvent((one, split.event)) for one in events
+                dp_accounting.ComposedDpEvent((event, split.event)) for event in events
             ]
         return accounting.RoundCharge(
             sampling="poisson",
@@ -480,16 +480,16 @@ def calibrate(
     while True:
         events: list[dp_accounting.DpEvent] = []
         # By a trial's cost at a given noise, so that equal trials are calibrated once.
-        known: dict[dp_accounting.DpEvent, float] = {}
+        calibrated: dict[dp_accounting.DpEvent, float] = {}
         for trial in trials:
             limit = trial.noise_limit()
-            kind = trial.event(min(1.0, limit or 1.0))
-            if kind not in known:
-                known[kind] = noise_of(trial, aim, limit)
-            events.append(trial.event(known[kind]))
-        whole = charge(events)
-        total = accounting.PrivacyAccountant([whole]).epsilon(delta, "pld")
+            reference_event = trial.event(min(1.0, limit or 1.0))
+            if reference_event not in calibrated:
+                calibrated[reference_event] = noise_of(trial, aim, limit)
+            events.append(trial.event(calibrated[reference_event]))
+        search_charge = charge(events)
+        total = accounting.PrivacyAccountant([search_charge]).epsilon(delta, "pld")
         if total <= epsilon:
-            return whole
+            return search_charge
         # If costs differ, their maximum at each epsilon exceeds every single one.
         aim *= 0.999 * epsilon / total

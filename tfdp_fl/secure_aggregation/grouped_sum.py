@@ -41,9 +41,9 @@ def can_be_split(
     num_members: np.ndarray, protocol: additive_sharing.AdditiveSecretSharing
 ) -> np.ndarray:
     """Returns of which cohort sizes, int [n], `sum_in_groups` has a sum: bool [n]."""
-    least, most = protocol.min_participants, protocol.max_participants
-    groups = np.maximum(num_members // least, -(-num_members // most))
-    return num_members // np.maximum(groups, 1) >= least
+    min_size, max_size = protocol.min_participants, protocol.max_participants
+    groups = np.maximum(num_members // min_size, -(-num_members // max_size))
+    return num_members // np.maximum(groups, 1) >= min_size
 
 
 def split_into_groups(
@@ -77,10 +77,10 @@ def split_into_groups(
     protocol.check_group_size(group_size)
     if num_members == 0:
         return []
-    most = -(-num_members // protocol.max_participants)
-    num_groups = max(1, num_members // group_size, most)
-    smallest = num_members // num_groups
-    if num_groups > 1 and smallest < protocol.min_participants:
+    min_groups = -(-num_members // protocol.max_participants)
+    num_groups = max(1, num_members // group_size, min_groups)
+    smallest_group = num_members // num_groups
+    if num_groups > 1 and smallest_group < protocol.min_participants:
         raise ValueError(
             f"A cohort of {num_members} can not be split into groups of "
             f"{protocol.min_participants} (min_participants) to "
@@ -159,8 +159,8 @@ def _sum_group(
 ) -> member.AggregationOutcome:
     """Adds up the shares of one group's members in this process."""
     if len(indices) < protocol.min_participants:
-        least = protocol.min_participants
-        reason = f"a cohort of {len(indices)} is below min_participants={least}"
+        min_size = protocol.min_participants
+        reason = f"a cohort of {len(indices)} is below min_participants={min_size}"
         return member.AggregationOutcome(False, None, indices, reason)
     protocol.check_group_size(len(indices))
     total: np.ndarray | None = None

@@ -43,10 +43,10 @@ class RejectedMessageError(ValueError):
     """A message that does not belong here; its recipient is unchanged."""
 
 
-def reject_if(wrong: bool, why: str) -> None:
+def reject_if(condition: bool, reason: str) -> None:
     """Raises RejectedMessageError if something is wrong with a message."""
-    if wrong:
-        raise RejectedMessageError(why)
+    if condition:
+        raise RejectedMessageError(reason)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -247,8 +247,8 @@ class Member:
         )
         self._check_belongs(message)
         sender, is_share = message.sender, message.kind == SHARE
-        known = self._shares_from if is_share else self._partial_sums
-        reject_if(sender in known, f"A second {message.kind} from {sender!r}.")
+        senders = self._shares_from if is_share else self._partial_sums
+        reject_if(sender in senders, f"A second {message.kind} from {sender!r}.")
         if not is_share:
             self._partial_sums[sender] = message.tensors
             return self._reconstruct_if_complete()
@@ -281,8 +281,8 @@ class Member:
 
     def _end(self, outcome: AggregationOutcome) -> None:
         self.outcome, self.deadline = outcome, None
-        for kept in (self._encoded, self._sum_of_shares):
-            kept.clear()
+        for buffer in (self._encoded, self._sum_of_shares):
+            buffer.clear()
         self._partial_sums.clear()
 
     def _send_partial_sum(self, now: float) -> list[Message]:

@@ -83,23 +83,23 @@ class Message:
         kind: str,
         message_id: str | int | None,
         weights: Sequence[np.ndarray],
-        asked: str = "",
+        request: str = "",
     ) -> Message:
         """Returns the message with this kind, id, weights and further request."""
         if message_id is None:  # Make a new, unique id.
-            name, given = "without an id", os.urandom(16).hex()
+            name, identity = "without an id", os.urandom(16).hex()
         elif isinstance(message_id, str | int):
-            name = given = repr(message_id)
+            name = identity = repr(message_id)
         else:
             raise TypeError(
                 "message_id must be a string, an integer or None, got a "
                 f"{type(message_id).__name__}."
             )
-        payload = hashlib.sha256(asked.encode())
+        payload = hashlib.sha256(request.encode())
         for array in weights:
             payload.update(f"{array.dtype} {array.shape} ".encode())
             payload.update(np.ascontiguousarray(array).tobytes())
-        key = hashlib.sha256(f"{kind} {given}".encode()).hexdigest()
+        key = hashlib.sha256(f"{kind} {identity}".encode()).hexdigest()
         return cls(key, payload.hexdigest(), name)
 
 
@@ -123,7 +123,7 @@ class SiloDirectory:
 
         Raises:
           SiloInUseError: Another process or thread holds the lock.
-          SiloMovedError: See `_check_place`.
+          SiloMovedError: See `_check_ledger_identity`.
           SiloError: It cannot be written, or its state is damaged or missing.
         """
         try:
@@ -141,8 +141,8 @@ class SiloDirectory:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._read()
             yield
-            if self._place() != self.state["place"]:
-                self._write(place=self._place())
+            if self._ledger_identity() != self.state["place"]:
+                self._write(place=self._ledger_identity())
         except BlockingIOError:
             raise SiloInUseError(
                 f"The silo in {self.path} is at work on another message. Nothing was "
@@ -155,21 +155,21 @@ class SiloDirectory:
         """Records the message that the next charges are for, before the first one."""
         self._write(
             lost=self.lost(charged),
-            place=[*self._place()[:2], None],
+            place=[*self._ledger_identity()[:2], None],
             message={**vars(message), "first_round": first_round, "charged": charged},
         )
 
-    def begun(self, message: Message | None) -> int | None:
+    def interrupted_round(self, message: Message | None) -> int | None:
         """Returns the first round of an interrupted message; None if it was not."""
-        begun = self.state["message"]
-        if message is None or begun is None:
+        stored = self.state["message"]
+        if message is None or stored is None:
             return None
-        if any(begun[name] != value for name, value in vars(message).items()):
+        if any(stored[name] != value for name, value in vars(message).items()):
             return None
         # If the newest checkpoint is damaged, the one before does not include it.
         plan = checkpoint.CheckpointDirectory(self.path).newest()["plan"]
-        is_of_it = plan["first_round"] == begun["first_round"]
-        return begun["first_round"] if is_of_it else None
+        is_same_message = plan["first_round"] == stored["first_round"]
+        return stored["first_round"] if is_same_message else None
 
     def lost(self, charged: int) -> int:
         """Returns how many releases were charged for answers never delivered.
@@ -177,10 +177,10 @@ class SiloDirectory:
         Args:
           charged: The number of charged releases in total.
         """
-        begun, lost = self.state["message"], self.state["lost"]
-        if begun is None or self._answer_file(begun["key"]).exists():
+        stored, lost = self.state["message"], self.state["lost"]
+        if stored is None or self._answer_file(stored["key"]).exists():
             return lost
-        return lost + max(0, charged - begun["charged"])
+        return lost + max(0, charged - stored["charged"])
 
     def answer(self, message: Message) -> Any:
         """Returns the answer to a message; None if there is none yet.
@@ -201,15 +201,15 @@ class SiloDirectory:
             )
         answer = stored["answer"]
         if isinstance(answer.get("weights"), str):
-            kept = self.path / _WEIGHTS / answer["weights"]
-            if not kept.exists():
+            weights_file = self.path / _WEIGHTS / answer["weights"]
+            if not weights_file.exists():
                 raise SiloMessageError(
                     f"message_id {message.name} was answered before, so long ago that "
-                    f"its weights are no longer kept (in {kept.parent}, the newest "
-                    f"{KEPT_BYTES / 2**30:g} GiB). Give what is to be trained now an "
+                    f"its weights are no longer kept (in {weights_file.parent}, the "
+                    f"newest {KEPT_BYTES / 2**30:g} GiB). Give what is to be trained now an "
                     "id of its own. Nothing was done or charged."
                 )
-            answer |= _parse(kept, kept.read_bytes())
+            answer |= _parse(weights_file, weights_file.read_bytes())
         return answer
 
     def keep(self, message: Message, answer: Json) -> None:
@@ -228,25 +228,25 @@ class SiloDirectory:
             answer = {**answer, "weights": name}
         data = checkpoint.to_bytes({"payload": message.payload, "answer": answer})
         checkpoint.write_atomically(self._answer_file(message.key), data)
-        taken = 0
-        for place, file in enumerate(sorted(folder.iterdir(), reverse=True)):
-            taken += file.stat().st_size
+        total_bytes = 0
+        for index, file in enumerate(sorted(folder.iterdir(), reverse=True)):
+            total_bytes += file.stat().st_size
             # (A killed process may have left half a file.)
-            is_old = taken > KEPT_BYTES and place
+            is_old = total_bytes > KEPT_BYTES and index
             if is_old or file.name.startswith(_files.TEMPORARY):
                 file.unlink()
 
     def check_settings(self, settings: Json) -> None:
         """Raises SiloChangedError if the result of `build` has changed."""
-        before = self.state["settings"]
-        if before is None:
+        stored = self.state["settings"]
+        if stored is None:
             self._write(settings=settings)
             return
-        for name in before | settings:
-            if before.get(name) != settings.get(name):
+        for name in stored | settings:
+            if stored.get(name) != settings.get(name):
                 raise change_error(
                     self.path,
-                    f"{name} was {before.get(name)!r}, and is {settings.get(name)!r}",
+                    f"{name} was {stored.get(name)!r}, and is {settings.get(name)!r}",
                 )
 
     def _answer_file(self, key: str) -> pathlib.Path:
@@ -258,7 +258,7 @@ class SiloDirectory:
         self.is_ours, self._data = data == self._data, data
         self.state = _parse(file, data) if data else dict(_NEW)
         if data:
-            self._check_place()
+            self._check_ledger_identity()
         elif ledger.exists() and accounting.PrivacyLedger.read(ledger).entries:
             raise SiloError(
                 f"{file} is missing, which says what the ledger beside it was charged "
@@ -271,18 +271,18 @@ class SiloDirectory:
         checkpoint.write_atomically(self.path / _STATE, data)
         self.state, self._data = state, data
 
-    def _place(self) -> list[int | str]:
+    def _ledger_identity(self) -> list[int | str]:
         """Returns the ledger's inode, the hash of its last line, and change time."""
         path = checkpoint.ledger_path(self.path)
         if not path.exists():
             raise accounting.LedgerError(
                 f"The ledger {path} is missing, which records this silo's spending."
             )
-        there = path.stat()
+        status = path.stat()
         head = accounting.PrivacyLedger.read(path).head
-        return [there.st_ino, head, there.st_ctime_ns]
+        return [status.st_ino, head, status.st_ctime_ns]
 
-    def _check_place(self) -> None:
+    def _check_ledger_identity(self) -> None:
         """Raises SiloMovedError if the ledger is not the same file as before.
 
         While a message is being processed, or after a crash, the ledger's last line and
@@ -291,10 +291,10 @@ class SiloDirectory:
         if self.state["place"] is None:
             return
         inode, head, time = self.state["place"]
-        now = self._place()
+        current = self._ledger_identity()
         path = checkpoint.ledger_path(self.path)
         accounting.PrivacyLedger.read(path, expected_head=head)
-        if now[0] == inode and time in (None, now[2]):
+        if current[0] == inode and time in (None, current[2]):
             return
         if not self._moved:
             raise SiloMovedError(
@@ -304,7 +304,7 @@ class SiloDirectory:
                 "the only one in use, say so once by Silo(..., moved=True); else go on "
                 "in the place where the newest is. Nothing was done or charged."
             )
-        self._write(place=now)
+        self._write(place=current)
 
 
 def change_error(path: pathlib.Path, what: str) -> SiloChangedError:

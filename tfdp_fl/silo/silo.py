@@ -121,7 +121,7 @@ class Silo:
         # The model as in the directory, if no other process has worked there.
         self._fed: DPFederatedModel | None = None
         # Problems with the table are reported here, only to its owner.
-        self._new.fit(self._table, callbacks=[_NoRound()], **self._arguments)
+        self._new.fit(self._table, callbacks=[_TrainNothing()], **self._arguments)
 
     @property
     def num_people(self) -> int:
@@ -159,15 +159,15 @@ class Silo:
           LedgerWriteError, CheckpointWriteError: The disk is full or read-only. All
             charges are in the ledger; the same message may be sent again.
         """
-        given = self._check_weights(weights)
-        message = Message.of("train", message_id, given)
+        received = self._check_weights(weights)
+        message = Message.of("train", message_id, received)
         with self._files.exclusive():
             answer = self._files.answer(message)
             if answer is None:
-                answer = self._train(message, given)
+                answer = self._train(message, received)
                 self._files.keep(message, answer)
             # With no round there is nothing to keep: it is what came.
-            return SiloUpdate(**{**answer, "weights": answer["weights"] or given})
+            return SiloUpdate(**{**answer, "weights": answer["weights"] or received})
 
     def evaluate(
         self,
@@ -191,14 +191,14 @@ class Silo:
           ValueError: As in `train`; or the target no longer allows such a release.
         """
         _validate.instance_of(PrivateMetrics, private=private)
-        given = self._check_weights(weights)
-        asked = f"{private.noise_multiplier!r} {sorted(private.bounds.items())!r}"
-        message = Message.of("evaluate", message_id, given, asked)
+        received = self._check_weights(weights)
+        request = f"{private.noise_multiplier!r} {sorted(private.bounds.items())!r}"
+        message = Message.of("evaluate", message_id, received, request)
         with self._files.exclusive():
             answer = self._files.answer(message)
             if answer is None:
                 fed, _ = self._open()
-                self._set_weights(fed, given)
+                self._set_weights(fed, received)
                 self._files.begin(message, fed.rounds, _count_charges(fed))
                 answer = fed.evaluate_clients(self._table, verbose=0, private=private)
                 self._files.keep(message, answer)
@@ -226,10 +226,13 @@ class Silo:
         with self._files.exclusive():
             fed, _ = self._open()
             self._fed = fed
-            said, own = fed.privacy_statement(delta, format), self._preface(fed, delta)
-            if isinstance(said, dict):
-                return {**said, "silo": own}
-            return f"{statement.wrap(own)}\n\n{said}"
+            text, preface = (
+                fed.privacy_statement(delta, format),
+                self._preface(fed, delta),
+            )
+            if isinstance(text, dict):
+                return {**text, "silo": preface}
+            return f"{statement.wrap(preface)}\n\n{text}"
 
     def report(self, path: str | os.PathLike[str], delta: float | None = None) -> None:
         """Writes the statement and the settings as an HTML page without charts."""
@@ -247,7 +250,7 @@ class Silo:
         facts: Any = fed.privacy_statement(delta, "dict")
         spent, delta = facts["epsilon"], facts["delta"]
         lost = self._files.lost(_count_charges(fed))
-        said = (
+        text = (
             f"One silo of a federation, with {self.num_people} people (a number that "
             "is declared and public). What is protected is one person of this silo, "
             "with all of their rows in its table. Below, a client is such a person, "
@@ -255,35 +258,39 @@ class Silo:
             "Protected against: everybody outside this silo, which is the federation's "
             "server, the other silos, and whoever gets a model from them. They may "
             "send any weights, send them again, stop, or work together: the promise "
-            f"stays {_promise(spent, delta)} for all that this silo has sent so far. "
+            f"stays {_guarantee(spent, delta)} for all that this silo has sent so far. "
             "It will never spend more than its target, "
-            f"{_promise(self.target.epsilon, self.target.delta)}. Somebody who is in "
+            f"{_guarantee(self.target.epsilon, self.target.delta)}. Somebody who is in "
             "this silo and in another one that has spent as much has "
-            f"{_promise(2 * spent, 2 * delta)}. Not covered: whether this silo answers "
+            f"{_guarantee(2 * spent, 2 * delta)}. Not covered: whether this silo answers "
             "at all, which it does not if its table does not fit or has other people "
             "than before."
         )
         if lost:
-            said += (
+            text += (
                 f" Releases charged for messages that were broken off: {lost}. Nobody "
                 "got those answers, and epsilon counts them all the same."
             )
-        return said
+        return text
 
-    def _train(self, message: Message, given: list[np.ndarray]) -> Json:
+    def _train(self, message: Message, received: list[np.ndarray]) -> Json:
         fed, first = self._open(message)
         if first is None:
             first = fed.rounds
-            self._set_weights(fed, given)
-            begin = _Begin(self._files, message)
-            fed.fit(self._table, callbacks=[self._saver(), begin], **self._arguments)
-        ran = fed.rounds - first
+            self._set_weights(fed, received)
+            begin = _RecordMessage(self._files, message)
+            fed.fit(
+                self._table,
+                callbacks=[self._make_checkpoint(), begin],
+                **self._arguments,
+            )
+        num_rounds = fed.rounds - first
         self._fed = fed
         return {
-            "weights": fed.get_weights() if ran else None,
-            "rounds": ran,
+            "weights": fed.get_weights() if num_rounds else None,
+            "rounds": num_rounds,
             "epsilon": fed.epsilon(self.target.delta),
-            "spent": ran < self._arguments["rounds"],
+            "spent": num_rounds < self._arguments["rounds"],
         }
 
     def _open(
@@ -300,14 +307,14 @@ class Silo:
           The model; and the first round of that message, or None.
         """
         fed, self._fed = self._fed, None
-        files, callbacks = self._files, [self._saver()]
-        first = files.begun(message)
+        files, callbacks = self._files, [self._make_checkpoint()]
+        first = files.interrupted_round(message)
         if fed is not None and first is None and files.is_ours:
             return fed, None
         fed, self._new = self._new or self._build_model(), None
         files.check_settings(_settings(fed))
         if first is None:
-            callbacks.append(_NoRound())
+            callbacks.append(_TrainNothing())
         if checkpoint.CheckpointDirectory(files.path).rounds():
             try:
                 fed.fit(
@@ -333,7 +340,7 @@ class Silo:
             )
         return fed, first
 
-    def _saver(self) -> RoundCheckpoint:
+    def _make_checkpoint(self) -> RoundCheckpoint:
         return RoundCheckpoint(self._files.path)
 
     def _build_model(self) -> DPFederatedModel:
@@ -365,7 +372,7 @@ class Silo:
         fed = self._fed or self._new or self._build_model()
         variables = keras_versions.tf_variables(fed.model.weights)
         trainable = {id(v) for v in keras_versions.tf_variables(fed.trainable_weights)}
-        arrays = [np.asarray(each) for each in weights]
+        arrays = [np.asarray(weight) for weight in weights]
         shapes = [tuple(v.shape) for v in variables]
         if [a.shape for a in arrays] != shapes or any(
             a.dtype.kind in "OSUmMc" for a in arrays
@@ -379,26 +386,26 @@ class Silo:
                 a.astype(v.dtype.as_numpy_dtype)
                 for a, v in zip(arrays, variables, strict=True)
             ]
-        for place, (array, variable) in enumerate(zip(arrays, variables, strict=True)):
+        for index, (array, variable) in enumerate(zip(arrays, variables, strict=True)):
             values = array.astype(np.float64)
             largest = np.abs(values).max(initial=0.0)
             if not np.isfinite(largest):
                 raise ValueError(
-                    f"weights must be finite, got NaN or infinity in weights[{place}]."
+                    f"weights must be finite, got NaN or infinity in weights[{index}]."
                 )
             if id(variable) in trainable and largest > _LARGEST_WEIGHT:
                 raise ValueError(
                     f"weights must be at most {_LARGEST_WEIGHT:g} in magnitude, got "
-                    f"{largest:g} in weights[{place}]: no training makes use of it."
+                    f"{largest:g} in weights[{index}]: no training makes use of it."
                 )
         return arrays
 
-    def _set_weights(self, fed: DPFederatedModel, given: list[np.ndarray]) -> None:
+    def _set_weights(self, fed: DPFederatedModel, received: list[np.ndarray]) -> None:
         """Sets weights; raises ValueError if the model's output is then not finite.
 
         It is called on zeros and ones, never on people's data.
         """
-        fed.set_weights(given)
+        fed.set_weights(received)
         training = fed.require_compiled("train")
         spec = preparation.conform(fed.model, training, self._table).element_spec[0]
         zeros = trainer.zeros_like_batch(spec)
@@ -414,7 +421,7 @@ class Silo:
                     )
 
 
-class _NoRound(FederatedCallback):
+class _TrainNothing(FederatedCallback):
     """Makes a `fit` restore the state and train nothing."""
 
     def allow_round(self, round_index: int) -> bool:
@@ -422,7 +429,7 @@ class _NoRound(FederatedCallback):
         return False
 
 
-class _Begin(FederatedCallback):
+class _RecordMessage(FederatedCallback):
     """Records the message once a checkpoint has its weights, before any charge."""
 
     def __init__(self, files: SiloDirectory, message: Message):
@@ -435,7 +442,7 @@ class _Begin(FederatedCallback):
         self._files.begin(self._message, first_round, _count_charges(fed))
 
 
-def _promise(epsilon: float, delta: float) -> str:
+def _guarantee(epsilon: float, delta: float) -> str:
     return f"epsilon = {format_up(epsilon)} at delta = {format_up(delta, 6)}"
 
 
@@ -478,6 +485,6 @@ def _architecture(model: tf.keras.Model) -> str:
         return type(model).__qualname__  # A subclassed model without a config.
     config.pop("compile_config", None)
     text = _files.canonical(config)
-    for place, layer in enumerate(keras_versions.layers_of(model, include_self=True)):
-        text = text.replace(json.dumps(layer.name), f'"layer {place}"')
+    for index, layer in enumerate(keras_versions.layers_of(model, include_self=True)):
+        text = text.replace(json.dumps(layer.name), f'"layer {index}"')
     return hashlib.sha256(text.encode()).hexdigest()

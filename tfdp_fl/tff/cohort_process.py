@@ -64,7 +64,7 @@ def create_cohort_process(
     query_state_type = initial_query_state.type_signature.result
 
     @tff.tensorflow.computation
-    def no_history():
+    def empty_history():
         # The length must be unknown to the graph, as the history grows.
         empty = tf.compat.v1.placeholder_with_default
         return state.RoundHistory(
@@ -97,7 +97,7 @@ def create_cohort_process(
         query,
         plan,
         sum_process.next.type_signature.result.result.member,
-        (query_state_type, np.int32, no_history.type_signature.result),
+        (query_state_type, np.int32, empty_history.type_signature.result),
         value_type,
         packed=record_type.update.is_equivalent_to(value_type),
     )
@@ -116,11 +116,11 @@ def create_cohort_process(
                 query_state=tff.federated_eval(initial_query_state, tff.SERVER),
                 rounds=tff.federated_value(np.int32(0), tff.SERVER),
                 sum_state=sum_process.initialize(),
-                history=tff.federated_eval(no_history, tff.SERVER),
+                history=tff.federated_eval(empty_history, tff.SERVER),
             )
         )
 
-    def one_round(server_state, value, *weight):
+    def run_round(server_state, value, *weight):
         query_state = tff.federated_map(
             begin_round, (server_state.query_state, server_state.rounds)
         )
@@ -153,7 +153,7 @@ def create_cohort_process(
         )
 
     next_fn = tff.federated_computation(
-        _without_varargs(one_round, 1 + len(client_types)),
+        _without_varargs(run_round, 1 + len(client_types)),
         init_fn.type_signature.result,
         *(tff.FederatedType(type_, tff.CLIENTS) for type_ in client_types),
     )
@@ -175,7 +175,9 @@ def from_list(tensors: list[tf.Tensor], value_type: tff.types.Type) -> Nest:
         if isinstance(type_, tff.TensorType):
             return next(remaining)
         elements = tff.structure.iter_elements(type_)
-        struct = tff.structure.Struct([(name, build(each)) for name, each in elements])
+        struct = tff.structure.Struct(
+            [(name, build(element)) for name, element in elements]
+        )
         if isinstance(type_, tff.types.StructWithPythonType):
             return tff.types.type_to_py_container(struct, type_)
         return struct
@@ -203,9 +205,9 @@ def create_record_sum(
     if inner_factory is None and scalars_factory is None:
         # A single aggregation for everything needs half the calls per client.
         return tff.aggregators.SumFactory().create(record_type)
-    plain = tff.aggregators.SumFactory()
-    updates = (inner_factory or plain).create(record_type.update)
-    scalars = (scalars_factory or plain).create(record_type.scalars)
+    plain_sum = tff.aggregators.SumFactory()
+    updates = (inner_factory or plain_sum).create(record_type.update)
+    scalars = (scalars_factory or plain_sum).create(record_type.scalars)
 
     @tff.federated_computation
     def init_fn():
@@ -312,7 +314,7 @@ def _create_release(
             measurements,
             new_state,
             round_index + 1,
-            plan.written_down(history, round_index, size),
+            plan.append_round(history, round_index, size),
         )
 
     return release_round
@@ -323,7 +325,7 @@ def _dtypes(value_type: tff.types.Type) -> list[tf.DType]:
     if isinstance(value_type, tff.TensorType):
         return [tf.as_dtype(value_type.dtype)]
     leaves = tff.structure.flatten(value_type)
-    return [tf.as_dtype(each.dtype) for each in leaves]
+    return [tf.as_dtype(leaf.dtype) for leaf in leaves]
 
 
 def _without_varargs(function: Callable[..., Nest], arity: int) -> Callable[..., Nest]:
@@ -350,7 +352,7 @@ def _create_clip_to_cohort(
         return query.record_norm(to_list(value))
 
     @tff.tensorflow.computation
-    def no_norms():
+    def empty_norms():
         return tf.zeros([0])
 
     @tff.tensorflow.computation(norms_type, np.float32)
@@ -375,7 +377,7 @@ def _create_clip_to_cohort(
     )
     def phase(query_state, value):
         norms = tff.federated_map(record_norm, value)
-        collected = tff.federated_aggregate(norms, no_norms(), append, merge, report)
+        collected = tff.federated_aggregate(norms, empty_norms(), append, merge, report)
         return tff.federated_map(clip_to_cohort, (query_state, collected))
 
     return phase

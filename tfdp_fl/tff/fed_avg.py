@@ -85,11 +85,11 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
         _validate.instance_of(sampling.Cohort, cohort=cohort)
         for name in ("sampling", "num_clients"):
             built_with = getattr(self.deployment, name)
-            got = getattr(cohort.participation, name)
-            if built_with not in (None, got):
+            drawn_with = getattr(cohort.participation, name)
+            if built_with not in (None, drawn_with):
                 raise ValueError(
                     f"cohort must be drawn with the {name} that the process was built "
-                    f"with, {built_with!r}, got {got!r}."
+                    f"with, {built_with!r}, got {drawn_with!r}."
                 )
         return state_lib.with_cohort(state, cohort)
 
@@ -222,7 +222,7 @@ def build_dp_fed_avg(
     if server_optimizer_fn is not None:
         _validate.instance_of(optimizer, server_optimizer_fn=server_optimizer_fn)
     local_epochs = _validate.positive_integer(local_epochs=local_epochs)
-    facts: Json = {
+    options: Json = {
         "inner_factory": inner_factory,
         "scalars_factory": scalars_factory,
         "sampling": sampling,
@@ -241,7 +241,7 @@ def build_dp_fed_avg(
                 f"model, got {server_optimizer_fn!r}."
             )
         factory = mechanism_factory.WeightsFactory(
-            mechanism, clients_per_round, **facts
+            mechanism, clients_per_round, **options
         )
         weighted = factory
         server_optimizer_fn = ReplacingOptimizer()
@@ -251,7 +251,7 @@ def build_dp_fed_avg(
             )
     else:
         factory = mechanism_factory.from_mechanism(
-            mechanism, clients_per_round, **facts
+            mechanism, clients_per_round, **options
         )
         weighted = tff.aggregators.as_weighted_aggregator(factory)
     work = build_local_training(

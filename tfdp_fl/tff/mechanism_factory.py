@@ -97,16 +97,16 @@ class BoundFactory:
             _validate.non_negative,
         )
         tables = (clients, self._noise)
-        planned = [len(table) for table in tables if isinstance(table, tuple)]
+        lengths = [len(table) for table in tables if isinstance(table, tuple)]
         if mechanism.event_period is not None:
-            planned.append(mechanism.event_period)
-        if rounds is not None and planned and rounds > min(planned):
+            lengths.append(mechanism.event_period)
+        if rounds is not None and lengths and rounds > min(lengths):
             raise ValueError(
-                f"rounds={rounds} must be at most the {min(planned)} rounds "
+                f"rounds={rounds} must be at most the {min(lengths)} rounds "
                 "for which noise_multiplier and clients_per_round have values "
                 "and the mechanism's noise is made."
             )
-        self._is_scheduled = bool(planned)
+        self._is_scheduled = bool(lengths)
         # For correlated noise, it is computed from the groups unless declared.
         central = mechanism.trust_model == TrustModel.CENTRAL
         if numbers.get("max_participations") is None and not central:
@@ -114,23 +114,23 @@ class BoundFactory:
         self.deployment = contribution.PrivacyContext(
             clients_per_round=clients,
             sampling=sampling,
-            rounds=min(planned) if rounds is None and planned else rounds,
+            rounds=min(lengths) if rounds is None and lengths else rounds,
             num_variables=1,
             **cast(Json, numbers),
         )
         mechanism.bind(self.deployment)
         self._has_whole_cohorts = sampling not in (*charge_lib.OF_RANDOM_SIZE, None)
-        whole = mechanism.needs_exact_cohort or self._has_whole_cohorts
+        needs_whole_size = mechanism.needs_exact_cohort or self._has_whole_cohorts
         for size in state.distinct_values(clients):
-            most = self.deployment.num_clients or 2**63
-            charge_lib.check_size(size, most, fractional=not whole)
+            limit = self.deployment.num_clients or 2**63
+            charge_lib.check_size(size, limit, fractional=not needs_whole_size)
         self._factories = {
             "inner_factory": inner_factory,
             "scalars_factory": scalars_factory,
         }
         event = mechanism.round_event(0, self.deployment)
         # A state may reach later rounds of this plan without its first ones.
-        self._has_price = mechanism.trust_model == TrustModel.CENTRAL and (
+        self._is_charged = mechanism.trust_model == TrustModel.CENTRAL and (
             not isinstance(event, dp_accounting.NonPrivateDpEvent)
             or max(state.distinct_values(self._noise)) > 0
         )
@@ -144,30 +144,30 @@ class BoundFactory:
         _validate.instance_of(
             tff.aggregators.UnweightedAggregationFactory, **{name: factory}
         )
-        others = (
+        refused = (
             MechanismFactory,
             tff.aggregators.DifferentiallyPrivateFactory,
             tff.aggregators.UnweightedMeanFactory,
         )
-        if isinstance(factory, others):
+        if isinstance(factory, refused):
             raise ValueError(
                 f"{name} must give a sum (such as tff.aggregators.SumFactory or "
                 f"SecureSumFactory), got {type(factory).__name__}: the mechanism "
                 "divides, by the expected cohort size, and adds the noise."
             )
         # A larger share of the sum would cost more than is charged for.
-        if self._has_price and largest_rounding(factory, 1) == math.inf:
+        if self._is_charged and largest_rounding(factory, 1) == math.inf:
             raise ValueError(
                 f"{name} must be None, a tff.aggregators.SumFactory or a "
                 "SecureSumFactory whose bounds include 0, got "
                 f"{type(factory).__name__}: others may enlarge an update beyond "
                 "the clip, and no epsilon would hold."
             )
-        most = bounds_of(factory)[1]
-        if name == "scalars_factory" and most < 1:
+        upper = bounds_of(factory)[1]
+        if name == "scalars_factory" and upper < 1:
             raise ValueError(
-                f"scalars_factory must have an upper bound of at least 1, got {most:g}:"
-                " each client counts 1 in the size of the cohort, which is checked."
+                f"scalars_factory must have an upper bound of at least 1, got "
+                f"{upper:g}: each client counts 1 in the size of the cohort, which is checked."
             )
 
     def _create(
@@ -193,17 +193,22 @@ class BoundFactory:
             self.deployment, num_variables=len(tensors), shapes=shapes
         )
         rounding, limits = self._rounding_of_sums(shapes), self._limits(deployment)
-        at_most = deployment.num_clients
-        if at_most is not None and deployment.sampling in charge_lib.OF_RANDOM_SIZE:
-            at_most = state.largest_poisson_cohort(
-                at_most, max(state.distinct_values(self._clients))
+        max_cohort_size = deployment.num_clients
+        if (
+            max_cohort_size is not None
+            and deployment.sampling in charge_lib.OF_RANDOM_SIZE
+        ):
+            max_cohort_size = state.largest_poisson_cohort(
+                max_cohort_size, max(state.distinct_values(self._clients))
             )
         # If there is a schedule, its length is known.
         count = cast(int, deployment.rounds) if self._is_scheduled else 1
-        plain = largest_rounding(self._factories["inner_factory"], 1) == 0
-        enlarged = self._enlargement(at_most)
+        is_plain = largest_rounding(self._factories["inner_factory"], 1) == 0
+        enlarged = self._enlargement(max_cohort_size)
         lines = tuple(
-            state.history_line(self.mechanism, deployment, index, not plain, enlarged)
+            state.history_line(
+                self.mechanism, deployment, index, not is_plain, enlarged
+            )
             for index in range(count)
         )
         return cohort_process.create_cohort_process(
@@ -214,9 +219,9 @@ class BoundFactory:
                 lines=lines if self._is_scheduled else lines[0],
                 exact=self.mechanism.needs_exact_cohort,
                 at_most_expected=self._has_whole_cohorts,
-                at_most=at_most,
-                some_weight=self.mechanism.releases_weights,
-                smallest_clip=rounding / _LARGEST_ROUNDING,
+                max_cohort_size=max_cohort_size,
+                requires_weight=self.mechanism.releases_weights,
+                min_clip_norm=rounding / _LARGEST_ROUNDING,
                 limits=limits,
             ),
             value_type,
@@ -224,7 +229,7 @@ class BoundFactory:
             **self._factories,
         )
 
-    def _enlargement(self, at_most: int | None) -> float:
+    def _enlargement(self, max_cohort_size: int | None) -> float:
         """Returns the largest factor by which sums may enlarge a client's share.
 
         Both sums round it, by at most `_LARGEST_ROUNDING` of the clip and of the bounds
@@ -232,14 +237,14 @@ class BoundFactory:
         relative rounding error of 2^-24.
         """
         factories = self._factories.values()
-        if all(largest_rounding(each, 1) == 0 for each in factories):
+        if all(largest_rounding(factory, 1) == 0 for factory in factories):
             return 1.0
-        clients = at_most or max(state.distinct_values(self._clients))
+        clients = max_cohort_size or max(state.distinct_values(self._clients))
         return 1 + 2 * _LARGEST_ROUNDING + clients * 2.0**-23
 
     def _rounding_of_sums(self, shapes: tuple[tuple[int, ...], ...] | None) -> float:
         """Returns the most that secure sums may add to a client's share of the sum."""
-        if not self._has_price:
+        if not self._is_charged:
             return 0.0
         inner, scalars = self._factories.values()
         if shapes is None and largest_rounding(inner, 1):
@@ -247,17 +252,17 @@ class BoundFactory:
                 "inner_factory must be a plain sum if shapes are unknown: the rounding "
                 "of a secure sum depends on the number of elements."
             )
-        numbers = sum(math.prod(shape) for shape in shapes or ())
-        rounding = largest_rounding(inner, numbers)
+        num_elements = sum(math.prod(shape) for shape in shapes or ())
+        rounding = largest_rounding(inner, num_elements)
         clip = self.mechanism.first_clip_norm()
-        for name, one, limit in (
+        for name, value, limit in (
             ("inner_factory", rounding, clip or math.inf),
             ("scalars_factory", largest_rounding(scalars, 1), 1.0),
         ):
-            if one > _LARGEST_ROUNDING * limit:
+            if value > _LARGEST_ROUNDING * limit:
                 raise ValueError(
                     f"{name} must have closer bounds: its sum rounds a client's share "
-                    f"by up to {one:.3g}, where {_LARGEST_ROUNDING:g} of "
+                    f"by up to {value:.3g}, where {_LARGEST_ROUNDING:g} of "
                     f"the {limit:g} that a client may add is allowed."
                 )
         return rounding
@@ -268,20 +273,20 @@ class BoundFactory:
         Each client's noise is only a share. Noise that a secure sum cuts off would be
         missing from the total for which the round is charged.
         """
-        if not (self._has_price and self.mechanism.needs_exact_cohort):
+        if not (self._is_charged and self.mechanism.needs_exact_cohort):
             return {}
         m, clip = deployment.cohort_size(0), self.mechanism.first_clip_norm()
         first = contribution.RoundState(clip, self.mechanism.noise_multiplier_at(0), m)
         limits = {}
         for name, stddev in self.mechanism.noise_stddevs(first, deployment).items():
-            of_update = name == "update"
-            factory = "inner_factory" if of_update else "scalars_factory"
+            is_update = name == "update"
+            factory = "inner_factory" if is_update else "scalars_factory"
             lower, upper = bounds_of(self._factories[factory])
             limit = min(-lower, upper)
-            least = (clip if of_update else 1.0) + state.LARGEST_DRAW * stddev / m**0.5
-            if least > limit:
+            needed = (clip if is_update else 1.0) + state.LARGEST_DRAW * stddev / m**0.5
+            if needed > limit:
                 raise ValueError(
-                    f"{factory} must have bounds of {least:.3g} or more, got "
+                    f"{factory} must have bounds of {needed:.3g} or more, got "
                     f"{limit:g}: it would cut off noise that the clients add "
                     "(noise_site='client'), and less would be left than is charged."
                 )
@@ -336,21 +341,23 @@ def tensors_of(value_type: tff.types.Type) -> list[tff.TensorType]:
     if not tensors:
         raise TypeError(f"value_type must have at least one tensor, got {value_type}.")
     for tensor in tensors:
-        why = None
+        requirement = None
         if not isinstance(tensor, tff.TensorType):
-            why = "be a tensor or a structure of tensors"
+            requirement = "be a tensor or a structure of tensors"
         elif tf.as_dtype(tensor.dtype) in (tf.float16, tf.bfloat16):
-            why = (
+            requirement = (
                 "not have tensors of float16 or bfloat16, in which a clip is rounded "
                 "by more than it may be and noise is lost (cast them to float32)"
             )
         elif not tf.as_dtype(tensor.dtype).is_floating:
-            why = (
+            requirement = (
                 "have float tensors only, because a mechanism scales and noises them "
                 "(leave others out, or aggregate them with a factory of their own)"
             )
-        if why:
-            raise TypeError(f"value_type must {why}, got {tensor!s} in {value_type}.")
+        if requirement:
+            raise TypeError(
+                f"value_type must {requirement}, got {tensor!s} in {value_type}."
+            )
     return tensors
 
 
@@ -459,7 +466,7 @@ def factory_of(
     base: Any = MechanismFactory
     if mechanism_class.releases_weights:
         base = WeightsFactory
-    own = {field.name for field in dataclasses.fields(mechanism_class)}
+    parameter_names = {field.name for field in dataclasses.fields(mechanism_class)}
 
     def make(
         self,
@@ -468,8 +475,10 @@ def factory_of(
         inner_factory: SumFactory | None = None,
         **options: Any,
     ):
-        given = {name: options.pop(name) for name in own & options.keys()}
-        mechanism = mechanism_class(**given)
+        parameters = {
+            name: options.pop(name) for name in parameter_names & options.keys()
+        }
+        mechanism = mechanism_class(**parameters)
         base.__init__(self, mechanism, clients_per_round, inner_factory, **options)
 
     name = mechanism_class.__name__

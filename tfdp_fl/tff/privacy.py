@@ -89,7 +89,7 @@ def privacy_charges(
         it may include releases other than the mechanism's.
     """
     _validate.instance_of(mechanism_lib.Mechanism, mechanism=mechanism)
-    found = state_lib.accounted_state(state)
+    accounted = state_lib.accounted_state(state)
     weights = getattr(state, "global_model_weights", None)
     deployment = contribution.PrivacyContext(
         clients_per_round=sampling_lib.expected_sizes(
@@ -103,39 +103,41 @@ def privacy_charges(
     )
     if mechanism.event_period is not None:
         mechanism.check(deployment)
-    lines = _lines(found, mechanism, deployment)
+    lines = _lines(accounted, mechanism, deployment)
     if lines:
         _check_last(lines, mechanism, deployment)
-    rounds_of, since = found.history.cohorts()
-    _check_cohorts([*rounds_of, since], lines, deployment)
+    draws_by_round, later_draws = accounted.history.cohorts()
+    _check_cohorts([*draws_by_round, later_draws], lines, deployment)
     events = [
         _event(index, line, answered, mechanism, deployment)
         for index, (line, answered) in enumerate(
-            zip(lines, found.history[1], strict=True)
+            zip(lines, accounted.history[1], strict=True)
         )
     ]
     if sampling == Sampling.CYCLIC and isinstance(mechanism, CorrelatedNoise):
-        events = _fold(events, rounds_of, mechanism, max_participations)
+        events = _fold(events, draws_by_round, mechanism, max_participations)
     charges = []
-    for index, (event, drawn) in enumerate(zip(events, rounds_of, strict=True)):
-        who = _everybody(lines[index], deployment)
-        for each in drawn:
-            who = accounting.Participation.from_json(each["participation"])
-            if each is drawn[-1] or who.charge_if_abandoned:
-                charges.append(who.charge(event))
-        if not drawn:
-            charges.append(who.charge(event))
+    for index, (event, draws) in enumerate(zip(events, draws_by_round, strict=True)):
+        participation = _full_participation(lines[index], deployment)
+        for draw in draws:
+            participation = accounting.Participation.from_json(draw["participation"])
+            if draw is draws[-1] or participation.charge_if_abandoned:
+                charges.append(participation.charge(event))
+        if not draws:
+            charges.append(participation.charge(event))
         elif deployment.sampling == Sampling.SHUFFLED:
-            line = {"clients_per_round": who.clients_per_round}
-            _check_answered(index, found.history[1][index], line, deployment)
-    for each in since:
-        who = accounting.Participation.from_json(each["participation"])
-        if who.charge_if_abandoned:
-            charges.append(who.charge(mechanism.round_event(len(lines), deployment)))
+            line = {"clients_per_round": participation.clients_per_round}
+            _check_answered(index, accounted.history[1][index], line, deployment)
+    for draw in later_draws:
+        participation = accounting.Participation.from_json(draw["participation"])
+        if participation.charge_if_abandoned:
+            charges.append(
+                participation.charge(mechanism.round_event(len(lines), deployment))
+            )
     return charges
 
 
-def _everybody(
+def _full_participation(
     line: Json, deployment: contribution.PrivacyContext
 ) -> accounting.Participation:
     """Returns the participation in a round without a recorded cohort: every client.
@@ -155,51 +157,59 @@ def _everybody(
 
 
 def _check_cohorts(
-    drawn: list[list[Json]],
+    draws_by_round: list[list[Json]],
     lines: list[Json],
     deployment: contribution.PrivacyContext,
 ) -> None:
     """Raises ValueError if a cohort's sampling differs from the declared one."""
-    for index, each in ((i, each) for i, part in enumerate(drawn) for each in part):
-        who = accounting.Participation.from_json(each["participation"])
+    for index, draw in (
+        (i, draw) for i, draws in enumerate(draws_by_round) for draw in draws
+    ):
+        participation = accounting.Participation.from_json(draw["participation"])
         size = deployment.cohort_size(index)
         if index < len(lines):
             size = lines[index]["clients_per_round"]
-        same_size = math.isclose(who.clients_per_round, size, rel_tol=1e-5)
+        same_size = math.isclose(participation.clients_per_round, size, rel_tol=1e-5)
         if deployment.sampling == Sampling.SHUFFLED:  # The end of a pass is smaller.
-            same_size = who.clients_per_round <= size
-        if not same_size or (who.sampling, who.num_clients) != (
+            same_size = participation.clients_per_round <= size
+        if not same_size or (participation.sampling, participation.num_clients) != (
             deployment.sampling,
             deployment.num_clients,
         ):
             raise ValueError(
                 "sampling, num_clients and clients_per_round must be those of the "
                 f"cohorts that the state was given, got {deployment.sampling!r}, "
-                f"{deployment.num_clients} and {size:g} for one of {who!r} in round "
-                f"{index + 1}."
+                f"{deployment.num_clients} and {size:g} for one of {participation!r} in "
+                f"round {index + 1}."
             )
 
 
 def _fold(
     events: list[dp_accounting.DpEvent],
-    rounds_of: list[list[Json]],
+    draws_by_round: list[list[Json]],
     mechanism: CorrelatedNoise,
-    most: int | None,
+    max_participations: int | None,
 ) -> list[dp_accounting.DpEvent]:
     """Returns the events of rounds for the order in which groups actually took part.
 
     If groups were newly divided, came too soon, or are unknown, a client may be in more
     rounds than the noise of a segment allows for.
     """
-    places: list[tuple[str | None, int | None] | None] = []
-    for drawn in rounds_of:
-        who = drawn and accounting.Participation.from_json(drawn[-1]["participation"])
-        places.append((who.partition, who.group) if who else None)
+    groups: list[tuple[str | None, int | None] | None] = []
+    for draws in draws_by_round:
+        participation = draws and accounting.Participation.from_json(
+            draws[-1]["participation"]
+        )
+        groups.append(
+            (participation.partition, participation.group) if participation else None
+        )
     folded, period = list(events), mechanism.event_period
     for start in range(0, len(events), period):
-        part = slice(start, start + period)
-        times = correlated_noise.fold(mechanism.participation, places[part], most)
-        for index, event in enumerate(events[part], start):
+        segment = slice(start, start + period)
+        times = correlated_noise.fold(
+            mechanism.participation, groups[segment], max_participations
+        )
+        for index, event in enumerate(events[segment], start):
             if times > 1 and isinstance(event, dp_accounting.GaussianDpEvent):
                 z = event.noise_multiplier / times
                 folded[index] = dp_accounting.GaussianDpEvent(z)
@@ -258,16 +268,16 @@ def epsilon(
         "num_clients": num_clients,
         "clients_per_round": clients_per_round,
     }
-    times = None
+    participations = None
     noise_multipliers: set[float | None] = set()
     if mechanism.trust_model == TrustModel.LOCAL:
-        found = state_lib.accounted_state(state)
-        lines = _lines(found, mechanism, contribution.PrivacyContext(**declared))
+        accounted = state_lib.accounted_state(state)
+        lines = _lines(accounted, mechanism, contribution.PrivacyContext(**declared))
         sizes = [line["clients_per_round"] for line in lines]
-        times = min(len(lines), max_participations or len(lines))
-        spent = sorted((line["mu_squared"] for line in lines), reverse=True)
-        value = epsilon_of_mu_squared(math.fsum(spent[:times]), delta)
-        how: Json = {"epsilon_local": value}
+        participations = min(len(lines), max_participations or len(lines))
+        mu_squared = sorted((line["mu_squared"] for line in lines), reverse=True)
+        value = epsilon_of_mu_squared(math.fsum(mu_squared[:participations]), delta)
+        composed: Json = {"epsilon_local": value}
     else:
         charges = privacy_charges(
             state,
@@ -276,24 +286,25 @@ def epsilon(
             max_participations=max_participations,
             **declared,
         )
-        record = accounting.PrivacyAccountant(charges)
-        value = record.epsilon(delta, accountant)
-        known = record.epsilon_if_participation_is_known(delta)
-        how = {
+        composition = accounting.PrivacyAccountant(charges)
+        value = composition.epsilon(delta, accountant)
+        epsilon_if_known = composition.epsilon_if_participation_is_known(delta)
+        composed = {
             f"epsilon_{accountant}": value,
-            "epsilon_if_participation_is_known": known,
-            "pld_is_exact": record.is_one_gaussian,
+            "epsilon_if_participation_is_known": epsilon_if_known,
+            "pld_is_exact": composition.is_one_gaussian,
         }
-        written = state_lib.accounted_state(state).history.lines
+        recorded = state_lib.accounted_state(state).history.lines
         sizes = [
-            float(json.loads(line)["clients_per_round"]) for line in np.asarray(written)
+            float(json.loads(line)["clients_per_round"])
+            for line in np.asarray(recorded)
         ]
         noise_multipliers = {charge.noise_multiplier for charge in charges}
     parameters = mechanism.parameters()
-    given = [z for z in noise_multipliers if z is not None]
-    if len(noise_multipliers) > 1 and len(given) == len(noise_multipliers):
+    multipliers = [z for z in noise_multipliers if z is not None]
+    if len(noise_multipliers) > 1 and len(multipliers) == len(noise_multipliers):
         parameters["noise_multiplier"] = (
-            f"{min(given):g} to {max(given):g} (by round, all releases of one)"
+            f"{min(multipliers):g} to {max(multipliers):g} (by round, all releases of one)"
         )
     result = Epsilon(value)
     result.delta = delta
@@ -309,30 +320,30 @@ def epsilon(
         clients_per_round=sizes
         or float(schedules.value_at(clients_per_round, 0, "clients_per_round")),
         rounds=len(sizes),
-        max_participations=times,
+        max_participations=participations,
         implied_epsilon=mechanism.epsilon if per_record else None,
         implied_delta=mechanism.implied_delta,
         caveats=_caveats(mechanism, sampling, state),
-        **how,
+        **composed,
     )
     return result
 
 
 def _lines(
-    found: state_lib.AggregatorState,
+    accounted: state_lib.AggregatorState,
     mechanism: mechanism_lib.Mechanism,
     deployment: contribution.PrivacyContext,
 ) -> list[Json]:
     """Returns the recorded lines; raises ValueError if they do not match."""
-    written, answered = map(np.asarray, found.history[:2])
-    done = int(found.rounds)
-    ended = len(found.history.attempted) or done
-    if not len(written) == len(answered) == ended == done:
+    recorded, answered = map(np.asarray, accounted.history[:2])
+    num_rounds = int(accounted.rounds)
+    num_ended = len(accounted.history.attempted) or num_rounds
+    if not len(recorded) == len(answered) == num_ended == num_rounds:
         raise ValueError(
-            f"state must have a history of each of its {done} rounds, got one "
-            f"of {len(written)}."
+            f"state must have a history of each of its {num_rounds} rounds, got one "
+            f"of {len(recorded)}."
         )
-    lines = [json.loads(line) for line in written]
+    lines = [json.loads(line) for line in recorded]
     kind = state_lib.history_kind(mechanism)
     for index, line in enumerate(lines):
         # A process that does not know the sampling records none.
@@ -342,7 +353,7 @@ def _lines(
             raise ValueError(
                 "state must come from processes of this mechanism and sampling, "
                 f"{mechanism.name} and {deployment.sampling!r}, got one whose "
-                f"round {index + 1} of {done} was run by a process of another "
+                f"round {index + 1} of {num_rounds} was run by a process of another "
                 "kind, whose guarantee cannot be told from here."
             )
         if line["num_clients"] not in (None, deployment.num_clients):
@@ -369,10 +380,10 @@ def _event(
     the recorded noise, and the sum did not change it.
     """
     if "event" in line:
-        written = charge_lib.event_from_json(line["event"])
+        recorded = charge_lib.event_from_json(line["event"])
         if (factor := line.get("enlarged", 1.0)) == 1:
-            return written
-        z = charge_lib.noise_multiplier_of(written)
+            return recorded
+        z = charge_lib.noise_multiplier_of(recorded)
         return dp_accounting.GaussianDpEvent((z or 0.0) / factor)
     event = mechanism.round_event(index, deployment)
     if isinstance(event, dp_accounting.GaussianDpEvent) and not (
@@ -392,12 +403,12 @@ def _check_answered(
 ) -> None:
     """Raises ValueError if more clients answered than the sampling draws."""
     population = cast(int, deployment.num_clients)
-    most = planned = line["clients_per_round"]
+    largest = planned = line["clients_per_round"]
     if deployment.sampling in charge_lib.OF_RANDOM_SIZE:
-        most = state_lib.largest_poisson_cohort(population, min(planned, population))
-    if answered > most:
+        largest = state_lib.largest_poisson_cohort(population, min(planned, population))
+    if answered > largest:
         raise ValueError(
-            f"sampling={deployment.sampling!r} gives cohorts of at most {most:g} "
+            f"sampling={deployment.sampling!r} gives cohorts of at most {largest:g} "
             f"of {population} clients where {planned:g} are expected (or are left of a "
             f"pass), got a state in which {answered:g} answered in round {index + 1}."
         )
@@ -409,19 +420,19 @@ def _check_last(
     deployment: contribution.PrivacyContext,
 ) -> None:
     """Raises ValueError if the last round does not match the declaration."""
-    last, size = len(lines) - 1, lines[-1]["clients_per_round"]
-    given = deployment.cohort_size(last)
-    if not math.isclose(given, size, rel_tol=1e-5):
+    index, size = len(lines) - 1, lines[-1]["clients_per_round"]
+    declared_size = deployment.cohort_size(index)
+    if not math.isclose(declared_size, size, rel_tol=1e-5):
         raise ValueError(
             f"clients_per_round must be what the state was made with, {size} "
-            f"in its last round, got {given}."
+            f"in its last round, got {declared_size}."
         )
     if "event" not in lines[-1]:
         return
-    written = charge_lib.event_from_json(lines[-1]["event"])
-    declared = charge_lib.normalise(mechanism.round_event(last, deployment))
-    z, declared_z = map(charge_lib.noise_multiplier_of, (written, declared))
-    if written != declared and (
+    recorded = charge_lib.event_from_json(lines[-1]["event"])
+    declared = charge_lib.normalise(mechanism.round_event(index, deployment))
+    z, declared_z = map(charge_lib.noise_multiplier_of, (recorded, declared))
+    if recorded != declared and (
         z is None or declared_z is None or not math.isclose(z, declared_z, rel_tol=1e-5)
     ):
         raise ValueError(
@@ -436,20 +447,28 @@ def _caveats(
     if mechanism.trust_model == TrustModel.NONE:
         return mechanism.all_caveats()
     at_clients = mechanism.noise_site == NoiseSite.CLIENT
-    apart = sampling == MIN_SEPARATION and isinstance(mechanism, CorrelatedNoise)
-    rounds_of, since = state_lib.accounted_state(state).history.cohorts()
-    drawn = [each for part in (*rounds_of, since) for each in part]
+    is_separated = sampling == MIN_SEPARATION and isinstance(mechanism, CorrelatedNoise)
+    draws_by_round, later_draws = state_lib.accounted_state(state).history.cohorts()
+    draws = [draw for part in (*draws_by_round, later_draws) for draw in part]
     # Not relevant for a local guarantee, or if cohorts are not drawn.
-    silent = mechanism.trust_model == TrustModel.CENTRAL and sampling != MIN_SEPARATION
-    known = any(each["participation"].get("known_selection") for each in drawn)
-    seeded = any("round_from_seed" in each for each in drawn)
+    may_lack_cohorts = (
+        mechanism.trust_model == TrustModel.CENTRAL and sampling != MIN_SEPARATION
+    )
+    has_known_selection = any(
+        draw["participation"].get("known_selection") for draw in draws
+    )
+    seeded = any("round_from_seed" in draw for draw in draws)
     return (
         *mechanism.all_caveats(),
-        *(("tff_cohorts_not_said",) if silent and not all(rounds_of) else ()),
-        *(("tff_rounds_may_be_abandoned",) if known else ()),
+        *(
+            ("tff_cohorts_not_said",)
+            if may_lack_cohorts and not all(draws_by_round)
+            else ()
+        ),
+        *(("tff_rounds_may_be_abandoned",) if has_known_selection else ()),
         *(("tff_cohorts_from_seed",) if seeded else ()),
         *(("client_noise_needs_honest_clients",) if at_clients else ()),
-        *(("participations_declared",) if apart else ()),
+        *(("participations_declared",) if is_separated else ()),
         "tff_cohorts_declared",
         "tff_other_releases",
         "unnoised_metrics",

@@ -58,13 +58,13 @@ class RoundHistory(NamedTuple):
 
     def cohorts(self) -> tuple[list[list[Json]], list[Json]]:
         """Returns the cohorts drawn for each round, and those drawn since."""
-        read = [json.loads(text) for text in np.asarray(self.attempts).tolist()]
+        draws = [json.loads(text) for text in np.asarray(self.attempts).tolist()]
         ended = (
             np.asarray(self.attempted) if len(self.attempted) else [0] * len(self.lines)
         )
         ends = [0, *map(int, ended)]
-        parts = [read[i:j] for i, j in itertools.pairwise(ends)]
-        return parts, read[ends[-1] :]
+        parts = [draws[i:j] for i, j in itertools.pairwise(ends)]
+        return parts, draws[ends[-1] :]
 
 
 def history_kind(mechanism: mechanism_lib.Mechanism) -> Json:
@@ -178,10 +178,10 @@ class RoundPlan:
         noise.
       at_most_expected: Whether no more than m may answer, as under fixed-size
         sampling.
-      at_most: The most clients that may answer (the population), or None.
-      some_weight: Whether at least one usable answer is required, because the answers
-        replace the model.
-      smallest_clip: The clip must be at least this; otherwise a secure sum's rounding
+      max_cohort_size: The most clients that may answer (the population), or None.
+      requires_weight: Whether at least one usable answer is required, because the
+        answers replace the model.
+      min_clip_norm: The clip must be at least this; otherwise a secure sum's rounding
         would not be negligible.
       limits: For "update" and the side sums, the bound beyond which a secure sum would
         cut off a client's share, and with it noise that is charged for.
@@ -192,9 +192,9 @@ class RoundPlan:
     lines: str | tuple[str, ...]
     exact: bool = False
     at_most_expected: bool = False
-    at_most: int | None = None
-    some_weight: bool = False
-    smallest_clip: float = 0.0
+    max_cohort_size: int | None = None
+    requires_weight: bool = False
+    min_clip_norm: float = 0.0
     limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def values(self, round_index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -204,7 +204,7 @@ class RoundPlan:
             _at(self.clients_per_round, round_index, tf.float32),
         )
 
-    def written_down(
+    def append_round(
         self, history: RoundHistory, round_index: tf.Tensor, answered: tf.Tensor
     ) -> RoundHistory:
         """Returns a history with one more round and the size of its sum."""
@@ -238,9 +238,9 @@ class RoundPlan:
         """
         checks = []
 
-        def require(holds: tf.Tensor, otherwise: str) -> None:
-            text = f"{otherwise}; the round is abandoned."
-            checks.append(tf.debugging.Assert(holds, [text]))
+        def require(condition: tf.Tensor, message: str) -> None:
+            text = f"{message}; the round is abandoned."
+            checks.append(tf.debugging.Assert(condition, [text]))
 
         if self.exact:
             require(
@@ -253,23 +253,24 @@ class RoundPlan:
                 size <= expected,
                 "cohort size exceeds clients_per_round, against the declared sampling",
             )
-        if self.at_most is not None:
+        if self.max_cohort_size is not None:
             require(
-                size <= float(self.at_most),
-                f"cohort size exceeds {self.at_most}, the most of what was declared",
+                size <= float(self.max_cohort_size),
+                f"cohort size exceeds {self.max_cohort_size}, the most of what was "
+                "declared",
             )
-        if self.some_weight:
+        if self.requires_weight:
             require(weight > 0, "cohort has nothing usable to replace the model by")
-        if self.smallest_clip:
+        if self.min_clip_norm:
             require(
-                tf.cast(clip_norm, tf.float32) >= self.smallest_clip,
+                tf.cast(clip_norm, tf.float32) >= self.min_clip_norm,
                 "the clip has become so small that the secure sum's rounding counts "
                 "beside it: give its inner_factory closer bounds",
             )
         for name, limit in self.limits.items():
-            own = clip_norm if name == "update" else 1.0
+            norm_bound = clip_norm if name == "update" else 1.0
             require(
-                own + LARGEST_DRAW * (shares or {})[name] <= limit,
+                norm_bound + LARGEST_DRAW * (shares or {})[name] <= limit,
                 "a secure sum would cut off noise of the clients: give its factory "
                 "wider bounds",
             )
@@ -386,21 +387,21 @@ def with_cohort(state: ServerState, cohort: sampling.Cohort) -> ServerState:
         seed may have drawn its clients for one; or the state has an unreleased cohort
         of a fixed size, which cannot be abandoned.
     """
-    found = accounted_state(state)
+    accounted = accounted_state(state)
     _validate.instance_of(sampling.Cohort, cohort=cohort)
-    rounds, since = found.history.cohorts()
-    if any(each["draw_id"] == cohort.draw_id for part in rounds for each in part):
+    rounds, later_draws = accounted.history.cohorts()
+    if any(draw["draw_id"] == cohort.draw_id for part in rounds for draw in part):
         raise RuntimeError(
             "cohort must be of a new draw, got one that was in a round of this state "
             "already: its clients would be there twice. Call sampler.draw()."
         )
-    if since and since[-1]["draw_id"] == cohort.draw_id:
+    if later_draws and later_draws[-1]["draw_id"] == cohort.draw_id:
         return state
     seeded = [
-        each["round_from_seed"]
-        for part in (*rounds, since)
-        for each in part
-        if "round_from_seed" in each
+        draw["round_from_seed"]
+        for part in (*rounds, later_draws)
+        for draw in part
+        if "round_from_seed" in draw
     ]
     if cohort.from_seed and seeded and cohort.round_index <= max(seeded):
         raise RuntimeError(
@@ -410,10 +411,13 @@ def with_cohort(state: ServerState, cohort: sampling.Cohort) -> ServerState:
             "clients again. Restore the sampler (sampler.restore(state)), set its "
             "next_round, or leave out the seed."
         )
-    for each in since:
-        before = charge.Participation.from_json(each["participation"])
-        spared = before.sampling != Sampling.FIXED_SIZE or before.charge_if_abandoned
-        if before.is_amplified and not spared:
+    for draw in later_draws:
+        participation = charge.Participation.from_json(draw["participation"])
+        is_free = (
+            participation.sampling != Sampling.FIXED_SIZE
+            or participation.charge_if_abandoned
+        )
+        if participation.is_amplified and not is_free:
             raise RuntimeError(
                 "cohort must be the one that the state was given before, of a fixed "
                 "size, whose round did not end: leave out the clients that failed and "
@@ -425,12 +429,14 @@ def with_cohort(state: ServerState, cohort: sampling.Cohort) -> ServerState:
         "draw_id": cohort.draw_id,
         **({"round_from_seed": cohort.round_index} if cohort.from_seed else {}),
     }
-    attempts = tf.constant(found.history.attempts, tf.string)
-    added = tf.concat([attempts, [_files.canonical(line)]], axis=0)
-    found = found._replace(history=found.history._replace(attempts=added))
+    attempts = tf.constant(accounted.history.attempts, tf.string)
+    attempts_now = tf.concat([attempts, [_files.canonical(line)]], axis=0)
+    accounted = accounted._replace(
+        history=accounted.history._replace(attempts=attempts_now)
+    )
     if isinstance(state, tff.learning.templates.LearningAlgorithmState):
-        return state._replace(aggregator=found)
-    return found
+        return state._replace(aggregator=accounted)
+    return accounted
 
 
 def _check_client_work(state: Nest) -> None:
@@ -439,11 +445,11 @@ def _check_client_work(state: Nest) -> None:
     Any other state could come from clients' data, bypassing the aggregator.
     """
     settings = state.values() if isinstance(state, Mapping) else [state]
-    known = not tf.nest.flatten(state) or all(
-        not isinstance(each, (tuple, list, Mapping)) and np.ndim(each) == 0
-        for each in settings
+    is_allowed = not tf.nest.flatten(state) or all(
+        not isinstance(setting, (tuple, list, Mapping)) and np.ndim(setting) == 0
+        for setting in settings
     )
-    if not known:
+    if not is_allowed:
         raise ValueError(
             "state must come from federated averaging, got client work that "
             "keeps a state of its own, as Mime's keeps full gradients: what "
