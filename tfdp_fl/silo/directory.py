@@ -206,8 +206,8 @@ class SiloDirectory:
                 raise SiloMessageError(
                     f"message_id {message.name} was answered before, so long ago that "
                     f"its weights are no longer kept (in {weights_file.parent}, the "
-                    f"newest {KEPT_BYTES / 2**30:g} GiB). Give what is to be trained now an "
-                    "id of its own. Nothing was done or charged."
+                    f"newest {KEPT_BYTES / 2**30:g} GiB). Give what is to be trained "
+                    "now an id of its own. Nothing was done or charged."
                 )
             answer |= _parse(weights_file, weights_file.read_bytes())
         return answer

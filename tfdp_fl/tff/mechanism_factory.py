@@ -167,7 +167,8 @@ class BoundFactory:
         if name == "scalars_factory" and upper < 1:
             raise ValueError(
                 f"scalars_factory must have an upper bound of at least 1, got "
-                f"{upper:g}: each client counts 1 in the size of the cohort, which is checked."
+                f"{upper:g}: each client counts 1 in the size of the cohort, which is "
+                "checked."
             )
 
     def _create(

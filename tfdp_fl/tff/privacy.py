@@ -179,8 +179,8 @@ def _check_cohorts(
             raise ValueError(
                 "sampling, num_clients and clients_per_round must be those of the "
                 f"cohorts that the state was given, got {deployment.sampling!r}, "
-                f"{deployment.num_clients} and {size:g} for one of {participation!r} in "
-                f"round {index + 1}."
+                f"{deployment.num_clients} and {size:g} for one of {participation!r} "
+                f"in round {index + 1}."
             )
 
 
@@ -304,7 +304,8 @@ def epsilon(
     multipliers = [z for z in noise_multipliers if z is not None]
     if len(noise_multipliers) > 1 and len(multipliers) == len(noise_multipliers):
         parameters["noise_multiplier"] = (
-            f"{min(multipliers):g} to {max(multipliers):g} (by round, all releases of one)"
+            f"{min(multipliers):g} to {max(multipliers):g} "
+            "(by round, all releases of one)"
         )
     result = Epsilon(value)
     result.delta = delta
