@@ -75,15 +75,15 @@ class OrientedGradients(tf.keras.layers.Layer):
         height, width = shape[1], shape[2]
         images = tf.reshape(tf.cast(inputs, tf.float32), [-1, height, width])
         padded = tf.pad(images, [[0, 0], [1, 1], [1, 1]])
-        across = (padded[:, 1:-1, 2:] - padded[:, 1:-1, :-2]) / 2
-        down = (padded[:, 2:, 1:-1] - padded[:, :-2, 1:-1]) / 2
-        length = tf.sqrt(across**2 + down**2)
+        dx = (padded[:, 1:-1, 2:] - padded[:, 1:-1, :-2]) / 2
+        dy = (padded[:, 2:, 1:-1] - padded[:, :-2, 1:-1]) / 2
+        magnitude = tf.sqrt(dx**2 + dy**2)
         # The direction as a place among the bins: from 0 to `directions`.
-        place = tf.math.atan2(down, across) * (self.directions / math.tau)
+        bin_position = tf.math.atan2(dy, dx) * (self.directions / math.tau)
         bins = np.arange(self.directions, dtype=np.float32)
-        apart = tf.math.floormod(place[..., None] - bins, self.directions)
-        apart = tf.minimum(apart, self.directions - apart)
-        votes = length[..., None] * tf.nn.relu(1.0 - apart)
+        distance = tf.math.floormod(bin_position[..., None] - bins, self.directions)
+        distance = tf.minimum(distance, self.directions - distance)
+        votes = magnitude[..., None] * tf.nn.relu(1.0 - distance)
         cells = tf.nn.avg_pool2d(votes, self.cell, self.cell, "VALID")
         energy = tf.reduce_sum(cells**2, axis=-1, keepdims=True)
         # Once into the blocks of 2 x 2 cells, once back: means of both.
@@ -112,6 +112,6 @@ def _mean_of_two_by_two(values: tf.Tensor, before: bool) -> tf.Tensor:
     """Returns means over 2 x 2 neighbours, as far as they are there."""
     side = [1, 0] if before else [0, 1]
     pads = [[0, 0], side, side, [0, 0]]
-    there = tf.pad(tf.ones_like(values), pads)
+    ones = tf.pad(tf.ones_like(values), pads)
     total = tf.nn.avg_pool2d(tf.pad(values, pads), 2, 1, "VALID")
-    return total / tf.nn.avg_pool2d(there, 2, 1, "VALID")
+    return total / tf.nn.avg_pool2d(ones, 2, 1, "VALID")

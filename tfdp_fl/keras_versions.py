@@ -31,7 +31,7 @@ CompileArgument: TypeAlias = Any
 CompiledLoss: TypeAlias = Any
 
 # Earlier ones keep a compiled model's losses in another way.
-_OLDEST = (3, 8)
+_MIN_VERSION = (3, 8)
 
 
 def name() -> str:
@@ -52,9 +52,9 @@ def check_installed() -> None:
             "tensorflow_federated, whose functional models are used there."
         )
     version = tf.keras.version()
-    if tuple(map(int, version.split(".")[:2])) < _OLDEST:
+    if tuple(map(int, version.split(".")[:2])) < _MIN_VERSION:
         raise ImportError(
-            f"keras must be {'.'.join(map(str, _OLDEST))} or later, whatever "
+            f"keras must be {'.'.join(map(str, _MIN_VERSION))} or later, whatever "
             f"the TensorFlow, got {version}: pip install --upgrade keras"
         )
     backend = tf.keras.config.backend()
@@ -127,22 +127,22 @@ def embedding_inputs(
     model: tf.keras.Model,
 ) -> list[tuple[tf.keras.layers.Embedding, tf.Tensor]]:
     """Returns a model's embeddings, and the symbolic tensor that each looks up."""
-    found = []
+    inputs = []
     for layer in layers_of(model) if IS_KERAS_3 else ():
         if type(layer) is tf.keras.layers.Embedding:
             # One that is called twice, or in a model of its own class, has none.
             with contextlib.suppress(AttributeError, ValueError):
-                found.append((layer, layer.input))
-    return found
+                inputs.append((layer, layer.input))
+    return inputs
 
 
 def own_random_state(model: tf.keras.Model) -> list[KerasVariable]:
     """Returns the states of the generators of random layers, Keras's variables."""
-    found: dict[int, KerasVariable] = {}
+    states: dict[int, KerasVariable] = {}
     for layer in layers_of(model, include_self=True):
         for generator in layer._seed_generators:
-            found.setdefault(id(generator.state), generator.state)
-    return list(found.values())
+            states.setdefault(id(generator.state), generator.state)
+    return list(states.values())
 
 
 def stateless(
@@ -168,15 +168,15 @@ def weights_kept(model: tf.keras.Model) -> Iterator[None]:
     Keras's own layers change none there.
     """
     kinds = map(type, layers_of(model, include_self=True))
-    own = all(
+    is_pure = all(
         is_of_keras(kind) and kind is not tf.keras.layers.Lambda for kind in kinds
     )
-    variables = [] if own else tf_variables(model.variables)
-    before = [tf.identity(variable) for variable in variables]
+    variables = [] if is_pure else tf_variables(model.variables)
+    values = [tf.identity(variable) for variable in variables]
     try:
         yield
     finally:
-        for variable, value in zip(variables, before, strict=True):
+        for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
 
 
@@ -204,22 +204,22 @@ def compiled_loss_and_metrics(
 
 def own_metrics(model: tf.keras.Model) -> list[tf.keras.metrics.Metric]:
     """Returns the metrics that a model and its layers hold, and not `compile`."""
-    found: dict[int, tf.keras.metrics.Metric] = {}
+    metrics: dict[int, tf.keras.metrics.Metric] = {}
     for layer in layers_of(model, include_self=True):
         for metric in layer._metrics:
-            found.setdefault(id(metric), metric)
-    return list(found.values())
+            metrics.setdefault(id(metric), metric)
+    return list(metrics.values())
 
 
 @contextlib.contextmanager
 def losses_of(model: tf.keras.Model, compiled_loss: CompiledLoss) -> Iterator[None]:
     """Within the block, the model's `compute_loss` uses a compiled loss."""
-    before = vars(model).get("_compile_loss")
+    previous = vars(model).get("_compile_loss")
     vars(model)["_compile_loss"] = compiled_loss
     try:
         yield
     finally:
-        vars(model)["_compile_loss"] = before
+        vars(model)["_compile_loss"] = previous
 
 
 def losses_of_rows(
@@ -235,17 +235,17 @@ def loss_options(loss: tf.keras.losses.Loss | tf.keras.metrics.Metric) -> Json:
     return {**loss.get_config(), **getattr(loss, "_fn_kwargs", {})}
 
 
-class Place(int):
-    """The place of a label among all of them; Keras sees the label's shape."""
+class LabelIndex(int):
+    """The index of a label among all of them; Keras sees the label's shape."""
 
     shape: tf.TensorShape | None = None
 
     @classmethod
-    def of(cls, place: int, label: tf.Tensor) -> Place:
-        """Returns the place of a label."""
-        made = cls(place)
-        made.shape = label.shape
-        return made
+    def of(cls, index: int, label: tf.Tensor) -> LabelIndex:
+        """Returns the index of a label."""
+        result = cls(index)
+        result.shape = label.shape
+        return result
 
 
 def labels_and_outputs(
@@ -256,25 +256,25 @@ def labels_and_outputs(
     Args:
       loss: What Keras's `compile` takes as `loss`.
       compiled_loss: What it makes of it.
-      y: Nest of labels, or of `Place`s.
+      y: Nest of labels, or of `LabelIndex`es.
       predicted: Nest of outputs.
     """
-    found: list[tuple[tf.keras.losses.Loss, tf.Tensor, tf.Tensor]] = []
+    records: list[tuple[tf.keras.losses.Loss, tf.Tensor, tf.Tensor]] = []
     if compiled_loss is None:
-        return found
+        return records
 
     class Recording(type(compiled_loss)):  # type: ignore[misc]
         def build(self, y_true: Nest, y_pred: Nest) -> None:
             super().build(y_true, y_pred)
             self._flat_losses[:] = [
-                one._replace(loss=functools.partial(record, one.loss))
-                for one in self._flat_losses
+                entry._replace(loss=functools.partial(record, entry.loss))
+                for entry in self._flat_losses
             ]
 
     def record(
         loss: tf.keras.losses.Loss, label: tf.Tensor, output: tf.Tensor, *_: object
     ) -> tf.Tensor:
-        found.append((label, output, loss))
+        records.append((label, output, loss))
         return tf.zeros([])
 
     # Another one, because a built loss stays tied to its first structure.
@@ -292,7 +292,7 @@ def labels_and_outputs(
             "labels and loss must be one for each output of the model, named as these "
             f"are ({names}), or in their order: {error}"
         ) from error
-    return found
+    return records
 
 
 # Optimizers.
@@ -351,16 +351,16 @@ def stateless_optimizer(
     kind: type[tf.keras.optimizers.Optimizer] = type(
         f"Stateless{type(optimizer).__name__}", (type(optimizer),), original
     )
-    tried = kind.from_config(optimizer.get_config())
-    tried.build([tf.keras.Variable([[1.0, 2.0]])])
-    if any(np.ptp(variable.numpy()) for variable in tf_variables(tried.variables)):
+    probe = kind.from_config(optimizer.get_config())
+    probe.build([tf.keras.Variable([[1.0, 2.0]])])
+    if any(np.ptp(variable.numpy()) for variable in tf_variables(probe.variables)):
         raise ValueError(
             "optimizer must start clients from slots that are constants, got "
             f"{type(optimizer).__name__}: its own start as the weights of the moment."
         )
-    made = kind.from_config(optimizer.get_config())
-    made.build(variables)
-    return made
+    copy = kind.from_config(optimizer.get_config())
+    copy.build(variables)
+    return copy
 
 
 def build_optimizer(
@@ -373,13 +373,13 @@ def build_optimizer(
     if not optimizer.built:
         optimizer.build(variables)
     state = tf_variables(optimizer.variables)
-    known = {id(variable) for variable in state}
+    listed = {id(variable) for variable in state}
     # Nadam, for one, keeps a variable that it does not list.
     return state + [
         variable
         for value in vars(optimizer).values()
         if isinstance(variable := tf_variable(value), tf.Variable)
-        and id(variable) not in known
+        and id(variable) not in listed
     ]
 
 

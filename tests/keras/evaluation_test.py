@@ -93,7 +93,7 @@ def test_metrics_of_clients_held_out_are_those_of_their_examples():
 
 @pytest.mark.parametrize("together", [2, 1024])
 def test_each_client_is_evaluated_on_its_own_rows_alone(together, monkeypatch):
-    monkeypatch.setattr(evaluation, "_MOST_TOGETHER", together)
+    monkeypatch.setattr(evaluation, "_MAX_GROUP_SIZE", together)
     sizes = {"a": 5, "b": 2, "none": 0, "c": 9, "d": 1}
     clients = {k: toy.arrays(n, seed=n) for k, n in sizes.items()}
     fed = toy.federated(compile_options={"metrics": ["accuracy"]})

@@ -120,20 +120,20 @@ def banded_loss(bands: int, participation: Participation) -> _Loss:
         c = _products_of_sigmoids(free)
         columns = charges(c, participation)
         square = float(columns @ columns)
-        by_c = 2 * _backwards(columns, participation, bands) / square
+        grad_c = 2 * _charges_transpose(columns, participation, bands) / square
         output = signal.lfilter([1.0], c, prefix_sum)
         error = float(output @ output)
         # C b = A's column, so db = -C^-1 (dC) b: solve with C' first.
         solved = signal.lfilter([1.0], c, 2 * output[::-1])[::-1]
-        by_c -= signal.correlate(solved, output)[len(output) - 1 :][:bands] / error
-        by_log = (c * by_c)[1:]
-        by_free = special.expit(-free) * np.cumsum(by_log[::-1])[::-1]
-        return np.log(error) + np.log(square), by_free
+        grad_c -= signal.correlate(solved, output)[len(output) - 1 :][:bands] / error
+        grad_log = (c * grad_c)[1:]
+        grad_free = special.expit(-free) * np.cumsum(grad_log[::-1])[::-1]
+        return np.log(error) + np.log(square), grad_free
 
     return loss
 
 
-def _backwards(
+def _charges_transpose(
     columns: np.ndarray, participation: Participation, count: int
 ) -> np.ndarray:
     """Returns the transpose of `charges` at col: [count]."""
@@ -157,8 +157,8 @@ def blt(
       num_buffers: d, at least 1.
       participation: (k, b) and T.
     """
-    found = _minimize(blt_loss(participation), _blt_starts(num_buffers, participation))
-    values = np.cumprod(special.expit(found))
+    free = _minimize(blt_loss(participation), _blt_starts(num_buffers, participation))
+    values = np.cumprod(special.expit(free))
     return values[::2], values[1::2]
 
 
@@ -190,18 +190,18 @@ def blt_loss(participation: Participation) -> _Loss:
             columns = _ratio(theta_hat, theta, columns)
             output = _ratio(theta, theta_hat, output)
         square, error = float(columns @ columns), float(output @ output)
-        by_values = np.empty_like(values)
+        grad_values = np.empty_like(values)
         for i, value in enumerate(values):
             # d/dv of log(1 - vx) is -x / (1 - vx): a delayed filter.
-            of_columns = signal.lfilter([0.0, 1.0], [1.0, -value], columns)
-            of_output = signal.lfilter([0.0, 1.0], [1.0, -value], output)
+            d_columns = signal.lfilter([0.0, 1.0], [1.0, -value], columns)
+            d_output = signal.lfilter([0.0, 1.0], [1.0, -value], output)
             sign = 1 if i % 2 == 0 else -1
-            by_values[i] = (
-                2 * sign * (columns @ of_columns / square - output @ of_output / error)
+            grad_values[i] = (
+                2 * sign * (columns @ d_columns / square - output @ d_output / error)
             )
-        by_log = values * by_values
-        by_free = special.expit(-free) * np.cumsum(by_log[::-1])[::-1]
-        return np.log(error) + np.log(square), by_free
+        grad_log = values * grad_values
+        grad_free = special.expit(-free) * np.cumsum(grad_log[::-1])[::-1]
+        return np.log(error) + np.log(square), grad_free
 
     return loss
 
@@ -224,4 +224,4 @@ def _minimize(loss: _Loss, starts: Iterable[np.ndarray]) -> np.ndarray:
         )
         for start in starts
     )
-    return min(minima, key=lambda found: found.fun).x
+    return min(minima, key=lambda result: result.fun).x

@@ -169,7 +169,7 @@ class Trainer:
         y, weight = nests.labels_and_weights(y)
         flat = tf.nest.flatten(y)
         places = tf.nest.pack_sequence_as(
-            y, [keras_versions.Place.of(k, leaf) for k, leaf in enumerate(flat)]
+            y, [keras_versions.LabelIndex.of(k, leaf) for k, leaf in enumerate(flat)]
         )
         outputs = keras_versions.labels_and_outputs(
             training.loss, self._loss, places, predicted

@@ -124,8 +124,8 @@ def draw(path: pathlib.Path, title: str) -> None:
         from matplotlib import figure
     except ModuleNotFoundError:
         return  # The report says how to get charts.
-    drawn = figure.Figure(figsize=(7, 4), layout="constrained")
-    left = drawn.add_subplot(title=title, xlabel="round", ylabel="accuracy")
+    chart = figure.Figure(figsize=(7, 4), layout="constrained")
+    left = chart.add_subplot(title=title, xlabel="round", ylabel="accuracy")
     right = left.twinx()
     rows = _read_rows(path / HISTORY)
     for axes, name, line in ((left, "val_accuracy", "C0-"), (right, "epsilon", "C1--")):
@@ -134,7 +134,7 @@ def draw(path: pathlib.Path, title: str) -> None:
     left.set_ylim(0, 1)
     left.grid(alpha=0.3)
     right.set(ylabel="epsilon (dashed)", ylim=(0, None))
-    drawn.savefig(path / CHART, dpi=100)
+    chart.savefig(path / CHART, dpi=100)
 
 
 def _read_rows(path: pathlib.Path) -> list[dict[str, str]]:

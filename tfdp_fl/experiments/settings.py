@@ -30,7 +30,7 @@ CENTRAL = tuple(
 
 # Noise that every client adds by itself wants few weights, few rounds and everybody in
 # them (docs/mechanisms.md shows what comes out).
-_EVERYBODY_IN_FEW_ROUNDS: Json = {
+_ALL_CLIENTS_FEW_ROUNDS: Json = {
     "model": "linear",
     "sampling": "fixed_size",
     "clients_per_round": "all",
@@ -42,9 +42,9 @@ _EVERYBODY_IN_FEW_ROUNDS: Json = {
 _SUGGESTED: dict[str, Json] = {
     "none": {},
     "correlated": {"target_epsilon": 8.0, "sampling": "cyclic"},
-    "local": {"target_epsilon": 16.0, **_EVERYBODY_IN_FEW_ROUNDS},
-    "adaptive_local": {"target_epsilon": 16.0, **_EVERYBODY_IN_FEW_ROUNDS},
-    "nbafl": {"target_epsilon": 50.0, **_EVERYBODY_IN_FEW_ROUNDS, "rounds": 20},
+    "local": {"target_epsilon": 16.0, **_ALL_CLIENTS_FEW_ROUNDS},
+    "adaptive_local": {"target_epsilon": 16.0, **_ALL_CLIENTS_FEW_ROUNDS},
+    "nbafl": {"target_epsilon": 50.0, **_ALL_CLIENTS_FEW_ROUNDS, "rounds": 20},
 }
 
 _DATASETS = ("digits", "mnist", "shakespeare")
@@ -74,7 +74,7 @@ _ROLES = ("dataset", "shakespeare")
 _FILES = ("dataset", "mnist", "shakespeare")
 _DENSE = ("model", "linear", "mlp")
 
-_OWN = {
+_RUN_OPTIONS = {
     # The data.
     "dataset": Option("digits", _DATASETS, "scikit-learn's digits need no file."),
     "data_path": Option(
@@ -205,7 +205,7 @@ def _parameters() -> dict[str, Option]:
         name: Option(
             None,
             kind,
-            "; ".join(f"{', '.join(who)}: {t}" for t, who in helps[name].items()),
+            "; ".join(f"{', '.join(users)}: {t}" for t, users in helps[name].items()),
         )
         for name, kind in kinds.items()
     }
@@ -228,7 +228,7 @@ def _starts(mechanism: str) -> Json:
     return {name: value for name, value in starts.items() if value is not None}
 
 
-def _words(option: Option) -> str:
+def _condition(option: Option) -> str:
     """Returns the flag that an option needs."""
     name, *values = option.only_with
     return f"--{name}={'|'.join(map(str, values))}"
@@ -239,7 +239,7 @@ def _default(option: Option) -> Any:
 
 
 # A parameter of a mechanism that is an option of its own, as --rounds, is that.
-OPTIONS = {**_parameters(), **_OWN}
+OPTIONS = {**_parameters(), **_RUN_OPTIONS}
 _Options: Any = dataclasses.make_dataclass(
     "_Options",
     [
@@ -274,9 +274,9 @@ class Settings(_Options):
         self._check_kinds()
         self._check_dataset()
         self._check_mechanism()
-        place = _DATASETS.index(self.dataset)
+        dataset_index = _DATASETS.index(self.dataset)
         by_dataset = {
-            name: option.default[place]
+            name: option.default[dataset_index]
             for name, option in OPTIONS.items()
             if isinstance(option.default, list)
         }
@@ -293,17 +293,19 @@ class Settings(_Options):
         if (self.model or defaults["model"]) != by_dataset["model"]:
             defaults.pop("hidden_units")
         changes = {n: v for n, v in defaults.items() if getattr(self, n) is None}
-        filled = dataclasses.replace(self, **changes)
-        self._check_only_with(filled)
-        if filled.clients_per_round == "all" and filled.num_clients:
-            filled = dataclasses.replace(filled, clients_per_round=filled.num_clients)
-        if filled.input_features and filled.input_pooling:
+        resolved = dataclasses.replace(self, **changes)
+        self._check_only_with(resolved)
+        if resolved.clients_per_round == "all" and resolved.num_clients:
+            resolved = dataclasses.replace(
+                resolved, clients_per_round=resolved.num_clients
+            )
+        if resolved.input_features and resolved.input_pooling:
             raise ValueError("--input_features is without --input_pooling.")
         # Read now, so that a bad one is refused before anything starts.
-        filled.schedule("clients_per_round")
-        filled.schedule("noise_multiplier")
-        filled.units()
-        return filled
+        resolved.schedule("clients_per_round")
+        resolved.schedule("noise_multiplier")
+        resolved.units()
+        return resolved
 
     def schedule(self, name: str) -> Any:
         """Returns a number, or one value a round, from a setting's text."""
@@ -349,8 +351,10 @@ class Settings(_Options):
         kind: Any = MECHANISMS[self.mechanism]
         if kind.privacy_unit != PrivacyUnit.RECORD:
             return None
-        made = kind(epsilon=1.0, **_starts(self.mechanism) | self.mechanism_options())
-        return min(made.implied_delta, 1 - 1e-9)
+        mechanism = kind(
+            epsilon=1.0, **_starts(self.mechanism) | self.mechanism_options()
+        )
+        return min(mechanism.implied_delta, 1 - 1e-9)
 
     def mechanism_options(self) -> Json:
         """Returns the mechanism's parameters that are set, noise excepted.
@@ -403,12 +407,12 @@ class Settings(_Options):
             )
 
     def _check_mechanism(self) -> None:
-        own = parameters_of(self.mechanism)
-        for name in OPTIONS.keys() - _OWN.keys() - {*own}:
+        parameters = parameters_of(self.mechanism)
+        for name in OPTIONS.keys() - _RUN_OPTIONS.keys() - {*parameters}:
             if getattr(self, name) is not None:
                 raise ValueError(
                     f"--{name} is no parameter of --mechanism="
-                    f"{self.mechanism}, which has: {', '.join(own) or 'none'}."
+                    f"{self.mechanism}, which has: {', '.join(parameters) or 'none'}."
                 )
         if self.mechanism == "none" and self.target_epsilon is not None:
             raise ValueError("--target_epsilon cannot be met with --mechanism=none.")
@@ -426,17 +430,17 @@ class Settings(_Options):
             )
         self.mechanism_options()
 
-    def _check_only_with(self, filled: Settings) -> None:
+    def _check_only_with(self, resolved: Settings) -> None:
         """Refuses what is set beside a value that it does not go with."""
         for name, option in OPTIONS.items():
-            given = getattr(self, name)
-            if not option.only_with or not given or given == _default(option):
+            setting = getattr(self, name)
+            if not option.only_with or not setting or setting == _default(option):
                 continue
             other, *allowed = option.only_with
-            value = getattr(filled, other)
+            value = getattr(resolved, other)
             if value not in allowed:
                 raise ValueError(
-                    f"--{name} is for {_words(option)}, got --{other}={value}."
+                    f"--{name} is for {_condition(option)}, got --{other}={value}."
                 )
 
 
@@ -452,11 +456,13 @@ def _help(option: Option) -> str:
     """Returns an option's help: with what it goes, and what each data set has."""
     text = option.help
     if option.only_with:
-        text += f" For {_words(option)}."
+        text += f" For {_condition(option)}."
     if isinstance(option.default, list):
         pairs = zip(_DATASETS, option.default, strict=True)
-        own = {dataset: value for dataset, value in pairs if value is not None}
-        values = ", ".join(f"{dataset}: {value}" for dataset, value in own.items())
+        by_dataset = {dataset: value for dataset, value in pairs if value is not None}
+        values = ", ".join(
+            f"{dataset}: {value}" for dataset, value in by_dataset.items()
+        )
         text += f" ({values})"
     return text
 

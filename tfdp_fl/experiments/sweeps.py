@@ -120,13 +120,13 @@ def run_sweep(
     write_tables(root, trials)
     for number, trial in enumerate(trials, 1):
         path = root / trial.directory
-        head = f"[{number}/{len(trials)}] {trial.directory}"
+        prefix = f"[{number}/{len(trials)}] {trial.directory}"
         if (path / run_directory.RESULT).is_file():
-            print(f"{head}: there already", flush=True)
+            print(f"{prefix}: there already", flush=True)
             continue
         result = _run(trial, path)
         print(
-            f"{head}: accuracy {result['accuracy']:.4f}, epsilon "
+            f"{prefix}: accuracy {result['accuracy']:.4f}, epsilon "
             f"{format_up(result['epsilon'])}, {result['rounds']} rounds, "
             f"{result['seconds']:.0f} s",
             flush=True,
@@ -137,11 +137,11 @@ def run_sweep(
 def _check_unchanged(path: pathlib.Path, trial: Trial) -> None:
     if not (path / run_directory.CONFIG).is_file():
         return
-    before = Settings.read(path / run_directory.CONFIG)
+    stored = Settings.read(path / run_directory.CONFIG)
     for name, value in dataclasses.asdict(trial.settings).items():
-        if getattr(before, name) != value:
+        if getattr(stored, name) != value:
             raise ValueError(
-                f"{path} holds a run with {name}={getattr(before, name)!r}, "
+                f"{path} holds a run with {name}={getattr(stored, name)!r}, "
                 f"where the configuration has {value!r}; give the sweep "
                 "another output_dir."
             )

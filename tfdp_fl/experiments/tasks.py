@@ -18,7 +18,7 @@ from tfdp_fl.experiments.settings import Settings
 _layers = tf.keras.layers
 _EMBEDDING_SIZE = 8
 # The settings that decide what the data are.
-_OF_DATA = (
+_DATA_SETTINGS = (
     *("dataset", "data_path", "num_clients", "iid", "examples_per_client"),
     *("validation_examples", "sequence_length", "clients_per_role"),
     *("input_features", "input_shifts"),
@@ -53,7 +53,7 @@ def load_task(settings: Settings) -> Task:
       ValueError: An option does not fit the data.
       OSError: A file is not there, or cannot be downloaded.
     """
-    return _load(tuple((name, getattr(settings, name)) for name in _OF_DATA))
+    return _load(tuple((name, getattr(settings, name)) for name in _DATA_SETTINGS))
 
 
 @functools.lru_cache(maxsize=1)
@@ -94,11 +94,11 @@ def _with_shifts(
     x, y = map(np.asarray, clients.flat())
     rows, lengths = clients.client_rows(np.arange(clients.num_clients))
     versions = shift_images(x, pixels)
-    drawn = np.random.default_rng([0, pixels]).integers(len(versions), size=len(rows))
+    choices = np.random.default_rng([0, pixels]).integers(len(versions), size=len(rows))
     return datasets.FederatedDataset.from_indices(
         np.concatenate(versions),
         np.tile(y, len(versions)),
-        np.split(rows + len(x) * drawn, np.cumsum(lengths)[:-1]),
+        np.split(rows + len(x) * choices, np.cumsum(lengths)[:-1]),
     )
 
 
@@ -135,7 +135,7 @@ def build_model(settings: Settings, task: Task) -> tf.keras.Model:
     return mlp(size, classes, hidden, settings.input_pooling or 1)
 
 
-def whole_model(task: Task, model: tf.keras.Model) -> tf.keras.Model:
+def full_model(task: Task, model: tf.keras.Model) -> tf.keras.Model:
     """Returns a model that takes the original examples, with the same weights.
 
     Args:

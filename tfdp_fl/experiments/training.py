@@ -104,10 +104,10 @@ def _federated_model(
         **settings.mechanism_options(),
     }
     noise = settings.schedule("noise_multiplier")
-    by_default = None not in options.values()  # Else asked for by name.
+    uses_defaults = None not in options.values()  # Else asked for by name.
     if noise is None and kind.trust_model == TrustModel.CENTRAL:
         mechanism: Any = settings.mechanism
-        if not by_default:
+        if not uses_defaults:
             mechanism, options = kind(noise_multiplier=1.0, **options), {}
         return make_private(
             model,
@@ -122,17 +122,17 @@ def _federated_model(
         )
     if noise is None:
         budget = {"epsilon": settings.target_epsilon, "delta": delta}
-        own = {field.name for field in dataclasses.fields(kind)}
-        options |= {name: budget[name] for name in own & budget.keys()}
-        made = kind(**options)
-    elif kind.trust_model == TrustModel.CENTRAL and by_default:
+        parameter_names = {field.name for field in dataclasses.fields(kind)}
+        options |= {name: budget[name] for name in parameter_names & budget.keys()}
+        bound = kind(**options)
+    elif kind.trust_model == TrustModel.CENTRAL and uses_defaults:
         target = mechanisms.CalibrationTarget(noise, math.inf, delta, smallest)
-        made = kind.from_budget(target, **options)
+        bound = kind.from_budget(target, **options)
     else:
-        made = kind(noise_multiplier=noise, **options)
+        bound = kind(noise_multiplier=noise, **options)
     return DPFederatedModel(
         model,
-        made,
+        bound,
         clients_per_round=size,
         sampling=settings.sampling,
         delta=delta,
@@ -229,8 +229,8 @@ def run(
     # An interrupt while TensorFlow traces can leave this thread in the graph,
     # where no model can be saved or evaluated; another one is in none.
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        leaving = pool.submit(_leave_files, prepared, path, stopped, seconds)
-        result = leaving.result()
+        future = pool.submit(_leave_files, prepared, path, stopped, seconds)
+        result = future.result()
     if stopped != "interrupted" and not settings.checkpoint_every:
         # Last: what an interrupt broke off before can be gone on with.
         run_directory.delete_all_but_ledger(path)
@@ -242,7 +242,7 @@ def _leave_files(
 ) -> Json:
     settings, federated_model = prepared.settings, prepared.federated_model
     model = federated_model.model
-    tasks.whole_model(prepared.task, model).save(path / run_directory.MODEL)
+    tasks.full_model(prepared.task, model).save(path / run_directory.MODEL)
     _files.write_text(
         path / run_directory.STATEMENT,
         f"{federated_model.privacy_statement(prepared.delta)}\n",
@@ -253,15 +253,15 @@ def _leave_files(
         *prepared.task.test, batch_size=1024, verbose=0, return_dict=True
     )
     mechanism = federated_model.mechanism
-    by = federated_model.setup.accountant
+    accountant = federated_model.setup.accountant
     result = {
         "accuracy": scores["accuracy"],
         "loss": scores["loss"],
         "trust_model": mechanism.trust_model,
         "privacy_unit": mechanism.privacy_unit,
-        "epsilon": federated_model.epsilon(prepared.delta, by),
+        "epsilon": federated_model.epsilon(prepared.delta, accountant),
         "delta": prepared.delta,
-        "accountant": by,
+        "accountant": accountant,
         "rounds": federated_model.rounds,
         "stopped": stopped,
         "mechanism": mechanism.name,
@@ -272,7 +272,9 @@ def _leave_files(
         for name in ("rdp", "pld"):
             result[f"epsilon_{name}"] = federated_model.epsilon(prepared.delta, name)
     if result["trust_model"] == "local" and result["privacy_unit"] == "client":
-        result["central_epsilon"] = federated_model.central_epsilon(prepared.delta, by)
+        result["central_epsilon"] = federated_model.central_epsilon(
+            prepared.delta, accountant
+        )
     run_directory.write_json(path / run_directory.RESULT, result)
     if mechanism.trust_model != TrustModel.NONE and federated_model.rounds:
         run_directory.draw(path, f"{settings.dataset}, {mechanism.name}")

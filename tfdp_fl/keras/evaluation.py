@@ -46,7 +46,7 @@ from tfdp_fl.keras.federated_training import FederatedTraining
 from tfdp_fl.terms import Json, Sampling
 
 # The most clients that one call evaluates.
-_MOST_TOGETHER = 1024
+_MAX_GROUP_SIZE = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,15 +148,15 @@ def _all_batches(clients: FederatedDataset, batch_size: int) -> tf.data.Dataset:
     """Returns all clients' examples as batches for Keras."""
     spec = nests.unpair(*clients.element_spec)
 
-    what = "clients held out for validation could not be read, and are left out"
+    message = "clients held out for validation could not be read, and are left out"
     if clients.is_indexed:
-        everybody = np.arange(clients.num_clients)
-        _warn_of(clients.failures(everybody), clients, what)
+        all_positions = np.arange(clients.num_clients)
+        _warn_of(clients.failures(all_positions), clients, message)
         stored = nests.unpair(*clients.flat())
-        rows, _ = clients.client_rows(everybody)
+        rows, _ = clients.client_rows(all_positions)
 
-        def gather(some: tf.Tensor) -> nests.Nest:
-            return tf.nest.map_structure(lambda leaf: tf.gather(leaf, some), stored)
+        def gather(indices: tf.Tensor) -> nests.Nest:
+            return tf.nest.map_structure(lambda leaf: tf.gather(leaf, indices), stored)
 
         if len(rows):
             return (
@@ -173,7 +173,7 @@ def _all_batches(clients: FederatedDataset, batch_size: int) -> tf.data.Dataset:
                 failed.append(client)
             elif len(tf.nest.flatten(client.y)[0]):
                 yield nests.unpair(client.x, client.y)
-        _warn_of(failed, clients, what)
+        _warn_of(failed, clients, message)
 
     return tf.data.Dataset.from_generator(
         examples,
@@ -183,10 +183,10 @@ def _all_batches(clients: FederatedDataset, batch_size: int) -> tf.data.Dataset:
     ).rebatch(batch_size)
 
 
-def _warn_of(failed: list[ClientFailure], clients: FederatedDataset, what: str) -> None:
+def _warn_of(failed: list[ClientFailure], clients: FederatedDataset, text: str) -> None:
     if failed:
         warnings.warn(
-            f"The data of {len(failed)} of {clients.num_clients} {what}. The first is "
+            f"The data of {len(failed)} of {clients.num_clients} {text}. The first is "
             f"client {clients.client_ids[failed[0].position]!r}: {failed[0].reason}.",
             RuntimeWarning,
             stacklevel=4,
@@ -206,39 +206,41 @@ def evaluate(
     The clients must come from `preparation.conform`. If `silent`, it raises no error
     and prints no warning, as either would reveal something about a client.
     """
-    number = clients.num_clients
-    counts = np.zeros(number, np.int64)
+    num_clients = clients.num_clients
+    counts = np.zeros(num_clients, np.int64)
     failed: list[ClientFailure] = []
     names, metrics_of = _evaluation(model, training, clients.element_spec)
-    values = np.full([len(names), number], np.nan)
-    bar = tf.keras.utils.Progbar(number, verbose=verbose, unit_name="client")
-    raised, evaluated = False, False
-    for group, misread in _groups(clients):
-        failed += misread
+    values = np.full([len(names), num_clients], np.nan)
+    bar = tf.keras.utils.Progbar(num_clients, verbose=verbose, unit_name="client")
+    any_failed, any_evaluated = False, False
+    for group, unreadable in _groups(clients):
+        failed += unreadable
         counts[group.positions] = group.lengths
-        for some in itertools.chain([group], group.one_by_one()):
+        for part in itertools.chain([group], group.one_by_one()):
             try:
-                found = metrics_of(some, batch_size)
+                results = metrics_of(part, batch_size)
             except engine.CLIENT_ERRORS as error:
-                if len(some.positions) == 1:
-                    failed.append(ClientFailure(int(some.positions[0]), error))
-                    raised = True
+                if len(part.positions) == 1:
+                    failed.append(ClientFailure(int(part.positions[0]), error))
+                    any_failed = True
                 continue
-            values[:, some.positions] = found
-            evaluated |= bool(some.lengths.any())
-            if some is group:
+            values[:, part.positions] = results
+            any_evaluated |= bool(part.lengths.any())
+            if part is group:
                 break
-        bar.update(int(group.positions[-1]) + 1 if len(group.positions) else number)
+        bar.update(
+            int(group.positions[-1]) + 1 if len(group.positions) else num_clients
+        )
     failed.sort(key=lambda failure: failure.position)
     values[:, counts == 0] = np.nan
-    if raised and not silent and not evaluated:
+    if any_failed and not silent and not any_evaluated:
         raise ValueError(
             "clients must have examples that the model can be evaluated on, and none "
-            f"of {number} has: the first error was {failed[0].reason}."
+            f"of {num_clients} has: the first error was {failed[0].reason}."
         )
     if not silent:
-        what = "clients could not be read, or evaluated on; their metrics are NaN"
-        _warn_of(failed, clients, what)
+        message = "clients could not be read, or evaluated on; their metrics are NaN"
+        _warn_of(failed, clients, message)
     return {"num_examples": counts, **dict(zip(names, values, strict=True))}
 
 
@@ -262,47 +264,52 @@ class _Group(NamedTuple):
         if len(self.positions) < 2:
             return
         ends = np.cumsum(self.lengths)
-        for place, end in enumerate(ends.tolist()):
-            one, rows = slice(place, place + 1), slice(end - self.lengths[place], end)
+        for index, end in enumerate(ends.tolist()):
+            client, rows = (
+                slice(index, index + 1),
+                slice(end - self.lengths[index], end),
+            )
             x, y = nests.take((self.x, self.y), rows)
-            yield _Group(self.positions[one], self.lengths[one], x, y)
+            yield _Group(self.positions[client], self.lengths[client], x, y)
 
 
 def _groups(
     clients: FederatedDataset,
 ) -> Iterator[tuple[_Group, list[ClientFailure]]]:
     """Yields all clients in groups, each with the clients that could not be read."""
-    everybody, num_bytes = np.arange(clients.num_clients), 0
+    all_positions, num_bytes = np.arange(clients.num_clients), 0
     if clients.is_indexed:
         stored = nests.views(clients.flat())
         row_bytes = sum(leaf[:1].nbytes for leaf in tf.nest.flatten(stored))
-        _, lengths = clients.client_rows(everybody)
+        _, lengths = clients.client_rows(all_positions)
         borders = np.cumsum(lengths) * row_bytes // layout.CHUNK_BYTES
-        borders = borders * clients.num_clients + everybody // _MOST_TOGETHER
-        for positions in np.split(everybody, np.flatnonzero(np.diff(borders)) + 1):
+        borders = borders * clients.num_clients + all_positions // _MAX_GROUP_SIZE
+        for positions in np.split(all_positions, np.flatnonzero(np.diff(borders)) + 1):
             rows, lengths = clients.client_rows(positions)
             x, y = nests.take(stored, rows)
             yield _Group(positions, lengths, x, y), clients.failures(positions)
         return
-    read: list[ClientExamples] = []
+    buffered: list[ClientExamples] = []
     failed: list[ClientFailure] = []
-    for position, client in enumerate(clients.read_clients(everybody)):
+    for position, client in enumerate(clients.read_clients(all_positions)):
         if isinstance(client, ClientFailure):
             failed.append(client)
         elif len(tf.nest.flatten(client.y)[0]):
-            read.append(client)
+            buffered.append(client)
             leaves = tf.nest.flatten((client.x, client.y))
             num_bytes += sum(leaf.nbytes for leaf in leaves)
-        full = num_bytes >= layout.CHUNK_BYTES or len(read) == _MOST_TOGETHER
-        if read and (full or position == everybody[-1]):
-            x, y = nests.concatenate([(each.x, each.y) for each in read])
-            sizes = [len(tf.nest.flatten(each.y)[0]) for each in read]
-            places = [each.position for each in read]
-            yield _Group(np.array(places), np.array(sizes), x, y), failed
-            read, failed, num_bytes = [], [], 0
+        is_full = num_bytes >= layout.CHUNK_BYTES or len(buffered) == _MAX_GROUP_SIZE
+        if buffered and (is_full or position == all_positions[-1]):
+            x, y = nests.concatenate(
+                [(examples.x, examples.y) for examples in buffered]
+            )
+            sizes = [len(tf.nest.flatten(examples.y)[0]) for examples in buffered]
+            read_positions = [examples.position for examples in buffered]
+            yield _Group(np.array(read_positions), np.array(sizes), x, y), failed
+            buffered, failed, num_bytes = [], [], 0
     if failed:
         x, y = nests.no_examples(clients.element_spec)
-        yield _Group(everybody[:0], everybody[:0], x, y), failed
+        yield _Group(all_positions[:0], all_positions[:0], x, y), failed
 
 
 def _evaluation(
@@ -318,9 +325,9 @@ def _evaluation(
     It is cached with the compiled settings, so repeated evaluations trace it once.
     """
     cache_key = element_spec, [id(variable) for variable in model.weights]
-    kept = vars(training).get("_evaluation")
-    if kept is not None and kept[0] == cache_key:
-        return kept[1]
+    cached = vars(training).get("_evaluation")
+    if cached is not None and cached[0] == cache_key:
+        return cached[1]
     for name in ("test_step", "compute_metrics"):
         if getattr(type(model), name) is not getattr(tf.keras.Model, name):
             raise ValueError(
@@ -332,44 +339,44 @@ def _evaluation(
     names = ["loss", *trainer.metric_results(trainer.no_metrics())]
     step = program.in_own_graph(trainer.evaluate)
 
-    def of_group(
+    def evaluate_group(
         received: cohort.Broadcast,
         x: nests.Nest,
         y: nests.Nest,
         lengths: tf.Tensor,
         batch_size: tf.Tensor,
     ) -> tf.Tensor:
-        def client(
+        def evaluate_client(
             k: tf.Tensor, first: tf.Tensor, rows: tf.Tensor
         ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
             end = first + lengths[k]
 
-            def batch(
+            def evaluate_batch(
                 start: tf.Tensor, total: tf.Tensor, metrics: cohort.MetricState
             ) -> tuple[tf.Tensor, tf.Tensor, cohort.MetricState]:
                 stop = tf.minimum(start + batch_size, end)
-                own = nests.take((x, y), slice(start, stop))
-                loss, metrics = step(received, *own, metrics)
+                examples = nests.take((x, y), slice(start, stop))
+                loss, metrics = step(received, *examples, metrics)
                 return stop, total + loss * tf.cast(stop - start, tf.float32), metrics
 
             _, total, metrics = tf.while_loop(
                 lambda start, *_: start < end,
-                batch,
+                evaluate_batch,
                 (first, tf.zeros([]), trainer.no_metrics()),
                 parallel_iterations=1,
             )
-            found = trainer.metric_results(metrics)
+            results = trainer.metric_results(metrics)
             loss = total / tf.cast(lengths[k], tf.float32)
-            row = [tf.cast(v, tf.float64) for v in ({"loss": loss} | found).values()]
+            row = [tf.cast(v, tf.float64) for v in ({"loss": loss} | results).values()]
             rows = tf.tensor_scatter_nd_update(rows, [[k]], tf.stack(row)[None])
             return k + 1, end, rows
 
         # (Not a constant, because constants cannot be written to.)
-        nothing = tf.cast(batch_size < 0, tf.float64)
-        rows = tf.fill([tf.size(lengths), len(names)], nothing)
+        zero = tf.cast(batch_size < 0, tf.float64)
+        rows = tf.fill([tf.size(lengths), len(names)], zero)
         return tf.while_loop(
             lambda k, *_: k < tf.size(lengths),
-            client,
+            evaluate_client,
             (0, 0, tf.ensure_shape(rows, [None, len(names)])),
             parallel_iterations=1,
         )[2]
@@ -377,16 +384,16 @@ def _evaluation(
     received = trainer.received()
     specs = trainer_lib.specs_of(received), *trainer_lib.batch_specs(element_spec)
     sizes = tf.TensorSpec([None], tf.int32), tf.TensorSpec([], tf.int32)
-    made = program.Program(of_group, *specs, *sizes, model=model)
+    compiled = program.Program(evaluate_group, *specs, *sizes, model=model)
 
     def metrics_of(group: _Group, batch_size: int) -> np.ndarray:
         size = np.int32(min(batch_size, np.iinfo(np.int32).max // 2))
         lengths = group.lengths.astype(np.int32)
-        return made(received, group.x, group.y, lengths, size).numpy().T
+        return compiled(received, group.x, group.y, lengths, size).numpy().T
 
-    found = names, metrics_of
-    object.__setattr__(training, "_evaluation", (cache_key, found))
-    return found
+    results = names, metrics_of
+    object.__setattr__(training, "_evaluation", (cache_key, results))
+    return results
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -428,13 +435,13 @@ class PrivateMetrics:
         Its neighbouring relation is that of the training's sampling: for cohorts of a
         fixed size, one client is replaced by another.
         """
-        everybody = charge_lib.Participation(
+        participation = charge_lib.Participation(
             sampling="fixed_size" if sampling == Sampling.FIXED_SIZE else "poisson",
             num_clients=num_clients,
             clients_per_round=num_clients,
         )
         z = float(self.noise_multiplier)
-        return everybody.charge(dp_accounting.GaussianDpEvent(z))
+        return participation.charge(dp_accounting.GaussianDpEvent(z))
 
     def contributions(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
         """Returns the clients' contributions, float64 [N, 1 + k], with norms <= 1.
@@ -474,9 +481,9 @@ class PrivateMetrics:
             "num_clients": float(noisy[0]),
             "num_clients_stddev": stddev,
         }
-        for place, (name, (low, high)) in enumerate(self.bounds.items()):
+        for index, (name, (low, high)) in enumerate(self.bounds.items()):
             half, middle = (high - low) / 2, (high + low) / 2
-            centred = float(np.clip(noisy[1 + place] / count, -1.0, 1.0))
+            centred = float(np.clip(noisy[1 + index] / count, -1.0, 1.0))
             result[name] = {
                 "mean": middle + half * centred,
                 "noise_stddev": half * stddev / count * math.sqrt(1 + centred**2),
@@ -500,11 +507,11 @@ def release(
         stack.enter_context(federated_training.fit_lock(fed, "evaluate_clients"))
         if not federated_training.is_fitting(fed.model):
             # To ledgers, this is a fit without rounds; their contents are counted.
-            fitting = federated_training.fit_lock(fed.model, "evaluate_clients")
-            stack.enter_context(fitting)
+            model_lock = federated_training.fit_lock(fed.model, "evaluate_clients")
+            stack.enter_context(model_lock)
             ledgers = [c for c in fed.federated_callbacks if isinstance(c, Ledger)]
             stack.enter_context(callback_session(ledgers, fed.rounds, fed.rounds))
-        _ask(fed, charge)
+        _require_allowed(fed, charge)
         values = evaluate(
             fed.model,
             fed.require_compiled("evaluate_clients"),
@@ -524,16 +531,16 @@ def release(
 def _check(fed: FederatedTraining) -> account_lib.PrivacyAccount:
     """Raises ValueError unless there is an account for releases outside the rounds."""
     federated_training.check_owner(fed)
-    spending = fed.spending
-    if spending is None:
+    account = fed.spending
+    if account is None:
         raise ValueError(
             "private must be None before the first fit: there is no account "
             "yet that it could be charged to."
         )
-    if spending.by_client:
+    if account.by_client:
         raise ValueError(
             "private must be None with a mechanism whose guarantee is "
-            f"{spending.trust_model}: the party that adds this noise sees the clients' "
+            f"{account.trust_model}: the party that adds this noise sees the clients' "
             "metrics first, so it has a central guarantee."
         )
     for callback in fed.federated_callbacks:
@@ -543,10 +550,10 @@ def _check(fed: FederatedTraining) -> account_lib.PrivacyAccount:
                 "fit went on to another model, whose account it would ask: give each "
                 "model callbacks of its own."
             )
-    return spending
+    return account
 
 
-def _ask(fed: FederatedTraining, charge: charge_lib.RoundCharge) -> None:
+def _require_allowed(fed: FederatedTraining, charge: charge_lib.RoundCharge) -> None:
     """Raises ValueError if a release outside the rounds cannot be paid for."""
     _check(fed).central.require_relation(charge.relation)
     for callback in fed.federated_callbacks:
@@ -558,7 +565,7 @@ def _pay(fed: FederatedTraining, charge: charge_lib.RoundCharge) -> Charge:
     name = account_lib.new_evaluation()
 
     def ask(_: Charge) -> None:
-        _ask(fed, charge)
+        _require_allowed(fed, charge)
         for callback in fed.federated_callbacks:
             callback.on_release_charged(name, charge)
 

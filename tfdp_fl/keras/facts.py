@@ -15,45 +15,46 @@ def statement_facts(
     run: run_lib.Run, cohort_engine: engine.CohortEngine
 ) -> accounting.StatementFacts:
     """Returns the facts about the rounds that ran."""
-    spending, setup, mechanism = run.spending, run.setup, run.setup.mechanism
-    sizes = [charge.clients_per_round for charge in spending.own.elements()]
+    account, setup, mechanism = run.spending, run.setup, run.setup.mechanism
+    sizes = [charge.clients_per_round for charge in account.own.elements()]
     composed: Json = {
-        "epsilon_rdp": spending.central.epsilon,
-        "epsilon_pld": _epsilon_by_pld(spending.central),
+        "epsilon_rdp": account.central.epsilon,
+        "epsilon_pld": _epsilon_by_pld(account.central),
         "epsilon_if_participation_is_known": (
-            spending.central.epsilon_if_participation_is_known
+            account.central.epsilon_if_participation_is_known
         ),
     }
-    if spending.by_client:
+    if account.by_client:
         composed = {
-            "epsilon_local": spending.epsilon,
-            "max_participations": spending.per_client.max_participations,
+            "epsilon_local": account.epsilon,
+            "max_participations": account.per_client.max_participations,
         }
         if mechanism.privacy_unit == PrivacyUnit.RECORD:
             composed["implied_epsilon"] = mechanism.epsilon
         else:
-            composed["central_epsilon"] = spending.central.epsilon
+            composed["central_epsilon"] = account.central.epsilon
     return accounting.StatementFacts(
         **composed,
-        trust_model=spending.trust_model,
+        trust_model=account.trust_model,
         mechanism=mechanism.name,
         mechanism_description=_description(setup),
         mechanism_parameters=_parameters(setup, run.rounds),
         privacy_unit=mechanism.privacy_unit,
         sampling=setup.sampling,
-        num_clients=spending.per_client.num_clients,
+        num_clients=account.per_client.num_clients,
         populations=[
             size for size, _ in dict.fromkeys(run.populations or [run.population])
         ],
         num_records=run.num_records,
         clients_per_round=sizes or run.sampler.expected_cohort_size(0),
         cohort_sizes=[*run.cohort_sizes.elements()],
-        rounds=spending.rounds,
-        rounds_of_others=spending.rounds_of_others - spending.evaluations,
+        rounds=account.rounds,
+        rounds_of_others=account.rounds_of_others - account.evaluations,
         evaluated=[
-            each.num_clients for each in spending.charges_of_evaluations.values()
+            evaluation.num_clients
+            for evaluation in account.charges_of_evaluations.values()
         ],
-        pld_is_exact=spending.central.is_one_gaussian,
+        pld_is_exact=account.central.is_one_gaussian,
         implied_delta=mechanism.implied_delta,
         caveats=_caveats(run, cohort_engine),
         audit=None if run.audit is None else run.audit.sentence,
@@ -102,7 +103,7 @@ def _epsilon_by_pld(
 
 
 # The caveats of a run that hold whether there is a guarantee or not.
-_OF_ANY_RUN = {
+_CAVEATS_OF_ANY_RUN = {
     *("clients_excluded", "local_clients_excluded", "rounds_charged_twice"),
     *("rounds_abandoned", "rounds_abandoned_charged"),
 }
@@ -113,42 +114,42 @@ def caveats_of_setup(
 ) -> dict[str, bool]:
     """Returns the caveats that follow from a training's settings, run or not."""
     mechanism = setup.mechanism
-    private = mechanism.trust_model != TrustModel.NONE
+    is_private = mechanism.trust_model != TrustModel.NONE
     by_client = mechanism.trust_model == TrustModel.LOCAL
     at_clients = mechanism.noise_site == NoiseSite.CLIENT
-    securely = setup.secure_aggregation is not None
-    released = private and cohort_engine.server.has_non_trainable
-    kept = cohort_engine.keeps_non_trainable
+    is_secure = setup.secure_aggregation is not None
+    releases_state = is_private and cohort_engine.server.has_non_trainable
+    keeps_state = cohort_engine.keeps_non_trainable
     return {
         "client_noise_needs_honest_clients": at_clients,
-        "secure_aggregation": securely,
-        "secure_aggregation_group_noise": securely and at_clients,
-        "secure_aggregation_unnoised_groups": securely
+        "secure_aggregation": is_secure,
+        "secure_aggregation_group_noise": is_secure and at_clients,
+        "secure_aggregation_unnoised_groups": is_secure
         and not at_clients
         and not by_client
-        and private,
-        "secure_aggregation_norms_seen": securely and cohort_engine.query.two_phase,
-        "non_trainable_released": released and not kept,
-        "non_trainable_kept": kept and not released,
-        "non_trainable_partly_kept": kept and released,
-        "client_weighting_given": private and setup.client_weighting is not None,
+        and is_private,
+        "secure_aggregation_norms_seen": is_secure and cohort_engine.query.two_phase,
+        "non_trainable_released": releases_state and not keeps_state,
+        "non_trainable_kept": keeps_state and not releases_state,
+        "non_trainable_partly_kept": keeps_state and releases_state,
+        "client_weighting_given": is_private and setup.client_weighting is not None,
     }
 
 
 def _caveats(run: run_lib.Run, cohort_engine: engine.CohortEngine) -> tuple[str, ...]:
-    spending = run.spending
-    private = spending.trust_model != TrustModel.NONE
-    other_runs = len(spending.others) > spending.evaluations
-    holds = {
+    account = run.spending
+    is_private = account.trust_model != TrustModel.NONE
+    other_runs = len(account.others) > account.evaluations
+    applies = {
         **caveats_of_setup(run.setup, cohort_engine),
-        "rounds_may_be_abandoned": spending.trust_model == TrustModel.CENTRAL
-        and any(charge.charge_if_abandoned for charge in spending.own),
-        "unnoised_metrics": private,
+        "rounds_may_be_abandoned": account.trust_model == TrustModel.CENTRAL
+        and any(charge.charge_if_abandoned for charge in account.own),
+        "unnoised_metrics": is_private,
         "validation_clients_held_out": bool(run.held_out),
-        "hyperparameter_search_not_counted": private and not other_runs,
-        "only_runs_in_ledgers_counted": private and other_runs,
-        "evaluations_counted": private and spending.evaluations > 0,
+        "hyperparameter_search_not_counted": is_private and not other_runs,
+        "only_runs_in_ledgers_counted": is_private and other_runs,
+        "evaluations_counted": is_private and account.evaluations > 0,
     }
-    seen = run.caveats if private else run.caveats & _OF_ANY_RUN
-    true = [key for key in accounting.CAVEATS if holds.get(key) or key in seen]
-    return tuple(dict.fromkeys([*run.setup.mechanism.all_caveats(), *true]))
+    recorded = run.caveats if is_private else run.caveats & _CAVEATS_OF_ANY_RUN
+    keys = [key for key in accounting.CAVEATS if applies.get(key) or key in recorded]
+    return tuple(dict.fromkeys([*run.setup.mechanism.all_caveats(), *keys]))

@@ -118,10 +118,10 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 _TRAINED_BY = "_tfdp_fl_trained_by"
 # Keras models and searches with a `fit` that is running.
 _fitting: weakref.WeakSet[Any] = weakref.WeakSet()
-_beginning = threading.Lock()
+_begin_lock = threading.Lock()
 # By Keras model and layer, as these may replace their variables (`quantize`).
 _owners: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-_marking = threading.RLock()
+_mark_lock = threading.RLock()
 
 
 def check_owner(fed: FederatedTraining) -> None:
@@ -158,17 +158,17 @@ def mark_owner(
     Raises:
       ValueError: Another owner trained some of the weights. Nothing is marked.
     """
-    with _marking:
+    with _mark_lock:
         if model is None:
             check_owner(owner)
             model = owner.model
-        mark, moved = weakref.ref(owner), set()
+        mark, marked = weakref.ref(owner), set()
         for variable in variables:
             setattr(variable, _TRAINED_BY, mark)
-            moved.add(id(variable))
+            marked.add(id(variable))
         _owners[model] = mark
         for layer in keras_versions.layers_of(model):
-            if any(id(v) in moved for v in keras_versions.tf_variables(layer.weights)):
+            if any(id(v) in marked for v in keras_versions.tf_variables(layer.weights)):
                 _owners[layer] = mark
 
 
@@ -180,7 +180,7 @@ def is_fitting(model: tf.keras.Model) -> bool:
 @contextlib.contextmanager
 def fit_lock(trained: Any, what: str, kind: str = "Keras model") -> Iterator[None]:
     """Prevents any other training of a Keras model (or a search) inside the block."""
-    with _beginning:
+    with _begin_lock:
         if trained in _fitting:
             raise RuntimeError(
                 f"{what} was called while a fit of the same {kind} (or an evaluation "
@@ -198,8 +198,8 @@ def exclusive(method: _Method) -> _Method:
     """Decorates a method of `DPFederatedModel` that must not run during a `fit`."""
 
     @functools.wraps(method)
-    def called(self, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(self, *args: Any, **kwargs: Any) -> Any:
         with fit_lock(self.model, method.__name__):
             return method(self, *args, **kwargs)
 
-    return called  # type: ignore[return-value]
+    return wrapper  # type: ignore[return-value]

@@ -99,8 +99,10 @@ def make_private(
     # Calibrate for exactly the cohort sizes that will be drawn.
     clients_per_round = schedules.fix(clients_per_round)
     sizes = sampling_lib.expected_sizes(sampling, num_clients, clients_per_round)
-    asked = range(1 if schedules.is_constant(sizes) else rounds)
-    smallest = min(schedules.value_at(sizes, t, "clients_per_round") for t in asked)
+    rounds_to_check = range(1 if schedules.is_constant(sizes) else rounds)
+    smallest = min(
+        schedules.value_at(sizes, t, "clients_per_round") for t in rounds_to_check
+    )
     _validate.positive(clients_per_round=smallest)
     make: Callable[[float], mechanisms.Mechanism]
     if isinstance(mechanism, mechanisms.Mechanism):
@@ -110,10 +112,10 @@ def make_private(
         options = task_parameters(kind, rounds, num_clients, smallest) | options
 
         def make(noise: float) -> mechanisms.Mechanism:
-            wanted = mechanisms.CalibrationTarget(
+            target_of_mechanism = mechanisms.CalibrationTarget(
                 noise, target.epsilon, target.delta, smallest
             )
-            return kind.from_budget(wanted, **options)
+            return kind.from_budget(target_of_mechanism, **options)
 
     sampler = sampling_lib.make_sampler(
         sampling,
@@ -141,25 +143,27 @@ def make_private(
         limit = largest_noise(make, deployment)
         # (PLD truncates tails of about 1e-15.)
         if accountant is None and target_delta >= 1e-12:
-            kinds = charges(1.0 if limit is None else min(1.0, limit))
-            tightest = accounting.select_accountant(charge for charge, _ in kinds)
-            target = dataclasses.replace(target, accountant=tightest)
-        why = "" if limit is None else f" {make(_TINY).noise_limit_reason}"
+            costs = charges(1.0 if limit is None else min(1.0, limit))
+            best_accountant = accounting.select_accountant(
+                charge for charge, _ in costs
+            )
+            target = dataclasses.replace(target, accountant=best_accountant)
+        reason = "" if limit is None else f" {make(_TINY).noise_limit_reason}"
         try:
             noise = accounting.calibrate(
                 charges, target.epsilon, target.delta, target.accountant, upper=limit
             )
         except ValueError as error:
-            raise ValueError(f"{error}{why}") from error
-    made = make(_TINY if noise is None else noise)
+            raise ValueError(f"{error}{reason}") from error
+    bound = make(_TINY if noise is None else noise)
     return model_lib.DPFederatedModel(
         model,
-        made,
+        bound,
         clients_per_round,
         sampling,
         delta=target.delta,
         accountant=target.accountant,
-        target=None if made.trust_model == TrustModel.NONE else target,
+        target=None if bound.trust_model == TrustModel.NONE else target,
         **model_options,
     )
 
@@ -171,7 +175,7 @@ def task_parameters(
     clients_per_round: float,
 ) -> dict[str, int]:
     """Returns the mechanism parameters that follow from the run."""
-    known = {
+    parameters = {
         "rounds": rounds,
         # The number of groups if each has m clients.
         "min_separation": max(
@@ -179,7 +183,7 @@ def task_parameters(
         ),
     }
     names = {field.name for field in dataclasses.fields(kind)}
-    return {name: known[name] for name in known.keys() & names}
+    return {name: parameters[name] for name in parameters.keys() & names}
 
 
 def noise_scaler(
@@ -209,7 +213,7 @@ def charge_plan(
 ) -> collections.Counter[accounting.RoundCharge]:
     """Returns the costs of a deployment's rounds and how often each occurs."""
     mechanism.check(deployment)
-    rounds, kinds = deployment.rounds or 0, {}
+    rounds, counts = deployment.rounds or 0, {}
     steady = run_lib.is_steady(mechanism)
     if (
         steady
@@ -219,17 +223,17 @@ def charge_plan(
         event = mechanism.round_event(0, deployment)
         return collections.Counter(dict(sampler.charges(range(rounds), event)))
     if not steady or isinstance(sampler, sampling_lib.PassSampler):
-        kinds = dict.fromkeys(range(rounds), 1)
+        counts = dict.fromkeys(range(rounds), 1)
     else:
-        alike: dict[tuple[float, float], int] = {}
+        first_rounds: dict[tuple[float, float], int] = {}
         for t in range(rounds):
             key = mechanism.noise_multiplier_at(t), deployment.cohort_size(t)
-            first = alike.setdefault(key, t)
-            kinds[first] = kinds.get(first, 0) + 1
-    found: collections.Counter[accounting.RoundCharge] = collections.Counter()
-    for t, count in kinds.items():
-        found[sampler.charge(t, mechanism.round_event(t, deployment))] += count
-    return found
+            first = first_rounds.setdefault(key, t)
+            counts[first] = counts.get(first, 0) + 1
+    charges: collections.Counter[accounting.RoundCharge] = collections.Counter()
+    for t, count in counts.items():
+        charges[sampler.charge(t, mechanism.round_event(t, deployment))] += count
+    return charges
 
 
 def largest_noise(
@@ -240,11 +244,11 @@ def largest_noise(
     with contextlib.suppress(ValueError):
         make(_HUGE).check(deployment)
         return None
-    made = make(_TINY)
+    smallest = make(_TINY)
     limits = [
-        made.noise_limit(t, deployment) * _TINY / noise
+        smallest.noise_limit(t, deployment) * _TINY / noise
         for t in range(deployment.rounds or 0)
-        if (noise := made.noise_multiplier_at(t)) > 0
+        if (noise := smallest.noise_multiplier_at(t)) > 0
     ]
     limit = min(limits, default=1.0)
     return None if math.isinf(limit) else limit * (1 - 1e-9)

@@ -192,8 +192,8 @@ class DPFederatedModel(federated_training.FederatedTraining):
 
     def __dir__(self) -> list[str]:
         """Returns all names, including those forwarded to the Keras model."""
-        own = set(dir(self.model)) & FORWARDED_ATTRIBUTES
-        return sorted({*super().__dir__(), *own})
+        forwarded = set(dir(self.model)) & FORWARDED_ATTRIBUTES
+        return sorted({*super().__dir__(), *forwarded})
 
     @federated_training.exclusive
     def compile(
@@ -270,7 +270,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             server_optimizer = training_setup.resolve_optimizer(
                 server_optimizer=server_optimizer
             )
-        as_keras = {
+        compile_arguments = {
             "optimizer": optimizer,
             "loss": loss,
             "metrics": metrics,
@@ -279,7 +279,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         }
         # The next fit makes a new engine; until then, the old one describes the run.
         self._compiled = Training(
-            **as_keras,
+            **compile_arguments,
             proximal_weight=self.mechanism.proximal_weight,
             grad_clip=_validate.finite(grad_clip=grad_clip),
             upload_hook=upload_hook,
@@ -287,7 +287,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             broadcast_hook=broadcast_hook,
             jit_compile=jit_compile,
         )
-        self.model.compile(**as_keras)
+        self.model.compile(**compile_arguments)
 
     def evaluate(
         self,
@@ -539,9 +539,9 @@ class DPFederatedModel(federated_training.FederatedTraining):
         Args:
           **changes: Constructor arguments to change.
         """
-        made = DPFederatedModel(self.model, **{**vars(self.setup), **changes})
-        made._compiled = self._compiled
-        return made
+        wrapper = DPFederatedModel(self.model, **{**vars(self.setup), **changes})
+        wrapper._compiled = self._compiled
+        return wrapper
 
     # Privacy.
 

@@ -49,23 +49,23 @@ def prepare(
     setup, mechanism, run = fed.setup, fed.mechanism, fed.run
     population = _check_population(fed, clients)
     sampler = _sampler(fed, clients, plan)
-    asked = range(plan.first_round, plan.last_round)
+    rounds_to_check = range(plan.first_round, plan.last_round)
     are_alike = schedules.is_constant(mechanism.noise_multiplier) and (
         schedules.is_constant(setup.clients_per_round)
     )
     if are_alike and not (
         setup.secure_aggregation or setup.noise_generator == noise.EXACT
     ):
-        asked = asked[:1]
-    for round_index in asked:
+        rounds_to_check = rounds_to_check[:1]
+    for round_index in rounds_to_check:
         noise_multiplier = mechanism.noise_multiplier_at(round_index)
         if setup.noise_generator == noise.EXACT:
             grid.check_noise_multiplier(noise_multiplier)
         size = sampler.expected_cohort_size(round_index)
         if isinstance(sampler, sampling.RandomAllocationSampler):
             begin = cast(int, sampler.participation(round_index).pass_index)
-            of_pass = mechanism.noise_multiplier_at(begin)
-            require_constant_noise(round_index, noise_multiplier, begin, of_pass)
+            z_of_pass = mechanism.noise_multiplier_at(begin)
+            require_constant_noise(round_index, noise_multiplier, begin, z_of_pass)
         if (
             setup.secure_aggregation is not None
             and mechanism.trust_model == TrustModel.CENTRAL
@@ -101,7 +101,7 @@ def prepare(
         # Correlated noise continues only with the same clients in the same groups, and
         # only if its memory covers every release.
         state = query.new_segment(state)
-    of_this_fit: Json = {
+    fit_state: Json = {
         "plan": plan,
         "sampler": sampler,
         "population": population,
@@ -114,12 +114,10 @@ def prepare(
         "releasing": False,
     }
     if run is None:
-        spending = account_lib.PrivacyAccount(
-            mechanism.trust_model, clients.num_clients
-        )
-        run = Run(setup=setup, spending=spending, **of_this_fit)
+        account = account_lib.PrivacyAccount(mechanism.trust_model, clients.num_clients)
+        run = Run(setup=setup, spending=account, **fit_state)
     else:
-        run = dataclasses.replace(run, **of_this_fit)
+        run = dataclasses.replace(run, **fit_state)
     if query.keeps_window:
         shape = clients.num_clients, mechanism.window, cohort_engine.num_variables
         if run.windows is None or run.windows.shape != shape:
@@ -150,23 +148,23 @@ def _check_population(fed: FederatedTraining, clients: FederatedDataset) -> Popu
     if run is None or run.populations[-1:] in ([], [population]):
         return population
     if run.spending.by_client:
-        why = "what was spent is kept for each client"
+        reason = "what was spent is kept for each client"
     elif not run.sampler.begins_pass(run.rounds):
-        why = (
+        reason = (
             f"round {run.rounds + 1} goes on with a pass over the clients, in "
             "which each takes part once"
         )
     else:
         return population
-    before, got = run.populations[-1][0], str(size)
-    if before == size:
+    previous, got = run.populations[-1][0], str(size)
+    if previous == size:
         got = (
             "other ids, another order or (of clients without names) other data, or a "
             "list that is read anew: a mapping has names"
         )
     raise ValueError(
-        f"clients must be the same {before} clients in the same order as in the "
-        f"rounds before, because {why}, got {got}."
+        f"clients must be the same {previous} clients in the same order as in the "
+        f"rounds before, because {reason}, got {got}."
     )
 
 
@@ -174,10 +172,10 @@ def _sampler(
     fed: FederatedTraining, clients: FederatedDataset, plan: FitPlan
 ) -> sampling.CohortSampler:
     if fed.run is not None:
-        before = fed.run.sampler
-        if (before.num_clients, before.seed) == (clients.num_clients, plan.seed):
-            return before
-    made = sampling.make_sampler(
+        previous = fed.run.sampler
+        if (previous.num_clients, previous.seed) == (clients.num_clients, plan.seed):
+            return previous
+    sampler = sampling.make_sampler(
         fed.setup.sampling,
         clients.num_clients,
         fed.setup.clients_per_round,
@@ -185,13 +183,18 @@ def _sampler(
         fed.mechanism.min_separation,
         may_abandon=fed.setup.may_abandon,
     )
-    made.next_round = plan.first_round
-    if fed.run is not None and (drawn := fed.run.sampler.unsettled) is not None:
+    sampler.next_round = plan.first_round
+    if fed.run is not None and (unsettled := fed.run.sampler.unsettled) is not None:
         # Replacing it with another cohort would reveal who was in it.
-        who = drawn.participation
-        if who.draws_depend_on_each_other and made.num_clients == who.num_clients:
-            made.unsettled = dataclasses.replace(drawn, round_index=made.next_round)
-    return made
+        participation = unsettled.participation
+        if (
+            participation.draws_depend_on_each_other
+            and sampler.num_clients == participation.num_clients
+        ):
+            sampler.unsettled = dataclasses.replace(
+                unsettled, round_index=sampler.next_round
+            )
+    return sampler
 
 
 def _records(
@@ -246,18 +249,18 @@ def _choose_calibration(
         if resumed is not None:
             return resumed
         if run is not None and run.populations:
-            before = run.deployment.rounds or 0
-            is_first_beyond = plan.last_round > before >= plan.first_round
+            calibrated = run.deployment.rounds or 0
+            is_first_beyond = plan.last_round > calibrated >= plan.first_round
             if target is None and mechanism.epsilon is not None and is_first_beyond:
                 warnings.warn(
-                    f"rounds={rounds} goes beyond the {before} rounds for which "
+                    f"rounds={rounds} goes beyond the {calibrated} rounds for which "
                     f"{mechanism.name} set its noise to keep "
                     f"epsilon={format_up(mechanism.epsilon)}. The noise stays as it "
                     "was, and epsilon will be larger.",
                     RuntimeWarning,
                     stacklevel=5,
                 )
-            return before, run.deployment.max_participations
+            return calibrated, run.deployment.max_participations
         if target is not None:
             rounds = target.rounds
     participations = sampler.max_participations(rounds, plan.first_round)
@@ -273,14 +276,16 @@ def _engine(
     moments: bool,
 ) -> engine.CohortEngine:
     setup, training = fed.setup, fed.require_compiled("fit")
-    bound_to = deployment
+    key_context = deployment
     if fed.mechanism.trust_model != TrustModel.LOCAL:
-        bound_to = dataclasses.replace(deployment, rounds=None, max_participations=None)
-    cache_key = training, bound_to, clients.element_spec, moments
+        key_context = dataclasses.replace(
+            deployment, rounds=None, max_participations=None
+        )
+    cache_key = training, key_context, clients.element_spec, moments
     if fed.engine is not None and fed.engine.cache_key == cache_key:
         return fed.engine
     with locate_features_errors(fed.model, clients):
-        made = engine.CohortEngine(
+        cohort_engine = engine.CohortEngine(
             model=fed.model,
             training=training,
             mechanism=fed.mechanism,
@@ -292,8 +297,8 @@ def _engine(
             max_parallel_clients=setup.max_parallel_clients,
             batch_size=plan.batch_size,
         )
-    made.cache_key = cache_key
-    return made
+    cohort_engine.cache_key = cache_key
+    return cohort_engine
 
 
 def conform(
@@ -343,15 +348,15 @@ def conform_all(
     if clients.is_streamed or not failed or conformed.client_sizes().any():
         check = labels.IndexCheck(model, conformed.element_spec[0])
         return check.check_clients(conformed)
-    place = failed[0].position
-    client = clients.take([place])
+    position = failed[0].position
+    client = clients.take([position])
     x, y = client.element_spec[0], nests.labels_of(client.element_spec[1])
     # A more detailed error, if it cannot quote a name that the client may have chosen.
     if isinstance(x, tf.TensorSpec) and isinstance(y, tf.TensorSpec):
         with locate_features_errors(model, client):
             x, y = map(trainer.zeros_like_batch, (x, y))
             labels.ranges([y], _outputs(model, training, model(x)))
-    error, name = failed[0].error, clients.client_ids[place]
+    error, name = failed[0].error, clients.client_ids[position]
     raise type(error)(f"clients (client {name!r}): {error}") from error
 
 
@@ -373,8 +378,8 @@ def _features_of(model: tf.keras.Model) -> tuple[nests.Nest, list[str]]:
         names = [leaf.name.partition(":")[0] for leaf in leaves]
         return tf.nest.pack_sequence_as(inputs, specs), names
     # A subclassed model knows the shapes that it was built with, but not the dtypes.
-    built: Any = getattr(model, "get_build_config", dict)() or {}
-    shapes: Any = built.get("input_shape")
+    build_config: Any = getattr(model, "get_build_config", dict)() or {}
+    shapes: Any = build_config.get("input_shape")
     is_one = isinstance(shapes, tuple) and not any(map(np.iterable, shapes))
     parts: Any = shapes if isinstance(shapes, dict) else {"": is_one and shapes}
     for dtype in tf.float32, tf.int64:
@@ -403,8 +408,10 @@ def _outputs(
     compiled, _ = keras_versions.compiled_loss_and_metrics(
         model, training.loss, None, training.loss_weights, None
     )
-    places = tf.nest.pack_sequence_as(predicted, range(len(flat)))
-    return keras_versions.labels_and_outputs(training.loss, compiled, places, predicted)
+    indices = tf.nest.pack_sequence_as(predicted, range(len(flat)))
+    return keras_versions.labels_and_outputs(
+        training.loss, compiled, indices, predicted
+    )
 
 
 def _labels_of(
@@ -415,8 +422,8 @@ def _labels_of(
     if {"crossentropy", "ce"}.intersection(map(str, tf.nest.flatten(training.loss))):
         return None, None  # Keras decides by the labels themselves.
     outputs = _outputs(model, training, predicted)
-    found = {place: labels.spec_for(loss, output) for place, output, loss in outputs}
-    specs = [found.get(place) for place in range(len(flat))]
+    by_index = {index: labels.spec_for(loss, output) for index, output, loss in outputs}
+    specs = [by_index.get(index) for index in range(len(flat))]
     if not all(spec is not None and spec.shape.is_fully_defined() for spec in specs):
         return None, None
     weight = None
@@ -436,18 +443,18 @@ def check_features(
     except Exception as error:  # A layer's own code can raise any error.
         # (It was called on zeros, so the message cannot quote a client's example.)
         inputs = getattr(model, "inputs", None) or ()  # A subclassed model has none.
-        takes = "".join(
+        expected = "".join(
             f", {tf.as_dtype(leaf.dtype).name}{list(leaf.shape[1:])}" for leaf in inputs
         )
         got = nests.describe_spec(spec)
-        if takes == f", {got}":  # The features fit, so the model itself is at fault.
+        if expected == f", {got}":  # The features fit, so the model itself is at fault.
             raise nests.ExamplesValueError(
                 f"model must be one that can be called on {argument}, of {got} for "
                 f"each example{whose}, got a {type(error).__name__} on zeros: "
                 f"{' '.join(str(error).split())}"
             ) from error
         raise nests.ExamplesValueError(
-            f"{argument} must have features that the model takes{takes}, got "
+            f"{argument} must have features that the model takes{expected}, got "
             f"{got} for each example{whose}."
         ) from error
 
@@ -457,10 +464,10 @@ def locate_features_errors(
     model: tf.keras.Model, clients: FederatedDataset, argument: str = "clients"
 ) -> Iterator[None]:
     """Checks the features; inside the block, errors about examples name a client."""
-    place = 0
+    position = 0
     if not clients.is_streamed:
-        place = int(np.argmax(clients.client_sizes() > 0))
-    whose = f"client {clients.client_ids[place]!r}"
+        position = int(np.argmax(clients.client_sizes() > 0))
+    whose = f"client {clients.client_ids[position]!r}"
     check_features(model, clients.element_spec[0], argument, f" of {whose}")
     try:
         yield

@@ -34,7 +34,7 @@ from tfdp_fl.keras.federated_training import FederatedTraining
 from tfdp_fl.terms import Json, TrustModel
 
 # Values shown only if they are not zero.
-_RARE = ("abandoned_rounds", "discarded_clients", "failed_clients")
+_SHOWN_IF_NONZERO = ("abandoned_rounds", "discarded_clients", "failed_clients")
 # Progress shows the model's quality and its cost; the rest is in `History`.
 _HIDDEN = (
     *("between_client_variance", "client_noise_stddev", "clip_norm", "cohort_size"),
@@ -62,7 +62,7 @@ class RoundLoop:
         self.run, self.engine = fed.require_trained("fit")
         self.setup = fed.setup
         # The model before any callback was called; None after the first round.
-        self._begun_with: bytes | None = _weights(fed.model)
+        self._initial_weights: bytes | None = _weights(fed.model)
         self.federated = [
             callback
             for callback in self.callbacks
@@ -71,8 +71,10 @@ class RoundLoop:
         if self.setup.target is not None:
             self.federated.append(KeepTarget(self.setup.target))
         for callback in self.federated:
-            other = callback.federated_model
-            if other not in (None, fed) and federated_training.is_fitting(other.model):
+            previous_model = callback.federated_model
+            if previous_model not in (None, fed) and federated_training.is_fitting(
+                previous_model.model
+            ):
                 raise RuntimeError(
                     f"callbacks must not have the {type(callback).__name__} of a fit "
                     "that is running: give each model callbacks of its own."
@@ -129,16 +131,16 @@ class RoundLoop:
     def _round_with_callbacks(self, round_index: int) -> dict[str, float]:
         self.keras_callbacks.on_epoch_begin(round_index)
         self.keras_callbacks.on_train_batch_begin(0)
-        begun_with, self._begun_with = self._begun_with, None
-        if begun_with is not None and _weights(self.fed.model) != begun_with:
+        initial, self._initial_weights = self._initial_weights, None
+        if initial is not None and _weights(self.fed.model) != initial:
             raise ValueError(
                 "callbacks must not change the model's weights before the first round "
                 "of a fit: the cost of those weights is unknown. Set public weights "
                 "before fit; to continue an interrupted run, use "
                 "tfdp_fl.callbacks.RoundCheckpoint and fit(resume_from=directory)."
             )
-        with contextlib.ExitStack() as whole:
-            logs = self._round(whole)
+        with contextlib.ExitStack() as round_stack:
+            logs = self._round(round_stack)
             self._validate_and_call(round_index, logs)
         return logs
 
@@ -152,8 +154,10 @@ class RoundLoop:
                 self.delta, self.setup.accountant, coarse=not is_last
             )
         self.keras_callbacks.on_train_batch_end(0, logs)
-        done = run.rounds - run.plan.first_round
-        if validation.data is not None and (is_last or done % validation.every == 0):
+        num_done = run.rounds - run.plan.first_round
+        if validation.data is not None and (
+            is_last or num_done % validation.every == 0
+        ):
             logs.update(validation.evaluate(self.fed.model))
         for callback in self.federated:
             callback.on_round_released(round_index, logs)
@@ -161,12 +165,12 @@ class RoundLoop:
 
     # The round itself: `algorithm.FrontEnd`.
 
-    def _round(self, whole: contextlib.ExitStack) -> dict[str, float]:
+    def _round(self, round_stack: contextlib.ExitStack) -> dict[str, float]:
         """Runs a round; returns its logs.
 
-        `whole` is closed after the round's callbacks were called.
+        `round_stack` is closed after the round's callbacks were called.
         """
-        self._whole = whole
+        self._round_stack = round_stack
         released = algorithm.run_round(self)
         is_abandoned = released is None
         if released is None:
@@ -204,8 +208,8 @@ class RoundLoop:
 
     def pays_first(self, cohort: sampling.Cohort) -> bool:
         """See `algorithm.FrontEnd`."""
-        charged = cohort.participation.charge_if_abandoned
-        return charged or self.run.spending.by_client
+        is_charged = cohort.participation.charge_if_abandoned
+        return is_charged or self.run.spending.by_client
 
     def collect(self, cohort: sampling.Cohort) -> PendingRound:
         """See `algorithm.FrontEnd`."""
@@ -223,7 +227,7 @@ class RoundLoop:
     def abandon(self, cohort: sampling.Cohort) -> None:
         """See `algorithm.FrontEnd`."""
         run = self.run
-        self._whole.enter_context(_signals.defer_signals())
+        self._round_stack.enter_context(_signals.defer_signals())
         run.sampler.abandon(cohort)
         if run.spending.by_client:
             run.caveats.add("rounds_abandoned_charged")
@@ -233,48 +237,52 @@ class RoundLoop:
 
     def _cost(self, pending: PendingRound | None) -> RoundCharge:
         """Returns what the round costs, by whose noise is in it; None: everybody's."""
-        with_noise = len(self._inputs.positions)
+        num_with_noise = len(self._inputs.positions)
         if pending is not None:
-            with_noise -= self._failed + pending.without_noise
-        return self.run.cost(self._inputs.round_index, with_noise)
+            num_with_noise -= self._failed + pending.without_noise
+        return self.run.cost(self._inputs.round_index, num_with_noise)
 
     def charge(
         self, cohort: sampling.Cohort, pending: PendingRound | None = None
     ) -> Charge:
         """See `algorithm.FrontEnd`."""
-        run, spending, inputs = self.run, self.run.spending, self._inputs
+        run, account, inputs = self.run, self.run.spending, self._inputs
         if pending is not None:
             # Broken off later, a round would be charged and not released, or
             # released and not in the history.
-            self._whole.enter_context(_signals.defer_signals())
+            self._round_stack.enter_context(_signals.defer_signals())
         cost = self._cost(pending)
         details: Json = {
             "noise_multiplier": inputs.noise_multiplier,
             "noise_generator": self.setup.noise_generator,
         }
 
-        def ask(asked: Charge) -> None:
+        def ask(request: Charge) -> None:
             federated_training.mark_owner(self.fed, self.engine.server.variables)
             if not self._is_allowed(inputs.round_index):
                 raise BudgetExceededError
-            told = {"cohort_size": asked.cohort_size, "local": asked.local, **details}
+            all_details = {
+                "cohort_size": request.cohort_size,
+                "local": request.local,
+                **details,
+            }
             for callback in self.federated:
-                callback.on_round_charged(inputs.round_index, cost, told)
+                callback.on_round_charged(inputs.round_index, cost, all_details)
 
         budgets = [e.budget for e in self.federated if isinstance(e, PrivacyBudget)]
         options: Json = {
             **{"budgets": budgets, "ask": ask},
             **{"positions": inputs.positions, "mu_squared": run.mu_squared},
         }
-        if pending is not None and spending.by_client:
+        if pending is not None and account.by_client:
             options = {}  # The clients have paid first.
         if pending is None:
             if run.paid_first == inputs.round_index:
                 run.caveats.add("rounds_charged_twice")
             run.paid_first = inputs.round_index
-        before = spending.rounds
+        rounds_before = account.rounds
         try:
-            paid = spending.charge(
+            paid = account.charge(
                 cost,
                 **options,
                 round_index=inputs.round_index,
@@ -285,12 +293,12 @@ class RoundLoop:
             raise _BudgetSpentError from error
         except BaseException:
             # One ledger may already hold the charge when another one fails.
-            if spending.rounds > before:
+            if account.rounds > rounds_before:
                 run.caveats.add("rounds_charged_twice")
             raise
         finally:
             is_new = run.populations[-1:] != [run.population]
-            if spending.rounds > before and is_new:
+            if account.rounds > rounds_before and is_new:
                 run.populations.append(run.population)
         return paid
 
@@ -299,7 +307,7 @@ class RoundLoop:
     ) -> dict[str, float]:
         """See `algorithm.FrontEnd`: updates the model with the paid release."""
         run = self.run
-        self._whole.enter_context(_signals.defer_signals())
+        self._round_stack.enter_context(_signals.defer_signals())
         if self.pays_first(cohort) and paid.cost != self._cost(pending):
             # Without the noise of those who failed, the model tells more.
             paid = self.charge(cohort, pending)
@@ -315,33 +323,35 @@ class RoundLoop:
         if self.audit is not None:
             self.audit.observe_release()
         if self._failed:
-            planned = run.spending.trust_model == TrustModel.CENTRAL
-            run.caveats.add(f"{'' if planned else 'local_'}clients_excluded")
+            is_central = run.spending.trust_model == TrustModel.CENTRAL
+            run.caveats.add(f"{'' if is_central else 'local_'}clients_excluded")
         return released
 
     def _count_failed(self, pending: PendingRound) -> int:
         """Aggregates securely if set; reports and returns how many clients failed."""
-        groups: tuple[int, ...] = ()
+        members: tuple[int, ...] = ()
         if self.setup.secure_aggregation is not None:
-            groups = secure_sum.sum_securely(
+            members = secure_sum.sum_securely(
                 self.engine, pending, self.setup.secure_aggregation
             )
-        number = f"Round {pending.inputs.round_index + 1}:"
+        prefix = f"Round {pending.inputs.round_index + 1}:"
         aborts = self.setup.aborts_on_failure
-        what = "the round is abandoned" if aborts else "the round goes on without them"
+        consequence = (
+            "the round is abandoned" if aborts else "the round goes on without them"
+        )
         if pending.failures:
             first = pending.failures[0]
             name = self.clients.client_ids[first.position]
             self.fed.say(
-                f"{number} the data of {_clients(len(pending.failures))} could not be "
-                f"read; {what}. Client {name!r}: {first.reason}"
+                f"{prefix} the data of {_clients(len(pending.failures))} could not be "
+                f"read; {consequence}. Client {name!r}: {first.reason}"
             )
-        if groups:
+        if members:
             self.fed.say(
-                f"{number} secure aggregation failed for {_clients(len(groups))}; "
-                f"their updates were not sent, and {what}."
+                f"{prefix} secure aggregation failed for {_clients(len(members))}; "
+                f"their updates were not sent, and {consequence}."
             )
-        return len(pending.failures) + len(groups)
+        return len(pending.failures) + len(members)
 
 
 def _clients(number: int) -> str:
@@ -368,22 +378,22 @@ def _progress(verbose: int, first_round: int, last_round: int) -> Any:
         bar = tf.keras.utils.Progbar(last_round - first_round, unit_name="round")
 
     def show(done: int, logs: dict[str, float], seconds: float) -> None:
-        shown = {
+        visible = {
             name: value
             for name, value in logs.items()
             if name not in _HIDDEN
             and not math.isnan(value)
-            and (value or name not in _RARE)
+            and (value or name not in _SHOWN_IF_NONZERO)
         }
         if bar is not None:
-            bar.stateful_metrics = {*shown}
-            if "epsilon" in shown:
-                shown["epsilon"] = round_up_for_bar(shown["epsilon"])
-            bar.update(done - first_round, shown.items())
+            bar.stateful_metrics = {*visible}
+            if "epsilon" in visible:
+                visible["epsilon"] = round_up_for_bar(visible["epsilon"])
+            bar.update(done - first_round, visible.items())
         elif verbose:
             values = "".join(
                 f" - {name}: {format_up(v) if name == 'epsilon' else f'{v:.4g}'}"
-                for name, v in shown.items()
+                for name, v in visible.items()
             )
             print(f"Round {done}/{last_round} - {seconds:.2f}s{values}", flush=True)
 

@@ -46,15 +46,15 @@ class Attempts:
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        self._taken = 0
+        self._num_taken = 0
         self._entropy: tuple[int, ...] = ()
 
     def take(self) -> Attempt:
         """Returns an attempt that is never returned again."""
         if os.getpid() != self._process:
             self.renew()
-        self._taken += 1
-        return (self._taken - 1, *self._entropy)
+        self._num_taken += 1
+        return (self._num_taken - 1, *self._entropy)
 
     def renew(self) -> None:
         """Makes all later attempts different from those of any other process."""
@@ -89,7 +89,7 @@ Population = tuple[int, str]
 Charges = list[tuple[accounting.RoundCharge, int]]
 
 # Attributes that a checkpoint stores unchanged.
-_PLAIN = (
+_STORED_ATTRIBUTES = (
     *("run_id", "rounds", "populations", "known_ledgers", "log_names"),
     *("held_out", "windows"),
 )
@@ -198,9 +198,9 @@ class Run:
         if validates:
             self.caveats.add("validation_data_not_covered")
         # A charged round may have been released, even if it was interrupted.
-        begun = self.rounds or self.spending.rounds
-        goes_on = not begun or self.held_out == held_out
-        self.held_out = held_out if goes_on else ""
+        has_begun = self.rounds or self.spending.rounds
+        is_continued = not has_begun or self.held_out == held_out
+        self.held_out = held_out if is_continued else ""
 
     def remember_norms(self, positions: np.ndarray, norms: np.ndarray | None) -> None:
         """Advances clients' windows by one round; a norm is NaN without an answer."""
@@ -217,9 +217,9 @@ class Run:
 
         (See `PrivacyAccount.state`.)
         """
-        memory = tf.nest.flatten(self.mechanism_state)
+        leaves = tf.nest.flatten(self.mechanism_state)
         return {
-            **{name: getattr(self, name) for name in _PLAIN},
+            **{name: getattr(self, name) for name in _STORED_ATTRIBUTES},
             "plan": dataclasses.asdict(self.plan),
             "calibration": (self.deployment.rounds, self.deployment.max_participations),
             "caveats": sorted(self.caveats),
@@ -228,7 +228,7 @@ class Run:
                 self.setup.mechanism.max_participations is not None, ledger
             ),
             "cohort_sizes": [*self.cohort_sizes.items()],
-            "mechanism_state": [tf.convert_to_tensor(v).numpy() for v in memory],
+            "mechanism_state": [tf.convert_to_tensor(v).numpy() for v in leaves],
         }
 
     @classmethod
@@ -243,18 +243,18 @@ class Run:
         # A copy, so that a later failure leaves the previous run unchanged.
         sampler = copy.deepcopy(prepared.sampler)
         sampler.restore(state["sampler"])
-        plain = {name: state[name] for name in _PLAIN}
-        plain["populations"] = [(n, ids) for n, ids in state["populations"]]
-        spending = account_lib.PrivacyAccount.from_state(state["spending"])
-        known = plain.pop("known_ledgers")
-        spending.known_ledgers = {**prepared.known_ledgers, **known}
+        attributes = {name: state[name] for name in _STORED_ATTRIBUTES}
+        attributes["populations"] = [(n, ids) for n, ids in state["populations"]]
+        account = account_lib.PrivacyAccount.from_state(state["spending"])
+        known_ledgers = attributes.pop("known_ledgers")
+        account.known_ledgers = {**prepared.known_ledgers, **known_ledgers}
         return dataclasses.replace(
             prepared,
-            **plain,
+            **attributes,
             sampler=sampler,
             caveats=set(state["caveats"]),
             cohort_sizes=collections.Counter(dict(state["cohort_sizes"])),
-            spending=spending,
+            spending=account,
             mechanism_state=tf.nest.pack_sequence_as(prepared.mechanism_state, values),
         )
 
@@ -271,8 +271,8 @@ class Run:
         limit = self.setup.mechanism.max_participations
         if limit is None:
             return positions
-        times = self.spending.per_client.participations[positions]
-        return positions[times < limit]
+        participations = self.spending.per_client.participations[positions]
+        return positions[participations < limit]
 
     def cost(
         self, round_index: int, answered: int | None = None
@@ -312,16 +312,16 @@ class Run:
         """
         mu_squared, clients = self.mu_squared, self.spending.per_client
         elsewhere = self.spending.mu_squared_elsewhere
-        most = self.setup.mechanism.max_participations
+        max_participations = self.setup.mechanism.max_participations
         if not isinstance(self.sampler, sampling.PassSampler):
             return elsewhere + clients.max_mu_squared_after_draws(
-                rounds, mu_squared, most
+                rounds, mu_squared, max_participations
             )
         ahead = range(self.rounds, self.rounds + rounds)
-        head, whole, tail = self.sampler.split(ahead)
-        planned = [*map(self.sampler.plan_cohort, (*head, *tail))]
+        head, num_passes, tail = self.sampler.split(ahead)
+        cohorts = [*map(self.sampler.plan_cohort, (*head, *tail))]
         return elsewhere + clients.max_mu_squared_after_cohorts(
-            planned, mu_squared, most, whole
+            cohorts, mu_squared, max_participations, num_passes
         )
 
     def charges_ahead(self) -> Callable[[int, int], Charges]:
@@ -332,13 +332,13 @@ class Run:
         """
         mechanism, sampler = self.setup.mechanism, self.sampler
         steady = is_steady(mechanism)
-        given = mechanism.noise_multiplier, self.setup.clients_per_round
-        constant = steady and all(map(schedules.is_constant, given))
-        places: dict[Any, int] = {}
-        kinds: list[accounting.RoundCharge] = []
-        numbers: list[int] = []  # Each coming round's index into `kinds`.
+        values = mechanism.noise_multiplier, self.setup.clients_per_round
+        constant = steady and all(map(schedules.is_constant, values))
+        index_of: dict[Any, int] = {}
+        costs: list[accounting.RoundCharge] = []
+        indices: list[int] = []  # Each coming round's index into `costs`.
 
-        def number_of(ahead: int) -> int:
+        def cost_index(ahead: int) -> int:
             index: Any = self.rounds + ahead
             # (The next round's cohort may already be drawn.)
             if ahead and steady and not isinstance(sampler, sampling.PassSampler):
@@ -346,26 +346,26 @@ class Run:
                     mechanism.noise_multiplier_at(index),
                     sampler.expected_cohort_size(index),
                 )
-            if index not in places:
+            if index not in index_of:
                 cost = self.cost(self.rounds + ahead)
-                if cost not in places:
-                    places[cost] = len(kinds)
-                    kinds.append(cost)
-                places[index] = places[cost]
-            return places[index]
+                if cost not in index_of:
+                    index_of[cost] = len(costs)
+                    costs.append(cost)
+                index_of[index] = index_of[cost]
+            return index_of[index]
 
         def charges(first: int, end: int) -> Charges:
             if constant and end > first:
                 rounds = range(self.rounds + first, self.rounds + end)
                 planned = collections.Counter([self.cost(rounds[0])])
                 event = mechanism.round_event(self.rounds + 1, self.deployment)
-                for kind, count in sampler.charges(rounds[1:], event):
-                    planned[kind] += count
+                for charge, count in sampler.charges(rounds[1:], event):
+                    planned[charge] += count
                 return [*planned.items()]
-            numbers.extend(map(number_of, range(len(numbers), end)))
-            times = np.bincount(np.array(numbers[first:end], np.int64))
-            found = np.flatnonzero(times).tolist()
-            return [(kinds[number], int(times[number])) for number in found]
+            indices.extend(map(cost_index, range(len(indices), end)))
+            counts = np.bincount(np.array(indices[first:end], np.int64))
+            present = np.flatnonzero(counts).tolist()
+            return [(costs[i], int(counts[i])) for i in present]
 
         return charges
 
@@ -383,8 +383,8 @@ class Run:
             if self.spending.by_client:
                 spent = self._mu_squared_after(count)
                 return accounting.epsilon_of_mu_squared(spent, delta)
-            before = max(known for known in composed if known <= count)
-            after = composed[before].with_charges(*charges(before, count))
+            previous = max(n for n in composed if n <= count)
+            after = composed[previous].with_charges(*charges(previous, count))
             composed[count] = after
             return after.epsilon(delta, accountant or self.setup.accountant)
 
@@ -396,5 +396,7 @@ def is_steady(mechanism: Any) -> bool:
 
     This is not known of correlated noise or of a user-defined mechanism.
     """
-    ours = type(mechanism).round_event.__module__.startswith("tfdp_fl.mechanisms.")
-    return ours and not mechanism.min_separation
+    is_built_in = type(mechanism).round_event.__module__.startswith(
+        "tfdp_fl.mechanisms."
+    )
+    return is_built_in and not mechanism.min_separation

@@ -202,9 +202,9 @@ def may_abandon(
     return aborts or secure_aggregation is not None
 
 
-def refuse_arguments(method: str, given: Iterable[str]) -> None:
+def refuse_arguments(method: str, names: Iterable[str]) -> None:
     """Raises TypeError for arguments that `fit` or `compile` does not accept."""
-    for name in given:
+    for name in names:
         hint = f"; give {_INSTEAD[name]}" if name in _INSTEAD else ""
         raise TypeError(f"{method} takes no {name}{hint}.")
 
@@ -212,17 +212,17 @@ def refuse_arguments(method: str, given: Iterable[str]) -> None:
 def resolve_optimizer(**given: Any) -> Any:
     """Resolves an argument as Keras's `compile` does, or raises ValueError."""
     ((argument, value),) = given.items()
-    get, usual = _OF_KERAS[argument.removeprefix("server_").removeprefix("weighted_")]
-    found = None
+    get, kind = _OF_KERAS[argument.removeprefix("server_").removeprefix("weighted_")]
+    resolved = None
     if value is not None:  # For None, Keras uses RMSprop, or nothing at all.
         with contextlib.suppress(TypeError, ValueError, KeyError):
-            found = get(value)
-    if found is None or isinstance(found, str):  # Keras 2 returns it unchanged.
+            resolved = get(value)
+    if resolved is None or isinstance(resolved, str):  # Keras 2 returns it unchanged.
         raise ValueError(
-            f"{argument} must be one of Keras's own names (such as {usual}) or an "
+            f"{argument} must be one of Keras's own names (such as {kind}) or an "
             f"object of Keras's, got {value!r}."
         )
-    return found
+    return resolved
 
 
 def check_names(**given: Any) -> None:

@@ -104,9 +104,9 @@ class AdditiveSecretSharing:
         # Every value may be rounded up by half a step, and -2^(bits-1) has no
         # positive twin: that much of the range stays free.
         capacity = 2.0 ** min(self.bits - 1, _FLOAT64_DIGITS)
-        free = capacity - self.max_participants / 2 - 1
+        usable = capacity - self.max_participants / 2 - 1
         largest = self.max_participants * self.max_share_value
-        return 2.0 ** -math.floor(math.log2(free / largest))
+        return 2.0 ** -math.floor(math.log2(usable / largest))
 
     @property
     def share_dtype(self) -> np.dtype:
@@ -179,8 +179,8 @@ class AdditiveSecretSharing:
         encoded = value.astype(np.float64)
         magnitude = np.max(np.abs(encoded), initial=0.0)
         if not magnitude <= self.max_share_value:
-            bad = ~(np.abs(encoded) <= self.max_share_value)
-            index = tuple(int(i) for i in np.argwhere(bad)[0])
+            exceeds = ~(np.abs(encoded) <= self.max_share_value)
+            index = tuple(int(i) for i in np.argwhere(exceeds)[0])
             raise ValueError(
                 f"{name} holds {encoded[index].item()!r} at index {index}, and "
                 "only magnitudes up to max_share_value="

@@ -263,8 +263,8 @@ class Silo:
             f"{_guarantee(self.target.epsilon, self.target.delta)}. Somebody who is in "
             "this silo and in another one that has spent as much has "
             f"{_guarantee(2 * spent, 2 * delta)}. Not covered: whether this silo "
-            "answers at all, which it does not if its table does not fit or has other people "
-            "than before."
+            "answers at all, which it does not if its table does not fit or has other "
+            "people than before."
         )
         if lost:
             text += (

@@ -21,7 +21,7 @@ from tfdp_fl.keras.training_setup import PrivacyTarget
 from tfdp_fl.terms import Json
 
 # How many rounds to ask a budget about first; few runs have more.
-_TRIED_FIRST = 2**12
+_FIRST_GUESS = 2**12
 
 
 class FederatedCallback(tf.keras.callbacks.Callback):
@@ -105,10 +105,10 @@ def callback_session(
 ) -> Iterator[None]:
     """Calls `on_rounds_planned` first, and `on_fit_end` however the block ends."""
     suppressed: tuple[type[Exception], ...] = (Exception,)
-    untold = [*reversed(callbacks)]
+    remaining = [*reversed(callbacks)]
     try:
         # Everything that a ledger lists counts against every budget.
-        for callback in sorted(callbacks, key=lambda one: one.order):
+        for callback in sorted(callbacks, key=lambda c: c.order):
             callback.on_rounds_planned(first_round, last_round)
         yield
         suppressed = ()
@@ -118,29 +118,29 @@ def callback_session(
         # a signal may arrive before the first one defers signals. No callback is told
         # twice.
         try:
-            _tell_all(untold, suppressed)
+            _end_all(remaining, suppressed)
         finally:
-            _tell_all(untold, suppressed)
+            _end_all(remaining, suppressed)
 
 
-def _tell_all(
-    untold: list[FederatedCallback], suppressed: tuple[type[Exception], ...]
+def _end_all(
+    remaining: list[FederatedCallback], suppressed: tuple[type[Exception], ...]
 ) -> None:
     with (
         _signals.defer_signals(),
         contextlib.suppress(*suppressed),
-        contextlib.ExitStack() as ending,
+        contextlib.ExitStack() as stack,
     ):
-        while untold:
-            ending.callback(untold.pop().on_fit_end)
+        while remaining:
+            stack.callback(remaining.pop().on_fit_end)
 
 
 def check_callbacks(callbacks: Any) -> list[tf.keras.callbacks.Callback]:
     """Returns `fit`'s callbacks as a list; raises an error for unsuitable ones."""
-    given = [callbacks]
+    result = [callbacks]
     if callbacks is None or isinstance(callbacks, Iterable):
-        given = list(callbacks or [])
-    for callback in given:
+        result = list(callbacks or [])
+    for callback in result:
         if not isinstance(callback, tf.keras.callbacks.Callback):
             raise TypeError(
                 "callbacks must be a list of tf.keras.callbacks.Callback, got a "
@@ -153,7 +153,7 @@ def check_callbacks(callbacks: Any) -> list[tf.keras.callbacks.Callback]:
                 "made them. Use tfdp_fl.callbacks.RoundCheckpoint(directory), and "
                 "fit(resume_from=directory) to go on."
             )
-    return given
+    return result
 
 
 class PrivacyBudget(FederatedCallback):
@@ -190,26 +190,26 @@ class PrivacyBudget(FederatedCallback):
 
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
         """Tells the user at the start if the budget will not last for all rounds."""
-        fed, asked = self.federated_model, last_round - first_round
+        fed, num_rounds = self.federated_model, last_round - first_round
         self.stopped_before_round = None
         # Read this first, as another thread may charge an evaluation at any time.
         version = fed.run.spending.version
-        ahead = fed.run.charges_ahead()
-        cost = fed.run.epsilon_after(self.delta, self.accountant, ahead)
+        charges_ahead = fed.run.charges_ahead()
+        cost = fed.run.epsilon_after(self.delta, self.accountant, charges_ahead)
         allowed = planning.largest_affordable(
-            cost, self.budget.epsilon, asked, _TRIED_FIRST
+            cost, self.budget.epsilon, num_rounds, _FIRST_GUESS
         )
         # Abandoned rounds cost nothing, so more rounds than this may be allowed.
-        charges = collections.Counter(dict(ahead(0, allowed)))
+        charges = collections.Counter(dict(charges_ahead(0, allowed)))
         fed.run.spending.note_allowed(self.budget, version, charges)
-        if allowed < asked:
+        if allowed < num_rounds:
             # Only samplers that make passes know the clients of later cohorts.
-            in_passes = isinstance(fed.run.sampler, sampling.PassSampler)
-            at_least = fed.run.spending.by_client and not in_passes
+            knows_cohorts = isinstance(fed.run.sampler, sampling.PassSampler)
+            at_least = fed.run.spending.by_client and not knows_cohorts
             self._say_what_is_allowed(
                 f"{self._name}: epsilon={format_up(self.epsilon)} at delta="
                 f"{format_up(self.delta)} "
-                f"allows {'at least ' * at_least}{allowed} of the {asked} rounds "
+                f"allows {'at least ' * at_least}{allowed} of the {num_rounds} rounds "
                 f"asked for; training {'may' if at_least else 'will'} end after those."
             )
 
@@ -241,10 +241,10 @@ class PrivacyBudget(FederatedCallback):
         fed = self.federated_model
         after = fed.run.spending.epsilon_with(self.budget, charge)
         if after > self.budget.epsilon:
-            most = format_up(self.epsilon)
+            limit = format_up(self.epsilon)
             raise ValueError(
                 f"private would bring epsilon to {format_up(after)} at delta="
-                f"{format_up(self.delta)}, above the epsilon={most} of the "
+                f"{format_up(self.delta)}, above the epsilon={limit} of the "
                 f"{self._name}: raise its noise_multiplier, or train fewer rounds. "
                 "Nothing was evaluated."
             )
@@ -265,10 +265,10 @@ class KeepTarget(PrivacyBudget):
 
     def _say_what_is_allowed(self, message: str) -> None:
         fed = self.federated_model
-        planned, (size, _) = fed.setup.target.num_clients, fed.run.population
-        if size < planned:
+        declared, (size, _) = fed.setup.target.num_clients, fed.run.population
+        if size < declared:
             message += (
-                f" There are {size} clients, fewer than the num_clients={planned} "
+                f" There are {size} clients, fewer than the num_clients={declared} "
                 "that make_private was given (validation_split holds some out)."
             )
         warnings.warn(message, RuntimeWarning, stacklevel=4)

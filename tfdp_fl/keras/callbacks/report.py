@@ -27,7 +27,7 @@ _CHARTS = {
 
 # Settings that only checkpoints may hold. If clients have no names, the digest covers
 # their data: anyone who knows all others' data could use it to find one client's.
-_SECRET = ("seed", checkpoint.CLIENTS_DIGEST)
+_SECRET_SETTINGS = ("seed", checkpoint.CLIENTS_DIGEST)
 
 # Labels of settings whose name, without underscores, is not clear enough.
 _LABELS = {
@@ -119,7 +119,7 @@ class Report(FederatedCallback):
         fed = self.federated_model
         facts = fed.privacy_statement(self.delta, "dict")
         settings = checkpoint.settings(fed, fed.run.population, fed.run.plan)
-        for name in _SECRET:
+        for name in _SECRET_SETTINGS:
             settings.pop(name, None)
         if settings.get("grad_clip", 0) < 0:
             del settings["grad_clip"]
@@ -163,8 +163,8 @@ class Report(FederatedCallback):
             return None
         charts = []
         for title, names in _CHARTS.items():
-            drawn = figure.Figure(figsize=(5, 3.2), layout="constrained")
-            axes = drawn.add_subplot(title=title, xlabel="round")
+            chart = figure.Figure(figsize=(5, 3.2), layout="constrained")
+            axes = chart.add_subplot(title=title, xlabel="round")
             for name, label in names.items():
                 points = self._series(name)
                 if points:
@@ -176,7 +176,7 @@ class Report(FederatedCallback):
             axes.grid(alpha=0.3)
             axes.legend(fontsize=8)
             stream = io.StringIO()
-            drawn.savefig(stream, format="svg", metadata={"Date": None})
+            chart.savefig(stream, format="svg", metadata={"Date": None})
             svg = stream.getvalue()
             charts.append(svg[svg.index("<svg") :])
         return charts
