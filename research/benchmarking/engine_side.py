@@ -139,7 +139,7 @@ class EngineSide:
           memory that this process has taken at its peak.
         """
         if whole_tables:
-            lookups._LEAST_ELEMENTS = np.inf
+            lookups._MIN_ELEMENTS = np.inf
         work = {**workloads.WORKLOADS, **workloads.EMBEDDINGS}[workload]
         clients = self._clients(work, population)
         runtime = None

@@ -79,7 +79,7 @@ def _keras(
         y = np.full([1, 1], 1e6, np.float32)
         spec = tf.TensorSpec([size], tf.float32), tf.TensorSpec([1], tf.float32)
         worthwhile = cohorts.side_by_side(beside)
-        batches = mock.patch.object(devices, "clients_at_once", lambda *_: at_once)
+        batches = mock.patch.object(devices, "clients_per_call", lambda *_: at_once)
         with worthwhile, batches:
             workers = runtime() if runtime else None
             for updates in rounds:

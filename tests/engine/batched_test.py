@@ -148,10 +148,10 @@ def test_everything_is_computed_where_the_model_is():
 def test_anything_else_than_a_cpu_batches():
     gpu, small = "/device:GPU:0", cohorts.mlp()
     assert devices.default_parallel_clients(gpu) == 1
-    assert devices.clients_at_once("/device:CPU:0", small, 63, 5) is None
+    assert devices.clients_per_call("/device:CPU:0", small, 63, 5) is None
     with mock.patch.object(devices, "_device_bytes", lambda _: 2.0**20):
-        assert devices.clients_at_once(gpu, small, 63, 5) > 50
-        assert devices.clients_at_once(gpu, small, 10**9, 5) == 1
+        assert devices.clients_per_call(gpu, small, 63, 5) > 50
+        assert devices.clients_per_call(gpu, small, 10**9, 5) == 1
 
 
 def test_where_batches_cannot_be_traced_what_takes_their_place_is():

@@ -82,7 +82,7 @@ def make_engine(
     )
     how = {"training": made, "deployment": deployment, **usual, **options}
     spec = dataset.element_spec
-    with mock.patch.object(devices, "clients_at_once", lambda *_: at_once):
+    with mock.patch.object(devices, "clients_per_call", lambda *_: at_once):
         return engine.CohortEngine(model=model, element_spec=spec, **how)
 
 

@@ -85,7 +85,7 @@ def _model(kind="plain"):
 
 
 def _engine(dataset, model, least=1, **options):
-    with mock.patch.object(lookups, "_LEAST_ELEMENTS", least):
+    with mock.patch.object(lookups, "_MIN_ELEMENTS", least):
         return cohorts.make_engine(model, dataset, loss="mse", **options)
 
 

@@ -97,7 +97,7 @@ _DECOMPOSITIONS = ("Eig", "SelfAdjointEigV2", "Svd")
 # Its threads add weights in any order. That is harmless for counts, which are integers.
 _ADDS_IN_ANY_ORDER = "DenseBincount"
 # It has two outputs besides its gradients, and writes to neither.
-_THREE_WRITTEN = "FusedBatchNormGradV3"
+_PARTLY_WRITTEN = "FusedBatchNormGradV3"
 _UNWRITTEN = re.compile(r"\^?(.*?):(reserve_space.*|[34])")
 
 # Used by the gradient of a branch that may not have been taken.
@@ -170,41 +170,48 @@ def find_unbatchable(definition: tf.compat.v1.GraphDef) -> list[str]:
 def check(
     definition: tf.compat.v1.GraphDef,
     layers: Iterable[str] = (),
-    allowed_ones: frozenset[str] = ALLOWED,
+    allow_list: frozenset[str] = ALLOWED,
 ) -> None:
     """Raises ValueError for an operation that is not allowed.
 
     Args:
       definition: A graph; the functions in its library are checked too.
       layers: Layer names, which the error uses to locate the operation.
-      allowed_ones: The allowed operations.
+      allow_list: The allowed operations.
     """
     functions = {function.signature.name for function in definition.library.function}
-    normed = {node.name for _, node in nodes(definition) if node.op == _THREE_WRITTEN}
-    empty = {path for path, node in nodes(definition) if _is_empty_constant(node)}
+    norm_gradients = {
+        node.name for _, node in nodes(definition) if node.op == _PARTLY_WRITTEN
+    }
+    empty_constants = {
+        path for path, node in nodes(definition) if _is_empty_constant(node)
+    }
     for path, node in nodes(definition):
         # (Attributes with a leading underscore are notes for TensorFlow's gradients.)
         attributes = (v for name, v in node.attr.items() if not name.startswith("_"))
         called = {call.name for call in calls_in(attributes)}
         missing = called - functions
         # Its internal dropout draws from a stream that clients share.
-        drops = node.op.startswith("CudnnRNN") and node.attr["dropout"].f > 0
+        draws_dropout = node.op.startswith("CudnnRNN") and node.attr["dropout"].f > 0
         # Outputs that are not requested are unwritten memory.
-        unwritten = node.op in _DECOMPOSITIONS and not (
+        is_unwritten = node.op in _DECOMPOSITIONS and not (
             node.attr["compute_v"].b or node.attr["compute_uv"].b
         )
-        read = filter(None, map(_UNWRITTEN.fullmatch, node.input))
-        unwritten |= any(match[1] in normed for match in read)
+        matches = filter(None, map(_UNWRITTEN.fullmatch, node.input))
+        is_unwritten |= any(match[1] in norm_gradients for match in matches)
         scope = path.removesuffix(node.name)
-        weighted = node.op == _ADDS_IN_ANY_ORDER and not (
-            {scope + each.split(":")[0] for each in node.input[2:3]} <= empty
+        has_weights = node.op == _ADDS_IN_ANY_ORDER and not (
+            {scope + input_name.split(":")[0] for input_name in node.input[2:3]}
+            <= empty_constants
         )
         # With a seeded stream, a client's draws depend on how many the others made.
-        seeded = node.op in _STREAMS.split() and (
+        is_seeded = node.op in _STREAMS.split() and (
             node.attr["seed"].i or node.attr["seed2"].i
         )
-        allowed = node.op in allowed_ones or node.op in functions
-        if allowed and not (missing or drops or unwritten or weighted or seeded):
+        allowed = node.op in allow_list or node.op in functions
+        if allowed and not (
+            missing or draws_dropout or is_unwritten or has_weights or is_seeded
+        ):
             continue
         raise ValueError(
             "model, loss, metrics, optimizer and hooks must compute with operations "
@@ -214,7 +221,7 @@ def check(
             + (
                 "In TFF, draw random numbers without a seed (a layer's, or "
                 "tf.random.set_seed): with one, all clients draw from one stream. "
-                if seeded
+                if is_seeded
                 else "Draw random numbers by Keras's layers, or by a "
                 "keras.random.SeedGenerator that a layer holds and gives as seed=. "
             )

@@ -54,7 +54,7 @@ def default_parallel_clients(device: str) -> int:
         return max(1, os.cpu_count() or 1)
 
 
-def clients_at_once(
+def clients_per_call(
     device: str, model: tf.keras.Model, elements: int, batch_size: int
 ) -> int | None:
     """Returns how many clients to train as one batched program; None on a CPU.
@@ -77,8 +77,10 @@ def clients_at_once(
         for tensor in tf.nest.flatten(getattr(layer, "output", None))
         if tensor is not None
     )
-    one = 4.0 * (2 * _COPIES_OF_A_CLIENT * elements + 4 * batch_size * outputs)
-    return max(1, int(_SHARE_OF_DEVICE * _device_bytes(device) / one))
+    bytes_per_client = 4.0 * (
+        2 * _COPIES_OF_A_CLIENT * elements + 4 * batch_size * outputs
+    )
+    return max(1, int(_SHARE_OF_DEVICE * _device_bytes(device) / bytes_per_client))
 
 
 def _device_bytes(device: str) -> float:
@@ -96,7 +98,7 @@ def _device_bytes(device: str) -> float:
 
 
 # Environment variables that influence how libraries compute.
-_COMPUTES = re.compile(
+_COMPUTE_VARIABLES = re.compile(
     "(ONEDNN_|DNNL_|TF_ENABLE_|TF_SET_|TF_XLA_|TF_CU|XLA_|OMP_|MKL_|NVIDIA_TF32_).*"
 )
 
@@ -110,10 +112,12 @@ def collect_facts(threads: int) -> Json:
     Args:
       threads: The number of threads that compute.
     """
-    found = pathlib.Path("/proc/cpuinfo")
-    text = found.read_text() if found.exists() else platform.processor()
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else platform.processor()
     processor = re.findall(r"^(model name|flags|cache size)\s*:\s*(.*)$", text, re.M)
-    environment = {k: v for k, v in os.environ.items() if _COMPUTES.fullmatch(k)}
+    environment = {
+        k: v for k, v in os.environ.items() if _COMPUTE_VARIABLES.fullmatch(k)
+    }
     return {
         "float32_products": products_are_float32(),
         "threads": threads,
@@ -146,8 +150,8 @@ def _hash_results(threads: int) -> str:
             intra_op_parallelism_threads=threads, inter_op_parallelism_threads=threads
         )
         with tf.compat.v1.Session(config=config) as session:
-            found = session.run(results)
-    return hashlib.sha256(b"".join(part.tobytes() for part in found)).hexdigest()
+            arrays = session.run(results)
+    return hashlib.sha256(b"".join(part.tobytes() for part in arrays)).hexdigest()
 
 
 def products_are_float32() -> bool:

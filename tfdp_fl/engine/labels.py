@@ -19,7 +19,7 @@ from tfdp_fl.datasets import FederatedDataset, nests
 from tfdp_fl.engine.program import Program
 
 # Keras losses that take one number per example, whatever the output.
-_OF_NUMBERS = (
+_ONE_NUMBER_LOSSES = (
     "categorical_generalized_cross_entropy",
     "circle",
     "sparse_categorical_crossentropy",
@@ -54,7 +54,7 @@ def spec_for(
         return tf.TensorSpec(output.shape[1:-1], tf.int64)
     if not (keras_versions.is_of_keras(function) and hasattr(function, "__name__")):
         return None  # It may take any labels.
-    if function.__name__ in _OF_NUMBERS:
+    if function.__name__ in _ONE_NUMBER_LOSSES:
         return tf.TensorSpec(output.shape[1:-1], tf.int64)
     return tf.TensorSpec(output.shape[1:], tf.float32)
 
@@ -74,7 +74,7 @@ def ranges(
       ValueError: Labels do not fit the output and its loss. A user-defined loss may
         take labels of any shape.
     """
-    found = []
+    result = []
     for leaf, output, loss in outputs:
         function: Any = getattr(loss, "fn", None)
         if not keras_versions.is_of_keras(function):
@@ -87,7 +87,7 @@ def ranges(
             )
         shape, expected = labels[leaf].shape[1:], output.shape[1:]
         allowed: tuple[Sequence[int], ...] = (expected,)
-        if function.__name__ in _OF_NUMBERS:
+        if function.__name__ in _ONE_NUMBER_LOSSES:
             allowed = (expected[:-1], [*expected[:-1], 1])
         elif expected.rank and expected[-1] == 1:
             allowed = (expected, expected[:-1])
@@ -101,8 +101,8 @@ def ranges(
         options = getattr(loss, "_fn_kwargs", {})
         if sparse and options.get("axis", -1) == -1:
             ignored = options.get("ignore_class")
-            found.append(LabelRange(leaf, output.shape[-1], ignored))
-    return found
+            result.append(LabelRange(leaf, output.shape[-1], ignored))
+    return result
 
 
 def describe_problem(leaves: Sequence[tf.Tensor], allowed: list[LabelRange]) -> str:
@@ -114,10 +114,10 @@ def describe_problem(leaves: Sequence[tf.Tensor], allowed: list[LabelRange]) -> 
     """
     for leaf, num_classes, ignored in allowed:
         values = np.asarray(leaves[leaf])
-        inside = (values >= 0) & (values < num_classes)  # False for NaN.
+        in_range = (values >= 0) & (values < num_classes)  # False for NaN.
         if ignored is not None:
-            inside |= values == ignored
-        if not inside.all():
+            in_range |= values == ignored
+        if not in_range.all():
             other = f" (or {ignored})"
             if ignored is None:
                 other = " (or what the loss is told to leave out, by ignore_class=-1)"
@@ -153,11 +153,11 @@ def check_clients(dataset: FederatedDataset, allowed: list[LabelRange]) -> None:
     rows, lengths = dataset.client_rows(np.arange(dataset.num_clients))
     if not describe_problem([leaf[rows] for leaf in leaves], allowed):
         return  # No client has such a row.
-    for position, own in enumerate(np.split(rows, np.cumsum(lengths))[:-1]):
-        wrong = describe_problem([leaf[own] for leaf in leaves], allowed)
-        if wrong:
+    for position, client_rows in enumerate(np.split(rows, np.cumsum(lengths))[:-1]):
+        problem = describe_problem([leaf[client_rows] for leaf in leaves], allowed)
+        if problem:
             name = dataset.client_ids[position]
-            raise ValueError(f"clients: {wrong} for client {name!r}.")
+            raise ValueError(f"clients: {problem} for client {name!r}.")
 
 
 # Rows that are checked together.
@@ -182,47 +182,47 @@ class IndexCheck:
           model: The model, which is read and never changed.
           features: The specs of one example's features.
         """
-        found = keras_versions.embedding_inputs(model)
-        self._layers = [layer for layer, _ in found]
-        self._looked_up: Program | None = None
-        if not found:
+        embeddings = keras_versions.embedding_inputs(model)
+        self._layers = [layer for layer, _ in embeddings]
+        self._lookup: Program | None = None
+        if not embeddings:
             return
         # An embedding within a nested model has inputs that are not this model's. A
         # model that cannot become a `Program` is refused later, before it trains.
         with contextlib.suppress(Exception):
-            before = tf.keras.Model(
-                keras_versions.inputs_of(model), [tensor for _, tensor in found]
+            lookup_model = tf.keras.Model(
+                keras_versions.inputs_of(model), [tensor for _, tensor in embeddings]
             )
-            self._weights = keras_versions.tf_variables(before.weights)
+            self._weights = keras_versions.tf_variables(lookup_model.weights)
 
             def look_up(values: list[tf.Tensor], x: nests.Nest) -> list[tf.Tensor]:
-                mapping = list(zip(before.weights, values, strict=True))
+                mapping = list(zip(lookup_model.weights, values, strict=True))
                 with keras_versions.stateless(mapping):
-                    return list(map(tf.identity, tf.nest.flatten(before(x))))
+                    return list(map(tf.identity, tf.nest.flatten(lookup_model(x))))
 
             values = [tf.TensorSpec(v.shape, v.dtype) for v in self._weights]
             rows = tf.nest.map_structure(
                 lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype), features
             )
-            self._looked_up = Program(look_up, values, rows, model=model)
+            self._lookup = Program(look_up, values, rows, model=model)
 
     def describe_problem(self, x: nests.Nest) -> tuple[int, str] | None:
         """Returns the first row with an index outside its table, and the error text."""
-        number = len(tf.nest.flatten(x)[0])
-        if self._looked_up is None:
+        num_rows = len(tf.nest.flatten(x)[0])
+        if self._lookup is None:
             return None
-        for start in range(0, number, _ROWS):
+        for start in range(0, num_rows, _ROWS):
             rows = slice(start, start + _ROWS)
             part = tf.nest.map_structure(
                 lambda leaf, rows=rows: tf.convert_to_tensor(leaf[rows]), x
             )
-            found = self._looked_up([v.value() for v in self._weights], part)
-            for layer, tensor in zip(self._layers, found, strict=True):
+            looked_up = self._lookup([v.value() for v in self._weights], part)
+            for layer, tensor in zip(self._layers, looked_up, strict=True):
                 values = np.asarray(tensor).reshape(len(tensor), -1)
                 # Keras counts negative indices from the end.
-                inside = (values >= -layer.input_dim) & (values < layer.input_dim)
-                if not inside.all():
-                    row, column = np.argwhere(~inside)[0]
+                in_range = (values >= -layer.input_dim) & (values < layer.input_dim)
+                if not in_range.all():
+                    row, column = np.argwhere(~in_range)[0]
                     return start + int(row), (
                         f"features must be indexes from 0 to {layer.input_dim - 1} for "
                         f"the embedding {layer.name!r}, got one outside of that in "
@@ -237,18 +237,18 @@ class IndexCheck:
         Raises:
           ValueError: A client in memory has an index outside its table.
         """
-        if self._looked_up is None:
+        if self._lookup is None:
             return dataset
         if not dataset.is_indexed:
             return dataset.with_check(self._check)
         rows, lengths = dataset.client_rows(np.arange(dataset.num_clients))
         x = tf.nest.map_structure(lambda leaf: tf.gather(leaf, rows), dataset.flat()[0])
-        if wrong := self.describe_problem(x):
-            position = np.searchsorted(np.cumsum(lengths), wrong[0], side="right")
+        if problem := self.describe_problem(x):
+            position = np.searchsorted(np.cumsum(lengths), problem[0], side="right")
             name = dataset.client_ids[int(position)]
-            raise ValueError(f"clients: {wrong[1]}, for client {name!r}.")
+            raise ValueError(f"clients: {problem[1]}, for client {name!r}.")
         return dataset
 
     def _check(self, x: nests.Nest) -> None:
-        if wrong := self.describe_problem(x):
-            raise nests.ExamplesValueError(f"{wrong[1]}.")
+        if problem := self.describe_problem(x):
+            raise nests.ExamplesValueError(f"{problem[1]}.")

@@ -31,7 +31,9 @@ Call: TypeAlias = Callable[..., nests.Nest]
 def of_kind(model: tf.keras.Model, kind: type) -> list[tf.keras.layers.Layer]:
     """Returns a model's layers of exactly this class whose `call` was not replaced."""
     layers = keras_versions.layers_of(model)
-    return [each for each in layers if type(each) is kind and "call" not in vars(each)]
+    return [
+        layer for layer in layers if type(layer) is kind and "call" not in vars(layer)
+    ]
 
 
 @contextlib.contextmanager
@@ -58,9 +60,9 @@ def _with_signature_of(original: Call, call: Call) -> Call:
     @functools.wraps(original)
     @tf.autograph.experimental.do_not_convert
     def wrapper(*arguments: nests.Nest, **options: object) -> nests.Nest:
-        given = signature.bind(*arguments, **options).arguments
-        inputs = given.pop(first)
-        return call(inputs, lambda: original(*arguments, **options), **given)
+        bound = signature.bind(*arguments, **options).arguments
+        inputs = bound.pop(first)
+        return call(inputs, lambda: original(*arguments, **options), **bound)
 
     return wrapper
 
@@ -97,7 +99,7 @@ def _lstm_call(layer: tf.keras.layers.LSTM) -> Callable[..., tf.Tensor]:
     """Returns the function that replaces the layer's `call`, as in `replace_calls`."""
 
     def call(
-        inputs: nests.Nest, by_keras: Callable[[], tf.Tensor], **options: object
+        inputs: nests.Nest, original_call: Callable[[], tf.Tensor], **options: object
     ) -> tf.Tensor:
         if (
             any(options.get(name) is not None for name in ("mask", "initial_state"))
@@ -105,7 +107,7 @@ def _lstm_call(layer: tf.keras.layers.LSTM) -> Callable[..., tf.Tensor]:
             or inputs.dtype != layer.compute_dtype
             or inputs.shape[2:].num_elements() is None
         ):
-            return by_keras()
+            return original_call()
         # Values are rounded to bfloat16, but the recurrence runs in float32: its
         # products are too small to be faster in bfloat16.
         cell = layer.cell
@@ -151,7 +153,7 @@ def lstm(
     units = recurrent_kernel.shape[0]
     steps, batch = _length(x, 0), _length(x, 1)
     zeros = tf.zeros([batch, units])
-    halved = _by_block(units, 0.5, 0.5, 1.0, 0.5)
+    halved = _block_factors(units, 0.5, 0.5, 1.0, 0.5)
     projected = tf.reshape(
         tf.nn.bias_add(tf.matmul(_rows(x), kernel * halved), bias * halved),
         [steps, batch, 4 * units],
@@ -194,7 +196,7 @@ def lstm(
 
     def gradients(dh_all: tf.Tensor) -> tuple[tf.Tensor, ...]:
         # The factors 1/2 that `by_state` lacks, and those of the halved weights.
-        scale = _by_block(units, 0.25, 0.25, 1.0, 0.25)
+        scale = _block_factors(units, 0.25, 0.25, 1.0, 0.25)
         recurrent_back = tf.transpose(recurrent_kernel * scale)
 
         def backward(t, dh_t, state):
@@ -224,7 +226,7 @@ def lstm(
     return h, gradients
 
 
-def _by_block(units: int, *factors: float) -> tf.Tensor:
+def _block_factors(units: int, *factors: float) -> tf.Tensor:
     """Returns float32 [4u], a factor for each block of weights."""
     return tf.constant(np.repeat(np.asarray(factors, np.float32), units))
 
@@ -257,34 +259,34 @@ def _for_each_step(
       reverse: Whether time runs from T - 1 down to 0.
     """
     length = _length(values, 0)
-    rest = [_length(values, 1), values.shape[2]]
-    whole = length - length % _UNROLL
+    inner_shape = [_length(values, 1), values.shape[2]]
+    unrolled_length = length - length % _UNROLL
 
     def loop(
         count: int, first: tf.Tensor, last: tf.Tensor, state: nests.Nest
     ) -> nests.Nest:
         """Runs over [first, last), `count` steps per iteration."""
 
-        def turn(start: tf.Tensor, state: nests.Nest) -> tuple[tf.Tensor, nests.Nest]:
+        def body(start: tf.Tensor, state: nests.Nest) -> tuple[tf.Tensor, nests.Nest]:
             # With a size that XLA knows statically; nothing is copied.
             parts = tf.unstack(
-                tf.slice(values, [start, 0, 0], [count, *rest]), num=count
+                tf.slice(values, [start, 0, 0], [count, *inner_shape]), num=count
             )
-            places = reversed(range(count)) if reverse else range(count)
-            for k in places:
+            order = reversed(range(count)) if reverse else range(count)
+            for k in order:
                 state = step(start + k, parts[k], state)
             return start - count if reverse else start + count, state
 
         start = last - count if reverse else first
         _, state = tf.while_loop(
             (lambda t, _: t >= first) if reverse else (lambda t, _: t < last),
-            turn,
+            body,
             (start, state),
             parallel_iterations=1,
         )
         return state
 
-    parts = [(_UNROLL, 0, whole), (1, whole, length)]
+    parts = [(_UNROLL, 0, unrolled_length), (1, unrolled_length, length)]
     for count, first, last in reversed(parts) if reverse else parts:
         if not isinstance(length, int) or first < last:
             state = loop(count, first, last, state)

@@ -25,7 +25,7 @@ from tfdp_fl.engine import cohort, layers
 from tfdp_fl.mechanisms import contribution, records
 
 # Smaller tables are faster whole.
-_LEAST_ELEMENTS = 2**16
+_MIN_ELEMENTS = 2**16
 # Operations that leave the numbers in their first input unchanged.
 _PRESERVING = {"Cast", "EnsureShape", "ExpandDims", "Identity", "Reshape", "Squeeze"}
 _INTEGERS = (tf.int32, tf.int64)
@@ -58,13 +58,17 @@ def plain_gathers(
       model: The model traced in the block.
       tables: The embeddings.
     """
-    own = set(map(id, tables))
+    table_ids = set(map(id, tables))
     return layers.replace_calls(
-        [(one, _gather_of(one)) for one in _plain(model) if id(one.embeddings) in own]
+        [
+            (layer, _gather_of(layer))
+            for layer in _plain_embeddings(model)
+            if id(layer.embeddings) in table_ids
+        ]
     )
 
 
-def _plain(model: tf.keras.Model) -> list[tf.keras.layers.Embedding]:
+def _plain_embeddings(model: tf.keras.Model) -> list[tf.keras.layers.Embedding]:
     """Returns the embeddings that look up rows of a weight, not of computed values."""
     return [
         layer
@@ -74,9 +78,9 @@ def _plain(model: tf.keras.Model) -> list[tf.keras.layers.Embedding]:
 
 
 def _gather_of(layer: tf.keras.layers.Layer) -> layers.Call:
-    def call(inputs: nests.Nest, by_keras: Callable[[], tf.Tensor]) -> tf.Tensor:
+    def call(inputs: nests.Nest, original_call: Callable[[], tf.Tensor]) -> tf.Tensor:
         if not isinstance(inputs, tf.Tensor):
-            return by_keras()
+            return original_call()
         if inputs.dtype not in _INTEGERS:
             inputs = tf.cast(inputs, tf.int32)
         rows = tf.gather(tf.convert_to_tensor(layer.embeddings), inputs)
@@ -100,9 +104,9 @@ def find(
       specs: Specs of a batch, (features, labels).
       weights: The trainable weights.
     """
-    own = {id(layer.embeddings) for layer in _plain(model)}
-    tables = {n: v.shape[0] for n, v in enumerate(weights) if id(v) in own}
-    large = {n for n in tables if math.prod(weights[n].shape) >= _LEAST_ELEMENTS}
+    table_ids = {id(layer.embeddings) for layer in _plain_embeddings(model)}
+    tables = {n: v.shape[0] for n, v in enumerate(weights) if id(v) in table_ids}
+    large = {n for n in tables if math.prod(weights[n].shape) >= _MIN_ELEMENTS}
     if not large:
         return ()
 
@@ -114,34 +118,34 @@ def find(
         )
         for number, weight in enumerate(weights)
     ]
-    found: list[Lookup] = []
+    lookups: list[Lookup] = []
 
     def step(x: nests.Nest, y: nests.Nest, values: list[tf.Tensor]) -> None:
         with plain_gathers(model, [weights[number] for number in tables]):
             forward(x, y, values)
-        found.extend(_of_features(x, values, tables, large))
+        lookups.extend(_find_in_features(x, values, tables, large))
 
     try:
         tf.function(step, autograph=False).get_concrete_function(*specs, values)
     except Exception:  # Tracing the program itself, next, reports what is wrong.
         return ()
-    return tuple(found)
+    return tuple(lookups)
 
 
-def _of_features(
+def _find_in_features(
     x: nests.Nest, values: list[tf.Tensor], tables: dict[int, int], large: set[int]
 ) -> Iterator[Lookup]:
-    for place, feature in enumerate(tf.nest.flatten(x)):
+    for feature_index, feature in enumerate(tf.nest.flatten(x)):
         gathers = _gathers(feature) if feature.dtype in _INTEGERS else None
-        read = [_table_of(gather, values) for gather in gathers or ()]
-        if not read or not all(number in tables for number in read):
+        weight_indices = [_table_of(gather, values) for gather in gathers or ()]
+        if not weight_indices or not all(number in tables for number in weight_indices):
             continue
         # If two tables share a feature, its indices name the same rows in both.
         (dtype, *others) = {gather.inputs[1].dtype for gather in gathers or ()}
-        (size, *sizes) = {tables[number] for number in read}
-        if large.intersection(read) and not (others or sizes):
-            for number in read:
-                yield Lookup(number, place, size, dtype)
+        (size, *sizes) = {tables[number] for number in weight_indices}
+        if large.intersection(weight_indices) and not (others or sizes):
+            for number in weight_indices:
+                yield Lookup(number, feature_index, size, dtype)
 
 
 def _table_of(gather: tf.Operation, values: list[tf.Tensor]) -> int:
@@ -154,25 +158,29 @@ def _table_of(gather: tf.Operation, values: list[tf.Tensor]) -> int:
 
 def _gathers(tensor: tf.Tensor) -> list[tf.Operation] | None:
     """Returns the gathers indexed by a tensor's numbers; None: it has other uses."""
-    found: list[tf.Operation] = []
-    for use in tensor.consumers():
-        if use.type == "GatherV2" and use.inputs[1] is tensor and _is_of_rows(use):
-            found.append(use)
-        elif use.type != "Shape":
+    gathers: list[tf.Operation] = []
+    for consumer in tensor.consumers():
+        if (
+            consumer.type == "GatherV2"
+            and consumer.inputs[1] is tensor
+            and _is_of_rows(consumer)
+        ):
+            gathers.append(consumer)
+        elif consumer.type != "Shape":
             if (
-                use.type not in _PRESERVING
-                or use.inputs[0] is not tensor
-                or use.outputs[0].dtype not in _INTEGERS
+                consumer.type not in _PRESERVING
+                or consumer.inputs[0] is not tensor
+                or consumer.outputs[0].dtype not in _INTEGERS
             ):
                 return None
-            further = _gathers(use.outputs[0])
+            nested = _gathers(consumer.outputs[0])
             # Numbers that overflow in a cast are looked up by their wrapped value.
-            if further is None or any(
-                gather.inputs[1].dtype != use.outputs[0].dtype for gather in further
+            if nested is None or any(
+                gather.inputs[1].dtype != consumer.outputs[0].dtype for gather in nested
             ):
                 return None
-            found += further
-    return found
+            gathers += nested
+    return gathers
 
 
 def _is_of_rows(gather: tf.Operation) -> bool:
@@ -197,67 +205,69 @@ def narrow(
     Returns:
       The broadcast with small tables; and each lookup's table rows, int64 [u], sorted.
     """
-    weights, taken = list(received.weights), []
+    weights, table_rows = list(received.weights), []
     leaves = tf.nest.flatten(x)
     for weight, feature, size, dtype in lookups:
-        named = tf.gather(leaves[feature], rows)
-        places = tf.sort(tf.unique(_places(named, size, dtype))[0])
-        weights[weight] = tf.gather(weights[weight], places)
-        taken.append(places)
-    return received._replace(weights=weights), taken
+        indices = tf.gather(leaves[feature], rows)
+        unique_rows = tf.sort(tf.unique(_row_indices(indices, size, dtype))[0])
+        weights[weight] = tf.gather(weights[weight], unique_rows)
+        table_rows.append(unique_rows)
+    return received._replace(weights=weights), table_rows
 
 
 def rename(
-    lookups: tuple[Lookup, ...], taken: list[tf.Tensor], x: nests.Nest
+    lookups: tuple[Lookup, ...], table_rows: list[tf.Tensor], x: nests.Nest
 ) -> nests.Nest:
     """Renumbers the features in a batch to index the rows that were taken.
 
     Args:
       lookups: The lookups that qualify.
-      taken: The table rows from `narrow`.
+      table_rows: The table rows from `narrow`.
       x: The batch.
     """
     leaves = tf.nest.flatten(x)
     # Tables that share a feature have the same rows taken.
     by_feature = {
-        lookup.feature: (lookup, places)
-        for lookup, places in zip(lookups, taken, strict=True)
+        lookup.feature: (lookup, unique_rows)
+        for lookup, unique_rows in zip(lookups, table_rows, strict=True)
     }
-    for feature, (lookup, places) in by_feature.items():
+    for feature, (lookup, unique_rows) in by_feature.items():
         leaf = leaves[feature]
-        named = _places(leaf, lookup.size, lookup.dtype)
-        found = tf.searchsorted(places, named)
-        found = tf.cast(tf.reshape(found, tf.shape(leaf)), leaf.dtype)
-        leaves[feature] = tf.ensure_shape(found, leaf.shape)
+        indices = _row_indices(leaf, lookup.size, lookup.dtype)
+        new_indices = tf.searchsorted(unique_rows, indices)
+        new_indices = tf.cast(tf.reshape(new_indices, tf.shape(leaf)), leaf.dtype)
+        leaves[feature] = tf.ensure_shape(new_indices, leaf.shape)
     return tf.nest.pack_sequence_as(x, leaves)
 
 
-def _places(named: tf.Tensor, size: int, dtype: tf.DType) -> tf.Tensor:
+def _row_indices(indices: tf.Tensor, size: int, dtype: tf.DType) -> tf.Tensor:
     """Returns flat row indices; negative ones count from the end, as in Keras."""
-    flat = tf.cast(tf.cast(tf.reshape(named, [-1]), dtype), tf.int64)
+    flat = tf.cast(tf.cast(tf.reshape(indices, [-1]), dtype), tf.int64)
     return tf.where(flat < 0, flat + size, flat)
 
 
 def accumulate(
     lookups: tuple[Lookup, ...],
-    taken: list[tf.Tensor],
+    table_rows: list[tf.Tensor],
     total: contribution.Contribution,
-    one: contribution.Contribution,
+    record: contribution.Contribution,
 ) -> contribution.Contribution:
     """Adds a client's contribution, with its small tables, to a sum."""
     if not lookups:
-        return records.add(total, one)
-    places = {lookup.weight: rows for lookup, rows in zip(lookups, taken, strict=True)}
-    whole = [k for k in range(len(total.update)) if k not in places]
+        return records.add(total, record)
+    rows_by_weight = {
+        lookup.weight: rows for lookup, rows in zip(lookups, table_rows, strict=True)
+    }
+    whole_tables = [k for k in range(len(total.update)) if k not in rows_by_weight]
     added = records.add(
         *(
-            each._replace(update=[each.update[k] for k in whole])
-            for each in (total, one)
+            nest._replace(update=[nest.update[k] for k in whole_tables])
+            for nest in (total, record)
         )
     )
-    update = dict(zip(whole, added.update, strict=True))
-    for k, rows in places.items():
-        table, part = total.update[k], one.update[k]
+    update = dict(zip(whole_tables, added.update, strict=True))
+    for k, rows in rows_by_weight.items():
+        table, part = total.update[k], record.update[k]
         update[k] = tf.tensor_scatter_nd_add(
             table, rows[:, None], tf.cast(part, table.dtype)
         )

@@ -44,8 +44,8 @@ def record_initial_values(metrics: nests.Nest) -> None:
     Keras's `reset_state` sets zeros, whatever the initial values were.
     """
     for metric in tf.nest.flatten(metrics):
-        is_one = isinstance(metric, tf.keras.metrics.Metric) and metric.variables
-        if is_one and metric not in _initial_values:
+        is_metric = isinstance(metric, tf.keras.metrics.Metric) and metric.variables
+        if is_metric and metric not in _initial_values:
             _initial_values[metric] = keras_versions.values_of(metric.variables)
 
 
@@ -76,12 +76,16 @@ class Metrics:
         if compiled.metrics:  # Some make their variables only when they see labels.
             with keras_versions.stateless([]):
                 compiled.update_state(y, predicted, None)
-        self.own = [m for m in own if all(m is not one for one in compiled.metrics)]
-        every = [*compiled.metrics, *self.own]
-        record_initial_values(every)
-        self._variables = [v for metric in every for v in metric.variables]
-        self._names = [metric.name for metric in every for _ in metric.variables]
-        self._begin = [v for metric in every for v in _beginning(metric)]
+        self.own = [
+            m
+            for m in own
+            if all(m is not compiled_metric for compiled_metric in compiled.metrics)
+        ]
+        all_metrics = [*compiled.metrics, *self.own]
+        record_initial_values(all_metrics)
+        self._variables = [v for metric in all_metrics for v in metric.variables]
+        self._names = [metric.name for metric in all_metrics for _ in metric.variables]
+        self._begin = [v for metric in all_metrics for v in _initial_values_of(metric)]
         self._merges = ["sum"] * len(self._variables)
 
     def find_merges(
@@ -109,12 +113,12 @@ class Metrics:
             return
         rng = np.random.default_rng(0)
         begin = self._begin
-        left = [
+        candidates = [
             {k: v for k, v in _MERGES.items() if k != "sum" or value.dtype != bool}
             for value in begin
         ]
-        before = begin
-        classes = {one.leaf: one.num_classes for one in ranges}
+        previous = begin
+        classes = {label_range.leaf: label_range.num_classes for label_range in ranges}
         for number in range(_BATCHES):
             shares = number % 2 == 0
             batch = (
@@ -123,23 +127,25 @@ class Metrics:
                 synthetic.batch(rng, predicted, shares),
             )
             try:
-                alone = self._update(begin, batch, own_after)
-                after = self._update(before, batch, own_after)
-                again = self._update(before, batch, own_after)
+                from_begin = self._update(begin, batch, own_after)
+                after = self._update(previous, batch, own_after)
+                repeated = self._update(previous, batch, own_after)
             except Exception:  # Some metrics cannot handle synthetic numbers.
                 continue
             if any(np.isnan(value).any() for value in after) or not all(
-                map(np.array_equal, after, again)
+                map(np.array_equal, after, repeated)
             ):
                 continue  # (`Program` refuses metrics that draw random numbers.)
-            for merges, *states in zip(left, before, alone, begin, after, strict=True):
-                a, b, start, both = (np.asarray(v, np.float64) for v in states)
+            for merges, *states in zip(
+                candidates, previous, from_begin, begin, after, strict=True
+            ):
+                a, b, start, combined = (np.asarray(v, np.float64) for v in states)
                 with np.errstate(invalid="ignore"):
                     for name, merge in list(merges.items()):
-                        if not np.allclose(both, merge(a, b, start), 1e-4, 1e-5):
+                        if not np.allclose(combined, merge(a, b, start), 1e-4, 1e-5):
                             del merges[name]
-            before = after
-        for name, merges in zip(self._names, left, strict=True):
+            previous = after
+        for name, merges in zip(self._names, candidates, strict=True):
             if not merges:
                 raise ValueError(
                     "metrics must keep sums (such as a total and a count), or a "
@@ -147,7 +153,7 @@ class Metrics:
                     f"merged, got {name!r}, whose state cannot. Divide in result(), or "
                     "compute it after the training, with fed.model."
                 )
-        self._merges = [next(iter(merges)) for merges in left]
+        self._merges = [next(iter(merges)) for merges in candidates]
 
     def _update(
         self,
@@ -170,7 +176,7 @@ class Metrics:
         after = self._compiled.stateless_update_state(values, *batch)
         return list(map(tf.convert_to_tensor, after))
 
-    def nobody(self) -> cohort.MetricState:
+    def initial_state(self) -> cohort.MetricState:
         """Returns the state before any example."""
         return self._encode(self._constants())
 
@@ -245,7 +251,11 @@ class Metrics:
         results: dict[str, tf.Tensor] = {}
         with keras_versions.stateless(mapping):
             # The loss of a round is always reported anyway.
-            own = {one.name: one.result() for one in self.own if one.name != "loss"}
+            own = {
+                metric.name: metric.result()
+                for metric in self.own
+                if metric.name != "loss"
+            }
             for key, value in {**self._compiled.result(), **own}.items():
                 parts = value if isinstance(value, Mapping) else {key: value}
                 # Inside the scope, as a result may itself be a variable.
@@ -277,10 +287,10 @@ class Metrics:
         return values
 
 
-def _beginning(metric: tf.keras.metrics.Metric) -> list[np.ndarray]:
+def _initial_values_of(metric: tf.keras.metrics.Metric) -> list[np.ndarray]:
     """Returns the initial values of a metric's variables."""
-    own_way = type(metric).reset_state is not tf.keras.metrics.Metric.reset_state
-    if metric.variables and not own_way:
+    resets_itself = type(metric).reset_state is not tf.keras.metrics.Metric.reset_state
+    if metric.variables and not resets_itself:
         return _initial_values[metric]
     metric.reset_state()
     return keras_versions.values_of(metric.variables)
@@ -297,10 +307,12 @@ def _as_tensor(name: str, value: object) -> tf.Tensor:
     try:
         return tf.convert_to_tensor(value)
     except Exception as error:  # Its type depends on the value.
-        raise ValueError(_NOT_ONE % (name, f"as a {type(value).__name__}")) from error
+        raise ValueError(
+            _NOT_SCALAR % (name, f"as a {type(value).__name__}")
+        ) from error
 
 
-_NOT_ONE = (
+_NOT_SCALAR = (
     "metrics must give one number each, or a dict of numbers, got %r %s. Take an "
     "average (as F1Score does with average='macro'), give a dict that names each "
     "number, or compute it after the training, by fed.model."
@@ -312,9 +324,9 @@ def check(results: Mapping[str, object]) -> None:
     for name, value in results.items():
         tensor = _as_tensor(name, value)
         if tensor.dtype.is_complex or tensor.dtype == tf.string:
-            raise ValueError(_NOT_ONE % (name, f"of {tensor.dtype.name}"))
+            raise ValueError(_NOT_SCALAR % (name, f"of {tensor.dtype.name}"))
         if tensor.shape.rank != 0:
-            raise ValueError(_NOT_ONE % (name, f"of shape {tensor.shape}"))
+            raise ValueError(_NOT_SCALAR % (name, f"of shape {tensor.shape}"))
 
 
 def with_numbers_only(tensor: tf.Tensor | None) -> tf.Tensor | None:

@@ -75,8 +75,8 @@ class Program:
         captures = list(getattr(graph, "captures", ()))
         _check_variables(graph, captures, names)
         allowed_operations.check(definition, names)
-        _with_sums_of_two(definition)
-        _with_names_of_their_own(definition)
+        _split_sums(definition)
+        _rename_functions(definition)
         self.name = uuid.uuid4().hex
         self.has_run = False
         self.definition = definition
@@ -91,9 +91,9 @@ class Program:
         with _signals.defer_signals():
             self._run = tf.compat.v1.wrap_function(self.import_into_graph, self.specs)
             if xla:
-                pure = self._run
+                frozen = self._run
                 self._run = tf.function(
-                    lambda *tensors: pure(*tensors), autograph=False, jit_compile=True
+                    lambda *tensors: frozen(*tensors), autograph=False, jit_compile=True
                 ).get_concrete_function(*self.specs)
 
     def __getstate__(self) -> Json:
@@ -110,24 +110,24 @@ class Program:
         Returns:
           The flattened results.
         """
-        found = tf.graph_util.import_graph_def(
+        results = tf.graph_util.import_graph_def(
             self.definition,
             input_map=dict(zip(self.inputs, tensors, strict=True)),
             return_elements=[*self.outputs, *self.assertions],
             name="",
         )
         count = len(self.outputs)
-        with tf.control_dependencies(found[count:]):
-            return [tf.identity(tensor) for tensor in found[:count]]
+        with tf.control_dependencies(results[count:]):
+            return [tf.identity(tensor) for tensor in results[:count]]
 
     def find_operation(self, error: Exception) -> str:
         """Returns the operation of this program that a TensorFlow error names, or "".
 
         Anything else that looks like a name could be a client's text.
         """
-        known = {node.name for _, node in allowed_operations.nodes(self.definition)}
-        named = re.findall(r"node '?([\w./-]+)", str(error))
-        return next((name for name in named if name in known), "")
+        names = {node.name for _, node in allowed_operations.nodes(self.definition)}
+        mentioned = re.findall(r"node '?([\w./-]+)", str(error))
+        return next((operation for operation in mentioned if operation in names), "")
 
     def __call__(self, *arguments: Nest) -> Nest:
         """Returns the nest of results; safe to call from several threads at once."""
@@ -166,13 +166,13 @@ def _trace(
         return traced.graph, traced.inputs, results
     # TFF's functional models need a plain graph, not a function's.
     with tf.Graph().as_default() as graph:
-        given = tf.nest.map_structure(
+        placeholders = tf.nest.map_structure(
             lambda spec: tf.compat.v1.placeholder(spec.dtype, spec.shape), specs
         )
-        results = tf.nest.map_structure(tf.convert_to_tensor, function(*given))
+        results = tf.nest.map_structure(tf.convert_to_tensor, function(*placeholders))
     if model is not None:
         keras_versions.restore_classes(model)
-    return graph, tf.nest.flatten(given), results
+    return graph, tf.nest.flatten(placeholders), results
 
 
 def _check_variables(
@@ -194,17 +194,17 @@ def _check_variables(
                 "share."
             )
         users = [consumer.name for consumer in inner.consumers()]
-        place = allowed_operations.layer_of(users[0] if users else "", layers)
+        layer = allowed_operations.layer_of(users[0] if users else "", layers)
         raise ValueError(
             "model, loss, metrics, optimizer and hooks must keep what training "
             "reads and changes in the model's weights (made by add_weight) or the "
             "optimizer's slots, where every client starts afresh. Training also "
-            f"uses the variable {name!r}, in {place}, and its value would pass from "
+            f"uses the variable {name!r}, in {layer}, and its value would pass from "
             "one client to the next."
         )
 
 
-def _with_sums_of_two(definition: tf.compat.v1.GraphDef) -> None:
+def _split_sums(definition: tf.compat.v1.GraphDef) -> None:
     """Splits every `AddN` of numbers into additions of two terms.
 
     TensorFlow's memory optimizer computes a large `AddN` of more terms in a temporary
@@ -223,27 +223,27 @@ def _with_sums_of_two(definition: tf.compat.v1.GraphDef) -> None:
                 continue
             total = terms[0]
             for number, term in enumerate(terms[1:-1]):
-                added = nodes.add(op="AddN", name=f"{node.name}/sum_{number}")
-                added.input.extend([total, term])
-                added.attr["T"].CopyFrom(node.attr["T"])
-                added.attr["N"].i = 2
-                total = added.name + port
+                addition = nodes.add(op="AddN", name=f"{node.name}/sum_{number}")
+                addition.input.extend([total, term])
+                addition.attr["T"].CopyFrom(node.attr["T"])
+                addition.attr["N"].i = 2
+                total = addition.name + port
             node.input[:] = [total, terms[-1], *controls]
             node.attr["N"].i = 2
 
 
-def _with_names_of_their_own(definition: tf.compat.v1.GraphDef) -> None:
+def _rename_functions(definition: tf.compat.v1.GraphDef) -> None:
     """Renames the functions, as TensorFlow already holds others with these names."""
     suffix = f"_{uuid.uuid4().hex}"
-    known = {function.signature.name for function in definition.library.function}
+    names = {function.signature.name for function in definition.library.function}
 
     def rename_in(attributes: Iterable[AttrValue]) -> None:
         for call in allowed_operations.calls_in(attributes):
-            if call.name in known:
+            if call.name in names:
                 call.name += suffix
 
     for _, node in allowed_operations.nodes(definition):
-        if node.op in known:
+        if node.op in names:
             node.op += suffix
         rename_in(node.attr.values())
     for function in definition.library.function:

@@ -82,15 +82,15 @@ class ShardedCohorts:
         """
         self._engine = cohort_engine
         self._workers = workers
-        here = cohort_engine.layout
+        local = cohort_engine.layout
         # One program, without XLA, serves all workers.
         self._layout = dataclasses.replace(
-            here,
-            kernels=here.kernels if float32_products else None,
+            local,
+            kernels=local.kernels if float32_products else None,
             xla=False,
             at_once=None,
             fits=lambda strategy, batch, width: cohort_engine.fits(
-                strategy, batch, width, self._on_every_worker
+                strategy, batch, width, self._run_on_every_worker
             ),
         )
         self._examples: Arrays | None = None
@@ -128,11 +128,11 @@ class ShardedCohorts:
         for part in itertools.chain.from_iterable(groups):
             by_strategy.setdefault(part.strategy, []).append(part)
         self._engine.used_strategies |= by_strategy.keys()
-        number = self._workers.num_workers
+        num_workers = self._workers.num_workers
         for parts in [
-            same[start : start + number]
-            for same in by_strategy.values()
-            for start in range(0, len(same), number)
+            alike[start : start + num_workers]
+            for alike in by_strategy.values()
+            for start in range(0, len(alike), num_workers)
         ]:
             traced = programs.traced[parts[0].strategy]
             if any(constant.dtype == tf.resource for constant in traced.constants):
@@ -162,44 +162,44 @@ class ShardedCohorts:
         parts: list[layout.Part],
     ) -> list[layout.Part]:
         """Trains parts, one per worker; returns those whose data raised an error."""
-        found = self._workers.run(
+        results = self._workers.run(
             traced,
             _arrays(pending.received),
             self._examples,
             [self._shard(chunk, part) for part in parts],
         )
-        raised: list[layout.Part] = []
-        for part, arrays in zip(parts, found, strict=True):
+        failed: list[layout.Part] = []
+        for part, arrays in zip(parts, results, strict=True):
             if arrays is None:
-                raised.append(part)
+                failed.append(part)
                 continue
             leaves = list(map(tf.constant, arrays))
             trained = tf.nest.pack_sequence_as(traced.structure, leaves)
             pending.add(part.members, trained)
-        return raised
+        return failed
 
-    def _on_every_worker(
+    def _run_on_every_worker(
         self, traced: program.Program, received: cohort.Broadcast, chunk: layout.Chunk
     ) -> list[Arrays]:
         """Returns each worker's flattened results of a program; [] if one fails."""
-        found = self._workers.run(
+        results = self._workers.run(
             traced,
             _arrays(received),
             None,
             [_arrays(chunk)] * self._workers.num_workers,
         )
-        arrays = [each for each in found if each is not None]
-        return arrays if len(arrays) == len(found) else []
+        arrays = [result for result in results if result is not None]
+        return arrays if len(arrays) == len(results) else []
 
     def _shard(self, chunk: layout.Chunk, part: layout.Part) -> Arrays:
         """Returns what a worker is sent: the tables and perhaps the examples."""
         table = part.table
         if self._examples is not None:
             return _arrays(table)
-        rows, places = np.unique(table.rows, return_inverse=True)
+        rows, new_rows = np.unique(table.rows, return_inverse=True)
         return [
             *[_take(leaf, rows) for leaf in tf.nest.flatten((chunk.x, chunk.y))],
-            *_arrays(table._replace(rows=places.astype(np.int32))),
+            *_arrays(table._replace(rows=new_rows.astype(np.int32))),
         ]
 
 
@@ -237,9 +237,9 @@ def runnable(traced: program.Program, threads: int = 1) -> Callable[[Arrays], Ar
             inter_op_parallelism_threads=threads,
         ),
     )
-    made = session.make_callable(results, feed_list=inputs)
+    run = session.make_callable(results, feed_list=inputs)
     constants = list(map(np.asarray, traced.constants))
-    return lambda arrays: made(*arrays, *constants)
+    return lambda arrays: run(*arrays, *constants)
 
 
 class _Actor:
@@ -247,7 +247,7 @@ class _Actor:
 
     def __init__(self, threads: int):
         self._threads = threads
-        self._made: Json = {}
+        self._runnables: Json = {}
         self._facts = devices.collect_facts(threads)
 
     def facts(self) -> Json:
@@ -256,7 +256,7 @@ class _Actor:
 
     def run(
         self,
-        alike: Json | None,
+        expected_facts: Json | None,
         name: str,
         stored: list[program.Program],
         sent: _Sealed,
@@ -266,31 +266,31 @@ class _Actor:
         """Returns a program's flat results, or None if a client's data raised an error.
 
         Args:
-          alike: The facts that all workers must share; None: no requirement.
+          expected_facts: The facts that all workers must share; None: no requirement.
           name: The program's name.
           stored: Ray's references to the stored program, not yet read.
           sent: See `RayWorkers.run`; sealed.
           examples: See `RayWorkers.run`; not sealed.
           shard: The remaining arguments; sealed.
         """
-        if alike is not None and alike != self._facts:
+        if expected_facts is not None and expected_facts != self._facts:
             raise ValueError(
                 "This worker replaced another one and computes differently: they "
-                f"differ in {_differing(alike, self._facts)}."
+                f"differ in {_differing(expected_facts, self._facts)}."
             )
-        if name not in self._made:
+        if name not in self._runnables:
             traced = _ray().get(stored[0])
-            self._made[name] = runnable(traced, self._threads)
+            self._runnables[name] = runnable(traced, self._threads)
         arguments = [*_open(sent), *(examples or ()), *_open(shard)]
         try:
-            return _seal(self._made[name](arguments))
+            return _seal(self._runnables[name](arguments))
         except engine.CLIENT_ERRORS:  # Ray would send a message that may quote data.
             return None
 
 
-def _differing(one: Json, other: Json) -> str:
+def _differing(first: Json, second: Json) -> str:
     """Returns the names of the facts in which two workers differ."""
-    return ", ".join(name for name in one if one[name] != other[name])
+    return ", ".join(name for name in first if first[name] != second[name])
 
 
 def _seal(arrays: nests.Nest) -> _Sealed:
@@ -340,23 +340,23 @@ class _Cluster:
             raise WorkerUnavailable(f"{where} cannot be reached: {error}") from error
         self._started = True
 
-    def actor(self, place: int) -> ActorHandle:
+    def actor(self, index: int) -> ActorHandle:
         """Returns the actor with this index; starts it if there is none."""
-        if place not in self.actors:
+        if index not in self.actors:
             remote = _ray().remote(_Actor).options(**self._options)
             threads = max(1, math.ceil(self._options["num_cpus"] or 1))
-            self.actors[place] = remote.remote(threads)
-        return self.actors[place]
+            self.actors[index] = remote.remote(threads)
+        return self.actors[index]
 
-    def drop(self, place: int) -> None:
-        actor = self.actors.pop(place, None)
+    def drop(self, index: int) -> None:
+        actor = self.actors.pop(index, None)
         if actor is not None:
             _ray().kill(actor)
 
     def close(self) -> None:
         if _ray().is_initialized():
-            for place in list(self.actors):
-                self.drop(place)
+            for index in list(self.actors):
+                self.drop(index)
             if self._started:
                 _ray().shutdown()
         self._started = False
@@ -417,7 +417,7 @@ class RayWorkers:
         )
         # Programs and the examples of a dataset, with Ray's references to them.
         self._stored: dict[str, tuple[object, ObjectRef]] = {}
-        self._alike: Json | None = None
+        self._expected_facts: Json | None = None
         self._max_repeats = _validate.non_negative_integer(max_repeats=max_repeats)
         options = {"num_cpus": 1, **(resources or {})}
         self._cluster = _Cluster(address, options)
@@ -434,19 +434,19 @@ class RayWorkers:
         if not self._close.alive:
             raise RuntimeError("These RayWorkers are closed.")
         self._cluster.connect()
-        places = set(range(self.num_workers)).difference(self._cluster.actors)
-        self._facts_of(places)
+        indices = set(range(self.num_workers)).difference(self._cluster.actors)
+        self._facts_of(indices)
         return self
 
-    def _facts_of(self, places: Iterable[int]) -> list[Json]:
+    def _facts_of(self, indices: Iterable[int]) -> list[Json]:
         """Returns the facts that workers' results depend on; waits for their start."""
         ray = _ray()
-        asked = [self._cluster.actor(n).facts.remote() for n in places]
+        pending = [self._cluster.actor(n).facts.remote() for n in indices]
         try:
-            return ray.get(asked, timeout=_SECONDS_TO_START)
+            return ray.get(pending, timeout=_SECONDS_TO_START)
         except ray.exceptions.RayError as error:
-            for place in places:
-                self._cluster.drop(place)
+            for index in indices:
+                self._cluster.drop(index)
             raise WorkerUnavailable(f"Ray started no worker: {error}") from error
 
     def close(self) -> None:
@@ -477,7 +477,7 @@ class RayWorkers:
                     f"differ in {_differing(first, facts)}. Ask by resources={{...}} "
                     "for what only such machines have."
                 )
-        self._alike = first
+        self._expected_facts = first
         return ShardedCohorts(cohort_engine, clients, self, first["float32_products"])
 
     def _reference(self, name: str, value: object) -> ObjectRef:
@@ -511,31 +511,33 @@ class RayWorkers:
         if not isinstance(received, bytes):
             received = ray.put(received)
         # One dataset at a time, so that the store does not fill up.
-        held = None if examples is None else self._reference("examples", examples)
+        examples_reference = (
+            None if examples is None else self._reference("examples", examples)
+        )
         stored = [self._reference(traced.name, traced)]
 
-        def ask(place: int) -> ObjectRef:
-            return self._cluster.actor(place).run.remote(
-                *(self._alike, traced.name, stored),
-                *(received, held, _seal(shards[place])),
+        def ask(index: int) -> ObjectRef:
+            return self._cluster.actor(index).run.remote(
+                *(self._expected_facts, traced.name, stored),
+                *(received, examples_reference, _seal(shards[index])),
             )
 
-        asked = list(map(ask, range(len(shards))))
+        pending = list(map(ask, range(len(shards))))
         results: list[Arrays] = []
         lost = 0
-        for place, answer in enumerate(asked):
-            while len(results) == place:
+        for index, reference in enumerate(pending):
+            while len(results) == index:
                 try:
-                    results.append(_open(ray.get(answer)))
+                    results.append(_open(ray.get(reference)))
                 except ray.exceptions.RayTaskError as error:
-                    message = f"Worker {place} of Ray failed: {error}"
+                    message = f"Worker {index} of Ray failed: {error}"
                     raise WorkerError(message) from error
                 except ray.exceptions.RayError as error:
-                    self._cluster.drop(place)
+                    self._cluster.drop(index)
                     lost += 1
-                    message = f"Worker {place} of Ray is lost: {error}"
+                    message = f"Worker {index} of Ray is lost: {error}"
                     if lost > self._max_repeats:
                         raise WorkerLost(message) from error
                     logging.warning("Its shard is done again: %s", message)
-                    answer = ask(place)
+                    reference = ask(index)
         return results

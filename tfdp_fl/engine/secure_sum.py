@@ -61,20 +61,20 @@ def sum_securely(
     _check_grid(protocol, query, state)
     total = np.zeros(size + query.num_scalars)
     collected = {
-        place: (own, row)
-        for places, own in pending.collected
-        for row, place in enumerate(np.asarray(places).tolist())
+        position: (result, row)
+        for positions, result in pending.collected
+        for row, position in enumerate(np.asarray(positions).tolist())
     }
     members = np.arange(pending.cohort_size)
     if site != NoiseSite.SERVER:  # Zeros would lack the client's noise.
         members = np.array(sorted(collected), np.int64)
 
-    def row_of(place: int) -> np.ndarray:
+    def row_of(position: int) -> np.ndarray:
         """Returns a client's row, including diagnostics that are not uploaded."""
-        if place not in collected:
+        if position not in collected:
             return np.zeros(len(total), np.float32)
-        own, row = collected[place]
-        parts = own.updates, own.scalars
+        result, row = collected[position]
+        parts = result.updates, result.scalars
         return np.concatenate([part[row].numpy() for part in parts])
 
     def is_allowed(row: np.ndarray) -> np.ndarray:
@@ -85,31 +85,31 @@ def sum_securely(
     discarded = {p for p in members.tolist() if not is_allowed(row_of(p)).all()}
     failed = members[:0]
     if discarded:
-        places = np.flatnonzero(np.isin(members, [*discarded]))
+        positions = np.flatnonzero(np.isin(members, [*discarded]))
         if site == NoiseSite.CLIENT:
-            failed = members[places]
-        _warn(members, places, protocol, fails=len(failed) > 0)
+            failed = members[positions]
+        _warn(members, positions, protocol, fails=len(failed) > 0)
         if site == NoiseSite.EVERY_CLIENT:
-            pending.without_noise += len(places)
+            pending.without_noise += len(positions)
     bound = float(query.l2_norm_bound(state)) if site == NoiseSite.SERVER else None
 
-    def sent_by(index: int) -> np.ndarray:
-        place = int(members[index])
-        row = row_of(place)
-        sent = row[: -mechanisms.NUM_DIAGNOSTICS].astype(np.float64)
-        if place in discarded:
-            sent[~is_allowed(row)] = 0.0
+    def upload_of(index: int) -> np.ndarray:
+        position = int(members[index])
+        row = row_of(position)
+        upload = row[: -mechanisms.NUM_DIAGNOSTICS].astype(np.float64)
+        if position in discarded:
+            upload[~is_allowed(row)] = 0.0
             # A mean over the clients that answered must leave this client out, so its
             # weight is zero too. A fixed divisor ignores weights, and the bit stays.
-            sent[: None if site == NoiseSite.EVERY_CLIENT else size] = 0.0
+            upload[: None if site == NoiseSite.EVERY_CLIENT else size] = 0.0
         if bound is not None:
-            sent[:size] = protocol.nearest_within(sent[:size], bound)
-        return sent
+            upload[:size] = protocol.nearest_within(upload[:size], bound)
+        return upload
 
     if not len(failed):  # Otherwise the sum lacks noise, whatever the others send.
         try:
             grouped = secure_aggregation.sum_in_groups(
-                sent_by, protocol, num_members=len(members), keep_group_sums=False
+                upload_of, protocol, num_members=len(members), keep_group_sums=False
             )
         except ValueError as error:  # For example, because a client dropped out.
             warnings.warn(f"{error} All of them have failed.", stacklevel=3)
@@ -117,20 +117,22 @@ def sum_securely(
         else:
             failed = members[list(grouped.failed_members)]
             if grouped.total is not None:
-                heard = members[list(grouped.succeeded_members)].tolist()
-                seen = np.zeros(mechanisms.NUM_DIAGNOSTICS)
-                for place in heard:
-                    own_seen = row_of(place)[-len(seen) :]
-                    own_seen[-1] = max(own_seen[-1], place in discarded)
-                    seen += own_seen
-                total = np.concatenate([grouped.total, seen])
+                succeeded = members[list(grouped.succeeded_members)].tolist()
+                diagnostics = np.zeros(mechanisms.NUM_DIAGNOSTICS)
+                for position in succeeded:
+                    client_diagnostics = row_of(position)[-len(diagnostics) :]
+                    client_diagnostics[-1] = max(
+                        client_diagnostics[-1], position in discarded
+                    )
+                    diagnostics += client_diagnostics
+                total = np.concatenate([grouped.total, diagnostics])
     flat = tf.constant(total)
     cohort_engine.set_sum(pending, flat[:size], flat[size:])
     return tuple(failed.tolist())
 
 
 # The largest probability allowed for a cohort without a sum.
-_UNLIKELY = 1e-12
+_MAX_FAILURE_PROBABILITY = 1e-12
 
 
 def check_cohort_sizes(
@@ -151,24 +153,27 @@ def check_cohort_sizes(
       num_clients: The number of clients, N.
       clients_per_round: m, the expected size.
     """
-    lost = 0.0
+    risk = 0.0
     if sampling not in charge_lib.OF_RANDOM_SIZE:
         size = np.array([int(clients_per_round)])
-        lost = float(not grouped_sum.can_be_split(size, protocol)[0])
+        risk = float(not grouped_sum.can_be_split(size, protocol)[0])
     else:
-        for number in range(num_clients - 1, num_clients + 2):
-            sizes = np.arange(number + 1)
+        for population in range(num_clients - 1, num_clients + 2):
+            sizes = np.arange(population + 1)
             sizes = sizes[~grouped_sum.can_be_split(sizes, protocol)]
-            chance = clients_per_round / num_clients
-            lost = max(lost, float(stats.binom.pmf(sizes, number, chance).sum()))
-    if lost >= _UNLIKELY:
+            probability = clients_per_round / num_clients
+            risk = max(
+                risk,
+                float(stats.binom.pmf(sizes, population, probability).sum()),
+            )
+    if risk >= _MAX_FAILURE_PROBABILITY:
         raise ValueError(
             "secure_aggregation needs cohorts that always make groups of "
             f"{protocol.min_participants} (min_participants) to "
             f"{protocol.max_participants} (max_participants), because one client more "
             "would else move a sum by all others of its group; with "
             f"clients_per_round={clients_per_round:g} of {num_clients} and {sampling} "
-            f"sampling the probability that one does not is {lost:.1g}: take "
+            f"sampling the probability that one does not is {risk:.1g}: take "
             "sampling='fixed_size', more clients a round, or other limits."
         )
 
@@ -181,14 +186,14 @@ def _check_grid(
     """Raises ValueError if rounding would lose a bit or change the noise."""
     if protocol.mode != "ring":
         return
-    needed = [("the bits and the weight of a client", 0.5)]
+    requirements = [("the bits and the weight of a client", 0.5)]
     if query.mechanism.noise_site == NoiseSite.CLIENT:
-        needed += [
+        requirements += [
             (f"a client's noise on its {name}", float(share) / _STEPS_OF_NOISE)
             for name, share in query.noise_shares(state).items()
             if float(share) > 0
         ]
-    for what, resolution in needed:
+    for what, resolution in requirements:
         if protocol.resolution > resolution:
             raise ValueError(
                 "secure_aggregation must have a resolution of at most "
@@ -200,7 +205,7 @@ def _check_grid(
 
 def _warn(
     members: np.ndarray,
-    places: np.ndarray,
+    positions: np.ndarray,
     protocol: secure_aggregation.AdditiveSecretSharing,
     fails: bool,
 ) -> None:
@@ -209,9 +214,9 @@ def _warn(
     if fails:
         what = "have failed, and the sum lacks their noise."
     warnings.warn(
-        f"{len(places)} of {len(members)} clients have values that are not "
+        f"{len(positions)} of {len(members)} clients have values that are not "
         f"within max_share_value={protocol.max_share_value:g} (first: place "
-        f"{int(members[places[0]])} in the cohort) and {what} If they are honest, "
+        f"{int(members[positions[0]])} in the cohort) and {what} If they are honest, "
         "secure_aggregation needs a larger max_share_value.",
         stacklevel=4,
     )

@@ -19,7 +19,7 @@ _ROWS, _DRAWS = 7, 4
 def batch(
     rng: np.random.Generator,
     nest: nests.Nest,
-    shares: bool = False,
+    probabilities: bool = False,
     classes: Mapping[int, int] | None = None,
 ) -> nests.Nest:
     """Returns a batch of random numbers with the structure of another batch.
@@ -27,22 +27,22 @@ def batch(
     Args:
       rng: The generator that draws them.
       nest: The other batch, a nest of tensors.
-      shares: Whether floats are positive and add up to 1 over the last axis.
+      probabilities: Whether floats are positive and add up to 1 over the last axis.
       classes: By leaf index, the number of different integers; 2 for other leaves.
     """
-    made = []
+    tensors = []
     for leaf, tensor in enumerate(tf.nest.flatten(nest)):
         shape = [_ROWS, *tensor.shape[1:]]
         if not tensor.dtype.is_floating:
             values = rng.integers(0, (classes or {}).get(leaf, 2), shape)
-        elif shares:
+        elif probabilities:
             values = rng.uniform(0.01, 0.99, shape)
             if len(shape) > 1 and shape[-1] > 1:
                 values /= values.sum(axis=-1, keepdims=True)
         else:
             values = 3 * rng.normal(size=shape)
-        made.append(tf.cast(values, tensor.dtype))
-    return tf.nest.pack_sequence_as(nest, made)
+        tensors.append(tf.cast(values, tensor.dtype))
+    return tf.nest.pack_sequence_as(nest, tensors)
 
 
 def non_negative_variables(
@@ -60,32 +60,32 @@ def non_negative_variables(
       x: Nest of features of a batch.
     """
     rng = np.random.default_rng(0)
-    begun = [(v, tf.zeros(v.shape, v.dtype)) for v in variables]
-    weights, left, usable = model.trainable_weights, list(variables), 0
+    initial = [(v, tf.zeros(v.shape, v.dtype)) for v in variables]
+    weights, candidates, usable = model.trainable_weights, list(variables), 0
     assigned: set[int] = set()
     for _ in range(_DRAWS if variables else 0):
         features = batch(rng, x)
-        drawn = [rng.normal(size=v.shape) for v in weights]
+        draws = [rng.normal(size=v.shape) for v in weights]
         for sign in (1.0, -1.0):
-            values = [sign * value for value in drawn]
-            mapping = [*begun, *zip(weights, values, strict=True)]
+            values = [sign * value for value in draws]
+            mapping = [*initial, *zip(weights, values, strict=True)]
             try:
                 with keras_versions.stateless(mapping) as scope:
                     model(features, training=True)
-                values = [scope.get_current_value(v) for v in left]
+                values = [scope.get_current_value(v) for v in candidates]
                 after = [value.numpy() for value in values]
             except Exception:  # Some models cannot handle synthetic numbers.
                 continue
             assigned |= {
                 id(v)
-                for v, value in zip(left, values, strict=True)
-                if all(value is not zeros for _, zeros in begun)
+                for v, value in zip(candidates, values, strict=True)
+                if all(value is not zeros for _, zeros in initial)
             }
             usable += all(np.isfinite(value).all() for value in after)
-            pairs = zip(left, after, strict=True)
-            left = [v for v, value in pairs if not np.any(value < 0)]
-    found = [v for v in left if id(v) in assigned]
-    return found if usable > _DRAWS else []
+            pairs = zip(candidates, after, strict=True)
+            candidates = [v for v, value in pairs if not np.any(value < 0)]
+    result = [v for v in candidates if id(v) in assigned]
+    return result if usable > _DRAWS else []
 
 
 def non_negative_positions(model: tf.keras.Model) -> list[int]:
@@ -100,8 +100,8 @@ def non_negative_positions(model: tf.keras.Model) -> list[int]:
             "non_negative must be a built model that knows its inputs (sequential or "
             f"functional), or places in get_weights(), got {model!r}."
         )
-    shapes = [[1, *(size or 8 for size in one.shape[1:])] for one in inputs]
-    made = [
+    shapes = [[1, *(size or 8 for size in tensor.shape[1:])] for tensor in inputs]
+    tensors = [
         tf.zeros(s, tf.as_dtype(i.dtype)) for s, i in zip(shapes, inputs, strict=True)
     ]
     state = [
@@ -109,6 +109,6 @@ def non_negative_positions(model: tf.keras.Model) -> list[int]:
         for variable in model.non_trainable_weights
         if tf.as_dtype(variable.dtype).is_floating
     ]
-    x = made[0] if len(made) == 1 else made
-    found = set(map(id, non_negative_variables(model, state, x)))
-    return [k for k, one in enumerate(model.weights) if id(one) in found]
+    x = tensors[0] if len(tensors) == 1 else tensors
+    non_negative = set(map(id, non_negative_variables(model, state, x)))
+    return [k for k, tensor in enumerate(model.weights) if id(tensor) in non_negative]

@@ -60,7 +60,7 @@ class FunctionalTrainer(trainer.Trainer):
             or nests.weights_of(element_spec[1]) is not None
         ):
             raise _refusal("weights of examples or outputs")
-        if what := _not_taken(model):
+        if what := _unsupported_part(model):
             raise _refusal(what)
         loss = _loss_object(training.loss)
         metrics = collections.OrderedDict(
@@ -214,19 +214,19 @@ def _optimizer(
             "a fixed rate and no further options are what it has"
         )
     make, names = kinds[type(optimizer)]
-    made = make(0.0, *(config[name] for name in names.split()))
-    return _TffOptimizer(made, variables)
+    tff_optimizer = make(0.0, *(config[name] for name in names.split()))
+    return _TffOptimizer(tff_optimizer, variables)
 
 
 def _loss_object(loss: keras_versions.CompileArgument) -> tf.keras.losses.Loss:
     if isinstance(loss, tf.keras.losses.Loss):
         return loss
     name = getattr(tf.keras.losses.get(loss), "__name__", "")  # "mse" is an alias.
-    words = "".join(word.capitalize() for word in name.split("_"))
-    found = getattr(tf.keras.losses, words, None)
-    if not inspect.isclass(found):
+    class_name = "".join(word.capitalize() for word in name.split("_"))
+    loss_class = getattr(tf.keras.losses, class_name, None)
+    if not inspect.isclass(loss_class):
         raise _refusal(f"the loss {loss!r}: give a tf.keras.losses.Loss")
-    return found()
+    return loss_class()
 
 
 def _metric_by_name(
@@ -242,7 +242,7 @@ def _metric_by_name(
     return metric.name, functools.partial(type(metric).from_config, config)
 
 
-def _not_taken(model: tf.keras.Model) -> str:
+def _unsupported_part(model: tf.keras.Model) -> str:
     """Names a part of the model that a functional model would ignore or cannot run."""
     if model.losses:
         return "losses that layers add, as regularizers do"

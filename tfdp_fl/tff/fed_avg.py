@@ -331,7 +331,7 @@ def _check_local_training(
             model.input_spec
         )
     definition = traced.graph.as_graph_def()
-    allowed_operations.check(definition, allowed_ones=allowed_operations.IN_TFF)
+    allowed_operations.check(definition, allow_list=allowed_operations.IN_TFF)
 
 
 def build_local_training(
