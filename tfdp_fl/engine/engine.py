@@ -175,7 +175,7 @@ class CohortEngine:
             collected_bytes=4 * self.update_spec.size if keeps_updates else None,
             xla=bool(training.jit_compile),
             fits=self.fits,
-            at_once=devices.clients_at_once(
+            at_once=devices.clients_per_call(
                 self.device, model, self.update_spec.size, batch_size
             ),
         )

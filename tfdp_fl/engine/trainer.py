@@ -230,7 +230,7 @@ class Trainer:
 
     def no_metrics(self) -> cohort.MetricState:
         """Returns the metrics' initial state."""
-        return self._metrics.nobody()
+        return self._metrics.initial_state()
 
     def metric_results(self, values: cohort.MetricState) -> dict[str, tf.Tensor]:
         """Returns the metrics' results by name, computed from their state."""
