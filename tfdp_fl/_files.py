@@ -68,7 +68,7 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
-def plain(value: Any, default: Callable[[Any], Any] = repr) -> Any:
+def to_plain(value: Any, default: Callable[[Any], Any] = repr) -> Any:
     """Returns what a value is after a round trip through JSON.
 
     Args:
@@ -81,27 +81,29 @@ def plain(value: Any, default: Callable[[Any], Any] = repr) -> Any:
         item = getattr(value, "item", None)
         return value if item is None else item()
     if isinstance(value, Mapping):
-        return {str(k): plain(item_value, default) for k, item_value in value.items()}
+        return {
+            str(k): to_plain(item_value, default) for k, item_value in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [plain(item_value, default) for item_value in value]
+        return [to_plain(item_value, default) for item_value in value]
     if hasattr(value, "tolist"):
-        return plain(value.tolist(), default)
+        return to_plain(value.tolist(), default)
     if hasattr(value, "numpy"):
-        return plain(value.numpy(), default)
+        return to_plain(value.numpy(), default)
     return default(value)
 
 
-def finite(value: Any) -> Any:
+def to_finite(value: Any) -> Any:
     """Returns a plain value with None for infinity and NaN, as JSON wants."""
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: to_finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [finite(item) for item in value]
+        return [to_finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
 
 
-def canonical(value: Any) -> str:
+def to_canonical_json(value: Any) -> str:
     """Returns the one JSON text of a value: sorted keys, no spaces."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))

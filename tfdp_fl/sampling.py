@@ -500,8 +500,8 @@ class PassSampler(CohortSampler):
         """
         if not rounds or not schedules.is_constant(self._clients_per_round):
             return rounds, 0, rounds[:0]
-        begin, t = self._pass_of(rounds.start)
-        head = rounds[: (begin - rounds.start) % t]
+        pass_start, t = self._pass_of(rounds.start)
+        head = rounds[: (pass_start - rounds.start) % t]
         num_passes, remaining = divmod(len(rounds) - len(head), t)
         return head, num_passes, rounds[len(rounds) - remaining :]
 
@@ -556,18 +556,18 @@ class RandomAllocationSampler(PassSampler):
 
     def _draw(self, round_index: int) -> np.ndarray:
         """See base class."""
-        begin = self._pass_fields(round_index)["pass_index"]
-        self._salt = self._salt_of(begin)
+        pass_start = self._pass_fields(round_index)["pass_index"]
+        self._salt = self._salt_of(pass_start)
         return self.plan_cohort(round_index)
 
     def plan_cohort(self, round_index: int) -> np.ndarray:
         """See base class."""
         fields = self._pass_fields(round_index)
-        begin, t = (
+        pass_start, t = (
             fields["pass_index"],
             round(self.num_clients / fields["clients_per_round"]),
         )
-        stream = (t, *self._salt_of(begin))
+        stream = (t, *self._salt_of(pass_start))
         if self._order is None or self._order[0] != stream:
             secret = self._key if self.seed is None else f"seed {self.seed}"
             text = f"{secret} {_STREAM} {stream}"
@@ -577,15 +577,15 @@ class RandomAllocationSampler(PassSampler):
             self._order = stream, np.frombuffer(words, "<u8") % t
         return np.flatnonzero(self._order[1] == fields["pass_offset"])
 
-    def _salt_of(self, begin: int) -> tuple[int, ...]:
+    def _salt_of(self, pass_start: int) -> tuple[int, ...]:
         """Returns the pass and, with a seed, the entropy of the attempt that began it.
 
         After a resume, later attempts in the pass may have other entropy.
         """
-        if self._salt and self._salt[0] == begin:
+        if self._salt and self._salt[0] == pass_start:
             return tuple(self._salt)
         entropy = () if self.seed is None or not self.attempt else self.attempt[1:]
-        return (begin, *entropy)
+        return (pass_start, *entropy)
 
     def _pass_fields(self, round_index: int) -> Json:
         if self._passes is None or self._passes.first_round != self._first_round:

@@ -134,11 +134,11 @@ class PrivacyAccountant:
 
     def require_relation(self, relation: charge_lib.Relation) -> None:
         """Raises ValueError if the history has another neighbouring relation."""
-        own, other = self.relation, relation.in_accounting
-        if own not in (None, other):
+        own_relation, new_relation = self.relation, relation.in_accounting
+        if own_relation not in (None, new_relation):
             raise ValueError(
-                f"charge has the neighbouring relation {other.name}, the history has "
-                f"{own.name}; one guarantee cannot cover both."
+                f"charge has the neighbouring relation {new_relation.name}, the history "
+                f"has {own_relation.name}; one guarantee cannot cover both."
             )
 
     @one_at_a_time
@@ -328,8 +328,10 @@ class PrivacyAccountant:
         if (z := self._exact_noise(accountant)) is not None:
             return gaussian.gaussian_delta(z, epsilon)
         if accountant == "rdp" or not self.has_few_kinds:
-            least = self._least(lambda orders, rdp: _log_deltas(orders, rdp, epsilon))
-            return min(1.0, self._total_variation, math.exp(min(least, 0.0)))
+            log_delta = self._least(
+                lambda orders, rdp: _log_deltas(orders, rdp, epsilon)
+            )
+            return min(1.0, self._total_variation, math.exp(min(log_delta, 0.0)))
         return float(self._compose_pld().get_delta_for_epsilon(epsilon))
 
     def _exact_noise(self, accountant: str) -> float | None:

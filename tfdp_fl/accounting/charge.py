@@ -206,10 +206,10 @@ class Participation:
     def to_json(self) -> str:
         """Returns all attributes as one line of JSON, exact to the last bit."""
         fields = {
-            field.name: _files.plain(getattr(self, field.name), event_to_json)
+            field.name: _files.to_plain(getattr(self, field.name), event_to_json)
             for field in dataclasses.fields(self)
         }
-        return _files.canonical(
+        return _files.to_canonical_json(
             {
                 name: value
                 for name, value in fields.items()
@@ -372,14 +372,14 @@ def rounds_per_pass(num_clients: int, clients_per_round: float) -> int:
 
 
 def require_constant_noise(
-    round_index: int, z: float, begin: int, z_of_pass: float
+    round_index: int, z: float, pass_start: int, z_of_pass: float
 ) -> None:
     """Raises ValueError if the noise multiplier differs from that of the pass."""
     if z != z_of_pass:
         raise ValueError(
             "noise_multiplier must be the same in all rounds of a pass of random "
-            f"allocation, got {z_of_pass:g} in round {begin} (counted from 0), with "
-            f"which a pass begins, and {z:g} in round {round_index}."
+            f"allocation, got {z_of_pass:g} in round {pass_start} (counted from 0), "
+            f"with which a pass begins, and {z:g} in round {round_index}."
         )
 
 
@@ -408,26 +408,26 @@ class AllocationPasses:
           ValueError: m implies another floor(N/m) than the pass began with.
         """
         round_index = max(round_index, self.first_round)
-        begin, end = self._pass_of(round_index)
+        pass_start, pass_end = self._pass_of(round_index)
         t = self._rounds_at(round_index)
-        if t != end - begin:
+        if t != pass_end - pass_start:
             raise ValueError(
                 "clients_per_round must give all rounds of a pass of random allocation "
-                f"the same floor(N/m), got {end - begin} in round {begin} (counted "
-                f"from 0), with which a pass begins, and {t} in round {round_index}."
+                f"the same floor(N/m), got {pass_end - pass_start} in round "
+                f"{pass_start} (counted from 0), with which a pass begins, and {t} in round {round_index}."
             )
         return {
             "clients_per_round": self.num_clients / t,
-            "pass_index": begin,
-            "pass_offset": round_index - begin,
+            "pass_index": pass_start,
+            "pass_offset": round_index - pass_start,
         }
 
     def _pass_of(self, round_index: int) -> tuple[int, int]:
-        begin = self.first_round
+        pass_start = self.first_round
         if schedules.is_constant(self._schedule):
             t = self._rounds_at(0)
-            begin += (round_index - begin) // t * t
-            return begin, begin + t
+            pass_start += (round_index - pass_start) // t * t
+            return pass_start, pass_start + t
         while self._passes[-1][1] <= round_index:
             end = self._passes[-1][1]
             self._passes.append((end, end + self._rounds_at(end)))
@@ -559,10 +559,10 @@ def event_to_json(event: dp_accounting.DpEvent) -> Json:
             f"lists, got {event!r}."
         )
     fields = {
-        field.name: _files.plain(getattr(event, field.name), event_to_json)
+        field.name: _files.to_plain(getattr(event, field.name), event_to_json)
         for field in attr.fields(kind)
     }
-    if "NaN" in _files.canonical(fields):
+    if "NaN" in _files.to_canonical_json(fields):
         raise ValueError("event must not hold NaN.")
     if kind is dp_accounting.GaussianDpEvent:
         z = fields["noise_multiplier"]

@@ -431,7 +431,7 @@ class PrivacyLedger:
             "charge": charge and json.loads(charge.to_json()),
             "local": local and check_local(local, charge),
             "time": "" if "search" in details else _now(),
-            "details": _files.plain(details, _refuse),
+            "details": _files.to_plain(details, _refuse),
         }
         entry = _entry(body)
         with self.lock:
@@ -819,5 +819,5 @@ def check_local(local: Json, charge: charge_lib.RoundCharge | None) -> dict[str,
 def line_after(head: str, body: Json) -> tuple[bytes, str]:
     """Returns the line of a body that follows the line with hash `head`; its hash."""
     body = {**body, "previous": head}
-    digest = hashlib.sha256(_files.canonical(body).encode()).hexdigest()
-    return _files.canonical({**body, "hash": digest}).encode(), digest
+    digest = hashlib.sha256(_files.to_canonical_json(body).encode()).hexdigest()
+    return _files.to_canonical_json({**body, "hash": digest}).encode(), digest

@@ -54,10 +54,12 @@ def _plan_charges(
             count = -(-count // -(-num_clients // fields["clients_per_round"]))
         elif sampling == Sampling.RANDOM_ALLOCATION:
             fields = passes.pass_fields(t)
-            size, begin = fields["clients_per_round"], fields["pass_index"]
-            z_of_pass = schedules.value_at(noise_multiplier, begin, "noise_multiplier")
-            charge_lib.require_constant_noise(t, z, begin, z_of_pass)
-            if t > begin:  # Its pass was charged in full with the first round.
+            size, pass_start = fields["clients_per_round"], fields["pass_index"]
+            z_of_pass = schedules.value_at(
+                noise_multiplier, pass_start, "noise_multiplier"
+            )
+            charge_lib.require_constant_noise(t, z, pass_start, z_of_pass)
+            if t > pass_start:  # Its pass was charged in full with the first round.
                 continue
             fields = {"clients_per_round": size}
             count = -(-count // charge_lib.rounds_per_pass(num_clients, size))
@@ -290,9 +292,13 @@ def calibrate(
             aim = target
             for factor in (1.15, 1.01, 1.01, 1.01):
                 z = solve(z, "pld", factor, aim, _TOLERANCE / 3)
-                if target * (1 - _TOLERANCE) <= (found := epsilon(z, "pld")) <= target:
+                if (
+                    target * (1 - _TOLERANCE)
+                    <= (reached := epsilon(z, "pld"))
+                    <= target
+                ):
                     return z
-                aim *= target * (1 - _TOLERANCE / 4) / found
+                aim *= target * (1 - _TOLERANCE / 4) / reached
     return solve(z, accountant)
 
 

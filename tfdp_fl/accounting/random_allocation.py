@@ -125,8 +125,8 @@ def _normal_cells(ends: np.ndarray) -> np.ndarray:
     """Returns a normal variable's probabilities below, between and above points."""
     below, above = stats.norm.cdf(ends), stats.norm.sf(ends)
     # Differences of the smaller values, in either tail.
-    inside = np.where(ends[1:] < 0, np.diff(below), -np.diff(above))
-    return np.concatenate([below[:1], inside, above[-1:]])
+    between = np.where(ends[1:] < 0, np.diff(below), -np.diff(above))
+    return np.concatenate([below[:1], between, above[-1:]])
 
 
 def _add(first: _Distribution, second: _Distribution, cells: int) -> _Distribution:

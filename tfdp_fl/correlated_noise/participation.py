@@ -128,8 +128,8 @@ class ParticipationRecord:
                 f"its last round was released {self.released - rounds[-1]} rounds ago, "
                 f"and min_separation={gap}"
             )
-        begin = self.released - self.released % self.participation.rounds
-        count = sum(round_index >= begin for round_index in rounds)
+        segment_start = self.released - self.released % self.participation.rounds
+        count = sum(round_index >= segment_start for round_index in rounds)
         if count >= most:
             return (
                 f"it has taken part in {count} rounds of this segment, and "

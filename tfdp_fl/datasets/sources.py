@@ -255,10 +255,10 @@ class MixedSource:
                 continue
             if not fits.all():
                 rows = (part.rows(indices[[i]])[0] for i in range(len(indices)))
-                kept = np.array([fits[piece].all() for piece in rows])
+                is_unchanged = np.array([fits[piece].all() for piece in rows])
                 no_cast = nests.ExamplesValueError(nests.NO_CAST)
-                failed |= dict.fromkeys(positions[~kept].tolist(), no_cast)
-                positions, indices = positions[kept], indices[kept]
+                failed |= dict.fromkeys(positions[~is_unchanged].tolist(), no_cast)
+                positions, indices = positions[is_unchanged], indices[is_unchanged]
             starts[positions] = first_slot
             starts[positions] += part.starts[indices]
             lengths[positions] = part.lengths[indices]

@@ -85,7 +85,9 @@ class Metrics:
         record_initial_values(all_metrics)
         self._variables = [v for metric in all_metrics for v in metric.variables]
         self._names = [metric.name for metric in all_metrics for _ in metric.variables]
-        self._begin = [v for metric in all_metrics for v in _initial_values_of(metric)]
+        self._initial = [
+            v for metric in all_metrics for v in _initial_values_of(metric)
+        ]
         self._merges = ["sum"] * len(self._variables)
 
     def find_merges(
@@ -112,12 +114,12 @@ class Metrics:
         if not self._variables:
             return
         rng = np.random.default_rng(0)
-        begin = self._begin
+        initial = self._initial
         candidates = [
             {k: v for k, v in _MERGES.items() if k != "sum" or value.dtype != bool}
-            for value in begin
+            for value in initial
         ]
-        previous = begin
+        previous = initial
         classes = {label_range.leaf: label_range.num_classes for label_range in ranges}
         for number in range(_BATCHES):
             shares = number % 2 == 0
@@ -127,24 +129,24 @@ class Metrics:
                 synthetic.batch(rng, predicted, shares),
             )
             try:
-                from_begin = self._update(begin, batch, own_after)
-                after = self._update(previous, batch, own_after)
+                from_begin = self._update(initial, batch, own_after)
+                updated = self._update(previous, batch, own_after)
                 repeated = self._update(previous, batch, own_after)
             except Exception:  # Some metrics cannot handle synthetic numbers.
                 continue
-            if any(np.isnan(value).any() for value in after) or not all(
-                map(np.array_equal, after, repeated)
+            if any(np.isnan(value).any() for value in updated) or not all(
+                map(np.array_equal, updated, repeated)
             ):
                 continue  # (`Program` refuses metrics that draw random numbers.)
             for merges, *states in zip(
-                candidates, previous, from_begin, begin, after, strict=True
+                candidates, previous, from_begin, initial, updated, strict=True
             ):
                 a, b, start, combined = (np.asarray(v, np.float64) for v in states)
                 with np.errstate(invalid="ignore"):
                     for name, merge in list(merges.items()):
                         if not np.allclose(combined, merge(a, b, start), 1e-4, 1e-5):
                             del merges[name]
-            previous = after
+            previous = updated
         for name, merges in zip(self._names, candidates, strict=True):
             if not merges:
                 raise ValueError(
@@ -163,18 +165,20 @@ class Metrics:
     ) -> list[np.ndarray]:
         x, y, predicted = batch
         first = len(self._variables) - len(self.own_variables)
-        before = list(map(tf.constant, values))
-        after = self._after(before[:first], y, predicted, None)
+        tensors = list(map(tf.constant, values))
+        updated = self._values_after(tensors[:first], y, predicted, None)
         if self.own:
-            after += own_after(before[first:], x, y)
-        return [np.asarray(value) for value in after]
+            updated += own_after(tensors[first:], x, y)
+        return [np.asarray(value) for value in updated]
 
-    def _after(self, values: list[tf.Tensor], *batch: nests.Nest) -> list[tf.Tensor]:
+    def _values_after(
+        self, values: list[tf.Tensor], *batch: nests.Nest
+    ) -> list[tf.Tensor]:
         """Returns the compiled metrics' variables' values after a batch."""
         if not self._compiled.metrics:
             return []
-        after = self._compiled.stateless_update_state(values, *batch)
-        return list(map(tf.convert_to_tensor, after))
+        updated = self._compiled.stateless_update_state(values, *batch)
+        return list(map(tf.convert_to_tensor, updated))
 
     def initial_state(self) -> cohort.MetricState:
         """Returns the state before any example."""
@@ -184,7 +188,7 @@ class Metrics:
         # Zeros made from a shape are not stored as constants in the function's graph.
         return [
             tf.constant(value) if value.any() else tf.zeros(value.shape, value.dtype)
-            for value in self._begin
+            for value in self._initial
         ]
 
     def own_initial_values(self) -> list[tf.Tensor]:
@@ -218,7 +222,7 @@ class Metrics:
             with_numbers_only, (y, predicted, weight)
         )
         values = self._decode(state)
-        values[:count] = self._after(values[:count], y, predicted, weight)
+        values[:count] = self._values_after(values[:count], y, predicted, weight)
         return self._encode(values)
 
     def with_own(
@@ -234,16 +238,16 @@ class Metrics:
         if not self.own:
             return state
         first = len(self._variables) - len(after)
-        begin = self._constants()
+        initial = self._constants()
         usable = tf.constant(True)
         for value in after:
             if value.dtype.is_floating:
                 usable &= tf.reduce_all(tf.math.is_finite(value))
         values = [
             tf.where(usable, value, start)
-            for value, start in zip(after, begin[first:], strict=True)
+            for value, start in zip(after, initial[first:], strict=True)
         ]
-        return state.plus(self._encode([*begin[:first], *values]))
+        return state.plus(self._encode([*initial[:first], *values]))
 
     def results(self, state: cohort.MetricState) -> dict[str, tf.Tensor]:
         """Returns the metrics' results for a state, by name."""
@@ -265,9 +269,11 @@ class Metrics:
     def _encode(self, values: list[tf.Tensor]) -> cohort.MetricState:
         """Sorts the states by how they are merged."""
         state = cohort.MetricState([], [])
-        for value, begin, merge in zip(values, self._begin, self._merges, strict=True):
+        for value, initial, merge in zip(
+            values, self._initial, self._merges, strict=True
+        ):
             if merge == "sum":
-                state.sums.append(value - begin if begin.any() else value)
+                state.sums.append(value - initial if initial.any() else value)
             else:
                 value = _to_signed(value)
                 state.largest.append(-value if merge == "smallest" else value)
@@ -276,14 +282,14 @@ class Metrics:
     def _decode(self, state: cohort.MetricState) -> list[tf.Tensor]:
         sums, largest = iter(state.sums), iter(state.largest)
         values = []
-        for begin, merge in zip(self._begin, self._merges, strict=True):
+        for initial, merge in zip(self._initial, self._merges, strict=True):
             if merge == "sum":
                 value = next(sums)
-                values.append(value + begin if begin.any() else value)
+                values.append(value + initial if initial.any() else value)
             else:
                 value = next(largest)
                 value = -value if merge == "smallest" else value
-                values.append(tf.cast(value, begin.dtype))
+                values.append(tf.cast(value, initial.dtype))
         return values
 
 

@@ -73,7 +73,7 @@ def non_negative_variables(
                 with keras_versions.stateless(mapping) as scope:
                     model(features, training=True)
                 values = [scope.get_current_value(v) for v in candidates]
-                after = [value.numpy() for value in values]
+                updated = [value.numpy() for value in values]
             except Exception:  # Some models cannot handle synthetic numbers.
                 continue
             assigned |= {
@@ -81,8 +81,8 @@ def non_negative_variables(
                 for v, value in zip(candidates, values, strict=True)
                 if all(value is not zeros for _, zeros in initial)
             }
-            usable += all(np.isfinite(value).all() for value in after)
-            pairs = zip(candidates, after, strict=True)
+            usable += all(np.isfinite(value).all() for value in updated)
+            pairs = zip(candidates, updated, strict=True)
             candidates = [v for v, value in pairs if not np.any(value < 0)]
     result = [v for v in candidates if id(v) in assigned]
     return result if usable > _DRAWS else []

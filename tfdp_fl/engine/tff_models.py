@@ -86,9 +86,11 @@ class FunctionalTrainer(trainer.Trainer):
             keras_versions.restore_classes(model)
         self.aggregated = list(model.trainable_weights)
         self.unaggregated = list(model.non_trainable_weights)
-        ours = [v.numpy() for v in (*self.aggregated, *self.unaggregated)]
-        theirs = tf.nest.flatten(self._functional.initial_weights)
-        if len(ours) != len(theirs) or not all(map(np.array_equal, ours, theirs)):
+        keras_weights = [v.numpy() for v in (*self.aggregated, *self.unaggregated)]
+        tff_weights = tf.nest.flatten(self._functional.initial_weights)
+        if len(keras_weights) != len(tff_weights) or not all(
+            map(np.array_equal, keras_weights, tff_weights)
+        ):
             raise _refusal("a model that makes its weights in another order")
         self._random_state = []  # `Program` refuses random layers.
         self._optimizer = _optimizer(training.optimizer, self.aggregated)
@@ -138,8 +140,8 @@ class FunctionalTrainer(trainer.Trainer):
         )
         state = tf.nest.pack_sequence_as(self._metric_state, metrics.sums)
         output = tff.learning.models.BatchOutput(predictions=predicted)
-        after = self._functional.update_metrics_state(state, y, output, None)
-        return cohort.MetricState(tf.nest.flatten(after), [])
+        updated = self._functional.update_metrics_state(state, y, output, None)
+        return cohort.MetricState(tf.nest.flatten(updated), [])
 
     def _forward(
         self,

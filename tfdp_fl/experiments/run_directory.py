@@ -78,7 +78,7 @@ def delete_all_but_ledger(path: str | os.PathLike[str]) -> None:
 
 def write_json(path: pathlib.Path, value: object) -> None:
     """Writes JSON; what is not finite becomes null."""
-    value = _files.finite(_files.plain(value))
+    value = _files.to_finite(_files.to_plain(value))
     _files.write_text(path, json.dumps(value, indent=2) + "\n")
 
 

@@ -367,13 +367,14 @@ class Settings(_Options):
             value = getattr(self, field.name)
             if field.name == "noise_multiplier" or value is None:
                 continue
-            word = field.metadata.get("none_word")
-            if word is not None and isinstance(value, str):
+            none_word = field.metadata.get("none_word")
+            if none_word is not None and isinstance(value, str):
                 try:
-                    value = None if value == word else float(value)
+                    value = None if value == none_word else float(value)
                 except ValueError as error:
                     raise ValueError(
-                        f"--{field.name} must be a number or {word}, got {value!r}."
+                        f"--{field.name} must be a number or {none_word}, got "
+                        f"{value!r}."
                     ) from error
             options[field.name] = value
         return options
@@ -436,11 +437,11 @@ class Settings(_Options):
             setting = getattr(self, name)
             if not option.only_with or not setting or setting == _default(option):
                 continue
-            other, *allowed = option.only_with
-            value = getattr(resolved, other)
+            needed, *allowed = option.only_with
+            value = getattr(resolved, needed)
             if value not in allowed:
                 raise ValueError(
-                    f"--{name} is for {_condition(option)}, got --{other}={value}."
+                    f"--{name} is for {_condition(option)}, got --{needed}={value}."
                 )
 
 

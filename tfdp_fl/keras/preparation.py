@@ -63,9 +63,9 @@ def prepare(
             grid.check_noise_multiplier(noise_multiplier)
         size = sampler.expected_cohort_size(round_index)
         if isinstance(sampler, sampling.RandomAllocationSampler):
-            begin = cast(int, sampler.participation(round_index).pass_index)
-            z_of_pass = mechanism.noise_multiplier_at(begin)
-            require_constant_noise(round_index, noise_multiplier, begin, z_of_pass)
+            pass_start = cast(int, sampler.participation(round_index).pass_index)
+            z_of_pass = mechanism.noise_multiplier_at(pass_start)
+            require_constant_noise(round_index, noise_multiplier, pass_start, z_of_pass)
         if (
             setup.secure_aggregation is not None
             and mechanism.trust_model == TrustModel.CENTRAL

@@ -377,7 +377,7 @@ def _progress(verbose: int, first_round: int, last_round: int) -> Any:
     if verbose == 1:
         bar = tf.keras.utils.Progbar(last_round - first_round, unit_name="round")
 
-    def show(done: int, logs: dict[str, float], seconds: float) -> None:
+    def show(num_done: int, logs: dict[str, float], seconds: float) -> None:
         visible = {
             name: value
             for name, value in logs.items()
@@ -389,12 +389,12 @@ def _progress(verbose: int, first_round: int, last_round: int) -> Any:
             bar.stateful_metrics = {*visible}
             if "epsilon" in visible:
                 visible["epsilon"] = round_up_for_bar(visible["epsilon"])
-            bar.update(done - first_round, visible.items())
+            bar.update(num_done - first_round, visible.items())
         elif verbose:
             values = "".join(
                 f" - {name}: {format_up(v) if name == 'epsilon' else f'{v:.4g}'}"
                 for name, v in visible.items()
             )
-            print(f"Round {done}/{last_round} - {seconds:.2f}s{values}", flush=True)
+            print(f"Round {num_done}/{last_round} - {seconds:.2f}s{values}", flush=True)
 
     return show

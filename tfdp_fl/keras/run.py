@@ -381,12 +381,12 @@ class Run:
 
         def epsilon(count: int) -> float:
             if self.spending.by_client:
-                spent = self._mu_squared_after(count)
-                return accounting.epsilon_of_mu_squared(spent, delta)
+                mu_squared = self._mu_squared_after(count)
+                return accounting.epsilon_of_mu_squared(mu_squared, delta)
             previous = max(n for n in composed if n <= count)
-            after = composed[previous].with_charges(*charges(previous, count))
-            composed[count] = after
-            return after.epsilon(delta, accountant or self.setup.accountant)
+            extended = composed[previous].with_charges(*charges(previous, count))
+            composed[count] = extended
+            return extended.epsilon(delta, accountant or self.setup.accountant)
 
         return epsilon
 

@@ -42,10 +42,10 @@ def register(name: str) -> Callable[[_T], _T]:
     """
 
     def decorate(cls: _T) -> _T:
-        other = _by_name.get(name)
-        if other is not None and other.__qualname__ != cls.__qualname__:
+        registered = _by_name.get(name)
+        if registered is not None and registered.__qualname__ != cls.__qualname__:
             raise ValueError(
-                f"name must be new, got {name!r}, which {other.__qualname__} "
+                f"name must be new, got {name!r}, which {registered.__qualname__} "
                 "has already."
             )
         _by_name[name] = cls

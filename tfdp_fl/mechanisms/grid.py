@@ -109,8 +109,8 @@ class RoundedGaussianQuery(cohort_query.CohortQuery):
         del stddev  # In steps, it depends on z alone.
         sizes = [steps.shape.num_elements() for steps in update]
         z = tf.cast(state.noise_multiplier, tf.float64) * (1 + _Z_ERROR)
-        drawn = tf.numpy_function(_noise, [z * STEPS, sum(sizes)], tf.float64)
-        parts = tf.split(tf.ensure_shape(drawn, [sum(sizes)]), sizes)
+        samples = tf.numpy_function(_noise, [z * STEPS, sum(sizes)], tf.float64)
+        parts = tf.split(tf.ensure_shape(samples, [sum(sizes)]), sizes)
         step = tf.cast(state.clip_norm, tf.float64) / STEPS
         noised = [
             (steps + tf.reshape(part, steps.shape)) * step
@@ -158,11 +158,11 @@ def draw_rounded(
     """
     if not 0 < stddev <= 2.0**40:
         raise ValueError(f"stddev must be in (0, 2^40], got {stddev!r}.")
-    drawn = np.empty(size, np.int64)
+    samples = np.empty(size, np.int64)
     for start in range(0, size, _CHUNK_SIZE):
-        part = drawn[start : start + _CHUNK_SIZE]
+        part = samples[start : start + _CHUNK_SIZE]
         part[:] = _draw(float(stddev), len(part), random_bytes)
-    return drawn
+    return samples
 
 
 def _draw(stddev: float, size: int, random_bytes: Callable[[int], bytes]) -> np.ndarray:

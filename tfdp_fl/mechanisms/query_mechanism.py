@@ -221,7 +221,8 @@ def with_own_noise(function: Any, *arguments: Any) -> Any:
       ValueError: It draws random numbers other than `tf.random.normal`.
     """
     specs = tf.nest.map_structure(
-        lambda each: tf.TensorSpec.from_tensor(tf.convert_to_tensor(each)), arguments
+        lambda argument: tf.TensorSpec.from_tensor(tf.convert_to_tensor(argument)),
+        arguments,
     )
     traced = tf.function(function, autograph=False).get_concrete_function(*specs)
     definition = traced.graph.as_graph_def()
@@ -238,7 +239,7 @@ def with_own_noise(function: Any, *arguments: Any) -> Any:
             )
         draw = noise.normal(value.shape.as_list(), tf.ones([]))
         draws[value.name] = tf.cast(draw, value.dtype)
-    flat = [tf.convert_to_tensor(each) for each in tf.nest.flatten(arguments)]
+    flat = [tf.convert_to_tensor(argument) for argument in tf.nest.flatten(arguments)]
     inputs = dict(zip((t.name for t in traced.inputs), flat, strict=False))
     inputs |= {inner.name: outer for outer, inner in traced.graph.captures}
 

@@ -257,7 +257,7 @@ class PrivateSearch:
 
     def _plan(self, clients: FederatedDataset, options: Json) -> Json:
         """Returns the settings that a resumed search must repeat, as JSON values."""
-        return _files.plain(
+        return _files.to_plain(
             {
                 "candidates": self.candidates,
                 "expected_trials": self._trials.mean,

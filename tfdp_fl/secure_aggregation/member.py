@@ -342,8 +342,8 @@ class Member:
                 session=self._session,
                 sender=self._id,
                 recipient=member,
-                tensors=tuple(theirs),
+                tensors=tuple(tensors_to_send),
             )
-            for member, theirs in zip(self._members, tensors, strict=True)
+            for member, tensors_to_send in zip(self._members, tensors, strict=True)
             if member != self._id
         ]

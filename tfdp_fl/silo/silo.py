@@ -278,10 +278,10 @@ class Silo:
         if first is None:
             first = fed.rounds
             self._set_weights(fed, received)
-            begin = _RecordMessage(self._files, message)
+            record_message = _RecordMessage(self._files, message)
             fed.fit(
                 self._table,
-                callbacks=[self._make_checkpoint(), begin],
+                callbacks=[self._make_checkpoint(), record_message],
                 **self._arguments,
             )
         num_rounds = fed.rounds - first
@@ -461,7 +461,7 @@ def _settings(fed: DPFederatedModel) -> Json:
 
     def describe(value: object) -> list[object] | str:
         if hasattr(value, "get_config"):
-            return [type(value).__name__, _files.plain(value.get_config(), repr)]
+            return [type(value).__name__, _files.to_plain(value.get_config(), repr)]
         return getattr(value, "__name__", type(value).__name__)
 
     settings = {
@@ -471,7 +471,7 @@ def _settings(fed: DPFederatedModel) -> Json:
         "the target": vars(fed.setup.target),
         "its weights' shapes": [w.shape for w in fed.model.weights],
     }
-    return _files.plain(settings, describe)
+    return _files.to_plain(settings, describe)
 
 
 def _architecture(model: tf.keras.Model) -> str:
@@ -484,7 +484,7 @@ def _architecture(model: tf.keras.Model) -> str:
     except (NotImplementedError, TypeError, ValueError):
         return type(model).__qualname__  # A subclassed model without a config.
     config.pop("compile_config", None)
-    text = _files.canonical(config)
+    text = _files.to_canonical_json(config)
     for index, layer in enumerate(keras_versions.layers_of(model, include_self=True)):
         text = text.replace(json.dumps(layer.name), f'"layer {index}"')
     return hashlib.sha256(text.encode()).hexdigest()

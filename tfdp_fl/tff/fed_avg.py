@@ -451,20 +451,22 @@ class ProximalOptimizer(tff.learning.optimizers.Optimizer):
     def next(self, state: Nest, weights: Nest, gradients: Nest) -> tuple[Nest, Nest]:
         """Implements `Optimizer.next`."""
         received = tf.nest.map_structure(
-            lambda kept, now: tf.where(state["started"], kept, now),
+            lambda initial, current: tf.where(state["started"], initial, current),
             state["received"],
             weights,
         )
-        pulled = tf.nest.map_structure(
-            lambda gradient, now, kept: (
+        proximal_gradients = tf.nest.map_structure(
+            lambda gradient, current, initial: (
                 tf.convert_to_tensor(gradient)
-                + tf.cast(self._mu, now.dtype) * (now - kept)
+                + tf.cast(self._mu, current.dtype) * (current - initial)
             ),
             gradients,
             weights,
             received,
         )
-        inner, updated = self._optimizer.next(state["inner"], weights, pulled)
+        inner, updated = self._optimizer.next(
+            state["inner"], weights, proximal_gradients
+        )
         new_state = collections.OrderedDict(
             inner=inner, started=tf.constant(True), received=received
         )

@@ -109,7 +109,7 @@ def history_line(
     else:
         event = charge.normalise(mechanism.round_event(round_index, deployment))
         line["event"], line["enlarged"] = charge.event_to_json(event), enlarged
-    return _files.canonical(line)
+    return _files.to_canonical_json(line)
 
 
 def tabulate(
@@ -145,7 +145,7 @@ def distinct_values(table: Table) -> set[float]:
     return set(table) if isinstance(table, tuple) else {table}
 
 
-def _at(
+def _value_at(
     table: Table | str | tuple[str, ...], round_index: tf.Tensor, dtype: tf.DType
 ) -> tf.Tensor:
     """Returns a round's scalar; past the end of the table, the round fails."""
@@ -200,15 +200,15 @@ class RoundPlan:
     def values(self, round_index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns z and m of a round, float32 scalars."""
         return (
-            _at(self.noise_multiplier, round_index, tf.float32),
-            _at(self.clients_per_round, round_index, tf.float32),
+            _value_at(self.noise_multiplier, round_index, tf.float32),
+            _value_at(self.clients_per_round, round_index, tf.float32),
         )
 
     def append_round(
         self, history: RoundHistory, round_index: tf.Tensor, answered: tf.Tensor
     ) -> RoundHistory:
         """Returns a history with one more round and the size of its sum."""
-        line = _at(self.lines, round_index, tf.string)
+        line = _value_at(self.lines, round_index, tf.string)
         answered = tf.cast(answered, tf.float64)
         return RoundHistory(
             lines=tf.concat([history.lines, [line]], axis=0),
@@ -430,7 +430,7 @@ def with_cohort(state: ServerState, cohort: sampling.Cohort) -> ServerState:
         **({"round_from_seed": cohort.round_index} if cohort.from_seed else {}),
     }
     attempts = tf.constant(accounted.history.attempts, tf.string)
-    attempts_now = tf.concat([attempts, [_files.canonical(line)]], axis=0)
+    attempts_now = tf.concat([attempts, [_files.to_canonical_json(line)]], axis=0)
     accounted = accounted._replace(
         history=accounted.history._replace(attempts=attempts_now)
     )

@@ -221,29 +221,29 @@ class PrivacyBudget(FederatedCallback):
         fed = self.federated_model
         run, budget = fed.run, self.budget
         if run.spending.by_client:
-            after = run.epsilon_after(self.delta)(1)
+            epsilon = run.epsilon_after(self.delta)(1)
         elif run.spending.allows(budget, cost := run.cost(round_index)):
             return True
         else:
-            after = run.spending.epsilon_with(budget, cost)
-        if after <= budget.epsilon:
+            epsilon = run.spending.epsilon_with(budget, cost)
+        if epsilon <= budget.epsilon:
             return True
         self.stopped_before_round = round_index
         fed.say(
             f"{self._name}: stopped before round {round_index + 1}, which would bring "
-            f"epsilon to {format_up(after)} (budget {format_up(self.epsilon)} at delta="
-            f"{format_up(self.delta)})."
+            f"epsilon to {format_up(epsilon)} (budget {format_up(self.epsilon)} at "
+            f"delta={format_up(self.delta)})."
         )
         return False
 
     def check_release(self, charge: RoundCharge) -> None:
         """Raises ValueError if a release would overspend the budget."""
         fed = self.federated_model
-        after = fed.run.spending.epsilon_with(self.budget, charge)
-        if after > self.budget.epsilon:
+        epsilon = fed.run.spending.epsilon_with(self.budget, charge)
+        if epsilon > self.budget.epsilon:
             limit = format_up(self.epsilon)
             raise ValueError(
-                f"private would bring epsilon to {format_up(after)} at delta="
+                f"private would bring epsilon to {format_up(epsilon)} at delta="
                 f"{format_up(self.delta)}, above the epsilon={limit} of the "
                 f"{self._name}: raise its noise_multiplier, or train fewer rounds. "
                 "Nothing was evaluated."
