@@ -308,7 +308,7 @@ def settings(fed: FederatedTraining, population: Population, plan: FitPlan) -> J
         is_long = isinstance(value, list | tuple) and len(value) > _LONG_SCHEDULE
         if is_long and all(isinstance(each, int | float) for each in value):
             values[name] = _in_short(value)
-    return _files.plain(values, describe)
+    return _files.to_plain(values, describe)
 
 
 @functools.lru_cache(maxsize=8)  # Every checkpoint of a fit calls it.
