@@ -137,8 +137,8 @@ class PrivacyAccountant:
         own_relation, new_relation = self.relation, relation.in_accounting
         if own_relation not in (None, new_relation):
             raise ValueError(
-                f"charge has the neighbouring relation {new_relation.name}, the history "
-                f"has {own_relation.name}; one guarantee cannot cover both."
+                f"charge has the neighbouring relation {new_relation.name}, the "
+                f"history has {own_relation.name}; one guarantee cannot cover both."
             )
 
     @one_at_a_time

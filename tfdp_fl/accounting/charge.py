@@ -414,7 +414,8 @@ class AllocationPasses:
             raise ValueError(
                 "clients_per_round must give all rounds of a pass of random allocation "
                 f"the same floor(N/m), got {pass_end - pass_start} in round "
-                f"{pass_start} (counted from 0), with which a pass begins, and {t} in round {round_index}."
+                f"{pass_start} (counted from 0), with which a pass begins, and {t} in "
+                f"round {round_index}."
             )
         return {
             "clients_per_round": self.num_clients / t,
