@@ -252,7 +252,7 @@ def test_make_private_keeps_its_target_and_uses_it_up(mechanism):
 
 def test_canaries_are_in_one_round_of_each_pass():
     audit = CanaryAudit(num_canaries=300)
-    audit._places, audit._rng = {}, np.random.default_rng(0)
+    audit._positions, audit._rng = {}, np.random.default_rng(0)
     drawn = [
         audit._draw(
             accounting.RoundCharge(

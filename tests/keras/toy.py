@@ -131,7 +131,7 @@ def same_draws_when_resumed() -> Iterator[None]:
 
     def restored(*arguments: Any) -> Any:
         run = restore(*arguments)
-        run.attempts._taken, run.attempts._entropy = run.rounds, ()
+        run.attempts._num_taken, run.attempts._entropy = run.rounds, ()
         return run
 
     with mock.patch.object(checkpoint.InterruptedRun, "restore", restored):

@@ -189,7 +189,7 @@ def test_workers_that_compute_otherwise_do_not_train(workers, monkeypatch):
     # Nor does such a one take another one's place.
     traced = program.Program(tf.identity, tf.TensorSpec([]))
     actor = ray_workers._Actor(1)
-    actor._made[traced.name] = ray_workers.runnable(traced)
+    actor._runnables[traced.name] = ray_workers.runnable(traced)
     arguments = traced.name, [], [np.float32(2.0)], None, []
     with pytest.raises(ValueError, match="differ in threads"):
         actor.run({**actor.facts(), "threads": 99}, *arguments)
