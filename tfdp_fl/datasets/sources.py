@@ -255,7 +255,9 @@ class MixedSource:
                 continue
             if not fits.all():
                 rows = (part.rows(indices[[i]])[0] for i in range(len(indices)))
-                is_unchanged = np.array([fits[piece].all() for piece in rows])
+                is_unchanged = np.array(
+                    [fits[client_rows].all() for client_rows in rows]
+                )
                 no_cast = nests.ExamplesValueError(nests.NO_CAST)
                 failed |= dict.fromkeys(positions[~is_unchanged].tolist(), no_cast)
                 positions, indices = positions[is_unchanged], indices[is_unchanged]
