@@ -50,6 +50,27 @@ def test_large_sums_and_clips_of_threads_do_not_meet():
     assert "AddN" not in {node.op for node in graph.as_graph_def().node}
 
 
+def test_additions_in_a_row_are_not_joined_to_a_large_sum():
+    # Of a known shape, and of more memory than TensorFlow believes the CPU to have.
+    def function(x):
+        terms = [tf.sin(x * float(k)) for k in range(6)]
+        return tf.while_loop(
+            lambda k, _: k < 2,
+            lambda k, total: (k + 1, functools.reduce(tf.add, terms, total)),
+            (0, x),
+        )[1]
+
+    traced = program.Program(function, _spec(8_000_000))
+    rng = np.random.default_rng(0)
+    inputs = [rng.normal(size=8_000_000).astype(np.float32) for _ in range(2)]
+    alone = [traced(x).numpy() for x in inputs]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for _ in range(3):
+            together = pool.map(traced, inputs)
+            for one, same in zip(together, alone, strict=True):
+                np.testing.assert_array_equal(one, same)
+
+
 _MATRICES = {
     "not definite": -9 * np.eye(16, dtype=np.float32),
     "nan": np.full([16, 16], np.nan, np.float32),

@@ -204,22 +204,28 @@ def _check_variables(
         )
 
 
+# TensorFlow's own mark on additions that its arithmetic optimizer leaves as they are.
+_NEVER_JOINED = "_grappler_ArithmeticOptimizer_AddOpsRewriteStage"
+
+
 def _split_sums(definition: tf.compat.v1.GraphDef) -> None:
-    """Splits every `AddN` of numbers into additions of two terms.
+    """Splits every `AddN` of numbers into additions of two terms, which stay apart.
 
     TensorFlow's memory optimizer computes a large `AddN` of more terms in a temporary
     variable, which threads look up by the operation's name. Threads that run the same
-    function at the same time would add to each other's sums.
+    function at the same time would meet in it. TensorFlow's arithmetic optimizer joins
+    any additions in a row to such an `AddN`.
     """
     functions = definition.library.function
     for nodes in (definition.node, *(function.node_def for function in functions)):
         port = "" if nodes is definition.node else ":sum:0"
         for node in list(nodes):
-            if node.op != "AddN" or node.attr["T"].type == tf.variant.as_datatype_enum:
+            if node.op not in ("Add", "AddV2", "AddN"):
                 continue
+            node.attr[_NEVER_JOINED].b = True
             terms = [name for name in node.input if not name.startswith("^")]
             controls = [name for name in node.input if name.startswith("^")]
-            if len(terms) < 3:
+            if len(terms) < 3 or node.attr["T"].type == tf.variant.as_datatype_enum:
                 continue
             total = terms[0]
             for number, term in enumerate(terms[1:-1]):
@@ -227,6 +233,7 @@ def _split_sums(definition: tf.compat.v1.GraphDef) -> None:
                 addition.input.extend([total, term])
                 addition.attr["T"].CopyFrom(node.attr["T"])
                 addition.attr["N"].i = 2
+                addition.attr[_NEVER_JOINED].b = True
                 total = addition.name + port
             node.input[:] = [total, terms[-1], *controls]
             node.attr["N"].i = 2
