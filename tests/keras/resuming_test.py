@@ -319,6 +319,12 @@ def test_what_another_ledger_failed_to_write_once_it_was_written_is_charged(tmp_
     assert "rounds_charged_twice" in resumed.run.caveats
 
 
+def _flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
 def test_the_end_is_saved_again_only_if_it_changed(tmp_path):
     fed, written = toy.federated(), []
     write = checkpoint.CheckpointDirectory.write
@@ -335,7 +341,10 @@ def test_the_end_is_saved_again_only_if_it_changed(tmp_path):
         _fit(fed, 1, [saves])
         assert written == [0, 1]
         _fit(fed, 1, [saves, toy.at_end(change, when="on_train_end")])
-    assert written == [0, 1, 1, 2, 2]
+        assert written == [0, 1, 1, 2, 2]
+        damage = toy.at_end(lambda: _flip(tmp_path / "round-00000003.npz"))
+        _fit(fed, 1, [saves, damage])
+    assert written[5:] == [2, 3, 3]
     toy.assert_same(checkpoint.CheckpointDirectory(tmp_path).newest()["weights"], fed)
 
 

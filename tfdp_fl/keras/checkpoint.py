@@ -40,6 +40,8 @@ FORMAT = "tfdp_fl checkpoint 9"
 _NAME = re.compile(r"round-(\d{8})\.npz")
 _PLACE = "place of an array"
 _DIGEST_BYTES = hashlib.sha256().digest_size
+# How much of a file is read at a time.
+_PIECE = 2**24
 
 LEDGER = "ledger.jsonl"
 # Longer ones are stored as a digest, so that no save takes time per planned round.
@@ -200,14 +202,19 @@ class CheckpointDirectory:
 
     def holds(self, round_index: int, state: Json) -> bool:
         """Returns whether the checkpoint before a round was written from this state."""
+        digest = hashlib.sha256()
         try:
+            size = self.file(round_index).stat().st_size - _DIGEST_BYTES
             with self.file(round_index).open("rb") as file:
-                file.seek(-_DIGEST_BYTES, os.SEEK_END)
-                written = file.read()
-        except OSError:
+                while piece := file.read(min(size, _PIECE)):
+                    digest.update(piece)
+                    size -= len(piece)
+                if file.read() != digest.digest():  # It is damaged.
+                    return False
+        except (OSError, ValueError):
             return False
         with open(os.devnull, "wb") as nowhere:
-            return write_state(nowhere, state) == written
+            return write_state(nowhere, state) == digest.digest()
 
     def write(self, round_index: int, state: Json, keep: int) -> None:
         """Writes the state before a round; then removes all but the newest `keep`."""
