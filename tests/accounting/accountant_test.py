@@ -328,3 +328,9 @@ def test_who_asks_while_another_thread_adds_loses_nothing(monkeypatch):
     added.set()
     asks.join()
     assert one.epsilon(1e-5) == accountant_lib.PrivacyAccountant(charges).epsilon(1e-5)
+
+
+def test_a_delta_below_the_mass_at_infinity_gets_an_answer():
+    history = _history((_charge("poisson"), 2))
+    for delta in (1e-30, 1e-320):
+        assert history.epsilon(delta, "pld") == math.inf

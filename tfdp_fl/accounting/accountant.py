@@ -272,7 +272,8 @@ class PrivacyAccountant:
             return min(by_profile, self.epsilon(delta) if event.shape > 1 else math.inf)
         loss = self._compose_pld(coarse)
         epsilon, step = float(loss.get_epsilon_for_delta(delta)), 1e-12
-        while loss.get_delta_for_epsilon(epsilon) > delta:  # Epsilon was rounded.
+        # Epsilon was rounded. (It is infinite for a delta below the mass at infinity.)
+        while math.isfinite(epsilon) and loss.get_delta_for_epsilon(epsilon) > delta:
             epsilon, step = epsilon + step, 2 * step
         return epsilon
 
