@@ -147,3 +147,12 @@ def test_a_long_calibration_says_how_far_it_is(monkeypatch, capsys):
     assert accounting.calibrate_noise_multiplier(*arguments) == noise
     *_, last = capsys.readouterr().err.splitlines()
     assert last.startswith("Calibrating: noise multiplier 0.")
+
+
+@pytest.mark.parametrize("target", [1e-10, 4.9e-233, 5e-324])
+def test_calibration_by_pld_for_an_epsilon_of_almost_zero(target):
+    setup = {"sampling": "poisson", "num_clients": 1000, "clients_per_round": 50}
+    z = accounting.calibrate_noise_multiplier(
+        target, rounds=20, target_delta=1e-3, accountant="pld", **setup
+    )
+    assert 61 < z < 95

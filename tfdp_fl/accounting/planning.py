@@ -292,12 +292,11 @@ def calibrate(
             aim = target
             for factor in (1.15, 1.01, 1.01, 1.01):
                 z = solve(z, "pld", factor, aim, _TOLERANCE / 3)
-                if (
-                    target * (1 - _TOLERANCE)
-                    <= (reached := epsilon(z, "pld"))
-                    <= target
-                ):
+                reached = epsilon(z, "pld")
+                if target * (1 - _TOLERANCE) <= reached <= target:
                     return z
+                if not reached:  # Of a target that is 0 but for rounding.
+                    break
                 aim *= target * (1 - _TOLERANCE / 4) / reached
     return solve(z, accountant)
 

@@ -21,6 +21,7 @@ import os
 import pathlib
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -224,7 +225,7 @@ def standard_normals(tensors: list[tf.Tensor], seed: tf.Tensor) -> list[tf.Tenso
 
 # Returns what becomes of a draw: called with a tensor's index, which of its elements
 # (flattened; None: all) the draw is for, and the draw.
-_Use = Callable[[int, slice | None, tf.Tensor], tf.Tensor]
+_Use = Callable[[int, "slice | None", Any], Any]  # (Naming `tf` would import it.)
 
 
 def _draw_in_chunks(
