@@ -15,7 +15,7 @@ from tests.engine import cohorts
 from tests.keras import toy
 from tests.mechanisms import references, rounds, statistics
 from tfdp_fl.engine import dense_models, layout, program
-from tfdp_fl.mechanisms import noise
+from tfdp_fl.mechanisms import noise, records
 
 _layers = tf.keras.layers
 _ADAM = tf.keras.optimizers.Adam(0.1)
@@ -168,6 +168,18 @@ def test_a_cohort_whose_every_client_fails_in_xla_is_pure_noise():
             cohorts.dataset((10, 5)), engine=(model, engine), noise_multiplier=1.0
         )
     assert np.any(moved) and np.isnan(logs["loss"])
+
+
+def test_sums_that_are_written_in_place_have_the_same_bits():
+    dataset = cohorts.dataset((10, 0, 5, 15, 3))
+    options = {"jit_compile": False, "max_parallel_clients": 2}
+    usual, logs = _round(dataset, count=2, engine=_engine(units=9, **options))
+    _engine.cache_clear()
+    with mock.patch.object(records, "_LARGE", 4):
+        moved, same = _round(dataset, count=2, engine=_engine(units=9, **options))
+    _engine.cache_clear()
+    np.testing.assert_array_equal(moved, usual)
+    assert np.any(moved) and same == logs
 
 
 def _both(dataset, name="fixed", **options):

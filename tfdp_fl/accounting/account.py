@@ -248,11 +248,7 @@ class LocalAccount:
         """
         if max_participations is None:
             # (Zero draws cost nothing, even if a draw has no noise.)
-            return (
-                self._max_mu_squared + draws * mu_squared
-                if draws
-                else self._max_mu_squared
-            )
+            return self._max_mu_squared + (draws * mu_squared if draws else 0.0)
         remaining = np.clip(max_participations - self.participations, 0, draws)
         # A client that is not drawn spends nothing, even if a draw has no noise.
         added = np.multiply(

@@ -266,7 +266,8 @@ def widths(kernels: Kernels, rung: int, batch: int) -> list[int]:
 
     They have five significant binary digits, because each must be checked once. So at
     most a sixteenth of a call is padding. They are limited by memory: a copy of the
-    model, or 48 MB if the model is much smaller than that. The smallest widths are left
+    model, or 48 MB if the model is much smaller than that; the smallest may take twice
+    as much. The smallest widths are left
     out, as TensorFlow computes products of few rows, and single products, differently.
 
     Args:

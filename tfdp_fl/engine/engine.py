@@ -271,12 +271,17 @@ class CohortEngine:
             )
         return self._fits[key]
 
-    def _fingerprints(self, strategy, batch, width, run) -> list[_Fingerprint]:
+    def _fingerprints(
+        self,
+        strategy: layout.Strategy,
+        batch: int,
+        width: int,
+        run: RunEverywhere | None,
+    ) -> list[_Fingerprint]:
         """Returns each machine's results for copies of a made-up client (`fits`)."""
-        return [
-            _Fingerprint.of(update, bits, width)
-            for update, bits in self._add_synthetic(strategy, batch, width, run)
-        ]
+        with tf.device(self.device):
+            results = self._add_synthetic(strategy, batch, width, run)
+        return [_Fingerprint.of(update, bits, width) for update, bits in results]
 
     def _add_synthetic(
         self,
@@ -297,10 +302,11 @@ class CohortEngine:
         ) -> tf.Tensor:
             # Repeated, as drawing millions of weights would delay the first round.
             size = min(math.prod(shape), _DRAWN)
-            drawn: np.ndarray = rng.integers(0, 2, size)
             if dtype.is_floating:
-                drawn = rng.normal(scale=inputs**-0.5, size=size)
-            return tf.constant(np.resize(drawn.astype(dtype.as_numpy_dtype), shape))
+                numbers = rng.normal(scale=inputs**-0.5, size=size)
+            else:
+                numbers = rng.integers(0, 2, size).astype(float)
+            return tf.constant(np.resize(numbers.astype(dtype.as_numpy_dtype), shape))
 
         x, y = tf.nest.map_structure(
             lambda spec: make_random([rows, *spec.shape], spec.dtype),
@@ -605,8 +611,8 @@ class _NoRoomError(Exception):
     """The device has too little memory to train this many clients at once."""
 
 
-# How many synthetic numbers differ before they are repeated (a prime, so that no row of
-# a matrix of a usual width repeats another).
+# How many synthetic numbers are drawn before they are repeated (a prime, so that the
+# first million rows of a matrix differ).
 _DRAWN = 1_000_003
 
 # How many numbers are hashed at a time, so that a large model needs no copies.
@@ -619,7 +625,7 @@ class _Fingerprint(NamedTuple):
     Attributes:
       width: The number of copies.
       digest: A hash of one copy's share of the sum.
-      proves: Whether it has a number other than zero, and only finite ones.
+      proves: Whether all numbers are finite, and the first tensor's are not all zero.
       bits: The sums of bits (`Trained.bits`).
     """
 
@@ -632,15 +638,15 @@ class _Fingerprint(NamedTuple):
     def of(
         cls, update: list[np.ndarray], bits: list[np.ndarray], width: int
     ) -> _Fingerprint:
-        digest, finite, non_zero = hashlib.sha256(), True, False
+        """Returns the fingerprint of a sum of `width` copies, and its bits."""
+        digest, finite = hashlib.sha256(), True
         for flat in map(np.ravel, update):
             for start in range(0, len(flat), _HASHED):
                 # Exact, if all copies are equal; -0.0 becomes 0.0.
                 share = flat[start : start + _HASHED] / width + 0.0
                 finite &= bool(np.isfinite(share).all())
-                non_zero |= bool(share.any())
                 digest.update(share)
-        return cls(width, digest.digest(), finite and non_zero, bits)
+        return cls(width, digest.digest(), finite and bool(np.any(update[0])), bits)
 
     def is_of_same_client(self, other: _Fingerprint) -> bool:
         """Returns whether every copy's results are the same, to the last bit."""

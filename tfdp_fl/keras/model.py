@@ -225,9 +225,9 @@ class DPFederatedModel(federated_training.FederatedTraining):
             its gradient (SGD with momentum: FedAvgM; Adam: FedAdam). None adds the
             mean update (FedAvg). With `use_ema`, the model has the averaged weights
             when `fit` ends, as in Keras.
-          jit_compile: Whether XLA compiles the clients' training; None: no. On a CPU,
-            XLA takes longer for most models: a second for each of three or four
-            programs, and more for each step of a small one.
+          jit_compile: Whether XLA compiles the clients' training; None: no. It
+            compiles up to four programs, for about a second each; on a CPU, the
+            steps of small models then take longer.
           weighted_metrics: As in Keras's `compile`: metrics that use the examples'
             weights.
           loss_weights: As in Keras's `compile`.

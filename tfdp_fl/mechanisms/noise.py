@@ -264,9 +264,9 @@ def _use_chunks(sizes: list[int], seed: tf.Tensor, use: _Use) -> list[list[tf.Te
     seeds = [seed]
     if len(starts) > 1:
         seeds = tf.unstack(_uniform([len(starts), 2], seed, tf.int64))
-    at_once = max(2, os.cpu_count() or 2)
+    num_parallel = max(2, os.cpu_count() or 2)
     pieces: list[list[tf.Tensor]] = [[] for _ in sizes]
-    used: list[list[tf.Tensor]] = []
+    pieces_of_chunks: list[list[tf.Tensor]] = []
     for number, (start, own) in enumerate(zip(starts, seeds, strict=True)):
         stop, end, parts = min(start + chunk, size), 0, []
         for index, count in enumerate(sizes):
@@ -275,17 +275,17 @@ def _use_chunks(sizes: list[int], seed: tf.Tensor, use: _Use) -> list[list[tf.Te
             last = max(first, min(stop, end) - begin)
             if first < last or (number == 0 and not count):
                 parts.append((index, first, last))
-        waits_for = used[number - at_once] if number >= at_once else []
-        with tf.control_dependencies(waits_for):
+        earlier = number - num_parallel
+        with tf.control_dependencies(pieces_of_chunks[earlier] if earlier >= 0 else []):
             draw = _box_muller(stop - start, own)
         lengths = [last - first for _, first, last in parts]
         draws = tf.split(draw, lengths) if len(lengths) > 1 else [draw]
-        used.append([])
+        pieces_of_chunks.append([])
         for (index, first, last), draw in zip(parts, draws, strict=True):
             whole = last - first == sizes[index]
             piece = use(index, None if whole else slice(first, last), draw)
             pieces[index].append(piece)
-            used[-1].append(piece)
+            pieces_of_chunks[-1].append(piece)
     return pieces
 
 
