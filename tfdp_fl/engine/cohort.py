@@ -23,6 +23,7 @@ class Broadcast(NamedTuple):
       learning_rate: Float32 scalar.
       seed: A seed as in `mechanisms.noise`, new in every round. It reveals nothing
         about the server's noise.
+      returns_bits: Bool scalar, whether to compute `Trained.bits`. False in a round.
     """
 
     weights: list[tf.Tensor]
@@ -30,6 +31,7 @@ class Broadcast(NamedTuple):
     params: nests.Nest
     learning_rate: tf.Tensor
     seed: tf.Tensor
+    returns_bits: tf.Tensor
 
 
 class Moments(NamedTuple):
@@ -135,7 +137,8 @@ class Trained(NamedTuple):
       kept: What is kept of each.
       bits: Side by side, sums over clients, modulo 2^32, of the bits of what their
         records are made of, for `CohortEngine.fits`: both results of `norm_bound`,
-        int32 [2, 2], and each dense layer's gradients, int32 [S B, out].
+        int32 [2, 2], and each dense layer's gradients, int32 [S B, out]. All are empty
+        unless `Broadcast.returns_bits`.
     """
 
     total: CohortSum

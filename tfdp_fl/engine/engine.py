@@ -319,7 +319,7 @@ class CohortEngine:
         ]
         seed = np.zeros(2, np.uint64)
         state = self.query.begin_round(self.query.initial_global_state(), 1.0, 512.0)
-        received = self._broadcast(weights, state, 0.1, seed)
+        received = self._broadcast(weights, state, 0.1, seed, returns_bits=True)
         own = np.tile(np.arange(rows), width)
         table = layout.client_table(own, np.full(width, rows), batch, 1)
         chunk = layout.Chunk(x, y, table)
@@ -402,6 +402,8 @@ class CohortEngine:
         state: contribution.RoundState,
         rate: float,
         seed: np.ndarray,
+        *,
+        returns_bits: bool = False,
     ) -> cohort.Broadcast:
         """Returns what the server sends to a round's clients."""
         params: nests.Nest = ()
@@ -413,6 +415,7 @@ class CohortEngine:
             params=params,
             learning_rate=tf.constant(rate, tf.float32),
             seed=tf.constant(noise.for_clients(seed)),
+            returns_bits=tf.constant(returns_bits),
         )
 
     def train_chunk(self, pending: cohort.PendingRound, chunk: layout.Chunk) -> None:

@@ -292,11 +292,8 @@ class GhostClipping:
         outputs, losses = (tf.concat(each, axis=0) for each in zip(*taken, strict=True))
         total = self._count(outputs, losses, y, weight, valid)
         clipped, norms = self._clip_and_sum(received, layers, table)
-        bits = [
-            tf.reduce_sum(tf.bitcast(values, tf.int32), axis=0)
-            for values in [norms, *(tf.concat(layer.gradients, 1) for layer in layers)]
-        ]
         total = total._replace(contribution=clipped)
+        bits = _bits_of(norms, layers, received.returns_bits)
         return cohort.Trained(total, cohort.PerClient(), bits)
 
     def _count(
@@ -549,6 +546,25 @@ class GhostClipping:
                 parallel_iterations=1,
             )
         return as_sum(total)
+
+
+def _bits_of(
+    norms: tf.Tensor, layers: list[_DenseLayer], wanted: tf.Tensor
+) -> list[tf.Tensor]:
+    """Returns `Trained.bits`, or tensors without elements if they are not wanted."""
+
+    def add_up() -> list[tf.Tensor]:
+        gradients = [tf.concat(layer.gradients, axis=1) for layer in layers]
+        return [
+            tf.reduce_sum(tf.bitcast(values, tf.int32), axis=0)
+            for values in (norms, *gradients)
+        ]
+
+    def nothing() -> list[tf.Tensor]:
+        columns = [layer.shape[1] for layer in layers]
+        return [tf.zeros([0, width], tf.int32) for width in (2, *columns)]
+
+    return tf.cond(wanted, add_up, nothing)
 
 
 def _of_one_output(y: nests.Nest) -> Any:

@@ -226,6 +226,7 @@ class Trainer:
             params=(),
             learning_rate=tf.zeros([]),
             seed=tf.zeros([2], tf.uint64),
+            returns_bits=tf.constant(False),
         )
 
     def no_metrics(self) -> cohort.MetricState:
