@@ -366,7 +366,10 @@ def norm_bound(
     )
     q = tf.reduce_sum(of_x * of_d, axis=2)
     q_squared = tf.reduce_sum(q * q, axis=0)
-    square = tf.maximum(tf.reduce_sum(gram_x * gram_d, axis=[0, 2, 3]), 0.0)
+    # (Rows that are stored together are added up several times as fast.)
+    products = tf.reshape(gram_x * gram_d, [*tf.unstack(tf.shape(gram_x)[:2]), -1])
+    square = tf.reduce_sum(tf.reduce_sum(products, axis=2), axis=0)
+    square = tf.maximum(square, 0.0)
     of_norm = 2.2 * ROUNDOFF * columns
     share = ROUNDOFF * tf.cast(rows, tf.float64)
     of_product = 1.05 * share / (1 - share)
