@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdp_fl
+from research.benchmarking import machine
 from tfdp_fl import accounting
 
 Work = Callable[[], Any]
@@ -183,6 +184,32 @@ class GrowthSide:
             self._made[name, size]()
             times.append(time.perf_counter() - start)
         return times
+
+    def copies(self, weights: int, threads: int) -> float:
+        """Returns how many more copies of a large model a `fit` needs at its peak.
+
+        The model has eight equal layers, and its clients train one by one. For one
+        model in each process.
+        """
+        layers = tf.keras.layers
+        width = round((weights / 8) ** 0.5)
+        stack = [layers.Dense(width, use_bias=False) for _ in range(8)]
+        model = tf.keras.Sequential(
+            [layers.Input([width]), *stack, layers.Dropout(0.1), layers.Dense(3)]
+        )
+        mechanism = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0)
+        fed = tfdp_fl.DPFederatedModel(
+            model, mechanism, 4, "fixed_size", max_parallel_clients=threads
+        )
+        fed.compile("sgd", "mse")
+        rng = np.random.default_rng(0)
+        x, y = rng.normal(size=(100, width)).astype("f4"), np.zeros([100, 3], "f4")
+        rows = rng.integers(0, 100, (8, 10), np.int32)
+        clients = tfdp_fl.FederatedDataset.from_indices(x, y, rows)
+        before = machine.memory_bytes()
+        fed.fit(clients, rounds=2, batch_size=_BATCH, verbose=0)
+        peak = machine.memory_bytes(field="VmHWM")
+        return (peak - before) / (4 * model.count_params())
 
     def forget(self) -> None:
         """Lets go of what was made."""

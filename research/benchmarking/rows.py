@@ -294,6 +294,18 @@ def small_and_large(context: Context) -> Result:
     return {"work": found}
 
 
+def large_models(context: Context) -> Result:
+    """Measures how many copies of a large model `fit` needs beside the model."""
+    found: Result = {}
+    for threads in (1, 2):
+        for weights in (10**7, 10**8):
+            with Side("growth") as side:
+                copies = side.call("copies", weights=weights, threads=threads)
+            context.say(f"{threads} threads, {weights} weights: {copies:.1f} copies")
+            found[f"{threads} threads, {weights} weights"] = copies
+    return found
+
+
 def correlated_noise(context: Context) -> Result:
     """Compares noise that goes by three buffers with independent noise."""
     return in_runs(context, partial(_correlated_noise, context))
@@ -427,6 +439,7 @@ def _rows() -> list[Row]:
         Row("sharded_ray", "ray", "on Ray workers", sharded),
         Row("population", "growth", "time by population", population),
         Row("small_and_large", "growth", "small against large", small_and_large),
+        Row("large_models", "growth", "memory of large models", large_models),
         Row(
             "correlated", "growth", "correlated noise, three buffers", correlated_noise
         ),
