@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import linalg, stats
 
 import tfdp_fl
-from tfdp_fl import accounting, correlated_noise, sampling
+from tfdp_fl import accounting, matrix_factorization, sampling
 
 _SAMPLINGS = ("poisson", "fixed_size", "random_allocation", "shuffled")
 _EVENT = dp_accounting.GaussianDpEvent(1.0)
@@ -525,7 +525,7 @@ _CORRELATED = tfdp_fl.CorrelatedNoise(
 # The same group in each round, which the charge is told.
 @example(["save", *["round", "restore"] * 12], [True] * 12)
 def test_groups_cost_what_the_worst_client_met(steps, said):
-    generator, promised = _CORRELATED.generator, _CORRELATED.participation
+    generator, promised = _CORRELATED.generator, _CORRELATED.pattern
     made = linalg.toeplitz(generator.coefficients, np.eye(12)[0])
     cohorts = _released(lambda: _make("cyclic", 12, 3, num_groups=4), steps, 12)
     met, places = np.zeros([12, 12]), []
@@ -533,7 +533,7 @@ def test_groups_cost_what_the_worst_client_met(steps, said):
         met[t, cohort.positions] = 1
         who = cohort.participation
         places.append((who.partition, who.group) if said[t] else None)
-    times = correlated_noise.fold(promised, places)
+    times = matrix_factorization.fold(promised, places)
     worst = np.linalg.norm(made @ met, axis=0).max()
     assert times * generator.sensitivity >= worst * (1 - 1e-9)
     # As promised it costs no more.

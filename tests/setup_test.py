@@ -39,7 +39,7 @@ _LAYERS = (
     ("tff", "flower"),
     ("engine",),
     ("mechanisms", "secure_aggregation"),
-    ("accounting", "correlated_noise", "datasets"),
+    ("accounting", "datasets", "matrix_factorization"),
 )
 
 

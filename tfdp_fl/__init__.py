@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tfdp_fl import accounting, datasets, losses
-    from tfdp_fl.correlated_noise import BLT, BandedToeplitz
     from tfdp_fl.datasets import FederatedDataset, limit_rows_per_client
     from tfdp_fl.keras import (
         DPFederatedModel,
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
         validate,
     )
     from tfdp_fl.keras.make_private import make_private
+    from tfdp_fl.matrix_factorization import BLT, BandedToeplitz
     from tfdp_fl.mechanisms import (
         AdaptiveClipping,
         AdaptiveLocalDP,
@@ -45,7 +45,7 @@ _PACKAGES = {
 # Those that hand names on to here, each after all that it imports.
 _REEXPORTING_PACKAGES = (
     "mechanisms",
-    "correlated_noise",
+    "matrix_factorization",
     "datasets",
     "keras",
     "search",

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from research.benchmarking import machine, workloads
-from tfdp_fl import correlated_noise, datasets, keras, mechanisms
+from tfdp_fl import datasets, keras, matrix_factorization, mechanisms
 from tfdp_fl.engine import lookups
 from tfdp_fl.experiments import training
 
@@ -25,7 +25,7 @@ MECHANISMS = {
     "correlated": lambda: mechanisms.CorrelatedNoise(
         clip_norm=workloads.CLIP_NORM,
         noise_multiplier=workloads.NOISE_MULTIPLIER,
-        strategy=correlated_noise.BLT(
+        strategy=matrix_factorization.BLT(
             theta=(0.99, 0.9, 0.5), theta_hat=(0.95, 0.7, 0.2)
         ),
         rounds=4096,

@@ -170,9 +170,9 @@ class Release:
                     *map(tf.TensorSpec.from_tensor, flat)
                 )
             )
-        function = self._traced[0]
+        traced = self._traced[0]
         state, values = tf.nest.pack_sequence_as(
-            function.structured_outputs, _call_flat(function, flat)
+            traced.structured_outputs, _call_flat(traced, flat)
         )
         *logged, share = values.numpy().tolist()
         logs = dict(zip(self._log_names, logged, strict=True))

@@ -1,6 +1,6 @@
 """DP-FTRL at client level: noise that is correlated across rounds.
 
-The correlation and its cost are computed in `tfdp_fl.correlated_noise`.
+The correlation and its cost are computed in `tfdp_fl.matrix_factorization`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import ClassVar
 
 import dp_accounting
 
-from tfdp_fl import _validate, correlated_noise, schedules
+from tfdp_fl import _validate, matrix_factorization, schedules
 from tfdp_fl._lazy_tf import tf
-from tfdp_fl.correlated_noise import strategies
+from tfdp_fl.matrix_factorization import strategies
 from tfdp_fl.mechanisms import declaration, mechanism, noise
 from tfdp_fl.mechanisms.contribution import PrivacyContext, Tensors
 from tfdp_fl.terms import Json, Sampling
@@ -33,7 +33,7 @@ class CorrelatedNoise(mechanism.Mechanism):
     (sum_k Delta_k min(1, S/||Delta_k||) + z S n_t) / m, where n = C^-1 of fresh
     N(0, 1) draws and C is the strategy. All rounds together are one Gaussian
     of z / sens(C), and round t is charged as one of z / col_t
-    (`correlated_noise.Generator.charges`).
+    (`matrix_factorization.Generator.charges`).
 
     This needs no assumption about which clients are sampled, except that two rounds of
     a client are at least b apart, which `sampling="cyclic"` ensures.
@@ -111,22 +111,22 @@ class CorrelatedNoise(mechanism.Mechanism):
         self.generator  # noqa: B018
 
     @property
-    def participation(self) -> correlated_noise.Participation:
+    def pattern(self) -> matrix_factorization.ParticipationPattern:
         """The constraints on every client's participation: (k, b) and T."""
-        return correlated_noise.Participation(
+        return matrix_factorization.ParticipationPattern(
             rounds=self.rounds,
             min_separation=self.min_separation,
             max_participations=self.max_participations,
         )
 
-    def participation_record(self) -> correlated_noise.ParticipationRecord:
+    def participation_record(self) -> matrix_factorization.ParticipationRecord:
         """Returns a record that enforces the separation of each client's rounds."""
-        return correlated_noise.ParticipationRecord(self.participation)
+        return matrix_factorization.ParticipationRecord(self.pattern)
 
     @functools.cached_property
     def generator(self) -> strategies.Generator:
         """The strategy's noise generator for a segment of T rounds."""
-        return self.strategy.generator(self.participation)
+        return self.strategy.generator(self.pattern)
 
     @property
     def event_period(self) -> int:
@@ -214,7 +214,7 @@ class CorrelatedNoise(mechanism.Mechanism):
 
     def describe(self) -> str:
         """Implements `Mechanism.describe`."""
-        max_participations = self.generator.participation.max_participations
+        max_participations = self.generator.pattern.max_participations
         return (
             "DP-FedAvg with noise that is correlated across rounds (DP-FTRL): "
             f"every client's update is clipped to an L2 norm of {self.clip_norm:g}, "

@@ -15,7 +15,7 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _validate, accounting, correlated_noise, schedules
+from tfdp_fl import _validate, accounting, matrix_factorization, schedules
 from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting.charge import MIN_SEPARATION
@@ -206,8 +206,8 @@ def _fold(
     folded, period = list(events), mechanism.event_period
     for start in range(0, len(events), period):
         segment = slice(start, start + period)
-        times = correlated_noise.fold(
-            mechanism.participation, groups[segment], max_participations
+        times = matrix_factorization.fold(
+            mechanism.pattern, groups[segment], max_participations
         )
         for index, event in enumerate(events[segment], start):
             if times > 1 and isinstance(event, dp_accounting.GaussianDpEvent):

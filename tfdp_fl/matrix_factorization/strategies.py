@@ -23,8 +23,8 @@ from scipy import signal
 
 from tfdp_fl import _validate
 from tfdp_fl._lazy_tf import tf
-from tfdp_fl.correlated_noise import toeplitz
-from tfdp_fl.correlated_noise.participation import Participation
+from tfdp_fl.matrix_factorization import toeplitz
+from tfdp_fl.matrix_factorization.participation_pattern import ParticipationPattern
 from tfdp_fl.terms import Json
 
 Numbers: TypeAlias = Sequence[float] | np.ndarray
@@ -49,7 +49,7 @@ class Generator(abc.ABC):
     """The noise of a run of T rounds, by a Toeplitz matrix C.
 
     Attributes:
-      participation: What it counts on.
+      pattern: What it counts on.
       coefficients: c_0, c_1, ..., float64, at most T; the rest is zero.
       copies: How many copies of the model its buffers hold.
       numbers: The recursion's constants, to the last bit. Optimisers of other versions
@@ -57,7 +57,7 @@ class Generator(abc.ABC):
         constants that it began with.
     """
 
-    participation: Participation
+    pattern: ParticipationPattern
     coefficients: np.ndarray
     copies: int
     numbers: tuple[float, ...]
@@ -69,7 +69,7 @@ class Generator(abc.ABC):
         Their squares add up to the square of the sensitivity, also over the
         first rounds alone (nothing later has an effect on what was released).
         """
-        return toeplitz.charges(self.coefficients, self.participation)
+        return toeplitz.charges(self.coefficients, self.pattern)
 
     @abc.abstractmethod
     def next_noise(
@@ -89,7 +89,7 @@ class Generator(abc.ABC):
         """
         shapes = [buffer.shape[1:] for buffer in memory.buffers]
         memory = tf.cond(
-            memory.position < self.participation.rounds,
+            memory.position < self.pattern.rounds,
             lambda: memory,
             lambda: self.init_noise_state(shapes),
         )
@@ -116,7 +116,7 @@ class Generator(abc.ABC):
 
         After round t it is the sum over s of B_ts^2.
         """
-        prefix_sum = np.ones(self.participation.rounds)
+        prefix_sum = np.ones(self.pattern.rounds)
         return np.cumsum(signal.lfilter([1.0], self.coefficients, prefix_sum) ** 2)
 
 
@@ -132,17 +132,17 @@ class BandedGenerator(Generator):
     s mod (bands - 1) holds n_s.
     """
 
-    def __init__(self, coefficients: Numbers, participation: Participation):
+    def __init__(self, coefficients: Numbers, pattern: ParticipationPattern):
         """Rounds and checks coefficients.
 
         Args:
           coefficients: c_0, ..., c_(bands-1); those past T are dropped.
-          participation: (k, b) and T.
+          pattern: (k, b) and T.
         """
         self.coefficients = toeplitz.check_coefficients(
-            _as_float32(coefficients[: participation.rounds])
+            _as_float32(coefficients[: pattern.rounds])
         )
-        self.participation = participation
+        self.pattern = pattern
         self.copies = len(self.coefficients) - 1
         self.numbers = tuple(self.coefficients.tolist())
 
@@ -190,7 +190,7 @@ class BLTGenerator(Generator):
     """
 
     def __init__(
-        self, theta: Numbers, theta_hat: Numbers, participation: Participation
+        self, theta: Numbers, theta_hat: Numbers, pattern: ParticipationPattern
     ):
         """Makes the weights of poles and zeros.
 
@@ -198,7 +198,7 @@ class BLTGenerator(Generator):
           theta: The poles of C(x) = product of (1 - theta^_i x) / (1 -
             theta_i x), from 0 to 1, no two alike.
           theta_hat: Its zeros.
-          participation: (k, b) and T.
+          pattern: (k, b) and T.
 
         Raises:
           ValueError: The coefficients c would increase or be negative, or two
@@ -216,13 +216,13 @@ class BLTGenerator(Generator):
             for i, pole in enumerate(poles)
         ]
         self.weights = _as_float32(weights)
-        powers = np.arange(participation.rounds - 1)[:, None]
+        powers = np.arange(pattern.rounds - 1)[:, None]
         tail = (poles**powers) @ self.weights
         if self.weights.min() >= 0 and 0 <= poles.min() <= poles.max() <= 1:
             # Then c falls, and what rises is the last bit of a float64.
             tail = np.minimum.accumulate(tail)
         self.coefficients = toeplitz.check_coefficients(np.concatenate([[1.0], tail]))
-        self.participation = participation
+        self.pattern = pattern
         self.copies = len(poles)
         self.numbers = (*poles.tolist(), *self.weights.tolist())
 
@@ -274,13 +274,13 @@ class BandedToeplitz:
             object.__setattr__(self, "bands", bands)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019
-    def generator(self, participation: Participation) -> BandedGenerator:
+    def generator(self, pattern: ParticipationPattern) -> BandedGenerator:
         """Returns the noise of one run; cached, because it takes an optimisation."""
         if self.coefficients is not None:
-            return BandedGenerator(self.coefficients, participation)
-        bands = min(self.bands or participation.min_separation, participation.rounds)
-        best = toeplitz.optimize_banded(bands, participation)
-        return BandedGenerator(best, participation)
+            return BandedGenerator(self.coefficients, pattern)
+        bands = min(self.bands or pattern.min_separation, pattern.rounds)
+        best = toeplitz.optimize_banded(bands, pattern)
+        return BandedGenerator(best, pattern)
 
     def describe(self) -> str:
         """Returns a few words for the privacy statement."""
@@ -329,12 +329,12 @@ class BLT:
         object.__setattr__(self, "num_buffers", buffers)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019
-    def generator(self, participation: Participation) -> BLTGenerator:
+    def generator(self, pattern: ParticipationPattern) -> BLTGenerator:
         """Returns the noise of one run; cached, because it takes an optimisation."""
         if self.theta is not None and self.theta_hat is not None:
-            return BLTGenerator(self.theta, self.theta_hat, participation)
-        best = toeplitz.blt(self.num_buffers, participation)
-        return BLTGenerator(*best, participation)
+            return BLTGenerator(self.theta, self.theta_hat, pattern)
+        best = toeplitz.blt(self.num_buffers, pattern)
+        return BLTGenerator(*best, pattern)
 
     def describe(self) -> str:
         """Returns a few words for the privacy statement."""

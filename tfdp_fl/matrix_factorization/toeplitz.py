@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from scipy import optimize, signal, special
 
-from tfdp_fl.correlated_noise.participation import Participation
+from tfdp_fl.matrix_factorization.participation_pattern import ParticipationPattern
 
 # A loss (a logarithm, so relative) and its gradient.
 _Loss = Callable[[np.ndarray], tuple[float, np.ndarray]]
@@ -65,7 +65,7 @@ def check_coefficients(coefficients: Sequence[float] | np.ndarray) -> np.ndarray
     return values
 
 
-def charges(coefficients: np.ndarray, participation: Participation) -> np.ndarray:
+def charges(coefficients: np.ndarray, pattern: ParticipationPattern) -> np.ndarray:
     """Returns col, by which the noise multiplier of a round is divided.
 
     Kalinin & Lampert (2024), theorem 2 (https://arxiv.org/abs/2405.13763): if
@@ -76,34 +76,34 @@ def charges(coefficients: np.ndarray, participation: Participation) -> np.ndarra
 
     Args:
       coefficients: c, checked; what is missing is zero.
-      participation: (k, b) and T.
+      pattern: (k, b) and T.
 
     Returns:
       Float64 [T].
     """
-    total = np.zeros(participation.rounds)
-    for i in range(participation.most):
-        start = i * participation.min_separation
-        part = coefficients[: participation.rounds - start]
+    total = np.zeros(pattern.rounds)
+    for i in range(pattern.most):
+        start = i * pattern.min_separation
+        part = coefficients[: pattern.rounds - start]
         total[start : start + len(part)] += part
     return total
 
 
-def optimize_banded(bands: int, participation: Participation) -> np.ndarray:
+def optimize_banded(bands: int, pattern: ParticipationPattern) -> np.ndarray:
     """Returns the best c_0, ..., c_(bands-1), float64 [bands].
 
     Choquette-Choo et al. (2023), section 3, for Toeplitz matrices.
 
     Args:
       bands: At most T.
-      participation: (k, b) and T.
+      pattern: (k, b) and T.
     """
     if bands == 1:
         return np.ones(1)
     # 1 / sqrt(1 - x), whose square is the prefix sum.
     steps = np.arange(1, bands)
     start = special.logit((2 * steps - 1) / (2 * steps))
-    free = _minimize(banded_loss(bands, participation), [start])
+    free = _minimize(banded_loss(bands, pattern), [start])
     return _products_of_sigmoids(free)
 
 
@@ -112,15 +112,15 @@ def _products_of_sigmoids(free: np.ndarray) -> np.ndarray:
     return np.concatenate([[1.0], np.cumprod(special.expit(free))])
 
 
-def banded_loss(bands: int, participation: Participation) -> _Loss:
+def banded_loss(bands: int, pattern: ParticipationPattern) -> _Loss:
     """Returns log(error^2 sensitivity^2) of c = `_products_of_sigmoids`."""
-    prefix_sum = np.ones(participation.rounds)
+    prefix_sum = np.ones(pattern.rounds)
 
     def loss(free: np.ndarray) -> tuple[float, np.ndarray]:
         c = _products_of_sigmoids(free)
-        columns = charges(c, participation)
+        columns = charges(c, pattern)
         square = float(columns @ columns)
-        grad_c = 2 * _charges_transpose(columns, participation, bands) / square
+        grad_c = 2 * _charges_transpose(columns, pattern, bands) / square
         output = signal.lfilter([1.0], c, prefix_sum)
         error = float(output @ output)
         # C b = A's column, so db = -C^-1 (dC) b: solve with C' first.
@@ -134,19 +134,19 @@ def banded_loss(bands: int, participation: Participation) -> _Loss:
 
 
 def _charges_transpose(
-    columns: np.ndarray, participation: Participation, count: int
+    columns: np.ndarray, pattern: ParticipationPattern, count: int
 ) -> np.ndarray:
     """Returns the transpose of `charges` at col: [count]."""
     gradient = np.zeros(count)
-    for i in range(participation.most):
-        start = i * participation.min_separation
+    for i in range(pattern.most):
+        start = i * pattern.min_separation
         part = columns[start : start + count]
         gradient[: len(part)] += part
     return gradient
 
 
 def blt(
-    num_buffers: int, participation: Participation
+    num_buffers: int, pattern: ParticipationPattern
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the best theta and theta_hat, float64 [num_buffers] each.
 
@@ -155,16 +155,18 @@ def blt(
 
     Args:
       num_buffers: d, at least 1.
-      participation: (k, b) and T.
+      pattern: (k, b) and T.
     """
-    free = _minimize(blt_loss(participation), _blt_starts(num_buffers, participation))
+    free = _minimize(blt_loss(pattern), _blt_starts(num_buffers, pattern))
     values = np.cumprod(special.expit(free))
     return values[::2], values[1::2]
 
 
-def _blt_starts(num_buffers: int, participation: Participation) -> Iterable[np.ndarray]:
+def _blt_starts(
+    num_buffers: int, pattern: ParticipationPattern
+) -> Iterable[np.ndarray]:
     """Yields poles and zeros whose distances from 1 grow geometrically."""
-    for reach in sorted({participation.rounds, participation.min_separation, 8}):
+    for reach in sorted({pattern.rounds, pattern.min_separation, 8}):
         for lowest in (0.3, 0.8):
             distances = np.geomspace(0.5 / (reach + 1), lowest, 2 * num_buffers)
             values = 1 - distances
@@ -172,16 +174,16 @@ def _blt_starts(num_buffers: int, participation: Participation) -> Iterable[np.n
             yield special.logit(ratios)
 
 
-def blt_loss(participation: Participation) -> _Loss:
+def blt_loss(pattern: ParticipationPattern) -> _Loss:
     """Returns log(error^2 sensitivity^2) of 1 > t_1 > t^_1 > t_2 ... > 0.
 
     The values, theta and theta_hat by turns, are cumulative products of
     sigmoids. C = product of (1 - t^_i x) / (1 - t_i x).
     """
-    rounds = participation.rounds
+    rounds = pattern.rounds
     visits, prefix_sum = np.zeros(rounds), np.ones(rounds)
-    last = participation.most * participation.min_separation
-    visits[: last : participation.min_separation] = 1.0
+    last = pattern.most * pattern.min_separation
+    visits[: last : pattern.min_separation] = 1.0
 
     def loss(free: np.ndarray) -> tuple[float, np.ndarray]:
         values = np.cumprod(special.expit(free))

@@ -11,7 +11,7 @@ from tfdp_fl import _validate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Participation:
+class ParticipationPattern:
     """What is promised of every client over the rounds of a run.
 
     Choquette-Choo et al. (2023), "(Amplified) Banded Matrix Factorization",
@@ -49,7 +49,7 @@ class Participation:
 
 
 def fold(
-    participation: Participation,
+    pattern: ParticipationPattern,
     rounds: Sequence[tuple[Hashable, Hashable] | None],
     most: int | None = None,
 ) -> int:
@@ -61,7 +61,7 @@ def fold(
     segment is one draw, so costs do not just add up).
 
     Args:
-      participation: (k, b) and T.
+      pattern: (k, b) and T.
       rounds: Of each released round of a segment the division into groups and the group
         that its cohort came from; None where anybody could have been in it. A client is
         in one group of each division.
@@ -79,10 +79,10 @@ def fold(
             by_division[division] = max(by_division[division], count)
         return sum(by_division.values())
 
-    gap = participation.min_separation
+    gap = pattern.min_separation
     windows = (rounds[i : i + gap] for i in range(max(1, len(rounds) - gap + 1)))
     total = largest(rounds) if most is None else min(most, largest(rounds))
-    return max(1, -(-total // participation.most), *map(largest, windows))
+    return max(1, -(-total // pattern.most), *map(largest, windows))
 
 
 _Client = TypeVar("_Client", bound=Hashable)
@@ -107,28 +107,26 @@ class ParticipationRecord:
     under another name is another client.
 
     Attributes:
-      participation: (k, b) and T.
+      pattern: (k, b) and T.
       released: How many rounds were added, over all segments.
     """
 
-    def __init__(self, participation: Participation):
-        self.participation = _validate.instance_of(
-            Participation, participation=participation
-        )
+    def __init__(self, pattern: ParticipationPattern):
+        self.pattern = _validate.instance_of(ParticipationPattern, pattern=pattern)
         self.released = 0
         # In which released rounds each client was.
         self._rounds: dict[Hashable, list[int]] = collections.defaultdict(list)
 
     def _refusal(self, client: Hashable) -> str | None:
         """Returns why a client may not take part now; None if it may."""
-        gap, most = self.participation.min_separation, self.participation.most
+        gap, most = self.pattern.min_separation, self.pattern.most
         rounds = self._rounds.get(client, [])
         if rounds and self.released - rounds[-1] < gap:
             return (
                 f"its last round was released {self.released - rounds[-1]} rounds ago, "
                 f"and min_separation={gap}"
             )
-        segment_start = self.released - self.released % self.participation.rounds
+        segment_start = self.released - self.released % self.pattern.rounds
         count = sum(round_index >= segment_start for round_index in rounds)
         if count >= most:
             return (

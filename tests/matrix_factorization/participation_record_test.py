@@ -5,24 +5,26 @@ import numpy as np
 import pytest
 
 from tests.mechanisms import references
-from tfdp_fl import correlated_noise
-from tfdp_fl.correlated_noise import Participation, ParticipationRecord
+from tfdp_fl import matrix_factorization
+from tfdp_fl.matrix_factorization import ParticipationPattern, ParticipationRecord
 
 
 def _record(rounds=8, gap=3, most=None):
     return ParticipationRecord(
-        Participation(rounds=rounds, min_separation=gap, max_participations=most)
+        ParticipationPattern(rounds=rounds, min_separation=gap, max_participations=most)
     )
 
 
 @pytest.mark.parametrize("name", ["rounds", "min_separation", "max_participations"])
 def test_a_client_has_room_for_so_many_rounds(name):
     for gap, most, expected in ((3, None, 4), (3, 2, 2), (3, 9, 4), (100, None, 1)):
-        made = Participation(rounds=10, min_separation=gap, max_participations=most)
+        made = ParticipationPattern(
+            rounds=10, min_separation=gap, max_participations=most
+        )
         assert made.max_participations == expected
     for value in (0, 1.5, "2"):
         with pytest.raises((ValueError, TypeError), match=name):
-            Participation(**{"rounds": 8, name: value})
+            ParticipationPattern(**{"rounds": 8, name: value})
 
 
 def test_nobody_comes_too_soon_or_too_often():
@@ -61,8 +63,8 @@ def test_what_is_refused_notes_nothing():
 
 def test_whatever_it_lets_through_is_charged():
     # All ways that one client can come in 6 rounds, against the charges.
-    where = Participation(rounds=6, min_separation=2, max_participations=2)
-    strategy = correlated_noise.BandedToeplitz(coefficients=(1.0, 0.7, 0.4))
+    where = ParticipationPattern(rounds=6, min_separation=2, max_participations=2)
+    strategy = matrix_factorization.BandedToeplitz(coefficients=(1.0, 0.7, 0.4))
     generator = strategy.generator(where)
     dense = references.dense(generator.coefficients, 6)
     allowed = 0

@@ -1,11 +1,11 @@
 """Noise that is correlated across rounds: strategies and their mathematics."""
 
-from tfdp_fl.correlated_noise.participation import (
-    Participation,
+from tfdp_fl.matrix_factorization.participation_pattern import (
+    ParticipationPattern,
     ParticipationRecord,
     fold,
 )
-from tfdp_fl.correlated_noise.strategies import (
+from tfdp_fl.matrix_factorization.strategies import (
     BLT,
     BandedToeplitz,
     Generator,
@@ -18,7 +18,7 @@ __all__ = [
     "BandedToeplitz",
     "Generator",
     "NoiseState",
-    "Participation",
+    "ParticipationPattern",
     "ParticipationRecord",
     "Strategy",
     "fold",

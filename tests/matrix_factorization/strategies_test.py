@@ -5,11 +5,18 @@ import pytest
 import tensorflow as tf
 
 from tests.mechanisms import references
-from tfdp_fl.correlated_noise import BLT, BandedToeplitz, Participation, toeplitz
+from tfdp_fl.matrix_factorization import (
+    BLT,
+    BandedToeplitz,
+    ParticipationPattern,
+    toeplitz,
+)
 
 
 def promised(rounds=24, gap=8, most=None):
-    return Participation(rounds=rounds, min_separation=gap, max_participations=most)
+    return ParticipationPattern(
+        rounds=rounds, min_separation=gap, max_participations=most
+    )
 
 
 def test_bands_are_the_min_separation_unless_said_otherwise():
@@ -115,7 +122,7 @@ STRATEGIES = [*map(BandedToeplitz, (1, 5, ROUNDS)), BLT(1), BLT(3)]
 def stream(generator):
     """Returns the noise of all rounds, what it should be, and the last memory."""
     sizes = [int(np.prod(shape)) for shape in SHAPES]
-    rounds = generator.participation.rounds
+    rounds = generator.pattern.rounds
     draws = np.random.default_rng(7).normal(size=(rounds, sum(sizes)))
 
     @tf.function
