@@ -150,8 +150,8 @@ class _DenseLayer:
             earlier steps.
           rate: The learning rate, eta.
         """
-        change = tf.matmul(products, tf.concat(self.gradients, axis=1))
-        return tf.cast(tf.cast(z, tf.float32) - rate * _join(change), z.dtype)
+        change = tf.matmul(rate * products, tf.concat(self.gradients, axis=1))
+        return tf.cast(tf.cast(z, tf.float32) - _join(change), z.dtype)
 
     def __call__(self, h: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
         """Returns h W_k + b_k with each client's own weights, [R, out], for a new step.
@@ -184,8 +184,8 @@ class _DenseLayer:
         back = tf.matmul(gradient, self._kernel, transpose_b=True)
         if self.gradients:
             d, x = tf.concat(self.gradients, axis=1), self._inputs[:-1]
-            change = tf.matmul(own, d, transpose_b=True)
-            change = rate * _join(tf.matmul(change, tf.concat(x, axis=1)))
+            products = rate * tf.matmul(own, d, transpose_b=True)
+            change = _join(tf.matmul(products, tf.concat(x, axis=1)))
             back = tf.cast(tf.cast(back, tf.float32) - change, back.dtype)
         self.gradients.append(own)
         return back
