@@ -114,11 +114,14 @@ def update_of(pending) -> list[np.ndarray]:
     return [part.numpy() for part in total.contribution.update]
 
 
-def paid() -> Any:
-    """Returns the receipt of a charge that nobody counts."""
+def paid(mu_squared: float = np.inf) -> Any:
+    """Returns the receipt of a charge that nobody counts, for a Gaussian of so much."""
+    event = dp_accounting.NonPrivateDpEvent()
+    if 0 < mu_squared < np.inf:
+        event = dp_accounting.GaussianDpEvent(mu_squared**-0.5)
     charge = accounting.Participation(
         sampling="poisson", num_clients=10, clients_per_round=5
-    ).charge(dp_accounting.GaussianDpEvent(1.0))
+    ).charge(event)
     return accounting.PrivacyAccount("central", 10).charge(
         charge, round_index=0, cohort_size=5, positions=np.arange(5)
     )
@@ -126,7 +129,11 @@ def paid() -> Any:
 
 def run_round(cohort_engine, dataset, **changes: Any) -> dict[str, float]:
     pending = collect(cohort_engine, dataset, **changes)
-    return cohort_engine.release(pending, paid())[1]
+    inputs = pending.inputs
+    charged = cohort_engine.query.charged_for(
+        inputs.clients_per_round, inputs.noise_multiplier
+    )
+    return cohort_engine.release(pending, paid(charged))[1]
 
 
 def moved_by(model, cohort_engine, dataset, **changes: Any) -> list[np.ndarray]:

@@ -153,3 +153,15 @@ def test_one_clients_labels_do_not_move_anothers_update():
         first = x, labels
         moved = update(first, clients[1]) - update(first)
         cohorts.assert_close(moved, alone, atol=1e-5)
+
+
+def test_gram_matrices_that_overflow_leave_no_finite_bound():
+    """Two rows of nearly opposite direction: their product may overflow alone."""
+    for infinity in (np.inf, -np.inf, np.nan):
+        of_x = np.array([[3e38, infinity], [infinity, 3e38]], np.float32)
+        for sign in (1, -1):
+            of_d = np.array([[1, sign * 0.5], [sign * 0.5, 1]], np.float32)
+            for one, other in ((of_x, of_d), (of_d, of_x)):
+                grams = [tf.constant(each[None]) for each in (one, other)]
+                _, bound = dense_models.norm_bound([grams[0]], [grams[1]], 10, 2)
+                assert not np.isfinite(bound).any()

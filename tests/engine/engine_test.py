@@ -14,6 +14,7 @@ import tfdp_fl
 from tests.engine import cohorts
 from tests.keras import toy
 from tests.mechanisms import references, rounds, statistics
+from tfdp_fl import keras_versions
 from tfdp_fl.engine import dense_models, layout, program
 from tfdp_fl.mechanisms import noise, records
 
@@ -67,6 +68,61 @@ def test_noise_that_is_another_than_was_charged_is_not_released():
     with pytest.raises(tf.errors.InvalidArgumentError, match="adds less noise"):
         cohorts.run_round(made, cohorts.dataset(), noise_multiplier=1.0)
     np.testing.assert_array_equal(rounds.flat(model.get_weights()), before)
+
+
+def test_noise_that_is_less_than_was_paid_for_is_not_released():
+    model, mechanism = cohorts.mlp(), _fixed(0.1)
+    made = cohorts.make_engine(model, cohorts.dataset(), mechanism=mechanism)
+    before = rounds.flat(model.get_weights())
+    pending = cohorts.collect(made, cohorts.dataset(), noise_multiplier=1.0)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="adds less noise"):
+        made.release(pending, cohorts.paid(0.9))
+    np.testing.assert_array_equal(rounds.flat(model.get_weights()), before)
+
+
+@pytest.mark.skipif(not keras_versions.IS_KERAS_3, reason="nobody is side by side")
+def test_side_by_side_ends_when_tensorflows_options_change():
+    options = tf.config.optimizer
+    with cohorts.side_by_side():
+        data = cohorts.dataset()
+        made = cohorts.make_engine(cohorts.mlp(), data, jit_compile=None)
+        cohorts.collect(made, data)
+        assert layout.SIDE_BY_SIDE in {s.kind for s in made.used_strategies}
+        before = options.get_experimental_options()
+        options.set_experimental_options({"auto_mixed_precision_onednn_bfloat16": True})
+        try:
+            made.used_strategies.clear()
+            cohorts.collect(made, data)
+        finally:
+            options.set_experimental_options(
+                {"auto_mixed_precision_onednn_bfloat16": False, **before}
+            )
+        assert {s.kind for s in made.used_strategies} == {layout.ONE_BY_ONE}
+
+
+class _ByTheLongest(tfdp_fl.FixedClipping):
+    """Right for one norm; of a vector it would make one factor for all."""
+
+    def scale(self, norm, round):
+        factor = round.clip_norm / tf.maximum(tf.reduce_max(norm), round.clip_norm)
+        return tf.ones_like(norm) * factor
+
+
+def test_a_mechanism_of_ones_own_sees_one_client_at_a_time():
+    mechanism = _ByTheLongest(clip_norm=0.01, noise_multiplier=1.0)
+    with cohorts.side_by_side():
+        data = cohorts.dataset()
+        made = cohorts.make_engine(
+            cohorts.mlp(), data, jit_compile=None, mechanism=mechanism
+        )
+        everyone = np.arange(data.num_clients)
+
+        def added(positions):
+            total = cohorts.update_of(cohorts.collect(made, data, positions=positions))
+            return rounds.flat(total)
+
+        alone = [added(np.array([k])) for k in everyone]
+        np.testing.assert_array_equal(added(everyone), np.sum(alone, axis=0))
 
 
 def test_rounds_do_not_repeat_and_seeds_do():

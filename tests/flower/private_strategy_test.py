@@ -372,6 +372,20 @@ def test_a_mechanism_of_ones_own_passes_the_same_door_as_everywhere():
         _moved(strategy, np.zeros([4, 4]), number=2)
 
 
+def test_noise_that_shrinks_after_the_charge_is_not_released(monkeypatch):
+    mechanism, charge = _Loose(), accounting.PrivacyAccount.charge
+    monkeypatch.setattr(mechanism.noise_stddevs, "return_value", {"update": 0.5})
+
+    def shrinks(account, *args, **options):
+        paid = charge(account, *args, **options)
+        mechanism.noise_stddevs.return_value = {"update": 0.01}
+        return paid
+
+    monkeypatch.setattr(accounting.PrivacyAccount, "charge", shrinks)
+    with pytest.raises(ValueError, match="than was paid for"):
+        _moved(fm.private(mechanism, m=4), np.zeros([4, 4]))
+
+
 def test_what_rounds_are_charged_by_cannot_be_exchanged():
     strategy = fm.private(m=2, n=4)
     for name in ("num_clients", "clients_per_round", "mechanism", "on_client_failure"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -294,7 +294,9 @@ class PendingRound:
 
 
 class Receipt(Protocol):
-    """Proof that a release is paid for (`accounting.Charge`)."""
+    """Proof that a release is paid for (`accounting.Charge`), and what was paid."""
+
+    cost: Any
 
     def use(self) -> None:
         """Raises an error unless it is paid for and has not been used before."""

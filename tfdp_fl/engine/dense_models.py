@@ -342,6 +342,10 @@ def norm_bound(
     underflow term, so doubling the first-order terms covers these. The second-order
     terms are less than a tenth of that, as (a + b) u is below `_LARGEST_ERROR`.
 
+    All this assumes that nothing overflows. An element of a Gram matrix that did is not
+    finite, even if its row's length is, and neither is the sum of the terms in float64,
+    where finite terms cannot overflow; the bound is infinite then.
+
     q also bounds the rounding error of the products themselves: computed over N rows,
     they are off by at most gamma_N q in Frobenius norm.
 
@@ -369,7 +373,9 @@ def norm_bound(
     # (Rows that are stored together are added up several times as fast.)
     products = tf.reshape(gram_x * gram_d, [*tf.unstack(tf.shape(gram_x)[:2]), -1])
     square = tf.reduce_sum(tf.reduce_sum(products, axis=2), axis=0)
-    square = tf.maximum(square, 0.0)
+    # Before the maximum, which would turn an overflow to minus infinity into 0.
+    infinite = tf.constant(np.inf, tf.float64)
+    square = tf.where(tf.math.is_finite(square), tf.maximum(square, 0.0), infinite)
     of_norm = 2.2 * ROUNDOFF * columns
     share = ROUNDOFF * tf.cast(rows, tf.float64)
     of_product = 1.05 * share / (1 - share)

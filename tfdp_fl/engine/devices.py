@@ -169,3 +169,16 @@ def products_are_float32() -> bool:
     return not tf.config.list_logical_devices("GPU") or not (
         tf.config.experimental.tensor_float_32_execution_enabled()
     )
+
+
+def numeric_options() -> tuple[object, ...]:
+    """Returns the options that change the bits of results, to be compared.
+
+    TensorFlow applies them when it calls a function, also one traced before.
+    """
+    options = tf.config.optimizer
+    return (
+        products_are_float32(),
+        options.get_experimental_options(),
+        options.get_jit(),
+    )

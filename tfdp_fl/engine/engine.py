@@ -158,6 +158,7 @@ class CohortEngine:
         self.update_spec = cohort.UpdateSpec.of(self.server.variables)
         keeps_updates = collect_records or self.query.two_phase
         kernels = None
+        self._numeric_options = devices.numeric_options()
         if (
             keras_versions.IS_KERAS_3
             and training.jit_compile is None
@@ -359,6 +360,9 @@ class CohortEngine:
         Returns:
           A `PendingRound`; the model has not changed.
         """
+        if devices.numeric_options() != self._numeric_options:
+            # What was proven and tried side by side held for the options of then.
+            self.layout = dataclasses.replace(self.layout, kernels=None)
         with tf.device(self.device):
             while True:
                 pending = self.empty_round(inputs)
@@ -607,7 +611,7 @@ class CohortEngine:
         """
         paid.use()
         with tf.device(self.device):
-            return self._release(pending)
+            return self._release(pending, paid.cost.noise_multiplier)
 
 
 class _NoRoomError(Exception):

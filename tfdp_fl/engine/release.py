@@ -146,15 +146,20 @@ class Release:
     )
 
     def __call__(
-        self, pending: cohort.PendingRound
+        self, pending: cohort.PendingRound, paid: float | None
     ) -> tuple[contribution.RoundState, dict[str, float]]:
-        """Releases a round; returns the query's next state and the logs."""
+        """Releases a round; returns the query's next state and the logs.
+
+        Args:
+          pending: The round.
+          paid: The noise multiplier that was paid for (`RoundCharge.noise_multiplier`).
+        """
         answered = float(pending.cohort_size - len(pending.failures))
         seed = pending.inputs.seed.astype(np.uint64)
         inputs, charged = pending.inputs, math.inf
         if self.query.mechanism.trust_model == TrustModel.CENTRAL:
             charged = self.query.charged_for(
-                inputs.clients_per_round, inputs.noise_multiplier
+                inputs.clients_per_round, inputs.noise_multiplier, paid
             )
         pending.sums = [functools.reduce(cohort.CohortSum.plus, pending.sums)]
         arguments = pending.sums[0], pending.state, seed, answered, charged

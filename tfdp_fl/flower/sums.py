@@ -250,6 +250,9 @@ def release(
       collected: the result of `collect`.
       paid: the receipt, without which nothing is released.
       memory: the memory of correlated noise; None without one.
+
+    Raises:
+      ValueError: The mechanism now has less noise than was paid for.
     """
     paid.use()
     mechanism, round_state, total = (
@@ -257,8 +260,17 @@ def release(
         collected.round_state,
         collected.update,
     )
+    query = mechanism.bind(configured.deployment)
     # If the cohort size is random, m is its expectation.
-    m, instruction = float(round_state.clients_per_round), configured.instruction
+    m, z = float(round_state.clients_per_round), float(round_state.noise_multiplier)
+    charged = query.charged_for(m, z, paid.cost.noise_multiplier)
+    actual = float(mechanism.sensitivity_squared(round_state, configured.deployment))
+    if not actual <= charged * (1 + 1e-4):
+        raise ValueError(
+            f"{mechanism.name} adds less noise for its bounds in this round than was "
+            "paid for. Nothing was released."
+        )
+    instruction = configured.instruction
     stddevs = {
         name: float(value)
         for name, value in mechanism.noise_stddevs(

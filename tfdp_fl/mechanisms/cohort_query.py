@@ -21,6 +21,7 @@ The mechanism's `round_event` defines the cost of a round.
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -197,11 +198,25 @@ class CohortQuery:
           params: The result of `derive_sample_params`.
           weight: The clients' weights, in [0, 1]; None: 1.
         """
-        record = self.mechanism.contribution_of_norm(norm, usable, params).scale_by(
-            weight
+        mechanism = self.mechanism
+
+        def bounded(arguments: tuple[tf.Tensor, ...]) -> Contribution:
+            norm, usable, *weight = arguments
+            record = mechanism.contribution_of_norm(norm, usable, params)
+            record = record.scale_by(weight[0] if weight else None)
+            bounds = self.l2_norm_bound(params), mechanism.side_bounds
+            return records.bound_factor(record, norm, *bounds)
+
+        arguments = (norm, usable) if weight is None else (norm, usable, weight)
+        if not norm.shape.rank or mechanism.clips_by_element:
+            return bounded(arguments)
+        # Nobody knows whether a user's functions would mix the clients of a vector.
+        number = tf.TensorSpec([], tf.float32)
+        record = Contribution(
+            number, dict.fromkeys(mechanism.side_names, number), *[number] * 4
         )
-        return records.bound_factor(
-            record, norm, self.l2_norm_bound(params), self.mechanism.side_bounds
+        return tf.map_fn(
+            bounded, arguments, fn_output_signature=record, parallel_iterations=1
         )
 
     def to_grid(self, update: Tensors, params: RoundState) -> Tensors:
@@ -245,9 +260,23 @@ class CohortQuery:
         """Returns the mean from a noisy sum (`Mechanism.mean`)."""
         return self.mechanism.mean(update, weight, state, self.deployment)
 
-    def charged_for(self, clients_per_round: float, noise_multiplier: float) -> float:
-        """Returns the sum_i (bound_i / stddev_i)^2 from which the charge is derived."""
+    def charged_for(
+        self,
+        clients_per_round: float,
+        noise_multiplier: float,
+        paid: float | None = None,
+    ) -> float:
+        """Returns the sum_i (bound_i / stddev_i)^2 from which the charge is derived.
+
+        Args:
+          clients_per_round: m of the round.
+          noise_multiplier: z of the round.
+          paid: The noise multiplier in the receipt, which counts if it was derived from
+            that sum; None if the event is not a single Gaussian.
+        """
         mechanism = self.mechanism
+        if mechanism.derives_cost and paid is not None:
+            return paid**-2 if paid else math.inf
         round = RoundState(
             mechanism.reference_clip_norm, noise_multiplier, clients_per_round
         )

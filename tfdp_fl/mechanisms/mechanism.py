@@ -205,7 +205,10 @@ class Mechanism(abc.ABC):
         """
         if weighting is None:
             return
-        _validate.instance_of(ClientWeighting, client_weighting=weighting)
+        if type(weighting) is not ClientWeighting:  # Another could mix clients.
+            raise TypeError(
+                f"client_weighting must be a ClientWeighting itself, got {weighting!r}."
+            )
         if not (
             self.scales_updates
             and self.trust_model != TrustModel.LOCAL
@@ -264,7 +267,7 @@ class Mechanism(abc.ABC):
         """Returns the factor by which an update is scaled: min(1, S / norm).
 
         Args:
-          norm: Float32, any shape: norms of updates, at least 0.
+          norm: Float32: norms of updates, at least 0. A scalar if this is overridden.
           round: The state of this round.
         """
         return clipping.clip_factor(norm, round.clip_norm)
@@ -275,7 +278,8 @@ class Mechanism(abc.ABC):
         """Returns a client's terms of the side sums, by the names in `side_names`.
 
         Args:
-          norm: Float32, any shape: norms of updates, 0 for updates with a NaN.
+          norm: Float32: norms of updates, 0 for updates with a NaN. A scalar if this
+            is overridden.
           round: The state of this round.
         """
         return {}
@@ -524,6 +528,18 @@ class Mechanism(abc.ABC):
         need the update.
         """
         return type(self).contribution is Mechanism.contribution
+
+    @property
+    def clips_by_element(self) -> bool:
+        """Whether all functions of norms are this package's: elementwise and exact."""
+        members = ("contribution_of_norm", "scale", "side_statistics")
+        definers = map(self._definer_of, members)
+        return all(each.__module__.startswith("tfdp_fl.") for each in definers)
+
+    @property
+    def derives_cost(self) -> bool:
+        """Whether the cost is derived from bounds and stddevs by `round_event`."""
+        return self._definer_of("round_event") is Mechanism
 
     @property
     def needs_exact_cohort(self) -> bool:
