@@ -260,6 +260,16 @@ class _Laplace(tfdp_fl.FixedClipping):
         return dp_accounting.LaplaceDpEvent(1.0)
 
 
+class _Unasked(tfdp_fl.FixedClipping):
+    """Says right before a round what it costs, which Flower's rounds do not ask."""
+
+    def event_at(self, round_index, deployment, state):
+        return dp_accounting.GaussianDpEvent(0.1)
+
+    def round_event(self, round_index, deployment):
+        return dp_accounting.GaussianDpEvent(1.0)
+
+
 def test_only_central_mechanisms_that_cost_a_gaussian_are_taken():
     central, at_clients = "mechanism must be a central", {"noise_site": "client"}
     too_long = tfdp_fl.CorrelatedNoise(**_CORRELATED, rounds=8, min_separation=6)
@@ -269,6 +279,7 @@ def test_only_central_mechanisms_that_cost_a_gaussian_are_taken():
         (tfdp_fl.MedianClipping(noise_multiplier=1.0, **at_clients), central),
         (_Elsewhere(), central),
         (_Laplace(**_CORRELATED), "costs a Gaussian"),
+        (_Unasked(**_CORRELATED), central),
         (too_long, "min_separation"),
         # m / 20 on the count is too little.
         (_adaptive(0.1, 1.0), "noise_multiplier"),

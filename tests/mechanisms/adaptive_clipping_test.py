@@ -59,12 +59,12 @@ def test_the_count_is_noised_with_sigma_b_in_all(noise_site, sigma_b):
     query, state = _query(m, z, noise_site=noise_site, count_noise_stddev=sigma_b)
     begun = query.begin_round(state, z, m)
     params = query.derive_sample_params(begun)
-    # One stddev in the place of each draw; of what is added to a list, none.
-    with mock.patch.multiple(
-        noise,
-        normal=lambda shape, stddev: stddev,
-        add_normal=lambda tensors, stddev: tensors,
-    ):
+
+    def add(tensors, stddev):
+        return [t + tf.cast(stddev, t.dtype) * (not t.shape.rank) for t in tensors]
+
+    # One stddev in the place of each draw; of what is added to an update, none.
+    with mock.patch.object(noise, "add_normal", add):
         record = algorithm.make_record(query, params, [tf.zeros([1])])
         total = query.initial_sample_state([tf.zeros([1])])
         _, after = algorithm.release(query, total, begun)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from unittest import mock
 
 import dp_accounting
 import pytest
@@ -194,3 +195,52 @@ def test_a_central_mean_knows_no_weights():
     total = query.initial_sample_state([tf.zeros([2])])
     algorithm.release(query, total._replace(weight=tf.constant(3.0)), state)
     assert [float(weight) for weight in seen] == [2.0]
+
+
+class _TwoSums(tfdp_fl.FixedClipping):
+    side_bounds = {"one": 1.0, "two": 200.0}  # noqa: RUF012
+
+    def noise_stddevs(self, round, deployment):
+        return {"update": round.noise_multiplier * round.clip_norm, "one": 1, "two": 99}
+
+    def side_statistics(self, norm, round):
+        return {"two": norm * 100, "one": norm}
+
+
+def test_side_sums_keep_their_names_in_any_order():
+    query = _TwoSums(clip_norm=1.0, noise_multiplier=1.0).bind(
+        PrivacyContext(clients_per_round=2)
+    )
+    state = query.begin_round(query.initial_global_state(), 1.0, 2.0)
+    record = algorithm.make_record(query, state, [tf.ones([1])])
+    again = query.initial_sample_state([]).with_scalars([], record.scalars())
+    assert [float(again.sums[name]) for name in ("one", "two")] == [1.0, 100.0]
+    with (
+        mock.patch.object(_TwoSums, "side_statistics", lambda *_: {"one": 0.0}),
+        pytest.raises(ValueError, match="side_bounds"),
+    ):
+        algorithm.make_record(query, state, [tf.ones([1])])
+
+
+@pytest.mark.parametrize(
+    ("base", "members", "arguments", "message"),
+    [
+        (_TwoSums, {"side_bounds": {"update": 1.0}}, {}, "'update'"),
+        (tfdp_fl.LocalDP, {"side_bounds": {"one": 1.0}}, {}, "must be empty"),
+        (
+            *(tfdp_fl.FixedClipping, {"max_participations": 3}),
+            *({"noise_site": "client"}, "max_participations"),
+        ),
+    ],
+)
+def test_sums_and_cohorts_that_would_lack_noise_are_refused(
+    base, members, arguments, message
+):
+    mechanism = type("Own", (base,), members)(
+        clip_norm=1.0, noise_multiplier=1.0, **arguments
+    )
+    context = PrivacyContext(
+        clients_per_round=2, num_clients=4, sampling="fixed_size", rounds=1
+    )
+    with pytest.raises(ValueError, match=message):
+        mechanism.bind(context)

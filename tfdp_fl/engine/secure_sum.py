@@ -104,6 +104,9 @@ def sum_securely(
             upload[: None if site == NoiseSite.EVERY_CLIENT else size] = 0.0
         if bound is not None:
             upload[:size] = protocol.nearest_within(upload[:size], bound)
+            for place, limit in enumerate(query.mechanism.side_bounds.values(), size):
+                only = slice(place, place + 1)
+                upload[only] = protocol.nearest_within(upload[only], limit)
         return upload
 
     if not len(failed):  # Otherwise the sum lacks noise, whatever the others send.

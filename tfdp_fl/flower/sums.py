@@ -155,6 +155,8 @@ def check(
         and mechanism.scales_updates
         and one_gaussian is not None
         and (new_each_round or isinstance(mechanism, mechanisms.CorrelatedNoise))
+        # They would not be asked.
+        and not mechanism.overrides("add_noise", "bind", "event_at", "event_index")
     ):
         raise ValueError(
             "mechanism must be a central one that scales updates, is noised by the "

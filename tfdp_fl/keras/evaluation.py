@@ -20,7 +20,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import dp_accounting
 import numpy as np
@@ -228,9 +228,12 @@ def evaluate(
             any_evaluated |= bool(part.lengths.any())
             if part is group:
                 break
-        bar.update(
-            int(group.positions[-1]) + 1 if len(group.positions) else num_clients
-        )
+        if not silent:  # It tells which clients have examples.
+            bar.update(
+                int(group.positions[-1]) + 1 if len(group.positions) else num_clients
+            )
+    if silent:
+        bar.update(num_clients)
     failed.sort(key=lambda failure: failure.position)
     values[:, counts == 0] = np.nan
     if any_failed and not silent and not any_evaluated:
@@ -423,7 +426,8 @@ class PrivateMetrics:
                     "bounds must map a metric's name to (low, high), a low end below "
                     f"the high one, got {name!r}: {ends!r}."
                 )
-        _validate.non_negative(noise_multiplier=self.noise_multiplier)
+        z = _validate.non_negative(noise_multiplier=self.noise_multiplier)
+        object.__setattr__(self, "noise_multiplier", float(z))
 
     @property
     def _scale(self) -> float:
@@ -471,11 +475,12 @@ class PrivateMetrics:
     ) -> Json:
         """Returns the noisy result of all clients' metrics, by name, [N]."""
         paid.use()
+        z = cast(float, paid.cost.noise_multiplier)
         total = self.contributions(values).sum(axis=0)
         noise = generator.normal(size=total.shape)
         # Everything below is computed from the noisy sum alone.
-        noisy = (total + self.noise_multiplier * noise) * self._scale
-        stddev = self.noise_multiplier * self._scale
+        noisy = (total + z * noise) * self._scale
+        stddev = z * self._scale
         count = max(float(noisy[0]), 1.0)
         result: Json = {
             "num_clients": float(noisy[0]),

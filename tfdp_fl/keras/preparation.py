@@ -277,7 +277,9 @@ def _engine(
 ) -> engine.CohortEngine:
     setup, training = fed.setup, fed.require_compiled("fit")
     key_context = deployment
-    if fed.mechanism.trust_model != TrustModel.LOCAL:
+    # (A mechanism of somebody's own may use them for its noise.)
+    is_own = not type(fed.mechanism).__module__.startswith("tfdp_fl.")
+    if fed.mechanism.trust_model != TrustModel.LOCAL and not is_own:
         key_context = dataclasses.replace(
             deployment, rounds=None, max_participations=None
         )

@@ -339,6 +339,6 @@ def must_be_at_most(
 def _add_side_noise(sums: Mapping[str, Scalar], stddevs: Mapping[str, Scalar]) -> Json:
     """Returns the side sums with noise."""
     return {
-        name: tf.cast(value, tf.float32) + noise.normal([], stddevs[name])
+        name: noise.add_normal([value], stddevs[name])[0]
         for name, value in sums.items()
     }

@@ -48,8 +48,9 @@ _RENAMED = {
 # The members on which the derived cost relies. A class that overrides one of them must
 # define the cost of its rounds with a `round_event` of its own.
 _COST_MEMBERS = (
-    *("add_noise", "bind", "clip_to_cohort", "event_at", "event_index"),
-    *("needs_exact_cohort", "reference_clip_norm", "sensitivity_squared"),
+    *("add_noise", "bind", "client_noise", "clip_to_cohort"),
+    *("event_at", "event_index", "needs_exact_cohort"),
+    *("reference_clip_norm", "sensitivity_squared"),
 )
 
 # Between this and its inverse, float32 has full precision, and the squared noise in
@@ -185,6 +186,20 @@ class Mechanism(abc.ABC):
             raise ValueError(
                 "noise_site must be 'server' or 'client' with a central guarantee, "
                 f"which is charged for their noise, got {self.noise_site!r}."
+            )
+        if "update" in self.side_bounds or (
+            self.side_bounds and self.trust_model != TrustModel.CENTRAL
+        ):
+            raise ValueError(
+                "side_bounds must name none of its sums 'update', and must be empty "
+                "unless the guarantee is central, as nobody else adds noise to them, "
+                f"got {dict(self.side_bounds)!r}."
+            )
+        if self.needs_exact_cohort and self.max_participations is not None:
+            raise ValueError(
+                "max_participations must be None with noise_site='client': the noise "
+                "is complete only if nobody is left out of a cohort, got "
+                f"{self.max_participations!r}."
             )
         if self.needs_exact_cohort and deployment.sampling not in (
             "fixed_size",
@@ -529,12 +544,15 @@ class Mechanism(abc.ABC):
         """
         return type(self).contribution is Mechanism.contribution
 
+    def overrides(self, *members: str) -> bool:
+        """Returns whether a class outside this package defines one of some members."""
+        definers = map(self._definer_of, members)
+        return any(not each.__module__.startswith("tfdp_fl.") for each in definers)
+
     @property
     def clips_by_element(self) -> bool:
         """Whether all functions of norms are this package's: elementwise and exact."""
-        members = ("contribution_of_norm", "scale", "side_statistics")
-        definers = map(self._definer_of, members)
-        return all(each.__module__.startswith("tfdp_fl.") for each in definers)
+        return not self.overrides("contribution_of_norm", "scale", "side_statistics")
 
     @property
     def derives_cost(self) -> bool:

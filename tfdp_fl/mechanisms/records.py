@@ -75,13 +75,18 @@ def _bound_sides(
     record: Contribution, is_bounded: tf.Tensor, side_bounds: Mapping[str, float]
 ) -> Contribution:
     is_bounded &= (record.weight >= 0) & (record.weight <= 1)
-    for name, value in record.sums.items():
+    if set(record.sums) != set(side_bounds):
+        raise ValueError(
+            "side_statistics must return a number for each name in side_bounds, "
+            f"{sorted(side_bounds)}, got {sorted(record.sums)}."
+        )
+    for name, limit in side_bounds.items():
         # (False for a NaN.)
-        is_bounded &= tf.abs(value) <= side_bounds[name]
+        is_bounded &= tf.abs(record.sums[name]) <= limit
     return record._replace(
+        # In the declared order, by which they are stacked and told apart again.
         sums={
-            name: tf.where(is_bounded, value, 0.0)
-            for name, value in record.sums.items()
+            name: tf.where(is_bounded, record.sums[name], 0.0) for name in side_bounds
         },
         weight=tf.where(is_bounded, record.weight, 0.0),
         discarded=tf.where(is_bounded, record.discarded, 1.0),
