@@ -20,7 +20,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import dp_accounting
 import numpy as np
@@ -475,12 +475,11 @@ class PrivateMetrics:
     ) -> Json:
         """Returns the noisy result of all clients' metrics, by name, [N]."""
         paid.use()
-        z = cast(float, paid.cost.noise_multiplier)
         total = self.contributions(values).sum(axis=0)
         noise = generator.normal(size=total.shape)
         # Everything below is computed from the noisy sum alone.
-        noisy = (total + z * noise) * self._scale
-        stddev = z * self._scale
+        noisy = (total + self.noise_multiplier * noise) * self._scale
+        stddev = self.noise_multiplier * self._scale
         count = max(float(noisy[0]), 1.0)
         result: Json = {
             "num_clients": float(noisy[0]),
