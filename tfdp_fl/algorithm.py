@@ -131,7 +131,7 @@ def release(
       query: The mechanism's query.
       total: The sum of the records.
       state: The round's state.
-      charged: The number from which the charge was derived (`query.charged_for`); None:
+      charged: The number from which the charge was derived (`query.paid_for`); None:
         the mechanism's own at its first clip.
 
     Raises:

@@ -35,6 +35,22 @@ def quiet(clip_norm=1.0, clients_per_round=4, noise_multiplier=0.0, **options):
     return aggregators.FixedClippingFactory(**options)
 
 
+class _Unasked(mechanisms.FixedClipping):
+    """Says right before a round what it costs, which TFF's rounds do not ask."""
+
+    def event_at(self, round_index, deployment, state):
+        return self.round_event(round_index, deployment)
+
+    def round_event(self, round_index, deployment):
+        return super().round_event(round_index, deployment)
+
+
+def test_refuses_mechanisms_whose_cost_would_not_be_asked():
+    mechanism = _Unasked(clip_norm=1.0, noise_multiplier=1.0)
+    with pytest.raises(ValueError, match="must not define event_at"):
+        aggregators.from_mechanism(mechanism, 4)
+
+
 @pytest.mark.parametrize(
     "value, message",
     [

@@ -61,6 +61,24 @@ def test_is_within_the_clip_where_the_server_adds_the_noise(mechanism, bits):
         assert vector[-1] == 1.0
 
 
+class _WithSum(tfdp_fl.FixedClipping):
+    side_bounds = {"count": 0.3}  # noqa: RUF012
+
+    def noise_stddevs(self, round, deployment):
+        return {"update": round.noise_multiplier * round.clip_norm, "count": 1.0}
+
+    def side_statistics(self, norm, round):
+        return {"count": 0.3 * tf.ones_like(norm)}
+
+
+@pytest.mark.parametrize("largest", [1e2, 1e6, 8e6])
+def test_a_side_sum_is_within_its_bound_on_any_grid(largest):
+    protocol = _SHARING(bits=32, max_share_value=largest)
+    mechanism = _WithSum(clip_norm=1.0, noise_multiplier=1.0)
+    for values in _sent(mechanism, protocol):
+        assert 0 <= values[-2] <= 0.3
+
+
 def test_a_discarded_client_is_not_in_the_mean_of_those_that_answered():
     mechanism = tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=1e-3)
     engine, pending = _collected(mechanism, 1e-3, sizes=(7, 3, 5, 4))

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 import signal
 import warnings
@@ -513,3 +514,17 @@ def test_what_is_refused():
     local = tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=1.0)
     with pytest.raises(ValueError, match="guarantee is local"):
         _evaluated(_trained(mechanism=local))
+
+
+def test_progress_does_not_tell_who_has_examples(capsys):
+    fed, shown = _trained(), []
+    for last in (3, 0):
+        clients = {k: toy.clients().client(k) for k in range(5)}
+        clients[4] = tuple(part[:last] for part in clients[4])
+        streamed = FederatedDataset.from_client_fn(
+            range(5), clients.get, toy.clients().element_spec
+        )
+        capsys.readouterr()
+        fed.evaluate_clients(streamed, private=_private(), verbose=1)
+        shown.append(set(re.findall(r"\d+/5", capsys.readouterr().out)))
+    assert shown == [{"5/5"}] * 2

@@ -8,6 +8,7 @@ is in `tests/stress/noise_stress.py`.
 import math
 import random
 
+import dp_accounting
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -232,3 +233,24 @@ def test_a_last_cohort_has_the_noise_for_the_fixed_m():
         fed, _ = _local(rounds=rounds, sampling="shuffled", m=4, made=small)
         assert math.isinf(fed.central_epsilon(1e-5)) == (rounds == 2)
         assert math.isfinite(fed.epsilon(1e-5))
+
+
+class _GrowsWithThePlan(tfdp_fl.FixedClipping):
+    """As much noise as makes a fit of any number of rounds cost the same."""
+
+    def noise_stddevs(self, round, deployment):
+        z = round.noise_multiplier * math.sqrt(deployment.rounds or 1)
+        return {"update": z * round.clip_norm}
+
+    def round_event(self, round_index, deployment):
+        z = self.noise_multiplier * math.sqrt(deployment.rounds or 1)
+        return dp_accounting.GaussianDpEvent(z)
+
+
+def test_noise_that_depends_on_the_planned_rounds_follows_each_fit():
+    mechanism = _GrowsWithThePlan(clip_norm=CLIP, noise_multiplier=Z)
+    fed = federated(mechanism, CLIENTS, small, "shuffled")
+    for number in (1, 9):
+        history = toy.fit(fed, number, data=empty_clients()).history
+        expected = Z * CLIP * math.sqrt(number)
+        np.testing.assert_allclose(history["noise_stddev"], expected, rtol=1e-6)

@@ -158,8 +158,8 @@ class Release:
         seed = pending.inputs.seed.astype(np.uint64)
         inputs, charged = pending.inputs, math.inf
         if self.query.mechanism.trust_model == TrustModel.CENTRAL:
-            charged = self.query.charged_for(
-                inputs.clients_per_round, inputs.noise_multiplier, paid
+            charged = self.query.paid_for(
+                paid, inputs.clients_per_round, inputs.noise_multiplier
             )
         pending.sums = [functools.reduce(cohort.CohortSum.plus, pending.sums)]
         arguments = pending.sums[0], pending.state, seed, answered, charged

@@ -20,7 +20,7 @@ from tfdp_fl._lazy_tf import tf
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.flower import client as client_lib
 from tfdp_fl.flower import history, replies, updates
-from tfdp_fl.mechanisms import noise
+from tfdp_fl.mechanisms import cohort_query, noise
 from tfdp_fl.terms import NoiseSite, TrustModel
 
 if TYPE_CHECKING:
@@ -265,9 +265,9 @@ def release(
     query = mechanism.bind(configured.deployment)
     # If the cohort size is random, m is its expectation.
     m, z = float(round_state.clients_per_round), float(round_state.noise_multiplier)
-    charged = query.charged_for(m, z, paid.cost.noise_multiplier)
+    charged = query.paid_for(paid.cost.noise_multiplier, m, z)
     actual = float(mechanism.sensitivity_squared(round_state, configured.deployment))
-    if not actual <= charged * (1 + 1e-4):
+    if not actual <= charged * (1 + cohort_query.NOISE_ROUNDING):
         raise ValueError(
             f"{mechanism.name} adds less noise for its bounds in this round than was "
             "paid for. Nothing was released."

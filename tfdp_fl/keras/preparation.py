@@ -277,9 +277,12 @@ def _engine(
 ) -> engine.CohortEngine:
     setup, training = fed.setup, fed.require_compiled("fit")
     key_context = deployment
-    # (A mechanism of somebody's own may use them for its noise.)
-    is_own = not type(fed.mechanism).__module__.startswith("tfdp_fl.")
-    if fed.mechanism.trust_model != TrustModel.LOCAL and not is_own:
+    # (The noise of a user's own mechanism may depend on the planned rounds.)
+    mechanism = fed.mechanism
+    if not (
+        mechanism.trust_model == TrustModel.LOCAL
+        or mechanism.overrides("noise_stddevs")
+    ):
         key_context = dataclasses.replace(
             deployment, rounds=None, max_participations=None
         )

@@ -39,6 +39,9 @@ from tfdp_fl.mechanisms.contribution import (
 )
 from tfdp_fl.terms import Json, NoiseSite, TrustModel
 
+# The relative rounding error allowed in a sum_i (bound_i / stddev_i)^2 in float32.
+NOISE_ROUNDING = 1e-4
+
 
 class CohortQuery:
     """Applies a mechanism to the updates of one cohort.
@@ -260,23 +263,24 @@ class CohortQuery:
         """Returns the mean from a noisy sum (`Mechanism.mean`)."""
         return self.mechanism.mean(update, weight, state, self.deployment)
 
-    def charged_for(
-        self,
-        clients_per_round: float,
-        noise_multiplier: float,
-        paid: float | None = None,
+    def paid_for(
+        self, paid: float | None, clients_per_round: float, noise_multiplier: float
     ) -> float:
-        """Returns the sum_i (bound_i / stddev_i)^2 from which the charge is derived.
+        """Returns the largest sum_i (bound_i / stddev_i)^2 that a receipt allows.
 
         Args:
+          paid: The noise multiplier in the receipt (`RoundCharge.noise_multiplier`).
           clients_per_round: m of the round.
           noise_multiplier: z of the round.
-          paid: The noise multiplier in the receipt, which counts if it was derived from
-            that sum; None if the event is not a single Gaussian.
         """
-        mechanism = self.mechanism
-        if mechanism.derives_cost and paid is not None:
+        if self.mechanism.derives_cost and paid is not None:
             return paid**-2 if paid else math.inf
+        # An event of the mechanism's own cannot be compared; its noise at first can.
+        return self.charged_for(clients_per_round, noise_multiplier)
+
+    def charged_for(self, clients_per_round: float, noise_multiplier: float) -> float:
+        """Returns the sum_i (bound_i / stddev_i)^2 from which the charge is derived."""
+        mechanism = self.mechanism
         round = RoundState(
             mechanism.reference_clip_norm, noise_multiplier, clients_per_round
         )
@@ -293,7 +297,7 @@ class CohortQuery:
 
         Args:
           state: The round's state.
-          charged: The result of `charged_for`; None: computed from tensors.
+          charged: The result of `paid_for`; None: computed from tensors.
 
         Returns:
           In a graph, the operations that raise the error, for `after_assertions`.
@@ -305,7 +309,7 @@ class CohortQuery:
         actual = mechanism.sensitivity_squared(state, self.deployment)
         return must_be_at_most(
             tf.cast(actual, tf.float32),
-            tf.cast(charged, tf.float32) * (1 + 1e-4),
+            tf.cast(charged, tf.float32) * (1 + NOISE_ROUNDING),
             f"{mechanism.name} adds less noise for its bounds in this round than "
             "in the first, by which rounds are charged.",
         )

@@ -71,12 +71,7 @@ class WrappedQuery(cohort_query.CohortQuery):
         params = self._query.derive_sample_params(state.memory)
         return tf.nest.map_structure(tf.convert_to_tensor, params)
 
-    def charged_for(
-        self,
-        clients_per_round: float,
-        noise_multiplier: float,
-        paid: float | None = None,
-    ) -> float:
+    def charged_for(self, clients_per_round: float, noise_multiplier: float) -> float:
         """Implements `CohortQuery.charged_for`: nothing is derived."""
         return float("inf")
 

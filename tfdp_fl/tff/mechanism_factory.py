@@ -119,6 +119,11 @@ class BoundFactory:
             **cast(Json, numbers),
         )
         mechanism.bind(self.deployment)
+        if mechanism.overrides("event_at", "event_index"):
+            raise ValueError(
+                "mechanism must not define event_at or event_index, because TFF's "
+                f"rounds are charged by round_event alone, got {mechanism!r}."
+            )
         self._has_whole_cohorts = sampling not in (*charge_lib.OF_RANDOM_SIZE, None)
         needs_whole_size = mechanism.needs_exact_cohort or self._has_whole_cohorts
         for size in state.distinct_values(clients):

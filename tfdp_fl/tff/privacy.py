@@ -103,11 +103,6 @@ def privacy_charges(
     )
     if mechanism.event_period is not None:
         mechanism.check(deployment)
-        if mechanism.overrides("event_at", "event_index"):
-            raise ValueError(
-                "mechanism must not define event_at or event_index, which TFF's rounds "
-                f"do not ask, got {mechanism!r}."
-            )
     lines = _lines(accounted, mechanism, deployment)
     if lines:
         _check_last(lines, mechanism, deployment)
