@@ -361,7 +361,7 @@ class CohortEngine:
           A `PendingRound`; the model has not changed.
         """
         if devices.numeric_options() != self._numeric_options:
-            # What was proven and tried side by side held for the options of then.
+            # Widths were tried, and bounds proven, for the options at that time.
             self.layout = dataclasses.replace(self.layout, kernels=None)
         with tf.device(self.device):
             while True:

@@ -155,7 +155,7 @@ def check(
         and mechanism.scales_updates
         and one_gaussian is not None
         and (new_each_round or isinstance(mechanism, mechanisms.CorrelatedNoise))
-        # They would not be asked.
+        # Rounds here would not call these.
         and not mechanism.overrides("add_noise", "bind", "event_at", "event_index")
     ):
         raise ValueError(

@@ -228,7 +228,7 @@ def evaluate(
             any_evaluated |= bool(part.lengths.any())
             if part is group:
                 break
-        if not silent:  # It tells which clients have examples.
+        if not silent:  # Progress would reveal which clients have examples.
             bar.update(
                 int(group.positions[-1]) + 1 if len(group.positions) else num_clients
             )

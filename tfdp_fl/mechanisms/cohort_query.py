@@ -213,7 +213,7 @@ class CohortQuery:
         arguments = (norm, usable) if weight is None else (norm, usable, weight)
         if not norm.shape.rank or mechanism.clips_by_element:
             return bounded(arguments)
-        # Nobody knows whether a user's functions would mix the clients of a vector.
+        # A user's own functions might mix the clients of a vector.
         number = tf.TensorSpec([], tf.float32)
         record = Contribution(
             number, dict.fromkeys(mechanism.side_names, number), *[number] * 4

@@ -282,7 +282,8 @@ class Mechanism(abc.ABC):
         """Returns the factor by which an update is scaled: min(1, S / norm).
 
         Args:
-          norm: Float32: norms of updates, at least 0. A scalar if this is overridden.
+          norm: Float32, norms of updates, at least 0: a scalar if a class outside this
+            package overrides this method, else of any shape.
           round: The state of this round.
         """
         return clipping.clip_factor(norm, round.clip_norm)
@@ -293,8 +294,7 @@ class Mechanism(abc.ABC):
         """Returns a client's terms of the side sums, by the names in `side_names`.
 
         Args:
-          norm: Float32: norms of updates, 0 for updates with a NaN. A scalar if this
-            is overridden.
+          norm: Float32, as for `scale`; 0 for updates with a NaN.
           round: The state of this round.
         """
         return {}
