@@ -11,7 +11,7 @@ import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import keras_versions
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, as_federated, nests
-from tfdp_fl.keras import preparation
+from tfdp_fl.keras import example_spec
 
 # TFF's functional models take no weights, and few losses.
 _KERAS_3 = pytest.mark.skipif(not keras_versions.IS_KERAS_3, reason="needs Keras 3")
@@ -89,7 +89,7 @@ _WAYS = {
 
 def _conformed(dataset, model=toy.dense):
     fed = toy.federated(model=model)
-    return preparation.conform(fed.model, fed.require_compiled("a test"), dataset)
+    return example_spec.conform(fed.model, fed.require_compiled("a test"), dataset)
 
 
 @pytest.mark.parametrize("way", _WAYS)
@@ -123,12 +123,12 @@ def test_one_clients_data_changes_no_other(way):
         fed = toy.federated()
         training = fed.require_compiled("a test")
         if dataset.is_streamed:
-            dataset = preparation.conform_all(fed.model, training, dataset)
+            dataset = example_spec.conform_all(fed.model, training, dataset)
             (read,) = dataset.read_clients(None)
             assert isinstance(read, ClientFailure)
             continue
         with pytest.raises(ValueError, match=r"clients.*(client '?(id )?0|labels)"):
-            preparation.conform_all(fed.model, training, dataset)
+            example_spec.conform_all(fed.model, training, dataset)
 
 
 @pytest.mark.parametrize("way", ["arrays", "fn", "tf.data"])
@@ -228,7 +228,7 @@ def test_what_the_model_does_not_tell_must_be_declared():
     balanced = {"loss": tfdp_fl.losses.BalancedSoftmaxCrossentropy()}
     fed = toy.federated(compile_options=balanced)
     training = fed.require_compiled("a test")
-    dataset = preparation.conform(fed.model, training, as_federated({0: _whole(0)}))
+    dataset = example_spec.conform(fed.model, training, as_federated({0: _whole(0)}))
     assert nests.labels_of(dataset.element_spec[1]) == _SPEC[1]
     number, vector = tf.TensorSpec([], tf.int64), tf.TensorSpec([3])
     tokens = tf.TensorSpec([4], tf.int64)
@@ -271,9 +271,9 @@ def test_an_index_that_no_embedding_has_is_refused_or_ends_its_client_alone():
     history = toy.fit(fed, data=streamed).history
     assert history["failed_clients"] == [1.0]
     training = fed.require_compiled("a test")
-    read = preparation.conform_all(fed.model, training, streamed).read_clients(None)
+    read = example_spec.conform_all(fed.model, training, streamed).read_clients(None)
     assert re.search(said, [*read][1].reason)
-    alone = preparation.conform_all(fed.model, training, table.take([0]))
+    alone = example_spec.conform_all(fed.model, training, table.take([0]))
     assert alone.num_clients == 1  # Nobody has such a row.
 
 

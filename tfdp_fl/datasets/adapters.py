@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdp_fl import _validate
 from tfdp_fl.datasets import nests, tables
-from tfdp_fl.datasets.federated_dataset import FederatedDataset
+from tfdp_fl.datasets.federated_dataset import FederatedDataset, Indices
 from tfdp_fl.datasets.nests import Nest
 
 # What `fit` accepts: clients' data in one of these forms; with `client_ids`, the
@@ -129,6 +129,7 @@ def by_person(
         # Labels may be NaN in whatever form clients are given, as a loss may allow it.
         for leaf in tf.nest.flatten(nest) if argument != "y" else ():
             tables.check_finite(argument, leaf)
+    indices: Indices = rows
     if num_people is not None:
         indices = rows.by_client()
         if len(indices) > num_people:
@@ -138,14 +139,9 @@ def by_person(
             )
         names = (f"(nobody {k})" for k in itertools.count())
         unused_names = (name for name in names if name not in indices)
-        empty_clients = dict.fromkeys(
-            itertools.islice(unused_names, num_people - len(indices)),
-            np.zeros(0, np.int64),
-        )
-        return FederatedDataset.from_indices(
-            **arguments, indices={**indices, **empty_clients}
-        )
-    return FederatedDataset.from_indices(**arguments, indices=rows)
+        missing = itertools.islice(unused_names, num_people - len(indices))
+        indices = {**indices, **dict.fromkeys(missing, np.zeros(0, np.int64))}
+    return FederatedDataset.from_indices(**arguments, indices=indices)
 
 
 def check_aligned(**arguments: nests.Nest) -> None:

@@ -287,10 +287,8 @@ class FederatedDataset:
         dataset_of = client_data.create_tf_dataset_for_client
         client_ids = list(client_data.client_ids)
         _require_clients(client_data=client_ids)
-        sources.check_any_dataset(client_ids, dataset_of)
-        return cls.from_client_fn(
-            client_ids, lambda name: sources.read_pair(dataset_of(name)), element_spec
-        )
+        read = sources.dataset_reader(client_ids, dataset_of)
+        return cls.from_client_fn(client_ids, read, element_spec)
 
     @classmethod
     def from_client_fn(

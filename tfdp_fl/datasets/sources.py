@@ -588,19 +588,25 @@ def check_dataset(dataset: tf.data.Dataset) -> None:
     held_spec(spec)
 
 
-def check_any_dataset(
+def dataset_reader(
     client_ids: Sequence[Hashable], dataset_of: Callable[[Hashable], tf.data.Dataset]
-) -> None:
-    """Raises TypeError or ValueError if no client's dataset has examples."""
+) -> Callable[[Hashable], tuple[nests.Nest, nests.Nest]]:
+    """Returns a function that reads a client's dataset into arrays (x, y).
+
+    Raises:
+      TypeError, ValueError: No client's dataset has examples.
+    """
     wrong: Exception | None = None
     for client_id in client_ids:
         try:
             check_dataset(dataset_of(client_id))
-            return
+            wrong = None
+            break
         except Exception as error:  # Any client's code may run here.
             wrong = wrong or error
     if isinstance(wrong, nests.SAFE_ERRORS):
         raise wrong
+    return lambda client_id: read_pair(dataset_of(client_id))
 
 
 def read_pair(dataset: tf.data.Dataset) -> tuple[nests.Nest, nests.Nest]:

@@ -39,7 +39,7 @@ from tfdp_fl.datasets import (
 )
 from tfdp_fl.engine import cohort, layout, program, tff_models
 from tfdp_fl.engine import trainer as trainer_lib
-from tfdp_fl.keras import federated_training, preparation
+from tfdp_fl.keras import example_spec, federated_training
 from tfdp_fl.keras.callbacks import Ledger
 from tfdp_fl.keras.callbacks.federated_callback import PrivacyBudget, callback_session
 from tfdp_fl.keras.federated_training import FederatedTraining
@@ -111,8 +111,8 @@ class Validation:
         """
         if isinstance(self.data, FederatedDataset):
             argument = "clients" if self.held_out else "validation_data"
-            data = preparation.conform(model, training, self.data, argument)
-            with preparation.locate_features_errors(model, data, argument):
+            data = example_spec.conform(model, training, self.data, argument)
+            with example_spec.locate_features_errors(model, data, argument):
                 return dataclasses.replace(self, data=data)
         if not isinstance(self.data, tuple | list):
             return self
@@ -123,7 +123,7 @@ class Validation:
             )
         except (TypeError, ValueError, IndexError):
             return self  # Some other type, which Keras may accept.
-        preparation.check_features(model, spec, "validation_data")
+        example_spec.check_features(model, spec, "validation_data")
         return self
 
     def evaluate(self, model: tf.keras.Model) -> dict[str, float]:
@@ -203,7 +203,7 @@ def evaluate(
 ) -> dict[str, np.ndarray]:
     """Returns a compiled model's metrics client by client, as `evaluate_clients` does.
 
-    The clients must come from `preparation.conform`. If `silent`, it raises no error
+    The clients must come from `example_spec.conform`. If `silent`, it raises no error
     and prints no warning, as either would reveal something about a client.
     """
     num_clients = clients.num_clients

@@ -1,8 +1,9 @@
 """The Keras front end: a model that is trained on clients with a privacy guarantee.
 
 This module has the class that users see and documents its arguments. The work is done
-in `preparation` (checks; makes the engine), `round_loop` (the rounds), `run` (the state
-between rounds) and `statement`.
+in `example_spec` (what an example looks like), `preparation` (checks; makes the
+engine), `round_loop` (the rounds), `run` (the state between rounds) and `facts` (what a
+statement needs).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tfdp_fl.datasets import adapters, nests, tables
 from tfdp_fl.engine import Training, trainer
 from tfdp_fl.keras import (
     evaluation,
+    example_spec,
     facts,
     federated_training,
     preparation,
@@ -336,7 +338,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         """
         training = self.require_compiled("evaluate_clients")
         _validate.positive_integer(batch_size=batch_size)
-        dataset = preparation.conform(
+        dataset = example_spec.conform(
             self.model, training, datasets.as_federated(clients)
         )
         bar = _resolve_verbose(verbose)
@@ -464,7 +466,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         clients = adapters.resolve_fit_data(
             clients if x is None else x, y, client_ids, sample_weight
         )
-        clients = preparation.conform_all(self.model, training, clients)
+        clients = example_spec.conform_all(self.model, training, clients)
         clients, validation = Validation(
             data=validation_data,
             every=validation_freq,

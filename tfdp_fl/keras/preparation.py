@@ -6,22 +6,21 @@ are made here, before anything about the run changes.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import secrets
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
-import tensorflow as tf
 
-from tfdp_fl import engine, keras_versions, sampling, schedules
+from tfdp_fl import engine, sampling, schedules
 from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import format_up
 from tfdp_fl.accounting.charge import require_constant_noise
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
-from tfdp_fl.engine import labels, secure_sum, trainer
+from tfdp_fl.engine import secure_sum
+from tfdp_fl.keras import example_spec
 from tfdp_fl.keras.federated_training import FederatedTraining
 from tfdp_fl.keras.run import FitPlan, Population, Run
 from tfdp_fl.mechanisms import Mechanism, PrivacyContext, grid, noise
@@ -48,37 +47,15 @@ def prepare(
     """
     setup, mechanism, run = fed.setup, fed.mechanism, fed.run
     population = _check_population(fed, clients)
-    sampler = _sampler(fed, clients, plan)
-    rounds_to_check = range(plan.first_round, plan.last_round)
-    are_alike = schedules.is_constant(mechanism.noise_multiplier) and (
-        schedules.is_constant(setup.clients_per_round)
-    )
-    if are_alike and not (
-        setup.secure_aggregation or setup.noise_generator == noise.EXACT
-    ):
-        rounds_to_check = rounds_to_check[:1]
-    for round_index in rounds_to_check:
-        noise_multiplier = mechanism.noise_multiplier_at(round_index)
-        if setup.noise_generator == noise.EXACT:
-            grid.check_noise_multiplier(noise_multiplier)
-        size = sampler.expected_cohort_size(round_index)
-        if isinstance(sampler, sampling.RandomAllocationSampler):
-            pass_start = cast(int, sampler.participation(round_index).pass_index)
-            z_of_pass = mechanism.noise_multiplier_at(pass_start)
-            require_constant_noise(round_index, noise_multiplier, pass_start, z_of_pass)
-        if (
-            setup.secure_aggregation is not None
-            and mechanism.trust_model == TrustModel.CENTRAL
-        ):
-            secure_sum.check_cohort_sizes(
-                setup.secure_aggregation, setup.sampling, clients.num_clients, size
-            )
     num_records, min_examples = _records(mechanism, clients)
+    sampler = _sampler(fed, clients, plan)
+    sizes = sampling.expected_sizes(
+        setup.sampling, clients.num_clients, setup.clients_per_round
+    )
+    _check_rounds(fed, plan, sampler)
     rounds, participations = _choose_calibration(fed, plan, sampler, calibration)
     deployment = PrivacyContext(
-        clients_per_round=sampling.expected_sizes(
-            setup.sampling, clients.num_clients, setup.clients_per_round
-        ),
+        clients_per_round=sizes,
         num_clients=clients.num_clients,
         sampling=setup.sampling,
         min_examples=min_examples,
@@ -197,6 +174,37 @@ def _sampler(
     return sampler
 
 
+def _check_rounds(
+    fed: FederatedTraining, plan: FitPlan, sampler: sampling.CohortSampler
+) -> None:
+    """Raises ValueError if a planned round has impossible noise or cohort sizes."""
+    setup, mechanism = fed.setup, fed.mechanism
+    rounds = range(plan.first_round, plan.last_round)
+    are_alike = schedules.is_constant(mechanism.noise_multiplier) and (
+        schedules.is_constant(setup.clients_per_round)
+    )
+    if are_alike and not (
+        setup.secure_aggregation or setup.noise_generator == noise.EXACT
+    ):
+        rounds = rounds[:1]
+    for round_index in rounds:
+        noise_multiplier = mechanism.noise_multiplier_at(round_index)
+        if setup.noise_generator == noise.EXACT:
+            grid.check_noise_multiplier(noise_multiplier)
+        size = sampler.expected_cohort_size(round_index)
+        if isinstance(sampler, sampling.RandomAllocationSampler):
+            pass_start = cast(int, sampler.participation(round_index).pass_index)
+            z_of_pass = mechanism.noise_multiplier_at(pass_start)
+            require_constant_noise(round_index, noise_multiplier, pass_start, z_of_pass)
+        if (
+            setup.secure_aggregation is not None
+            and mechanism.trust_model == TrustModel.CENTRAL
+        ):
+            secure_sum.check_cohort_sizes(
+                setup.secure_aggregation, setup.sampling, sampler.num_clients, size
+            )
+
+
 def _records(
     mechanism: Mechanism, clients: FederatedDataset
 ) -> tuple[int | None, int | None]:
@@ -289,7 +297,7 @@ def _engine(
     cache_key = training, key_context, clients.element_spec, moments
     if fed.engine is not None and fed.engine.cache_key == cache_key:
         return fed.engine
-    with locate_features_errors(fed.model, clients):
+    with example_spec.locate_features_errors(fed.model, clients):
         cohort_engine = engine.CohortEngine(
             model=fed.model,
             training=training,
@@ -304,177 +312,3 @@ def _engine(
         )
     cohort_engine.cache_key = cache_key
     return cohort_engine
-
-
-def conform(
-    model: tf.keras.Model,
-    training: engine.Training,
-    clients: FederatedDataset,
-    argument: str = "clients",
-) -> FederatedDataset:
-    """Conforms clients' examples to a declared spec, or to that of model and loss.
-
-    The spec is public: it does not depend on any client, and a client that does not
-    fit fails alone.
-
-    Args:
-      model: The Keras model.
-      training: The compiled settings.
-      clients: Any clients.
-      argument: The argument's name, for errors.
-
-    Raises:
-      ValueError: No spec is declared, and model and loss do not determine one.
-    """
-    if clients.is_declared:
-        return clients
-    x, input_names = _features_of(model)
-    if x is None or not all(
-        leaf.shape.is_fully_defined() for leaf in tf.nest.flatten(x)
-    ):
-        raise _missing_spec(argument, "the model does not tell the sizes of its inputs")
-    check_features(model, x, argument)
-    predicted = model(trainer.zeros_like_batch(x), training=False)
-    y, weight = _labels_of(model, training, predicted)
-    if y is None:
-        raise _missing_spec(argument, "the loss does not tell what its labels are")
-    if weight is not None:
-        y = nests.Weighted(y, weight)
-    names = input_names, getattr(model, "output_names", None) or ()
-    return clients.conform((x, y), names)
-
-
-def conform_all(
-    model: tf.keras.Model, training: engine.Training, clients: FederatedDataset
-) -> FederatedDataset:
-    """Like `conform`, but refuses a dataset in memory in which no client fits."""
-    conformed = conform(model, training, clients)
-    failed = conformed.failures(np.arange(clients.num_clients))
-    if clients.is_streamed or not failed or conformed.client_sizes().any():
-        check = labels.IndexCheck(model, conformed.element_spec[0])
-        return check.check_clients(conformed)
-    position = failed[0].position
-    client = clients.take([position])
-    x, y = client.element_spec[0], nests.labels_of(client.element_spec[1])
-    # A more detailed error, if it cannot quote a name that the client may have chosen.
-    if isinstance(x, tf.TensorSpec) and isinstance(y, tf.TensorSpec):
-        with locate_features_errors(model, client):
-            x, y = map(trainer.zeros_like_batch, (x, y))
-            labels.ranges([y], _outputs(model, training, model(x)))
-    error, name = failed[0].error, clients.client_ids[position]
-    raise type(error)(f"clients (client {name!r}): {error}") from error
-
-
-def _missing_spec(argument: str, why: str) -> ValueError:
-    return ValueError(
-        f"{argument} must have an element_spec, because {why}, and what clients hold "
-        "must not decide it: declare the tf.TensorSpecs of one example, as in "
-        "tfdp_fl.datasets.as_federated(clients, element_spec=(tf.TensorSpec([20], "
-        "tf.int64), tf.TensorSpec([], tf.float32)))."
-    )
-
-
-def _features_of(model: tf.keras.Model) -> tuple[nests.Nest, list[str]]:
-    """Returns the specs of a model's inputs (None if unknown) and their names."""
-    inputs = keras_versions.inputs_of(model)
-    if inputs is not None:
-        leaves = tf.nest.flatten(inputs)
-        specs = [_spec(leaf.shape[1:], tf.as_dtype(leaf.dtype)) for leaf in leaves]
-        names = [leaf.name.partition(":")[0] for leaf in leaves]
-        return tf.nest.pack_sequence_as(inputs, specs), names
-    # A subclassed model knows the shapes that it was built with, but not the dtypes.
-    build_config: Any = getattr(model, "get_build_config", dict)() or {}
-    shapes: Any = build_config.get("input_shape")
-    is_one = isinstance(shapes, tuple) and not any(map(np.iterable, shapes))
-    parts: Any = shapes if isinstance(shapes, dict) else {"": is_one and shapes}
-    for dtype in tf.float32, tf.int64:
-        with contextlib.suppress(TypeError, ValueError):
-            spec = {k: tf.TensorSpec(part[1:], dtype) for k, part in parts.items()}
-            spec = spec if isinstance(shapes, dict) else spec[""]
-            check_features(model, spec, "")
-            return spec, []
-    return None, []
-
-
-def _spec(shape: tf.TensorShape, dtype: tf.DType) -> tf.TensorSpec:
-    """Returns a spec with floats widened to 32 bits and integers to 64 bits."""
-    if dtype.is_floating:
-        return tf.TensorSpec(shape, tf.float32)
-    return tf.TensorSpec(shape, tf.int64 if dtype.is_integer else dtype)
-
-
-def _outputs(
-    model: tf.keras.Model, training: engine.Training, predicted: nests.Nest
-) -> list[tuple[tf.keras.losses.Loss, tf.Tensor, tf.Tensor]]:
-    """Returns each loss, its output, and the index of its labels."""
-    flat = tf.nest.flatten(predicted)
-    if not keras_versions.IS_KERAS_3:
-        return [(0, flat[0], tf.keras.losses.get(training.loss))]
-    compiled, _ = keras_versions.compiled_loss_and_metrics(
-        model, training.loss, None, training.loss_weights, None
-    )
-    indices = tf.nest.pack_sequence_as(predicted, range(len(flat)))
-    return keras_versions.labels_and_outputs(
-        training.loss, compiled, indices, predicted
-    )
-
-
-def _labels_of(
-    model: tf.keras.Model, training: engine.Training, predicted: nests.Nest
-) -> nests.ElementSpec:
-    """Returns the specs of labels and of their weights; None if unknown."""
-    flat = tf.nest.flatten(predicted)
-    if {"crossentropy", "ce"}.intersection(map(str, tf.nest.flatten(training.loss))):
-        return None, None  # Keras decides by the labels themselves.
-    outputs = _outputs(model, training, predicted)
-    by_index = {index: labels.spec_for(loss, output) for index, output, loss in outputs}
-    specs = [by_index.get(index) for index in range(len(flat))]
-    if not all(spec is not None and spec.shape.is_fully_defined() for spec in specs):
-        return None, None
-    weight = None
-    if keras_versions.IS_KERAS_3:
-        # One weight per example, whatever the rank of its losses.
-        shapes = ([1] * max(0, output.shape.rank - 2) for output in flat)
-        weight = tf.nest.pack_sequence_as(predicted, list(map(tf.TensorSpec, shapes)))
-    return tf.nest.pack_sequence_as(predicted, specs), weight
-
-
-def check_features(
-    model: tf.keras.Model, spec: nests.Nest, argument: str, whose: str = ""
-) -> None:
-    """Raises ValueError if a model cannot take features."""
-    try:
-        model(trainer.zeros_like_batch(spec), training=False)
-    except Exception as error:  # A layer's own code can raise any error.
-        # (It was called on zeros, so the message cannot quote a client's example.)
-        inputs = getattr(model, "inputs", None) or ()  # A subclassed model has none.
-        expected = "".join(
-            f", {tf.as_dtype(leaf.dtype).name}{list(leaf.shape[1:])}" for leaf in inputs
-        )
-        got = nests.describe_spec(spec)
-        if expected == f", {got}":  # The features fit, so the model itself is at fault.
-            raise nests.ExamplesValueError(
-                f"model must be one that can be called on {argument}, of {got} for "
-                f"each example{whose}, got a {type(error).__name__} on zeros: "
-                f"{' '.join(str(error).split())}"
-            ) from error
-        raise nests.ExamplesValueError(
-            f"{argument} must have features that the model takes{expected}, got "
-            f"{got} for each example{whose}."
-        ) from error
-
-
-@contextlib.contextmanager
-def locate_features_errors(
-    model: tf.keras.Model, clients: FederatedDataset, argument: str = "clients"
-) -> Iterator[None]:
-    """Checks the features; inside the block, errors about examples name a client."""
-    position = 0
-    if not clients.is_streamed:
-        position = int(np.argmax(clients.client_sizes() > 0))
-    whose = f"client {clients.client_ids[position]!r}"
-    check_features(model, clients.element_spec[0], argument, f" of {whose}")
-    try:
-        yield
-    except nests.SAFE_ERRORS as error:
-        raise type(error)(f"{argument} ({whose}): {error}") from error

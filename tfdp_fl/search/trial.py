@@ -25,6 +25,7 @@ from tfdp_fl.engine import trainer
 from tfdp_fl.keras import (
     DPFederatedModel,
     evaluation,
+    example_spec,
     facts,
     federated_training,
     preparation,
@@ -193,7 +194,7 @@ class PrivateScore:
         paid: accounting.Charge,
     ) -> float:
         """Returns the noisy mean for a model, negated if lower is better."""
-        held_out = preparation.conform(model, training, held_out)
+        held_out = example_spec.conform(model, training, held_out)
         values = evaluation.evaluate(model, training, held_out, 1024, 0, silent=True)
         generator = np.random.Generator(np.random.Philox())
         released = self._release.release(values, generator, paid)
@@ -272,7 +273,7 @@ class Trial:
             self._server = keras_versions.build_optimizer(server, trainable)
         self.initial = self.values()
         self._built, self._training = built, training
-        conformed = preparation.conform_all(built.model, training, split.training)
+        conformed = example_spec.conform_all(built.model, training, split.training)
         self._split = dataclasses.replace(split, training=conformed)
         self._options = options
         self._deployment = PrivacyContext(
@@ -315,7 +316,7 @@ class Trial:
         It is called on zeros, so the outcome does not depend on the clients.
         """
         x_spec, y_spec = self._split.training.element_spec
-        preparation.check_features(self.model, x_spec, "clients")
+        example_spec.check_features(self.model, x_spec, "clients")
         x, y, *weight = nests.unpair(*map(trainer.zeros_like_batch, (x_spec, y_spec)))
         metrics = self.model.test_on_batch(x, y, *weight, return_dict=True)
         self.reset()

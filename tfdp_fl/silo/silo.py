@@ -27,7 +27,7 @@ from tfdp_fl import _files, _validate, accounting, keras_versions
 from tfdp_fl.accounting import format_up, statement
 from tfdp_fl.datasets import adapters, nests, tables
 from tfdp_fl.engine import trainer
-from tfdp_fl.keras import DPFederatedModel, PrivateMetrics, checkpoint, preparation
+from tfdp_fl.keras import DPFederatedModel, PrivateMetrics, checkpoint, example_spec
 from tfdp_fl.keras.callbacks import FederatedCallback, Report, RoundCheckpoint
 from tfdp_fl.silo.directory import Message, SiloDirectory, change_error
 from tfdp_fl.terms import Json, TrustModel
@@ -407,7 +407,7 @@ class Silo:
         """
         fed.set_weights(received)
         training = fed.require_compiled("train")
-        spec = preparation.conform(fed.model, training, self._table).element_spec[0]
+        spec = example_spec.conform(fed.model, training, self._table).element_spec[0]
         zeros = trainer.zeros_like_batch(spec)
         ones = tf.nest.map_structure(
             lambda leaf: tf.ones_like(leaf) if leaf.dtype.is_floating else leaf, zeros
