@@ -10,7 +10,7 @@ import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import accounting, auditing
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import CohortEngine
+from tfdp_fl.engine import CohortEngine, release
 from tfdp_fl.keras import callbacks
 from tfdp_fl.keras import run as run_lib
 
@@ -103,6 +103,31 @@ def test_what_clients_had_part_in_is_kept_where_it_counts():
         [again.spending.per_client.participations],
         [limited.spending.per_client.participations],
     )
+
+
+@pytest.mark.parametrize("strategy", ["banded", "blt:2"])
+def test_large_buffers_are_overwritten_in_place(monkeypatch, tmp_path, strategy):
+    # (Of a clip that no other test has, as programs of the patched size are kept.)
+    mechanism = _mechanism(strategy, clip_norm=0.25)
+    usual = _federated(mechanism)
+    toy.fit(usual, _T + 2, seed=3)
+    monkeypatch.setattr(release, "_LARGE", 0)
+    fed = _federated(mechanism)
+    toy.fit(fed, 3, [callbacks.RoundCheckpoint(tmp_path)], seed=3)
+    buffers = fed.run.mechanism_state.memory.buffers
+    assert all(isinstance(buffer, tf.Variable) for buffer in buffers)
+    before = _memory(fed)
+    toy.fit(fed, _T - 1, seed=3)
+    assert fed.run.mechanism_state.memory.buffers[0] is buffers[0]
+    toy.assert_same(fed.model.get_weights(), usual.model.get_weights())
+    toy.assert_same(_memory(fed)[1], _memory(usual)[1])
+    # Who resumes has buffers of its own, of the round that was saved.
+    after = _memory(fed)
+    again = _federated(mechanism)
+    toy.fit(again, 3, resume_from=tmp_path, seed=3)
+    assert again.rounds == 3
+    toy.assert_same(_memory(again)[1], before[1])
+    toy.assert_same(_memory(fed)[1], after[1])
 
 
 def test_an_abandoned_round_moves_nothing():

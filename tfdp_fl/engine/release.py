@@ -162,13 +162,27 @@ class Release:
                 paid, inputs.clients_per_round, inputs.noise_multiplier
             )
         pending.sums = [functools.reduce(cohort.CohortSum.plus, pending.sums)]
-        arguments = pending.sums[0], pending.state, seed, answered, charged
-        flat = list(map(tf.convert_to_tensor, tf.nest.flatten(arguments)))
+        # While anything holds the weights that were sent, the model would be copied.
+        pending.received = pending.received._replace(weights=[])
+        state = with_variables(pending.state)
+        leaves = tf.nest.flatten((pending.sums[0], state, seed, answered, charged))
+        flat = [
+            leaf.handle if isinstance(leaf, tf.Variable) else tf.convert_to_tensor(leaf)
+            for leaf in leaves
+        ]
         if not self._traced:
+            arguments = pending.sums[0], state, seed, answered, charged
             structure = tf.nest.map_structure(lambda _: None, arguments)
+            shapes = [leaf.shape for leaf in tf.nest.flatten(state)]
 
             def function(*flat: tf.Tensor) -> nests.Nest:
-                return self._noise_and_move(*tf.nest.pack_sequence_as(structure, flat))
+                total, state, *rest = tf.nest.pack_sequence_as(structure, flat)
+                variables = tf.nest.flatten(state)
+                values = list(map(_read, variables, shapes))
+                state = tf.nest.pack_sequence_as(state, values)
+                state, logs = self._noise_and_move(total, state, *rest)
+                after = map(_assign, variables, tf.nest.flatten(state))
+                return tf.nest.pack_sequence_as(state, list(after)), logs
 
             self._traced.append(
                 tf.function(function, autograph=False).get_concrete_function(
@@ -176,8 +190,11 @@ class Release:
                 )
             )
         traced = self._traced[0]
-        state, values = tf.nest.pack_sequence_as(
+        after, values = tf.nest.pack_sequence_as(
             traced.structured_outputs, _call_flat(traced, flat)
+        )
+        state = tf.nest.map_structure(
+            lambda old, new: old if isinstance(old, tf.Variable) else new, state, after
         )
         *logged, share = values.numpy().tolist()
         logs = dict(zip(self._log_names, logged, strict=True))
@@ -238,6 +255,44 @@ class Release:
         squares = [tf.reduce_sum(tf.cast(part, tf.float64) ** 2) for part in update]
         state = squares[server.num_trainable :] or [tf.zeros([], tf.float64)]
         return tf.math.divide_no_nan(tf.add_n(state), tf.add_n(squares))
+
+
+# Buffers with at least so many numbers are variables.
+_LARGE = 2**16
+
+
+def with_variables(state: contribution.RoundState) -> contribution.RoundState:
+    """Returns a state with variables for the large buffers of its memory.
+
+    A release overwrites them one by one. Otherwise, the buffers before and after a
+    round would take memory at the same time.
+    """
+
+    def variable(leaf: nests.Nest) -> nests.Nest:
+        if isinstance(leaf, tf.Variable):
+            return leaf
+        is_buffer = tf.as_dtype(leaf.dtype) == tf.float32
+        if not is_buffer or math.prod(leaf.shape) < _LARGE:
+            return leaf
+        return tf.Variable(leaf, trainable=False)
+
+    return state._replace(memory=tf.nest.map_structure(variable, state.memory))
+
+
+def _read(argument: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
+    """Returns an argument's value, which may be a variable's handle."""
+    if argument.dtype != tf.resource:
+        return argument
+    value = tf.raw_ops.ReadVariableOp(resource=argument, dtype=tf.float32)
+    return tf.ensure_shape(value, shape)
+
+
+def _assign(argument: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+    """Returns a value; if it belongs to a variable, assigns it and returns nothing."""
+    if argument.dtype != tf.resource:
+        return value
+    tf.raw_ops.AssignVariableOp(resource=argument, value=value)
+    return tf.zeros([0])
 
 
 def _call_flat(

@@ -20,7 +20,7 @@ from tfdp_fl import _signals, algorithm, auditing, keras_versions, sampling
 from tfdp_fl.accounting import BudgetExceededError, Charge, RoundCharge, format_up
 from tfdp_fl.accounting.rounding import round_up_for_bar
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import Executor, PendingRound, RoundInputs, secure_sum
+from tfdp_fl.engine import Executor, PendingRound, RoundInputs, release, secure_sum
 from tfdp_fl.keras import federated_training
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.callbacks.federated_callback import (
@@ -98,6 +98,7 @@ class RoundLoop:
         """Runs the rounds and calls the callbacks."""
         run, plan, model = self.run, self.run.plan, self.fed.model
         model.stop_training = False
+        run.mechanism_state = release.with_variables(run.mechanism_state)
         show = _progress(self.verbose, run.rounds, plan.last_round)
         with callback_session(self.federated, run.rounds, plan.last_round):
             if run.spending.rounds_of_others:

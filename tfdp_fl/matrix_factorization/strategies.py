@@ -157,14 +157,15 @@ class BandedGenerator(Generator):
         # c_j weighs row (t - j) mod copies: backwards from the row before.
         backwards = tf.constant(self.coefficients[:0:-1], tf.float32)
         weights = tf.roll(backwards, row, 0)
-        noise = [
-            z - _weighted_sum(weights, buffer)
-            for z, buffer in zip(fresh, buffers, strict=True)
-        ]
-        new_buffers = [
-            tf.tensor_scatter_nd_update(buffer, [[row]], n[None])
-            for n, buffer in zip(noise, buffers, strict=True)
-        ]
+        noise: Tensors = []
+        new_buffers: Tensors = []
+        for z, buffer in zip(fresh, buffers, strict=True):
+            # One after the other, as all at once would take the memory twice.
+            with tf.control_dependencies(new_buffers[-1:]):
+                noise.append(z - _weighted_sum(weights, buffer))
+                new_buffers.append(
+                    tf.tensor_scatter_nd_update(buffer, [[row]], noise[-1][None])
+                )
         return noise, NoiseState(position + 1, new_buffers)
 
 
@@ -233,12 +234,15 @@ class BLTGenerator(Generator):
         position, buffers = memory
         weights = tf.constant(self.weights, tf.float32)
         theta = tf.constant(self.theta, tf.float32)
-        noise, new_buffers = [], []
+        noise: Tensors = []
+        new_buffers: Tensors = []
         for z, buffer in zip(fresh, buffers, strict=True):
-            n = z - _weighted_sum(weights, buffer)
-            column = tf.reshape(theta, [-1] + [1] * len(z.shape))
-            noise.append(n)
-            new_buffers.append(column * buffer + n[None])
+            # One after the other, as all at once would take the memory twice.
+            with tf.control_dependencies(new_buffers[-1:]):
+                n = z - _weighted_sum(weights, buffer)
+                column = tf.reshape(theta, [-1] + [1] * len(z.shape))
+                noise.append(n)
+                new_buffers.append(column * buffer + n[None])
         return noise, NoiseState(position + 1, new_buffers)
 
 
