@@ -99,9 +99,9 @@ def _compare(given: dict[str, float]) -> None:
     if len(reasons) == len(_SAMPLINGS) * len(_ACCOUNTANTS):
         raise ValueError("none of the samplings has a solution.")
     print(
-        "\nRandom allocation, Poisson and shuffled: a client is added or removed.\n"
-        "Fixed size: a client is replaced by another, which moves the clipped sum\n"
-        "twice as far."
+        "\nNeighbours. Random allocation and Poisson: a client is added or removed.\n"
+        "Shuffled: it counts as zero in its place. Fixed size: it is replaced by\n"
+        "another, which moves the clipped sum twice as far."
     )
 
 

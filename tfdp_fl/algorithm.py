@@ -6,24 +6,27 @@
     charge      for what could have happened, before anything is visible
     noise       is added to the sum, as much as was charged for
     divide      by the planned number of clients
-    move        the model and the clip
+    update      the model and the clip
 
 (McMahan et al. 2018, https://arxiv.org/abs/1710.06963; the clip: Andrew et al. 2021.)
-Keras's `fit` calls `run_round`; a Flower server calls its two halves. TFF compiles
-`make_record` and `release`, and charges what its state records. Nothing bypasses it:
+Keras's `fit` calls `run_round`. A Flower server calls its two halves; flower/sums.py is
+its `release`, in NumPy. TFF compiles `make_record` and `release`, and charges what its
+state records. Nothing bypasses it:
 
 1. Own data only. `make_record` gets one client's update and what the server sent. The
    update is computed from that client's examples, in a program chosen by its own number
    of examples (engine/layout.py).
-2. One door. `Query.clip` returns only records that passed mechanisms/records.py: with
-   the sum's own shapes and within its bounds. A sum contains nothing else. (How long a
-   record is, only TF-Privacy's query knows, or a client that adds its own noise.)
+2. One door. `CohortQuery.clip` returns only records within the mechanism's bounds, and
+   `add` only takes the sum's own shapes (mechanisms/records.py). A sum contains
+   nothing else. (TF-Privacy's queries, and clients that add their own noise, bound
+   their records themselves.)
 3. Exact sums. `Query.to_grid` rounds a record to a grid on which float64 adds without
    any error (mechanisms/records.py).
-4. The charge covers what could have happened. It is made from the cohort that `draw`
-   returned, which is settled before the next one is drawn (sampling.py).
-5. Charge, noise, release. `Server.release` needs a receipt of `PrivacyAccount.charge`,
-   good for one release (accounting/account.py). `release` refuses to add less noise.
+4. The charge covers what could have happened. It follows from the cohort drawn, which
+   must be released or abandoned before the next draw (sampling.py).
+5. Charge, noise, release. `Server.release` needs a receipt from
+   `PrivacyAccount.charge`, good for one release (accounting/account.py). `release`
+   refuses to add less noise.
 """
 
 from __future__ import annotations
@@ -36,37 +39,36 @@ from tfdp_fl.mechanisms import cohort_query, noise
 from tfdp_fl.mechanisms.contribution import ClientContext, Contribution, RoundState
 from tfdp_fl.terms import NoiseSite, TrustModel
 
-Drawn = Any  # A `sampling.Cohort`, or another object with a `participation`.
-Pending = Any  # What the clients sent, before anything is published.
-Paid = Charge | None  # What `begin_round` returned.
+Cohort = Any  # A `sampling.Cohort`, or another object with a `participation`.
+Collected = Any  # What the clients sent, before anything is published.
 
 
 class Server(Protocol):
     """The party that holds the model: Keras's `fit`, or a Flower server."""
 
-    def pays_first(self, cohort: Drawn) -> bool:
-        """Whether ending early reveals as much: who was drawn, or what clients sent."""
+    def charges_first(self, cohort: Cohort) -> bool:
+        """Whether an abandoned round also reveals who was drawn or what was sent."""
 
-    def abandons(self, pending: Pending) -> bool:
+    def abandons(self, collected: Collected) -> bool:
         """Returns whether too few clients answered for a release."""
 
-    def abandon(self, cohort: Drawn) -> None:
+    def abandon(self, cohort: Cohort) -> None:
         """Settles a cohort without any release."""
 
-    def charge(self, cohort: Drawn, pending: Pending = None) -> Charge:
+    def charge(self, cohort: Cohort, collected: Collected = None) -> Charge:
         """Pays for a round with `PrivacyAccount.charge`, or raises an error."""
 
-    def release(self, cohort: Drawn, pending: Pending, paid: Charge) -> Any:
+    def release(self, cohort: Cohort, collected: Collected, paid: Charge) -> Any:
         """Settles a cohort; adds noise, divides (`release`), and updates the model."""
 
 
 class FrontEnd(Server, Protocol):
-    """A server whose clients train here and now."""
+    """A server that trains the clients itself."""
 
-    def draw(self) -> Drawn:
+    def draw(self) -> Cohort:
         """Draws the next round's cohort."""
 
-    def collect(self, cohort: Drawn) -> Pending:
+    def collect(self, cohort: Cohort) -> Collected:
         """Trains the clients; returns the sum of their records."""
 
 
@@ -77,20 +79,22 @@ def run_round(front: FrontEnd) -> Any:
     return finish_round(front, cohort, front.collect(cohort), paid)
 
 
-def begin_round(server: Server, cohort: Drawn) -> Paid:
-    """Pays before any client is asked, if the server `pays_first`."""
-    return server.charge(cohort) if server.pays_first(cohort) else None
+def begin_round(server: Server, cohort: Cohort) -> Charge | None:
+    """Pays before any client is asked, if the server `charges_first`."""
+    return server.charge(cohort) if server.charges_first(cohort) else None
 
 
-def finish_round(server: Server, cohort: Drawn, pending: Pending, paid: Paid) -> Any:
+def finish_round(
+    server: Server, cohort: Cohort, collected: Collected, paid: Charge | None
+) -> Any:
     """Charges and releases a cohort's sum; or abandons the round and returns None."""
-    if server.abandons(pending):
-        # (Only if it was abandoned does such a round reveal who was drawn.)
+    if server.abandons(collected):
+        # (Abandoning such a round reveals who was drawn; releasing it does not.)
         if paid is None and cohort.participation.charge_if_abandoned:
-            server.charge(cohort, pending)
+            server.charge(cohort, collected)
         server.abandon(cohort)
         return None
-    return server.release(cohort, pending, paid or server.charge(cohort, pending))
+    return server.release(cohort, collected, paid or server.charge(cohort, collected))
 
 
 def make_record(
@@ -108,14 +112,14 @@ def make_record(
       client: Facts about the client, such as its number of examples.
     """
     mechanism = query.mechanism
-    # With fewer bits, a product would be rounded by more than is allowed in a clip.
+    # In fewer bits, clipping would round by more than the bound allows.
     update = [tf.cast(t, tf.float32) if t.dtype.size < 4 else t for t in update]
     record = query.clip(params, update, client)
-    if mechanism.client_noise is not None:  # Local: each client's is enough.
+    if mechanism.client_noise is not None:  # Local: each adds full noise.
         stddev = mechanism.client_noise(params, client, query.deployment)
         return record._replace(update=noise.add_normal(record.update, stddev))
-    if mechanism.noise_site == NoiseSite.CLIENT:  # A share each, complete with all m.
-        return query.with_shares(params, record)
+    if mechanism.noise_site == NoiseSite.CLIENT:  # m shares make the full noise.
+        return query.add_noise_share(params, record)
     return record._replace(update=query.to_grid(record.update, params))
 
 
@@ -131,8 +135,8 @@ def release(
       query: The mechanism's query.
       total: The sum of the records.
       state: The round's state.
-      charged: The number from which the charge was derived (`query.paid_for`); None:
-        the mechanism's own at its first clip.
+      charged: The result of `query.paid_for`; None: computed from the mechanism at its
+        first clip.
 
     Raises:
       InvalidArgumentError: The noise is less than what was charged for.

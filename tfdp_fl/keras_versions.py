@@ -35,7 +35,7 @@ _MIN_VERSION = (3, 8)
 
 
 def name() -> str:
-    """Returns which Keras this is, by the number that checkpoints share."""
+    """Returns Keras's major version, which checkpoints must share."""
     return "Keras 3" if IS_KERAS_3 else "Keras 2"
 
 
@@ -162,16 +162,16 @@ def stateless(
 
 
 @contextlib.contextmanager
-def weights_kept(model: tf.keras.Model) -> Iterator[None]:
-    """Puts a model's weights back, which layers may have changed in `evaluate`.
+def weights_kept(model: tf.keras.Model, training: bool = False) -> Iterator[None]:
+    """Puts a model's weights back, which layers may have changed when called.
 
-    Keras's own layers change none there.
+    Keras's own layers change them only while `training`.
     """
     kinds = map(type, layers_of(model, include_self=True))
     is_pure = all(
         is_of_keras(kind) and kind is not tf.keras.layers.Lambda for kind in kinds
     )
-    variables = [] if is_pure else tf_variables(model.variables)
+    variables = [] if is_pure and not training else tf_variables(model.variables)
     values = [tf.identity(variable) for variable in variables]
     try:
         yield

@@ -25,7 +25,7 @@ class Term(str, enum.Enum):
 class TrustModel(Term):
     """Against whom a guarantee holds."""
 
-    CENTRAL = "central"  # The server is trusted, and noises.
+    CENTRAL = "central"  # The server is trusted.
     LOCAL = "local"  # Nobody is: what leaves a client has its noise.
     NONE = "none"  # No guarantee.
 

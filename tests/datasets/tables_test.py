@@ -96,7 +96,7 @@ _OF_TOWNS = {"vocabulary": _VOCABULARY}
         (_frame(town=_TOWNS), {}, r"vocabulary=\{'town': \[...\]\}"),
         (_frame(town=["b", "Secret", *"bbb"]), _OF_TOWNS, "'town'.*1 .*row 1"),
         (_frame(town=["b", "a", None, *"bb"]), _OF_TOWNS, "'town' with 1.*row 2"),
-        (_frame(town=_TOWNS), {"vocabulary": {"town": ["a", "a", "b"]}}, "repeatedly"),
+        (_frame(town=_TOWNS), {"vocabulary": {"town": ["a", "a", "b"]}}, "duplicates"),
     ],
 )
 def test_what_does_not_go(frame, arguments, message):
@@ -262,6 +262,9 @@ def test_ids_are_the_same_in_a_frame_and_beside_a_table(ids):
     assert len(named) == 2
     for given in (ids, pd.Series(ids), pd.Series(ids, dtype=object)):
         assert adapters.by_person(x, y, given).client_ids == named
+    nans = [(1, float("nan")) for _ in y]  # Which equal only themselves.
+    with pytest.raises(ValueError, match=r"client_ids must be .* row 0"):
+        adapters.by_person(x, y, nans)
     with pytest.raises(ValueError, match=r"client_ids must be .* row 1"):
         adapters.by_person(x, y, [ids[0], {}, ids[2]])
 

@@ -146,10 +146,10 @@ def moved_by(model, cohort_engine, dataset, **changes: Any) -> list[np.ndarray]:
 def side_by_side(beside: bool = True, few: bool | None = None):
     """Trains dense models side by side or not; `few`: as if they were small."""
 
-    def worthwhile_rungs(kernels, batch):
-        return [*dense_models.RUNGS] * beside
+    def worthwhile_steps(kernels, batch):
+        return [*dense_models.PROGRAM_STEPS] * beside
 
-    patches: dict[str, Any] = {"worthwhile_rungs": worthwhile_rungs}
+    patches: dict[str, Any] = {"worthwhile_steps": worthwhile_steps}
     if few is not None:
         patches["is_small"] = lambda *_: few
     return mock.patch.multiple(dense_models, **patches)

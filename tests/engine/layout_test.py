@@ -198,12 +198,12 @@ def test_a_clients_program_follows_from_its_own_size(lengths, batch):
         kernels=((784, 600),),
     )
 
-    def rungs(own):
+    def step_counts(own):
         table = layout.client_table(np.arange(sum(own)), np.array(own), batch, 1)
-        return how.rungs(table).tolist()
+        return how.step_counts(table).tolist()
 
-    together = rungs(lengths)
-    assert together == [rungs([own])[0] for own in lengths]
+    together = step_counts(lengths)
+    assert together == [step_counts([own])[0] for own in lengths]
     # Each of these was traced before anybody was looked at.
     allowed = {strategy.num_steps for strategy in how.strategies(batch, True)}
     assert set(together) <= allowed

@@ -172,6 +172,21 @@ def test_a_grid_that_is_too_coarse_is_refused():
         _sent(_fixed(1e-5, noise_site="client"), _SHARING(bits=32))
 
 
+@pytest.mark.parametrize("mode", ["ring", "float"])
+def test_that_a_client_s_noise_cannot_be_sent_is_refused_before_it_happens(mode):
+    # Whether a round is abandoned told a third of the time that one client was there.
+    noisy = _fixed(1.0, noise_site="client")
+    engine, pending = _collected(noisy, 1.0)
+    share = (1 / 3) ** 0.5
+    for largest, refused in ((1 + 7.5 * share, True), (1 + 9 * share, False)):
+        protocol = _SHARING(mode=mode, max_share_value=largest)
+        if refused:
+            with pytest.raises(ValueError, match="the largest update that an honest"):
+                secure_sum.sum_securely(engine, pending, protocol)
+        else:
+            assert not len(secure_sum.sum_securely(engine, pending, protocol))
+
+
 _MEANS = [([0.5, -1.0], [[2.0]]), ([-0.25, 3.0], [[0.0]]), ([1.0, 0.5], [[-1.0]])]
 
 

@@ -186,6 +186,20 @@ def test_a_budget_counts_a_ledger_wherever_it_stands_and_both_can_be_added(path)
         assert path.read_bytes() == before
 
 
+def test_a_ledger_is_of_one_kind_before_its_first_line(path):
+    # Epsilons per record were added up as if they were per client.
+    accounting.PrivacyLedger(path).close()
+    before = path.read_bytes()
+    nbafl = tfdp_fl.NbAFL(epsilon=10.0, constant=2.0, weight_clip=5.0)
+    per_record = toy.federated(nbafl, clients_per_round=40)
+    with pytest.raises(ValueError, match="with a local guarantee per record"):
+        toy.fit(per_record, 1, [Ledger(path, append=True)])
+    assert per_record.rounds == 0 and path.read_bytes() == before
+    fed = toy.federated(_LOCAL, clients_per_round=40)
+    toy.fit(fed, 1, [Ledger(path, append=True)])
+    assert fed.rounds == 1
+
+
 def test_a_full_disk_abandons_the_round(path):
     fed, ledger = toy.federated(), Ledger(path)
     toy.fit(fed, 1, [ledger])

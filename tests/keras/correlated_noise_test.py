@@ -25,8 +25,8 @@ def _mechanism(strategy="banded", **options):
     return tfdp_fl.CorrelatedNoise(**{**usual, **options})
 
 
-def _federated(mechanism=None, **options):
-    return toy.federated(mechanism or _mechanism(), None, 10, "cyclic", **options)
+def _federated(mechanism=None, model=None, **options):
+    return toy.federated(mechanism or _mechanism(), model, 10, "cyclic", **options)
 
 
 def _memory(fed):
@@ -128,6 +128,22 @@ def test_large_buffers_are_overwritten_in_place(monkeypatch, tmp_path, strategy)
     assert again.rounds == 3
     toy.assert_same(_memory(again)[1], before[1])
     toy.assert_same(_memory(fed)[1], after[1])
+
+
+def test_other_variables_begin_a_segment():
+    # The first round failed in its release, after it was charged.
+    fed = _federated(model=toy.two_layers())
+    toy.fit(fed, 2)
+    fed.model.layers[0].trainable = False
+    fed.compile("sgd", toy.loss())
+    toy.fit(fed, 2)
+    assert _memory(fed)[0] == 2
+    squares = _squares(fed)
+    assert 2 * squares[:2].sum() == _spent(fed)
+    # The same variables go on.
+    fed.compile("sgd", toy.loss())
+    toy.fit(fed, 1)
+    assert _memory(fed)[0] == 3
 
 
 def test_an_abandoned_round_moves_nothing():

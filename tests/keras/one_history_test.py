@@ -136,6 +136,36 @@ def _sharing(model):
     return tf.keras.Sequential([tf.keras.layers.Input((8,)), *model.layers])
 
 
+class _Peak(tf.keras.layers.Layer):
+    """Remembers the largest number that it was called on."""
+
+    def build(self, shape):
+        self.peak = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.peak.assign(tf.maximum(self.peak, tf.reduce_max(x)))
+        return x
+
+
+@pytest.mark.parametrize("layer", [_Peak, tf.keras.layers.BatchNormalization])
+def test_a_trained_model_learns_nothing_where_it_is_only_called(layer):
+    # What it is called on would leave with the next broadcast, uncharged.
+    fed = toy.federated(model=lambda: toy.dense(layer), non_trainable_state="keep")
+    x, y = toy.arrays(20)
+    before = fed.get_weights()
+    for call in (
+        lambda: fed(x),
+        lambda: fed(x, training=True),
+        lambda: fed.predict(x, verbose=0),
+        lambda: fed.evaluate(x, y, verbose=0),
+        lambda: fed.predict_on_batch(x),
+        lambda: fed.test_on_batch(x, y),
+        tf.function(lambda: fed(tf.constant(x), training=True)),
+    ):
+        call()
+        toy.assert_same(fed.get_weights(), before)
+
+
 @pytest.mark.parametrize("shares_a_layer", [False, True])
 def test_a_second_wrapper_of_a_trained_model_or_layer(shares_a_layer):
     model = toy.two_layers()

@@ -6,6 +6,7 @@ import tensorflow as tf
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import accounting
+from tfdp_fl.keras import callbacks
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
 _DELTA = 1e-3
@@ -18,6 +19,29 @@ def _trained(mechanism=None, rounds=1, fit=None, **options):
     fed = toy.federated(mechanism, **{"sampling": "shuffled", **options})
     toy.fit(fed, rounds, **fit or {})
     return fed
+
+
+def test_what_other_runs_drew_counts_in_the_statement_too(tmp_path):
+    # It was called added or removed, and not secret, for what this run had drawn.
+    path, fixed = tmp_path / "ledger", tfdp_fl.FixedClipping(**_FIXED)
+    ledger = callbacks.Ledger
+    for first, second in (("shuffled", "poisson"), ("poisson", "shuffled")):
+        path = tmp_path / first
+        _trained(fixed, 2, {"callbacks": [ledger(path)]}, sampling=first)
+        fit = {"callbacks": [ledger(path, append=True)]}
+        fed = _trained(fixed, 1, fit, sampling=second)
+        said = fed.privacy_statement(_DELTA, "dict")
+        assert said["relation"] == "REPLACE_SPECIAL"
+        assert "counted as zero in its place" in said["summary"]
+        assert {"shuffled_zero_out", "population_stated"} <= said["caveats"].keys()
+        assert "must stay secret" in said["secrecy"]
+        assert "do not know who took part" in said["meaning"]
+        known = fed.spending.central.epsilon_if_participation_is_known(_DELTA)
+        assert said["epsilon_if_participation_is_known"] == known > said["epsilon"]
+        assert f"drawn by {first} sampling" in said["how"]
+    alone = _trained(fixed).privacy_statement(_DELTA, "dict")
+    assert "need not be secret" in alone["secrecy"]
+    assert "other runs" not in alone["how"]
 
 
 _ALL = {"sampling": "fixed_size", "clients_per_round": 40, **_SECURE}

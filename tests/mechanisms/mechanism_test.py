@@ -159,13 +159,74 @@ def test_what_changes_the_cost_needs_a_cost_of_its_own(name):
     member = {name: _OF_COST[name]}
     with pytest.raises(TypeError, match=f"Own must define round_event, because {name}"):
         _own(**member)
-    if name == "add_noise":  # Also where a class between does it.
-        with pytest.raises(TypeError, match="NoPrivacy defines"):
+    if name == "add_noise":  # Also where another class does it.
+        with pytest.raises(TypeError, match="because trust_model"):
             _own(tfdp_fl.NoPrivacy, trust_model="central")
+        with pytest.raises(TypeError, match="because add_noise, which Mixed defines"):
+            mixed = type("Mixed", (), {**member, "__module__": "theirs"})
+            type("Own", (mixed, tfdp_fl.FixedClipping), {"__module__": "theirs"})
     event = tfdp_fl.Mechanism.round_event
     made = _own(**member, round_event=lambda self, *given: event(self, *given))
     assert made.all_caveats() == ("own_cost",)
     assert _own().all_caveats() == ()
+
+
+_CORRELATED = {"clip_norm": 1.0, "noise_multiplier": 2.0, "rounds": 4}
+_CORRELATED |= {"min_separation": 2, "strategy": "banded"}
+_LOCAL = {"clip_norm": 1.0, "noise_multiplier": 10.0}
+
+
+@pytest.mark.parametrize(
+    ("base", "given", "members"),
+    [
+        *(
+            (tfdp_fl.CorrelatedNoise, _CORRELATED, members)
+            for members in (
+                {"noise_stddevs": lambda *_: {"update": 0.02}},
+                {"noise_multiplier_at": lambda *_: 0.02},
+                {"l2_norm_bound": lambda *_: 100.0},
+                {"side_bounds": {"side": 0.5}},
+                {"generator": None},
+            )
+        ),
+        *(
+            (tfdp_fl.LocalDP, _LOCAL, members)
+            for members in (
+                {"client_noise": lambda *_: 0.001},
+                {"noise_stddevs": lambda *_: {"update": 0.001}},
+                {"contribution": lambda *_: None},
+                {"scale": lambda self, norm, round: norm * 0 + 1},
+                {"mu_squared": lambda *_: 1.0, "client_noise": lambda *_: 0.001},
+            )
+        ),
+        (tfdp_fl.NbAFL, {}, {"downlink_stddev": lambda *_: 0.0}),
+        (tfdp_fl.NbAFL, {}, {"privacy_unit": "client"}),
+        (tfdp_fl.FixedClipping, {}, {"trust_model": "local"}),
+        (tfdp_fl.FixedClipping, {}, {"__annotations__": {"add_noise": "Any"}}),
+        (tfdp_fl.FixedClipping, {}, {"__getattribute__": object.__getattribute__}),
+    ],
+)
+def test_a_built_in_cost_does_not_cover_what_a_subclass_changes(base, given, members):
+    # Each printed the parent's epsilon, for noise that was up to 1000 times smaller.
+    names = {"describe": lambda self: "", "__module__": "theirs", **members}
+    with pytest.raises(TypeError, match=r"Own must define (round_event|mu_squared)"):
+        dataclasses.dataclass(frozen=True)(type("Own", (base,), names))
+    if not given:
+        return
+    names |= {
+        cost: lambda self, *some, cost=cost: getattr(base, cost)(self, *some)
+        for cost in ("round_event", "mu_squared")
+        if cost not in names
+    }
+    made = type("Own", (base,), names)(**given)
+    assert "own_cost" in made.all_caveats()
+    # What changes no cost is free; a member that is set later is noticed all the same.
+    free = type("Own", (base,), {"describe": lambda self: "", "__module__": "theirs"})
+    assert "own_cost" not in free(**given).all_caveats()
+    for name, member in members.items():
+        setattr(free, name, member)
+    with pytest.raises(TypeError, match="Own must define"):
+        free(**given).bind(PrivacyContext(clients_per_round=3))
 
 
 def test_noise_that_nobody_adds_is_refused():
@@ -236,6 +297,8 @@ def test_side_sums_keep_their_names_in_any_order():
 def test_sums_and_cohorts_that_would_lack_noise_are_refused(
     base, members, arguments, message
 ):
+    if base is tfdp_fl.LocalDP:  # (Otherwise the class itself is refused.)
+        members |= {"mu_squared": base.mu_squared, "round_event": base.round_event}
     mechanism = type("Own", (base,), members)(
         clip_norm=1.0, noise_multiplier=1.0, **arguments
     )

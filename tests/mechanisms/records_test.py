@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import tfdp_fl
 from tests.engine import cohorts
+from tests.keras import toy
 from tests.mechanisms import rounds
 from tfdp_fl import algorithm, mechanisms
 from tfdp_fl._lazy_tf import tfp
@@ -31,16 +32,11 @@ class _Own(mechanisms.Mechanism):
     outside: float = 0.0
     heavier: float = 1.0
     negative: bool = False
-    overrides: bool = False
     noise: float | None = None
     side_bounds: ClassVar = {"side": 0.5}
 
     def first_clip_norm(self):
         return 0.3
-
-    @property
-    def scales_updates(self):
-        return not self.overrides
 
     def scale(self, norm, round):
         scale = self.longer * tf.minimum(1.0, round.clip_norm / norm)
@@ -66,7 +62,14 @@ class _Own(mechanisms.Mechanism):
         return "Somebody's own."
 
 
-@pytest.mark.parametrize("overrides", [False, True])
+class _OwnContribution(_Own):
+    """The same, computed from whole updates."""
+
+    def contribution(self, update, round, client, deployment):
+        return super().contribution(update, round, client, deployment)
+
+
+@pytest.mark.parametrize("kind", [_Own, _OwnContribution])
 @pytest.mark.parametrize(
     "more",
     [
@@ -81,10 +84,10 @@ class _Own(mechanisms.Mechanism):
     ],
     ids=str,
 )
-def test_more_than_is_declared_counts_as_nothing(overrides, more):
+def test_more_than_is_declared_counts_as_nothing(kind, more):
     updates = rounds.updates_with_norms([5.0])
     for options, discarded in (({}, 0), (more, 1)):
-        own = _Own(overrides=overrides, **options)
+        own = kind(**options)
         query, state = rounds.bound(own)
         one = rounds.run_round(query, state, updates).records[0]
         assert float(one.discarded) == discarded or more == {"negative": True}
@@ -93,6 +96,64 @@ def test_more_than_is_declared_counts_as_nothing(overrides, more):
         assert abs(float(one.sums["side"])) <= 0.5 and 0 <= float(one.weight) <= 1
         if discarded and float(one.discarded):
             assert not norm and not float(one.sums["side"]) and not float(one.weight)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Weights(mechanisms.Mechanism):
+    """The mean of clipped weights replaces the model."""
+
+    releases_weights = True
+    clip_norm: float = 1.0
+    noise_multiplier: float = 20.0
+
+    def describe(self):
+        return "Weights, clipped and noised."
+
+
+@pytest.mark.parametrize("readable", [0, 1])
+def test_that_nobody_sent_weights_changes_the_model_too(readable):
+    # Without noise, whether the model had moved said whether one client had data.
+    x, y = toy.arrays(4)
+    clients = dict.fromkeys(range(3 - readable), (x[:0], y[:0]))
+    clients |= dict.fromkeys(range(3 - readable, 3), (x, y))
+    fed = toy.federated(_Weights(), clients_per_round=3, sampling="shuffled")
+    before = fed.get_weights()
+    toy.fit(fed, 1, data=clients)
+    assert not np.array_equal(before[0], fed.get_weights()[0])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Normalised(mechanisms.Mechanism):
+    """Scales every update to the norm S, the small ones up."""
+
+    guard: float
+    noise_multiplier: float = 1.0
+
+    def first_clip_norm(self):
+        return 0.3
+
+    def scale(self, norm, round):
+        return round.clip_norm / (norm + self.guard)
+
+    def describe(self):
+        return "Normalised."
+
+
+@pytest.mark.parametrize(
+    ("size", "guard"), [(1e-20, 1e-37), (1e-20, 1e-24), (1e-16, 1e-12), (1.0, 1e-37)]
+)
+def test_what_no_norm_shows_is_not_scaled_up(size, guard):
+    # The squares of such elements are 0 in float32: one moved the sum by 1e18 S.
+    query, state = rounds.bound(_Normalised(guard=guard))
+    update = [tf.fill([1000], np.float32(size))]
+    state = query.begin_round(state, 1.0, 8.0)
+    record = algorithm.make_record(query, state, update)
+    total = np.linalg.norm(record.update[0].numpy().astype(np.float64))
+    assert total <= 0.3 * (1 + 1e-5)
+    assert float(record.discarded) == (guard < 1e-12 and size < 1)
+    norms, usable = tf.zeros([1]), tf.ones([1], tf.bool)
+    factors = query.bounded_factor(norms, usable, state).update
+    assert 1000**0.5 * 1e-19 * float(factors[0]) <= 0.3
 
 
 def test_a_cost_is_derived_from_bounds_and_noise():

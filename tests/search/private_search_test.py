@@ -592,11 +592,23 @@ def test_an_older_state_beside_the_line_of_the_end_is_refused(tmp_path, killed):
 
 def test_a_copy_of_a_search_is_not_ended_twice_for_one_charge(tmp_path):
     search = _search()
-    assert _broken(search, 1, directory=tmp_path / "one")
+    assert _broken(search, 3, directory=tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "other")
-    assert not _broken(search, resume_from=tmp_path / "one")
+    with _trained(lambda one: _set(one, np.ones([8, 3]))):
+        _fit(search, resume_from=tmp_path / "one")
     with pytest.raises(ValueError, match="an older state of one"):
         _broken(search, resume_from=tmp_path / "other")
+    # Nor is one that another process has ended: its ledger names another result.
+    coming = iter(np.random.default_rng(0).normal(size=(50, 8, 3)))
+    with _trained(lambda one: _set(one, next(coming))):
+        _fit(_search(), resume_from=tmp_path / "other")
+    with pytest.raises(ValueError, match="an older state of one"):
+        _fit(search, resume_from=tmp_path / "other")
+    # Who has seen neither takes one of them.
+    new = _search()
+    _fit(new, resume_from=tmp_path / "one")
+    with pytest.raises(ValueError, match="an older state of one"):
+        _fit(new, resume_from=tmp_path / "other")
 
 
 def test_the_best_so_far_and_the_beginning_stay(tmp_path):

@@ -2,7 +2,7 @@
 
 `PrivacyAccount.charge` is the only code in the package that changes spending: for
 rounds, private evaluations, searches and servers' rounds. Under the account's lock, it
-first asks everything that may refuse, then checks the budgets, and then writes to every
+first runs every check that may refuse, then checks the budgets, then writes to every
 ledger and to memory. It returns the receipt without which nothing can be released.
 """
 
@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -102,10 +102,10 @@ class _ChargeLock:
         caller = process, _ = os.getpid(), threading.get_ident()
         if self._holder == caller:
             raise ChargeError(
-                "A charge was requested while another one of the same account is being "
-                "made, by a callback that is called within it (allow_round, "
+                "A charge was requested while another one of the same account was "
+                "being made, by a callback called within it (allow_round, "
                 "on_round_charged, check_release): request it after the round, in "
-                "on_round_released or on_epoch_end. Nothing of it was charged."
+                "on_round_released or on_epoch_end. It was not charged."
             )
         if self._holder[0] not in (0, process):
             self._lock = threading.Lock()  # After a fork, no thread here holds it.
@@ -211,26 +211,6 @@ class LocalAccount:
         self.mu_squared[:], self.participations[:] = mu_squared, participations
         self._max_mu_squared = float(self.mu_squared.max())
 
-    def max_mu_squared_after_cohorts(
-        self,
-        cohorts: Sequence[np.ndarray],
-        mu_squared: float,
-        max_participations: int | None = None,
-        whole_passes: int = 0,
-    ) -> float:
-        """Returns `max_mu_squared` as it would be after the given cohorts.
-
-        Args:
-          cohorts: The clients' positions in each, int64 [m].
-          mu_squared: As in `add`.
-          max_participations: The maximum number of rounds of a client.
-          whole_passes: How many more times every client takes part.
-        """
-        positions = np.concatenate([np.zeros(0, np.int64), *cohorts])
-        return self.max_mu_squared_after(
-            positions, mu_squared, max_participations, whole_passes
-        )
-
     def max_mu_squared_after_draws(
         self,
         draws: int,
@@ -288,9 +268,9 @@ class PrivacyAccount:
         self._charge_lock = _ChargeLock()
         self._ledgers: dict[str, _AttachedLedger] = {}
         self._rounds = 0
-        # How often something other than a round was counted.
+        # Incremented when something other than a round is counted.
         self._version = 0
-        # The charge that was last asked about, and the accountant after it.
+        # The last cost asked about, and the accountant with it added.
         self._cached: (
             tuple[int, int, charge_lib.RoundCharge, PrivacyAccountant] | None
         ) = None
@@ -408,13 +388,13 @@ class PrivacyAccount:
           mu_squared: (sensitivity / sigma)^2 of one client's release; used
             only if the guarantee is composed client by client.
           round_index: The round, from 0.
-          cohort_size: How many clients were drawn; None: as `cost` says.
+          cohort_size: How many clients were drawn; None: as in `cost`.
           name: The new id of a release that is not a round; ledgers list it as if it
             were another run.
-          details: What else ledgers keep of it.
+          details: Further facts for ledgers.
           uses: How many releases it pays for.
-          resumes: Whether `name` may be known. Then it is not charged again: whoever
-            asks releases nothing twice.
+          resumes: Whether `name` may be known. It then costs nothing; the caller must
+            not release twice.
 
         Returns:
           The receipt.
@@ -423,9 +403,9 @@ class PrivacyAccount:
           ChargeError: It was requested within another charge of this account.
           BudgetExceededError: A budget would be exceeded. Nothing is charged.
           LedgerError: A ledger could not be written, and nothing may be released. If
-            others had their line by then, it is charged all the same.
-          ValueError: No one guarantee covers it and what was charged before; or a
-            name was charged before.
+            other ledgers already had the line, it is charged anyway.
+          ValueError: No single guarantee covers it and the earlier charges; or the name
+            was charged before.
         """
         positions = np.zeros(0, np.int64) if positions is None else positions
         mu_squared = mu_squared if self.by_client else 0.0
@@ -468,8 +448,8 @@ class PrivacyAccount:
                 self._write(receipt, positions, mu_squared)
             elif not resumes or [*self.others[key].charges] != [cost]:
                 raise ValueError(
-                    f"name must be new, got {name!r}, which was charged before: give "
-                    "another release another name."
+                    f"name must be new, got {name!r}, which was charged before: use "
+                    "another name."
                 )
             receipt._uses = uses
         return receipt
@@ -507,8 +487,8 @@ class PrivacyAccount:
 
         Args:
           budget: The budget.
-          version: `version` before that was computed; the record does not include
-            anything counted since then.
+          version: `version` from before that was computed; nothing counted since then
+            is included.
           charges: The costs of the rounds.
         """
         if version == self._version and not self.by_client:
@@ -516,7 +496,7 @@ class PrivacyAccount:
 
     @property
     def version(self) -> int:
-        """How often something other than a round was counted."""
+        """Changes whenever something other than a round is counted."""
         return self._version
 
     def allows(
@@ -542,7 +522,7 @@ class PrivacyAccount:
     def _write(self, receipt: Charge, positions: np.ndarray, mu_squared: float) -> None:
         """Writes a charge to all ledgers, then to memory.
 
-        If at least one ledger has it, so does memory, even if an error comes between.
+        If any ledger has it, so does memory, even after an error in between.
         """
         heads = {name: attached.ledger.head for name, attached in self._ledgers.items()}
         written = not heads
@@ -651,7 +631,7 @@ class PrivacyAccount:
         others: dict[str, OtherRun],
         own: collections.Counter[charge_lib.RoundCharge] | None = None,
     ) -> None:
-        """Counts spending of other runs, and of this one, if it exceeds that so far."""
+        """Counts other runs' spending, and this run's if it exceeds what is counted."""
         own = self.own if own is None else own
         counted = dict(self.others)
         for name, other in others.items():

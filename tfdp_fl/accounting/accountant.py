@@ -76,7 +76,7 @@ class PrivacyAccountant:
     its rounds had as little noise.
 
     A history has one neighbouring relation. Fixed-size rounds (replace-one) cannot be
-    combined with others (add-or-remove-one), as no single guarantee covers both. Those
+    combined with others (add-or-remove-one), as no single guarantee covers both. All
     others may be mixed.
 
     RDP stores the sum of all rounds' Renyi curves, so adding a round always takes the
@@ -96,8 +96,8 @@ class PrivacyAccountant:
         """
         self._counts: dict[charge_lib.RoundCharge, int] = {}
         self._rounds = self._additions = 0
-        # The sum for all Gaussians without amplification; all other charges; and their
-        # sum, as if they were Gaussians without amplification.
+        # The sum of 1/z^2 over unamplified Gaussians; all other charges; and their sum
+        # of 1/z^2, as if they were unamplified.
         self._mu_squared = 0.0
         self._others: dict[charge_lib.RoundCharge, int] = {}
         self._others_mu_squared = 0.0
@@ -131,6 +131,22 @@ class PrivacyAccountant:
     def relation(self) -> dp_accounting.NeighboringRelation | None:
         """The neighbouring relation; None before the first round."""
         return next((c.relation.in_accounting for c in self._counts), None)
+
+    @property
+    @one_at_a_time
+    def samplings(self) -> tuple[str, ...]:
+        """The samplings by which the history is amplified, or its relation weaker."""
+        found: dict[str, None] = {}
+        for charge in self._counts:
+            event = charge_lib.event_to_json(charge.event)
+            if _drop_sampling(event) != event:  # As in a search.
+                found["poisson"] = None
+            if (
+                charge.is_amplified
+                or charge.relation is charge_lib.Relation.REPLACE_SPECIAL
+            ):
+                found[charge.sampling] = None
+        return tuple(found)
 
     def require_relation(self, relation: charge_lib.Relation) -> None:
         """Raises ValueError if the history has another neighbouring relation."""
@@ -295,7 +311,7 @@ class PrivacyAccountant:
             event = _drop_sampling(charge_lib.event_to_json(charge.event))
             size = charge.clients_per_round
             if charge.sampling == Sampling.RANDOM_ALLOCATION:
-                # If a client's round is known, it is a position in a known order.
+                # If a client's round is known, so is its position in an order.
                 order = f"{charge.partition} {charge.rounds_per_pass}"
                 return dataclasses.replace(
                     charge,
@@ -338,8 +354,8 @@ class PrivacyAccountant:
     def _exact_noise(self, accountant: str) -> float | None:
         """Returns the noise multiplier of a history that can be converted exactly.
 
-        These are a history that is one Gaussian, if PLD is asked for; and any history
-        without noise, or without rounds.
+        That is one Gaussian, if PLD is requested, and any history without noise or
+        rounds.
         """
         _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
         mu_squared = self._mu_squared
@@ -553,9 +569,9 @@ def _drop_sampling(event: Any) -> Any:
 def select_accountant(charges: Iterable[charge_lib.RoundCharge]) -> str:
     """Returns "pld" if it is tight and fast for a run, otherwise "rdp".
 
-    It is tight and fast if every round amounts to Gaussians with at most three distinct
-    amplified costs, so not for schedules of many noise multipliers or cohort sizes. For
-    cohorts of a fixed size, PLD is an upper bound, as RDP is. It is the tighter one
+    That is the case if all rounds amount to Gaussians with at most three distinct
+    amplified costs, so not for schedules with many noise multipliers or cohort sizes.
+    For cohorts of a fixed size, PLD is an upper bound, as RDP is. It is the tighter one
     unless cohorts are half of the clients or more.
 
     Args:

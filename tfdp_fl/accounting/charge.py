@@ -75,10 +75,10 @@ class Participation:
       clients_per_round: m, the expected number of clients in this round; N/t under
         random allocation.
       known_selection: For "fixed_size": whether a cohort is abandoned if one of its
-        clients fails. The released cohorts are then drawn only from clients that do
-        not fail, so the selection does not count as secret: the client counts as being
-        in an attempt with probability m/N, and as seen to be in it. This holds for
-        every attempt, released or abandoned.
+        clients fails. The released cohorts are then drawn only from clients that do not
+        fail, so the selection does not count as secret. Every attempt, released or
+        abandoned, is charged as if an observer saw whether the client is in it (with
+        probability m/N).
       pass_index: For "shuffled": the pass over the clients to which the round belongs.
         For "random_allocation": the first round of its pass. None: unknown, so any
         client may be in the round.
@@ -125,8 +125,8 @@ class Participation:
             or (self.partition is not None and not has_partition)
         ):
             raise ValueError(
-                "pass_index and pass_offset must be given together, they for shuffled "
-                "sampling or random allocation alone and partition for these or "
+                "pass_index and pass_offset must be given together, and only for "
+                "shuffled sampling or random allocation; partition only for these or "
                 f"cyclic sampling, got {fields!r} and partition={self.partition!r} for "
                 f"{self.sampling} sampling."
             )
@@ -192,9 +192,9 @@ class Participation:
         """Whether an abandoned round costs as much as a released one.
 
         Poisson sampling and random allocation draw the others independently of any one
-        client. Whether others fail is then like a public coin toss; if none does, there
-        is the usual sampled release. Shuffled and cyclic cohorts claim no
-        amplification. In no case is a failing client itself protected.
+        client. Whether others fail is then like a public coin toss; if none does, the
+        release is sampled as usual. Shuffled and cyclic cohorts claim no amplification.
+        In no case is a failing client itself protected.
         """
         return self.known_selection and self.is_amplified
 
@@ -263,7 +263,7 @@ class RoundCharge(Participation):
 
     @functools.cached_property
     def noise_multiplier(self) -> float | None:
-        """Z of the single Gaussian that the event amounts to; None if it does not.
+        """Z of the single Gaussian equivalent to the event; None if there is none.
 
         0.0 means no privacy, and infinity means that nothing is released.
         """
@@ -336,13 +336,22 @@ class RoundCharge(Participation):
         return hash(self._json)
 
 
-def relation_of(sampling: str) -> Relation:
-    """Returns the neighbouring relation of a sampling."""
-    return {
+def relation_of(*samplings: str) -> Relation:
+    """Returns the neighbouring relation of rounds that were sampled in these ways.
+
+    Together, rounds promise no more than the weakest of them: that a client counted as
+    zero in its place. (Replacing one is a different promise, and combines with none.)
+    """
+    by_sampling = {
         "poisson": Relation.ADD_OR_REMOVE_ONE,
         "random_allocation": Relation.ADD_OR_REMOVE_ONE,
         "fixed_size": Relation.REPLACE_ONE,
-    }.get(sampling, Relation.REPLACE_SPECIAL)
+    }
+    found = {by_sampling.get(each, Relation.REPLACE_SPECIAL) for each in samplings}
+    for relation in (Relation.REPLACE_ONE, Relation.REPLACE_SPECIAL):
+        if relation in found:
+            return relation
+    return Relation.ADD_OR_REMOVE_ONE
 
 
 def check_size(value: float, num_clients: int, fractional: bool = False) -> float:
@@ -379,7 +388,7 @@ def require_constant_noise(
         raise ValueError(
             "noise_multiplier must be the same in all rounds of a pass of random "
             f"allocation, got {z_of_pass:g} in round {pass_start} (counted from 0), "
-            f"with which a pass begins, and {z:g} in round {round_index}."
+            f"in which a pass begins, and {z:g} in round {round_index}."
         )
 
 
@@ -414,7 +423,7 @@ class AllocationPasses:
             raise ValueError(
                 "clients_per_round must give all rounds of a pass of random allocation "
                 f"the same floor(N/m), got {pass_end - pass_start} in round "
-                f"{pass_start} (counted from 0), with which a pass begins, and {t} in "
+                f"{pass_start} (counted from 0), in which a pass begins, and {t} in "
                 f"round {round_index}."
             )
         return {

@@ -55,8 +55,8 @@ _PLD_INTERVAL = 1e-4
 _PLD_MAX_CELLS = 2_000_000
 # Used if a slightly looser bound is sufficient; ten times as fast.
 _PLD_COARSE_INTERVAL = 1e-3
-# For a pass of random allocation, whose time is proportional to their square. They make
-# epsilon too large by about 0.01 %; coarsely, by less than calibration tolerates.
+# For random allocation, whose time grows with their square. They overstate epsilon by
+# about 0.01 %; the coarse ones, by less than calibration tolerates.
 _ALLOCATION_CELLS, _ALLOCATION_COARSE_CELLS = 1000, 600
 
 

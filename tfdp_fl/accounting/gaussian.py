@@ -17,7 +17,7 @@ from tfdp_fl import _validate
 # Beyond these limits, any useful epsilon is above 1e7 or below 1e-5, and floating point
 # fails. There, the noise is rounded down.
 MIN_NOISE, MAX_NOISE = 1e-4, 1e6
-# Above this, a tail bound on the privacy loss gives a sufficient noise.
+# Above this, a tail bound on the privacy loss gives sufficient noise.
 _MAX_EPSILON = 1e5
 # More than the rounding errors of a few operations and of SciPy's functions.
 _ROUNDING_OF_DELTA = 2.0**-46

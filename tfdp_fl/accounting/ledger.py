@@ -142,7 +142,7 @@ class LedgerContents:
         return dict(runs)
 
     def rounds_known(self, run: str, head: str) -> int:
-        """Returns how many rounds of a run had been written when a line was the last.
+        """Returns how many rounds of a run were written when `head` was the last line.
 
         Args:
           run: The run's id.
@@ -228,7 +228,7 @@ def _spent_and_lost(
                 lost += entry.local["mu_squared"]
             else:
                 spent = max(spent, *entry.local.values())
-        # (A line that costs no client anything adds to its round, and repeats none.)
+        # (A line that costs nothing belongs to its round, and repeats none.)
         if entry.local is None or entry.local["mu_squared"]:
             earliest_later = min(earliest_later, entry.round_index)
     return spent, lost
@@ -311,8 +311,7 @@ class PrivacyLedger:
         except FileExistsError:
             raise FileExistsError(
                 errno.EEXIST,
-                "The ledger exists already; open it with mode='append' to go "
-                "on with it",
+                "The ledger exists already; open it with mode='append' to continue it",
                 str(self.path),
             ) from None
         except OSError as error:
@@ -340,7 +339,7 @@ class PrivacyLedger:
                 }
                 self._head = self._append({"kind": "header", **header})
                 self._header = header
-                # The folder may be written but not read.
+                # The folder may be writable but not readable.
                 with contextlib.suppress(PermissionError):
                     _files.sync_folder(os.path.dirname(self._absolute_path))
         except BlockingIOError:
@@ -484,7 +483,7 @@ class PrivacyLedger:
         if not epsilon <= budget.epsilon:
             raise BudgetExceededError(
                 f"Round {entry.round_index} would bring epsilon to "
-                f"{format_up(epsilon)} at delta={format_up(budget.delta)} by all "
+                f"{format_up(epsilon)} at delta={format_up(budget.delta)} over all "
                 f"{self.rounds + 1} rounds of the ledger {self.path}, and the budget "
                 f"is {format_up(budget.epsilon)}. Nothing was written; the round must "
                 "not be released."
@@ -733,7 +732,7 @@ def _verify(line: bytes, head: str, is_first: bool, name: str) -> tuple[Json, st
         del body[key]
     written, digest = line_after(head, body)
     if written != line:
-        raise ValueError("it is not what was written after the line before it")
+        raise ValueError("it does not follow from the line before it")
     if is_first != (body["kind"] == "header"):
         raise ValueError("it is not what belongs there")
     if is_first and body["format"] != FORMAT:

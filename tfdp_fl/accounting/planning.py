@@ -25,7 +25,7 @@ _MAX_SCHEDULED_ROUNDS = 1_000_000
 # For the noise multiplier and epsilon; within the promised 0.1 %.
 _TOLERANCE = 8e-4
 _MIN_NOISE, _MAX_NOISE = 1e-6, 1e9
-# After so long, a calibration says how far it is.
+# Seconds after which a calibration reports its progress.
 _SILENT_SECONDS = 2.0
 
 
@@ -295,7 +295,7 @@ def calibrate(
                 reached = epsilon(z, "pld")
                 if target * (1 - _TOLERANCE) <= reached <= target:
                     return z
-                if not reached:  # Of a target that is 0 but for rounding.
+                if not reached:  # The target is 0 up to rounding.
                     break
                 aim *= target * (1 - _TOLERANCE / 4) / reached
     return solve(z, accountant)

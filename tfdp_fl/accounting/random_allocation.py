@@ -158,7 +158,7 @@ def _add(first: _Distribution, second: _Distribution, cells: int) -> _Distributi
 def _spread(
     values: np.ndarray, masses: np.ndarray, grid: np.ndarray, cell: np.ndarray
 ) -> tuple[np.ndarray, float]:
-    """Spreads masses to 0 and a grid; returns them and the missing part of the mean.
+    """Spreads masses over 0 and a grid; returns them and the missing part of the mean.
 
     Mass above the grid goes to its end, and the rest of its mean lies at infinity.
     `cell` has the indices of the grid points below the values, before rounding down.
@@ -210,7 +210,7 @@ def renyi_divergence(event: RandomAllocationDpEvent, orders: np.ndarray) -> np.n
 
 
 def _log_moments(z: float, t: int, max_order: int) -> np.ndarray:
-    """Returns log E_Q S^a at orders a = 2, ..., most: a sum over the multinomials.
+    """Returns log E_Q S^a at orders a = 2, ..., max_order: a sum over the multinomials.
 
     E_Q S^a = a! t^-a [x^a] (sum_k exp(k (k - 1) / (2 z^2)) x^k / k!)^t.
     """
@@ -225,7 +225,7 @@ def _log_moments(z: float, t: int, max_order: int) -> np.ndarray:
 
 
 def _log_inverse_moments(z: float, t: int, max_order: int) -> np.ndarray:
-    """Returns log E_Q S^(1 - a) at orders a = 2, ..., most.
+    """Returns log E_Q S^(1 - a) at orders a = 2, ..., max_order.
 
     E_Q S^-b is the integral of u^(b - 1) E(exp(-u Y / t))^t / Gamma(b) over u > 0. The
     trapezoidal rule in log u and log Y converges exponentially.

@@ -1,8 +1,8 @@
 """The events allowed in a ledger, a checkpoint or a server's history.
 
-A file is read before it is trusted, and dp-accounting computes with any event, even a
-small one that needs more memory than there is. So this module bounds each event type,
-far beyond any real use, such that its cost is computed in seconds.
+A file is read before it is trusted, and dp-accounting accepts any event, even a small
+one that needs more memory than there is. So this module limits each event type, far
+above any real use, so that its cost takes seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Check = Callable[[object], bool]
 
 
 def _number(low: float, high: float, *special: float) -> Check:
-    """Returns a check for numbers in a range or among some others."""
+    """Returns a check for numbers in a range, or special ones."""
     return lambda value: (
         isinstance(value, int | float)
         and not isinstance(value, bool)

@@ -82,6 +82,9 @@ class StatementFacts:
       mechanism_parameters: Its parameters, for the record.
       privacy_unit: What is protected as a whole: a "client" or a "record" (NbAFL).
       sampling: One of `charge.SAMPLINGS`, or "min_separation".
+      other_samplings: Those of other runs' rounds that are included in the epsilons
+        (`PrivacyAccountant.samplings`). They may weaken the neighbouring relation, and
+        need secrecy.
       num_clients: The number of clients, N.
       populations: If there were several populations, the N of each, in order.
       num_records: The number of records of all clients, if known; delta is compared
@@ -114,6 +117,7 @@ class StatementFacts:
     mechanism_parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     privacy_unit: str = PrivacyUnit.CLIENT
     sampling: str = "poisson"
+    other_samplings: Sequence[str] = ()
     num_clients: int = 1
     populations: Sequence[int] = ()
     num_records: int | None = None
@@ -139,6 +143,8 @@ class StatementFacts:
         _validate.one_of(tuple(TrustModel), trust_model=self.trust_model)
         _validate.one_of(tuple(PrivacyUnit), privacy_unit=self.privacy_unit)
         _validate.one_of(_CAVEATS_OF_SAMPLING, sampling=self.sampling)
+        for sampling in self.other_samplings:
+            _validate.one_of(_CAVEATS_OF_SAMPLING, other_samplings=sampling)
         _validate.positive_integer(num_clients=self.num_clients)
         _validate.non_negative_integer(rounds=self.rounds)
         _validate.non_negative_integer(rounds_of_others=self.rounds_of_others)
@@ -194,13 +200,15 @@ def _content(facts: StatementFacts, delta: float) -> Json:
         best = math.inf
     central = facts.trust_model == TrustModel.CENTRAL and math.isfinite(best)
     epsilon_if_known = values["epsilon_if_participation_is_known"] if central else None
-    if central and facts.sampling not in _SECRET_SAMPLINGS:
+    samplings = dict.fromkeys([facts.sampling, *facts.other_samplings])
+    secret = [each for each in samplings if each in _SECRET_SAMPLINGS]
+    if central and not secret:
         epsilon_if_known = best
     elif epsilon_if_known is not None:
         epsilon_if_known = max(epsilon_if_known, best)
     values["epsilon_if_participation_is_known"] = epsilon_if_known
     # For a local guarantee, any two data sets of a client are neighbours.
-    relation = charge.relation_of("fixed_size" if local else facts.sampling)
+    relation = charge.relation_of(*(("fixed_size",) if local else samplings))
     populations = list(facts.populations) or [facts.num_clients]
     # Clients in an evaluation are protected too, so delta must also suit their number.
     protected = [*populations, *facts.evaluated]
@@ -230,7 +238,7 @@ def _content(facts: StatementFacts, delta: float) -> Json:
         **content,
         "facts": facts,
         "neighbours": relation.value,
-        "secret": facts.sampling in _SECRET_SAMPLINGS,
+        "secret": secret,
         "at_delta": f"delta = {rounding.format_up(delta, 6)}",
         "delta_text": rounding.format_up(delta, 6),
         "best": best,
@@ -260,7 +268,8 @@ def _implied_caveats(
     elif facts.trust_model == TrustModel.LOCAL:
         keys.append("local_not_central")
     else:
-        keys += _CAVEATS_OF_SAMPLING[facts.sampling]
+        for sampling in dict.fromkeys([facts.sampling, *facts.other_samplings]):
+            keys += _CAVEATS_OF_SAMPLING[sampling]
         smallest = _range(facts.clients_per_round)["min"]
         if facts.sampling == Sampling.FIXED_SIZE and smallest < max(populations):
             keys.append("cohort_redrawn")

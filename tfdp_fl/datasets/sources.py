@@ -542,15 +542,15 @@ def row_table(
     sizes = [len(client) for client in rows]
     lengths = np.array(sizes, _integers(sum(sizes)))
     filled = [client for client in rows if len(client)] or [np.zeros(0, np.int32)]
+    for client in filled:  # (Among integers, a mask would pass for rows 0 and 1.)
+        if client.dtype.kind not in "iu":
+            raise TypeError(f"indices must be integers, got dtype {client.dtype}.")
     flat = filled[0] if len(filled) == 1 else np.concatenate(filled)
-    if flat.size:
-        if flat.dtype.kind not in "iu":
-            raise TypeError(f"indices must be integers, got dtype {flat.dtype}.")
-        if flat.min() < 0 or flat.max() >= num_rows:
-            raise ValueError(
-                f"indices must be from 0 to {num_rows - 1}, the examples of x, "
-                f"got {flat.min()} to {flat.max()}."
-            )
+    if flat.size and (flat.min() < 0 or flat.max() >= num_rows):
+        raise ValueError(
+            f"indices must be from 0 to {num_rows - 1}, the examples of x, "
+            f"got {flat.min()} to {flat.max()}."
+        )
     # (Always a copy, so later changes by the caller have no effect.)
     return flat.astype(np.int32, copy=len(filled) == 1), lengths
 

@@ -67,7 +67,7 @@ def distinct(client_ids: Sequence[Hashable]) -> Sequence[Hashable]:
         kinds == {int} or (kinds == {str} and _is_plain(kept))
     ):
         return kept
-    if any(client_id != client_id for client_id in kept):
+    if not all(map(_equals_itself, kept)):
         raise ValueError("client_ids must name each client, got a missing value (NaN).")
     if any(isinstance(one, float) and abs(one) >= 2**53 for one in kept):
         raise ValueError(
@@ -90,6 +90,13 @@ def distinct(client_ids: Sequence[Hashable]) -> Sequence[Hashable]:
             )
             break
     return kept
+
+
+def _equals_itself(client_id: Hashable) -> bool:
+    """Returns False for a NaN, also in a tuple, which equals no other one then."""
+    if isinstance(client_id, tuple | frozenset):
+        return all(map(_equals_itself, client_id))
+    return bool(client_id == client_id)
 
 
 def _is_plain(words: list[str]) -> bool:
@@ -210,7 +217,7 @@ def rows_of_people(client_ids: Ids, num_rows: int) -> ClientRows:
 def _is_id(value: object) -> bool:
     try:
         hash(value)
-        return value is not None and bool(value == value)
+        return value is not None and _equals_itself(value)
     except (TypeError, ValueError):
         return False
 
@@ -406,8 +413,8 @@ def _codes(column: pandas.Series, name: str, values: Sequence[Hashable]) -> np.n
     places = {value: place for place, value in enumerate(values)}
     if len(places) < len(values) or not places:
         raise ValueError(
-            f"vocabulary must have different values of column {name!r}, got some "
-            "repeatedly, or none."
+            f"vocabulary must have distinct values of column {name!r}, got duplicates "
+            "or none."
         )
     codes = np.array([places.get(value, -1) for value in column.tolist()], np.int64)
     unknown = np.flatnonzero(codes < 0)

@@ -112,9 +112,9 @@ StatelessRandomUniformV2 StatelessSampleDistortedBoundingBox StatelessShuffle
 StatelessTruncatedNormalV2
 """
 
-# Operations that TensorFlow vectorizes over clients so that each reads and writes only
-# its own rows, whatever its data; or else TensorFlow loops over clients. Segment sums
-# are not listed, because an index out of range would reach another client's rows.
+# Operations in which each client reads and writes only its own rows, whatever the data,
+# because TensorFlow vectorizes them safely or loops over clients. Segment sums are not
+# listed, because an index out of range would reach another client's rows.
 _ARRAYS_BY_CLIENT = """
 All Any ArgMax ArgMin Bitcast BroadcastArgs BroadcastGradientArgs BroadcastTo
 ConcatOffset ConcatV2 Const DynamicStitch EnsureShape ExpandDims Fill GatherNd GatherV2
@@ -222,7 +222,7 @@ def check(
                 "In TFF, draw random numbers without a seed (a layer's, or "
                 "tf.random.set_seed): with one, all clients draw from one stream. "
                 if is_seeded
-                else "Draw random numbers by Keras's layers, or by a "
+                else "Draw random numbers with Keras's layers, or with a "
                 "keras.random.SeedGenerator that a layer holds and gives as seed=. "
             )
             + "Keep state in the model's weights."

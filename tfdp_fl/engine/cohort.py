@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -135,10 +135,10 @@ class Trained(NamedTuple):
     Attributes:
       total: Their sum.
       kept: What is kept of each.
-      bits: Side by side, sums over clients, modulo 2^32, of the bits of what their
-        records are made of, for `CohortEngine.fits`: both results of `norm_bound`,
-        int32 [2, 2], and each dense layer's gradients, int32 [S B, out]. All are empty
-        unless `Broadcast.returns_bits`.
+      bits: Side by side, sums over clients, modulo 2^32, of the bits from which their
+        records are made, for `CohortEngine.fits`: both results of `norm_bound`, int32
+        [2, 2], and each dense layer's gradients, int32 [S B, out]. All are empty unless
+        `Broadcast.returns_bits`.
     """
 
     total: CohortSum
@@ -291,15 +291,6 @@ class PendingRound:
         """Adds a contribution that was not trained here (a canary's)."""
         first = self.sums[0]
         self.sums[0] = first._replace(contribution=records.add(first.contribution, one))
-
-
-class Receipt(Protocol):
-    """Proof that a release is paid for (`accounting.Charge`), and what was paid."""
-
-    cost: Any
-
-    def use(self) -> None:
-        """Raises an error unless it is paid for and has not been used before."""
 
 
 class Executor(Protocol):

@@ -150,7 +150,7 @@ def _is_plain_dense(layer: tf.keras.layers.Layer) -> bool:
 # The possible numbers of local steps of a program; clients with fewer steps idle. They
 # are few because tracing and optimising each program takes a second, and small because
 # each step adds to the graph and to the examples that are held.
-RUNGS = (1, 2, 6, 12)
+PROGRAM_STEPS = (1, 2, 6, 12)
 
 # Multiply-adds of a forward pass over a cohort that take about a millisecond.
 _SMALL = 5e7
@@ -216,8 +216,8 @@ def kernels_of(model: tf.keras.Model) -> Kernels:
     return tuple(tuple(v.shape) for v in model.trainable_weights if len(v.shape) == 2)
 
 
-def worthwhile_rungs(kernels: Kernels, batch: int) -> list[int]:
-    """Returns the rungs at which training side by side pays.
+def worthwhile_steps(kernels: Kernels, batch: int) -> list[int]:
+    """Returns the numbers of steps for which training side by side pays.
 
     With n examples per client, the corrections and Gram matrices of a kernel of
     P = a b elements cost about 3 n^2 (a + b) multiply-adds. They save a kernel per
@@ -231,23 +231,25 @@ def worthwhile_rungs(kernels: Kernels, batch: int) -> list[int]:
         return []
     largest = max(kernels, key=math.prod)
     most = 2 * math.prod(largest)
-    return [rung for rung in RUNGS if 3 * rung * batch * sum(largest) <= most]
+    return [
+        steps for steps in PROGRAM_STEPS if 3 * steps * batch * sum(largest) <= most
+    ]
 
 
-def rungs_of(kernels: Kernels, steps: np.ndarray, batch: int) -> np.ndarray:
+def program_steps(kernels: Kernels, steps: np.ndarray, batch: int) -> np.ndarray:
     """Returns the number of steps of each client's side-by-side program, int [K].
 
-    It is the lowest rung that holds the client's own steps. It is 0 (train one by one)
-    if there is no such rung, the client has no examples, or it would not pay.
+    It is the smallest that holds the client's own steps. It is 0 (train one by one) if
+    there is none, the client has no examples, or it would not pay.
 
     Args:
       kernels: The kernels of a supported model.
       steps: Int [K], the clients' numbers of local steps.
       batch: B, the examples in a step.
     """
-    worthwhile = worthwhile_rungs(kernels, batch)
-    rungs = np.array([*worthwhile, 0], np.int64)
-    found = rungs[np.searchsorted(np.array(worthwhile, np.int64), steps)]
+    worthwhile = worthwhile_steps(kernels, batch)
+    step_counts = np.array([*worthwhile, 0], np.int64)
+    found = step_counts[np.searchsorted(np.array(worthwhile, np.int64), steps)]
     return np.where(steps > 0, found, 0)
 
 
@@ -261,23 +263,23 @@ def rounding_share(kernels: Kernels) -> float:
 
 
 @functools.cache
-def widths(kernels: Kernels, rung: int, batch: int) -> list[int]:
+def widths(kernels: Kernels, steps: int, batch: int) -> list[int]:
     """Returns the numbers of clients that one call may train, ascending; may be empty.
 
-    They have five significant binary digits, because each must be checked once. So at
-    most a sixteenth of a call is padding. They are limited by memory: a copy of the
-    model, or 48 MB if the model is much smaller than that; the smallest may take twice
-    as much. The smallest widths are left
-    out, as TensorFlow computes products of few rows, and single products, differently.
+    Each must be checked once, so they have only five significant binary digits, and at
+    most a sixteenth of a call is padding. Memory limits them to a copy of the model, or
+    to 48 MB for a much smaller model; the smallest may take twice as much. The smallest
+    widths are left out, as TensorFlow computes products of few rows, and single
+    products, differently.
 
     Args:
       kernels: The kernels of a supported model.
-      rung: One of `RUNGS`.
+      steps: One of `PROGRAM_STEPS`.
       batch: B, the examples in a step.
     """
     model_bytes = 4 * sum(map(math.prod, kernels))
     budget = model_bytes if model_bytes > _FACTOR_BYTES / 4 else _FACTOR_BYTES
-    factors = 4 * sum(map(sum, kernels)) * rung * batch
+    factors = 4 * sum(map(sum, kernels)) * steps * batch
     sizes = map(math.prod, kernels)
     products = 4 * max((size for size in sizes if size <= AT_ONCE), default=0)
     one = max(_FACTOR_COPIES * factors, factors + products)
@@ -342,9 +344,9 @@ def norm_bound(
     underflow term, so doubling the first-order terms covers these. The second-order
     terms are less than a tenth of that, as (a + b) u is below `_LARGEST_ERROR`.
 
-    All this assumes that nothing overflows. An element of a Gram matrix that did is not
-    finite, even if its row's length is, and neither is the sum of the terms in float64,
-    where finite terms cannot overflow; the bound is infinite then.
+    All this assumes that nothing overflows. An element of a Gram matrix that overflows
+    is not finite, even if its row's length is; neither is the float64 sum of the terms,
+    where finite terms cannot overflow. So the bound is infinite.
 
     q also bounds the rounding error of the products themselves: computed over N rows,
     they are off by at most gamma_N q in Frobenius norm.

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import keras_versions
+from tfdp_fl import accounting, keras_versions
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 from tfdp_fl.engine import (
     allowed_operations,
@@ -242,10 +242,10 @@ class CohortEngine:
     ) -> bool:
         """Returns whether this width gives the same bits as the smallest width.
 
-        A made-up client of made-up weights is trained in every place of a call of the
-        smallest width, and of one of that width. All that is computed must be the
-        same, to the last bit: the gradients of each row and the norms, of which few
-        bits reach a record, and what is added up.
+        One call of the smallest width and one of this width train the same made-up
+        client, with made-up weights, in every place. All results must agree to the last
+        bit: the gradients of each row, the norms (of which few bits reach a record),
+        and the sum.
 
         Args:
           strategy: The program's.
@@ -266,7 +266,7 @@ class CohortEngine:
             narrow = wide = self._references[of_kind]
             if width != smallest:
                 wide = self._fingerprints(strategy, batch, width, run)
-            # All zeros, which synthetic numbers that overflow yield, prove nothing.
+            # All zeros prove nothing; synthetic numbers that overflow yield them.
             self._fits[key] = bool(narrow and wide and narrow[0].proves) and all(
                 narrow[0].is_of_same_client(one) for one in wide
             )
@@ -293,7 +293,7 @@ class CohortEngine:
     ) -> list[tuple[list[np.ndarray], list[np.ndarray]]]:
         """Returns the sum of `width` copies of one client, and its bits.
 
-        Once from each machine: the sum's tensors, and `Trained.bits`.
+        Each machine returns the sum's tensors, and `Trained.bits`.
         """
         rng = np.random.default_rng(0)
         rows = strategy.num_steps * batch
@@ -472,7 +472,7 @@ class CohortEngine:
                 self._give_up_batches(
                     f"TensorFlow cannot vectorize them ({type(error).__name__})"
                 )
-                self._trace(pending)  # What takes its place.
+                self._trace(pending)  # Its replacement.
 
     def _lay_out(
         self, pending: cohort.PendingRound, chunk: layout.Chunk
@@ -596,14 +596,13 @@ class CohortEngine:
     # Second half: release.
 
     def release(
-        self, pending: cohort.PendingRound, paid: cohort.Receipt
+        self, pending: cohort.PendingRound, paid: accounting.Charge
     ) -> tuple[contribution.RoundState, dict[str, float]]:
         """Adds the noise, divides, and updates the model.
 
         Args:
           pending: What `collect` returned.
-          paid: The receipt from `PrivacyAccount.charge`. Nothing is released without
-            it.
+          paid: The receipt. Nothing is released without it.
 
         Returns:
           The query's state for the next round, and the round's values for `History`

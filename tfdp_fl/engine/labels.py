@@ -82,8 +82,8 @@ def ranges(
         if labels[leaf].dtype == tf.string:
             raise nests.ExamplesValueError(
                 f"labels must be numbers for the loss {loss.name!r}, got "
-                "strings; a tf.keras.layers.StringLookup of the classes makes "
-                "integers of them."
+                "strings; a tf.keras.layers.StringLookup of the classes converts "
+                "them."
             )
         shape, expected = labels[leaf].shape[1:], output.shape[1:]
         allowed: tuple[Sequence[int], ...] = (expected,)
@@ -120,10 +120,10 @@ def describe_problem(leaves: Sequence[tf.Tensor], allowed: list[LabelRange]) -> 
         if not in_range.all():
             other = f" (or {ignored})"
             if ignored is None:
-                other = " (or what the loss is told to leave out, by ignore_class=-1)"
+                other = " (or what the loss is told to ignore, by ignore_class=-1)"
             return (
                 f"labels must be integers from 0 to {num_classes - 1}{other}, "
-                "to fit the model's output, got one outside of that"
+                "to fit the model's output, got another value"
             )
     return ""
 
@@ -142,10 +142,10 @@ def check_clients(dataset: FederatedDataset, allowed: list[LabelRange]) -> None:
         )
         if missing:  # Only a warning, as a Keras loss may leave them out.
             warnings.warn(
-                f"Labels have {missing} NaN. Unless your loss leaves them out, the "
-                "loss of such a client is NaN, and its update counts as zero. Leave "
-                "those rows out; or mark them by a number that the loss leaves out, "
-                "as SparseCategoricalCrossentropy(ignore_class=-1) does with -1.",
+                f"NaN labels: {missing}. Unless your loss ignores them, the loss of "
+                "such a client is NaN, and its update counts as zero. Drop those rows, "
+                "or mark them with a number that the loss ignores, as "
+                "SparseCategoricalCrossentropy(ignore_class=-1) does with -1.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -225,7 +225,7 @@ class IndexCheck:
                     row, column = np.argwhere(~in_range)[0]
                     return start + int(row), (
                         f"features must be indexes from 0 to {layer.input_dim - 1} for "
-                        f"the embedding {layer.name!r}, got one outside of that in "
+                        f"the embedding {layer.name!r}, got another value in "
                         f"column {column}: make input_dim larger, or give unknown "
                         "values an index of their own"
                     )

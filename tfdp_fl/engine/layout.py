@@ -107,8 +107,8 @@ def client_table(
         starts, passes = np.repeat([first, lengths], local_epochs, axis=1)
         places = _ranges(starts, passes)
         if keys is not None:
-            # Each client by itself: one sort of all would round the draws, and order
-            # equal ones, by who else is there.
+            # Each client separately: sorting all at once would make rounding and ties
+            # depend on the other clients.
             orders = [
                 np.random.Generator(key).random((local_epochs, length)).argsort(axis=1)
                 for key, length in zip(keys, lengths.tolist(), strict=True)
@@ -164,7 +164,7 @@ class Strategy(NamedTuple):
 
     Attributes:
       kind: `ONE_BY_ONE`, `SIDE_BY_SIDE` or `BATCHED`.
-      num_steps: Side by side only: the number of steps, one of `dense_models.RUNGS`.
+      num_steps: Side by side only: one of `dense_models.PROGRAM_STEPS`.
       fine: Side by side only: whether records are rounded to the finer grid of
         float64 sums instead of that of int32 sums.
       xla: Whether XLA compiles it; each call then trains one client with full batches.
@@ -290,7 +290,7 @@ class Layout:
             yield self._chunk(pending.inputs, held)
 
     def _chunk(self, inputs: cohort.RoundInputs, clients: list[_Client]) -> Chunk:
-        """Returns a chunk of the clients, of whom there may be none."""
+        """Returns a chunk of the clients, perhaps of none."""
         lengths = np.array([len(arrays[-1]) for _, arrays in clients], np.int64)
         total = int(lengths.sum())
         # At least one row: see `stored_examples`.
@@ -325,16 +325,19 @@ class Layout:
         """
         if self.at_once is not None:
             return [self.batches(clients)]
-        rungs = self.rungs(clients, fine)
+        step_counts = self.step_counts(clients, fine)
         is_large = dense_models.is_large(self.kernels or ())
         work = [
             (part.strategy.num_steps * len(part.table.members) / 2, part)
-            for rung in np.unique(rungs[rungs > 0]).tolist()
+            for num_steps in np.unique(step_counts[step_counts > 0]).tolist()
             for part in self._side_by_side(
-                select(clients, np.flatnonzero(rungs == rung)), rung, num_groups, fine
+                select(clients, np.flatnonzero(step_counts == num_steps)),
+                num_steps,
+                num_groups,
+                fine,
             )
         ]
-        alone = select(clients, np.flatnonzero(rungs == 0))
+        alone = select(clients, np.flatnonzero(step_counts == 0))
         groups: list[list[Part]] = [[] for _ in range(num_groups)]
         loads = [0.0] * num_groups
         for cost, part in sorted(work, key=lambda item: -item[0]):
@@ -362,13 +365,13 @@ class Layout:
             found.append(Strategy(ONE_BY_ONE, xla=True))
         if self.kernels is not None:
             found += [
-                Strategy(SIDE_BY_SIDE, rung, fine)
-                for rung in dense_models.worthwhile_rungs(self.kernels, batch)
-                if dense_models.widths(self.kernels, rung, batch)
+                Strategy(SIDE_BY_SIDE, num_steps, fine)
+                for num_steps in dense_models.worthwhile_steps(self.kernels, batch)
+                if dense_models.widths(self.kernels, num_steps, batch)
             ]
         return found
 
-    def rungs(self, clients: ClientTable, fine: bool = True) -> np.ndarray:
+    def step_counts(self, clients: ClientTable, fine: bool = True) -> np.ndarray:
         """Returns the number of steps of each client's side-by-side program, int [K].
 
         0 means that a client trains one by one. Each number depends only on that
@@ -377,26 +380,26 @@ class Layout:
         if self.kernels is None:
             return np.zeros(len(clients.members), np.int64)
         batch = len(clients.batch)
-        rungs = dense_models.rungs_of(self.kernels, clients.steps, batch)
-        for rung in np.unique(rungs[rungs > 0]).tolist():
-            smallest = dense_models.widths(self.kernels, rung, batch)[:1]
-            strategy = Strategy(SIDE_BY_SIDE, rung, fine)
+        step_counts = dense_models.program_steps(self.kernels, clients.steps, batch)
+        for num_steps in np.unique(step_counts[step_counts > 0]).tolist():
+            smallest = dense_models.widths(self.kernels, num_steps, batch)[:1]
+            strategy = Strategy(SIDE_BY_SIDE, num_steps, fine)
             if not (smallest and self.fits(strategy, batch, *smallest)):
-                rungs[rungs == rung] = 0
-        return rungs
+                step_counts[step_counts == num_steps] = 0
+        return step_counts
 
     def _side_by_side(
-        self, clients: ClientTable, rung: int, num_groups: int, fine: bool
+        self, clients: ClientTable, num_steps: int, num_groups: int, fine: bool
     ) -> list[Part]:
-        """Splits clients of one rung into parts that train side by side."""
-        strategy = Strategy(SIDE_BY_SIDE, rung, fine)
+        """Splits clients with equal programs into parts that train side by side."""
+        strategy = Strategy(SIDE_BY_SIDE, num_steps, fine)
         batch, count = len(clients.batch), int(clients.num_clients)
         wanted = num_groups
         kernels = self.kernels or ()
-        examples = count * rung * batch
+        examples = count * num_steps * batch
         if dense_models.is_large(kernels) or dense_models.is_small(kernels, examples):
             wanted = 1
-        possible = dense_models.widths(kernels, rung, batch)
+        possible = dense_models.widths(kernels, num_steps, batch)
         tables = max(1, min(wanted, count // possible[0]), -(-count // possible[-1]))
         while True:
             places = np.array_split(np.arange(count), tables)
@@ -547,9 +550,9 @@ def _table(
 def gather(chunk: Chunk, table: ClientTable) -> Chunk:
     """Returns a chunk of one client's own rows, padded to a power of eight of batches.
 
-    XLA compiles a program for each shape of its arguments. Here a shape depends only
-    on the client's own number of steps, and there are four up to 512 steps. Padding is
-    gathered, but no step is taken on it.
+    XLA compiles a program for each shape of its arguments. Here a shape depends only on
+    the client's own number of steps, with four shapes for up to 512 steps. Padding is
+    gathered, but never trained on.
     """
     size = len(table.batch)
     missing = size * _power_of_eight(-(-len(table.rows) // size)) - len(table.rows)

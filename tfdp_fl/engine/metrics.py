@@ -53,7 +53,7 @@ class Metrics:
     """Compiled metrics, and the metrics of the model and its layers.
 
     Attributes:
-      own: The latter, which a forward pass updates.
+      own: The model's metrics, updated by forward passes.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Metrics:
         """Makes the metrics' variables.
 
         Args:
-          compiled: What Keras's `compile` makes of `metrics`.
+          compiled: What Keras's `compile` makes from `metrics`.
           own: The model's and its layers' metrics.
           y: Nest of labels of a batch.
           predicted: The model's outputs for it.
@@ -174,7 +174,7 @@ class Metrics:
     def _values_after(
         self, values: list[tf.Tensor], *batch: nests.Nest
     ) -> list[tf.Tensor]:
-        """Returns the compiled metrics' variables' values after a batch."""
+        """Returns the compiled metrics' variables after a batch."""
         if not self._compiled.metrics:
             return []
         updated = self._compiled.stateless_update_state(values, *batch)

@@ -63,7 +63,7 @@ class Program:
         flags = os.environ.get("XLA_FLAGS", "")
         if re.search(r"xla_cpu_enable_fast_math(?!=(false|0)\b)", flags):
             raise ValueError(
-                "XLA_FLAGS must not set xla_cpu_enable_fast_math, by which a NaN can "
+                "XLA_FLAGS must not set xla_cpu_enable_fast_math, with which a NaN can "
                 f"pass for a number and reach the sum, got {flags!r}."
             )
         layers = [] if model is None else keras_versions.layers_of(model)
@@ -187,7 +187,7 @@ def _check_variables(
             continue
         if "seed_generator" in name:
             raise ValueError(
-                "model must draw its random numbers by a "
+                "model must draw its random numbers with a "
                 "keras.random.SeedGenerator that a layer holds and gives "
                 "as seed=, so that they follow from the seed of the round; "
                 "it draws from Keras's global one, which all clients would "
@@ -213,8 +213,8 @@ def _split_sums(definition: tf.compat.v1.GraphDef) -> None:
 
     TensorFlow's memory optimizer computes a large `AddN` of more terms in a temporary
     variable, which threads look up by the operation's name. Threads that run the same
-    function at the same time would meet in it. TensorFlow's arithmetic optimizer joins
-    any additions in a row to such an `AddN`.
+    function at the same time would collide there. TensorFlow's arithmetic optimizer
+    merges consecutive additions into such an `AddN`.
     """
     functions = definition.library.function
     for nodes in (definition.node, *(function.node_def for function in functions)):

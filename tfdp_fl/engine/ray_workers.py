@@ -472,10 +472,10 @@ class RayWorkers:
         for facts in others:
             if facts != first:
                 raise WorkerError(
-                    "The workers of Ray must run on machines of one kind, in one "
-                    "environment, so that a client's update is the same on each: they "
-                    f"differ in {_differing(first, facts)}. Ask by resources={{...}} "
-                    "for what only such machines have."
+                    "Ray's workers must run on identical machines, in one environment, "
+                    "so that a client's update is the same on each: they differ in "
+                    f"{_differing(first, facts)}. Use resources={{...}} to select such "
+                    "machines."
                 )
         self._expected_facts = first
         return ShardedCohorts(cohort_engine, clients, self, first["float32_products"])
@@ -538,6 +538,6 @@ class RayWorkers:
                     message = f"Worker {index} of Ray is lost: {error}"
                     if lost > self._max_repeats:
                         raise WorkerLost(message) from error
-                    logging.warning("Its shard is done again: %s", message)
+                    logging.warning("Training its shard again: %s", message)
                     reference = ask(index)
         return results

@@ -203,7 +203,7 @@ class Release:
             warnings.warn(
                 "The statistics that clients upload, such as the moving variance of a "
                 "BatchNormalization, fill the clip, so that the weights hardly learn. "
-                "Scale the features to a variance near 1, or give "
+                "Scale the features to a variance near 1, or pass "
                 "non_trainable_state='keep' to the model.",
                 RuntimeWarning,
                 stacklevel=2,
@@ -216,9 +216,12 @@ class Release:
             mean, new_state = algorithm.release(
                 self.query, contribution, state, charged
             )
-        if self.query.mechanism.releases_weights:  # If there are any.
+        mechanism = self.query.mechanism
+        if mechanism.releases_weights:
+            # Whether anybody answered has no noise. A central guarantee covers it.
+            is_central = mechanism.trust_model == TrustModel.CENTRAL
             tf.cond(
-                contribution.weight > 0,
+                tf.constant(True) if is_central else contribution.weight > 0,
                 lambda: self.server.replace(mean),
                 lambda: True,
             )

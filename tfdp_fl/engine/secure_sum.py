@@ -58,8 +58,8 @@ def sum_securely(
     """
     query, size = cohort_engine.query, cohort_engine.update_spec.size
     site, state = query.mechanism.noise_site, pending.state
-    _check_grid(protocol, query, state)
     total = np.zeros(size + query.num_scalars)
+    _check_grid(protocol, query, state, len(total))
     collected = {
         position: (result, row)
         for positions, result in pending.collected
@@ -148,7 +148,7 @@ def check_cohort_sizes(
 
     Suppose that k clients are too few for a sum, while k + 1 are enough. Then one more
     client moves the sum by k + 1 clips. So a cohort of random size may lack a sum only
-    with a probability negligible against any delta, with one client more or less, too.
+    with a probability negligible against any delta, even with one client more or less.
 
     Args:
       protocol: The protocol.
@@ -173,10 +173,10 @@ def check_cohort_sizes(
         raise ValueError(
             "secure_aggregation needs cohorts that always make groups of "
             f"{protocol.min_participants} (min_participants) to "
-            f"{protocol.max_participants} (max_participants), because one client more "
-            "would else move a sum by all others of its group; with "
+            f"{protocol.max_participants} (max_participants), because otherwise one "
+            "more client would move a sum by its whole group; with "
             f"clients_per_round={clients_per_round:g} of {num_clients} and {sampling} "
-            f"sampling the probability that one does not is {risk:.1g}: take "
+            f"sampling, the probability of other cohorts is {risk:.1g}: use "
             "sampling='fixed_size', more clients a round, or other limits."
         )
 
@@ -185,23 +185,41 @@ def _check_grid(
     protocol: secure_aggregation.AdditiveSecretSharing,
     query: mechanisms.CohortQuery,
     state: mechanisms.RoundState,
+    num_values: int,
 ) -> None:
-    """Raises ValueError if rounding would lose a bit or change the noise."""
+    """Raises ValueError if rounding would lose a bit or change the noise.
+
+    Also if an honest client's noise might be too large to be sent. Otherwise, whether
+    a round is abandoned would depend on the clients' data.
+    """
+    shares = {}
+    if query.mechanism.noise_site == NoiseSite.CLIENT:
+        shares = {name: float(s) for name, s in query.noise_shares(state).items()}
+    bounds = {"update": query.l2_norm_bound(state), **query.mechanism.side_bounds}
+    draws = float(state.clients_per_round) * num_values
+    tail = stats.norm.isf(_MAX_FAILURE_PROBABILITY / (2 * draws))
+    for name, share in shares.items():
+        largest = float(bounds[name]) + tail * share
+        if largest > protocol.max_share_value:
+            raise ValueError(
+                f"secure_aggregation must have a max_share_value of at least "
+                f"{largest:.3g}, the largest {name} that an honest client may send "
+                f"with its noise, got {protocol.max_share_value:g}."
+            )
     if protocol.mode != "ring":
         return
     requirements = [("the bits and the weight of a client", 0.5)]
-    if query.mechanism.noise_site == NoiseSite.CLIENT:
-        requirements += [
-            (f"a client's noise on its {name}", float(share) / _STEPS_OF_NOISE)
-            for name, share in query.noise_shares(state).items()
-            if float(share) > 0
-        ]
+    requirements += [
+        (f"a client's noise on its {name}", share / _STEPS_OF_NOISE)
+        for name, share in shares.items()
+        if share > 0
+    ]
     for what, resolution in requirements:
         if protocol.resolution > resolution:
             raise ValueError(
                 "secure_aggregation must have a resolution of at most "
                 f"{resolution:.3g}, because of {what}, got "
-                f"{protocol.resolution:.3g}: take bits=64, or a smaller "
+                f"{protocol.resolution:.3g}: use bits=64, or a smaller "
                 f"max_share_value than {protocol.max_share_value:g}."
             )
 

@@ -191,8 +191,8 @@ class Trainer:
         dtypes = {layer.compute_dtype for layer in keras_versions.layers_of(model)}
         if "float16" in dtypes:
             warnings.warn(
-                "float16 trains here without a scale of the loss, so that small "
-                "gradients become zero: take mixed_bfloat16, which needs no scale.",
+                "float16 trains here without loss scaling, so small gradients become "
+                "zero: use mixed_bfloat16, which needs none.",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -43,7 +43,7 @@ def use_one_thread_per_operation() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A run in which everything is made and checked, and nothing has happened.
+    """A run that is made and checked, but has not started.
 
     Attributes:
       settings: The settings, every open choice filled in.

@@ -70,7 +70,7 @@ class PrivateRounds:
     # clients were asked.
     _open_round: tuple[int | None, sums.ConfiguredRound | None] = (None, None)
     _paid: accounting.Charge | None = None  # For the open round, if it was paid first.
-    # By how much SecAgg+ rounds a coordinate of one client's update; None without it.
+    # How far SecAgg+ may round a coordinate of one update; None without it.
     _secagg_step: float | None = None
 
     def __init__(
@@ -646,7 +646,7 @@ class _Server:
     rounds: PrivateRounds
     clients: Sequence[Hashable] = ()
 
-    def pays_first(self, configured: sums.ConfiguredRound) -> bool:
+    def charges_first(self, configured: sums.ConfiguredRound) -> bool:
         """See `algorithm.Server`: not if only an abandoned round costs so much."""
         return configured.plan.charge.charge_if_abandoned
 

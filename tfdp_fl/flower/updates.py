@@ -174,7 +174,7 @@ def apply_with_noise(
       clip_norm: The clip norm, S.
 
     Raises:
-      ValueError: if even float64 has too few gaps.
+      ValueError: even float64 is too coarse.
     """
     arrays = []
     for old, change in zip(received, update, strict=True):

@@ -165,8 +165,8 @@ def check_features(
         got = nests.describe_spec(spec)
         if expected == f", {got}":  # The features fit, so the model itself is at fault.
             raise nests.ExamplesValueError(
-                f"model must be one that can be called on {argument}, of {got} for "
-                f"each example{whose}, got a {type(error).__name__} on zeros: "
+                f"model must be callable on {argument}, of {got} for each example"
+                f"{whose}, got a {type(error).__name__} on zeros: "
                 f"{' '.join(str(error).split())}"
             ) from error
         raise nests.ExamplesValueError(

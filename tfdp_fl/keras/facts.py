@@ -41,6 +41,7 @@ def statement_facts(
         mechanism_parameters=_parameters(setup, run.rounds),
         privacy_unit=mechanism.privacy_unit,
         sampling=setup.sampling,
+        other_samplings=[s for s in account.central.samplings if s != setup.sampling],
         num_clients=account.per_client.num_clients,
         populations=[
             size for size, _ in dict.fromkeys(run.populations or [run.population])

@@ -58,10 +58,10 @@ _OF_KERAS = (
     "input_spec inputs jit_compile layers load_weights loss losses metrics "
     "metrics_names metrics_variables name non_trainable_variables "
     "non_trainable_weights operations optimizer output output_names output_shape "
-    "outputs path predict_on_batch quantization_mode reset_metrics run_eagerly "
-    "save_weights set_weights steps_per_execution stop_training submodules summary "
-    "supports_jit supports_masking test_on_batch to_json trainable_variables "
-    "trainable_weights variable_dtype variables weights"
+    "outputs path quantization_mode reset_metrics run_eagerly save_weights set_weights "
+    "steps_per_execution stop_training submodules summary supports_jit "
+    "supports_masking to_json trainable_variables trainable_weights variable_dtype "
+    "variables weights"
 )
 FORWARDED_ATTRIBUTES = frozenset(_OF_KERAS.split())
 
@@ -301,7 +301,8 @@ class DPFederatedModel(federated_training.FederatedTraining):
         """Evaluates like Keras's `evaluate`; accepts tables as `fit` does."""
         self.require_compiled("evaluate")
         x, y = adapters.to_keras_inputs(x, "x"), adapters.to_keras_inputs(y, "y")
-        return self.model.evaluate(x, y, *args, **kwargs)
+        with keras_versions.weights_kept(self.model):
+            return self.model.evaluate(x, y, *args, **kwargs)
 
     def evaluate_clients(
         self,
@@ -351,11 +352,29 @@ class DPFederatedModel(federated_training.FederatedTraining):
 
     def predict(self, x: nests.Nest, *args: object, **kwargs: object) -> np.ndarray:
         """Predicts like Keras's `predict`; accepts tables as `fit` does."""
-        return self.model.predict(adapters.to_keras_inputs(x, "x"), *args, **kwargs)
+        x = adapters.to_keras_inputs(x, "x")
+        with keras_versions.weights_kept(self.model):
+            return self.model.predict(x, *args, **kwargs)
+
+    def predict_on_batch(self, *args: object, **kwargs: object) -> np.ndarray:
+        """Predicts like Keras's `predict_on_batch`."""
+        with keras_versions.weights_kept(self.model):
+            return self.model.predict_on_batch(*args, **kwargs)
+
+    def test_on_batch(self, *args: object, **kwargs: object) -> Any:
+        """Evaluates like Keras's `test_on_batch`."""
+        with keras_versions.weights_kept(self.model):
+            return self.model.test_on_batch(*args, **kwargs)
 
     def __call__(self, *args: object, **kwargs: object) -> nests.Nest:
-        """Calls the model."""
-        return self.model(*args, **kwargs)
+        """Calls the model, which keeps its weights even with `training=True`.
+
+        Otherwise, moving statistics would hold the data that it was called on.
+        """
+        with keras_versions.weights_kept(
+            self.model, kwargs.get("training") is not None
+        ):
+            return self.model(*args, **kwargs)
 
     def save(self, path: str | os.PathLike[str], **kwargs: object) -> None:
         """Saves the trained Keras model, which can be loaded without this package."""

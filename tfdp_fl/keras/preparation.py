@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
+import tensorflow as tf
 
 from tfdp_fl import engine, sampling, schedules
 from tfdp_fl.accounting import account as account_lib
@@ -78,6 +79,11 @@ def prepare(
         # Correlated noise continues only with the same clients in the same groups, and
         # only if its memory covers every release.
         state = query.new_segment(state)
+    elif cohort_engine is not fed.engine:
+        # Nor with other variables, as when a layer was frozen.
+        new = query.new_segment(state)
+        if _shapes(new.memory) != _shapes(state.memory):
+            state = new
     fit_state: Json = {
         "plan": plan,
         "sampler": sampler,
@@ -100,6 +106,10 @@ def prepare(
         if run.windows is None or run.windows.shape != shape:
             run.windows = np.full(shape, np.nan, np.float32)
     return run, cohort_engine
+
+
+def _shapes(memory: nests.Nest) -> list[tuple[int, ...]]:
+    return [tuple(leaf.shape) for leaf in tf.nest.flatten(memory)]
 
 
 def _check_population(fed: FederatedTraining, clients: FederatedDataset) -> Population:

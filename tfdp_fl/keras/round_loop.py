@@ -207,7 +207,7 @@ class RoundLoop:
         )
         return cohort
 
-    def pays_first(self, cohort: sampling.Cohort) -> bool:
+    def charges_first(self, cohort: sampling.Cohort) -> bool:
         """See `algorithm.FrontEnd`."""
         is_charged = cohort.participation.charge_if_abandoned
         return is_charged or self.run.spending.by_client
@@ -309,7 +309,7 @@ class RoundLoop:
         """See `algorithm.FrontEnd`: updates the model with the paid release."""
         run = self.run
         self._round_stack.enter_context(_signals.defer_signals())
-        if self.pays_first(cohort) and paid.cost != self._cost(pending):
+        if self.charges_first(cohort) and paid.cost != self._cost(pending):
             # Without the noise of those who failed, the model tells more.
             paid = self.charge(cohort, pending)
             run.caveats.add("local_rounds_counted_twice")

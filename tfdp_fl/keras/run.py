@@ -319,9 +319,10 @@ class Run:
             )
         ahead = range(self.rounds, self.rounds + rounds)
         head, num_passes, tail = self.sampler.split(ahead)
-        cohorts = [*map(self.sampler.plan_cohort, (*head, *tail))]
-        return elsewhere + clients.max_mu_squared_after_cohorts(
-            cohorts, mu_squared, max_participations, num_passes
+        cohorts = map(self.sampler.plan_cohort, (*head, *tail))
+        positions = np.concatenate([np.zeros(0, np.int64), *cohorts])
+        return elsewhere + clients.max_mu_squared_after(
+            positions, mu_squared, max_participations, num_passes
         )
 
     def charges_ahead(self) -> Callable[[int, int], Charges]:

@@ -142,8 +142,8 @@ class TrainingSetup:
             )
         if generator == noise.EXACT and self.secure_aggregation is not None:
             raise ValueError(
-                "secure_aggregation must be None with noise_generator='exact', whose "
-                f"grid is its own, got {self.secure_aggregation!r}."
+                "secure_aggregation must be None with noise_generator='exact', which "
+                f"has its own grid, got {self.secure_aggregation!r}."
             )
 
     def _check_protocol(self) -> None:

@@ -49,7 +49,7 @@ class Generator(abc.ABC):
     """The noise of a run of T rounds, by a Toeplitz matrix C.
 
     Attributes:
-      pattern: What it counts on.
+      pattern: The assumed participations.
       coefficients: c_0, c_1, ..., float64, at most T; the rest is zero.
       copies: How many copies of the model its buffers hold.
       numbers: The recursion's constants, to the last bit. Optimisers of other versions

@@ -11,7 +11,6 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
-import dp_accounting
 import numpy as np
 
 from tfdp_fl import _validate, schedules
@@ -38,9 +37,9 @@ def check_count_noise(noise_multiplier: Any, count_noise_stddev: Any) -> None:
     limit = 2 * count_noise_stddev * _MAX_RATIO
     if noise_multiplier > 0 and not noise_multiplier <= limit:
         raise ValueError(
-            "noise_multiplier must be less than 2 * count_noise_stddev (by a "
-            "ten-thousandth of it at least), or the count alone would cost "
-            "all that the round may, got "
+            "noise_multiplier must be less than 2 * count_noise_stddev (by at "
+            "least a ten-thousandth), or the count alone would cost as much as "
+            "the round may, got "
             f"noise_multiplier={noise_multiplier!r} and count_noise_stddev="
             f"{count_noise_stddev!r} (which is clients_per_round / 20 unless given)."
         )
@@ -169,11 +168,16 @@ class AdaptiveClipping(mechanism.Mechanism):
         """Implements `Mechanism.noise_stddevs`: z_Delta S, and sigma_b.
 
         z_Delta = (z^-2 - (2 sigma_b)^-2)^(-1/2), written so that it is 0 at z = 0. By
-        default, the count has no noise if the updates have none. If z >= 2 sigma_b > 0,
-        which `check` and `round_event` refuse, z_Delta is undefined.
+        default, the count has no noise if the updates have none.
+
+        Raises:
+          ValueError: Of numbers, z >= 2 sigma_b > 0: the count alone would cost more
+            than the whole round may.
         """
         z = round.noise_multiplier
         count = self.count_noise_stddev_of(round.clients_per_round)
+        if isinstance(z, numbers.Real) and isinstance(count, numbers.Real):
+            check_count_noise(z, count)
         sigma_b = _choose(z > 0, count, 1.0)
         z_delta = z * (1.0 - (z / (2.0 * sigma_b)) ** 2) ** -0.5
         if self.count_noise_stddev is None:
@@ -206,17 +210,6 @@ class AdaptiveClipping(mechanism.Mechanism):
         low, high = declaration.SMALLEST_CLIP_NORM, declaration.LARGEST_CLIP_NORM
         clip_norm = _choose(clip_norm > low, clip_norm, low)
         return _choose(clip_norm < high, clip_norm, high)
-
-    def round_event(
-        self, round_index: int, deployment: PrivacyContext
-    ) -> dp_accounting.DpEvent:
-        """Implements `Mechanism.round_event`: updates and count as one.
-
-        Raises:
-          ValueError: The count alone would cost more than the whole round may.
-        """
-        self._check_round(round_index, deployment)
-        return super().round_event(round_index, deployment)
 
     def describe(self) -> str:
         """Implements `Mechanism.describe`."""

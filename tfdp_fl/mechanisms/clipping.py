@@ -13,12 +13,14 @@ from collections.abc import Sequence
 
 from tfdp_fl._lazy_tf import tf
 
-# The most terms in one float32 sum of squares, and the fewest without need, as each
-# sum costs a float64 number.
+# The most terms in a float32 sum of squares, and a preferred minimum, as each sum costs
+# a float64 number.
 _MAX_TERMS, _MIN_TERMS = 128, 32
 # Larger tensors are squared one part at a time, in at most this many parts, as all
 # squares at once would take another copy of the tensor.
 _MAX_COPIED, _MAX_PARTS = 2**20, 64
+# At least the norm of 2^28 elements of 1e-19, whose squares are 0 in float32.
+_UNSEEN = 2.0**-49
 
 
 def add_up(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -72,8 +74,8 @@ def global_norm(tensors: list[tf.Tensor]) -> tf.Tensor:
     """Returns the L2 norm (float32 scalar) over all tensors together.
 
     Its relative error is at most 8e-6, whatever the tensors' size (`sum_of_squares`;
-    the plain sum of a few elements is as accurate). Elements below 1e-19 count as 0,
-    and elements above 1e19 make the norm infinite.
+    the plain sum of a few elements is as accurate). Elements below 1e-19 count as 0
+    (see `norm_with_unseen`), and elements above 1e19 make the norm infinite.
 
     Raises:
       ValueError: A tensor is complex; norm and noise have no imaginary part.
@@ -111,6 +113,15 @@ def finite_global_norm(update: list[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
     norm = global_norm(update)
     usable = tf.math.is_finite(norm)
     return tf.where(usable, norm, 0.0), usable
+
+
+def norm_with_unseen(norm: tf.Tensor) -> tf.Tensor:
+    """Returns a norm (float32) that includes elements which `global_norm` takes for 0.
+
+    A factor of at most 1 leaves them far below any clip, but a larger one would not.
+    """
+    squared = tf.square(tf.cast(norm, tf.float64)) + _UNSEEN**2
+    return tf.cast(tf.sqrt(squared), tf.float32)
 
 
 def clip_factor(norm: tf.Tensor, clip_norm: tf.Tensor) -> tf.Tensor:

@@ -157,7 +157,7 @@ class CohortQuery:
     def clip(
         self, params: RoundState, update: Tensors, client: ClientContext
     ) -> Contribution:
-        """Returns a client's clipped record, which always passes `records.bound`.
+        """Returns a client's clipped record, bounded under central guarantees.
 
         Args:
           params: The result of `derive_sample_params`.
@@ -178,7 +178,7 @@ class CohortQuery:
             record = records.zero_if_empty(records.bound(record, *bounds), num_examples)
         return record
 
-    def with_shares(self, params: RoundState, record: Contribution) -> Contribution:
+    def add_noise_share(self, params: RoundState, record: Contribution) -> Contribution:
         """Adds the client's share of the noise to every part of its record."""
         shares = self.noise_shares(params)
         update = noise.add_normal(record.update, shares["update"])
@@ -208,6 +208,8 @@ class CohortQuery:
             record = mechanism.contribution_of_norm(norm, usable, params)
             record = record.scale_by(weight[0] if weight else None)
             bounds = self.l2_norm_bound(params), mechanism.side_bounds
+            if not mechanism.clips_by_element:  # Its factor may be above 1.
+                norm = clipping.norm_with_unseen(norm)
             return records.bound_factor(record, norm, *bounds)
 
         arguments = (norm, usable) if weight is None else (norm, usable, weight)
@@ -231,7 +233,7 @@ class CohortQuery:
         return records.step(self.l2_norm_bound(params), params.clients_per_round)
 
     def noise_shares(self, params: RoundState) -> dict[str, tf.Tensor]:
-        """Returns the stddevs for each of m clients: the variance divided by m."""
+        """Returns each client's stddevs: those of the noise over sqrt(m)."""
         stddevs = self.mechanism.noise_stddevs(params, self.deployment)
         return {
             name: stddev / tf.sqrt(params.clients_per_round)
@@ -275,7 +277,7 @@ class CohortQuery:
         """
         if self.mechanism.derives_cost and paid is not None:
             return paid**-2 if paid else math.inf
-        # An event of the mechanism's own cannot be compared; its noise at first can.
+        # A self-declared event cannot be compared; the noise at first clip can.
         return self.charged_for(clients_per_round, noise_multiplier)
 
     def charged_for(self, clients_per_round: float, noise_multiplier: float) -> float:

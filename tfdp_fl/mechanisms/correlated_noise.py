@@ -57,25 +57,24 @@ class CorrelatedNoise(mechanism.Mechanism):
     # The last two caveats apply if clients take part whenever they like.
     own_caveats: ClassVar[Mapping[str, str]] = {
         "correlated_noise_separation": (
-            "The noise is correlated across rounds, and epsilon counts on a "
-            "client's rounds being at least the min separation apart, and no "
-            "more of them than max_participations. What draws the cohorts has to "
-            "keep to both."
+            "The noise is correlated across rounds. Epsilon holds only if a client's "
+            "rounds are at least the min separation apart and at most "
+            "max_participations in number. Whatever draws the cohorts must ensure "
+            "both."
         ),
         "correlated_noise_secret": (
             "Anyone who sees the models and the buffers of the noise, which are "
             "in the server's memory and in checkpoints, knows the sums of the "
-            "updates without noise; the buffers have to be kept as secret as "
-            "the data."
+            "updates without noise; keep the buffers as secret as the data."
         ),
         "participations_checked": (
-            "That no client took part sooner again, or more often, was checked "
+            "That no client took part too soon or too often was checked "
             "for every cohort before its release, by the names that clients "
-            "went by: who came back under another name counts as another."
+            "used: whoever came back under another name counts as another."
         ),
         "participations_declared": (
-            "That no client took part sooner again, or more often, was "
-            "declared, and nobody checked it: the clients had no names here."
+            "That no client took part too soon or too often was declared, "
+            "and nobody checked it: the clients had no names here."
         ),
     }
 
@@ -93,16 +92,16 @@ class CorrelatedNoise(mechanism.Mechanism):
         default="blt",
     )
     rounds: int = declaration.parameter(
-        _validate.positive_integer, "T, for which the noise is made."
+        _validate.positive_integer, "T, the rounds of a segment."
     )
     min_separation: int = declaration.parameter(
         _validate.positive_integer,
-        "b, from one round of a client to its next: the number of groups; "
+        "b, the min separation of a client's rounds, and the number of groups; "
         "make_private and train.py take N / m.",
     )
     max_participations: int | None = declaration.parameter(
         declaration.optional(_validate.positive_integer),
-        "after so many rounds a client sits out; ceil(rounds / b) unless given.",
+        "the most rounds of a client; ceil(rounds / b) unless given.",
         default=None,
     )
 
@@ -137,10 +136,10 @@ class CorrelatedNoise(mechanism.Mechanism):
         """Implements `Mechanism.check`."""
         if deployment.sampling not in (Sampling.CYCLIC, Sampling.MIN_SEPARATION, None):
             raise ValueError(
-                "sampling must be 'cyclic' or, of clients who come as they like, "
-                f"'min_separation' with {self.name}, because its noise needs a "
-                f"client's rounds to be min_separation={self.min_separation} apart, "
-                f"got sampling={deployment.sampling!r}."
+                "sampling must be 'cyclic' (or 'min_separation', if clients come "
+                f"unasked) with {self.name}, because its noise needs a client's "
+                f"rounds to be min_separation={self.min_separation} apart, got "
+                f"sampling={deployment.sampling!r}."
             )
         if deployment.sampling is not None and not schedules.is_constant(
             deployment.clients_per_round
@@ -163,8 +162,8 @@ class CorrelatedNoise(mechanism.Mechanism):
         if size * self.min_separation > population:
             raise ValueError(
                 "min_separation must be at most num_clients / "
-                f"clients_per_round = {population} / {size:g}, because so many "
-                "cohorts one after the other have no client in common, got "
+                f"clients_per_round = {population} / {size:g}, because that many "
+                "consecutive cohorts have no client in common, got "
                 f"{self.min_separation}."
             )
 

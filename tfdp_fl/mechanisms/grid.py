@@ -105,7 +105,7 @@ class RoundedGaussianQuery(cohort_query.CohortQuery):
     def _add_noise(
         self, update: Tensors, stddev: Scalar, state: Any
     ) -> tuple[Tensors, Memory]:
-        """Implements `CohortQuery._add_noise`, from steps; not for a worker."""
+        """Implements `CohortQuery._add_noise` for steps; only on the server."""
         del stddev  # In steps, it depends on z alone.
         sizes = [steps.shape.num_elements() for steps in update]
         z = tf.cast(state.noise_multiplier, tf.float64) * (1 + _Z_ERROR)

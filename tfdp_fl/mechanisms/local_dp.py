@@ -82,7 +82,7 @@ class LocalMechanism(mechanism.Mechanism):
             "The noise was calibrated by the classic Gaussian formula at an "
             "epsilon of 1 or more, where its proof does not hold; the target "
             "it was calibrated for is not guaranteed, and the epsilon reported "
-            "here was computed from the noise really added."
+            "here was computed from the noise actually added."
         ),
     }
 
@@ -130,8 +130,8 @@ class LocalMechanism(mechanism.Mechanism):
         epsilon = (self.epsilon or 0.0) / (releases or 1)
         if self.calibration == "classic" and epsilon >= 1:
             warnings.warn(
-                "calibration='classic' is proven for epsilon < 1 only, and was asked "
-                f"for at epsilon={format_up(epsilon)}; the epsilon that is reported is "
+                "calibration='classic' is proven for epsilon < 1 only, and was "
+                f"requested at epsilon={format_up(epsilon)}; the reported epsilon is "
                 "computed from the noise itself.",
                 stacklevel=2,
             )
@@ -217,7 +217,7 @@ class LocalDP(LocalMechanism):
     )
     noise_multiplier: float | None = declaration.parameter(
         declaration.optional(_validate.non_negative),
-        "what one client adds, over the clip, in the place of a budget.",
+        "one client's noise stddev over the clip, instead of a budget.",
         default=None,
     )
 

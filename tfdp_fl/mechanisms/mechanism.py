@@ -45,13 +45,26 @@ _RENAMED = {
     "side_names": "side_bounds={name: bound}",
     "guarantee": "trust_model and privacy_unit",
 }
-# The members on which the derived cost relies. A class that overrides one of them must
-# define the cost of its rounds with a `round_event` of its own.
-_COST_MEMBERS = (
-    *("add_noise", "bind", "client_noise", "clip_to_cohort"),
-    *("event_at", "event_index", "needs_exact_cohort"),
-    *("reference_clip_norm", "sensitivity_squared"),
-)
+# The members that a class outside this package may override without defining what a
+# round costs. No cost relies on these:
+_FREE = {
+    *("name", "describe", "caveats", "own_caveats", "parameters", "needs_shapes"),
+    *("check", "check_parameters", "noise_limit", "noise_limit_reason"),
+    *("from_budget", "with_noise_multiplier", "proximal_weight", "implied_delta"),
+    *("mean", "next_clip_norm", "releases_weights"),
+}
+# Of a central guarantee, the bound holds whatever these return (`records`):
+_BOUNDED = {
+    *("scale", "side_statistics", "contribution_of_norm", "contribution"),
+    *("window", "window_norms"),
+}
+# The derived cost is computed from these, and each release compared with it:
+_DERIVED = {
+    *("noise_stddevs", "noise_multiplier_at", "noise_multiplier", "noise_site"),
+    *("l2_norm_bound", "side_bounds", "clip_norm", "first_clip_norm"),
+    *("max_participations", "min_separation", "epsilon", "event_period"),
+    *("static_config", "state_fingerprint", "__post_init__"),
+}
 
 # Between this and its inverse, float32 has full precision, and the squared noise in
 # many coordinates stays finite.
@@ -111,7 +124,7 @@ class Mechanism(abc.ABC):
     privacy_unit: ClassVar[str] = PrivacyUnit.CLIENT
     side_bounds: ClassVar[Mapping[str, float]] = {}
     releases_weights: ClassVar[bool] = False
-    # Possible parameters of mechanisms; unannotated, so they are no dataclass fields
+    # Possible parameters of mechanisms; unannotated, so they are not dataclass fields
     # here. (A schedule is Any, as mypy would take a callable one for a method.)
     max_participations = None  # type: int | None
     min_separation = None  # type: int | None
@@ -143,15 +156,41 @@ class Mechanism(abc.ABC):
             if old in vars(cls):
                 raise TypeError(f"{cls.__name__} must declare {new} in place of {old}.")
         caveats_lib.add_caveats(cls.own_caveats)
-        if cls.trust_model != TrustModel.CENTRAL:
-            return
-        cost = cls._definer_of("round_event")
-        for name in _COST_MEMBERS:
-            if (definer := cls._definer_of(name)) not in cost.__mro__:
-                raise TypeError(
-                    f"{cls.__name__} must define round_event, because {name}, which "
-                    f"{definer.__name__} defines, changes what a round costs."
-                )
+        cls._require_cost()
+
+    @classmethod
+    def _require_cost(cls) -> None:
+        """Raises TypeError if a member changes a cost that is defined without it.
+
+        What a class outside this package may override is listed. With anything else,
+        it must also define the cost, which its statement says (`own_cost`).
+        """
+        lines = cls.__mro__
+        for cost in cls._costs():
+            definer = cls._definer_of(cost)
+            allowed = _FREE if cls.trust_model == TrustModel.LOCAL else _FREE | _BOUNDED
+            if definer is Mechanism:
+                allowed = allowed | _DERIVED
+            # Whoever is asked before the cost's definer may have overridden something.
+            for place, each in enumerate(lines[: lines.index(definer)]):
+                if each.__module__.startswith("tfdp_fl."):
+                    continue
+                for name in _overridden(each, lines[place + 1 :]) - allowed:
+                    raise TypeError(
+                        f"{cls.__name__} must define {cost}, because {name}, which "
+                        f"{each.__name__} defines, changes what a round costs."
+                    )
+
+    @classmethod
+    def _costs(cls) -> tuple[str, ...]:
+        """Returns the members that define the cost."""
+        if cls.trust_model == TrustModel.NONE:
+            return ()
+        if cls.trust_model == TrustModel.CENTRAL:
+            return ("round_event",)
+        # Unless it claims one, a local mechanism has no central cost.
+        claims = cls._definer_of("round_event") is not Mechanism
+        return ("mu_squared", "round_event") if claims else ("mu_squared",)
 
     @classmethod
     def _definer_of(cls, name: str) -> type:
@@ -179,6 +218,7 @@ class Mechanism(abc.ABC):
 
     def check(self, deployment: PrivacyContext) -> None:
         """Raises ValueError if the mechanism does not suit a deployment."""
+        type(self)._require_cost()  # Members may be set after the class was made.
         if self.trust_model == TrustModel.CENTRAL and self.noise_site not in (
             NoiseSite.SERVER,
             NoiseSite.CLIENT,
@@ -192,8 +232,8 @@ class Mechanism(abc.ABC):
         ):
             raise ValueError(
                 "side_bounds must name none of its sums 'update', and must be empty "
-                "unless the guarantee is central, as nobody else adds noise to them, "
-                f"got {dict(self.side_bounds)!r}."
+                "unless the guarantee is central, as otherwise nobody adds noise to "
+                f"them, got {dict(self.side_bounds)!r}."
             )
         if self.needs_exact_cohort and self.max_participations is not None:
             raise ValueError(
@@ -545,7 +585,7 @@ class Mechanism(abc.ABC):
         return type(self).contribution is Mechanism.contribution
 
     def overrides(self, *members: str) -> bool:
-        """Returns whether a class outside this package defines one of some members."""
+        """Returns whether a class outside this package defines any of these members."""
         definers = map(self._definer_of, members)
         return any(not each.__module__.startswith("tfdp_fl.") for each in definers)
 
@@ -577,8 +617,10 @@ class Mechanism(abc.ABC):
 
     def all_caveats(self) -> tuple[str, ...]:
         """Returns `caveats`, plus one if the mechanism declares its own cost."""
-        is_built_in = self._definer_of("round_event").__module__.startswith("tfdp_fl.")
-        return self.caveats() if is_built_in else (*self.caveats(), "own_cost")
+        costs = self._costs()
+        return (
+            (*self.caveats(), "own_cost") if self.overrides(*costs) else self.caveats()
+        )
 
     def static_config(self) -> Hashable:
         """Returns what must not change from round to round; () if nothing.
@@ -598,6 +640,30 @@ class Mechanism(abc.ABC):
         return {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self)
         }
+
+
+def _overridden(cls: type, bases: tuple[type, ...]) -> set[str]:
+    """Returns the inherited members that a class defines anew.
+
+    A dataclass field without a default hides a member, too; but to declare a field
+    again only changes its default.
+    """
+    members, declared = vars(cls), vars(cls).get("__annotations__", {})
+    bases = tuple(base for base in bases if base is not object)
+    inherited = {name for base in bases for name in vars(base)}
+    fields = {n for base in bases for n in getattr(base, "__dataclass_fields__", {})}
+    own = ({*members, *declared} & inherited) - (fields & declared.keys())
+    hooks = {"__post_init__", "__getattribute__", "__getattr__"} & members.keys()
+    return hooks | {
+        name
+        for name in own
+        if not name.startswith(("__", "_abc_"))
+        # (To repeat a constant, such as the trust model, changes nothing.)
+        and not (
+            isinstance(members.get(name), str)
+            and members[name] == getattr(bases[0], name, None)
+        )
+    }
 
 
 def _ratio(bound: Scalar, stddev: Scalar) -> Scalar:

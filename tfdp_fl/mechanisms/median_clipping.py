@@ -7,8 +7,6 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import dp_accounting
-
 from tfdp_fl import _validate, schedules
 from tfdp_fl._lazy_tf import tf
 from tfdp_fl.mechanisms import (
@@ -17,7 +15,7 @@ from tfdp_fl.mechanisms import (
     mechanism,
     noise,
 )
-from tfdp_fl.mechanisms.contribution import PrivacyContext, RoundState
+from tfdp_fl.mechanisms.contribution import PrivacyContext, RoundState, Scalar
 
 # The private median is searched on a geometric grid that does not depend on the data:
 # 2^12 cells over eight decades, 0.45 % apart.
@@ -183,18 +181,13 @@ class MedianClipping(mechanism.Mechanism):
             lambda: round.clip_norm,
         )
 
-    def round_event(
-        self, round_index: int, deployment: PrivacyContext
-    ) -> dp_accounting.DpEvent:
-        """Implements `Mechanism.round_event`: sum and private median as one."""
-        event = super().round_event(round_index, deployment)
-        if self.median_noise_multiplier is None or not isinstance(
-            event, dp_accounting.GaussianDpEvent
-        ):
-            return event
-        return dp_accounting.GaussianDpEvent(
-            (event.noise_multiplier**-2 + self.median_noise_multiplier**-2) ** -0.5
-        )
+    def sensitivity_squared(
+        self, round: RoundState, deployment: PrivacyContext
+    ) -> Scalar:
+        """Implements `Mechanism.sensitivity_squared`: the sum, and a private median."""
+        of_sum = super().sensitivity_squared(round, deployment)
+        z_median = self.median_noise_multiplier
+        return of_sum if z_median is None else of_sum + z_median**-2
 
     def describe(self) -> str:
         """Implements `Mechanism.describe`."""

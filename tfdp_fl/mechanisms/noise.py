@@ -193,7 +193,7 @@ def _box_muller(length: int | tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
     """Draws float32 N(0, 1) [length], two of each 96 bits of Philox.
 
     This is Box & Muller (1958): sqrt(-2 ln u) (cos t, sin t) for u in (0, 1] and a
-    direction t. Here u has 62 bits, and is fine where it is small. So draws end at
+    direction t. Here u has 62 bits, and is finest near 0. So draws end at
     9.42, with less than 2^-62 of a pair's mass beyond. TensorFlow's u has 23 bits, and
     its draws end at 5.68. An update that is spread over D coordinates crosses such an
     end in a round with a probability of about sqrt(D) phi(end) / z, which reveals that
@@ -223,8 +223,8 @@ def standard_normals(tensors: list[tf.Tensor], seed: tf.Tensor) -> list[tf.Tenso
     return _draw_in_chunks(tensors, seed, lambda index, elements, draw: draw)
 
 
-# Returns what becomes of a draw: called with a tensor's index, which of its elements
-# (flattened; None: all) the draw is for, and the draw.
+# Uses a draw: called with a tensor's index, the slice of its flattened elements (None:
+# all), and the draw.
 _Use = Callable[[int, "slice | None", Any], Any]  # (Naming `tf` would import it.)
 
 

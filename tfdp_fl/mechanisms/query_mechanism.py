@@ -44,9 +44,9 @@ _DELTAS = (1e-3, 1e-6, 1e-9)
 _COUNTS = (1, 100)
 # A query computes its noise multiplier in float32.
 _ROUNDING = 1e-5
-# Of its square float32 has all digits.
+# Its square keeps full precision in float32.
 _MIN_MAGNITUDE = 2.0**-62
-# What the names of TensorFlow's operations with a random state begin with.
+# Prefixes of TensorFlow's operations with a random state.
 _RANDOM = ("Random", "Multinomial", "ParameterizedTruncated", "Stateful", "Truncated")
 
 
@@ -114,7 +114,7 @@ class WrappedQuery(cohort_query.CohortQuery):
             clipped=tf.zeros([]),
             discarded=tf.cast(~usable, tf.float32),
         )
-        # How long a record may be, only the query knows.
+        # Only the query knows how long a record may be.
         contribution = records.bound(contribution, float("inf"), {})
         contribution = records.zero_if_empty(contribution, client.num_examples)
         return contribution._replace(
@@ -201,9 +201,8 @@ def divides(query: tfp.SumAggregationDPQuery) -> bool:
         inner = {divides(part) for part in tf.nest.flatten(query._queries)}
         if len(inner) > 1:
             raise ValueError(
-                "query must divide all tensors by a denominator, by a "
-                "tfp.NormalizedQuery for each, or none, got a NestedSumQuery that "
-                "divides some of them."
+                "query must divide all tensors by a denominator (a tfp.NormalizedQuery "
+                "for each) or none, got a NestedSumQuery that divides some of them."
             )
         return inner == {True}
     return isinstance(query, tfp.NormalizedQuery)
@@ -405,13 +404,13 @@ def check_query(
             reported = charge.normalise(event)
         except ValueError as error:
             raise ValueError(
-                f"query must report what a round costs, got {name} with an event of "
-                f"NaN, {event!r}: its clip norm, 0 for instance, divides by 0."
+                f"query must report what a round costs, got {name}, whose event is "
+                f"NaN, {event!r}: perhaps its clip norm is 0."
             ) from error
         is_covered = declared_epsilons >= _epsilons(reported) * (1 - _ROUNDING)
         if reported != declared and not is_covered.all():
             raise ValueError(
-                f"dp_event must not cost less than what {name} reports of a "
+                f"dp_event must not cost less than what {name} reports for a "
                 f"round, {reported!r}, and be comparable with it, got "
                 f"{declared!r}."
             )
@@ -420,7 +419,7 @@ def check_query(
             raise ValueError(
                 f"dp_event must not be {declared!r} for a query that adds no "
                 f"noise, got {name}, whose result on zeros is "
-                "zero; dp_accounting.NonPrivateDpEvent() is what it costs."
+                "zero; it costs dp_accounting.NonPrivateDpEvent()."
             )
 
 

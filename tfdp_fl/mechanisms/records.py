@@ -27,7 +27,7 @@ from tfdp_fl.mechanisms.contribution import Contribution, Scalar
 _ROUNDING = 1e-5
 
 # Float64 represents integers up to 2^53 exactly. A client's coordinate is at most
-# 2^_STEP_BITS / m steps, so the sum of 4 m clients and more is exact.
+# 2^_STEP_BITS / m steps, so the sum of 4 m clients is exact.
 _STEP_BITS = 50
 
 
@@ -57,7 +57,7 @@ def bound_factor(
     norm_bound: Scalar,
     side_bounds: Mapping[str, float],
 ) -> Contribution:
-    """Like `bound`, for contributions whose `update` is the factor of an update.
+    """Like `bound`, where `record.update` is the factor that scales an update.
 
     Args:
       record: Contributions of any shape.
@@ -84,7 +84,7 @@ def _bound_sides(
         # (False for a NaN.)
         is_bounded &= tf.abs(record.sums[name]) <= limit
     return record._replace(
-        # In the declared order, by which they are stacked and told apart again.
+        # In declared order, as they are stacked and unstacked by position.
         sums={
             name: tf.where(is_bounded, record.sums[name], 0.0) for name in side_bounds
         },
@@ -96,9 +96,9 @@ def _bound_sides(
 def zero_if_empty(record: Contribution, num_examples: Scalar | None) -> Contribution:
     """Returns a client's record; all zeros for a client without examples.
 
-    In a neighbouring run, such a client stands in the place of one that left. Its norm
-    of zero would count as below the clip, and an upload_hook could answer for it. One
-    client would then move a sum by two records.
+    Neighbouring runs replace a client by an empty one. Otherwise, its zero norm would
+    count as below the clip, and an upload_hook could upload for it, so one client would
+    move a sum by two records.
 
     Args:
       record: The record.
@@ -137,9 +137,9 @@ def power_of_two_below(value: tf.Tensor) -> tf.Tensor:
 def to_grid(update: list[tf.Tensor], size: tf.Tensor) -> list[tf.Tensor]:
     """Rounds an update to multiples of a step, with an error of at most one step.
 
-    (Or 2^-23 of a number, if that is more.) We add 1.5 2^24 steps to a number. Unless
-    the number itself is as large, the last float32 digit of the sum is then one step
-    or more. So when we subtract them again, the result is a multiple of the step.
+    (Or 2^-23 of the number, if that is more.) Adding 1.5 2^24 steps makes the last
+    float32 digit at least one step, unless the number itself is as large. Subtracting
+    them again leaves a multiple of the step.
 
     Args:
       update: Float tensors.
@@ -189,7 +189,7 @@ def _add_in_place(whole: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
     record, total = tf.reshape(part, [-1]), tf.reshape(whole, [-1])
     for start in range(0, size, -(-size // _PARTS)):
         stop = min(start + -(-size // _PARTS), size)
-        # Only now: all parts at once would take the memory that is to be saved.
+        # One part at a time, to save memory.
         with tf.control_dependencies([total]):
             some = tf.cast(tf.identity(record)[start:stop], total.dtype)
         total = tf.raw_ops.TensorStridedSliceUpdate(

@@ -139,7 +139,8 @@ class PrivateSearch:
           resume_from: The `directory` of an interrupted search. The search continues
             with the remaining trials; an interrupted trial counts as failed. A search
             that has ended returns the same model again, at no cost. All other
-            arguments must be the same.
+            arguments must be the same. Never finish a copy of a directory as well: in
+            another process, its second result would not be counted.
           verbose: As in `DPFederatedModel.fit`, but without effect: progress output
             would reveal the trials.
 
@@ -237,6 +238,7 @@ class PrivateSearch:
                 f"{trials[0].mechanism.describe()}"
             ),
             sampling="poisson",
+            other_samplings=[s for s in composition.samplings if s != "poisson"],
             num_clients=split.training.num_clients,
             clients_per_round=sorted({trial.clients_per_round for trial in trials}),
             search=f"after {times}a search over {len(self.candidates)} candidates",
@@ -349,7 +351,7 @@ class PrivateSearch:
         account, ledger = self._account, directory.ledger
         try:
             if ledger is not None:
-                account.attach_ledger(_LEDGER, ledger, run="a search's ledger")
+                account.attach_ledger(directory.name, ledger, run="a search's ledger")
                 account.central.require_relation(charge.relation)
                 directory.write(state)  # So that every charged search can be resumed.
             paid = account.charge(
@@ -362,7 +364,7 @@ class PrivateSearch:
                 uses=2 * (state.trials - state.begun),
             )
         finally:
-            account.detach_ledger(_LEDGER)
+            account.detach_ledger(directory.name)
         self._searches.add(state.run_id)
         return paid
 
@@ -427,6 +429,11 @@ class SearchDirectory:
         self._path = None if path is None else pathlib.Path(path)
         self.ledger: accounting.PrivacyLedger | None = None
 
+    @property
+    def name(self) -> str:
+        """The account's name for the ledger: a copy elsewhere is another one."""
+        return "" if self._path is None else os.path.realpath(self._path / _LEDGER)
+
     @contextlib.contextmanager
     def lock_ledger(self, resumes: bool, target: tuple[float, float]) -> Iterator[None]:
         """Holds the ledger's lock; a new ledger has the target.
@@ -486,9 +493,11 @@ class SearchDirectory:
           state: The state.
           digest: The digest of that search's result, if this process knows it.
         """
+        known = {digest}
         if self.ledger is not None:
-            digest = self.ledger.contents().ended.get(state.run_id, digest)
-        if digest is not None and not (state.ended and state.digest() == digest):
+            known.add(self.ledger.contents().ended.get(state.run_id))
+        known.discard(None)
+        if known and not (state.ended and known == {state.digest()}):
             raise ValueError(
                 "resume_from must hold a search that has not ended, or its result, "
                 "got an older state of one that has: its trials would give a second "

@@ -231,8 +231,8 @@ class Member:
         Raises:
           RejectedMessageError: if the message is late, for somebody else, from
             a stranger, of another session, a duplicate, or its tensors are
-            not of the expected number, shape and dtype. Nothing has changed,
-            and the member goes on.
+            not of the expected number, shape and dtype. The member is unchanged
+            and continues.
         """
         self.check_deadline(now)
         reject_if(self.outcome is not None, "This member's aggregation is over.")

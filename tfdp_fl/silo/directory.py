@@ -310,9 +310,9 @@ class SiloDirectory:
 def change_error(path: pathlib.Path, what: str) -> SiloChangedError:
     """Returns the error for a silo that has changed."""
     return SiloChangedError(
-        f"The silo in {path} goes on with the people and the settings that it began "
-        f"with: {what.rstrip('.')}. Put them back; or take a new directory, and tell "
-        "the people who are in both that they pay what both spend. Nothing was charged."
+        f"The silo in {path} must keep the people and the settings that it began "
+        f"with: {what.rstrip('.')}. Put them back; or use a new directory, and tell "
+        "people in both that they bear the cost of both. Nothing was charged."
     )
 
 

@@ -118,7 +118,7 @@ class Silo:
             "verbose": 0,
         }
         self._files = SiloDirectory(directory, moved)
-        # The model as in the directory, if no other process has worked there.
+        # The directory's model, unless another process has changed it.
         self._fed: DPFederatedModel | None = None
         # Problems with the table are reported here, only to its owner.
         self._new.fit(self._table, callbacks=[_TrainNothing()], **self._arguments)

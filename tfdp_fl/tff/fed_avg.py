@@ -40,7 +40,7 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
 
     Attributes:
       mechanism: The mechanism, which defines each round's release and cost.
-      deployment: The mechanism's context, as far as given when it was built.
+      deployment: The mechanism's context, as far as it was given.
     """
 
     def __init__(

@@ -293,6 +293,7 @@ def epsilon(
             f"epsilon_{accountant}": value,
             "epsilon_if_participation_is_known": epsilon_if_known,
             "pld_is_exact": composition.is_one_gaussian,
+            "other_samplings": [s for s in composition.samplings if s != sampling],
         }
         recorded = state_lib.accounted_state(state).history.lines
         sizes = [

@@ -119,20 +119,23 @@ class Ledger(FederatedCallback):
                 f"know of, and {self.path} does: the run was gone on with in two "
                 "places. Resume from that ledger's directory, or choose another path."
             )
-        if not runs:
-            return
         own_kind = fed.mechanism.trust_model, fed.mechanism.privacy_unit
         written = contents.header.get("mechanism", {})
         other = (
             written.get("trust_model", own_kind[0]),
             contents.header["privacy_unit"],
         )
-        if other != own_kind and TrustModel.LOCAL in (other[0], own_kind[0]):
+        # (Even if the file has no lines yet: more of its own kind may follow.)
+        if other[1] != own_kind[1] or (
+            other != own_kind and TrustModel.LOCAL in (other[0], own_kind[0])
+        ):
             raise ValueError(
                 f"path must be a ledger of runs with a {own_kind[0]} guarantee per "
                 f"{own_kind[1]}, to be counted together, and {self.path} is one of "
                 f"runs with a {other[0]} guarantee per {other[1]}."
             )
+        if not runs:
+            return
         sampling = fed.setup.sampling
         relation = charge_lib.relation_of(sampling).in_accounting
         charges = (entry.charge for entry in contents.entries if entry.charge)

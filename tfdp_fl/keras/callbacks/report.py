@@ -94,16 +94,16 @@ class Report(FederatedCallback):
         self.delta = delta
         self.title = title
         self._rounds: dict[int, dict[str, float]] = {}
-        self._is_broken_off = True
+        self._was_interrupted = True
 
     def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
         """Makes the folder now, so that an error does not come after the training."""
-        self._is_broken_off = True
+        self._was_interrupted = True
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def on_train_end(self, logs: dict[str, float] | None = None) -> None:
         """Records that the training was not interrupted."""
-        self._is_broken_off = False
+        self._was_interrupted = False
 
     def on_round_released(self, round_index: int, logs: dict[str, float]) -> None:
         """Stores a round's values."""
@@ -140,7 +140,7 @@ class Report(FederatedCallback):
             title=self.title or fed.model.name,
             date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             version=tfdp_fl.__version__,
-            is_broken_off=self._is_broken_off,
+            is_broken_off=self._was_interrupted,
             facts={**facts, "preface": self.preface},
             accuracies=self._series("val_accuracy"),
             charts=self._charts(fed.setup.target),
