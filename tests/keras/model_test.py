@@ -14,6 +14,7 @@ from tests.keras import toy
 from tfdp_fl import engine
 from tfdp_fl._lazy_tf import tfp
 from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.engine import secure_sum
 from tfdp_fl.keras import callbacks, checkpoint
 from tfdp_fl.keras.model import FORWARDED_ATTRIBUTES
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
@@ -284,7 +285,12 @@ def test_a_value_too_large_to_share_does_not_end_the_training():
     # Of noise at the clients, without a share of which the mean would lack it.
     fed = _secure(_AT_CLIENTS)
     before = fed.get_weights()
-    with pytest.warns(UserWarning, match="lacks their noise"):
+    # An honest client has such a value less often than once in 10^12 rounds.
+    with pytest.raises(ValueError, match="must have a max_share_value of at least"):
+        toy.fit(fed)
+    assert fed.run is None
+    honest = mock.patch.object(secure_sum, "check_grid")
+    with honest, pytest.warns(UserWarning, match="lacks their noise"):
         assert toy.fit(fed).history["abandoned_rounds"] == [1.0]
     toy.assert_same(before, fed)
     assert fed.spending.rounds == 1

@@ -187,6 +187,7 @@ _LOCAL = {"clip_norm": 1.0, "noise_multiplier": 10.0}
                 {"l2_norm_bound": lambda *_: 100.0},
                 {"side_bounds": {"side": 0.5}},
                 {"generator": None},
+                {"check": lambda *_: None},
             )
         ),
         *(

@@ -119,7 +119,7 @@ _MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (_not_compiled, {}, "compile|before fit"),
     (_table, {}, "clients|DataFrame|from_dataframe"),
     (lambda: toy.federated().fit(_X, _Y), {}, "client_ids|whose row each is|=ids"),
-    (_uncallable, {}, "model must be one that can be called|RuntimeError|mind the g"),
+    (_uncallable, {}, "model must be callable on clients|RuntimeError|mind the g"),
     (_after_nobody, {"x": _X[:, :7], "y": _Y}, _WRONG_SHAPE),
     (_streamed, {"x": _X[:, :7]}, _WRONG_SHAPE),
     (_after_nobody, {"x": _X, "y": _Y + 7}, "labels|client 'ben'|from 0 to 2"),

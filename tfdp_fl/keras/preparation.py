@@ -72,6 +72,15 @@ def prepare(
     cohort_engine = _engine(fed, clients, plan, deployment, moments)
     cohort_engine.check_labels(clients)
     query = cohort_engine.query
+    if setup.secure_aggregation and mechanism.trust_model == TrustModel.CENTRAL:
+        # (Every round asks again, as the clip may change.)
+        first = query.begin_round(
+            query.initial_global_state() if run is None else run.mechanism_state,
+            mechanism.noise_multiplier_at(plan.first_round),
+            sampler.expected_cohort_size(plan.first_round),
+        )
+        num_values = cohort_engine.update_spec.size + query.num_scalars
+        secure_sum.check_grid(setup.secure_aggregation, query, first, num_values)
     state = query.initial_global_state() if run is None else run.mechanism_state
     if run is None or not (
         sampler is run.sampler and population == run.population and not run.releasing

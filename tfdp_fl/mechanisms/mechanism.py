@@ -49,7 +49,7 @@ _RENAMED = {
 # round costs. No cost relies on these:
 _FREE = {
     *("name", "describe", "caveats", "own_caveats", "parameters", "needs_shapes"),
-    *("check", "check_parameters", "noise_limit", "noise_limit_reason"),
+    *("noise_limit", "noise_limit_reason"),
     *("from_budget", "with_noise_multiplier", "proximal_weight", "implied_delta"),
     *("mean", "next_clip_norm", "releases_weights"),
 }
@@ -64,6 +64,7 @@ _DERIVED = {
     *("l2_norm_bound", "side_bounds", "clip_norm", "first_clip_norm"),
     *("max_participations", "min_separation", "epsilon", "event_period"),
     *("static_config", "state_fingerprint", "__post_init__"),
+    *("check", "check_parameters"),
 }
 
 # Between this and its inverse, float32 has full precision, and the squared noise in
