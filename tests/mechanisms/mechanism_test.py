@@ -188,6 +188,10 @@ _LOCAL = {"clip_norm": 1.0, "noise_multiplier": 10.0}
                 {"side_bounds": {"side": 0.5}},
                 {"generator": None},
                 {"check": lambda *_: None},
+                {
+                    "__annotations__": {"noise_multiplier": "float"},
+                    "noise_multiplier": property(lambda _: 0.02, lambda *_: None),
+                },
             )
         ),
         *(

@@ -166,17 +166,17 @@ class Mechanism(abc.ABC):
         What a class outside this package may override is listed. With anything else,
         it must also define the cost, which its statement says (`own_cost`).
         """
-        lines = cls.__mro__
+        classes = cls.__mro__
         for cost in cls._costs():
             definer = cls._definer_of(cost)
             allowed = _FREE if cls.trust_model == TrustModel.LOCAL else _FREE | _BOUNDED
             if definer is Mechanism:
                 allowed = allowed | _DERIVED
-            # Whoever is asked before the cost's definer may have overridden something.
-            for place, each in enumerate(lines[: lines.index(definer)]):
+            # Those that are asked before the definer may have overridden something.
+            for place, each in enumerate(classes[: classes.index(definer)]):
                 if each.__module__.startswith("tfdp_fl."):
                     continue
-                for name in _overridden(each, lines[place + 1 :]) - allowed:
+                for name in _overridden(each, classes[place + 1 :]) - allowed:
                     raise TypeError(
                         f"{cls.__name__} must define {cost}, because {name}, which "
                         f"{each.__name__} defines, changes what a round costs."
@@ -647,13 +647,14 @@ def _overridden(cls: type, bases: tuple[type, ...]) -> set[str]:
     """Returns the inherited members that a class defines anew.
 
     A dataclass field without a default hides a member, too; but to declare a field
-    again only changes its default.
+    again only changes its default, unless that computes the value.
     """
     members, declared = vars(cls), vars(cls).get("__annotations__", {})
     bases = tuple(base for base in bases if base is not object)
     inherited = {name for base in bases for name in vars(base)}
     fields = {n for base in bases for n in getattr(base, "__dataclass_fields__", {})}
-    own = ({*members, *declared} & inherited) - (fields & declared.keys())
+    again = {n for n in fields & {*declared} if not hasattr(members.get(n), "__get__")}
+    own = ({*members, *declared} & inherited) - again
     hooks = {"__post_init__", "__getattribute__", "__getattr__"} & members.keys()
     return hooks | {
         name
