@@ -105,7 +105,7 @@ class PrivacyAccountant:
         self._sums: dict[int, np.ndarray] = {}
         # For a copy: the original, its number of rounds then, and the charges since.
         self._origin: tuple[PrivacyAccountant, int] | None = None
-        self._since: list[tuple[charge_lib.RoundCharge, int]] = []
+        self._added_to_copy: list[tuple[charge_lib.RoundCharge, int]] = []
         # The width of the cells, the count of each event, and their composition.
         self._composed: tuple[float, _Events, _Distribution] | None = None
         # By pass, its cost and its cohorts' intervals in its order, with weights.
@@ -165,7 +165,7 @@ class PrivacyAccountant:
         extended = copy.copy(self)
         for name in ("_counts", "_others", "_passes", "_sums"):
             setattr(extended, name, dict(getattr(self, name)))
-        extended._origin, extended._since = (self, self._rounds), []
+        extended._origin, extended._added_to_copy = (self, self._rounds), []
         extended._add_all(charges)
         return extended
 
@@ -203,7 +203,7 @@ class PrivacyAccountant:
             count * (charge.sensitivity / z) ** 2 if z else math.inf
         )
         if self._origin is not None:
-            self._since.append((charge, count))
+            self._added_to_copy.append((charge, count))
         for part, total in self._sums.items():
             self._sums[part] = total + count * _rdp_curve(charge, part)
 
@@ -411,7 +411,7 @@ class PrivacyAccountant:
         if part not in self._sums:
             total, rounds = np.zeros(len(curves.PARTS[part])), [*self._others.items()]
             if self._origin is not None and self._origin[0].rounds == self._origin[1]:
-                total, rounds = self._origin[0]._sum(part), self._since
+                total, rounds = self._origin[0]._sum(part), self._added_to_copy
             for charge, count in rounds:
                 total = total + count * _rdp_curve(charge, part)
             self._sums[part] = total

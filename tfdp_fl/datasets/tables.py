@@ -39,11 +39,11 @@ ReadClient: TypeAlias = Callable[[Hashable], tuple[nests.Nest, ...]]
 
 def hash_to_unit_interval(client_id: Hashable) -> float:
     """Returns a hash of an id in [0, 1)."""
-    digest = hashlib.sha256(_text(client_id).encode()).digest()
+    digest = hashlib.sha256(_typed_repr(client_id).encode()).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
 
 
-def _text(client_id: Hashable) -> str:
+def _typed_repr(client_id: Hashable) -> str:
     if isinstance(client_id, np.generic):
         client_id = client_id.item()
     return f"{type(client_id).__qualname__} {client_id!r}"
@@ -140,7 +140,7 @@ def digest(client_ids: Sequence[Any]) -> str:
         made.update("".join(client_ids).encode(errors="surrogatepass"))
         return made.hexdigest()
     for client_id in client_ids:
-        text = _text(client_id)
+        text = _typed_repr(client_id)
         # The length prefix makes the encoding unambiguous.
         made.update(f"{len(text)}:{text}".encode(errors="surrogatepass"))
     return made.hexdigest()

@@ -184,7 +184,7 @@ class IndexCheck:
         """
         embeddings = keras_versions.embedding_inputs(model)
         self._layers = [layer for layer, _ in embeddings]
-        self._lookup: Program | None = None
+        self._index_program: Program | None = None
         if not embeddings:
             return
         # An embedding within a nested model has inputs that are not this model's. A
@@ -204,19 +204,19 @@ class IndexCheck:
             rows = tf.nest.map_structure(
                 lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype), features
             )
-            self._lookup = Program(look_up, values, rows, model=model)
+            self._index_program = Program(look_up, values, rows, model=model)
 
     def describe_problem(self, x: nests.Nest) -> tuple[int, str] | None:
         """Returns the first row with an index outside its table, and the error text."""
         num_rows = len(tf.nest.flatten(x)[0])
-        if self._lookup is None:
+        if self._index_program is None:
             return None
         for start in range(0, num_rows, _ROWS):
             rows = slice(start, start + _ROWS)
             part = tf.nest.map_structure(
                 lambda leaf, rows=rows: tf.convert_to_tensor(leaf[rows]), x
             )
-            looked_up = self._lookup([v.value() for v in self._weights], part)
+            looked_up = self._index_program([v.value() for v in self._weights], part)
             for layer, tensor in zip(self._layers, looked_up, strict=True):
                 values = np.asarray(tensor).reshape(len(tensor), -1)
                 # Keras counts negative indices from the end.
@@ -237,7 +237,7 @@ class IndexCheck:
         Raises:
           ValueError: A client in memory has an index outside its table.
         """
-        if self._lookup is None:
+        if self._index_program is None:
             return dataset
         if not dataset.is_indexed:
             return dataset.with_check(self._check)

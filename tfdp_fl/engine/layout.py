@@ -88,7 +88,7 @@ def client_table(
     lengths: np.ndarray,
     batch_size: int,
     local_epochs: int,
-    keys: list[np.random.Philox] | None = None,
+    shuffle_generators: list[np.random.Philox] | None = None,
 ) -> ClientTable:
     """Lays out the local training of a group of clients, without windows.
 
@@ -97,21 +97,23 @@ def client_table(
       lengths: Int array [K], how many of these rows each client has.
       batch_size: Examples in a batch, B.
       local_epochs: How often each client goes through its examples.
-      keys: Each client's generator, which shuffles its examples anew for every epoch.
-        None: no shuffling.
+      shuffle_generators: One for each client, which shuffles its examples anew for
+        every epoch. None: no shuffling.
     """
     lengths = np.asarray(lengths, np.int64)
     rows = np.asarray(rows, np.int32)
     first = np.cumsum(lengths) - lengths
-    if local_epochs > 1 or keys is not None:
+    if local_epochs > 1 or shuffle_generators is not None:
         starts, passes = np.repeat([first, lengths], local_epochs, axis=1)
         places = _ranges(starts, passes)
-        if keys is not None:
+        if shuffle_generators is not None:
             # Each client separately: sorting all at once would make rounding and ties
             # depend on the other clients.
             orders = [
-                np.random.Generator(key).random((local_epochs, length)).argsort(axis=1)
-                for key, length in zip(keys, lengths.tolist(), strict=True)
+                np.random.Generator(each).random((local_epochs, length)).argsort(axis=1)
+                for each, length in zip(
+                    shuffle_generators, lengths.tolist(), strict=True
+                )
             ]
             within = np.concatenate([np.zeros(0, int), *map(np.ravel, orders)])
             places = np.repeat(starts, passes) + within
