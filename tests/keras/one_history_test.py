@@ -249,6 +249,43 @@ def most():
     return accounting.epsilon(1.0, "fixed_size", 40, 20, 4, _DELTA) * 1.001
 
 
+class _Waits(tfdp_fl.callbacks.FederatedCallback):
+    """Holds an evaluation between its questions and its lines."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self.closed = threading.Event(), threading.Event()
+
+    def on_release_charged(self, name, charge):
+        self.asked.set()
+        self.closed.wait(0.5)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.thread = threading.Thread(target=_evaluate, args=(self.federated_model,))
+        self.thread.start()
+        assert self.asked.wait(60)
+
+
+def test_a_fit_that_ends_waits_for_a_charge_of_another_thread(tmp_path):
+    # The evaluation was released, and its ledger had been closed before its line.
+    fed, waits = toy.federated(), _Waits()
+    close = accounting.PrivacyLedger.close
+
+    def closes(ledger):
+        close(ledger)
+        waits.closed.set()
+
+    ledger = tfdp_fl.callbacks.Ledger(tmp_path / "ledger")
+    with mock.patch.object(accounting.PrivacyLedger, "close", closes):
+        toy.fit(fed, 1, [ledger, waits])
+        waits.thread.join()
+    lines = accounting.PrivacyLedger.read(tmp_path / "ledger").entries
+    assert len(lines) == fed.spending.rounds + fed.spending.evaluations == 2
+    # Rounds that a ledger will lack are said to be.
+    with pytest.warns(RuntimeWarning, match="not written to .*ledger, which holds"):
+        toy.fit(fed, 1)
+
+
 @pytest.mark.parametrize("when", ["on_epoch_begin", "on_epoch_end"])
 def test_a_budget_is_asked_in_the_act_of_charging(tmp_path, when, most):
     fed = toy.federated()

@@ -347,14 +347,18 @@ class PrivacyAccount:
         """
         if kept.head != self.known_ledgers.get(name):
             self.merge_ledger(kept.contents(), run, name)
-        self._ledgers[name] = _AttachedLedger(kept, run, elsewhere)
+        self._ledgers = {**self._ledgers, name: _AttachedLedger(kept, run, elsewhere)}
 
     def detach_ledger(self, name: str) -> None:
-        """Stops writing charges to a ledger, which may then be closed."""
-        self._ledgers.pop(name, None)
+        """Stops writing charges to a ledger, which must be closed in the same pause.
+
+        Call it within `pause_charges`. Otherwise, a charge that has already asked
+        whether the ledger is open would be made without a line in it.
+        """
+        self._ledgers = {k: kept for k, kept in self._ledgers.items() if k != name}
 
     def pause_charges(self) -> contextlib.AbstractContextManager[None]:
-        """Makes every charge wait until the block ends; for attaching a ledger."""
+        """Makes charges wait until the block ends; to open and to close a ledger."""
         return self._charge_lock
 
     def refresh(self) -> None:
@@ -524,10 +528,11 @@ class PrivacyAccount:
 
         If any ledger has it, so does memory, even after an error in between.
         """
-        heads = {name: attached.ledger.head for name, attached in self._ledgers.items()}
+        ledgers = self._ledgers
+        heads = {name: attached.ledger.head for name, attached in ledgers.items()}
         written = not heads
         try:
-            for attached in self._ledgers.values():
+            for attached in ledgers.values():
                 local = receipt.local and {
                     "mu_squared": receipt.local["mu_squared"],
                     "max_mu_squared": receipt.local["max_mu_squared"]
@@ -542,7 +547,7 @@ class PrivacyAccount:
                     **receipt.details,
                 )
         finally:
-            for name, attached in self._ledgers.items():
+            for name, attached in ledgers.items():
                 if attached.ledger.head != heads[name]:
                     self.known_ledgers[name], written = attached.ledger.head, True
             if written:

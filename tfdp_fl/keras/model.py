@@ -531,6 +531,8 @@ class DPFederatedModel(federated_training.FederatedTraining):
             plan = FitPlan(**interrupted.state["plan"])
             calibration = interrupted.state["calibration"]
             callbacks += persistence.ledger_of_resumed(resume_from, callbacks)
+        elif self.run is not None:
+            persistence.warn_of_left_ledgers(self.run, callbacks)
         run, engine = preparation.prepare(
             self, clients, plan, calibration, between_client_variance
         )

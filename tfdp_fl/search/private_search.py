@@ -364,7 +364,8 @@ class PrivateSearch:
                 uses=2 * (state.trials - state.begun),
             )
         finally:
-            account.detach_ledger(directory.name)
+            with account.pause_charges():
+                account.detach_ledger(directory.name)
         self._searches.add(state.run_id)
         return paid
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import pathlib
+import warnings
 from typing import Any
 
 import tensorflow as tf
@@ -22,7 +24,8 @@ class Ledger(FederatedCallback):
 
     Each round's line is on disk before anyone can see the round's result. If the line
     cannot be written, the round is not released. Rounds from before the ledger was
-    opened are written first. A later `fit` of the same model continues the same file.
+    opened are written first. A later `fit` of the same model continues the same file,
+    if it is given the callback again; otherwise there is a warning.
 
     Attributes:
       path: The file. If it is created here, only its owner can read it.
@@ -188,13 +191,14 @@ class Ledger(FederatedCallback):
             )
 
     def on_fit_end(self) -> None:
-        """Closes the file."""
-        if self._account is not None:
-            self._account.detach_ledger(self._key)
-            self._account = None
-        if self._opened is not None:
-            self._opened.close()
-            self._opened = None
+        """Closes the file, once no charge is being made."""
+        account, self._account = self._account, None
+        with contextlib.nullcontext() if account is None else account.pause_charges():
+            if account is not None:
+                account.detach_ledger(self._key)
+            if self._opened is not None:
+                self._opened.close()
+                self._opened = None
 
 
 class RoundCheckpoint(Ledger):
@@ -277,6 +281,20 @@ class RoundCheckpoint(Ledger):
             state = checkpoint.capture(fed, head, self._opened)
             if not (if_changed and self._files.holds(run.rounds, state)):
                 self._files.write(run.rounds, state, self.keep)
+
+
+def warn_of_left_ledgers(run: Run, callbacks: list[Any]) -> None:
+    """Warns of a run's ledgers that will lack the rounds of a `fit`."""
+    kept = {checkpoint.ledger_key(c.path) for c in callbacks if isinstance(c, Ledger)}
+    left = [p for p in run.known_ledgers if p not in kept and os.path.exists(p)]
+    if left:
+        warnings.warn(
+            f"The rounds of this fit are not written to {', '.join(left)}, which holds "
+            "earlier rounds of this run: epsilon from there, or of a run resumed from "
+            "there, will be too small. Give fit the same Ledger or RoundCheckpoint.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def ledger_of_resumed(
