@@ -377,6 +377,10 @@ def with_cohort(state: ServerState, cohort: sampling.Cohort) -> ServerState:
     a recorded cohort is charged as if every client had been in it; under Poisson
     sampling, as if its cohort had been newly drawn as declared.
 
+    An abandoned cohort stays in the state until another one is recorded. So after
+    `abandon`, record the next cohort before `next`, or its round counts as that of the
+    abandoned one.
+
     Args:
       state: A state that `accounted_state` accepts.
       cohort: A cohort drawn by a sampler of `tfdp_fl.sampling`. Passing the same one
