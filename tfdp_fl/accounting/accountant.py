@@ -137,10 +137,11 @@ class PrivacyAccountant:
     def samplings(self) -> tuple[str, ...]:
         """The samplings by which the history is amplified, or its relation weaker."""
         found: dict[str, None] = {}
+        events = {charge.event for charge in self._counts}
+        in_json = map(charge_lib.event_to_json, events)
+        if any(_drop_sampling(event) != event for event in in_json):  # As in a search.
+            found["poisson"] = None
         for charge in self._counts:
-            event = charge_lib.event_to_json(charge.event)
-            if _drop_sampling(event) != event:  # As in a search.
-                found["poisson"] = None
             if (
                 charge.is_amplified
                 or charge.relation is charge_lib.Relation.REPLACE_SPECIAL
