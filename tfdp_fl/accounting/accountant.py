@@ -142,7 +142,7 @@ class PrivacyAccountant:
         if any(_drop_sampling(event) != event for event in in_json):  # As in a search.
             found["poisson"] = None
         for charge in self._counts:
-            if (
+            if charge.sampling not in found and (
                 charge.is_amplified
                 or charge.relation is charge_lib.Relation.REPLACE_SPECIAL
             ):
