@@ -371,9 +371,9 @@ class DPFederatedModel(federated_training.FederatedTraining):
 
         Otherwise, moving statistics would hold the data that it was called on.
         """
-        with keras_versions.weights_kept(
-            self.model, kwargs.get("training") is not None
-        ):
+        # (Keras 2 takes `training` by its place, too.)
+        may_train = kwargs.get("training") is not None or len(args) > 1
+        with keras_versions.weights_kept(self.model, may_train):
             return self.model(*args, **kwargs)
 
     def save(self, path: str | os.PathLike[str], **kwargs: object) -> None:

@@ -176,7 +176,8 @@ class Mechanism(abc.ABC):
             for place, each in enumerate(classes[: classes.index(definer)]):
                 if each.__module__.startswith("tfdp_fl."):
                     continue
-                for name in _overridden(each, classes[place + 1 :]) - allowed:
+                changed = _overridden(each, classes[place + 1 :]) - allowed
+                for name in sorted(changed):
                     raise TypeError(
                         f"{cls.__name__} must define {cost}, because {name}, which "
                         f"{each.__name__} defines, changes what a round costs."
