@@ -9,9 +9,9 @@
     update      the model and the clip
 
 (McMahan et al. 2018, https://arxiv.org/abs/1710.06963; the clip: Andrew et al. 2021.)
-Keras's `fit` calls `run_round`. A Flower server calls its two halves; flower/sums.py is
-its `release`, in NumPy. TFF compiles `make_record` and `release`, and charges what its
-state records. Nothing bypasses it:
+Keras's `fit` calls `run_round`. A Flower server calls its two halves, and `release`;
+its clients' replies are clipped in flower/sums.py. TFF compiles `make_record` and
+`release`, and charges what its state records. Nothing bypasses it:
 
 1. Own data only. `make_record` gets one client's update and what the server sent. The
    update is computed from that client's examples, in a program chosen by its own number

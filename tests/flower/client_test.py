@@ -2,6 +2,8 @@
 
 import pathlib
 import re
+import subprocess
+import sys
 from typing import Any
 from unittest import mock
 
@@ -301,3 +303,24 @@ def test_the_dtype_goes_by_the_model_and_the_noise_alone():
             assert _sent(received, update, 1e-3, stddev).dtype == expected
     with pytest.raises(ValueError, match=r"dpfedavg_noise_stddev.*1e-07"):
         _sent(np.full(3, 1e9), 0.0, 1e-6, 1e-7)  # No dtype has it.
+
+
+_LIGHT = """
+import sys
+sys.modules["flwr"] = None  # Flower 1.12 itself imports TensorFlow.
+import numpy as np
+from tfdp_fl.flower import DPFedAvgNumPyClient
+class Client:
+    def fit(self, parameters, config):
+        return [array + 1 for array in parameters], 7, {}
+config = {"dpfedavg_clip_norm": 1.0, "dpfedavg_noise_stddev": 0.5}
+weights, _, _ = DPFedAvgNumPyClient(Client()).fit([np.zeros(3)], config)
+assert weights[0].any()
+print(sorted({"tensorflow", "keras", "tf_keras"} & set(sys.modules)))
+"""
+
+
+def test_a_client_imports_no_tensorflow():
+    said = {"cwd": pathlib.Path(__file__).parents[2], "capture_output": True}
+    done = subprocess.run([sys.executable, "-c", _LIGHT], **said, text=True)
+    assert done.stdout.strip() == "[]", done.stderr

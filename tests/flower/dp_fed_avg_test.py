@@ -77,7 +77,7 @@ def test_without_noise_it_is_the_mean_of_clipped_updates(by_server):
     # McMahan et al. (2018).
     deltas = [_flat(change) for change in changes]
     mean = sum(d * min(1, 1.5 / np.linalg.norm(d)) for d in deltas) / 5
-    np.testing.assert_allclose(_flat(got), _flat(_MODEL) + mean, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(_flat(got), _flat(_MODEL) + mean, rtol=1e-6, atol=1e-6)
     # The strategy is handed nothing else; not the proxy of anybody who was drawn.
     (((proxy, handed),),) = inner.handed
     assert (proxy.cid, handed.num_examples, handed.metrics) == ("", 1, {})

@@ -1,7 +1,7 @@
 """Client-level differential privacy around Flower's strategies and clients.
 
 Nothing here imports Flower: the wrappers rely only on the methods of the wrapped
-objects. TensorFlow is imported only if the server clips or correlates the noise.
+objects. Clients do not import TensorFlow.
 """
 
 from tfdp_fl.flower.client import DPFedAvgNumPyClient, private_mod

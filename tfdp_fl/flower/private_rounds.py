@@ -689,7 +689,7 @@ class _Server:
         rounds, correlation = self.rounds, self.rounds._correlation
         rounds._open_round = None, None  # If this raises, nothing has moved.
         rounds._history.finish(collected.num_replies)
-        memory = None if correlation is None else correlation.memory
+        memory = () if correlation is None else correlation.memory
         outcome = sums.release(configured, collected, paid, memory)
         if correlation is not None:
             nodes = [configured.clients[client] for client in self.clients]

@@ -1,9 +1,8 @@
 """A round's release: the noisy mean of clipped updates, and the next clip.
 
-There are two ways. Either the clients clip to an S that they are sent, and the server
-clips again, with numpy only. Or the server clips, with the mechanism's own TensorFlow
-functions, because the clip depends on all clients' updates or the noise on earlier
-rounds.
+There are two ways to clip. Either the clients clip to an S that they are sent, and the
+server clips again. Or the server clips, with the mechanism's own functions, because the
+clip depends on all clients' updates or the noise on earlier rounds.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from tfdp_fl import accounting, mechanisms
+from tfdp_fl import accounting, algorithm, mechanisms
 from tfdp_fl._lazy_tf import tf
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.flower import client as client_lib
 from tfdp_fl.flower import history, replies, updates
-from tfdp_fl.mechanisms import cohort_query, noise
+from tfdp_fl.mechanisms import noise
+from tfdp_fl.mechanisms.contribution import Contribution
 from tfdp_fl.terms import NoiseSite, TrustModel
 
 if TYPE_CHECKING:
@@ -111,12 +111,12 @@ class Outcome(NamedTuple):
     Attributes:
       model: w plus the noisy mean of the updates, in the dtypes of w.
       next_clip_norm: S of the next round.
-      memory: the memory of correlated noise after the round; None without one.
+      memory: the memory of correlated noise after the round; () without one.
     """
 
     model: list[np.ndarray]
     next_clip_norm: float
-    memory: Memory = None
+    memory: Memory = ()
 
 
 def as_indices(non_negative: NonNegative) -> Sequence[int | str] | None:
@@ -241,62 +241,62 @@ def release(
     configured: ConfiguredRound,
     collected: Collected,
     paid: accounting.Charge,
-    memory: Memory = None,
+    memory: Memory = (),
 ) -> Outcome:
     """Returns w + (sum_k c_k Delta_k + noise) / m, and the next S.
-
-    It is rounded only once, after the noise.
 
     Args:
       configured: the round.
       collected: the result of `collect`.
       paid: the receipt, without which nothing is released.
-      memory: the memory of correlated noise; None without one.
+      memory: the memory of correlated noise; () without one.
 
     Raises:
-      ValueError: The mechanism now has less noise than was paid for.
+      InvalidArgumentError: The mechanism now has less noise than was paid for.
     """
     paid.use()
-    mechanism, round_state, total = (
-        configured.mechanism,
-        collected.round_state,
-        collected.update,
-    )
-    query = mechanism.bind(configured.deployment)
-    # If the cohort size is random, m is its expectation.
-    m, z = float(round_state.clients_per_round), float(round_state.noise_multiplier)
-    charged = query.paid_for(paid.cost.noise_multiplier, m, z)
-    actual = float(mechanism.sensitivity_squared(round_state, configured.deployment))
-    if not actual <= charged * (1 + cohort_query.NOISE_ROUNDING):
-        raise ValueError(
-            f"{mechanism.name} adds less noise for its bounds in this round than was "
-            "paid for. Nothing was released."
-        )
-    instruction = configured.instruction
-    stddevs = {
-        name: float(value)
-        for name, value in mechanism.noise_stddevs(
-            round_state, configured.deployment
-        ).items()
-    }
-    # One share of the noise for each client whose noise is missing: all m clients, or
-    # those with an unusable or discarded reply.
-    missing = m - collected.num_replies + collected.discarded
-    shares = missing if instruction.noise_stddev else m
-    if memory is not None:
-        total, memory = _add_correlated_noise(
-            mechanism, total, stddevs["update"], memory
-        )
-    elif shares:
-        total = updates.add_noise(total, stddevs["update"] * (shares / m) ** 0.5)
-    noised = {
-        name: float(np.random.default_rng().normal(value, stddevs[name]))
-        for name, value in collected.sums.items()
-    }
-    model = updates.apply(configured.sent_model, [array / m for array in total])
+    query = configured.mechanism.bind(configured.deployment)
+    _, z, m, _ = collected.round_state  # If the cohort size is random, m is expected.
+    charged = query.paid_for(paid.cost.noise_multiplier, float(m), float(z))
+    total = _sum_to_noise(configured, collected)
+    state = _tensors(collected.round_state, memory)
+    with noise.use_seed(tf.constant(noise.fresh_seed())):
+        mean, state = algorithm.release(query, total, state, charged)
+    model = updates.apply(configured.sent_model, [array.numpy() for array in mean])
     for index in configured.non_negative:
         model[index] = np.maximum(model[index], 0)
-    return Outcome(model, float(mechanism.next_clip_norm(noised, round_state)), memory)
+    return Outcome(model, float(state.clip_norm), state.memory)
+
+
+def _sum_to_noise(configured: ConfiguredRound, collected: Collected) -> Contribution:
+    """Returns the sum of the records, to which `algorithm.release` adds its noise.
+
+    If clients add the noise, this includes what they did not add: the shares of those
+    whose reply is missing, unusable or discarded, and the noise of the side sums.
+    """
+    update = [tf.constant(array) for array in collected.update]
+    sums = {name: tf.constant(value) for name, value in collected.sums.items()}
+    if configured.mechanism.noise_site == NoiseSite.CLIENT:
+        m = float(configured.round_state.clients_per_round)
+        stddevs = configured.mechanism.noise_stddevs(
+            configured.round_state, configured.deployment
+        )
+        missing = m - collected.num_replies + collected.discarded
+        if missing:
+            stddev = float(stddevs["update"]) * (missing / m) ** 0.5
+            update = noise.add_normal(update, stddev)
+        sums = {
+            name: noise.add_normal([value], stddevs[name])[0]
+            for name, value in sums.items()
+        }
+    zero = tf.zeros([])
+    return Contribution(update, sums, zero, zero, zero, zero)
+
+
+def _tensors(state: mechanisms.RoundState, memory: Memory) -> mechanisms.RoundState:
+    """Returns a round's numbers as float32 scalars, with a noise memory."""
+    numbers = (tf.constant(value, tf.float32) for value in state[:3])
+    return mechanisms.RoundState(*numbers, memory)
 
 
 def _clip_by_mechanism(
@@ -310,39 +310,17 @@ def _clip_by_mechanism(
     mechanism, round_state = configured.mechanism, configured.round_state
     # The query bounds each record as charged, whatever the mechanism computes.
     query = mechanism.bind(configured.deployment)
-
-    def round_tensors() -> mechanisms.RoundState:
-        return mechanisms.RoundState(*(tf.constant(v, tf.float32) for v in round_state))
-
     norms = tf.constant([updates.norm(c.arrays) for c in changes], tf.float32)
     if mechanism.clip_to_cohort is not None:
-        clip = mechanism.clip_to_cohort(norms, round_tensors())
+        clip = mechanism.clip_to_cohort(norms, _tensors(round_state, ()))
         round_state = round_state._replace(clip_norm=float(clip))
     usable = tf.constant([not change.discarded for change in changes], tf.bool)
-    query.check_noise(round_tensors())
-    contribution = query.bounded_factor(norms, usable, round_tensors())
+    tensors = _tensors(round_state, ())
+    query.check_noise(tensors)
+    contribution = query.bounded_factor(norms, usable, tensors)
     factors = np.asarray(contribution.update, np.float64) * (1 - _ROUNDING)
     sums = {
         name: float(np.sum(value.numpy(), dtype=np.float64))
         for name, value in contribution.sums.items()
     }
     return round_state, factors.tolist(), sums
-
-
-def _add_correlated_noise(
-    mechanism: mechanisms.Mechanism,
-    total: Sequence[np.ndarray],
-    stddev: float,
-    memory: Memory,
-) -> tuple[list[np.ndarray], Memory]:
-    """Returns a sum with the mechanism's noise, and the next memory.
-
-    Every call takes fresh randomness from the operating system.
-    """
-    with noise.use_seed(tf.constant(noise.fresh_seed())):
-        noised, memory = mechanism.add_noise(
-            [tf.constant(array) for array in total],
-            tf.constant(stddev, tf.float32),
-            memory,
-        )
-    return [array.numpy() for array in noised], memory
