@@ -295,8 +295,8 @@ def _sum_to_noise(configured: ConfiguredRound, collected: Collected) -> Contribu
 
 def _tensors(state: mechanisms.RoundState, memory: Memory) -> mechanisms.RoundState:
     """Returns a round's numbers as float32 scalars, with a noise memory."""
-    numbers = (tf.constant(value, tf.float32) for value in state[:3])
-    return mechanisms.RoundState(*numbers, memory=memory)
+    clip_norm, z, m = (tf.constant(value, tf.float32) for value in state[:3])
+    return mechanisms.RoundState(clip_norm, z, m, memory)
 
 
 def _clip_by_mechanism(
