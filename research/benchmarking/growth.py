@@ -185,11 +185,16 @@ class GrowthSide:
             times.append(time.perf_counter() - start)
         return times
 
-    def copies(self, weights: int, threads: int) -> float:
+    def copies(self, weights: int, threads: int, strategy: str | None) -> float:
         """Returns how many more copies of a large model a `fit` needs at its peak.
 
         The model has eight equal layers, and its clients train one by one. For one
         model in each process.
+
+        Args:
+          weights: the size of the model.
+          threads: how many clients train at a time.
+          strategy: the strategy of correlated noise; None for independent noise.
         """
         layers = tf.keras.layers
         width = round((weights / 8) ** 0.5)
@@ -197,9 +202,18 @@ class GrowthSide:
         model = tf.keras.Sequential(
             [layers.Input([width]), *stack, layers.Dropout(0.1), layers.Dense(3)]
         )
-        mechanism = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0)
+        common = {"clip_norm": 0.5, "noise_multiplier": 1.0}
+        if strategy is None:
+            mechanism, sampling = tfdp_fl.FixedClipping(**common), "fixed_size"
+        else:  # Two groups of clients.
+            mechanism, sampling = (
+                tfdp_fl.CorrelatedNoise(
+                    **common, strategy=strategy, rounds=4, min_separation=2
+                ),
+                "cyclic",
+            )
         fed = tfdp_fl.DPFederatedModel(
-            model, mechanism, 4, "fixed_size", max_parallel_clients=threads
+            model, mechanism, 4, sampling, max_parallel_clients=threads
         )
         fed.compile("sgd", "mse")
         rng = np.random.default_rng(0)
@@ -207,7 +221,7 @@ class GrowthSide:
         rows = rng.integers(0, 100, (8, 10), np.int32)
         clients = tfdp_fl.FederatedDataset.from_indices(x, y, rows)
         before = machine.memory_bytes()
-        fed.fit(clients, rounds=2, batch_size=_BATCH, verbose=0)
+        fed.fit(clients, rounds=3, batch_size=_BATCH, verbose=0)
         peak = machine.memory_bytes(field="VmHWM")
         return (peak - before) / (4 * model.count_params())
 

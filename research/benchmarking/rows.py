@@ -297,12 +297,15 @@ def small_and_large(context: Context) -> Result:
 def large_models(context: Context) -> Result:
     """Measures how many copies of a large model `fit` needs beside the model."""
     found: Result = {}
-    for threads in (1, 2):
-        for weights in (10**7, 10**8):
+    for strategy in (None, "blt:3"):
+        for threads, weights in itertools.product((1, 2), (10**7, 10**8)):
             with Side("growth") as side:
-                copies = side.call("copies", weights=weights, threads=threads)
-            context.say(f"{threads} threads, {weights} weights: {copies:.1f} copies")
-            found[f"{threads} threads, {weights} weights"] = copies
+                copies = side.call(
+                    "copies", weights=weights, threads=threads, strategy=strategy
+                )
+            name = f"{strategy or 'independent'}, {threads} threads, {weights} weights"
+            context.say(f"{name}: {copies:.1f} copies")
+            found[name] = copies
     return found
 
 

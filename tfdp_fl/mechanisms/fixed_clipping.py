@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from tfdp_fl import _validate, schedules
 from tfdp_fl._lazy_tf import tf
-from tfdp_fl.mechanisms import clipping, declaration, mechanism
-from tfdp_fl.mechanisms.contribution import Memory, PrivacyContext, RoundState, Tensors
+from tfdp_fl.mechanisms import declaration, mechanism
+from tfdp_fl.mechanisms.contribution import Memory, RoundState, Tensors
 from tfdp_fl.terms import TrustModel
 
 
@@ -105,16 +105,6 @@ class NoPrivacy(mechanism.Mechanism):
     ) -> tuple[Tensors, Memory]:
         """Implements `Mechanism.add_noise`: nothing is added."""
         return update, memory
-
-    def mean(
-        self,
-        update: Tensors,
-        weight: tf.Tensor,
-        round: RoundState,
-        deployment: PrivacyContext,
-    ) -> Tensors:
-        """Implements `Mechanism.mean`: over the clients that answered, 0 for none."""
-        return clipping.mean_of_answers(update, weight)
 
     def describe(self) -> str:
         """Implements `Mechanism.describe`."""

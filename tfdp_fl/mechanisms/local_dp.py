@@ -12,10 +12,8 @@ from typing import Any, ClassVar
 import dp_accounting
 
 from tfdp_fl import _validate
-from tfdp_fl._lazy_tf import tf
 from tfdp_fl.accounting import analytic_noise_multiplier, charge, format_up
 from tfdp_fl.mechanisms import (
-    clipping,
     cohort_query,
     declaration,
     mechanism,
@@ -24,7 +22,6 @@ from tfdp_fl.mechanisms.contribution import (
     ClientContext,
     PrivacyContext,
     RoundState,
-    Tensors,
 )
 from tfdp_fl.terms import Json, NoiseSite, Sampling, TrustModel
 
@@ -101,19 +98,6 @@ class LocalMechanism(mechanism.Mechanism):
         "the most rounds that one client takes part in; fewer need less noise in each.",
         default=None,
     )
-
-    def mean(
-        self,
-        update: Tensors,
-        weight: tf.Tensor,
-        round: RoundState,
-        deployment: PrivacyContext,
-    ) -> Tensors:
-        """Implements `Mechanism.mean`: over the clients that answered.
-
-        Each answer is private by itself, so privacy does not depend on their number.
-        """
-        return clipping.mean_of_answers(update, weight)
 
     @classmethod
     def from_budget(

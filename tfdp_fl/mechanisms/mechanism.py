@@ -408,6 +408,8 @@ class Mechanism(abc.ABC):
         """Returns the released mean: the noisy sum divided by m.
 
         If clients have different weights, the divisor is m times their expected weight.
+        Without a central guarantee, it is the weight of the clients that answered: the
+        answers are private by themselves, or not at all. The mean of none is 0.
 
         Args:
           update: The noisy sum.
@@ -416,6 +418,8 @@ class Mechanism(abc.ABC):
           round: The state of this round.
           deployment: The context.
         """
+        if self.trust_model != TrustModel.CENTRAL:
+            return clipping.mean_of_answers(update, weight)
         expected = deployment.expected_weight(round.clients_per_round)
         return [tensor / tf.cast(expected, tensor.dtype) for tensor in update]
 
