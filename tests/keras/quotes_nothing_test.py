@@ -91,6 +91,32 @@ def test_a_fit_quotes_nothing(clients, message):
     assert str(_SECRET) not in said
 
 
+@pytest.mark.parametrize("arrays", ["x", "y", "sample_weight"])
+def test_a_number_that_is_too_large_is_no_warning_and_ends_no_round(arrays):
+    clients = {}
+    for name, largest in (("a", 1.0), ("b", 1e300)):
+        given = dict.fromkeys(("x", "y", "sample_weight"), np.ones((5, 1)))
+        given[arrays] = np.full((5, 1), largest)
+        clients[name] = tuple(given.values())
+    said = []
+    for streams in (False, True):
+        fed = tfdp_fl.DPFederatedModel(
+            tf.keras.Sequential([tf.keras.Input((1,)), tf.keras.layers.Dense(1)]),
+            tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0),
+            clients_per_round=2,
+            sampling="fixed_size",
+        )
+        fed.compile("sgd", "mse")
+        data = clients
+        if streams:
+            data = FederatedDataset.from_client_fn(list(clients), clients.get)
+        with np.errstate(all="raise"), warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            said.append(_said(lambda fed=fed, data=data: fed.fit(data, verbose=0)))
+        assert fed.rounds == 1
+    assert not "".join(said)
+
+
 def _as_many(x):
     """Takes as much memory as an example says."""
     numbers = tf.range(tf.cast(tf.reduce_max(x), tf.int64))

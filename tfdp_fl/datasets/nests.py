@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
 
 # An array, or a dict, tuple or list of nests.
 Nest = Any
@@ -144,7 +147,7 @@ def as_array(leaf: Nest, name: str) -> np.ndarray:
     except ValueError:  # Unequal lengths. (NumPy's message may quote data.)
         array = np.array([None])
     if array.dtype in (np.float64, np.longdouble):
-        array = array.astype(np.float32)
+        array = cast(array, np.float32)
     strings = array.dtype.kind in "SU" or (
         array.dtype.kind == "O"
         and all(isinstance(item, str | bytes) for item in array.flat)
@@ -158,6 +161,16 @@ def as_array(leaf: Nest, name: str) -> np.ndarray:
         )
     _check_rank(array.ndim, name)
     return array
+
+
+@np.errstate(all="ignore")
+def cast(array: np.ndarray, dtype: DTypeLike) -> np.ndarray:
+    """Returns clients' numbers in another dtype, without a word if they do not fit.
+
+    A warning would tell of one client, and `np.seterr(all="raise")` would let it end
+    the round for all.
+    """
+    return array.astype(dtype)
 
 
 def _check_rank(rank: int | None, name: str) -> None:
@@ -373,7 +386,7 @@ def _cast(leaf: Nest, spec: tf.TensorSpec) -> tuple[Nest, np.ndarray]:
     if _dtype(leaf) != dtype:
         array = view(leaf) if isinstance(leaf, tf.Tensor) else leaf
         with np.errstate(all="ignore"):
-            leaf = array.astype(dtype.as_numpy_dtype)
+            leaf = cast(array, dtype.as_numpy_dtype)
             if not (dtype.is_floating or dtype == tf.string):
                 is_equal = (leaf.astype(array.dtype) == array) & (
                     (leaf < 0) == (array < 0)

@@ -443,8 +443,8 @@ def _as_labels(
             raise nests.ExamplesTypeError(
                 f"sample_weight must be made of numbers, got dtype {leaf.dtype}."
             )
-    with np.errstate(over="ignore"):  # An infinite weight makes the update count as 0.
-        weight = tf.nest.map_structure(lambda leaf: leaf.astype(np.float32), weight)
+    # An infinite weight makes the update count as 0.
+    weight = tf.nest.map_structure(lambda leaf: nests.cast(leaf, np.float32), weight)
     return nests.Weighted(convert(y.y, "y"), convert(weight, "sample_weight"))
 
 

@@ -292,7 +292,8 @@ def split(
     _check_none_missing(frame[client], "client", "be named in every row")
     weights = None
     if sample_weight is not None:
-        weights = array(frame, sample_weight, "sample_weight", {}).astype(np.float32)
+        weights = array(frame, sample_weight, "sample_weight", {})
+        weights = nests.cast(weights, np.float32)
     return (
         arrays(frame, features, "features", vocabulary),
         arrays(frame, label, "label", vocabulary),
@@ -336,7 +337,7 @@ def arrays(
         one = array(frame, name, argument, vocabulary)
         if argument not in ("label", "y"):
             one = np.eye(len(vocabulary[name]))[one] if name in vocabulary else one
-            one = one.astype(np.float32)
+            one = nests.cast(one, np.float32)
         found.append(one.reshape(len(one), -1))
     return np.concatenate(found, axis=1)
 
@@ -369,7 +370,7 @@ def array(
             f"{argument} must fit into int64, got column {name!r} of "
             f"{column.dtype} with larger numbers."
         )
-    with np.errstate(over="ignore"):  # Infinite results are found below.
+    with np.errstate(all="ignore"):  # Infinite results are found below.
         array = column.to_numpy(dtype=np.float32 if kind == "f" else np.int64)
     if not may_miss:
         check_finite(argument, array, name)
