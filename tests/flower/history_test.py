@@ -444,7 +444,8 @@ def test_a_round_in_which_all_fail_is_noise(mechanism):
     strategy = _private(mechanism)
     fm.configured(strategy, _GRID, _MODEL, 1)
     got, _ = strategy.aggregate_train(1, [])
-    assert all(np.isfinite(array).all() for array in fm.arrays(got))
+    # (It started from zeros, and a round moves it by z S / m.)
+    assert all(np.abs(array).max() < 1e6 for array in fm.arrays(got))
     (released,) = strategy.released_rounds
     assert (released.num_replies, released.is_released) == (0, True)
-    assert np.isfinite(strategy.clip_norm)
+    assert 0 <= strategy.clip_norm < 1e6

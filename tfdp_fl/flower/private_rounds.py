@@ -174,7 +174,7 @@ class PrivateRounds:
             )
         sums.check(mechanism, self._deployment)
         # A clip that depends on the cohort is 0 before there is one.
-        self.clip_norm = mechanism.first_clip_norm() or sums.NO_CLIP
+        self.clip_norm = mechanism.first_clip_norm()
         rules = ("abort",) if mechanism.needs_exact_cohort else ("exclude", "abort")
         self._on_client_failure = on_client_failure or rules[0]
         _validate.one_of(rules, on_client_failure=self._on_client_failure)

@@ -45,11 +45,10 @@ class PrivateStrategy(private_rounds.PrivateRounds):
     errors. Its further processing costs no privacy.
 
     With `FixedClipping` and `AdaptiveClipping`, the clients clip, and the server clips
-    again if it adds the noise. The server then needs numpy and dp-accounting, but no
-    TensorFlow. All other central mechanisms (`MedianClipping`, your own) clip at the
-    server, with the mechanism's own TensorFlow functions. `LocalDP` does not need this
-    class: a plain strategy can send the clip and the noise to the clients'
-    `private_mod`.
+    again if it adds the noise. All other central mechanisms (`MedianClipping`, your
+    own) clip at the server. The server releases with the mechanism's own TensorFlow
+    functions; its clients need only numpy. `LocalDP` does not need this class: a plain
+    strategy can send the clip and the noise to the clients' `private_mod`.
 
     With `CorrelatedNoise`, clients may come and go, and a node is drawn only if it has
     waited long enough and may take part again. The server keeps a record of the nodes

@@ -275,7 +275,9 @@ def _sum_to_noise(configured: ConfiguredRound, collected: Collected) -> Contribu
     whose reply is missing, unusable or discarded, and the noise of the side sums.
     """
     update = [tf.constant(array) for array in collected.update]
-    sums = {name: tf.constant(value) for name, value in collected.sums.items()}
+    sums = {
+        name: tf.constant(value, tf.float64) for name, value in collected.sums.items()
+    }
     if configured.mechanism.noise_site == NoiseSite.CLIENT:
         m = float(configured.round_state.clients_per_round)
         stddevs = configured.mechanism.noise_stddevs(
