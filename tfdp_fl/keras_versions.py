@@ -366,12 +366,23 @@ def stateless_optimizer(
 def build_optimizer(
     optimizer: tf.keras.optimizers.Optimizer, variables: list[tf.Variable]
 ) -> list[tf.Variable]:
-    """Makes an optimizer's variables; returns them all."""
+    """Makes an optimizer's variables; returns them all.
+
+    Raises:
+      ValueError: It was built for other variables.
+    """
     if not IS_KERAS_3:
         optimizer.build(variables)
         return list(optimizer.variables)
     if not optimizer.built:
         optimizer.build(variables)
+    built_for = getattr(optimizer, "_trainable_variables", variables)
+    if [*map(id, built_for)] != [*map(id, variables)]:
+        raise ValueError(
+            f"server_optimizer must be a new one, got {optimizer!r}, which has the "
+            "state of another model, or of this one with other trainable layers: "
+            f"compile with a new {type(optimizer).__name__}."
+        )
     state = tf_variables(optimizer.variables)
     listed = {id(variable) for variable in state}
     # Nadam, for one, keeps a variable that it does not list.

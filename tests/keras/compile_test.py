@@ -2,6 +2,7 @@
 
 import warnings
 
+import dp_accounting
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -10,6 +11,7 @@ import tfdp_fl
 from tests.keras import toy
 
 _layers, _optimizers = tf.keras.layers, tf.keras.optimizers
+_FIXED = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0)
 
 
 class _Endpoint(_layers.Layer):
@@ -55,6 +57,67 @@ def test_a_model_with_losses_of_its_own_needs_no_other(own):
 def test_a_model_without_a_loss_is_refused():
     with pytest.raises(ValueError, match="loss must be given for a model that has non"):
         toy.fit(_exact(_of_its_own()))
+
+
+def test_a_server_optimizer_with_the_state_of_other_weights_is_refused():
+    adam = tf.keras.optimizers.Adam(0.1)
+    first, second = (
+        tfdp_fl.DPFederatedModel(toy.two_layers(), _FIXED, 20, "fixed_size")
+        for _ in range(2)
+    )
+    for fed in (first, second):
+        fed.compile("sgd", toy.loss(), server_optimizer=adam)
+    toy.fit(first, 1)
+    with pytest.raises(ValueError, match="server_optimizer must be a new one"):
+        toy.fit(second, 1)
+    assert second.run is None
+    first.model.layers[0].trainable = False
+    first.compile("sgd", toy.loss(), server_optimizer=adam)
+    with pytest.raises(ValueError, match="with other trainable layers"):
+        toy.fit(first, 1)
+    assert first.spending.rounds == first.rounds == 1
+    first.compile("sgd", toy.loss(), server_optimizer="adam")
+    toy.fit(first, 1)
+    assert first.spending.rounds == first.rounds == 2
+
+
+class _FailsLate(tfdp_fl.FixedClipping):
+    """Its noise cannot be traced."""
+
+    def add_noise(self, update, stddev, memory):
+        raise RuntimeError("no noise")
+
+    def round_event(self, round_index, deployment):
+        return dp_accounting.GaussianDpEvent(1.0)
+
+
+class _LocalFailsLate(tfdp_fl.LocalDP):
+    """Its clients' noise cannot be traced; its rounds are charged first."""
+
+    def client_noise(self, round, client, deployment):
+        raise RuntimeError("no noise")
+
+    def mu_squared(self, deployment):
+        return 1.0
+
+    def round_event(self, round_index, deployment):
+        return dp_accounting.GaussianDpEvent(1.0)
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        _FailsLate(clip_norm=1.0, noise_multiplier=1.0),
+        _LocalFailsLate(clip_norm=1.0, noise_multiplier=1.0),
+    ],
+)
+def test_what_cannot_be_traced_costs_nothing(mechanism):
+    fed = tfdp_fl.DPFederatedModel(toy.dense(), mechanism, 20, "fixed_size")
+    fed.compile("sgd", toy.loss())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no noise"):
+            toy.fit(fed, 1)
+        assert fed.spending is None or fed.spending.rounds == 0
 
 
 def test_names_are_those_of_keras():

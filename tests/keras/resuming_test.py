@@ -186,6 +186,28 @@ def test_rounds_that_only_another_ledger_tells_of_are_counted(tmp_path, make):
     assert resumed.epsilon(_DELTA) <= known.epsilon(_DELTA) + 1e-9
 
 
+def test_every_later_round_is_in_all_ledgers_of_the_run(tmp_path):
+    shared, both = Ledger(tmp_path / "shared", append=True), toy.federated()
+    toy.fit(both, 2, [shared])
+    fed, path = toy.federated(), tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        stops = toy.at_end(toy.interrupt, 1)
+        toy.fit(fed, 4, [RoundCheckpoint(path), Ledger(shared.path, True), stops])
+    resumed = toy.federated()
+    toy.fit(resumed, 4, [RoundCheckpoint(path)], resume_from=path)
+    toy.fit(resumed, 2)
+    for known in (shared.path, path / "ledger.jsonl"):
+        read = accounting.PrivacyLedger.read(known)
+        assert len(read.by_run()[resumed.run.run_id]) == 6
+    told = accounting.epsilon_from_ledger(shared.path, _DELTA)
+    assert told == pytest.approx(resumed.epsilon(_DELTA), rel=1e-9)
+    assert told > both.epsilon(_DELTA) + 1.0
+    # A copy of the directory is a run of its own.
+    copy, alone = shutil.copytree(path, tmp_path / "copy"), toy.federated()
+    toy.fit(alone, 4, resume_from=copy)
+    assert len(accounting.PrivacyLedger.read(path / "ledger.jsonl").entries) == 6
+
+
 def test_a_resume_that_fails_leaves_the_run_where_it_was(tmp_path):
     groups = {"strategy": "banded:1", "rounds": 12, "min_separation": 2}
     mechanism = tfdp_fl.CorrelatedNoise(clip_norm=1, noise_multiplier=1, **groups)
@@ -239,6 +261,12 @@ def trained(tmp_path_factory):
     return fed, path
 
 
+def _frozen():
+    model = toy.dense()
+    model.layers[0].bias.trainable = False
+    return model
+
+
 def _resume(fed, path, **fit):
     usual = {"rounds": 2, "batch_size": 5, "seed": 1, "resume_from": path}
     return toy.fit(fed, **{**usual, **fit})
@@ -273,6 +301,11 @@ _ADAM_SERVER = {"server_optimizer": "adam"}
         ({"mechanism": _LESS}, {}, "mechanism's noise_multiplier must be 1.0"),
         ({"compile_options": _ADAM_SERVER}, {}, "server_optimizer must be None"),
         ({"client_weighting": _BY_SIZE}, {}, "client_weighting must be None"),
+        (
+            {"model": _frozen},
+            {},
+            r"trainable weights .* be \[0, 1\], .* got \[0\]",
+        ),
     ],
 )
 def test_other_arguments_are_refused_by_name(trained, options, fit, message):
@@ -398,7 +431,9 @@ def test_a_run_that_went_on_elsewhere_is_not_gone_back_to(tmp_path):
     path, fed = tmp_path / "run", toy.federated()
     with pytest.raises(KeyboardInterrupt):
         toy.fit(fed, 4, [RoundCheckpoint(path), toy.at_end(toy.interrupt, 1)])
+    path.rename(tmp_path / "away")
     toy.fit(fed, 2, [Ledger(tmp_path / "other.jsonl")])
+    (tmp_path / "away").rename(path)
     # Meanwhile another process resumes, and its ledger is as long.
     toy.fit(toy.federated(), 4, resume_from=path)
     with pytest.raises(ValueError, match="would be forgotten"):

@@ -187,6 +187,16 @@ def test_a_frozen_layer_beside_a_normalization_is_not_said_to_be_both():
     assert told == {"non_trainable_partly_kept"}
 
 
+def test_a_layer_that_is_frozen_later_does_not_hide_what_was_released(tmp_path):
+    fed = toy.federated(model=lambda: toy.dense(tf.keras.layers.BatchNormalization))
+    toy.fit(fed, 1, [tfdp_fl.callbacks.RoundCheckpoint(tmp_path)])
+    fed.model.layers[0].trainable = False
+    fed.compile("sgd", toy.loss())
+    toy.fit(fed, 1)
+    told = fed.privacy_statement(1e-3, "dict")["caveats"]
+    assert [key for key in told if "non_tr" in key] == ["non_trainable_partly_kept"]
+
+
 def test_an_evaluation_on_other_clients_is_told_of_with_their_number():
     fed = toy.federated(sampling="poisson")
     toy.fit(fed, 1)

@@ -290,11 +290,11 @@ def test_a_model_that_knows_clients_already():
         with pytest.raises(ValueError, match="already trained"):
             _fit(_search(build, [{"rate": 1}]))
     model, server = toy.dense(), keras.optimizers.SGD(1.0)
-    for build in (
-        lambda rate: _wrapped(model),
-        lambda rate: _wrapped(toy.dense(), server_optimizer=server),
+    for build, message in (
+        (lambda rate: _wrapped(model), "shares variables"),
+        (lambda rate: _wrapped(toy.dense(), server_optimizer=server), "a new one, got"),
     ):
-        with pytest.raises(ValueError, match="shares variables"):
+        with pytest.raises(ValueError, match=message):
             _fit(_search(build, _CANDIDATES))
 
 
@@ -304,6 +304,18 @@ def test_what_would_make_every_trial_fail_is_said_before_the_charge():
     clients["anna 3"][1][0] = 99
     with pytest.raises(ValueError, match="labels must be"):
         _fit(search, clients)
+    assert search.epsilon(_DELTA) == 0.0
+
+    class FailsLate(tfdp_fl.FixedClipping):
+        def add_noise(self, update, stddev, memory):
+            raise RuntimeError("no noise")
+
+        def round_event(self, round_index, deployment):
+            return dp_accounting.GaussianDpEvent(self.noise_multiplier)
+
+    search = _search(lambda rate: _build(rate, FailsLate(**_FIXED)))
+    with pytest.raises(RuntimeError, match="no noise"):
+        _fit(search)
     assert search.epsilon(_DELTA) == 0.0
 
 

@@ -149,7 +149,7 @@ def test_a_new_process_goes_on_where_the_last_one_was(tmp_path, options):
         weights = first.train(weights).weights
     second = hospital.silo(tmp_path, of)
     first.privacy_statement(), second.privacy_statement()
-    left, right = (checkpoint.capture(each._fed, None) for each in (first, second))
+    left, right = (checkpoint.capture(each._fed, "") for each in (first, second))
     for name in ("mechanism_state", "server_optimizer"):
         assert _exact(left[name]) == _exact(right[name]), name
     for name in ("rounds", "sampler", "run_id"):

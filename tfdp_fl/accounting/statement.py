@@ -9,7 +9,7 @@ import pathlib
 import re
 import statistics
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfdp_fl import _files, _validate
@@ -231,7 +231,7 @@ def _content(facts: StatementFacts, delta: float) -> Json:
         "audit": None if facts.audit is None else facts.audit(delta),
         "dp_accounting": charge.dp_accounting_version(),
         "caveats": {
-            key: CAVEATS[key] for key in dict.fromkeys([*facts.caveats, *implied])
+            key: CAVEATS[key] for key in _merge_caveats([*facts.caveats, *implied])
         },
     }
     context = {
@@ -254,6 +254,16 @@ def _content(facts: StatementFacts, delta: float) -> Json:
     if facts.audit is not None:
         content["caveats"]["audited"] = content["audit"]
     return content
+
+
+def _merge_caveats(keys: Iterable[str]) -> list[str]:
+    """Returns each key once; of two that contradict each other, the one for both."""
+    merged = list(dict.fromkeys(keys))
+    released, kept = "non_trainable_released", "non_trainable_kept"
+    if released in merged and kept in merged:
+        merged[merged.index(released)] = "non_trainable_partly_kept"
+        merged.remove(kept)
+    return merged
 
 
 def _implied_caveats(

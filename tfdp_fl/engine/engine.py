@@ -189,6 +189,7 @@ class CohortEngine:
         if keeps_updates:
             self._later_clip = release.DeferredClipping(self.query, self.update_spec)
         self._release = release.Release(self.query, self.server, trainer.metric_results)
+        self._is_prepared = False
         if self.layout.at_once is not None or kernels is None:
             # (`supports` has already checked models that train side by side.)
             with tf.device(self.device):
@@ -343,6 +344,27 @@ class CohortEngine:
         labels.check_clients(dataset, self.layout.label_ranges)
 
     # First half: train and add up.
+
+    def prepare(self, inputs: cohort.RoundInputs) -> None:
+        """Traces whatever a round runs, before it is drawn.
+
+        So an error in a mechanism or an optimizer costs nothing.
+
+        Args:
+          inputs: The round, whose clients do not matter.
+        """
+        if self._is_prepared:
+            return
+        with tf.device(self.device):
+            pending = self.empty_round(inputs)
+            self._trace(pending)
+            total = next(iter(self.programs.traced.values())).results.total
+            if self._later_clip is not None:
+                record = self.query.initial_sample_state(self.update_spec.variables)
+                record = tf.nest.map_structure(tf.TensorSpec.from_tensor, record)
+                total = total._replace(contribution=record)
+            self._release.trace(total, release.with_variables(pending.state))
+        self._is_prepared = True
 
     def collect(
         self,

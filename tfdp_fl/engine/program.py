@@ -37,6 +37,7 @@ class Program:
         numbers that a layer holds. No allowed operation writes to one.
       outputs: The names of the flattened results.
       structure: The results' structure, with None in place of each tensor.
+      results: The results' specs.
       assertions: The names of further operations to run, which may raise.
       name: The program's own name.
       has_run: Whether a call of it has ever finished.
@@ -84,6 +85,7 @@ class Program:
         self.constants = [outer for outer, _ in captures]
         self.outputs = [tensor.name for tensor in tf.nest.flatten(results)]
         self.structure = tf.nest.map_structure(lambda _: None, results)
+        self.results = tf.nest.map_structure(tf.TensorSpec.from_tensor, results)
         self.assertions = [
             operation.name for operation in getattr(graph, "control_outputs", ())
         ]

@@ -170,25 +170,7 @@ class Release:
             leaf.handle if isinstance(leaf, tf.Variable) else tf.convert_to_tensor(leaf)
             for leaf in leaves
         ]
-        if not self._traced:
-            arguments = pending.sums[0], state, seed, answered, charged
-            structure = tf.nest.map_structure(lambda _: None, arguments)
-            shapes = [leaf.shape for leaf in tf.nest.flatten(state)]
-
-            def function(*flat: tf.Tensor) -> nests.Nest:
-                total, state, *rest = tf.nest.pack_sequence_as(structure, flat)
-                variables = tf.nest.flatten(state)
-                values = list(map(_read, variables, shapes))
-                state = tf.nest.pack_sequence_as(state, values)
-                state, logs = self._noise_and_move(total, state, *rest)
-                after = map(_assign, variables, tf.nest.flatten(state))
-                return tf.nest.pack_sequence_as(state, list(after)), logs
-
-            self._traced.append(
-                tf.function(function, autograph=False).get_concrete_function(
-                    *map(tf.TensorSpec.from_tensor, flat)
-                )
-            )
+        self.trace(pending.sums[0], state)
         traced = self._traced[0]
         after, values = tf.nest.pack_sequence_as(
             traced.structured_outputs, _call_flat(traced, flat)
@@ -209,6 +191,33 @@ class Release:
                 stacklevel=2,
             )
         return state, logs
+
+    def trace(self, total: nests.Nest, state: contribution.RoundState) -> None:
+        """Traces the release once, before its first round is charged.
+
+        Args:
+          total: The sum of a cohort, or its specs.
+          state: The round's state.
+        """
+        if self._traced:
+            return
+        number = tf.TensorSpec([], tf.float32)
+        arguments = total, state, tf.TensorSpec([2], tf.uint64), number, number
+        structure = tf.nest.map_structure(lambda _: None, arguments)
+        shapes = [leaf.shape for leaf in tf.nest.flatten(state)]
+
+        def function(*flat: tf.Tensor) -> nests.Nest:
+            total, state, *rest = tf.nest.pack_sequence_as(structure, flat)
+            variables = tf.nest.flatten(state)
+            values = list(map(_read, variables, shapes))
+            state = tf.nest.pack_sequence_as(state, values)
+            state, logs = self._noise_and_move(total, state, *rest)
+            after = map(_assign, variables, tf.nest.flatten(state))
+            return tf.nest.pack_sequence_as(state, list(after)), logs
+
+        specs = map(_spec_of, tf.nest.flatten(arguments))
+        traced = tf.function(function, autograph=False).get_concrete_function(*specs)
+        self._traced.append(traced)
 
     def _noise_and_move(self, total, state, seed, answered, charged):
         contribution = total.contribution
@@ -280,6 +289,15 @@ def with_variables(state: contribution.RoundState) -> contribution.RoundState:
         return tf.Variable(leaf, trainable=False)
 
     return state._replace(memory=tf.nest.map_structure(variable, state.memory))
+
+
+def _spec_of(leaf: nests.Nest) -> tf.TensorSpec:
+    """Returns the spec of an argument; of a variable, that of its handle."""
+    if isinstance(leaf, tf.TensorSpec):
+        return leaf
+    if isinstance(leaf, tf.Variable):
+        leaf = leaf.handle
+    return tf.TensorSpec.from_tensor(tf.convert_to_tensor(leaf))
 
 
 def _read(argument: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:

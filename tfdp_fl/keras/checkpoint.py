@@ -36,7 +36,7 @@ from tfdp_fl.keras.run import FitPlan, Population, Run
 from tfdp_fl.mechanisms import ClientWeighting
 from tfdp_fl.terms import Json
 
-FORMAT = "tfdp_fl checkpoint 9"
+FORMAT = "tfdp_fl checkpoint 10"
 _NAME = re.compile(r"round-(\d{8})\.npz")
 _PLACE = "place of an array"
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -266,10 +266,16 @@ def ledger_key(path: str | os.PathLike[str]) -> str:
 
 def capture(
     fed: FederatedTraining,
-    ledger_head: str | None,
+    key: str,
     ledger: accounting.PrivacyLedger | None = None,
 ) -> Json:
-    """Returns a training's state between two rounds, to be kept beside a ledger."""
+    """Returns a training's state between two rounds, to be kept beside a ledger.
+
+    Args:
+      fed: The training.
+      key: The ledger's `ledger_key`.
+      ledger: The open ledger (see `PrivacyAccount.state`).
+    """
     run, cohort_engine = fed.require_trained("checkpoint")
     return {
         **run.state(ledger),
@@ -278,10 +284,12 @@ def capture(
             np.asarray(v.value())
             for v in keras_versions.tf_variables(fed.model.weights)
         ],
+        "trainable": _trainable_indices(fed.model),
         "server_optimizer": [v.numpy() for v in cohort_engine.server.state],
         "settings": settings(fed, run.population, run.plan),
         "learning_rate": fed.require_compiled("checkpoint").learning_rate,
-        "ledger_head": ledger_head,
+        "ledger": key,
+        "ledger_head": run.known_ledgers.get(key),
         "memory_of": fed.mechanism.state_fingerprint(),
     }
 
@@ -345,8 +353,19 @@ def _config(optimizer: tf.keras.optimizers.Optimizer | None) -> object:
     return [type(optimizer).__name__, config]
 
 
-def _shapes(weights: Sequence[np.ndarray | tf.Variable]) -> dict[str, list[list[int]]]:
-    return {"model's weights (their shapes)": [list(each.shape) for each in weights]}
+def _trainable_indices(model: tf.keras.Model) -> list[int]:
+    """Returns the indices of a model's trainable weights."""
+    trainable = set(map(id, model.trainable_weights))
+    return [n for n, weight in enumerate(model.weights) if id(weight) in trainable]
+
+
+def _describe_weights(
+    weights: Sequence[np.ndarray | tf.Variable], trainable: list[int]
+) -> Json:
+    return {
+        "model's weights (their shapes)": [list(each.shape) for each in weights],
+        "model's trainable weights (their indices)": trainable,
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -362,6 +381,12 @@ class InterruptedRun:
     directory: pathlib.Path
     state: Json
     ledger: accounting.LedgerContents
+
+    @property
+    def other_ledgers(self) -> list[str]:
+        """The paths of the run's ledgers outside its directory, which may be a copy."""
+        own = ledger_key(ledger_path(self.directory)), self.state["ledger"]
+        return [path for path in self.state["known_ledgers"] if path not in own]
 
     @classmethod
     def read(
@@ -382,8 +407,14 @@ class InterruptedRun:
             asked, first_round=plan.first_round, last_round=last
         )
         population = clients.num_clients, clients.clients_digest
-        saved = {**state["settings"], **_shapes(state["weights"])}
-        now = {**settings(fed, population, asked), **_shapes(fed.model.weights)}
+        saved = {
+            **state["settings"],
+            **_describe_weights(state["weights"], state["trainable"]),
+        }
+        now = {
+            **settings(fed, population, asked),
+            **_describe_weights(fed.model.weights, _trainable_indices(fed.model)),
+        }
         for name in now | saved:  # Rounds first, as they affect the schedules, too.
             if saved.get(name) != now.get(name):
                 raise ValueError(
@@ -440,6 +471,8 @@ class InterruptedRun:
                 spending.lost_mu_squared,
                 contents.lost_mu_squared(run.rounds, run.run_id),
             )
+        if state["ledger"] != key:  # The directory was moved or copied.
+            run.known_ledgers.pop(state["ledger"], None)
         lost = spending.rounds > state["spending"]["rounds"]
         if lost:
             run.caveats.add("rounds_charged_twice")

@@ -110,6 +110,10 @@ _CAVEATS_OF_ANY_RUN = {
 }
 
 
+# Those that may differ from `fit` to `fit`.
+_BY_ROUND = ("non_trainable_released", "non_trainable_kept")
+
+
 def caveats_of_setup(
     setup: TrainingSetup, cohort_engine: engine.CohortEngine
 ) -> dict[str, bool]:
@@ -130,11 +134,16 @@ def caveats_of_setup(
         and not by_client
         and is_private,
         "secure_aggregation_norms_seen": is_secure and cohort_engine.query.two_phase,
-        "non_trainable_released": releases_state and not keeps_state,
-        "non_trainable_kept": keeps_state and not releases_state,
-        "non_trainable_partly_kept": keeps_state and releases_state,
+        "non_trainable_released": releases_state,
+        "non_trainable_kept": keeps_state,
         "client_weighting_given": is_private and setup.client_weighting is not None,
     }
+
+
+def record_round(run: run_lib.Run, cohort_engine: engine.CohortEngine) -> None:
+    """Records what later rounds may do otherwise, as when a layer is frozen."""
+    applies = caveats_of_setup(run.setup, cohort_engine)
+    run.caveats |= {key for key in _BY_ROUND if applies[key]}
 
 
 def _caveats(run: run_lib.Run, cohort_engine: engine.CohortEngine) -> tuple[str, ...]:

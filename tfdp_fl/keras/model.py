@@ -530,9 +530,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             interrupted = InterruptedRun.read(resume_from, self, clients, plan)
             plan = FitPlan(**interrupted.state["plan"])
             calibration = interrupted.state["calibration"]
-            callbacks += persistence.ledger_of_resumed(resume_from, callbacks)
-        elif self.run is not None:
-            persistence.warn_of_left_ledgers(self.run, callbacks)
+        callbacks += persistence.missing_ledgers(self.run, interrupted, callbacks)
         run, engine = preparation.prepare(
             self, clients, plan, calibration, between_client_variance
         )

@@ -20,9 +20,8 @@ from tfdp_fl import _signals, algorithm, auditing, keras_versions, sampling
 from tfdp_fl.accounting import BudgetExceededError, Charge, RoundCharge, format_up
 from tfdp_fl.accounting.rounding import round_up_for_bar
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import Executor, PendingRound, RoundInputs, release, secure_sum
-from tfdp_fl.keras import federated_training
-from tfdp_fl.keras import run as run_lib
+from tfdp_fl.engine import Executor, PendingRound, release, secure_sum
+from tfdp_fl.keras import facts, federated_training
 from tfdp_fl.keras.callbacks.federated_callback import (
     FederatedCallback,
     KeepTarget,
@@ -185,26 +184,15 @@ class RoundLoop:
 
     def draw(self) -> sampling.Cohort:
         """See `algorithm.FrontEnd`: fixes a round's inputs before any client trains."""
-        run, plan, round_index = self.run, self.run.plan, self.run.rounds
+        run = self.run
         run.sampler.attempt = attempt = run.attempts.take()
+        rate = self.fed.require_compiled("fit").learning_rate
+        inputs = run.next_inputs(rate, attempt)
+        self.engine.prepare(inputs)
         cohort = run.draw()
         positions = run.taking_part(cohort.positions)
-        self._inputs = RoundInputs(
-            round_index=round_index,
-            state=run.mechanism_state,
-            positions=positions,
-            # The fixed m, even for the smaller last cohort of a pass.
-            clients_per_round=run.deployment.cohort_size(round_index),
-            noise_multiplier=self.setup.mechanism.noise_multiplier_at(round_index),
-            batch_size=plan.batch_size,
-            local_epochs=plan.local_epochs,
-            learning_rate=self.fed.require_compiled("fit").learning_rate,
-            seed=run_lib.round_seed(plan.seed, attempt),
-            shuffle=run_lib.shuffle_generator(plan.seed, attempt)
-            if plan.shuffle
-            else None,
-            windows=None if run.windows is None else run.windows[positions],
-        )
+        windows = None if run.windows is None else run.windows[positions]
+        self._inputs = dataclasses.replace(inputs, positions=positions, windows=windows)
         return cohort
 
     def charges_first(self, cohort: sampling.Cohort) -> bool:
@@ -313,9 +301,10 @@ class RoundLoop:
             # Without the noise of those who failed, the model tells more.
             paid = self.charge(cohort, pending)
             run.caveats.add("local_rounds_counted_twice")
-        run.sampler.release(cohort)
         run.releasing = True
+        run.sampler.release(cohort)
         run.mechanism_state, released = self.engine.release(pending, paid)
+        facts.record_round(run, self.engine)
         run.cohort_sizes[len(pending.inputs.positions)] += 1
         run.log_names = list(released)
         run.remember_norms(pending.inputs.positions, pending.window_norms)

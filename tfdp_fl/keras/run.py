@@ -23,6 +23,7 @@ from tfdp_fl import accounting, sampling, schedules
 from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.auditing import CanaryAudit
+from tfdp_fl.engine import RoundInputs
 from tfdp_fl.keras.training_setup import TrainingSetup
 from tfdp_fl.mechanisms import PrivacyContext, RoundState, noise
 from tfdp_fl.terms import Json, TrustModel
@@ -265,6 +266,24 @@ class Run:
         if self.sampler.unsettled is None:
             self.sampler.next_round = self.rounds
         return self.sampler.unsettled or self.sampler.draw()
+
+    def next_inputs(self, learning_rate: float, attempt: Attempt) -> RoundInputs:
+        """Returns the next round's inputs, with nobody in its cohort yet."""
+        plan, nobody = self.plan, np.zeros(0, np.int64)
+        return RoundInputs(
+            round_index=self.rounds,
+            state=self.mechanism_state,
+            positions=nobody,
+            # The fixed m, even for the smaller last cohort of a pass.
+            clients_per_round=self.deployment.cohort_size(self.rounds),
+            noise_multiplier=self.setup.mechanism.noise_multiplier_at(self.rounds),
+            batch_size=plan.batch_size,
+            local_epochs=plan.local_epochs,
+            learning_rate=learning_rate,
+            seed=round_seed(plan.seed, attempt),
+            shuffle=shuffle_generator(plan.seed, attempt) if plan.shuffle else None,
+            windows=None if self.windows is None else self.windows[nobody],
+        )
 
     def taking_part(self, positions: np.ndarray) -> np.ndarray:
         """Returns a cohort without clients that may not take part again."""

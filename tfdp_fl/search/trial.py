@@ -365,7 +365,10 @@ class Trial:
         options = dict(self._options)
         last_round = options.pop("rounds")
         plan = FitPlan(first_round=0, last_round=last_round, seed=None, **options)
-        _, cohort_engine = preparation.prepare(self._fed, self._split.training, plan)
+        run, cohort_engine = preparation.prepare(self._fed, self._split.training, plan)
+        cohort_engine.prepare(
+            run.next_inputs(self._training.learning_rate, run.attempts.take())
+        )
         self._fed._engine = cohort_engine
 
     def run(self, score: PublicScore | PrivateScore, paid: accounting.Charge) -> float:

@@ -6,7 +6,6 @@ import collections
 import contextlib
 import os
 import pathlib
-import warnings
 from typing import Any
 
 import tensorflow as tf
@@ -24,8 +23,8 @@ class Ledger(FederatedCallback):
 
     Each round's line is on disk before anyone can see the round's result. If the line
     cannot be written, the round is not released. Rounds from before the ledger was
-    opened are written first. A later `fit` of the same model continues the same file,
-    if it is given the callback again; otherwise there is a warning.
+    opened are written first. All later `fit`s of the run, also resumed, continue the
+    same file for as long as it is there, with or without the callback.
 
     Attributes:
       path: The file. If it is created here, only its owner can read it.
@@ -277,33 +276,29 @@ class RoundCheckpoint(Ledger):
     def _save(self, if_changed: bool = False) -> None:
         fed, run = self.federated_model, self._run
         if not run.releasing:
-            head = run.known_ledgers[self._key]
-            state = checkpoint.capture(fed, head, self._opened)
+            state = checkpoint.capture(fed, self._key, self._opened)
             if not (if_changed and self._files.holds(run.rounds, state)):
                 self._files.write(run.rounds, state, self.keep)
 
 
-def warn_of_left_ledgers(run: Run, callbacks: list[Any]) -> None:
-    """Warns of a run's ledgers that will lack the rounds of a `fit`."""
-    kept = {checkpoint.ledger_key(c.path) for c in callbacks if isinstance(c, Ledger)}
-    left = [p for p in run.known_ledgers if p not in kept and os.path.exists(p)]
-    if left:
-        warnings.warn(
-            f"The rounds of this fit are not written to {', '.join(left)}, which holds "
-            "earlier rounds of this run: epsilon from there, or of a run resumed from "
-            "there, will be too small. Give fit the same Ledger or RoundCheckpoint.",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-
-
-def ledger_of_resumed(
-    directory: str | os.PathLike[str], callbacks: list[Any]
+def missing_ledgers(
+    run: Run | None, interrupted: checkpoint.InterruptedRun | None, callbacks: list[Any]
 ) -> list[FederatedCallback]:
-    """Returns a `Ledger` for a resumed run, unless a callback already keeps it.
+    """Returns a `Ledger` for each file of a run that no callback keeps.
 
-    Everything that a resumed run releases must be in its directory's ledger.
+    Whatever a run releases must be in all of its ledgers, by which others count.
+
+    Args:
+      run: The training before this `fit`, if any.
+      interrupted: The run that is resumed instead, if any.
+      callbacks: The callbacks given to `fit`.
     """
-    path = checkpoint.ledger_path(directory)
-    kept = [checkpoint.ledger_key(c.path) for c in callbacks if isinstance(c, Ledger)]
-    return [] if checkpoint.ledger_key(path) in kept else [Ledger(path)]
+    needed: list[Ledger] = []
+    if interrupted is not None:
+        needed = [Ledger(checkpoint.ledger_path(interrupted.directory))]
+        paths = interrupted.other_ledgers
+    else:
+        paths = [] if run is None else list(run.known_ledgers)
+    needed += [Ledger(path, append=True) for path in paths if os.path.exists(path)]
+    kept = {checkpoint.ledger_key(c.path) for c in callbacks if isinstance(c, Ledger)}
+    return [c for c in needed if checkpoint.ledger_key(c.path) not in kept]
