@@ -194,11 +194,11 @@ def test_every_later_round_is_in_all_ledgers_of_the_run(tmp_path):
         stops = toy.at_end(toy.interrupt, 1)
         toy.fit(fed, 4, [RoundCheckpoint(path), Ledger(shared.path, True), stops])
     resumed = toy.federated()
-    toy.fit(resumed, 4, [RoundCheckpoint(path)], resume_from=path)
-    toy.fit(resumed, 2)
-    for known in (shared.path, path / "ledger.jsonl"):
-        read = accounting.PrivacyLedger.read(known)
-        assert len(read.by_run()[resumed.run.run_id]) == 6
+    for rounds, resumes in ((4, {"resume_from": path}), (2, {})):
+        toy.fit(resumed, rounds, [RoundCheckpoint(path)] if resumes else [], **resumes)
+        for known in (shared.path, path / "ledger.jsonl"):
+            read = accounting.PrivacyLedger.read(known)
+            assert len(read.by_run()[resumed.run.run_id]) == resumed.rounds
     told = accounting.epsilon_from_ledger(shared.path, _DELTA)
     assert told == pytest.approx(resumed.epsilon(_DELTA), rel=1e-9)
     assert told > both.epsilon(_DELTA) + 1.0
