@@ -168,7 +168,7 @@ def test_a_cost_is_derived_from_bounds_and_noise():
     done = rounds.run_round(query, state, updates, noise_multiplier=1.0)
     with pytest.raises(tf.errors.InvalidArgumentError, match="adds less noise"):
         rounds.run_round(query, done.next_state, updates, noise_multiplier=1.0)
-    with pytest.raises(TypeError, match="must declare side_bounds"):
+    with pytest.raises(TypeError, match="because side_names"):
         type("Old", (mechanisms.Mechanism,), {"side_names": ("side",)})
 
 

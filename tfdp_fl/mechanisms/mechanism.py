@@ -27,7 +27,7 @@ import dp_accounting
 from tfdp_fl import _validate, schedules
 from tfdp_fl._lazy_tf import tf
 from tfdp_fl.accounting import statement as caveats_lib
-from tfdp_fl.mechanisms import clipping, cohort_query, grid, noise
+from tfdp_fl.mechanisms import clipping, cohort_query, grid, noise, overriding
 from tfdp_fl.mechanisms.contribution import (
     ClientContext,
     ClientWeighting,
@@ -39,33 +39,6 @@ from tfdp_fl.mechanisms.contribution import (
     Tensors,
 )
 from tfdp_fl.terms import Json, NoiseSite, PrivacyUnit, TrustModel
-
-# Members of earlier versions' mechanisms, and their replacements.
-_RENAMED = {
-    "side_names": "side_bounds={name: bound}",
-    "guarantee": "trust_model and privacy_unit",
-}
-# The members that a class outside this package may override without defining what a
-# round costs. No cost relies on these:
-_FREE = {
-    *("name", "describe", "caveats", "own_caveats", "parameters", "needs_shapes"),
-    *("noise_limit", "noise_limit_reason"),
-    *("from_budget", "with_noise_multiplier", "proximal_weight", "implied_delta"),
-    *("mean", "next_clip_norm", "releases_weights"),
-}
-# Of a central guarantee, the bound holds whatever these return (`records`):
-_BOUNDED = {
-    *("scale", "side_statistics", "contribution_of_norm", "contribution"),
-    *("window", "window_norms"),
-}
-# The derived cost is computed from these, and each release compared with it:
-_DERIVED = {
-    *("noise_stddevs", "noise_multiplier_at", "noise_multiplier", "noise_site"),
-    *("l2_norm_bound", "side_bounds", "clip_norm", "first_clip_norm"),
-    *("max_participations", "min_separation", "epsilon", "event_period"),
-    *("static_config", "state_fingerprint", "__post_init__"),
-    *("check", "check_parameters"),
-}
 
 # Between this and its inverse, float32 has full precision, and the squared noise in
 # many coordinates stays finite.
@@ -96,7 +69,8 @@ class Mechanism(abc.ABC):
     This class implements DP-FedAvg for a clip S that a mechanism declares: a client's
     update is scaled by one number, the server adds noise of stddev z S to the sum, and
     the noisy sum is divided by the expected cohort size m. A mechanism overrides
-    whatever it does differently.
+    whatever it does differently. Most override only what is released, which comes
+    first; then come its cost, its planning, what reports say of it, and how it runs.
 
     Class attributes:
       trust_model: Against whom it protects: "central" (the server is trusted), "local"
@@ -153,51 +127,8 @@ class Mechanism(abc.ABC):
 
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
-        for old, new in _RENAMED.items():
-            if old in vars(cls):
-                raise TypeError(f"{cls.__name__} must declare {new} in place of {old}.")
         caveats_lib.add_caveats(cls.own_caveats)
-        cls._require_cost()
-
-    @classmethod
-    def _require_cost(cls) -> None:
-        """Raises TypeError if a member changes a cost that is defined without it.
-
-        What a class outside this package may override is listed. With anything else,
-        it must also define the cost, which its statement says (`own_cost`).
-        """
-        classes = cls.__mro__
-        for cost in cls._costs():
-            definer = cls._definer_of(cost)
-            allowed = _FREE if cls.trust_model == TrustModel.LOCAL else _FREE | _BOUNDED
-            if definer is Mechanism:
-                allowed = allowed | _DERIVED
-            # Those that are asked before the definer may have overridden something.
-            for place, each in enumerate(classes[: classes.index(definer)]):
-                if each.__module__.startswith("tfdp_fl."):
-                    continue
-                changed = _overridden(each, classes[place + 1 :]) - allowed
-                for name in sorted(changed):
-                    raise TypeError(
-                        f"{cls.__name__} must define {cost}, because {name}, which "
-                        f"{each.__name__} defines, changes what a round costs."
-                    )
-
-    @classmethod
-    def _costs(cls) -> tuple[str, ...]:
-        """Returns the members that define the cost."""
-        if cls.trust_model == TrustModel.NONE:
-            return ()
-        if cls.trust_model == TrustModel.CENTRAL:
-            return ("round_event",)
-        # Unless it claims one, a local mechanism has no central cost.
-        claims = cls._definer_of("round_event") is not Mechanism
-        return ("mu_squared", "round_event") if claims else ("mu_squared",)
-
-    @classmethod
-    def _definer_of(cls, name: str) -> type:
-        """Returns the class that defines a member."""
-        return next(base for base in cls.__mro__ if name in vars(base))
+        overriding.require_cost(cls, Mechanism)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -216,11 +147,321 @@ class Mechanism(abc.ABC):
     def check_parameters(self) -> None:  # noqa: B027
         """Raises ValueError if parameters are incompatible."""
 
-    # Checks of the context.
+    # What is released.
+
+    def first_clip_norm(self) -> float:
+        """Returns the clip of the first round."""
+        return self.clip_norm
+
+    def l2_norm_bound(self, round: RoundState) -> Scalar:
+        """Returns the L2 bound on a contribution: S."""
+        return round.clip_norm
+
+    def scale(self, norm: tf.Tensor, round: RoundState) -> tf.Tensor:
+        """Returns the factor by which an update is scaled: min(1, S / norm).
+
+        Args:
+          norm: Float32, norms of updates, at least 0: a scalar if a class outside this
+            package overrides this method, else of any shape.
+          round: The state of this round.
+        """
+        return clipping.clip_factor(norm, round.clip_norm)
+
+    def side_statistics(
+        self, norm: tf.Tensor, round: RoundState
+    ) -> dict[str, tf.Tensor]:
+        """Returns a client's terms of the side sums, by the names in `side_names`.
+
+        Args:
+          norm: Float32, as for `scale`; 0 for updates with a NaN.
+          round: The state of this round.
+        """
+        return {}
+
+    def contribution_of_norm(
+        self, norm: tf.Tensor, usable: tf.Tensor, round: RoundState
+    ) -> Contribution:
+        """Returns contributions computed from the updates' norms alone.
+
+        Their `update` is the factor by which the update is multiplied.
+
+        Args:
+          norm: Float32, any shape: the norms of one or more updates, 0 if an update is
+            not usable.
+          usable: Bool, the same shape: False for an update with a NaN or an Inf.
+          round: The state of this round.
+        """
+        scale = self.scale(norm, round)
+        return Contribution(
+            update=tf.where(usable, scale, 0.0),
+            sums=self.side_statistics(norm, round),
+            weight=tf.ones_like(norm),
+            norm=norm,
+            clipped=tf.cast((norm > 0) & (scale < 1), tf.float32),
+            discarded=tf.cast(~usable, tf.float32),
+        )
+
+    def contribution(
+        self,
+        update: Tensors,
+        round: RoundState,
+        client: ClientContext,
+        deployment: PrivacyContext,
+    ) -> Contribution:
+        """Returns one client's clipped contribution, before any noise.
+
+        An update with a NaN or an Inf becomes zero.
+
+        Args:
+          update: List of float tensors; a client's weights if
+            `releases_weights`.
+          round: The state of this round.
+          client: What the client knows about itself.
+          deployment: The context.
+        """
+        scaled = self.contribution_of_norm(*clipping.finite_global_norm(update), round)
+        scaled = scaled.scale_by(client.weight)
+        return scaled._replace(update=clipping.multiply(update, scaled.update))
+
+    def noise_stddevs(self, round: RoundState, deployment: PrivacyContext) -> Json:
+        """Returns the stddevs of the noise on the sum of updates and on each side sum.
+
+        Args:
+          round: This round; Python floats or TensorFlow scalars.
+          deployment: The context.
+
+        Returns:
+          Stddevs by name: "update" and `side_names`.
+        """
+        return {"update": round.noise_multiplier * round.clip_norm}
+
+    def init_noise_state(self, deployment: PrivacyContext) -> Memory:
+        """Returns the memory before the first round; () if there is none."""
+        return ()
+
+    def add_noise(
+        self, update: Tensors, stddev: tf.Tensor, memory: Memory
+    ) -> tuple[Tensors, Memory]:
+        """Adds the server's noise to a sum; returns it and the next memory.
+
+        Args:
+          update: The sum of the clients' updates.
+          stddev: The stddev from `noise_stddevs`.
+          memory: `RoundState.memory`; () without one.
+        """
+        return noise.add_normal(update, stddev), memory
+
+    def mean(
+        self,
+        update: Tensors,
+        weight: tf.Tensor,
+        round: RoundState,
+        deployment: PrivacyContext,
+    ) -> Tensors:
+        """Returns the released mean: the noisy sum divided by m.
+
+        If clients have different weights, the divisor is m times their expected weight.
+        Without a central guarantee, it is the weight of the clients that answered: the
+        answers are private by themselves, or not at all. The mean of none is 0.
+
+        Args:
+          update: The noisy sum.
+          weight: Float32 scalar, the sum of the clients' weights. With a central
+            guarantee, whose noise does not cover that sum, the expected one.
+          round: The state of this round.
+          deployment: The context.
+        """
+        if self.trust_model != TrustModel.CENTRAL:
+            return clipping.mean_of_answers(update, weight)
+        expected = deployment.expected_weight(round.clients_per_round)
+        return [tensor / tf.cast(expected, tensor.dtype) for tensor in update]
+
+    def next_clip_norm(self, sums: Mapping[str, Scalar], round: RoundState) -> Scalar:
+        """Returns the clip of the next round.
+
+        Args:
+          sums: The noisy sums by name; Python floats or TensorFlow scalars.
+          round: This round, likewise.
+        """
+        return round.clip_norm
+
+    # What it costs.
+
+    def round_event(
+        self, round_index: int, deployment: PrivacyContext
+    ) -> dp_accounting.DpEvent:
+        """Returns the event that one round releases, without sampling.
+
+        It is derived, not declared. Gaussian releases of a client's update and side
+        sums together are a single Gaussian with the noise multiplier
+
+            (sum_i (bound_i / stddev_i)^2)^(-1/2)
+
+        where `records` enforces the bounds, and the stddevs are those of the added
+        noise (Dong, Roth & Su 2019, corollary 3.3).
+        """
+        z = self.noise_multiplier_at(round_index)
+        if z == 0 or self.trust_model != TrustModel.CENTRAL:
+            return dp_accounting.NonPrivateDpEvent()
+        # A mechanism whose cost depends on z and S alone needs no deployment.
+        size = deployment.cohort_size(round_index) if deployment else 1.0
+        round = RoundState(self.reference_clip_norm, z, size)
+        mu_squared = self.sensitivity_squared(round, deployment)
+        if not 0 < mu_squared < math.inf:
+            return dp_accounting.NonPrivateDpEvent()
+        derived = mu_squared**-0.5
+        # If they are equal up to rounding, use the given z.
+        is_equal = math.isclose(derived, z, rel_tol=1e-12)
+        return dp_accounting.GaussianDpEvent(z if is_equal else derived)
+
+    def sensitivity_squared(
+        self, round: RoundState, deployment: PrivacyContext
+    ) -> Scalar:
+        """Returns sum_i (bound_i / stddev_i)^2 of a round; infinity without noise.
+
+        Args:
+          round: This round; Python floats or TensorFlow scalars.
+          deployment: The context.
+        """
+        stddevs = self.noise_stddevs(round, deployment)
+        bounds = {"update": self.l2_norm_bound(round), **self.side_bounds}
+        ratios = [_ratio(bounds[name], stddev) for name, stddev in stddevs.items()]
+        return sum(ratio**2 for ratio in ratios)
+
+    @property
+    def reference_clip_norm(self) -> float:
+        """The clip at which costs are derived: the first one, or 1 if unknown."""
+        return self.first_clip_norm() or 1.0
+
+    def event_at(
+        self, round_index: int, deployment: PrivacyContext, state: RoundState
+    ) -> dp_accounting.DpEvent:
+        """Returns the next round's event; called right before the round is charged.
+
+        Args:
+          round_index: As for `round_event`.
+          deployment: The context.
+          state: The query's state before the round.
+        """
+        del state
+        return self.round_event(round_index, deployment)
+
+    def event_index(self, round_index: int, memory: Memory) -> int:
+        """Returns the round index to pass to `round_event`.
+
+        Args:
+          round_index: The next round, counted from 0, including abandoned rounds.
+          memory: `RoundState.memory` before it; () without one.
+        """
+        return round_index
+
+    @property
+    def event_period(self) -> int | None:
+        """The number of released rounds after which `round_event` repeats.
+
+        None: it changes only with schedules.
+        """
+        return None
+
+    def mu_squared(self, deployment: PrivacyContext) -> float:
+        """Returns (sensitivity / sigma)^2 of one client's own release.
+
+        Only for mechanisms with a local trust model, composed client by client.
+        """
+        raise NotImplementedError(
+            f"{self.name} has a {self.trust_model} guarantee, which is not "
+            "composed client by client."
+        )
+
+    # How it is planned.
+
+    def noise_multiplier_at(self, round_index: int) -> float:
+        """Returns the noise multiplier z of one round (counted from 0).
+
+        Raises:
+          ValueError: It is negative, or its product with the first clip is not
+            representable in float32.
+        """
+        noise_multiplier = _validate.non_negative(
+            noise_multiplier=schedules.value_at(
+                self.noise_multiplier, round_index, "noise_multiplier"
+            )
+        )
+        stddev = noise_multiplier * self.first_clip_norm()
+        if stddev and not _MIN_NOISE <= stddev <= 1 / _MIN_NOISE:
+            raise ValueError(
+                "noise_multiplier times the clip must be from "
+                f"{_MIN_NOISE:g} to {1 / _MIN_NOISE:g}, the range of float32, got "
+                f"{noise_multiplier:g} times {self.first_clip_norm():g}."
+            )
+        return noise_multiplier
+
+    def noise_limit(self, round_index: int, deployment: PrivacyContext) -> float:
+        """Returns the upper limit on a round's noise multiplier (exclusive)."""
+        return float("inf")
+
+    @classmethod
+    def from_budget(cls, target: CalibrationTarget, **options: Any) -> Mechanism:
+        """Returns the mechanism that `make_private` tries for a target.
+
+        Args:
+          target: The target, and the noise multiplier to try.
+          **options: The other given parameters.
+        """
+        arguments: Json = {"noise_multiplier": target.noise_multiplier}
+        return cls(**arguments, **options)
+
+    def with_noise_multiplier(self, noise_multiplier: schedules.Schedule) -> Mechanism:
+        """Returns the same mechanism with another noise multiplier."""
+        changes: Json = {"noise_multiplier": noise_multiplier}
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def implied_delta(self) -> float | None:
+        """The delta that goes with `epsilon`, if it follows from parameters."""
+        return None
+
+    @property
+    def proximal_weight(self) -> float:
+        """Weight mu of (mu/2) ||w - w_received||^2 in local training."""
+        return 0.0
+
+    # What reports say of it.
+
+    @property
+    def name(self) -> str:
+        """The mechanism's name in reports."""
+        return type(self).__name__
+
+    @abc.abstractmethod
+    def describe(self) -> str:
+        """Returns one sentence for the privacy statement."""
+
+    def caveats(self) -> tuple[str, ...]:
+        """Returns the keys of the caveats that apply to the mechanism.
+
+        Each is a key of `own_caveats` or of `accounting.CAVEATS`.
+        """
+        return ()
+
+    def all_caveats(self) -> tuple[str, ...]:
+        """Returns `caveats`, plus one if the mechanism declares its own cost."""
+        costs = overriding.members_with_cost(type(self), Mechanism)
+        is_own = overriding.is_overridden(type(self), *costs)
+        return (*self.caveats(), "own_cost") if is_own else self.caveats()
+
+    def parameters(self) -> Json:
+        """Returns the mechanism's parameters by name, for reports."""
+        return {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+        }
+
+    # How it runs.
 
     def check(self, deployment: PrivacyContext) -> None:
         """Raises ValueError if the mechanism does not suit a deployment."""
-        type(self)._require_cost()  # Members may be set after the class was made.
+        # Members may be set after the class was made.
+        overriding.require_cost(type(self), Mechanism)
         if self.trust_model == TrustModel.CENTRAL and self.noise_site not in (
             NoiseSite.SERVER,
             NoiseSite.CLIENT,
@@ -294,340 +535,6 @@ class Mechanism(abc.ABC):
             return grid.RoundedGaussianQuery(self, deployment)
         return cohort_query.CohortQuery(self, deployment)
 
-    # The mathematics.
-
-    def first_clip_norm(self) -> float:
-        """Returns the clip of the first round."""
-        return self.clip_norm
-
-    def init_noise_state(self, deployment: PrivacyContext) -> Memory:
-        """Returns the memory before the first round; () if there is none."""
-        return ()
-
-    def noise_stddevs(self, round: RoundState, deployment: PrivacyContext) -> Json:
-        """Returns the stddevs of the noise on the sum of updates and on each side sum.
-
-        Args:
-          round: This round; Python floats or TensorFlow scalars.
-          deployment: The context.
-
-        Returns:
-          Stddevs by name: "update" and `side_names`.
-        """
-        return {"update": round.noise_multiplier * round.clip_norm}
-
-    def l2_norm_bound(self, round: RoundState) -> Scalar:
-        """Returns the L2 bound on a contribution: S."""
-        return round.clip_norm
-
-    def scale(self, norm: tf.Tensor, round: RoundState) -> tf.Tensor:
-        """Returns the factor by which an update is scaled: min(1, S / norm).
-
-        Args:
-          norm: Float32, norms of updates, at least 0: a scalar if a class outside this
-            package overrides this method, else of any shape.
-          round: The state of this round.
-        """
-        return clipping.clip_factor(norm, round.clip_norm)
-
-    def side_statistics(
-        self, norm: tf.Tensor, round: RoundState
-    ) -> dict[str, tf.Tensor]:
-        """Returns a client's terms of the side sums, by the names in `side_names`.
-
-        Args:
-          norm: Float32, as for `scale`; 0 for updates with a NaN.
-          round: The state of this round.
-        """
-        return {}
-
-    def contribution_of_norm(
-        self, norm: tf.Tensor, usable: tf.Tensor, round: RoundState
-    ) -> Contribution:
-        """Returns contributions computed from the updates' norms alone.
-
-        Their `update` is the factor by which the update is multiplied.
-
-        Args:
-          norm: Float32, any shape: the norms of one or more updates, 0 if an update is
-            not usable.
-          usable: Bool, the same shape: False for an update with a NaN or an Inf.
-          round: The state of this round.
-        """
-        scale = self.scale(norm, round)
-        return Contribution(
-            update=tf.where(usable, scale, 0.0),
-            sums=self.side_statistics(norm, round),
-            weight=tf.ones_like(norm),
-            norm=norm,
-            clipped=tf.cast((norm > 0) & (scale < 1), tf.float32),
-            discarded=tf.cast(~usable, tf.float32),
-        )
-
-    def contribution(
-        self,
-        update: Tensors,
-        round: RoundState,
-        client: ClientContext,
-        deployment: PrivacyContext,
-    ) -> Contribution:
-        """Returns one client's clipped contribution, before any noise.
-
-        An update with a NaN or an Inf becomes zero.
-
-        Args:
-          update: List of float tensors; a client's weights if
-            `releases_weights`.
-          round: The state of this round.
-          client: What the client knows about itself.
-          deployment: The context.
-        """
-        scaled = self.contribution_of_norm(*clipping.finite_global_norm(update), round)
-        scaled = scaled.scale_by(client.weight)
-        return scaled._replace(update=clipping.multiply(update, scaled.update))
-
-    def add_noise(
-        self, update: Tensors, stddev: tf.Tensor, memory: Memory
-    ) -> tuple[Tensors, Memory]:
-        """Adds the server's noise to a sum; returns it and the next memory.
-
-        Args:
-          update: The sum of the clients' updates.
-          stddev: The stddev from `noise_stddevs`.
-          memory: `RoundState.memory`; () without one.
-        """
-        return noise.add_normal(update, stddev), memory
-
-    def mean(
-        self,
-        update: Tensors,
-        weight: tf.Tensor,
-        round: RoundState,
-        deployment: PrivacyContext,
-    ) -> Tensors:
-        """Returns the released mean: the noisy sum divided by m.
-
-        If clients have different weights, the divisor is m times their expected weight.
-        Without a central guarantee, it is the weight of the clients that answered: the
-        answers are private by themselves, or not at all. The mean of none is 0.
-
-        Args:
-          update: The noisy sum.
-          weight: Float32 scalar, the sum of the clients' weights. With a central
-            guarantee, whose noise does not cover that sum, the expected one.
-          round: The state of this round.
-          deployment: The context.
-        """
-        if self.trust_model != TrustModel.CENTRAL:
-            return clipping.mean_of_answers(update, weight)
-        expected = deployment.expected_weight(round.clients_per_round)
-        return [tensor / tf.cast(expected, tensor.dtype) for tensor in update]
-
-    def next_clip_norm(self, sums: Mapping[str, Scalar], round: RoundState) -> Scalar:
-        """Returns the clip of the next round.
-
-        Args:
-          sums: The noisy sums by name; Python floats or TensorFlow scalars.
-          round: This round, likewise.
-        """
-        return round.clip_norm
-
-    # Its cost and its description.
-
-    def noise_multiplier_at(self, round_index: int) -> float:
-        """Returns the noise multiplier z of one round (counted from 0).
-
-        Raises:
-          ValueError: It is negative, or its product with the first clip is not
-            representable in float32.
-        """
-        noise_multiplier = _validate.non_negative(
-            noise_multiplier=schedules.value_at(
-                self.noise_multiplier, round_index, "noise_multiplier"
-            )
-        )
-        stddev = noise_multiplier * self.first_clip_norm()
-        if stddev and not _MIN_NOISE <= stddev <= 1 / _MIN_NOISE:
-            raise ValueError(
-                "noise_multiplier times the clip must be from "
-                f"{_MIN_NOISE:g} to {1 / _MIN_NOISE:g}, the range of float32, got "
-                f"{noise_multiplier:g} times {self.first_clip_norm():g}."
-            )
-        return noise_multiplier
-
-    def noise_limit(self, round_index: int, deployment: PrivacyContext) -> float:
-        """Returns the upper limit on a round's noise multiplier (exclusive)."""
-        return float("inf")
-
-    def event_index(self, round_index: int, memory: Memory) -> int:
-        """Returns the round index to pass to `round_event`.
-
-        Args:
-          round_index: The next round, counted from 0, including abandoned rounds.
-          memory: `RoundState.memory` before it; () without one.
-        """
-        return round_index
-
-    def mu_squared(self, deployment: PrivacyContext) -> float:
-        """Returns (sensitivity / sigma)^2 of one client's own release.
-
-        Only for mechanisms with a local trust model, composed client by client.
-        """
-        raise NotImplementedError(
-            f"{self.name} has a {self.trust_model} guarantee, which is not "
-            "composed client by client."
-        )
-
-    def round_event(
-        self, round_index: int, deployment: PrivacyContext
-    ) -> dp_accounting.DpEvent:
-        """Returns the event that one round releases, without sampling.
-
-        It is derived, not declared. Gaussian releases of a client's update and side
-        sums together are a single Gaussian with the noise multiplier
-
-            (sum_i (bound_i / stddev_i)^2)^(-1/2)
-
-        where `records` enforces the bounds, and the stddevs are those of the added
-        noise (Dong, Roth & Su 2019, corollary 3.3).
-        """
-        z = self.noise_multiplier_at(round_index)
-        if z == 0 or self.trust_model != TrustModel.CENTRAL:
-            return dp_accounting.NonPrivateDpEvent()
-        # A mechanism whose cost depends on z and S alone needs no deployment.
-        size = deployment.cohort_size(round_index) if deployment else 1.0
-        round = RoundState(self.reference_clip_norm, z, size)
-        mu_squared = self.sensitivity_squared(round, deployment)
-        if not 0 < mu_squared < math.inf:
-            return dp_accounting.NonPrivateDpEvent()
-        derived = mu_squared**-0.5
-        # If they are equal up to rounding, use the given z.
-        is_equal = math.isclose(derived, z, rel_tol=1e-12)
-        return dp_accounting.GaussianDpEvent(z if is_equal else derived)
-
-    @property
-    def reference_clip_norm(self) -> float:
-        """The clip at which costs are derived: the first one, or 1 if unknown."""
-        return self.first_clip_norm() or 1.0
-
-    def event_at(
-        self, round_index: int, deployment: PrivacyContext, state: RoundState
-    ) -> dp_accounting.DpEvent:
-        """Returns the next round's event; called right before the round is charged.
-
-        Args:
-          round_index: As for `round_event`.
-          deployment: The context.
-          state: The query's state before the round.
-        """
-        del state
-        return self.round_event(round_index, deployment)
-
-    def sensitivity_squared(
-        self, round: RoundState, deployment: PrivacyContext
-    ) -> Scalar:
-        """Returns sum_i (bound_i / stddev_i)^2 of a round; infinity without noise.
-
-        Args:
-          round: This round; Python floats or TensorFlow scalars.
-          deployment: The context.
-        """
-        stddevs = self.noise_stddevs(round, deployment)
-        bounds = {"update": self.l2_norm_bound(round), **self.side_bounds}
-        ratios = [_ratio(bounds[name], stddev) for name, stddev in stddevs.items()]
-        return sum(ratio**2 for ratio in ratios)
-
-    @classmethod
-    def from_budget(cls, target: CalibrationTarget, **options: Any) -> Mechanism:
-        """Returns the mechanism that `make_private` tries for a target.
-
-        Args:
-          target: The target, and the noise multiplier to try.
-          **options: The other given parameters.
-        """
-        arguments: Json = {"noise_multiplier": target.noise_multiplier}
-        return cls(**arguments, **options)
-
-    def with_noise_multiplier(self, noise_multiplier: schedules.Schedule) -> Mechanism:
-        """Returns the same mechanism with another noise multiplier."""
-        changes: Json = {"noise_multiplier": noise_multiplier}
-        return dataclasses.replace(self, **changes)
-
-    @property
-    def name(self) -> str:
-        """The mechanism's name in reports."""
-        return type(self).__name__
-
-    @property
-    def side_names(self) -> tuple[str, ...]:
-        """The names of `Contribution.sums`."""
-        return tuple(self.side_bounds)
-
-    @property
-    def proximal_weight(self) -> float:
-        """Weight mu of (mu/2) ||w - w_received||^2 in local training."""
-        return 0.0
-
-    @property
-    def event_period(self) -> int | None:
-        """The number of released rounds after which `round_event` repeats.
-
-        None: it changes only with schedules.
-        """
-        return None
-
-    @property
-    def implied_delta(self) -> float | None:
-        """The delta that goes with `epsilon`, if it follows from parameters."""
-        return None
-
-    @property
-    def scales_updates(self) -> bool:
-        """Whether a contribution is the update times one number.
-
-        That number depends only on the norm, so a runtime that knows the norm does not
-        need the update.
-        """
-        return type(self).contribution is Mechanism.contribution
-
-    def overrides(self, *members: str) -> bool:
-        """Returns whether a class outside this package defines any of these members."""
-        definers = map(self._definer_of, members)
-        return any(not each.__module__.startswith("tfdp_fl.") for each in definers)
-
-    @property
-    def clips_by_element(self) -> bool:
-        """Whether all functions of norms are this package's: elementwise and exact."""
-        return not self.overrides("contribution_of_norm", "scale", "side_statistics")
-
-    @property
-    def derives_cost(self) -> bool:
-        """Whether the cost is derived from bounds and stddevs by `round_event`."""
-        return self._definer_of("round_event") is Mechanism
-
-    @property
-    def needs_exact_cohort(self) -> bool:
-        """Whether fewer than m answers give less noise than is charged for."""
-        return self.noise_site == NoiseSite.CLIENT
-
-    @abc.abstractmethod
-    def describe(self) -> str:
-        """Returns one sentence for the privacy statement."""
-
-    def caveats(self) -> tuple[str, ...]:
-        """Returns the keys of the caveats that apply to the mechanism.
-
-        Each is a key of `own_caveats` or of `accounting.CAVEATS`.
-        """
-        return ()
-
-    def all_caveats(self) -> tuple[str, ...]:
-        """Returns `caveats`, plus one if the mechanism declares its own cost."""
-        costs = self._costs()
-        return (
-            (*self.caveats(), "own_cost") if self.overrides(*costs) else self.caveats()
-        )
-
     def static_config(self) -> Hashable:
         """Returns what must not change from round to round; () if nothing.
 
@@ -641,36 +548,38 @@ class Mechanism(abc.ABC):
         text = repr(self.static_config())
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def parameters(self) -> Json:
-        """Returns the mechanism's parameters by name, for reports."""
-        return {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
-        }
+    @property
+    def side_names(self) -> tuple[str, ...]:
+        """The names of `Contribution.sums`."""
+        return tuple(self.side_bounds)
 
+    @property
+    def scales_updates(self) -> bool:
+        """Whether a contribution is the update times one number.
 
-def _overridden(cls: type, bases: tuple[type, ...]) -> set[str]:
-    """Returns the inherited members that a class defines anew.
+        That number depends only on the norm, so a runtime that knows the norm does not
+        need the update.
+        """
+        return type(self).contribution is Mechanism.contribution
 
-    A dataclass field without a default hides a member, too; but to declare a field
-    again only changes its default, unless that computes the value.
-    """
-    members, declared = vars(cls), vars(cls).get("__annotations__", {})
-    bases = tuple(base for base in bases if base is not object)
-    inherited = {name for base in bases for name in vars(base)}
-    fields = {n for base in bases for n in getattr(base, "__dataclass_fields__", {})}
-    again = {n for n in fields & {*declared} if not hasattr(members.get(n), "__get__")}
-    own = ({*members, *declared} & inherited) - again
-    hooks = {"__post_init__", "__getattribute__", "__getattr__"} & members.keys()
-    return hooks | {
-        name
-        for name in own
-        if not name.startswith(("__", "_abc_"))
-        # (To repeat a constant, such as the trust model, changes nothing.)
-        and not (
-            isinstance(members.get(name), str)
-            and members[name] == getattr(bases[0], name, None)
-        )
-    }
+    @property
+    def clips_by_element(self) -> bool:
+        """Whether all functions of norms are this package's: elementwise and exact."""
+        return not self.overrides("contribution_of_norm", "scale", "side_statistics")
+
+    @property
+    def derives_cost(self) -> bool:
+        """Whether the cost is derived from bounds and stddevs by `round_event`."""
+        return overriding.definer_of(type(self), "round_event") is Mechanism
+
+    @property
+    def needs_exact_cohort(self) -> bool:
+        """Whether fewer than m answers give less noise than is charged for."""
+        return self.noise_site == NoiseSite.CLIENT
+
+    def overrides(self, *members: str) -> bool:
+        """Returns whether a class outside this package defines any of these members."""
+        return overriding.is_overridden(type(self), *members)
 
 
 def _ratio(bound: Scalar, stddev: Scalar) -> Scalar:
