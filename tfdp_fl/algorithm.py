@@ -17,16 +17,14 @@ its clients' replies are clipped in flower/sums.py. TFF compiles `make_record` a
    update is computed from that client's examples, in a program chosen by its own number
    of examples (engine/layout.py).
 2. One door. `CohortQuery.clip` returns only records within the mechanism's bounds, and
-   `add` only takes the sum's own shapes (mechanisms/records.py). A sum contains
-   nothing else. (TF-Privacy's queries, and clients that add their own noise, bound
-   their records themselves.)
+   `add` only takes the sum's own shapes (mechanisms/records.py). Nothing else enters a
+   sum. (TF-Privacy's queries, and clients that add noise, bound their own records.)
 3. Exact sums. `Query.to_grid` rounds a record to a grid on which float64 adds without
    any error (mechanisms/records.py).
 4. The charge covers what could have happened. It follows from the cohort drawn, which
    must be released or abandoned before the next draw (sampling.py).
-5. Charge, noise, release. `Server.release` needs a receipt from
-   `PrivacyAccount.charge`, good for one release (accounting/account.py). `release`
-   refuses to add less noise.
+5. Charge, noise, release. `Server.release` uses up a receipt of `PrivacyAccount.charge`
+   (accounting/account.py), and `release` refuses to add less noise.
 """
 
 from __future__ import annotations
