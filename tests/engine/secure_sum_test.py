@@ -99,7 +99,7 @@ def test_a_cohort_that_cannot_be_split_has_failed():
     # As when one of six drops out and groups have three members.
     protocol = _SHARING(min_participants=3, max_participants=4)
     engine, pending = _collected(tfdp_fl.NoPrivacy(), 0.0, sizes=(7, 3, 5, 1, 2))
-    with pytest.warns(UserWarning, match="can not be split"):
+    with pytest.warns(UserWarning, match="cannot be split"):
         failed = secure_sum.sum_securely(engine, pending, protocol)
     assert failed == (0, 1, 2, 3, 4)
 

@@ -185,7 +185,7 @@ def test_float_shares_are_within_the_bound_and_their_error_is_within_1e_6(partic
 def test_overflow_is_an_error_that_names_tensor_and_value(kind, bad):
     value = np.zeros((2, 3))
     value[1, 2] = bad
-    message = rf"tensor 7 holds .*{bad}.*\(1, 2\).*max_share_value"
+    message = rf"tensor 7 has .*{bad}.*\(1, 2\).*max_share_value"
     with pytest.raises(ValueError, match=message):
         AdditiveSecretSharing(**kind).encode(value, "tensor 7")
     with pytest.raises(TypeError, match="real numbers"):

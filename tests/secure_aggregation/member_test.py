@@ -119,7 +119,7 @@ def test_after_the_deadline_the_own_update_is_the_outcome():
 @pytest.mark.parametrize(
     "update, members, pattern",
     [
-        ([np.zeros(2), np.array([0.0, 200.0])], _NAMES, r"tensor 1 .*'ann' holds 200"),
+        ([np.zeros(2), np.array([0.0, 200.0])], _NAMES, r"tensor 1 .*'ann' has 200"),
         ([], _NAMES, "at least one tensor"),
         ([np.zeros(2)], _NAMES[:2], "from 3"),
         ([np.zeros(2)], ("bob", "cat", "dan"), "'ann'"),

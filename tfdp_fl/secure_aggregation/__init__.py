@@ -1,4 +1,4 @@
-"""Secure aggregation: the sum of a group's updates, and nobody sees one."""
+"""Secure aggregation: sums a group's updates without showing any one of them."""
 
 from tfdp_fl.secure_aggregation.additive_sharing import AdditiveSecretSharing
 from tfdp_fl.secure_aggregation.grouped_sum import (

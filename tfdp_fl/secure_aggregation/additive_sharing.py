@@ -1,13 +1,13 @@
 """Additive secret sharing of one member's value: encode, split, add, decode.
 
-n shares of a value x are drawn at random under the one constraint that they
-add up to x. In a ring the shares of any strict subset are independent and
-uniform whatever x is, so they say nothing about it; on floating-point numbers
-the same is only approximately true, and reconstruction is inexact.
+The n shares of a value x are drawn at random, with the only constraint that they add
+up to x. In a ring, the shares in any strict subset are independent and uniform,
+whatever x is, so they reveal nothing about it. With floating-point numbers, this is
+only approximately true, and the reconstruction is inexact.
 
 Source: DISCO's "Privacy" document (steps 2 and 3, `maxShareValue`,
-`minNbOfParticipants`); Bonawitz et al., "Practical Secure Aggregation for
-Privacy-Preserving Machine Learning" (2017), for the setting.
+`minNbOfParticipants`); for the setting, Bonawitz et al., "Practical Secure Aggregation
+for Privacy-Preserving Machine Learning" (2017).
 """
 
 from __future__ import annotations
@@ -27,48 +27,47 @@ _FLOAT64_DIGITS = 53
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdditiveSecretSharing:
-    """How a group shares its secrets: the part that all members agree on.
+    """The settings of the secret sharing, on which all members of a group agree.
 
-    In the ring (`mode="ring"`, the default) a value is rounded to the grid of
-    step `resolution`, a power of two chosen so that the sum over
-    `max_participants` values of magnitude `max_share_value` fits both the
-    signed range of Z_2^bits and the 53 bits of a float64:
+    In the ring (`mode="ring"`, the default), a value is rounded to a grid with the step
+    `resolution`. It is a power of two, chosen so that the sum of `max_participants`
+    values of magnitude `max_share_value` fits both the signed range of Z_2^bits and the
+    53 bits of a float64:
 
         resolution = 2^-f,
         f = floor(log2(min(2^(bits-1), 2^53)
                        / (max_participants * max_share_value))).
 
-    The sum can therefore not wrap around, it is exact on the grid, and its
-    float64 form is exact too. The whole error is the rounding of the members'
-    values, at most `resolution / 2` each. A value that is larger than
-    `max_share_value`, or not finite, is refused and never wrapped or clipped.
+    So the sum cannot wrap around, it is exact on the grid, and its float64 form is
+    exact, too. The only error comes from rounding the members' values, by at most
+    `resolution / 2` each. A value that is larger than `max_share_value`, or not finite,
+    is refused, never wrapped or clipped.
 
-    Rounding to the nearest may make a vector longer, by up to
-    sqrt(D) * resolution / 2: with noise that is added after the sum, a member
-    would then move it by more than the clip. `within` gives the value on the
-    grid that is no longer than the clip; what `encode` makes of it is that.
+    Rounding to nearest may make a vector longer, by up to sqrt(D) * resolution / 2. If
+    the noise is added after the sum, a member would then move the sum by more than the
+    clip. `nearest_within` returns a value on the grid that is no longer than the clip,
+    and `encode` does not change it.
 
-    With the defaults the resolution is 2^-39 = 1.8e-12 (with `bits=32`, which
-    halves the traffic, 2^-17 = 7.6e-6: lower `max_share_value` to what the
-    values need, since every halving halves the error).
+    With the defaults, the resolution is 2^-39 = 1.8e-12. With `bits=32`, which halves
+    the traffic, it is 2^-17 = 7.6e-6: lower `max_share_value` to what the values need,
+    since halving it halves the error.
 
-    With `mode="float"` the shares are float64 numbers uniform in
-    [-max_share_value, max_share_value), as in DISCO, but for the one that is
-    left over, which the member keeps to itself. The value is reconstructed
-    with an error of at most about 1e-14 * participants^1.5 * max_share_value.
-    It is hidden statistically only, and the less the larger it is beside
-    `max_share_value`; prefer the ring.
+    With `mode="float"`, the shares are float64 numbers uniform in
+    [-max_share_value, max_share_value), as in DISCO. The exception is the remainder,
+    which the member keeps to itself. The value is reconstructed with an error of at
+    most about 1e-14 * participants^1.5 * max_share_value. It is hidden only
+    statistically, and less well the larger it is relative to `max_share_value`. Prefer
+    the ring.
 
     Attributes:
-      min_participants: the smallest group that may aggregate, at least 3: of
-        two members each reads the other's value from the sum.
+      min_participants: The smallest group that may aggregate, at least 3: in a group of
+        two, each member can compute the other's value from the sum.
       mode: "ring" or "float".
-      max_share_value: the largest magnitude of one coordinate of one member's
-        value, noise included; with `mode="float"` also the bound of the
-        random shares.
+      max_share_value: The largest magnitude of one coordinate of one member's value,
+        including noise; with `mode="float"`, also the bound of the random shares.
       bits: 32 or 64, the size of the ring (`mode="ring"` only).
-      max_participants: the largest group that may aggregate.
-      deadline_seconds: how long a member waits for the messages of one step.
+      max_participants: The largest group that may aggregate.
+      deadline_seconds: How long a member waits for the messages of one step.
     """
 
     min_participants: int = 3
@@ -82,8 +81,8 @@ class AdditiveSecretSharing:
         _validate.positive_integer(min_participants=self.min_participants)
         if self.min_participants < 3:
             raise ValueError(
-                "min_participants must be at least 3 (of two members each "
-                "reads the other's update from the sum), got "
+                "min_participants must be at least 3 (in a group of two, each member "
+                "can compute the other's update from the sum), got "
                 f"{self.min_participants!r}."
             )
         _validate.one_of(("ring", "float"), mode=self.mode)
@@ -93,16 +92,16 @@ class AdditiveSecretSharing:
         if not self.min_participants <= self.max_participants <= 2**20:
             raise ValueError(
                 "max_participants must be at least min_participants="
-                f"{self.min_participants}, and at most 2^20, or the ring is full, "
-                f"got {self.max_participants!r}."
+                f"{self.min_participants} and at most 2^20, as the ring has no room "
+                f"for more, got {self.max_participants!r}."
             )
         _validate.positive(deadline_seconds=self.deadline_seconds)
 
     @property
     def resolution(self) -> float:
         """The step of the fixed-point grid, 2^-f (`mode="ring"`)."""
-        # Every value may be rounded up by half a step, and -2^(bits-1) has no
-        # positive twin: that much of the range stays free.
+        # Leave room for rounding each value up by half a step, and for -2^(bits-1),
+        # which has no positive counterpart.
         capacity = 2.0 ** min(self.bits - 1, _FLOAT64_DIGITS)
         usable = capacity - self.max_participants / 2 - 1
         largest = self.max_participants * self.max_share_value
@@ -119,29 +118,28 @@ class AdditiveSecretSharing:
         return np.dtype(f"<i{self.bits // 8}")
 
     def check_group_size(self, participants: int) -> None:
-        """Raises ValueError unless so many members may aggregate."""
+        """Raises ValueError unless this many members may aggregate."""
         if not (self.min_participants <= participants <= self.max_participants):
             raise ValueError(
-                f"A group must have from {self.min_participants} "
-                "(min_participants) to "
+                f"A group must have from {self.min_participants} (min_participants) to "
                 f"{self.max_participants} (max_participants) members, got "
                 f"{participants}."
             )
 
     def nearest_within(self, value: np.ndarray, bound: float) -> np.ndarray:
-        """Returns the value as it can be sent, no longer than a bound.
+        """Returns a value that can be sent exactly and is no longer than a bound.
 
-        In the ring that is the nearest value on the grid if its L2 norm is at
-        most `bound`, and no coordinate above `max_share_value`. Otherwise the
-        value is scaled to the bound and rounded towards zero, which makes no
-        coordinate larger in magnitude, and so no norm of it. The norms are
-        measured in float64, on what is sent.
+        In the ring, this is the nearest value on the grid if its L2 norm is at most
+        `bound` and no coordinate exceeds `max_share_value`. Otherwise, the value is
+        scaled to the bound and rounded towards zero, which increases no coordinate in
+        magnitude, and so no norm. The norm is computed in float64 from the returned
+        numbers.
 
         Args:
-          value: finite real numbers, any shape, clipped already: what exceeds
-            the bound is meant to be the rounding of floating point.
-          bound: S, at least 0; infinity if there is none. Then every value is
-            rounded towards zero, so that no norm of it grows.
+          value: Finite real numbers of any shape, already clipped: the norm should
+            exceed the bound by no more than floating-point rounding.
+          bound: S, at least 0; infinity for no bound. Then every value is rounded
+            towards zero, so that no norm grows.
 
         Returns:
           A float64 array of the same shape, which `encode` does not change.
@@ -153,24 +151,24 @@ class AdditiveSecretSharing:
             largest = np.max(np.abs(nearest), initial=0.0)
             if _norm(nearest) <= bound and largest <= self.max_share_value:
                 return nearest
-            value = _scale_to(value, bound)
+            value = _scale_to_norm(value, bound)
         return np.trunc(value / step) * step if step else value
 
     def encode(self, value: np.ndarray, name: str = "value") -> np.ndarray:
-        """Returns the ring elements (or float64 numbers) that stand for it.
+        """Returns the ring elements (or float64 numbers) that represent a value.
 
         Args:
-          value: real numbers, any shape.
-          name: what the error calls them.
+          value: Real numbers of any shape.
+          name: The value's name, for errors.
 
         Returns:
-          An array of the same shape and of `share_dtype`. Negative numbers
-          are their two's complement in the ring.
+          An array of the same shape and of `share_dtype`. In the ring, negative numbers
+          are represented by their two's complement.
 
         Raises:
-          TypeError: for anything but real numbers.
-          ValueError: if a number is not finite or larger in magnitude than
-            `max_share_value`: in the ring the sum could wrap around, and
+          TypeError: The value has something other than real numbers.
+          ValueError: A number is not finite or is larger in magnitude than
+            `max_share_value`. In the ring, the sum could wrap around, and
             floating-point shares would not hide it.
         """
         value = np.asarray(value)
@@ -182,7 +180,7 @@ class AdditiveSecretSharing:
             exceeds = ~(np.abs(encoded) <= self.max_share_value)
             index = tuple(int(i) for i in np.argwhere(exceeds)[0])
             raise ValueError(
-                f"{name} holds {encoded[index].item()!r} at index {index}, and "
+                f"{name} has {encoded[index].item()!r} at index {index}, but "
                 "only magnitudes up to max_share_value="
                 f"{self.max_share_value!r} can be shared without overflow."
             )
@@ -193,7 +191,7 @@ class AdditiveSecretSharing:
         return encoded.astype(self._signed_dtype).view(self.share_dtype)
 
     def decode(self, total: np.ndarray) -> np.ndarray:
-        """Returns the float64 numbers for which ring elements stand."""
+        """Returns the float64 numbers that ring elements represent."""
         if self.mode == "float":
             return total
         return total.view(self._signed_dtype).astype(np.float64) * self.resolution
@@ -208,23 +206,23 @@ class AdditiveSecretSharing:
     ) -> list[np.ndarray]:
         """Returns shares that add up to one encoded tensor.
 
-        Every call draws anew from the operating system: two tensors never
-        meet the same random numbers. (The published implementation seeds one
-        generator for every tensor anew, and the difference of two shares is
-        then the difference of the secrets.)
+        Every call draws fresh random numbers from the operating system, so no two
+        tensors share any. (The published implementation seeds a generator in the same
+        way for every tensor, so the difference of two shares is the difference of the
+        secrets.)
 
         Args:
-          encoded: what `encode` returned.
+          encoded: The result of `encode`.
           participants: n, the number of shares.
-          remainder: the index of the share that is left over, encoded minus
-            the sum of the others. In the ring it is as uniform as they are;
-            with `mode="float"` it is not, and should stay with its owner.
+          remainder: The index of the share that is computed, not drawn: `encoded` minus
+            the sum of the others. In the ring, it is as uniform as they are. With
+            `mode="float"`, it is not, and should stay with its owner.
 
         Returns:
           n arrays of the shape of `encoded` and of `share_dtype`.
         """
-        *shares, left_over = self.shares(encoded, participants, _random_bytes)
-        shares.insert(remainder % participants, left_over)
+        *shares, remainder_share = self.shares(encoded, participants, _random_bytes)
+        shares.insert(remainder % participants, remainder_share)
         return shares
 
     def shares(
@@ -233,13 +231,13 @@ class AdditiveSecretSharing:
         participants: int,
         _random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> Iterator[np.ndarray]:
-        """Yields what `split` returns, one by one; the one left over comes last."""
-        left_over = encoded.copy()
+        """Yields the shares of `split` one by one; the remainder comes last."""
+        remainder_share = encoded.copy()
         for _ in range(participants - 1):
             share = self._random_share(encoded.shape, _random_bytes)
-            left_over -= share
+            remainder_share -= share
             yield share
-        yield left_over
+        yield remainder_share
 
     def _random_share(
         self, shape: tuple[int, ...], random_bytes: Callable[[int], bytes]
@@ -258,18 +256,18 @@ class AdditiveSecretSharing:
 
 
 def _norm(value: np.ndarray) -> float:
-    # Scaled, so that no square is lost or overflows.
+    # Scaled, so that no square underflows or overflows.
     largest = float(np.max(np.abs(value), initial=0.0))
     if not largest:
         return 0.0
     return largest * float(np.linalg.norm(np.ravel(value / largest)))
 
 
-def _scale_to(value: np.ndarray, bound: float) -> np.ndarray:
-    """Returns the value, scaled down to a norm of at most `bound`."""
+def _scale_to_norm(value: np.ndarray, bound: float) -> np.ndarray:
+    """Returns a value scaled down to a norm of at most `bound`."""
     norm, factor = _norm(value), 1.0
     while norm > bound:
-        # Once, as a rule; the margin is for the rounding of this product.
+        # Usually once; the margin is for the rounding of this product.
         factor *= bound / norm * (1 - 2.0**-48)
         norm = _norm(value * factor)
     return value * factor

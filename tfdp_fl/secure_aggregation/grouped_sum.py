@@ -18,12 +18,11 @@ class GroupedSum:
     """What the groups of one cohort released.
 
     Attributes:
-      groups: for each group the indices of its members in the cohort, and its
-        outcome: `value` is the group's sum, float64 [D], or None if the group
-        failed, and its members then keep their own updates.
-      total: the sum over the groups that succeeded, float64 [D]; None if none
-        did.
-      failed_members: the indices of all members of groups that failed.
+      groups: For each group, the indices of its members in the cohort, and its outcome,
+        whose `value` is the group's sum, float64 [D]. If the group failed, the value is
+        None, and its members keep their own updates.
+      total: The sum over the groups that succeeded, float64 [D]; None if none did.
+      failed_members: The indices of all members of groups that failed.
     """
 
     groups: tuple[tuple[tuple[int, ...], member.AggregationOutcome], ...]
@@ -40,7 +39,7 @@ class GroupedSum:
 def can_be_split(
     num_members: np.ndarray, protocol: additive_sharing.AdditiveSecretSharing
 ) -> np.ndarray:
-    """Returns of which cohort sizes, int [n], `sum_in_groups` has a sum: bool [n]."""
+    """Returns whether cohorts of these sizes, int [n], can be summed: bool [n]."""
     min_size, max_size = protocol.min_participants, protocol.max_participants
     groups = np.maximum(num_members // min_size, -(-num_members // max_size))
     return num_members // np.maximum(groups, 1) >= min_size
@@ -54,20 +53,20 @@ def split_into_groups(
     """Returns groups of nearly equal size that cover a cohort once.
 
     Args:
-      num_members: the size of the cohort.
-      protocol: its limits hold for every group.
-      group_size: the size aimed at; None means `min_participants`. A remainder
-        is spread over the groups, which have fewer than twice as many members;
-        a cohort below `group_size` is one group.
+      num_members: The size of the cohort.
+      protocol: The protocol, whose limits hold for every group.
+      group_size: The intended size; None: `min_participants`. A remainder is spread
+        over the groups, which may become larger, but never twice as large. A cohort
+        below `group_size` is one group.
 
     Returns:
-      The members' indices, group by group, in order. An empty list for an
-      empty cohort; a single group that is too small for a cohort below
-      `min_participants`, which can not aggregate at all.
+      The members' indices, group by group, in order. An empty cohort gives an empty
+      list. A cohort below `min_participants` gives one group, which is too small to
+      aggregate.
 
     Raises:
-      ValueError: if `group_size` is outside the protocol's limits, or no
-        number of groups keeps every one of them within the limits.
+      ValueError: `group_size` is outside the protocol's limits, or no number of groups
+        keeps all of them within the limits.
     """
     _validate.non_negative_integer(num_members=num_members)
     _validate.instance_of(additive_sharing.AdditiveSecretSharing, protocol=protocol)
@@ -82,7 +81,7 @@ def split_into_groups(
     smallest_group = num_members // num_groups
     if num_groups > 1 and smallest_group < protocol.min_participants:
         raise ValueError(
-            f"A cohort of {num_members} can not be split into groups of "
+            f"A cohort of {num_members} cannot be split into groups of "
             f"{protocol.min_participants} (min_participants) to "
             f"{protocol.max_participants} (max_participants) members."
         )
@@ -104,40 +103,40 @@ def sum_in_groups(
 
     Every member's update is encoded and split by the protocol, in this process, and
     the shares are added up. If each update already carries its client's share of the
-    noise, nobody, the server included, ever holds a sum without noise.
+    noise, nobody, not even the server, ever holds a sum without noise.
 
-    Each group's sum is seen by its members, and by the server: with noise of
-    stddev s per update a group of g shows noise of stddev s sqrt(g), less
-    than the cohort's s sqrt(m).
+    Each group's sum is seen by its members and by the server. With noise of stddev s
+    per update, the sum of a group of g has noise of stddev s sqrt(g), less than the
+    cohort's s sqrt(m).
 
-    Memory: a few times an update, whatever the size of a group: shares are made one
-    by one, and added up as they come.
+    Shares are made one by one and added up at once, so the memory is that of a few
+    updates, whatever the size of a group.
 
     Args:
-      updates: the cohort's updates, float vectors [D]; or a callable that
-        makes the one at an index, called once for each, group after group.
-      protocol: the configuration that all members share.
-      group_size: How many clients a group should have.
-      num_members: how many there are, if `updates` is a callable.
-      keep_group_sums: whether each group's sum is in the result, beside the total.
+      updates: The cohort's updates, float vectors [D]; or a callable that returns the
+        update at an index. It is called once for each, group after group.
+      protocol: The configuration that all members share.
+      group_size: The intended number of clients in a group; None: `min_participants`.
+      num_members: The number of updates, if `updates` is a callable.
+      keep_group_sums: Whether the result also has each group's sum.
 
     Returns:
-      The groups, their sums and the total. A cohort below `min_participants`
-      fails whole.
+      The groups, their sums and the total. A cohort below `min_participants` fails as a
+      whole.
 
     Raises:
-      TypeError: if an argument is of another type.
-      ValueError: if an update can not be shared (the member, the value and
-        its index are named), or the cohort can not be split.
+      TypeError: An argument has the wrong type.
+      ValueError: An update cannot be shared (the message names the member, the value
+        and its index), or the cohort cannot be split.
     """
     if callable(updates):
-        update_of, count = updates, cast(int, num_members)
+        get_update, count = updates, cast(int, num_members)
     else:
         _validate.instance_of((Sequence, np.ndarray), updates=updates)
-        update_of, count = updates.__getitem__, len(updates)
+        get_update, count = updates.__getitem__, len(updates)
     groups, total = [], cast("np.ndarray | None", None)
     for indices in split_into_groups(count, protocol, group_size):
-        outcome = _sum_group(indices, update_of, protocol)
+        outcome = _sum_group(indices, get_update, protocol)
         if outcome.succeeded:
             value = cast(np.ndarray, outcome.value)
             total = value if total is None else total + value
@@ -154,7 +153,7 @@ def sum_in_groups(
 
 def _sum_group(
     indices: tuple[int, ...],
-    update_of: Callable[[int], np.ndarray],
+    get_update: Callable[[int], np.ndarray],
     protocol: additive_sharing.AdditiveSecretSharing,
 ) -> member.AggregationOutcome:
     """Adds up the shares of one group's members in this process."""
@@ -165,7 +164,7 @@ def _sum_group(
     protocol.check_group_size(len(indices))
     total: np.ndarray | None = None
     for index in indices:
-        update = np.asarray(update_of(index))
+        update = np.asarray(get_update(index))
         encoded = protocol.encode(update, f"tensor 0 of member {index!r}")
         total = np.zeros_like(encoded) if total is None else total
         if encoded.shape != total.shape:  # NumPy would broadcast it.

@@ -1,4 +1,4 @@
-"""One member's side of the protocol and its messages, over any transport.
+"""One member's side of the protocol, and its messages, for any transport.
 
 The order of calls:
 
@@ -12,8 +12,8 @@ The order of calls:
             send(member.receive(message, now))
     use(member.outcome)
 
-All members agree on their names and on the name of a session that has never been
-used before.
+All members agree on the list of members and on the name of the session, which must
+never have been used before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tfdp_fl import _validate
 from tfdp_fl.secure_aggregation import additive_sharing
 
 MemberId = int | str
-"""A member is known by a string or an integer."""
+"""A member's name: a string or an integer."""
 
 SHARE, PARTIAL_SUM = KINDS = ("share", "partial_sum")
 
@@ -40,26 +40,26 @@ _DTYPES = ("<u4", "<u8", "<f8")
 
 
 class RejectedMessageError(ValueError):
-    """A message that does not belong here; its recipient is unchanged."""
+    """A message is refused; its recipient is unchanged."""
 
 
 def reject_if(condition: bool, reason: str) -> None:
-    """Raises RejectedMessageError if something is wrong with a message."""
+    """Raises RejectedMessageError if a condition holds."""
     if condition:
         raise RejectedMessageError(reason)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Message:
-    """One message from one member to one other.
+    """A message from one member to another.
 
     Attributes:
       kind: "share" or "partial_sum".
-      session: the aggregation that it belongs to.
-      sender: who sends it. The transport must vouch for it.
-      recipient: for whom it is. The transport must keep it from all others:
-        who reads all shares of a member reads the member's value.
-      tensors: one array per tensor of the update.
+      session: The aggregation that it belongs to.
+      sender: The member that sends it. The transport must authenticate it.
+      recipient: The member that gets it. The transport must hide it from all others:
+        anyone who reads all shares of a member can compute the member's value.
+      tensors: One array per tensor of the update.
     """
 
     kind: str
@@ -71,7 +71,7 @@ class Message:
     def to_bytes(self) -> bytes:
         """Returns the message as bytes: a JSON header and raw arrays."""
         tensors = [np.ascontiguousarray(tensor) for tensor in self.tensors]
-        # The originals' shapes: a contiguous array of a scalar is a vector.
+        # The originals' shapes, as `ascontiguousarray` makes a vector of a scalar.
         layout = [(tensor.dtype.str, tensor.shape) for tensor in self.tensors]
         fields = {name: getattr(self, name) for name in _FIELDS}
         header = json.dumps({**fields, "tensors": layout}).encode()
@@ -84,11 +84,11 @@ class Message:
     def from_bytes(cls, data: bytes) -> Message:
         """Returns the message that `to_bytes` wrote.
 
-        Nothing in the bytes is executed or trusted: sizes are checked before
-        anything is read.
+        Nothing in the bytes is executed or trusted: sizes are checked before anything
+        is read.
 
         Raises:
-          RejectedMessageError: if the bytes are not such a message.
+          RejectedMessageError: The bytes are not such a message.
         """
         start = len(_MAGIC) + 4
         reject_if(
@@ -99,7 +99,7 @@ class Message:
         try:
             header = json.loads(data[start : start + length].decode("utf-8"))
             fields = {name: header[name] for name in _FIELDS}
-            # Not of a subclass: JSON's true is an int, and it knows 1.9 and Infinity.
+            # Exact types: in Python, JSON's true is an int.
             types = [type(fields[name]) for name in _FIELDS]
             if fields["kind"] not in KINDS or not (
                 types[:2] == [str, str] and {*types[2:]} <= {int, str}
@@ -111,7 +111,7 @@ class Message:
                     type(shape) is list
                     and all(type(size) is int and size >= 0 for size in shape)
                 ):
-                    raise TypeError("A shape must be of whole numbers.")
+                    raise TypeError("A shape must consist of whole numbers.")
                 array = np.frombuffer(data, dtype, math.prod(shape), offset)
                 tensors.append(array.reshape(shape))
                 offset += array.nbytes
@@ -123,14 +123,14 @@ class Message:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AggregationOutcome:
-    """What a member (or a group) has at the end.
+    """The result of an aggregation for a member (or a group).
 
     Attributes:
-      succeeded: whether `value` is the sum over all `members`.
-      value: the sum, float64, in the structure of the update; or, after a
-        failure, the member's own update as it was given.
-      members: those whose updates are in `value`.
-      reason: "" after a success, else what was missing.
+      succeeded: Whether `value` is the sum over all `members`.
+      value: The sum, float64, in the structure of the update; or, after a failure, the
+        member's own update as it was given.
+      members: The members whose updates are in `value`.
+      reason: What was missing; "" after a success.
     """
 
     succeeded: bool
@@ -140,25 +140,25 @@ class AggregationOutcome:
 
 
 class Member:
-    """Shares one update with the others and learns their sum, or fails.
+    """Shares its update with the other members and learns the sum, or fails.
 
-    It performs no input or output and reads no clock: its methods take the
-    time (seconds, on any clock that does not go back) and return the messages
-    to send. What a member keeps of the others is the running sum of their
-    shares and their partial sums.
+    It performs no input or output and reads no clock: its methods take the time (in
+    seconds, from any clock that never goes back) and return the messages to send. Of
+    the others' data, it stores only the running sum of their shares, and their partial
+    sums.
 
-    A member that misses a message at the end of a step has failed; its outcome
-    is its own update. Others may have succeeded: the protocol can not tell a
-    member whether its last message arrived. No message of a failed round says
-    more than the messages of a successful one.
+    A member that lacks a message at the end of a step has failed, and its outcome is
+    its own update. Others may have succeeded, as a member cannot know whether its last
+    message arrived. The messages of a failed round reveal no more than those of a
+    successful one.
 
-    The transport must say truthfully who sent a message, and let nobody but
-    the recipient read it. Members are trusted to follow the protocol: a member
-    that lies makes the sum wrong, though it learns nothing by it.
+    The transport must authenticate the sender of a message, and let only the recipient
+    read it. Members are trusted to follow the protocol: a dishonest member makes the
+    sum wrong, but learns nothing from doing so.
 
     Attributes:
-      outcome: None until the end, then the `AggregationOutcome`.
-      deadline: when the present step ends; None before `begin` and at the end.
+      outcome: The `AggregationOutcome`; None until the end.
+      deadline: When the current step ends; None before `begin` and after the end.
     """
 
     def __init__(
@@ -173,23 +173,23 @@ class Member:
         """Encodes the update.
 
         Args:
-          protocol: the configuration that all members share.
-          member_id: this member's name.
-          update: an array, or a sequence of arrays (one secret per tensor).
-          members: the names of the group, this member's among them.
-          session: the name of this aggregation.
+          protocol: The configuration that all members share.
+          member_id: This member's name.
+          update: An array, or a sequence of arrays (one secret per tensor).
+          members: The names of all members, including this one.
+          session: The name of this aggregation.
 
         Raises:
-          TypeError: if the update holds anything but real numbers.
-          ValueError: if a value is not finite or too large to share (the
-            tensor and the value are named), or the group is not allowed.
+          TypeError: The update has something other than real numbers.
+          ValueError: A number is not finite or is too large to share (the message names
+            the tensor and the number), or the group is not allowed.
         """
         _validate.instance_of(additive_sharing.AdditiveSecretSharing, protocol=protocol)
         protocol.check_group_size(len(members))
         if len(set(members)) != len(members) or member_id not in members:
             raise ValueError(
-                "members must name everybody once, this member "
-                f"({member_id!r}) included, got {list(members)!r}."
+                "members must name everybody once, including this member "
+                f"({member_id!r}), got {list(members)!r}."
             )
         self.outcome: AggregationOutcome | None = None
         self.deadline: float | None = None
@@ -205,15 +205,15 @@ class Member:
             raise ValueError("update must hold at least one tensor, got none.")
         self._members = tuple(members)
         self._session = _validate.instance_of(str, session=session)
-        self._shares_from: set[MemberId] = set()
+        self._senders_of_shares: set[MemberId] = set()
         self._sum_of_shares: list[np.ndarray] = []
         self._partial_sums: dict[MemberId, tuple[np.ndarray, ...]] = {}
 
     def begin(self, now: float) -> list[Message]:
-        """Shares the update: returns a share of each tensor for each other member."""
+        """Splits the update; returns each other member's share of each tensor."""
         if self.deadline is not None or self.outcome is not None:
             raise ValueError(
-                "A member takes part once: make a new one for every round."
+                "A member takes part only once: make a new one for every round."
             )
         self._start_step(now)
         own_index = self._members.index(self._id)
@@ -222,17 +222,16 @@ class Member:
             for encoded in self._encoded
         ]
         self._sum_of_shares = [split[own_index] for split in shares]
-        self._shares_from.add(self._id)
-        return self._to_others(SHARE, zip(*shares, strict=True))
+        self._senders_of_shares.add(self._id)
+        return self._address_to_others(SHARE, zip(*shares, strict=True))
 
     def receive(self, message: Message, now: float) -> list[Message]:
-        """Takes one message in; returns the messages to send next.
+        """Processes one message; returns the messages to send next.
 
         Raises:
-          RejectedMessageError: if the message is late, for somebody else, from
-            a stranger, of another session, a duplicate, or its tensors are
-            not of the expected number, shape and dtype. The member is unchanged
-            and continues.
+          RejectedMessageError: The message is late, for somebody else, from a stranger,
+            of another session, or a duplicate, or its tensors do not have the expected
+            number, shapes and dtype. The member is unchanged and continues.
         """
         self.check_deadline(now)
         reject_if(self.outcome is not None, "This member's aggregation is over.")
@@ -245,33 +244,34 @@ class Member:
             message.kind not in KINDS,
             f"A member does not take {message.kind!r} messages.",
         )
-        self._check_belongs(message)
+        self._check_message(message)
         sender, is_share = message.sender, message.kind == SHARE
-        senders = self._shares_from if is_share else self._partial_sums
+        senders = self._senders_of_shares if is_share else self._partial_sums
         reject_if(sender in senders, f"A second {message.kind} from {sender!r}.")
         if not is_share:
             self._partial_sums[sender] = message.tensors
-            return self._reconstruct_if_complete()
+            self._reconstruct_if_complete()
+            return []
         for total, share in zip(self._sum_of_shares, message.tensors, strict=True):
             total += share
-        self._shares_from.add(sender)
-        return self._send_partial_sum(now) if self._all_shares_are_here else []
+        self._senders_of_shares.add(sender)
+        return self._send_partial_sum(now) if self._has_all_shares else []
 
     def check_deadline(self, now: float) -> None:
-        """Fails, with the own update as the outcome, if a step is overdue."""
+        """Fails, with its own update as the outcome, if the deadline has passed."""
         if self.deadline is None or now <= self.deadline:
             return
-        missing = f"shares from {self._absent(self._shares_from)}"
-        if self._all_shares_are_here:
-            missing = f"partial sums from {self._absent(self._partial_sums)}"
+        missing = f"shares from {self._list_absent(self._senders_of_shares)}"
+        if self._has_all_shares:
+            missing = f"partial sums from {self._list_absent(self._partial_sums)}"
         reason = f"the deadline passed without {missing}"
-        self._end(AggregationOutcome(False, self._update, (self._id,), reason))
+        self._finish(AggregationOutcome(False, self._update, (self._id,), reason))
 
     @property
-    def _all_shares_are_here(self) -> bool:
-        return len(self._shares_from) == len(self._members)
+    def _has_all_shares(self) -> bool:
+        return len(self._senders_of_shares) == len(self._members)
 
-    def _absent(self, present) -> str:
+    def _list_absent(self, present) -> str:
         return ", ".join(
             repr(member) for member in self._members if member not in present
         )
@@ -279,37 +279,37 @@ class Member:
     def _start_step(self, now: float) -> None:
         self.deadline = now + self._protocol.deadline_seconds
 
-    def _end(self, outcome: AggregationOutcome) -> None:
+    def _finish(self, outcome: AggregationOutcome) -> None:
         self.outcome, self.deadline = outcome, None
         for buffer in (self._encoded, self._sum_of_shares):
             buffer.clear()
         self._partial_sums.clear()
 
     def _send_partial_sum(self, now: float) -> list[Message]:
-        """Returns the sum of the received shares, the same to everybody."""
+        """Returns messages with the sum of the received shares, the same for all."""
         self._start_step(now)
         partial_sum = tuple(self._sum_of_shares)
         for tensor in partial_sum:
             tensor.flags.writeable = False
         self._partial_sums[self._id] = partial_sum
-        to_send = self._to_others(PARTIAL_SUM, [partial_sum] * len(self._members))
-        return to_send + self._reconstruct_if_complete()
+        self._reconstruct_if_complete()
+        all_partial_sums = [partial_sum] * len(self._members)
+        return self._address_to_others(PARTIAL_SUM, all_partial_sums)
 
-    def _reconstruct_if_complete(self) -> list[Message]:
-        """The partial sums add up to the sum of the updates."""
-        if not self._all_shares_are_here or self._absent(self._partial_sums):
-            return []
-        # In the order of the list, so that floating-point sums agree too.
+    def _reconstruct_if_complete(self) -> None:
+        """Adds up the partial sums once all of them are here."""
+        if not self._has_all_shares or self._list_absent(self._partial_sums):
+            return
+        # In the order of `members`, so that floating-point sums agree as well.
         in_order = [self._partial_sums[member] for member in self._members]
         tensors = tuple(
             self._protocol.decode(self._protocol.add(column))
             for column in zip(*in_order, strict=True)
         )
         value = tensors[0] if isinstance(self._update, np.ndarray) else tensors
-        self._end(AggregationOutcome(True, value, self._members))
-        return []
+        self._finish(AggregationOutcome(True, value, self._members))
 
-    def _check_belongs(self, message: Message) -> None:
+    def _check_message(self, message: Message) -> None:
         reject_if(
             message.session != self._session,
             f"A message of session {message.session!r} reached a member of session "
@@ -324,7 +324,7 @@ class Member:
         got = [(tensor.dtype, tensor.shape) for tensor in message.tensors]
         reject_if(
             got != expected,
-            f"Tensors from {sender!r} are {got}, and {expected} are expected.",
+            f"Tensors from {sender!r} are {got}, but {expected} are expected.",
         )
         reject_if(
             self._protocol.mode == "float"
@@ -332,10 +332,10 @@ class Member:
             f"Tensors from {sender!r} are not finite.",
         )
 
-    def _to_others(
+    def _address_to_others(
         self, kind: str, tensors: Iterable[tuple[np.ndarray, ...]]
     ) -> list[Message]:
-        """Returns a message to each other member, of one value for each member."""
+        """Returns a message to each other member; `tensors` has one item per member."""
         return [
             Message(
                 kind=kind,
