@@ -1,7 +1,7 @@
 r"""Plans the privacy of a run, or reads a ledger.
 
-Give the clients and three of the other four quantities. The fourth is solved for,
-under every sampling and by both accountants, side by side:
+Give the number of clients, the cohort size, and three of the other four quantities. The
+fourth is computed for several samplings and both accountants:
 
     python scripts/accountant.py --num_clients=1000 --clients_per_round=100 \
         --rounds=100 --epsilon=8 --delta=1e-5
@@ -35,10 +35,10 @@ flags.DEFINE_float(
     None,
     "z, noise stddev on the sum of clipped updates over the clip norm.",
 )
-flags.DEFINE_float("epsilon", None, "The guarantee at delta.")
+flags.DEFINE_float("epsilon", None, "The largest epsilon allowed, at --delta.")
 flags.DEFINE_float("delta", None, "Between 0 and 1.")
 _LEDGER = flags.DEFINE_string(
-    "ledger", None, "Read the epsilon of this ledger at --delta."
+    "ledger", None, "Print the epsilon of this ledger at --delta."
 )
 _CHECKS = {
     "num_clients": _validate.positive_integer,
@@ -60,18 +60,18 @@ def main(argv: Sequence[str]) -> None:
             _CHECKS[name](**{name: value})
         if _LEDGER.value:
             if given.keys() != {"delta"}:
-                raise ValueError("--ledger needs --delta, and goes with no other.")
+                raise ValueError("--ledger needs --delta, and no other flag.")
             if not pathlib.Path(_LEDGER.value).is_file():
                 raise ValueError(f"there is no file {_LEDGER.value}.")
             _print_ledger(given["delta"])
         else:
-            _compare(given)
+            _print_solutions(given)
     except (ValueError, accounting.LedgerError) as error:
         raise SystemExit(f"{_progress.name()}: {error}") from error
 
 
-def _compare(given: dict[str, float]) -> None:
-    """Prints the quantity that is missing."""
+def _print_solutions(given: dict[str, float]) -> None:
+    """Prints the missing quantity for each sampling and accountant."""
     missing = [name for name in _CHECKS if name not in given]
     if len(missing) != 1 or missing[0] in _CLIENTS:
         raise ValueError(
@@ -80,15 +80,15 @@ def _compare(given: dict[str, float]) -> None:
         )
     if given["clients_per_round"] > given["num_clients"]:
         raise ValueError("clients_per_round must be at most num_clients.")
-    told = ", ".join(f"{name} = {_shown(value)}" for name, value in given.items())
-    print(f"Given {told}:\n")
+    assignments = [f"{name} = {_format_given(value)}" for name, value in given.items()]
+    print(f"Given {', '.join(assignments)}:\n")
     rows, reasons = [[missing[0], *(f"by {a.upper()}" for a in _ACCOUNTANTS)]], []
     for sampling in _SAMPLINGS:
         row = [sampling]
         for accountant in _ACCOUNTANTS:
             try:
-                value = _solved(missing[0], sampling, accountant, **given)
-                row.append(_show(value, missing[0]))
+                value = _solve(missing[0], sampling, accountant, **given)
+                row.append(_format_result(value, missing[0]))
             except ValueError as error:
                 row.append("-")
                 reasons.append(f"{sampling}, {accountant}: {error}")
@@ -100,23 +100,23 @@ def _compare(given: dict[str, float]) -> None:
         raise ValueError("none of the samplings has a solution.")
     print(
         "\nNeighbours. Random allocation and Poisson: a client is added or removed.\n"
-        "Shuffled: it counts as zero in its place. Fixed size: it is replaced by\n"
-        "another, which moves the clipped sum twice as far."
+        "Shuffled: a client's update becomes zero. Fixed size: it is replaced by\n"
+        "another client's, which moves the clipped sum twice as far."
     )
 
 
-def _solved(missing: str, sampling: str, accountant: str, **given: float) -> float:
+def _solve(missing: str, sampling: str, accountant: str, **given: float) -> float:
     if missing == "noise_multiplier":
-        solve = accounting.calibrate_noise_multiplier
+        compute = accounting.calibrate_noise_multiplier
         given["target_epsilon"] = given.pop("epsilon")
     elif missing == "rounds":
-        solve = accounting.max_rounds
+        compute = accounting.max_rounds
         given["target_epsilon"] = given.pop("epsilon")
     else:
-        solve = accounting.epsilon if missing == "epsilon" else accounting.delta
-    value = solve(sampling=sampling, accountant=accountant, **given)
+        compute = accounting.epsilon if missing == "epsilon" else accounting.delta
+    value = compute(sampling=sampling, accountant=accountant, **given)
     if not value and missing == "rounds":
-        raise ValueError("not even one round keeps epsilon at delta.")
+        raise ValueError("not even one round stays within epsilon at delta.")
     return value
 
 
@@ -136,32 +136,32 @@ def _print_ledger(delta: float) -> None:
         ["head", contents.head],
     ]
     if any(entry.charge is not None for entry in contents.entries):
-        # Where some have none, the reason stands in its place.
+        # If some entries have none, print the reason instead.
         for name in _ACCOUNTANTS:
             try:
-                value = _show(contents.accountant().epsilon(delta, name))
+                value = _format_result(contents.accountant().epsilon(delta, name))
             except ValueError as error:
                 value = f"- ({error})"
-            label = f"epsilon by {name.upper()} at delta = {_shown(delta)}"
+            label = f"epsilon by {name.upper()} at delta = {_format_given(delta)}"
             table.append([label, value])
     if any(entry.local is not None for entry in contents.entries):
         table.append(
             [
-                f"local epsilon at delta = {_shown(delta)}",
-                _show(contents.local_epsilon(delta)),
+                f"local epsilon at delta = {_format_given(delta)}",
+                _format_result(contents.local_epsilon(delta)),
             ]
         )
     _print_table(table)
 
 
-def _show(value: float | int | None, name: str = "") -> str:
+def _format_result(value: float | int | None, name: str = "") -> str:
     if isinstance(value, float):
-        # Never less than was solved for.
+        # Never less than the computed value.
         return accounting.format_up(value, 4 if name == "delta" else 5)
     return str(value)
 
 
-def _shown(value: float) -> str:
+def _format_given(value: float) -> str:
     return str(value) if isinstance(value, int) else accounting.format_up(value, 6)
 
 

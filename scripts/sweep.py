@@ -1,12 +1,12 @@
-r"""Runs a grid over the settings of train.py.
+r"""Runs a sweep over the settings of train.py, such as a grid.
 
     python scripts/sweep.py --config=digits_mechanisms \
         --output_dir=runs/digits_mechanisms
 
-The configuration is a JSON file (`tfdp_fl/experiments/sweeps.py` says what may
-stand in it). Runs that have a result are skipped, so the same command goes on
-after an interrupt. The output directory receives a directory a run, runs.csv and
-summary.csv.
+The configuration is a JSON file (its format is documented in
+`tfdp_fl/experiments/sweeps.py`). Runs that have a result are skipped, so the same
+command continues an interrupted sweep. The output directory gets one directory per run,
+runs.csv and summary.csv.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from absl import flags
 
 from tfdp_fl.mechanisms import declaration
 
-# Flags are made of the mechanisms that are known by then.
+# Before the next imports, which define flags for the mechanisms registered so far.
 declaration.load_named_in(sys.argv[1:], "mechanism_module")
 
 from tfdp_fl.experiments import sweeps, training
@@ -32,23 +32,23 @@ from tfdp_fl.experiments import sweeps, training
 _CONFIG = flags.DEFINE_string(
     "config",
     None,
-    "The configuration's file, or the name of one that comes with the program: "
-    "digits_epsilon, digits_mechanisms.",
+    "The configuration file, or the name of a built-in one: digits_epsilon or "
+    "digits_mechanisms.",
 )
 _OUTPUT_DIR = flags.DEFINE_string(
-    "output_dir", None, "Where the runs go; runs/<config's name> unless given."
+    "output_dir", None, "The directory of the runs; default: runs/<config's name>."
 )
 flags.DEFINE_string(
     "mechanism_module",
     None,
-    "A Python file or module that registers mechanisms of your own.",
+    "A Python file or module that registers your own mechanisms.",
 )
 _DATA_PATH = flags.DEFINE_string(
-    "data_path", None, "mnist.npz of Keras, or Shakespeare's text."
+    "data_path", None, "Keras's mnist.npz, or the text of Shakespeare's plays."
 )
 
-# Those that come with the program.
-_SHIPPED = pathlib.Path(__file__).parent / "configs"
+# The folder of built-in configurations.
+_BUILT_IN = pathlib.Path(__file__).parent / "configs"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -57,8 +57,8 @@ def main(argv: Sequence[str]) -> None:
     if not _CONFIG.value:
         sys.exit(f"{_progress.name()}: --config must be given.")
     path = pathlib.Path(_CONFIG.value)
-    if not path.exists() and (_SHIPPED / f"{path.name}.json").exists():
-        path = _SHIPPED / f"{path.name}.json"
+    if not path.exists() and (_BUILT_IN / f"{path.name}.json").exists():
+        path = _BUILT_IN / f"{path.name}.json"
     training.use_one_thread_per_operation()
     try:
         config = json.loads(path.read_text("utf-8"))

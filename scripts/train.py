@@ -6,11 +6,11 @@ r"""Trains a Keras model on many clients with a client-level guarantee.
     python scripts/train.py --dataset=mnist --data_path=mnist.npz \
         --num_clients=1000 --clients_per_round=100 --output_dir=runs/mnist
 
-The flags are the fields of `tfdp_fl.experiments.Settings`; a choice that is
-left open is made by the data set and the mechanism, and printed. The output
-directory receives history.csv (a row a round), model.keras (loads without this
-package), privacy.txt and privacy.json (the statement), report.html (all of it
-as one page), accuracy.png, config.json and result.json.
+The flags are the fields of `tfdp_fl.experiments.Settings`. Defaults depend on the data
+set and the mechanism, and are printed. The output directory gets history.csv (one row
+per round), model.keras (loads without this package), privacy.txt and privacy.json (the
+statement), report.html (everything on one page), accuracy.png, config.json and
+result.json.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from absl import flags
 
 from tfdp_fl.mechanisms import declaration
 
-# Flags are made of the mechanisms that are known by then.
+# Before the next imports, which define flags for the mechanisms registered so far.
 declaration.load_named_in(sys.argv[1:], "mechanism_module")
 
 from tfdp_fl.experiments import Settings, run_directory, training
@@ -42,8 +42,8 @@ settings_lib.define_flags()
 _OUTPUT_DIR = flags.DEFINE_string(
     "output_dir",
     None,
-    "Where the files go; runs/<dataset>_<mechanism> unless given. It must be "
-    "empty or not exist, but for --overwrite and --resume.",
+    "The directory of the files; default: runs/<dataset>_<mechanism>. It must be empty "
+    "or not exist, unless --overwrite or --resume is given.",
 )
 _OVERWRITE = flags.DEFINE_bool(
     "overwrite", False, "Replace the files of an earlier run in --output_dir."
@@ -51,15 +51,15 @@ _OVERWRITE = flags.DEFINE_bool(
 _RESUME = flags.DEFINE_bool(
     "resume",
     False,
-    "Go on with the run in --output_dir, which was interrupted, with the "
-    "settings in its config.json. A run that was killed "
-    "loses what came after the last --checkpoint_every.",
+    "Resume the interrupted run in --output_dir, with the settings in its "
+    "config.json. A killed run repeats the rounds after its last checkpoint (see "
+    "--checkpoint_every).",
 )
 _VERBOSE = flags.DEFINE_enum(
     "verbose",
     "auto",
     ("auto", "0", "1", "2"),
-    "0 nothing, 1 a progress bar, 2 a line a round; auto: 1 on a terminal, "
+    "0: silent; 1: a progress bar; 2: a line per round; auto: 1 on a terminal, "
     "otherwise 2.",
 )
 
@@ -70,8 +70,8 @@ def main(argv: Sequence[str]) -> None:
     given = settings_lib.given_flags()
     if training.use_one_thread_per_operation():
         print(
-            "One thread for each TensorFlow operation, and clients side by "
-            f"side on {os.cpu_count()} cores."
+            "Each TensorFlow operation uses one thread; clients train in parallel on "
+            f"{os.cpu_count()} cores."
         )
     try:
         settings = Settings(**given)
@@ -80,12 +80,12 @@ def main(argv: Sequence[str]) -> None:
         )
         run_directory.check(output_dir, _OVERWRITE.value, _RESUME.value)
         if _RESUME.value:
-            settings = _settings_of(output_dir, given)
+            settings = _read_settings(output_dir, given)
         prepared = training.prepare(settings)
     except (ImportError, OSError, TypeError, ValueError) as error:
         sys.exit(f"{_progress.name()}: {error}")
     _print_settings(prepared.settings)
-    # As Ctrl-C does: what ran is saved, and can be gone on with.
+    # Like Ctrl-C: the finished rounds are saved, and the run can be resumed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         result = training.run(
@@ -96,18 +96,18 @@ def main(argv: Sequence[str]) -> None:
             verbose=_verbosity(),
         )
     except KeyboardInterrupt:  # While files were written, at the end.
-        sys.exit(f"{_progress.name()}: interrupted; --resume goes on.")
+        sys.exit(f"{_progress.name()}: interrupted; --resume continues the run.")
     _print_result(result, output_dir)
 
 
-def _settings_of(output_dir: str, given: dict[str, Any]) -> Settings:
+def _read_settings(output_dir: str, given: dict[str, Any]) -> Settings:
     """Returns the settings of the run to resume."""
     settings = Settings.read(os.path.join(output_dir, run_directory.CONFIG))
     for name, value in given.items():
         if str(getattr(settings, name)) != str(value):
             raise ValueError(
-                f"--resume goes on with the settings of {output_dir}, which "
-                f"are not --{name}={value}."
+                f"--resume uses the settings in {output_dir}, which do not have "
+                f"--{name}={value}."
             )
     return settings
 
@@ -137,24 +137,24 @@ def _print_result(result: dict, output_dir: str) -> None:
     if result["trust_model"] == "none":
         print("Epsilon:  none; there is no privacy guarantee.")
     else:
-        whom = {
-            ("central", "client"): "for each client, of the trained model",
-            ("local", "client"): "for each client, of what it sends",
-            ("local", "record"): "for each example, of what its client sends",
+        scope = {
+            ("central", "client"): "for each client, given the trained model",
+            ("local", "client"): "for each client, given what it sends",
+            ("local", "record"): "for each example, given what its client sends",
         }[result["trust_model"], result["privacy_unit"]]
         print(
-            f"Epsilon:  {_up(result['epsilon'])} at delta = "
+            f"Epsilon:  {_format_epsilon(result['epsilon'])} at delta = "
             f"{accounting.format_up(result['delta'])} "
-            f"({result['accountant'].upper()}) {whom}."
+            f"({result['accountant'].upper()}) {scope}."
         )
     if result["stopped"] == "interrupted":
-        print("Interrupted; --resume goes on.")
+        print("Interrupted; --resume continues the run.")
     names = sorted(os.listdir(output_dir))
     print(f"Files in {output_dir}: {', '.join(names)}")
 
 
-def _up(epsilon: float) -> str:
-    """Returns an epsilon rounded up, never down."""
+def _format_epsilon(epsilon: float) -> str:
+    """Returns an epsilon as text, rounded up."""
     if not math.isfinite(epsilon):
         return "infinite"
     return accounting.format_up(epsilon)

@@ -1,4 +1,4 @@
-"""Training runs from settings: what the scripts and the sweeps are made of."""
+"""Training runs that are defined by settings, for the scripts and the sweeps."""
 
 from tfdp_fl.experiments.settings import Settings
 from tfdp_fl.experiments.training import Prepared, prepare, run

@@ -1,13 +1,13 @@
 """The directory that a run writes.
 
-config.json   the settings, every open choice filled in
-history.csv   a row a round
+config.json   the settings, with every open choice filled in
+history.csv   one row per round
 model.keras   the trained Keras model
 privacy.txt   the privacy statement
 privacy.json  the same, for programs
-report.html   all of it as one page
-accuracy.png  accuracy and epsilon against rounds, where matplotlib is installed
-result.json   the figures that a sweep compares; written last
+report.html   everything on one page
+accuracy.png  accuracy and epsilon by round, if matplotlib is installed
+result.json   the numbers that a sweep compares
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RESULT = "result.json"
 LEDGER = "ledger.jsonl"
 CHECKPOINT = "checkpoint"
 
-_OWNED = (
+_OWN_FILES = (
     *(CONFIG, HISTORY, MODEL, STATEMENT, STATEMENT_JSON),
     *(REPORT, CHART, RESULT, LEDGER, CHECKPOINT),
 )
@@ -44,7 +44,7 @@ _OWNED = (
 def check(
     path: str | os.PathLike[str], overwrite: bool = False, resume: bool = False
 ) -> None:
-    """Raises ValueError if a run may not write to a directory."""
+    """Raises ValueError if a run must not write to a directory."""
     path = pathlib.Path(path)
     if path.exists() and not path.is_dir():
         raise ValueError(f"--output_dir={path} is a file.")
@@ -62,32 +62,32 @@ def check(
 def clear(path: str | os.PathLike[str]) -> None:
     """Removes the files of an earlier run, and no others."""
     path = pathlib.Path(path)
-    for name in _OWNED:
+    for name in _OWN_FILES:
         if (path / name).is_dir():
             shutil.rmtree(path / name)
         else:
             (path / name).unlink(missing_ok=True)
 
 
-def delete_all_but_ledger(path: str | os.PathLike[str]) -> None:
-    """Removes the checkpoints of a run that has ended, but for their ledger."""
+def delete_checkpoints(path: str | os.PathLike[str]) -> None:
+    """Removes the checkpoints of a run that has ended, but keeps their ledger."""
     path = pathlib.Path(path)
     (path / CHECKPOINT / LEDGER).replace(path / LEDGER)
     shutil.rmtree(path / CHECKPOINT)
 
 
 def write_json(path: pathlib.Path, value: object) -> None:
-    """Writes JSON; what is not finite becomes null."""
+    """Writes JSON; numbers that are not finite become null."""
     value = _files.to_finite(_files.to_plain(value))
     _files.write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 class HistoryFile(callbacks.FederatedCallback):
-    """Keeps `history.csv` up to date: a row a round, written as it ends.
+    """Writes `history.csv`, one row per round, after each round.
 
-    Keras's `CSVLogger` fixes its columns in the first round, before anything
-    was validated if `validation_freq` is more than 1. A resumed run goes on
-    below the rows of the rounds before it.
+    (Keras's `CSVLogger` fixes its columns in the first round. If `validation_freq` is
+    more than 1, it would omit the validation metrics.) A resumed run keeps the rows of
+    the rounds before it.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -96,13 +96,13 @@ class HistoryFile(callbacks.FederatedCallback):
         self._rows: list[dict[str, str]] = []
 
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
-        """Keeps the rows of the rounds that were already run."""
+        """Keeps the rows of earlier rounds."""
         del last_round
         rows = _read_rows(self._path)
         self._rows = [row for row in rows if int(row["round"]) <= first_round]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Adds a round's row; rounds are counted from 1, as printed."""
+        """Adds a round's row; rounds are counted from 1, as in the printed output."""
         row = {"round": epoch + 1, **(logs or {})}
         self._rows.append(
             {
@@ -118,8 +118,8 @@ class HistoryFile(callbacks.FederatedCallback):
         _files.write_text(self._path, text.getvalue())
 
 
-def draw(path: pathlib.Path, title: str) -> None:
-    """Draws accuracy (left axis) and epsilon (right) against rounds."""
+def draw_chart(path: pathlib.Path, title: str) -> None:
+    """Draws accuracy (left axis) and epsilon (right axis) by round."""
     try:
         from matplotlib import figure
     except ModuleNotFoundError:
@@ -138,7 +138,7 @@ def draw(path: pathlib.Path, title: str) -> None:
 
 
 def _read_rows(path: pathlib.Path) -> list[dict[str, str]]:
-    """Returns the rows of a `history.csv`, as text, empty cells left out."""
+    """Returns the rows of a `history.csv` as text, without empty cells."""
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as file:

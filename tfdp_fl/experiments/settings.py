@@ -1,8 +1,8 @@
-"""What one training run is: every choice, its meaning and its default.
+"""The settings of a training run: their meanings and defaults.
 
-One table declares them. `scripts/train.py` makes a flag of each, and a sweep's
-configuration file sets the same names. The parameters of mechanisms come from
-their declarations.
+They are declared in one table. Each is a flag of `scripts/train.py`, and a sweep's
+configuration file uses the same names. Those of mechanisms come from the mechanisms'
+own declarations.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tfdp_fl.terms import Json, PrivacyUnit, TrustModel
 MECHANISMS: dict[str, type[mechanisms.Mechanism]] = {
     name: mechanisms.by_name(name) for name in mechanisms.names()
 }
-CENTRAL = tuple(
+CENTRAL_MECHANISMS = tuple(
     name for name, kind in MECHANISMS.items() if kind.trust_model == TrustModel.CENTRAL
 )
 
-# Noise that every client adds by itself wants few weights, few rounds and everybody in
-# them (docs/mechanisms.md shows what comes out).
+# If every client adds its own noise, a useful model needs few weights and few rounds,
+# with all clients in each (docs/mechanisms.md has results).
 _ALL_CLIENTS_FEW_ROUNDS: Json = {
     "model": "linear",
     "sampling": "fixed_size",
@@ -38,8 +38,8 @@ _ALL_CLIENTS_FEW_ROUNDS: Json = {
     "local_epochs": 5,
     "client_learning_rate": 0.5,
 }
-# What is run unless told otherwise, by flag, for a mechanism that is named.
-_SUGGESTED: dict[str, Json] = {
+# The defaults that depend on the mechanism, by setting.
+_MECHANISM_DEFAULTS: dict[str, Json] = {
     "none": {},
     "correlated": {"target_epsilon": 8.0, "sampling": "cyclic"},
     "local": {"target_epsilon": 16.0, **_ALL_CLIENTS_FEW_ROUNDS},
@@ -49,24 +49,30 @@ _SUGGESTED: dict[str, Json] = {
 
 _DATASETS = ("digits", "mnist", "shakespeare")
 
-SERVER = ("server_learning_rate", "server_momentum", "server_schedule", "server_ema")
+SERVER_SETTINGS = (
+    "server_learning_rate",
+    "server_momentum",
+    "server_schedule",
+    "server_ema",
+)
 
 
 class Option(NamedTuple):
-    """A choice.
+    """The declaration of a setting.
 
     Attributes:
-      default: Its value unless given; None is filled in by `resolve`. Or a list:
-        what it is filled in with for digits, mnist and shakespeare.
-      kind: A type, or the words allowed.
-      help: What it is.
-      only_with: Another option, and the values of it that this one goes with.
+      default: The default. None is filled in by `resolve`. A list has the values with
+        which it is filled in for digits, mnist and shakespeare.
+      kind: A type, or a tuple of the allowed words.
+      help: The text of the flag's help.
+      requires: The name of another setting, and the values of it with which this
+        setting is allowed.
     """
 
     default: Any
     kind: Any
     help: str
-    only_with: tuple[Any, ...] = ()
+    requires: tuple[Any, ...] = ()
 
 
 _IMAGES = ("dataset", "digits", "mnist")
@@ -78,28 +84,26 @@ _RUN_OPTIONS = {
     # The data.
     "dataset": Option("digits", _DATASETS, "scikit-learn's digits need no file."),
     "data_path": Option(
-        None, str, "mnist.npz of Keras, or Shakespeare's text.", _FILES
+        None, str, "Keras's mnist.npz, or the text of Shakespeare's plays.", _FILES
     ),
-    "num_clients": Option([500, 1000, None], int, "N, how many clients.", _IMAGES),
+    "num_clients": Option([500, 1000, None], int, "N, the number of clients.", _IMAGES),
     "iid": Option(
         [True, False, None],
         bool,
-        "Clients hold random examples, or two label shards each.",
+        "Clients hold random examples instead of two label shards each.",
         _IMAGES,
     ),
     "examples_per_client": Option(
-        [20, 600, None], int, "How many each client holds.", _IMAGES
+        [20, 600, None], int, "Examples per client.", _IMAGES
     ),
     "validation_examples": Option(
-        0, int, "Training examples held out and evaluated on, to tune by.", _IMAGES
+        0, int, "Training examples held out for tuning; replace the test set.", _IMAGES
     ),
-    "sequence_length": Option(
-        [None, None, 80], int, "Characters in an example.", _ROLES
-    ),
+    "sequence_length": Option([None, None, 80], int, "Characters per example.", _ROLES),
     "clients_per_role": Option(
         None,
         int,
-        "At most (1); with more, what is protected is a part of a role.",
+        "Maximum clients per role (1); if split, only a part of a role is protected.",
         _ROLES,
     ),
     # The model.
@@ -107,77 +111,84 @@ _RUN_OPTIONS = {
     "hidden_units": Option(
         ["128", "600,100", "128,128"],
         str,
-        "Units of the layers.",
+        "Units of the hidden layers.",
         ("model", "mlp", "lstm"),
     ),
     "input_pooling": Option(
-        None, int, "Images come in as means over squares of this side.", _DENSE
+        None, int, "Images are averaged over squares with this side.", _DENSE
     ),
     "input_features": Option(
         None, ("oriented_gradients",), "Fixed, public features of images.", _DENSE
     ),
     "input_shifts": Option(
-        0, int, "Clients move each image once, at random, by so much.", _IMAGES
+        0,
+        int,
+        "Clients shift each image once, at random, by this many pixels.",
+        _IMAGES,
     ),
     # The mechanism.
     "mechanism": Option(
-        "adaptive", tuple(MECHANISMS), "What is released; see the flags it names."
+        "adaptive", tuple(MECHANISMS), "The mechanism; other flags set its parameters."
     ),
     "mechanism_module": Option(
-        None, str, "A Python file or module that registers a mechanism of your own."
+        None, str, "A Python file or module that registers your own mechanism."
     ),
     "target_epsilon": Option(
         None,
         float,
-        "The guarantee to keep at --target_delta: the noise is calibrated to it, or "
-        "with --noise_multiplier training stops before the round that would pass it.",
+        "The privacy target at --target_delta. The noise is calibrated to it; with "
+        "--noise_multiplier, training stops before the round that would exceed it.",
     ),
-    "target_delta": Option(None, float, "0.1 / N unless given; nbafl: by --constant."),
+    "target_delta": Option(None, float, "Default: 0.1 / N; nbafl: from --constant."),
     "accountant": Option(
-        None, ("rdp", "pld"), "Who calibrates and reports; pld is tighter."
+        None, ("rdp", "pld"), "For calibration and reports; pld is tighter."
     ),
     # The rounds.
     "sampling": Option(
         ["poisson"] * 3,
         SAMPLINGS,
-        "How a cohort is drawn, unless the mechanism needs another.",
+        "How cohorts are drawn (the default can depend on the mechanism).",
     ),
     "clients_per_round": Option(
         [100, 100, 50],
         str,
-        "m: a number, all (not of roles), or values as in 30x50,30x100.",
+        "m: a number, all (images only), or one per round as in 30x50,30x100.",
     ),
-    "rounds": Option([60, 60, 100], int, "T, how many rounds."),
+    "rounds": Option([60, 60, 100], int, "T, the number of rounds."),
     # Local training and the server.
-    "local_epochs": Option([1, 1, 1], int, "Passes of a client over its examples."),
-    "batch_size": Option([10, 60, 10], int, "Examples in a local batch."),
+    "local_epochs": Option(
+        [1, 1, 1], int, "Passes over a client's examples per round."
+    ),
+    "batch_size": Option([10, 60, 10], int, "Examples per local batch."),
     "shuffle": Option(False, bool, "Clients shuffle their examples in each epoch."),
-    "client_learning_rate": Option([0.2, 0.1, 1.0], float, "The clients' rate."),
+    "client_learning_rate": Option(
+        [0.2, 0.1, 1.0], float, "The clients' learning rate."
+    ),
     "prior_smoothing": Option(
         None,
         float,
-        "Trains with tfdp_fl.losses' balanced softmax, for clients with few of the "
-        "classes; this is added to a client's share of a class (0.01, say).",
+        "Trains with the balanced softmax of tfdp_fl.losses, for clients with few "
+        "classes. This is added to a client's share of each class (such as 0.01).",
     ),
-    "server_learning_rate": Option(None, float, "The server's rate (1)."),
+    "server_learning_rate": Option(None, float, "The server's learning rate (1)."),
     "server_momentum": Option(None, float, "The server's momentum (0)."),
     "server_schedule": Option(
-        None, ("constant", "linear"), "Whether the server's rate ends at 0."
+        None, ("constant", "linear"), "linear: the server's rate decays to 0."
     ),
     "server_ema": Option(
-        None, float, "The model is the rounds' average, with this memory (0.95, say)."
+        None, float, "Decay of a moving average of the rounds' models (such as 0.95)."
     ),
-    # How it runs; nothing here changes the guarantee, except a seed.
+    # The execution; of these, only a seed changes the guarantee.
     "seed": Option(
-        None, int, "Repeats everything; anyone who knows it can undo the noise."
+        None, int, "Makes the run repeatable; anyone who knows it can remove the noise."
     ),
     "validation_freq": Option([1, 5, 10], int, "Rounds between evaluations."),
-    "checkpoint_every": Option(0, int, "Rounds between saves, for --resume."),
+    "checkpoint_every": Option(0, int, "Rounds between checkpoints, for --resume."),
 }
 
 
 def _fields(mechanism: str) -> list[dataclasses.Field[Any]]:
-    """Returns a mechanism's parameters, but what the target's flags give."""
+    """Returns a mechanism's parameters, without those that follow from the target."""
     fields = dataclasses.fields(MECHANISMS[mechanism])
     return [field for field in fields if field.name not in ("epsilon", "delta")]
 
@@ -187,13 +198,13 @@ def parameters_of(mechanism: str) -> tuple[str, ...]:
     return tuple(field.name for field in _fields(mechanism))
 
 
-def _parameters() -> dict[str, Option]:
+def _parameter_options() -> dict[str, Option]:
     """Returns an option for every parameter of every mechanism."""
     kinds: Json = {}
     helps: dict[str, dict[str, list[str]]] = {}
     for mechanism in MECHANISMS:
         for field in _fields(mechanism):
-            kinds.setdefault(field.name, _kind(field))
+            kinds.setdefault(field.name, _kind_of(field))
             text = field.metadata.get("help", "").rstrip(".")
             start = field.metadata.get("start")
             if start is None and field.default is not dataclasses.MISSING:
@@ -211,26 +222,27 @@ def _parameters() -> dict[str, Option]:
     }
 
 
-def _kind(field: dataclasses.Field[Any]) -> type | tuple[str, ...]:
+def _kind_of(field: dataclasses.Field[Any]) -> type | tuple[str, ...]:
+    """Returns `Option.kind` of a mechanism's parameter."""
     check = field.metadata.get("check")
     if isinstance(check, declaration.OneOf):
         return tuple(check.words)
     if field.metadata.get("none_word") is not None:
         return str
-    # A type, or its text where annotations are kept as text.
+    # With `from __future__ import annotations`, it is text.
     declared = getattr(field.type, "__name__", str(field.type))
     return {"int": int, "float": float, "bool": bool}.get(declared.split(" ")[0], str)
 
 
-def _starts(mechanism: str) -> Json:
-    """Returns the parameters that `train.py` starts from."""
+def _start_values(mechanism: str) -> Json:
+    """Returns the default parameters of a mechanism for training runs."""
     starts = {field.name: field.metadata.get("start") for field in _fields(mechanism)}
     return {name: value for name, value in starts.items() if value is not None}
 
 
-def _condition(option: Option) -> str:
-    """Returns the flag that an option needs."""
-    name, *values = option.only_with
+def _required_flag(option: Option) -> str:
+    """Returns the flag that an option requires."""
+    name, *values = option.requires
     return f"--{name}={'|'.join(map(str, values))}"
 
 
@@ -238,8 +250,8 @@ def _default(option: Option) -> Any:
     return None if isinstance(option.default, list) else option.default
 
 
-# A parameter of a mechanism that is an option of its own, as --rounds, is that.
-OPTIONS = {**_parameters(), **_RUN_OPTIONS}
+# A mechanism's parameter with the name of a run's option (--rounds) is that option.
+OPTIONS = {**_parameter_options(), **_RUN_OPTIONS}
 _Options: Any = dataclasses.make_dataclass(
     "_Options",
     [
@@ -252,24 +264,23 @@ _Options: Any = dataclasses.make_dataclass(
 
 
 class Settings(_Options):
-    """Everything that decides a training run: a field for each of `OPTIONS`.
+    """Everything that defines a training run: a field for each of `OPTIONS`.
 
-    None leaves a choice to the data set or the mechanism; `resolve` fills it
-    in. What each field means is said in its help, which
-    `python scripts/train.py --help` prints.
+    None leaves a choice to the data set or the mechanism, and `resolve` fills it in.
+    `python scripts/train.py --help` prints the meaning of each field.
     """
 
     @classmethod
     def read(cls, path: str | pathlib.Path) -> Settings:
-        """Returns the settings that a run's `config.json` holds."""
+        """Returns the settings in a run's `config.json`."""
         return cls(**json.loads(pathlib.Path(path).read_text("utf-8")))
 
     def resolve(self) -> Settings:
-        """Returns the settings, checked, with every open choice filled in.
+        """Returns the checked settings with every open choice filled in.
 
         Raises:
-          ValueError: Two settings do not go together; the message names them
-            as flags.
+          ValueError: A setting is not allowed, or two contradict each other; the
+            message names them as flags.
         """
         self._check_kinds()
         self._check_dataset()
@@ -282,8 +293,8 @@ class Settings(_Options):
         }
         defaults = {
             **by_dataset,
-            **_SUGGESTED.get(self.mechanism, {"target_epsilon": 8.0}),
-            **_starts(self.mechanism),
+            **_MECHANISM_DEFAULTS.get(self.mechanism, {"target_epsilon": 8.0}),
+            **_start_values(self.mechanism),
         }
         if self.dataset == "shakespeare":  # Other models, and N is not known yet.
             for name in ("model", "clients_per_round"):
@@ -294,21 +305,21 @@ class Settings(_Options):
             defaults.pop("hidden_units")
         changes = {n: v for n, v in defaults.items() if getattr(self, n) is None}
         resolved = dataclasses.replace(self, **changes)
-        self._check_only_with(resolved)
+        self._check_requirements(resolved)
         if resolved.clients_per_round == "all" and resolved.num_clients:
             resolved = dataclasses.replace(
                 resolved, clients_per_round=resolved.num_clients
             )
         if resolved.input_features and resolved.input_pooling:
-            raise ValueError("--input_features is without --input_pooling.")
-        # Read now, so that a bad one is refused before anything starts.
+            raise ValueError("--input_features and --input_pooling exclude each other.")
+        # Parse them now, so that invalid ones are refused before anything starts.
         resolved.schedule("clients_per_round")
         resolved.schedule("noise_multiplier")
         resolved.units()
         return resolved
 
     def schedule(self, name: str) -> Any:
-        """Returns a number, or one value a round, from a setting's text."""
+        """Returns a setting as a number, or as a tuple with one value per round."""
         text = getattr(self, name)
         if text is None or isinstance(text, int | float):
             return text
@@ -317,7 +328,7 @@ class Settings(_Options):
             match = re.fullmatch(r"\s*(?:(\d+)x)?(\d+(\.\d*)?([eE][-+]?\d+)?)\s*", part)
             if match is None:
                 raise ValueError(
-                    f"--{name} must be a number, or one value a round as in "
+                    f"--{name} must be a number, or one value per round as in "
                     f"30x50,30x100, got {text!r}."
                 )
             values += [float(match[2])] * int(match[1] or 1)
@@ -352,15 +363,15 @@ class Settings(_Options):
         if kind.privacy_unit != PrivacyUnit.RECORD:
             return None
         mechanism = kind(
-            epsilon=1.0, **_starts(self.mechanism) | self.mechanism_options()
+            epsilon=1.0, **_start_values(self.mechanism) | self.mechanism_options()
         )
         return min(mechanism.implied_delta, 1 - 1e-9)
 
     def mechanism_options(self) -> Json:
-        """Returns the mechanism's parameters that are set, noise excepted.
+        """Returns the mechanism's parameters that are set, without the noise.
 
         Raises:
-          ValueError: One is a text that stands for nothing.
+          ValueError: One is a text with no meaning.
         """
         options = {}
         for field in _fields(self.mechanism):
@@ -380,7 +391,7 @@ class Settings(_Options):
         return options
 
     def _check_kinds(self) -> None:
-        """Refuses words and types that a flag would have refused."""
+        """Refuses words and types that a flag would refuse."""
         for name, option in OPTIONS.items():
             value, kind = getattr(self, name), option.kind
             if value is None and _default(option) is None:
@@ -403,7 +414,7 @@ class Settings(_Options):
             (self.model == "lstm") != (self.dataset == "shakespeare")
         ):
             raise ValueError(
-                "--model=lstm and --dataset=shakespeare need each other, got "
+                "--model=lstm and --dataset=shakespeare must be used together, got "
                 f"--model={self.model} and --dataset={self.dataset}."
             )
 
@@ -412,8 +423,8 @@ class Settings(_Options):
         for name in OPTIONS.keys() - _RUN_OPTIONS.keys() - {*parameters}:
             if getattr(self, name) is not None:
                 raise ValueError(
-                    f"--{name} is no parameter of --mechanism="
-                    f"{self.mechanism}, which has: {', '.join(parameters) or 'none'}."
+                    f"--{name} is no parameter of --mechanism={self.mechanism}, whose "
+                    f"parameters are: {', '.join(parameters) or 'none'}."
                 )
         if self.mechanism == "none" and self.target_epsilon is not None:
             raise ValueError("--target_epsilon cannot be met with --mechanism=none.")
@@ -421,31 +432,32 @@ class Settings(_Options):
             _validate.positive(**{"--target_epsilon": self.target_epsilon})
         if self.target_delta is not None and self._implied_delta() is not None:
             raise ValueError(
-                "--target_delta follows from the parameters of "
-                f"--mechanism={self.mechanism} (nbafl: --constant), and is not given."
+                f"--target_delta must not be given with --mechanism={self.mechanism}, "
+                "where it follows from other parameters (nbafl: --constant)."
             )
-        if self.accountant == "pld" and self.mechanism not in CENTRAL:
+        if self.accountant == "pld" and self.mechanism not in CENTRAL_MECHANISMS:
             raise ValueError(
-                f"--accountant=pld is for --mechanism={'|'.join(CENTRAL)}, "
+                f"--accountant=pld is for --mechanism={'|'.join(CENTRAL_MECHANISMS)}, "
                 f"got --mechanism={self.mechanism}."
             )
         self.mechanism_options()
 
-    def _check_only_with(self, resolved: Settings) -> None:
-        """Refuses what is set beside a value that it does not go with."""
+    def _check_requirements(self, resolved: Settings) -> None:
+        """Refuses settings whose required setting has another value."""
         for name, option in OPTIONS.items():
             setting = getattr(self, name)
-            if not option.only_with or not setting or setting == _default(option):
+            if not option.requires or not setting or setting == _default(option):
                 continue
-            needed, *allowed = option.only_with
+            needed, *allowed = option.requires
             value = getattr(resolved, needed)
             if value not in allowed:
                 raise ValueError(
-                    f"--{name} is for {_condition(option)}, got --{needed}={value}."
+                    f"--{name} requires {_required_flag(option)}, got "
+                    f"--{needed}={value}."
                 )
 
 
-_DEFINE: dict[type, Any] = {
+_DEFINE_FLAG: dict[type, Any] = {
     bool: flags.DEFINE_bool,
     float: flags.DEFINE_float,
     int: flags.DEFINE_integer,
@@ -454,10 +466,10 @@ _DEFINE: dict[type, Any] = {
 
 
 def _help(option: Option) -> str:
-    """Returns an option's help: with what it goes, and what each data set has."""
+    """Returns an option's help, with its requirement and its default per data set."""
     text = option.help
-    if option.only_with:
-        text += f" For {_condition(option)}."
+    if option.requires:
+        text += f" For {_required_flag(option)}."
     if isinstance(option.default, list):
         pairs = zip(_DATASETS, option.default, strict=True)
         by_dataset = {dataset: value for dataset, value in pairs if value is not None}
@@ -474,11 +486,11 @@ def define_flags() -> None:
         if isinstance(option.kind, tuple):
             flags.DEFINE_enum(name, _default(option), option.kind, _help(option))
         else:
-            _DEFINE[option.kind](name, _default(option), _help(option))
+            _DEFINE_FLAG[option.kind](name, _default(option), _help(option))
 
 
 def given_flags() -> Json:
-    """Returns the settings whose flags stand on the command line."""
+    """Returns the settings that were given on the command line."""
     return {
         name: flags.FLAGS[name].value for name in OPTIONS if flags.FLAGS[name].present
     }

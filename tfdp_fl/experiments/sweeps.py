@@ -1,4 +1,4 @@
-"""Many runs from one configuration: a grid, over seeds.
+"""Many runs from one configuration, such as a grid of settings with several seeds.
 
 A configuration is a JSON object:
 
@@ -9,9 +9,8 @@ A configuration is a JSON object:
       "seeds":  [0, 1, 2]
     }
 
-Every part but `base` may be left out. The runs are those of `runs` and those
-of the grid, each with every seed. Names are those of
-`tfdp_fl.experiments.Settings`.
+Each part is optional. Every combination in `grid` and every item of `runs` is run with
+every seed. The names are those of `tfdp_fl.experiments.Settings`.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from tfdp_fl.experiments.settings import Settings
 from tfdp_fl.terms import Json
 
 _PARTS = ("description", "base", "grid", "runs", "seeds")
-# What the tables say of a run, by its name in `result.json`.
-_FIGURES = (
+# The tables' columns for results, by their names in `result.json`.
+_RESULT_COLUMNS = (
     *("accuracy", "loss", "epsilon", "delta", "central_epsilon"),
     *("rounds", "seconds"),
 )
@@ -44,13 +43,13 @@ _ROUNDED_UP = ("epsilon", "delta", "central_epsilon")
 
 
 @dataclasses.dataclass(frozen=True)
-class Trial:
+class SweepRun:
     """One run of a sweep.
 
     Attributes:
-      name: What sets it apart, such as `mechanism=fixed,target_epsilon=2`.
-      varied: The settings that set it apart.
-      settings: All its settings, resolved, the seed included.
+      name: Its varied settings as text, such as `mechanism=fixed,target_epsilon=2`.
+      varied: The settings in which it differs from `base`, without the seed.
+      settings: All its settings, resolved, including the seed.
     """
 
     name: str
@@ -59,16 +58,16 @@ class Trial:
 
     @property
     def directory(self) -> str:
-        """Where it is kept, relative to the sweep's directory."""
+        """Its directory, relative to the sweep's."""
         folder = re.sub(r"[^\w.=,+-]", "_", self.name)
         return os.path.join(folder, f"seed={self.settings.seed}")
 
 
-def expand(config: Mapping[str, Any]) -> list[Trial]:
-    """Returns the runs that a configuration asks for, all of them checked.
+def expand(config: Mapping[str, Any]) -> list[SweepRun]:
+    """Returns the runs of a configuration, after checking all of them.
 
     Raises:
-      ValueError: The configuration is not one, or a run of it is refused.
+      ValueError: The configuration or one of its runs is not allowed.
     """
     for part in config:
         _validate.one_of(_PARTS, part=part)
@@ -77,7 +76,7 @@ def expand(config: Mapping[str, Any]) -> list[Trial]:
     if grid or not variations:
         combinations = itertools.product(*grid.values())
         variations += [dict(zip(grid, values, strict=True)) for values in combinations]
-    trials = []
+    sweep_runs = []
     for varied in variations:
         name = ",".join(f"{k}={v}" for k, v in varied.items()) or "base"
         for seed in config.get("seeds", [None]):
@@ -86,72 +85,71 @@ def expand(config: Mapping[str, Any]) -> list[Trial]:
                 settings = Settings(**values).resolve()
             except (TypeError, ValueError) as error:
                 raise ValueError(f"Run {name!r}: {error}") from error
-            trials.append(Trial(name, varied, settings))
-    names = [trial.directory for trial in trials]
+            sweep_runs.append(SweepRun(name, varied, settings))
+    names = [sweep_run.directory for sweep_run in sweep_runs]
     if len({*names}) < len(names):
         raise ValueError("Two runs of the configuration are the same.")
-    return trials
+    return sweep_runs
 
 
 def run_sweep(
     config: Mapping[str, Any],
     output_dir: str | os.PathLike[str],
 ) -> None:
-    """Runs what is not there yet, one after the other, in this process.
+    """Runs a sweep in this process, one run after another.
 
-    Each run leaves its files in a directory of its own, and after each the
-    tables are written anew: `runs.csv` (a row a run) and `summary.csv` (mean
-    and standard deviation over the seeds). A sweep that was cut short goes on with
-    the first run that has no result, where that was.
+    Each run writes its files to its own directory. After each run, two tables are
+    rewritten: `runs.csv` (one row per run) and `summary.csv` (mean and standard
+    deviation over the seeds). Runs that have a result are skipped, and an interrupted
+    run is resumed, so a repeated call continues an interrupted sweep.
 
     Args:
-      config: See this module.
-      output_dir: Where the runs are kept; may hold earlier ones of this sweep.
+      config: The configuration, as described at the top of this module.
+      output_dir: The directory of the runs; may contain earlier runs of this sweep.
 
     Raises:
-      ValueError: The configuration is refused, or the directory holds a run
-        of the same name with other settings.
+      ValueError: The configuration is not allowed, or the directory contains a run of
+        the same name with other settings.
       ImportError: pandas is not installed.
     """
     root = pathlib.Path(output_dir)
-    trials = expand(config)
-    for trial in trials:
-        _check_unchanged(root / trial.directory, trial)
-    write_tables(root, trials)
-    for number, trial in enumerate(trials, 1):
-        path = root / trial.directory
-        prefix = f"[{number}/{len(trials)}] {trial.directory}"
+    sweep_runs = expand(config)
+    for sweep_run in sweep_runs:
+        _check_unchanged(root / sweep_run.directory, sweep_run)
+    write_tables(root, sweep_runs)
+    for number, sweep_run in enumerate(sweep_runs, 1):
+        path = root / sweep_run.directory
+        prefix = f"[{number}/{len(sweep_runs)}] {sweep_run.directory}"
         if (path / run_directory.RESULT).is_file():
-            print(f"{prefix}: there already", flush=True)
+            print(f"{prefix}: has a result already", flush=True)
             continue
-        result = _run(trial, path)
+        result = _run_or_resume(sweep_run, path)
         print(
             f"{prefix}: accuracy {result['accuracy']:.4f}, epsilon "
             f"{format_up(result['epsilon'])}, {result['rounds']} rounds, "
             f"{result['seconds']:.0f} s",
             flush=True,
         )
-        write_tables(root, trials)
+        write_tables(root, sweep_runs)
 
 
-def _check_unchanged(path: pathlib.Path, trial: Trial) -> None:
+def _check_unchanged(path: pathlib.Path, sweep_run: SweepRun) -> None:
     if not (path / run_directory.CONFIG).is_file():
         return
     stored = Settings.read(path / run_directory.CONFIG)
-    for name, value in dataclasses.asdict(trial.settings).items():
+    for name, value in dataclasses.asdict(sweep_run.settings).items():
         if getattr(stored, name) != value:
             raise ValueError(
-                f"{path} holds a run with {name}={getattr(stored, name)!r}, "
-                f"where the configuration has {value!r}; give the sweep "
-                "another output_dir."
+                f"{path} has a run with {name}={getattr(stored, name)!r}, but the "
+                f"configuration has {value!r}; give the sweep another output_dir."
             )
 
 
-def _run(trial: Trial, path: pathlib.Path) -> Json:
+def _run_or_resume(sweep_run: SweepRun, path: pathlib.Path) -> Json:
     tf.keras.backend.clear_session()
-    # Its ledger has what was charged.
+    # A run with checkpoints is resumed, so that its ledger counts everything.
     resume = any((path / run_directory.CHECKPOINT).glob("*.npz"))
-    prepared = training.prepare(trial.settings)
+    prepared = training.prepare(sweep_run.settings)
     result = training.run(
         prepared,
         path,
@@ -165,32 +163,34 @@ def _run(trial: Trial, path: pathlib.Path) -> Json:
     return result
 
 
-def write_tables(root: pathlib.Path, trials: Sequence[Trial]) -> None:
-    """Writes `runs.csv` and `summary.csv` from the results there are."""
+def write_tables(root: pathlib.Path, sweep_runs: Sequence[SweepRun]) -> None:
+    """Writes `runs.csv` and `summary.csv` from the available results."""
     with _lazy_tf.explain_missing("pandas", "A sweep"):
         import pandas as pd
 
     rows: list[Json] = []
-    for trial in trials:
-        path = root / trial.directory / run_directory.RESULT
+    for sweep_run in sweep_runs:
+        path = root / sweep_run.directory / run_directory.RESULT
         if path.is_file():
             result = json.loads(path.read_text("utf-8"))
             figures = {
-                # JSON's null is an epsilon that is not finite.
+                # JSON's null stands for an infinite epsilon.
                 name: math.inf if result[name] is None else result[name]
-                for name in _FIGURES
+                for name in _RESULT_COLUMNS
                 if name in result
             }
-            seed = {"run": trial.name, "seed": trial.settings.seed}
-            rows.append({**trial.varied, **seed, **figures})
-    varied = list(dict.fromkeys(name for trial in trials for name in trial.varied))
-    runs = pd.DataFrame(rows, columns=[*varied, "run", "seed", *_FIGURES])
+            seed = {"run": sweep_run.name, "seed": sweep_run.settings.seed}
+            rows.append({**sweep_run.varied, **seed, **figures})
+    varied = list(
+        dict.fromkeys(name for sweep_run in sweep_runs for name in sweep_run.varied)
+    )
+    runs = pd.DataFrame(rows, columns=[*varied, "run", "seed", *_RESULT_COLUMNS])
     by_run = runs.groupby("run", sort=False)
     summary = by_run[varied].first()
     summary["runs"] = by_run.size()
     summary["accuracy"] = by_run["accuracy"].mean()
     summary["stddev"] = by_run["accuracy"].std()
-    # The worst of the seeds.
+    # The largest over the seeds.
     summary[[*_ROUNDED_UP]] = by_run[[*_ROUNDED_UP]].max()
     summary[["rounds", "seconds"]] = by_run[["rounds", "seconds"]].mean()
     root.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What is learned: a data set's clients, and a fresh model for them."""
+"""Learning tasks: a data set's clients, and a new model for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfdp_fl.experiments.settings import Settings
 
 _layers = tf.keras.layers
 _EMBEDDING_SIZE = 8
-# The settings that decide what the data are.
+# The settings that define the data.
 _DATA_SETTINGS = (
     *("dataset", "data_path", "num_clients", "iid", "examples_per_client"),
     *("validation_examples", "sequence_length", "clients_per_role"),
@@ -27,14 +27,14 @@ _DATA_SETTINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Data, and how many classes its labels have.
+    """The data, and the number of classes.
 
     Attributes:
       clients: The clients' examples.
       test: `(x, y)` to evaluate on.
-      num_classes: How many classes there are.
-      features: What made the examples of the original ones; None: they are
-        the original ones.
+      num_classes: The number of classes.
+      features: The model that computed the examples from the original ones; None: they
+        are the original ones.
     """
 
     clients: datasets.FederatedDataset
@@ -44,14 +44,14 @@ class Task:
 
 
 def load_task(settings: Settings) -> Task:
-    """Returns the data of a run; that of the last call is kept for the next.
+    """Returns the data of a run; the last call's data is cached.
 
     Args:
       settings: Resolved settings.
 
     Raises:
-      ValueError: An option does not fit the data.
-      OSError: A file is not there, or cannot be downloaded.
+      ValueError: A setting does not fit the data.
+      OSError: A file is missing or cannot be downloaded.
     """
     return _load(tuple((name, getattr(settings, name)) for name in _DATA_SETTINGS))
 
@@ -90,7 +90,7 @@ def _load(chosen: tuple[tuple[str, Any], ...]) -> Task:
 def _with_shifts(
     clients: datasets.FederatedDataset, pixels: int
 ) -> datasets.FederatedDataset:
-    """Returns clients that moved each of their images once, at random."""
+    """Returns clients with each of their images shifted once, at random."""
     x, y = map(np.asarray, clients.flat())
     rows, lengths = clients.client_rows(np.arange(clients.num_clients))
     versions = shift_images(x, pixels)
@@ -103,11 +103,11 @@ def _with_shifts(
 
 
 def shift_images(images: np.ndarray, pixels: int) -> list[np.ndarray]:
-    """Returns images as they are, and moved up, down, left and right.
+    """Returns images unchanged, and shifted up, down, left and right.
 
     Args:
       images: [n, m], square grey images of m pixels.
-      pixels: By how many; what comes in at the other side is 0.
+      pixels: The length of a shift, in pixels; what is shifted in is 0.
     """
     side = math.isqrt(images.shape[1])
     if pixels >= side:
@@ -125,7 +125,7 @@ def build_model(settings: Settings, task: Task) -> tf.keras.Model:
     """Returns a new model for a task; its outputs are logits.
 
     Raises:
-      ValueError: The model does not take the task's examples.
+      ValueError: The model cannot take the task's examples.
     """
     units, classes = settings.units(), task.num_classes
     if settings.model == "lstm":
@@ -135,12 +135,12 @@ def build_model(settings: Settings, task: Task) -> tf.keras.Model:
     return mlp(size, classes, hidden, settings.input_pooling or 1)
 
 
-def full_model(task: Task, model: tf.keras.Model) -> tf.keras.Model:
+def with_feature_layers(task: Task, model: tf.keras.Model) -> tf.keras.Model:
     """Returns a model that takes the original examples, with the same weights.
 
     Args:
-      task: What the model was trained on.
-      model: A trained model.
+      task: The task that the model was trained on.
+      model: The trained model.
     """
     if task.features is None:
         return model
@@ -162,12 +162,12 @@ def mlp(
     """Returns a dense network with ReLU, whose outputs are logits.
 
     Args:
-      input_size: How many numbers an example has.
-      num_classes: How many logits.
+      input_size: The number of features of an example.
+      num_classes: The number of logits.
       hidden_units: The widths of the hidden layers.
-      pooling: If not 1, square images come in as the means of squares of so
-        many pixels' side, times that side, which keeps their L2 norm about the
-        same: fewer weights for noise to fall on.
+      pooling: If not 1, the side of the squares over which square images are averaged,
+        so that noise is added to fewer weights. The means are multiplied by this side,
+        which keeps the images' L2 norm about the same.
     """
     layers = [tf.keras.Input((input_size,))]
     if pooling != 1:
@@ -185,15 +185,15 @@ def _as_image(pixels: int) -> tf.keras.layers.Layer:
 def lstm(
     vocabulary_size: int, hidden_units: Sequence[int] = (128, 128)
 ) -> tf.keras.Model:
-    """Returns a next-token model over sequences of any length.
+    """Returns a next-token model for sequences of any length.
 
     Token 0 is padding, which counts neither in the loss nor in the metrics.
 
     Args:
-      vocabulary_size: How many tokens, and logits.
+      vocabulary_size: The number of tokens, and of logits.
       hidden_units: The widths of the LSTM layers.
     """
-    # Keras's own initializer, 20 times smaller, delays learning by hundreds of
+    # Keras's default, with 20 times smaller values, delays learning by hundreds of
     # rounds.
     embedding = _layers.Embedding(
         vocabulary_size,

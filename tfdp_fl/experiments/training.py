@@ -1,4 +1,4 @@
-"""A training run from its settings: prepare, train, leave the files."""
+"""Runs a training from its settings: prepares it, trains, and writes its files."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ from tfdp_fl.terms import Json, TrustModel
 
 
 def use_one_thread_per_operation() -> bool:
-    """Gives TensorFlow's operations a thread each, and all cores clients.
+    """Gives each TensorFlow operation one thread, so that all cores train clients.
 
-    Several clients train side by side, and operations that also split
-    themselves over all cores would get in each other's way. It has to
-    be set before TensorFlow starts.
+    Several clients train in parallel, and operations that each use all cores would slow
+    each other down. Call it before TensorFlow starts.
 
     Returns:
-      Whether it is set; False if TensorFlow runs already, with other threads.
+      Whether it is set; False if TensorFlow has already started with other threads.
     """
     threading = tf.config.threading
     try:
@@ -43,10 +42,10 @@ def use_one_thread_per_operation() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A run that is made and checked, but has not started.
+    """A run that has been checked, but not started.
 
     Attributes:
-      settings: The settings, every open choice filled in.
+      settings: The settings, with every open choice filled in.
       task: The data.
       federated_model: The compiled model.
       delta: The delta at which epsilon is reported.
@@ -62,21 +61,21 @@ def prepare(settings: Settings) -> Prepared:
     """Loads the data, and makes the model and the mechanism.
 
     Raises:
-      ValueError, TypeError: A setting is not allowed, or does not go with
-        another; the message names it.
-      OSError: The data is not there.
+      ValueError, TypeError: A setting is not allowed, or contradicts another; the
+        message names it.
+      OSError: The data is missing.
     """
     settings = settings.resolve()
     task = tasks.load_task(settings)
     num_clients = task.clients.num_clients
-    # Nothing else looks at N before the first round.
+    # Checks m against N, which nothing else does before the first round.
     sampling_lib.make_sampler(
         settings.sampling, num_clients, settings.schedule("clients_per_round")
     )
     if settings.seed is not None:
         tf.keras.utils.set_random_seed(settings.seed)
     delta = settings.delta(num_clients)
-    federated_model = _federated_model(
+    federated_model = _make_federated_model(
         settings, tasks.build_model(settings, task), num_clients, delta
     )
     loss: tf.keras.losses.Loss = tf.keras.losses.SparseCategoricalCrossentropy(
@@ -88,12 +87,12 @@ def prepare(settings: Settings) -> Prepared:
         optimizer=tf.keras.optimizers.SGD(settings.client_learning_rate),
         loss=loss,
         metrics=[tf.keras.metrics.SparseCategoricalAccuracy("accuracy")],
-        server_optimizer=_server_optimizer(settings),
+        server_optimizer=_make_server_optimizer(settings),
     )
     return Prepared(settings, task, federated_model, delta)
 
 
-def _federated_model(
+def _make_federated_model(
     settings: Settings, model: tf.keras.Model, num_clients: int, delta: float
 ) -> DPFederatedModel:
     kind: Any = settings_lib.MECHANISMS[settings.mechanism]
@@ -104,10 +103,11 @@ def _federated_model(
         **settings.mechanism_options(),
     }
     noise = settings.schedule("noise_multiplier")
-    uses_defaults = None not in options.values()  # Else asked for by name.
+    # If an option is None (an exact median), no default may replace it.
+    may_use_defaults = None not in options.values()
     if noise is None and kind.trust_model == TrustModel.CENTRAL:
         mechanism: Any = settings.mechanism
-        if not uses_defaults:
+        if not may_use_defaults:
             mechanism, options = kind(noise_multiplier=1.0, **options), {}
         return make_private(
             model,
@@ -124,15 +124,15 @@ def _federated_model(
         budget = {"epsilon": settings.target_epsilon, "delta": delta}
         parameter_names = {field.name for field in dataclasses.fields(kind)}
         options |= {name: budget[name] for name in parameter_names & budget.keys()}
-        bound = kind(**options)
-    elif kind.trust_model == TrustModel.CENTRAL and uses_defaults:
+        mechanism = kind(**options)
+    elif kind.trust_model == TrustModel.CENTRAL and may_use_defaults:
         target = mechanisms.CalibrationTarget(noise, math.inf, delta, smallest)
-        bound = kind.from_budget(target, **options)
+        mechanism = kind.from_budget(target, **options)
     else:
-        bound = kind(noise_multiplier=noise, **options)
+        mechanism = kind(noise_multiplier=noise, **options)
     return DPFederatedModel(
         model,
-        bound,
+        mechanism,
         clients_per_round=size,
         sampling=settings.sampling,
         delta=delta,
@@ -140,8 +140,8 @@ def _federated_model(
     )
 
 
-def _server_optimizer(settings: Settings) -> tf.keras.optimizers.Optimizer | None:
-    if not any(getattr(settings, name) for name in settings_lib.SERVER):
+def _make_server_optimizer(settings: Settings) -> tf.keras.optimizers.Optimizer | None:
+    if not any(getattr(settings, name) for name in settings_lib.SERVER_SETTINGS):
         return None
     rate: Any = float(settings.server_learning_rate or 1.0)
     if settings.server_schedule == "linear":
@@ -161,24 +161,25 @@ def run(
     resume: bool = False,
     verbose: str | int = "auto",
 ) -> Json:
-    """Trains, and leaves the files of `run_directory` in `output_dir`.
+    """Trains, and writes the files of `run_directory` to `output_dir`.
 
-    An interrupt (Ctrl-C) ends the training; what ran until then is saved, and
-    was charged, and `resume` goes on with it.
+    An interrupt (Ctrl-C) ends the training. The rounds until then are charged and
+    saved, and `resume` continues from there.
 
     Args:
       prepared: The run.
-      output_dir: Empty, or not there, unless one of the following is given.
+      output_dir: A directory that is empty or does not exist, unless `overwrite` or
+        `resume` is set.
       overwrite: Whether to replace an earlier run.
-      resume: Whether to go on with an interrupted one, prepared from the same
-        settings.
+      resume: Whether to resume an interrupted run, which must have been prepared from
+        the same settings.
       verbose: As in `fit`.
 
     Returns:
-      What `result.json` holds.
+      The contents of `result.json`.
 
     Raises:
-      ValueError: The directory may not be written to.
+      ValueError: The directory must not be written to.
     """
     path = pathlib.Path(output_dir)
     run_directory.check(path, overwrite, resume)
@@ -190,12 +191,12 @@ def run(
             path / run_directory.CONFIG, dataclasses.asdict(settings)
         )
     federated_model, delta = prepared.federated_model, prepared.delta
-    listeners: list[tf.keras.callbacks.Callback] = [
+    fit_callbacks: list[tf.keras.callbacks.Callback] = [
         run_directory.HistoryFile(path / run_directory.HISTORY),
         callbacks.Report(path / run_directory.REPORT, delta, settings.dataset),
         callbacks.RoundCheckpoint(
             path / run_directory.CHECKPOINT,
-            # Else for a run that is interrupted, which can always be resumed.
+            # By default only at the end or at an interrupt, which can be resumed.
             every=settings.checkpoint_every or settings.rounds,
         ),
     ]
@@ -204,7 +205,7 @@ def run(
         budget = callbacks.PrivacyBudget(
             settings.target_epsilon, delta, federated_model.setup.accountant
         )
-        listeners.insert(0, budget)
+        fit_callbacks.insert(0, budget)
     stopped = None
     started = time.perf_counter()
     try:
@@ -215,7 +216,7 @@ def run(
             local_epochs=settings.local_epochs,
             validation_data=task.test,
             validation_freq=settings.validation_freq,
-            callbacks=listeners,
+            callbacks=fit_callbacks,
             verbose=verbose,
             seed=settings.seed,
             shuffle=settings.shuffle,
@@ -226,23 +227,23 @@ def run(
     if budget is not None and budget.stopped_before_round is not None:
         stopped = "budget"
     seconds = time.perf_counter() - started
-    # An interrupt while TensorFlow traces can leave this thread in the graph,
-    # where no model can be saved or evaluated; another one is in none.
+    # An interrupt while TensorFlow traces can leave this thread inside a graph, where
+    # no model can be saved or evaluated. A new thread is outside.
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        future = pool.submit(_leave_files, prepared, path, stopped, seconds)
+        future = pool.submit(_write_files, prepared, path, stopped, seconds)
         result = future.result()
     if stopped != "interrupted" and not settings.checkpoint_every:
-        # Last: what an interrupt broke off before can be gone on with.
-        run_directory.delete_all_but_ledger(path)
+        # This comes last, so that a run that is interrupted before can be resumed.
+        run_directory.delete_checkpoints(path)
     return result
 
 
-def _leave_files(
+def _write_files(
     prepared: Prepared, path: pathlib.Path, stopped: str | None, seconds: float
 ) -> Json:
     settings, federated_model = prepared.settings, prepared.federated_model
     model = federated_model.model
-    tasks.full_model(prepared.task, model).save(path / run_directory.MODEL)
+    tasks.with_feature_layers(prepared.task, model).save(path / run_directory.MODEL)
     _files.write_text(
         path / run_directory.STATEMENT,
         f"{federated_model.privacy_statement(prepared.delta)}\n",
@@ -268,7 +269,7 @@ def _leave_files(
         "mechanism_parameters": statement["mechanism_parameters"],
         "seconds": round(seconds, 2),
     }
-    if settings.mechanism in settings_lib.CENTRAL:
+    if settings.mechanism in settings_lib.CENTRAL_MECHANISMS:
         for name in ("rdp", "pld"):
             result[f"epsilon_{name}"] = federated_model.epsilon(prepared.delta, name)
     if result["trust_model"] == "local" and result["privacy_unit"] == "client":
@@ -277,5 +278,5 @@ def _leave_files(
         )
     run_directory.write_json(path / run_directory.RESULT, result)
     if mechanism.trust_model != TrustModel.NONE and federated_model.rounds:
-        run_directory.draw(path, f"{settings.dataset}, {mechanism.name}")
+        run_directory.draw_chart(path, f"{settings.dataset}, {mechanism.name}")
     return result
