@@ -98,7 +98,7 @@ def test_nobody_comes_again_too_soon():
 def test_clients_have_names_that_stay_before_anybody_is_asked_or_charged():
     for wrong in (lambda node: (node,), lambda node: [node], float, lambda node: None):
         made = _private(client_of=wrong)
-        with pytest.raises(TypeError, match="client_of must give texts"):
+        with pytest.raises(TypeError, match="client_of must return strings"):
             _run(made, _grid(), 1)
         assert made.released_rounds == ()
     with pytest.raises(TypeError, match="client_of must be a function"):

@@ -100,7 +100,7 @@ else:
             return self.error is not None
 
     # What stands in for Flower's records, where the package makes some.
-    client.flower = lambda name: globals()[name]
+    client.flower_class = lambda name: globals()[name]
 
 
 FIXED = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=0.0)

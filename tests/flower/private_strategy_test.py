@@ -276,7 +276,7 @@ def test_only_central_mechanisms_that_cost_a_gaussian_are_taken():
         (tfdp_fl.LocalDP(**_CORRELATED), central),
         (tfdp_fl.MedianClipping(noise_multiplier=1.0, **at_clients), central),
         (_Elsewhere(), central),
-        (_Laplace(**_CORRELATED), "costs a Gaussian"),
+        (_Laplace(**_CORRELATED), "costs one Gaussian"),
         (_Unasked(**_CORRELATED), central),
         (too_long, "min_separation"),
         # m / 20 on the count is too little.
@@ -319,7 +319,7 @@ def test_noise_leaves_what_is_said_to_be_non_negative_at_zero_or_above(caplog):
         return [np.min(array) for array in fm.arrays(got)]
 
     assert max(released()) < 0
-    assert caplog.text.count("say non_negative=[...]") == 1
+    assert caplog.text.count("give non_negative=[...]") == 1
     caplog.clear()
     for places in ([1], ("1",)):
         weight, variance = released(non_negative=places)

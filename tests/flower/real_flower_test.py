@@ -79,7 +79,7 @@ def test_an_average_of_what_is_not_clipped_is_not_released():
     # Nor where the server was to clip: the fourth would move it by 1, and S is 0.001.
     median = tfdp_fl.MedianClipping(noise_multiplier=0.0)
     strategy = DPFedAvg(older_api.strategy("FedAvg", 4), 4, median, secagg_step=1e-6)
-    with pytest.raises(ValueError, match=r"mechanism must be .* under SecAgg"):
+    with pytest.raises(ValueError, match=r"mechanism must be .* with SecAgg"):
         _moved(strategy, [[4.0], *3 * [[0.001]]], max_weight=1.0)
     assert strategy.released_rounds == ()
 

@@ -51,7 +51,7 @@ def test_bits_and_what_numpy_writes_are_read():
     for dtype, shape, order in itertools.product(dtypes, shapes, "CF"):
         values = np.random.default_rng(0).normal(scale=9, size=shape)
         array = np.asarray(values, dtype, order=order)
-        got = replies.npy_array(_npy(array), shape)
+        got = replies.parse_npy(_npy(array), shape)
         assert got.dtype == array.dtype
         np.testing.assert_array_equal(got, array)
 
@@ -87,7 +87,7 @@ def test_bits_and_what_numpy_writes_are_read():
 )
 def test_all_else_is_refused(data, pattern):
     with pytest.raises(replies.ReplyError, match=pattern):
-        replies.npy_array(data, (3,))
+        replies.parse_npy(data, (3,))
 
 
 def test_nothing_is_allocated_for_a_size_that_is_only_stated():
@@ -96,7 +96,7 @@ def test_nothing_is_allocated_for_a_size_that_is_only_stated():
     tracemalloc.start()
     try:
         with pytest.raises(replies.ReplyError, match="bytes"):
-            replies.npy_array(data, (2**28,))
+            replies.parse_npy(data, (2**28,))
         assert tracemalloc.get_traced_memory()[1] < 100_000
     finally:
         tracemalloc.stop()
@@ -184,7 +184,7 @@ def test_whole_rounds_of_mutated_replies(caplog):
         got, _ = strategy.aggregate_fit(number, returned, [])
         if got is not None:
             for tensor, shape in zip(got.tensors, ((3, 2), ()), strict=True):
-                assert np.all(np.isfinite(replies.npy_array(tensor, shape)))
+                assert np.all(np.isfinite(replies.parse_npy(tensor, shape)))
 
     run()
     assert 100 <= len(strategy.released_rounds) <= 999

@@ -32,8 +32,8 @@ def sum_securely(
     a simulation; a deployment has none.
 
     If the server adds the noise, the update is within the clip even after rounding
-    (`AdditiveSecretSharing.within`). If clients add noise of their own, it is rounded
-    with the update to the nearest value.
+    (`AdditiveSecretSharing.nearest_within`). If clients add noise of their own, it is
+    rounded with the update to the nearest value.
 
     Neither the members of the sum nor the size of a group may depend on a client's
     data: one client more or less could move the sum by all others of its group. So if

@@ -1,7 +1,7 @@
 """The client's side: clips each update, and adds noise if the server asks for it.
 
-There is one for each of Flower's APIs, a wrapper for a `NumPyClient` and a mod for a
-`ClientApp`, which do the same. Neither keeps any state from one round to the next.
+There is one for each of Flower's APIs: a wrapper for a `NumPyClient`, and a mod for a
+`ClientApp`. Both do the same, and neither keeps any state between rounds.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ APPLIED_NOISE_STDDEV = "dpfedavg_applied_noise_stddev"  # 0.0 without noise.
 
 DEFAULT_WEIGHT_KEY = "num-examples"
 
-# Every client's weight in every average downstream. With SecAgg+, the client itself
+# Every client's weight in every later average. With SecAgg+, the client itself
 # multiplies its model by this number, under its mask, where no server can correct it.
-# The true number of examples would scale the client's share of the average, whatever
-# the clip.
+# The true number of examples would scale the client's share of the average beyond the
+# clip.
 _NUM_EXAMPLES = 1
 
-# How Flower packs what a client of the older API returns.
+# Flower's names for the results of a client of the older API.
 _LEGACY_MODEL = "fitres.parameters"
 _LEGACY_METRICS = "fitres.metrics"
 _LEGACY_WEIGHT = "num_examples"
@@ -60,8 +60,9 @@ class Instruction(NamedTuple):
 
     Attributes:
       clip_norm: The clip norm, S.
-      noise_stddev: stddev of the noise that the client adds to each coordinate, or 0.
-      wants_norm_bit: whether it must report if its norm was within S.
+      noise_stddev: The stddev of the noise that the client adds to each coordinate, or
+        0.
+      wants_norm_bit: Whether it must report if its update's norm was within S.
     """
 
     clip_norm: float
@@ -79,12 +80,12 @@ class Instruction(NamedTuple):
         return config
 
     @classmethod
-    def of(cls, config: Config) -> Instruction:
+    def from_config(cls, config: Config) -> Instruction:
         """Reads the config that came with the model, or raises an error."""
         if CLIP_NORM not in config:
             raise KeyError(
-                f"The server sent no clip norm: config has no {CLIP_NORM}"
-                f", only {sorted(config)}. Is its strategy wrapped?"
+                f"The server sent no clip norm: config has no {CLIP_NORM}, only "
+                f"{sorted(config)}. Is its strategy wrapped?"
             )
         wants_bit = config.get(ADAPTIVE_CLIP_ENABLED, False)
         return cls(
@@ -94,15 +95,15 @@ class Instruction(NamedTuple):
         )
 
 
-def release(
+def make_upload(
     received: Sequence[np.ndarray],
     returned: Sequence[np.ndarray],
     instruction: Instruction,
 ) -> tuple[list[np.ndarray], Json, bool]:
-    """Returns the client's upload: w + clip(Delta) (+ noise), and what was applied.
+    """Returns the client's upload, w + clip(Delta) (+ noise), and what was applied.
 
-    Without noise, it is within S of the received model, even after rounding. An update
-    with a NaN or an infinity is replaced by zero.
+    Without noise, the upload is within S of the received model, even after rounding. An
+    update with a NaN or an infinity is replaced by zero.
 
     Source: McMahan et al. (2018), Algorithm 1, UserUpdate; Andrew et al.
     (2021), Algorithm 1, for the bit.
@@ -110,7 +111,7 @@ def release(
     Args:
       received: w, the model that the server sent.
       returned: w + Delta, the client's trained model.
-      instruction: the server's instructions.
+      instruction: The server's instructions.
 
     Returns:
       The arrays, in the received dtypes, or in float64 if those are too coarse for the
@@ -118,12 +119,12 @@ def release(
       whether the update was not finite.
 
     Raises:
-      ValueError: if the numbers or shapes of the arrays differ, or if the noise is too
-        small relative to the model for any dtype.
+      ValueError: The numbers or shapes of the arrays differ, or the noise is too small
+        relative to the model for any dtype.
     """
     update = updates.clip(updates.difference(returned, received), instruction.clip_norm)
     if update.discarded:
-        _logger.warning("The update holds NaN or infinity: zero is sent in its place.")
+        _logger.warning("The update has NaN or infinity: zero is sent in its place.")
     if instruction.noise_stddev > 0:
         noised = updates.add_noise(update.arrays, instruction.noise_stddev)
         arrays = updates.apply_with_noise(
@@ -136,7 +137,7 @@ def release(
         APPLIED_NOISE_STDDEV: instruction.noise_stddev,
     }
     if instruction.wants_norm_bit:
-        metrics[NORM_BIT] = update.within
+        metrics[NORM_BIT] = update.was_within
     return arrays, metrics, update.discarded
 
 
@@ -153,9 +154,10 @@ class DPFedAvgNumPyClient:
       * `dpfedavg_adaptive_clip_enabled`: True requests the metric
         `dpfedavg_norm_bit`, which is true if and only if ||Delta|| <= S.
 
-    The metrics `dpfedavg_applied_clip_norm` and `dpfedavg_applied_noise_stddev` tell
-    the server what was applied. The number of examples sent with the update is always
-    1: every client has the same weight, and the true number never leaves the client.
+    In its metrics, `dpfedavg_applied_clip_norm` and `dpfedavg_applied_noise_stddev`
+    tell the server what was applied. The number of examples sent with the update is
+    always 1: all clients have the same weight, and the true number never leaves the
+    client.
 
     Everything else (`get_parameters`, `get_properties`, `evaluate`, ...) is forwarded
     to the wrapped client. Its results, and the client's other metrics, carry no noise.
@@ -165,15 +167,15 @@ class DPFedAvgNumPyClient:
     Algorithm 1, for the bit.
 
     Attributes:
-      client: the wrapped client.
-      discarded_updates: the number of updates that were not finite and became zero.
+      client: The wrapped client.
+      discarded_updates: The number of updates that were not finite and became zero.
     """
 
     def __init__(self, client: NumPyClient):
         """Wraps a client.
 
         Raises:
-          TypeError: if it has no method `fit`.
+          TypeError: The client has no method `fit`.
         """
         if not callable(getattr(client, "fit", None)):
             raise TypeError(
@@ -189,7 +191,7 @@ class DPFedAvgNumPyClient:
 
         Args:
           parameters: w, the model that the server sent.
-          config: passed on unchanged to the wrapped client.
+          config: The server's config, passed on unchanged to the wrapped client.
 
         Returns:
           The parameters in the received dtypes (without noise, they are within S of
@@ -197,38 +199,38 @@ class DPFedAvgNumPyClient:
           the wrapped client returns; and its metrics together with those above.
 
         Raises:
-          KeyError: if the server sent no clip norm. Nothing was trained then.
-          RuntimeError: if the wrapped client raised an error; it is logged.
-          TypeError, ValueError: if a value in `config` is invalid (nothing was trained
-            then), or the wrapped client returns arrays of other shapes.
+          KeyError: The server sent no clip norm. Nothing was trained then.
+          RuntimeError: The wrapped client raised an error; it is logged.
+          TypeError, ValueError: A value in `config` is invalid (nothing was trained
+            then), or the wrapped client returned arrays of other shapes.
         """
-        instruction = Instruction.of(config)
+        instruction = Instruction.from_config(config)
         # The wrapped client may train in place.
         received = [np.array(array) for array in parameters]
         returned, _, metrics = call_client_code(self.client.fit, parameters, config)
-        arrays, applied, discarded = release(received, returned, instruction)
+        arrays, applied, discarded = make_upload(received, returned, instruction)
         self.discarded_updates += discarded
         return arrays, _NUM_EXAMPLES, {**metrics, **applied}
 
     def get_parameters(self, config: Config) -> list[np.ndarray]:
-        """The wrapped client's `get_parameters`."""
+        """Calls the wrapped client's `get_parameters`."""
         return self.client.get_parameters(config)
 
     def get_properties(self, config: Config) -> Json:
-        """The wrapped client's `get_properties`."""
+        """Calls the wrapped client's `get_properties`."""
         return self.client.get_properties(config)
 
     def evaluate(
         self, parameters: Sequence[np.ndarray], config: Config
     ) -> tuple[float, int, Json]:
-        """The wrapped client's `evaluate`."""
+        """Calls the wrapped client's `evaluate`."""
         return self.client.evaluate(parameters, config)
 
     def to_client(self) -> Client:
         """Returns this wrapper as a Flower `Client`.
 
-        It calls the wrapped client's method on the wrapper, so the client that Flower
-        gets trains through the `fit` above.
+        It calls the wrapped client's own method on this wrapper, so the result trains
+        through the `fit` above.
         """
         return type(self.client).to_client(self)
 
@@ -253,35 +255,35 @@ def private_mod(
     names as for `DPFedAvgNumPyClient`. The reply's only ArrayRecord is replaced by
     w + clip(Delta) (+ noise), in the received dtypes. Its weight (the metric
     `num-examples`, with which the strategy averages) is replaced by 1, so the true
-    number never leaves the client. Next to the weight are
-    `dpfedavg_applied_clip_norm` and `dpfedavg_applied_noise_stddev`, which tell the
-    server what was applied, and on request `dpfedavg_norm_bit`: whether ||Delta|| <= S
-    (1) or not (0). Clients made by a `client_fn` are treated in the same way.
+    number never leaves the client. In the same record,
+    `dpfedavg_applied_clip_norm` and `dpfedavg_applied_noise_stddev` tell the server
+    what was applied, and on request `dpfedavg_norm_bit` is 1 if ||Delta|| <= S and
+    otherwise 0. Clients made by a `client_fn` are treated in the same way.
 
     Everything else leaves the client unchanged, without noise: other metrics in the
     reply, and replies to other messages (evaluation, queries).
 
     Args:
-      message: the server's message.
+      message: The server's message.
       context: Flower's context, passed on unchanged.
-      call_next: the next mod, or the app.
+      call_next: The next mod, or the app.
 
     Returns:
       The reply. An error reply from the app is passed on.
 
     Raises:
-      KeyError: if the server sent no clip norm. Nothing was trained then. (To the
-        server, this error and the following ones are a failed client.)
-      RuntimeError: if the app raised an error; it is logged.
-      TypeError, ValueError: if the server's instructions are invalid (nothing was
-        trained then), or the reply is invalid: arrays with other names or shapes, or
-        more than one ArrayRecord.
+      KeyError: The server sent no clip norm. Nothing was trained then. (To the server,
+        this error and the following ones mean a failed client.)
+      RuntimeError: The app raised an error; it is logged.
+      TypeError, ValueError: The server's instructions are invalid (nothing was trained
+        then), or the reply is invalid: arrays with other names or shapes, or more than
+        one ArrayRecord.
     """
     if message.metadata.message_type.partition(".")[0] != "train":
         return call_next(message, context)
-    # For each name, the first record that has it counts.
+    # If several records have a name, the first one counts.
     config = collections.ChainMap(*map(dict, message.content.config_records.values()))
-    instruction = Instruction.of(config)
+    instruction = Instruction.from_config(config)
     weight_key = str(config.get(WEIGHT_KEY, DEFAULT_WEIGHT_KEY))
     # The app may train in place.
     _, record = only_record(message.content, "The server")
@@ -297,7 +299,7 @@ def private_mod(
             f"{list(received)}, got {list(record)}."
         )
     returned = [record[name].numpy() for name in received]
-    arrays, applied, _ = release(list(received.values()), returned, instruction)
+    arrays, applied, _ = make_upload(list(received.values()), returned, instruction)
     records = dict(reply.content)  # A copy: the app may return the content it received.
     records[key] = array_record(record, dict(zip(received, arrays, strict=True)))
     weight: Json = {weight_key: _NUM_EXAMPLES}
@@ -331,17 +333,17 @@ def call_client_code(
         _logger.exception("The client's training failed.")
         kind = type(error).__name__
         raise RuntimeError(
-            f"A client's training raised {kind}, and what it says stays there."
+            f"A client's training raised {kind}; its message stays in the client's log."
         ) from None
 
 
 def only_record(content: RecordDict, sender: str) -> tuple[str, ArrayRecord]:
-    """Returns the only ArrayRecord with its name; raises an error if there are more."""
+    """Returns the only ArrayRecord with its name, or raises ValueError."""
     records = dict(content.array_records)
     if len(records) != 1:
         raise ValueError(
-            f"{sender} must send one ArrayRecord, the model, got "
-            f"{sorted(records)}: what leaves in another is not clipped."
+            f"{sender} must send one ArrayRecord, the model, got {sorted(records)}: "
+            "any other would not be clipped."
         )
     return next(iter(records.items()))
 
@@ -349,26 +351,26 @@ def only_record(content: RecordDict, sender: str) -> tuple[str, ArrayRecord]:
 def _set_metrics(
     records: Json, metric_records: Mapping[str, MetricRecord], metrics: Json
 ) -> None:
-    """Sets metrics in every record that has the first of them, the weight."""
+    """Sets metrics in every record that has the first one, the weight."""
     weight = next(iter(metrics))
     keys = [key for key, record in metric_records.items() if weight in record]
     for key in keys or list(metric_records)[:1]:
         records[key] = type(metric_records[key])({**metric_records[key], **metrics})
     if not metric_records:
         name = "metrics" if "metrics" not in records else "dpfedavg_metrics"
-        records[name] = flower("MetricRecord")(metrics)
+        records[name] = flower_class("MetricRecord")(metrics)
 
 
 def array_record(
     template: ArrayRecord, arrays: Mapping[str, np.ndarray]
 ) -> ArrayRecord:
-    """Returns an ArrayRecord of the same class as another one, with these arrays."""
+    """Returns an ArrayRecord with the given arrays, of the same class as another."""
     kind = type(next(iter(template.values())))
     return type(template)(
         {name: kind(np.asarray(array)) for name, array in arrays.items()}
     )
 
 
-def flower(name: str) -> type:
+def flower_class(name: str) -> type:
     """Returns one of Flower's classes; Flower must already be imported."""
     return getattr(importlib.import_module("flwr.app"), name)

@@ -36,8 +36,8 @@ class DPFedAvg(private_rounds.PrivateRounds):
     SecAgg+ cannot be used.
     """
 
-    _configure, _aggregate = "configure_fit", "aggregate_fit"
-    _metrics_function = "fit_metrics_aggregation_fn"
+    _configure_method, _aggregate_method = "configure_fit", "aggregate_fit"
+    _metrics_attribute = "fit_metrics_aggregation_fn"
 
     def __init__(
         self,
@@ -52,34 +52,34 @@ class DPFedAvg(private_rounds.PrivateRounds):
         """Wraps a strategy.
 
         Args:
-          strategy: the strategy to wrap.
+          strategy: The strategy to wrap.
           num_sampled_clients: m, the number of clients asked in each round.
-          mechanism: a central mechanism without a memory.
-          num_clients: N; None means m. No amplification is then claimed: a round costs
-            as much as if all clients were in it.
-          secagg_step: for `SecAggPlusWorkflow`, its rounding step for a coordinate of
+          mechanism: A central mechanism with new noise in each round.
+          num_clients: N; None: m. A round then costs as much as if all clients were in
+            it, as no amplification by sampling is claimed.
+          secagg_step: With `SecAggPlusWorkflow`, its rounding step for a coordinate of
             one client's update: 2 clipping_range max_weight / quantization_range. The
             bound on a client's contribution is then S + sqrt(D) secagg_step. None:
             updates arrive one by one, and a secure average is refused.
-          **options: the other keyword-only arguments of `PrivateStrategy`.
+          **options: The other keyword-only arguments of `PrivateStrategy`.
 
         Raises:
-          TypeError, ValueError: if an argument is invalid.
-          LedgerError: if the ledger cannot be continued.
+          TypeError, ValueError: An argument is invalid.
+          LedgerError: The ledger cannot be continued.
         """
         m = _validate.positive_integer(num_sampled_clients=num_sampled_clients)
         if options.get("sampling") not in (None, "fixed_size"):
             raise ValueError(
-                "sampling must be 'fixed_size' with Flower's older API, which runs no "
-                "round without clients, and with SecAgg+, which has no sum of too few, "
-                f"got {options['sampling']!r}; PrivateStrategy takes it."
+                "sampling must be 'fixed_size' with Flower's older API, which cannot "
+                "run a round without clients (nor SecAgg+ one with too few), got "
+                f"{options['sampling']!r}; PrivateStrategy accepts it."
             )
         if secagg_step is not None:
             self._secagg_step = _validate.positive(secagg_step=secagg_step)
         if isinstance(mechanism, mechanisms.CorrelatedNoise):
             raise ValueError(
-                "mechanism must be a central one whose noise is new in each round, "
-                f"got {mechanism!r}; for this one there is PrivateStrategy."
+                "mechanism must be a central one with new noise in each round, got "
+                f"{mechanism!r}; PrivateStrategy accepts it."
             )
         super().__init__(
             strategy,
@@ -92,7 +92,7 @@ class DPFedAvg(private_rounds.PrivateRounds):
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> _Messages:
-        """Draws the round's clients, and sends them the clip (and the noise to add).
+        """Draws the round's clients; tells them the clip (and the noise to add).
 
         Returns:
           The drawn clients, with copies of the wrapped strategy's instructions. The
@@ -100,8 +100,8 @@ class DPFedAvg(private_rounds.PrivateRounds):
           exceed the budget.
 
         Raises:
-          ValueError: if fewer than N clients are connected before the first round, or
-            the strategy sends clients different instructions, or a model that does not
+          ValueError: Fewer than N clients are connected before the first round, or the
+            strategy sends clients different instructions, or a model that does not
             consist of real numbers.
         """
         messages = self._ask_strategy(server_round, parameters, client_manager)
@@ -111,7 +111,7 @@ class DPFedAvg(private_rounds.PrivateRounds):
             [instruction for _, instruction in messages]
         )
         clients = list(client_manager.all().values())  # Clients come and go.
-        configured = self._begin(
+        configured = self._begin_round(
             server_round,
             {_name_of(client): client for client in clients},
             _to_arrays(instructions.parameters),
@@ -128,38 +128,37 @@ class DPFedAvg(private_rounds.PrivateRounds):
     def aggregate_fit(
         self, server_round: int, results: _Messages, failures: Sequence[object]
     ) -> tuple[Parameters | None, Json]:
-        """Passes the noisy mean, as the only result, to the strategy.
+        """Passes the noisy mean, as the only result, to the wrapped strategy.
 
-        No client reply raises an error here. A client with an invalid reply counts as
-        failed, or its update as zero if clients add the noise.
+        No reply raises an error here. A client with an invalid reply counts as failed;
+        if clients add the noise, its update counts as zero instead.
 
         Returns:
           The result of the wrapped strategy; `(None, {})` if the round is abandoned.
 
         Raises:
-          ValueError: if SecAgg+ passes on one average although the server should clip,
-            or although `secagg_step` was not given.
-          RoundNotConfiguredError: if the round's `configure_fit` was not called, or its
+          ValueError: SecAgg+ passes on one average although the server should clip, or
+            although `secagg_step` was not given.
+          RoundNotConfiguredError: The round's `configure_fit` was not called, or its
             results have arrived before. Nothing is released then.
-          LedgerWriteError: if the round could not be recorded. Nothing is released
-            then.
+          LedgerWriteError: The round could not be recorded. Nothing is released then.
         """
         configured = self._open_round[1]
         is_average = _is_one_average(results)
         if configured is not None and is_average:
             if self._secagg_step is None:
                 raise ValueError(
-                    "secagg_step must be given under SecAgg+, which rounds what "
-                    "is sent by 2 clipping_range max_weight / quantization_range in "
-                    "each coordinate, got None."
+                    "secagg_step must be given with SecAgg+, which rounds each "
+                    "coordinate by 2 clipping_range max_weight / quantization_range, "
+                    "got None."
                 )
             if not configured.clients_clip:
                 raise ValueError(
-                    "mechanism must be FixedClipping or AdaptiveClipping under SecAgg+,"
-                    " where what the server clips is the average of all updates, got "
+                    "mechanism must be FixedClipping or AdaptiveClipping with SecAgg+, "
+                    "where the server could clip only the average of all updates, got "
                     f"{self.mechanism!r}."
                 )
-        released = self._release(
+        released = self._release_round(
             server_round,
             [(_name_of(client), fit_res) for client, fit_res in results],
             lambda fit_res, round_config: replies.read_result(
@@ -176,13 +175,13 @@ class DPFedAvg(private_rounds.PrivateRounds):
             num_examples=1,
             metrics={},
         )
-        # Who was drawn is secret: the proxy of a client would tell.
+        # Not a client's proxy, which would reveal a drawn client.
         anonymous = types.SimpleNamespace(cid="", node_id=0, properties={})
         return self.strategy.aggregate_fit(server_round, [(anonymous, result)], [])
 
 
 class DPFedAvgFixed(DPFedAvg):
-    """DP-FedAvg with a fixed clip norm around a strategy that averages.
+    """Applies DP-FedAvg with a fixed clip norm to a strategy that averages.
 
     Flower's name and arguments for `DPFedAvg` with `FixedClipping`. The server adds the
     noise N(0, (z S)^2) to the sum. If `server_side_noising` is False, each client adds
@@ -208,26 +207,26 @@ class DPFedAvgFixed(DPFedAvg):
           num_sampled_clients: The number of clients in a round, m.
           clip_norm: The clip norm, S.
           noise_multiplier: The noise multiplier, z.
-          server_side_noising: whether the server adds the noise.
-          **options: the keyword-only arguments of `DPFedAvg`.
+          server_side_noising: Whether the server adds the noise.
+          **options: The keyword-only arguments of `DPFedAvg`.
 
         Raises:
-          TypeError, ValueError: if an argument is invalid.
+          TypeError, ValueError: An argument is invalid.
         """
         mechanism = mechanisms.FixedClipping(
             clip_norm=clip_norm,
             noise_multiplier=noise_multiplier,
-            noise_site=_noise_site(server_side_noising),
+            noise_site=_to_noise_site(server_side_noising),
         )
         super().__init__(strategy, num_sampled_clients, mechanism, **options)
 
 
 class DPFedAvgAdaptive(DPFedAvg):
-    """DP-FedAvg with adaptive clipping around a strategy that averages.
+    """Applies DP-FedAvg with adaptive clipping to a strategy that averages.
 
     Flower's name and arguments for `DPFedAvg` with `AdaptiveClipping`. Each client
-    reports whether its update's norm was at most S, and S is updated from the noisy
-    fraction b of clients whose norm was: S <- S exp(-eta (b - gamma)). Updates and
+    reports whether its update's norm was at most S. With b, the noisy fraction of
+    clients whose norm was, S is updated: S <- S exp(-eta (b - gamma)). Updates and
     count together cost z. The server receives the bits without noise and adds noise
     only to their count, so `server_side_noising=False` does not hide a client's bit
     from the server.
@@ -255,16 +254,16 @@ class DPFedAvgAdaptive(DPFedAvg):
           num_sampled_clients: The number of clients in a round, m.
           init_clip_norm: S of the first round.
           noise_multiplier: z, the joint cost of a round's two releases.
-          server_side_noising: whether the server adds the updates' noise.
+          server_side_noising: Whether the server adds the updates' noise.
           clip_norm_lr: The step of the clip norm, eta.
           clip_norm_target_quantile: The quantile that the clip follows, gamma.
-          clip_count_stddev: sigma_b, above z / 2; None means m / 20, or 0 if
-            there is no noise at all. Errors use the names of `AdaptiveClipping` for
-            it and for the clip's three arguments above.
-          **options: the keyword-only arguments of `DPFedAvg`.
+          clip_count_stddev: sigma_b, above z / 2; None: m / 20, or 0 if there is no
+            noise at all. Errors about this argument and those about the clip use the
+            names of `AdaptiveClipping`.
+          **options: The keyword-only arguments of `DPFedAvg`.
 
         Raises:
-          TypeError, ValueError: if an argument is invalid.
+          TypeError, ValueError: An argument is invalid.
         """
         mechanism = mechanisms.AdaptiveClipping(
             noise_multiplier=noise_multiplier,
@@ -272,20 +271,20 @@ class DPFedAvgAdaptive(DPFedAvg):
             target_quantile=clip_norm_target_quantile,
             clip_learning_rate=clip_norm_lr,
             count_noise_stddev=clip_count_stddev,
-            noise_site=_noise_site(server_side_noising),
+            noise_site=_to_noise_site(server_side_noising),
         )
         super().__init__(strategy, num_sampled_clients, mechanism, **options)
 
 
-def _noise_site(server_side_noising: bool) -> str:
+def _to_noise_site(server_side_noising: bool) -> str:
     _validate.instance_of(bool, server_side_noising=server_side_noising)
     return "server" if server_side_noising else "client"
 
 
 def _is_one_average(results: _Messages) -> bool:
-    """Whether all results share one object, as SecAgg+ passes them on.
+    """Returns whether all results share one object, as those from SecAgg+ do.
 
-    That object then stands for every client's update.
+    That object is then the average of all clients' updates.
     """
     parameters = [getattr(fit_res, "parameters", None) for _, fit_res in results]
     return len(parameters) > 1 == len(set(map(id, parameters))) and hasattr(

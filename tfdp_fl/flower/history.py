@@ -31,11 +31,11 @@ class ReleasedRound:
     Attributes:
       server_round: Flower's number of the round.
       clip_norm: S, to which its clients clipped.
-      num_replies: how many of the m clients asked were in the sum; None in a round
-        that was charged first and not released.
-      charge: its cost against anyone who sees the models: one Gaussian, whatever was
-        released in it; m, N, and how the m clients were drawn.
-      is_released: False for a round abandoned after its clients were drawn.
+      num_replies: The number of clients in the sum; None if the round was charged
+        before clients were asked, and not released.
+      charge: Its cost against anyone who sees the models: one Gaussian for all that it
+        released, with m, N, and how the m clients were drawn.
+      is_released: False for a round that was abandoned after its clients were drawn.
     """
 
     server_round: int
@@ -52,9 +52,9 @@ class RoundHistory:
     another strategy on some of the same clients. They count equally.
 
     Attributes:
-      released: the rounds charged to this strategy.
-      budget: the budget; None for no limit.
-      ledger: the open ledger, or None.
+      released: The rounds charged to this strategy.
+      budget: The budget; None for no limit.
+      ledger: The open ledger, or None.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class RoundHistory:
         """Opens the ledger, if there is one.
 
         Raises:
-          ValueError: if it holds rounds with another neighbouring relation.
-          LedgerError: if it cannot be continued.
+          ValueError: It has rounds with another neighbouring relation.
+          LedgerError: It cannot be continued.
         """
         self.released: list[ReleasedRound] = []
         self.budget, self._sampling = budget, sampling
@@ -103,7 +103,7 @@ class RoundHistory:
 
     @property
     def num_from_ledger(self) -> int:
-        """The number of rounds released by others, which are only in the ledger."""
+        """The number of rounds in the ledger that others released."""
         return self.num_rounds - len(self.released)
 
     def accountant(self) -> accounting.PrivacyAccountant:
@@ -115,12 +115,12 @@ class RoundHistory:
         """Counts rounds that others have written to the ledger.
 
         Raises:
-          ValueError: a round has no central charge, or another sampling.
+          ValueError: A round has no central charge, or another sampling.
         """
         ledger, known_head = self.ledger, self._account.known_ledgers.get("")
         if ledger is None or ledger.head == known_head:
             return
-        with ledger.lock:  # What is counted is what was looked at.
+        with ledger.lock:  # Count exactly the entries that were checked.
             self._check_entries()
             self._account.refresh()
 
@@ -129,43 +129,43 @@ class RoundHistory:
         for entry in self.ledger.entries:
             if entry.charge is None or entry.charge.sampling != self._sampling:
                 raise ValueError(
-                    f"ledger must hold rounds of {self._sampling} sampling and with a "
-                    f"central charge only, got {self.ledger.path} with one of "
-                    f"{entry.charge!r}: its neighbouring relation is another, and no "
-                    "one epsilon covers both."
+                    f"ledger must have only rounds of {self._sampling} sampling with a "
+                    f"central charge, got {self.ledger.path} with one of "
+                    f"{entry.charge!r}: its neighbouring relation differs, and one "
+                    "epsilon cannot cover both."
                 )
 
     def affords(self, planned: ReleasedRound) -> bool:
-        """Whether a round may be run without exceeding the budget."""
+        """Returns whether the budget allows a round."""
         self._refresh()
         return self.budget is None or self._account.allows(self.budget, planned.charge)
 
-    def begin(self, planned: ReleasedRound) -> accounting.Charge:
-        """Charges a round before any client is asked; see `add`."""
+    def charge_first(self, planned: ReleasedRound) -> accounting.Charge:
+        """Charges a round before any client is asked; see `charge`."""
         unreleased = dataclasses.replace(planned, num_replies=None, is_released=False)
-        return self.add(unreleased)
+        return self.charge(unreleased)
 
-    def finish(self, num_replies: int) -> None:
-        """Notes that the round that was charged last is released."""
+    def mark_released(self, num_replies: int) -> None:
+        """Records that the last charged round is released."""
         self.released[-1] = dataclasses.replace(
             self.released[-1], num_replies=num_replies, is_released=True
         )
 
-    def add(self, released: ReleasedRound) -> accounting.Charge:
-        """Charges a round, on disk first; returns the receipt.
+    def charge(self, released: ReleasedRound) -> accounting.Charge:
+        """Charges a round, first in the ledger; returns the receipt.
 
         An abandoned round is charged even beyond the budget, because what it reveals
         cannot be taken back. No further round is then started.
 
         Raises:
-          BudgetExceededError: if it would exceed the budget because others have
+          BudgetExceededError: The round would exceed the budget because others have
             written to the ledger since the budget was last checked.
-          LedgerWriteError: if its line could not be written.
+          LedgerWriteError: Its line could not be written.
           In both cases, nothing is charged, and the round must not be released.
         """
         details: Json = {"num_replies": released.num_replies}
         if released.num_replies is None:
-            details = {"charged_first": 1}  # Nobody knows what will become of it.
+            details = {"charged_first": 1}  # It is not yet known if it is released.
         elif not released.is_released:
             details["abandoned"] = 1
         budgets = [self.budget] if self.budget and "abandoned" not in details else []
@@ -187,13 +187,13 @@ class RoundHistory:
         return paid
 
 
-class Correlation:
+class CorrelatedNoiseState:
     """The secret state of correlated noise between rounds, in addition to the model.
 
     Attributes:
-      client_of: returns the name of a node's client; None if every node is a client.
-      record: records which clients took part when.
-      memory: the memory of the noise; None before the first round.
+      client_of: Returns the name of a node's client; None if every node is a client.
+      record: Records which clients took part in which round.
+      memory: The memory of the noise; None before the first round.
     """
 
     def __init__(
@@ -205,21 +205,21 @@ class Correlation:
         self.record = mechanism.participation_record()
         self.memory: Memory = None
         self._mechanism = mechanism
-        # The nodes' names when the round's clients were drawn.
+        # Each node's client when the round's clients were drawn.
         self._names: dict[Hashable, str | int] = {}
 
     def eligible(self, nodes: Iterable[Hashable]) -> tuple[list[Hashable], int]:
         """Returns a node for each client that may take part, and the number of clients.
 
         Raises:
-          TypeError: `client_of` returns something that is not a name.
+          TypeError: `client_of` returns something other than a string or an integer.
         """
         name_of: Callable[[Any], str | int] = self.client_of or int
         self._names = {node: name_of(node) for node in nodes}
         for name in self._names.values():
             if isinstance(name, bool) or not isinstance(name, (str, int)):
                 raise TypeError(
-                    f"client_of must give texts or whole numbers, got {name!r}."
+                    f"client_of must return strings or integers, got {name!r}."
                 )
         by_client = {name: node for node, name in self._names.items()}
         eligible = [by_client[name] for name in self.record.eligible(by_client)]
@@ -229,7 +229,7 @@ class Correlation:
         """Creates the memory (zeros) for a model in the first round.
 
         Raises:
-          ValueError: the model's shapes differ from those in the earlier rounds.
+          ValueError: The model's shapes differ from those in earlier rounds.
         """
         shapes = tuple(array.shape for array in model)
         if self.memory is None:
@@ -240,11 +240,11 @@ class Correlation:
         if shapes != memory_shapes:
             raise ValueError(
                 "The wrapped strategy must send a model of the same shapes in "
-                f"every round, {memory_shapes}, because the noise is correlated over "
-                f"the rounds, got {shapes}."
+                f"every round, {memory_shapes}, because the noise is correlated across "
+                f"rounds, got {shapes}."
             )
 
-    def take_over(self, memory: Memory, nodes: Iterable[Hashable]) -> None:
+    def record_round(self, memory: Memory, nodes: Iterable[Hashable]) -> None:
         """Stores the memory after a round, and records which nodes were in its sum."""
         self.record.add([self._names[node] for node in nodes])
         self.memory = memory

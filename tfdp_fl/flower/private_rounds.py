@@ -1,7 +1,7 @@
 """The server's side of a round, for both of Flower's APIs.
 
-A subclass reads and writes Flower's messages. This module plans, draws, releases,
-abandons, charges and reports rounds.
+This module plans, draws, charges, releases, abandons and reports rounds. A subclass for
+each API reads and writes Flower's messages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # Flower's strategies (as of flwr 1.12 and 1.42) that only average the clients' replies
 # with the given weights.
-_AVERAGING = (
+_AVERAGING_STRATEGIES = (
     *("FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedOpt", "FedProx", "FedYogi"),
     "FaultTolerantFedAvg",
 )
@@ -52,25 +52,26 @@ class PrivateRounds:
     Rounds run one at a time: a round is dropped when the next one is configured.
 
     Attributes:
-      strategy: the wrapped strategy.
+      strategy: The wrapped strategy.
       rounds: The number of rounds, T, or None.
       clip_norm: S of the next round.
-      discarded_updates: the number of updates that were not finite and became zero.
-      rejected_replies: the number of unusable replies.
-      stopped_before_round: the server's number of the last round that the
-        budget did not allow; None if there was none.
+      discarded_updates: The number of updates that were not finite and became zero.
+      rejected_replies: The number of unusable replies.
+      stopped_before_round: Flower's number of the last round that the budget did not
+        allow; None if there was none.
     """
 
-    # The names of Flower's method that makes the clients' messages, of the one that
-    # averages, and of the attribute with the function that aggregates metrics.
-    _configure: str
-    _aggregate: str
-    _metrics_function: str
-    # The server's number of the current round, and its configuration; None if no
-    # clients were asked.
+    # Names in the strategy: of the method that makes the clients' messages, of the
+    # method that averages, and of the attribute with the metrics' aggregation function.
+    _configure_method: str
+    _aggregate_method: str
+    _metrics_attribute: str
+    # Flower's number of the current round, and its configuration (None if no clients
+    # were asked).
     _open_round: tuple[int | None, sums.ConfiguredRound | None] = (None, None)
-    _paid: accounting.Charge | None = None  # For the open round, if it was paid first.
-    # How far SecAgg+ may round a coordinate of one update; None without it.
+    # The receipt for the open round, if it was charged before clients were asked.
+    _paid: accounting.Charge | None = None
+    # How far SecAgg+ may round a coordinate of one update; None without SecAgg+.
     _secagg_step: float | None = None
 
     def __init__(
@@ -93,43 +94,41 @@ class PrivateRounds:
         """Wraps a strategy.
 
         Args:
-          strategy: one of Flower's averaging strategies, a subclass of one, or one of
+          strategy: One of Flower's averaging strategies, a subclass of one, or one of
             your own. It gets one reply per round, the noisy mean.
-          mechanism: the mechanism, which defines what is released.
+          mechanism: The mechanism, which defines what is released.
           num_clients: N. At least this many must be connected in each round.
-          clients_per_round: m, the number of them asked in each round, drawn with the
-            operating system's random numbers.
+          clients_per_round: m, the number of clients asked in each round, drawn with
+            the operating system's random numbers.
           sampling: "fixed_size": m of the connected clients; "poisson": each of them
             with probability m/N; or "random_allocation": each of them, independently,
-            in one of the floor(N/m) rounds of each pass. With the last two, which cost
-            less, a round may have no clients at all, and is then released as pure
-            noise. A server that restarts begins a new pass. None: "fixed_size", or
-            "min_separation" with `CorrelatedNoise`, which allows no other.
+            in one of the floor(N/m) rounds of each pass. The last two cost less. With
+            them, a round may have no clients at all, and is then released as pure
+            noise. A server that restarts begins a new pass. None: "fixed_size"; with
+            `CorrelatedNoise`, "min_separation", which is the only one allowed then.
           rounds: T. No further rounds are started; rounds in a ledger count.
-          on_client_failure: "exclude" (release the others' sum) or "abort" (abandon
-            the round). If the clients share the noise (`noise_site="client"`), which
-            suffices only if all of them reply, only "abort" is allowed, and is the
-            default; otherwise the default is "exclude". An unusable reply is not a
-            failure in that case: the update is replaced by zero, and the server adds
-            the missing noise.
-          ledger: a `PrivacyLedger`, or the file of one, created or continued. A
+          on_client_failure: "exclude" (release the others' sum; the default) or "abort"
+            (abandon the round). If each client adds a share of the noise
+            (`noise_site="client"`), all of them must reply, so only "abort" is allowed.
+            An unusable reply is no failure then: its update is replaced by zero, and
+            the server adds the missing noise.
+          ledger: A `PrivacyLedger`, or the file of one, created or continued. A
             round's line is on disk before its result is returned.
-          target_epsilon: the budget; a round that would bring epsilon above it is not
-            started.
-          target_delta: the delta of the budget; give both or neither.
+          target_epsilon: The budget. A round that would exceed it is not started.
+          target_delta: The delta of the budget; give both or neither.
           accountant: "rdp" or "pld", for the budget and the reports; None: PLD, the
             tighter one, if it is fast (`accounting.select_accountant`).
-          client_of: for `CorrelatedNoise`: returns the name (a string or an integer) of
-            the client that a node belongs to, as far as the server knows. None: every
+          client_of: For `CorrelatedNoise`: takes a node's id and returns the name (a
+            string or an integer) of the client that the node belongs to. None: every
             node is a separate client and must keep its id.
-          non_negative: the indices or names of the model's arrays that noise must not
-            push below zero, such as the variances of a BatchNorm; or the built Keras
-            model whose `get_weights()` are the arrays, in which such arrays are then
-            found. None: no arrays, with a warning if there may be one.
+          non_negative: The indices or names of the model's arrays that noise must not
+            push below zero, such as the variances of a BatchNorm; or a built Keras
+            model whose `get_weights()` are the arrays, to find them automatically.
+            None: no arrays, with a warning if there may be one.
 
         Raises:
-          TypeError, ValueError: if an argument is invalid.
-          LedgerError: if the ledger cannot be continued.
+          TypeError, ValueError: An argument is invalid.
+          LedgerError: The ledger cannot be continued.
         """
         self._check_strategy(strategy)
         self.strategy = strategy
@@ -153,15 +152,15 @@ class PrivateRounds:
         self._allocation = sampling_lib.NamedAllocation(
             self.num_clients, self.clients_per_round
         )
-        self._correlation: history.Correlation | None = None
+        self._correlation: history.CorrelatedNoiseState | None = None
         if isinstance(mechanism, mechanisms.CorrelatedNoise):
             if sampling is not None:
                 raise ValueError(
-                    "sampling must be None with CorrelatedNoise, which counts on how "
-                    f"far apart a client's rounds are, got {sampling!r}."
+                    "sampling must be None with CorrelatedNoise, which needs a minimum "
+                    f"separation between a client's rounds, got {sampling!r}."
                 )
             self._sampling = "min_separation"
-            self._correlation = history.Correlation(mechanism, client_of)
+            self._correlation = history.CorrelatedNoiseState(mechanism, client_of)
         elif client_of is not None:
             raise ValueError(
                 f"client_of must be None except for CorrelatedNoise, got {client_of!r}."
@@ -169,11 +168,11 @@ class PrivateRounds:
         constant = schedules.is_constant(mechanism.noise_multiplier)
         if self._sampling == Sampling.RANDOM_ALLOCATION and not constant:
             raise ValueError(
-                "mechanism must have one noise_multiplier under random allocation, "
-                f"whose passes are charged whole, got {mechanism!r}."
+                "mechanism must have one noise_multiplier with random allocation, "
+                f"whose passes are charged as a whole, got {mechanism!r}."
             )
-        sums.check(mechanism, self._deployment)
-        # A clip that depends on the cohort is 0 before there is one.
+        sums.check_mechanism(mechanism, self._deployment)
+        # A clip that is computed from each cohort is 0 before there is one.
         self.clip_norm = mechanism.first_clip_norm()
         rules = ("abort",) if mechanism.needs_exact_cohort else ("exclude", "abort")
         self._on_client_failure = on_client_failure or rules[0]
@@ -199,34 +198,35 @@ class PrivateRounds:
         self._history = history.RoundHistory(
             self._sampling, budget, ledger, repr(mechanism)
         )
-        self._non_negative = sums.as_indices(non_negative)
+        self._non_negative = sums.resolve_non_negative(non_negative)
         self.discarded_updates = self.rejected_replies = 0
         self.stopped_before_round: int | None = None
 
     def _check_strategy(self, strategy: Strategy) -> None:
         """Raises an error unless a strategy can work with one averaged reply.
 
-        The guarantee does not depend on it, as the strategy only post-processes.
+        The guarantee does not depend on this check, as the strategy only
+        post-processes.
         """
-        for method in (self._configure, self._aggregate):
+        for method in (self._configure_method, self._aggregate_method):
             if not callable(getattr(strategy, method, None)):
                 raise TypeError(
                     f"strategy must have a method {method}, got {strategy!r}."
                 )
-        function = getattr(strategy, self._metrics_function, None)
-        if function is not None and not _is_of_flower(function):
+        function = getattr(strategy, self._metrics_attribute, None)
+        if function is not None and not _is_from_flower(function):
             raise ValueError(
-                f"strategy must have no {self._metrics_function}, got {function!r}: it "
-                "is handed the noised mean alone. Compute metrics in an evaluation."
+                f"strategy must have no {self._metrics_attribute}, got {function!r}: "
+                "it gets only the noisy mean. Compute metrics in an evaluation."
             )
         for cls in type(strategy).__mro__:
-            if _is_of_flower(cls) and self._aggregate in vars(cls):
-                if cls.__name__ not in (*_AVERAGING, "Strategy"):
+            if _is_from_flower(cls) and self._aggregate_method in vars(cls):
+                if cls.__name__ not in (*_AVERAGING_STRATEGIES, "Strategy"):
                     raise ValueError(
-                        f"strategy must be one that averages ({', '.join(_AVERAGING)}, "
-                        f"or one of your own), got {strategy!r} with the "
-                        f"{self._aggregate} of {cls.__name__}: it is handed one reply, "
-                        "the noised mean."
+                        "strategy must be one that averages "
+                        f"({', '.join(_AVERAGING_STRATEGIES)}, or one of your own), "
+                        f"got {strategy!r} with the {self._aggregate_method} of "
+                        f"{cls.__name__}: it gets only one reply, the noisy mean."
                     )
                 return
 
@@ -238,7 +238,7 @@ class PrivateRounds:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             f"A {type(self).__name__} cannot be copied or pickled: each copy would "
-            "count only its own spending. Make another one with the same ledger."
+            "count only its own spending. Make a new one with the same ledger."
         )
 
     # The releases and their cost.
@@ -276,23 +276,23 @@ class PrivateRounds:
         These include rounds of other strategies in the same ledger.
 
         Args:
-          delta: the failure probability; None means `target_delta`.
+          delta: The delta of the guarantee; None: `target_delta`.
           accountant: "rdp" or "pld"; None: the strategy's own.
 
         Returns:
           Epsilon; infinity if a round was released without noise.
 
         Raises:
-          ValueError: if an argument is not allowed.
+          ValueError: An argument is not allowed.
         """
-        delta, accountant = self._delta(delta), accountant or self._accountant
+        delta, accountant = self._resolve_delta(delta), accountant or self._accountant
         return self._history.accountant().epsilon(delta, accountant)
 
-    def _delta(self, delta: float | None) -> float:
+    def _resolve_delta(self, delta: float | None) -> float:
         if delta is not None:
             return delta
         if self._history.budget is None:
-            raise ValueError("delta must be given, as no target_delta was, got None.")
+            raise ValueError("delta must be given if there is no target_delta.")
         return self._history.budget.delta
 
     def privacy_report(
@@ -301,16 +301,16 @@ class PrivateRounds:
         """Returns the guarantee and its assumptions as JSON values.
 
         Args:
-          delta: the failure probability; None means `target_delta`.
+          delta: The delta of the guarantee; None: `target_delta`.
           accountant: "rdp" or "pld"; None: the strategy's own.
 
         Returns:
           epsilon (None if there is no guarantee), epsilon_if_cohorts_are_known
           (against anyone who knows which clients were in which round), delta,
-          accountant, guarantee ("central"), relation, rounds, rounds_from_ledger,
+          accountant, trust_model ("central"), relation, rounds, rounds_from_ledger,
           clients_per_round, num_clients, and caveats: sentences that qualify epsilon.
         """
-        delta, composed = self._delta(delta), self._history.accountant()
+        delta, composed = self._resolve_delta(delta), self._history.accountant()
         accountant = accountant or self._accountant
         epsilon = composed.epsilon(delta, accountant)
         epsilon_if_known = composed.epsilon_if_participation_is_known(delta, accountant)
@@ -382,7 +382,7 @@ class PrivateRounds:
     def _participation(self) -> charge_lib.Participation:
         """Which clients could be in a round, apart from what abandoned rounds reveal.
 
-        With SecAgg+, one failed client loses the whole sum.
+        With SecAgg+, a round is abandoned if one client fails.
         """
         may_abandon = self.on_client_failure == "abort" or self._secagg_step is not None
         return charge_lib.Participation(
@@ -395,12 +395,12 @@ class PrivateRounds:
     # A round.
 
     def _ask_strategy(self, server_round: int, *arguments: object) -> list[Any]:
-        """Settles the previous round; returns what the wrapped strategy would send."""
+        """Settles the previous round; returns the wrapped strategy's messages."""
         self._settle()
         self._open_round = server_round, None
         if self._is_over(server_round, self._history.num_rounds):
             return []  # Flower's own strategies would first wait for clients.
-        configure = getattr(self.strategy, self._configure)
+        configure = getattr(self.strategy, self._configure_method)
         return list(configure(server_round, *arguments))
 
     def _settle(self) -> None:
@@ -418,12 +418,13 @@ class PrivateRounds:
         is_over = self.rounds is not None and index >= self.rounds
         if is_over:
             _logger.warning(
-                "Round %s is not begun: rounds=%d are charged.",
-                *(server_round, self.rounds),
+                "Round %s is not started: all rounds=%d are charged.",
+                server_round,
+                self.rounds,
             )
         return is_over
 
-    def _begin(
+    def _begin_round(
         self,
         server_round: int,
         connected: Mapping[Hashable, ClientProxy | None],
@@ -439,16 +440,17 @@ class PrivateRounds:
                     f"of dtype {array.dtype}."
                 )
         non_negative = self._find_non_negative(model, names)
-        # Rounds without cost do not count. Read only once, as others may write to it.
+        # Rounds without cost do not count. It is read once, as other processes may
+        # write to the ledger.
         index = self._history.num_rounds
         if self._is_over(server_round, index):
             return None
-        draw = self._cohort(server_round, connected)
+        draw = self._draw_cohort(server_round, connected)
         if draw is None:
             return None
         cohort, pass_fields = draw
         if self._correlation is not None:
-            self._correlation.begin(model)  # Or raises, before any client is asked.
+            self._correlation.begin(model)  # May raise, before any client is asked.
             index = self._correlation.record.released
         event = self.mechanism.round_event(index, self._deployment)
         z = charge_lib.noise_multiplier_of(event)
@@ -498,8 +500,8 @@ class PrivateRounds:
             if positive:
                 _logger.warning(
                     "The model has arrays that are positive (%s). Noise may push them "
-                    "below zero: if one must not be, such as the variances of a "
-                    "BatchNorm, say non_negative=[...]; () if there is none.",
+                    "below zero. If some must not be negative, such as the variances "
+                    "of a BatchNorm, give non_negative=[...]; otherwise ().",
                     ", ".join(str(names[k]) if names else str(k) for k in positive),
                 )
         indices: dict[int | str, int] = {index: index for index in range(len(model))}
@@ -507,15 +509,15 @@ class PrivateRounds:
         for key in self._non_negative:
             if key not in indices:
                 raise ValueError(
-                    "non_negative must name arrays of the model, or their places below "
-                    f"{len(model)}, got {key!r}."
+                    "non_negative must name arrays of the model, or their indices "
+                    f"below {len(model)}, got {key!r}."
                 )
         return [indices[key] for key in self._non_negative]
 
-    def _cohort(
+    def _draw_cohort(
         self, server_round: int, connected: Mapping[Hashable, object]
     ) -> tuple[list[Hashable], Json] | None:
-        """Returns unpredictably drawn clients, and the round's position in its pass.
+        """Draws clients unpredictably; also returns the round's position in its pass.
 
         Returns None if too few clients are connected.
         """
@@ -526,7 +528,7 @@ class PrivateRounds:
             text = (
                 "num_clients must be at most the number of connected clients, "
                 f"{num_connected}, got {self.num_clients}: sampling hides a client "
-                "only among those that are there"
+                "only among the connected ones"
             )
             if not self._history.released:
                 raise ValueError(
@@ -543,9 +545,11 @@ class PrivateRounds:
             return [client for client in eligible if draw() < q], {}
         if len(eligible) < self.clients_per_round:
             _logger.warning(
-                "Round %s is not begun: only %d of %d connected clients may take part "
-                "so soon, or so often.",
-                *(server_round, len(eligible), num_connected),
+                "Round %s is not started: only %d of %d connected clients may take "
+                "part again so soon, or so often.",
+                server_round,
+                len(eligible),
+                num_connected,
             )
             return None
         # Flower draws with Python's `random`, which is predictable.
@@ -560,7 +564,7 @@ class PrivateRounds:
             *map(accounting.format_up, (budget.epsilon, budget.delta)),
         )
 
-    def _release(
+    def _release_round(
         self,
         server_round: int,
         results: Iterable[tuple[Hashable, _Result]],
@@ -569,23 +573,25 @@ class PrivateRounds:
     ) -> tuple[sums.ConfiguredRound, list[np.ndarray]] | None:
         """Returns a round and its model; None if there is nothing to release.
 
-        If `averaged`, the average also includes unusable replies.
+        Args:
+          server_round: Flower's number of the round.
+          results: Each client with its reply.
+          read: Reads a reply, or raises ReplyError.
+          is_average: Whether all results are one average, which also includes the
+            unusable replies.
 
         Raises:
-          RoundNotConfiguredError: if the results belong to no round, or have arrived
+          RoundNotConfiguredError: The results belong to no round, or have arrived
             before.
         """
         number, configured = self._open_round
         if number != server_round:
             raise RoundNotConfiguredError(
-                f"Round {server_round} has no {self._configure} that belongs to "
-                "these results, or they were here before. Nothing is released or "
-                "charged."
+                f"{self._configure_method} was not called for round {server_round}, "
+                "or its results have arrived before. Nothing is released or charged."
             )
-        self._open_round = (
-            None,
-            configured,
-        )  # Until it is settled, even if something fails.
+        # The round stays open until it is settled, even if something fails.
+        self._open_round = None, configured
         if configured is None:
             return None
         usable: dict[Hashable, replies.Reply] = {}
@@ -595,31 +601,36 @@ class PrivateRounds:
                 if client not in configured.clients:
                     raise replies.ReplyError("it was not asked")
                 if client in usable:
-                    raise replies.ReplyError("it has replied before")
+                    raise replies.ReplyError("it has already replied")
                 replied.add(client)
                 usable[client] = read(result, configured)
             except replies.ReplyError as error:
                 rejected += 1
                 _logger.warning(
                     "Round %s, a reply is not used: client %.100r: %s.",
-                    *(server_round, client, error),
+                    server_round,
+                    client,
+                    error,
                 )
         self.rejected_replies += rejected
         m = len(configured.clients)
-        # No client must be able to end a run by its reply. If a reply is unusable, the
-        # server adds that client's share of the noise.
+        # No client may end a run by its reply. If a reply is unusable, the server adds
+        # that client's share of the noise.
         counted = replied if self.mechanism.needs_exact_cohort else usable
         is_enough = len(counted) == m or self.on_client_failure == "exclude"
         charge = configured.plan.charge
         if not charge.is_amplified or charge.known_selection:
             is_enough = is_enough and bool(usable)
-        # Otherwise, release even a round without replies, as pure noise. That all drawn
-        # clients failed would reveal who was drawn for the other rounds.
+        # Otherwise, release even a round without replies, as pure noise: knowing that
+        # all drawn clients failed would reveal who was drawn for the other rounds.
         if not is_enough or (is_average and rejected):
             _logger.warning(
-                "Round %s is abandoned: %d of %d clients sent a reply that can be "
-                "used, %d replies cannot.",
-                *(server_round, len(usable), m, rejected),
+                "Round %s is abandoned: %d of %d clients sent a usable reply, and %d "
+                "replies are unusable.",
+                server_round,
+                len(usable),
+                m,
+                rejected,
             )
             collected = sums.Collected(len(usable), False, configured.round_state)
         else:
@@ -636,18 +647,18 @@ class PrivateRounds:
 
 @dataclasses.dataclass(frozen=True)
 class _Server:
-    """The second half of a round.
+    """The server of one round (see `algorithm.Server`).
 
     Attributes:
-      rounds: the strategy.
-      clients: the clients whose replies are used.
+      rounds: The strategy.
+      clients: The clients whose replies are used.
     """
 
     rounds: PrivateRounds
     clients: Sequence[Hashable] = ()
 
     def charges_first(self, configured: sums.ConfiguredRound) -> bool:
-        """See `algorithm.Server`: not if only an abandoned round costs so much."""
+        """See `algorithm.Server`."""
         return configured.plan.charge.charge_if_abandoned
 
     def abandons(self, collected: sums.Collected) -> bool:
@@ -657,15 +668,15 @@ class _Server:
     def charge(
         self, configured: sums.ConfiguredRound, collected: sums.Collected | None = None
     ) -> accounting.Charge:
-        """See `algorithm.Server`: on the disk before anything can be seen."""
+        """See `algorithm.Server`: the charge is on disk before anyone sees a result."""
         if collected is None:
-            return self.rounds._history.begin(configured.plan)
+            return self.rounds._history.charge_first(configured.plan)
         if collected.is_enough:
             self.rounds._open_round = None, None
-            return self.rounds._history.add(
+            return self.rounds._history.charge(
                 dataclasses.replace(configured.plan, num_replies=collected.num_replies)
             )
-        return self.rounds._history.add(
+        return self.rounds._history.charge(
             dataclasses.replace(
                 configured.plan,
                 num_replies=0,
@@ -688,19 +699,19 @@ class _Server:
         """See `algorithm.Server`."""
         rounds, correlation = self.rounds, self.rounds._correlation
         rounds._open_round = None, None  # If this raises, nothing has moved.
-        rounds._history.finish(collected.num_replies)
+        rounds._history.mark_released(collected.num_replies)
         memory = () if correlation is None else correlation.memory
         outcome = sums.release(configured, collected, paid, memory)
         if correlation is not None:
             nodes = [configured.clients[client] for client in self.clients]
-            correlation.take_over(outcome.memory, nodes)
+            correlation.record_round(outcome.memory, nodes)
         rounds.discarded_updates += collected.discarded
         rounds.clip_norm = outcome.next_clip_norm
         return outcome
 
 
-def _is_of_flower(value: object) -> bool:
-    """Whether Flower itself defines a class or function."""
+def _is_from_flower(value: object) -> bool:
+    """Returns whether Flower itself defines a class or function."""
     return (getattr(value, "__module__", None) or "").partition(".")[0] == "flwr"
 
 
@@ -709,7 +720,7 @@ def require_identical(contents: Sequence[_Content]) -> _Content:
     for other in contents[1:]:
         if other is not contents[0] and other != contents[0]:
             raise ValueError(
-                "The wrapped strategy sends its clients different models or configs; "
-                "the noise hides an update to one model only."
+                "The wrapped strategy sends its clients different models or configs, "
+                "but the noise hides updates to one model only."
             )
     return contents[0]

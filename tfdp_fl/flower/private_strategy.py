@@ -38,38 +38,40 @@ class PrivateStrategy(private_rounds.PrivateRounds):
         result = strategy.start(grid=grid, initial_arrays=arrays, num_rounds=99)
 
     In each round, some of the connected nodes are drawn (see `sampling`) with the
-    operating system's random numbers, whichever and however many nodes the wrapped
-    strategy would have asked. Their replies are read as if they were hostile, clipped
-    and added up. The server adds noise and divides by m, however many replied. The
-    wrapped strategy gets the resulting model as its only reply, without metrics or
-    errors. Its further processing costs no privacy.
+    operating system's random numbers, regardless of the nodes that the wrapped strategy
+    would have asked. Their replies are read as if they were hostile, clipped and added
+    up. The server adds noise and divides by m, however many replied. The wrapped
+    strategy gets the resulting model as its only reply, without metrics or errors. Its
+    further processing costs no privacy.
 
     With `FixedClipping` and `AdaptiveClipping`, the clients clip, and the server clips
     again if it adds the noise. All other central mechanisms (`MedianClipping`, your
     own) clip at the server. The server releases with the mechanism's own TensorFlow
-    functions; its clients need only numpy. `LocalDP` does not need this class: a plain
-    strategy can send the clip and the noise to the clients' `private_mod`.
+    functions; its clients need only numpy. `LocalDP` does not need this class: with a
+    plain strategy, the server can send the clip and the noise to the clients'
+    `private_mod`.
 
     With `CorrelatedNoise`, clients may come and go, and a node is drawn only if it has
     waited long enough and may take part again. The server keeps a record of the nodes
     in each released round, by the node's id or by the name that `client_of` returns.
     No one may see the memory of this process: together with the models, it reveals the
-    sums without noise. A server that restarts begins new noise, charged separately.
+    sums without noise. A server that restarts begins new correlated noise, which is
+    charged separately.
 
-    The guarantee covers the model. It does not cover other reports from clients:
+    The guarantee covers the model. It does not cover anything else from clients:
     metrics of an evaluation, the fact that they failed, or the initial arrays if the
     server asks a client for them.
 
     Source: McMahan et al. (2018), Algorithm 1, and each mechanism's own.
     """
 
-    _configure, _aggregate = "configure_train", "aggregate_train"
-    _metrics_function = "train_metrics_aggr_fn"
+    _configure_method, _aggregate_method = "configure_train", "aggregate_train"
+    _metrics_attribute = "train_metrics_aggr_fn"
     _sent: Sequence[Message] = ()
     _template_message: Message = None
 
     def start(self, grid: Grid, initial_arrays: ArrayRecord, *args, **kwargs) -> Result:
-        """Runs the wrapped strategy's rounds, with its own arguments and result.
+        """Runs the rounds as the wrapped strategy's `start` does.
 
         Once the budget is spent, no more clients are asked to train, and the model no
         longer changes.
@@ -84,7 +86,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Draws the round's nodes, and sends them the clip (and the noise to add).
+        """Draws the round's nodes; tells them the clip (and the noise to add).
 
         Returns:
           Messages with the content of the wrapped strategy's messages. The list is
@@ -92,9 +94,9 @@ class PrivateStrategy(private_rounds.PrivateRounds):
           T rounds were charged.
 
         Raises:
-          ValueError: if fewer than N nodes are connected before the first round (a
-            later round is abandoned instead), or the strategy sends them different
-            messages, or a model that does not consist of real numbers.
+          ValueError: Fewer than N nodes are connected before the first round (a later
+            round is abandoned instead), or the strategy sends them different messages,
+            or a model that does not consist of real numbers.
         """
         self._sent = []
         messages = self._ask_strategy(server_round, arrays, config, grid)
@@ -105,7 +107,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
             [message.content for message in messages]
         )
         key, record = client_lib.only_record(content, "The wrapped strategy")
-        configured = self._begin(
+        configured = self._begin_round(
             server_round,
             {node: node for node in grid.get_node_ids()},
             [np.array(array.numpy()) for array in record.values()],
@@ -133,20 +135,19 @@ class PrivateStrategy(private_rounds.PrivateRounds):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Passes the noisy mean, as the only reply, to the strategy.
+        """Passes the noisy mean, as the only reply, to the wrapped strategy.
 
-        No client reply raises an error here. A client with an invalid reply counts as
-        failed, or its update as zero if clients share the noise.
+        No reply raises an error here. A client with an invalid reply counts as failed;
+        if clients add the noise, its update counts as zero instead.
 
         Returns:
           The result of the wrapped strategy; `(None, None)` if there is nothing to
           release.
 
         Raises:
-          RoundNotConfiguredError: if the round's `configure_train` was not called, or
-            its replies have arrived before. Nothing is released then.
-          LedgerWriteError: if the round could not be recorded. Nothing is released
-            then.
+          RoundNotConfiguredError: The round's `configure_train` was not called, or its
+            replies have arrived before. Nothing is released then.
+          LedgerWriteError: The round could not be recorded. Nothing is released then.
         """
         message_ids = {
             m.metadata.dst_node_id: m.metadata.message_id for m in self._sent
@@ -171,13 +172,13 @@ class PrivateStrategy(private_rounds.PrivateRounds):
                 _logger.warning("Round %s, node %s failed.", server_round, node)
             else:
                 results.append((node, message))
-        released = self._release(server_round, results, read)
+        released = self._release_round(server_round, results, read)
         if released is None:
             return None, None
         configured, model = released
         key, record = configured.template
         arrays = dict(zip(record, model, strict=True))
-        metrics = client_lib.flower("MetricRecord")({self._weight_key: 1})
+        metrics = client_lib.flower_class("MetricRecord")({self._weight_key: 1})
         mean_message = copy.copy(self._template_message)
         mean_message.content = type(mean_message.content)(
             {
@@ -190,7 +191,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """The wrapped strategy's method; replies that it refuses do not end the run."""
+        """Calls the wrapped strategy's method; if that fails, the run continues."""
         try:
             return self.strategy.aggregate_evaluate(server_round, replies)
         except Exception:
@@ -205,10 +206,10 @@ class PrivateStrategy(private_rounds.PrivateRounds):
 
 
 def _with_config(content: RecordDict, instructions: Json) -> RecordDict:
-    """Returns a copy with further entries in its (first) ConfigRecord."""
+    """Returns a copy with further entries in its first ConfigRecord."""
     configs = dict(content.config_records)
     key = next(iter(configs), "config")
-    kind = type(configs[key]) if configs else client_lib.flower("ConfigRecord")
+    kind = type(configs[key]) if configs else client_lib.flower_class("ConfigRecord")
     return type(content)(
         {**content, key: kind({**configs.get(key, {}), **instructions})}
     )

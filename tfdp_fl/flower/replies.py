@@ -1,9 +1,9 @@
 """Reads clients' replies as if the clients were hostile.
 
-A reply comes from another party's machine and may contain anything. Nothing is
-allocated before its size is known to match the model, nothing is unpickled or
-unzipped, and Flower's own deserialiser is not used. Any problem with a reply raises a
-`ReplyError` that names it.
+A reply comes from another party's machine and may contain anything. Memory is only
+allocated for a size that matches the model, nothing is unpickled or unzipped, and
+Flower's own deserialiser is not used. Any problem with a reply raises a `ReplyError`
+that describes it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flwr.app import Message
     from flwr.common import FitRes
 
-# Version 1.0 of the format, which `numpy.save` writes for such arrays.
+# Version 1.0 of the .npy format, which `numpy.save` writes for such arrays.
 _MAGIC = b"\x93NUMPY\x01\x00"
 
 # The header as `numpy.save` writes it, only for plain real numbers of at most 8 bytes:
@@ -40,16 +40,16 @@ Shapes: TypeAlias = Sequence[tuple[int, ...]]
 
 
 class ReplyError(ValueError):
-    """The reply is not one that a wrapped client sends; the client counts as failed."""
+    """No wrapped client sends such a reply, so the client counts as failed."""
 
 
 class Reply(NamedTuple):
-    """A reply in the requested form; everything else in it is dropped.
+    """The requested parts of a reply; everything else is dropped.
 
     Attributes:
-      arrays: the model that the client returned, in the shapes that it was sent; the
+      arrays: The model that the client returned, in the shapes that it was sent; the
         values may be anything, including NaN and infinity.
-      norm_bit: whether the client reports that its update was within the clip norm;
+      norm_bit: Whether the client reports that its update was within the clip norm;
         None if that was not requested.
     """
 
@@ -66,23 +66,24 @@ def read_result(
     """Returns the reply of a client of the older API, or raises an error.
 
     Args:
-      fit_res: the reply, which may be any object.
-      shapes: the shapes of the arrays that the client was sent.
-      instruction: the client's instructions.
-      is_average: whether its update cannot be seen, and so cannot be clipped again.
+      fit_res: The reply, which may be any object.
+      shapes: The shapes of the arrays that the client was sent.
+      instruction: The client's instructions.
+      is_average: Whether it is an average, so that the client's own update cannot be
+        clipped again.
 
     Raises:
-      ReplyError: if the reply is not what a wrapped client sends.
+      ReplyError: The reply is not one that a wrapped client sends.
     """
-    with _readable():
+    with _as_reply_errors():
         if not isinstance(fit_res.metrics, Mapping):
             raise ReplyError("metrics must be a mapping")
         tensors = fit_res.parameters.tensors
         if not isinstance(tensors, list | tuple) or len(tensors) != len(shapes):
             raise ReplyError(f"it must hold a list of {len(shapes)} tensors")
-        arrays = [npy_array(t, shape) for t, shape in zip(tensors, shapes, strict=True)]
+        arrays = [parse_npy(t, shape) for t, shape in zip(tensors, shapes, strict=True)]
         if is_average and fit_res.num_examples != 1:
-            raise ReplyError(f"it must weigh 1, got {fit_res.num_examples!r:.40}")
+            raise ReplyError(f"its weight must be 1, got {fit_res.num_examples!r:.40}")
         return Reply(arrays, _norm_bit(fit_res.metrics, instruction, is_average))
 
 
@@ -96,16 +97,16 @@ def read_message(
     """Returns the reply of a client of the message API, or raises an error.
 
     Args:
-      message: the reply, which may be any object.
-      shapes: the shapes of the arrays that the client was sent.
-      instruction: the client's instructions.
-      names: the names of the arrays.
-      message_ids: the id of the message that was sent to each node.
+      message: The reply, which may be any object.
+      shapes: The shapes of the arrays that the client was sent.
+      instruction: The client's instructions.
+      names: The names of the arrays.
+      message_ids: The id of the message that was sent to each node.
 
     Raises:
-      ReplyError: if the reply is not what `private_mod` sends.
+      ReplyError: The reply is not one that `private_mod` sends.
     """
-    with _readable():
+    with _as_reply_errors():
         metadata = message.metadata
         message_id = message_ids.get(metadata.src_node_id)
         if not message_id or metadata.reply_to_message_id != message_id:
@@ -120,27 +121,27 @@ def read_message(
             )
         arrays = []
         for name, shape in zip(names, shapes, strict=True):
-            # Its own statements about shape and dtype are ignored.
+            # The record's own claims about shape and dtype are ignored.
             if record[name].stype != _NUMPY:
                 raise ReplyError(
                     f"an array must be of stype {_NUMPY}, got "
                     f"{record[name].stype!r:.40}"
                 )
-            arrays.append(npy_array(record[name].data, shape))
+            arrays.append(parse_npy(record[name].data, shape))
         metrics = collections.ChainMap(*message.content.metric_records.values())
         return Reply(arrays, _norm_bit(metrics, instruction))
 
 
 @contextlib.contextmanager
-def _readable() -> Iterator[None]:
+def _as_reply_errors() -> Iterator[None]:
     """Turns any error that is raised while a reply is read into a `ReplyError`."""
     try:
         yield
     except ReplyError:
         raise
     except Exception as error:
-        # The checks in the block are meant to be complete. Even if one is missing, a
-        # client must not be able to affect more than its own reply.
+        # The block should check everything. Even if it misses something, a client must
+        # not be able to affect more than its own reply.
         description = " ".join(f"{type(error).__name__}: {error}".split())[:100]
         raise ReplyError(f"it cannot be read ({description})") from error
 
@@ -152,8 +153,8 @@ def _norm_bit(
 ) -> bool | None:
     """Returns the norm bit in a client's metrics; checks the applied clip and noise.
 
-    The check matters only if clients add noise, or if updates are not seen. Otherwise,
-    the server itself clips and adds noise, whatever a client did.
+    The check is only needed if clients add noise, or if the server sees an average.
+    Otherwise, the server itself clips and adds noise, whatever a client did.
     """
     hint = "is the client wrapped in DPFedAvgNumPyClient, or private_mod a mod?"
     if instruction.noise_stddev or is_average:
@@ -170,25 +171,25 @@ def _norm_bit(
         raise ReplyError(f"it has no {client_lib.NORM_BIT} ({hint})")
     value = metrics[client_lib.NORM_BIT]
     if isinstance(value, numbers.Real | np.bool_) and not math.isnan(value):
-        # A client moves the count by at most one, whatever number it sends.
+        # So a client changes the count by at most one, whatever number it sends.
         return bool(value)
     raise ReplyError(
         f"{client_lib.NORM_BIT} must be a bool, got {type(value).__name__}"
     )
 
 
-def npy_array(data: object, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns the array in numpy's file format, without a copy.
+def parse_npy(data: object, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns the array in the bytes of an `.npy` file, without a copy.
 
-    The size stated in the header is compared with `shape` and with the number of bytes
-    before an array is made.
+    The shape in the header is compared with `shape` and with the number of bytes before
+    an array is made.
 
     Args:
-      data: the bytes of one `.npy` file.
-      shape: the only shape accepted.
+      data: The bytes of one `.npy` file.
+      shape: The only accepted shape.
 
     Raises:
-      ReplyError: if the bytes are anything else.
+      ReplyError: The bytes are anything else.
     """
     if not isinstance(data, bytes | bytearray | memoryview):
         raise ReplyError(f"a tensor must be bytes, got {type(data).__name__}")

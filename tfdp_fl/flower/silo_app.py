@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from flwr.app import Context, Message
     from flwr.clientapp import ClientApp
 
-# A `tfdp_fl.Silo` and `PrivateMetrics`, from packages that are above this one.
+# A `tfdp_fl.Silo` and `PrivateMetrics`, whose packages this one must not import.
 _Silo: TypeAlias = Any
 _Metrics: TypeAlias = Any
 
@@ -27,19 +27,19 @@ def silo_app(
         app = silo_app(lambda context: tfdp_fl.Silo(build, x, y, ...))
 
     A train message's only ArrayRecord goes to `Silo.train`. The reply has the answer
-    under the same names, and the metrics "num-examples" (the declared number of
-    people, with which strategies weight), "rounds", "epsilon" and "spent" (0 or 1).
-    The process may end after each message, as the silo continues from its directory.
-    If the same message is sent again, it gets the same reply. Make the silo once by
-    hand before its node starts: problems with its table are then reported to you,
-    whereas later the node's error would reveal them to the server.
+    under the same names, and the metrics "num-examples" (the declared number of people,
+    which strategies use as the weight), "rounds", "epsilon" and "spent" (0 or 1). The
+    process may end after each message, as the silo continues from its directory. If the
+    same message is sent again, it gets the same reply. Make the silo once by hand
+    before its node starts: problems with its table are then reported to you, whereas
+    later the node's error would reveal them to the server.
 
     Args:
       make_silo: Returns a `tfdp_fl.Silo`. It is called with Flower's `Context` (or
         without arguments, if it takes none) when a node gets its first message in a
         process.
-      private_metrics: The `tfdp_fl.PrivateMetrics` with which evaluate messages are
-        answered, charged for each; None: answers have only the declared number of
+      private_metrics: The `tfdp_fl.PrivateMetrics` that answer each evaluate message,
+        and are charged each time; None: answers have only the declared number of
         people.
 
     Raises:
@@ -73,9 +73,9 @@ def silo_app(
                 weights, private=private_metrics, message_id=message_id
             )
             metrics |= {name: noisy[name]["mean"] for name in private_metrics.bounds}
-        records["metrics"] = client_lib.flower("MetricRecord")(metrics)
-        content = client_lib.flower("RecordDict")(records)
-        return client_lib.flower("Message")(content, reply_to=message)
+        records["metrics"] = client_lib.flower_class("MetricRecord")(metrics)
+        content = client_lib.flower_class("RecordDict")(records)
+        return client_lib.flower_class("Message")(content, reply_to=message)
 
     for kind in ("train", "evaluate"):
 

@@ -1,8 +1,8 @@
 """A round's release: the noisy mean of clipped updates, and the next clip.
 
-There are two ways to clip. Either the clients clip to an S that they are sent, and the
-server clips again. Or the server clips, with the mechanism's own functions, because the
-clip depends on all clients' updates or the noise on earlier rounds.
+There are two ways to clip. Either the clients clip to the S that the server sends them,
+and the server clips again. Or only the server clips, with the mechanism's own
+functions, if the clip depends on all clients' updates or the noise on earlier rounds.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 # The clip that clients are sent if the server clips for them.
 NO_CLIP = 1e30
-# The relative amount by which a float32 factor may be rounded up.
+# The relative error by which a float32 factor may be rounded up.
 _ROUNDING = 1e-6
 
-# These need from a client only a clip to a given S, a bit, and noise. A subclass may
-# need more, so the server clips for it.
+# Mechanisms for which a client only clips to a given S, sends a bit, and adds noise.
+# (Not their subclasses, which may need more: for those, the server clips.)
 _CLIPPED_BY_CLIENTS = (mechanisms.FixedClipping, mechanisms.AdaptiveClipping)
 
 # The model as Flower sent it: the older API's parameters, or a record and its name.
@@ -47,17 +47,17 @@ NonNegative: TypeAlias = "Sequence[int | str] | set[int | str] | tf.keras.Model 
 
 @dataclasses.dataclass(frozen=True)
 class ConfiguredRound:
-    """A round's configuration when the clients were asked; later changes do not count.
+    """A round's configuration, fixed when the clients were asked.
 
     Attributes:
       sent_model: w, the model's arrays.
-      clients: the clients that were asked, by name.
-      plan: the round as it is charged if no client fails.
-      mechanism: the mechanism.
-      deployment: the mechanism's context.
+      clients: The clients that were asked, by name.
+      plan: The round as it is charged if no client fails.
+      mechanism: The mechanism.
+      deployment: The mechanism's context.
       round_state: S, z and m, as floats.
-      non_negative: the indices of arrays that the release keeps at 0 or above.
-      template: the model as Flower sent it; the result has the same form.
+      template: The model as Flower sent it; the result has the same form.
+      non_negative: The indices of arrays that the release keeps at 0 or above.
     """
 
     sent_model: list[np.ndarray]
@@ -83,7 +83,7 @@ class ConfiguredRound:
 
     @property
     def clients_clip(self) -> bool:
-        """Whether the clients clip, and the server only once more."""
+        """Whether the clients clip (and the server clips again)."""
         return type(self.mechanism) in _CLIPPED_BY_CLIENTS
 
     @property
@@ -119,8 +119,8 @@ class Outcome(NamedTuple):
     memory: Memory = ()
 
 
-def as_indices(non_negative: NonNegative) -> Sequence[int | str] | None:
-    """Returns the given indices or names; for a Keras model, its own such arrays."""
+def resolve_non_negative(non_negative: NonNegative) -> Sequence[int | str] | None:
+    """Returns indices or names as given; for a Keras model, those of such arrays."""
     if non_negative is None:
         return None
     if callable(getattr(non_negative, "get_weights", None)):
@@ -132,16 +132,16 @@ def as_indices(non_negative: NonNegative) -> Sequence[int | str] | None:
     )
     if not all(isinstance(value, str | int) for value in indices_or_names):
         raise TypeError(
-            "non_negative must be places or names of the model's arrays, or a built "
+            "non_negative must be indices or names of the model's arrays, or a built "
             f"Keras model, got {non_negative!r}."
         )
     return indices_or_names
 
 
-def check(
+def check_mechanism(
     mechanism: mechanisms.Mechanism, deployment: mechanisms.PrivacyContext
 ) -> None:
-    """Raises ValueError if neither way can run a mechanism."""
+    """Raises ValueError if a mechanism can be run in neither way."""
     mechanism.check(deployment)
     if type(mechanism) in _CLIPPED_BY_CLIENTS:
         return
@@ -155,13 +155,13 @@ def check(
         and mechanism.scales_updates
         and one_gaussian is not None
         and (new_each_round or isinstance(mechanism, mechanisms.CorrelatedNoise))
-        # Rounds here would not call these.
+        # Rounds under Flower do not call these methods.
         and not mechanism.overrides("add_noise", "bind", "event_at", "event_index")
     ):
         raise ValueError(
-            "mechanism must be a central one that scales updates, is noised by the "
-            "server (FixedClipping and AdaptiveClipping also by the clients) and "
-            f"costs a Gaussian a round, got {mechanism!r}."
+            "mechanism must be a central one that scales updates, whose noise the "
+            "server adds (with FixedClipping and AdaptiveClipping, also the clients), "
+            f"and that costs one Gaussian per round, got {mechanism!r}."
         )
 
 
@@ -170,12 +170,12 @@ class Collected:
     """The collected replies of a round, which have not been published.
 
     Attributes:
-      num_replies: the number of clients that replied.
-      is_enough: whether it may be released; otherwise there is no sum.
-      round_state: the round, with its clip.
+      num_replies: The number of clients that replied.
+      is_enough: Whether the round may be released; otherwise there is no sum.
+      round_state: The round's state, with its clip.
       update: sum_k c_k Delta_k, float64 arrays.
-      sums: the side sums, by name.
-      discarded: the number of updates that were not finite and became zero.
+      sums: The side sums, by name.
+      discarded: The number of updates that were not finite and became zero.
     """
 
     num_replies: int
@@ -190,13 +190,14 @@ def collect(configured: ConfiguredRound, answers: Sequence[replies.Reply]) -> Co
     """Clips each client's update and adds them up.
 
     The sum is computed in float64, so it has none of the rounding errors of single
-    updates (which are large in float16). A missing client only reduces it: the noise
-    and m are those of the plan.
+    updates (which are large in float16). A missing client only reduces the sum: the
+    noise and m are those of the plan.
 
     If the server adds the noise, it clips each update again. If clients add it, the
-    server scales down updates larger than any honest client sends. If clients clip,
-    their norm bits are centred (b - 1/2), so that a missing client does not pull S
-    either way (Andrew et al. 2021, Algorithm 1). Otherwise the mechanism decides c_k.
+    server scales down updates that are larger than any honest client's. If clients
+    clip, their norm bits are centred (b - 1/2), so that a missing client moves S
+    neither up nor down (Andrew et al. 2021, Algorithm 1). Otherwise, the mechanism
+    computes c_k.
 
     Raises:
       InvalidArgumentError: The mechanism now has less noise than is charged for.
@@ -226,10 +227,8 @@ def collect(configured: ConfiguredRound, answers: Sequence[replies.Reply]) -> Co
     if not configured.clients_clip:
         largest = float(configured.mechanism.l2_norm_bound(round_state))
     total = [np.zeros(shape) for shape in configured.shapes]
-    step, discarded = (
-        updates.grid_step(largest, float(round_state.clients_per_round)),
-        0,
-    )
+    step = updates.grid_step(largest, float(round_state.clients_per_round))
+    discarded = 0
     for factor, update in zip(factors, map(clip_reply, answers), strict=True):
         discarded += update.discarded
         for array, part in zip(total, update.arrays, strict=True):
@@ -246,10 +245,10 @@ def release(
     """Returns w + (sum_k c_k Delta_k + noise) / m, and the next S.
 
     Args:
-      configured: the round.
-      collected: the result of `collect`.
-      paid: the receipt, without which nothing is released.
-      memory: the memory of correlated noise; () without one.
+      configured: The round.
+      collected: The result of `collect`.
+      paid: The receipt, without which nothing is released.
+      memory: The memory of correlated noise; () without one.
 
     Raises:
       InvalidArgumentError: The mechanism now has less noise than was paid for.
@@ -258,8 +257,8 @@ def release(
     query = configured.mechanism.bind(configured.deployment)
     _, z, m, _ = collected.round_state  # If the cohort size is random, m is expected.
     charged = query.paid_for(paid.cost.noise_multiplier, float(m), float(z))
-    total = _sum_to_noise(configured, collected)
-    state = _tensors(collected.round_state, memory)
+    total = _sum_before_noise(configured, collected)
+    state = _to_tensors(collected.round_state, memory)
     with noise.use_seed(tf.constant(noise.fresh_seed())):
         mean, state = algorithm.release(query, total, state, charged)
     model = updates.apply(configured.sent_model, [array.numpy() for array in mean])
@@ -268,11 +267,14 @@ def release(
     return Outcome(model, float(state.clip_norm), state.memory)
 
 
-def _sum_to_noise(configured: ConfiguredRound, collected: Collected) -> Contribution:
-    """Returns the sum of the records, to which `algorithm.release` adds its noise.
+def _sum_before_noise(
+    configured: ConfiguredRound, collected: Collected
+) -> Contribution:
+    """Returns the sum of the records, to which `algorithm.release` adds noise.
 
-    If clients add the noise, this includes what they did not add: the shares of those
-    whose reply is missing, unusable or discarded, and the noise of the side sums.
+    If clients add the noise, this sum has all of it, including what they did not add:
+    the shares of clients whose reply is missing, unusable or discarded, and the noise
+    of the side sums.
     """
     update = [tf.constant(array) for array in collected.update]
     sums = {
@@ -295,14 +297,14 @@ def _sum_to_noise(configured: ConfiguredRound, collected: Collected) -> Contribu
     return Contribution(update, sums, zero, zero, zero, zero)
 
 
-def _tensors(state: mechanisms.RoundState, memory: Memory) -> mechanisms.RoundState:
+def _to_tensors(state: mechanisms.RoundState, memory: Memory) -> mechanisms.RoundState:
     """Returns a round's numbers as float32 scalars, with a noise memory."""
     clip_norm, z, m = (tf.constant(value, tf.float32) for value in state[:3])
     return mechanisms.RoundState(clip_norm, z, m, memory)
 
 
 def _clip_by_mechanism(
-    configured: ConfiguredRound, changes: Sequence[updates.ClippedUpdate]
+    configured: ConfiguredRound, clipped_updates: Sequence[updates.ClippedUpdate]
 ) -> tuple[mechanisms.RoundState, Sequence[float], dict[str, float]]:
     """Returns the round with its clip, each update's factor, and the side sums.
 
@@ -310,14 +312,14 @@ def _clip_by_mechanism(
       InvalidArgumentError: The mechanism now has less noise than was charged for.
     """
     mechanism, round_state = configured.mechanism, configured.round_state
-    # The query bounds each record as charged, whatever the mechanism computes.
+    # The query bounds each record as it is charged, whatever the mechanism computes.
     query = mechanism.bind(configured.deployment)
-    norms = tf.constant([updates.norm(c.arrays) for c in changes], tf.float32)
+    norms = tf.constant([updates.norm(c.arrays) for c in clipped_updates], tf.float32)
     if mechanism.clip_to_cohort is not None:
-        clip = mechanism.clip_to_cohort(norms, _tensors(round_state, ()))
+        clip = mechanism.clip_to_cohort(norms, _to_tensors(round_state, ()))
         round_state = round_state._replace(clip_norm=float(clip))
-    usable = tf.constant([not change.discarded for change in changes], tf.bool)
-    tensors = _tensors(round_state, ())
+    usable = tf.constant([not update.discarded for update in clipped_updates], tf.bool)
+    tensors = _to_tensors(round_state, ())
     query.check_noise(tensors)
     contribution = query.bounded_factor(norms, usable, tensors)
     factors = np.asarray(contribution.update, np.float64) * (1 - _ROUNDING)

@@ -1,7 +1,7 @@
-"""One client's update as numpy arrays: its difference, its clip, and its noise.
+"""One client's update as NumPy arrays: the difference, the clip, and the noise.
 
-Everything is computed in float64 and rounded only once, after the noise; not at all if
-rounding would remove some of the noise.
+Everything is computed in float64 and rounded only once, after the noise, or not at all
+if rounding would remove some of the noise.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 # A client's share of the noise is at least this many gaps between adjacent numbers.
-_GAPS_OF_NOISE = 16
+_MIN_GAPS_PER_STDDEV = 16
 
 # x: exp(-x) is the probability that an honest client's update is scaled down.
 _TAIL_EXPONENT = 40.0
@@ -23,13 +23,13 @@ class ClippedUpdate(NamedTuple):
     """A clipped update and facts about the clip.
 
     Attributes:
-      arrays: float64 arrays with a joint L2 norm of at most the clip norm.
-      within: whether the norm was at most the clip norm before clipping.
-      discarded: whether the update was not finite and was replaced by zero.
+      arrays: Float64 arrays with a joint L2 norm of at most the clip norm.
+      was_within: Whether the norm was at most the clip norm before clipping.
+      discarded: Whether the update was not finite and was replaced by zero.
     """
 
     arrays: list[np.ndarray]
-    within: bool
+    was_within: bool
     discarded: bool
 
 
@@ -39,7 +39,7 @@ def difference(
     """Returns Delta = returned - received, float64.
 
     Raises:
-      ValueError: if the numbers or shapes of the arrays differ.
+      ValueError: The numbers or shapes of the arrays differ.
     """
     shapes = [np.shape(array) for array in returned]
     expected = [np.shape(array) for array in received]
@@ -57,29 +57,30 @@ def difference(
 
 
 def clip(update: Sequence[np.ndarray], clip_norm: float) -> ClippedUpdate:
-    """Returns Delta min(1, S / ||Delta||), one L2 norm over all arrays.
+    """Returns Delta min(1, S / ||Delta||), with one L2 norm over all arrays.
 
-    A NaN or an infinity anywhere makes the whole update zero first: clipping
-    would let it through (infinity times zero is NaN).
+    A NaN or an infinity anywhere makes the whole update zero, because clipping would
+    not remove it (infinity times zero is NaN).
 
     Source: McMahan et al., "Learning Differentially Private Recurrent Language
     Models" (2018), Algorithm 1, FlatClip.
 
     Args:
-      update: float64 arrays.
+      update: Float64 arrays.
       clip_norm: S > 0.
     """
     update_norm = norm(update)
     if not math.isfinite(update_norm):
         zeros = [np.zeros_like(array) for array in update]
-        return ClippedUpdate(zeros, within=True, discarded=True)
-    within = update_norm <= clip_norm
-    scale = 1.0 if within else clip_norm / update_norm
-    return ClippedUpdate([array * scale for array in update], within, discarded=False)
+        return ClippedUpdate(zeros, was_within=True, discarded=True)
+    is_within = update_norm <= clip_norm
+    scale = 1.0 if is_within else clip_norm / update_norm
+    arrays = [array * scale for array in update]
+    return ClippedUpdate(arrays, is_within, discarded=False)
 
 
 def norm(arrays: Sequence[np.ndarray]) -> float:
-    """Returns the L2 norm over all arrays, however small their squares."""
+    """Returns the L2 norm over all arrays, even if their squares would underflow."""
     largest = max((float(np.max(np.abs(a), initial=0)) for a in arrays), default=0.0)
     unit = min(largest, 1.0) or 1.0
     with np.errstate(all="ignore"):
@@ -115,7 +116,7 @@ def grid_step(largest: float, clients_per_round: float) -> float:
     rounding.
 
     Args:
-      largest: the largest L2 norm of a record; infinity for no bound.
+      largest: The largest L2 norm of a record; infinity for no bound.
       clients_per_round: The expected number of clients in a round, m.
     """
     if not 0 < largest < math.inf:
@@ -132,7 +133,7 @@ def to_grid(array: np.ndarray, step: float) -> np.ndarray:
 def add_noise(arrays: Sequence[np.ndarray], stddev: float) -> list[np.ndarray]:
     """Returns the arrays plus N(0, stddev^2) per coordinate.
 
-    Each call takes fresh randomness from the operating system.
+    Each call uses fresh randomness from the operating system.
     """
     rng = np.random.default_rng()
     return [array + rng.normal(scale=stddev, size=np.shape(array)) for array in arrays]
@@ -143,7 +144,7 @@ def apply(
 ) -> list[np.ndarray]:
     """Returns received + update in the received dtypes.
 
-    Arrays of other dtypes than floats (such as counters) are returned as float64,
+    Arrays that are not floating-point (such as counters) are returned as float64,
     because rounding them would undo the clipping.
     """
     return [
@@ -160,21 +161,21 @@ def apply_with_noise(
 ) -> list[np.ndarray]:
     """Like `apply`, but ensures that rounding preserves the noise that is charged for.
 
-    Every client rounds its own share of the noise, while the guarantee is for their
-    sum. If shares are small relative to the gap between a weight and the next number,
-    each would be rounded away. On a grid on which a share is k steps, rounding changes
-    the noise of the sum by a relative error of only exp(-2 pi^2 k^2) (Poisson
-    summation). An array whose dtype has fewer than 16 gaps per share is returned as
-    float64, whatever the update contains.
+    Every client rounds its own share of the noise, but the guarantee is for their sum.
+    If shares are small relative to the gap between a weight and the next number, each
+    would be rounded away. On a grid on which a share is k steps, rounding changes the
+    noise of the sum by a relative error of only exp(-2 pi^2 k^2) (Poisson summation).
+    An array whose dtype has fewer than 16 gaps per share is returned as float64,
+    whatever the update contains.
 
     Args:
       received: The weights that the client received, w.
-      update: float64 arrays, clipped and with noise.
-      noise_stddev: the stddev of that noise, above 0.
+      update: Float64 arrays, clipped and with noise.
+      noise_stddev: The stddev of that noise, above 0.
       clip_norm: The clip norm, S.
 
     Raises:
-      ValueError: even float64 is too coarse.
+      ValueError: Even float64 is too coarse.
     """
     arrays = []
     for old, change in zip(received, update, strict=True):
@@ -184,13 +185,14 @@ def apply_with_noise(
         for dtype in (_result_dtype(np.asarray(old)), np.dtype(np.float64)):
             if (
                 largest <= np.finfo(dtype).max
-                and _GAPS_OF_NOISE * np.spacing(dtype.type(largest)) <= noise_stddev
+                and _MIN_GAPS_PER_STDDEV * np.spacing(dtype.type(largest))
+                <= noise_stddev
             ):
                 arrays.append(np.asarray(exact + change, dtype))
                 break
         else:
             raise ValueError(
-                f"dpfedavg_noise_stddev must be at least {_GAPS_OF_NOISE} gaps "
+                f"dpfedavg_noise_stddev must be at least {_MIN_GAPS_PER_STDDEV} gaps "
                 "of float64 at the model's largest weight, "
                 f"{largest:.3g}, got {noise_stddev:.3g}."
             )
@@ -204,14 +206,14 @@ def apply_within(
 ) -> list[np.ndarray]:
     """Like `apply`, but the result is within the clip norm of `received`.
 
-    Rounding to nearest may double a coordinate of an update, if it is slightly more
-    than half the gap between its weight and the next number. If that leads out of S,
-    all coordinates are rounded towards `received`, so that none moves farther than
-    `update` says.
+    Rounding to nearest may almost double a coordinate of an update that is slightly
+    more than half the gap between its weight and the next number. If the norm then
+    exceeds S, all coordinates are rounded towards `received`, so that none moves
+    farther than by `update`.
 
     Args:
       received: The weights that the client received, w.
-      update: float64 arrays with a joint L2 norm of at most S.
+      update: Float64 arrays with a joint L2 norm of at most S.
       clip_norm: The clip norm, S.
     """
     rounded = apply(received, update)
