@@ -171,7 +171,7 @@ def test_useless_weights_are_refused_and_cost_nothing(tmp_path):
     of = functools.partial(hospital.build, normalized=normalized)
     one = hospital.silo(tmp_path, of)
     start = one.get_weights()
-    shapes, finite = "must be numbers of the shapes", "must be finite"
+    shapes, finite = "must be numbers with the shapes", "must be finite"
     useless = [
         (start[:-1], shapes),
         ([*start[:-1], start[-1][None]], shapes),
@@ -243,7 +243,7 @@ def test_one_at_a_time(tmp_path):
                 lambda: other.evaluate(start, private=_MEANS),
                 other.privacy_statement,
             ):
-                with pytest.raises(silo.SiloInUseError, match="at work on another"):
+                with pytest.raises(silo.SiloInUseError, match="working on another"):
                     act()
                 errors.append(act)
             inside.append(hospital.charged(tmp_path))
@@ -349,7 +349,7 @@ def test_a_build_that_changed_is_refused(tmp_path, trained, change):
     path = _copied(trained, tmp_path)
     of = functools.partial(hospital.build, **change)
     changed = hospital.silo(path, of, moved=True)
-    with pytest.raises(silo.SiloChangedError, match="Put them back"):
+    with pytest.raises(silo.SiloChangedError, match="Restore them"):
         changed.train(changed.get_weights())
     assert hospital.charged(path) == 1
 
@@ -370,12 +370,12 @@ def test_what_cannot_be_a_silo_is_refused_when_it_is_made(tmp_path):
         (
             lambda: hospital.build(mechanism="none"),
             ValueError,
-            "whose guarantee is central",
+            "has a central guarantee",
         ),
         (
             lambda: hospital.build(mechanism="local", clip_norm=1.0),
             ValueError,
-            "whose guarantee is central",
+            "has a central guarantee",
         ),
         (lambda: hospital.build(on_client_failure="abort"), ValueError, '"exclude"'),
         (
@@ -465,7 +465,7 @@ def test_a_disk_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(directory_lib.os, "open", read_only)
-    with pytest.raises(silo.SiloError, match="must be one that can be written"):
+    with pytest.raises(silo.SiloError, match="must be writable"):
         one.train(one.get_weights())
 
 
@@ -535,7 +535,7 @@ def test_a_kill_at_any_line_loses_nothing_that_is_not_said(tmp_path, monkeypatch
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             answer = again.train(came, "m")
-        assert not any("was broken off" in str(each.message) for each in caught)
+        assert not any("was interrupted" in str(each.message) for each in caught)
         assert answer.rounds == 2
         answers.append(hospital.is_same(answer, update))
         assert answers[-1] or not answered
@@ -554,10 +554,10 @@ def test_a_kill_at_any_line_loses_nothing_that_is_not_said(tmp_path, monkeypatch
             warnings.simplefilter("always")
             another.train(start, "n")
         lost = 0 if answered else killed - 2
-        said = [str(c.message) for c in caught if "broken off" in str(c.message)]
+        said = [str(c.message) for c in caught if "was interrupted" in str(c.message)]
         assert bool(said) == bool(lost)
         text = " ".join(another.privacy_statement().split())
-        assert (f"that were broken off: {lost}. Nobody" in text) == bool(lost)
+        assert (f"for interrupted messages: {lost}. Nobody" in text) == bool(lost)
         assert hospital.charged(other) == killed + 2
     assert any(answers)
     assert not all(answers)
@@ -594,11 +594,12 @@ def test_the_statement_answers_a_privacy_officer(tmp_path):
         "one person of this silo, with all of their rows",
         "a client is such a person, and the server that draws clients and adds noise "
         "is this silo itself",
-        "the federation's server, the other silos, and whoever gets a model from them",
-        "They may send any weights, send them again, stop, or work together",
-        f"epsilon = {accounting.format_up(epsilon)} at delta = 0.001 for all that this",
+        "namely the federation's server, the other silos, and anyone who gets a model",
+        "They may send any weights, send them again, stop, or collude",
+        "the promise for all that this silo has sent so far is epsilon = "
+        f"{accounting.format_up(epsilon)} at delta = 0.001",
         "never spend more than its target, epsilon = 4 at delta = 0.001",
-        f"another one that has spent as much has epsilon = {double} at delta = 0.002",
+        f"another silo that has spent as much has epsilon = {double} at delta = 0.002",
         "Nobody is protected against this silo's own staff",
         "by the sum of their epsilons",
     ):
@@ -611,7 +612,7 @@ def test_the_statement_answers_a_privacy_officer(tmp_path):
     assert preface.replace("'", "&#39;") in html
     assert "<h1>state: " in html
     assert "The rounds" not in html
-    assert "broken off" not in text
+    assert "interrupted messages" not in text
 
 
 def test_a_model_without_a_config_is_known_by_its_class():

@@ -1,4 +1,4 @@
-"""One organisation in a federation, which protects each person in its own table."""
+"""An organisation in a federation that protects each person in its own table."""
 
 from tfdp_fl.silo.directory import (
     SiloChangedError,

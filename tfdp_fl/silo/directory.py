@@ -1,23 +1,26 @@
 """A silo's files on disk: its lock, its current message, and its answers.
 
-The files of the rounds, a ledger and checkpoints, are those of a `RoundCheckpoint` in
-the same directory. For one message, files are written in this order:
+The ledger and the checkpoints of its rounds are those of a `RoundCheckpoint` in the
+same directory. For one message, files are written in this order:
 
-    a checkpoint with the received weights -> the start of the message -> for each
-    round its line in the ledger, then its checkpoint -> the weights of the answer ->
-    the answer -> the ledger's location
+    1. a checkpoint with the received weights
+    2. the start of the message
+    3. for each round, its line in the ledger, then its checkpoint
+    4. the weights of the answer
+    5. the answer
+    6. the identity of the ledger's file
 
-So a process can end at any moment. Before the second arrow, it is as if the message had
-never been sent. After it, the same message continues from the newest checkpoint, and
-any other message finds out how much was charged for an answer that was never delivered.
-Once the answer is written, only the answer counts.
+So the process can end at any moment. Before step 2, it is as if the message had never
+been sent. After it, the same message continues from the newest checkpoint, and any
+other message finds out how much was charged for an answer that was never delivered.
+After step 5, only the answer matters.
 
 An answer is a small file that stays for ever, so a message with an answer is never
 trained again. Its weights are in a separate file. The weights of old answers are
-removed, and a message without them is refused.
+removed, and if their messages are sent again, they are refused.
 
-A copied or restored ledger may lack charges made at its previous location. A file's
-inode and change time cannot be set by hand, so they identify its location.
+A copied or restored ledger may lack charges that were made to the original. So the
+ledger's file is identified by its inode and change time, which cannot be set by hand.
 """
 
 from __future__ import annotations
@@ -38,9 +41,9 @@ from tfdp_fl.keras import checkpoint
 from tfdp_fl.terms import Json
 
 _LOCK, _STATE, _ANSWERS, _WEIGHTS = "lock", "silo.npz", "answers", "weights"
-# The most space for the weights of answers; at least one answer is always kept.
+# The maximum space for the weights of answers. The last answer's are always kept.
 KEPT_BYTES = 2**30
-_NEW: Json = {"message": None, "lost": 0, "settings": None, "place": None}
+_INITIAL_STATE: Json = {"message": None, "lost": 0, "settings": None, "place": None}
 
 
 class SiloError(RuntimeError):
@@ -65,11 +68,11 @@ class SiloMessageError(SiloError, ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """The identity and content of a message.
+    """The identity of a message.
 
     Attributes:
       key: The SHA-256 of its kind and id.
-      payload: The SHA-256 of all its contents.
+      payload: The SHA-256 of its contents.
       name: Its id in readable form.
     """
 
@@ -109,13 +112,13 @@ class SiloDirectory:
     Attributes:
       path: The directory, created if necessary, for its owner only.
       state: The contents of `silo.npz`, read when the lock is taken.
-      is_ours: Whether no other process has worked here since this object did.
+      is_ours: Whether the state is still the one that this object last saw or wrote.
     """
 
     def __init__(self, path: str | os.PathLike[str], moved: bool):
         self.path = pathlib.Path(path)
         self._moved = moved
-        self.state, self._data, self.is_ours = dict(_NEW), b"", True
+        self.state, self._data, self.is_ours = dict(_INITIAL_STATE), b"", True
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -124,7 +127,8 @@ class SiloDirectory:
         Raises:
           SiloInUseError: Another process or thread holds the lock.
           SiloMovedError: See `_check_ledger_identity`.
-          SiloError: It cannot be written, or its state is damaged or missing.
+          SiloError: The directory cannot be written, or its state is damaged or
+            missing.
         """
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -134,8 +138,7 @@ class SiloDirectory:
             descriptor = os.open(self.path / _LOCK, flags, 0o600)
         except OSError as error:
             raise SiloError(
-                f"directory must be one that can be written, got {self.path}: "
-                f"{error.strerror}."
+                f"directory must be writable, got {self.path}: {error.strerror}."
             ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -145,14 +148,14 @@ class SiloDirectory:
                 self._write(place=self._ledger_identity())
         except BlockingIOError:
             raise SiloInUseError(
-                f"The silo in {self.path} is at work on another message. Nothing was "
-                "done or charged: send this one again when it has answered."
+                f"The silo in {self.path} is working on another message. Nothing was "
+                "done or charged: send this message again later."
             ) from None
         finally:
             os.close(descriptor)  # This also releases the lock.
 
     def begin(self, message: Message, first_round: int, charged: int) -> None:
-        """Records the message that the next charges are for, before the first one."""
+        """Records the message for which the next charges are made."""
         self._write(
             lost=self.lost(charged),
             place=[*self._ledger_identity()[:2], None],
@@ -160,19 +163,19 @@ class SiloDirectory:
         )
 
     def interrupted_round(self, message: Message | None) -> int | None:
-        """Returns the first round of an interrupted message; None if it was not."""
+        """Returns a message's first round if it was interrupted, or else None."""
         stored = self.state["message"]
         if message is None or stored is None:
             return None
         if any(stored[name] != value for name, value in vars(message).items()):
             return None
-        # If the newest checkpoint is damaged, the one before does not include it.
+        # If its own checkpoints are damaged, the newest one is from before the message.
         plan = checkpoint.CheckpointDirectory(self.path).newest()["plan"]
         is_same_message = plan["first_round"] == stored["first_round"]
         return stored["first_round"] if is_same_message else None
 
     def lost(self, charged: int) -> int:
-        """Returns how many releases were charged for answers never delivered.
+        """Returns how many releases were charged for answers that were never sent.
 
         Args:
           charged: The number of charged releases in total.
@@ -186,8 +189,8 @@ class SiloDirectory:
         """Returns the answer to a message; None if there is none yet.
 
         Raises:
-          SiloMessageError: Its id was used before for another message; or its weights
-            are no longer kept.
+          SiloMessageError: Its id was used before for another message, or its answer's
+            weights are no longer kept.
         """
         file = self._answer_file(message.key)
         if not file.exists():
@@ -196,8 +199,8 @@ class SiloDirectory:
         if stored["payload"] != message.payload:
             raise SiloMessageError(
                 f"message_id {message.name} was answered before, for other weights "
-                "or another request: give each message an id of its own. Nothing was "
-                "done or charged."
+                "or another request: give each message its own id. Nothing was done or "
+                "charged."
             )
         answer = stored["answer"]
         if isinstance(answer.get("weights"), str):
@@ -205,9 +208,9 @@ class SiloDirectory:
             if not weights_file.exists():
                 raise SiloMessageError(
                     f"message_id {message.name} was answered before, so long ago that "
-                    f"its weights are no longer kept (in {weights_file.parent}, the "
-                    f"newest {KEPT_BYTES / 2**30:g} GiB). Give what is to be trained "
-                    "now an id of its own. Nothing was done or charged."
+                    f"its weights are no longer kept (only the newest "
+                    f"{KEPT_BYTES / 2**30:g} GiB are, in {weights_file.parent}). Give "
+                    "a new message its own id. Nothing was done or charged."
                 )
             answer |= _parse(weights_file, weights_file.read_bytes())
         return answer
@@ -216,12 +219,12 @@ class SiloDirectory:
         """Writes an answer before it is sent; removes the weights of old answers.
 
         Args:
-          message: Its message, whose start was recorded if there are weights.
+          message: Its message, whose start must be recorded if there are weights.
           answer: JSON values; if rounds were run, also "weights", a list of arrays.
         """
         folder = self.path / _WEIGHTS
         if isinstance(answer.get("weights"), list):
-            # File names sort by the number of earlier charges, which only grows.
+            # So that names sort by age: the number of earlier charges only grows.
             name = f"{self.state['message']['charged']:010d}-{message.key}.npz"
             data = checkpoint.to_bytes({"weights": answer["weights"]})
             checkpoint.write_atomically(folder / name, data)
@@ -246,7 +249,7 @@ class SiloDirectory:
             if stored.get(name) != settings.get(name):
                 raise change_error(
                     self.path,
-                    f"{name} was {stored.get(name)!r}, and is {settings.get(name)!r}",
+                    f"{name} was {stored.get(name)!r}, now {settings.get(name)!r}",
                 )
 
     def _answer_file(self, key: str) -> pathlib.Path:
@@ -256,13 +259,14 @@ class SiloDirectory:
         file, ledger = self.path / _STATE, checkpoint.ledger_path(self.path)
         data = file.read_bytes() if file.exists() else b""
         self.is_ours, self._data = data == self._data, data
-        self.state = _parse(file, data) if data else dict(_NEW)
+        self.state = _parse(file, data) if data else dict(_INITIAL_STATE)
         if data:
             self._check_ledger_identity()
         elif ledger.exists() and accounting.PrivacyLedger.read(ledger).entries:
             raise SiloError(
-                f"{file} is missing, which says what the ledger beside it was charged "
-                "for. Put it back. (A directory of RoundCheckpoint is not a silo's.)"
+                f"{file} is missing, which records what the ledger beside it was "
+                "charged for. Restore it. (A directory of RoundCheckpoint is not a "
+                "silo's.)"
             )
 
     def _write(self, **changes: object) -> None:
@@ -272,7 +276,7 @@ class SiloDirectory:
         self.state, self._data = state, data
 
     def _ledger_identity(self) -> list[int | str]:
-        """Returns the ledger's inode, the hash of its last line, and change time."""
+        """Returns the ledger's inode, its last line's hash, and its change time."""
         path = checkpoint.ledger_path(self.path)
         if not path.exists():
             raise accounting.LedgerError(
@@ -300,9 +304,9 @@ class SiloDirectory:
             raise SiloMovedError(
                 f"directory {self.path} was copied, moved or restored from a backup "
                 "(or its files' owner or mode was changed), so its ledger may lack "
-                "what was charged in another place. If it is whole, the newest and "
-                "the only one in use, say so once by Silo(..., moved=True); else go on "
-                "in the place where the newest is. Nothing was done or charged."
+                "charges made elsewhere. If it is complete, the newest, and the only "
+                "one in use, confirm this once with Silo(..., moved=True); otherwise, "
+                "continue where the newest one is. Nothing was done or charged."
             )
         self._write(place=current)
 
@@ -311,8 +315,8 @@ def change_error(path: pathlib.Path, what: str) -> SiloChangedError:
     """Returns the error for a silo that has changed."""
     return SiloChangedError(
         f"The silo in {path} must keep the people and the settings that it began "
-        f"with: {what.rstrip('.')}. Put them back; or use a new directory, and tell "
-        "people in both that they bear the cost of both. Nothing was charged."
+        f"with: {what.rstrip('.')}. Restore them; or use a new directory, and tell the "
+        "people in both that their costs add up. Nothing was charged."
     )
 
 

@@ -1,13 +1,12 @@
 """One organisation in a federation: its table of people, its model, its ledger.
 
-An outside party (a server, other organisations) sends weights. The silo sets them, runs
-private rounds on its own people, charges each round before releasing it, and answers
-with the resulting weights. Everything that it sends is a private release. In the whole
-exchange, whatever the others send, the part that depends on this silo's people is the
-output of an adaptive composition, for which the ledger's epsilon holds (Dwork & Roth
-2014, section 3.5.2; what others do with it, and send next, is post-processing). People
-of other silos have separate guarantees (parallel composition). A person in several
-silos pays the sum.
+An outside party (a server or another organisation) sends weights. The silo runs private
+rounds on its own people from these weights, charges each round before releasing it, and
+answers with the resulting weights. Everything that it sends is a private release.
+Whatever the others send, the silo's answers are an adaptive composition, for which the
+ledger's epsilon holds (Dwork & Roth 2014, section 3.5.2; what others do with them, and
+send next, is post-processing). People of other silos have separate guarantees (parallel
+composition). For a person in several silos, the costs add up.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from tfdp_fl.keras.callbacks import FederatedCallback, Report, RoundCheckpoint
 from tfdp_fl.silo.directory import Message, SiloDirectory, change_error
 from tfdp_fl.terms import Json, TrustModel
 
-# Trained weights are never this large; training from such weights yields only NaN.
+# Trained weights are never larger; training from larger ones yields only NaN.
 _LARGEST_WEIGHT = 1e5
 # The caveats of every silo's run, for its statement and its `Report`.
 _CAVEATS = {"silo_outsiders", "silo_several", "silo_staff"}
@@ -42,9 +41,9 @@ class SiloUpdate(NamedTuple):
     """A silo's answer to weights; all of it may be published.
 
     Attributes:
-      weights: The weights, as from `get_weights`.
+      weights: The new weights, in the form of `get_weights`.
       rounds: The number of private rounds run from the received weights.
-      epsilon: The cost of all releases so far, at the delta of the target.
+      epsilon: The cost of all releases so far, at the target's delta.
       spent: Whether the target allowed fewer rounds than planned; if it allowed none,
         `weights` are the received ones.
     """
@@ -59,8 +58,9 @@ class Silo:
     """Trains on its own people for a federation, privately for each of them.
 
     Each person in the table, with all of their rows, is protected against everyone
-    outside, including the server and the other silos. A silo in any process continues
-    from its directory: clip, sampler, server optimizer, correlated noise, spending.
+    outside, including the server and the other silos. A new process continues from the
+    silo's directory, which has the clip, sampler, server optimizer, correlated noise
+    and spending.
     """
 
     def __init__(
@@ -82,18 +82,18 @@ class Silo:
           build: Returns a new, compiled model from `make_private`, the same in each
             process. Its `target_epsilon` is the most that this silo will ever spend in
             this directory, and its `num_clients` is the declared number of people.
-          x: Features of all rows, as in `fit(x, y, client_ids=...)`.
-          y: Labels of all rows.
-          client_ids: The person of each row.
+          x: Features of all rows, [n, ...], as in `fit(x, y, client_ids=...)`.
+          y: Labels of all rows, [n, ...].
+          client_ids: The person of each row, [n].
           directory: A directory for this silo alone, created if necessary. It contains
             the ledger, the state and the answers, which only its owner can read (mode
-            0600). It keeps the newest gibibyte of weights from old answers, and always
-            those of the last one.
+            0600). Of the answers' weights, it keeps the newest gibibyte, and always
+            those of the last answer.
           rounds: The number of private rounds for each message.
           batch_size: Examples in one local batch.
-          local_epochs: How often a round goes through a person's rows.
-          moved: Whether the directory was moved here on purpose, complete and up to
-            date, and is not in use anywhere else.
+          local_epochs: Passes over a person's rows in one round.
+          moved: Confirms that the directory was moved here on purpose, is complete and
+            up to date, and is not in use anywhere else.
 
         Raises:
           TypeError, ValueError: An argument is not allowed.
@@ -102,8 +102,8 @@ class Silo:
             raise TypeError(f"build must be callable, got {build!r}.")
         self._build = build
         # A new model, not yet restored from the directory.
-        self._new: DPFederatedModel | None = self._build_model()
-        target = self._new.setup.target
+        self._fresh_model: DPFederatedModel | None = self._build_model()
+        target = self._fresh_model.setup.target
         assert target is not None
         self.target = target
         # Padded to the declared size, so that no answer reveals the number of people.
@@ -117,23 +117,25 @@ class Silo:
             "local_epochs": _validate.positive_integer(local_epochs=local_epochs),
             "verbose": 0,
         }
-        self._files = SiloDirectory(directory, moved)
-        # The directory's model, unless another process has changed it.
+        self._directory = SiloDirectory(directory, moved)
+        # A model in the directory's state, unless another process has changed that.
         self._fed: DPFederatedModel | None = None
         # Problems with the table are reported here, only to its owner.
-        self._new.fit(self._table, callbacks=[_TrainNothing()], **self._arguments)
+        self._fresh_model.fit(
+            self._table, callbacks=[_TrainNothing()], **self._arguments
+        )
 
     @property
     def num_people(self) -> int:
-        """The declared number of people, which is public, unlike their row counts."""
+        """The declared number of people, which is public (their row counts are not)."""
         return self.target.num_clients
 
     def get_weights(self) -> list[np.ndarray]:
-        """Returns the initial weights from `build`, which depend on no person.
+        """Returns the initial weights from `build`, which do not depend on any person.
 
         A server can start with those of any silo.
         """
-        return (self._new or self._build_model()).get_weights()
+        return (self._fresh_model or self._build_model()).get_weights()
 
     def train(
         self, weights: Sequence[npt.ArrayLike], message_id: str | int | None = None
@@ -141,11 +143,11 @@ class Silo:
         """Runs private rounds from received weights; charges, then answers.
 
         Args:
-          weights: Weights as from `get_weights`.
-          message_id: If the same message with the same id is sent again, it gets the
-            same answer and costs nothing. If its answer is no longer kept (see
-            `directory`), it is refused and costs nothing either. None: each call is a
-            new message.
+          weights: Weights in the form of `get_weights`.
+          message_id: If the same message is sent again with the same id, it gets the
+            same answer at no cost. If the answer's weights are no longer kept (see
+            `directory`), it is refused, also at no cost. None: each call is a new
+            message.
 
         Returns:
           The answer. Once the target is spent, it has the received weights, and `spent`
@@ -157,16 +159,16 @@ class Silo:
           SiloError: See its subclasses: in use, moved, changed, or an id that was used
             before with other weights or too long ago. Nothing was charged.
           LedgerWriteError, CheckpointWriteError: The disk is full or read-only. All
-            charges are in the ledger; the same message may be sent again.
+            charges are in the ledger, and the same message may be sent again.
         """
         received = self._check_weights(weights)
         message = Message.of("train", message_id, received)
-        with self._files.exclusive():
-            answer = self._files.answer(message)
+        with self._directory.exclusive():
+            answer = self._directory.answer(message)
             if answer is None:
                 answer = self._train(message, received)
-                self._files.keep(message, answer)
-            # With no round there is nothing to keep: it is what came.
+                self._directory.keep(message, answer)
+            # Without a round, no weights are stored, as they are the received ones.
             return SiloUpdate(**{**answer, "weights": answer["weights"] or received})
 
     def evaluate(
@@ -176,12 +178,12 @@ class Silo:
         private: PrivateMetrics,
         message_id: str | int | None = None,
     ) -> Json:
-        """Returns noisy metrics of weights on this silo's people; charges them first.
+        """Returns noisy metrics of weights on this silo's people, charged beforehand.
 
         Args:
           weights: As in `train`.
-          private: The metrics to release, their bounds and noise. There are no other
-            metrics, as exact ones would reveal information about people.
+          private: The metrics to release, with their bounds and noise. Exact metrics
+            are not available, as they would reveal information about people.
           message_id: As in `train`.
 
         Returns:
@@ -194,21 +196,21 @@ class Silo:
         received = self._check_weights(weights)
         request = f"{private.noise_multiplier!r} {sorted(private.bounds.items())!r}"
         message = Message.of("evaluate", message_id, received, request)
-        with self._files.exclusive():
-            answer = self._files.answer(message)
+        with self._directory.exclusive():
+            answer = self._directory.answer(message)
             if answer is None:
                 fed, _ = self._open()
                 self._set_weights(fed, received)
-                self._files.begin(message, fed.rounds, _count_charges(fed))
+                self._directory.begin(message, fed.rounds, _count_charges(fed))
                 answer = fed.evaluate_clients(self._table, verbose=0, private=private)
-                self._files.keep(message, answer)
+                self._directory.keep(message, answer)
                 self._fed = fed
             return answer
 
     def epsilon(self, delta: float) -> float:
-        """Returns the most that any person of this silo has spent, by the ledger."""
+        """Returns the largest epsilon of any person of this silo, from the ledger."""
         _validate.inside_unit_interval(delta=delta)
-        path = checkpoint.ledger_path(self._files.path)
+        path = checkpoint.ledger_path(self._directory.path)
         if not path.exists():
             return 0.0
         return accounting.epsilon_from_ledger(path, delta, self.target.accountant)
@@ -216,28 +218,26 @@ class Silo:
     def privacy_statement(
         self, delta: float | None = None, format: str = "text"
     ) -> str | Json:
-        """Returns what this silo's people are promised, against whom, and what is not.
+        """Returns what this silo's people are promised, and against whom.
 
         Args:
           delta: The delta at which epsilon is stated; None: the target's.
           format: "text" or "dict", as `DPFederatedModel.privacy_statement`, with the
             silo's own paragraph as "silo".
         """
-        with self._files.exclusive():
+        with self._directory.exclusive():
             fed, _ = self._open()
             self._fed = fed
-            text, preface = (
-                fed.privacy_statement(delta, format),
-                self._preface(fed, delta),
-            )
+            text = fed.privacy_statement(delta, format)
+            preface = self._preface(fed, delta)
             if isinstance(text, dict):
                 return {**text, "silo": preface}
             return f"{statement.wrap(preface)}\n\n{text}"
 
     def report(self, path: str | os.PathLike[str], delta: float | None = None) -> None:
         """Writes the statement and the settings as an HTML page without charts."""
-        with self._files.exclusive():
-            page = Report(path, delta, title=self._files.path.resolve().name)
+        with self._directory.exclusive():
+            page = Report(path, delta, title=self._directory.path.resolve().name)
             page.federated_model, _ = self._open()
             self._fed = page.federated_model
             page.preface = self._preface(page.federated_model, delta)
@@ -249,27 +249,27 @@ class Silo:
         """Returns a statement's first paragraph, at a delta; None: the target's."""
         facts: Any = fed.privacy_statement(delta, "dict")
         spent, delta = facts["epsilon"], facts["delta"]
-        lost = self._files.lost(_count_charges(fed))
+        lost = self._directory.lost(_count_charges(fed))
         text = (
             f"One silo of a federation, with {self.num_people} people (a number that "
             "is declared and public). What is protected is one person of this silo, "
             "with all of their rows in its table. Below, a client is such a person, "
             "and the server that draws clients and adds noise is this silo itself. "
-            "Protected against: everybody outside this silo, which is the federation's "
-            "server, the other silos, and whoever gets a model from them. They may "
-            "send any weights, send them again, stop, or work together: the promise "
-            f"stays {_guarantee(spent, delta)} for all that this silo has sent so far. "
+            "Protected against: everybody outside this silo, namely the federation's "
+            "server, the other silos, and anyone who gets a model from them. They may "
+            "send any weights, send them again, stop, or collude: the promise for all "
+            f"that this silo has sent so far is {_guarantee(spent, delta)}. "
             "It will never spend more than its target, "
-            f"{_guarantee(self.target.epsilon, self.target.delta)}. Somebody who is in "
-            "this silo and in another one that has spent as much has "
+            f"{_guarantee(self.target.epsilon, self.target.delta)}. Somebody who is "
+            "also in another silo that has spent as much has "
             f"{_guarantee(2 * spent, 2 * delta)}. Not covered: whether this silo "
-            "answers at all, which it does not if its table does not fit or has other "
-            "people than before."
+            "answers at all. It does not if its table is invalid or has other people "
+            "than before."
         )
         if lost:
             text += (
-                f" Releases charged for messages that were broken off: {lost}. Nobody "
-                "got those answers, and epsilon counts them all the same."
+                f" Releases charged for interrupted messages: {lost}. Nobody got those "
+                "answers, but epsilon counts them."
             )
         return text
 
@@ -278,7 +278,7 @@ class Silo:
         if first is None:
             first = fed.rounds
             self._set_weights(fed, received)
-            record_message = _RecordMessage(self._files, message)
+            record_message = _RecordMessage(self._directory, message)
             fed.fit(
                 self._table,
                 callbacks=[self._make_checkpoint(), record_message],
@@ -304,14 +304,14 @@ class Silo:
           message: If this message was interrupted, its remaining rounds are run.
 
         Returns:
-          The model; and the first round of that message, or None.
+          The model; and the first round of the interrupted message, or None.
         """
         fed, self._fed = self._fed, None
-        files, callbacks = self._files, [self._make_checkpoint()]
+        files, callbacks = self._directory, [self._make_checkpoint()]
         first = files.interrupted_round(message)
         if fed is not None and first is None and files.is_ours:
             return fed, None
-        fed, self._new = self._new or self._build_model(), None
+        fed, self._fresh_model = self._fresh_model or self._build_model(), None
         files.check_settings(_settings(fed))
         if first is None:
             callbacks.append(_TrainNothing())
@@ -332,16 +332,16 @@ class Silo:
         lost = files.lost(_count_charges(fed)) - files.state["lost"]
         if lost and first is None:
             warnings.warn(
-                f"Message {files.state['message']['name']} was broken off. Releases "
-                f"charged for it: {lost}. Nobody got the answer, and epsilon counts "
-                "them all the same.",
+                f"Message {files.state['message']['name']} was interrupted. Releases "
+                f"charged for it: {lost}. Nobody got the answer, but epsilon counts "
+                "them.",
                 RuntimeWarning,
                 stacklevel=4,
             )
         return fed, first
 
     def _make_checkpoint(self) -> RoundCheckpoint:
-        return RoundCheckpoint(self._files.path)
+        return RoundCheckpoint(self._directory.path)
 
     def _build_model(self) -> DPFederatedModel:
         fed = self._build()
@@ -353,8 +353,8 @@ class Silo:
         fed.require_compiled("build returns the model")
         if fed.setup.target is None or fed.mechanism.trust_model != TrustModel.CENTRAL:
             raise ValueError(
-                "build must return a model of make_private with a mechanism whose "
-                "guarantee is central, so that the silo keeps a target for its people, "
+                "build must return a model from make_private whose mechanism has a "
+                "central guarantee, so that the silo enforces a target for its people, "
                 f"got {fed.mechanism.name} with the target {fed.setup.target}."
             )
         if fed.setup.aborts_on_failure:
@@ -368,8 +368,8 @@ class Silo:
         return fed
 
     def _check_weights(self, weights: Sequence[npt.ArrayLike]) -> list[np.ndarray]:
-        """Returns weights in the model's dtypes; raises ValueError for useless ones."""
-        fed = self._fed or self._new or self._build_model()
+        """Returns weights in the model's dtypes; raises ValueError for invalid ones."""
+        fed = self._fed or self._fresh_model or self._build_model()
         variables = keras_versions.tf_variables(fed.model.weights)
         trainable = {id(v) for v in keras_versions.tf_variables(fed.trainable_weights)}
         arrays = [np.asarray(weight) for weight in weights]
@@ -378,8 +378,8 @@ class Silo:
             a.dtype.kind in "OSUmMc" for a in arrays
         ):
             raise ValueError(
-                f"weights must be numbers of the shapes {shapes}, as get_weights() has "
-                f"them, got {[f'{a.dtype}{list(a.shape)}' for a in arrays]}."
+                f"weights must be numbers with the shapes of get_weights(), {shapes}, "
+                f"got {[f'{a.dtype}{list(a.shape)}' for a in arrays]}."
             )
         with np.errstate(over="ignore", invalid="ignore"):
             arrays = [
@@ -396,14 +396,14 @@ class Silo:
             if id(variable) in trainable and largest > _LARGEST_WEIGHT:
                 raise ValueError(
                     f"weights must be at most {_LARGEST_WEIGHT:g} in magnitude, got "
-                    f"{largest:g} in weights[{index}]: no training makes use of it."
+                    f"{largest:g} in weights[{index}]: training from it would fail."
                 )
         return arrays
 
     def _set_weights(self, fed: DPFederatedModel, received: list[np.ndarray]) -> None:
         """Sets weights; raises ValueError if the model's output is then not finite.
 
-        It is called on zeros and ones, never on people's data.
+        The model is called on zeros and ones, never on people's data.
         """
         fed.set_weights(received)
         training = fed.require_compiled("train")
@@ -422,7 +422,7 @@ class Silo:
 
 
 class _TrainNothing(FederatedCallback):
-    """Makes a `fit` restore the state and train nothing."""
+    """Makes a `fit` restore or prepare the state without training."""
 
     def allow_round(self, round_index: int) -> bool:
         del round_index
@@ -430,16 +430,16 @@ class _TrainNothing(FederatedCallback):
 
 
 class _RecordMessage(FederatedCallback):
-    """Records the message once a checkpoint has its weights, before any charge."""
+    """Records a message once a checkpoint has its weights, before any charge."""
 
     def __init__(self, files: SiloDirectory, message: Message):
         super().__init__()
-        self._files, self._message = files, message
+        self._directory, self._message = files, message
 
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
         del last_round
         fed = self.federated_model
-        self._files.begin(self._message, first_round, _count_charges(fed))
+        self._directory.begin(self._message, first_round, _count_charges(fed))
 
 
 def _guarantee(epsilon: float, delta: float) -> str:
@@ -477,7 +477,7 @@ def _settings(fed: DPFederatedModel) -> Json:
 def _architecture(model: tf.keras.Model) -> str:
     """Returns a digest of a model's layers that ignores the names from Keras.
 
-    (The second model in a process is not `sequential`, but `sequential_1`.)
+    (Keras calls the second model in a process `sequential_1`, not `sequential`.)
     """
     try:
         config = json.loads(model.to_json())
