@@ -269,7 +269,7 @@ _MEDIAN = tfdp_fl.MedianClipping(noise_multiplier=1.0)
         (lambda: None, "build.*NoneType"),
         (lambda: tfdp_fl.DPFederatedModel(toy.dense(), _MEDIAN, 5), "compile must be"),
         (lambda: _build(0.1, sampling="fixed_size"), "sampling='poisson'"),
-        (lambda: _build(0.1, on_client_failure="abort"), "tell of a client"),
+        (lambda: _build(0.1, on_client_failure="abort"), "reveal that a client failed"),
         (lambda: _build(0.1, tfdp_fl.NoPrivacy()), "central mechanism"),
         (lambda: _build(0.1, tfdp_fl.LocalDP(**_FIXED)), "central mechanism"),
         (lambda: _build(0.1, _SCHEDULED), "constant noise_multiplier"),

@@ -1,4 +1,4 @@
-"""Hyperparameter search within the budget, charged as a whole."""
+"""Hyperparameter search within a privacy budget, charged as a whole."""
 
 from tfdp_fl.search.private_search import PrivateSearch
 from tfdp_fl.search.trial import PrivateScore, PublicScore

@@ -1,9 +1,9 @@
-"""A search over settings that is charged as a whole.
+"""A hyperparameter search that is charged as a whole.
 
-Settings of private training are often found by trials on clients' data that are not
-counted. Here, a secret, random number of trials is run, each with a candidate drawn at
-random, and only the best trial's model is released. Each trial gets enough noise for
-the whole search to meet the target.
+The settings of private training are often found by trials on clients' data whose cost
+is not counted. Here, a secret, random number of trials is run, each with a candidate
+drawn at random, and only the best trial's model is released. Each trial gets enough
+noise for the whole search to meet the target.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _LEDGER, _STATE = "ledger.jsonl", "search.npz"
 class PrivateSearch:
     """Finds settings and trains with them, within one epsilon.
 
-    It runs a random number of trials, each a training with a candidate that is drawn at
+    It runs a random number of trials, each of which trains with a candidate drawn at
     random with replacement, and returns the best trial's model. The target covers
     everything that is released: the candidate and its model. The number of trials and
-    the results of the other trials stay secret: trials are silent, no callback is
-    called, and a failed trial counts as the worst. The running time is not hidden.
+    the other trials' results stay secret: trials are silent, no callback is called, and
+    a failed trial counts as the worst. The running time is not hidden.
 
     Trials use Poisson cohorts and mechanisms whose noise the server adds. Papernot &
     Steinke (2022), https://arxiv.org/abs/2110.03620; Koskela, Redberg & Wang (2024),
@@ -78,10 +78,10 @@ class PrivateSearch:
           score: How trials are compared: on public data, or on clients that do not
             train.
           distribution: The distribution of the number of trials. With "poisson", there
-            may be no trial, and the untrained model is then returned. With "geometric",
+            may be no trial, and an untrained model is then returned. With "geometric",
             "logarithmic" or a number (the shape of a truncated negative binomial
-            distribution), there is at least one. Which one costs least depends on the
-            target and the rounds.
+            distribution), there is at least one trial. Which distribution costs least
+            depends on the target and the rounds.
 
         Raises:
           TypeError, ValueError: An argument is not allowed; the message names it.
@@ -94,7 +94,7 @@ class PrivateSearch:
             _validate.instance_of(Mapping, candidates=candidate)
             self.candidates.append(dict(candidate))
         if not self.candidates:
-            raise ValueError("candidates must hold at least one, got none.")
+            raise ValueError("candidates must have at least one, got none.")
         self.best: Json | None = None
         self._build = build
         self._trials = TrialCount.from_arguments(expected_trials, distribution)
@@ -105,9 +105,10 @@ class PrivateSearch:
         self._score = _validate.instance_of((PublicScore, PrivateScore), score=score)
         # Each search is a separate run, like the other runs in its ledger.
         self._account = PrivacyAccount(TrustModel.CENTRAL, num_clients=1)
-        self._searches: set[str] = set()
-        self._ended: dict[str, str] = {}
-        self._last: tuple[Split, list[Trial]] | None = None
+        self._charged_run_ids: set[str] = set()
+        # By run id, the digest of the search's result.
+        self._result_digests: dict[str, str] = {}
+        self._last_search: tuple[Split, list[Trial]] | None = None
 
     def fit(
         self,
@@ -123,8 +124,8 @@ class PrivateSearch:
     ) -> tf.keras.Model:
         """Runs a search and returns the Keras model of its best trial.
 
-        It is charged before the first trial. A second call is a second search, and
-        epsilon then covers both.
+        The search is charged before its first trial. A second call is a second search,
+        and epsilon then covers both.
 
         Args:
           clients: As in `DPFederatedModel.fit`.
@@ -134,15 +135,15 @@ class PrivateSearch:
           shuffle: Whether clients shuffle their examples.
           directory: The directory of `ledger.jsonl`, which records the search as one
             line; other runs in it count as well. The directory also contains the
-            search's state, and later its result. Keep it secret for ever, as the times
-            of its files reveal how long the search took. None: nothing is stored.
+            search's state, and later its result. Keep it secret for ever, as its files'
+            change times reveal how long the search took. None: nothing is stored.
           resume_from: The `directory` of an interrupted search. The search continues
             with the remaining trials; an interrupted trial counts as failed. A search
-            that has ended returns the same model again, at no cost. All other
-            arguments must be the same. Never finish a copy of a directory as well: in
-            another process, its second result would not be counted.
-          verbose: As in `DPFederatedModel.fit`, but without effect: progress output
-            would reveal the trials.
+            that has ended returns the same model again, at no cost. All other arguments
+            must be the same. Never finish a copy of the directory, too: another
+            process would not count its second result.
+          verbose: Accepted as in `DPFederatedModel.fit`, but without effect, as
+            progress output would reveal the trials.
 
         Returns:
           The model. It cannot be trained further, as its cost is counted here. It is
@@ -176,12 +177,12 @@ class PrivateSearch:
             files = SearchDirectory(resume_from if resumes else directory)
             plan = {**self._plan(dataset, options), "build": charge.to_json()}
             with files.lock_ledger(resumes, self._target):
-                state = self._begin(files if resumes else None, plan, trials)
-                paid = self._pay(files, state, charge)
-                self._last = split, trials
+                state = self._begin_or_resume(files if resumes else None, plan, trials)
+                paid = self._charge(files, state, charge)
+                self._last_search = split, trials
                 self._run_trials(files, state, trials, paid)
                 files.end(state)
-                self._ended[state.run_id] = state.digest()
+                self._result_digests[state.run_id] = state.digest()
             best = state.best
             self.best = None if best is None else dict(self.candidates[best])
             winner = trials[best or 0]
@@ -189,7 +190,7 @@ class PrivateSearch:
             return winner.model
 
     def epsilon(self, delta: float) -> float:
-        """Returns the epsilon at delta of all searches so far; 0 before the first.
+        """Returns epsilon at delta for all searches so far; 0 before the first.
 
         Args:
           delta: Strictly between 0 and 1.
@@ -209,16 +210,16 @@ class PrivateSearch:
         Raises:
           ValueError: There was no search yet, or an argument is not allowed.
         """
-        if self._last is None:
+        if self._last_search is None:
             raise ValueError("fit must be called before privacy_statement.")
         delta = self._target[1] if delta is None else delta
-        composition, (split, trials) = self._account.central, self._last
+        composition, (split, trials) = self._account.central, self._last_search
         caveats = set().union(*(trial.caveats() for trial in trials))
         score_source = "public data"
         if split.held_out is not None:
             score_source = (
-                f"{split.held_out.num_clients} clients (held out by their ids; of a "
-                "list, by their places in it), with noise, and charged"
+                f"{split.held_out.num_clients} clients (held out by their ids, or by "
+                "their positions in a list), with noise, and charged"
             )
         theorem = self._trials.theorem
         if composition.is_one_search:
@@ -226,7 +227,8 @@ class PrivateSearch:
                 " and by privacy profiles (Koskela, Redberg & Wang 2024, arXiv "
                 "2402.06701)"
             )
-        times = "" if len(self._searches) == 1 else f"{len(self._searches)} times, "
+        num_searches = len(self._charged_run_ids)
+        times = "" if num_searches == 1 else f"{num_searches} times, "
         facts = accounting.StatementFacts(
             trust_model=TrustModel.CENTRAL,
             mechanism="PrivateSearch",
@@ -273,7 +275,7 @@ class PrivateSearch:
         )
 
     def _build_trials(self, split: Split, options: Json) -> list[Trial]:
-        """Calls `build` for all candidates, and checks the results."""
+        """Calls `build` for all candidates and checks the results."""
         trials: list[Trial] = []
         used_variables: set[int] = set()
         for candidate in self.candidates:
@@ -281,22 +283,22 @@ class PrivateSearch:
             variables = {id(variable) for variable in trial.variables}
             if used_variables & variables:
                 raise ValueError(
-                    "build must return a model and a server_optimizer of its own for "
-                    "each candidate, got one that shares variables with another: a "
-                    "trial would begin where another one ended."
+                    "build must return a new model and a new server_optimizer for each "
+                    "candidate, got one that shares variables with another: a trial "
+                    "would begin where another one ended."
                 )
             used_variables |= variables
             trial.check(self._score.metric)
             trials.append(trial)
         return trials
 
-    def _begin(
+    def _begin_or_resume(
         self,
         interrupted: SearchDirectory | None,
         plan: Json,
         trials: list[Trial],
     ) -> SearchState:
-        """Returns the state of a new search, or of the resumed one."""
+        """Returns the state of a new search, or of the interrupted one."""
         if interrupted is None:
             return SearchState(
                 plan=plan,
@@ -305,8 +307,8 @@ class PrivateSearch:
                 weights=trials[0].initial,
             )
         state = interrupted.read()
-        # A second result would have to share the same charge.
-        interrupted.check_end(state, self._ended.get(state.run_id))
+        # A second result would not be covered by the charge.
+        interrupted.check_end(state, self._result_digests.get(state.run_id))
         for name, value in plan.items():
             if state.plan.get(name) != value:
                 raise ValueError(
@@ -325,7 +327,7 @@ class PrivateSearch:
         trials: list[Trial],
         paid: accounting.Charge,
     ) -> None:
-        """Runs the remaining trials; the state then has the best of all trials."""
+        """Runs the remaining trials; the state then has the best one of all."""
         try:
             while state.begun < state.trials:
                 # Recorded first, so that an interrupted trial is not run again.
@@ -341,7 +343,7 @@ class PrivateSearch:
                 trial.reset()
                 federated_training.mark_owner(self, trial.variables, trial.model)
 
-    def _pay(
+    def _charge(
         self,
         directory: SearchDirectory,
         state: SearchState,
@@ -353,20 +355,20 @@ class PrivateSearch:
             if ledger is not None:
                 account.attach_ledger(directory.name, ledger, run="a search's ledger")
                 account.central.require_relation(charge.relation)
-                directory.write(state)  # So that every charged search can be resumed.
+                directory.write(state)  # Every charged search must be resumable.
             paid = account.charge(
                 charge,
                 name=state.run_id,
                 resumes=True,  # From a state that says which trials were released.
                 cohort_size=charge.num_clients,
                 details={"search": self._trials.describe()},
-                # One for a trial, and one for its score on clients.
+                # For each trial, one for its training and one for its score on clients.
                 uses=2 * (state.trials - state.begun),
             )
         finally:
             with account.pause_charges():
                 account.detach_ledger(directory.name)
-        self._searches.add(state.run_id)
+        self._charged_run_ids.add(state.run_id)
         return paid
 
 
@@ -379,12 +381,12 @@ class SearchState:
       run_id: The search's name in its ledger.
       ledger_head: The hash of the last ledger line that the search has seen.
       trials: The secret number of trials.
-      begun: The number of trials started. An interrupted trial is not run again.
+      begun: The number of started trials. An interrupted trial is not run again.
       initial: The initial weights of each candidate.
       best: The index of the best candidate so far, or None.
       score: The score of the best candidate.
-      weights: Its weights; until there is one, those of the first candidate.
-      ended: Whether the search has ended. The secrets of its trials are then deleted.
+      weights: The best candidate's weights; until there is one, the first's.
+      ended: Whether the search has ended, and the secrets of its trials are deleted.
     """
 
     plan: Json
@@ -404,7 +406,7 @@ class SearchState:
         self.score, self.initial, self.ended = -np.inf, [], True
 
     def digest(self) -> str:
-        """Returns a digest that distinguishes this result from all others."""
+        """Returns a digest that identifies the result."""
         digest = hashlib.sha256(f"{self.run_id} {self.best}".encode())
         for array in self.weights:
             digest.update(np.ascontiguousarray(array).tobytes())
@@ -415,29 +417,28 @@ class SearchDirectory:
     """Stores a ledger of searches, and the state or the result of the last one.
 
     Only its owner can read it. When a search ends, its result replaces its state, and
-    then the ledger records the end: from then on, this is the only result that the
-    search can have. All files get the time at which the ledger was created, because
-    later times would reveal how long the trials took. (The change times that the system
-    keeps cannot be set, so the directory must stay secret.) Without a path, nothing is
-    stored.
+    then the ledger records the end: from then on, the search can have no other result.
+    All files get the time at which the ledger was created, because later times would
+    reveal how long the trials took. (The system's change times cannot be set, so the
+    directory must stay secret.) Without a path, nothing is stored.
 
     Attributes:
       ledger: The ledger while it is locked; None without a path.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None):
-        """Names the directory."""
+        """Makes an object for a directory, which need not exist yet."""
         self._path = None if path is None else pathlib.Path(path)
         self.ledger: accounting.PrivacyLedger | None = None
 
     @property
     def name(self) -> str:
-        """The account's name for the ledger: a copy elsewhere is another one."""
+        """The ledger's name in the account; a copy elsewhere has another name."""
         return "" if self._path is None else os.path.realpath(self._path / _LEDGER)
 
     @contextlib.contextmanager
     def lock_ledger(self, resumes: bool, target: tuple[float, float]) -> Iterator[None]:
-        """Holds the ledger's lock; a new ledger has the target.
+        """Holds the ledger's lock; a new ledger records the target.
 
         Raises:
           ValueError: There is an interrupted search here that is not being resumed, or
@@ -455,7 +456,7 @@ class SearchDirectory:
             target_delta=target[1],
             mechanism={"name": "PrivateSearch", "trust_model": TrustModel.CENTRAL},
         ) as self.ledger:
-            self._check(resumes)  # Others may have been here in the meantime.
+            self._check(resumes)  # Another process may have changed it meanwhile.
             try:
                 yield
             finally:
@@ -465,24 +466,24 @@ class SearchDirectory:
         assert self._path is not None
         is_unfinished = (self._path / _STATE).exists()
         if is_unfinished and not resumes:
-            is_unfinished = not self._state().ended
+            is_unfinished = not self._read_state().ended
         if is_unfinished != resumes:
             argument = "resume_from" if resumes else "directory"
             raise ValueError(
-                f"{argument} must hold {'an' if resumes else 'no'} interrupted search, "
-                "which fit(resume_from=directory) goes on with, and "
-                f"{self._path} holds {'one' if is_unfinished else 'none'}."
+                f"{argument} must have {'an' if resumes else 'no'} interrupted search, "
+                "which fit(resume_from=directory) continues, but "
+                f"{self._path} has {'one' if is_unfinished else 'none'}."
             )
 
     def read(self) -> SearchState:
         """Returns the state of an interrupted search, whose ledger must be present."""
         assert self._path is not None
-        state = self._state()
+        state = self._read_state()
         ledger = self._path / _LEDGER
         accounting.PrivacyLedger.read(ledger, expected_head=state.ledger_head)
         return state
 
-    def _state(self) -> SearchState:
+    def _read_state(self) -> SearchState:
         assert self._path is not None
         data = (self._path / _STATE).read_bytes()
         return SearchState(**checkpoint.from_bytes(data))
@@ -500,9 +501,9 @@ class SearchDirectory:
         known.discard(None)
         if known and not (state.ended and known == {state.digest()}):
             raise ValueError(
-                "resume_from must hold a search that has not ended, or its result, "
+                "resume_from must have a search that has not ended, or its result, "
                 "got an older state of one that has: its trials would give a second "
-                "result, which nobody has paid for."
+                "result, which is not charged."
             )
 
     def write(self, state: SearchState) -> None:
@@ -513,9 +514,9 @@ class SearchDirectory:
             checkpoint.write_atomically(self._path / _STATE, data)
 
     def end(self, state: SearchState) -> None:
-        """Replaces the state by the result, and records the end in the ledger.
+        """Replaces the state by the result, and then records the end in the ledger.
 
-        After an interrupt in between, the line is written when the result is read.
+        After an interrupt in between, the line is written when the search is resumed.
         """
         state.end()
         if self.ledger is None or state.run_id in self.ledger.contents().ended:

@@ -1,4 +1,4 @@
-"""Trials of a search: their cost, their training, and their scores."""
+"""The trials of a search: their cost, their training, and their scores."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ Candidate = Json
 
 _MODES = ("auto", "max", "min")
 _IS_ERROR = re.compile("loss|error|entropy|divergence|perplexity|mse|mae|mape|msle")
-# If this many different public examples are all clients' own, it is no coincidence.
-_MIN_TELLING_EXAMPLES = 20
+# If this many different "public" examples are all clients' own, it is no coincidence.
+_MIN_COPIED_EXAMPLES = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Split:
     Attributes:
       training: The clients that train.
       held_out: The clients that score, or None.
-      event: The cost of scoring one trial for the clients that score, or None.
+      event: What scoring one trial costs the clients that score, or None.
       is_disjoint: Whether no client is on both sides, and adding or removing a client
         on one side does not change the other.
     """
@@ -63,7 +63,7 @@ class Split:
 
 
 class PublicScore:
-    """A metric of the trial's model on public data; it costs nothing.
+    """A metric of a trial's model on public data, which costs no privacy.
 
     Attributes:
       metric: "loss", or the name of a compiled metric.
@@ -99,9 +99,9 @@ class PublicScore:
         self._x, self._y = x, y
 
     def split(self, clients: FederatedDataset) -> Split:
-        """Uses all clients for training, after checking that the data is not theirs."""
+        """Returns all clients for training, unless the data is their own."""
         examples = _example_hashes(self._x, self._y)
-        if len(examples) >= _MIN_TELLING_EXAMPLES and clients.is_indexed:
+        if len(examples) >= _MIN_COPIED_EXAMPLES and clients.is_indexed:
             rows, _ = clients.client_rows(np.arange(clients.num_clients))
             x, y = tf.nest.map_structure(
                 lambda leaf: leaf.numpy()[np.unique(rows)], clients.flat()
@@ -109,9 +109,9 @@ class PublicScore:
             if examples <= _example_hashes(x, nests.labels_of(y)):
                 raise ValueError(
                     "score must be computed on public data, got a PublicScore whose "
-                    "examples are all the training clients' own: no epsilon would "
+                    "examples are all the training clients' own: epsilon would not "
                     "cover it. PrivateScore(metric, noise_multiplier=...) scores on "
-                    "clients that are held out, and is charged."
+                    "held-out clients, and is charged."
                 )
         return Split(training=clients)
 
@@ -127,7 +127,7 @@ class PublicScore:
         values = model.evaluate(
             self._x, self._y, batch_size=1024, verbose=0, return_dict=True
         )
-        return _as_score(values[self.metric], self.mode)
+        return _to_score(values[self.metric], self.mode)
 
     def digest(self) -> str:
         """Returns what distinguishes this score from others."""
@@ -166,7 +166,7 @@ class PrivateScore:
           bounds: The metric's range (low, high), chosen without the clients' data.
           held_out: The fraction of the search's clients that score and do not train. A
             client's id alone decides whether it is one of them. Clients with only
-            positions and no names are charged for both.
+            positions and no names are charged for both training and scoring.
           mode: "max" or "min"; "auto" decides by the metric's name.
         """
         self.metric, self.mode = _resolve_mode(metric, mode)
@@ -174,11 +174,11 @@ class PrivateScore:
         self._release = PrivateMetrics(
             bounds={metric: bounds}, noise_multiplier=noise_multiplier
         )
-        self._share = _validate.inside_unit_interval(held_out=held_out)
+        self._held_out_fraction = _validate.inside_unit_interval(held_out=held_out)
 
     def split(self, clients: FederatedDataset) -> Split:
         """Returns the clients that train, those that score, and the cost of a score."""
-        training, held_out = clients.split_by_id(self._share)
+        training, held_out = clients.split_by_id(self._held_out_fraction)
         return Split(
             training=training,
             held_out=held_out,
@@ -198,11 +198,11 @@ class PrivateScore:
         values = evaluation.evaluate(model, training, held_out, 1024, 0, silent=True)
         generator = np.random.Generator(np.random.Philox())
         released = self._release.release(values, generator, paid)
-        return _as_score(released[self.metric]["mean"], self.mode)
+        return _to_score(released[self.metric]["mean"], self.mode)
 
     def digest(self) -> str:
         """Returns what distinguishes this score from others."""
-        return f"PrivateScore {self._release!r} {self._share} {self.mode}"
+        return f"PrivateScore {self._release!r} {self._held_out_fraction} {self.mode}"
 
 
 def _resolve_mode(metric: str, mode: str) -> tuple[str, str]:
@@ -213,21 +213,21 @@ def _resolve_mode(metric: str, mode: str) -> tuple[str, str]:
     return metric, mode
 
 
-def _as_score(value: float, mode: str) -> float:
+def _to_score(value: float, mode: str) -> float:
     return -float(value) if mode == "min" else float(value)
 
 
 def _example_hashes(x: nests.Nest, y: nests.Nest) -> set[bytes]:
-    """Returns a hash of each different example."""
-    leaves = map(_comparable, tf.nest.flatten((x, y)))
+    """Returns the hashes of the distinct examples."""
+    leaves = map(_to_stored_form, tf.nest.flatten((x, y)))
     return {
         hashlib.sha256(b"".join(row.tobytes() for row in rows)).digest()
         for rows in zip(*leaves, strict=False)
     }
 
 
-def _comparable(values: Any) -> np.ndarray:
-    """Returns an array in a form that storing it in a dataset does not change."""
+def _to_stored_form(values: Any) -> np.ndarray:
+    """Returns an array in a form that is the same before and after it is stored."""
     array = np.asarray(values)
     if array.dtype.kind in "SUO":
         digest = np.vectorize(lambda s: hashlib.sha256(s).hexdigest(), otypes=["U64"])
@@ -248,7 +248,7 @@ class Trial:
     """
 
     def __init__(self, candidate: Candidate, built: Any, split: Split, options: Json):
-        """Checks the result of `build`; `options` are `fit`'s, including its rounds."""
+        """Checks the result of `build`; `options` are those of `fit`, with `rounds`."""
         if not isinstance(built, DPFederatedModel):
             raise TypeError(
                 "build must return a compiled tfdp_fl.DPFederatedModel, got a "
@@ -290,7 +290,7 @@ class Trial:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """Weights, states of random layers, and the server optimizer's variables."""
+        """The weights, the states of random layers, and the server optimizer's."""
         return [*keras_versions.tf_variables(self.model.variables), *self._server]
 
     def values(self) -> list[np.ndarray]:
@@ -308,12 +308,12 @@ class Trial:
         self.model.reset_metrics()
         self.model.history = None
         if self._fed is not None:
-            self._fed._run = None  # The search counts its cost.
+            self._fed._run = None  # The search accounts for its cost.
 
     def check(self, metric: str) -> None:
         """Raises ValueError if the model cannot accept the clients' examples.
 
-        It is called on zeros, so the outcome does not depend on the clients.
+        The model is called on zeros, so the outcome does not depend on the clients.
         """
         x_spec, y_spec = self._split.training.element_spec
         example_spec.check_features(self.model, x_spec, "clients")
@@ -355,10 +355,10 @@ class Trial:
     def prepare(self) -> None:
         """Prepares the training; raises any error that would make every trial fail.
 
-        It runs before the charge and reports errors. Within a trial, errors are silent,
-        and a client with an invalid label would decide how the search ends.
+        It runs before the charge. Within a trial, errors are silent, and a client with
+        an invalid label could decide how the search ends.
         """
-        # All trials of this candidate use its programs.
+        # All trials of this candidate share its compiled programs.
         self._fed = self._built.with_setup(
             mechanism=self.mechanism, delta=None, target=None
         )
@@ -429,8 +429,8 @@ def _check_mechanism(built: DPFederatedModel, candidate: Candidate) -> None:
         problem = f"sampling='poisson', got {built.setup.sampling!r}"
     elif built.setup.aborts_on_failure:
         problem = (
-            "on_client_failure='exclude', got 'abort': a model that did not move would "
-            "tell of a client, without noise"
+            "on_client_failure='exclude', got 'abort': an unchanged model would reveal "
+            "that a client failed, without noise"
         )
     elif not schedules.is_constant(built.setup.clients_per_round):
         problem = "a constant clients_per_round, got a schedule"
@@ -452,7 +452,7 @@ def _check_mechanism(built: DPFederatedModel, candidate: Candidate) -> None:
 def calibrate(
     trials: list[Trial], split: Split, count: TrialCount, target: tuple[float, float]
 ) -> accounting.RoundCharge:
-    """Gives all trials the smallest noise that meets the target.
+    """Gives all trials the smallest noise with which the search meets the target.
 
     Returns the most that the search costs any client, whichever candidates are drawn.
     """
@@ -475,25 +475,28 @@ def calibrate(
             ),
         )
 
-    def noise_of(trial: Trial, aim: float, limit: float | None) -> float:
+    def calibrate_trial(trial: Trial, target: float, limit: float | None) -> float:
         return accounting.calibrate(
-            lambda z: [charge([trial.event(z)])], aim, delta, "pld", upper=limit
+            lambda z: [charge([trial.event(z)])], target, delta, "pld", upper=limit
         )
 
-    aim = epsilon
+    # The epsilon of a search with only one candidate.
+    single_epsilon = epsilon
     while True:
         events: list[dp_accounting.DpEvent] = []
-        # By a trial's cost at a given noise, so that equal trials are calibrated once.
+        # By a trial's cost at a reference noise, to calibrate equal trials only once.
         calibrated: dict[dp_accounting.DpEvent, float] = {}
         for trial in trials:
             limit = trial.noise_limit()
             reference_event = trial.event(min(1.0, limit or 1.0))
             if reference_event not in calibrated:
-                calibrated[reference_event] = noise_of(trial, aim, limit)
+                calibrated[reference_event] = calibrate_trial(
+                    trial, single_epsilon, limit
+                )
             events.append(trial.event(calibrated[reference_event]))
         search_charge = charge(events)
         total = accounting.PrivacyAccountant([search_charge]).epsilon(delta, "pld")
         if total <= epsilon:
             return search_charge
-        # If costs differ, their maximum at each epsilon exceeds every single one.
-        aim *= 0.999 * epsilon / total
+        # If candidates differ, the maximum of their costs exceeds each single cost.
+        single_epsilon *= 0.999 * epsilon / total
