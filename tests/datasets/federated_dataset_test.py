@@ -171,7 +171,7 @@ def _from_slices(clients):
 
 _map = _from_arrays(_UNEVEN).map
 _REFUSED = [
-    (_from_arrays, [{}], "clients must hold at least one client"),
+    (_from_arrays, [{}], "clients must have at least one client"),
     (_from_arrays, [{"a": ({"u": np.ones(3), "v": _TWO}, np.ones(3))}], "'a': .* 2 in"),
     (_from_arrays, [{"a": np.ones((2, 3))}], r"'a': .* must be \(x, y\) or"),
     (_from_arrays, [{"a": (_TWO, _TWO, np.ones(3))}], "3 in sample_weight"),
@@ -194,7 +194,7 @@ _REFUSED = [
     *((_of_rows, [[[row]]], "indices must be from 0 to 9") for row in (10, -1)),
     *((_of_rows, [[row]], "indices must be integers") for row in ([0.0], [True] * 10)),
     (_of_rows, [[[1], np.arange(10) < 1]], "indices must be integers"),
-    (_of_rows, [np.zeros((0, 3), int)], "indices must hold at least one"),
+    (_of_rows, [np.zeros((0, 3), int)], "indices must have at least one"),
     (_of_rows, [np.arange(3)], "indices must be one 1-D array per client"),
     (_of_rows, [[[0]], ["a", "b"]], "client_ids must have one id"),
     (_of_slices, [_TWO], "Client 'a': dataset must be a "),
@@ -206,7 +206,7 @@ _REFUSED = [
     (_map, [lambda x, y: (x[:2], y[:2])], "fn must return as many"),
     (_map, [lambda x, y: x], r"fn must return \(x, y\) or"),
     (_map, [None], "fn must be callable"),
-    (_from_fn, [[], len], "client_ids must hold"),
+    (_from_fn, [[], len], "client_ids must have"),
     (_from_fn, [[(1, float("nan")), (1, float("nan"))], len], r"missing value \(NaN"),
     (_from_fn, [[1], len, tf.TensorSpec([])], "element_spec must be"),
     (as_federated, [_examples(3)], "client_ids=ids"),

@@ -158,7 +158,7 @@ def test_weights_of_some_clients():
         declared = make({0: (x, y), 1: (x, y, weight)})
         whole, failed = declared.read_clients(None)
         assert not isinstance(whole.y, nests.Weighted)
-        assert "weights of examples, must be declared" in failed.reason
+        assert "sample_weight must be declared" in failed.reason
 
 
 def _of_two():
@@ -312,7 +312,7 @@ def test_a_label_may_be_nan_however_clients_are_given(loss):
         weights.append(np.concatenate([w.ravel() for w in fed.get_weights()]))
     np.testing.assert_array_equal(weights[0], weights[1])
     np.testing.assert_array_equal(weights[0], weights[2])
-    with pytest.raises(ValueError, match="x must have finite"):
+    with pytest.raises(ValueError, match="x must have only finite"):
         fed.fit(np.where(x == x[0, 0], np.nan, x), y, client_ids=ids)
 
 
@@ -321,4 +321,4 @@ def test_batches_of_a_fixed_size_are_not_taken_for_examples(capsys):
     batches = _slices((x, y)).batch(2, drop_remainder=True)
     fed = toy.federated()
     fed.fit([batches] * 20, verbose=2)
-    assert "drop_remainder=True) makes examples of batches" in capsys.readouterr().out
+    assert "drop_remainder=True), each batch looks like one" in capsys.readouterr().out

@@ -57,7 +57,7 @@ def test_one_column_a_mapping_and_a_series():
     frame = pd.DataFrame({"age": [1, 2, 3], "height": [0.5, 1.5, 2.5]}, [7, 8, 9])
     labels = pd.Series([0, 1, 0], index=[7, 8, 9])
     for given in (labels, pd.Index(labels)):
-        x, y = adapters.by_person(frame, given, [5, 5, 6]).client(5)
+        x, y = adapters.group_by_person(frame, given, [5, 5, 6]).client(5)
         np.testing.assert_array_equal(x, [[1, 0.5], [2, 1.5]])
         np.testing.assert_array_equal(y, [0, 1])
     # Names that are no text, as of a file without a header.
@@ -181,7 +181,7 @@ def test_fit_is_that_of_the_clients_with_all_their_rows():
     names = dict.fromkeys(ids.tolist())
     clients = {name: [each[ids == name] for each in (x, y, weight)] for name in names}
     other.fit({name: tuple(rows) for name, rows in clients.items()}, **options)
-    one.fit(adapters.by_person(x, y, ids), rounds=2, **options)
+    one.fit(adapters.group_by_person(x, y, ids), rounds=2, **options)
     without = {name: tuple(rows[:2]) for name, rows in clients.items()}
     other.fit(without, rounds=2, **options)
     with pytest.raises(
@@ -243,7 +243,7 @@ def _with_a_gap(x, *_):
 )
 def test_what_does_not_go_together(change, message):
     with pytest.raises(ValueError, match=message):
-        adapters.by_person(*change(*_table()))
+        adapters.group_by_person(*change(*_table()))
 
 
 @pytest.mark.parametrize(
@@ -261,12 +261,12 @@ def test_ids_are_the_same_in_a_frame_and_beside_a_table(ids):
     named = _from_frame(frame, "who").client_ids
     assert len(named) == 2
     for given in (ids, pd.Series(ids), pd.Series(ids, dtype=object)):
-        assert adapters.by_person(x, y, given).client_ids == named
+        assert adapters.group_by_person(x, y, given).client_ids == named
     nans = [(1, float("nan")) for _ in y]  # Which equal only themselves.
     with pytest.raises(ValueError, match=r"client_ids must be .* row 0"):
-        adapters.by_person(x, y, nans)
+        adapters.group_by_person(x, y, nans)
     with pytest.raises(ValueError, match=r"client_ids must be .* row 1"):
-        adapters.by_person(x, y, [ids[0], {}, ids[2]])
+        adapters.group_by_person(x, y, [ids[0], {}, ids[2]])
 
 
 def _other_index(values):
@@ -280,7 +280,7 @@ def test_rows_of_one_person_are_not_anothers(name):
     given = {"y": y, "client_ids": ids, "sample_weight": np.ones(len(y))}
     given = {key: pd.Series(values) for key, values in given.items()}
     x = {"a": pd.DataFrame(x), "b": x}
-    takes = [lambda: adapters.by_person(x, **given)]
+    takes = [lambda: adapters.group_by_person(x, **given)]
     if name != "sample_weight":
         bounded = {key: given[key] for key in ("y", "client_ids")}
         takes.append(lambda: tfdp_fl.limit_rows_per_client(x, **bounded, max_rows=2))
@@ -327,9 +327,9 @@ def test_nobody_keeps_more_rows_than_the_bound(choose):
     ],
 )
 def test_numbers_are_grouped_as_any_ids_are(ids):
-    found = tables.rows_of_people(ids, 6)
+    found = tables.group_rows(ids, 6)
     for other in (ids.tolist(), ids.astype(object), pd.Series(ids)):
-        wanted = tables.rows_of_people(other, 6)
+        wanted = tables.group_rows(other, 6)
         assert found.client_ids == wanted.client_ids
         np.testing.assert_array_equal(found.rows, wanted.rows)
         np.testing.assert_array_equal(found.lengths, wanted.lengths)
@@ -344,15 +344,15 @@ def test_ids_that_differ_have_different_digests_and_alike_ones_are_found():
         *([1, 2], [2, 1], [12], [1, 2, 0], ["1", "2"], ["12"], ["1", "2", ""]),
         *([1.0, 2.0], [1, "2"], [b"1", b"2"], [True, 2], range(1, 3), [2**70, 1]),
     ]
-    assert len({tables.digest(ids) for ids in lists}) == len(lists)
-    assert tables.digest([np.int64(1), 2]) == tables.digest([1, 2])
-    assert tables.digest([np.str_("a")]) == tables.digest(["a"])
+    assert len({tables.hash_ids(ids) for ids in lists}) == len(lists)
+    assert tables.hash_ids([np.int64(1), 2]) == tables.hash_ids([1, 2])
+    assert tables.hash_ids([np.str_("a")]) == tables.hash_ids(["a"])
     plain = ["ann", "ben", "x1", "10", "2.5", "-3", "a_b", "1e5", "0x"]
-    assert tables._is_plain([word for word in plain if word != "0x"])
+    assert tables._are_plain([word for word in plain if word != "0x"])
     for word in plain:
-        assert tables._read_as(word) == word or not tables._is_plain([word])
-    assert not tables._is_plain(["ben", ""])
+        assert tables._normalise_id(word) == word or not tables._are_plain([word])
+    assert not tables._are_plain(["ben", ""])
     for odd in ("Ann", " ann", "a nn", "01", "1.0", "+07", "\ufeffann", "a\x01"):
-        assert not tables._is_plain(["ben", odd])
+        assert not tables._are_plain(["ben", odd])
         with pytest.warns(RuntimeWarning, match="differ only in"):
-            tables.distinct([odd, tables._read_as(odd), "ben"])
+            tables.require_distinct([odd, tables._normalise_id(odd), "ben"])

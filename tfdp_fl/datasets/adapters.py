@@ -1,4 +1,4 @@
-"""Converts users' data, including tables with one client id per row, to clients."""
+"""Converts users' data, such as tables with one client id per row, to clients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Clients: TypeAlias = FederatedDataset | Nest
 
 _ALLOWED = (
     "a FederatedDataset, a mapping or list with (x, y), (x, y, sample_weight) or a "
-    "tf.data.Dataset for each client, a tff.simulation.datasets.ClientData, or of a "
+    "tf.data.Dataset for each client, a tff.simulation.datasets.ClientData, or for a "
     "table FederatedDataset.from_dataframe(frame, client=...) or fit(x, y, "
     "client_ids=ids)"
 )
@@ -61,7 +61,7 @@ def as_federated(clients: Clients, element_spec: nests.Nest = None) -> Federated
         {k: tuple(v) if isinstance(v, list) else v for k, v in by_id.items()},
         element_spec,
     )
-    # The clients of a list have only positions: see `FederatedDataset.clients_digest`.
+    # A list's clients have only positions; see `FederatedDataset.clients_digest`.
     return dataset.with_ids(range(len(by_id))) if is_list else dataset
 
 
@@ -82,34 +82,34 @@ def resolve_fit_data(
     if client_ids is not None:
         if y is None:
             raise TypeError(
-                "x and y must be arrays or pandas frames of all rows with client_ids, "
-                f"got a {type(data).__name__} for x and no y."
+                "x and y must be arrays or pandas frames of all rows if client_ids is "
+                f"given, got a {type(data).__name__} for x and no y."
             )
-        return by_person(data, y, client_ids, sample_weight)
+        return group_by_person(data, y, client_ids, sample_weight)
     if y is None and sample_weight is None:
         return as_federated(data)
     raise TypeError(
-        "client_ids must say whose row each is where y or sample_weight is given: "
+        "client_ids must say whose row each is if y or sample_weight is given: "
         "fit(x, y, client_ids=ids, rounds=...)."
     )
 
 
-def by_person(
+def group_by_person(
     x: nests.Nest,
     y: nests.Nest,
     client_ids: tables.Ids,
     sample_weight: nests.Nest = None,
     num_people: int | None = None,
 ) -> FederatedDataset:
-    """Returns the clients of a table: each person, with all its rows.
+    """Returns the clients of a table: each person, with all of their rows.
 
     Args:
       x: Features [n, ...], a nest of arrays, or a pandas frame of numbers.
       y: Labels [n, ...], likewise.
       client_ids: The person of each row, [n] numbers or strings.
       sample_weight: Each row's weight in the loss, [n], or None.
-      num_people: The declared number of people; clients without examples make up for
-        missing ones. None: the number of people in the table.
+      num_people: The declared number of people; if the table has fewer, clients without
+        examples are added. None: the number of people in the table.
 
     Raises:
       ValueError: There are more people than declared; a row has no id, or has a missing
@@ -124,9 +124,9 @@ def by_person(
         if nest is not None
     }
     num_rows = nests.common_length(arguments["x"], arguments["y"])
-    rows = tables.rows_of_people(client_ids, num_rows)
+    rows = tables.group_rows(client_ids, num_rows)
     for argument, nest in arguments.items():
-        # Labels may be NaN in whatever form clients are given, as a loss may allow it.
+        # Labels may be NaN in every form of data, as a loss may allow it.
         for leaf in tf.nest.flatten(nest) if argument != "y" else ():
             tables.check_finite(argument, leaf)
     indices: Indices = rows
@@ -162,7 +162,7 @@ def check_aligned(**arguments: nests.Nest) -> None:
                 raise ValueError(
                     f"{argument} must have the same pandas index, in the same order, "
                     f"as {first[0]}, got another: align them (y.loc[x.index]), or give "
-                    "arrays (.to_numpy()) if their rows go together as they are."
+                    "arrays (.to_numpy()) if their rows already match."
                 )
 
 
@@ -173,15 +173,15 @@ def to_keras_inputs(nest: nests.Nest, argument: str) -> Nest:
 
     Args:
       nest: The data of all rows.
-      argument: The argument's name, for errors; only for "y", integers stay integers.
+      argument: The argument's name, for errors. In frames, only "y" keeps integers.
     """
 
     def array(leaf: nests.Nest) -> nests.Nest:
         if hasattr(leaf, "to_frame"):  # A series or an index.
-            return tables.array(leaf.to_frame(name=argument), argument, argument, {})
+            return tables.to_array(leaf.to_frame(name=argument), argument, argument, {})
         if hasattr(leaf, "iloc"):
             names = tables.column_names(leaf, argument)
-            return tables.arrays(leaf, names, argument, {})
+            return tables.to_arrays(leaf, names, argument, {})
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSU":
             return tf.constant(nests.as_array(leaf, argument), tf.string)
         return leaf
@@ -221,7 +221,7 @@ def limit_rows_per_client(
     check_aligned(x=x, y=y, client_ids=client_ids)
     generator, selected = np.random.default_rng(), []
     x, y = nests.with_array_leaves(x, "x"), nests.with_array_leaves(y, "y")
-    rows = tables.rows_of_people(client_ids, nests.common_length(x, y))
+    rows = tables.group_rows(client_ids, nests.common_length(x, y))
     for client_rows in rows.by_client().values():
         if keep == "random" and len(client_rows) > max_rows:
             client_rows = generator.choice(client_rows, max_rows, replace=False)

@@ -1,8 +1,7 @@
 """Data held by many clients, the input of federated training.
 
-The file is long because it has one subject, the class that users see: its
-constructors, its contents, its transformations, and how the engine reads it. It uses
-`sources` (examples) and `tables` (ids).
+This file has the class that users see: its constructors, contents and transformations,
+and how the engine reads it. The examples are in `sources`, the ids in `tables`.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ class FederatedDataset:
     The spec of an example is public. It is the schema of a table (`from_indices`,
     `from_dataframe`), or declared as `element_spec`, or else taken from the model and
     its loss when the clients train. It is never computed from clients. Each client's
-    numbers are cast to it. A client that does not fit fails alone, like a client that
-    cannot be read.
+    numbers are cast to it. If a client does not fit or cannot be read, only that client
+    fails.
 
     Made from arrays (`from_client_arrays`, `from_indices`), a dataset is *indexed*:
     every example is stored once, in flat CPU tensors that the dataset owns, and a
@@ -62,7 +61,8 @@ class FederatedDataset:
     A dataset never changes.
 
     Attributes:
-      has_names: Whether the ids are more than positions (0 is the first client).
+      has_names: Whether clients have ids of their own; otherwise, their ids are their
+        positions (0 is the first client).
     """
 
     def __init__(self, source: sources.Source, client_ids: Sequence[Hashable]):
@@ -74,15 +74,15 @@ class FederatedDataset:
         """
         self.has_names = not isinstance(client_ids, range)
         self._source = source
-        self._client_ids = tables.distinct(client_ids)
+        self._client_ids = tables.require_distinct(client_ids)
 
-    def _with(
+    def _with_source(
         self, source: sources.Source, ids: Sequence[Hashable]
     ) -> FederatedDataset:
         """Returns a dataset of clients whose ids are known to be distinct."""
-        made = FederatedDataset(source, range(len(ids)))
-        made._client_ids, made.has_names = ids, self.has_names
-        return made
+        dataset = FederatedDataset(source, range(len(ids)))
+        dataset._client_ids, dataset.has_names = ids, self.has_names
+        return dataset
 
     # Construction.
 
@@ -109,13 +109,13 @@ class FederatedDataset:
         """
         _validate.instance_of(Mapping, clients=clients)
         _require_clients(clients=clients)
-        made = cls(sources.pack(clients.items()), list(clients))
-        return made._declare(element_spec)
+        dataset = cls(sources.pack(clients.items()), list(clients))
+        return dataset._conform_to_declared(element_spec)
 
-    def _declare(self, element_spec: Nest | None) -> FederatedDataset:
+    def _conform_to_declared(self, element_spec: Nest | None) -> FederatedDataset:
         if element_spec is None:
             return self
-        return self.conform(sources.held_spec(element_spec))
+        return self.conform(sources.resolve_spec(element_spec))
 
     @classmethod
     def from_indices(
@@ -146,13 +146,13 @@ class FederatedDataset:
         client_ids: Sequence[Hashable]
         if isinstance(indices, tables.ClientRows):
             client_ids, rows, lengths = indices
-            table, _ = sources.row_table([rows], num_rows)
+            table, _ = sources.make_row_table([rows], num_rows)
         else:
             client_ids = range(len(indices))
             if isinstance(indices, Mapping):
                 client_ids, indices = list(indices), list(indices.values())
             _require_clients(indices=indices)
-            table, lengths = sources.row_table(indices, num_rows)
+            table, lengths = sources.make_row_table(indices, num_rows)
         starts = np.cumsum(lengths, dtype=lengths.dtype)
         starts -= lengths
         return cls(sources.IndexedSource(x, y, starts, lengths, table), client_ids)
@@ -194,7 +194,7 @@ class FederatedDataset:
             or declared values, or has missing values (the message names the column and
             the row); or a feature is the client column.
         """
-        x, y, rows, weight = tables.split(
+        x, y, rows, weight = tables.split_frame(
             frame, client, features, label, sample_weight, vocabulary
         )
         return cls.from_indices(x, y, rows, sample_weight=weight)
@@ -222,7 +222,7 @@ class FederatedDataset:
         with _lazy_tf.explain_missing("pandas pyarrow", "Reading .parquet files"):
             import pandas
             import pyarrow  # noqa: F401
-        streamed = tables.parquet_clients(path, *columns, **named)
+        streamed = tables.open_sorted_parquet(path, *columns, **named)
         if streamed is not None:
             return cls.from_client_fn(*streamed)
         frame = pandas.read_parquet(os.fspath(path)).reset_index(drop=True)
@@ -252,11 +252,11 @@ class FederatedDataset:
         for client_id, dataset in clients.items():
             with sources.name_client(client_id):
                 sources.check_dataset(dataset)
-        # `reading` distinguishes lists of clients by the dataset objects themselves.
+        # So `source_identity` compares the `tf.data.Dataset` objects themselves.
         source = sources.StreamedSource(
             tuple(clients.values()), sources.read_pair, None
         )
-        return cls(source, list(clients))._declare(element_spec)
+        return cls(source, list(clients))._conform_to_declared(element_spec)
 
     @classmethod
     def from_client_data(
@@ -276,7 +276,7 @@ class FederatedDataset:
           element_spec: As in `from_client_fn`.
 
         Raises:
-          TypeError, ValueError: If this is not client data, or if no client has such
+          TypeError, ValueError: If this is no client data, or if no client has such
             elements.
         """
         if not hasattr(client_data, "create_tf_dataset_for_client"):
@@ -318,7 +318,7 @@ class FederatedDataset:
             raise TypeError(f"fn must be callable, got {fn!r}.")
         _require_clients(client_ids=client_ids)
         source = sources.StreamedSource(tuple(client_ids), fn, None)
-        return cls(source, client_ids)._declare(element_spec)
+        return cls(source, client_ids)._conform_to_declared(element_spec)
 
     # The clients and their examples.
 
@@ -338,7 +338,7 @@ class FederatedDataset:
         """The `tf.TensorSpec`s (x, y) of one example.
 
         If examples have weights, y is a pair `(y, sample_weight)` of specs. Unless
-        `is_declared`, it is only the spec of the first client that can be read.
+        `is_declared`, these are only the specs of the first client that can be read.
         """
         return self._source.element_spec
 
@@ -366,18 +366,18 @@ class FederatedDataset:
         positions (0 is the first client), their examples are included as well, if they
         are in memory.
         """
-        digest = tables.digest(self._client_ids)
+        digest = tables.hash_ids(self._client_ids)
         if self.has_names or isinstance(self._source, sources.StreamedSource):
             return digest
         both = digest + self._source.content_digest()
         return hashlib.sha256(both.encode()).hexdigest()
 
     @property
-    def reading(self) -> tuple[object, ...] | None:
+    def source_identity(self) -> tuple[object, ...] | None:
         """Distinguishes these clients from others if `clients_digest` cannot.
 
-        It is None if the digest can. For streamed clients without names, it identifies
-        how they are read.
+        It is None if the digest can. For streamed clients without names, it has their
+        keys and the function that reads them.
         """
         if self.has_names or not isinstance(self._source, sources.StreamedSource):
             return None
@@ -396,8 +396,8 @@ class FederatedDataset:
         return self._source.sizes(self._check_positions(positions))
 
     @functools.cached_property
-    def _positions(self) -> dict[Hashable, int]:
-        return {client: place for place, client in enumerate(self._client_ids)}
+    def _position_of(self) -> dict[Hashable, int]:
+        return {client: position for position, client in enumerate(self._client_ids)}
 
     def client(self, client_id: Hashable) -> tuple[Nest, ...]:
         """Returns a client's `(x, y)`, as NumPy nests.
@@ -407,7 +407,7 @@ class FederatedDataset:
         Raises:
           KeyError: If there is no such client.
         """
-        return nests.unpair(*self._source.read(self._positions[client_id]))
+        return nests.unpair(*self._source.read(self._position_of[client_id]))
 
     def create_tf_dataset_for_client(self, client_id: Hashable) -> tf.data.Dataset:
         """Returns a client's examples, one by one; the name of the method is TFF's.
@@ -433,21 +433,21 @@ class FederatedDataset:
             raise ValueError("positions must be distinct, got some repeatedly.")
         _require_clients(positions=positions)
         taken = [self._client_ids[position] for position in positions.tolist()]
-        return self._with(self._source.take(positions), taken)
+        return self._with_source(self._source.take(positions), taken)
 
     @functools.cached_property
-    def _places(self) -> np.ndarray:
+    def _id_hashes(self) -> np.ndarray:
         """Each id's hash in [0, 1), float64 [N]."""
-        places = map(tables.hash_to_unit_interval, self._client_ids)
-        return np.fromiter(places, np.float64, self.num_clients)
+        hashes = map(tables.hash_to_unit_interval, self._client_ids)
+        return np.fromiter(hashes, np.float64, self.num_clients)
 
     def split_by_id(self, fraction: float) -> tuple[FederatedDataset, FederatedDataset]:
         """Splits the clients by the hash of each client's own id.
 
         A client's side does not change when other clients are added or removed. So
-        neighbouring datasets (one client more) have neighbouring sides, and a guarantee
-        for the training side is a guarantee for all clients. The fraction is
-        approximate: each client is held out with that probability over the hashes.
+        neighbouring datasets (with one client more) have neighbouring sides, and a
+        guarantee for the training side is a guarantee for all clients. The fraction is
+        approximate, as hashes are like random numbers.
 
         Args:
           fraction: The fraction of the clients in the second dataset, between 0 and 1.
@@ -460,12 +460,12 @@ class FederatedDataset:
             depend on the other clients.)
         """
         fraction = _validate.inside_unit_interval(fraction=fraction)
-        held_out = self._places < fraction
+        held_out = self._id_hashes < fraction
         if held_out.all() or not held_out.any():
             raise ValueError(
-                "clients must be more, so that the hashes of their ids put some on "
-                f"each side of a share of {fraction:g}, got {self.num_clients}. (To "
-                "move a client would make its side depend on the other clients.)"
+                f"clients must be more than {self.num_clients}, as the hashes of their "
+                f"ids put all on one side of a split with fraction {fraction:g}. "
+                "(Moving a client would make its side depend on the other clients.)"
             )
         return self.take(np.flatnonzero(~held_out)), self.take(np.flatnonzero(held_out))
 
@@ -477,29 +477,29 @@ class FederatedDataset:
             same number, row by row: `lambda x, y: (x / 255, y)`. An indexed dataset
             calls it once, with all its examples; a streamed one calls it for each
             client that is read. Weights of examples are kept, unless it returns new
-            ones as a third result. Statistics that it computes over examples, such as
-            their mean, are not covered by epsilon.
+            ones as a third result. Epsilon does not cover statistics that it computes
+            over examples, such as their mean.
         """
         if not callable(fn):
             raise TypeError(f"fn must be callable, got {fn!r}.")
-        return self._with(self._source.map(fn), self._client_ids)
+        return self._with_source(self._source.map(fn), self._client_ids)
 
     def conform(
         self, spec: tuple[Nest, Nest], names: nests.Names | None = None
     ) -> FederatedDataset:
-        """Returns a dataset whose clients are each cast to a spec, or fail alone.
+        """Returns a dataset with each client cast to a spec; others fail.
 
         Args:
           spec: As `element_spec`; it must not depend on clients' data.
           names: The names of the inputs and outputs, if the spec comes from a model.
         """
-        return self._with(self._source.conform(spec, names), self._client_ids)
+        return self._with_source(self._source.conform(spec, names), self._client_ids)
 
     def with_check(self, check: Callable[[Nest], None]) -> FederatedDataset:
-        """Returns a streamed dataset whose clients fail if a check of x raises."""
+        """Returns a streamed dataset, whose clients fail if `check(x)` raises."""
         assert isinstance(self._source, sources.StreamedSource)
         source = dataclasses.replace(self._source, check=check)
-        return self._with(source, self._client_ids)
+        return self._with_source(source, self._client_ids)
 
     def with_ids(self, client_ids: Sequence[Hashable]) -> FederatedDataset:
         """Returns the same clients under other ids, one for each."""
@@ -520,15 +520,15 @@ class FederatedDataset:
             return self
         read = self._source.read
         named = ((k, nests.unpair(*read(n))) for n, k in enumerate(self._client_ids))
-        made = self._with(sources.pack(named), self._client_ids)
-        return made.conform(self.element_spec) if self.is_declared else made
+        dataset = self._with_source(sources.pack(named), self._client_ids)
+        return dataset.conform(self.element_spec) if self.is_declared else dataset
 
     # Methods for the engine.
 
     def flat(self) -> tuple[Nest, Nest]:
         """Returns the tensors (x, y) that hold all clients' examples.
 
-        They are always the same CPU tensors. Weights of examples are paired with the
+        Every call returns the same CPU tensors. Weights of examples are paired with the
         labels, as in `element_spec`. Only indexed datasets have these tensors.
         """
         source = self._require_indexed("flat")
@@ -560,8 +560,8 @@ class FederatedDataset:
         failed = self._source.failed
         if not failed:
             return []
-        known = [place for place in positions.tolist() if place in failed]
-        return [ClientFailure(place, failed[place]) for place in known]
+        known = [position for position in positions.tolist() if position in failed]
+        return [ClientFailure(position, failed[position]) for position in known]
 
     def read_clients(
         self, positions: npt.ArrayLike | None
@@ -587,8 +587,8 @@ class FederatedDataset:
         if not isinstance(self._source, sources.IndexedSource):
             raise ValueError(
                 f"{method} must be called on an indexed dataset, got a streamed one, "
-                "or clients that differ; in_memory() makes it indexed, conform(spec) "
-                "casts them."
+                "or one whose clients' specs differ; in_memory() makes it indexed, and "
+                "conform(spec) casts all clients."
             )
         return self._source
 
@@ -621,4 +621,4 @@ def _require_clients(**given: Sized) -> None:
     """Raises ValueError, naming the argument, if there are no clients."""
     ((name, value),) = given.items()
     if not len(value):
-        raise ValueError(f"{name} must hold at least one client, got none.")
+        raise ValueError(f"{name} must have at least one client, got none.")

@@ -1,4 +1,4 @@
-"""Public data sets to experiment with: digits, MNIST, EMNIST and Shakespeare."""
+"""Public data sets for experiments: digits, MNIST, EMNIST and Shakespeare."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tfdp_fl.datasets.federated_dataset import FederatedDataset
 if TYPE_CHECKING:
     import tensorflow_federated as tff
 
-_ARRAYS = ("x_train", "y_train", "x_test", "y_test")
+_MNIST_ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 # All characters of the corpus. They are listed here because a vocabulary computed from
 # the clients' own text would reveal what they wrote.
 _CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -70,7 +70,7 @@ def load_digits(
     x = (digits.data / 16).astype(np.float32)
     y = digits.target.astype(np.int32)
     train, test = stratified_split(y, math.ceil(len(y) / 5))
-    return _deal(
+    return _deal_to_clients(
         (x[train], y[train]),
         (x[test], y[test]),
         validation_examples,
@@ -121,15 +121,15 @@ def load_mnist(
       OSError: If the file is missing or cannot be downloaded.
     """
     x_train, y_train, x_test, y_test = _read_mnist(path)
-    return _deal(
-        (_pixels(x_train), y_train.astype(np.int32)),
-        (_pixels(x_test), y_test.astype(np.int32)),
+    return _deal_to_clients(
+        (_normalise_pixels(x_train), y_train.astype(np.int32)),
+        (_normalise_pixels(x_test), y_test.astype(np.int32)),
         validation_examples,
         (num_clients, examples_per_client, shards_per_client, iid, seed),
     )
 
 
-def _pixels(images: np.ndarray) -> np.ndarray:
+def _normalise_pixels(images: np.ndarray) -> np.ndarray:
     if images.shape[1:] != (28, 28) or images.dtype != np.uint8:
         raise ValueError(
             "path must hold uint8 images of 28 x 28 pixels, got "
@@ -138,7 +138,7 @@ def _pixels(images: np.ndarray) -> np.ndarray:
     return images.reshape(-1, 784).astype(np.float32) / 255
 
 
-def _deal(
+def _deal_to_clients(
     train: tuple[np.ndarray, np.ndarray],
     test: tuple[np.ndarray, np.ndarray],
     validation_examples: int,
@@ -177,12 +177,12 @@ def _read_mnist(path: str | os.PathLike[str] | None) -> list[np.ndarray]:
             ) from error
         return [*train, *test]
     with np.load(path) as file:
-        if not set(_ARRAYS) <= set(file):
+        if not set(_MNIST_ARRAYS) <= set(file):
             raise ValueError(
-                f"path must be Keras's mnist.npz with {', '.join(_ARRAYS)}, got "
+                f"path must be Keras's mnist.npz with {', '.join(_MNIST_ARRAYS)}, got "
                 f"{os.fspath(path)!r} with {', '.join(file)}."
             )
-        return [file[name] for name in _ARRAYS]
+        return [file[name] for name in _MNIST_ARRAYS]
 
 
 def load_emnist(
@@ -242,7 +242,7 @@ def partition(
     enough for all clients, examples are repeated ("for K in {1000, 10000}, data
     points are repeated"). In every pass, examples of the same label are shuffled
     before the shards are cut, so that clients of different passes differ. No client
-    holds an example twice. The examples left over in a pass are left out at random.
+    holds an example twice. The remainder of a pass is left out at random.
 
     Args:
       labels: int[n], the examples' labels.
@@ -365,24 +365,24 @@ def load_shakespeare(
     length = _validate.positive_integer(sequence_length=sequence_length)
     _validate.positive_integer(clients_per_role=clients_per_role)
     clients, test = {}, []
-    for role, text in _speeches(path).items():
+    for role, text in _read_speeches(path).items():
         ids = np.array(
             [_ID_OF.get(character, _UNKNOWN) for character in text], np.int32
         )
         end = len(ids) - len(ids) // 10
-        x, y = _examples(ids[:end], length)
+        x, y = _cut_into_examples(ids[:end], length)
         parts = min(clients_per_role, max(1, len(x)))
         for part, rows in enumerate(np.array_split(np.arange(len(x)), parts)):
             name = role if clients_per_role == 1 else f"{role}/{part + 1}"
             clients[name] = x[rows], y[rows]
-        test.append(_examples(ids[end:], length))
+        test.append(_cut_into_examples(ids[end:], length))
     x_test, y_test = (np.concatenate(arrays) for arrays in zip(*test, strict=True))
     spec = tf.TensorSpec([length], tf.int32)
     dataset = FederatedDataset.from_client_arrays(clients, (spec, spec))
     return dataset, (x_test, y_test)
 
 
-def _speeches(path: str | os.PathLike[str]) -> dict[str, str]:
+def _read_speeches(path: str | os.PathLike[str]) -> dict[str, str]:
     """Returns every role's text, in order of first appearance."""
     with open(path, encoding="utf-8") as file:
         blocks = re.split(r"\n{2,}", file.read().strip("\n"))
@@ -404,7 +404,7 @@ def _speeches(path: str | os.PathLike[str]) -> dict[str, str]:
     return {role: "\n".join(parts) for role, parts in speeches.items()}
 
 
-def _examples(ids: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+def _cut_into_examples(ids: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Cuts a text into examples (x, y), both int32[n, length]."""
     predicted = max(len(ids) - 1, 0)
     num_examples = -(-predicted // length)

@@ -1,11 +1,11 @@
 """Nests of arrays: the features or labels of many examples, as Keras accepts them.
 
-Weights of examples are stored with the labels, as a `Weighted` nest. So everything that
-carries labels (chunks, files, workers) carries the weights as well.
-
 A nest is an array, or a dict, tuple or list of nests. Every array of a nest has the
 same leading dimension: the number of examples. 64-bit floats become 32-bit, with which
 Keras trains; every other dtype is kept, including `uint8` images and `int64` labels.
+
+Weights of examples are stored with the labels, as a `Weighted` nest, so they are passed
+on wherever labels are.
 """
 
 from __future__ import annotations
@@ -31,12 +31,10 @@ Names = tuple[Sequence[str], Sequence[str]]
 
 _NUMBERS = (bool, int, float, np.number, np.bool_)
 PADDING = "keras.utils.pad_sequences pads sequences of unequal length"
-
-
-_STRINGS = "a tf.keras.layers.StringLookup of their values makes integers of strings"
+_STRINGS = "tf.keras.layers.StringLookup turns strings into integers"
 _BATCHES = (
-    "batch(..., drop_remainder=True) makes examples of batches: batch without it, or "
-    "unbatch()"
+    "with batch(..., drop_remainder=True), each batch looks like one example: batch "
+    "without it, or unbatch()"
 )
 NO_CAST = (
     "x, y and sample_weight must hold whole numbers where those are expected, got a "
@@ -132,8 +130,8 @@ def as_tensor(leaf: Nest, name: str) -> tf.Tensor:
             return leaf
     with tf.device("/CPU:0"):
         tensor = tf.convert_to_tensor(as_array(leaf, name))
-        # TensorFlow copies via a NumPy array, which it frees only when it gets the next
-        # array. Without this small one, there would be two copies.
+        # TensorFlow copies via a NumPy array, which it keeps until it gets the next
+        # array. So this small one frees the large one.
         tf.convert_to_tensor(np.zeros(1, np.float32))
     return tensor
 
@@ -296,8 +294,8 @@ def conform(
     data, wanted_spec = unpair(x, y), unpair(*spec)
     if len(data) > len(wanted_spec):
         raise ExamplesValueError(
-            "sample_weight, weights of examples, must be declared as the third part of "
-            "an element_spec, got a client that has some."
+            "sample_weight must be declared as the third part of an element_spec, got "
+            "a client with weights."
         )
     fits, parts = np.ones(common_length(x, y), bool), []
     if len(data) < len(wanted_spec):
@@ -314,8 +312,8 @@ def conform(
         leaves = _arrange(nest, part_spec, part_names)
         wrong = ""
         if leaves is None:
-            wrong = "others"  # A client may have chosen the names.
-        elif not all(map(functools.partial(_is_of, names is None), leaves, specs)):
+            wrong = "others"  # Not quoted: a client may have chosen the names.
+        elif not all(map(functools.partial(_fits_spec, names is None), leaves, specs)):
             wrong = describe_spec(spec_of(nest))
         if wrong:
             hint = _STRINGS if "string" in wrong else PADDING
@@ -358,29 +356,30 @@ def _arrange(nest: Nest, spec: Nest, names: Sequence[str] | None) -> list[Nest] 
     return leaves if all(is_array) else None
 
 
-def _sizes(shape: tf.TensorShape) -> list[int]:
+def _without_trailing_ones(shape: tf.TensorShape) -> list[int]:
     sizes = list(shape)
     while sizes and sizes[-1] == 1:
         sizes.pop()
     return sizes
 
 
-def _is_of(exactly: bool, leaf: Nest, spec: tf.TensorSpec) -> bool:
+def _fits_spec(exactly: bool, leaf: Nest, spec: tf.TensorSpec) -> bool:
     """Returns whether an array [n, ...] can be cast to a spec of one example."""
     same_kind = (_dtype(leaf) == tf.string) == (spec.dtype == tf.string)
-    sizes = list if exactly else _sizes
+    sizes = list if exactly else _without_trailing_ones
     return same_kind and sizes(leaf.shape[1:]) == sizes(spec.shape)
 
 
 def _is_batch(leaf: Nest, spec: tf.TensorSpec) -> bool:
     """Returns whether each example of an array looks like a batch of a spec."""
-    return leaf.ndim > 1 and _sizes(leaf.shape[2:]) == _sizes(spec.shape)
+    sizes = _without_trailing_ones
+    return leaf.ndim > 1 and sizes(leaf.shape[2:]) == sizes(spec.shape)
 
 
 def _cast(leaf: Nest, spec: tf.TensorSpec) -> tuple[Nest, np.ndarray]:
     """Casts an array to a spec; also returns whether each example is unchanged.
 
-    Rounding to a floating-point dtype does not count as a change, as Keras does it too.
+    Rounding to a floating-point dtype is no change, as Keras does it, too.
     """
     unchanged, dtype = np.ones(leaf.shape[0], bool), spec.dtype
     if _dtype(leaf) != dtype:
@@ -406,7 +405,7 @@ def no_examples(spec: Nest) -> Nest:
 
 
 def describe_spec(spec: Nest) -> str:
-    """Returns the specs of a nest in words, such as `float32[64]`."""
+    """Returns the specs of a nest as text, such as `float32[64]`."""
     descriptions = tf.nest.map_structure(
         lambda leaf: f"{leaf.dtype.name}{leaf.shape.as_list()}", spec
     )

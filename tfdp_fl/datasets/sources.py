@@ -2,8 +2,8 @@
 
 `IndexedSource` stores every example once, in flat tensors, with a list of rows for each
 client. `StreamedSource` reads a client on demand, for example from a
-`tf.data.Dataset`. Both address clients by position, 0 to N - 1, and know nothing about
-ids. The file is long because the two are implementations of the same interface.
+`tf.data.Dataset`. `MixedSource` holds clients whose arrays have different specs. All
+have the same interface, address clients by position, 0 to N - 1, and do not know ids.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class IndexedSource:
         return self.lengths[positions].astype(np.int64)
 
     def content_digest(self) -> str:
-        """Returns a SHA-256 of all examples, and of which are whose."""
+        """Returns a SHA-256 of all examples and of their assignment to clients."""
         rows, lengths = self.rows(np.arange(len(self.starts)))
         digest = hashlib.sha256(repr(self.element_spec).encode())
         for array in (lengths, rows, *tf.nest.flatten(nests.views((self.x, self.y)))):
@@ -150,12 +150,12 @@ class IndexedSource:
 
     def map(self, fn: nests.MapFn) -> IndexedSource:
         """Returns the source with `fn(x, y)` applied once to all examples."""
-        x, y, length = as_tensors(*_map(fn, *nests.views((self.x, self.y))))
+        x, y, length = as_tensors(*_apply(fn, *nests.views((self.x, self.y))))
         stored = nests.common_length(self.x, self.y)
         if length != stored:
             raise nests.ExamplesValueError(
-                "fn must return as many examples as it is given, got "
-                f"{length} for {stored}."
+                f"fn must return as many examples as it gets, got {length} for "
+                f"{stored}."
             )
         return dataclasses.replace(self, x=x, y=y)
 
@@ -169,7 +169,7 @@ class IndexedSource:
 class MixedSource:
     """Clients in memory whose arrays have different specs.
 
-    No client's spec decides for all. The spec comes from elsewhere, and `conform`
+    No client's spec may decide for all. So the spec comes from elsewhere, and `conform`
     makes an `IndexedSource` of the clients whose examples can be cast to it.
 
     Attributes:
@@ -205,7 +205,7 @@ class MixedSource:
         return np.array([self.parts[n].lengths[index] for n, index in pairs], np.int64)
 
     def content_digest(self) -> str:
-        """Returns a SHA-256 of all examples, and of which are whose."""
+        """Returns a SHA-256 of all examples and of their assignment to clients."""
         assignment = repr((self.part.tolist(), self.index_in_part.tolist()))
         digests = (part.content_digest() for part in self.parts)
         return hashlib.sha256(" ".join((assignment, *digests)).encode()).hexdigest()
@@ -234,7 +234,7 @@ class MixedSource:
     def conform(self, spec: nests.Nest, names: nests.Names | None) -> IndexedSource:
         """Returns the source with all examples cast to a public spec.
 
-        Clients that cannot be cast have failed, which does not affect the others.
+        Clients that cannot be cast become failures, which does not affect the others.
         """
         pieces, slots, first_row, first_slot = [], [], 0, 0
         failed = dict(self.failed)
@@ -242,10 +242,8 @@ class MixedSource:
         for part_index, part in enumerate(self.parts):
             positions = np.flatnonzero(self.part == part_index)
             indices = self.index_in_part[positions]
-            positions, indices = (
-                positions[part.lengths[indices] > 0],
-                indices[part.lengths[indices] > 0],
-            )
+            has_examples = part.lengths[indices] > 0
+            positions, indices = positions[has_examples], indices[has_examples]
             if not len(positions):
                 continue
             try:
@@ -274,7 +272,7 @@ class MixedSource:
             ]
         x, y, num_rows = as_tensors(*(pieces or [nests.no_examples(spec)])[0])
         table = np.concatenate([np.zeros(0, np.int64), *slots])
-        table, _ = row_table([table], max(num_rows, 1))
+        table, _ = make_row_table([table], max(num_rows, 1))
         return IndexedSource(x, y, starts, lengths, table, True, failed)
 
 
@@ -286,7 +284,7 @@ class StreamedSource:
       keys: The clients' keys for `read_fn`, in their order.
       read_fn: Takes a key and returns that client's nests (x, y); may raise.
       known_spec: The public `tf.TensorSpec`s (x, y) of one example; None: not known
-        yet, so every client is read without a cast.
+        yet, so clients are read without a cast.
       names: Names of inputs and outputs, if the spec is taken from a model.
       check: Raises ValueError for features that a model cannot accept.
     """
@@ -345,12 +343,12 @@ class StreamedSource:
 
         Raises:
           Exception: Whatever reading the client raises.
-          ValueError: If its examples do not fit the spec, or fit into no tensor.
+          ValueError: If its examples do not fit the spec, or no tensor can hold them.
         """
         x, y, length = self._arrays(self.keys[position])
         if not length:
             return nests.no_examples(self.element_spec)
-        # Copy, so that the checked data is what is used, even if a file changes or a
+        # Copy, so that exactly the checked data is used, even if a file changes or a
         # buffer is reused for the next client.
         x, y = tf.nest.map_structure(nests.copy_array, (x, y))
         if self.known_spec is None:
@@ -381,7 +379,7 @@ class StreamedSource:
 
         def read(key: Hashable) -> tuple[nests.Nest, nests.Nest]:
             x, y, _ = self._arrays(key)
-            return _map(fn, *tf.nest.map_structure(np.array, (x, y)))
+            return _apply(fn, *tf.nest.map_structure(np.array, (x, y)))
 
         return StreamedSource(self.keys, read, None)
 
@@ -399,14 +397,14 @@ def _client_arrays(
     """Returns a client's `(x, y)` as arrays, and its number of examples."""
     x, y = nests.pair(examples, "A client's examples must be")
     x, y = nests.as_arrays(x, "x"), _as_labels(y, nests.as_arrays)
-    # `[]` is not a nest of arrays; it can only mean that there are no examples.
+    # `[]` has no array, so it can only mean that there are no examples.
     if not tf.nest.flatten((x, y)):
         return x, y, 0
     return x, y, nests.common_length(x, y)
 
 
-def held_spec(spec: nests.Nest) -> nests.Nest:
-    """Checks a declared spec, and returns it as the (x, y) that a dataset holds."""
+def resolve_spec(spec: nests.Nest) -> nests.Nest:
+    """Returns a declared spec in the form (x, y); raises an error if it is invalid."""
     if not isinstance(spec, tuple) or not all(
         isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined()
         for leaf in tf.nest.flatten(spec)
@@ -448,7 +446,7 @@ def _as_labels(
     return nests.Weighted(convert(y.y, "y"), convert(weight, "sample_weight"))
 
 
-def _map(
+def _apply(
     fn: nests.MapFn, x: nests.Nest, y: nests.Nest
 ) -> tuple[nests.Nest, nests.Nest]:
     """Returns `fn(x, y)`, with the weights unless `fn` changes them."""
@@ -481,12 +479,12 @@ def pack(
             sizes.setdefault(spec, []).append(length)
             continue
         without_examples.append(len(locations))
-        locations.append(("", 0))  # Set below.
+        locations.append(("", 0))  # Replaced below.
         if tf.nest.flatten(x) and tf.nest.flatten(y):
             empty_arrays.append((x, y))
     if not (by_spec or empty_arrays):
         raise ValueError(
-            "clients must have at least one array among them, got only empty lists."
+            "clients must have at least one array in all, got only empty lists."
         )
     if not by_spec:  # If no client has examples, use the first client's empty arrays.
         by_spec, sizes = {"": empty_arrays[:1]}, {"": []}
@@ -497,7 +495,7 @@ def pack(
     parts = []
     for spec, group in by_spec.items():
         x, y, num_rows = as_tensors(*nests.concatenate(group))
-        table, _ = row_table([np.arange(num_rows)], num_rows)
+        table, _ = make_row_table([np.arange(num_rows)], num_rows)
         lengths = np.array(sizes[spec], np.int64)
         starts = np.cumsum(lengths) - lengths
         parts.append(IndexedSource(x, y, starts, lengths, table, False))
@@ -516,12 +514,12 @@ def name_client(client_id: Hashable) -> Iterator[None]:
         raise type(error)(f"Client {client_id!r}: {error}") from error
 
 
-def row_table(
+def make_row_table(
     indices: Sequence[ArrayLike] | np.ndarray, num_rows: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns int32[slots], the rows of all clients, and int32[N] lengths.
 
-    (Int64 lengths from 2^31 slots on, so that their cumulative sums are exact.)
+    (With 2^31 slots or more, the lengths are int64, so that their sums are exact.)
 
     Args:
       indices: One 1-D array of rows per client.
@@ -533,16 +531,16 @@ def row_table(
     if num_rows > np.iinfo(np.int32).max:
         raise ValueError(f"x must have at most 2**31 - 1 examples, got {num_rows}.")
     if isinstance(indices, np.ndarray) and indices.ndim == 2:
-        table, _ = row_table([indices.reshape(-1)], num_rows)
-        length = _integers(len(table))(indices.shape[1])
+        table, _ = make_row_table([indices.reshape(-1)], num_rows)
+        length = _index_dtype(len(table))(indices.shape[1])
         return table, np.broadcast_to(length, len(indices))
     rows = [np.asarray(client) for client in indices]
     if any(client.ndim != 1 for client in rows):
         raise ValueError("indices must be one 1-D array per client, got another shape.")
     sizes = [len(client) for client in rows]
-    lengths = np.array(sizes, _integers(sum(sizes)))
+    lengths = np.array(sizes, _index_dtype(sum(sizes)))
     filled = [client for client in rows if len(client)] or [np.zeros(0, np.int32)]
-    for client in filled:  # (Among integers, a mask would pass for rows 0 and 1.)
+    for client in filled:  # (Concatenation would turn a mask into rows 0 and 1.)
         if client.dtype.kind not in "iu":
             raise TypeError(f"indices must be integers, got dtype {client.dtype}.")
     flat = filled[0] if len(filled) == 1 else np.concatenate(filled)
@@ -555,7 +553,7 @@ def row_table(
     return flat.astype(np.int32, copy=len(filled) == 1), lengths
 
 
-def _integers(largest: int) -> type[np.signedinteger]:
+def _index_dtype(largest: int) -> type[np.signedinteger]:
     return np.int32 if largest <= np.iinfo(np.int32).max else np.int64
 
 
@@ -585,7 +583,7 @@ def check_dataset(dataset: tf.data.Dataset) -> None:
         spec = tf.nest.map_structure(
             lambda leaf: tf.TensorSpec(leaf.shape[1:], leaf.dtype), spec
         )
-    held_spec(spec)
+    resolve_spec(spec)
 
 
 def dataset_reader(
@@ -596,16 +594,16 @@ def dataset_reader(
     Raises:
       TypeError, ValueError: No client's dataset has examples.
     """
-    wrong: Exception | None = None
+    first_error: Exception | None = None
     for client_id in client_ids:
         try:
             check_dataset(dataset_of(client_id))
-            wrong = None
+            first_error = None
             break
         except Exception as error:  # Any client's code may run here.
-            wrong = wrong or error
-    if isinstance(wrong, nests.SAFE_ERRORS):
-        raise wrong
+            first_error = first_error or error
+    if isinstance(first_error, nests.SAFE_ERRORS):
+        raise first_error
     return lambda client_id: read_pair(dataset_of(client_id))
 
 
@@ -635,8 +633,7 @@ def _element_pair(element: nests.Nest) -> tuple[nests.Nest, nests.Nest]:
 
     The third part of a tuple, or `sample_weight` in a dict, is stored with the labels.
     """
-    if isinstance(element, dict) and {"x", "y"} <= set(element) <= {
-        *("x", "y", "sample_weight")
-    }:
+    allowed = {"x", "y", "sample_weight"}
+    if isinstance(element, dict) and {"x", "y"} <= set(element) <= allowed:
         element = element["x"], element["y"], element.get("sample_weight")
     return nests.pair(element, "The elements of a client's dataset must be")

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 # A client's id, a string or a number. (Not Hashable, because the key types of mappings
 # are invariant.)
 ClientId: TypeAlias = Any
-# One id for each row, [n]: a list, an array or a column of pandas.
+# One id for each row, [n]: a list, an array or a pandas column.
 Ids: TypeAlias = Any
 Columns: TypeAlias = str | Sequence[str] | Mapping[str, str | Sequence[str]]
-# Unicode's format and control characters.
-_UNSEEN = ("Cf", "Cc")
+# Unicode's categories of format and control characters.
+_INVISIBLE = ("Cf", "Cc")
 # The allowed values of each non-numeric column, declared in advance.
 Vocabulary: TypeAlias = Mapping[str, Sequence[Hashable]]
 # Returns the examples of a client: `(x, y)` or `(x, y, sample_weight)`.
@@ -49,58 +49,58 @@ def _typed_repr(client_id: Hashable) -> str:
     return f"{type(client_id).__qualname__} {client_id!r}"
 
 
-def distinct(client_ids: Sequence[Hashable]) -> Sequence[Hashable]:
+def require_distinct(client_ids: Sequence[Hashable]) -> Sequence[Hashable]:
     """Returns ids as a dataset stores them: a list, or a range of positions.
 
-    A client with two ids takes part twice, although the clip bounds only one of its
-    updates. So there is a warning for ids that a person would read as the same.
+    A client with two ids would take part twice, although the clip bounds each of its
+    updates separately. So there is a warning for ids that look the same to people.
 
     Raises:
       ValueError: An id is repeated, or does not equal itself.
     """
     if isinstance(client_ids, range):
         return client_ids
-    kept: list[Any] = list(client_ids)
-    kinds = set(map(type, kept))
+    ids: list[Any] = list(client_ids)
+    kinds = set(map(type, ids))
     # Integers and plain words cannot be misread, so skip the search for lookalikes.
-    if len(set(kept)) == len(kept) and (
-        kinds == {int} or (kinds == {str} and _is_plain(kept))
+    if len(set(ids)) == len(ids) and (
+        kinds == {int} or (kinds == {str} and _are_plain(ids))
     ):
-        return kept
-    if not all(map(_equals_itself, kept)):
+        return ids
+    if not all(map(_equals_itself, ids)):
         raise ValueError("client_ids must name each client, got a missing value (NaN).")
-    if any(isinstance(one, float) and abs(one) >= 2**53 for one in kept):
+    if any(isinstance(each, float) and abs(each) >= 2**53 for each in ids):
         raise ValueError(
             "client_ids must tell clients apart, got floating-point numbers of 2**53 "
             "or more, which may stand for several: read them as integers or as text."
         )
-    if len(set(kept)) < len(kept):
+    if len(set(ids)) < len(ids):
         raise ValueError("client_ids must be distinct, got some repeatedly.")
-    read: Json = {}
-    for client_id in kept:
-        other = read.setdefault(_read_as(client_id), client_id)
+    by_reading: Json = {}
+    for client_id in ids:
+        other = by_reading.setdefault(_normalise_id(client_id), client_id)
         if other is not client_id:
             warnings.warn(
                 f"client_ids has {other!r} and {client_id!r}, which differ only in "
-                "type, Unicode form, case, spaces, characters that are not seen, "
-                "leading zeros or a '.0'. If both are one client, the "
-                "guarantee does not cover that client: make their ids equal.",
+                "type, Unicode form, case, spaces, invisible characters, leading zeros "
+                "or a '.0'. If both are one client, the guarantee does not cover that "
+                "client: make their ids equal.",
                 RuntimeWarning,
                 stacklevel=4,
             )
             break
-    return kept
+    return ids
 
 
 def _equals_itself(client_id: Hashable) -> bool:
-    """Returns False for a NaN, also in a tuple, which equals no other one then."""
+    """Returns False for a NaN, or for a tuple that contains one."""
     if isinstance(client_id, tuple | frozenset):
         return all(map(_equals_itself, client_id))
     return bool(client_id == client_id)
 
 
-def _is_plain(words: list[str]) -> bool:
-    """Returns whether `_read_as` certainly leaves each of these words unchanged."""
+def _are_plain(words: list[str]) -> bool:
+    """Returns whether `_normalise_id` certainly changes none of these words."""
     text = "\n".join(words)
     return (
         text.isascii()
@@ -111,20 +111,23 @@ def _is_plain(words: list[str]) -> bool:
     )
 
 
-def _read_as(client_id: Hashable) -> str:
+def _normalise_id(client_id: Hashable) -> str:
+    """Returns a text that is the same for ids that look the same to people."""
     text = (
         client_id.decode("latin-1") if isinstance(client_id, bytes) else str(client_id)
     )
     text = "".join(unicodedata.normalize("NFKC", text).casefold().split())
     # Remove characters such as a byte order mark or a zero-width space.
-    text = "".join(one for one in text if unicodedata.category(one) not in _UNSEEN)
+    text = "".join(
+        letter for letter in text if unicodedata.category(letter) not in _INVISIBLE
+    )
     # A column of integers with gaps becomes floats; one of text may have leading zeros.
     return re.sub(r"^([+-]?)0*(\d+?)(\.0+)?$", r"\1\2", text)
 
 
-def digest(client_ids: Sequence[Any]) -> str:
+def hash_ids(client_ids: Sequence[Any]) -> str:
     """Returns the SHA-256 of ids in their order, hexadecimal."""
-    made, number = hashlib.sha256(), len(client_ids)
+    digest, number = hashlib.sha256(), len(client_ids)
     if isinstance(client_ids, range):
         return hashlib.sha256(repr(client_ids).encode()).hexdigest()
     kinds = set(map(type, client_ids))
@@ -136,14 +139,14 @@ def digest(client_ids: Sequence[Any]) -> str:
         return hashlib.sha256(b"int" + numbers.astype("<i8").tobytes()).hexdigest()
     if kinds == {str}:
         sizes = np.fromiter(map(len, client_ids), np.int64, number)
-        made.update(b"str" + sizes.astype("<i8").tobytes())
-        made.update("".join(client_ids).encode(errors="surrogatepass"))
-        return made.hexdigest()
+        digest.update(b"str" + sizes.astype("<i8").tobytes())
+        digest.update("".join(client_ids).encode(errors="surrogatepass"))
+        return digest.hexdigest()
     for client_id in client_ids:
         text = _typed_repr(client_id)
         # The length prefix makes the encoding unambiguous.
-        made.update(f"{len(text)}:{text}".encode(errors="surrogatepass"))
-    return made.hexdigest()
+        digest.update(f"{len(text)}:{text}".encode(errors="surrogatepass"))
+    return digest.hexdigest()
 
 
 class ClientRows(NamedTuple):
@@ -161,19 +164,19 @@ class ClientRows(NamedTuple):
 
     def by_client(self) -> dict[Hashable, np.ndarray]:
         """Returns each client's rows, by id."""
-        each = np.split(self.rows, np.cumsum(self.lengths)[:-1])
-        return dict(zip(self.client_ids, each, strict=True))
+        parts = np.split(self.rows, np.cumsum(self.lengths)[:-1])
+        return dict(zip(self.client_ids, parts, strict=True))
 
 
-def rows_of_people(client_ids: Ids, num_rows: int) -> ClientRows:
-    """Returns each person's rows.
+def group_rows(client_ids: Ids, num_rows: int) -> ClientRows:
+    """Returns each client's rows.
 
     Args:
       client_ids: The client of each row, [n] numbers or strings.
       num_rows: The number of rows, n.
 
     Raises:
-      ValueError: `client_ids` is not like that; the message names the row.
+      ValueError: `client_ids` is something else; the message names the row.
     """
     if not num_rows:
         raise ValueError("x must have rows, got none.")
@@ -183,7 +186,7 @@ def rows_of_people(client_ids: Ids, num_rows: int) -> ClientRows:
         values = [v.item() if isinstance(v, np.generic) else v for v in client_ids]
         shape, kinds = [len(values)], {isinstance(v, str | bytes) for v in values}
         if len(kinds) > 1 and any(isinstance(v, int | float) for v in values):
-            # NumPy would turn numbers into text, making 1 and 1.0 different people.
+            # NumPy would turn numbers into text, making 1 and 1.0 different clients.
             raise ValueError(
                 "client_ids must be numbers alone or strings alone, got a list of both."
             )
@@ -191,7 +194,7 @@ def rows_of_people(client_ids: Ids, num_rows: int) -> ClientRows:
         ids = client_ids if hasattr(client_ids, "iloc") else np.asarray(client_ids)
         kind = getattr(ids.dtype, "kind", "O")
         if kind == "M" and isinstance(ids, np.ndarray):
-            ids = ids.astype("datetime64[us]")  # Python has no finer ones.
+            ids = ids.astype("datetime64[us]")  # The resolution of Python's dates.
         shape = list(ids.shape)
         # (Pandas's own integer types may have missing values.)
         if kind in "iu" and isinstance(ids.dtype, np.dtype) and shape == [num_rows]:
@@ -205,13 +208,12 @@ def rows_of_people(client_ids: Ids, num_rows: int) -> ClientRows:
     for row, value in enumerate(() if set(map(type, values)) == {str} else values):
         if not _is_id(value):
             raise ValueError(
-                "client_ids must be a number, a string, or another value that Python "
-                f"can hash in every row, got a {type(value).__name__} that is none in "
-                f"row {row}."
+                "client_ids must be numbers, strings or other hashable values, got a "
+                f"{type(value).__name__} that cannot be an id in row {row}."
             )
-    place: dict[Hashable, int] = {}
-    codes = np.array([place.setdefault(each, len(place)) for each in values])
-    return _group(list(place), codes)
+    code_of: dict[Hashable, int] = {}
+    codes = np.array([code_of.setdefault(each, len(code_of)) for each in values])
+    return _group(list(code_of), codes)
 
 
 def _is_id(value: object) -> bool:
@@ -245,7 +247,7 @@ def _group(client_ids: list[Hashable], codes: np.ndarray) -> ClientRows:
 # Pandas frames.
 
 
-def split(
+def split_frame(
     frame: pandas.DataFrame,
     client: str,
     features: Columns | None = None,
@@ -261,7 +263,7 @@ def split(
     if not hasattr(frame, "itertuples"):
         raise TypeError(
             f"frame must be a pandas.DataFrame, got {type(frame).__name__}; "
-            "to_pandas() makes one of most other tables."
+            "most other tables have a method to_pandas()."
         )
     names = column_names(frame, "frame")
     weight = [] if sample_weight is None else [sample_weight]
@@ -283,21 +285,20 @@ def split(
                 )
     if client in [*_names_in(features), *_names_in(label), sample_weight]:
         raise ValueError(
-            "features, label and sample_weight must not hold the client "
-            f"column, got {client!r}: the model would learn each person's identity as "
-            "a feature."
+            "features, label and sample_weight must not hold the client column, got "
+            f"{client!r}: a person's identity would be a feature."
         )
     if not len(frame):
         raise ValueError("frame must have rows, got none.")
     _check_none_missing(frame[client], "client", "be named in every row")
     weights = None
     if sample_weight is not None:
-        weights = array(frame, sample_weight, "sample_weight", {})
+        weights = to_array(frame, sample_weight, "sample_weight", {})
         weights = nests.cast(weights, np.float32)
     return (
-        arrays(frame, features, "features", vocabulary),
-        arrays(frame, label, "label", vocabulary),
-        rows_of_people(frame[client], len(frame)),
+        to_arrays(frame, features, "features", vocabulary),
+        to_arrays(frame, label, "label", vocabulary),
+        group_rows(frame[client], len(frame)),
         weights,
     )
 
@@ -310,7 +311,7 @@ def column_names(frame: pandas.DataFrame, argument: str) -> list[str]:
     return names
 
 
-def _is_one(columns: Columns) -> TypeGuard[str]:
+def _is_single(columns: Columns) -> TypeGuard[str]:
     return isinstance(columns, str) or not np.iterable(columns)
 
 
@@ -318,31 +319,31 @@ def _names_in(columns: Columns) -> list[str]:
     """Returns the column names in a column, a list or a mapping."""
     if isinstance(columns, Mapping):
         return [name for part in columns.values() for name in _names_in(part)]
-    return [columns] if _is_one(columns) else list(columns)
+    return [columns] if _is_single(columns) else list(columns)
 
 
-def arrays(
+def to_arrays(
     frame: pandas.DataFrame, columns: Columns, argument: str, vocabulary: Vocabulary
 ) -> nests.Nest:
     """Returns [n] for one column, [n, F] for a list, and a dict for a mapping."""
     if isinstance(columns, Mapping):
         return {
-            key: arrays(frame, part, argument, vocabulary)
+            key: to_arrays(frame, part, argument, vocabulary)
             for key, part in columns.items()
         }
-    if _is_one(columns):
-        return array(frame, columns, argument, vocabulary)
-    found = []
+    if _is_single(columns):
+        return to_array(frame, columns, argument, vocabulary)
+    parts = []
     for name in columns:
-        one = array(frame, name, argument, vocabulary)
+        part = to_array(frame, name, argument, vocabulary)
         if argument not in ("label", "y"):
-            one = np.eye(len(vocabulary[name]))[one] if name in vocabulary else one
-            one = nests.cast(one, np.float32)
-        found.append(one.reshape(len(one), -1))
-    return np.concatenate(found, axis=1)
+            part = np.eye(len(vocabulary[name]))[part] if name in vocabulary else part
+            part = nests.cast(part, np.float32)
+        parts.append(part.reshape(len(part), -1))
+    return np.concatenate(parts, axis=1)
 
 
-def array(
+def to_array(
     frame: pandas.DataFrame, name: str, argument: str, vocabulary: Vocabulary
 ) -> np.ndarray:
     """Returns one column, [n]: numbers, or indices into its vocabulary.
@@ -356,15 +357,15 @@ def array(
     if kind not in "biuf" and declared is None:
         raise ValueError(
             f"{argument} must be numbers, got column {name!r} of {column.dtype}. "
-            "Make numbers of it, or declare beforehand which values text or categories "
-            f"may have: from_dataframe(..., vocabulary={{{name!r}: [...]}})."
+            "Convert it, or declare the allowed values of text or categories: "
+            f"from_dataframe(..., vocabulary={{{name!r}: [...]}})."
         )
-    # (As for other clients, the labels of `fit(x, y, client_ids=)` may be NaN.)
-    may_miss = argument == "y" and kind == "f" and declared is None
-    if not may_miss:
+    # (As with other forms of data, the labels of `fit(x, y, client_ids=)` may be NaN.)
+    may_be_missing = argument == "y" and kind == "f" and declared is None
+    if not may_be_missing:
         _check_none_missing(column, argument, "have a value in every row")
     if declared is not None:
-        return _codes(column, name, declared)
+        return _encode(column, name, declared)
     if kind == "u" and column.max() > np.iinfo(np.int64).max:
         raise ValueError(
             f"{argument} must fit into int64, got column {name!r} of "
@@ -372,7 +373,7 @@ def array(
         )
     with np.errstate(all="ignore"):  # Infinite results are found below.
         array = column.to_numpy(dtype=np.float32 if kind == "f" else np.int64)
-    if not may_miss:
+    if not may_be_missing:
         check_finite(argument, array, name)
     return array
 
@@ -389,10 +390,10 @@ def check_finite(argument: str, array: np.ndarray, name: str | None = None) -> N
         return
     wrong = ~np.isfinite(array.reshape(len(array), -1))
     if wrong.any():
-        row, column = (int(place) for place in np.argwhere(wrong)[0])
+        row, column = (int(index) for index in np.argwhere(wrong)[0])
         raise ValueError(
-            f"{argument} must have finite numbers (in float32) everywhere, got none "
-            f"in column {column if name is None else repr(name)} of row {row}, and "
+            f"{argument} must have only finite numbers (in float32), got another in "
+            f"column {column if name is None else repr(name)} of row {row}, and "
             f"{int(wrong.sum())} in all: fill them in, or leave those rows out."
         )
 
@@ -408,16 +409,16 @@ def _check_none_missing(column: pandas.Series, argument: str, what: str) -> None
         )
 
 
-def _codes(column: pandas.Series, name: str, values: Sequence[Hashable]) -> np.ndarray:
+def _encode(column: pandas.Series, name: str, values: Sequence[Hashable]) -> np.ndarray:
     """Returns the indices of a column's values in its vocabulary, int64 [n]."""
     _validate.instance_of((list, tuple, range, np.ndarray), vocabulary=values)
-    places = {value: place for place, value in enumerate(values)}
-    if len(places) < len(values) or not places:
+    code_of = {value: code for code, value in enumerate(values)}
+    if len(code_of) < len(values) or not code_of:
         raise ValueError(
-            f"vocabulary must have distinct values of column {name!r}, got duplicates "
+            f"vocabulary must have distinct values for column {name!r}, got duplicates "
             "or none."
         )
-    codes = np.array([places.get(value, -1) for value in column.tolist()], np.int64)
+    codes = np.array([code_of.get(value, -1) for value in column.tolist()], np.int64)
     unknown = np.flatnonzero(codes < 0)
     if len(unknown):
         raise ValueError(
@@ -427,7 +428,7 @@ def _codes(column: pandas.Series, name: str, values: Sequence[Hashable]) -> np.n
     return codes
 
 
-def parquet_clients(
+def open_sorted_parquet(
     path: str | os.PathLike[str], *columns: Any, **named: Any
 ) -> (
     tuple[list[Hashable], Callable[[Hashable], tuple[nests.Nest, ...]], nests.Nest]
@@ -435,15 +436,15 @@ def parquet_clients(
 ):
     """Returns the clients of a sorted Parquet file, a function to read one, and a spec.
 
-    All values are checked at once, one row group at a time, and written to unnamed
-    temporary files that end with the process. Reading a client then touches only its
-    own rows, and training uses exactly the checked values. The spec comes from the
-    file's schema. The result is None if a client's rows are not contiguous.
+    All values are checked now, one row group at a time, and written to unnamed
+    temporary files that end with the process. Reading a client then reads only its own
+    rows, and training uses exactly the checked values. The spec comes from the file's
+    schema. The result is None if a client's rows are not contiguous.
 
     Args:
       path: The file.
-      *columns: The positional arguments of `split` after `frame`.
-      **named: The keyword arguments of `split`.
+      *columns: The positional arguments of `split_frame` after `frame`.
+      **named: The keyword arguments of `split_frame`.
     """
     from pyarrow import parquet
 
@@ -455,7 +456,7 @@ def parquet_clients(
         for number in range(file.num_row_groups):
             frame = file.read_row_group(number).to_pandas().reset_index(drop=True)
             try:
-                x, y, rows, weights = split(frame, *columns, **named)
+                x, y, rows, weights = split_frame(frame, *columns, **named)
             except ValueError as error:
                 if not first_row:
                     raise
@@ -477,13 +478,13 @@ def parquet_clients(
             specs = tf.nest.flatten(nests.spec_of(examples))
             if tf.nest.flatten(nests.spec_of(found)) != specs:
                 return None  # Pandas gives the groups' columns different types.
-            for place, leaf in enumerate(tf.nest.flatten(found)):
+            for index, leaf in enumerate(tf.nest.flatten(found)):
                 if not number:
                     streams.append(stack.enter_context(tempfile.TemporaryFile()))
-                leaf.tofile(streams[place])
+                leaf.tofile(streams[index])
         # A client at the end of a group may continue in the next one.
-        more = sum(map(len, pieces.values())) - len(pieces)
-        if examples is None or more >= file.num_row_groups:
+        num_continued = sum(map(len, pieces.values())) - len(pieces)
+        if examples is None or num_continued >= file.num_row_groups:
             return None
         for stream in streams:
             stream.flush()

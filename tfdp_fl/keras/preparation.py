@@ -97,7 +97,7 @@ def prepare(
         "plan": plan,
         "sampler": sampler,
         "population": population,
-        "reading": clients.reading,
+        "source_identity": clients.source_identity,
         "deployment": dataclasses.replace(
             deployment, num_variables=cohort_engine.num_variables
         ),
@@ -132,8 +132,8 @@ def _check_population(fed: FederatedTraining, clients: FederatedDataset) -> Popu
             f"spent after a few rounds. Call make_private with num_clients={size}."
         )
     population = (size, clients.clients_digest)
-    if run is not None and clients.reading is not None:
-        if clients.reading == run.reading:
+    if run is not None and clients.source_identity is not None:
+        if clients.source_identity == run.source_identity:
             population = run.population
         elif run.spending.by_client or (
             fed.setup.sampling

@@ -128,7 +128,7 @@ class Run:
       deployment: The mechanism's context.
       spending: The privacy account.
       population: The clients of the current `fit`.
-      reading: See `FederatedDataset.reading`; not in checkpoints.
+      source_identity: As of the `FederatedDataset`; not in checkpoints.
       run_id: The run's name in ledgers; a resumed run keeps it.
       rounds: The number of rounds run, including abandoned ones.
       populations: The populations of all charged rounds, one entry per change.
@@ -157,7 +157,7 @@ class Run:
     deployment: PrivacyContext
     spending: account_lib.PrivacyAccount
     population: Population
-    reading: tuple[object, ...] | None = None
+    source_identity: tuple[object, ...] | None = None
     run_id: str = dataclasses.field(default_factory=ledger_lib.new_run)
     rounds: int = 0
     populations: list[Population] = dataclasses.field(default_factory=list)

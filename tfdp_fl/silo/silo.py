@@ -107,7 +107,9 @@ class Silo:
         assert target is not None
         self.target = target
         # Padded to the declared size, so that no answer reveals the number of people.
-        table = adapters.by_person(x, y, client_ids, num_people=target.num_clients)
+        table = adapters.group_by_person(
+            x, y, client_ids, num_people=target.num_clients
+        )
         # Independent of the order in which the table is given.
         names = [repr(name) for name in table.client_ids]
         self._table = table.take(np.argsort(names, kind="stable"))
