@@ -566,6 +566,50 @@ def test_a_kill_at_any_line_loses_nothing_that_is_not_said(tmp_path, monkeypatch
     assert set(ledgers) == {2, 3, 4}
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_what_another_process_spent_is_never_forgotten(tmp_path, wrong):
+    one, other = hospital.silo(tmp_path), hospital.silo(tmp_path)
+    start = one.get_weights()
+    one.train(start, 1)
+    for number in (2, 3):
+        answer = other.train(start, number)
+    # Neither a free answer nor an error may hide that the state is another's.
+    if wrong:
+        with pytest.raises(silo.SiloMessageError, match="for other weights"):
+            one.train(answer.weights, 3)
+    else:
+        assert hospital.is_same(one.train(start, 3), answer)
+    facts = one.privacy_statement(format="dict")
+    assert facts["rounds"] == hospital.charged(tmp_path) == 3
+    told = one.epsilon(hospital.DELTA)
+    assert facts["epsilon_rdp"] == pytest.approx(told, rel=1e-9)
+    assert one.train(start, 4).rounds == 1
+    assert "interrupted" not in one.privacy_statement()
+
+
+def test_a_message_that_is_killed_twice_goes_on(tmp_path, monkeypatch):
+    start, record = hospital.silo(tmp_path).get_weights(), ledger.PrivacyLedger.record
+
+    def killed_after(number):
+        def dies(own, *arguments, **options):
+            record(own, *arguments, **options)
+            if hospital.charged(tmp_path) == number:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(ledger.PrivacyLedger, "record", dies)
+            # A process that is killed writes nothing more of the silo's own.
+            patch.setattr(directory_lib.SiloDirectory, "settle", lambda own: None)
+            hospital.silo(tmp_path, rounds=4).train(start, "m")
+
+    killed_after(2)
+    # A call that needs no charge, in between, looks at the ledger.
+    hospital.silo(tmp_path, rounds=4).privacy_statement()
+    killed_after(4)
+    answer = hospital.silo(tmp_path, rounds=4).train(start, "m")
+    assert answer.rounds == 4
+
+
 def test_a_damaged_checkpoint_costs_a_round_and_says_so(tmp_path):
     one = hospital.silo(tmp_path)
     start = one.get_weights()

@@ -112,7 +112,7 @@ class SiloDirectory:
     Attributes:
       path: The directory, created if necessary, for its owner only.
       state: The contents of `silo.npz`, read when the lock is taken.
-      is_ours: Whether the state is still the one that this object last saw or wrote.
+      is_ours: Whether nobody else has written since this object's model was read.
     """
 
     def __init__(self, path: str | os.PathLike[str], moved: bool):
@@ -144,8 +144,7 @@ class SiloDirectory:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._read()
             yield
-            if self._ledger_identity() != self.state["place"]:
-                self._write(place=self._ledger_identity())
+            self.settle()
         except BlockingIOError:
             raise SiloInUseError(
                 f"The silo in {self.path} is working on another message. Nothing was "
@@ -154,6 +153,11 @@ class SiloDirectory:
         finally:
             os.close(descriptor)  # This also releases the lock.
 
+    def settle(self) -> None:
+        """Records the ledger's identity, once no more is charged."""
+        if self._ledger_identity() != self.state["place"]:
+            self._write(place=self._ledger_identity())
+
     def begin(self, message: Message, first_round: int, charged: int) -> None:
         """Records the message for which the next charges are made."""
         self._write(
@@ -161,6 +165,10 @@ class SiloDirectory:
             place=[*self._ledger_identity()[:2], None],
             message={**vars(message), "first_round": first_round, "charged": charged},
         )
+
+    def expect_charges(self) -> None:
+        """Records that the ledger grows; an interrupted message is continued."""
+        self._write(place=[*self._ledger_identity()[:2], None])
 
     def interrupted_round(self, message: Message | None) -> int | None:
         """Returns a message's first round if it was interrupted, or else None."""
@@ -258,7 +266,8 @@ class SiloDirectory:
     def _read(self) -> None:
         file, ledger = self.path / _STATE, checkpoint.ledger_path(self.path)
         data = file.read_bytes() if file.exists() else b""
-        self.is_ours, self._data = data == self._data, data
+        # Also if that was found by a call that needed no model.
+        self.is_ours, self._data = self.is_ours and data == self._data, data
         self.state = _parse(file, data) if data else dict(_INITIAL_STATE)
         if data:
             self._check_ledger_identity()

@@ -317,6 +317,8 @@ class Silo:
         files.check_settings(_settings(fed))
         if first is None:
             callbacks.append(_TrainNothing())
+        else:
+            files.expect_charges()
         if checkpoint.CheckpointDirectory(files.path).rounds():
             try:
                 fed.fit(
@@ -340,6 +342,7 @@ class Silo:
                 RuntimeWarning,
                 stacklevel=4,
             )
+        files.is_ours = True
         return fed, first
 
     def _make_checkpoint(self) -> RoundCheckpoint:
