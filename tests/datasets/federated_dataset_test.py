@@ -1,3 +1,4 @@
+import concurrent.futures
 import pickle
 import sys
 import types
@@ -251,6 +252,17 @@ def test_one_client_that_cannot_be_read_does_not_stop_the_others():
         dataset.client("bad")
     (left,) = _from_fn(["a"], sys.exit, _SPEC).read_clients([0])
     assert isinstance(left, ClientFailure)
+
+    def interrupts(client_id):
+        raise KeyboardInterrupt
+
+    # In the thread that reads a round's clients, nobody can have pressed Ctrl-C.
+    rude = _from_fn(["a"], interrupts, _SPEC)
+    with concurrent.futures.ThreadPoolExecutor(1) as reading:
+        (left,) = reading.submit(lambda: list(rude.read_clients([0]))).result()
+    assert isinstance(left, ClientFailure)
+    with pytest.raises(KeyboardInterrupt):
+        list(rude.read_clients([0]))
     with pytest.raises(ValueError, match="element_spec must be given"):
         _ = dataset.take([0]).map(lambda x, y: (x, y)).element_spec
 

@@ -314,6 +314,33 @@ def test_a_label_that_is_no_class_ends_nothing():
     assert fed.spending.evaluations == 6
 
 
+@pytest.mark.parametrize("held_out", [True, False])
+def test_a_label_that_is_no_class_ends_no_fit_after_its_first_round(held_out):
+    clients = {f"client {k}": toy.clients().client(k) for k in range(toy.NUM_CLIENTS)}
+    _, held = tfdp_fl.datasets.as_federated(clients).split_by_id(0.3)
+    (one, *_), spec = held.client_ids, toy.clients().element_spec
+    clients[one] = clients[one][0], np.full(len(clients[one][1]), 271828, np.int32)
+    streamed = FederatedDataset.from_client_fn(list(clients), clients.get, spec)
+    for data in (clients, streamed):
+        fed, options = toy.federated(tfdp_fl.NoPrivacy(), clients_per_round=5), {}
+        options["validation_split" if held_out else "validation_data"] = (
+            0.3 if held_out else tfdp_fl.datasets.as_federated(data)
+        )
+        train = data if held_out else toy.clients()
+        if data is clients:
+            with pytest.raises(ValueError, match="labels must be") as error:
+                toy.fit(fed, 1, data=train, **options)
+            assert repr(one) in str(error.value)
+            assert fed.run is None
+            said = str(error.value)
+        else:
+            with pytest.warns(RuntimeWarning, match="1 of .* are left out") as warned:
+                toy.fit(fed, 1, data=train, **options)
+            assert np.isfinite(fed.history.history["val_loss"]).all()
+            said = " ".join(str(each.message) for each in warned)
+        assert "271828" not in said
+
+
 def _rounds(fed):
     """Returns what the rounds alone cost."""
     account = accounting.PrivacyAccountant()

@@ -4,6 +4,7 @@ import json
 import dp_accounting
 import numpy as np
 import pytest
+import tensorflow_federated as tff
 
 from tfdp_fl import accounting, learning, mechanisms, sampling
 from tfdp_fl.aggregators import AggregatorState, RoundHistory, with_cohort
@@ -194,6 +195,19 @@ def test_the_statement_says_what_the_number_is():
     facts = value.to_statement("dict")
     assert facts["epsilon"] == value
     assert {"tff_cohorts_declared", "tff_other_releases"} <= set(facts["caveats"])
+
+
+def test_what_is_learned_need_not_be_a_model():
+    # As the centres of `build_fed_kmeans`.
+    aggregator = state_after(fixed(1.0), 3)
+    whole = tff.learning.templates.LearningAlgorithmState(
+        global_model_weights=np.ones((3, 4)),
+        distributor=(),
+        client_work=(),
+        aggregator=aggregator,
+        finalizer=(),
+    )
+    assert spent(whole, fixed(1.0)) == spent(aggregator, fixed(1.0)) > 0
 
 
 def test_declarations_that_the_state_contradicts():

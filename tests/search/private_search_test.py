@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import threading
 import warnings
 from unittest import mock
 
@@ -414,6 +415,31 @@ def test_the_number_of_trials_is_nowhere(tmp_path, capfd):
     for option in ("callbacks", "seed", "validation_data", "verbose", "audit"):
         with pytest.raises(TypeError, match=option):
             _fit(_search(), **{option: None})
+
+
+def test_searches_in_threads_leave_the_process_as_it_was(capfd):
+    meet, trained = threading.Barrier(2), []
+
+    def waits(self):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            meet.wait(0.5)  # Never both inside, so it breaks.
+        trained.append(self)
+
+    searches = [_search(lambda rate: _wrapped(toy.dense())) for _ in range(2)]
+    with _trials(2), mock.patch.object(trial.Trial, "_train", waits):
+        threads = [threading.Thread(target=_fit, args=(s,)) for s in searches]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(trained) == 4
+    assert meet.broken
+    assert logging.root.manager.disable == logging.NOTSET
+    print("still here", flush=True)
+    os.write(1, b"and here")
+    said = capfd.readouterr().out
+    assert "still here" in said
+    assert "and here" in said
 
 
 def test_nothing_of_another_trial_can_be_had():

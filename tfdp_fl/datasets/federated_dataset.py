@@ -495,10 +495,11 @@ class FederatedDataset:
         """
         return self._with_source(self._source.conform(spec, names), self._client_ids)
 
-    def with_check(self, check: Callable[[Nest], None]) -> FederatedDataset:
-        """Returns a streamed dataset, whose clients fail if `check(x)` raises."""
+    def with_check(self, check: Callable[[Nest, Nest], None]) -> FederatedDataset:
+        """Returns a streamed dataset, whose clients fail if `check(x, y)` raises."""
         assert isinstance(self._source, sources.StreamedSource)
-        source = dataclasses.replace(self._source, check=check)
+        checks = *self._source.checks, check
+        source = dataclasses.replace(self._source, checks=checks)
         return self._with_source(source, self._client_ids)
 
     def with_ids(self, client_ids: Sequence[Hashable]) -> FederatedDataset:

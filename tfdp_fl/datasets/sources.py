@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -286,14 +287,14 @@ class StreamedSource:
       known_spec: The public `tf.TensorSpec`s (x, y) of one example; None: not known
         yet, so clients are read without a cast.
       names: Names of inputs and outputs, if the spec is taken from a model.
-      check: Raises ValueError for features that a model cannot accept.
+      checks: Raise ValueError for examples `(x, y)` that a model cannot accept.
     """
 
     keys: Sequence[Hashable]
     read_fn: Callable[[Hashable], tuple[nests.Nest, ...]]
     known_spec: nests.Nest | None
     names: nests.Names | None = None
-    check: Callable[[nests.Nest], None] | None = None
+    checks: tuple[Callable[[nests.Nest, nests.Nest], None], ...] = ()
     failed: ClassVar[Mapping[int, Exception]] = {}
 
     @property
@@ -333,9 +334,12 @@ class StreamedSource:
         """Reads a client; turns every error into an `Exception`."""
         try:
             return _client_arrays(self.read_fn(key))
-        except (Exception, KeyboardInterrupt):
+        except Exception:
             raise
         except BaseException as error:  # Even `sys.exit` concerns this client only.
+            in_main_thread = threading.current_thread() is threading.main_thread()
+            if isinstance(error, KeyboardInterrupt) and in_main_thread:
+                raise  # In other threads, it is not Ctrl-C.
             raise RuntimeError(f"reading ended in a {type(error).__name__}") from None
 
     def read(self, position: int) -> tuple[nests.Nest, nests.Nest]:
@@ -356,8 +360,8 @@ class StreamedSource:
         x, y, fits = nests.conform(x, y, self.known_spec, self.names)
         if not fits.all():
             raise nests.ExamplesValueError(nests.NO_CAST)
-        if self.check is not None:
-            self.check(x)
+        for check in self.checks:
+            check(x, y)
         return x, y
 
     def sizes(self, positions: np.ndarray) -> np.ndarray:

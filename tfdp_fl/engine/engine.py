@@ -339,9 +339,11 @@ class CohortEngine:
             for each in packed
         ]
 
-    def check_labels(self, dataset: FederatedDataset) -> None:
-        """Raises ValueError if a client's labels do not fit the model."""
-        labels.check_clients(dataset, self.layout.label_ranges)
+    def check_labels(
+        self, dataset: FederatedDataset, argument: str = "clients"
+    ) -> FederatedDataset:
+        """Returns a dataset whose clients' labels fit; see `labels.check_clients`."""
+        return labels.check_clients(dataset, self.layout.label_ranges, argument)
 
     # First half: train and add up.
 

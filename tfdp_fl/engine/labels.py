@@ -128,36 +128,59 @@ def describe_problem(leaves: Sequence[tf.Tensor], allowed: list[LabelRange]) -> 
     return ""
 
 
-def check_clients(dataset: FederatedDataset, allowed: list[LabelRange]) -> None:
-    """Raises ValueError if a client has labels that are not allowed; warns of NaN.
+def check_clients(
+    dataset: FederatedDataset, allowed: list[LabelRange], argument: str = "clients"
+) -> FederatedDataset:
+    """Returns a dataset that checks labels when clients are read.
 
-    Clients of a dataset that is read client by client are checked when they are read.
+    Raises:
+      ValueError: A client in memory has labels that are not allowed.
     """
     if not dataset.is_indexed:
-        return
-    leaves = list(map(np.asarray, tf.nest.flatten(nests.labels_of(dataset.flat()[1]))))
+
+        def check(x: nests.Nest, y: nests.Nest) -> None:
+            del x
+            leaves = tf.nest.flatten(nests.labels_of(y))
+            if problem := describe_problem(leaves, allowed):
+                raise nests.ExamplesValueError(f"{problem}.")
+
+        return dataset.with_check(check)
+    leaves = _stored_labels(dataset)
     if not describe_problem(leaves, allowed):
-        missing = sum(
-            int(np.isnan(leaf).sum()) for leaf in leaves if leaf.dtype.kind == "f"
-        )
-        if missing:  # Only a warning, as a Keras loss may leave them out.
-            warnings.warn(
-                f"NaN labels: {missing}. Unless your loss ignores them, the loss of "
-                "such a client is NaN, and its update counts as zero. Drop those rows, "
-                "or mark them with a number that the loss ignores, as "
-                "SparseCategoricalCrossentropy(ignore_class=-1) does with -1.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        return
+        return dataset
     rows, lengths = dataset.client_rows(np.arange(dataset.num_clients))
     if not describe_problem([leaf[rows] for leaf in leaves], allowed):
-        return  # No client has such a row.
+        return dataset  # No client has such a row.
     for position, client_rows in enumerate(np.split(rows, np.cumsum(lengths))[:-1]):
         problem = describe_problem([leaf[client_rows] for leaf in leaves], allowed)
         if problem:
             name = dataset.client_ids[position]
-            raise ValueError(f"clients: {problem} for client {name!r}.")
+            raise ValueError(f"{argument}: {problem} for client {name!r}.")
+    return dataset
+
+
+def warn_of_missing(dataset: FederatedDataset) -> None:
+    """Warns if clients in memory have labels that are NaN."""
+    if not dataset.is_indexed:
+        return
+    leaves = _stored_labels(dataset)
+    missing = sum(
+        int(np.isnan(leaf).sum()) for leaf in leaves if leaf.dtype.kind == "f"
+    )
+    if missing:  # Only a warning, as a Keras loss may leave them out.
+        warnings.warn(
+            f"NaN labels: {missing}. Unless your loss ignores them, the loss of "
+            "such a client is NaN, and its update counts as zero. Drop those rows, "
+            "or mark them with a number that the loss ignores, as "
+            "SparseCategoricalCrossentropy(ignore_class=-1) does with -1.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _stored_labels(dataset: FederatedDataset) -> list[np.ndarray]:
+    y = nests.labels_of(dataset.flat()[1])
+    return list(map(np.asarray, tf.nest.flatten(y)))
 
 
 # Rows that are checked together.
@@ -231,7 +254,9 @@ class IndexCheck:
                     )
         return None
 
-    def check_clients(self, dataset: FederatedDataset) -> FederatedDataset:
+    def check_clients(
+        self, dataset: FederatedDataset, argument: str = "clients"
+    ) -> FederatedDataset:
         """Returns a dataset that checks clients when they are read.
 
         Raises:
@@ -246,9 +271,10 @@ class IndexCheck:
         if problem := self.describe_problem(x):
             position = np.searchsorted(np.cumsum(lengths), problem[0], side="right")
             name = dataset.client_ids[int(position)]
-            raise ValueError(f"clients: {problem[1]}, for client {name!r}.")
+            raise ValueError(f"{argument}: {problem[1]}, for client {name!r}.")
         return dataset
 
-    def _check(self, x: nests.Nest) -> None:
+    def _check(self, x: nests.Nest, y: nests.Nest) -> None:
+        del y
         if problem := self.describe_problem(x):
             raise nests.ExamplesValueError(f"{problem[1]}.")

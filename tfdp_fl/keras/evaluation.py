@@ -37,7 +37,7 @@ from tfdp_fl.datasets import (
     adapters,
     nests,
 )
-from tfdp_fl.engine import cohort, layout, program, tff_models
+from tfdp_fl.engine import cohort, labels, layout, program, tff_models
 from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.keras import example_spec, federated_training
 from tfdp_fl.keras.callbacks import Ledger
@@ -110,9 +110,11 @@ class Validation:
           ValueError: The data's features do not fit the model.
         """
         if isinstance(self.data, FederatedDataset):
-            argument = "clients" if self.held_out else "validation_data"
-            data = example_spec.conform(model, training, self.data, argument)
-            with example_spec.locate_features_errors(model, data, argument):
+            data = example_spec.conform(model, training, self.data, self._argument)
+            with example_spec.locate_features_errors(model, data, self._argument):
+                if not self.held_out:  # Otherwise, it was checked with the others.
+                    check = labels.IndexCheck(model, data.element_spec[0])
+                    data = check.check_clients(data, self._argument)
                 return dataclasses.replace(self, data=data)
         if not isinstance(self.data, tuple | list):
             return self
@@ -125,6 +127,18 @@ class Validation:
             return self  # Some other type, which Keras may accept.
         example_spec.check_features(model, spec, "validation_data")
         return self
+
+    def check_labels(self, cohort_engine: engine.CohortEngine) -> Validation:
+        """Returns this validation with clients whose labels the loss can take."""
+        if not isinstance(self.data, FederatedDataset):
+            return self
+        data = cohort_engine.check_labels(self.data, self._argument)
+        return dataclasses.replace(self, data=data)
+
+    @property
+    def _argument(self) -> str:
+        """The argument of `fit` that the data came from."""
+        return "clients" if self.held_out else "validation_data"
 
     def evaluate(self, model: tf.keras.Model) -> dict[str, float]:
         """Returns the model's metrics on the data, by name with the prefix `val_`."""

@@ -534,6 +534,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         run, engine = preparation.prepare(
             self, clients, plan, calibration, between_client_variance
         )
+        validation = validation.check_labels(engine)
         self._engine = engine
         with _signals.defer_signals():
             # An interrupt here would restore the weights without their cost.

@@ -20,7 +20,7 @@ from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import format_up
 from tfdp_fl.accounting.charge import require_constant_noise
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
-from tfdp_fl.engine import secure_sum
+from tfdp_fl.engine import labels, secure_sum
 from tfdp_fl.keras import example_spec
 from tfdp_fl.keras.federated_training import FederatedTraining
 from tfdp_fl.keras.run import FitPlan, Population, Run
@@ -71,6 +71,7 @@ def prepare(
         mechanism.check(dataclasses.replace(deployment, rounds=plan.last_round))
     cohort_engine = _engine(fed, clients, plan, deployment, moments)
     cohort_engine.check_labels(clients)
+    labels.warn_of_missing(clients)
     query = cohort_engine.query
     if setup.secure_aggregation and mechanism.trust_model == TrustModel.CENTRAL:
         # (Every round asks again, as the clip may change.)

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import re
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -379,7 +380,7 @@ class Trial:
         paid.use()
         self.reset()
         try:
-            with _silence():
+            with _one_at_a_time, _silence():
                 self._train()
                 value = score(self.model, self._training, self._split.held_out, paid)
         except Exception:  # Both the error and the fact that there was one are secret.
@@ -396,9 +397,13 @@ class Trial:
             raise RuntimeError("A trial was charged more than was planned.")
 
 
+# Two trials at once, in threads, would each restore the other one's silence.
+_one_at_a_time = threading.RLock()
+
+
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Silences prints, logs and warnings, which would reveal a trial."""
+    """Silences the process's prints, logs and warnings, which would reveal a trial."""
     disabled, saved = logging.root.manager.disable, {}
     logging.disable(logging.CRITICAL)
     try:

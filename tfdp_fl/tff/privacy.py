@@ -90,7 +90,9 @@ def privacy_charges(
     """
     _validate.instance_of(mechanism_lib.Mechanism, mechanism=mechanism)
     accounted = state_lib.accounted_state(state)
+    # (Processes other than of models, such as k-means, have no trainable weights.)
     weights = getattr(state, "global_model_weights", None)
+    trainable = getattr(weights, "trainable", None)
     deployment = contribution.PrivacyContext(
         clients_per_round=sampling_lib.expected_sizes(
             sampling, num_clients, clients_per_round
@@ -98,7 +100,7 @@ def privacy_charges(
         num_clients=num_clients,
         sampling=sampling,
         rounds=rounds,
-        num_variables=weights and len(tf.nest.flatten(weights.trainable)),
+        num_variables=None if trainable is None else len(tf.nest.flatten(trainable)),
         max_participations=max_participations,
     )
     if mechanism.event_period is not None:
