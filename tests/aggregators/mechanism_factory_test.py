@@ -220,7 +220,7 @@ def test_a_clip_that_falls_below_a_secure_sums_rounding():
     check = state_lib.RoundPlan(**plan, lines="")
     four = tf.constant(4.0)
     assert check.check_size(four, four, four, clip_norm=0.25) == 4
-    with pytest.raises(tf.errors.InvalidArgumentError, match="counts beside"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="not negligible"):
         check.check_size(four, four, four, clip_norm=0.24)
     check = state_lib.RoundPlan(**plan, lines="", limits={"update": 5.0})
     assert check.check_size(four, four, four, 0.25, {"update": 0.5}) == 4

@@ -1,13 +1,14 @@
-"""A mechanism's query as a TFF aggregation process.
+"""Runs a mechanism's query as a TFF aggregation process.
 
-One `next` is one round:
+One call of `next` is one round:
 
     server:   begin_round (this round's m and z)
-    two_phase clients: record_norm -> server: clip_to_cohort
+    clients:  record_norm, if the query is two_phase
+    server:   clip_to_cohort, if the query is two_phase
     server:   derive_sample_params, broadcast
     clients:  algorithm.make_record
     sum:      the inner factory
-    server:   algorithm.release, once, and the check of the cohort size
+    server:   the check of the cohort size; algorithm.release, once
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def create_cohort_process(
 
     @tff.tensorflow.computation
     def empty_history():
-        # The length must be unknown to the graph, as the history grows.
+        # The graph must not fix the length, as the history grows.
         empty = tf.compat.v1.placeholder_with_default
         return state.RoundHistory(
             lines=empty(tf.constant([], tf.string), [None]),
@@ -168,7 +169,7 @@ def to_list(value: Nest) -> list[tf.Tensor]:
 
 
 def from_list(tensors: list[tf.Tensor], value_type: tff.types.Type) -> Nest:
-    """Returns tensors in the order of `to_list` as a value of a type."""
+    """Inverse of `to_list`: returns a value of the given type."""
     remaining = iter(tensors)
 
     def build(type_):
@@ -203,7 +204,7 @@ def create_record_sum(
       measurements are those of `inner_factory`.
     """
     if inner_factory is None and scalars_factory is None:
-        # A single aggregation for everything needs half the calls per client.
+        # One aggregation for both needs half the calls per client.
         return tff.aggregators.SumFactory().create(record_type)
     plain_sum = tff.aggregators.SumFactory()
     updates = (inner_factory or plain_sum).create(record_type.update)
@@ -239,7 +240,7 @@ def create_record_fn(
     client_types: list[tff.types.Type],
     exact: bool,
 ) -> tff.Computation:
-    """Returns a client's computation on its value and its weight, if any.
+    """Returns the computation that makes a client's record.
 
     Args:
       query: The mechanism's query.
@@ -259,7 +260,7 @@ def create_record_fn(
         if exact:
             update = tf.nest.map_structure(lambda t: tf.cast(t, tf.float64), update)
         elif isinstance(update, list) and len(update) == len(tensors):
-            # In the form that the inner factory would get without a mechanism.
+            # The inner factory gets the structure that clients' values have.
             update = from_list(update, value_type)
         fields["sums"] = collections.OrderedDict(fields["sums"])
         fields["cohort_size"] = tf.ones([])
@@ -282,14 +283,15 @@ def _create_release(
 ) -> tff.Computation:
     """Returns the server's computation on the sum and the state's three parts.
 
-    Its results are the mean, the measurements, and the new parts of the state.
+    Its results are the mean, the measurements, and the new parts of the state. `packed`
+    says whether the sum of the updates has the structure of a value, not of a list.
     """
 
     @tff.tensorflow.computation(total_type, *state_types)
     def release_round(total, query_state, round_index, history):
         scalars = collections.OrderedDict(total["scalars"])
         size = plan.check_size(
-            # A secure sum has a quantization error.
+            # Rounded, as a secure sum has a quantization error.
             tf.round(scalars.pop("cohort_size")),
             query_state.clients_per_round,
             scalars["weight"],
@@ -342,8 +344,8 @@ def _create_clip_to_cohort(
 ) -> tff.Computation:
     """Returns the phase that sets the clip from the norms of the cohort.
 
-    The norms are collected, not summed, so they reach the server one by one. They stay
-    there: the clients only get the clip that is computed from them.
+    The norms are collected, not summed, so the server sees each of them. The clients
+    only get the clip that is computed from them.
     """
     norms_type = tff.TensorType(np.float32, [None])
 
@@ -390,8 +392,8 @@ def end_worker_at_exit() -> None:
     TFF 0.87's default context starts a `worker_binary` for its first computation. The
     worker listens on all interfaces, runs any graph that it is sent
     (docs/threat_model.md), and ends when the context is deleted. During the
-    interpreter's shutdown, deleting the context fails, and the worker keeps running.
-    So the context is replaced before, by one without a worker.
+    interpreter's shutdown, deleting the context fails, and the worker keeps running. So
+    an exit handler replaces the context, by one without a worker.
 
     Further calls have no effect.
     """

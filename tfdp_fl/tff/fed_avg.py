@@ -70,7 +70,7 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
     def with_cohort(
         self, state: state_lib.ServerState, cohort: sampling.Cohort
     ) -> state_lib.ServerState:
-        """Returns a state that says which cohort its next round is for.
+        """Returns a state that records the cohort of its next round.
 
         See `tfdp_fl.aggregators.with_cohort`.
 
@@ -101,7 +101,7 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
         accountant: str = "rdp",
         **declared: Any,
     ) -> privacy.Epsilon:
-        """Returns epsilon after a state (see `tfdp_fl.learning.epsilon`).
+        """Returns the epsilon of a state's rounds (see `tfdp_fl.learning.epsilon`).
 
         Args:
           state: A state of this process.
@@ -142,7 +142,7 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
         format: str = "text",
         **declared: Any,
     ) -> str | Json:
-        """Returns the privacy statement after a state.
+        """Returns the privacy statement for a state's rounds.
 
         Args:
           state: A state of this process.
@@ -170,7 +170,7 @@ def build_dp_fed_avg(
     max_participations: int | None = None,
     min_examples: int | None = None,
 ) -> DPLearningProcess:
-    """Returns federated averaging whose aggregation is done by a mechanism.
+    """Returns a federated averaging process that aggregates with a mechanism.
 
     Every client has the same weight. With `NoPrivacy`, or with a clip that no update
     reaches and no noise, it equals `tff.learning.algorithms.
@@ -204,7 +204,7 @@ def build_dp_fed_avg(
       num_clients: The population N, if already known; `epsilon` needs it.
       rounds: The planned number of rounds. Local mechanisms with a budget, NbAFL and
         callable schedules need it.
-      max_participations: The maximum number of rounds of a client.
+      max_participations: The maximum number of rounds of any client.
       min_examples: The smallest number of examples of any client (NbAFL).
 
     Returns:
@@ -341,11 +341,11 @@ def build_local_training(
     as_weights: bool,
     local_epochs: int,
 ) -> tff.learning.templates.ClientWorkProcess:
-    """Returns TFF's local training; if it fails, its result is NaN.
+    """Returns TFF's local training, but with NaN as the result if training fails.
 
-    TFF replaces an update with a NaN or an Inf by zero, and indicates this only with a
+    TFF replaces an update with a NaN or an Inf by zero, and indicates this only by a
     weight of zero. As NaN, the mechanism discards, counts and reports it like any
-    other.
+    other failed update.
 
     Args:
       model_fn: A callable that returns a `VariableModel`, or a
@@ -382,7 +382,7 @@ def build_local_training(
             value = tf.nest.map_structure(
                 tf.subtract, tf.nest.pack_sequence_as(value, start), value
             )
-            # The sum over all epochs, with the same integer in each.
+            # TFF's weight counts the examples of every epoch.
             weight = tf.round(weight / local_epochs)
         usable = result.update_weight > 0
         return templates.ClientResult(
@@ -412,7 +412,7 @@ def build_local_training(
 
 
 class ReplacingOptimizer(tff.learning.optimizers.Optimizer):
-    """Replaces the weights by the aggregated weights."""
+    """Uses the aggregated weights (its "gradients") as the new weights."""
 
     def initialize(self, specs: Nest) -> tuple[()]:
         """Implements `Optimizer.initialize`."""

@@ -1,4 +1,4 @@
-"""Wraps any mechanism as a TFF aggregation factory, and names one for each of ours."""
+"""Wraps any mechanism as a TFF aggregation factory; defines one for each of ours."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tfdp_fl.tff import cohort_process, state
 _SAMPLINGS = (*charge_lib.SAMPLINGS, charge_lib.MIN_SEPARATION)
 # A secure sum rounds each number to a grid with this many steps between its bounds.
 _STEPS = 2.0**24
-# The most that rounding may add to a client's share, relative to the clip.
+# How much rounding may add to the norm of a client's share, relative to the clip.
 _LARGEST_ROUNDING = 1e-3
 
 # Sums the clients' shares.
@@ -43,23 +43,23 @@ class BoundFactory:
         sampling: str | None = None,
         **numbers: int | None,
     ):
-        """Checks everything that does not depend on a value type.
+        """Checks everything that does not depend on the type of the clients' values.
 
         Args:
           mechanism: A mechanism that releases updates (all but NbAFL).
           clients_per_round: m, the expected cohort size: a number, a sequence
             with one value per round, or (with `rounds`) a callable of the round.
           inner_factory: Sums the updates; None for a plain sum.
-          scalars_factory: Sums the other numbers of each client (the bit of
-            adaptive clipping and the diagnostics: float32 scalars); None for
-            a plain sum. If updates are summed securely, these should be, too.
+          scalars_factory: Sums each client's other numbers, float32 scalars (the bit of
+            adaptive clipping, and the diagnostics); None for a plain sum. If updates
+            are summed securely, these should be, too.
           sampling: "poisson", "fixed_size", "random_allocation" (with `num_clients`, so
             that a mean is divided by N / floor(N/m)), "shuffled", "cyclic",
             "min_separation" (clients take part when they like), or None if unknown.
           **numbers: Fields of `PrivacyContext`: `num_clients`, `rounds` (planned;
-            needed by a local mechanism's budget and by callables), `min_examples` and
-            `max_participations` of one client; None if unknown. The last is not
-            enforced here, as TFF passes clients without names.
+            required for a local mechanism's budget and for callables), `min_examples`
+            and `max_participations` of one client; None if unknown. The last one is not
+            enforced, as TFF passes clients without names.
 
         Raises:
           TypeError: An argument is of a wrong type.
@@ -87,24 +87,24 @@ class BoundFactory:
             clients_per_round = sampling_lib.expected_sizes(
                 sampling, population, clients_per_round
             )
-        self._clients = clients = state.tabulate(
+        self._cohort_sizes = clients = state.tabulate(
             clients_per_round, "clients_per_round", rounds, _validate.positive
         )
-        self._noise = state.tabulate(
+        self._noise_multipliers = state.tabulate(
             mechanism.noise_multiplier or 0.0,
             "noise_multiplier",
             rounds,
             _validate.non_negative,
         )
-        tables = (clients, self._noise)
+        tables = (clients, self._noise_multipliers)
         lengths = [len(table) for table in tables if isinstance(table, tuple)]
         if mechanism.event_period is not None:
             lengths.append(mechanism.event_period)
         if rounds is not None and lengths and rounds > min(lengths):
             raise ValueError(
-                f"rounds={rounds} must be at most the {min(lengths)} rounds "
-                "for which noise_multiplier and clients_per_round have values "
-                "and the mechanism's noise is made."
+                f"rounds={rounds} must be at most the {min(lengths)} rounds for which "
+                "noise_multiplier, clients_per_round and the mechanism's noise are "
+                "defined."
             )
         self._is_scheduled = bool(lengths)
         # For correlated noise, it is computed from the groups unless declared.
@@ -134,10 +134,10 @@ class BoundFactory:
             "scalars_factory": scalars_factory,
         }
         event = mechanism.round_event(0, self.deployment)
-        # A state may reach later rounds of this plan without its first ones.
+        # A state of another process may begin in the middle of this plan.
         self._is_charged = mechanism.trust_model == TrustModel.CENTRAL and (
             not isinstance(event, dp_accounting.NonPrivateDpEvent)
-            or max(state.distinct_values(self._noise)) > 0
+            or max(state.distinct_values(self._noise_multipliers)) > 0
         )
         for name, factory in self._factories.items():
             self._check_sum(name, factory)
@@ -158,7 +158,7 @@ class BoundFactory:
             raise ValueError(
                 f"{name} must give a sum (such as tff.aggregators.SumFactory or "
                 f"SecureSumFactory), got {type(factory).__name__}: the mechanism "
-                "divides, by the expected cohort size, and adds the noise."
+                "itself adds the noise and divides by the expected cohort size."
             )
         # A larger share of the sum would cost more than is charged for.
         if self._is_charged and largest_rounding(factory, 1) == math.inf:
@@ -166,14 +166,13 @@ class BoundFactory:
                 f"{name} must be None, a tff.aggregators.SumFactory or a "
                 "SecureSumFactory whose bounds include 0, got "
                 f"{type(factory).__name__}: others may enlarge an update beyond "
-                "the clip, and no epsilon would hold."
+                "the clip, so that no epsilon holds."
             )
         upper = bounds_of(factory)[1]
         if name == "scalars_factory" and upper < 1:
             raise ValueError(
-                f"scalars_factory must have an upper bound of at least 1, got "
-                f"{upper:g}: each client counts 1 in the size of the cohort, which is "
-                "checked."
+                "scalars_factory must have an upper bound of at least 1, got "
+                f"{upper:g}: each client adds 1 to the cohort size, which is checked."
             )
 
     def _create(
@@ -185,29 +184,30 @@ class BoundFactory:
 
         Args:
           value_type: A structure of float tensors.
-          weight_type: Type of the second value of each client, if any.
+          weight_type: Type of the clients' weights, if any.
         """
         tensors = tensors_of(value_type)
         unknown = [t for t in tensors if t.shape is None or None in t.shape]
         shapes = None if unknown else tuple(tensor.shape for tensor in tensors)
         if shapes is None and self.mechanism.needs_shapes:
             raise TypeError(
-                "value_type must have tensors of known shapes for a query, on which "
-                f"what it costs can be tried, got {value_type}."
+                "value_type must have tensors of known shapes for a query, to compute "
+                f"its cost, got {value_type}."
             )
         deployment = dataclasses.replace(
             self.deployment, num_variables=len(tensors), shapes=shapes
         )
-        rounding, limits = self._rounding_of_sums(shapes), self._limits(deployment)
+        rounding = self._rounding_of_sums(shapes)
+        limits = self._noise_limits(deployment)
         max_cohort_size = deployment.num_clients
         if (
             max_cohort_size is not None
             and deployment.sampling in charge_lib.OF_RANDOM_SIZE
         ):
             max_cohort_size = state.largest_poisson_cohort(
-                max_cohort_size, max(state.distinct_values(self._clients))
+                max_cohort_size, max(state.distinct_values(self._cohort_sizes))
             )
-        # If there is a schedule, its length is known.
+        # (With a schedule, the number of rounds is known.)
         count = cast(int, deployment.rounds) if self._is_scheduled else 1
         is_plain = largest_rounding(self._factories["inner_factory"], 1) == 0
         enlarged = self._enlargement(max_cohort_size)
@@ -220,8 +220,8 @@ class BoundFactory:
         return cohort_process.create_cohort_process(
             self.mechanism.bind(deployment),
             state.RoundPlan(
-                noise_multiplier=self._noise,
-                clients_per_round=self._clients,
+                noise_multiplier=self._noise_multipliers,
+                clients_per_round=self._cohort_sizes,
                 lines=lines if self._is_scheduled else lines[0],
                 exact=self.mechanism.needs_exact_cohort,
                 at_most_expected=self._has_whole_cohorts,
@@ -238,14 +238,14 @@ class BoundFactory:
     def _enlargement(self, max_cohort_size: int | None) -> float:
         """Returns the largest factor by which sums may enlarge a client's share.
 
-        Both sums round it, by at most `_LARGEST_ROUNDING` of the clip and of the bounds
-        on a count. A decoded secure sum is float32, so the sum of m clients has a
+        Each of the two sums rounds it, by at most `_LARGEST_ROUNDING` of the clip or of
+        a count's bound. A decoded secure sum is float32, so the sum of m clients has a
         relative rounding error of 2^-24.
         """
         factories = self._factories.values()
         if all(largest_rounding(factory, 1) == 0 for factory in factories):
             return 1.0
-        clients = max_cohort_size or max(state.distinct_values(self._clients))
+        clients = max_cohort_size or max(state.distinct_values(self._cohort_sizes))
         return 1 + 2 * _LARGEST_ROUNDING + clients * 2.0**-23
 
     def _rounding_of_sums(self, shapes: tuple[tuple[int, ...], ...] | None) -> float:
@@ -268,16 +268,18 @@ class BoundFactory:
             if value > _LARGEST_ROUNDING * limit:
                 raise ValueError(
                     f"{name} must have closer bounds: its sum rounds a client's share "
-                    f"by up to {value:.3g}, where {_LARGEST_ROUNDING:g} of "
-                    f"the {limit:g} that a client may add is allowed."
+                    f"by up to {value:.3g}, more than {_LARGEST_ROUNDING:g} of the "
+                    f"{limit:g} that a client may add."
                 )
         return rounding
 
-    def _limits(self, deployment: contribution.PrivacyContext) -> dict[str, float]:
+    def _noise_limits(
+        self, deployment: contribution.PrivacyContext
+    ) -> dict[str, float]:
         """Returns `RoundPlan.limits`, which exist only if clients add the noise.
 
-        Each client's noise is only a share. Noise that a secure sum cuts off would be
-        missing from the total for which the round is charged.
+        Each client adds only a share. Noise that a secure sum cuts off would be missing
+        from the total for which the round is charged.
         """
         if not (self._is_charged and self.mechanism.needs_exact_cohort):
             return {}
@@ -294,7 +296,7 @@ class BoundFactory:
                 raise ValueError(
                     f"{factory} must have bounds of {needed:.3g} or more, got "
                     f"{limit:g}: it would cut off noise that the clients add "
-                    "(noise_site='client'), and less would be left than is charged."
+                    "(noise_site='client'), leaving less than is charged for."
                 )
             if limit < math.inf:
                 limits[name] = limit
@@ -326,7 +328,7 @@ def largest_rounding(factory: SumFactory | None, num_elements: int) -> float:
         return math.inf
     lower, upper = bounds_of(factory)
     if not lower <= 0 <= upper:
-        return math.inf  # A client that sends zeros would count as a bound.
+        return math.inf  # A client's zero would become one of the bounds.
     # Adaptive bounds need a state, which `accounted_state` refuses.
     width = 0.0 if upper == math.inf else upper - lower
     return math.sqrt(num_elements) * width / _STEPS
@@ -352,13 +354,13 @@ def tensors_of(value_type: tff.types.Type) -> list[tff.TensorType]:
             requirement = "be a tensor or a structure of tensors"
         elif tf.as_dtype(tensor.dtype) in (tf.float16, tf.bfloat16):
             requirement = (
-                "not have tensors of float16 or bfloat16, in which a clip is rounded "
-                "by more than it may be and noise is lost (cast them to float32)"
+                "not have tensors of float16 or bfloat16, whose rounding can exceed "
+                "the clip and remove noise (cast them to float32)"
             )
         elif not tf.as_dtype(tensor.dtype).is_floating:
             requirement = (
-                "have float tensors only, because a mechanism scales and noises them "
-                "(leave others out, or aggregate them with a factory of their own)"
+                "have float tensors only, because a mechanism scales them and adds "
+                "noise (leave others out, or aggregate them with another factory)"
             )
         if requirement:
             raise TypeError(
@@ -379,7 +381,7 @@ class MechanismFactory(BoundFactory, tff.aggregators.UnweightedAggregationFactor
     `SecureSumFactory` whose bounds include 0. (A secure sum rounds each coordinate by
     at most 2^-24 of the distance between its bounds.) Others, such as
     `EncodedSumFactory`, which rounds up as well as down, are only for mechanisms
-    without a guarantee, or with one from each client's own noise.
+    without a guarantee, or with a local one.
 
     Measurements of a round, as an `OrderedDict`: this round's `clip_norm` and
     `noise_stddev` (on the sum), `clipped_fraction`, `mean_update_norm`,
@@ -388,12 +390,12 @@ class MechanismFactory(BoundFactory, tff.aggregators.UnweightedAggregationFactor
     if given. A TF-Privacy query has its own measurements instead of the first two.
     These numbers have no noise, and the guarantee does not cover them.
 
-    If the cohort's size is one for which the mechanism's guarantee does not hold, the
-    whole round fails: `next` raises an error and returns no new state.
+    If the mechanism's guarantee does not hold for the cohort's size, the whole round
+    fails: `next` raises an error and returns no new state.
 
-    State: an `AggregatorState`, plain tensors that any
-    `tff.program.ProgramStateManager` saves. Epsilon: `tfdp_fl.learning.
-    epsilon`.
+    The state is an `AggregatorState` of plain tensors, which any
+    `tff.program.ProgramStateManager` can save. `tfdp_fl.learning.epsilon` computes its
+    epsilon.
     """
 
     def create(self, value_type: tff.types.Type) -> tff.templates.AggregationProcess:

@@ -1,8 +1,8 @@
 """Computes epsilon from a process's state and the sampling declared by the caller.
 
 TFF gets the clients of a round, but only the caller knows how they were drawn. The
-process that runs a round records in the state what it released, and
-`aggregators.with_cohort` records who could have been in it.
+process records in its state what each round released, and `aggregators.with_cohort`
+records who could have been in it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Epsilon(float):
     """An epsilon: a number with its privacy statement.
 
     Attributes:
-      facts: A `tfdp_fl.accounting.StatementFacts`; None for a number computed from
-        others.
+      facts: A `tfdp_fl.accounting.StatementFacts`; None if the number was computed from
+        other numbers.
       delta: The delta at which it holds, or None.
     """
 
@@ -80,8 +80,8 @@ def privacy_charges(
         do not depend on it, but a mechanism that assumes fewer refuses it.
 
     Returns:
-      A charge for each round, in order, preceded by those of its abandoned cohorts that
-      cost something.
+      A charge for each round, in order. Each is preceded by the charges of the round's
+      abandoned cohorts, if those cost something.
 
     Raises:
       TypeError: `mechanism` is not a mechanism.
@@ -105,19 +105,21 @@ def privacy_charges(
     )
     if mechanism.event_period is not None:
         mechanism.check(deployment)
-    lines = _lines(accounted, mechanism, deployment)
+    lines = _read_lines(accounted, mechanism, deployment)
     if lines:
-        _check_last(lines, mechanism, deployment)
+        _check_last_round(lines, mechanism, deployment)
     draws_by_round, later_draws = accounted.history.cohorts()
     _check_cohorts([*draws_by_round, later_draws], lines, deployment)
     events = [
-        _event(index, line, answered, mechanism, deployment)
+        _event_of_round(index, line, answered, mechanism, deployment)
         for index, (line, answered) in enumerate(
             zip(lines, accounted.history[1], strict=True)
         )
     ]
     if sampling == Sampling.CYCLIC and isinstance(mechanism, CorrelatedNoise):
-        events = _fold(events, draws_by_round, mechanism, max_participations)
+        events = _apply_group_order(
+            events, draws_by_round, mechanism, max_participations
+        )
     charges = []
     for index, (event, draws) in enumerate(zip(events, draws_by_round, strict=True)):
         participation = _full_participation(lines[index], deployment)
@@ -144,8 +146,8 @@ def _full_participation(
 ) -> accounting.Participation:
     """Returns the participation in a round without a recorded cohort: every client.
 
-    Under Poisson sampling, we trust the caller's declaration that its cohort was newly
-    drawn, and the statement says so. For cohorts of a fixed size or in passes, that
+    Under Poisson sampling, the caller's declaration that its cohort was newly drawn is
+    trusted, and the statement says so. For cohorts of a fixed size or in passes, that
     would not be enough, as cohorts might have been drawn repeatedly.
     """
     size, population = line["clients_per_round"], cast(int, deployment.num_clients)
@@ -186,16 +188,16 @@ def _check_cohorts(
             )
 
 
-def _fold(
+def _apply_group_order(
     events: list[dp_accounting.DpEvent],
     draws_by_round: list[list[Json]],
     mechanism: CorrelatedNoise,
     max_participations: int | None,
 ) -> list[dp_accounting.DpEvent]:
-    """Returns the events of rounds for the order in which groups actually took part.
+    """Returns the rounds' events for the order in which groups actually took part.
 
-    If groups were newly divided, came too soon, or are unknown, a client may be in more
-    rounds than the noise of a segment allows for.
+    If clients were regrouped, or groups took part too soon or are unknown, a client may
+    be in more rounds than the noise of a segment allows for.
     """
     groups: list[tuple[str | None, int | None] | None] = []
     for draws in draws_by_round:
@@ -205,7 +207,7 @@ def _fold(
         groups.append(
             (participation.partition, participation.group) if participation else None
         )
-    folded, period = list(events), mechanism.event_period
+    new_events, period = list(events), mechanism.event_period
     for start in range(0, len(events), period):
         segment = slice(start, start + period)
         times = matrix_factorization.fold(
@@ -214,8 +216,8 @@ def _fold(
         for index, event in enumerate(events[segment], start):
             if times > 1 and isinstance(event, dp_accounting.GaussianDpEvent):
                 z = event.noise_multiplier / times
-                folded[index] = dp_accounting.GaussianDpEvent(z)
-    return folded
+                new_events[index] = dp_accounting.GaussianDpEvent(z)
+    return new_events
 
 
 def epsilon(
@@ -230,14 +232,14 @@ def epsilon(
     rounds: int | None = None,
     max_participations: int | None = None,
 ) -> Epsilon:
-    """Returns the epsilon of the mechanism's own guarantee after a state.
+    """Returns the epsilon of the mechanism's own guarantee for a state's rounds.
 
     A central guarantee is composed over the rounds under the declared sampling. A local
     one, or one per record, is composed over the rounds of the client that took part
     most often (the most costly rounds, if they differ); sampling makes no difference.
 
-    The number is only as good as the declaration: cohorts must be drawn in that way,
-    from the whole population, in secret. (`tfdp_fl.sampling` does this.) Its
+    The number is only valid if the declaration is true: cohorts must be drawn in that
+    way, from the whole population, in secret. (`tfdp_fl.sampling` does this.) Its
     `statement` says so, and lists what else it does not cover.
 
     Args:
@@ -246,7 +248,7 @@ def epsilon(
       mechanism: The mechanism that ran the last round. The cost of earlier rounds is in
         the state; a state of another kind of mechanism is refused.
       sampling: "poisson", "fixed_size", "random_allocation", "shuffled", "cyclic" or
-        "min_separation" (clients take part when they like, for correlated noise at
+        "min_separation" (clients take part when they like, but with correlated noise at
         least its min_separation apart; no amplification is claimed).
       num_clients: The number of clients, N.
       clients_per_round: m of the process that ran the last round.
@@ -274,7 +276,9 @@ def epsilon(
     noise_multipliers: set[float | None] = set()
     if mechanism.trust_model == TrustModel.LOCAL:
         accounted = state_lib.accounted_state(state)
-        lines = _lines(accounted, mechanism, contribution.PrivacyContext(**declared))
+        lines = _read_lines(
+            accounted, mechanism, contribution.PrivacyContext(**declared)
+        )
         sizes = [line["clients_per_round"] for line in lines]
         participations = min(len(lines), max_participations or len(lines))
         mu_squared = sorted((line["mu_squared"] for line in lines), reverse=True)
@@ -308,7 +312,7 @@ def epsilon(
     if len(noise_multipliers) > 1 and len(multipliers) == len(noise_multipliers):
         parameters["noise_multiplier"] = (
             f"{min(multipliers):g} to {max(multipliers):g} "
-            "(by round, all releases of one)"
+            "(by round, for all of its releases)"
         )
     result = Epsilon(value)
     result.delta = delta
@@ -333,12 +337,12 @@ def epsilon(
     return result
 
 
-def _lines(
+def _read_lines(
     accounted: state_lib.AggregatorState,
     mechanism: mechanism_lib.Mechanism,
     deployment: contribution.PrivacyContext,
 ) -> list[Json]:
-    """Returns the recorded lines; raises ValueError if they do not match."""
+    """Returns the recorded rounds; raises ValueError if they do not match."""
     recorded, answered = map(np.asarray, accounted.history[:2])
     num_rounds = int(accounted.rounds)
     num_ended = len(accounted.history.attempted) or num_rounds
@@ -358,7 +362,7 @@ def _lines(
                 "state must come from processes of this mechanism and sampling, "
                 f"{mechanism.name} and {deployment.sampling!r}, got one whose "
                 f"round {index + 1} of {num_rounds} was run by a process of another "
-                "kind, whose guarantee cannot be told from here."
+                "kind, whose guarantee cannot be computed here."
             )
         if line["num_clients"] not in (None, deployment.num_clients):
             raise ValueError(
@@ -371,7 +375,7 @@ def _lines(
     return lines
 
 
-def _event(
+def _event_of_round(
     index: int,
     line: Json,
     answered: float,
@@ -380,8 +384,8 @@ def _event(
 ) -> dp_accounting.DpEvent:
     """Returns the event of a round; for local noise, the central event.
 
-    The latter depends on the sampling. It is non-private unless m clients answered with
-    the recorded noise, and the sum did not change it.
+    The central event depends on the sampling. It is non-private unless m clients
+    answered with the recorded noise, and the sum did not change the noise.
     """
     if "event" in line:
         recorded = charge_lib.event_from_json(line["event"])
@@ -418,7 +422,7 @@ def _check_answered(
         )
 
 
-def _check_last(
+def _check_last_round(
     lines: list[Json],
     mechanism: mechanism_lib.Mechanism,
     deployment: contribution.PrivacyContext,
@@ -428,8 +432,8 @@ def _check_last(
     declared_size = deployment.cohort_size(index)
     if not math.isclose(declared_size, size, rel_tol=1e-5):
         raise ValueError(
-            f"clients_per_round must be what the state was made with, {size} "
-            f"in its last round, got {declared_size}."
+            f"clients_per_round must be as in the state, {size} in its last round, "
+            f"got {declared_size}."
         )
     if "event" not in lines[-1]:
         return
@@ -440,8 +444,8 @@ def _check_last(
         z is None or declared_z is None or not math.isclose(z, declared_z, rel_tol=1e-5)
     ):
         raise ValueError(
-            "mechanism must be what the state was made with, whose last round "
-            f"had a noise multiplier of {z}, got {mechanism!r} with {declared_z}."
+            "mechanism must be as in the state, whose last round had a noise "
+            f"multiplier of {z}, got {mechanism!r} with {declared_z}."
         )
 
 
@@ -454,7 +458,7 @@ def _caveats(
     is_separated = sampling == MIN_SEPARATION and isinstance(mechanism, CorrelatedNoise)
     draws_by_round, later_draws = state_lib.accounted_state(state).history.cohorts()
     draws = [draw for part in (*draws_by_round, later_draws) for draw in part]
-    # Not relevant for a local guarantee, or if cohorts are not drawn.
+    # Cohorts are irrelevant for a local guarantee, or if they are not drawn.
     may_lack_cohorts = (
         mechanism.trust_model == TrustModel.CENTRAL and sampling != MIN_SEPARATION
     )

@@ -1,4 +1,4 @@
-"""An aggregation process's plan for its rounds, and its state."""
+"""The plan for the rounds of an aggregation process, and the process's state."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ Table: TypeAlias = float | tuple[float, ...]
 # Strings or numbers; NumPy arrays in a state that a process returned.
 _Vector: TypeAlias = np.ndarray | tf.Tensor
 
-# The probability with which a cohort drawn as declared is refused.
-_REFUSED_BY_CHANCE = 1e-12
-# In standard deviations; no noise is larger (`noise._box_muller` ends at 9.42).
+# The probability with which a cohort that was drawn as declared is refused.
+_REFUSAL_PROBABILITY = 1e-12
+# A bound on all noise, in standard deviations (`noise._box_muller` ends at 9.42).
 LARGEST_DRAW = 9.5
 
 
@@ -43,11 +43,11 @@ class RoundHistory(NamedTuple):
 
     Attributes:
       lines: String [T], see `history_line`.
-      answered: Float64 [T], how many clients were in the sum.
-      attempts: String [A], see `with_cohort`: who could have been in each cohort,
-        including those whose round failed.
-      attempted: Int64 [T], the number of `attempts` when the round ended: its own
-        attempts are those since the previous round. The last of them was released.
+      answered: Float64 [T], the number of clients in the sum.
+      attempts: String [A], who could have been in each cohort (see `with_cohort`),
+        including the cohorts of failed rounds.
+      attempted: Int64 [T], the number of `attempts` when a round ended. The round's own
+        attempts are those since the previous round, and the last one was released.
         Empty if no cohort was ever recorded.
     """
 
@@ -57,7 +57,7 @@ class RoundHistory(NamedTuple):
     attempted: _Vector = ()
 
     def cohorts(self) -> tuple[list[list[Json]], list[Json]]:
-        """Returns the cohorts drawn for each round, and those drawn since."""
+        """Returns the cohorts drawn for each round, and those drawn after the last."""
         draws = [json.loads(text) for text in np.asarray(self.attempts).tolist()]
         ended = (
             np.asarray(self.attempted) if len(self.attempted) else [0] * len(self.lines)
@@ -70,7 +70,7 @@ class RoundHistory(NamedTuple):
 def history_kind(mechanism: mechanism_lib.Mechanism) -> Json:
     """Returns what rounds must have in common for one epsilon, as JSON values.
 
-    The noise is not included, as each round's line has its own cost.
+    The noise may differ, as each round's line has its own cost.
     """
     return {
         "mechanism": mechanism.name,
@@ -93,9 +93,9 @@ def history_line(
 
     It has `history_kind`, `sampling`, `num_clients` (null if the process does not know
     it) and `clients_per_round`. For a local guarantee, it also has `mu_squared`,
-    (sensitivity / sigma)^2 of one client's share, and whether the sum changes clients'
-    noise (`sum_changed`). For other guarantees, it has the `event` and the factor by
-    which the sum may move farther than the event says (`enlarged`).
+    (sensitivity / sigma)^2 of one client's share, and whether the summation changes the
+    clients' noise (`sum_changed`). For other guarantees, it has the `event`, and the
+    factor by which the summation may enlarge a client's share (`enlarged`).
     """
     line = {
         **history_kind(mechanism),
@@ -132,9 +132,9 @@ def tabulate(
     if callable(schedule):
         if rounds is None:
             raise ValueError(
-                f"{name} is a callable, which a TFF computation cannot call "
-                "when it runs: pass rounds=, the number of rounds for which "
-                "to tabulate it, or a sequence with one value a round."
+                f"{name} is a callable, which a TFF computation cannot call when it "
+                "runs: pass rounds=, the number of rounds for which to tabulate it, or "
+                "a sequence with one value per round."
             )
         schedule = [schedules.value_at(schedule, t, name) for t in range(rounds)]
     return cast(Table, schedules.check_schedule(schedule, check, name))
@@ -155,7 +155,7 @@ def _value_at(
         round_index,
         len(table),
         message=(
-            f"There is a plan for {len(table)} rounds, and this round lies past its "
+            f"There is a plan for {len(table)} rounds, but this round lies past its "
             "end."
         ),
     )
@@ -184,7 +184,7 @@ class RoundPlan:
       min_clip_norm: The clip must be at least this; otherwise a secure sum's rounding
         would not be negligible.
       limits: For "update" and the side sums, the bound beyond which a secure sum would
-        cut off a client's share, and with it noise that is charged for.
+        clip a client's share, and with it noise that is charged for.
     """
 
     noise_multiplier: Table
@@ -207,7 +207,7 @@ class RoundPlan:
     def append_round(
         self, history: RoundHistory, round_index: tf.Tensor, answered: tf.Tensor
     ) -> RoundHistory:
-        """Returns a history with one more round and the size of its sum."""
+        """Returns a history with one more round, in which `answered` clients were."""
         line = _value_at(self.lines, round_index, tf.string)
         answered = tf.cast(answered, tf.float64)
         return RoundHistory(
@@ -232,7 +232,7 @@ class RoundPlan:
         Args:
           size: Float32 scalar, the number of clients that answered.
           expected: Float32 scalar, m.
-          weight: Float32 scalar, the sum of the weights of the clients.
+          weight: Float32 scalar, the sum of the clients' weights.
           clip_norm: Float32 scalar, the largest norm of a client's share.
           shares: The stddev of a client's own noise for each of `limits`.
         """
@@ -251,21 +251,22 @@ class RoundPlan:
         if self.at_most_expected:
             require(
                 size <= expected,
-                "cohort size exceeds clients_per_round, against the declared sampling",
+                "cohort size exceeds clients_per_round, which contradicts the declared "
+                "sampling",
             )
         if self.max_cohort_size is not None:
             require(
                 size <= float(self.max_cohort_size),
-                f"cohort size exceeds {self.max_cohort_size}, the most of what was "
-                "declared",
+                f"cohort size exceeds {self.max_cohort_size}, the largest one with the "
+                "declared sampling",
             )
         if self.requires_weight:
-            require(weight > 0, "cohort has nothing usable to replace the model by")
+            require(weight > 0, "cohort has nothing usable to replace the model with")
         if self.min_clip_norm:
             require(
                 tf.cast(clip_norm, tf.float32) >= self.min_clip_norm,
-                "the clip has become so small that the secure sum's rounding counts "
-                "beside it: give its inner_factory closer bounds",
+                "the clip has become so small that the secure sum's rounding is not "
+                "negligible: give its inner_factory closer bounds",
             )
         for name, limit in self.limits.items():
             norm_bound = clip_norm if name == "update" else 1.0
@@ -287,7 +288,7 @@ def largest_poisson_cohort(num_clients: int, clients_per_round: float) -> int:
       clients_per_round: m, the expected size: Binomial(N, m / N).
     """
     rate = clients_per_round / num_clients
-    return int(stats.binom.isf(_REFUSED_BY_CHANCE, num_clients, rate))
+    return int(stats.binom.isf(_REFUSAL_PROBABILITY, num_clients, rate))
 
 
 class AggregatorState(NamedTuple):
@@ -310,9 +311,8 @@ class AggregatorState(NamedTuple):
 ServerState: TypeAlias = AggregatorState | tff.learning.templates.LearningAlgorithmState
 
 _BUILD_INSTEAD = (
-    "Build the process with tfdp_fl.learning.build_dp_fed_avg, or hand the "
-    "mechanism's factory itself to tff.learning.algorithms."
-    "build_unweighted_fed_avg."
+    "Build the process with tfdp_fl.learning.build_dp_fed_avg, or give the mechanism's "
+    "factory itself to tff.learning.algorithms.build_unweighted_fed_avg."
 )
 
 
@@ -331,7 +331,7 @@ def _holds_mechanism(state: Nest) -> bool:
 def accounted_state(state: ServerState) -> AggregatorState:
     """Returns the mechanism's state, if everything in a state can be accounted for.
 
-    This is so for `tff.learning`'s federated averaging if its aggregator is the
+    This is the case for `tff.learning`'s federated averaging if its aggregator is the
     mechanism's own, and if the sums (the mechanism's `inner_factory` and
     `scalars_factory`) have no state.
 
@@ -340,32 +340,33 @@ def accounted_state(state: ServerState) -> AggregatorState:
 
     Raises:
       ValueError: It is another state, in which something outside the mechanism may
-        make releases that this epsilon does not count.
+        make releases that the mechanism's epsilon does not count.
     """
     if isinstance(state, tff.learning.templates.LearningAlgorithmState):
         _check_client_work(state.client_work)
         if _holds_mechanism(state.distributor) or _holds_mechanism(state.finalizer):
             raise ValueError(
-                "state must hold one mechanism, at its aggregator, got another in "
-                f"its distributor or finalizer. {_BUILD_INSTEAD}"
+                "state must have only one mechanism, in its aggregator, got another "
+                f"in its distributor or finalizer. {_BUILD_INSTEAD}"
             )
         state = state.aggregator
     if not isinstance(state, AggregatorState):
         raise ValueError(
-            "state must be that of a learning process (LearningAlgorithmState) whose "
-            "aggregator is the mechanism's own, or of that (AggregatorState), got "
-            f"{type(state).__name__}: an aggregator around it may release more than "
-            "the mechanism does (a mean divides once more, by a count or by weights "
-            "without noise; a norm that follows the clients' values lets one client "
-            f"change what others contribute). {_BUILD_INSTEAD}"
+            "state must come from a learning process (LearningAlgorithmState) whose "
+            "aggregator is the mechanism's own, or from that aggregator "
+            f"(AggregatorState), got {type(state).__name__}: an aggregator around it "
+            "may release more than the mechanism does (a mean divides once more, by a "
+            "count or by weights without noise; a norm that follows the clients' "
+            "values lets one client change what others contribute). "
+            f"{_BUILD_INSTEAD}"
         )
     if tf.nest.flatten(state.sum_state):
         raise ValueError(
             "state must come from a sum that is the same in every round "
-            "(inner_factory and scalars_factory without a state), got one "
-            "that keeps a state, as secure sums and zeroing with adaptive "
-            "bounds do: one client then changes what others contribute, "
-            f"after the clip. {_BUILD_INSTEAD}"
+            "(inner_factory and scalars_factory without a state), got one with a "
+            "state, such as a secure sum or zeroing with adaptive bounds: one client "
+            "then changes what others contribute, after the clip. "
+            f"{_BUILD_INSTEAD}"
         )
     return state
 
@@ -378,8 +379,8 @@ def with_cohort(state: ServerState, cohort: sampling.Cohort) -> ServerState:
     sampling, as if its cohort had been newly drawn as declared.
 
     An abandoned cohort stays in the state until another one is recorded. So after
-    `abandon`, record the next cohort before `next`, or its round counts as that of the
-    abandoned one.
+    `abandon`, record the next cohort before `next`; otherwise, the round counts as the
+    abandoned cohort's.
 
     Args:
       state: A state that `accounted_state` accepts.
@@ -388,16 +389,16 @@ def with_cohort(state: ServerState, cohort: sampling.Cohort) -> ServerState:
 
     Raises:
       RuntimeError: The cohort was already in a round of this state, or a sampler with a
-        seed may have drawn its clients for one; or the state has an unreleased cohort
-        of a fixed size, which cannot be abandoned.
+        seed may have drawn the same clients for one; or the state has an unreleased
+        cohort of a fixed size, which cannot be abandoned.
     """
     accounted = accounted_state(state)
     _validate.instance_of(sampling.Cohort, cohort=cohort)
     rounds, later_draws = accounted.history.cohorts()
     if any(draw["draw_id"] == cohort.draw_id for part in rounds for draw in part):
         raise RuntimeError(
-            "cohort must be of a new draw, got one that was in a round of this state "
-            "already: its clients would be there twice. Call sampler.draw()."
+            "cohort must be newly drawn, got one that was in a round of this state "
+            "already: its clients would take part twice. Call sampler.draw()."
         )
     if later_draws and later_draws[-1]["draw_id"] == cohort.draw_id:
         return state
@@ -409,8 +410,8 @@ def with_cohort(state: ServerState, cohort: sampling.Cohort) -> ServerState:
     ]
     if cohort.from_seed and seeded and cohort.round_index <= max(seeded):
         raise RuntimeError(
-            f"cohort must be of a round after {max(seeded)}, the last one for which "
-            "this state has a cohort that follows from a seed, got one of round "
+            f"cohort must be for a round after {max(seeded)}, the last one for which "
+            "this state has a cohort drawn from a seed, got one for round "
             f"{cohort.round_index}: a new sampler with the same seed draws the same "
             "clients again. Restore the sampler (sampler.restore(state)), set its "
             "next_round, or leave out the seed."
@@ -423,10 +424,10 @@ def with_cohort(state: ServerState, cohort: sampling.Cohort) -> ServerState:
         )
         if participation.is_amplified and not is_free:
             raise RuntimeError(
-                "cohort must be the one that the state was given before, of a fixed "
-                "size, whose round did not end: leave out the clients that failed and "
-                "call next again, or make the sampler with may_abandon=True, with "
-                "which every round is charged for it."
+                "cohort must be the last one that the state was given, which has a "
+                "fixed size and whose round did not end: leave out the clients that "
+                "failed and call next again, or make the sampler with "
+                "may_abandon=True, which increases the charge of every round."
             )
     line = {
         "participation": json.loads(cohort.participation.to_json()),
@@ -444,7 +445,7 @@ def with_cohort(state: ServerState, cohort: sampling.Cohort) -> ServerState:
 
 
 def _check_client_work(state: Nest) -> None:
-    """Raises ValueError unless client work keeps only optimizer settings.
+    """Raises ValueError unless the client work's state has only optimizer settings.
 
     Any other state could come from clients' data, bypassing the aggregator.
     """
@@ -455,7 +456,7 @@ def _check_client_work(state: Nest) -> None:
     )
     if not is_allowed:
         raise ValueError(
-            "state must come from federated averaging, got client work that "
-            "keeps a state of its own, as Mime's keeps full gradients: what "
-            f"that releases has no noise of the mechanism's. {_BUILD_INSTEAD}"
+            "state must come from federated averaging, got client work with a state of "
+            "its own (Mime's has full gradients): it is released without the "
+            f"mechanism's noise. {_BUILD_INSTEAD}"
         )
