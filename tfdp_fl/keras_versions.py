@@ -250,7 +250,7 @@ class LabelIndex(int):
 
 def labels_and_outputs(
     loss: CompileArgument, compiled_loss: CompiledLoss, y: Nest, predicted: Nest
-) -> list[tuple[tf.keras.losses.Loss, tf.Tensor, tf.Tensor]]:
+) -> list[tuple[Any, tf.Tensor, tf.keras.losses.Loss]]:
     """Returns what Keras gives to each loss: labels, an output, and the loss itself.
 
     Args:
@@ -259,7 +259,7 @@ def labels_and_outputs(
       y: Nest of labels, or of `LabelIndex`es.
       predicted: Nest of outputs.
     """
-    records: list[tuple[tf.keras.losses.Loss, tf.Tensor, tf.Tensor]] = []
+    records: list[tuple[Any, tf.Tensor, tf.keras.losses.Loss]] = []
     if compiled_loss is None:
         return records
 

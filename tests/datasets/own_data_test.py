@@ -233,8 +233,8 @@ def test_what_the_model_does_not_tell_must_be_declared():
     number, vector = tf.TensorSpec([], tf.int64), tf.TensorSpec([3])
     tokens = tf.TensorSpec([4], tf.int64)
     for model, loss, message, label in (
-        (_sequences, None, "the model does not tell the sizes", number),
-        (_built, _own_loss, "the loss does not tell", vector),
+        (_sequences, None, "the model does not specify the sizes", number),
+        (_built, _own_loss, "the loss does not specify", vector),
     ):
         compiled = {} if loss is None else {"loss": loss}
         fed = toy.federated(model=model, compile_options=compiled, clients_per_round=2)

@@ -197,7 +197,7 @@ def test_a_metric_of_several_numbers_and_other_validation_are_refused():
     assert fed.run is None
     fed = toy.federated()
     both = {"validation_split": 0.1, "validation_data": toy.arrays(3)}
-    with pytest.raises(ValueError, match="validation_split must be 0 where v"):
+    with pytest.raises(ValueError, match="validation_split must be 0 if v"):
         toy.fit(fed, **both)
     with pytest.raises((TypeError, ValueError), match="validation_data must be"):
         toy.fit(fed, validation_data=[1])
@@ -334,7 +334,7 @@ def test_a_label_that_is_no_class_ends_no_fit_after_its_first_round(held_out):
             assert fed.run is None
             said = str(error.value)
         else:
-            with pytest.warns(RuntimeWarning, match="1 of .* are left out") as warned:
+            with pytest.warns(RuntimeWarning, match="1 of .* is omitted") as warned:
                 toy.fit(fed, 1, data=train, **options)
             assert np.isfinite(fed.history.history["val_loss"]).all()
             said = " ".join(str(each.message) for each in warned)

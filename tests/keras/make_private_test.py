@@ -111,7 +111,7 @@ def test_the_baseline_and_what_is_refused():
     toy.fit(fed, 2, data=toy.clients(_CLIENTS))
     assert (fed.rounds, fed.epsilon(_DELTA)) == (2, np.inf)
     noise = {"clip_norm": 1.0, "noise_multiplier": 1.0}
-    fixed, chosen = tfdp_fl.FixedClipping(**noise), "noise_multiplier can be chosen"
+    fixed, chosen = tfdp_fl.FixedClipping(**noise), "noise_multiplier can be calibrated"
     little = {"m": 5, "target": 0.05, "count_noise_stddev": 0.25}
     for message, options in (
         (chosen, {"mechanism": tfdp_fl.NoPrivacy()}),

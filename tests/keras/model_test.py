@@ -357,7 +357,7 @@ def test_a_list_in_another_order_that_is_read_anew_is_refused(mechanism, samplin
     toy.fit(fed, data=clients)
     others = [*clients[:-1], slices(toy.arrays(10, seed=99))]
     for list_of_others in (clients[::-1], others):
-        with pytest.raises(ValueError, match="read anew: a mapping has names"):
+        with pytest.raises(ValueError, match="was read again"):
             toy.fit(fed, data=list_of_others)
     toy.fit(fed, data=list(clients))
     assert fed.rounds == 2
@@ -370,8 +370,8 @@ _OTHERS = toy.clients().take(np.roll(np.arange(toy.NUM_CLIENTS), 1))
 @pytest.mark.parametrize(
     "mechanism, sampling, why",
     [
-        (_LOCAL, "fixed_size", "kept for each client"),
-        (None, "shuffled", "round 2 goes on with a pass"),
+        (_LOCAL, "fixed_size", "tracked for each client"),
+        (None, "shuffled", "round 2 continues a pass"),
     ],
 )
 def test_clients_in_another_order_are_refused(mechanism, sampling, why):

@@ -330,6 +330,6 @@ def test_a_budget_serves_one_fit_at_a_time_and_its_model_s_evaluations():
     with pytest.raises(ValueError, match="of the PrivacyBudget"):
         _evaluate(fed)
     toy.fit(other, 1, [budget])
-    with pytest.raises(ValueError, match="went on to another model"):
+    with pytest.raises(ValueError, match="now belongs to another model"):
         _evaluate(fed)
     assert fed.spending.evaluations == 0

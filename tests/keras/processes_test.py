@@ -258,6 +258,6 @@ def test_neither_an_evaluation_nor_another_ledger_makes_rounds_known(tmp_path):
     toy.fit(fed, 2, both())
     toy.fit(other, 2, both(), resume_from=run)
     toy.fit(other, 2, both())
-    with pytest.raises(ValueError, match="gone on with in two places"):
+    with pytest.raises(ValueError, match="resumed in two places"):
         toy.fit(fed, 2, both()[1:])
     assert fed.rounds == 2

@@ -142,9 +142,9 @@ def test_other_clients_or_another_seed_begin_a_pass_of_their_own(drawn):
     fed = _allocated()
     toy.fit(fed, 3)
     for others in (toy.clients(41), toy.clients().take(np.arange(40)[::-1])):
-        with pytest.raises(ValueError, match="round 4 goes on with a pass"):
+        with pytest.raises(ValueError, match="round 4 continues a pass"):
             toy.fit(fed, data=others)
-    with pytest.raises(ValueError, match="round 4 goes on with a pass"):
+    with pytest.raises(ValueError, match="round 4 continues a pass"):
         toy.fit(fed, validation_split=0.3)
     # With a seed it is another sampler: what is left of the pass is not gone on with.
     toy.fit(fed, seed=1)

@@ -61,14 +61,14 @@ def spec_for(
 
 def ranges(
     labels: Sequence[tf.Tensor],
-    outputs: list[tuple[tf.keras.losses.Loss, tf.Tensor, tf.Tensor]],
+    outputs: list[tuple[Any, tf.Tensor, tf.keras.losses.Loss]],
 ) -> list[LabelRange]:
     """Returns the ranges of the labels that are class indices.
 
     Args:
       labels: Label tensors for a batch, flattened.
-      outputs: For each loss: the loss, the output's values for the batch, and the
-        index of its label among `labels`.
+      outputs: For each loss: the index of its label among `labels`, the output's values
+        for the batch, and the loss.
 
     Raises:
       ValueError: Labels do not fit the output and its loss. A user-defined loss may

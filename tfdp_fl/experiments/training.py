@@ -18,7 +18,7 @@ from tfdp_fl.experiments import run_directory, tasks
 from tfdp_fl.experiments import settings as settings_lib
 from tfdp_fl.experiments.settings import Settings
 from tfdp_fl.keras import DPFederatedModel, callbacks, make_private
-from tfdp_fl.keras.make_private import task_parameters
+from tfdp_fl.keras.make_private import plan_parameters
 from tfdp_fl.terms import Json, TrustModel
 
 
@@ -99,7 +99,7 @@ def _make_federated_model(
     size = settings.schedule("clients_per_round")
     smallest = min(size) if isinstance(size, tuple) else size
     options = {
-        **task_parameters(kind, settings.rounds, num_clients, smallest),
+        **plan_parameters(kind, settings.rounds, num_clients, smallest),
         **settings.mechanism_options(),
     }
     noise = settings.schedule("noise_multiplier")

@@ -38,20 +38,27 @@ from tfdp_fl.terms import Json
 
 FORMAT = "tfdp_fl checkpoint 10"
 _NAME = re.compile(r"round-(\d{8})\.npz")
-_PLACE = "place of an array"
+# The key that stands for an array in the JSON text.
+_ARRAY_KEY = "place of an array"
 _DIGEST_BYTES = hashlib.sha256().digest_size
-# How much of a file is read at a time.
-_PIECE = 2**24
+# How many bytes of a file are read at a time.
+_CHUNK_BYTES = 2**24
 
 LEDGER = "ledger.jsonl"
-# Longer ones are stored as a digest, so that no save takes time per planned round.
+# Longer schedules are stored as a digest, so that saves do not grow with the rounds.
 _LONG_SCHEDULE = 100
 CLIENTS_DIGEST = "clients' ids (their digest, in order)"
 # Fields of `FitPlan` that must be the same when a run is resumed.
-_OF_PLAN = ("batch_size", "local_epochs", "shuffle", "seed")
-_OF_SETUP = (
-    *("sampling", "clients_per_round", "non_trainable_state", "on_client_failure"),
-    *("secure_aggregation", "client_weighting", "noise_generator"),
+_PLAN_FIELDS = ("batch_size", "local_epochs", "shuffle", "seed")
+# Fields of `TrainingSetup`, likewise.
+_SETUP_FIELDS = (
+    "sampling",
+    "clients_per_round",
+    "non_trainable_state",
+    "on_client_failure",
+    "secure_aggregation",
+    "client_weighting",
+    "noise_generator",
 )
 
 
@@ -63,8 +70,8 @@ class CheckpointWriteError(CheckpointError):
     """A file could not be written; its previous content is unchanged."""
 
 
-class _Hashed(io.BufferedIOBase):
-    """A file written from beginning to end, with the digest of the bytes so far."""
+class _HashingStream(io.BufferedIOBase):
+    """Writes to a stream and computes the digest of all bytes so far."""
 
     def __init__(self, stream: BinaryIO):
         self._stream, self.digest = stream, hashlib.sha256()
@@ -76,28 +83,28 @@ class _Hashed(io.BufferedIOBase):
 
 
 def to_bytes(state: Json, level: int = 1) -> bytes:
-    """Returns a file's bytes; see `write_state`."""
+    """Returns the bytes that `write_state` writes."""
     stream = io.BytesIO()
     write_state(stream, state, level)
     return stream.getvalue()
 
 
 def write_state(stream: BinaryIO, state: Json, level: int = 1) -> bytes:
-    """Writes a file array by array, without a copy of the whole in memory.
+    """Writes a state array by array, without a copy of the whole in memory.
 
     Args:
       stream: The stream to write to.
       state: Nested JSON values and arrays of any NumPy dtype except object. Short
         floats, such as bfloat16, are read back as float32.
-      level: The compression level of the text; 0 if the file's size must reveal nothing
-        about its contents.
+      level: The compression level of the text; 0 if the file's size must not depend on
+        its contents.
 
     Returns:
-      The digest with which the file ends.
+      The digest at the end of the file.
     """
     arrays: list[np.ndarray] = []
 
-    def keep_array(value: object) -> dict[str, int]:
+    def store_array(value: object) -> dict[str, int]:
         array = np.asarray(value)
         if array.dtype.hasobject:  # It could not be read back without pickle.
             raise TypeError(
@@ -106,14 +113,14 @@ def write_state(stream: BinaryIO, state: Json, level: int = 1) -> bytes:
             )
         # NumPy's file format has no names for short floats.
         arrays.append(array if array.dtype.kind != "V" else array.astype("f4"))
-        return {_PLACE: len(arrays)}
+        return {_ARRAY_KEY: len(arrays)}
 
-    text = json.dumps({"format": FORMAT, "state": state}, default=keep_array)
-    if text.count(f'"{_PLACE}": ') != len(arrays):
-        raise ValueError(f"state must have no key {_PLACE!r}, got one.")
+    text = json.dumps({"format": FORMAT, "state": state}, default=store_array)
+    if text.count(f'"{_ARRAY_KEY}": ') != len(arrays):
+        raise ValueError(f"state must not have the key {_ARRAY_KEY!r}, got one.")
     # The text compresses well, as charges repeat from round to round.
     packed = np.frombuffer(zlib.compress(text.encode(), level), np.uint8)
-    hashed = _Hashed(stream)
+    hashed = _HashingStream(stream)
     np.savez(hashed, packed, *arrays)
     digest = hashed.digest.digest()
     stream.write(digest)
@@ -129,13 +136,13 @@ def from_bytes(data: bytes) -> Json:
         if "arr_0" not in file:
             raise ValueError("an earlier version wrote it")
 
-        def array_of(value: Json) -> np.ndarray | Json:
-            return file[f"arr_{value[_PLACE]}"] if _PLACE in value else value
+        def load_array(value: Json) -> np.ndarray | Json:
+            return file[f"arr_{value[_ARRAY_KEY]}"] if _ARRAY_KEY in value else value
 
         if file["arr_0"].dtype != np.uint8:
             raise ValueError("an earlier version wrote it")
         text = zlib.decompress(file["arr_0"].tobytes()).decode()
-        body = json.loads(text, object_hook=array_of)
+        body = json.loads(text, object_hook=load_array)
     if body["format"] != FORMAT:
         raise ValueError(f"it has the format {body['format']!r}")
     return body["state"]
@@ -149,7 +156,7 @@ class CheckpointDirectory:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        """Names a directory, which the first write creates."""
+        """Makes an object for a directory, which need not exist yet."""
         self.path = pathlib.Path(path)
 
     def rounds(self) -> list[int]:
@@ -178,21 +185,21 @@ class CheckpointDirectory:
             except (ValueError, OSError) as error:
                 problems.append(f"The checkpoint {file} is damaged: {error}.")
                 warnings.warn(
-                    f"{problems[-1]} The one before it is tried.",
+                    f"{problems[-1]} Trying the one before it.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
         raise CheckpointError(
-            f"No checkpoint in {self.path} is whole. {' '.join(problems)}"
+            f"No checkpoint in {self.path} is intact. {' '.join(problems)}"
         )
 
     def make(self) -> None:
-        """Makes the directory if necessary."""
-        with _clear_errors(self.path):
+        """Creates the directory if necessary."""
+        with _explain_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
 
     def clear_after(self, round_index: int) -> None:
-        """Renames later checkpoints, which are damaged; removes half-written files."""
+        """Renames later checkpoints, which are damaged; removes temporary files."""
         for leftover in self.path.glob(f"{_files.TEMPORARY}*"):
             leftover.unlink(missing_ok=True)
         for later in self.rounds():
@@ -201,24 +208,24 @@ class CheckpointDirectory:
                 file.replace(file.with_suffix(".damaged"))
 
     def holds(self, round_index: int, state: Json) -> bool:
-        """Returns whether the checkpoint before a round was written from this state."""
+        """Returns whether the checkpoint before a round has exactly this state."""
         digest = hashlib.sha256()
         try:
             size = self.file(round_index).stat().st_size - _DIGEST_BYTES
             with self.file(round_index).open("rb") as file:
-                while piece := file.read(min(size, _PIECE)):
+                while piece := file.read(min(size, _CHUNK_BYTES)):
                     digest.update(piece)
                     size -= len(piece)
                 if file.read() != digest.digest():  # It is damaged.
                     return False
         except (OSError, ValueError):
             return False
-        with open(os.devnull, "wb") as nowhere:
-            return write_state(nowhere, state) == digest.digest()
+        with open(os.devnull, "wb") as null_stream:
+            return write_state(null_stream, state) == digest.digest()
 
     def write(self, round_index: int, state: Json, keep: int) -> None:
         """Writes the state before a round; then removes all but the newest `keep`."""
-        with _write_whole(self.file(round_index)) as stream:
+        with _open_replacement(self.file(round_index)) as stream:
             write_state(stream, state)
         for old in self.rounds()[keep:]:
             self.file(old).unlink(missing_ok=True)
@@ -227,24 +234,24 @@ class CheckpointDirectory:
 def write_atomically(file: pathlib.Path, data: bytes) -> None:
     """Replaces a file atomically: after a crash, it is either the old or the new one.
 
-    Only the owner may read checkpoints, as one can predict cohorts from them (by the
+    Only the owner can read it, as checkpoints allow one to predict cohorts (from the
     seed or the key of the passes). Raises CheckpointWriteError on failure.
     """
-    with _write_whole(file) as stream:
+    with _open_replacement(file) as stream:
         stream.write(data)
 
 
 @contextlib.contextmanager
-def _write_whole(file: pathlib.Path) -> Iterator[BinaryIO]:
+def _open_replacement(file: pathlib.Path) -> Iterator[BinaryIO]:
     with (
-        _clear_errors(file),
+        _explain_errors(file),
         _files.replace_file(file, mode=0o600, sync=True) as stream,
     ):
         yield stream
 
 
 @contextlib.contextmanager
-def _clear_errors(path: pathlib.Path) -> Iterator[None]:
+def _explain_errors(path: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -269,7 +276,7 @@ def capture(
     key: str,
     ledger: accounting.PrivacyLedger | None = None,
 ) -> Json:
-    """Returns a training's state between two rounds, to be kept beside a ledger.
+    """Returns a training's state between two rounds, to be stored beside a ledger.
 
     Args:
       fed: The training.
@@ -279,7 +286,7 @@ def capture(
     run, cohort_engine = fed.require_trained("checkpoint")
     return {
         **run.state(ledger),
-        # Not copies, as large models have no memory to spare.
+        # Without copies, as large models leave no memory to spare.
         "weights": [
             np.asarray(v.value())
             for v in keras_versions.tf_variables(fed.model.weights)
@@ -308,21 +315,21 @@ def settings(fed: FederatedTraining, population: Population, plan: FitPlan) -> J
     of_mechanism = setup.mechanism.parameters().items()
     values = {
         "rounds": plan.last_round - plan.first_round,
-        **{name: getattr(plan, name) for name in _OF_PLAN},
-        **{name: getattr(setup, name) for name in _OF_SETUP},
+        **{name: getattr(plan, name) for name in _PLAN_FIELDS},
+        **{name: getattr(setup, name) for name in _SETUP_FIELDS},
         "mechanism": setup.mechanism.name,
         **{f"mechanism's {name}": value for name, value in of_mechanism},
         "clients (their number)": population[0],
         CLIENTS_DIGEST: population[1],
-        "optimizer": _config(training.optimizer),
-        "server_optimizer": _config(training.server_optimizer),
+        "optimizer": _optimizer_config(training.optimizer),
+        "server_optimizer": _optimizer_config(training.server_optimizer),
         "grad_clip": training.grad_clip,
         "keras": keras_versions.name(),
     }
     for name, value in values.items():
         is_long = isinstance(value, list | tuple) and len(value) > _LONG_SCHEDULE
         if is_long and all(isinstance(each, int | float) for each in value):
-            values[name] = _in_short(value)
+            values[name] = _abbreviate(value)
     return _files.to_plain(values, describe)
 
 
@@ -332,20 +339,20 @@ def _describe_schedule(
 ) -> str:
     """Returns a short description of a schedule over rounds, with a digest."""
     rounds = range(first_round, last_round)
-    return _in_short([schedules.value_at(schedule, t, "a schedule") for t in rounds])
+    return _abbreviate([schedules.value_at(schedule, t, "a schedule") for t in rounds])
 
 
-def _in_short(values: Sequence[float]) -> str:
+def _abbreviate(values: Sequence[float]) -> str:
     digest = hashlib.sha256(np.array(values, "<f8").tobytes()).hexdigest()
     return f"a schedule of {short(list(values))} ({digest})"
 
 
-def _config(optimizer: tf.keras.optimizers.Optimizer | None) -> object:
-    """Returns an optimizer's settings, except for the rate, which callbacks change."""
+def _optimizer_config(optimizer: tf.keras.optimizers.Optimizer | None) -> object:
+    """Returns an optimizer's settings, without the rate, which callbacks change."""
     if optimizer is None:
         return None
     config = {
-        # Values that went through a variable have only float32 precision.
+        # Values that were stored in a variable have only float32 precision.
         name: float(np.float32(value)) if isinstance(value, float) else value
         for name, value in optimizer.get_config().items()
         if name not in ("learning_rate", "name", "jit_compile")
@@ -394,17 +401,17 @@ class InterruptedRun:
         directory: str | os.PathLike[str],
         fed: FederatedTraining,
         clients: FederatedDataset,
-        asked: FitPlan,
+        requested: FitPlan,
     ) -> InterruptedRun:
-        """Reads the newest checkpoint and checks it against the arguments.
+        """Reads the newest checkpoint and checks it against the arguments of `fit`.
 
         The model does not change.
         """
         state = CheckpointDirectory(directory).newest()
         plan = FitPlan(**state["plan"])
-        last = plan.first_round + asked.last_round - asked.first_round
-        asked = dataclasses.replace(
-            asked, first_round=plan.first_round, last_round=last
+        last = plan.first_round + requested.last_round - requested.first_round
+        requested = dataclasses.replace(
+            requested, first_round=plan.first_round, last_round=last
         )
         population = clients.num_clients, clients.clients_digest
         saved = {
@@ -412,10 +419,10 @@ class InterruptedRun:
             **_describe_weights(state["weights"], state["trainable"]),
         }
         now = {
-            **settings(fed, population, asked),
+            **settings(fed, population, requested),
             **_describe_weights(fed.model.weights, _trainable_indices(fed.model)),
         }
-        for name in now | saved:  # Rounds first, as they affect the schedules, too.
+        for name in now | saved:  # First the rounds, which also affect schedules.
             if saved.get(name) != now.get(name):
                 raise ValueError(
                     f"{name} must be {short(saved.get(name))}, as in the interrupted "
@@ -430,13 +437,13 @@ class InterruptedRun:
         ledger = accounting.PrivacyLedger.read(path, expected_head=state["ledger_head"])
         run = fed.run
         if run is not None:
-            # The same run may also have been resumed from here elsewhere.
+            # The same run may also have been resumed elsewhere.
             known = run.known_ledgers.get(ledger_key(path), "")
             if run.spending.rounds > ledger.rounds_known(run.run_id, known):
                 raise ValueError(
                     "resume_from must be given to a model that was not trained yet, or "
-                    "was trained by the same run, or its earlier rounds would be "
-                    f"forgotten; it was trained for {run.rounds} rounds."
+                    "only by the same run: its earlier rounds would be forgotten. It "
+                    f"was trained for {run.rounds} rounds."
                 )
         return cls(directory=pathlib.Path(directory), state=state, ledger=ledger)
 
@@ -445,7 +452,7 @@ class InterruptedRun:
     ) -> Run:
         """Restores model and engine from the checkpoint; returns the run.
 
-        The amount spent comes from the ledger. It includes the rounds that were charged
+        The spending comes from the ledger. It includes the rounds that were charged
         after the checkpoint, as their results may have been seen.
         """
         state = self.state
@@ -453,19 +460,19 @@ class InterruptedRun:
         values = [*state["weights"], *state["server_optimizer"]]
         pairs = list(zip(variables, values, strict=True))
         run = Run.from_state(state, prepared)
-        # There is no record of the draws after the checkpoint, here or from a copy.
+        # Attempts after the checkpoint, here or from a copy of it, are unknown.
         run.attempts.renew()
         query, spending = cohort_engine.query, run.spending
         key = ledger_key(ledger_path(self.directory))
         ledgers = {key: self.ledger}
         for other, head in run.known_ledgers.items():
-            # These ledgers, too, may hold rounds from after the checkpoint.
+            # These ledgers, too, may have rounds from after the checkpoint.
             if other != key and os.path.exists(other):
                 ledgers[other] = accounting.PrivacyLedger.read(
                     other, expected_head=head
                 )
         for name, contents in ledgers.items():
-            # All lines are counted. If more appear, another process has resumed too.
+            # All lines are counted. If more appear later, another process wrote them.
             spending.merge_ledger(contents, run.run_id, name)
             spending.lost_mu_squared = max(
                 spending.lost_mu_squared,
@@ -477,8 +484,8 @@ class InterruptedRun:
         if lost:
             run.caveats.add("rounds_charged_twice")
         if lost or state["memory_of"] != query.mechanism.state_fingerprint():
-            # The noise memory does not cover the lost rounds' releases. Nor does it fit
-            # if this machine has chosen other coefficients.
+            # The noise memory does not cover the lost rounds' releases. Nor is it valid
+            # if this machine computed other coefficients.
             run.mechanism_state = query.new_segment(run.mechanism_state)
         spending.merge_runs(prepared.spending.others)
         for variable, value in pairs:

@@ -45,7 +45,7 @@ from tfdp_fl.keras.callbacks.federated_callback import PrivacyBudget, callback_s
 from tfdp_fl.keras.federated_training import FederatedTraining
 from tfdp_fl.terms import Json, Sampling
 
-# The most clients that one call evaluates.
+# The largest number of clients that are evaluated in one call of a program.
 _MAX_GROUP_SIZE = 1024
 
 
@@ -83,10 +83,10 @@ class Validation:
         parts = tuple(map(adapters.to_keras_inputs, data, names))
         object.__setattr__(self, "data", parts)
 
-    def without_held_out(
+    def hold_out_clients(
         self, clients: FederatedDataset, fraction: float
     ) -> tuple[FederatedDataset, Validation]:
-        """Returns the training clients, and validation on the others.
+        """Returns the training clients, and the validation on the held-out ones.
 
         A client's id alone decides which side it is on, so adding or removing a client
         changes only its own side. Each side has at least one client.
@@ -96,7 +96,7 @@ class Validation:
         fraction = _validate.inside_unit_interval(validation_split=fraction)
         if self.data is not None or clients.num_clients < 2:
             raise ValueError(
-                "validation_split must be 0 where validation_data is given, or with a "
+                "validation_split must be 0 if validation_data is given, or with a "
                 f"single client, which it would hold out, got {fraction!r}."
             )
         clients, data = clients.split_by_id(fraction)
@@ -124,7 +124,7 @@ class Validation:
                 nests.with_array_leaves(self.data[0], "x"),
             )
         except (TypeError, ValueError, IndexError):
-            return self  # Some other type, which Keras may accept.
+            return self  # Another type, which Keras may accept.
         example_spec.check_features(model, spec, "validation_data")
         return self
 
@@ -162,10 +162,10 @@ def _all_batches(clients: FederatedDataset, batch_size: int) -> tf.data.Dataset:
     """Returns all clients' examples as batches for Keras."""
     spec = nests.unpair(*clients.element_spec)
 
-    message = "clients held out for validation could not be read, and are left out"
+    message = "clients held out for validation could not be read and is omitted"
     if clients.is_indexed:
         all_positions = np.arange(clients.num_clients)
-        _warn_of(clients.failures(all_positions), clients, message)
+        _warn_of_failures(clients.failures(all_positions), clients, message)
         stored = nests.unpair(*clients.flat())
         rows, _ = clients.client_rows(all_positions)
 
@@ -187,7 +187,7 @@ def _all_batches(clients: FederatedDataset, batch_size: int) -> tf.data.Dataset:
                 failed.append(client)
             elif len(tf.nest.flatten(client.y)[0]):
                 yield nests.unpair(client.x, client.y)
-        _warn_of(failed, clients, message)
+        _warn_of_failures(failed, clients, message)
 
     return tf.data.Dataset.from_generator(
         examples,
@@ -197,7 +197,9 @@ def _all_batches(clients: FederatedDataset, batch_size: int) -> tf.data.Dataset:
     ).rebatch(batch_size)
 
 
-def _warn_of(failed: list[ClientFailure], clients: FederatedDataset, text: str) -> None:
+def _warn_of_failures(
+    failed: list[ClientFailure], clients: FederatedDataset, text: str
+) -> None:
     if failed:
         warnings.warn(
             f"The data of {len(failed)} of {clients.num_clients} {text}. The first is "
@@ -223,7 +225,7 @@ def evaluate(
     num_clients = clients.num_clients
     counts = np.zeros(num_clients, np.int64)
     failed: list[ClientFailure] = []
-    names, metrics_of = _evaluation(model, training, clients.element_spec)
+    names, compute_metrics = _make_evaluator(model, training, clients.element_spec)
     values = np.full([len(names), num_clients], np.nan)
     bar = tf.keras.utils.Progbar(num_clients, verbose=verbose, unit_name="client")
     any_failed, any_evaluated = False, False
@@ -232,7 +234,7 @@ def evaluate(
         counts[group.positions] = group.lengths
         for part in itertools.chain([group], group.one_by_one()):
             try:
-                results = metrics_of(part, batch_size)
+                results = compute_metrics(part, batch_size)
             except engine.CLIENT_ERRORS as error:
                 if len(part.positions) == 1:
                     failed.append(ClientFailure(int(part.positions[0]), error))
@@ -252,12 +254,12 @@ def evaluate(
     values[:, counts == 0] = np.nan
     if any_failed and not silent and not any_evaluated:
         raise ValueError(
-            "clients must have examples that the model can be evaluated on, and none "
+            "clients must have examples that the model can be evaluated on, but none "
             f"of {num_clients} has: the first error was {failed[0].reason}."
         )
     if not silent:
-        message = "clients could not be read, or evaluated on; their metrics are NaN"
-        _warn_of(failed, clients, message)
+        message = "clients could not be read or evaluated; their metrics are NaN"
+        _warn_of_failures(failed, clients, message)
     return {"num_examples": counts, **dict(zip(names, values, strict=True))}
 
 
@@ -282,10 +284,8 @@ class _Group(NamedTuple):
             return
         ends = np.cumsum(self.lengths)
         for index, end in enumerate(ends.tolist()):
-            client, rows = (
-                slice(index, index + 1),
-                slice(end - self.lengths[index], end),
-            )
+            client = slice(index, index + 1)
+            rows = slice(end - self.lengths[index], end)
             x, y = nests.take((self.x, self.y), rows)
             yield _Group(self.positions[client], self.lengths[client], x, y)
 
@@ -329,7 +329,7 @@ def _groups(
         yield _Group(all_positions[:0], all_positions[:0], x, y), failed
 
 
-def _evaluation(
+def _make_evaluator(
     model: tf.keras.Model,
     training: engine.Training,
     element_spec: nests.ElementSpec,
@@ -337,12 +337,13 @@ def _evaluation(
     """Returns the names of loss and metrics, and a function that computes them.
 
     The function takes a group and a batch size, and returns float64 [number of names,
-    k]. It is the pure function of `engine.trainer`, traced and checked: operations that
-    could pass on information are refused, and so are metrics that are not one number.
-    It is cached with the compiled settings, so repeated evaluations trace it once.
+    k]. It uses the pure function of `engine.trainer`, traced and checked: operations
+    that could pass on information between clients are refused, and so are metrics that
+    are not one number. It is cached with the compiled settings, so repeated evaluations
+    trace it only once.
     """
     cache_key = element_spec, [id(variable) for variable in model.weights]
-    cached = vars(training).get("_evaluation")
+    cached = vars(training).get("_evaluator")
     if cached is not None and cached[0] == cache_key:
         return cached[1]
     for name in ("test_step", "compute_metrics"):
@@ -403,13 +404,13 @@ def _evaluation(
     sizes = tf.TensorSpec([None], tf.int32), tf.TensorSpec([], tf.int32)
     compiled = program.Program(evaluate_group, *specs, *sizes, model=model)
 
-    def metrics_of(group: _Group, batch_size: int) -> np.ndarray:
+    def compute_metrics(group: _Group, batch_size: int) -> np.ndarray:
         size = np.int32(min(batch_size, np.iinfo(np.int32).max // 2))
         lengths = group.lengths.astype(np.int32)
         return compiled(received, group.x, group.y, lengths, size).numpy().T
 
-    results = names, metrics_of
-    object.__setattr__(training, "_evaluation", (cache_key, results))
+    results = names, compute_metrics
+    object.__setattr__(training, "_evaluator", (cache_key, results))
     return results
 
 
@@ -431,14 +432,14 @@ class PrivateMetrics:
     def __post_init__(self) -> None:
         _validate.instance_of(Mapping, bounds=self.bounds)
         if not self.bounds:
-            raise ValueError("bounds must name a metric, got none.")
+            raise ValueError("bounds must name at least one metric, got none.")
         for name, ends in self.bounds.items():
             pair = ends if isinstance(ends, tuple | list) and len(ends) == 2 else (0, 0)
             low, high = (_validate.finite(bounds=end) for end in pair)
             if not (low < high and math.isfinite(high - low)):
                 raise ValueError(
-                    "bounds must map a metric's name to (low, high), a low end below "
-                    f"the high one, got {name!r}: {ends!r}."
+                    "bounds must map a metric's name to (low, high) with low < high, "
+                    f"got {name!r}: {ends!r}."
                 )
         z = _validate.non_negative(noise_multiplier=self.noise_multiplier)
         object.__setattr__(self, "noise_multiplier", float(z))
@@ -450,7 +451,7 @@ class PrivateMetrics:
     def charge(self, sampling: str, num_clients: int) -> charge_lib.RoundCharge:
         """Returns the cost of releasing all clients' metrics.
 
-        Its neighbouring relation is that of the training's sampling: for cohorts of a
+        It has the neighbouring relation of the training's sampling: for cohorts of a
         fixed size, one client is replaced by another.
         """
         participation = charge_lib.Participation(
@@ -487,7 +488,7 @@ class PrivateMetrics:
         generator: np.random.Generator,
         paid: Charge,
     ) -> Json:
-        """Returns the noisy result of all clients' metrics, by name, [N]."""
+        """Returns the noisy results; `values` are the clients' metrics by name, [N]."""
         paid.use()
         total = self.contributions(values).sum(axis=0)
         noise = generator.normal(size=total.shape)
@@ -516,15 +517,15 @@ def release(
     batch_size: int,
     verbose: int,
 ) -> Json:
-    """Evaluates on clients and releases the noisy result once it is paid for."""
+    """Evaluates on clients, charges for the noisy result, and returns it."""
     _validate.instance_of(PrivateMetrics, private=private)
     charge = private.charge(fed.setup.sampling, clients.num_clients)
-    _check(fed)
+    _require_account(fed)
     with contextlib.ExitStack() as stack:
-        # One at a time, even within a fit, as it closes the ledgers that it opened.
+        # One evaluation at a time, even within a fit: each closes what it opened.
         stack.enter_context(federated_training.fit_lock(fed, "evaluate_clients"))
         if not federated_training.is_fitting(fed.model):
-            # To ledgers, this is a fit without rounds; their contents are counted.
+            # Ledgers are opened as in a fit without rounds, and all their lines count.
             model_lock = federated_training.fit_lock(fed.model, "evaluate_clients")
             stack.enter_context(model_lock)
             ledgers = [c for c in fed.federated_callbacks if isinstance(c, Ledger)]
@@ -541,44 +542,44 @@ def release(
         private.contributions(values)  # Raises before anything is charged.
         with _signals.defer_signals():
             # An interrupt in between would leave a ledger line that the run lacks.
-            paid = _pay(fed, charge)
+            paid = _charge(fed, charge)
             generator = np.random.Generator(np.random.Philox())
             return private.release(values, generator, paid)
 
 
-def _check(fed: FederatedTraining) -> account_lib.PrivacyAccount:
-    """Raises ValueError unless there is an account for releases outside the rounds."""
+def _require_account(fed: FederatedTraining) -> account_lib.PrivacyAccount:
+    """Returns the account for releases outside the rounds, or raises ValueError."""
     federated_training.check_owner(fed)
     account = fed.spending
     if account is None:
         raise ValueError(
-            "private must be None before the first fit: there is no account "
-            "yet that it could be charged to."
+            "private must be None before the first fit, as there is no account yet "
+            "to charge."
         )
     if account.by_client:
         raise ValueError(
             "private must be None with a mechanism whose guarantee is "
-            f"{account.trust_model}: the party that adds this noise sees the clients' "
-            "metrics first, so it has a central guarantee."
+            f"{account.trust_model}: these means would have only a central guarantee, "
+            "as the party that adds their noise sees the clients' metrics."
         )
     for callback in fed.federated_callbacks:
         if callback.federated_model is not fed:
             raise ValueError(
-                f"private must be None where the {type(callback).__name__} of the last "
-                "fit went on to another model, whose account it would ask: give each "
-                "model callbacks of its own."
+                f"private must be None, as the {type(callback).__name__} of the last "
+                "fit now belongs to another model, whose account it would check: give "
+                "each model its own callbacks."
             )
     return account
 
 
 def _require_allowed(fed: FederatedTraining, charge: charge_lib.RoundCharge) -> None:
-    """Raises ValueError if a release outside the rounds cannot be paid for."""
-    _check(fed).central.require_relation(charge.relation)
+    """Raises ValueError if a release outside the rounds is not allowed."""
+    _require_account(fed).central.require_relation(charge.relation)
     for callback in fed.federated_callbacks:
         callback.check_release(charge)
 
 
-def _pay(fed: FederatedTraining, charge: charge_lib.RoundCharge) -> Charge:
+def _charge(fed: FederatedTraining, charge: charge_lib.RoundCharge) -> Charge:
     """Charges a release; returns the receipt."""
     name = account_lib.new_evaluation()
 
@@ -590,7 +591,7 @@ def _pay(fed: FederatedTraining, charge: charge_lib.RoundCharge) -> Charge:
     budgets = [
         c.budget for c in fed.federated_callbacks if isinstance(c, PrivacyBudget)
     ]
-    return _check(fed).charge(
+    return _require_account(fed).charge(
         charge,
         budgets=budgets,
         ask=ask,

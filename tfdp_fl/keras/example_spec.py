@@ -1,6 +1,7 @@
-"""What an example must look like: as declared, or as the model and its loss take it.
+"""Determines an example's spec: as declared, or as the model and its loss expect it.
 
-This is public. No client's data decides it, and a client that does not fit fails alone.
+The spec is public: it does not depend on any client's data. If a client does not fit,
+only that client fails.
 """
 
 from __future__ import annotations
@@ -23,15 +24,12 @@ def conform(
     clients: FederatedDataset,
     argument: str = "clients",
 ) -> FederatedDataset:
-    """Conforms clients' examples to a declared spec, or to that of model and loss.
-
-    The spec is public: it does not depend on any client, and a client that does not
-    fit fails alone.
+    """Casts clients' examples to the declared spec, or to that of model and loss.
 
     Args:
       model: The Keras model.
       training: The compiled settings.
-      clients: Any clients.
+      clients: The clients.
       argument: The argument's name, for errors.
 
     Raises:
@@ -39,16 +37,18 @@ def conform(
     """
     if clients.is_declared:
         return clients
-    x, input_names = _features_of(model)
+    x, input_names = _feature_specs(model)
     if x is None or not all(
         leaf.shape.is_fully_defined() for leaf in tf.nest.flatten(x)
     ):
-        raise _missing_spec(argument, "the model does not tell the sizes of its inputs")
+        reason = "the model does not specify the sizes of its inputs"
+        raise _missing_spec_error(argument, reason)
     check_features(model, x, argument)
     predicted = model(trainer.zeros_like_batch(x), training=False)
-    y, weight = _labels_of(model, training, predicted)
+    y, weight = _label_specs(model, training, predicted)
     if y is None:
-        raise _missing_spec(argument, "the loss does not tell what its labels are")
+        reason = "the loss does not specify what its labels are"
+        raise _missing_spec_error(argument, reason)
     if weight is not None:
         y = nests.Weighted(y, weight)
     names = input_names, getattr(model, "output_names", None) or ()
@@ -67,25 +67,25 @@ def conform_all(
     position = failed[0].position
     client = clients.take([position])
     x, y = client.element_spec[0], nests.labels_of(client.element_spec[1])
-    # A more detailed error, if it cannot quote a name that the client may have chosen.
+    # Raise a more detailed error, unless it could quote names chosen by the client.
     if isinstance(x, tf.TensorSpec) and isinstance(y, tf.TensorSpec):
         with locate_features_errors(model, client):
             x, y = map(trainer.zeros_like_batch, (x, y))
-            labels.ranges([y], _outputs(model, training, model(x)))
+            labels.ranges([y], _losses_and_outputs(model, training, model(x)))
     error, name = failed[0].error, clients.client_ids[position]
     raise type(error)(f"clients (client {name!r}): {error}") from error
 
 
-def _missing_spec(argument: str, why: str) -> ValueError:
+def _missing_spec_error(argument: str, why: str) -> ValueError:
     return ValueError(
-        f"{argument} must have an element_spec, because {why}, and what clients hold "
-        "must not decide it: declare the tf.TensorSpecs of one example, as in "
+        f"{argument} must have an element_spec, because {why}, and it must not depend "
+        "on the clients' data: declare the tf.TensorSpecs of one example, as in "
         "tfdp_fl.datasets.as_federated(clients, element_spec=(tf.TensorSpec([20], "
         "tf.int64), tf.TensorSpec([], tf.float32)))."
     )
 
 
-def _features_of(model: tf.keras.Model) -> tuple[nests.Nest, list[str]]:
+def _feature_specs(model: tf.keras.Model) -> tuple[nests.Nest, list[str]]:
     """Returns the specs of a model's inputs (None if unknown) and their names."""
     inputs = keras_versions.inputs_of(model)
     if inputs is not None:
@@ -93,11 +93,11 @@ def _features_of(model: tf.keras.Model) -> tuple[nests.Nest, list[str]]:
         specs = [_spec(leaf.shape[1:], tf.as_dtype(leaf.dtype)) for leaf in leaves]
         names = [leaf.name.partition(":")[0] for leaf in leaves]
         return tf.nest.pack_sequence_as(inputs, specs), names
-    # A subclassed model knows the shapes that it was built with, but not the dtypes.
+    # A subclassed model knows the shapes that it was built with, but no dtypes.
     build_config: Any = getattr(model, "get_build_config", dict)() or {}
     shapes: Any = build_config.get("input_shape")
-    is_one = isinstance(shapes, tuple) and not any(map(np.iterable, shapes))
-    parts: Any = shapes if isinstance(shapes, dict) else {"": is_one and shapes}
+    is_single = isinstance(shapes, tuple) and not any(map(np.iterable, shapes))
+    parts: Any = shapes if isinstance(shapes, dict) else {"": is_single and shapes}
     for dtype in tf.float32, tf.int64:
         with contextlib.suppress(TypeError, ValueError):
             spec = {k: tf.TensorSpec(part[1:], dtype) for k, part in parts.items()}
@@ -114,10 +114,10 @@ def _spec(shape: tf.TensorShape, dtype: tf.DType) -> tf.TensorSpec:
     return tf.TensorSpec(shape, tf.int64 if dtype.is_integer else dtype)
 
 
-def _outputs(
+def _losses_and_outputs(
     model: tf.keras.Model, training: engine.Training, predicted: nests.Nest
-) -> list[tuple[tf.keras.losses.Loss, tf.Tensor, tf.Tensor]]:
-    """Returns each loss, its output, and the index of its labels."""
+) -> list[tuple[Any, tf.Tensor, tf.keras.losses.Loss]]:
+    """Returns, for each loss: the index of its labels, its output, and the loss."""
     flat = tf.nest.flatten(predicted)
     if not keras_versions.IS_KERAS_3:
         return [(0, flat[0], tf.keras.losses.get(training.loss))]
@@ -130,14 +130,14 @@ def _outputs(
     )
 
 
-def _labels_of(
+def _label_specs(
     model: tf.keras.Model, training: engine.Training, predicted: nests.Nest
 ) -> nests.ElementSpec:
     """Returns the specs of labels and of their weights; None if unknown."""
     flat = tf.nest.flatten(predicted)
     if {"crossentropy", "ce"}.intersection(map(str, tf.nest.flatten(training.loss))):
-        return None, None  # Keras decides by the labels themselves.
-    outputs = _outputs(model, training, predicted)
+        return None, None  # Keras chooses the loss by the labels themselves.
+    outputs = _losses_and_outputs(model, training, predicted)
     by_index = {index: labels.spec_for(loss, output) for index, output, loss in outputs}
     specs = [by_index.get(index) for index in range(len(flat))]
     if not all(spec is not None and spec.shape.is_fully_defined() for spec in specs):
@@ -153,17 +153,17 @@ def _labels_of(
 def check_features(
     model: tf.keras.Model, spec: nests.Nest, argument: str, whose: str = ""
 ) -> None:
-    """Raises ValueError if a model cannot take features."""
+    """Raises ValueError if a model cannot take features of a spec."""
     try:
         model(trainer.zeros_like_batch(spec), training=False)
     except Exception as error:  # A layer's own code can raise any error.
-        # (It was called on zeros, so the message cannot quote a client's example.)
+        # (The model was called on zeros, so the message cannot quote an example.)
         inputs = getattr(model, "inputs", None) or ()  # A subclassed model has none.
         expected = "".join(
             f", {tf.as_dtype(leaf.dtype).name}{list(leaf.shape[1:])}" for leaf in inputs
         )
         got = nests.describe_spec(spec)
-        if expected == f", {got}":  # The features fit, so the model itself is at fault.
+        if expected == f", {got}":  # The features fit, so the model itself fails.
             raise nests.ExamplesValueError(
                 f"model must be callable on {argument}, of {got} for each example"
                 f"{whose}, got a {type(error).__name__} on zeros: "
@@ -179,7 +179,7 @@ def check_features(
 def locate_features_errors(
     model: tf.keras.Model, clients: FederatedDataset, argument: str = "clients"
 ) -> Iterator[None]:
-    """Checks the features; inside the block, errors about examples name a client."""
+    """Checks the features; errors about examples in the block name a client."""
     position = 0
     if not clients.is_streamed:
         position = int(np.argmax(clients.client_sizes() > 0))

@@ -1,4 +1,4 @@
-"""Collects the facts for a training run's privacy statement."""
+"""Collects the facts for the privacy statement of a training run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def statement_facts(
     sizes = [charge.clients_per_round for charge in account.own.elements()]
     composed: Json = {
         "epsilon_rdp": account.central.epsilon,
-        "epsilon_pld": _epsilon_by_pld(account.central),
+        "epsilon_pld": _make_pld_epsilon(account.central),
         "epsilon_if_participation_is_known": (
             account.central.epsilon_if_participation_is_known
         ),
@@ -37,8 +37,8 @@ def statement_facts(
         **composed,
         trust_model=account.trust_model,
         mechanism=mechanism.name,
-        mechanism_description=_description(setup),
-        mechanism_parameters=_parameters(setup, run.rounds),
+        mechanism_description=_describe_release(setup),
+        mechanism_parameters=_resolve_parameters(setup, run.rounds),
         privacy_unit=mechanism.privacy_unit,
         sampling=setup.sampling,
         other_samplings=[s for s in account.central.samplings if s != setup.sampling],
@@ -57,12 +57,12 @@ def statement_facts(
         ],
         pld_is_exact=account.central.is_one_gaussian,
         implied_delta=mechanism.implied_delta,
-        caveats=_caveats(run, cohort_engine),
+        caveats=_collect_caveats(run, cohort_engine),
         audit=None if run.audit is None else run.audit.sentence,
     )
 
 
-def _description(setup: TrainingSetup) -> str:
+def _describe_release(setup: TrainingSetup) -> str:
     """Describes what is released, and how clients are weighted in it."""
     sentence = setup.mechanism.describe()
     weighting = setup.client_weighting
@@ -71,13 +71,13 @@ def _description(setup: TrainingSetup) -> str:
     divisor = (
         "the sum of the weights"
         if setup.mechanism.trust_model == TrustModel.NONE
-        else f"m times {weighting.mean_weight:g}, which was given beforehand"
+        else f"m times {weighting.mean_weight:g}, which was fixed beforehand"
     )
     return f"{sentence} {weighting.describe()} The sum is divided by {divisor}."
 
 
-def _parameters(setup: TrainingSetup, rounds: int) -> Json:
-    """Returns the mechanism's parameters; for a schedule, its range."""
+def _resolve_parameters(setup: TrainingSetup, rounds: int) -> Json:
+    """Returns the mechanism's parameters, with the range of scheduled noise."""
     parameters = setup.mechanism.parameters()
     noise = parameters.get("noise_multiplier")
     if callable(noise) or isinstance(noise, tuple):
@@ -88,10 +88,10 @@ def _parameters(setup: TrainingSetup, rounds: int) -> Json:
     return {**parameters, "client_weighting": setup.client_weighting}
 
 
-def _epsilon_by_pld(
+def _make_pld_epsilon(
     accountant: accounting.PrivacyAccountant,
 ) -> Callable[[float], float | None] | None:
-    """Returns a function from delta to epsilon; None if slow or unavailable."""
+    """Returns a function from delta to PLD's epsilon; None if it would be slow."""
     if not accountant.has_few_kinds:
         return None
 
@@ -103,7 +103,7 @@ def _epsilon_by_pld(
     return epsilon
 
 
-# The caveats of a run that hold whether there is a guarantee or not.
+# The recorded caveats that apply even without a guarantee.
 _CAVEATS_OF_ANY_RUN = {
     *("clients_excluded", "local_clients_excluded", "rounds_charged_twice"),
     *("rounds_abandoned", "rounds_abandoned_charged"),
@@ -146,7 +146,9 @@ def record_round(run: run_lib.Run, cohort_engine: engine.CohortEngine) -> None:
     run.caveats |= {key for key in _BY_ROUND if applies[key]}
 
 
-def _caveats(run: run_lib.Run, cohort_engine: engine.CohortEngine) -> tuple[str, ...]:
+def _collect_caveats(
+    run: run_lib.Run, cohort_engine: engine.CohortEngine
+) -> tuple[str, ...]:
     account = run.spending
     is_private = account.trust_model != TrustModel.NONE
     other_runs = len(account.others) > account.evaluations

@@ -23,7 +23,7 @@ from tfdp_fl.mechanisms import Mechanism
 
 
 class NotCompiledError(RuntimeError, ValueError):
-    """`fit` was called before `compile`."""
+    """A method that needs `compile` was called before it."""
 
 
 class FederatedTraining:
@@ -40,7 +40,7 @@ class FederatedTraining:
         self._setup = setup
         self._run: Run | None = None
         # Whether clients' metrics have been shown without noise.
-        self._showed_metrics = False
+        self._showed_client_metrics = False
         self._compiled: Training | None = None
         self._engine: CohortEngine | None = None
         self._verbose = 0
@@ -86,7 +86,7 @@ class FederatedTraining:
         return None if self.run is None else self.run.spending
 
     def require_compiled(self, what: str) -> Training:
-        """Returns `compile`'s arguments; raises NotCompiledError if there are none."""
+        """Returns the arguments of `compile`, or raises NotCompiledError."""
         if self._compiled is None:
             raise NotCompiledError(
                 f"compile must be called before {what}, with an optimizer and a loss."
@@ -103,15 +103,15 @@ class FederatedTraining:
         return self.run, self.engine
 
     def say(self, message: str) -> None:
-        """Tells the user something about the training, unless silent."""
+        """Prints a message for the user, unless the training is silent."""
         if self._verbose:
             print(f"\n{message}", flush=True)
 
 
-# Epsilon covers all rounds that shaped the weights. It would be wrong if two trainings
+# Epsilon covers all rounds that changed the weights. It would be wrong if two trainings
 # changed the same weights at once, each counting only its own rounds, or if a second
 # wrapper around a trained model started counting at 0. So every variable that a round
-# changes has a record of its owner. (Per variable, as Keras models may share layers.)
+# changes is marked with its owner. (Variables, as Keras models may share layers.)
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -134,10 +134,9 @@ def check_owner(fed: FederatedTraining) -> None:
     ]
     if any(owner is not None and owner() is not fed for owner in marks):
         raise ValueError(
-            f"model {fed.model.name!r} was already trained on clients by another "
-            "DPFederatedModel, itself or a layer that it shares, and the cost is "
-            "counted there, not here. Continue with that one, resume from its "
-            "checkpoint, or build the Keras model anew."
+            f"model {fed.model.name!r} (or a layer that it shares) was already trained "
+            "on clients by another DPFederatedModel, which counts the cost. Continue "
+            "with that one, resume from its checkpoint, or build a new Keras model."
         )
 
 
@@ -146,8 +145,8 @@ def mark_owner(
 ) -> None:
     """Records which `DPFederatedModel` (or search) accounts for some variables.
 
-    The record is also kept for the model and for those of its layers that hold such
-    variables, as a layer may replace them.
+    The model, and those of its layers that hold such variables, are marked as well, as
+    a layer may replace its variables.
 
     Args:
       owner: The accounting object: a `DPFederatedModel` or a search.
@@ -185,7 +184,7 @@ def fit_lock(trained: Any, what: str, kind: str = "Keras model") -> Iterator[Non
             raise RuntimeError(
                 f"{what} was called while a fit of the same {kind} (or an evaluation "
                 "that is charged) is running. Their costs must be counted one after "
-                "another: wait until it returns."
+                "the other: wait until it returns."
             )
         _fitting.add(trained)
     try:

@@ -22,9 +22,9 @@ from tfdp_fl.terms import Json, PrivacyUnit, TrustModel
 _MODEL_OPTIONS = {
     field.name for field in dataclasses.fields(training_setup.TrainingSetup)
 } - {"mechanism", "clients_per_round", "sampling", "delta", "accountant", "target"}
-# The mechanism parameters that `make_private` chooses.
-_CHOSEN = {"noise_multiplier", "epsilon", "delta"}
-# Noise multipliers beyond those of any real run, to probe what a mechanism allows.
+# The mechanism parameters that `make_private` calibrates.
+_CALIBRATED = {"noise_multiplier", "epsilon", "delta"}
+# Noise multipliers outside those of any real run, to probe what a mechanism allows.
 _TINY, _HUGE = 1e-6, 1e6
 
 
@@ -96,7 +96,7 @@ def make_private(
             RuntimeWarning,
             stacklevel=2,
         )
-    # Calibrate for exactly the cohort sizes that will be drawn.
+    # Calibrate for exactly the cohort sizes that will be used.
     clients_per_round = schedules.fix(clients_per_round)
     sizes = sampling_lib.expected_sizes(sampling, num_clients, clients_per_round)
     rounds_to_check = range(1 if schedules.is_constant(sizes) else rounds)
@@ -104,14 +104,14 @@ def make_private(
         schedules.value_at(sizes, t, "clients_per_round") for t in rounds_to_check
     )
     _validate.positive(clients_per_round=smallest)
-    make: Callable[[float], mechanisms.Mechanism]
+    make_mechanism: Callable[[float], mechanisms.Mechanism]
     if isinstance(mechanism, mechanisms.Mechanism):
-        make = noise_scaler(mechanism)
+        make_mechanism = noise_scaler(mechanism)
     else:
         kind = mechanisms.by_name(mechanism)
-        options = task_parameters(kind, rounds, num_clients, smallest) | options
+        options = plan_parameters(kind, rounds, num_clients, smallest) | options
 
-        def make(noise: float) -> mechanisms.Mechanism:
+        def make_mechanism(noise: float) -> mechanisms.Mechanism:
             target_of_mechanism = mechanisms.CalibrationTarget(
                 noise, target.epsilon, target.delta, smallest
             )
@@ -121,15 +121,15 @@ def make_private(
         sampling,
         num_clients,
         clients_per_round,
-        num_groups=make(_TINY).min_separation,
+        num_groups=make_mechanism(_TINY).min_separation,
         may_abandon=training_setup.may_abandon(
-            make(_TINY),
+            make_mechanism(_TINY),
             model_options.get("on_client_failure"),
             model_options.get("secure_aggregation"),
         ),
     )
     noise = None
-    if make(_TINY).trust_model == TrustModel.CENTRAL:
+    if make_mechanism(_TINY).trust_model == TrustModel.CENTRAL:
         deployment = mechanisms.PrivacyContext(
             clients_per_round=sizes,
             num_clients=num_clients,
@@ -138,9 +138,9 @@ def make_private(
         )
 
         def charges(noise: float) -> Any:
-            return charge_plan(make(noise), sampler, deployment).items()
+            return charge_plan(make_mechanism(noise), sampler, deployment).items()
 
-        limit = largest_noise(make, deployment)
+        limit = largest_noise(make_mechanism, deployment)
         # (PLD truncates tails of about 1e-15.)
         if accountant is None and target_delta >= 1e-12:
             costs = charges(1.0 if limit is None else min(1.0, limit))
@@ -148,33 +148,33 @@ def make_private(
                 charge for charge, _ in costs
             )
             target = dataclasses.replace(target, accountant=best_accountant)
-        reason = "" if limit is None else f" {make(_TINY).noise_limit_reason}"
+        reason = "" if limit is None else f" {make_mechanism(_TINY).noise_limit_reason}"
         try:
             noise = accounting.calibrate(
                 charges, target.epsilon, target.delta, target.accountant, upper=limit
             )
         except ValueError as error:
             raise ValueError(f"{error}{reason}") from error
-    bound = make(_TINY if noise is None else noise)
+    calibrated = make_mechanism(_TINY if noise is None else noise)
     return model_lib.DPFederatedModel(
         model,
-        bound,
+        calibrated,
         clients_per_round,
         sampling,
         delta=target.delta,
         accountant=target.accountant,
-        target=None if bound.trust_model == TrustModel.NONE else target,
+        target=None if calibrated.trust_model == TrustModel.NONE else target,
         **model_options,
     )
 
 
-def task_parameters(
+def plan_parameters(
     kind: type[mechanisms.Mechanism],
     rounds: int,
     num_clients: int,
     clients_per_round: float,
 ) -> dict[str, int]:
-    """Returns the mechanism parameters that follow from the run."""
+    """Returns those of a mechanism's parameters that follow from the planned run."""
     parameters = {
         "rounds": rounds,
         # The number of groups if each has m clients.
@@ -211,7 +211,7 @@ def charge_plan(
     sampler: sampling_lib.CohortSampler,
     deployment: mechanisms.PrivacyContext,
 ) -> collections.Counter[accounting.RoundCharge]:
-    """Returns the costs of a deployment's rounds and how often each occurs."""
+    """Returns the costs of the planned rounds and how often each occurs."""
     mechanism.check(deployment)
     rounds, counts = deployment.rounds or 0, {}
     steady = run_lib.is_steady(mechanism)
@@ -259,14 +259,14 @@ def _check_mechanism(mechanism: str | mechanisms.Mechanism, options: Json) -> No
     if isinstance(mechanism, mechanisms.Mechanism):
         if options:
             raise TypeError(
-                f"{sorted(options)} cannot be given with a ready-made mechanism; give "
-                "them to the mechanism."
+                f"{sorted(options)} cannot be given if mechanism is an object; give "
+                "them to the mechanism itself."
             )
         has_noise = "noise_multiplier" in mechanism.parameters()
         if mechanism.trust_model != TrustModel.CENTRAL or not has_noise:
             raise ValueError(
-                "mechanism must be one whose noise_multiplier can be chosen (such as "
-                f"FixedClipping) or the name of one, got {mechanism!r}."
+                "mechanism must be one whose noise_multiplier can be calibrated (such "
+                f"as FixedClipping), or a name, got {mechanism!r}."
             )
         return
     names = [
@@ -275,7 +275,7 @@ def _check_mechanism(mechanism: str | mechanisms.Mechanism, options: Json) -> No
         if mechanisms.by_name(n).privacy_unit != PrivacyUnit.RECORD
     ]
     kind = mechanisms.by_name(_validate.one_of(names, mechanism=mechanism))
-    allowed = {field.name for field in dataclasses.fields(kind)} - _CHOSEN
+    allowed = {field.name for field in dataclasses.fields(kind)} - _CALIBRATED
     for option in options.keys() - allowed:
         raise TypeError(
             f"{option} is not an argument of make_private or of {kind.__name__}; "

@@ -2,8 +2,8 @@
 
 This module has the class that users see and documents its arguments. The work is done
 in `example_spec` (what an example looks like), `preparation` (checks; makes the
-engine), `round_loop` (the rounds), `run` (the state between rounds) and `facts` (what a
-statement needs).
+engine), `round_loop` (the rounds), `run` (the state between rounds) and `facts` (the
+facts for the privacy statement).
 """
 
 from __future__ import annotations
@@ -48,10 +48,9 @@ from tfdp_fl.terms import Json
 if TYPE_CHECKING:
     from tfdp_fl.engine.ray_workers import RayWorkers
 
-# Attributes forwarded to the Keras model: those that read it or set its weights. Not
-# forwarded is anything that would train it without clipping and noise, or change what
-# was compiled.
-_OF_KERAS = (
+# Attributes forwarded to the Keras model: those that read it or set its weights. Others
+# could train it without clipping and noise, or change what was compiled.
+_FORWARDED_NAMES = (
     "built compute_dtype compute_output_shape count_params dtype dtype_policy export "
     "get_build_config get_compile_config get_config get_layer get_state_tree "
     "get_weight_paths get_weights history input input_dtype input_names input_shape "
@@ -63,15 +62,15 @@ _OF_KERAS = (
     "supports_masking to_json trainable_variables trainable_weights variable_dtype "
     "variables weights"
 )
-FORWARDED_ATTRIBUTES = frozenset(_OF_KERAS.split())
+FORWARDED_ATTRIBUTES = frozenset(_FORWARDED_NAMES.split())
 
 
 class DPFederatedModel(federated_training.FederatedTraining):
     """Trains a Keras model on the data of many clients.
 
     Every round draws a cohort, trains each of its clients from the current weights,
-    clips their updates and adds them up, adds the mechanism's noise, and changes the
-    model by the mean. The cost is computed from the rounds that actually ran.
+    clips their updates and adds them up, adds the mechanism's noise, and updates the
+    model with the mean. The cost is computed from the rounds that actually ran.
 
     Non-trainable state that training changes (the moving statistics of batch
     normalization) is part of a client's update by default: it is clipped together
@@ -162,9 +161,9 @@ class DPFederatedModel(federated_training.FederatedTraining):
         """Refuses copying and pickling, as a copy would count only its own rounds."""
         raise TypeError(
             "A DPFederatedModel cannot be copied or pickled: both would draw the same "
-            "noise, and each would count only its own rounds. To go on elsewhere, "
+            "noise, and each would count only its own rounds. To continue elsewhere, "
             "train with a tfdp_fl.callbacks.RoundCheckpoint and give its directory "
-            "to fit(resume_from=...); `model` is the Keras model."
+            "to fit(resume_from=...). The Keras model is fed.model."
         )
 
     # Keras's own methods.
@@ -188,7 +187,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         else:
             raise AttributeError(
                 f"{name} cannot be set: it belongs to the Keras model, or the cost of "
-                "the weights is counted by it. To change it, wrap a newly built Keras "
+                "the weights depends on it. To change it, wrap a newly built Keras "
                 "model."
             )
 
@@ -254,8 +253,8 @@ class DPFederatedModel(federated_training.FederatedTraining):
         keras_versions.check_optimizer(optimizer)
         if keras_versions.learning_rate(optimizer) is None:
             warnings.warn(
-                "optimizer follows a schedule of its own steps, which begins anew with "
-                "every client in every round: it never gets beyond a client's last "
+                "optimizer has a schedule over its own steps, which starts again with "
+                "every client in every round, so it never gets beyond a client's last "
                 "step. keras.callbacks.LearningRateScheduler sets the rate by round.",
                 RuntimeWarning,
                 stacklevel=3,
@@ -342,13 +341,13 @@ class DPFederatedModel(federated_training.FederatedTraining):
         dataset = example_spec.conform(
             self.model, training, datasets.as_federated(clients)
         )
-        bar = _resolve_verbose(verbose)
+        verbose = _resolve_verbose(verbose)
         if private is not None:
-            return evaluation.release(self, private, dataset, batch_size, bar)
-        self._showed_metrics = True
+            return evaluation.release(self, private, dataset, batch_size, verbose)
+        self._showed_client_metrics = True
         if self.run is not None:
             self.run.caveats.add("client_metrics_shown")
-        return evaluation.evaluate(self.model, training, dataset, batch_size, bar)
+        return evaluation.evaluate(self.model, training, dataset, batch_size, verbose)
 
     def predict(self, x: nests.Nest, *args: object, **kwargs: object) -> np.ndarray:
         """Predicts like Keras's `predict`; accepts tables as `fit` does."""
@@ -367,11 +366,11 @@ class DPFederatedModel(federated_training.FederatedTraining):
             return self.model.test_on_batch(*args, **kwargs)
 
     def __call__(self, *args: object, **kwargs: object) -> nests.Nest:
-        """Calls the model, which keeps its weights even with `training=True`.
+        """Calls the model; all of its weights are kept, even with `training=True`.
 
-        Otherwise, moving statistics would hold the data that it was called on.
+        Otherwise, its moving statistics would contain the data that it is called on.
         """
-        # (Keras 2 takes `training` by its place, too.)
+        # (Keras 2 also takes `training` as a positional argument.)
         may_train = kwargs.get("training") is not None or len(args) > 1
         with keras_versions.weights_kept(self.model, may_train):
             return self.model(*args, **kwargs)
@@ -481,7 +480,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
                 f"of rounds by its name, fit(clients, rounds={y})."
             )
         if clients is not None and x is not None:
-            raise TypeError("x must be None where clients is given: both are the data.")
+            raise TypeError("x must be None if clients is given: both are the data.")
         clients = adapters.resolve_fit_data(
             clients if x is None else x, y, client_ids, sample_weight
         )
@@ -490,7 +489,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             data=validation_data,
             every=validation_freq,
             batch_size=validation_batch_size,
-        ).without_held_out(clients, validation_split)
+        ).hold_out_clients(clients, validation_split)
         # Convert to plain Python numbers, which a checkpoint can store.
         rounds = _validate.positive_integer(rounds=rounds)
         batch_size = _validate.positive_integer(batch_size=batch_size)
@@ -512,7 +511,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             if resume_from is not None:
                 raise ValueError(
                     "audit must be None with resume_from: the earlier rounds had no "
-                    "canaries, or other ones, which no checkpoint keeps."
+                    "canaries, or other ones, which checkpoints do not store."
                 )
         self._verbose = _resolve_verbose(verbose)
         callbacks = federated_callback.check_callbacks(callbacks)
@@ -537,7 +536,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         validation = validation.check_labels(engine)
         self._engine = engine
         with _signals.defer_signals():
-            # An interrupt here would restore the weights without their cost.
+            # An interrupt in here could restore the weights without their cost.
             if interrupted is not None:
                 run = interrupted.restore(self, engine, run)
                 federated_training.mark_owner(self, engine.server.variables, self.model)
@@ -547,7 +546,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             run.begin_fit(
                 validates=validation.data is not None, held_out=validation.held_out
             )
-            if self._showed_metrics:
+            if self._showed_client_metrics:
                 run.caveats.add("client_metrics_shown")
             self._run = run
         collector = engine if runtime is None else runtime.collector(engine, clients)
@@ -570,7 +569,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
     def epsilon(self, delta: float, accountant: str | None = None) -> float:
         """Returns epsilon at delta for the rounds that ran.
 
-        For a central guarantee, it is composed under the sampling that ran. For a
+        For a central guarantee, it is composed under the sampling that was used. For a
         local or per-record one, it is that of the client that took part most often. It
         is infinite without a guarantee and 0 before the first round.
 

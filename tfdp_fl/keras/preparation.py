@@ -1,7 +1,7 @@
 """Turns the arguments of `fit` into an engine that runs its rounds.
 
-All checks of the clients against the mechanism, the sampling and the earlier rounds
-are made here, before anything about the run changes.
+Here, the clients are checked against the mechanism, the sampling and the earlier rounds
+before the run changes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def prepare(
     calibration: Sequence[int] | None = None,
     moments: bool = False,
 ) -> tuple[Run, engine.CohortEngine]:
-    """Checks the clients against everything else; returns the run and its engine.
+    """Checks the clients and the plan; returns the run and its engine.
 
     The model does not change.
 
@@ -48,8 +48,8 @@ def prepare(
     """
     setup, mechanism, run = fed.setup, fed.mechanism, fed.run
     population = _check_population(fed, clients)
-    num_records, min_examples = _records(mechanism, clients)
-    sampler = _sampler(fed, clients, plan)
+    num_records, min_examples = _count_records(mechanism, clients)
+    sampler = _make_sampler(fed, clients, plan)
     sizes = sampling.expected_sizes(
         setup.sampling, clients.num_clients, setup.clients_per_round
     )
@@ -69,12 +69,12 @@ def prepare(
     if mechanism.trust_model != TrustModel.LOCAL:
         # Schedules continue over all calls of `fit`.
         mechanism.check(dataclasses.replace(deployment, rounds=plan.last_round))
-    cohort_engine = _engine(fed, clients, plan, deployment, moments)
+    cohort_engine = _make_engine(fed, clients, plan, deployment, moments)
     cohort_engine.check_labels(clients)
     labels.warn_of_missing(clients)
     query = cohort_engine.query
     if setup.secure_aggregation and mechanism.trust_model == TrustModel.CENTRAL:
-        # (Every round asks again, as the clip may change.)
+        # (It is checked again in every round, as the clip may change.)
         first = query.begin_round(
             query.initial_global_state() if run is None else run.mechanism_state,
             mechanism.noise_multiplier_at(plan.first_round),
@@ -87,10 +87,10 @@ def prepare(
         sampler is run.sampler and population == run.population and not run.releasing
     ):
         # Correlated noise continues only with the same clients in the same groups, and
-        # only if its memory covers every release.
+        # if its memory covers every release.
         state = query.new_segment(state)
     elif cohort_engine is not fed.engine:
-        # Nor with other variables, as when a layer was frozen.
+        # Nor does it continue with other variables, as when a layer was frozen.
         new = query.new_segment(state)
         if _shapes(new.memory) != _shapes(state.memory):
             state = new
@@ -123,7 +123,7 @@ def _shapes(memory: nests.Nest) -> list[tuple[int, ...]]:
 
 
 def _check_population(fed: FederatedTraining, clients: FederatedDataset) -> Population:
-    """Refuses far fewer clients than planned, and a change that is not allowed."""
+    """Refuses far fewer clients than planned, and forbidden changes of the clients."""
     run, target, size = fed.run, fed.setup.target, clients.num_clients
     if target is not None and 2 * size < target.num_clients:
         raise ValueError(
@@ -140,32 +140,32 @@ def _check_population(fed: FederatedTraining, clients: FederatedDataset) -> Popu
             fed.setup.sampling
             in (Sampling.SHUFFLED, Sampling.CYCLIC, Sampling.RANDOM_ALLOCATION)
         ):
-            # One cannot tell which client had which position, so none is a match.
+            # The clients' earlier positions are unknown, so no two populations match.
             population = (size, secrets.token_hex())
     if run is None or run.populations[-1:] in ([], [population]):
         return population
     if run.spending.by_client:
-        reason = "what was spent is kept for each client"
+        reason = "spending is tracked for each client"
     elif not run.sampler.begins_pass(run.rounds):
         reason = (
-            f"round {run.rounds + 1} goes on with a pass over the clients, in "
-            "which each takes part once"
+            f"round {run.rounds + 1} continues a pass over the clients, in which each "
+            "takes part once"
         )
     else:
         return population
     previous, got = run.populations[-1][0], str(size)
     if previous == size:
         got = (
-            "other ids, another order or (of clients without names) other data, or a "
-            "list that is read anew: a mapping has names"
+            "other ids, another order, other data (of clients without names), or a "
+            "list that was read again (use a mapping, whose clients have names)"
         )
     raise ValueError(
         f"clients must be the same {previous} clients in the same order as in the "
-        f"rounds before, because {reason}, got {got}."
+        f"earlier rounds, because {reason}, got {got}."
     )
 
 
-def _sampler(
+def _make_sampler(
     fed: FederatedTraining, clients: FederatedDataset, plan: FitPlan
 ) -> sampling.CohortSampler:
     if fed.run is not None:
@@ -182,7 +182,7 @@ def _sampler(
     )
     sampler.next_round = plan.first_round
     if fed.run is not None and (unsettled := fed.run.sampler.unsettled) is not None:
-        # Replacing it with another cohort would reveal who was in it.
+        # Replacing the unsettled cohort by another one would reveal who was in it.
         participation = unsettled.participation
         if (
             participation.draws_depend_on_each_other
@@ -200,10 +200,10 @@ def _check_rounds(
     """Raises ValueError if a planned round has impossible noise or cohort sizes."""
     setup, mechanism = fed.setup, fed.mechanism
     rounds = range(plan.first_round, plan.last_round)
-    are_alike = schedules.is_constant(mechanism.noise_multiplier) and (
+    is_constant = schedules.is_constant(mechanism.noise_multiplier) and (
         schedules.is_constant(setup.clients_per_round)
     )
-    if are_alike and not (
+    if is_constant and not (
         setup.secure_aggregation or setup.noise_generator == noise.EXACT
     ):
         rounds = rounds[:1]
@@ -225,14 +225,13 @@ def _check_rounds(
             )
 
 
-def _records(
+def _count_records(
     mechanism: Mechanism, clients: FederatedDataset
 ) -> tuple[int | None, int | None]:
     """Returns the total number of records and the smallest number of any client.
 
-    Both are None if records are not the unit of protection. Clients that cannot be
-    read are left out: they will fail in their rounds as well, and one such client must
-    not end the run.
+    Both are None if records are not the unit of protection. Clients that cannot be read
+    are left out: they will fail in their rounds, too, and must not end the run.
     """
     if mechanism.privacy_unit != PrivacyUnit.RECORD:
         return None, None
@@ -242,7 +241,7 @@ def _records(
         if len(np.unique(rows)) < len(rows):
             raise ValueError(
                 f"clients must hold each row once with {mechanism.name}, which "
-                "protects a row as one record of one client, got some repeatedly."
+                "protects a row as one record of one client, got repeated rows."
             )
     else:
         sizes = [
@@ -267,9 +266,9 @@ def _choose_calibration(
     """Returns the rounds for which clients calibrate their noise.
 
     These are `rounds` and `max_participations` of a `PrivacyContext`: those of the
-    target, or else of the first `fit`. Once a round was charged, they no longer change,
-    as a later `fit` has no fresh budget to calibrate to. A resumed run keeps those of
-    the interrupted one.
+    target, or else of the first `fit`. Once a round is charged, they never change, as a
+    later `fit` has no new budget to calibrate for. A resumed run keeps those of the
+    interrupted one.
     """
     run, mechanism, target = fed.run, fed.mechanism, fed.setup.target
     rounds = plan.last_round - plan.first_round
@@ -282,9 +281,9 @@ def _choose_calibration(
             if target is None and mechanism.epsilon is not None and is_first_beyond:
                 warnings.warn(
                     f"rounds={rounds} goes beyond the {calibrated} rounds for which "
-                    f"{mechanism.name} set its noise to keep "
-                    f"epsilon={format_up(mechanism.epsilon)}. The noise stays as it "
-                    "was, and epsilon will be larger.",
+                    f"{mechanism.name} calibrated its noise to "
+                    f"epsilon={format_up(mechanism.epsilon)}. The noise does not "
+                    "change, so epsilon will be larger.",
                     RuntimeWarning,
                     stacklevel=5,
                 )
@@ -296,7 +295,7 @@ def _choose_calibration(
     return rounds, participations if limit is None else min(participations, limit)
 
 
-def _engine(
+def _make_engine(
     fed: FederatedTraining,
     clients: FederatedDataset,
     plan: FitPlan,

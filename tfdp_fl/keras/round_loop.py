@@ -24,8 +24,8 @@ from tfdp_fl.engine import Executor, PendingRound, release, secure_sum
 from tfdp_fl.keras import facts, federated_training
 from tfdp_fl.keras.callbacks.federated_callback import (
     FederatedCallback,
-    KeepTarget,
     PrivacyBudget,
+    TargetBudget,
     callback_session,
 )
 from tfdp_fl.keras.evaluation import Validation
@@ -34,7 +34,7 @@ from tfdp_fl.terms import Json, TrustModel
 
 # Values shown only if they are not zero.
 _SHOWN_IF_NONZERO = ("abandoned_rounds", "discarded_clients", "failed_clients")
-# Progress shows the model's quality and its cost; the rest is in `History`.
+# Not shown in the progress, which has the model's quality and cost; see `History`.
 _HIDDEN = (
     *("between_client_variance", "client_noise_stddev", "clip_norm", "cohort_size"),
     *("clipped_fraction", "mean_update_norm", "noise_stddev", "update_scale"),
@@ -45,7 +45,7 @@ _HIDDEN = (
 class RoundLoop:
     """Runs the rounds of one call of `fit` and advances the run.
 
-    It also sets the model of the callbacks.
+    It also sets `federated_model` of the callbacks.
     """
 
     fed: FederatedTraining
@@ -61,14 +61,14 @@ class RoundLoop:
         self.run, self.engine = fed.require_trained("fit")
         self.setup = fed.setup
         # The model before any callback was called; None after the first round.
-        self._initial_weights: bytes | None = _weights(fed.model)
+        self._initial_weights: bytes | None = _hash_weights(fed.model)
         self.federated = [
             callback
             for callback in self.callbacks
             if isinstance(callback, FederatedCallback)
         ]
         if self.setup.target is not None:
-            self.federated.append(KeepTarget(self.setup.target))
+            self.federated.append(TargetBudget(self.setup.target))
         for callback in self.federated:
             previous_model = callback.federated_model
             if previous_model not in (None, fed) and federated_training.is_fitting(
@@ -76,7 +76,7 @@ class RoundLoop:
             ):
                 raise RuntimeError(
                     f"callbacks must not have the {type(callback).__name__} of a fit "
-                    "that is running: give each model callbacks of its own."
+                    "that is running: give each model its own callbacks."
                 )
             callback.federated_model = fed
         fed.federated_callbacks = self.federated
@@ -98,7 +98,7 @@ class RoundLoop:
         run, plan, model = self.run, self.run.plan, self.fed.model
         model.stop_training = False
         run.mechanism_state = release.with_variables(run.mechanism_state)
-        show = _progress(self.verbose, run.rounds, plan.last_round)
+        show = _make_progress(self.verbose, run.rounds, plan.last_round)
         with callback_session(self.federated, run.rounds, plan.last_round):
             if run.spending.rounds_of_others:
                 # The other run has the same clients, and perhaps the same seed.
@@ -132,7 +132,7 @@ class RoundLoop:
         self.keras_callbacks.on_epoch_begin(round_index)
         self.keras_callbacks.on_train_batch_begin(0)
         initial, self._initial_weights = self._initial_weights, None
-        if initial is not None and _weights(self.fed.model) != initial:
+        if initial is not None and _hash_weights(self.fed.model) != initial:
             raise ValueError(
                 "callbacks must not change the model's weights before the first round "
                 "of a fit: the cost of those weights is unknown. Set public weights "
@@ -140,7 +140,7 @@ class RoundLoop:
                 "tfdp_fl.callbacks.RoundCheckpoint and fit(resume_from=directory)."
             )
         with contextlib.ExitStack() as round_stack:
-            logs = self._round(round_stack)
+            logs = self._run_round(round_stack)
             self._validate_and_call(round_index, logs)
         return logs
 
@@ -149,7 +149,7 @@ class RoundLoop:
         run, validation = self.run, self.validation
         is_last = run.rounds == run.plan.last_round
         if self.delta is not None:
-            # During training, a slightly looser bound, which takes no time.
+            # During training, use a slightly looser bound, which takes no time.
             logs["epsilon"] = run.spending.epsilon(
                 self.delta, self.setup.accountant, coarse=not is_last
             )
@@ -165,10 +165,10 @@ class RoundLoop:
 
     # The round itself: `algorithm.FrontEnd`.
 
-    def _round(self, round_stack: contextlib.ExitStack) -> dict[str, float]:
+    def _run_round(self, round_stack: contextlib.ExitStack) -> dict[str, float]:
         """Runs a round; returns its logs.
 
-        `round_stack` is closed after the round's callbacks were called.
+        `round_stack` is closed once the round's callbacks have been called.
         """
         self._round_stack = round_stack
         released = algorithm.run_round(self)
@@ -178,19 +178,19 @@ class RoundLoop:
         return {  # The metrics come first, as in Keras.
             **released,
             "cohort_size": float(len(self._inputs.positions)),
-            "failed_clients": float(self._failed),
+            "failed_clients": float(self._num_failed),
             "abandoned_rounds": float(is_abandoned),
         }
 
     def draw(self) -> sampling.Cohort:
-        """See `algorithm.FrontEnd`: fixes a round's inputs before any client trains."""
+        """See `algorithm.FrontEnd`; also sets the round's inputs."""
         run = self.run
         run.sampler.attempt = attempt = run.attempts.take()
         rate = self.fed.require_compiled("fit").learning_rate
         inputs = run.next_inputs(rate, attempt)
         self.engine.prepare(inputs)
         cohort = run.draw()
-        positions = run.taking_part(cohort.positions)
+        positions = run.eligible(cohort.positions)
         windows = None if run.windows is None else run.windows[positions]
         self._inputs = dataclasses.replace(inputs, positions=positions, windows=windows)
         return cohort
@@ -203,15 +203,15 @@ class RoundLoop:
     def collect(self, cohort: sampling.Cohort) -> PendingRound:
         """See `algorithm.FrontEnd`."""
         pending = self.collector.collect(self.clients, self._inputs)
-        self._failed = self._count_failed(pending)
+        self._num_failed = self._aggregate_and_count_failed(pending)
         if self.audit is not None and not self.abandons(pending):
             self.audit.join(pending, self._cost(pending))
         return pending
 
     def abandons(self, pending: PendingRound) -> bool:
-        """See `algorithm.FrontEnd`: one client's failure can be enough."""
+        """See `algorithm.FrontEnd`: with "abort", one failed client is enough."""
         del pending
-        return self._failed > 0 and self.setup.aborts_on_failure
+        return self._num_failed > 0 and self.setup.aborts_on_failure
 
     def abandon(self, cohort: sampling.Cohort) -> None:
         """See `algorithm.FrontEnd`."""
@@ -225,10 +225,13 @@ class RoundLoop:
         run.rounds += 1
 
     def _cost(self, pending: PendingRound | None) -> RoundCharge:
-        """Returns what the round costs, by whose noise is in it; None: everybody's."""
+        """Returns the round's cost with the noise of the clients in `pending`.
+
+        None: with the noise of all of its clients.
+        """
         num_with_noise = len(self._inputs.positions)
         if pending is not None:
-            num_with_noise -= self._failed + pending.without_noise
+            num_with_noise -= self._num_failed + pending.without_noise
         return self.run.cost(self._inputs.round_index, num_with_noise)
 
     def charge(
@@ -237,8 +240,8 @@ class RoundLoop:
         """See `algorithm.FrontEnd`."""
         run, account, inputs = self.run, self.run.spending, self._inputs
         if pending is not None:
-            # Broken off later, a round would be charged and not released, or
-            # released and not in the history.
+            # An interrupted round could be charged but not released, or released but
+            # not in the history.
             self._round_stack.enter_context(_signals.defer_signals())
         cost = self._cost(pending)
         details: Json = {
@@ -258,17 +261,19 @@ class RoundLoop:
             for callback in self.federated:
                 callback.on_round_charged(inputs.round_index, cost, all_details)
 
-        budgets = [e.budget for e in self.federated if isinstance(e, PrivacyBudget)]
+        budgets = [c.budget for c in self.federated if isinstance(c, PrivacyBudget)]
         options: Json = {
-            **{"budgets": budgets, "ask": ask},
-            **{"positions": inputs.positions, "mu_squared": run.mu_squared},
+            "budgets": budgets,
+            "ask": ask,
+            "positions": inputs.positions,
+            "mu_squared": run.mu_squared,
         }
         if pending is not None and account.by_client:
-            options = {}  # The clients have paid first.
+            options = {}  # The clients were charged before they trained.
         if pending is None:
-            if run.paid_first == inputs.round_index:
+            if run.prepaid_round == inputs.round_index:
                 run.caveats.add("rounds_charged_twice")
-            run.paid_first = inputs.round_index
+            run.prepaid_round = inputs.round_index
         rounds_before = account.rounds
         try:
             paid = account.charge(
@@ -281,7 +286,7 @@ class RoundLoop:
         except BudgetExceededError as error:
             raise _BudgetSpentError from error
         except BaseException:
-            # One ledger may already hold the charge when another one fails.
+            # One ledger may already have the charge when another one fails.
             if account.rounds > rounds_before:
                 run.caveats.add("rounds_charged_twice")
             raise
@@ -298,7 +303,7 @@ class RoundLoop:
         run = self.run
         self._round_stack.enter_context(_signals.defer_signals())
         if self.charges_first(cohort) and paid.cost != self._cost(pending):
-            # Without the noise of those who failed, the model tells more.
+            # Without the failed clients' noise, the model reveals more.
             paid = self.charge(cohort, pending)
             run.caveats.add("local_rounds_counted_twice")
         run.releasing = True
@@ -307,18 +312,18 @@ class RoundLoop:
         facts.record_round(run, self.engine)
         run.cohort_sizes[len(pending.inputs.positions)] += 1
         run.log_names = list(released)
-        run.remember_norms(pending.inputs.positions, pending.window_norms)
+        run.update_windows(pending.inputs.positions, pending.window_norms)
         run.rounds += 1
         run.releasing = False
         if self.audit is not None:
             self.audit.observe_release()
-        if self._failed:
+        if self._num_failed:
             is_central = run.spending.trust_model == TrustModel.CENTRAL
             run.caveats.add(f"{'' if is_central else 'local_'}clients_excluded")
         return released
 
-    def _count_failed(self, pending: PendingRound) -> int:
-        """Aggregates securely if set; reports and returns how many clients failed."""
+    def _aggregate_and_count_failed(self, pending: PendingRound) -> int:
+        """Runs secure aggregation, if set; reports and counts the failed clients."""
         members: tuple[int, ...] = ()
         if self.setup.secure_aggregation is not None:
             members = secure_sum.sum_securely(
@@ -333,36 +338,36 @@ class RoundLoop:
             first = pending.failures[0]
             name = self.clients.client_ids[first.position]
             self.fed.say(
-                f"{prefix} the data of {_clients(len(pending.failures))} could not be "
-                f"read; {consequence}. Client {name!r}: {first.reason}"
+                f"{prefix} the data of {_count_text(len(pending.failures))} could not "
+                f"be read; {consequence}. Client {name!r}: {first.reason}"
             )
         if members:
             self.fed.say(
-                f"{prefix} secure aggregation failed for {_clients(len(members))}; "
+                f"{prefix} secure aggregation failed for {_count_text(len(members))}; "
                 f"their updates were not sent, and {consequence}."
             )
         return len(pending.failures) + len(members)
 
 
-def _clients(number: int) -> str:
+def _count_text(number: int) -> str:
     return "1 client" if number == 1 else f"{number} clients"
 
 
 class _BudgetSpentError(Exception):
-    """While a cohort trained, a callback spent the budget that its round needed."""
+    """While a cohort trained, something else spent the budget for its round."""
 
 
-def _weights(model: tf.keras.Model) -> bytes:
+def _hash_weights(model: tf.keras.Model) -> bytes:
     """Returns a digest of all bits of a model's weights."""
     digest = hashlib.sha256()
     for variable in keras_versions.tf_variables(model.weights):
-        # Read where they lie, as large models have no memory to spare.
+        # Without a copy, as large models leave no memory to spare.
         digest.update(np.ravel(np.asarray(variable.value())).view(np.uint8))
     return digest.digest()
 
 
-def _progress(verbose: int, first_round: int, last_round: int) -> Any:
-    """Returns a function that shows rounds: a bar (`verbose` 1), lines (2), nothing."""
+def _make_progress(verbose: int, first_round: int, last_round: int) -> Any:
+    """Returns a function that shows rounds as a bar (`verbose` 1), lines (2) or not."""
     bar: Any = None
     if verbose == 1:
         bar = tf.keras.utils.Progbar(last_round - first_round, unit_name="round")

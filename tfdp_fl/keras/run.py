@@ -1,8 +1,8 @@
 """A training run: all state between two rounds, and the cost of coming rounds.
 
 The randomness of a round comes from secret entropy, or from the seed and `attempts`.
-The values of the model's and the server optimizer's variables stay in those objects; a
-checkpoint adds them.
+The variables of the model and the server optimizer are not part of it; a checkpoint
+adds their values.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from tfdp_fl.keras.training_setup import TrainingSetup
 from tfdp_fl.mechanisms import PrivacyContext, RoundState, noise
 from tfdp_fl.terms import Json, TrustModel
 
-# The streams of random numbers; cohorts have one of their own (see `sampling`).
+# Separate streams of random numbers; cohorts have their own (see `sampling`).
 NOISE_STREAM, SHUFFLE_STREAM = 1, 2
 
-# The number of a draw, and the entropy of the last resume (none: no words).
+# The number of the attempt, and four uint32 words of entropy since the last resume.
 Attempt = tuple[int, ...]
 
 
@@ -42,7 +42,7 @@ class Attempts:
     with a seed, the key of the noise is not the round but the attempt at it, and a
     repeated round is always a new attempt. A resumed run cannot know which numbers
     were used after its checkpoint, nor can a forked process know which ones its parent
-    uses. They add fresh entropy to their keys. (Only one `fit` at a time takes them.)
+    uses. So they add fresh entropy to their keys. (Only one `fit` at a time takes any.)
     """
 
     def __init__(self) -> None:
@@ -91,8 +91,13 @@ Charges = list[tuple[accounting.RoundCharge, int]]
 
 # Attributes that a checkpoint stores unchanged.
 _STORED_ATTRIBUTES = (
-    *("run_id", "rounds", "populations", "known_ledgers", "log_names"),
-    *("held_out", "windows"),
+    "run_id",
+    "rounds",
+    "populations",
+    "known_ledgers",
+    "log_names",
+    "held_out",
+    "windows",
 )
 
 
@@ -134,10 +139,10 @@ class Run:
       populations: The populations of all charged rounds, one entry per change.
       num_records: The number of the clients' examples, if those are protected.
       mechanism_state: The state of the mechanism's query before the next round: its
-        clip, and its memory if any.
+        clip, and the noise memory, if any.
       windows: Float32 [N, W, L], each client's window of norms; None if the
         mechanism keeps none.
-      cohort_sizes: The number of released rounds for each number of clients.
+      cohort_sizes: The number of released rounds for each cohort size.
       log_names: The names of the values that a round reports.
       caveats: Keys of `accounting.CAVEATS` that apply because of the rounds run.
       held_out: The digest of the clients that every `fit` so far held out for
@@ -146,8 +151,9 @@ class Run:
       audit: The last `CanaryAudit`; not in checkpoints.
       releasing: Whether a release has started but not finished. If it was interrupted,
         the model may include a round that `rounds` does not count.
-      paid_first: The last round that was charged before it trained; not in checkpoints.
-      attempts: Numbers the attempts at all rounds; not in checkpoints.
+      prepaid_round: The last round that was charged before it trained (-1: none); not
+        in checkpoints.
+      attempts: Numbers the attempts at rounds; not in checkpoints.
       executor: Describes to users how clients were trained; not in checkpoints.
     """
 
@@ -173,13 +179,13 @@ class Run:
     budget_delta: float | None = None
     audit: CanaryAudit | None = None
     releasing: bool = False
-    paid_first: int = -1
+    prepaid_round: int = -1
     attempts: Attempts = dataclasses.field(default_factory=Attempts)
     executor: str | None = None
 
     @property
     def known_ledgers(self) -> dict[str, str]:
-        """By ledger path, the hash of the last line that is counted."""
+        """Maps a ledger's path to the hash of its last line that is counted."""
         return self.spending.known_ledgers
 
     def begin_fit(self, *, validates: bool, held_out: str | None) -> None:
@@ -203,8 +209,8 @@ class Run:
         is_continued = not has_begun or self.held_out == held_out
         self.held_out = held_out if is_continued else ""
 
-    def remember_norms(self, positions: np.ndarray, norms: np.ndarray | None) -> None:
-        """Advances clients' windows by one round; a norm is NaN without an answer."""
+    def update_windows(self, positions: np.ndarray, norms: np.ndarray | None) -> None:
+        """Adds a round's norms to the clients' windows; a failed client's are NaN."""
         if norms is None or self.windows is None:
             return
         usable = np.isfinite(norms).all(axis=1)
@@ -216,7 +222,7 @@ class Run:
     def state(self, ledger: ledger_lib.PrivacyLedger | None = None) -> Json:
         """Returns what a checkpoint stores beside its ledger: JSON values and arrays.
 
-        (See `PrivacyAccount.state`.)
+        `ledger` is as for `PrivacyAccount.state`.
         """
         leaves = tf.nest.flatten(self.mechanism_state)
         return {
@@ -234,7 +240,7 @@ class Run:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], prepared: Run) -> Run:
-        """Returns the run that a state was captured from.
+        """Returns the run from which a state was captured.
 
         `prepared` is a fresh run with the same arguments. The state's sampler position
         is set on a copy of its sampler, and the mechanism's state must match its
@@ -262,7 +268,7 @@ class Run:
     # The cohorts and costs of coming rounds.
 
     def draw(self) -> sampling.Cohort:
-        """Returns the next round's cohort; that of an interrupted round, if any."""
+        """Returns the next round's cohort: the interrupted round's, or a new one."""
         if self.sampler.unsettled is None:
             self.sampler.next_round = self.rounds
         return self.sampler.unsettled or self.sampler.draw()
@@ -285,8 +291,8 @@ class Run:
             windows=None if self.windows is None else self.windows[nobody],
         )
 
-    def taking_part(self, positions: np.ndarray) -> np.ndarray:
-        """Returns a cohort without clients that may not take part again."""
+    def eligible(self, positions: np.ndarray) -> np.ndarray:
+        """Returns a cohort without the clients that may not take part again."""
         limit = self.setup.mechanism.max_participations
         if limit is None:
             return positions
@@ -294,9 +300,14 @@ class Run:
         return positions[participations < limit]
 
     def cost(
-        self, round_index: int, answered: int | None = None
+        self, round_index: int, num_with_noise: int | None = None
     ) -> accounting.RoundCharge:
-        """Returns the cost of a round."""
+        """Returns the cost of a round.
+
+        Args:
+          round_index: The next round, or a later one.
+          num_with_noise: The number of clients that added noise; None: all.
+        """
         mechanism = self.setup.mechanism
         state, ahead = self.mechanism_state, round_index - self.rounds
         index = mechanism.event_index(self.rounds, state.memory) + ahead
@@ -305,8 +316,8 @@ class Run:
         else:
             event = mechanism.event_at(index, self.deployment, state)
         size = self.sampler.expected_cohort_size(round_index)
-        if answered is not None:
-            size = answered
+        if num_with_noise is not None:
+            size = num_with_noise
         expected = self.deployment.cohort_size(round_index)
         if mechanism.trust_model == TrustModel.LOCAL and size < expected:
             # Missing clients did not add their noise.
@@ -345,10 +356,9 @@ class Run:
         )
 
     def charges_ahead(self) -> Callable[[int, int], Charges]:
-        """Returns a function that counts the distinct costs in a range of rounds ahead.
+        """Returns a function that counts distinct costs in a range of coming rounds.
 
-        If rounds of a pass cost no more together than one of them, they may count as
-        one.
+        Rounds of a pass that together cost no more than one of them may count as one.
         """
         mechanism, sampler = self.setup.mechanism, self.sampler
         steady = is_steady(mechanism)
@@ -414,7 +424,7 @@ class Run:
 def is_steady(mechanism: Any) -> bool:
     """Returns whether rounds with equal noise and size are known to cost the same.
 
-    This is not known of correlated noise or of a user-defined mechanism.
+    They need not with correlated noise or a user-defined mechanism.
     """
     is_built_in = type(mechanism).round_event.__module__.startswith(
         "tfdp_fl.mechanisms."

@@ -23,30 +23,30 @@ from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 from tfdp_fl.terms import NoiseSite
 
 # Names whose meaning in Keras depends on the shape of the output.
-_OF_METRICS, _OF_LOSSES = ("accuracy", "acc"), ("crossentropy", "ce")
+_AMBIGUOUS_METRICS, _AMBIGUOUS_LOSSES = ("accuracy", "acc"), ("crossentropy", "ce")
 # Functions that make an object from a name, with examples of names.
-_OF_KERAS = {
+_RESOLVERS = {
     "optimizer": (tf.keras.optimizers.get, "'sgd', 'adam'"),
     "loss": (tf.keras.losses.get, "'sparse_categorical_crossentropy'"),
     "metrics": (tf.keras.metrics.get, "'accuracy', 'mean_squared_error'"),
 }
 
 _RUNTIME = "runtime (which says where clients are trained)"
-_COMPILED = "nothing: a whole cohort is one call that is compiled by TensorFlow"
-_MODEL = "DPFederatedModel(model, mechanism, clients_per_round, sampling=...)"
-_PRIVATE = "make_private(model, target_epsilon=..., target_delta=...), and fit then"
-# Arguments of Keras's `fit` and `compile`, or that users expect there, and what to use
+_COMPILED = "nothing: TensorFlow compiles the training of a whole cohort"
+_MODEL = "it to DPFederatedModel(model, mechanism, clients_per_round, sampling=...)"
+_PRIVATE = "it to make_private(model, target_epsilon=..., target_delta=...) before fit"
+# Arguments of Keras's `fit` and `compile`, or that users expect there, and what to give
 # instead.
-_INSTEAD = {
+_REPLACEMENTS = {
     "epochs": (
-        "rounds (in a round a cohort of clients trains; local_epochs says how "
-        "often a client goes over its examples in one)"
+        "rounds (in each, a cohort of clients trains; local_epochs is the number of a "
+        "client's passes over its examples in one round)"
     ),
     "initial_epoch": "resume_from (a directory that RoundCheckpoint wrote)",
     "steps_per_epoch": "rounds, and clients_per_round of the model",
     "validation_steps": "validation_data with as many batches",
-    "class_weight": "sample_weight, what its class counts for each example",
-    "auto_scale_loss": "nothing: take mixed_bfloat16, which needs no scale",
+    "class_weight": "sample_weight, with the weight of each example's class",
+    "auto_scale_loss": "nothing: use mixed_bfloat16, which needs no loss scale",
     **dict.fromkeys(["max_queue_size", "use_multiprocessing", "workers"], _RUNTIME),
     **dict.fromkeys(["run_eagerly", "steps_per_execution"], _COMPILED),
     **dict.fromkeys(["target_epsilon", "target_delta"], _PRIVATE),
@@ -84,8 +84,8 @@ class PrivacyTarget:
 class TrainingSetup:
     """How cohorts are drawn, what is released about them, and what is reported.
 
-    The attributes are the checked arguments of `DPFederatedModel`. Callable schedules
-    are fixed: the values that are charged are those that they returned.
+    The attributes are the checked arguments of `DPFederatedModel`. A callable schedule
+    is called once per round, and the value that it returned is used and charged.
     """
 
     mechanism: Mechanism
@@ -160,7 +160,7 @@ class TrainingSetup:
         if self.client_weighting is not None:
             raise ValueError(
                 "client_weighting must be None with secure_aggregation, whose members "
-                f"all count the same, got {self.client_weighting!r}."
+                f"all have the same weight, got {self.client_weighting!r}."
             )
 
     def _failure_rule(self) -> str:
@@ -171,7 +171,7 @@ class TrainingSetup:
         if rule == "exclude" and exact:
             raise ValueError(
                 "on_client_failure must be 'abort' with noise_site='client', because "
-                "without one client's share the noise falls short, got 'exclude'."
+                "the noise needs every client's share, got 'exclude'."
             )
         return rule
 
@@ -205,22 +205,24 @@ def may_abandon(
 def refuse_arguments(method: str, names: Iterable[str]) -> None:
     """Raises TypeError for arguments that `fit` or `compile` does not accept."""
     for name in names:
-        hint = f"; give {_INSTEAD[name]}" if name in _INSTEAD else ""
+        hint = f"; give {_REPLACEMENTS[name]}" if name in _REPLACEMENTS else ""
         raise TypeError(f"{method} takes no {name}{hint}.")
 
 
 def resolve_optimizer(**given: Any) -> Any:
     """Resolves an argument as Keras's `compile` does, or raises ValueError."""
     ((argument, value),) = given.items()
-    get, kind = _OF_KERAS[argument.removeprefix("server_").removeprefix("weighted_")]
+    get, examples = _RESOLVERS[
+        argument.removeprefix("server_").removeprefix("weighted_")
+    ]
     resolved = None
     if value is not None:  # For None, Keras uses RMSprop, or nothing at all.
         with contextlib.suppress(TypeError, ValueError, KeyError):
             resolved = get(value)
     if resolved is None or isinstance(resolved, str):  # Keras 2 returns it unchanged.
         raise ValueError(
-            f"{argument} must be one of Keras's own names (such as {kind}) or an "
-            f"object of Keras's, got {value!r}."
+            f"{argument} must be one of Keras's own names (such as {examples}) or a "
+            f"Keras object, got {value!r}."
         )
     return resolved
 
@@ -229,19 +231,20 @@ def check_names(**given: Any) -> None:
     """Raises ValueError for names for which Keras has no loss or metric."""
     for argument, nest in given.items():
         for name in tf.nest.flatten(nest):
-            special = _OF_LOSSES if argument == "loss" else _OF_METRICS
-            if isinstance(name, str) and name.lower() not in special:
+            is_loss = argument == "loss"
+            ambiguous = _AMBIGUOUS_LOSSES if is_loss else _AMBIGUOUS_METRICS
+            if isinstance(name, str) and name.lower() not in ambiguous:
                 resolve_optimizer(**{argument: name})
 
 
 def check_model(model: tf.keras.Model) -> None:
-    """Raises an error unless a model can be trained as it is."""
+    """Raises an error unless a model can be trained."""
     keras_versions.check_installed()
     _validate.instance_of(tf.keras.Model, model=model)
     trainer.check_model(model)
     if not model.built:
         raise ValueError(
-            "model must be built: give its first layer an input shape or call it on a "
+            "model must be built: give its first layer an input shape, or call it on a "
             f"batch, got {model.name!r} without weights."
         )
     if not model.trainable_variables:
@@ -251,7 +254,7 @@ def check_model(model: tf.keras.Model) -> None:
 
 
 def validate(model: tf.keras.Model, *, strict: bool = False) -> list[str]:
-    """Returns why a model cannot be trained or protected, if there is a reason.
+    """Returns the reason why a model cannot be trained or protected, if any.
 
     It resembles Opacus's `ModuleValidator.validate`. `fit` finds problems that depend
     on the clients or the loss, before its first round.

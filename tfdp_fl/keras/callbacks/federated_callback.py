@@ -20,7 +20,7 @@ from tfdp_fl.accounting import RoundCharge, format_up, planning
 from tfdp_fl.keras.training_setup import PrivacyTarget
 from tfdp_fl.terms import Json
 
-# How many rounds to ask a budget about first; few runs have more.
+# The number of rounds with which a search for a budget's limit starts.
 _FIRST_GUESS = 2**12
 
 
@@ -57,7 +57,7 @@ class FederatedCallback(tf.keras.callbacks.Callback):
     ) -> None:
         """Called before a cohort's result can be seen by anyone.
 
-        That is before it trains, if its round is charged whether or not it is released.
+        If the round is charged even when it is abandoned, this is before it trains.
 
         Raising here abandons the round; nothing is released.
 
@@ -113,10 +113,10 @@ def callback_session(
         yield
         suppressed = ()
     finally:
-        # All callbacks are told, even if one of them raises. Otherwise a ledger would
-        # stay open and locked as long as the process lives. The call is made twice, as
-        # a signal may arrive before the first one defers signals. No callback is told
-        # twice.
+        # Every `on_fit_end` is called, even if one of them raises. Otherwise, a ledger
+        # could stay open and locked until the process ends. `_end_all` is called twice,
+        # as a signal may arrive before the first call defers signals. (It removes each
+        # callback before it calls it.)
         try:
             _end_all(remaining, suppressed)
         finally:
@@ -148,10 +148,10 @@ def check_callbacks(callbacks: Any) -> list[tf.keras.callbacks.Callback]:
             )
         if isinstance(callback, tf.keras.callbacks.BackupAndRestore):
             raise ValueError(
-                "callbacks must not have a BackupAndRestore: it brings back weights "
-                "without what they cost, so epsilon would leave out the rounds that "
-                "made them. Use tfdp_fl.callbacks.RoundCheckpoint(directory), and "
-                "fit(resume_from=directory) to go on."
+                "callbacks must not have a BackupAndRestore: it restores weights "
+                "without their cost, so epsilon would omit the rounds that made them. "
+                "Use tfdp_fl.callbacks.RoundCheckpoint(directory), and "
+                "fit(resume_from=directory) to continue."
             )
     return result
 
@@ -192,7 +192,7 @@ class PrivacyBudget(FederatedCallback):
         """Tells the user at the start if the budget will not last for all rounds."""
         fed, num_rounds = self.federated_model, last_round - first_round
         self.stopped_before_round = None
-        # Read this first, as another thread may charge an evaluation at any time.
+        # First, as another thread may charge an evaluation at any time.
         version = fed.run.spending.version
         charges_ahead = fed.run.charges_ahead()
         cost = fed.run.epsilon_after(self.delta, self.accountant, charges_ahead)
@@ -206,14 +206,14 @@ class PrivacyBudget(FederatedCallback):
             # Only samplers that make passes know the clients of later cohorts.
             knows_cohorts = isinstance(fed.run.sampler, sampling.PassSampler)
             at_least = fed.run.spending.by_client and not knows_cohorts
-            self._say_what_is_allowed(
+            self._announce_allowed_rounds(
                 f"{self._name}: epsilon={format_up(self.epsilon)} at delta="
                 f"{format_up(self.delta)} "
                 f"allows {'at least ' * at_least}{allowed} of the {num_rounds} rounds "
                 f"asked for; training {'may' if at_least else 'will'} end after those."
             )
 
-    def _say_what_is_allowed(self, message: str) -> None:
+    def _announce_allowed_rounds(self, message: str) -> None:
         self.federated_model.say(message)
 
     def allow_round(self, round_index: int) -> bool:
@@ -250,20 +250,20 @@ class PrivacyBudget(FederatedCallback):
             )
 
 
-class KeepTarget(PrivacyBudget):
-    """Enforces the target that a model was calibrated for in every `fit`.
+class TargetBudget(PrivacyBudget):
+    """Enforces, in every `fit`, the target for which a model was calibrated.
 
-    If fewer rounds are allowed than were asked for, it warns, even if the training is
-    silent.
+    If the target allows fewer rounds than were asked for, it warns, even if the
+    training is silent.
     """
 
-    # Calibration may be off by rounding, which is no reason to stop.
+    # Allows for rounding errors of the calibration.
     _name, _tolerance = "target of make_private", 1 + 1e-9
 
     def __init__(self, target: PrivacyTarget):
         super().__init__(target.epsilon, target.delta, target.accountant)
 
-    def _say_what_is_allowed(self, message: str) -> None:
+    def _announce_allowed_rounds(self, message: str) -> None:
         fed = self.federated_model
         declared, (size, _) = fed.setup.target.num_clients, fed.run.population
         if size < declared:

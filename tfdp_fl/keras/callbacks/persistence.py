@@ -44,8 +44,8 @@ class Ledger(FederatedCallback):
         super().__init__()
         self.path = pathlib.Path(path)
         self._append = append
-        self._opened: accounting.PrivacyLedger | None = None
-        self._elsewhere = 0.0
+        self._ledger: accounting.PrivacyLedger | None = None
+        self._mu_squared_elsewhere = 0.0
         self._account: accounting.PrivacyAccount | None = None
 
     @property
@@ -62,8 +62,8 @@ class Ledger(FederatedCallback):
         fed, run = self.federated_model, self._run
         target = fed.setup.target
         known = run.known_ledgers.get(self._key)
-        with _signals.defer_signals():  # Never leave a lock that is not on record here.
-            self._opened = ledger = accounting.PrivacyLedger(
+        with _signals.defer_signals():  # So that `on_fit_end` knows of an open file.
+            self._ledger = ledger = accounting.PrivacyLedger(
                 self.path,
                 mode="append",
                 target_epsilon=None if target is None else target.epsilon,
@@ -103,13 +103,15 @@ class Ledger(FederatedCallback):
         self._catch_up(contents)
         run.known_ledgers[self._key] = ledger.head
         self._account = run.spending
-        run.spending.attach_ledger(self._key, ledger, run.run_id, self._elsewhere)
+        run.spending.attach_ledger(
+            self._key, ledger, run.run_id, self._mu_squared_elsewhere
+        )
 
     def _begin(self) -> None:
-        """Called once the ledger is open and counted, before this run's first line."""
+        """Called after the open ledger is counted, before this run's first line."""
 
     def _check_runs(self, contents: accounting.LedgerContents) -> None:
-        """Refuses a ledger whose rounds cannot be told apart from or added to ours."""
+        """Refuses a ledger whose rounds cannot be counted together with this run's."""
         fed, run = self.federated_model, self._run
         runs = contents.by_run()
         own = len(runs.pop(run.run_id, ()))
@@ -117,9 +119,9 @@ class Ledger(FederatedCallback):
         seen = max((contents.rounds_known(run.run_id, h) for h in heads), default=0)
         if own > seen:
             raise ValueError(
-                f"path must not hold rounds of this very run that this model does not "
-                f"know of, and {self.path} does: the run was gone on with in two "
-                "places. Resume from that ledger's directory, or choose another path."
+                "path must not have rounds of this very run that this model does not "
+                f"know of, but {self.path} does: the run was resumed in two places. "
+                "Resume from that ledger's directory, or choose another path."
             )
         own_kind = fed.mechanism.trust_model, fed.mechanism.privacy_unit
         written = contents.header.get("mechanism", {})
@@ -127,14 +129,14 @@ class Ledger(FederatedCallback):
             written.get("trust_model", own_kind[0]),
             contents.header["privacy_unit"],
         )
-        # (Even if the file has no lines yet: more of its own kind may follow.)
+        # (Even if the file has no lines yet: others may add lines of its kind.)
         if other[1] != own_kind[1] or (
             other != own_kind and TrustModel.LOCAL in (other[0], own_kind[0])
         ):
             raise ValueError(
                 f"path must be a ledger of runs with a {own_kind[0]} guarantee per "
-                f"{own_kind[1]}, to be counted together, and {self.path} is one of "
-                f"runs with a {other[0]} guarantee per {other[1]}."
+                f"{own_kind[1]}, so that they can be counted together, but {self.path} "
+                f"has a {other[0]} guarantee per {other[1]}."
             )
         if not runs:
             return
@@ -144,25 +146,25 @@ class Ledger(FederatedCallback):
         found = next((charge.relation.in_accounting for charge in charges), None)
         if found not in (None, relation):
             raise ValueError(
-                "path must be a ledger of rounds whose neighbouring relation is "
-                f"{relation.name}, as for {sampling} sampling, and {self.path} has "
+                "path must be a ledger of rounds with the neighbouring relation "
+                f"{relation.name}, as for {sampling} sampling, but {self.path} has "
                 f"{found.name}; one guarantee cannot cover both."
             )
 
     def _catch_up(self, contents: accounting.LedgerContents) -> None:
         """Writes the charges made while this ledger was not open."""
-        assert self._opened is not None
+        assert self._ledger is not None
         run = self._run
         spending, runs = run.spending, contents.by_run()
         lost = contents.lost_mu_squared(run.rounds, run.run_id)
-        self._elsewhere = max(0.0, spending.lost_mu_squared - lost)
-        most = spending.per_client.max_mu_squared + self._elsewhere
-        local = {"mu_squared": 0.0, "max_mu_squared": most}
+        self._mu_squared_elsewhere = max(0.0, spending.lost_mu_squared - lost)
+        max_mu_squared = spending.per_client.max_mu_squared + self._mu_squared_elsewhere
+        local = {"mu_squared": 0.0, "max_mu_squared": max_mu_squared}
         written = collections.Counter(
             entry.charge for entry in runs.get(run.run_id, ()) if entry.charge
         )
         for charge in (spending.own - written).elements():
-            self._opened.record(
+            self._ledger.record(
                 max(0, run.rounds - 1),
                 charge,
                 round(charge.clients_per_round),
@@ -171,7 +173,7 @@ class Ledger(FederatedCallback):
             )
         for name, charge in spending.charges_of_evaluations.items():
             if name not in runs:
-                self._opened.record(
+                self._ledger.record(
                     max(0, run.rounds - 1),
                     charge,
                     round(charge.clients_per_round),
@@ -183,32 +185,32 @@ class Ledger(FederatedCallback):
     def check_release(self, charge: accounting.RoundCharge) -> None:
         """Raises LedgerError if a `fit` in another thread has closed the file."""
         del charge
-        if self._opened is None:
+        if self._ledger is None:
             raise accounting.LedgerError(
-                f"The ledger {self.path} was closed while this release was prepared, "
-                "by a fit that ended. Nothing was released: try again."
+                f"The ledger {self.path} was closed by a fit that ended while this "
+                "release was prepared. Nothing was released: try again."
             )
 
     def on_fit_end(self) -> None:
-        """Closes the file, once no charge is being made."""
+        """Closes the file once no charge is in progress."""
         account, self._account = self._account, None
         with contextlib.nullcontext() if account is None else account.pause_charges():
             if account is not None:
                 account.detach_ledger(self._key)
-            if self._opened is not None:
-                self._opened.close()
-                self._opened = None
+            if self._ledger is not None:
+                self._ledger.close()
+                self._ledger = None
 
 
 class RoundCheckpoint(Ledger):
     """Saves checkpoints of the training, so that it survives a crash.
 
     `fit(..., resume_from=directory)` continues exactly from the last checkpoint. The
-    directory also holds `ledger.jsonl`, to which every round is written before its
-    result can be seen. A directory belongs to one run: a new training refuses one with
-    another run's checkpoints, and two trainings cannot use it at once. Only the owner
-    can read the files, because with a seed, or with sampling in passes, they reveal
-    who takes part.
+    directory also has a `ledger.jsonl`, to which every round is written before its
+    result can be seen. A directory belongs to one run: a new training refuses a
+    directory with another run's checkpoints, and two trainings cannot use it at once.
+    Only the owner can read the files, because with a seed, or with sampling in passes,
+    they reveal who takes part.
 
     Attributes:
       directory: The directory of the files, created if necessary.
@@ -234,18 +236,18 @@ class RoundCheckpoint(Ledger):
         rounds = self._files.rounds()
         if rounds and self._key not in self._run.known_ledgers:
             raise ValueError(
-                "directory must not hold the checkpoints of another run, and "
-                f"{self.directory} holds one of round {rounds[0]}: continue that run "
+                "directory must not hold the checkpoints of another run, but "
+                f"{self.directory} has one of round {rounds[0]}: continue that run "
                 "with fit(resume_from=directory), or choose another directory."
             )
-        if self._key not in self._run.known_ledgers:  # Otherwise it was moved away.
+        if self._key not in self._run.known_ledgers:  # Otherwise, it must exist.
             self._files.make()
         super().on_rounds_planned(first_round, last_round)
 
     def _begin(self) -> None:
         # The ledger's lock also protects the directory.
         self._files.clear_after(self._run.rounds)
-        # Saved before the first line, so that every charge can be resumed.
+        # Before the first line, so that a run can be resumed after any charge.
         self._save()
         self._begun = True
 
@@ -259,13 +261,13 @@ class RoundCheckpoint(Ledger):
     def on_fit_end(self) -> None:
         """Saves the end of the training and releases the directory.
 
-        Other callbacks may have changed the model, as Keras's `EarlyStopping` restores
-        the best weights; without a change, the last save is the end. After an interrupt
+        Other callbacks may have changed the model (Keras's `EarlyStopping` restores the
+        best weights); without a change, the last save is kept. After an interrupt
         during a round's release, nothing is saved: that round must be run, and charged,
         again.
         """
         try:
-            # An interrupt during tracing can leave TensorFlow in the function's graph.
+            # An interrupt during tracing can leave TensorFlow inside a graph.
             with tf.init_scope():
                 if self._begun:
                     self._save(if_changed=True)
@@ -276,7 +278,7 @@ class RoundCheckpoint(Ledger):
     def _save(self, if_changed: bool = False) -> None:
         fed, run = self.federated_model, self._run
         if not run.releasing:
-            state = checkpoint.capture(fed, self._key, self._opened)
+            state = checkpoint.capture(fed, self._key, self._ledger)
             if not (if_changed and self._files.holds(run.rounds, state)):
                 self._files.write(run.rounds, state, self.keep)
 
@@ -284,7 +286,7 @@ class RoundCheckpoint(Ledger):
 def missing_ledgers(
     run: Run | None, interrupted: checkpoint.InterruptedRun | None, callbacks: list[Any]
 ) -> list[FederatedCallback]:
-    """Returns a `Ledger` for each file of a run that no callback keeps.
+    """Returns a `Ledger` for each file of a run that no callback writes.
 
     Whatever a run releases must be in all of its ledgers, by which others count.
 
@@ -300,5 +302,7 @@ def missing_ledgers(
     else:
         paths = [] if run is None else list(run.known_ledgers)
     needed += [Ledger(path, append=True) for path in paths if os.path.exists(path)]
-    kept = {checkpoint.ledger_key(c.path) for c in callbacks if isinstance(c, Ledger)}
-    return [c for c in needed if checkpoint.ledger_key(c.path) not in kept]
+    written = {
+        checkpoint.ledger_key(c.path) for c in callbacks if isinstance(c, Ledger)
+    }
+    return [c for c in needed if checkpoint.ledger_key(c.path) not in written]

@@ -1,4 +1,4 @@
-"""A page about a run: its guarantee, its course and its settings."""
+"""A page about a training run: its guarantee, its rounds and its settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfdp_fl import _files, accounting
 from tfdp_fl.keras import checkpoint
 from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
 
-# By chart title, the rounds' values that are plotted and their labels.
+# By a chart's title, the plotted values and their labels.
 _CHARTS = {
     "Accuracy": {"val_accuracy": "validation data", "accuracy": "clients in training"},
     "Loss": {"val_loss": "validation data", "loss": "clients in training"},
@@ -54,9 +54,9 @@ class Report(FederatedCallback):
 
     It has the privacy statement, the settings, and charts of accuracy, loss, epsilon
     against the target, clip and norms. Without matplotlib, it explains how to get the
-    charts. It is written when `fit` ends, even if by an error or by the user, and
-    replaces the whole file. Most charts show clients' data without noise, and the page
-    says so: show it only to people who may see that data.
+    charts. It is written when `fit` ends, even by an error or by the user, and replaces
+    the whole file. Most charts were computed from clients' data without noise, and the
+    page says so: show it only to people who may see that data.
 
     Attributes:
       path: The file; its folder is created when training begins.
@@ -82,7 +82,7 @@ class Report(FederatedCallback):
             name.
 
         Raises:
-          ValueError: The path is that of a folder.
+          ValueError: The path is a folder.
         """
         super().__init__()
         self.path = pathlib.Path(path)
@@ -97,7 +97,7 @@ class Report(FederatedCallback):
         self._was_interrupted = True
 
     def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
-        """Makes the folder now, so that an error does not come after the training."""
+        """Makes the folder now, so that an error does not wait until the end."""
         self._was_interrupted = True
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -140,7 +140,7 @@ class Report(FederatedCallback):
             title=self.title or fed.model.name,
             date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             version=tfdp_fl.__version__,
-            is_broken_off=self._was_interrupted,
+            was_interrupted=self._was_interrupted,
             facts={**facts, "preface": self.preface},
             accuracies=self._series("val_accuracy"),
             charts=self._charts(fed.setup.target),
