@@ -202,7 +202,7 @@ def test_the_noise_and_its_price_are_the_same_and_the_statement_says_what_counts
     text = " ".join(train.fed.privacy_statement(1e-3).split())
     for part in (
         "counts by its number of examples n, as min(n / 2, 1)",
-        "divided by m times 0.5, which was given beforehand",
+        "divided by m times 0.5, which was fixed beforehand",
         "the expected mean of the clients' weights are assumed to be fixed",
     ):
         assert part in text
