@@ -377,7 +377,9 @@ def _reference_updates(units=6):
 
 @pytest.mark.parametrize("name", ["fixed", "median"])
 def test_variance_and_scale_are_those_of_the_unclipped_updates(name):
-    engine = _engine(name, units=3000, moments=True, max_parallel_clients=2)
+    engine = _engine(
+        name, units=3000, between_client_variance=True, max_parallel_clients=2
+    )
     _, logs = _round(cohorts.dataset(), engine=engine)
     found = logs["between_client_variance"], logs["update_scale"]
     wanted = references.variance_and_scale(_reference_updates(units=3000))

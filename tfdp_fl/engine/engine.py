@@ -100,7 +100,7 @@ class CohortEngine:
         deployment: contribution.PrivacyContext,
         element_spec: nests.ElementSpec,
         aggregate_non_trainable: bool = True,
-        moments: bool = False,
+        between_client_variance: bool = False,
         collect_records: bool = False,
         max_parallel_clients: int | None = None,
         batch_size: int = 1,
@@ -116,7 +116,7 @@ class CohortEngine:
           deployment: The mechanism's context; the number of variables is filled in.
           element_spec: `(features, labels)` specs of one example.
           aggregate_non_trainable: Whether clients upload non-trainable state.
-          moments: Whether to compute Geyer's V_c and U_s.
+          between_client_variance: Whether to compute Geyer's V_c and U_s.
           collect_records: Whether to return each client's contribution separately.
           max_parallel_clients: Clients trained at once; None: one per core.
           batch_size: The usual batch size, which decides whether XLA is used.
@@ -163,7 +163,7 @@ class CohortEngine:
             keras_versions.IS_KERAS_3
             and training.jit_compile is None
             and devices.products_are_float32()
-            and not (keeps_updates or moments)
+            and not (keeps_updates or between_client_variance)
             and dense_models.supports(model, training, self.query, element_spec[1])
         ):
             kernels = dense_models.kernels_of(model)
@@ -183,7 +183,7 @@ class CohortEngine:
         self._fallback = ""
         self.used_strategies: set[layout.Strategy] = set()
         self.programs = client_programs.CohortPrograms(
-            trainer, self.query, keeps_updates, moments
+            trainer, self.query, keeps_updates, between_client_variance
         )
         self._later_clip = None
         if keeps_updates:
@@ -232,7 +232,9 @@ class CohortEngine:
         how = layout.ONE_BY_ONE
         if self.layout.kernels is not None:
             how = "side by side where they have few examples"
-        return f"clients {how} on {self.max_parallel_clients} threads{self._fallback}"
+        threads = self.max_parallel_clients
+        where = "1 thread" if threads == 1 else f"{threads} threads"
+        return f"clients {how} on {where}{self._fallback}"
 
     def fits(
         self,

@@ -33,7 +33,7 @@ def prepare(
     clients: FederatedDataset,
     plan: FitPlan,
     calibration: Sequence[int] | None = None,
-    moments: bool = False,
+    between_client_variance: bool = False,
 ) -> tuple[Run, engine.CohortEngine]:
     """Checks the clients and the plan; returns the run and its engine.
 
@@ -44,7 +44,7 @@ def prepare(
       clients: The clients of this `fit`.
       plan: The rounds of this `fit`.
       calibration: For a resumed run, the result of `_choose_calibration`.
-      moments: Whether to compute Geyer's V_c and U_s.
+      between_client_variance: Whether to compute Geyer's V_c and U_s.
     """
     setup, mechanism, run = fed.setup, fed.mechanism, fed.run
     population = _check_population(fed, clients)
@@ -69,7 +69,9 @@ def prepare(
     if mechanism.trust_model != TrustModel.LOCAL:
         # Schedules continue over all calls of `fit`.
         mechanism.check(dataclasses.replace(deployment, rounds=plan.last_round))
-    cohort_engine = _make_engine(fed, clients, plan, deployment, moments)
+    cohort_engine = _make_engine(
+        fed, clients, plan, deployment, between_client_variance
+    )
     cohort_engine.check_labels(clients)
     labels.warn_of_missing(clients)
     query = cohort_engine.query
@@ -300,7 +302,7 @@ def _make_engine(
     clients: FederatedDataset,
     plan: FitPlan,
     deployment: PrivacyContext,
-    moments: bool,
+    between_client_variance: bool,
 ) -> engine.CohortEngine:
     setup, training = fed.setup, fed.require_compiled("fit")
     key_context = deployment
@@ -313,7 +315,7 @@ def _make_engine(
         key_context = dataclasses.replace(
             deployment, rounds=None, max_participations=None
         )
-    cache_key = training, key_context, clients.element_spec, moments
+    cache_key = training, key_context, clients.element_spec, between_client_variance
     if fed.engine is not None and fed.engine.cache_key == cache_key:
         return fed.engine
     with example_spec.locate_features_errors(fed.model, clients):
@@ -324,7 +326,7 @@ def _make_engine(
             deployment=deployment,
             element_spec=clients.element_spec,
             aggregate_non_trainable=setup.non_trainable_state == "aggregate",
-            moments=moments,
+            between_client_variance=between_client_variance,
             collect_records=setup.secure_aggregation is not None,
             max_parallel_clients=setup.max_parallel_clients,
             batch_size=plan.batch_size,

@@ -203,7 +203,9 @@ class RoundLoop:
     def collect(self, cohort: sampling.Cohort) -> PendingRound:
         """See `algorithm.FrontEnd`."""
         pending = self.collector.collect(self.clients, self._inputs)
-        self._num_failed = self._aggregate_and_count_failed(pending)
+        num_left_out = self._sum_securely(pending)
+        self._num_failed = len(pending.failures) + num_left_out
+        self._report_failures(pending, num_left_out)
         if self.audit is not None and not self.abandons(pending):
             self.audit.join(pending, self._cost(pending))
         return pending
@@ -322,13 +324,15 @@ class RoundLoop:
             run.caveats.add(f"{'' if is_central else 'local_'}clients_excluded")
         return released
 
-    def _aggregate_and_count_failed(self, pending: PendingRound) -> int:
-        """Runs secure aggregation, if set; reports and counts the failed clients."""
-        members: tuple[int, ...] = ()
-        if self.setup.secure_aggregation is not None:
-            members = secure_sum.sum_securely(
-                self.engine, pending, self.setup.secure_aggregation
-            )
+    def _sum_securely(self, pending: PendingRound) -> int:
+        """Runs secure aggregation, if set; returns how many clients it left out."""
+        protocol = self.setup.secure_aggregation
+        if protocol is None:
+            return 0
+        return len(secure_sum.sum_securely(self.engine, pending, protocol))
+
+    def _report_failures(self, pending: PendingRound, num_left_out: int) -> None:
+        """Tells the user which clients failed, and what that means for the round."""
         prefix = f"Round {pending.inputs.round_index + 1}:"
         aborts = self.setup.aborts_on_failure
         consequence = (
@@ -341,12 +345,11 @@ class RoundLoop:
                 f"{prefix} the data of {_count_text(len(pending.failures))} could not "
                 f"be read; {consequence}. Client {name!r}: {first.reason}"
             )
-        if members:
+        if num_left_out:
             self.fed.say(
-                f"{prefix} secure aggregation failed for {_count_text(len(members))}; "
+                f"{prefix} secure aggregation failed for {_count_text(num_left_out)}; "
                 f"their updates were not sent, and {consequence}."
             )
-        return len(pending.failures) + len(members)
 
 
 def _count_text(number: int) -> str:
