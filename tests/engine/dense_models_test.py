@@ -11,7 +11,7 @@ from tests.engine import cohorts
 from tests.mechanisms import rounds
 from tfdp_fl import keras_versions
 from tfdp_fl import losses as our_losses
-from tfdp_fl.engine import dense_models, trainer
+from tfdp_fl.engine import dense_models, layout, trainer
 from tfdp_fl.mechanisms import PrivacyContext
 
 _ROWS, _CLASSES = 14, 3
@@ -153,6 +153,32 @@ def test_one_clients_labels_do_not_move_anothers_update():
         first = x, labels
         moved = update(first, clients[1]) - update(first)
         cohorts.assert_close(moved, alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_layer_that_changed_after_its_engine_was_made_trains_one_by_one(changes):
+    # Of rows that an activation mixes, the norm bound does not hold.
+    hidden = tf.keras.layers.Dense(128, "tanh")
+    model = tf.keras.Sequential(
+        [tf.keras.layers.Input([64]), hidden, tf.keras.layers.Dense(3)]
+    )
+    mechanism = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0)
+    fed = tfdp_fl.DPFederatedModel(model, mechanism, 40, "shuffled")
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    fed.compile(tf.keras.optimizers.SGD(0.1), loss)
+    rng = np.random.default_rng(0)
+    clients = {
+        k: (rng.normal(size=(4, 64)).astype("f4"), rng.integers(0, 3, 4))
+        for k in range(40)
+    }
+    fed.fit(clients, rounds=1, batch_size=32, verbose=0)
+    engine, before = fed.engine, set(fed.engine.used_strategies)
+    if changes:
+        hidden.activation = lambda z: z - tf.reduce_mean(z, axis=0, keepdims=True)
+    fed.fit(clients, rounds=1, batch_size=2, verbose=0)
+    assert fed.engine is engine
+    new = {each.kind for each in engine.used_strategies - before}
+    assert (layout.SIDE_BY_SIDE in new) == (not changes)
 
 
 def test_gram_matrices_that_overflow_leave_no_finite_bound():

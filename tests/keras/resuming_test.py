@@ -208,6 +208,37 @@ def test_every_later_round_is_in_all_ledgers_of_the_run(tmp_path):
     assert len(accounting.PrivacyLedger.read(path / "ledger.jsonl").entries) == 6
 
 
+def test_what_came_after_the_checkpoint_is_known_from_its_ledger(tmp_path):
+    path, shared = tmp_path / "run", Ledger(tmp_path / "shared", append=True)
+    fed = toy.federated()
+    toy.fit(fed, 3, [RoundCheckpoint(path)])
+    toy.fit(fed, 2, [shared], seed=7)  # Not saved, but charged.
+    resumed = toy.federated()
+    toy.fit(resumed, 3, resume_from=path)
+    assert "seed_given" in resumed.privacy_statement(_DELTA, "dict")["caveats"]
+    toy.fit(resumed, 2)
+    assert resumed.spending.rounds == 7
+    for known in (shared.path, path / "ledger.jsonl"):
+        read = accounting.PrivacyLedger.read(known)
+        assert len(read.by_run()[resumed.run.run_id]) == 7
+
+
+def test_files_stay_where_they_were_named(tmp_path, monkeypatch):
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "there")
+    toy.fit(toy.federated(), 4, [RoundCheckpoint("run")])
+    others = sorted((tmp_path / "there" / "run").iterdir())
+    monkeypatch.chdir(tmp_path / "here")
+    fed, moves = toy.federated(), toy.at_end(lambda: os.chdir(tmp_path / "there"), 0)
+    toy.fit(fed, 3, [RoundCheckpoint("run"), Ledger("own.jsonl"), moves])
+    assert sorted((tmp_path / "there" / "run").iterdir()) == others
+    assert (tmp_path / "here" / "run" / "round-00000003.npz").exists()
+    (tmp_path / "here" / "own.jsonl").unlink()
+    toy.fit(fed, 1, [Ledger(tmp_path / "new.jsonl")])
+    assert fed.spending.rounds == 4
+
+
 def test_a_resume_that_fails_leaves_the_run_where_it_was(tmp_path):
     groups = {"strategy": "banded:1", "rounds": 12, "min_separation": 2}
     mechanism = tfdp_fl.CorrelatedNoise(clip_norm=1, noise_multiplier=1, **groups)

@@ -159,12 +159,15 @@ class CohortEngine:
         keeps_updates = collect_records or self.query.two_phase
         kernels = None
         self._numeric_options = devices.numeric_options()
+        self._is_supported = functools.partial(
+            dense_models.supports, model, training, self.query, element_spec[1]
+        )
         if (
             keras_versions.IS_KERAS_3
             and training.jit_compile is None
             and devices.products_are_float32()
             and not (keeps_updates or between_client_variance)
-            and dense_models.supports(model, training, self.query, element_spec[1])
+            and self._is_supported()
         ):
             kernels = dense_models.kernels_of(model)
         self._fits: dict[tuple[layout.Strategy, int, int, bool], bool] = {}
@@ -489,7 +492,14 @@ class CohortEngine:
             self._later_clip.trace(pending)
         batch = pending.inputs.batch_size
         nobody = layout.client_table(np.zeros(0, int), np.zeros(0, int), batch, 1)
-        for strategy in self.layout.strategies(batch, needs_fine_grid(pending)):
+        fine = needs_fine_grid(pending)
+        is_new = not self.programs.traced.keys() >= {
+            *self.layout.strategies(batch, fine)
+        }
+        if is_new and self.layout.kernels is not None and not self._is_supported():
+            # A layer has changed since, so its bound would not hold.
+            self.layout = dataclasses.replace(self.layout, kernels=None)
+        for strategy in self.layout.strategies(batch, fine):
             try:
                 self.programs.program(pending.received, layout.Part(strategy, nobody))
             except Exception as error:

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import hashlib
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -393,7 +394,17 @@ class InterruptedRun:
     def other_ledgers(self) -> list[str]:
         """The paths of the run's ledgers outside its directory, which may be a copy."""
         own = ledger_key(ledger_path(self.directory)), self.state["ledger"]
-        return [path for path in self.state["known_ledgers"] if path not in own]
+        known = [*self.state["known_ledgers"], *self._facts_of_lines("ledgers")]
+        return [path for path in dict.fromkeys(known) if path not in own]
+
+    def _facts_of_lines(self, name: str) -> list[str]:
+        """Returns facts from the run's lines (`Run.facts_of_line`), each once."""
+        details = [
+            entry.details.get(name, ())
+            for entry in self.ledger.entries
+            if entry.run == self.state["run_id"]
+        ]
+        return [*dict.fromkeys(itertools.chain.from_iterable(details))]
 
     @classmethod
     def read(
@@ -465,9 +476,10 @@ class InterruptedRun:
         query, spending = cohort_engine.query, run.spending
         key = ledger_key(ledger_path(self.directory))
         ledgers = {key: self.ledger}
-        for other, head in run.known_ledgers.items():
+        for other in (*run.known_ledgers, *self.other_ledgers):
             # These ledgers, too, may have rounds from after the checkpoint.
             if other != key and os.path.exists(other):
+                head = run.known_ledgers.get(other)
                 ledgers[other] = accounting.PrivacyLedger.read(
                     other, expected_head=head
                 )
@@ -481,6 +493,7 @@ class InterruptedRun:
         if state["ledger"] != key:  # The directory was moved or copied.
             run.known_ledgers.pop(state["ledger"], None)
         lost = spending.rounds > state["spending"]["rounds"]
+        run.caveats |= {*self._facts_of_lines("caveats")} & {*accounting.CAVEATS}
         if lost:
             run.caveats.add("rounds_charged_twice")
         if lost or state["memory_of"] != query.mechanism.state_fingerprint():

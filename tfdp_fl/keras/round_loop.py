@@ -249,6 +249,7 @@ class RoundLoop:
         details: Json = {
             "noise_multiplier": inputs.noise_multiplier,
             "noise_generator": self.setup.noise_generator,
+            **run.facts_of_line(),
         }
 
         def ask(request: Charge) -> None:

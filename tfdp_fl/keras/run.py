@@ -89,6 +89,11 @@ Population = tuple[int, str]
 # The costs of rounds, and how many rounds have each cost.
 Charges = list[tuple[accounting.RoundCharge, int]]
 
+# The caveats that depend on a `fit`'s arguments, or on what was shown.
+_CAVEATS_OF_LINES = frozenset(
+    ("seed_given", "validation_data_not_covered", "client_metrics_shown")
+)
+
 # Attributes that a checkpoint stores unchanged.
 _STORED_ATTRIBUTES = (
     "run_id",
@@ -272,6 +277,15 @@ class Run:
         if self.sampler.unsettled is None:
             self.sampler.next_round = self.rounds
         return self.sampler.unsettled or self.sampler.draw()
+
+    def facts_of_line(self) -> Json:
+        """Returns what a resumed run must learn from a line after its checkpoint."""
+        facts: Json = {}
+        if len(self.known_ledgers) > 1:
+            facts["ledgers"] = sorted(self.known_ledgers)
+        if caveats := sorted(self.caveats & _CAVEATS_OF_LINES):
+            facts["caveats"] = caveats
+        return facts
 
     def next_inputs(self, learning_rate: float, attempt: Attempt) -> RoundInputs:
         """Returns the next round's inputs, with nobody in its cohort yet."""

@@ -42,7 +42,7 @@ class Ledger(FederatedCallback):
             part of the model's epsilon from then on.
         """
         super().__init__()
-        self.path = pathlib.Path(path)
+        self.path = pathlib.Path(path).absolute()
         self._append = append
         self._ledger: accounting.PrivacyLedger | None = None
         self._mu_squared_elsewhere = 0.0
@@ -225,7 +225,7 @@ class RoundCheckpoint(Ledger):
         self, directory: str | os.PathLike[str], every: int = 1, keep: int = 3
     ):
         super().__init__(checkpoint.ledger_path(directory))
-        self.directory = pathlib.Path(directory)
+        self.directory = pathlib.Path(directory).absolute()
         self.every = _validate.positive_integer(every=every)
         self.keep = _validate.positive_integer(keep=keep)
         self._files = checkpoint.CheckpointDirectory(self.directory)
