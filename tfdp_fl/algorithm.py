@@ -133,18 +133,18 @@ def release(
       query: The mechanism's query.
       total: The sum of the records.
       state: The round's state.
-      charged: The result of `query.paid_for`; None: computed from the mechanism at its
-        first clip.
+      charged: The result of `query.paid_for`; None: computed from the first clip.
 
     Raises:
       InvalidArgumentError: The noise is less than what was charged for.
     """
     mechanism, weight = query.mechanism, total.weight
+    stddevs = mechanism.noise_stddevs(state, query.deployment)  # Checked and added.
     if mechanism.trust_model == TrustModel.CENTRAL:
-        assertions = query.check_noise(state, charged)
+        assertions = query.check_noise(state, charged, stddevs)
         total = cohort_query.after_assertions(assertions, total)
         weight = query.deployment.expected_weight(state.clients_per_round)
-    update, sums, memory = query.add_noise(total, state)
+    update, sums, memory = query.add_noise(total, state, stddevs)
     mean = query.divide(update, weight, state)
     clip_norm = mechanism.next_clip_norm(sums, state)
     return mean, state._replace(clip_norm=clip_norm, memory=memory)

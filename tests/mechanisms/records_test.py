@@ -1,5 +1,6 @@
 """The one door into a sum: nothing is broadcast, longer than declared, or rounded."""
 
+import contextlib
 import dataclasses
 from typing import ClassVar
 from unittest import mock
@@ -17,7 +18,7 @@ from tests.keras import toy
 from tests.mechanisms import rounds
 from tfdp_fl import algorithm, mechanisms
 from tfdp_fl._lazy_tf import tfp
-from tfdp_fl.mechanisms import records
+from tfdp_fl.mechanisms import noise, records
 from tfdp_fl.mechanisms.contribution import Contribution, PrivacyContext
 
 _FIXED = tfdp_fl.FixedClipping(clip_norm=0.3, noise_multiplier=1.0)
@@ -170,6 +171,31 @@ def test_a_cost_is_derived_from_bounds_and_noise():
         rounds.run_round(query, done.next_state, updates, noise_multiplier=1.0)
     with pytest.raises(TypeError, match="because side_names"):
         type("Old", (mechanisms.Mechanism,), {"side_names": ("side",)})
+
+
+class _Jitter(tfdp_fl.FixedClipping):
+    """Says something else whenever it is asked."""
+
+    def noise_stddevs(self, round, deployment):
+        stddev = super().noise_stddevs(round, deployment)["update"]
+        return {"update": stddev * tf.random.uniform([], 0.5, 1.5)}
+
+
+def test_the_noise_that_was_checked_is_what_is_added():
+    query, state = rounds.bound(_Jitter(clip_norm=1.0, noise_multiplier=1.0))
+    state = query.begin_round(state, 1.0, 8.0)
+    total, added = query.initial_sample_state([tf.zeros([1])]), []
+
+    def add_normal(tensors, stddev):
+        added.append(float(stddev))
+        return tensors
+
+    with mock.patch.object(noise, "add_normal", add_normal):
+        for _ in range(60):  # All refused or none: 2^-59.
+            with contextlib.suppress(tf.errors.InvalidArgumentError):
+                algorithm.release(query, total, state, 1.0)
+    assert 0 < len(added) < 60
+    assert min(added) >= 1 - 1e-4
 
 
 def test_nothing_is_broadcast_into_a_sum():

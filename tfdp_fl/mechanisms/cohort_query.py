@@ -245,12 +245,17 @@ class CohortQuery:
         return self.mechanism.l2_norm_bound(state)
 
     def add_noise(
-        self, total: Contribution, state: RoundState
+        self, total: Contribution, state: RoundState, stddevs: Mapping[str, Scalar]
     ) -> tuple[Tensors, dict[str, tf.Tensor], Memory]:
-        """Returns the noisy sum, the noisy side sums, and the next memory."""
+        """Returns the noisy sum, the noisy side sums, and the next memory.
+
+        Args:
+          total: The sum of the records.
+          state: The round's state.
+          stddevs: The result of `Mechanism.noise_stddevs`, as checked.
+        """
         update, memory, sums = total.update, state.memory, dict(total.sums)
         if self.mechanism.noise_site == NoiseSite.SERVER:
-            stddevs = self.mechanism.noise_stddevs(state, self.deployment)
             update, memory = self._add_noise(update, stddevs["update"], state)
             sums = _add_side_noise(sums, stddevs)
         sums = {name: tf.cast(value, tf.float32) for name, value in sums.items()}
@@ -289,7 +294,10 @@ class CohortQuery:
         return float(mechanism.sensitivity_squared(round, self.deployment))
 
     def check_noise(
-        self, state: RoundState, charged: float | None = None
+        self,
+        state: RoundState,
+        charged: float | None = None,
+        stddevs: Mapping[str, Scalar] | None = None,
     ) -> list[tf.Operation]:
         """Raises InvalidArgumentError if a round has less noise than was charged for.
 
@@ -300,6 +308,7 @@ class CohortQuery:
         Args:
           state: The round's state.
           charged: The result of `paid_for`; None: computed from tensors.
+          stddevs: Those of the noise that will be added; None: asked for here.
 
         Returns:
           In a graph, the operations that raise the error, for `after_assertions`.
@@ -308,7 +317,7 @@ class CohortQuery:
         if charged is None:
             first = state._replace(clip_norm=mechanism.reference_clip_norm)
             charged = mechanism.sensitivity_squared(first, self.deployment)
-        actual = mechanism.sensitivity_squared(state, self.deployment)
+        actual = mechanism.sensitivity_squared(state, self.deployment, stddevs)
         return must_be_at_most(
             tf.cast(actual, tf.float32),
             tf.cast(charged, tf.float32) * (1 + NOISE_ROUNDING),

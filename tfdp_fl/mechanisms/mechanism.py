@@ -315,15 +315,20 @@ class Mechanism(abc.ABC):
         return dp_accounting.GaussianDpEvent(z if is_equal else derived)
 
     def sensitivity_squared(
-        self, round: RoundState, deployment: PrivacyContext
+        self,
+        round: RoundState,
+        deployment: PrivacyContext,
+        stddevs: Mapping[str, Scalar] | None = None,
     ) -> Scalar:
         """Returns sum_i (bound_i / stddev_i)^2 of a round; infinity without noise.
 
         Args:
           round: This round; Python floats or TensorFlow scalars.
           deployment: The context.
+          stddevs: The result of `noise_stddevs`, if it is known.
         """
-        stddevs = self.noise_stddevs(round, deployment)
+        if stddevs is None:
+            stddevs = self.noise_stddevs(round, deployment)
         bounds = {"update": self.l2_norm_bound(round), **self.side_bounds}
         ratios = [_ratio(bounds[name], stddev) for name, stddev in stddevs.items()]
         return sum(ratio**2 for ratio in ratios)

@@ -182,10 +182,13 @@ class MedianClipping(mechanism.Mechanism):
         )
 
     def sensitivity_squared(
-        self, round: RoundState, deployment: PrivacyContext
+        self,
+        round: RoundState,
+        deployment: PrivacyContext,
+        stddevs: Mapping[str, Scalar] | None = None,
     ) -> Scalar:
         """Implements `Mechanism.sensitivity_squared`: the sum, and a private median."""
-        of_sum = super().sensitivity_squared(round, deployment)
+        of_sum = super().sensitivity_squared(round, deployment, stddevs)
         z_median = self.median_noise_multiplier
         return of_sum if z_median is None else of_sum + z_median**-2
 

@@ -126,9 +126,10 @@ class WrappedQuery(cohort_query.CohortQuery):
         return update
 
     def add_noise(
-        self, total: Contribution, state: RoundState
+        self, total: Contribution, state: RoundState, stddevs: Mapping[str, Scalar]
     ) -> tuple[Tensors, dict[str, tf.Tensor], Memory]:
         """Implements `CohortQuery.add_noise`: returns the query's result and state."""
+        del stddevs  # The query has its own.
         # TF-Privacy's queries take float32, so the exact sum is rounded once, with a
         # relative error of at most 2^-24.
         update = tf.nest.map_structure(
@@ -146,7 +147,10 @@ class WrappedQuery(cohort_query.CohortQuery):
         return update if divides(self._query) else super().divide(update, weight, state)
 
     def check_noise(
-        self, state: RoundState, charged: float | None = None
+        self,
+        state: RoundState,
+        charged: float | None = None,
+        stddevs: Mapping[str, Scalar] | None = None,
     ) -> list[tf.Operation]:
         """Implements `CohortQuery.check_noise`, using the event that the query reports.
 
@@ -157,6 +161,7 @@ class WrappedQuery(cohort_query.CohortQuery):
         Raises:
           ValueError: It reports an event that is not Gaussian and changes by round.
         """
+        del stddevs
         if charged is not None:
             return []
         zeros = [tf.zeros(shape) for shape in self.deployment.shapes or ()]
