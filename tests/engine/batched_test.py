@@ -41,7 +41,10 @@ def _convolutions():
 )
 def test_it_is_one_by_one_to_rounding(make_model, name, sizes):
     dataset, found, windows = cohorts.dataset(sizes), [], None
-    options = {"mechanism": _MECHANISMS[name], "moments": name == "fixed"}
+    options = {
+        "mechanism": _MECHANISMS[name],
+        "between_client_variance": name == "fixed",
+    }
     options["training"] = {"metrics": ["accuracy"]}
     for at_once in (None, 3):
         tf.keras.utils.set_random_seed(2)

@@ -107,7 +107,7 @@ _L2, _NORM = tf.keras.regularizers.L2(), tf.keras.constraints.UnitNorm()
         (None, _SGD(0.1, 0.9, True), {}, "SGD"),
         (None, _optimizers.RMSprop(0.1), {}, "SGD"),
         (None, _SGD(), {"loss": lambda y, p: p}, "the loss"),
-        (None, _SGD(), {}, "weights of examples"),
+        (None, _SGD(), {}, "sample_weight must be declared"),
         (_layers.Dense(4, kernel_regularizer=_L2), _SGD(), {}, "losses that layers"),
         (_layers.Dense(4, activity_regularizer=_L2), _SGD(), {}, "losses that layers"),
         (_layers.Dense(4, trainable=False), _SGD(), {}, "trainable=False"),
@@ -118,7 +118,7 @@ _L2, _NORM = tf.keras.regularizers.L2(), tf.keras.constraints.UnitNorm()
 def test_what_tff_cannot_do_is_refused(hidden, optimizer, options, problem):
     model = _model(*([hidden] if hidden else []))
     clients = cohorts.client_arrays(_SIZES)
-    if "weights" in problem:
+    if "sample_weight" in problem:
         clients = {k: (x, y, y * 0.0 + 1) for k, (x, y) in clients.items()}
     with pytest.raises(ValueError, match=problem):
         _moved(model, clients, optimizer, **options)

@@ -143,8 +143,14 @@ _CASES = {
     "loss_and_a_term_of_its_own": (_Subclassed, {"loss": _squared}),
     "moving_statistics": (_with_statistics, {"rtol": 1e-4, "atol": 1e-5}),
     "frozen_weights_adapted_constants_and_a_constraint": (_with_constants, {}),
-    "float16": (lambda: _of_dtype("float16"), {**_LOOSE, "moments": True}),
-    "float64": (lambda: _of_dtype("float64"), {**_CLOSE, "moments": True}),
+    "float16": (
+        lambda: _of_dtype("float16"),
+        {**_LOOSE, "between_client_variance": True},
+    ),
+    "float64": (
+        lambda: _of_dtype("float64"),
+        {**_CLOSE, "between_client_variance": True},
+    ),
     "gradient_clipping_of_repeated_rows": (
         lambda: _net([6], _layers.Embedding(4, 3), _layers.Flatten(), _Dense(3)),
         {"arrays": _FEW, "training": {"grad_clip": 0.05}},
@@ -180,7 +186,13 @@ def test_every_client_starts_with_fresh_slots(name):
         "arrays": cohorts.client_arrays(),
         "loss": cohorts.cross_entropy(),
         "optimizer": _optimizers.SGD(0.1),
-        **{"training": {}, "moments": False, "rtol": 2e-5, "atol": 2e-6, **given},
+        **{
+            "training": {},
+            "between_client_variance": False,
+            "rtol": 2e-5,
+            "atol": 2e-6,
+            **given,
+        },
     }
     close = {each: options.pop(each) for each in ("rtol", "atol")}
     arrays, model = options.pop("arrays"), make_model()

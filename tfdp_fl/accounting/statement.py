@@ -260,8 +260,9 @@ def _merge_caveats(keys: Iterable[str]) -> list[str]:
     """Returns each key once; of two that contradict each other, the one for both."""
     merged = list(dict.fromkeys(keys))
     released, kept = "non_trainable_released", "non_trainable_kept"
-    if released in merged and kept in merged:
-        merged[merged.index(released)] = "non_trainable_partly_kept"
+    both = "non_trainable_partly_kept"
+    if released in merged and kept in merged and both not in merged:
+        merged[merged.index(released)] = both
         merged.remove(kept)
     return merged
 

@@ -457,7 +457,8 @@ class PrivateRounds:
         if self._secagg_step is not None and z is not None:
             # SecAgg+ rounds after the clip, so a client can add more than S.
             size = sum(array.size for array in model)
-            enlargement = 1 + math.sqrt(size) * self._secagg_step / self.clip_norm
+            share = math.sqrt(size) * self._secagg_step
+            enlargement = 1 + (share / self.clip_norm if self.clip_norm else math.inf)
             event = dp_accounting.GaussianDpEvent(z / enlargement)
         charge = dataclasses.replace(self._participation, **pass_fields).charge(event)
         plan = history.ReleasedRound(server_round, self.clip_norm, len(cohort), charge)

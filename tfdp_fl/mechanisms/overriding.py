@@ -7,12 +7,9 @@ also define the cost, and its statement says so (the caveat `own_cost`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from tfdp_fl.terms import TrustModel
-
-if TYPE_CHECKING:
-    from tfdp_fl.mechanisms import mechanism
 
 # No cost relies on these:
 _FREE = {
@@ -36,7 +33,7 @@ _DERIVED = {
 }
 
 
-def require_cost(cls: type[mechanism.Mechanism], base: type) -> None:
+def require_cost(cls: Any, base: type) -> None:
     """Raises TypeError if a class changes a cost that is defined without it.
 
     Args:
@@ -61,7 +58,7 @@ def require_cost(cls: type[mechanism.Mechanism], base: type) -> None:
                 )
 
 
-def members_with_cost(cls: type[mechanism.Mechanism], base: type) -> tuple[str, ...]:
+def members_with_cost(cls: Any, base: type) -> tuple[str, ...]:
     """Returns the members that define what a round of a class costs."""
     if cls.trust_model == TrustModel.NONE:
         return ()
