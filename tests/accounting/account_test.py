@@ -1,9 +1,12 @@
 """What a run has spent, centrally and client by client."""
 
 import collections
+import dataclasses
+import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import threading
 from concurrent import futures
@@ -63,22 +66,65 @@ def _ledger(*lines):
     return accounting.LedgerContents(entries=tuple(entries), **facts)
 
 
+def _part(contents, *numbers):
+    """Returns contents with only some lines."""
+    entries = tuple(contents.entries[n] for n in numbers)
+    return dataclasses.replace(contents, entries=entries)
+
+
 def test_what_a_ledger_tells_of_is_counted_once():
     spending = _spending("central", *[([1], 0.0)] * 2)
     assert (spending.epsilon(_DELTA), spending.rounds) == (_central(2), 2)
-    # A round of our own that is known, one that is not, two of others.
+    # Two more rounds of our own, two of others.
     runs = (("own", 2.0), ("own", 3.0), ("other", 2.0), ("third", 2.0))
     contents = _ledger(*((*run, None) for run in runs))
-    for _ in range(2):
-        spending.merge_ledger(contents, "own", "a.jsonl")
-        assert (spending.rounds, spending.rounds_of_others) == (3, 2)
-        assert spending.epsilon(_DELTA) == _central(5, [2.0, 2.0, 2.0, 2.0, 3.0])
+    for name in ("a.jsonl", "a.jsonl", "copy of a.jsonl"):
+        spending.merge_ledger(contents, "own", name)
+        assert (spending.rounds, spending.rounds_of_others) == (4, 2)
+        assert spending.epsilon(_DELTA) == _central(6, [2.0] * 5 + [3.0])
     again = account_lib.PrivacyAccount.from_state(spending.state())
     assert again.epsilon(_DELTA) == spending.epsilon(_DELTA)
     assert again.others == spending.others
+    again.merge_ledger(contents, "own", "a.jsonl")
+    assert again.central.rounds == 6
     # A run in two files may have gone on from one checkpoint in two places.
     spending.merge_ledger(_ledger(("other", 2.0, None)), "own", "copy of a.jsonl")
     assert spending.rounds_of_others == 3
+
+
+@pytest.mark.parametrize("run", ["own", "other"])
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_ledgers_of_a_run_in_two_places_add_up(run, order):
+    # Two rounds, then three here and two in a copy, all at the same cost.
+    contents = _ledger(*[(run, 2.0, None)] * 7)
+    parts = [_part(contents, *numbers) for numbers in ((0, 1), range(5), (0, 1, 5, 6))]
+    spending = _spending("central")
+    for part in order:
+        spending.merge_ledger(parts[part], "own", str(part))
+    assert spending.central.rounds == 7
+    assert spending.epsilon(_DELTA) == _central(7)
+    assert (spending.rounds, spending.rounds_of_others) == (
+        (7, 0) if run == "own" else (0, 7)
+    )
+
+
+@pytest.mark.parametrize("run", ["own", "other"])
+def test_local_spending_in_two_places_adds_up(run):
+    # (The lines of both places say at most what their own place spent.)
+    contents = _ledger(*[(run, 2.0, 0.25)] * 4)
+    here, copy = _part(contents, 0, 1, 2), _part(contents, 0, 1, 3)
+    for first, second in ((here, copy), (copy, here)):
+        spending = _spending("local")
+        for _ in range(2):
+            spending.merge_ledger(first, "own", "first")
+            spending.merge_ledger(second, "own", "second")
+            # (Line 3 says that another round came before: 1.0 in all.)
+            assert 1.0 <= spending.max_mu_squared <= 1.25
+    # Which rounds a checkpoint knows is known from its ledger's lines then.
+    spending = _spending("local", *[([1], 0.25)] * 3)
+    spending.merge_ledger(here, run, "here", clients_known=True)
+    spending.merge_ledger(contents, run, "all")
+    assert spending.max_mu_squared == 0.75 + 0.25
 
 
 def test_local_spending_of_others_counts_against_every_client():
@@ -256,19 +302,23 @@ def test_a_charge_while_another_thread_merges_is_counted():
     )
 
     class Slow(dict):
+        charges = None
+
         def items(self):
-            charges = threading.Thread(
-                target=account.charge, args=(_charge(),), kwargs={"name": name}
-            )
-            charges.start()
-            charges.join(1.0)  # It waits until all is merged.
-            self.charges = charges
+            if self.charges is None:
+                self.charges = threading.Thread(
+                    target=account.charge, args=(_charge(),), kwargs={"name": name}
+                )
+                self.charges.start()
+                self.charges.join(1.0)  # It waits until all is merged.
             return super().items()
 
-    one = account_lib.OtherRun(charges=collections.Counter([_charge()]), mu_squared=0.0)
-    others = Slow({"other in file": one})
-    account.merge_runs(others)
-    others.charges.join()
+    other = account_lib.PrivacyAccount("central", 10)
+    costs = Slow({"id": account_lib.Cost(_charge(), 0.0)})
+    one = account_lib.OtherRun(costs=costs, mu_squared=0.0)
+    other.others = {"other": one}
+    account.merge_others(other)
+    costs.charges.join()
     assert account.evaluations == 1
     assert account.central.rounds == 2
 
@@ -303,6 +353,43 @@ def test_a_name_pays_for_one_release(tmp_path):
     # A search goes on with trials that it has not released.
     again.charge(_charge(), name="march", resumes=True).use()
     assert len(ledger.entries) == account.central.rounds == again.central.rounds == 1
+
+
+def test_a_search_that_was_copied_counts_for_every_copy(tmp_path):
+    def charge(account, *names):
+        for name in names:
+            account.attach_ledger(name, ledgers[name], "own")
+        paid = account.charge(
+            _charge(), name="may", resumes=True, details={"search": "trials"}
+        )
+        for name in names:
+            account.detach_ledger(name)
+        return paid
+
+    account = account_lib.PrivacyAccount("central", 10)
+    accounting.PrivacyLedger(tmp_path / "empty").close()
+    shutil.copy(tmp_path / "empty", tmp_path / "a")
+    ledgers = {"a": accounting.PrivacyLedger(tmp_path / "a", "append")}
+    charge(account, "a")
+    charge(account, "a")
+    assert account.central.rounds == ledgers["a"].rounds == 1
+    # Each copy of the search's state can release a result of its own.
+    shutil.copy(tmp_path / "a", tmp_path / "copy")
+    ledgers["copy"] = accounting.PrivacyLedger(tmp_path / "copy", "append")
+    charge(account, "copy")
+    assert account.central.rounds == 2
+    assert ledgers["copy"].rounds == 1
+    # A copy from before the charge pays.
+    ledgers["empty"] = accounting.PrivacyLedger(tmp_path / "empty", "append")
+    charge(account, "empty")
+    charge(account, "a")
+    assert account.central.rounds == 3
+    assert ledgers["empty"].rounds == 1
+    # And so does one that counts them by the files alone.
+    again = account_lib.PrivacyAccount("central", 10)
+    for name, ledger in ledgers.items():
+        again.merge_ledger(ledger.contents(), "own", name)
+    assert again.central.rounds == 3
 
 
 def test_what_a_ledger_holds_counts_as_soon_as_it_is_attached(tmp_path):

@@ -129,6 +129,24 @@ def test_a_round_run_again_is_charged_twice(path):
     assert accounting.epsilon_from_ledger(path, 1e-5) == pytest.approx(expected)
 
 
+def test_no_two_lines_have_one_charge(path):
+    with PrivacyLedger(path) as ledger:
+        ledger.record(0, charge(), 100, charge_id="one")
+        with pytest.raises(accounting.LedgerEntryError, match="charge_id must be new"):
+            ledger.record(1, charge(), 100, charge_id="one")
+        ledger.record(1, charge(), 100)
+        ids = {entry.charge_id for entry in ledger.entries}
+        assert len(ids) == ledger.rounds == 2
+    with _append(path) as ledger, pytest.raises(accounting.LedgerEntryError):
+        ledger.record(2, charge(), 100, charge_id="one")
+    body = json.loads(path.read_bytes().splitlines()[1])
+    del body["previous"], body["hash"]
+    with path.open("ab") as file:
+        file.write(ledger_lib.line_after(read(path).head, body)[0] + b"\n")
+    with pytest.raises(accounting.LedgerTamperedError, match="charge_id must be new"):
+        read(path)
+
+
 def test_local_spending(path):
     exact = accounting.epsilon_of_mu_squared
     with PrivacyLedger(path) as ledger:
@@ -175,7 +193,7 @@ def test_a_guarantee_that_one_round_lacks_is_none(path):
 
 
 def test_another_format_is_refused_and_left_alone(path):
-    name = "tfdp_fl privacy ledger 5"
+    name = "tfdp_fl privacy ledger 6"
     PrivacyLedger(path).close()
     body = {**json.loads(path.read_bytes()), "format": name}
     del body["hash"]

@@ -258,6 +258,11 @@ def test_neither_an_evaluation_nor_another_ledger_makes_rounds_known(tmp_path):
     toy.fit(fed, 2, both())
     toy.fit(other, 2, both(), resume_from=run)
     toy.fit(other, 2, both())
-    with pytest.raises(ValueError, match="resumed in two places"):
-        toy.fit(fed, 2, both()[1:])
+    with pytest.raises(ValueError, match="does not know of"):
+        toy.fit(fed, 2, both())
     assert fed.rounds == 2
+    # Without the directory, it goes on from what it has, and counts everything.
+    run.rename(tmp_path / "away")
+    with pytest.warns(RuntimeWarning, match="is missing"):
+        toy.fit(fed, 2, both()[1:])
+    assert (fed.rounds, fed.spending.rounds) == (4, 2 + 2 + 2)

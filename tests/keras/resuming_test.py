@@ -65,6 +65,12 @@ def _shuffled():
     return toy.federated(clients_per_round=10, sampling="shuffled")
 
 
+def _correlated():
+    groups = {"strategy": "banded:1", "rounds": 12, "min_separation": 2}
+    mechanism = tfdp_fl.CorrelatedNoise(clip_norm=1, noise_multiplier=1, **groups)
+    return toy.federated(mechanism, None, 10, "cyclic")
+
+
 def _copy_as_of(directory, round_index):
     """Copies a finished run as if it had been killed after a round."""
     copy = shutil.copytree(directory, directory.with_name(f"killed-{round_index}"))
@@ -202,10 +208,76 @@ def test_every_later_round_is_in_all_ledgers_of_the_run(tmp_path):
     told = accounting.epsilon_from_ledger(shared.path, _DELTA)
     assert told == pytest.approx(resumed.epsilon(_DELTA), rel=1e-9)
     assert told > both.epsilon(_DELTA) + 1.0
-    # A copy of the directory is a run of its own.
-    copy, alone = shutil.copytree(path, tmp_path / "copy"), toy.federated()
-    toy.fit(alone, 4, resume_from=copy)
-    assert len(accounting.PrivacyLedger.read(path / "ledger.jsonl").entries) == 6
+
+
+@pytest.mark.parametrize("make", [toy.federated, _local, _correlated])
+def test_a_directory_and_its_copy_add_up_as_soon_as_both_are_seen(tmp_path, make):
+    path, copies = tmp_path / "run", [tmp_path / "copy 1", tmp_path / "copy 2"]
+    with pytest.raises(KeyboardInterrupt):
+        toy.fit(make(), 6, [RoundCheckpoint(path), toy.at_end(toy.interrupt, 1)])
+    for copy in copies:
+        shutil.copytree(path, copy)
+    original, hidden, seeing = make(), make(), make()
+    toy.fit(original, 6, [RoundCheckpoint(path)], resume_from=path)
+    path.rename(tmp_path / "away")
+    toy.fit(hidden, 6, [RoundCheckpoint(copies[0])], resume_from=copies[0])
+    assert hidden.spending.rounds == 6
+    (tmp_path / "away").rename(path)
+    ledger = Ledger(path / "ledger.jsonl", append=True)
+    toy.fit(hidden, 1, [ledger])
+    assert hidden.spending.rounds == 2 + 4 + 4 + 1
+    toy.fit(original, 1, [ledger])
+    assert original.spending.rounds == 12
+    toy.fit(seeing, 6, resume_from=copies[1])
+    assert seeing.spending.rounds == 16
+    for fed in (hidden, original, seeing):
+        assert "rounds_charged_twice" in fed.run.caveats
+    told = accounting.PrivacyLedger.read(ledger.path)
+    assert len(told.entries) == 16
+    assert told.epsilon(_DELTA) >= seeing.epsilon(_DELTA) - 1e-9
+    assert seeing.epsilon(_DELTA) > original.epsilon(_DELTA) > hidden.epsilon(_DELTA)
+
+
+def test_a_copy_goes_on_with_noise_of_its_own(tmp_path):
+    path, fed, copied = tmp_path / "run", _correlated(), _correlated()
+    toy.fit(fed, 3, [RoundCheckpoint(path)])
+    copy = shutil.copytree(path, tmp_path / "copy")
+    shutil.rmtree(path)
+    shutil.copytree(copy, path)
+    position = int(fed.run.mechanism_state.memory.position)
+    assert position == 3
+    # Nothing tells whether the original goes on.
+    toy.fit(copied, 3, resume_from=copy)
+    assert int(copied.run.mechanism_state.memory.position) == 0
+    toy.fit(copied, 1)
+    # The original learns from its ledger that the copy went on.
+    with pytest.raises(ValueError, match="does not know of"):
+        toy.fit(fed, 1, [RoundCheckpoint(path)])
+    toy.fit(fed, 1)
+    assert int(fed.run.mechanism_state.memory.position) == 1
+    assert fed.spending.rounds == 5
+
+
+def test_a_lost_ledger_is_missed(tmp_path):
+    fed = toy.federated()
+    toy.fit(fed, 1, [Ledger(tmp_path / "one.jsonl")])
+    (tmp_path / "one.jsonl").rename(tmp_path / "two.jsonl")
+    with pytest.warns(RuntimeWarning, match=r"one.jsonl.*is missing"):
+        toy.fit(fed, 1, [Ledger(tmp_path / "two.jsonl", append=True)])
+    told = accounting.PrivacyLedger.read(tmp_path / "two.jsonl")
+    assert len(told.entries) == fed.spending.rounds == 2
+
+
+def test_lost_rounds_tell_how_many_clients_there_were(tmp_path):
+    fed, path = toy.federated(), tmp_path / "run"
+    ledger = Ledger(tmp_path / "all.jsonl", append=True)
+    toy.fit(fed, 2, [RoundCheckpoint(path), ledger])
+    copy = shutil.copytree(path, tmp_path / "copy")
+    fed.fit(toy.clients(20), rounds=1, callbacks=[ledger], verbose=0)
+    resumed = toy.federated()
+    toy.fit(resumed, 2, resume_from=copy)
+    facts = resumed.privacy_statement(_DELTA, format="dict")
+    assert facts["populations"] == [20, 40]
 
 
 def test_what_came_after_the_checkpoint_is_known_from_its_ledger(tmp_path):
@@ -240,9 +312,7 @@ def test_files_stay_where_they_were_named(tmp_path, monkeypatch):
 
 
 def test_a_resume_that_fails_leaves_the_run_where_it_was(tmp_path):
-    groups = {"strategy": "banded:1", "rounds": 12, "min_separation": 2}
-    mechanism = tfdp_fl.CorrelatedNoise(clip_norm=1, noise_multiplier=1, **groups)
-    fed = toy.federated(mechanism, None, 10, "cyclic")
+    fed = _correlated()
     _fit(fed, 3, [RoundCheckpoint(tmp_path, every=2, keep=9)])
     (tmp_path / "round-00000003.npz").unlink()
     before, spending = fed.run.sampler.state(), accounting.account.PrivacyAccount
@@ -289,7 +359,8 @@ def trained(tmp_path_factory):
     path = tmp_path_factory.mktemp("trained") / "run"
     fed = toy.federated(model=toy.dense())  # Not lent to one test.
     _resume(fed, None, callbacks=[RoundCheckpoint(path)])
-    return fed, path
+    # Else its copies would write to its ledger, too.
+    return fed, path.rename(path.with_name("away"))
 
 
 def _frozen():

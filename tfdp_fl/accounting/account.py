@@ -11,10 +11,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,17 +38,44 @@ def new_evaluation() -> str:
     return _EVALUATION + ledger.new_run()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OtherRun:
-    """Another run's spending, according to a ledger.
+class Cost(NamedTuple):
+    """What a charge costs.
 
     Attributes:
-      charges: Its rounds' costs, with counts.
-      mu_squared: The most that one client can have spent in it.
+      central: The central cost; None if it has only a local one.
+      mu_squared: (sensitivity / sigma)^2 of one client's own release; 0 without one.
     """
 
-    charges: collections.Counter[charge_lib.RoundCharge]
+    central: charge_lib.RoundCharge | None
     mu_squared: float
+
+
+# The cost of each charge of a run, by the charge's id.
+_Costs = Mapping[str, Cost]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OtherRun:
+    """Another run's spending, according to ledgers.
+
+    Attributes:
+      costs: The cost of each of its charges, by the charge's id.
+      mu_squared: The most that one client can have spent in all of them.
+    """
+
+    costs: _Costs
+    mu_squared: float
+
+    def with_run(self, other: OtherRun) -> OtherRun:
+        """Returns the spending of both lists of charges, each charge counted once."""
+        new = other.costs.keys() - self.costs.keys()
+        # As if one client had been in all charges that are not known.
+        mu_squared = self.mu_squared + math.fsum(
+            other.costs[charge_id].mu_squared for charge_id in new
+        )
+        if self.costs.keys() <= other.costs.keys():
+            mu_squared = min(mu_squared, other.mu_squared)
+        return OtherRun(costs={**self.costs, **other.costs}, mu_squared=mu_squared)
 
 
 class ChargeError(RuntimeError):
@@ -65,6 +93,7 @@ class Charge:
       name: The id of a release that is not a round; None for a round.
       local: As in a `LedgerEntry`.
       details: Further facts to store in ledgers.
+      charge_id: The random id by which ledgers know it.
     """
 
     cost: charge_lib.RoundCharge
@@ -73,6 +102,7 @@ class Charge:
     name: str | None
     local: dict[str, float] | None
     details: Json
+    charge_id: str = dataclasses.field(default_factory=ledger.new_charge)
     _uses: int = 0  # Set when it is paid.
 
     def use(self) -> None:
@@ -248,12 +278,13 @@ class PrivacyAccount:
       trust_model: "central", "local" or "none".
       own: The costs of this run's rounds, with counts.
       others: The spending of other models' runs on the same clients, according to
-        ledgers, by run and ledger file.
+        ledgers, by run.
       central: The `PrivacyAccountant` of all rounds, including those of other runs.
       per_client: The `LocalAccount` of the clients' own releases.
-      lost_mu_squared: What any client may have spent in addition, in rounds that were
-        charged but lost in a crash before their checkpoint. There is no record of which
-        clients those were.
+      lost_mu_squared: What any client may have spent in addition, in this run's rounds
+        that only ledgers list: they were lost in a crash before their checkpoint, or
+        the run was resumed in two places. There is no record of which clients those
+        were.
       known_ledgers: By ledger name, the hash of the last line that is counted.
     """
 
@@ -266,6 +297,8 @@ class PrivacyAccount:
         self.lost_mu_squared = 0.0
         self.known_ledgers: dict[str, str] = {}
         self._charge_lock = _ChargeLock()
+        # The charges that `own` counts.
+        self._own_costs: dict[str, Cost] = {}
         self._ledgers: dict[str, _AttachedLedger] = {}
         self._rounds = 0
         # Incremented when something other than a round is counted.
@@ -287,22 +320,45 @@ class PrivacyAccount:
     @property
     def rounds_of_others(self) -> int:
         """The number of rounds of other runs that are counted as well."""
-        return sum(run.charges.total() for run in self.others.values())
+        return sum(len(run.costs) for run in self.others.values())
 
     @property
     def evaluations(self) -> int:
         """The number of releases outside the rounds among `others`."""
-        return len(self.charges_of_evaluations)
+        return len(self.evaluation_costs)
 
     @property
-    def charges_of_evaluations(self) -> dict[str, charge_lib.RoundCharge]:
-        """The cost of each release outside the rounds, by its id."""
-        return {
-            name: charge
-            for name, run in self.others.items()
-            if name.startswith(_EVALUATION)
-            for charge in run.charges
-        }
+    def evaluation_costs(self) -> list[charge_lib.RoundCharge]:
+        """The central cost of each release outside the rounds."""
+        costs = [cost.central for _, _, cost in self._evaluations()]
+        return [cost for cost in costs if cost is not None]
+
+    def _evaluations(self) -> Iterator[tuple[str, str, Cost]]:
+        """Yields the name, the charge's id and the cost of each such release."""
+        for name, run in self.others.items():
+            for charge_id, cost in run.costs.items():
+                if name.startswith(_EVALUATION):
+                    yield name, charge_id, cost
+
+    def unwritten(
+        self, contents: ledger.LedgerContents, run: str
+    ) -> Iterator[tuple[str, str, Cost]]:
+        """Yields this run's charges that a ledger lacks, as name, id and cost.
+
+        Args:
+          contents: The ledger's contents.
+          run: The name of this run; a release outside the rounds has a name of its own.
+        """
+        known = {entry.charge_id for entry in contents.entries}
+        rounds = [(run, charge_id, cost) for charge_id, cost in self._own_costs.items()]
+        for name, charge_id, cost in [*rounds, *self._evaluations()]:
+            if charge_id not in known:
+                yield name, charge_id, cost
+
+    def has_unknown_rounds(self, contents: ledger.LedgerContents, run: str) -> bool:
+        """Returns whether a ledger has rounds of this run that are not counted yet."""
+        entries = contents.by_run().get(run, ())
+        return any(entry.charge_id not in self._own_costs for entry in entries)
 
     @property
     def by_client(self) -> bool:
@@ -444,17 +500,19 @@ class PrivacyAccount:
                 # Accounts of one process may share a ledger.
                 stack.enter_context(attached.ledger.lock)
             self.refresh()
-            key = self._run_key(name)
-            if key not in self.others:
-                self.central.require_relation(cost.relation)
-                for budget in budgets:
-                    self._require_affordable(budget, cost, max_mu_squared)
-                self._write(receipt, positions, mu_squared)
-            elif not resumes or [*self.others[key].charges] != [cost]:
+            known = self.others.get(name or "")
+            if known and not (
+                resumes and all(c.central == cost for c in known.costs.values())
+            ):
                 raise ValueError(
                     f"name must be new, got {name!r}, which was charged before: use "
                     "another name."
                 )
+            if known is None or not self._is_in_all_ledgers(name):
+                self.central.require_relation(cost.relation)
+                for budget in budgets:
+                    self._require_affordable(budget, cost, max_mu_squared)
+                self._write(receipt, positions, mu_squared)
             receipt._uses = uses
         return receipt
 
@@ -523,6 +581,10 @@ class PrivacyAccount:
                 f"{format_up(budget.epsilon)}. Nothing was charged or released."
             )
 
+    def _is_in_all_ledgers(self, name: str | None) -> bool:
+        attached = self._ledgers.values()
+        return all(each.ledger.rounds_of(name or "") for each in attached)
+
     def _write(self, receipt: Charge, positions: np.ndarray, mu_squared: float) -> None:
         """Writes a charge to all ledgers, then to memory.
 
@@ -544,6 +606,7 @@ class PrivacyAccount:
                     receipt.cohort_size,
                     local=local,
                     run=receipt.name or attached.run,
+                    charge_id=receipt.charge_id,
                     **receipt.details,
                 )
         finally:
@@ -558,12 +621,19 @@ class PrivacyAccount:
         self, receipt: Charge, positions: np.ndarray, mu_squared: float
     ) -> None:
         cost = receipt.cost
+        charge_id = _identity(
+            receipt.charge_id, receipt.details, min(self._ledgers, default="")
+        )
+        costs = {charge_id: Cost(cost, mu_squared)}
         self.central.add(cost)
-        if receipt.name is not None:
-            run = OtherRun(charges=collections.Counter([cost]), mu_squared=mu_squared)
-            self.others = {**self.others, self._run_key(receipt.name): run}
+        if (name := receipt.name) is not None:
+            run = OtherRun(costs=costs, mu_squared=mu_squared)
+            if name in self.others:
+                run = self.others[name].with_run(run)
+            self.others = {**self.others, name: run}
             self._forget_allowed()
             return
+        self._own_costs.update(costs)
         self.own[cost] += 1
         self._rounds += 1
         self.per_client.add(positions, mu_squared)
@@ -571,46 +641,37 @@ class PrivacyAccount:
             if self.own[cost] > allowed[cost]:
                 del self._allowed[budget]
 
-    def _run_key(self, name: str | None) -> str:
-        """Returns the key in `others` of a charge outside the rounds."""
-        # Several ledgers may list the same evaluation, which must count once.
-        if name is None or name.startswith(_EVALUATION) or not self._ledgers:
-            return name or ""
-        return f"{name} in {min(self._ledgers)}"
-
     def _forget_allowed(self) -> None:
         self._version += 1
         self._allowed.clear()
 
     @one_at_a_time
     def merge_ledger(
-        self, contents: ledger.LedgerContents, run: str, source: str
+        self,
+        contents: ledger.LedgerContents,
+        run: str,
+        source: str,
+        clients_known: bool = False,
     ) -> None:
-        """Counts everything that a ledger lists and that is not counted yet.
+        """Counts every charge that a ledger lists and that is not counted yet.
 
         These are rounds of this run that only the ledger has (a crash came before their
-        checkpoint), and all rounds of the other runs in it. Reading a ledger again adds
-        only what was written since. If two files list the same other run, it counts
-        twice, as a run may have been resumed from one checkpoint in two places.
+        checkpoint, or the run was resumed in two places), and all charges of the other
+        runs in it.
 
         Args:
           contents: The ledger's contents.
           run: The id of this run.
           source: The name of the file.
+          clients_known: Whether `per_client` already has this run's rounds.
 
         Raises:
           ValueError: A round of the ledger has a different type of guarantee;
             nothing is counted then.
         """
-        own = self.own
+        own: _Costs = {}
         others: dict[str, OtherRun] = {}
-        for other_run, entries in contents.by_run().items():
-            charges = collections.Counter(
-                entry.charge for entry in entries if entry.charge is not None
-            )
-            if other_run == run:
-                own = own | charges  # For each cost, the larger of the two counts.
-                continue
+        for name, entries in contents.by_run().items():
             if any(
                 (entry.local if self.by_client else entry.charge) is None
                 for entry in entries
@@ -618,40 +679,53 @@ class PrivacyAccount:
                 raise ValueError(
                     "path must be a ledger whose rounds all have a "
                     f"{self.trust_model} guarantee, to be counted together with "
-                    f"this run's, got one with rounds of run {other_run} that "
+                    f"this run's, got one with rounds of run {name} that "
                     "have none."
                 )
-            # Several files may list the same release, which must count once.
-            is_evaluation = other_run.startswith(_EVALUATION)
-            mu_squared = ledger.largest_mu_squared(entries) if self.by_client else 0.0
-            others[other_run if is_evaluation else f"{other_run} in {source}"] = (
-                OtherRun(charges=charges, mu_squared=mu_squared)
-            )
-        self.merge_runs(others, own)
-        self.known_ledgers[source] = contents.head
+            costs = {
+                _identity(entry.charge_id, entry.details, source): _cost_of(entry)
+                for entry in entries
+            }
+            if name == run:
+                own = costs
+            else:
+                largest = ledger.largest_mu_squared(entries) if self.by_client else 0.0
+                others[name] = OtherRun(costs=costs, mu_squared=largest)
+        with _signals.defer_signals():  # What is known is counted in full.
+            new = self._count(own, others)
+            if self.by_client and not clients_known:
+                self.lost_mu_squared += math.fsum(cost.mu_squared for cost in new)
+            self.known_ledgers[source] = contents.head
+
+    def merge_others(self, account: PrivacyAccount) -> None:
+        """Counts the other runs that another account counts."""
+        self._count({}, account.others)
 
     @one_at_a_time
-    def merge_runs(
-        self,
-        others: dict[str, OtherRun],
-        own: collections.Counter[charge_lib.RoundCharge] | None = None,
-    ) -> None:
-        """Counts other runs' spending, and this run's if it exceeds what is counted."""
-        own = self.own if own is None else own
-        counted = dict(self.others)
-        for name, other in others.items():
-            previous = counted.get(name, other)
-            # There may be two incomplete accounts of one run; take the larger counts.
-            counted[name] = OtherRun(
-                charges=other.charges | previous.charges,
-                mu_squared=max(other.mu_squared, previous.mu_squared),
-            )
-        runs = (*(run.charges for run in counted.values()), own)
-        self.central = PrivacyAccountant(
-            item for charges in runs for item in charges.items()
-        )
-        self.own, self.others, self._rounds = own, counted, own.total()
+    def _count(self, own: _Costs, others: Mapping[str, OtherRun]) -> list[Cost]:
+        """Counts charges that are not counted yet, or raises ValueError.
+
+        Args:
+          own: Charges of this run.
+          others: Charges of other runs, by the run.
+
+        Returns:
+          The cost of each new charge of this run.
+        """
+        counted, central = dict(self.others), [*self.central.charges]
+        new_own = {n: cost for n, cost in own.items() if n not in self._own_costs}
+        for name, run in others.items():
+            known = counted.get(name)
+            new = [c for n, c in run.costs.items() if not known or n not in known.costs]
+            central += _count_central(new).items()
+            counted[name] = known.with_run(run) if known else run
+        own_charges = _count_central(new_own.values())
+        self.central = PrivacyAccountant([*central, *own_charges.items()])
+        self._own_costs = {**self._own_costs, **new_own}
+        self.own, self.others = self.own + own_charges, counted
+        self._rounds = self.own.total()
         self._forget_allowed()
+        return [*new_own.values()]
 
     @one_at_a_time
     def epsilon(
@@ -685,11 +759,11 @@ class PrivacyAccount:
             "participations": clients.participations.copy() if with_clients else None,
             "trust_model": self.trust_model,
             "rounds": self._rounds,
-            "charges": [] if has_all else _as_json(self.own),
+            "charges": [] if has_all else _as_json(self._own_costs),
             "others": {
-                name: [_as_json(other.charges), other.mu_squared]
+                name: [_as_json(other.costs), other.mu_squared]
                 for name, other in self.others.items()
-                if not (beside and beside.rounds_of(name))
+                if not (beside and beside.rounds_of(name) >= len(other.costs))
             },
             "lost_mu_squared": self.lost_mu_squared,
         }
@@ -699,20 +773,51 @@ class PrivacyAccount:
         """Returns the account that `state` was taken from, without omitted rounds."""
         account = cls(state["trust_model"], state["num_clients"])
         others = {
-            name: OtherRun(charges=_from_json(charges), mu_squared=float(mu_squared))
-            for name, (charges, mu_squared) in state["others"].items()
+            name: OtherRun(costs=_from_json(costs), mu_squared=float(mu_squared))
+            for name, (costs, mu_squared) in state["others"].items()
         }
-        account.merge_runs(others, _from_json(state["charges"]))
+        account._count(_from_json(state["charges"]), others)
         if state["mu_squared"] is not None:
             account.per_client.restore(state["mu_squared"], state["participations"])
         account.lost_mu_squared = float(state["lost_mu_squared"])
         return account
 
 
-def _as_json(charges: collections.Counter[charge_lib.RoundCharge]) -> list:
-    return [[charge.to_json(), count] for charge, count in charges.items()]
+def _identity(charge_id: str, details: Mapping[str, Any], source: str) -> str:
+    """Returns what identifies a charge in an account.
+
+    A search is resumed from a state beside its ledger. A copy of both can release
+    another result without another charge, so each ledger that lists it counts.
+    """
+    return f"{charge_id} in {source}" if "search" in details else charge_id
 
 
-def _from_json(charges: list) -> collections.Counter[charge_lib.RoundCharge]:
-    read = charge_lib.RoundCharge.from_json
-    return collections.Counter({read(charge): count for charge, count in charges})
+def _cost_of(entry: ledger.LedgerEntry) -> Cost:
+    return Cost(entry.charge, entry.local["mu_squared"] if entry.local else 0.0)
+
+
+def _count_central(
+    costs: Iterable[Cost],
+) -> collections.Counter[charge_lib.RoundCharge]:
+    return collections.Counter(cost.central for cost in costs if cost.central)
+
+
+def _as_json(costs: _Costs) -> list:
+    ids = collections.defaultdict(list)
+    for charge_id, cost in costs.items():
+        ids[cost].append(charge_id)
+    return [
+        [charge and charge.to_json(), mu_squared, each]
+        for (charge, mu_squared), each in ids.items()
+    ]
+
+
+def _from_json(costs: list) -> dict[str, Cost]:
+    return {
+        charge_id: Cost(
+            None if text is None else charge_lib.RoundCharge.from_json(text),
+            float(mu_squared),
+        )
+        for text, mu_squared, ids in costs
+        for charge_id in ids
+    }

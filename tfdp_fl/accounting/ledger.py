@@ -12,8 +12,9 @@ shown, as `record` had not returned, so the round is not charged. (If only the n
 is missing or damaged, the line counts all the same.) A round that is repeated after a
 crash has two lines and is charged twice.
 
-Several runs on the same clients may share a ledger, one after another. Each line names
-its run, so one run's spending elsewhere is not confused with another run's lines here.
+Several runs on the same clients may share a ledger, one after another, and a run may
+write to several. Each line names its run, and has the id of its charge: the lines of
+one charge in several ledgers count once, and two charges always count twice.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import os
 import pathlib
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import tfdp_fl
 from tfdp_fl import _files, _signals, _validate
@@ -42,8 +43,10 @@ from tfdp_fl.accounting.budget import BudgetExceededError, PrivacyBudget
 from tfdp_fl.accounting.rounding import format_up
 from tfdp_fl.terms import Json, PrivacyUnit, TrustModel
 
-FORMAT = "tfdp_fl privacy ledger 4"
+FORMAT = "tfdp_fl privacy ledger 5"
 _GENESIS = "0" * 64
+# The detail of a round's line that its run wrote into a further ledger afterwards.
+WRITTEN_LATER = "written_later"
 
 
 class LedgerError(RuntimeError):
@@ -92,6 +95,7 @@ class LedgerEntry:
         reveal the number of its trials.
       details: The mechanism's parameters in the round, and further facts.
       run: The id of the run that released the round.
+      charge_id: The random id of its charge, the same in every ledger.
       line_hash: The hash of its line, which was once the ledger's `head`.
     """
 
@@ -102,6 +106,7 @@ class LedgerEntry:
     time: str
     details: Json
     run: str = ""
+    charge_id: str = dataclasses.field(default_factory=lambda: new_charge())
     line_hash: str = ""
 
     @property
@@ -141,20 +146,14 @@ class LedgerContents:
             runs[entry.run].append(entry)
         return dict(runs)
 
-    def rounds_known(self, run: str, head: str) -> int:
-        """Returns how many rounds of a run were written when `head` was the last line.
+    def up_to(self, head: str) -> LedgerContents:
+        """Returns the contents when `head` was the hash of the last line.
 
-        Args:
-          run: The run's id.
-          head: The `head` of the ledger at that time. If it is not the hash of a
-            round's line, the result is 0.
+        If it is not the hash of a round's line, there are no rounds.
         """
-        count = 0
-        for entry in self.entries:
-            count += entry.run == run
-            if entry.line_hash == head:
-                return count
-        return 0
+        hashes = [entry.line_hash for entry in self.entries]
+        count = hashes.index(head) + 1 if head in hashes else 0
+        return dataclasses.replace(self, entries=self.entries[:count], head=head)
 
     def accountant(self) -> PrivacyAccountant:
         """Returns an accountant with all rounds.
@@ -223,13 +222,15 @@ def _spent_and_lost(
 ) -> tuple[float, float]:
     spent, lost = 0.0, 0.0
     for entry in reversed(entries):
+        # Such a line was written after its round; its total includes the round.
+        is_late = WRITTEN_LATER in entry.details
         if entry.local is not None:
-            if entry.round_index >= earliest_later:
+            if entry.round_index >= earliest_later and not is_late:
                 lost += entry.local["mu_squared"]
             else:
                 spent = max(spent, *entry.local.values())
         # (A line that costs nothing belongs to its round, and repeats none.)
-        if entry.local is None or entry.local["mu_squared"]:
+        if not is_late and (entry.local is None or entry.local["mu_squared"]):
             earliest_later = min(earliest_later, entry.round_index)
     return spent, lost
 
@@ -325,6 +326,7 @@ class PrivacyLedger:
             self._header, self._head = contents.header, contents.head
             self._entries, self._ended = [*contents.entries], dict(contents.ended)
             self._rounds_of = collections.Counter(e.run for e in self._entries)
+            self._charge_ids = {e.charge_id for e in self._entries}
             self._is_central = all(e.is_central for e in self._entries)
             if not self._header:
                 header = {
@@ -381,6 +383,7 @@ class PrivacyLedger:
         *,
         local: dict[str, float] | None = None,
         run: str | None = None,
+        charge_id: str | None = None,
         budget: PrivacyBudget | None = None,
         **details: object,
     ) -> None:
@@ -395,6 +398,8 @@ class PrivacyLedger:
           cohort_size: The number of clients drawn.
           local: See `LedgerEntry`.
           run: The id of the run that released it, if it differs from the ledger's.
+          charge_id: The id of a charge that other ledgers list as well; None: a new,
+            random one.
           budget: The most that all rounds of the ledger may cost, including this one
             and those of other runs. With `local`, or if the ledger has a guarantee
             composed client by client, it limits the local epsilon.
@@ -411,7 +416,7 @@ class PrivacyLedger:
           LedgerForkedError: If this is not the process that opened it.
           LedgerTamperedError: If something else was written to the file.
           LedgerEntryError: If `local` is negative or NaN, or is infinite although the
-            charge includes noise.
+            charge includes noise, or if the ledger already has the charge.
         """
         if charge is None and local is None:
             raise ValueError(
@@ -425,6 +430,7 @@ class PrivacyLedger:
         body: Json = {
             "kind": "round",
             "run": self.run if run is None else _check_run(run),
+            "charge_id": new_charge() if charge_id is None else charge_id,
             "round": _validate.non_negative_integer(round_index=round_index),
             "cohort_size": _validate.non_negative_integer(cohort_size=cohort_size),
             "charge": charge and json.loads(charge.to_json()),
@@ -434,12 +440,14 @@ class PrivacyLedger:
         }
         entry = _entry(body)
         with self.lock:
+            _check_new(entry, self._charge_ids)
             if budget is not None:
                 self._require_affordable(budget, entry)
             with _signals.defer_signals():
                 # Otherwise, the disk could hold a line that this object lacks.
                 self._head = self._append(body)
                 self._entries.append(dataclasses.replace(entry, line_hash=self._head))
+                self._charge_ids.add(entry.charge_id)
                 self._is_central &= entry.is_central
                 self._rounds_of[entry.run] += 1
                 accountant, self._central = self._central, None
@@ -644,6 +652,11 @@ def new_run() -> str:
     return secrets.token_hex(16)
 
 
+def new_charge() -> str:
+    """Returns the id of a new charge, random hexadecimal digits."""
+    return secrets.token_hex(16)
+
+
 def _check_run(run: object) -> str:
     if not isinstance(run, str) or not run:
         raise ValueError(f"run must be a non-empty string, got {run!r}.")
@@ -667,6 +680,7 @@ def _parse(
     *lines, tail = data.split(b"\n")  # The last one is empty or incomplete.
     header: Json = {}
     entries: list[LedgerEntry] = []
+    charge_ids: set[str] = set()
     ended: dict[str, str] = {}
     head, hashes, complete_length = _GENESIS, {_GENESIS}, 0
     for number, line in enumerate([*lines, _strip_after_json(tail)], start=1):
@@ -687,7 +701,9 @@ def _parse(
                 _check_fields(body, _END_FIELDS)
                 ended[body["run"]] = body["digest"]
             else:
-                entries.append(_entry(body, digest))
+                entries.append(entry := _entry(body, digest))
+                _check_new(entry, charge_ids)
+                charge_ids.add(entry.charge_id)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise LedgerLineError(
                 f"Line {number} of the ledger {name} cannot be read: {error}"
@@ -759,6 +775,7 @@ def _is_object(value: object) -> bool:
 _END_FIELDS = {"run": _is_text, "digest": _is_text}
 _ROUND_FIELDS = {
     "run": lambda value: _is_text(value) and bool(value),
+    "charge_id": lambda value: _is_text(value) and bool(value),
     "time": _is_text,
     "round": _is_count,
     "cohort_size": _is_count,
@@ -787,8 +804,21 @@ def _entry(body: Json, line_hash: str = "") -> LedgerEntry:
         time=body["time"],
         details=body["details"],
         run=body["run"],
+        charge_id=body["charge_id"],
         line_hash=line_hash,
     )
+
+
+def _check_new(entry: LedgerEntry, charge_ids: Set[str]) -> None:
+    """Raises LedgerEntryError if a ledger already has an entry's charge.
+
+    By its id, both lines would count as one.
+    """
+    if entry.charge_id in charge_ids:
+        raise LedgerEntryError(
+            f"charge_id must be new in the ledger, got {entry.charge_id!r:.80}, which "
+            "an earlier line has."
+        )
 
 
 def check_local(local: Json, charge: charge_lib.RoundCharge | None) -> dict[str, float]:

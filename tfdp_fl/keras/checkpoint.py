@@ -37,7 +37,7 @@ from tfdp_fl.keras.run import FitPlan, Population, Run
 from tfdp_fl.mechanisms import ClientWeighting
 from tfdp_fl.terms import Json
 
-FORMAT = "tfdp_fl checkpoint 10"
+FORMAT = "tfdp_fl checkpoint 11"
 _NAME = re.compile(r"round-(\d{8})\.npz")
 # The key that stands for an array in the JSON text.
 _ARRAY_KEY = "place of an array"
@@ -392,10 +392,16 @@ class InterruptedRun:
 
     @property
     def other_ledgers(self) -> list[str]:
-        """The paths of the run's ledgers outside its directory, which may be a copy."""
-        own = ledger_key(ledger_path(self.directory)), self.state["ledger"]
+        """The paths of the run's ledgers outside its directory.
+
+        If the directory is a copy, and the original is still there, the original's
+        ledger is one of them: the run may go on in either.
+        """
+        own = ledger_key(ledger_path(self.directory))
         known = [*self.state["known_ledgers"], *self._facts_of_lines("ledgers")]
-        return [path for path in dict.fromkeys(known) if path not in own]
+        if not os.path.exists(self.state["ledger"]):  # The directory was moved.
+            known = [path for path in known if path != self.state["ledger"]]
+        return [path for path in dict.fromkeys(known) if path != own]
 
     def _facts_of_lines(self, name: str) -> list[str]:
         """Returns facts from the run's lines (`Run.facts_of_line`), each once."""
@@ -448,9 +454,9 @@ class InterruptedRun:
         ledger = accounting.PrivacyLedger.read(path, expected_head=state["ledger_head"])
         run = fed.run
         if run is not None:
-            # The same run may also have been resumed elsewhere.
-            known = run.known_ledgers.get(ledger_key(path), "")
-            if run.spending.rounds > ledger.rounds_known(run.run_id, known):
+            unwritten = run.spending.unwritten(ledger, run.run_id)
+            # (Releases outside the rounds are kept.)
+            if any(name == run.run_id for name, _, _ in unwritten):
                 raise ValueError(
                     "resume_from must be given to a model that was not trained yet, or "
                     "only by the same run: its earlier rounds would be forgotten. It "
@@ -475,6 +481,8 @@ class InterruptedRun:
         run.attempts.renew()
         query, spending = cohort_engine.query, run.spending
         key = ledger_key(ledger_path(self.directory))
+        before = self.ledger.up_to(state["ledger_head"])
+        spending.merge_ledger(before, run.run_id, key, clients_known=True)
         ledgers = {key: self.ledger}
         for other in (*run.known_ledgers, *self.other_ledgers):
             # These ledgers, too, may have rounds from after the checkpoint.
@@ -484,23 +492,21 @@ class InterruptedRun:
                     other, expected_head=head
                 )
         for name, contents in ledgers.items():
-            # All lines are counted. If more appear later, another process wrote them.
+            # All charges are counted. If more appear later, another process made them.
             spending.merge_ledger(contents, run.run_id, name)
-            spending.lost_mu_squared = max(
-                spending.lost_mu_squared,
-                contents.lost_mu_squared(run.rounds, run.run_id),
-            )
-        if state["ledger"] != key:  # The directory was moved or copied.
+        was_copied = state["ledger"] != key
+        if was_copied and not os.path.exists(state["ledger"]):
             run.known_ledgers.pop(state["ledger"], None)
         lost = spending.rounds > state["spending"]["rounds"]
         run.caveats |= {*self._facts_of_lines("caveats")} & {*accounting.CAVEATS}
+        is_same = state["memory_of"] == query.mechanism.state_fingerprint()
         if lost:
-            run.caveats.add("rounds_charged_twice")
-        if lost or state["memory_of"] != query.mechanism.state_fingerprint():
-            # The noise memory does not cover the lost rounds' releases. Nor is it valid
-            # if this machine computed other coefficients.
+            run.begin_segment(query)
+        elif was_copied or not is_same:
+            # The original may go on from the same noise memory. Nor is it valid if this
+            # machine computed other coefficients.
             run.mechanism_state = query.new_segment(run.mechanism_state)
-        spending.merge_runs(prepared.spending.others)
+        spending.merge_others(prepared.spending)
         for variable, value in pairs:
             variable.assign(tf.cast(value, variable.dtype))
         fed.require_compiled("fit").set_learning_rate(state["learning_rate"])

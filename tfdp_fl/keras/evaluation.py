@@ -597,5 +597,8 @@ def _charge(fed: FederatedTraining, charge: charge_lib.RoundCharge) -> Charge:
         ask=ask,
         name=name,
         round_index=max(0, fed.rounds - 1),
-        details={"evaluation": True},
+        details={
+            "evaluation": True,
+            **fed.require_trained("evaluate_clients")[0].facts_of_line(),
+        },
     )

@@ -43,23 +43,25 @@ def statement_facts(
         sampling=setup.sampling,
         other_samplings=[s for s in account.central.samplings if s != setup.sampling],
         num_clients=account.per_client.num_clients,
-        populations=[
-            size for size, _ in dict.fromkeys(run.populations or [run.population])
-        ],
+        populations=_population_sizes(run),
         num_records=run.num_records,
         clients_per_round=sizes or run.sampler.expected_cohort_size(0),
         cohort_sizes=[*run.cohort_sizes.elements()],
         rounds=account.rounds,
         rounds_of_others=account.rounds_of_others - account.evaluations,
-        evaluated=[
-            evaluation.num_clients
-            for evaluation in account.charges_of_evaluations.values()
-        ],
+        evaluated=[cost.num_clients for cost in account.evaluation_costs],
         pld_is_exact=account.central.is_one_gaussian,
         implied_delta=mechanism.implied_delta,
         caveats=_collect_caveats(run, cohort_engine),
         audit=None if run.audit is None else run.audit.sentence,
     )
+
+
+def _population_sizes(run: run_lib.Run) -> list[int]:
+    """Returns the N of each population; rounds lost in a crash may have had others."""
+    sizes = [size for size, _ in dict.fromkeys(run.populations or [run.population])]
+    charged = {charge.num_clients for charge in run.spending.own}
+    return [*sorted(charged - {*sizes}), *sizes]
 
 
 def _describe_release(setup: TrainingSetup) -> str:

@@ -97,9 +97,9 @@ class RoundLoop:
         """Runs the rounds and calls the callbacks."""
         run, plan, model = self.run, self.run.plan, self.fed.model
         model.stop_training = False
-        run.mechanism_state = release.with_variables(run.mechanism_state)
         show = _make_progress(self.verbose, run.rounds, plan.last_round)
         with callback_session(self.federated, run.rounds, plan.last_round):
+            run.mechanism_state = release.with_variables(run.mechanism_state)
             if run.spending.rounds_of_others:
                 # The other run has the same clients, and perhaps the same seed.
                 run.attempts.renew()
@@ -246,6 +246,7 @@ class RoundLoop:
             # not in the history.
             self._round_stack.enter_context(_signals.defer_signals())
         cost = self._cost(pending)
+        facts.record_round(run, self.engine)
         details: Json = {
             "noise_multiplier": inputs.noise_multiplier,
             "noise_generator": self.setup.noise_generator,
@@ -312,7 +313,6 @@ class RoundLoop:
         run.releasing = True
         run.sampler.release(cohort)
         run.mechanism_state, released = self.engine.release(pending, paid)
-        facts.record_round(run, self.engine)
         run.cohort_sizes[len(pending.inputs.positions)] += 1
         run.log_names = list(released)
         run.update_windows(pending.inputs.positions, pending.window_norms)

@@ -25,7 +25,7 @@ from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.auditing import CanaryAudit
 from tfdp_fl.engine import RoundInputs
 from tfdp_fl.keras.training_setup import TrainingSetup
-from tfdp_fl.mechanisms import PrivacyContext, RoundState, noise
+from tfdp_fl.mechanisms import CohortQuery, PrivacyContext, RoundState, noise
 from tfdp_fl.terms import Json, TrustModel
 
 # Separate streams of random numbers; cohorts have their own (see `sampling`).
@@ -91,7 +91,10 @@ Charges = list[tuple[accounting.RoundCharge, int]]
 
 # The caveats that depend on a `fit`'s arguments, or on what was shown.
 _CAVEATS_OF_LINES = frozenset(
-    ("seed_given", "validation_data_not_covered", "client_metrics_shown")
+    (
+        *("seed_given", "validation_data_not_covered", "client_metrics_shown"),
+        *("non_trainable_released", "non_trainable_kept"),
+    )
 )
 
 # Attributes that a checkpoint stores unchanged.
@@ -213,6 +216,15 @@ class Run:
         has_begun = self.rounds or self.spending.rounds
         is_continued = not has_begun or self.held_out == held_out
         self.held_out = held_out if is_continued else ""
+
+    def begin_segment(self, query: CohortQuery) -> None:
+        """Called when ledgers list rounds of this run whose results it does not have.
+
+        They were lost in a crash, or the run was resumed in two places. The noise
+        memory does not cover their releases.
+        """
+        self.caveats.add("rounds_charged_twice")
+        self.mechanism_state = query.new_segment(self.mechanism_state)
 
     def update_windows(self, positions: np.ndarray, norms: np.ndarray | None) -> None:
         """Adds a round's norms to the clients' windows; a failed client's are NaN."""

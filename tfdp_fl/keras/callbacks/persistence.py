@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import os
 import pathlib
+import warnings
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp_fl import _signals, _validate, accounting
 from tfdp_fl.accounting import charge as charge_lib
+from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.keras import checkpoint
 from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
 from tfdp_fl.keras.run import Run
@@ -98,7 +99,11 @@ class Ledger(FederatedCallback):
                     "from its directory."
                 )
         self._check_runs(contents)
+        went_on_elsewhere = run.spending.has_unknown_rounds(contents, run.run_id)
         run.spending.merge_ledger(contents, run.run_id, self._key)
+        if went_on_elsewhere:
+            _, cohort_engine = self.federated_model.require_trained("fit")
+            run.begin_segment(cohort_engine.query)
         self._begin()
         self._catch_up(contents)
         run.known_ledgers[self._key] = ledger.head
@@ -114,15 +119,7 @@ class Ledger(FederatedCallback):
         """Refuses a ledger whose rounds cannot be counted together with this run's."""
         fed, run = self.federated_model, self._run
         runs = contents.by_run()
-        own = len(runs.pop(run.run_id, ()))
-        heads = run.known_ledgers.values()
-        seen = max((contents.rounds_known(run.run_id, h) for h in heads), default=0)
-        if own > seen:
-            raise ValueError(
-                "path must not have rounds of this very run that this model does not "
-                f"know of, but {self.path} does: the run was resumed in two places. "
-                "Resume from that ledger's directory, or choose another path."
-            )
+        runs.pop(run.run_id, None)
         own_kind = fed.mechanism.trust_model, fed.mechanism.privacy_unit
         written = contents.header.get("mechanism", {})
         other = (
@@ -155,32 +152,23 @@ class Ledger(FederatedCallback):
         """Writes the charges made while this ledger was not open."""
         assert self._ledger is not None
         run = self._run
-        spending, runs = run.spending, contents.by_run()
+        spending = run.spending
         lost = contents.lost_mu_squared(run.rounds, run.run_id)
         self._mu_squared_elsewhere = max(0.0, spending.lost_mu_squared - lost)
         max_mu_squared = spending.per_client.max_mu_squared + self._mu_squared_elsewhere
-        local = {"mu_squared": 0.0, "max_mu_squared": max_mu_squared}
-        written = collections.Counter(
-            entry.charge for entry in runs.get(run.run_id, ()) if entry.charge
-        )
-        for charge in (spending.own - written).elements():
+        for name, charge_id, cost in spending.unwritten(contents, run.run_id):
+            assert cost.central is not None  # A run's own charges have one.
+            local = {"mu_squared": cost.mu_squared, "max_mu_squared": max_mu_squared}
             self._ledger.record(
                 max(0, run.rounds - 1),
-                charge,
-                round(charge.clients_per_round),
+                cost.central,
+                round(cost.central.clients_per_round),
                 local=local if spending.by_client else None,
-                written_later=True,
+                run=name,
+                charge_id=charge_id,
+                evaluation=name != run.run_id,
+                **{ledger_lib.WRITTEN_LATER: True, **run.facts_of_line()},
             )
-        for name, charge in spending.charges_of_evaluations.items():
-            if name not in runs:
-                self._ledger.record(
-                    max(0, run.rounds - 1),
-                    charge,
-                    round(charge.clients_per_round),
-                    run=name,
-                    evaluation=True,
-                    written_later=True,
-                )
 
     def check_release(self, charge: accounting.RoundCharge) -> None:
         """Raises LedgerError if a `fit` in another thread has closed the file."""
@@ -301,8 +289,18 @@ def missing_ledgers(
         paths = interrupted.other_ledgers
     else:
         paths = [] if run is None else list(run.known_ledgers)
-    needed += [Ledger(path, append=True) for path in paths if os.path.exists(path)]
     written = {
         checkpoint.ledger_key(c.path) for c in callbacks if isinstance(c, Ledger)
     }
+    for path in paths:
+        if os.path.exists(path):
+            needed.append(Ledger(path, append=True))
+        elif path not in written:
+            warnings.warn(
+                f"The ledger {path}, in which this run recorded rounds, is missing: "
+                "other runs that count by it will not know of this fit's rounds. If it "
+                "was moved, add tfdp_fl.callbacks.Ledger(its new path, append=True).",
+                RuntimeWarning,
+                stacklevel=3,
+            )
     return [c for c in needed if checkpoint.ledger_key(c.path) not in written]
