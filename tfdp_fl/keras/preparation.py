@@ -84,18 +84,21 @@ def prepare(
         )
         num_values = cohort_engine.update_spec.size + query.num_scalars
         secure_sum.check_grid(setup.secure_aggregation, query, first, num_values)
-    state = query.initial_global_state() if run is None else run.mechanism_state
-    if run is None or not (
+    if run is None:
+        state = query.initial_global_state()
+    elif not (
         sampler is run.sampler and population == run.population and not run.releasing
     ):
         # Correlated noise continues only with the same clients in the same groups, and
         # if its memory covers every release.
-        state = query.new_segment(state)
+        state = query.new_segment(run.mechanism_state)
     elif cohort_engine is not fed.engine:
         # Nor does it continue with other variables, as when a layer was frozen.
-        new = query.new_segment(state)
-        if _shapes(new.memory) != _shapes(state.memory):
-            state = new
+        state = query.new_segment(run.mechanism_state)
+        if _shapes(state.memory) == _shapes(run.mechanism_state.memory):
+            state = run.mechanism_state
+    else:
+        state = run.mechanism_state
     fit_state: Json = {
         "plan": plan,
         "sampler": sampler,
