@@ -64,15 +64,26 @@ def test_a_draw_is_what_float64_makes_of_the_same_words():
         draws = noise._box_muller(2 * 10**5, _SEED).numpy()
     assert given.call_args.args[0] == [3, 10**5]
     high, low, direction = words
-    u = (high % 2**31 + abs(low) / 2**31 + 2.0**-33) / 2**31
-    # As a float32 they are the next ones, of which the largest is 1.
-    radius = np.sqrt(-2 * np.log(np.minimum(u, 1)))
+    v = (high % 2**31 + abs(low) / 2**31 + 2.0**-33) / 2**32
+    radius = np.sqrt(-2 * np.where(high < 0, np.log(v), np.log1p(-v)))
     angle = direction * (np.pi / 2**31)
     expected = radius * np.array([np.cos(angle), np.sin(angle)])
-    # Radii near zero go up in steps, of which the first is 2^-11.5.
-    np.testing.assert_allclose(draws, np.ravel(expected), rtol=1e-5, atol=2**-11.5)
-    assert max(draws) == pytest.approx(math.sqrt(128 * math.log(2)), rel=1e-6)
+    error = np.hypot(*(draws.reshape(2, -1) - expected))
+    assert np.max(error / radius) < 1e-6
+    assert max(draws) == pytest.approx(math.sqrt(130 * math.log(2)), rel=1e-6)
     assert np.all(np.isfinite(draws))
+    # No pair is (0, 0), and the smallest are no steps of 2^-11.5.
+    assert 2**-33 < np.min(np.hypot(*draws.reshape(2, -1))) < 2**-31
+
+
+def test_small_draws_are_as_fine_as_large_ones():
+    # Radii below 2^-9: with 24 bits of u, they would be among 64 values.
+    draws = noise._box_muller(2**25, _SEED).numpy().reshape(2, -1)
+    squares = np.sum(draws.astype(np.float64) ** 2, axis=0)
+    steps = -np.expm1(-squares[squares < 2.0**-18] / 2) * 2**24
+    # Expected: 2^24 * 2^-19 = 32.
+    assert len(steps) > 5
+    assert np.mean(np.abs(steps - np.rint(steps)) < 0.05) < 0.7
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])

@@ -192,20 +192,23 @@ def normal(shape: tf.Tensor | list[int], stddev: tf.Tensor) -> tf.Tensor:
 def _box_muller(length: int | tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
     """Draws float32 N(0, 1) [length], two of each 96 bits of Philox.
 
-    This is Box & Muller (1958): sqrt(-2 ln u) (cos t, sin t) for u in (0, 1] and a
-    direction t. Here u has 62 bits, and is finest near 0. So draws end at
-    9.42, with less than 2^-62 of a pair's mass beyond. TensorFlow's u has 23 bits, and
-    its draws end at 5.68. An update that is spread over D coordinates crosses such an
-    end in a round with a probability of about sqrt(D) phi(end) / z, which reveals that
-    the client took part. For D = 5e5 and z = 1, that is 3e-5 at 5.68, more than many a
-    delta, and 2e-17 at 9.42.
+    This is Box & Muller (1958): sqrt(-2 ln u) (cos t, sin t) for u in (0, 1) and a
+    direction t. Here v = min(u, 1 - u) has 63 bits and a float's precision, so u is fine
+    at both of its ends. Near 0, draws end at 9.49, with less than 2^-63 of a pair's mass
+    beyond. TensorFlow's u has 23 bits, and its draws end at 5.68. An update that is
+    spread over D coordinates crosses such an end in a round with a probability of about
+    sqrt(D) phi(end) / z, which reveals that the client took part. For D = 5e5 and
+    z = 1, that is 3e-5 at 5.68, more than many a delta, and 1e-17 at 9.49. Near 1, with
+    24 bits a pair would be exactly (0, 0) once in 2^25, and otherwise lie on few
+    circles: a coordinate that does not move reveals as much.
     """
     half = -(-length // 32) * 16  # A length whose slices need no copy.
     high, low, direction = tf.unstack(_uniform([3, half], seed, tf.int32))
     whole = tf.cast(tf.bitwise.bitwise_and(high, 2**31 - 1), tf.float32)
     rest = tf.abs(tf.cast(low, tf.float32)) * 2.0**-31 + 2.0**-33
-    u = (whole + rest) * 2.0**-31
-    radius = tf.sqrt(-2.0 * tf.math.log(u))
+    v = (whole + rest) * 2.0**-32
+    log_u = tf.where(high < 0, tf.math.log(v), tf.math.log1p(-v))
+    radius = tf.sqrt(-2.0 * log_u)
     angle = tf.cast(direction, tf.float32) * (math.pi * 2.0**-31)
     pairs = [radius * tf.cos(angle), radius * tf.sin(angle)]
     return tf.concat(pairs, 0)[:length]
