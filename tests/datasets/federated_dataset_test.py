@@ -204,7 +204,7 @@ _REFUSED = [
     (_of_slices, [(_SPARSE, _Y)], "Client 'a': element_spec must be"),
     (FederatedDataset.from_client_data, [_client_data()], "a client.s dataset must be"),
     (FederatedDataset.from_client_data, [{}], "client_data must be a tff"),
-    (_map, [lambda x, y: (x[:2], y[:2])], "fn must return as many"),
+    (_map, [lambda x, y: (x[1:], y[1:])], "fn must return as many"),
     (_map, [lambda x, y: x], r"fn must return \(x, y\) or"),
     (_map, [None], "fn must be callable"),
     (_from_fn, [[], len], "client_ids must have"),

@@ -4,6 +4,7 @@ import re
 import types
 
 import numpy as np
+import pandas as pd
 import pytest
 import tensorflow as tf
 
@@ -322,3 +323,52 @@ def test_batches_of_a_fixed_size_are_not_taken_for_examples(capsys):
     fed = toy.federated()
     fed.fit([batches] * 20, verbose=2)
     assert "drop_remainder=True), each batch looks like one" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more_kinds", [0, 1, 2])
+def test_a_function_that_raises_for_one_client_fails_that_one(more_kinds):
+    def one_hot(x, y):
+        return x, np.eye(3, dtype=np.float32)[y]
+
+    clients = [_whole(k) for k in range(5)]
+    for kind in range(more_kinds):
+        x, y = _whole(7 + kind)
+        clients.append((x, y.astype([np.int32, np.uint8][kind])))
+    clients.append((_whole(9)[0][:0], _whole(9)[1][:0]))
+    bad = (clients[1][0], np.full_like(clients[1][1], 7))
+    mapped = as_federated([*clients, bad]).map(one_hot)
+    assert [each.position for each in mapped.failures(np.arange(len(clients) + 1))] == [
+        len(clients)
+    ]
+    *others, failed = mapped.map(lambda x, y: (x + 1, y)).read_clients(None)
+    assert isinstance(failed, ClientFailure)
+    for read, (x, y) in zip(others, clients, strict=True):
+        np.testing.assert_array_equal(read.x, x + 1)
+        np.testing.assert_array_equal(read.y, np.eye(3)[y])
+    # Who returns another number of examples fails alone, too.
+    short = as_federated(clients).map(lambda x, y: (x[:4], y[:4]))
+    assert not short.failures(np.arange(len(clients)))
+    x, y = _whole(9, n=5)
+    short = as_federated([*clients, (x, y)]).map(lambda x, y: (x[:4], y[:4]))
+    assert [each.position for each in short.failures(np.arange(len(clients) + 1))] == [
+        len(clients)
+    ]
+    with pytest.raises(ZeroDivisionError):
+        as_federated(clients).map(lambda x, y: (x, 1 // 0))
+
+
+@_KERAS_3
+def test_a_fraction_of_one_person_rounds_no_others_ids():
+    x = np.array([2**24 + 1, 2**24 + 3, 5.5])
+    tables = {
+        "frame": lambda x: FederatedDataset.from_dataframe(
+            pd.DataFrame({"who": [0, 1, 2], "x": x, "y": 1.0}), "who", "x", "y"
+        ),
+        "rows": lambda x: FederatedDataset.from_indices(x, x, [[0], [1], [2]]),
+    }
+    inputs = tf.keras.Input((1,), dtype="int64")
+    model = tf.keras.Model(inputs, tf.keras.layers.Embedding(9, 1)(inputs))
+    for make in tables.values():
+        with pytest.raises(ValueError, match="integers where the model takes integers"):
+            _conformed(make(x), model)
+        _conformed(make(x.astype(np.int64)), model)

@@ -149,21 +149,28 @@ class IndexedSource:
             },
         )
 
-    def map(self, fn: nests.MapFn) -> IndexedSource:
+    def map(self, fn: nests.MapFn) -> IndexedSource | MixedSource:
         """Returns the source with `fn(x, y)` applied once to all examples."""
+        try:
+            return self.map_rows(fn)
+        except Exception:
+            if self.is_declared:
+                raise
+            return self._as_mixed().map_one_by_one(fn)
+
+    def map_rows(self, fn: nests.MapFn) -> IndexedSource:
+        """Returns the source with `fn(x, y)` applied to all examples, or raises."""
         x, y, length = as_tensors(*_apply(fn, *nests.views((self.x, self.y))))
-        stored = nests.common_length(self.x, self.y)
-        if length != stored:
-            raise nests.ExamplesValueError(
-                f"fn must return as many examples as it gets, got {length} for "
-                f"{stored}."
-            )
+        _check_number(length, nests.common_length(self.x, self.y))
         return dataclasses.replace(self, x=x, y=y)
 
     def conform(self, spec: nests.Nest, names: nests.Names | None) -> IndexedSource:
         """Returns the source with all examples cast to a public spec."""
+        return self._as_mixed().conform(spec, names)
+
+    def _as_mixed(self) -> MixedSource:
         positions = np.arange(len(self.starts))
-        return MixedSource((self,), 0 * positions, positions).conform(spec, names)
+        return MixedSource((self,), 0 * positions, positions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,21 +223,44 @@ class MixedSource:
         part, index_in_part = self.part[positions], self.index_in_part[positions]
         return dataclasses.replace(self, part=part, index_in_part=index_in_part)
 
-    def map(self, fn: nests.MapFn) -> MixedSource:
+    def map(self, fn: nests.MapFn) -> IndexedSource | MixedSource:
         """Returns the source with `fn(x, y)` applied once to each part."""
-        parts, errors = [], []
-        for part in self.parts:
-            try:
-                parts.append(part.map(fn))
-            except Exception as error:  # Only the clients of this part fail.
-                errors.append(error)
-                filled = np.flatnonzero(part.lengths)
-                failed = dict.fromkeys(filled.tolist(), error)
-                zeros = np.zeros_like(part.lengths)
-                parts.append(dataclasses.replace(part, lengths=zeros, failed=failed))
-        if len(errors) == len(parts):
-            raise errors[0]
-        return dataclasses.replace(self, parts=tuple(parts))
+        try:
+            return dataclasses.replace(
+                self, parts=tuple(part.map_rows(fn) for part in self.parts)
+            )
+        except Exception:  # One client's examples may be to blame.
+            return self.map_one_by_one(fn)
+
+    def map_one_by_one(self, fn: nests.MapFn) -> IndexedSource | MixedSource:
+        """Applies `fn` to each client, so that only those fail for which it raises."""
+        mapped, failed, num_mapped = [], dict(self.failed), 0
+        for position in range(len(self.part)):
+            examples: tuple[nests.Nest, ...] = ([], [])
+            if position not in failed and self.sizes(np.array([position])).any():
+                x, y = self.read(position)
+                try:
+                    examples = _apply(fn, x, y)
+                    _check_number(
+                        _client_arrays(examples)[2], nests.common_length(x, y)
+                    )
+                    num_mapped += 1
+                except Exception as error:
+                    examples, failed[position] = ([], []), error
+            mapped.append((position, examples))
+        if failed and not num_mapped:
+            raise next(iter(failed.values()))
+        source = pack(mapped)
+        if isinstance(source, IndexedSource):
+            return dataclasses.replace(source, failed=failed)
+        parts = list(source.parts)
+        for position, reason in failed.items():
+            number = source.part[position]
+            failed_of_part = {source.index_in_part[position].item(): reason}
+            parts[number] = dataclasses.replace(
+                parts[number], failed={**parts[number].failed, **failed_of_part}
+            )
+        return dataclasses.replace(source, parts=tuple(parts))
 
     def conform(self, spec: nests.Nest, names: nests.Names | None) -> IndexedSource:
         """Returns the source with all examples cast to a public spec.
@@ -456,6 +486,14 @@ def _apply(
     """Returns `fn(x, y)`, with the weights unless `fn` changes them."""
     mapped = nests.pair(fn(x, nests.labels_of(y)), "fn must return")
     return nests.pair((*mapped, nests.weights_of(y)))
+
+
+def _check_number(number: int, given: int) -> None:
+    """Raises an error unless a function returned as many examples as it got."""
+    if number != given:
+        raise nests.ExamplesValueError(
+            f"fn must return as many examples as it gets, got {number} for {given}."
+        )
 
 
 def pack(

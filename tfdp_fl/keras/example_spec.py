@@ -33,9 +33,13 @@ def conform(
       argument: The argument's name, for errors.
 
     Raises:
-      ValueError: No spec is declared, and model and loss do not determine one.
+      ValueError: No spec is declared, and model and loss do not determine one; or
+        the declared features are floats where the model takes integers.
     """
     if clients.is_declared:
+        if keras_versions.inputs_of(model) is not None:
+            wanted, _ = _feature_specs(model)
+            _check_integers(wanted, clients.element_spec[0], argument)
         return clients
     x, input_names = _feature_specs(model)
     if x is None or not all(
@@ -74,6 +78,23 @@ def conform_all(
             labels.ranges([y], _losses_and_outputs(model, training, model(x)))
     error, name = failed[0].error, clients.client_ids[position]
     raise type(error)(f"clients (client {name!r}): {error}") from error
+
+
+def _check_integers(wanted: nests.Nest, x: nests.Nest, argument: str) -> None:
+    """Raises ValueError if features are floats where a model takes integers.
+
+    A fraction of one client makes floats of a whole column. Then float32 rounds the
+    large ids of all others.
+    """
+    is_integer = [leaf.dtype.is_integer for leaf in tf.nest.flatten(x)]
+    if sum(leaf.dtype.is_integer for leaf in tf.nest.flatten(wanted or ())) > sum(
+        is_integer
+    ):
+        raise ValueError(
+            f"{argument} must be integers where the model takes integers "
+            f"({nests.describe_spec(wanted)}), got {nests.describe_spec(x)}: round and "
+            "cast them (astype('int64')), or declare the input as float32."
+        )
 
 
 def _missing_spec_error(argument: str, why: str) -> ValueError:

@@ -193,11 +193,11 @@ def _box_muller(length: int | tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
     """Draws float32 N(0, 1) [length], two of each 96 bits of Philox.
 
     This is Box & Muller (1958): sqrt(-2 ln u) (cos t, sin t) for u in (0, 1) and a
-    direction t. Here v = min(u, 1 - u) has 63 bits and a float's precision, so u is fine
-    at both of its ends. Near 0, draws end at 9.49, with less than 2^-63 of a pair's mass
-    beyond. TensorFlow's u has 23 bits, and its draws end at 5.68. An update that is
-    spread over D coordinates crosses such an end in a round with a probability of about
-    sqrt(D) phi(end) / z, which reveals that the client took part. For D = 5e5 and
+    direction t. Here v = min(u, 1 - u) has 63 bits and the precision of float32, so u
+    is fine at both ends. Near 0, draws end at 9.49, with less than 2^-63 of a pair's
+    mass beyond. TensorFlow's u has 23 bits, and its draws end at 5.68. An update that
+    is spread over D coordinates crosses such an end in a round with a probability of
+    about sqrt(D) phi(end) / z, which reveals that the client took part. For D = 5e5 and
     z = 1, that is 3e-5 at 5.68, more than many a delta, and 1e-17 at 9.49. Near 1, with
     24 bits a pair would be exactly (0, 0) once in 2^25, and otherwise lie on few
     circles: a coordinate that does not move reveals as much.
