@@ -11,7 +11,7 @@ import tensorflow as tf
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl.datasets import FederatedDataset, adapters, tables
-from tfdp_fl.keras import evaluation
+from tfdp_fl.keras import validation
 
 _from_frame = FederatedDataset.from_dataframe
 
@@ -295,7 +295,7 @@ def test_rows_of_one_person_are_not_anothers(name):
             take()
     if name == "y":
         with pytest.raises(ValueError, match="y must have the same pandas index"):
-            evaluation.Validation(data=(x, given["y"]), every=1, batch_size=1)
+            validation.Validation(data=(x, given["y"]), every=1, batch_size=1)
 
 
 @pytest.mark.parametrize("choose", ["random", "first", "last"])

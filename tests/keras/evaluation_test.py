@@ -19,7 +19,7 @@ from tfdp_fl import accounting
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import CohortEngine
 from tfdp_fl.keras import evaluation
-from tfdp_fl.keras.evaluation import PrivateMetrics
+from tfdp_fl.keras.private_metrics import PrivateMetrics
 
 _HELD_OUT = "Some clients were held out for validation"
 

@@ -9,7 +9,7 @@ from tests.keras import toy
 from tfdp_fl import accounting, sampling
 from tfdp_fl.auditing import CanaryAudit
 from tfdp_fl.keras.callbacks import Ledger, PrivacyBudget, RoundCheckpoint
-from tfdp_fl.keras.evaluation import PrivateMetrics
+from tfdp_fl.keras.private_metrics import PrivateMetrics
 
 _DELTA = 1e-3
 _ALLOCATION = "random_allocation"

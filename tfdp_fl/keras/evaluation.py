@@ -1,212 +1,27 @@
-"""Metrics on validation data and on each client's own data, and their private means.
-
-The private means take one Gaussian release over a cohort of clients. Client i with
-values v_ij of k metrics, each in its declared range [a_j, b_j], contributes the vector
-
-    g_i = (1, c_i1, ..., c_ik) / sqrt(1 + k),
-    c_ij = (2 v_ij - a_j - b_j) / (b_j - a_j), in [-1, 1].
-
-So ||g_i|| <= 1: adding or removing a client moves the sum by at most 1, and replacing
-one by at most 2. The sum gets Gaussian noise of standard deviation z. Everything
-reported, including the number of clients, is computed from the noisy sum alone (Dwork &
-Roth, The Algorithmic Foundations of Differential Privacy, 2014, appendix A).
-"""
+"""Metrics on each client's own data."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import itertools
-import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _signals, _validate, engine, keras_versions
-from tfdp_fl.accounting import Charge
-from tfdp_fl.accounting import account as account_lib
-from tfdp_fl.accounting import charge as charge_lib
+from tfdp_fl import engine
 from tfdp_fl.datasets import (
     ClientExamples,
     ClientFailure,
     FederatedDataset,
-    adapters,
     nests,
 )
-from tfdp_fl.engine import cohort, labels, layout, program, tff_models
+from tfdp_fl.engine import cohort, layout, program, tff_models
 from tfdp_fl.engine import trainer as trainer_lib
-from tfdp_fl.keras import example_spec, federated_training
-from tfdp_fl.keras.callbacks import Ledger
-from tfdp_fl.keras.callbacks.federated_callback import PrivacyBudget, callback_session
-from tfdp_fl.keras.federated_training import FederatedTraining
-from tfdp_fl.terms import Json, Sampling
 
 # The largest number of clients that are evaluated in one call of a program.
 _MAX_GROUP_SIZE = 1024
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Validation:
-    """The validation settings that `fit` was given.
-
-    Attributes:
-      data: `(x, y)`, `(x, y, sample_weight)`, a `tf.data.Dataset` of batches,
-        a `FederatedDataset`, or None.
-      every: The number of rounds between validations.
-      batch_size: Examples in one batch.
-      held_out: A digest of the clients held out by `fit`; "" for none.
-    """
-
-    data: nests.Nest
-    every: int
-    batch_size: int
-    held_out: str = ""
-
-    def __post_init__(self) -> None:
-        """Raises TypeError or ValueError if the data cannot be evaluated."""
-        _validate.positive_integer(validation_freq=self.every)
-        data = self.data
-        if data is None or isinstance(data, tf.data.Dataset | FederatedDataset):
-            return
-        if not isinstance(data, tuple | list) or len(data) not in (2, 3):
-            raise TypeError(
-                "validation_data must be (x, y), (x, y, sample_weight), a "
-                "tf.data.Dataset of batches or a FederatedDataset, got a "
-                f"{type(data).__name__}."
-            )
-        names = ("validation_data", "y", "sample_weight")
-        adapters.check_aligned(**dict(zip(names, data, strict=False)))
-        parts = tuple(map(adapters.to_keras_inputs, data, names))
-        object.__setattr__(self, "data", parts)
-
-    def hold_out_clients(
-        self, clients: FederatedDataset, fraction: float
-    ) -> tuple[FederatedDataset, Validation]:
-        """Returns the training clients, and the validation on the held-out ones.
-
-        A client's id alone decides which side it is on, so adding or removing a client
-        changes only its own side. Each side has at least one client.
-        """
-        if not _validate.finite(validation_split=fraction):
-            return clients, self
-        fraction = _validate.inside_unit_interval(validation_split=fraction)
-        if self.data is not None or clients.num_clients < 2:
-            raise ValueError(
-                "validation_split must be 0 if validation_data is given, or with a "
-                f"single client, which it would hold out, got {fraction!r}."
-            )
-        clients, data = clients.split_by_id(fraction)
-        held_out = data.clients_digest
-        return clients, dataclasses.replace(self, data=data, held_out=held_out)
-
-    def conform(self, model: tf.keras.Model, training: engine.Training) -> Validation:
-        """Returns this validation with its clients conformed to a model's inputs.
-
-        Raises:
-          ValueError: The data's features do not fit the model.
-        """
-        if isinstance(self.data, FederatedDataset):
-            data = example_spec.conform(model, training, self.data, self._argument)
-            with example_spec.locate_features_errors(model, data, self._argument):
-                if not self.held_out:  # Otherwise, it was checked with the others.
-                    check = labels.IndexCheck(model, data.element_spec[0])
-                    data = check.check_clients(data, self._argument)
-                return dataclasses.replace(self, data=data)
-        if not isinstance(self.data, tuple | list):
-            return self
-        try:
-            spec = tf.nest.map_structure(
-                lambda leaf: nests.spec_of(nests.as_array(leaf[:1], "x")),
-                nests.with_array_leaves(self.data[0], "x"),
-            )
-        except (TypeError, ValueError, IndexError):
-            return self  # Another type, which Keras may accept.
-        example_spec.check_features(model, spec, "validation_data")
-        return self
-
-    def check_labels(self, cohort_engine: engine.CohortEngine) -> Validation:
-        """Returns this validation with clients whose labels the loss can take."""
-        if not isinstance(self.data, FederatedDataset):
-            return self
-        data = cohort_engine.check_labels(self.data, self._argument)
-        return dataclasses.replace(self, data=data)
-
-    @property
-    def _argument(self) -> str:
-        """The argument of `fit` that the data came from."""
-        return "clients" if self.held_out else "validation_data"
-
-    def evaluate(self, model: tf.keras.Model) -> dict[str, float]:
-        """Returns the model's metrics on the data, by name with the prefix `val_`."""
-        data = self.data
-        options: Json = {"verbose": 0, "return_dict": True}
-        if isinstance(data, FederatedDataset):
-            data = _all_batches(data, self.batch_size)
-        if not isinstance(data, tf.data.Dataset):
-            data, y, *weight = data
-            options |= {"y": y, "batch_size": self.batch_size}
-            options["sample_weight"] = weight[0] if weight else None
-        with warnings.catch_warnings():
-            # Keras does not know how many batches the clients' data make.
-            warnings.filterwarnings("ignore", "Your input ran out of data")
-            with keras_versions.weights_kept(model):
-                results = model.evaluate(data, **options)
-        return {f"val_{name}": value for name, value in results.items()}
-
-
-def _all_batches(clients: FederatedDataset, batch_size: int) -> tf.data.Dataset:
-    """Returns all clients' examples as batches for Keras."""
-    spec = nests.unpair(*clients.element_spec)
-
-    message = "clients held out for validation could not be read and is omitted"
-    if clients.is_indexed:
-        all_positions = np.arange(clients.num_clients)
-        _warn_of_failures(clients.failures(all_positions), clients, message)
-        stored = nests.unpair(*clients.flat())
-        rows, _ = clients.client_rows(all_positions)
-
-        def gather(indices: tf.Tensor) -> nests.Nest:
-            return tf.nest.map_structure(lambda leaf: tf.gather(leaf, indices), stored)
-
-        if len(rows):
-            return (
-                tf.data.Dataset.from_tensor_slices(rows)
-                .batch(batch_size)
-                .map(tf.autograph.experimental.do_not_convert(gather))
-                .prefetch(2)
-            )
-
-    def examples() -> Iterator[nests.Nest]:
-        failed: list[ClientFailure] = []
-        for client in clients.read_clients(None):
-            if isinstance(client, ClientFailure):
-                failed.append(client)
-            elif len(tf.nest.flatten(client.y)[0]):
-                yield nests.unpair(client.x, client.y)
-        _warn_of_failures(failed, clients, message)
-
-    return tf.data.Dataset.from_generator(
-        examples,
-        output_signature=tf.nest.map_structure(
-            lambda leaf: tf.TensorSpec([None, *leaf.shape], leaf.dtype), spec
-        ),
-    ).rebatch(batch_size)
-
-
-def _warn_of_failures(
-    failed: list[ClientFailure], clients: FederatedDataset, text: str
-) -> None:
-    if failed:
-        warnings.warn(
-            f"The data of {len(failed)} of {clients.num_clients} {text}. The first is "
-            f"client {clients.client_ids[failed[0].position]!r}: {failed[0].reason}.",
-            RuntimeWarning,
-            stacklevel=4,
-        )
 
 
 def evaluate(
@@ -259,7 +74,7 @@ def evaluate(
         )
     if not silent:
         message = "clients could not be read or evaluated; their metrics are NaN"
-        _warn_of_failures(failed, clients, message)
+        warn_of_failures(failed, clients, message)
     return {"num_examples": counts, **dict(zip(names, values, strict=True))}
 
 
@@ -414,191 +229,14 @@ def _make_evaluator(
     return results
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PrivateMetrics:
-    """The metrics that `evaluate_clients` releases privately, and their noise.
-
-    Attributes:
-      bounds: Maps a metric's name ("loss", or a compiled metric) to its range (low,
-        high). Values outside are clipped to it. Choose the bounds without looking at
-        the clients.
-      noise_multiplier: z, the noise's standard deviation divided by the largest
-        contribution of a client to the sum. 0 releases without privacy.
-    """
-
-    bounds: Mapping[str, tuple[float, float]]
-    noise_multiplier: float
-
-    def __post_init__(self) -> None:
-        _validate.instance_of(Mapping, bounds=self.bounds)
-        if not self.bounds:
-            raise ValueError("bounds must name at least one metric, got none.")
-        for name, ends in self.bounds.items():
-            pair = ends if isinstance(ends, tuple | list) and len(ends) == 2 else (0, 0)
-            low, high = (_validate.finite(bounds=end) for end in pair)
-            if not (low < high and math.isfinite(high - low)):
-                raise ValueError(
-                    "bounds must map a metric's name to (low, high) with low < high, "
-                    f"got {name!r}: {ends!r}."
-                )
-        z = _validate.non_negative(noise_multiplier=self.noise_multiplier)
-        object.__setattr__(self, "noise_multiplier", float(z))
-
-    @property
-    def _scale(self) -> float:
-        return math.sqrt(1 + len(self.bounds))
-
-    def charge(self, sampling: str, num_clients: int) -> charge_lib.RoundCharge:
-        """Returns the cost of releasing all clients' metrics.
-
-        It has the neighbouring relation of the training's sampling: for cohorts of a
-        fixed size, one client is replaced by another.
-        """
-        participation = charge_lib.Participation(
-            sampling="fixed_size" if sampling == Sampling.FIXED_SIZE else "poisson",
-            num_clients=num_clients,
-            clients_per_round=num_clients,
+def warn_of_failures(
+    failed: list[ClientFailure], clients: FederatedDataset, text: str
+) -> None:
+    """Warns of clients that could not be read: how many, and why the first."""
+    if failed:
+        warnings.warn(
+            f"The data of {len(failed)} of {clients.num_clients} {text}. The first is "
+            f"client {clients.client_ids[failed[0].position]!r}: {failed[0].reason}.",
+            RuntimeWarning,
+            stacklevel=4,
         )
-        z = float(self.noise_multiplier)
-        return participation.charge(dp_accounting.GaussianDpEvent(z))
-
-    def contributions(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Returns the clients' contributions, float64 [N, 1 + k], with norms <= 1.
-
-        A client with a metric that is NaN contributes zeros.
-        """
-        for name in self.bounds:
-            if name not in values:
-                raise ValueError(
-                    "bounds must name metrics that were compiled "
-                    f"({', '.join(map(repr, values))}), got {name!r}."
-                )
-        columns = [np.asarray(values[name], np.float64) for name in self.bounds]
-        usable = np.all(np.isfinite(columns), axis=0)
-        parts: list[np.ndarray] = [np.ones([len(usable), 1])]
-        for column, (low, high) in zip(columns, self.bounds.values(), strict=True):
-            share = np.clip((column - low) / (high - low), 0.0, 1.0)
-            parts.append(2 * np.where(usable, share, 0.0)[:, None] - 1)
-        vectors = np.concatenate(parts, axis=1) / self._scale
-        return np.where(usable[:, None], vectors, 0.0)
-
-    def release(
-        self,
-        values: Mapping[str, np.ndarray],
-        generator: np.random.Generator,
-        paid: Charge,
-    ) -> Json:
-        """Returns the noisy results; `values` are the clients' metrics by name, [N]."""
-        paid.use()
-        total = self.contributions(values).sum(axis=0)
-        noise = generator.normal(size=total.shape)
-        # Everything below is computed from the noisy sum alone.
-        noisy = (total + self.noise_multiplier * noise) * self._scale
-        stddev = self.noise_multiplier * self._scale
-        count = max(float(noisy[0]), 1.0)
-        result: Json = {
-            "num_clients": float(noisy[0]),
-            "num_clients_stddev": stddev,
-        }
-        for index, (name, (low, high)) in enumerate(self.bounds.items()):
-            half, middle = (high - low) / 2, (high + low) / 2
-            centred = float(np.clip(noisy[1 + index] / count, -1.0, 1.0))
-            result[name] = {
-                "mean": middle + half * centred,
-                "noise_stddev": half * stddev / count * math.sqrt(1 + centred**2),
-            }
-        return result
-
-
-def release(
-    fed: FederatedTraining,
-    private: PrivateMetrics,
-    clients: FederatedDataset,
-    batch_size: int,
-    verbose: int,
-) -> Json:
-    """Evaluates on clients, charges for the noisy result, and returns it."""
-    _validate.instance_of(PrivateMetrics, private=private)
-    charge = private.charge(fed.setup.sampling, clients.num_clients)
-    _require_account(fed)
-    with contextlib.ExitStack() as stack:
-        # One evaluation at a time, even within a fit: each closes what it opened.
-        stack.enter_context(federated_training.fit_lock(fed, "evaluate_clients"))
-        if not federated_training.is_fitting(fed.model):
-            # Ledgers are opened as in a fit without rounds, and all their lines count.
-            model_lock = federated_training.fit_lock(fed.model, "evaluate_clients")
-            stack.enter_context(model_lock)
-            ledgers = [c for c in fed.federated_callbacks if isinstance(c, Ledger)]
-            stack.enter_context(callback_session(ledgers, fed.rounds, fed.rounds))
-        _require_allowed(fed, charge)
-        values = evaluate(
-            fed.model,
-            fed.require_compiled("evaluate_clients"),
-            clients,
-            batch_size,
-            verbose,
-            True,
-        )
-        private.contributions(values)  # Raises before anything is charged.
-        with _signals.defer_signals():
-            # An interrupt in between would leave a ledger line that the run lacks.
-            paid = _charge(fed, charge)
-            generator = np.random.Generator(np.random.Philox())
-            return private.release(values, generator, paid)
-
-
-def _require_account(fed: FederatedTraining) -> account_lib.PrivacyAccount:
-    """Returns the account for releases outside the rounds, or raises ValueError."""
-    federated_training.check_owner(fed)
-    account = fed.spending
-    if account is None:
-        raise ValueError(
-            "private must be None before the first fit, as there is no account yet "
-            "to charge."
-        )
-    if account.by_client:
-        raise ValueError(
-            "private must be None with a mechanism whose guarantee is "
-            f"{account.trust_model}: these means would have only a central guarantee, "
-            "as the party that adds their noise sees the clients' metrics."
-        )
-    for callback in fed.federated_callbacks:
-        if callback.federated_model is not fed:
-            raise ValueError(
-                f"private must be None, as the {type(callback).__name__} of the last "
-                "fit now belongs to another model, whose account it would check: give "
-                "each model its own callbacks."
-            )
-    return account
-
-
-def _require_allowed(fed: FederatedTraining, charge: charge_lib.RoundCharge) -> None:
-    """Raises ValueError if a release outside the rounds is not allowed."""
-    _require_account(fed).central.require_relation(charge.relation)
-    for callback in fed.federated_callbacks:
-        callback.check_release(charge)
-
-
-def _charge(fed: FederatedTraining, charge: charge_lib.RoundCharge) -> Charge:
-    """Charges a release; returns the receipt."""
-    name = account_lib.new_evaluation()
-
-    def ask(_: Charge) -> None:
-        _require_allowed(fed, charge)
-        for callback in fed.federated_callbacks:
-            callback.on_release_charged(name, charge)
-
-    budgets = [
-        c.budget for c in fed.federated_callbacks if isinstance(c, PrivacyBudget)
-    ]
-    return _require_account(fed).charge(
-        charge,
-        budgets=budgets,
-        ask=ask,
-        name=name,
-        round_index=max(0, fed.rounds - 1),
-        details={
-            "evaluation": True,
-            **fed.require_trained("evaluate_clients")[0].facts_of_line(),
-        },
-    )

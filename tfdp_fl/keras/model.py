@@ -33,14 +33,16 @@ from tfdp_fl.keras import (
     facts,
     federated_training,
     preparation,
+    private_metrics,
     round_loop,
     training_setup,
 )
 from tfdp_fl.keras.callbacks import federated_callback, persistence
 from tfdp_fl.keras.checkpoint import InterruptedRun
-from tfdp_fl.keras.evaluation import PrivateMetrics, Validation
+from tfdp_fl.keras.private_metrics import PrivateMetrics
 from tfdp_fl.keras.run import FitPlan
 from tfdp_fl.keras.training_setup import PrivacyTarget, TrainingSetup
+from tfdp_fl.keras.validation import Validation
 from tfdp_fl.mechanisms import ClientWeighting, Mechanism, noise
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 from tfdp_fl.terms import Json
@@ -343,7 +345,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         )
         verbose = _resolve_verbose(verbose)
         if private is not None:
-            return evaluation.release(self, private, dataset, batch_size, verbose)
+            return private_metrics.release(self, private, dataset, batch_size, verbose)
         self._showed_client_metrics = True
         if self.run is not None:
             self.run.caveats.add("client_metrics_shown")

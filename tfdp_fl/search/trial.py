@@ -31,8 +31,8 @@ from tfdp_fl.keras import (
     federated_training,
     preparation,
 )
-from tfdp_fl.keras.evaluation import PrivateMetrics
 from tfdp_fl.keras.make_private import charge_plan, largest_noise
+from tfdp_fl.keras.private_metrics import PrivateMetrics
 from tfdp_fl.keras.run import FitPlan
 from tfdp_fl.mechanisms import Mechanism, PrivacyContext
 from tfdp_fl.terms import Json, Sampling, TrustModel
