@@ -56,10 +56,8 @@ def _pending(dataset, positions):
     return cohort.PendingRound(inputs=_inputs(dataset, positions), **options)
 
 
-def _read(dataset, pending, *label_ranges):
-    spec = dataset.element_spec
-    how = layout.Layout(element_spec=spec, label_ranges=[*label_ranges])
-    return how.read(dataset, pending)
+def _read(dataset, pending):
+    return layout.Layout(element_spec=dataset.element_spec).read(dataset, pending)
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -109,11 +107,12 @@ def test_wrong_labels_are_left_out_of_a_chunk_and_nothing_else(chunk_bytes):
     for client, label in wrong.items():
         x, y = files.arrays[client]
         files.arrays[client] = x, np.where(np.arange(len(y)) == 2, label, y)
-    dataset = files.dataset()
+    allowed = [labels.LabelRange(0, 3, None)]
+    dataset = labels.check_clients(files.dataset(), allowed)
     good = [k for k in range(12) if k not in wrong and k != 5]
     pending = _pending(dataset, np.arange(12))
     with mock.patch.object(layout, "CHUNK_BYTES", chunk_bytes):
-        read = list(_read(dataset, pending, labels.LabelRange(0, 3, None)))
+        read = list(_read(dataset, pending))
     members = np.concatenate([chunk.table.members for chunk in read])
     assert members.tolist() == good
     assert [each.position for each in pending.failures] == sorted([*wrong, 5])
@@ -194,7 +193,6 @@ def test_a_clients_order_does_not_depend_on_others_where_draws_are_equal(others)
 def test_a_clients_program_follows_from_its_own_size(lengths, batch):
     how = layout.Layout(
         element_spec=(tf.TensorSpec([784]), tf.TensorSpec([])),
-        label_ranges=[],
         kernels=((784, 600),),
     )
 

@@ -12,6 +12,7 @@ import pytest
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import accounting, engine, sampling
+from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import round_loop
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.callbacks import Ledger, PrivacyBudget, RoundCheckpoint
@@ -178,6 +179,29 @@ def test_a_round_that_ends_while_clients_train_is_charged_if_that_tells(
     assert (fed.rounds, fed.spending.rounds) == (1, 1 + charged)
     caveats = fed.privacy_statement(1e-3, format="dict")["caveats"]
     assert ("rounds_charged_twice" in caveats) == bool(charged)
+
+
+@pytest.mark.parametrize("on_failure", ["exclude", "abort"])
+def test_a_label_that_is_no_class_is_the_fault_of_its_client_alone(capsys, on_failure):
+    clients = {f"client {k}": toy.clients(6).client(k) for k in range(6)}
+    x, y = clients["client 4"]
+    clients["client 4"] = x, np.where(np.arange(len(y)) == 3, 271828, y)
+    spec = toy.clients().element_spec
+    streamed = FederatedDataset.from_client_fn(list(clients), clients.get, spec)
+    options = {"clients_per_round": 6, "on_client_failure": on_failure}
+    fed = toy.federated(tfdp_fl.NoPrivacy(), **options)
+    history = fed.fit(streamed, rounds=1, verbose=2).history
+    said = capsys.readouterr().out
+    assert "Client 'client 4': ExamplesValueError: labels must be integers from" in said
+    assert "271828" not in said
+    assert history["failed_clients"] == [1]
+    assert history.get("abandoned_rounds", [0]) == [on_failure == "abort"]
+    assert np.isfinite(toy.flat(fed.model)).all()
+    # In memory, the user can mend it before the first round.
+    fed = toy.federated(tfdp_fl.NoPrivacy(), **options)
+    with pytest.raises(ValueError, match=r"labels must be .* for client 'client 4'"):
+        toy.fit(fed, 1, data=clients)
+    assert fed.run is None
 
 
 def test_a_client_that_fails_has_paid_once_and_its_noise_is_missed(tmp_path):

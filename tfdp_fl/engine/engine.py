@@ -174,7 +174,6 @@ class CohortEngine:
         self._references: dict[object, list[_Fingerprint]] = {}
         self.layout = layout.Layout(
             element_spec=element_spec,
-            label_ranges=trainer.label_ranges,
             kernels=kernels,
             collected_bytes=4 * self.update_spec.size if keeps_updates else None,
             xla=bool(training.jit_compile),
@@ -183,6 +182,7 @@ class CohortEngine:
                 self.device, model, self.update_spec.size, batch_size
             ),
         )
+        self._label_ranges = trainer.label_ranges
         self._fallback = ""
         self.used_strategies: set[layout.Strategy] = set()
         self.programs = client_programs.CohortPrograms(
@@ -348,7 +348,7 @@ class CohortEngine:
         self, dataset: FederatedDataset, argument: str = "clients"
     ) -> FederatedDataset:
         """Returns a dataset whose clients' labels fit; see `labels.check_clients`."""
-        return labels.check_clients(dataset, self.layout.label_ranges, argument)
+        return labels.check_clients(dataset, self._label_ranges, argument)
 
     # First half: train and add up.
 
@@ -382,7 +382,7 @@ class CohortEngine:
         """Trains a cohort and adds up its clients' uploads.
 
         Args:
-          dataset: The source of the cohort's examples.
+          dataset: The source of the cohort's examples, from `check_labels`.
           inputs: The round.
           train_chunk: Runs the programs elsewhere; None: this engine's `train_chunk`.
 

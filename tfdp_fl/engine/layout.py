@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
-from tfdp_fl.engine import cohort, dense_models, labels
+from tfdp_fl.engine import cohort, dense_models
 
 # How much of a streamed cohort's data, or of the updates that wait for a joint
 # clip, one call of a compiled function holds.
@@ -214,7 +214,6 @@ class Layout:
 
     Attributes:
       element_spec: `(features, labels)` specs of one example.
-      label_ranges: The allowed class labels.
       kernels: The kernels of a model that can train side by side, otherwise None.
       collected_bytes: The size of a client's update, if each is kept; None if updates
         are summed at once.
@@ -229,7 +228,6 @@ class Layout:
     """
 
     element_spec: nests.ElementSpec
-    label_ranges: list[labels.LabelRange] = dataclasses.field(default_factory=list)
     kernels: dense_models.Kernels | None = None
     collected_bytes: int | None = None
     xla: bool = False
@@ -241,10 +239,10 @@ class Layout:
     ) -> Iterator[Chunk]:
         """Yields the data of a round's cohort, at least one chunk.
 
-        A client that cannot be read, or that has a forbidden label, has failed.
+        A client that cannot be read has failed.
 
         Args:
-          dataset: The source of the examples.
+          dataset: The source of the examples, from `CohortEngine.check_labels`.
           pending: The round; failed clients are added to its `failures`.
         """
         if dataset.is_indexed:
@@ -262,23 +260,17 @@ class Layout:
             while (chunk := coming.result()) is not None:
                 coming = reading.submit(next, read, None)
                 yield chunk
-        # A client's labels are checked only after later clients have been read.
+        # A client may fail to train after a later one could not be read.
         pending.failures.sort(key=lambda failure: failure.position)
 
     def _read_chunks(
         self, dataset: FederatedDataset, pending: cohort.PendingRound
     ) -> Iterator[Chunk]:
         """Yields the clients in chunks of bounded size; at least one chunk."""
-        positions = pending.inputs.positions
         held: list[_Client] = []
         num_bytes, sent = 0, False
-        for member, client in enumerate(dataset.read_clients(positions)):
-            if not isinstance(client, ClientFailure):
-                leaves = tf.nest.flatten(client.y)
-                wrong = labels.describe_problem(leaves, self.label_ranges)
-                if wrong:
-                    error = nests.ExamplesValueError(f"{wrong}.")
-                    client = ClientFailure(int(positions[member]), error)
+        clients = dataset.read_clients(pending.inputs.positions)
+        for member, client in enumerate(clients):
             if isinstance(client, ClientFailure):
                 pending.failures.append(client)
                 continue

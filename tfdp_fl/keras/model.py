@@ -535,6 +535,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         run, engine = preparation.prepare(
             self, clients, plan, calibration, between_client_variance
         )
+        clients = engine.check_labels(clients)
         validation = validation.check_labels(engine)
         self._engine = engine
         with _signals.defer_signals():

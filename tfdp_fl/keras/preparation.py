@@ -72,7 +72,6 @@ def prepare(
     cohort_engine = _make_engine(
         fed, clients, plan, deployment, between_client_variance
     )
-    cohort_engine.check_labels(clients)
     labels.warn_of_missing(clients)
     query = cohort_engine.query
     if setup.secure_aggregation and mechanism.trust_model == TrustModel.CENTRAL:

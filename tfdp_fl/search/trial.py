@@ -367,6 +367,7 @@ class Trial:
         last_round = options.pop("rounds")
         plan = FitPlan(first_round=0, last_round=last_round, seed=None, **options)
         run, cohort_engine = preparation.prepare(self._fed, self._split.training, plan)
+        cohort_engine.check_labels(self._split.training)
         cohort_engine.prepare(
             run.next_inputs(self._training.learning_rate, run.attempts.take())
         )
