@@ -234,6 +234,24 @@ def test_a_built_in_cost_does_not_cover_what_a_subclass_changes(base, given, mem
         free(**given).bind(PrivacyContext(clients_per_round=3))
 
 
+@pytest.mark.parametrize("base", [tfdp_fl.FixedClipping, tfdp_fl.CorrelatedNoise])
+@pytest.mark.parametrize("name", ["noise_multiplier_at", "round_event", "describe"])
+def test_an_instance_has_no_members_of_its_own(base, name):
+    # The charge was made of this one, while what is derived looks at the class.
+    given = {"clip_norm": 1.0, "noise_multiplier": 5.0}
+    made = base(**given if base is tfdp_fl.FixedClipping else _CORRELATED)
+    context = PrivacyContext(clients_per_round=3)
+    made.bind(context)  # Also where a property is cached.
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(made, name, lambda *_: 9.0)
+    for set_member in (object.__setattr__, setattr):
+        if set_member is setattr:  # A subclass that is no dataclass is not frozen.
+            made = _own()
+        set_member(made, name, lambda *_: 9.0)
+        with pytest.raises(TypeError, match=f"{name} must be defined by a subclass"):
+            made.bind(context)
+
+
 def test_noise_that_nobody_adds_is_refused():
     made = _own()
     object.__setattr__(made, "noise_site", "every client")

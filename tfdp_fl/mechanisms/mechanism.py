@@ -465,8 +465,9 @@ class Mechanism(abc.ABC):
 
     def check(self, deployment: PrivacyContext) -> None:
         """Raises ValueError if the mechanism does not suit a deployment."""
-        # Members may be set after the class was made.
+        # Members may be set after the class, or the instance, was made.
         overriding.require_cost(type(self), Mechanism)
+        overriding.require_no_own_members(self)
         if self.trust_model == TrustModel.CENTRAL and self.noise_site not in (
             NoiseSite.SERVER,
             NoiseSite.CLIENT,

@@ -2,11 +2,14 @@
 
 The cost of a round is derived from a mechanism's bounds and noise. So the members that
 cannot make it too small are listed here. A class that overrides anything else must
-also define the cost, and its statement says so (the caveat `own_cost`).
+also define the cost, and its statement says so (the caveat `own_cost`). An instance
+overrides nothing, so a mechanism does what its class says.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 from tfdp_fl.terms import TrustModel
@@ -56,6 +59,20 @@ def require_cost(cls: Any, base: type) -> None:
                     f"{cls.__name__} must define {cost}, because {name}, which "
                     f"{each.__name__} defines, changes what a round costs."
                 )
+
+
+def require_no_own_members(mechanism: Any) -> None:
+    """Raises TypeError if an instance hides a member that its class defines."""
+    fields = {field.name for field in dataclasses.fields(mechanism)}
+    cls = type(mechanism)
+    for name in sorted(vars(mechanism).keys() - fields):
+        member = getattr(cls, name, None)
+        # (A cached property stores its own result there.)
+        if hasattr(cls, name) and not isinstance(member, functools.cached_property):
+            raise TypeError(
+                f"{name} must be defined by a subclass of {cls.__name__}, which is "
+                "checked, got an attribute of a single instance."
+            )
 
 
 def members_with_cost(cls: Any, base: type) -> tuple[str, ...]:
