@@ -12,13 +12,13 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import tensorflow as tf
 
+from tfdp_fl import _signals
 from tfdp_fl.datasets import nests
 
 if TYPE_CHECKING:
@@ -362,15 +362,14 @@ class StreamedSource:
 
     def _arrays(self, key: Hashable) -> tuple[nests.Nest, nests.Nest, int]:
         """Reads a client; turns every error into an `Exception`."""
-        try:
-            return _client_arrays(self.read_fn(key))
-        except Exception:
-            raise
-        except BaseException as error:  # Even `sys.exit` concerns this client only.
-            in_main_thread = threading.current_thread() is threading.main_thread()
-            if isinstance(error, KeyboardInterrupt) and in_main_thread:
-                raise  # In other threads, it is not Ctrl-C.
-            raise RuntimeError(f"reading ended in a {type(error).__name__}") from None
+        with _signals.handled():  # Makes a KeyboardInterrupt of it if it was Ctrl-C.
+            try:
+                return _client_arrays(self.read_fn(key))
+            except Exception:
+                raise
+            except BaseException as error:  # Even `sys.exit` is this client's failure.
+                kind = type(error).__name__
+                raise RuntimeError(f"reading ended in a {kind}") from None
 
     def read(self, position: int) -> tuple[nests.Nest, nests.Nest]:
         """Returns the examples of one client as NumPy nests (x, y).
