@@ -7,9 +7,10 @@ from unittest import mock
 import pytest
 import tensorflow as tf
 
+import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import _signals
-from tfdp_fl.engine import program
+from tfdp_fl.engine import devices, program
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _both = pytest.mark.parametrize("number", _SIGNALS)
@@ -93,6 +94,50 @@ def test_tensorflow_traces_to_the_end(number):
         program.Program(function, tf.TensorSpec([], tf.float32))
     assert ends == [True]
     assert not tf.inside_function()
+
+
+class _TooLongError(Exception):
+    """What the handler of an alarm raises."""
+
+
+def _alarm(*_):
+    raise _TooLongError("an hour")
+
+
+class _Slow(tf.keras.layers.Layer):
+    """A layer in whose n-th call, counted down, the alarm goes off."""
+
+    left = 0
+
+    def call(self, x):
+        _Slow.left -= 1
+        if not _Slow.left:
+            signal.raise_signal(signal.SIGALRM)
+        return x
+
+
+@pytest.mark.parametrize("at_once", [None, 3])
+def test_an_alarm_is_no_fault_of_the_model(at_once):
+    # It was said that the model could not take the features, or not train in batches.
+    before = signal.signal(signal.SIGALRM, _alarm)
+    calls = _Slow.left = 0
+    try:
+        while _Slow.left <= 0:
+            calls, model = calls + 1, toy.dense(_Slow)
+            fed = tfdp_fl.DPFederatedModel(model, tfdp_fl.NoPrivacy(), 3)
+            fed.compile("sgd", toy.loss(), jit_compile=False)
+            _Slow.left = calls
+            with mock.patch.object(devices, "clients_per_call", lambda *_: at_once):
+                try:
+                    toy.fit(fed)
+                except _TooLongError as raised:
+                    assert raised.args == ("an hour",)
+                else:
+                    assert _Slow.left > 0
+            assert not tf.inside_function()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert calls > 3
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, SystemError])

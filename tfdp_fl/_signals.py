@@ -1,4 +1,4 @@
-"""Interrupts: that wait for the end of a block, or come as another error."""
+"""Signals: that wait for the end of a block, or come as another error."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Those whose handlers raise errors: Ctrl-C, a scheduler's warnings, timers.
+_NAMES = ("INT", "TERM", "HUP", "USR1", "USR2", "XCPU", "ALRM", "VTALRM", "PROF")
+_SIGNALS = [each for each in signal.Signals if each.name.removeprefix("SIG") in _NAMES]
 
 
 @contextlib.contextmanager
 def defer_signals() -> Iterator[None]:
-    """Lets SIGINT and SIGTERM, where Python handles them, wait for the end.
+    """Lets signals that Python handles wait for the end.
 
-    A second one is heard at once: a user who asks twice cannot wait. None is lost
-    where the block ends by an error. In other threads than the main one, which
-    hear no signals, nothing changes.
+    So nothing takes what a handler raises for an error of the block's own. A second
+    one is heard at once: a user who asks twice cannot wait. None is lost where the
+    block ends by an error. In other threads than the main one, which hear no signals,
+    nothing changes.
     """
     handlers = _handlers()
     deferred: list[tuple[int, Any]] = []

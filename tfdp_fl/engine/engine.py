@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import accounting, keras_versions
+from tfdp_fl import _signals, accounting, keras_versions
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 from tfdp_fl.engine import (
     allowed_operations,
@@ -480,6 +480,7 @@ class CohortEngine:
                 pending, part, functools.partial(self._train, pending, chunk)
             )
 
+    @_signals.defer_signals()  # Errors in here are taken for the model's.
     def _trace(self, pending: cohort.PendingRound) -> None:
         """Traces every program that a client may need, before any client is read.
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import keras_versions, losses
+from tfdp_fl import _signals, keras_versions, losses
 from tfdp_fl.datasets import FederatedDataset, nests
 from tfdp_fl.engine.program import Program
 
@@ -194,6 +194,7 @@ class IndexCheck:
     a GPU, it looks up zeros.
     """
 
+    @_signals.defer_signals()  # Errors in here are taken for the model's.
     def __init__(self, model: tf.keras.Model, features: nests.ElementSpec):
         """Finds the embeddings of a functional or sequential model.
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import keras_versions
+from tfdp_fl import _signals, keras_versions
 from tfdp_fl.datasets import nests
 from tfdp_fl.engine import cohort, labels, trainer
 from tfdp_fl.engine import metrics as metrics_lib
@@ -263,6 +263,7 @@ def _refusal(what: str) -> ValueError:
     )
 
 
+@_signals.defer_signals()  # Errors in here are taken for the model's.
 def make_trainer(
     model: tf.keras.Model,
     training: trainer.Training,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import engine, keras_versions
+from tfdp_fl import _signals, engine, keras_versions
 from tfdp_fl.datasets import FederatedDataset, nests
 from tfdp_fl.engine import labels, trainer
 
@@ -135,6 +135,7 @@ def _spec(shape: tf.TensorShape, dtype: tf.DType) -> tf.TensorSpec:
     return tf.TensorSpec(shape, tf.int64 if dtype.is_integer else dtype)
 
 
+@_signals.defer_signals()  # Errors in here are taken for the model's.
 def _losses_and_outputs(
     model: tf.keras.Model, training: engine.Training, predicted: nests.Nest
 ) -> list[tuple[Any, tf.Tensor, tf.keras.losses.Loss]]:
@@ -171,6 +172,7 @@ def _label_specs(
     return tf.nest.pack_sequence_as(predicted, specs), weight
 
 
+@_signals.defer_signals()
 def check_features(
     model: tf.keras.Model, spec: nests.Nest, argument: str, whose: str = ""
 ) -> None:
