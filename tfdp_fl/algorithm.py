@@ -139,7 +139,7 @@ def release(
       InvalidArgumentError: The noise is less than what was charged for.
     """
     mechanism, weight = query.mechanism, total.weight
-    stddevs = mechanism.noise_stddevs(state, query.deployment)  # Checked and added.
+    stddevs = query.noise_stddevs(state)  # Checked, and added here or by the clients.
     if mechanism.trust_model == TrustModel.CENTRAL:
         assertions = query.check_noise(state, charged, stddevs)
         total = cohort_query.after_assertions(assertions, total)

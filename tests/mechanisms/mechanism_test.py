@@ -5,10 +5,12 @@ import math
 from unittest import mock
 
 import dp_accounting
+import numpy as np
 import pytest
 import tensorflow as tf
 
 import tfdp_fl
+from tests.mechanisms import rounds
 from tfdp_fl import algorithm
 from tfdp_fl.mechanisms import PrivacyContext
 
@@ -250,6 +252,30 @@ def test_an_instance_has_no_members_of_its_own(base, name):
         set_member(made, name, lambda *_: 9.0)
         with pytest.raises(TypeError, match=f"{name} must be defined by a subclass"):
             made.bind(context)
+
+
+@pytest.mark.parametrize("wrong", range(1, 8))
+def test_what_clients_add_is_the_noise_that_is_checked(wrong):
+    # A client asked anew, so the check at the end saw another answer.
+    asked = []
+
+    def noise_stddevs(self, round, deployment):
+        asked.append(round)
+        share = 0.01 if len(asked) == wrong else 1.0
+        return {"update": share * round.noise_multiplier * round.clip_norm}
+
+    made = _own(noise_stddevs=noise_stddevs)
+    made = dataclasses.replace(made, noise_site="client")
+    query, state = rounds.bound(made, 4, sampling="fixed_size")
+    asked.clear()
+    updates = rounds.zero_updates(4, [(5000,)])
+    try:
+        done = rounds.run_round(query, state, updates, noise_multiplier=5.0)
+    except tf.errors.InvalidArgumentError:
+        assert wrong == 1
+        return
+    # 10 % are 10 standard deviations of it.
+    assert np.std(4 * done.mean[0]) == pytest.approx(5.0, rel=0.1)
 
 
 def test_noise_that_nobody_adds_is_refused():

@@ -240,7 +240,9 @@ class FederatedDataset:
           clients: Maps a client's id to a finite dataset of examples: `(x, y)`,
             `(x, y, sample_weight)` or a dict of `x`, `y` and optionally
             `sample_weight`. It may also contain batches of them, if each array's first
-            dimension is unknown (as `dataset.batch` makes it).
+            dimension is unknown (as `dataset.batch` makes it). TensorFlow does not know
+            whether a generator ends: if it might not, use `dataset.take(n)`, as a
+            client is read to its end.
           element_spec: As in `from_client_fn`.
 
         Raises:

@@ -8,6 +8,7 @@ functions, if the clip depends on all clients' updates or the noise on earlier r
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -81,6 +82,13 @@ class ConfiguredRound:
         is_known = charge.draws_depend_on_each_other
         return dataclasses.replace(charge, known_selection=is_known)
 
+    @functools.cached_property
+    def client_noise(self) -> Mapping[str, float]:
+        """The stddevs of the noise that clients add to the sums; {} for none."""
+        if self.mechanism.noise_site != NoiseSite.CLIENT:
+            return {}
+        return self.mechanism.noise_stddevs(self.round_state, self.deployment)
+
     @property
     def clients_clip(self) -> bool:
         """Whether the clients clip (and the server clips again)."""
@@ -97,9 +105,8 @@ class ConfiguredRound:
         if not self.clients_clip:
             return client_lib.Instruction(NO_CLIP)
         share = 0.0
-        if self.mechanism.noise_site == NoiseSite.CLIENT:
-            stddevs = self.mechanism.noise_stddevs(self.round_state, self.deployment)
-            share = float(stddevs["update"]) / len(self.clients) ** 0.5
+        if self.client_noise:
+            share = float(self.client_noise["update"]) / len(self.clients) ** 0.5
         return client_lib.Instruction(
             float(self.round_state.clip_norm), share, bool(self.mechanism.side_names)
         )
@@ -258,6 +265,8 @@ def release(
     _, z, m, _ = collected.round_state  # If the cohort size is random, m is expected.
     charged = query.paid_for(paid.cost.noise_multiplier, float(m), float(z))
     total = _sum_before_noise(configured, collected)
+    if configured.client_noise:
+        memory = tf.nest.map_structure(tf.constant, dict(configured.client_noise))
     state = _to_tensors(collected.round_state, memory)
     with noise.use_seed(tf.constant(noise.fresh_seed())):
         mean, state = algorithm.release(query, total, state, charged)
@@ -280,11 +289,8 @@ def _sum_before_noise(
     sums = {
         name: tf.constant(value, tf.float64) for name, value in collected.sums.items()
     }
-    if configured.mechanism.noise_site == NoiseSite.CLIENT:
+    if stddevs := configured.client_noise:
         m = float(configured.round_state.clients_per_round)
-        stddevs = configured.mechanism.noise_stddevs(
-            configured.round_state, configured.deployment
-        )
         missing = m - collected.num_replies + collected.discarded
         if missing:
             stddev = float(stddevs["update"]) * (missing / m) ** 0.5

@@ -108,8 +108,22 @@ class CohortQuery:
             clip_norm=tf.constant(self.mechanism.first_clip_norm(), tf.float32),
             noise_multiplier=tf.constant(0.0),
             clients_per_round=tf.constant(1.0),
-            memory=self.mechanism.init_noise_state(self.deployment),
+            memory=self._initial_memory(),
         )
+
+    def _initial_memory(self) -> Memory:
+        if self._clients_add_noise:
+            return dict.fromkeys(self._noise_names, tf.constant(0.0))
+        return self.mechanism.init_noise_state(self.deployment)
+
+    @property
+    def _clients_add_noise(self) -> bool:
+        """Whether clients add shares of the noise (`RoundState.memory`)."""
+        return self.mechanism.noise_site == NoiseSite.CLIENT
+
+    @property
+    def _noise_names(self) -> tuple[str, ...]:
+        return ("update", *self.mechanism.side_names)
 
     def new_segment(self, state: RoundState) -> RoundState:
         """Returns a state that keeps the clip but forgets all earlier rounds.
@@ -117,7 +131,7 @@ class CohortQuery:
         It is needed if a round may have been released that the state does not include:
         later noise must then not be correlated with earlier noise.
         """
-        return state._replace(memory=self.mechanism.init_noise_state(self.deployment))
+        return state._replace(memory=self._initial_memory())
 
     def begin_round(
         self,
@@ -126,10 +140,28 @@ class CohortQuery:
         clients_per_round: tf.Tensor | float,
     ) -> RoundState:
         """Returns the state with this round's values."""
-        return state._replace(
-            noise_multiplier=tf.cast(noise_multiplier, tf.float32),
-            clients_per_round=tf.cast(clients_per_round, tf.float32),
+        return self._with_client_noise(
+            state._replace(
+                noise_multiplier=tf.cast(noise_multiplier, tf.float32),
+                clients_per_round=tf.cast(clients_per_round, tf.float32),
+            )
         )
+
+    def _with_client_noise(self, state: RoundState) -> RoundState:
+        """Returns the state with the noise that clients add, asked for only here."""
+        if not self._clients_add_noise:
+            return state
+        stddevs = self.mechanism.noise_stddevs(state, self.deployment)
+        memory = {
+            name: tf.cast(stddevs[name], tf.float32) for name in self._noise_names
+        }
+        return state._replace(memory=memory)
+
+    def noise_stddevs(self, state: RoundState) -> Json:
+        """Returns the stddevs of a round's noise, by name."""
+        if self._clients_add_noise:
+            return state.memory
+        return self.mechanism.noise_stddevs(state, self.deployment)
 
     def record_norm(self, record: Tensors) -> tf.Tensor:
         """Returns the norm (float32 scalar) of a client's unclipped update."""
@@ -137,11 +169,12 @@ class CohortQuery:
 
     def clip_to_cohort(self, state: RoundState, norms: tf.Tensor) -> RoundState:
         """Returns the state with the clip computed from the cohort's norms."""
-        return state._replace(clip_norm=self.mechanism.clip_to_cohort(norms, state))
+        clip_norm = self.mechanism.clip_to_cohort(norms, state)
+        return self._with_client_noise(state._replace(clip_norm=clip_norm))
 
     def derive_sample_params(self, state: RoundState) -> RoundState:
-        """Returns the state that clients receive, without the noise memory."""
-        return state._replace(memory=())
+        """Returns the state that clients receive, without the server's memory."""
+        return state if self._clients_add_noise else state._replace(memory=())
 
     def initial_sample_state(self, template: Tensors) -> Contribution:
         """Returns the float64 zeros to which a cohort's records are added."""
@@ -234,10 +267,9 @@ class CohortQuery:
 
     def noise_shares(self, params: RoundState) -> dict[str, tf.Tensor]:
         """Returns each client's stddevs: those of the noise over sqrt(m)."""
-        stddevs = self.mechanism.noise_stddevs(params, self.deployment)
         return {
             name: stddev / tf.sqrt(params.clients_per_round)
-            for name, stddev in stddevs.items()
+            for name, stddev in self.noise_stddevs(params).items()
         }
 
     def l2_norm_bound(self, state: RoundState) -> tf.Tensor | float:
@@ -252,7 +284,7 @@ class CohortQuery:
         Args:
           total: The sum of the records.
           state: The round's state.
-          stddevs: The result of `Mechanism.noise_stddevs`, as checked.
+          stddevs: The result of `noise_stddevs`, as checked.
         """
         update, memory, sums = total.update, state.memory, dict(total.sums)
         if self.mechanism.noise_site == NoiseSite.SERVER:
@@ -327,7 +359,7 @@ class CohortQuery:
 
     def derive_metrics(self, state: RoundState) -> collections.OrderedDict:
         """Returns `clip_norm` and `noise_stddev` (on the sum) of a round."""
-        stddev = self.mechanism.noise_stddevs(state, self.deployment)["update"]
+        stddev = self.noise_stddevs(state)["update"]
         return collections.OrderedDict(
             clip_norm=state.clip_norm, noise_stddev=tf.cast(stddev, tf.float32)
         )

@@ -158,7 +158,8 @@ class RoundState(NamedTuple):
       noise_multiplier: This round's z.
       clients_per_round: This round's expected cohort size m.
       memory: State that only the server keeps from round to round, such as the noise
-        with which later noise is correlated: a nest of tensors, () if there is none.
+        with which later noise is correlated: a nest of tensors, () if there is none. If
+        clients add shares of the noise, the stddevs of this round's, which they do get.
     """
 
     clip_norm: Scalar

@@ -41,7 +41,9 @@ class PrivateSearch:
     random with replacement, and returns the best trial's model. The target covers
     everything that is released: the candidate and its model. The number of trials and
     the other trials' results stay secret: trials are silent, no callback is called, and
-    a failed trial counts as the worst. The running time is not hidden.
+    a failed trial counts as the worst. The running time is not hidden. During a trial,
+    the whole process is silent, also the prints and logs of other threads; run a server
+    in another process.
 
     Trials use Poisson cohorts and mechanisms whose noise the server adds. Papernot &
     Steinke (2022), https://arxiv.org/abs/2110.03620; Koskela, Redberg & Wang (2024),

@@ -404,7 +404,12 @@ _one_at_a_time = threading.RLock()
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Silences the process's prints, logs and warnings, which would reveal a trial."""
+    """Silences the process's prints, logs and warnings, which would reveal a trial.
+
+    Those of other threads, too: a trial reads clients in threads of TensorFlow and of
+    the user's own code, which nothing tells from others, and TensorFlow's C++ code
+    writes to the process's descriptors.
+    """
     disabled, saved = logging.root.manager.disable, {}
     logging.disable(logging.CRITICAL)
     try:
