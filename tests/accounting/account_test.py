@@ -317,7 +317,7 @@ def test_a_charge_while_another_thread_merges_is_counted():
     costs = Slow({"id": account_lib.Cost(_charge(), 0.0)})
     one = account_lib.OtherRun(costs=costs, mu_squared=0.0)
     other.others = {"other": one}
-    account.merge_others(other)
+    account.merge_others(other, "own")
     costs.charges.join()
     assert account.evaluations == 1
     assert account.central.rounds == 2

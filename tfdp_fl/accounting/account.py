@@ -155,12 +155,10 @@ class _AttachedLedger:
     Attributes:
       ledger: The ledger.
       run: The run id of the account's rounds in it.
-      elsewhere: The most that any client may have spent outside this ledger.
     """
 
     ledger: ledger.PrivacyLedger
     run: str
-    elsewhere: float
 
 
 class LocalAccount:
@@ -286,6 +284,8 @@ class PrivacyAccount:
         the run was resumed in two places. There is no record of which clients those
         were.
       known_ledgers: By ledger name, the hash of the last line that is counted.
+      has_unseen_rounds: Whether ledgers listed rounds of this run whose results it does
+        not have, and it has not yet taken notice (`Run.begin_segment`).
     """
 
     def __init__(self, trust_model: str, num_clients: int):
@@ -296,6 +296,7 @@ class PrivacyAccount:
         self.per_client = LocalAccount(num_clients)
         self.lost_mu_squared = 0.0
         self.known_ledgers: dict[str, str] = {}
+        self.has_unseen_rounds = False
         self._charge_lock = _ChargeLock()
         # The charges that `own` counts.
         self._own_costs: dict[str, Cost] = {}
@@ -340,7 +341,11 @@ class PrivacyAccount:
                 if name.startswith(_EVALUATION):
                     yield name, charge_id, cost
 
-    def unwritten(
+    def lacks_rounds(self, contents: ledger.LedgerContents, run: str) -> bool:
+        """Returns whether a ledger lacks rounds of this run."""
+        return any(name == run for name, _, _ in self._unwritten(contents, run))
+
+    def _unwritten(
         self, contents: ledger.LedgerContents, run: str
     ) -> Iterator[tuple[str, str, Cost]]:
         """Yields this run's charges that a ledger lacks, as name, id and cost.
@@ -354,11 +359,6 @@ class PrivacyAccount:
         for name, charge_id, cost in [*rounds, *self._evaluations()]:
             if charge_id not in known:
                 yield name, charge_id, cost
-
-    def has_unknown_rounds(self, contents: ledger.LedgerContents, run: str) -> bool:
-        """Returns whether a ledger has rounds of this run that are not counted yet."""
-        entries = contents.by_run().get(run, ())
-        return any(entry.charge_id not in self._own_costs for entry in entries)
 
     @property
     def by_client(self) -> bool:
@@ -387,23 +387,57 @@ class PrivacyAccount:
         if self.per_client.num_clients != num_clients:
             self.per_client = LocalAccount(num_clients)
 
-    def attach_ledger(
-        self, name: str, kept: ledger.PrivacyLedger, run: str, elsewhere: float = 0.0
-    ) -> None:
+    def attach_ledger(self, name: str, kept: ledger.PrivacyLedger, run: str) -> None:
         """Counts the rounds in an open ledger; writes every later charge to it as well.
-
-        All ledgers of a run must hold the same rounds of that run. A process that does
-        not continue with all of them is another run and needs another id.
 
         Args:
           name: The account's name for the ledger.
           kept: The ledger to write to.
           run: The run id of the account's rounds in it.
-          elsewhere: The most that any client may have spent elsewhere.
         """
         if kept.head != self.known_ledgers.get(name):
             self.merge_ledger(kept.contents(), run, name)
-        self._ledgers = {**self._ledgers, name: _AttachedLedger(kept, run, elsewhere)}
+        self._ledgers = {**self._ledgers, name: _AttachedLedger(kept, run)}
+
+    def write_missing(self, round_index: int, details: Json) -> None:
+        """Writes to each attached ledger the charges of this run that it lacks.
+
+        Args:
+          round_index: The round of the lines.
+          details: Facts for the lines.
+        """
+        for name, attached in sorted(self._ledgers.items()):
+            with _signals.defer_signals(), attached.ledger.lock:
+                contents = attached.ledger.contents()
+                for run, charge_id, cost in self._unwritten(contents, attached.run):
+                    assert cost.central is not None  # A run's own charges have one.
+                    local = self._local(cost.mu_squared, self.per_client.max_mu_squared)
+                    attached.ledger.record(
+                        round_index,
+                        cost.central,
+                        round(cost.central.clients_per_round),
+                        local=local,
+                        run=run,
+                        charge_id=charge_id,
+                        **{**details, **self._facts_of(local), "written_later": True},
+                    )
+                self.known_ledgers[name] = attached.ledger.head
+
+    def _local(self, mu_squared: float, most: float) -> dict[str, float] | None:
+        """Returns a line's local spending, of all charges of this run that are known.
+
+        Args:
+          mu_squared: That of one client's release.
+          most: The most that one client spent according to `per_client`.
+        """
+        if not self.by_client:
+            return None
+        total = most + self.lost_mu_squared
+        return {"mu_squared": mu_squared, "max_mu_squared": total}
+
+    @staticmethod
+    def _facts_of(local: object) -> Json:
+        return {ledger.COVERS_ALL: True} if local else {}
 
     def detach_ledger(self, name: str) -> None:
         """Stops writing charges to a ledger, which must be closed in the same pause.
@@ -490,10 +524,7 @@ class PrivacyAccount:
                 max_mu_squared = self.per_client.max_mu_squared_after(
                     positions, mu_squared
                 )
-                receipt.local = {
-                    "mu_squared": mu_squared,
-                    "max_mu_squared": max_mu_squared,
-                }
+            receipt.local = self._local(mu_squared, max_mu_squared)
             if ask is not None:
                 ask(receipt)
             for _, attached in sorted(self._ledgers.items()):
@@ -595,19 +626,14 @@ class PrivacyAccount:
         written = not heads
         try:
             for attached in ledgers.values():
-                local = receipt.local and {
-                    "mu_squared": receipt.local["mu_squared"],
-                    "max_mu_squared": receipt.local["max_mu_squared"]
-                    + attached.elsewhere,
-                }
                 attached.ledger.record(
                     receipt.round_index,
                     receipt.cost,
                     receipt.cohort_size,
-                    local=local,
+                    local=receipt.local,
                     run=receipt.name or attached.run,
                     charge_id=receipt.charge_id,
-                    **receipt.details,
+                    **{**receipt.details, **self._facts_of(receipt.local)},
                 )
         finally:
             for name, attached in ledgers.items():
@@ -692,32 +718,36 @@ class PrivacyAccount:
                 largest = ledger.largest_mu_squared(entries) if self.by_client else 0.0
                 others[name] = OtherRun(costs=costs, mu_squared=largest)
         with _signals.defer_signals():  # What is known is counted in full.
-            new = self._count(own, others)
-            if self.by_client and not clients_known:
-                self.lost_mu_squared += math.fsum(cost.mu_squared for cost in new)
+            self._count(own, others, clients_known)
             self.known_ledgers[source] = contents.head
 
-    def merge_others(self, account: PrivacyAccount) -> None:
-        """Counts the other runs that another account counts."""
-        self._count({}, account.others)
+    def merge_others(self, account: PrivacyAccount, run: str) -> None:
+        """Counts the other runs of another account, of which one may be this run."""
+        others = dict(account.others)
+        own = others.pop(run).costs if run in others else {}
+        with _signals.defer_signals():
+            self._count(own, others)
 
     @one_at_a_time
-    def _count(self, own: _Costs, others: Mapping[str, OtherRun]) -> list[Cost]:
+    def _count(
+        self,
+        own: _Costs,
+        others: Mapping[str, OtherRun],
+        clients_known: bool = False,
+    ) -> None:
         """Counts charges that are not counted yet, or raises ValueError.
 
         Args:
           own: Charges of this run.
           others: Charges of other runs, by the run.
-
-        Returns:
-          The cost of each new charge of this run.
+          clients_known: Whether `per_client` already has this run's charges.
         """
         counted, central = dict(self.others), [*self.central.charges]
-        new_own = {n: cost for n, cost in own.items() if n not in self._own_costs}
+        new_own = _new_costs(self._own_costs, own)
         for name, run in others.items():
             known = counted.get(name)
-            new = [c for n, c in run.costs.items() if not known or n not in known.costs]
-            central += _count_central(new).items()
+            new = _new_costs(known.costs if known else {}, run.costs)
+            central += _count_central(new.values()).items()
             counted[name] = known.with_run(run) if known else run
         own_charges = _count_central(new_own.values())
         self.central = PrivacyAccountant([*central, *own_charges.items()])
@@ -725,7 +755,11 @@ class PrivacyAccount:
         self.own, self.others = self.own + own_charges, counted
         self._rounds = self.own.total()
         self._forget_allowed()
-        return [*new_own.values()]
+        if new_own and not clients_known:
+            self.has_unseen_rounds = True
+            if self.by_client:
+                spent = [cost.mu_squared for cost in new_own.values()]
+                self.lost_mu_squared += math.fsum(spent)
 
     @one_at_a_time
     def epsilon(
@@ -766,6 +800,7 @@ class PrivacyAccount:
                 if not (beside and beside.rounds_of(name) >= len(other.costs))
             },
             "lost_mu_squared": self.lost_mu_squared,
+            "has_unseen_rounds": self.has_unseen_rounds,
         }
 
     @classmethod
@@ -776,10 +811,11 @@ class PrivacyAccount:
             name: OtherRun(costs=_from_json(costs), mu_squared=float(mu_squared))
             for name, (costs, mu_squared) in state["others"].items()
         }
-        account._count(_from_json(state["charges"]), others)
+        account._count(_from_json(state["charges"]), others, clients_known=True)
         if state["mu_squared"] is not None:
             account.per_client.restore(state["mu_squared"], state["participations"])
         account.lost_mu_squared = float(state["lost_mu_squared"])
+        account.has_unseen_rounds = bool(state["has_unseen_rounds"])
         return account
 
 
@@ -790,6 +826,22 @@ def _identity(charge_id: str, details: Mapping[str, Any], source: str) -> str:
     another result without another charge, so each ledger that lists it counts.
     """
     return f"{charge_id} in {source}" if "search" in details else charge_id
+
+
+def _new_costs(known: _Costs, costs: _Costs) -> dict[str, Cost]:
+    """Returns the costs of the charges that are not known.
+
+    Raises:
+      ValueError: A known charge has another cost.
+    """
+    for charge_id in known.keys() & costs.keys():
+        if known[charge_id] != costs[charge_id]:
+            raise ValueError(
+                f"path must be a ledger in which a charge costs what it costs in other "
+                f"ledgers, got one in which the charge {charge_id:.80} costs something "
+                "else."
+            )
+    return {charge_id: costs[charge_id] for charge_id in costs.keys() - known.keys()}
 
 
 def _cost_of(entry: ledger.LedgerEntry) -> Cost:

@@ -45,8 +45,8 @@ from tfdp_fl.terms import Json, PrivacyUnit, TrustModel
 
 FORMAT = "tfdp_fl privacy ledger 5"
 _GENESIS = "0" * 64
-# The detail of a round's line that its run wrote into a further ledger afterwards.
-WRITTEN_LATER = "written_later"
+# The detail of a line whose local total is that of all its run's lines before it.
+COVERS_ALL = "covers_all"
 
 
 class LedgerError(RuntimeError):
@@ -201,38 +201,36 @@ class LedgerContents:
         )
         return gaussian.epsilon_of_mu_squared(spent, delta)
 
-    def lost_mu_squared(self, next_round: int, run: str) -> float:
-        """Returns what one client may have spent in lost rounds.
-
-        Args:
-          next_round: The round with which the run continues; the run's existing lines
-            of this round and later ones are lost rounds.
-          run: The run's id.
-        """
-        return _spent_and_lost(self.by_run().get(run, ()), next_round)[1]
-
 
 def largest_mu_squared(entries: Sequence[LedgerEntry]) -> float:
-    """Returns the most that one client can have spent in one run's rounds."""
-    return math.fsum(_spent_and_lost(entries, math.inf))
+    """Returns the most that one client can have spent in one run's rounds.
+
+    The lines of a `PrivacyAccount` say the most for all charges in the file before
+    them. Other lines may not know of each other, if the run was resumed in between.
+    """
+    total, num_covered = 0.0, 0
+    for number, entry in enumerate(entries, start=1):
+        if COVERS_ALL in entry.details and entry.local is not None:
+            total, num_covered = max(total, entry.local["max_mu_squared"]), number
+    return total + _spent_and_lost(entries[num_covered:])
 
 
-def _spent_and_lost(
-    entries: Sequence[LedgerEntry], earliest_later: float
-) -> tuple[float, float]:
-    spent, lost = 0.0, 0.0
+def _spent_and_lost(entries: Sequence[LedgerEntry]) -> float:
+    """Returns the same of lines of which each states its total by its own memory.
+
+    A round that a later line repeats was lost, and is not in that line's total.
+    """
+    spent, lost, earliest_later = 0.0, 0.0, math.inf
     for entry in reversed(entries):
-        # Such a line was written after its round; its total includes the round.
-        is_late = WRITTEN_LATER in entry.details
         if entry.local is not None:
-            if entry.round_index >= earliest_later and not is_late:
+            if entry.round_index >= earliest_later:
                 lost += entry.local["mu_squared"]
             else:
                 spent = max(spent, *entry.local.values())
         # (A line that costs nothing belongs to its round, and repeats none.)
-        if not is_late and (entry.local is None or entry.local["mu_squared"]):
+        if entry.local is None or entry.local["mu_squared"]:
             earliest_later = min(earliest_later, entry.round_index)
-    return spent, lost
+    return spent + lost
 
 
 class PrivacyLedger:
@@ -714,7 +712,7 @@ def _parse(
     if expected_head is not None and expected_head not in hashes:
         raise LedgerTamperedError(
             f"The ledger {name} does not contain the line with the hash "
-            f"{expected_head}: lines at its end were removed."
+            f"{expected_head}: lines at its end were removed, or it is another ledger."
         )
     header.pop("kind", None)
     contents = LedgerContents(

@@ -397,11 +397,25 @@ class InterruptedRun:
         If the directory is a copy, and the original is still there, the original's
         ledger is one of them: the run may go on in either.
         """
-        own = ledger_key(ledger_path(self.directory))
         known = [*self.state["known_ledgers"], *self._facts_of_lines("ledgers")]
-        if not os.path.exists(self.state["ledger"]):  # The directory was moved.
-            known = [path for path in known if path != self.state["ledger"]]
-        return [path for path in dict.fromkeys(known) if path != own]
+        own = ledger_key(ledger_path(self.directory))
+        left = () if self.has_original else (self.state["ledger"],)
+        return [
+            path
+            for path in dict.fromkeys(known)
+            if path not in left and ledger_key(path) != own
+        ]
+
+    @property
+    def has_original(self) -> bool:
+        """Whether the directory is a copy, and the original's ledger is still there."""
+        path = self.state["ledger"]
+        if not os.path.exists(path):
+            return False
+        with contextlib.suppress(accounting.LedgerError, OSError):
+            # Another run's ledger may have taken its place.
+            return accounting.PrivacyLedger.read(path).header == self.ledger.header
+        return True
 
     def _facts_of_lines(self, name: str) -> list[str]:
         """Returns facts from the run's lines (`Run.facts_of_line`), each once."""
@@ -453,15 +467,13 @@ class InterruptedRun:
             )
         ledger = accounting.PrivacyLedger.read(path, expected_head=state["ledger_head"])
         run = fed.run
-        if run is not None:
-            unwritten = run.spending.unwritten(ledger, run.run_id)
-            # (Releases outside the rounds are kept.)
-            if any(name == run.run_id for name, _, _ in unwritten):
-                raise ValueError(
-                    "resume_from must be given to a model that was not trained yet, or "
-                    "only by the same run: its earlier rounds would be forgotten. It "
-                    f"was trained for {run.rounds} rounds."
-                )
+        # (Releases outside the rounds are kept.)
+        if run is not None and run.spending.lacks_rounds(ledger, run.run_id):
+            raise ValueError(
+                "resume_from must be given to a model that was not trained yet, or "
+                "only by the same run: its earlier rounds would be forgotten. It "
+                f"was trained for {run.rounds} rounds."
+            )
         return cls(directory=pathlib.Path(directory), state=state, ledger=ledger)
 
     def restore(
@@ -484,7 +496,10 @@ class InterruptedRun:
         before = self.ledger.up_to(state["ledger_head"])
         spending.merge_ledger(before, run.run_id, key, clients_known=True)
         ledgers = {key: self.ledger}
-        for other in (*run.known_ledgers, *self.other_ledgers):
+        was_copied = state["ledger"] != key
+        if was_copied and not self.has_original:
+            run.known_ledgers.pop(state["ledger"], None)
+        for other in dict.fromkeys((*run.known_ledgers, *self.other_ledgers)):
             # These ledgers, too, may have rounds from after the checkpoint.
             if other != key and os.path.exists(other):
                 head = run.known_ledgers.get(other)
@@ -494,19 +509,15 @@ class InterruptedRun:
         for name, contents in ledgers.items():
             # All charges are counted. If more appear later, another process made them.
             spending.merge_ledger(contents, run.run_id, name)
-        was_copied = state["ledger"] != key
-        if was_copied and not os.path.exists(state["ledger"]):
-            run.known_ledgers.pop(state["ledger"], None)
-        lost = spending.rounds > state["spending"]["rounds"]
+        spending.merge_others(prepared.spending, run.run_id)
         run.caveats |= {*self._facts_of_lines("caveats")} & {*accounting.CAVEATS}
         is_same = state["memory_of"] == query.mechanism.state_fingerprint()
-        if lost:
+        if spending.has_unseen_rounds:
             run.begin_segment(query)
         elif was_copied or not is_same:
             # The original may go on from the same noise memory. Nor is it valid if this
             # machine computed other coefficients.
             run.mechanism_state = query.new_segment(run.mechanism_state)
-        spending.merge_others(prepared.spending)
         for variable, value in pairs:
             variable.assign(tf.cast(value, variable.dtype))
         fed.require_compiled("fit").set_learning_rate(state["learning_rate"])

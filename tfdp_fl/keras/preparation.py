@@ -49,7 +49,7 @@ def prepare(
     setup, mechanism, run = fed.setup, fed.mechanism, fed.run
     population = _check_population(fed, clients)
     num_records, min_examples = _count_records(mechanism, clients)
-    sampler = _make_sampler(fed, clients, plan)
+    sampler = _make_sampler(fed, population, plan)
     sizes = sampling.expected_sizes(
         setup.sampling, clients.num_clients, setup.clients_per_round
     )
@@ -170,15 +170,17 @@ def _check_population(fed: FederatedTraining, clients: FederatedDataset) -> Popu
 
 
 def _make_sampler(
-    fed: FederatedTraining, clients: FederatedDataset, plan: FitPlan
+    fed: FederatedTraining, population: Population, plan: FitPlan
 ) -> sampling.CohortSampler:
-    if fed.run is not None:
+    """Returns the run's sampler; a new one, with passes of its own, for new clients."""
+    num_clients, _ = population
+    if fed.run is not None and fed.run.population == population:
         previous = fed.run.sampler
-        if (previous.num_clients, previous.seed) == (clients.num_clients, plan.seed):
+        if (previous.num_clients, previous.seed) == (num_clients, plan.seed):
             return previous
     sampler = sampling.make_sampler(
         fed.setup.sampling,
-        clients.num_clients,
+        num_clients,
         fed.setup.clients_per_round,
         plan.seed,
         fed.mechanism.min_separation,

@@ -185,6 +185,8 @@ class RoundLoop:
     def draw(self) -> sampling.Cohort:
         """See `algorithm.FrontEnd`; also sets the round's inputs."""
         run = self.run
+        if run.spending.has_unseen_rounds:  # Whatever found them was interrupted.
+            run.begin_segment(self.engine.query)
         run.sampler.attempt = attempt = run.attempts.take()
         rate = self.fed.require_compiled("fit").learning_rate
         inputs = run.next_inputs(rate, attempt)

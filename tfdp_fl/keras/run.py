@@ -19,7 +19,7 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import accounting, sampling, schedules
+from tfdp_fl import _signals, accounting, sampling, schedules
 from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.auditing import CanaryAudit
@@ -223,8 +223,10 @@ class Run:
         They were lost in a crash, or the run was resumed in two places. The noise
         memory does not cover their releases.
         """
-        self.caveats.add("rounds_charged_twice")
-        self.mechanism_state = query.new_segment(self.mechanism_state)
+        with _signals.defer_signals():
+            self.caveats.add("rounds_charged_twice")
+            self.mechanism_state = query.new_segment(self.mechanism_state)
+            self.spending.has_unseen_rounds = False
 
     def update_windows(self, positions: np.ndarray, norms: np.ndarray | None) -> None:
         """Adds a round's norms to the clients' windows; a failed client's are NaN."""

@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tfdp_fl import _signals, _validate, accounting
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.keras import checkpoint
 from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
 from tfdp_fl.keras.run import Run
@@ -46,7 +45,6 @@ class Ledger(FederatedCallback):
         self.path = pathlib.Path(path).absolute()
         self._append = append
         self._ledger: accounting.PrivacyLedger | None = None
-        self._mu_squared_elsewhere = 0.0
         self._account: accounting.PrivacyAccount | None = None
 
     @property
@@ -78,8 +76,11 @@ class Ledger(FederatedCallback):
                 expected_head=known,
                 run=run.run_id,
             )
-        with run.spending.pause_charges(), ledger.lock:
-            self._join(ledger, known)
+            with run.spending.pause_charges():
+                with ledger.lock:
+                    self._join(ledger, known)
+                # (Any of the ledgers may have told of charges that others lack.)
+                run.spending.write_missing(max(0, run.rounds - 1), run.facts_of_line())
 
     def _join(self, ledger: accounting.PrivacyLedger, known: str | None) -> None:
         """Counts an open ledger's lines, and records all later charges in it."""
@@ -99,18 +100,13 @@ class Ledger(FederatedCallback):
                     "from its directory."
                 )
         self._check_runs(contents)
-        went_on_elsewhere = run.spending.has_unknown_rounds(contents, run.run_id)
         run.spending.merge_ledger(contents, run.run_id, self._key)
-        if went_on_elsewhere:
+        if run.spending.has_unseen_rounds:
             _, cohort_engine = self.federated_model.require_trained("fit")
             run.begin_segment(cohort_engine.query)
         self._begin()
-        self._catch_up(contents)
-        run.known_ledgers[self._key] = ledger.head
         self._account = run.spending
-        run.spending.attach_ledger(
-            self._key, ledger, run.run_id, self._mu_squared_elsewhere
-        )
+        run.spending.attach_ledger(self._key, ledger, run.run_id)
 
     def _begin(self) -> None:
         """Called after the open ledger is counted, before this run's first line."""
@@ -146,28 +142,6 @@ class Ledger(FederatedCallback):
                 "path must be a ledger of rounds with the neighbouring relation "
                 f"{relation.name}, as for {sampling} sampling, but {self.path} has "
                 f"{found.name}; one guarantee cannot cover both."
-            )
-
-    def _catch_up(self, contents: accounting.LedgerContents) -> None:
-        """Writes the charges made while this ledger was not open."""
-        assert self._ledger is not None
-        run = self._run
-        spending = run.spending
-        lost = contents.lost_mu_squared(run.rounds, run.run_id)
-        self._mu_squared_elsewhere = max(0.0, spending.lost_mu_squared - lost)
-        max_mu_squared = spending.per_client.max_mu_squared + self._mu_squared_elsewhere
-        for name, charge_id, cost in spending.unwritten(contents, run.run_id):
-            assert cost.central is not None  # A run's own charges have one.
-            local = {"mu_squared": cost.mu_squared, "max_mu_squared": max_mu_squared}
-            self._ledger.record(
-                max(0, run.rounds - 1),
-                cost.central,
-                round(cost.central.clients_per_round),
-                local=local if spending.by_client else None,
-                run=name,
-                charge_id=charge_id,
-                evaluation=name != run.run_id,
-                **{ledger_lib.WRITTEN_LATER: True, **run.facts_of_line()},
             )
 
     def check_release(self, charge: accounting.RoundCharge) -> None:
@@ -284,18 +258,18 @@ def missing_ledgers(
       callbacks: The callbacks given to `fit`.
     """
     needed: list[Ledger] = []
+    paths = [] if run is None else list(run.known_ledgers)
     if interrupted is not None:
         needed = [Ledger(checkpoint.ledger_path(interrupted.directory))]
-        paths = interrupted.other_ledgers
-    else:
-        paths = [] if run is None else list(run.known_ledgers)
+        paths += interrupted.other_ledgers
     written = {
         checkpoint.ledger_key(c.path) for c in callbacks if isinstance(c, Ledger)
     }
-    for path in paths:
+    keys = {checkpoint.ledger_key(path): path for path in paths}
+    for key, path in keys.items():
         if os.path.exists(path):
             needed.append(Ledger(path, append=True))
-        elif path not in written:
+        elif key not in written:
             warnings.warn(
                 f"The ledger {path}, in which this run recorded rounds, is missing: "
                 "other runs that count by it will not know of this fit's rounds. If it "
@@ -303,4 +277,5 @@ def missing_ledgers(
                 RuntimeWarning,
                 stacklevel=3,
             )
-    return [c for c in needed if checkpoint.ledger_key(c.path) not in written]
+    missing = {checkpoint.ledger_key(c.path): c for c in reversed(needed)}
+    return [c for key, c in missing.items() if key not in written]
