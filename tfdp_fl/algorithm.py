@@ -34,7 +34,12 @@ from typing import Any, Protocol
 from tfdp_fl._lazy_tf import tf
 from tfdp_fl.accounting import Charge
 from tfdp_fl.mechanisms import cohort_query, noise
-from tfdp_fl.mechanisms.contribution import ClientContext, Contribution, RoundState
+from tfdp_fl.mechanisms.contribution import (
+    ClientContext,
+    Contribution,
+    RoundState,
+    Scalar,
+)
 from tfdp_fl.terms import NoiseSite, TrustModel
 
 Cohort = Any  # A `sampling.Cohort`, or another object with a `participation`.
@@ -125,7 +130,7 @@ def release(
     query: cohort_query.CohortQuery,
     total: Contribution,
     state: RoundState,
-    charged: Any = None,
+    charged: Scalar,
 ) -> tuple[list[tf.Tensor], RoundState]:
     """Returns the noisy mean of a cohort's records, and the state for the next round.
 
@@ -133,7 +138,7 @@ def release(
       query: The mechanism's query.
       total: The sum of the records.
       state: The round's state.
-      charged: The result of `query.paid_for`; None: computed from the first clip.
+      charged: The result of `query.paid_for`: Python numbers of what was charged.
 
     Raises:
       InvalidArgumentError: The noise is less than what was charged for.

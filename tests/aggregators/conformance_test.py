@@ -128,6 +128,21 @@ class _Growing(tfdp_fl.mechanisms.Mechanism):
         return "Growing."
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Quieter(tfdp_fl.mechanisms.Mechanism):
+    """The noise that it adds is a thousandth of the noise that it is charged for."""
+
+    clip_norm: float = 1.0
+    noise_multiplier: float = 10.0
+
+    def noise_stddevs(self, round, deployment):
+        share = 1e-3 if tf.is_tensor(round.noise_multiplier) else 1.0
+        return {"update": share * round.noise_multiplier * round.clip_norm}
+
+    def describe(self):
+        return "Quieter."
+
+
 def _of_query(stddev, kind=tfp.GaussianSumQuery):
     event = dp_accounting.GaussianDpEvent(4.0 if kind is _Shrinking else stddev)
     query = kind(1.0, stddev)
@@ -142,6 +157,9 @@ def _of_query(stddev, kind=tfp.GaussianSumQuery):
         (_of_query(0.3), _of_query(10.0), 0, "reports less noise in this round"),
         (_of_query(10.0), _of_query(0.3), 1, None),
         (aggregators.from_mechanism(_Growing(), 4), None, 1, "adds less noise"),
+        (aggregators.from_mechanism(_Quieter(), 4), None, 0, "adds less noise"),
+        # With a line for each round.
+        (aggregators.from_mechanism(_Quieter(), [4, 4]), None, 0, "adds less noise"),
     ],
 )
 def test_a_round_with_less_noise_than_is_written_down_fails(

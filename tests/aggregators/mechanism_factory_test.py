@@ -217,6 +217,7 @@ def test_a_secure_sum_that_cuts_off_noise_or_the_count_is_refused():
 
 def test_a_clip_that_falls_below_a_secure_sums_rounding():
     plan = {"noise_multiplier": 1.0, "clients_per_round": 4.0, "min_clip_norm": 0.25}
+    plan["charged"] = 1.0
     check = state_lib.RoundPlan(**plan, lines="")
     four = tf.constant(4.0)
     assert check.check_size(four, four, four, clip_norm=0.25) == 4

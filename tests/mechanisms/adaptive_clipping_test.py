@@ -67,7 +67,7 @@ def test_the_count_is_noised_with_sigma_b_in_all(noise_site, sigma_b):
     with mock.patch.object(noise, "add_normal", add):
         record = algorithm.make_record(query, params, [tf.zeros([1])])
         total = query.initial_sample_state([tf.zeros([1])])
-        _, after = algorithm.release(query, total, begun)
+        _, after = algorithm.release(query, total, begun, math.inf)
     # The clip moves by exp(-rate b), b = (what is added to the count) / m.
     by_server = -m * math.log(float(after.clip_norm) / 0.1) / 0.2
     by_client = float(record.sums["below_clip"]) - 0.5

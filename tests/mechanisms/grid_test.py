@@ -85,7 +85,7 @@ def test_noise_has_the_stddev_that_is_charged():
     query, state = _query(_LARGE)
     state = query.begin_round(state, 1.0, _M)
     zeros = query.initial_sample_state([tf.zeros(s) for s in _LARGE])
-    traced = tf.function(lambda: algorithm.release(query, zeros, state)[0][0])
+    traced = tf.function(lambda: algorithm.release(query, zeros, state, 1.0)[0][0])
     statistics.assert_uncorrelated(traced(), traced())
 
 

@@ -303,7 +303,7 @@ def test_a_central_mean_knows_no_weights():
     )
     state = query.begin_round(query.initial_global_state(), 5.0, 4.0)
     total = query.initial_sample_state([tf.zeros([2])])
-    algorithm.release(query, total._replace(weight=tf.constant(3.0)), state)
+    algorithm.release(query, total._replace(weight=tf.constant(3.0)), state, 0.04)
     assert [float(weight) for weight in seen] == [2.0]
 
 

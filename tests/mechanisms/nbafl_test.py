@@ -64,7 +64,7 @@ def _released(deployment, value=0.0):
     total = query.initial_sample_state([tf.zeros(shape) for shape in _WIDE])
     update = [v + 5 * value for v in total.update]
     total = total._replace(update=update, weight=tf.constant(5.0))
-    return algorithm.release(query, total, state)[0]
+    return algorithm.release(query, total, state, np.inf)[0]
 
 
 def test_noise_before_broadcast_when_it_is_due():

@@ -66,6 +66,8 @@ def run_round(
         client = ClientContext(*told)
         records.append(algorithm.make_record(query, params, update, client))
         total = records_lib.add(total, records[-1])
+    if charged is None:
+        charged = query.charged_for(m, noise_multiplier)
     mean, next_state = algorithm.release(query, total, state, charged)
     mean = [np.asarray(v) for v in mean]
     return RoundState(mean, total, state, next_state, records)

@@ -326,7 +326,8 @@ def _clip_by_mechanism(
         round_state = round_state._replace(clip_norm=float(clip))
     usable = tf.constant([not update.discarded for update in clipped_updates], tf.bool)
     tensors = _to_tensors(round_state, ())
-    query.check_noise(tensors)
+    _, z, m, _ = round_state
+    query.check_noise(tensors, query.charged_for(float(m), float(z)))
     contribution = query.bounded_factor(norms, usable, tensors)
     factors = np.asarray(contribution.update, np.float64) * (1 - _ROUNDING)
     sums = {

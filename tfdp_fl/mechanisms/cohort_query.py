@@ -7,7 +7,7 @@ Every runtime makes these calls once a round:
     for each client:                                # in parallel
         record = algorithm.make_record(query, params, update, client)
         total  = records.add(total, record)
-    mean, state = algorithm.release(query, total, state)
+    mean, state = algorithm.release(query, total, state, charged)
 
 A query with `two_phase` sets the clip from the norms of the whole cohort: between
 `begin_round` and `derive_sample_params`, the runtime collects
@@ -328,7 +328,7 @@ class CohortQuery:
     def check_noise(
         self,
         state: RoundState,
-        charged: float | None = None,
+        charged: Scalar,
         stddevs: Mapping[str, Scalar] | None = None,
     ) -> list[tf.Operation]:
         """Raises InvalidArgumentError if a round has less noise than was charged for.
@@ -339,23 +339,29 @@ class CohortQuery:
 
         Args:
           state: The round's state.
-          charged: The result of `paid_for`; None: computed from tensors.
+          charged: The result of `paid_for` or `charged_for`.
           stddevs: Those of the noise that will be added; None: asked for here.
 
         Returns:
           In a graph, the operations that raise the error, for `after_assertions`.
         """
         mechanism = self.mechanism
-        if charged is None:
-            first = state._replace(clip_norm=mechanism.reference_clip_norm)
-            charged = mechanism.sensitivity_squared(first, self.deployment)
         actual = mechanism.sensitivity_squared(state, self.deployment, stddevs)
         return must_be_at_most(
             tf.cast(actual, tf.float32),
             tf.cast(charged, tf.float32) * (1 + NOISE_ROUNDING),
-            f"{mechanism.name} adds less noise for its bounds in this round than "
-            "in the first, by which rounds are charged.",
+            f"{mechanism.name} adds less noise for its bounds in this round than it is "
+            "charged for (computed in Python numbers, and at the first clip).",
         )
+
+    def check_reported_event(self, state: RoundState) -> list[tf.Operation]:
+        """Raises an error if a query of its own reports more than `round_event`.
+
+        It is for runtimes that record a round's event in advance, instead of asking
+        `event_at` before each charge. It returns what `check_noise` returns.
+        """
+        del state  # Mechanisms report nothing.
+        return []
 
     def derive_metrics(self, state: RoundState) -> collections.OrderedDict:
         """Returns `clip_norm` and `noise_stddev` (on the sum) of a round."""

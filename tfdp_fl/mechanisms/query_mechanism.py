@@ -149,21 +149,22 @@ class WrappedQuery(cohort_query.CohortQuery):
     def check_noise(
         self,
         state: RoundState,
-        charged: float | None = None,
+        charged: Scalar,
         stddevs: Mapping[str, Scalar] | None = None,
     ) -> list[tf.Operation]:
-        """Implements `CohortQuery.check_noise`, using the event that the query reports.
+        """Implements `CohortQuery.check_noise`: nothing, as the query adds the noise.
 
-        This is for runtimes that record a round's cost before its state exists, perhaps
-        in another process. Other runtimes ask the query before each charge
-        (`event_at`), and pass `charged`.
+        Its cost is what it reports (`event_at`, `check_reported_event`).
+        """
+        del state, charged, stddevs
+        return []
+
+    def check_reported_event(self, state: RoundState) -> list[tf.Operation]:
+        """Implements `CohortQuery.check_reported_event`.
 
         Raises:
           ValueError: It reports an event that is not Gaussian and changes by round.
         """
-        del stddevs
-        if charged is not None:
-            return []
         zeros = [tf.zeros(shape) for shape in self.deployment.shapes or ()]
         declared = charge.normalise(self.mechanism.dp_event)
         with tf.init_scope():

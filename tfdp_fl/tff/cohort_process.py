@@ -299,11 +299,15 @@ def _create_release(
             query.noise_shares(query_state) if plan.limits else None,
         )
         update = to_list(total["update"]) if packed else total["update"]
-        record = cohort_query.after_assertions(
-            [size], contribution.Contribution(update=update, **scalars)
-        )
         # (The state may come from another process.)
-        mean, new_state = algorithm.release(query, record, query_state)
+        reported = query.check_reported_event(query_state)
+        record = cohort_query.after_assertions(
+            [size, *reported], contribution.Contribution(update=update, **scalars)
+        )
+        # What is added must be at least what the recorded line says.
+        mean, new_state = algorithm.release(
+            query, record, query_state, plan.charged_at(round_index)
+        )
         measurements = collections.OrderedDict(
             query.derive_metrics(query_state),
             clipped_fraction=tf.math.divide_no_nan(record.clipped, size),

@@ -217,12 +217,18 @@ class BoundFactory:
             )
             for index in range(count)
         )
+        query = self.mechanism.bind(deployment)
+        charged = tuple(
+            state.charged_by(line, query, self.mechanism.noise_multiplier_at(index))
+            for index, line in enumerate(lines)
+        )
         return cohort_process.create_cohort_process(
-            self.mechanism.bind(deployment),
+            query,
             state.RoundPlan(
                 noise_multiplier=self._noise_multipliers,
                 clients_per_round=self._cohort_sizes,
                 lines=lines if self._is_scheduled else lines[0],
+                charged=charged if self._is_scheduled else charged[0],
                 exact=self.mechanism.needs_exact_cohort,
                 at_most_expected=self._has_whole_cohorts,
                 max_cohort_size=max_cohort_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
@@ -16,7 +17,7 @@ from scipy import stats
 
 from tfdp_fl import _files, _validate, sampling, schedules
 from tfdp_fl.accounting import charge
-from tfdp_fl.mechanisms import contribution
+from tfdp_fl.mechanisms import cohort_query, contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 from tfdp_fl.terms import Json, Sampling, TrustModel
 
@@ -112,6 +113,20 @@ def history_line(
     return _files.to_canonical_json(line)
 
 
+def charged_by(
+    line: str, query: cohort_query.CohortQuery, noise_multiplier: float
+) -> float:
+    """Returns `CohortQuery.paid_for` of a round's `history_line`.
+
+    It is infinite for a local guarantee, whose noise the server does not add.
+    """
+    fields = json.loads(line)
+    if "event" not in fields:
+        return math.inf
+    z = charge.noise_multiplier_of(charge.event_from_json(fields["event"]))
+    return query.paid_for(z, fields["clients_per_round"], noise_multiplier)
+
+
 def tabulate(
     schedule: schedules.Schedule,
     name: str,
@@ -174,6 +189,7 @@ class RoundPlan:
       noise_multiplier: The mechanism's z.
       clients_per_round: The expected number of clients in a round, m.
       lines: See `RoundHistory`: one for all rounds, or one per round.
+      charged: `charged_by` of these lines, likewise.
       exact: Whether exactly m clients must answer, because each adds its share of the
         noise.
       at_most_expected: Whether no more than m may answer, as under fixed-size
@@ -190,6 +206,7 @@ class RoundPlan:
     noise_multiplier: Table
     clients_per_round: Table
     lines: str | tuple[str, ...]
+    charged: Table
     exact: bool = False
     at_most_expected: bool = False
     max_cohort_size: int | None = None
@@ -203,6 +220,10 @@ class RoundPlan:
             _value_at(self.noise_multiplier, round_index, tf.float32),
             _value_at(self.clients_per_round, round_index, tf.float32),
         )
+
+    def charged_at(self, round_index: tf.Tensor) -> tf.Tensor:
+        """Returns what a round's line allows, float32 scalar."""
+        return _value_at(self.charged, round_index, tf.float32)
 
     def append_round(
         self, history: RoundHistory, round_index: tf.Tensor, answered: tf.Tensor
