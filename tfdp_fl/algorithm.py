@@ -34,12 +34,7 @@ from typing import Any, Protocol
 from tfdp_fl._lazy_tf import tf
 from tfdp_fl.accounting import Charge
 from tfdp_fl.mechanisms import cohort_query, noise
-from tfdp_fl.mechanisms.contribution import (
-    ClientContext,
-    Contribution,
-    RoundState,
-    Scalar,
-)
+from tfdp_fl.mechanisms.contribution import ClientContext, Contribution, RoundState
 from tfdp_fl.terms import NoiseSite, TrustModel
 
 Cohort = Any  # A `sampling.Cohort`, or another object with a `participation`.
@@ -130,7 +125,7 @@ def release(
     query: cohort_query.CohortQuery,
     total: Contribution,
     state: RoundState,
-    charged: Scalar,
+    charged: float | tf.Tensor,
 ) -> tuple[list[tf.Tensor], RoundState]:
     """Returns the noisy mean of a cohort's records, and the state for the next round.
 
@@ -144,12 +139,13 @@ def release(
       InvalidArgumentError: The noise is less than what was charged for.
     """
     mechanism, weight = query.mechanism, total.weight
+    public = state.without_memory()  # Who sees the memory could subtract the noise.
     stddevs = query.noise_stddevs(state)  # Checked, and added here or by the clients.
     if mechanism.trust_model == TrustModel.CENTRAL:
-        assertions = query.check_noise(state, charged, stddevs)
+        assertions = query.check_noise(public, charged, stddevs)
         total = cohort_query.after_assertions(assertions, total)
         weight = query.deployment.expected_weight(state.clients_per_round)
     update, sums, memory = query.add_noise(total, state, stddevs)
-    mean = query.divide(update, weight, state)
-    clip_norm = mechanism.next_clip_norm(sums, state)
+    mean = query.divide(update, weight, public)
+    clip_norm = mechanism.next_clip_norm(sums, public)
     return mean, state._replace(clip_norm=clip_norm, memory=memory)

@@ -4,9 +4,13 @@ A cell that is left out says why: `pytest -rs tests/conformance` lists them. A
 false alarm of the noise's tests has a probability below 1e-6 (`statistics`).
 """
 
+import dataclasses
+import inspect
+
 import numpy as np
 import pytest
 
+import tfdp_fl
 from tests.conformance import mechanisms, runtimes
 from tests.mechanisms import statistics
 from tfdp_fl import accounting
@@ -128,3 +132,48 @@ def test_noise_has_its_scale_is_new_each_round_and_is_charged(case, run):
             Z, "fixed_size", M, M, rounds=2, delta=runtimes.DELTA, accountant=by
         )
         assert done.epsilon == pytest.approx(expected, rel=1e-6)
+
+
+# (A contribution of one's own would not train side by side, nor in Flower.)
+_TAKE_A_ROUND = [
+    name
+    for name, member in inspect.getmembers(tfdp_fl.CorrelatedNoise, callable)
+    if not name.startswith("_") and "round" in inspect.signature(member).parameters
+    if name != "contribution"
+]
+
+
+def _watch(name, called):
+    """Returns a member that fails where it is given a memory."""
+    member = getattr(tfdp_fl.CorrelatedNoise, name)
+
+    def watched(*args, **given):
+        round = inspect.signature(member).bind(*args, **given).arguments["round"]
+        assert round.memory == (), f"{name} sees the noise of earlier rounds"
+        called.add(name)
+        return member(*args, **given)
+
+    return watched
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(
+            run, id=name, marks=[pytest.mark.skipif(bool(why), reason=f"{why}")]
+        )
+        for name, run in runtimes.RUNTIMES.items()
+        for why in [runtimes.missing(name)]
+    ],
+)
+def test_a_member_never_sees_the_noise_of_earlier_rounds(run):
+    called = set()
+    members = {name: _watch(name, called) for name in _TAKE_A_ROUND}
+    members["round_event"] = tfdp_fl.CorrelatedNoise.round_event
+    watched = type("CorrelatedNoise", (tfdp_fl.CorrelatedNoise,), members)
+    made = mechanisms.CASES["CorrelatedNoise"].make(Z)
+    given = {
+        field.name: getattr(made, field.name) for field in dataclasses.fields(made)
+    }
+    run(watched(**given), [list(_updates())] * 2, M)
+    assert called == {*_TAKE_A_ROUND}

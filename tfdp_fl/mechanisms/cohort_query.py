@@ -151,7 +151,8 @@ class CohortQuery:
         """Returns the state with the noise that clients add, asked for only here."""
         if not self._clients_add_noise:
             return state
-        stddevs = self.mechanism.noise_stddevs(state, self.deployment)
+        public = state.without_memory()
+        stddevs = self.mechanism.noise_stddevs(public, self.deployment)
         memory = {
             name: tf.cast(stddevs[name], tf.float32) for name in self._noise_names
         }
@@ -161,7 +162,8 @@ class CohortQuery:
         """Returns the stddevs of a round's noise, by name."""
         if self._clients_add_noise:
             return state.memory
-        return self.mechanism.noise_stddevs(state, self.deployment)
+        public = state.without_memory()
+        return self.mechanism.noise_stddevs(public, self.deployment)
 
     def record_norm(self, record: Tensors) -> tf.Tensor:
         """Returns the norm (float32 scalar) of a client's unclipped update."""
@@ -169,12 +171,12 @@ class CohortQuery:
 
     def clip_to_cohort(self, state: RoundState, norms: tf.Tensor) -> RoundState:
         """Returns the state with the clip computed from the cohort's norms."""
-        clip_norm = self.mechanism.clip_to_cohort(norms, state)
+        clip_norm = self.mechanism.clip_to_cohort(norms, state.without_memory())
         return self._with_client_noise(state._replace(clip_norm=clip_norm))
 
     def derive_sample_params(self, state: RoundState) -> RoundState:
         """Returns the state that clients receive, without the server's memory."""
-        return state if self._clients_add_noise else state._replace(memory=())
+        return state if self._clients_add_noise else state.without_memory()
 
     def initial_sample_state(self, template: Tensors) -> Contribution:
         """Returns the float64 zeros to which a cohort's records are added."""
@@ -274,7 +276,7 @@ class CohortQuery:
 
     def l2_norm_bound(self, state: RoundState) -> tf.Tensor | float:
         """Returns the bound on the norm of a client's record, before noise."""
-        return self.mechanism.l2_norm_bound(state)
+        return self.mechanism.l2_norm_bound(state.without_memory())
 
     def add_noise(
         self, total: Contribution, state: RoundState, stddevs: Mapping[str, Scalar]

@@ -150,8 +150,8 @@ class PrivacyContext:
 class RoundState(NamedTuple):
     """The state of one round: Python floats, or float32 scalars.
 
-    A query carries it from round to round, and sends it (without the memory) to every
-    client of a round.
+    A query carries it from round to round. Without the memory, it is sent to every
+    client of a round, and passed to the mechanism's members.
 
     Attributes:
       clip_norm: The clip S of this round, or of the next one.
@@ -166,6 +166,10 @@ class RoundState(NamedTuple):
     noise_multiplier: Scalar
     clients_per_round: Scalar
     memory: Memory = ()
+
+    def without_memory(self) -> RoundState:
+        """Returns the state without what must stay secret."""
+        return self._replace(memory=())
 
 
 class ClientContext(NamedTuple):

@@ -14,7 +14,8 @@ from typing import Any
 
 from tfdp_fl.terms import TrustModel
 
-# No cost relies on these:
+# No cost relies on these, which get no secrets: `algorithm.release` passes them noised
+# sums, and a round without its memory.
 _FREE = {
     *("name", "describe", "caveats", "own_caveats", "parameters", "needs_shapes"),
     *("noise_limit", "noise_limit_reason"),
