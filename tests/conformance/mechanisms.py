@@ -27,7 +27,6 @@ class Case:
       bound: The most that one client moves the mean of M.
       by_answers: Whether the mean is over the clients that answered.
       sampled: Whether epsilon is that of cohorts of a fixed size.
-      weighted: Whether a client of NaN has no weight.
       correlation: c_1: the second round's noise and so much of the first one's are
         fresh noise.
       not_in: Why some runtimes do not run it.
@@ -39,7 +38,6 @@ class Case:
     bound: float = S / M
     by_answers: bool = False
     sampled: bool = True
-    weighted: bool = False
     correlation: float = 0.0
     not_in: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -150,7 +148,6 @@ CASES = {
         stddev=references.nbafl_uplink_sigma(S, 1.3, 16, 5, 100.0) / math.sqrt(M),
         by_answers=True,
         sampled=False,
-        weighted=True,
         not_in=_only_in("query", why="it releases weights, not updates"),
     ),
     "CorrelatedNoise": Case(

@@ -184,3 +184,15 @@ def test_arrays_that_are_mapped_from_a_file_are_read_once(tmp_path):
         toy.fit(fed, data=clients, seed=1)
         weights.append(fed.get_weights())
     toy.assert_same(*weights)
+
+
+def test_one_record_of_nan_does_not_silence_its_client_under_nbafl():
+    # The model of a single client stayed as it was, to the last bit.
+    mechanism = tfdp_fl.NbAFL(epsilon=0.5, constant=5.0, weight_clip=1.0)
+    x, y = toy.arrays(100)
+    x[7] = np.nan
+    fed = toy.federated(mechanism, clients_per_round=1, sampling="shuffled")
+    before = fed.get_weights()
+    history = toy.fit(fed, data={"a": (x, y)}).history
+    assert history["discarded_clients"] == [1.0]
+    assert np.abs(toy.flat(fed) - toy.flat(before)).max() > 0.01

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import warnings
 
@@ -8,8 +9,8 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.mechanisms import references, rounds, statistics
-from tfdp_fl import accounting
-from tfdp_fl.mechanisms import ClientContext, PrivacyContext, RoundState
+from tfdp_fl import accounting, algorithm
+from tfdp_fl.mechanisms import ClientContext, PrivacyContext, RoundState, declaration
 
 _DEPLOYMENT = PrivacyContext(
     clients_per_round=4, num_clients=20, sampling="fixed_size", rounds=10
@@ -187,3 +188,44 @@ def test_joint_layers_spend_the_budget_once_and_separate_ones_each():
         assert made.trust_model == "local"
         event = made.round_event(0, deployment)
         assert event == dp_accounting.NonPrivateDpEvent()
+
+
+class _CountsTheUsable(tfdp_fl.LocalDP):
+    """Would tell by a weight without noise whether an update is usable."""
+
+    def contribution(self, update, round, client, deployment):
+        record = super().contribution(update, round, client, deployment)
+        return record._replace(weight=1.0 - record.discarded)
+
+    def mu_squared(self, deployment):
+        return super().mu_squared(deployment)
+
+    def round_event(self, round_index, deployment):
+        return super().round_event(round_index, deployment)
+
+
+_LOCAL = [
+    kind
+    for kind in [*map(declaration.by_name, declaration.names()), _CountsTheUsable]
+    if kind.trust_model == "local"
+]
+
+
+@pytest.mark.parametrize("kind", _LOCAL)
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38, 1e18, 1e-42])
+def test_a_clients_weight_in_the_mean_does_not_depend_on_its_update(kind, value):
+    fields = {field.name for field in dataclasses.fields(kind)}
+    given = {"epsilon": 1.0, "delta": 1e-5, "clip_norm": 1.0}
+    given |= {"constant": 1.0, "weight_clip": 1.0}
+    mechanism = kind(**{name: given[name] for name in fields & given.keys()})
+    query, state = rounds.bound(
+        mechanism, 1, num_clients=9, rounds=3, num_variables=1, shapes=((8,),)
+    )
+    params = query.derive_sample_params(query.begin_round(state, 0.0, 1.0))
+    client = ClientContext(num_examples=tf.constant(5))
+    hostile, zero = (
+        algorithm.make_record(query, params, [tf.fill([8], np.float32(each))], client)
+        for each in (value, 0.0)
+    )
+    assert float(hostile.weight) == float(zero.weight) > 0
+    assert np.all(hostile.update[0])  # It has noise.

@@ -206,11 +206,16 @@ class CohortQuery:
             norm, usable = clipping.finite_global_norm(update)
             record = self.bounded_factor(norm, usable, params, client.weight)
             record = records.zero_if_empty(record, num_examples)
-            return record._replace(update=clipping.multiply(update, record.update))
-        record = mechanism.contribution(update, params, client, self.deployment)
-        if central:
-            bounds = self.l2_norm_bound(params), mechanism.side_bounds
-            record = records.zero_if_empty(records.bound(record, *bounds), num_examples)
+            record = record._replace(update=clipping.multiply(update, record.update))
+        else:
+            record = mechanism.contribution(update, params, client, self.deployment)
+            if central:
+                bounds = self.l2_norm_bound(params), mechanism.side_bounds
+                record = records.bound(record, *bounds)
+                record = records.zero_if_empty(record, num_examples)
+        if mechanism.trust_model == TrustModel.LOCAL:
+            weight = mechanism.local_weight(client.num_examples)
+            record = record._replace(weight=tf.cast(weight, tf.float32))
         return record
 
     def add_noise_share(self, params: RoundState, record: Contribution) -> Contribution:

@@ -223,6 +223,14 @@ class Mechanism(abc.ABC):
         scaled = scaled.scale_by(client.weight)
         return scaled._replace(update=clipping.multiply(update, scaled.update))
 
+    def local_weight(self, num_examples: tf.Tensor | None) -> Scalar:
+        """Returns a client's weight in the mean of a local mechanism: 1.
+
+        It has no noise. So it replaces the weight in the contribution, and depends on
+        nothing but the client's number of examples.
+        """
+        return 1.0
+
     def noise_stddevs(self, round: RoundState, deployment: PrivacyContext) -> Json:
         """Returns the stddevs of the noise on the sum of updates and on each side sum.
 

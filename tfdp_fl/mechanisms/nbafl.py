@@ -37,14 +37,14 @@ def _require_known(name: str, deployment: PrivacyContext) -> int:
     return value
 
 
-def _num_examples(client: ClientContext) -> tf.Tensor:
+def _num_examples(num_examples: tf.Tensor | None) -> tf.Tensor:
     """Returns n, float32 scalar; 0 if it is not a valid number of examples.
 
     Both the client's weight and its noise depend on it.
     """
-    if client.num_examples is None:
+    if num_examples is None:
         raise ValueError("num_examples must be given to NbAFL.")
-    n = tf.cast(client.num_examples, tf.float32)
+    n = tf.cast(num_examples, tf.float32)
     # Larger numbers could overflow the sum and make the mean NaN.
     return tf.where((n > 0) & (n < 2.0**53), n, 0.0)
 
@@ -153,15 +153,17 @@ class NbAFL(mechanism.Mechanism):
         client: ClientContext,
         deployment: PrivacyContext,
     ) -> Contribution:
-        """Implements `Mechanism.contribution`: n w / max(1, ||w|| / C).
-
-        A client without examples has weight 0.
-        """
+        """Implements `Mechanism.contribution`: n w / max(1, ||w|| / C)."""
         clipped = super().contribution(update, round, ClientContext(), deployment)
-        weight = _num_examples(client) * (1.0 - clipped.discarded)
-        return clipped._replace(
-            update=clipping.multiply(clipped.update, weight), weight=weight
-        )
+        n = _num_examples(client.num_examples)
+        return clipped._replace(update=clipping.multiply(clipped.update, n))
+
+    def local_weight(self, num_examples: tf.Tensor | None) -> tf.Tensor:
+        """Implements `Mechanism.local_weight`: n, even if the update is discarded.
+
+        Otherwise, one record with a NaN would remove the client from the mean.
+        """
+        return _num_examples(num_examples)
 
     def client_noise(
         self, round: RoundState, client: ClientContext, deployment: PrivacyContext
@@ -173,7 +175,7 @@ class NbAFL(mechanism.Mechanism):
         """
         rounds = _require_known("rounds", deployment)
         stddev = 2.0 * self.weight_clip * rounds * self.constant / self.epsilon
-        return tf.where(_num_examples(client) > 0, stddev, 0.0)
+        return tf.where(_num_examples(client.num_examples) > 0, stddev, 0.0)
 
     def mean(
         self,
