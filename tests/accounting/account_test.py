@@ -136,6 +136,22 @@ def test_local_spending_of_others_counts_against_every_client():
     assert spending.max_mu_squared == 0.5 + 0.5
 
 
+def test_a_charge_has_one_cost():
+    spending = _spending("central")
+    entry = _ledger(("other", 2.0, None)).entries[0]
+    other = dataclasses.replace(entry, charge=_charge(0.5))
+    for run in ("other", "own"):
+        contents = [
+            dataclasses.replace(_ledger(), entries=(dataclasses.replace(e, run=run),))
+            for e in (entry, other)
+        ]
+        spending.merge_ledger(contents[0], "own", "a")
+        before = spending.epsilon(_DELTA)
+        with pytest.raises(ValueError, match="costs what it costs in other"):
+            spending.merge_ledger(contents[1], "own", "b")
+        assert spending.epsilon(_DELTA) == before
+
+
 def test_the_client_that_spent_most_counts():
     account = account_lib.LocalAccount(5)
     for positions, mu_squared in ([0, 3], 0.25), ([3, 4], 0.5), ([3], 0.75):

@@ -18,7 +18,7 @@ from tests.keras import toy
 from tfdp_fl import accounting
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import CohortEngine
-from tfdp_fl.keras import evaluation
+from tfdp_fl.keras import checkpoint, evaluation
 from tfdp_fl.keras.private_metrics import PrivateMetrics
 
 _HELD_OUT = "Some clients were held out for validation"
@@ -555,3 +555,20 @@ def test_progress_does_not_tell_who_has_examples(capsys):
         fed.evaluate_clients(streamed, private=_private(), verbose=1)
         shown.append(set(re.findall(r"\d+/5", capsys.readouterr().out)))
     assert shown == [{"5/5"}] * 2
+
+
+def test_a_private_evaluation_is_in_the_ledger_of_a_run_whose_resuming_broke(tmp_path):
+    path, fed = tmp_path / "run", _trained(rounds=0)
+    _trained(rounds=2, callbacks=[tfdp_fl.callbacks.RoundCheckpoint(path)])
+    restore = checkpoint.InterruptedRun.restore
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return restore(*arguments)
+
+    patch = mock.patch.object(checkpoint.InterruptedRun, "restore", interrupted)
+    with patch, pytest.raises(KeyboardInterrupt):
+        toy.fit(fed, 2, resume_from=path)
+    _evaluated(fed)
+    told = accounting.PrivacyLedger.read(path / "ledger.jsonl").epsilon(_DELTA)
+    assert told == pytest.approx(fed.epsilon(_DELTA), rel=1e-9)

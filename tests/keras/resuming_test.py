@@ -9,6 +9,7 @@ import io
 import os
 import pathlib
 import shutil
+import signal
 import stat
 from unittest import mock
 
@@ -65,8 +66,12 @@ def _shuffled():
     return toy.federated(clients_per_round=10, sampling="shuffled")
 
 
-def _correlated():
-    groups = {"strategy": "banded:1", "rounds": 12, "min_separation": 2}
+def _correlated(min_separation=2):
+    groups = {
+        "strategy": "banded:1",
+        "rounds": 12,
+        "min_separation": min_separation,
+    }
     mechanism = tfdp_fl.CorrelatedNoise(clip_norm=1, noise_multiplier=1, **groups)
     return toy.federated(mechanism, None, 10, "cyclic")
 
@@ -256,6 +261,135 @@ def test_a_copy_goes_on_with_noise_of_its_own(tmp_path):
     toy.fit(fed, 1)
     assert int(fed.run.mechanism_state.memory.position) == 1
     assert fed.spending.rounds == 5
+
+
+def test_branches_of_one_noise_memory_are_charged_from_its_beginning(tmp_path):
+    # A backup that is put back at the same path looks like the run itself.
+    path, ends = tmp_path / "run", [tmp_path / f"end {k}" for k in range(3)]
+    with pytest.raises(KeyboardInterrupt):
+        toy.fit(
+            _correlated(4), 4, [RoundCheckpoint(path), toy.at_end(toy.interrupt, 0)]
+        )
+    backup = shutil.copytree(path, tmp_path / "backup")
+    for end in ends:
+        shutil.rmtree(path)
+        shutil.copytree(backup, path)
+        toy.fit(fed := _correlated(4), 4, resume_from=path)
+        assert int(fed.run.mechanism_state.memory.position) == 4
+        shutil.copytree(path, end)
+    alone = fed.epsilon(_DELTA, "pld")
+    joined = [Ledger(end / "ledger.jsonl", append=True) for end in ends]
+    toy.fit(fed, 1, [PrivacyBudget(1e-6, _DELTA), *joined])
+    # The noise is independent (C = I), so a client was in three rounds at z = 1.
+    expected = accounting.epsilon_of_mu_squared(3.0, _DELTA)
+    assert alone < expected - 1.0
+    assert fed.epsilon(_DELTA, "pld") == pytest.approx(expected, rel=1e-3)
+    for end in ends:
+        told = accounting.epsilon_from_ledger(end / "ledger.jsonl", _DELTA, "pld")
+        assert told == pytest.approx(expected, rel=1e-3)
+
+
+def test_noise_memory_is_let_go_after_an_interrupt_in_between(tmp_path):
+    path, fed = tmp_path / "run", _correlated()
+    toy.fit(fed, 1, [RoundCheckpoint(path)])
+    toy.fit(resumed := _correlated(), 1, resume_from=path)
+    toy.fit(resumed, 1)
+    count = accounting.PrivacyAccount._count
+
+    def interrupted(*arguments):
+        count(*arguments)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with (
+        mock.patch.object(accounting.PrivacyAccount, "_count", interrupted),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        toy.fit(fed, 1)
+    toy.fit(fed, 1)
+    assert int(fed.run.mechanism_state.memory.position) == 1
+    assert "rounds_charged_twice" in fed.run.caveats
+
+
+def _kept_rounds(path, run):
+    return len(accounting.PrivacyLedger.read(path).by_run()[run])
+
+
+def test_all_ledgers_of_a_fit_have_what_any_of_them_tells(tmp_path):
+    path, copy = tmp_path / "run", tmp_path / "copy"
+    first = Ledger(tmp_path / "first", append=True)
+    with pytest.raises(KeyboardInterrupt):
+        toy.fit(fed := toy.federated(), 6, [RoundCheckpoint(path), _stop(1)])
+    shutil.copytree(path, copy)
+    path.rename(tmp_path / "away")
+    toy.fit(toy.federated(), 6, [RoundCheckpoint(copy)], resume_from=copy)
+    (tmp_path / "away").rename(path)
+    last = Ledger(copy / "ledger.jsonl", append=True)
+    toy.fit(fed, 1, [first, last])
+    for ledger in (first.path, last.path, path / "ledger.jsonl"):
+        assert _kept_rounds(ledger, fed.run.run_id) == fed.spending.rounds == 7
+    # What only this process knows of is written, too, by a fit that is resumed.
+    toy.fit(model := toy.federated(), 2, [RoundCheckpoint(tmp_path / "new")])
+    toy.fit(model, 1, [own := Ledger(tmp_path / "own", append=True)])
+    toy.fit(model, 2, resume_from=tmp_path / "new")
+    toy.fit(model, 1)
+    assert _kept_rounds(own.path, model.run.run_id) == model.spending.rounds == 4
+
+
+def _stop(round_index):
+    return toy.at_end(toy.interrupt, round_index)
+
+
+def test_a_ledger_says_no_less_than_the_charges_that_it_lists(tmp_path):
+    path, shared = tmp_path / "run", Ledger(tmp_path / "shared", append=True)
+    with pytest.raises(KeyboardInterrupt):
+        toy.fit(first := _local(), 6, [RoundCheckpoint(path), _stop(0)])
+    with pytest.raises(KeyboardInterrupt):
+        toy.fit(_local(), 6, [_stop(2)], resume_from=path)
+    toy.fit(first, 2, [shared])
+    # One that is stopped before its first round.
+    stops = PrivacyBudget(1e-6, _DELTA)
+    toy.fit(
+        last := _local(), 6, [stops, RoundCheckpoint(path), shared], resume_from=path
+    )
+    for ledger in (shared.path, path / "ledger.jsonl"):
+        contents = accounting.PrivacyLedger.read(ledger)
+        assert len(contents.entries) == 1 + 2 + 2
+        assert contents.epsilon(_DELTA) == pytest.approx(last.epsilon(_DELTA))
+    each = last.run.mu_squared
+    assert last.spending.max_mu_squared >= 4 * each
+
+
+def test_two_populations_have_no_pass_in_common(tmp_path):
+    noise = (2.0,) * 4 + (1.0, 0.5, 2.0, 2.0) * 2
+    x, y = toy.arrays(400)
+    names = {
+        f"c{k}": (x[10 * k : 10 * k + 10], y[10 * k : 10 * k + 10]) for k in range(40)
+    }
+    some = tfdp_fl.datasets.as_federated(names)
+    mechanism = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=noise)
+    fed = toy.federated(mechanism, clients_per_round=10, sampling="shuffled")
+    fed.fit(some, rounds=4, verbose=0)
+    before = fed.run.sampler
+    fed.fit(some.take(np.arange(40)[::-1]), rounds=2, verbose=0)
+    assert fed.run.sampler is not before
+    partitions = {charge.partition for charge in fed.spending.own}
+    assert len(partitions) == 2
+
+
+def test_a_renamed_directory_is_no_copy_of_what_took_its_name(tmp_path):
+    path, monday = tmp_path / "run", tmp_path / "monday"
+    toy.fit(toy.federated(), 2, [RoundCheckpoint(path)])
+    path.rename(monday)
+    toy.fit(other := toy.federated(), 3, [RoundCheckpoint(path)])
+    toy.fit(resumed := toy.federated(), 2, resume_from=monday)
+    toy.fit(resumed, 1)
+    assert resumed.spending.rounds == other.spending.rounds == 3
+    assert len(accounting.PrivacyLedger.read(path / "ledger.jsonl").entries) == 3
+    # Nor is a link that leads to it.
+    monday.rename(tmp_path / "tuesday")
+    monday.symlink_to(tmp_path / "tuesday")
+    toy.fit(linked := toy.federated(), 2, resume_from=tmp_path / "tuesday")
+    assert linked.spending.rounds == 3
 
 
 def test_a_lost_ledger_is_missed(tmp_path):

@@ -44,10 +44,12 @@ class Cost(NamedTuple):
     Attributes:
       central: The central cost; None if it has only a local one.
       mu_squared: (sensitivity / sigma)^2 of one client's own release; 0 without one.
+      place: Its place in a segment of correlated noise, if any (`ledger.PLACE`).
     """
 
     central: charge_lib.RoundCharge | None
     mu_squared: float
+    place: tuple[str, str, int] | None = None
 
 
 # The cost of each charge of a run, by the charge's id.
@@ -419,7 +421,12 @@ class PrivacyAccount:
                         local=local,
                         run=run,
                         charge_id=charge_id,
-                        **{**details, **self._facts_of(local), "written_later": True},
+                        **{
+                            **details,
+                            **self._facts_of(local),
+                            **({ledger.PLACE: list(cost.place)} if cost.place else {}),
+                            "written_later": True,
+                        },
                     )
                 self.known_ledgers[name] = attached.ledger.head
 
@@ -650,7 +657,7 @@ class PrivacyAccount:
         charge_id = _identity(
             receipt.charge_id, receipt.details, min(self._ledgers, default="")
         )
-        costs = {charge_id: Cost(cost, mu_squared)}
+        costs = {charge_id: Cost(cost, mu_squared, ledger.place_of(receipt.details))}
         self.central.add(cost)
         if (name := receipt.name) is not None:
             run = OtherRun(costs=costs, mu_squared=mu_squared)
@@ -744,10 +751,14 @@ class PrivacyAccount:
         """
         counted, central = dict(self.others), [*self.central.charges]
         new_own = _new_costs(self._own_costs, own)
+        new_own |= _costs_of_branches({**self._own_costs, **new_own})
         for name, run in others.items():
             known = counted.get(name)
-            new = _new_costs(known.costs if known else {}, run.costs)
+            known_costs = known.costs if known else {}
+            new = _new_costs(known_costs, run.costs)
+            new |= _costs_of_branches({**known_costs, **new})
             central += _count_central(new.values()).items()
+            run = dataclasses.replace(run, costs={**run.costs, **new})
             counted[name] = known.with_run(run) if known else run
         own_charges = _count_central(new_own.values())
         self.central = PrivacyAccountant([*central, *own_charges.items()])
@@ -844,8 +855,18 @@ def _new_costs(known: _Costs, costs: _Costs) -> dict[str, Cost]:
     return {charge_id: costs[charge_id] for charge_id in costs.keys() - known.keys()}
 
 
+def _costs_of_branches(costs: _Costs) -> dict[str, Cost]:
+    """Returns what branches of segments cost again; see `repeated_by_branches`."""
+    places = {charge_id: cost.place for charge_id, cost in costs.items()}
+    return {
+        new_id: costs[charge_id]._replace(place=None)
+        for new_id, charge_id in ledger.repeated_by_branches(places).items()
+    }
+
+
 def _cost_of(entry: ledger.LedgerEntry) -> Cost:
-    return Cost(entry.charge, entry.local["mu_squared"] if entry.local else 0.0)
+    mu_squared = entry.local["mu_squared"] if entry.local else 0.0
+    return Cost(entry.charge, mu_squared, ledger.place_of(entry.details))
 
 
 def _count_central(
@@ -859,8 +880,8 @@ def _as_json(costs: _Costs) -> list:
     for charge_id, cost in costs.items():
         ids[cost].append(charge_id)
     return [
-        [charge and charge.to_json(), mu_squared, each]
-        for (charge, mu_squared), each in ids.items()
+        [charge and charge.to_json(), mu_squared, place and list(place), each]
+        for (charge, mu_squared, place), each in ids.items()
     ]
 
 
@@ -869,7 +890,8 @@ def _from_json(costs: list) -> dict[str, Cost]:
         charge_id: Cost(
             None if text is None else charge_lib.RoundCharge.from_json(text),
             float(mu_squared),
+            None if place is None else (place[0], place[1], place[2]),
         )
-        for text, mu_squared, ids in costs
+        for text, mu_squared, place, ids in costs
         for charge_id in ids
     }

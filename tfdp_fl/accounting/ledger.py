@@ -33,6 +33,7 @@ import pathlib
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
 
 import tfdp_fl
 from tfdp_fl import _files, _signals, _validate
@@ -45,6 +46,9 @@ from tfdp_fl.terms import Json, PrivacyUnit, TrustModel
 
 FORMAT = "tfdp_fl privacy ledger 5"
 _GENESIS = "0" * 64
+# The detail with a round's place in correlated noise: the id of the segment, that of
+# the session (a process that goes on with one noise memory), and the position.
+PLACE = "place"
 # The detail of a line whose local total is that of all its run's lines before it.
 COVERS_ALL = "covers_all"
 
@@ -162,6 +166,10 @@ class LedgerContents:
           ValueError: A round has no central charge, or the relations differ.
         """
         charges = collections.Counter(entry.charge for entry in self.entries)
+        by_id = {entry.charge_id: entry for entry in self.entries}
+        places = {key: place_of(entry.details) for key, entry in by_id.items()}
+        for charge_id in repeated_by_branches(places).values():
+            charges[by_id[charge_id].charge] += 1
         if num_missing := charges.pop(None, 0):
             raise ValueError(
                 "A ledger must have a central charge for each round to have a central "
@@ -200,6 +208,51 @@ class LedgerContents:
             largest_mu_squared(entries) for entries in self.by_run().values()
         )
         return gaussian.epsilon_of_mu_squared(spent, delta)
+
+
+# A round's place in a segment of correlated noise (see `PLACE`).
+Place = tuple[str, str, int]
+
+
+def place_of(details: Mapping[str, Any]) -> Place | None:
+    """Returns a round's place; raises ValueError if it is none."""
+    if PLACE not in details:
+        return None
+    segment, session, position = details[PLACE]
+    if not (_is_text(segment) and _is_text(session) and _is_count(position)):
+        raise ValueError(f"{PLACE} must be a segment, a session and a position.")
+    return segment, session, position
+
+
+def repeated_by_branches(places: Mapping[str, Place | None]) -> dict[str, str]:
+    """Returns the charges that a branch of correlated noise costs once more.
+
+    If two processes go on from one noise memory, as from a checkpoint and its backup,
+    each one's noise is correlated with that before the branch. Each of them is charged
+    as a segment of its own, so the second one costs the rounds before it again.
+
+    Args:
+      places: The place of each charge of a run, by the charge's id.
+
+    Returns:
+      For each charge that is missing, an id for it, and the id of the equal one.
+    """
+    segments: dict[str, dict[str, dict[int, str]]] = {}
+    for charge_id, place in places.items():
+        if place is not None:
+            segment, session, position = place
+            sessions = segments.setdefault(segment, {})
+            sessions.setdefault(session, {}).setdefault(position, charge_id)
+    repeated: dict[str, str] = {}
+    for sessions in segments.values():
+        taken: dict[int, str] = {}
+        for first, session in sorted((min(sessions[each]), each) for each in sessions):
+            rounds = sessions[session]
+            if rounds.keys() & taken.keys():
+                before = [key for position, key in taken.items() if position < first]
+                repeated |= {f"{key} again in {session}": key for key in before}
+            taken = {**rounds, **taken}
+    return {name: key for name, key in repeated.items() if name not in places}
 
 
 def largest_mu_squared(entries: Sequence[LedgerEntry]) -> float:
@@ -794,6 +847,7 @@ def _entry(body: Json, line_hash: str = "") -> LedgerEntry:
     local, charge = body["local"], body["charge"]
     if charge is not None:
         charge = charge_lib.RoundCharge.from_json(charge)
+    place_of(body["details"])  # Raises an error if it is none.
     return LedgerEntry(
         round_index=body["round"],
         cohort_size=body["cohort_size"],

@@ -31,6 +31,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _files, accounting, engine, keras_versions, schedules
+from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras.federated_training import FederatedTraining
 from tfdp_fl.keras.run import FitPlan, Population, Run
@@ -518,6 +519,7 @@ class InterruptedRun:
             # The original may go on from the same noise memory. Nor is it valid if this
             # machine computed other coefficients.
             run.mechanism_state = query.new_segment(run.mechanism_state)
+            run.segment = ledger_lib.new_run()
         for variable, value in pairs:
             variable.assign(tf.cast(value, variable.dtype))
         fed.require_compiled("fit").set_learning_rate(state["learning_rate"])

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdp_fl import engine, sampling, schedules
 from tfdp_fl.accounting import account as account_lib
-from tfdp_fl.accounting import format_up
+from tfdp_fl.accounting import format_up, ledger
 from tfdp_fl.accounting.charge import require_constant_noise
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 from tfdp_fl.engine import labels, secure_sum
@@ -114,6 +114,8 @@ def prepare(
         account = account_lib.PrivacyAccount(mechanism.trust_model, clients.num_clients)
         run = Run(setup=setup, spending=account, **fit_state)
     else:
+        if state is not run.mechanism_state:
+            fit_state["segment"] = ledger.new_run()
         run = dataclasses.replace(run, **fit_state)
     if query.keeps_window:
         shape = clients.num_clients, mechanism.window, cohort_engine.num_variables

@@ -49,6 +49,8 @@ class Attempts:
         self._process = os.getpid()
         self._num_taken = 0
         self._entropy: tuple[int, ...] = ()
+        # The id of this process's attempts.
+        self.session = secrets.token_hex(8)
 
     def take(self) -> Attempt:
         """Returns an attempt that is never returned again."""
@@ -62,6 +64,7 @@ class Attempts:
         self._process = os.getpid()
         words = np.frombuffer(secrets.token_bytes(16), np.uint32)
         self._entropy = tuple(words.tolist())
+        self.session = secrets.token_hex(8)
 
 
 def round_seed(seed: int | None, attempt: Attempt) -> np.ndarray:
@@ -104,6 +107,7 @@ _STORED_ATTRIBUTES = (
     "populations",
     "known_ledgers",
     "log_names",
+    "segment",
     "held_out",
     "windows",
 )
@@ -148,6 +152,7 @@ class Run:
       num_records: The number of the clients' examples, if those are protected.
       mechanism_state: The state of the mechanism's query before the next round: its
         clip, and the noise memory, if any.
+      segment: The id of the segment of correlated noise to which the memory belongs.
       windows: Float32 [N, W, L], each client's window of norms; None if the
         mechanism keeps none.
       cohort_sizes: The number of released rounds for each cohort size.
@@ -177,6 +182,7 @@ class Run:
     populations: list[Population] = dataclasses.field(default_factory=list)
     num_records: int | None = None
     mechanism_state: RoundState
+    segment: str = dataclasses.field(default_factory=ledger_lib.new_run)
     windows: np.ndarray | None = None
     cohort_sizes: collections.Counter[int] = dataclasses.field(
         default_factory=collections.Counter
@@ -226,6 +232,7 @@ class Run:
         with _signals.defer_signals():
             self.caveats.add("rounds_charged_twice")
             self.mechanism_state = query.new_segment(self.mechanism_state)
+            self.segment = ledger_lib.new_run()
             self.spending.has_unseen_rounds = False
 
     def update_windows(self, positions: np.ndarray, norms: np.ndarray | None) -> None:
@@ -300,6 +307,17 @@ class Run:
         if caveats := sorted(self.caveats & _CAVEATS_OF_LINES):
             facts["caveats"] = caveats
         return facts
+
+    def place_of_round(self) -> Json:
+        """Returns the next round's place in correlated noise, for its line."""
+        mechanism, memory = self.setup.mechanism, self.mechanism_state.memory
+        period = mechanism.event_period
+        if period is None:
+            return {}
+        position = mechanism.event_index(self.rounds, memory)
+        if position and not position % period:  # The noise begins anew by itself.
+            self.segment, position = ledger_lib.new_run(), 0
+        return {ledger_lib.PLACE: [self.segment, self.attempts.session, position]}
 
     def next_inputs(self, learning_rate: float, attempt: Attempt) -> RoundInputs:
         """Returns the next round's inputs, with nobody in its cohort yet."""

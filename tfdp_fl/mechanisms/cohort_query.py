@@ -151,8 +151,7 @@ class CohortQuery:
         """Returns the state with the noise that clients add, asked for only here."""
         if not self._clients_add_noise:
             return state
-        public = state.without_memory()
-        stddevs = self.mechanism.noise_stddevs(public, self.deployment)
+        stddevs = self._new_noise_stddevs(state)
         memory = {
             name: tf.cast(stddevs[name], tf.float32) for name in self._noise_names
         }
@@ -162,6 +161,9 @@ class CohortQuery:
         """Returns the stddevs of a round's noise, by name."""
         if self._clients_add_noise:
             return state.memory
+        return self._new_noise_stddevs(state)
+
+    def _new_noise_stddevs(self, state: RoundState) -> Json:
         public = state.without_memory()
         return self.mechanism.noise_stddevs(public, self.deployment)
 
