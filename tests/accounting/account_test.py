@@ -320,14 +320,14 @@ def test_a_charge_while_another_thread_merges_is_counted():
     class Slow(dict):
         charges = None
 
-        def items(self):
+        def keys(self):
             if self.charges is None:
                 self.charges = threading.Thread(
                     target=account.charge, args=(_charge(),), kwargs={"name": name}
                 )
                 self.charges.start()
                 self.charges.join(1.0)  # It waits until all is merged.
-            return super().items()
+            return super().keys()
 
     other = account_lib.PrivacyAccount("central", 10)
     costs = Slow({"id": account_lib.Cost(_charge(), 0.0)})

@@ -308,6 +308,11 @@ def test_noise_memory_is_let_go_after_an_interrupt_in_between(tmp_path):
     toy.fit(fed, 1)
     assert int(fed.run.mechanism_state.memory.position) == 1
     assert "rounds_charged_twice" in fed.run.caveats
+    toy.fit(fed, 1)
+    assert int(fed.run.mechanism_state.memory.position) == 2
+    fed.spending.has_unseen_rounds = True  # And nobody took notice yet.
+    toy.fit(fed, 1)
+    assert int(fed.run.mechanism_state.memory.position) == 1
 
 
 def _kept_rounds(path, run):
@@ -328,10 +333,11 @@ def test_all_ledgers_of_a_fit_have_what_any_of_them_tells(tmp_path):
     for ledger in (first.path, last.path, path / "ledger.jsonl"):
         assert _kept_rounds(ledger, fed.run.run_id) == fed.spending.rounds == 7
     # What only this process knows of is written, too, by a fit that is resumed.
-    toy.fit(model := toy.federated(), 2, [RoundCheckpoint(tmp_path / "new")])
+    new, model = tmp_path / "new", toy.federated()
+    with pytest.raises(KeyboardInterrupt):
+        toy.fit(model, 3, [RoundCheckpoint(new), _stop(1)])
     toy.fit(model, 1, [own := Ledger(tmp_path / "own", append=True)])
-    toy.fit(model, 2, resume_from=tmp_path / "new")
-    toy.fit(model, 1)
+    toy.fit(model, 3, resume_from=new)
     assert _kept_rounds(own.path, model.run.run_id) == model.spending.rounds == 4
 
 
