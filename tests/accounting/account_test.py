@@ -423,3 +423,17 @@ def test_what_a_ledger_holds_counts_as_soon_as_it_is_attached(tmp_path):
             again.attach_ledger("a", local, local.run)
     again.charge(_charge())
     assert ledger.rounds == 2
+
+
+def test_a_ledger_is_counted_before_it_is_completed(tmp_path):
+    account, (one, other) = _kept(tmp_path, "a", "b")
+    account.charge(_charge())
+    account.detach_ledger(str(other.path))
+    account.charge(_charge())
+    account.attach_ledger(str(other.path), other, "own")
+    other.record(5, _charge(), 3, run="another")  # As another account would.
+    account.write_missing(1, {})
+    assert (account.rounds, account.rounds_of_others) == (2, 1)
+    assert (one.rounds, other.rounds) == (2, 3)
+    account.write_missing(1, {})
+    assert (one.rounds, other.rounds) == (2, 3)

@@ -160,11 +160,11 @@ def test_local_spending(path):
 
 
 def test_the_total_of_a_line_is_of_all_before_it(path):
-    exact = accounting.epsilon_of_mu_squared
+    exact, covers = accounting.epsilon_of_mu_squared, {ledger_lib.COVERS_ALL: True}
     with PrivacyLedger(path) as ledger:
         for t, total in enumerate((0.5, 0.5, 1.0)):
             ledger.record(t, None, 5, local=_spent(0.5, total))
-        ledger.record(1, None, 5, local=_spent(0.5, 1.5), covers_all=True)
+        ledger.record(1, None, 5, local=_spent(0.5, 1.5), **covers)
         assert read(path).local_epsilon(1e-5) == exact(1.5, 1e-5)
         ledger.record(2, None, 5, local=_spent(0.5, 0.25))
     # One that does not say so may know of nothing.

@@ -411,6 +411,8 @@ class PrivacyAccount:
         for name, attached in sorted(self._ledgers.items()):
             with _signals.defer_signals(), attached.ledger.lock:
                 contents = attached.ledger.contents()
+                if contents.head != self.known_ledgers.get(name):
+                    self.merge_ledger(contents, attached.run, name)
                 for run, charge_id, cost in self._unwritten(contents, attached.run):
                     assert cost.central is not None  # A run's own charges have one.
                     local = self._local(cost.mu_squared, self.per_client.max_mu_squared)

@@ -48,9 +48,9 @@ FORMAT = "tfdp_fl privacy ledger 5"
 _GENESIS = "0" * 64
 # The detail with a round's place in correlated noise: the id of the segment, that of
 # the session (a process that goes on with one noise memory), and the position.
-PLACE = "place"
+PLACE = "place_in_correlated_noise"
 # The detail of a line whose local total is that of all its run's lines before it.
-COVERS_ALL = "covers_all"
+COVERS_ALL = "total_covers_all_lines"
 
 
 class LedgerError(RuntimeError):
