@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.keras import toy
-from tfdp_fl import accounting, auditing
+from tfdp_fl import accounting, auditing, secure_aggregation
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import CohortEngine, release
 from tfdp_fl.keras import callbacks
@@ -278,3 +278,21 @@ def test_make_private_finds_the_noise_for_a_target():
     fed = toy.private(3.0, _T, clients_per_round=10, clip_norm=0.5, **options)
     toy.fit(fed, _T)
     assert 2.99 < fed.epsilon(_DELTA) <= 3.0
+
+
+def test_a_secure_sum_takes_large_buffers(monkeypatch):
+    monkeypatch.setattr(release, "_LARGE", 1)  # Then they are variables.
+    mechanism = tfdp_fl.CorrelatedNoise(
+        clip_norm=1.0,
+        noise_multiplier=1.0,
+        strategy="banded:2",
+        rounds=4,
+        min_separation=2,
+    )
+    protocol = secure_aggregation.AdditiveSecretSharing()
+    fed = toy.federated(mechanism, None, 10, "cyclic", secure_aggregation=protocol)
+    toy.fit(fed, 2)
+    assert int(fed.run.mechanism_state.memory.position) == 2
+    buffers = fed.run.mechanism_state.memory.buffers
+    assert all(isinstance(each, tf.Variable) for each in buffers)
+    assert all(np.any(each.numpy()) for each in buffers)

@@ -383,7 +383,9 @@ class DeferredClipping:
         """
         if self._traced:
             return
-        state = tf.nest.map_structure(tf.TensorSpec.from_tensor, pending.state)
+        state = tf.nest.map_structure(
+            tf.TensorSpec.from_tensor, self._tensors(pending.state)
+        )
         seed = tf.TensorSpec([2], tf.uint64)
         norms = tf.TensorSpec([None], tf.float32)
         set_clip = tf.function(
@@ -411,6 +413,11 @@ class DeferredClipping:
         self._traced = set_clip, clip
 
     @staticmethod
+    def _tensors(state: contribution.RoundState) -> contribution.RoundState:
+        """Returns a state without variables (see `with_variables`)."""
+        return tf.nest.map_structure(tf.convert_to_tensor, state)
+
+    @staticmethod
     def _windows(pending: cohort.PendingRound) -> np.ndarray:
         """Returns the clients' windows, float32 [K, W, L]."""
         if pending.inputs.windows is None:
@@ -429,9 +436,14 @@ class DeferredClipping:
             norms[members], answered[members] = norm, num_examples > 0
         seed = tf.constant(pending.inputs.seed.astype(np.uint64))
         set_clip, clip = self._traced
-        pending.state, params = set_clip(
-            pending.state, seed, tf.constant(norms[answered])
+        state, params = set_clip(
+            self._tensors(pending.state), seed, tf.constant(norms[answered])
         )
+        # The stddevs of clients' noise go by the clip. Other memory stays as it is.
+        memory = (
+            state.memory if isinstance(state.memory, dict) else pending.state.memory
+        )
+        pending.state = state._replace(memory=memory)
         windows = self._windows(pending)
         for members, rows in pending.collected:
             keys = pending.inputs.positions[members].astype(np.int64)
