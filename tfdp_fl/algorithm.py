@@ -13,8 +13,8 @@ Keras's `fit` calls `run_round`. A Flower server calls its two halves, and `rele
 its clients' replies are clipped in flower/sums.py. TFF compiles `make_record` and
 `release`, and charges what its state records. Nothing bypasses it:
 
-1. Own data only. `make_record` gets one client's update and what the server sent. The
-   client's examples make it, in a program chosen by their number (engine/layout.py).
+1. Own data only. `make_record` gets one client's update, computed from its own examples
+   in a program chosen by their number (engine/layout.py), and what the server sent.
 2. One door. `CohortQuery.clip` returns only records within the mechanism's bounds, and
    `add` only takes the sum's own shapes (mechanisms/records.py). Nothing else enters a
    sum. (TF-Privacy's queries, and clients that add noise, bound their own records.)

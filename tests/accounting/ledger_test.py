@@ -147,6 +147,39 @@ def test_no_two_lines_have_one_charge(path):
         read(path)
 
 
+def test_branches_of_a_segment_cost_what_their_chains_do():
+    # A session goes on from a position of an earlier one, of which all is kept.
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        chains, places = {"0": [("0", p) for p in range(random.integers(1, 6))]}, {}
+        for number in range(1, random.integers(2, 7)):
+            parent = chains[str(random.integers(number))]
+            kept = parent[: random.integers(len(parent) + 1)]
+            new = range(len(kept), len(kept) + random.integers(1, 5))
+            chains[str(number)] = [*kept, *((str(number), p) for p in new)]
+        rounds = [*{each for chain in chains.values() for each in chain}]
+        random.shuffle(rounds)
+        for session, position in rounds:
+            place = "segment", str(session), int(position)
+            places[f"{session} {position}"] = place
+        again = ledger_lib.repeated_by_branches(places)
+        # Each chain that no other goes on from is a segment's releases of its own.
+        whole = [
+            chain
+            for chain in chains.values()
+            if not any(
+                other[: len(chain)] == chain and len(other) > len(chain)
+                for other in chains.values()
+            )
+        ]
+        assert len(rounds) + len(again) >= sum(map(len, whole))
+        if len(whole) == 1:
+            assert not again
+        # What is written down is not missing any more.
+        written = {**places, **dict.fromkeys(again)}
+        assert not ledger_lib.repeated_by_branches(written)
+
+
 def test_local_spending(path):
     exact = accounting.epsilon_of_mu_squared
     with PrivacyLedger(path) as ledger:

@@ -49,7 +49,7 @@ class Cost(NamedTuple):
 
     central: charge_lib.RoundCharge | None
     mu_squared: float
-    place: tuple[str, str, int] | None = None
+    place: ledger.Place | None = None
 
 
 # The cost of each charge of a run, by the charge's id.
@@ -425,7 +425,7 @@ class PrivacyAccount:
                         charge_id=charge_id,
                         **{
                             **details,
-                            **self._facts_of(local),
+                            **self._facts_of_lines,
                             **({ledger.PLACE: list(cost.place)} if cost.place else {}),
                             "written_later": True,
                         },
@@ -444,9 +444,9 @@ class PrivacyAccount:
         total = most + self.lost_mu_squared
         return {"mu_squared": mu_squared, "max_mu_squared": total}
 
-    @staticmethod
-    def _facts_of(local: object) -> Json:
-        return {ledger.COVERS_ALL: True} if local else {}
+    @property
+    def _facts_of_lines(self) -> Json:
+        return {ledger.COVERS_ALL: True} if self.by_client else {}
 
     def detach_ledger(self, name: str) -> None:
         """Stops writing charges to a ledger, which must be closed in the same pause.
@@ -520,7 +520,7 @@ class PrivacyAccount:
             ),
             name=name,
             local=None,
-            details=dict(details or {}),
+            details={**(details or {}), **self._facts_of_lines},
         )
         with (
             # An interrupt could leave a ledger with a line that memory lacks.
@@ -642,7 +642,7 @@ class PrivacyAccount:
                     local=receipt.local,
                     run=receipt.name or attached.run,
                     charge_id=receipt.charge_id,
-                    **{**receipt.details, **self._facts_of(receipt.local)},
+                    **receipt.details,
                 )
         finally:
             for name, attached in ledgers.items():

@@ -150,16 +150,9 @@ class IndexedSource:
         )
 
     def map(self, fn: nests.MapFn) -> IndexedSource | MixedSource:
-        """Returns the source with `fn(x, y)` applied once to all examples."""
-        try:
-            return self.map_rows(fn)
-        except Exception:
-            if self.is_declared:
-                raise
-            return self._as_mixed().map_one_by_one(fn)
-
-    def map_rows(self, fn: nests.MapFn) -> IndexedSource:
-        """Returns the source with `fn(x, y)` applied to all examples, or raises."""
+        """Returns the source with `fn(x, y)` applied: to a table's examples at once."""
+        if not self.is_declared:
+            return self._as_mixed().map(fn)
         x, y, length = as_tensors(*_apply(fn, *nests.views((self.x, self.y))))
         _check_number(length, nests.common_length(self.x, self.y))
         return dataclasses.replace(self, x=x, y=y)
@@ -224,16 +217,10 @@ class MixedSource:
         return dataclasses.replace(self, part=part, index_in_part=index_in_part)
 
     def map(self, fn: nests.MapFn) -> IndexedSource | MixedSource:
-        """Returns the source with `fn(x, y)` applied once to each part."""
-        try:
-            return dataclasses.replace(
-                self, parts=tuple(part.map_rows(fn) for part in self.parts)
-            )
-        except Exception:  # One client's examples may be to blame.
-            return self.map_one_by_one(fn)
+        """Returns the source with `fn(x, y)` applied to each client.
 
-    def map_one_by_one(self, fn: nests.MapFn) -> IndexedSource | MixedSource:
-        """Applies `fn` to each client, so that only those fail for which it raises."""
+        So no client's examples decide what becomes of the others'.
+        """
         mapped, failed, num_mapped = [], dict(self.failed), 0
         for position in range(len(self.part)):
             examples: tuple[nests.Nest, ...] = ([], [])

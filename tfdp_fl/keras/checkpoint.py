@@ -407,9 +407,9 @@ class InterruptedRun:
             if path not in left and ledger_key(path) != own
         ]
 
-    @property
+    @functools.cached_property
     def has_original(self) -> bool:
-        """Whether the directory is a copy, and the original's ledger is still there."""
+        """Whether the ledger that the checkpoint names is there, and this one's."""
         path = self.state["ledger"]
         if not os.path.exists(path):
             return False

@@ -83,13 +83,14 @@ def conform_all(
 def _check_integers(wanted: nests.Nest, x: nests.Nest, argument: str) -> None:
     """Raises ValueError if features are floats where a model takes integers.
 
-    A fraction of one client makes floats of a whole column. Then float32 rounds the
-    large ids of all others.
+    A fraction in one client's row makes a whole column floats, and then float32 rounds
+    all others' large ids.
     """
-    is_integer = [leaf.dtype.is_integer for leaf in tf.nest.flatten(x)]
-    if sum(leaf.dtype.is_integer for leaf in tf.nest.flatten(wanted or ())) > sum(
-        is_integer
-    ):
+    num_wanted, num_given = (
+        sum(leaf.dtype.is_integer for leaf in tf.nest.flatten(nest))
+        for nest in (wanted, x)
+    )
+    if num_given < num_wanted:
         raise ValueError(
             f"{argument} must be integers where the model takes integers "
             f"({nests.describe_spec(wanted)}), got {nests.describe_spec(x)}: round and "

@@ -253,7 +253,7 @@ class RoundLoop:
             "noise_multiplier": inputs.noise_multiplier,
             "noise_generator": self.setup.noise_generator,
             **run.facts_of_line(),
-            **run.place_of_round(),
+            **run.next_place(),
         }
 
         def ask(request: Charge) -> None:

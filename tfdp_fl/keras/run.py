@@ -224,10 +224,9 @@ class Run:
         self.held_out = held_out if is_continued else ""
 
     def begin_segment(self, query: CohortQuery) -> None:
-        """Called when ledgers list rounds of this run whose results it does not have.
+        """Lets go of the noise memory, as ledgers list rounds that it does not cover.
 
-        They were lost in a crash, or the run was resumed in two places. The noise
-        memory does not cover their releases.
+        They were lost in a crash, or the run was resumed in two places.
         """
         with _signals.defer_signals():
             self.caveats.add("rounds_charged_twice")
@@ -308,14 +307,17 @@ class Run:
             facts["caveats"] = caveats
         return facts
 
-    def place_of_round(self) -> Json:
-        """Returns the next round's place in correlated noise, for its line."""
+    def next_place(self) -> Json:
+        """Returns the next round's place in correlated noise, for its line.
+
+        Where the noise begins anew by itself, a new segment begins.
+        """
         mechanism, memory = self.setup.mechanism, self.mechanism_state.memory
         period = mechanism.event_period
         if period is None:
             return {}
         position = mechanism.event_index(self.rounds, memory)
-        if position and not position % period:  # The noise begins anew by itself.
+        if position and not position % period:
             self.segment, position = ledger_lib.new_run(), 0
         return {ledger_lib.PLACE: [self.segment, self.attempts.session, position]}
 
