@@ -6,9 +6,9 @@ r"""Times the engine side by side with TensorFlow Federated.
 
 Each side runs in a process of its own, the sides take turns, and what counts
 are medians after warm-up, as ratios. Nothing else should run on the machine.
-Rows are stored in the JSON file as soon as they are measured, and printed as
-Markdown at the end; `--rows=` (nothing) prints without measuring. What a page
-says of them is compared with the file by `research/claims.json`.
+Rows are stored in the JSON file as soon as they are measured; the tables of the
+page beside it are written from that file at the end. `--rows=` (nothing) writes
+them without measuring.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from research.benchmarking import report, results
 from research.benchmarking import rows as rows_lib
+from tfdp_fl import _files
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -80,8 +81,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         quick=arguments.quick, tff_python=arguments.tff_python, say=_say
     )
     failed = _measure(selected, store, context, arguments.resume)
-    print(report.tables(store))
-    if store.result("mlp") is not None:
+    page = arguments.json.with_suffix(".md")
+    if page.exists():
+        _files.write_text(page, report.written(page.read_text("utf-8"), store))
         report.draw(store, arguments.json.with_suffix(".png"))
     if failed:
         sys.exit(f"benchmark.py: failed: {', '.join(failed)}")

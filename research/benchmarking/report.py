@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from research.benchmarking import workloads
 from research.benchmarking.results import Results
@@ -22,10 +24,18 @@ def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def tables(results: Results) -> str:
-    """Returns a table for each kind of row that was measured."""
-    makers = (_tff, _rivals, _ratios, _growth)
-    return "\n\n".join(filter(None, (make(results) for make in makers)))
+def written(page: str, results: Results) -> str:
+    """Returns a page whose blocks say what was measured.
+
+    A block lies between `<!-- measured: NAME -->` and `<!-- end -->`, and NAME
+    is one of `BLOCKS`.
+    """
+
+    def block(found: re.Match[str]) -> str:
+        begin, name, end = found.groups()
+        return f"{begin}\n\n{BLOCKS[name](results)}\n\n{end}"
+
+    return _BLOCK.sub(block, page)
 
 
 def draw(results: Results, path: pathlib.Path) -> None:
@@ -54,65 +64,96 @@ def draw(results: Results, path: pathlib.Path) -> None:
 
 
 def _spread(ratios: Sequence[float]) -> str:
-    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+    return f"{min(ratios):.1f}–{max(ratios):.1f}"
+
+
+def _size(size: int) -> str:
+    """Returns a power of ten as one, and other numbers as they are."""
+    power = len(str(size)) - 1
+    return f"10{str(power).translate(_RAISED)}" if size == 10**power else str(size)
+
+
+def _when(results: Results, *names: str) -> str:
+    """Returns the days, commits and processors of some rows."""
+    rows = [results.rows[name] for name in names if name in results.rows]
+
+    def all_of(values: Iterable[str]) -> str:
+        return ", ".join(dict.fromkeys(values))
+
+    days = all_of(row["date"].split()[0] for row in rows)
+    commits = all_of(row["revision"][:7] for row in rows)
+    processors = all_of(row["machine"]["processor"] for row in rows)
+    return f"{days}, commit {commits}, {processors}:"
+
+
+def _headline(results: Results) -> str:
+    ratios = [result["ratio"] for _, result in _beside_tff(results)]
+    return (
+        f"**A round of {workloads.CLIENTS_PER_ROUND} clients is {min(ratios):.1f} to "
+        f"{max(ratios):.1f} times as fast as in TensorFlow Federated at its\n"
+        "best settings**, side by side on one machine with two cores and no GPU."
+    )
+
+
+def _beside_tff(results: Results) -> list[tuple[workloads.Workload, dict[str, Any]]]:
+    return [
+        (work, result)
+        for work in workloads.WORKLOADS.values()
+        if (result := results.result(work.name)) is not None
+    ]
 
 
 def _tff(results: Results) -> str:
     rows = [
         (
-            work.title,
+            work.title.replace(" examples, batch", ","),
             milliseconds(result["tff"]["median"]),
             milliseconds(result["engine"]["median"]),
-            f"**{result['ratio']:.1f}**",
-            _spread(result["ratios"]),
+            f"**{result['ratio']:.1f}** ({_spread(result['ratios'])})",
         )
-        for work in workloads.WORKLOADS.values()
-        if (result := results.result(work.name)) is not None
+        for work, result in _beside_tff(results)
     ]
-    heading = ("a round of 50 clients", "TFF at its best", "tfdp_fl")
-    return table((*heading, "times faster", "three runs"), rows) if rows else ""
+    sides = ("TFF 0.87", "tfdp_fl", "times faster (3 runs)")
+    heading = ("model, examples of a client, batch", *sides)
+    return f"{_when(results, *workloads.WORKLOADS)}\n\n{table(heading, rows)}"
 
 
 def _rivals(results: Results) -> str:
-    result = results.result("rivals")
-    if result is None:
-        return ""
-    rows = [("tfdp_fl", "–", milliseconds(statistics.median(result["ours"])), "1", "–")]
+    result = results.rows["rivals"]["result"]
+    rows = [("tfdp_fl", milliseconds(statistics.median(result["ours"])), "1")]
     for rival in result["rivals"].values():
-        versions = ", ".join(
-            " ".join(pair) for pair in rival.get("versions", {}).items()
-        )
+        versions = ", ".join(map(" ".join, rival.get("versions", {}).items()))
+        title = f"{rival['title']} ({versions})"
         if "ratios" not in rival:
-            rows.append((rival["title"], versions, "not measured", "–", "–"))
+            rows.append((title, "not measured", "–"))
             continue
-        rows.append(
-            (
-                f"{rival['title']} ({versions})",
-                rival["setting"],
-                milliseconds(statistics.median(rival["runs"])),
-                f"**{statistics.median(rival['ratios']):.1f}**",
-                _spread(rival["ratios"]),
-            )
-        )
-    heading = ("framework", "fastest setting", "a round", "times ours", "three runs")
-    return table(heading, rows)
+        ratio = f"**{statistics.median(rival['ratios']):.1f}**"
+        median = milliseconds(statistics.median(rival["runs"]))
+        rows.append((title, median, f"{ratio} ({_spread(rival['ratios'])})"))
+    heading = ("framework", "a round", "times ours (3 runs)")
+    return f"{_when(results, 'rivals')}\n\n{table(heading, rows)}"
 
 
 def _ratios(results: Results) -> str:
-    """Returns the rows that are one ratio each."""
-    found = {
-        f"{row}: {name}": result
-        for row in ("sharded_ray",)
-        for name, result in (results.result(row) or {}).get("workloads", {}).items()
-    }
-    for row in ("population", "correlated"):
-        if "ratio" in (results.result(row) or {}):
-            found[row] = results.result(row)
+    """Returns the rows that are one comparison each."""
     rows = [
-        (name, f"{result['ratio']:.2f}", _spread(result["ratios"]))
-        for name, result in found.items()
+        (f"two Ray workers / two threads: {name}", f"{result['ratio']:.2f}")
+        for name, result in results.rows["sharded_ray"]["result"]["workloads"].items()
     ]
-    return table(("what", "ratio", "three runs"), rows) if rows else ""
+    ratio = results.rows["correlated"]["result"]["ratio"]
+    rows.append(("correlated noise of three buffers / independent", f"{ratio:.2f}"))
+    for name, result in results.rows["embeddings"]["result"].items():
+        items = _size(int(name.removeprefix("embedding_")))
+        what = f"embedding of {items} items: the rows a client needs / the whole table"
+        both = (milliseconds(result[way]["median"]) for way in ("rows", "whole"))
+        rows.append((what, " / ".join(both)))
+    for name, copies in results.rows["large_models"]["result"].items():
+        noise, threads, weights = name.split(", ")
+        if weights == f"{10**8} weights":
+            what = f"memory beside 10⁸ weights: {noise} noise, {threads}"
+            rows.append((what.replace("1 threads", "1 thread"), f"{copies:.1f} copies"))
+    when = _when(results, "sharded_ray", "correlated", "embeddings", "large_models")
+    return f"{when}\n\n{table(('what', 'measured'), rows)}"
 
 
 def _growth(results: Results) -> str:
@@ -120,13 +161,24 @@ def _growth(results: Results) -> str:
     rows = [
         (
             f"{name}: {result['what']}",
-            *(f"{size:,}".replace(",", " ") for size in result["sizes"]),
-            *(milliseconds(result[size]["median"]) for size in ("small", "large")),
-            f"{result['ratio']:.2f}",
+            " to ".join(map(_size, result["sizes"])),
+            ", ".join(
+                milliseconds(result[size]["median"]).removesuffix(" ms")
+                for size in ("small", "large")
+            ),
         )
-        for name, result in (results.result("small_and_large") or {})
-        .get("work", {})
-        .items()
+        for name, result in results.rows["small_and_large"]["result"]["work"].items()
     ]
-    heading = ("what grows", "from", "to", "small", "large", "ratio")
-    return table(heading, rows) if rows else ""
+    when = _when(results, "small_and_large")
+    return f"{when}\n\n{table(('what, and what grows', 'size', 'ms'), rows)}"
+
+
+_RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+_BLOCK = re.compile(r"(<!-- measured: (\w+) -->).*?(<!-- end -->)", re.DOTALL)
+BLOCKS: dict[str, Callable[[Results], str]] = {
+    "headline": _headline,
+    "tff": _tff,
+    "rivals": _rivals,
+    "others": _ratios,
+    "growth": _growth,
+}

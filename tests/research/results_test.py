@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from research import reproduce_geyer as geyer
-from research.benchmarking import engine_side, workloads
+from research.benchmarking import engine_side, report, results, workloads
 from tfdp_fl.experiments import sweeps
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -27,6 +27,13 @@ def test_pages_say_what_was_measured(claim):
     shown = re.search(r"\d+(\.(\d+))?", claim["text"])
     assert shown[0] == f"{claim['value']:.{len(shown[2] or '')}f}"
     assert (_ROOT / claim["command"].split()[1]).is_file()
+
+
+def test_the_benchmarks_page_is_written_from_what_was_measured():
+    measured = results.Results(_ROOT / "docs" / "benchmarks.json")
+    page = (_ROOT / "docs" / "benchmarks.md").read_text("utf-8")
+    assert set(re.findall(r"<!-- measured: (\w+) -->", page)) == set(report.BLOCKS)
+    assert report.written(page, measured) == page
 
 
 @pytest.mark.parametrize("path", _CONFIGS, ids=lambda path: path.name)
