@@ -127,8 +127,16 @@ def stream(generator):
 
     @tf.function
     def one_round(memory, row):
-        parts = zip(tf.split(row, sizes), SHAPES, strict=True)
-        return generator.next_noise(memory, [tf.reshape(p, s) for p, s in parts])
+        memory = generator.begin_round(memory)
+        parts = zip(memory.buffers, tf.split(row, sizes), SHAPES, strict=True)
+        made = [
+            generator.next_noise(memory.position, buffer, tf.reshape(part, shape))
+            for buffer, part, shape in parts
+        ]
+        noise, buffers = zip(*made, strict=True)
+        return noise, memory._replace(
+            position=memory.position + 1, buffers=list(buffers)
+        )
 
     memory = generator.init_noise_state(SHAPES)
     result = []

@@ -73,27 +73,27 @@ class Generator(abc.ABC):
 
     @abc.abstractmethod
     def next_noise(
-        self, memory: NoiseState, fresh: Tensors
-    ) -> tuple[Tensors, NoiseState]:
-        """Returns n of one of the first T rounds, and the memory after it."""
-
-    def noise(self, memory: NoiseState, fresh: Tensors) -> tuple[Tensors, NoiseState]:
-        """Returns n of a round, and the memory after it.
-
-        After T rounds the memory is emptied: a new segment begins, whose
-        charges begin anew.
+        self, position: tf.Tensor, buffer: tf.Tensor, fresh: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns n of a round for one variable, and its buffer after the round.
 
         Args:
-          memory: The state after the rounds before.
-          fresh: z of this round: float32 N(0, 1), of the update's shapes.
+          position: Of the memory after the rounds before, below T.
+          buffer: The variable's.
+          fresh: z of this round: float32 N(0, 1), of the variable's shape.
         """
-        shapes = [buffer.shape[1:] for buffer in memory.buffers]
-        memory = tf.cond(
-            memory.position < self.pattern.rounds,
-            lambda: memory,
-            lambda: self.init_noise_state(shapes),
-        )
-        return self.next_noise(memory, fresh)
+
+    def begin_round(self, memory: NoiseState) -> NoiseState:
+        """Returns the memory for the next round: after T rounds, it is emptied.
+
+        Then a new segment begins, whose charges begin anew.
+        """
+        is_over = memory.position >= self.pattern.rounds
+
+        def emptied(value: tf.Tensor) -> tf.Tensor:
+            return tf.cond(is_over, lambda: tf.zeros_like(value), lambda: value)
+
+        return NoiseState(emptied(memory.position), list(map(emptied, memory.buffers)))
 
     def init_noise_state(self, shapes: Sequence[Sequence[int]]) -> NoiseState:
         """Returns the memory before the first round: zeros.
@@ -147,26 +147,16 @@ class BandedGenerator(Generator):
         self.numbers = tuple(self.coefficients.tolist())
 
     def next_noise(
-        self, memory: NoiseState, fresh: Tensors
-    ) -> tuple[Tensors, NoiseState]:
+        self, position: tf.Tensor, buffer: tf.Tensor, fresh: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         """See base class."""
-        position, buffers = memory
         if not self.copies:
-            return fresh, NoiseState(position + 1, buffers)
+            return fresh, buffer
         row = position % self.copies
         # c_j weighs row (t - j) mod copies: backwards from the row before.
         backwards = tf.constant(self.coefficients[:0:-1], tf.float32)
-        weights = tf.roll(backwards, row, 0)
-        noise: Tensors = []
-        new_buffers: Tensors = []
-        for z, buffer in zip(fresh, buffers, strict=True):
-            # One after the other, as all at once would take the memory twice.
-            with tf.control_dependencies(new_buffers[-1:]):
-                noise.append(z - _weighted_sum(weights, buffer))
-                new_buffers.append(
-                    tf.tensor_scatter_nd_update(buffer, [[row]], noise[-1][None])
-                )
-        return noise, NoiseState(position + 1, new_buffers)
+        noise = fresh - _weighted_sum(tf.roll(backwards, row, 0), buffer)
+        return noise, tf.tensor_scatter_nd_update(buffer, [[row]], noise[None])
 
 
 def _weighted_sum(weights: tf.Tensor, buffer: tf.Tensor) -> tf.Tensor:
@@ -228,22 +218,13 @@ class BLTGenerator(Generator):
         self.numbers = (*poles.tolist(), *self.weights.tolist())
 
     def next_noise(
-        self, memory: NoiseState, fresh: Tensors
-    ) -> tuple[Tensors, NoiseState]:
+        self, position: tf.Tensor, buffer: tf.Tensor, fresh: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         """See base class."""
-        position, buffers = memory
-        weights = tf.constant(self.weights, tf.float32)
+        noise = fresh - _weighted_sum(tf.constant(self.weights, tf.float32), buffer)
         theta = tf.constant(self.theta, tf.float32)
-        noise: Tensors = []
-        new_buffers: Tensors = []
-        for z, buffer in zip(fresh, buffers, strict=True):
-            # One after the other, as all at once would take the memory twice.
-            with tf.control_dependencies(new_buffers[-1:]):
-                n = z - _weighted_sum(weights, buffer)
-                column = tf.reshape(theta, [-1] + [1] * len(z.shape))
-                noise.append(n)
-                new_buffers.append(column * buffer + n[None])
-        return noise, NoiseState(position + 1, new_buffers)
+        column = tf.reshape(theta, [-1] + [1] * len(fresh.shape))
+        return noise, column * buffer + noise[None]
 
 
 @dataclasses.dataclass(frozen=True)

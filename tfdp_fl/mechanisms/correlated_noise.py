@@ -180,14 +180,18 @@ class CorrelatedNoise(mechanism.Mechanism):
         self, update: Tensors, stddev: tf.Tensor, memory: strategies.NoiseState
     ) -> tuple[Tensors, strategies.NoiseState]:
         """Implements `Mechanism.add_noise`: adds stddev n_t."""
-        fresh = noise.standard_normals(update, noise.next_seed())
-        samples, memory = self.generator.noise(memory, fresh)
+        memory = self.generator.begin_round(memory)
         scale = tf.cast(stddev, tf.float32)
-        noised = [
-            noise.add_scaled_noise(tensor, sample, scale)
-            for tensor, sample in zip(update, samples, strict=True)
-        ]
-        return noised, memory
+
+        def add(index: int, fresh: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            sample, buffer = self.generator.next_noise(
+                memory.position, memory.buffers[index], fresh
+            )
+            return noise.add_scaled_noise(update[index], sample, scale), buffer
+
+        made = noise.standard_normals(update, noise.next_seed(), add)
+        noised, buffers = map(list, zip(*made, strict=True))
+        return noised, strategies.NoiseState(memory.position + 1, buffers)
 
     def event_index(self, round_index: int, memory: strategies.NoiseState) -> int:
         """Implements `Mechanism.event_index`: the round index in the memory."""

@@ -214,26 +214,42 @@ def _box_muller(length: int | tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
     return tf.concat(pairs, 0)[:length]
 
 
-def standard_normals(tensors: list[tf.Tensor], seed: tf.Tensor) -> list[tf.Tensor]:
-    """Draws float32 N(0, 1) with the shapes of some tensors.
+def standard_normals(
+    tensors: list[tf.Tensor],
+    seed: tf.Tensor,
+    use: Callable[[int, Any], Any] = lambda index, draw: draw,
+) -> list[Any]:
+    """Draws float32 N(0, 1) with the shapes of some tensors, and uses the draws.
 
     They are what `add_normal` adds with a stddev of 1 and the same seed.
 
     Args:
       tensors: Tensors of any dtype.
       seed: A seed that no other draw uses.
+      use: Called with a tensor's index and its draw. Its results are computed before
+        the draws of later tensors, so that these do not all take memory at once.
+
+    Returns:
+      For each tensor, the result of `use`; by default the draw.
     """
-    return _draw_in_chunks(tensors, seed, lambda index, elements, draw: draw)
+
+    def finish(index: int, draw: tf.Tensor) -> Any:
+        with tf.control_dependencies([draw]):  # Not all at once at the beginning.
+            return use(index, tf.reshape(draw, tf.shape(tensors[index])))
+
+    return _draw_in_chunks(tensors, seed, lambda index, part, draw: draw, finish)
 
 
 # Uses a draw: called with a tensor's index, the slice of its flattened elements (None:
 # all), and the draw.
 _Use = Callable[[int, "slice | None", Any], Any]  # (Naming `tf` would import it.)
+# Called with a tensor's index and what `_Use` returned for all of its elements, [D].
+_Finish = Callable[[int, Any], Any]
 
 
 def _draw_in_chunks(
-    tensors: list[tf.Tensor], seed: tf.Tensor, use: _Use
-) -> list[tf.Tensor]:
+    tensors: list[tf.Tensor], seed: tf.Tensor, use: _Use, finish: _Finish
+) -> list[Any]:
     """Draws N(0, 1) for every element of some tensors, and uses the draws.
 
     A drawing operation runs on one thread, so several run at the same time, but not
@@ -246,19 +262,14 @@ def _draw_in_chunks(
     if None in sizes:
         counts = [tf.size(tensor) for tensor in tensors]
         draws = tf.split(_box_muller(sum(counts), own), counts)
-        pieces = [[use(k, None, draw)] for k, draw in enumerate(draws)]
-    else:
-        pieces = _use_chunks(sizes, own, use)
-    return [
-        tf.reshape(
-            joined[0] if len(joined) == 1 else tf.concat(joined, 0), tf.shape(tensor)
-        )
-        for joined, tensor in zip(pieces, tensors, strict=True)
-    ]
+        return [finish(k, use(k, None, draw)) for k, draw in enumerate(draws)]
+    return _use_chunks(sizes, own, use, finish)
 
 
-def _use_chunks(sizes: list[int], seed: tf.Tensor, use: _Use) -> list[list[tf.Tensor]]:
-    """Returns each tensor's pieces; `sizes` are the tensors' numbers of elements."""
+def _use_chunks(
+    sizes: list[int], seed: tf.Tensor, use: _Use, finish: _Finish
+) -> list[Any]:
+    """Returns each tensor's result; `sizes` are the tensors' numbers of elements."""
     size = sum(sizes)
     chunk = max(size, 1)
     if size > _SMALLEST_CHUNK:
@@ -269,7 +280,8 @@ def _use_chunks(sizes: list[int], seed: tf.Tensor, use: _Use) -> list[list[tf.Te
         seeds = tf.unstack(_uniform([len(starts), 2], seed, tf.int64))
     num_parallel = max(2, os.cpu_count() or 2)
     pieces: list[list[tf.Tensor]] = [[] for _ in sizes]
-    pieces_of_chunks: list[list[tf.Tensor]] = []
+    results: list[Any] = [None] * len(sizes)
+    made_of_chunks: list[list[tf.Tensor]] = []
     for number, (start, own) in enumerate(zip(starts, seeds, strict=True)):
         stop, end, parts = min(start + chunk, size), 0, []
         for index, count in enumerate(sizes):
@@ -279,17 +291,20 @@ def _use_chunks(sizes: list[int], seed: tf.Tensor, use: _Use) -> list[list[tf.Te
             if first < last or (number == 0 and not count):
                 parts.append((index, first, last))
         earlier = number - num_parallel
-        with tf.control_dependencies(pieces_of_chunks[earlier] if earlier >= 0 else []):
+        with tf.control_dependencies(made_of_chunks[earlier] if earlier >= 0 else []):
             draw = _box_muller(stop - start, own)
         lengths = [last - first for _, first, last in parts]
         draws = tf.split(draw, lengths) if len(lengths) > 1 else [draw]
-        pieces_of_chunks.append([])
+        made_of_chunks.append([])
         for (index, first, last), draw in zip(parts, draws, strict=True):
             whole = last - first == sizes[index]
-            piece = use(index, None if whole else slice(first, last), draw)
-            pieces[index].append(piece)
-            pieces_of_chunks[-1].append(piece)
-    return pieces
+            made = use(index, None if whole else slice(first, last), draw)
+            pieces[index].append(made)
+            if last == sizes[index]:
+                joined = made if whole else tf.concat(pieces[index], 0)
+                made = results[index] = finish(index, joined)
+            made_of_chunks[-1] += tf.nest.flatten(made)
+    return results
 
 
 def add_normal(
@@ -317,7 +332,10 @@ def add_normal(
         part = tensor if elements is None else tensor[elements]
         return add_scaled_noise(part, draw, scale)
 
-    return _draw_in_chunks(tensors, next_seed(), add)
+    def finish(index: int, noised: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(noised, tf.shape(tensors[index]))
+
+    return _draw_in_chunks(tensors, next_seed(), add, finish)
 
 
 def add_scaled_noise(
