@@ -439,11 +439,7 @@ class DeferredClipping:
         state, params = set_clip(
             self._tensors(pending.state), seed, tf.constant(norms[answered])
         )
-        # The stddevs of clients' noise go by the clip. Other memory stays as it is.
-        memory = (
-            state.memory if isinstance(state.memory, dict) else pending.state.memory
-        )
-        pending.state = state._replace(memory=memory)
+        pending.state = state._replace(memory=pending.state.memory)
         windows = self._windows(pending)
         for members, rows in pending.collected:
             keys = pending.inputs.positions[members].astype(np.int64)

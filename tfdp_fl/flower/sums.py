@@ -262,12 +262,12 @@ def release(
     """
     paid.use()
     query = configured.mechanism.bind(configured.deployment)
-    _, z, m, _ = collected.round_state  # If the cohort size is random, m is expected.
+    _, z, m, *_ = collected.round_state  # If the cohort size is random, m is expected.
     charged = query.paid_for(paid.cost.noise_multiplier, float(m), float(z))
     total = _sum_before_noise(configured, collected)
-    if configured.client_noise:
-        memory = tf.nest.map_structure(tf.constant, dict(configured.client_noise))
-    state = _to_tensors(collected.round_state, memory)
+    stddevs = tf.nest.map_structure(tf.constant, dict(configured.client_noise))
+    state = _to_tensors(collected.round_state)
+    state = state._replace(memory=memory, shared_stddevs=stddevs)
     with noise.use_seed(tf.constant(noise.fresh_seed())):
         mean, state = algorithm.release(query, total, state, charged)
     model = updates.apply(configured.sent_model, [array.numpy() for array in mean])
@@ -303,10 +303,9 @@ def _sum_before_noise(
     return Contribution(update, sums, zero, zero, zero, zero)
 
 
-def _to_tensors(state: mechanisms.RoundState, memory: Memory) -> mechanisms.RoundState:
-    """Returns a round's numbers as float32 scalars, with a noise memory."""
-    clip_norm, z, m = (tf.constant(value, tf.float32) for value in state[:3])
-    return mechanisms.RoundState(clip_norm, z, m, memory)
+def _to_tensors(state: mechanisms.RoundState) -> mechanisms.RoundState:
+    """Returns a round's numbers as float32 scalars."""
+    return mechanisms.RoundState(*(tf.constant(v, tf.float32) for v in state[:3]))
 
 
 def _clip_by_mechanism(
@@ -322,11 +321,11 @@ def _clip_by_mechanism(
     query = mechanism.bind(configured.deployment)
     norms = tf.constant([updates.norm(c.arrays) for c in clipped_updates], tf.float32)
     if mechanism.clip_to_cohort is not None:
-        clip = mechanism.clip_to_cohort(norms, _to_tensors(round_state, ()))
+        clip = mechanism.clip_to_cohort(norms, _to_tensors(round_state))
         round_state = round_state._replace(clip_norm=float(clip))
     usable = tf.constant([not update.discarded for update in clipped_updates], tf.bool)
-    tensors = _to_tensors(round_state, ())
-    _, z, m, _ = round_state
+    tensors = _to_tensors(round_state)
+    _, z, m, *_ = round_state
     query.check_noise(tensors, query.charged_for(float(m), float(z)))
     contribution = query.bounded_factor(norms, usable, tensors)
     factors = np.asarray(contribution.update, np.float64) * (1 - _ROUNDING)

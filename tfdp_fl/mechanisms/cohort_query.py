@@ -108,22 +108,15 @@ class CohortQuery:
             clip_norm=tf.constant(self.mechanism.first_clip_norm(), tf.float32),
             noise_multiplier=tf.constant(0.0),
             clients_per_round=tf.constant(1.0),
-            memory=self._initial_memory(),
+            memory=self.mechanism.init_noise_state(self.deployment),
+            shared_stddevs=dict.fromkeys(self._shared_names, tf.constant(0.0)) or (),
         )
 
-    def _initial_memory(self) -> Memory:
-        if self._clients_add_noise:
-            return dict.fromkeys(self._noise_names, tf.constant(0.0))
-        return self.mechanism.init_noise_state(self.deployment)
-
     @property
-    def _clients_add_noise(self) -> bool:
-        """Whether clients add shares of the noise (`RoundState.memory`)."""
-        return self.mechanism.noise_site == NoiseSite.CLIENT
-
-    @property
-    def _noise_names(self) -> tuple[str, ...]:
-        return ("update", *self.mechanism.side_names)
+    def _shared_names(self) -> tuple[str, ...]:
+        if self.mechanism.noise_site == NoiseSite.CLIENT:
+            return ("update", *self.mechanism.side_names)
+        return ()
 
     def new_segment(self, state: RoundState) -> RoundState:
         """Returns a state that keeps the clip but forgets all earlier rounds.
@@ -131,7 +124,8 @@ class CohortQuery:
         It is needed if a round may have been released that the state does not include:
         later noise must then not be correlated with earlier noise.
         """
-        return state._replace(memory=self._initial_memory())
+        memory = self.mechanism.init_noise_state(self.deployment)
+        return state._replace(memory=memory)
 
     def begin_round(
         self,
@@ -149,18 +143,16 @@ class CohortQuery:
 
     def _with_client_noise(self, state: RoundState) -> RoundState:
         """Returns the state with the noise that clients add, asked for only here."""
-        if not self._clients_add_noise:
+        if not (names := self._shared_names):
             return state
         stddevs = self._new_noise_stddevs(state)
-        memory = {
-            name: tf.cast(stddevs[name], tf.float32) for name in self._noise_names
-        }
-        return state._replace(memory=memory)
+        shared = {name: tf.cast(stddevs[name], tf.float32) for name in names}
+        return state._replace(shared_stddevs=shared)
 
     def noise_stddevs(self, state: RoundState) -> Json:
         """Returns the stddevs of a round's noise, by name."""
-        if self._clients_add_noise:
-            return state.memory
+        if self._shared_names:
+            return dict(state.shared_stddevs)
         return self._new_noise_stddevs(state)
 
     def _new_noise_stddevs(self, state: RoundState) -> Json:
@@ -178,7 +170,7 @@ class CohortQuery:
 
     def derive_sample_params(self, state: RoundState) -> RoundState:
         """Returns the state that clients receive, without the server's memory."""
-        return state if self._clients_add_noise else state.without_memory()
+        return state.without_memory()
 
     def initial_sample_state(self, template: Tensors) -> Contribution:
         """Returns the float64 zeros to which a cohort's records are added."""

@@ -158,14 +158,16 @@ class RoundState(NamedTuple):
       noise_multiplier: This round's z.
       clients_per_round: This round's expected cohort size m.
       memory: State that only the server keeps from round to round, such as the noise
-        with which later noise is correlated: a nest of tensors, () if there is none. If
-        clients add shares of the noise, the stddevs of this round's, which they do get.
+        with which later noise is correlated: a nest of tensors, () if there is none.
+      shared_stddevs: If clients add shares of the noise, the stddevs of the whole
+        noise of this round, by name; otherwise ().
     """
 
     clip_norm: Scalar
     noise_multiplier: Scalar
     clients_per_round: Scalar
     memory: Memory = ()
+    shared_stddevs: Mapping[str, Scalar] | tuple[()] = ()
 
     def without_memory(self) -> RoundState:
         """Returns the state without what must stay secret."""
