@@ -20,14 +20,14 @@ def milliseconds(seconds: float) -> str:
 
 def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Returns a Markdown table; the first column is text, the others figures."""
-    lines = [heading, ["---", *["---:"] * (len(heading) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    head, *lines = (f"| {' | '.join(line)} |" for line in (heading, *rows))
+    return "\n".join([head, f"|---|{'---:|' * (len(heading) - 1)}", *lines])
 
 
 def written(page: str, results: Results) -> str:
     """Returns a page whose blocks say what was measured.
 
-    A block lies between `<!-- measured: NAME -->` and `<!-- end -->`, and NAME
+    A block lies between `<!--measured:NAME-->` and `<!--end-->`, and NAME
     is one of `BLOCKS`.
     """
 
@@ -174,7 +174,7 @@ def _growth(results: Results) -> str:
 
 
 _RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
-_BLOCK = re.compile(r"(<!-- measured: (\w+) -->).*?(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!--measured:(\w+)-->).*?(<!--end-->)", re.DOTALL)
 BLOCKS: dict[str, Callable[[Results], str]] = {
     "headline": _headline,
     "tff": _tff,
