@@ -80,6 +80,20 @@ def test_one_release_is_found_within_fifteen_percent(z):
     np.testing.assert_allclose(drawn.projections(each[2])[:5], each @ each[2], **close)
 
 
+def test_a_few_canaries_are_as_sure_as_they_say():
+    # By the normal quantile it was 17 % instead of 5 %, for three. (With a chance of
+    # 1e-7 more than a tenth of 600 are outside.)
+    rng, size = np.random.default_rng(3), 10**5
+    for count in (3, 10):
+        outside = 0
+        for drawn in rng.normal(1.0, 1.0, (600, count)) / size**0.5:
+            scores = auditing.Scores(observed=drawn, null_std=size**-0.5)
+            found = auditing.estimate(scores, _DELTA)
+            exact = gaussian.gaussian_epsilon(1.0, _DELTA)
+            outside += not found.low <= exact <= found.high
+        assert outside <= 60
+
+
 def test_thresholds_too_are_no_surer_than_the_unit():
     # With d = 2 it is off by half of itself.
     scores = auditing.Scores(observed=np.full(1000, 2.8), null_std=2**-0.5)

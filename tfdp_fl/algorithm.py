@@ -32,7 +32,7 @@ from typing import Any, Protocol
 
 from tfdp_fl._lazy_tf import tf
 from tfdp_fl.accounting import Charge
-from tfdp_fl.mechanisms import cohort_query, noise
+from tfdp_fl.mechanisms import cohort_query, noise, records
 from tfdp_fl.mechanisms.contribution import ClientContext, Contribution, RoundState
 from tfdp_fl.terms import NoiseSite, TrustModel
 
@@ -108,7 +108,7 @@ def make_record(
       update: Float tensors with the model's shapes.
       client: Facts about the client, such as its number of examples.
     """
-    mechanism = query.mechanism
+    mechanism, update = query.mechanism, records.as_tensors(update)
     # In fewer bits, clipping would round by more than the bound allows.
     update = [tf.cast(t, tf.float32) if t.dtype.size < 4 else t for t in update]
     record = query.clip(params, update, client)

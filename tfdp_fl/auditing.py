@@ -26,7 +26,7 @@ FINAL, ALL = "final", "all"
 _MAX_COORDINATES = 2**24
 # The two-sided confidence level, its normal quantile, and by how many standard errors
 # a standard deviation may exceed that without participation and still count as equal.
-_CONFIDENCE, _Z95 = 0.95, 1.959964
+_CONFIDENCE = 0.95
 _SAME_SPREAD = 4.0
 # The false positive rates of the thresholds.
 _FALSE_POSITIVES = (1e-4, 1e-3, 1e-2, 1e-1)
@@ -478,7 +478,10 @@ def estimate(scores: Scores, delta: float) -> Estimate:
         null_spread_error = 1 / math.sqrt(len(unobserved))
     spread_error = math.hypot(spread / math.sqrt(2 * count), null_spread_error)
     used_spread = spread if spread > 1 + _SAME_SPREAD * spread_error else 1.0
-    error = _Z95 * math.hypot(spread / math.sqrt(count), null_error)
+    # Student's: the standard deviations are those of a few scores.
+    fewest = min(count, count if unobserved is None else len(unobserved))
+    quantile = float(stats.t.ppf((1 + _CONFIDENCE) / 2, fewest - 1))
+    error = quantile * math.hypot(spread / math.sqrt(count), null_error)
     bound = _threshold_bound(observed - below, unobserved, delta)
 
     def epsilon(shift: float) -> float:

@@ -1,11 +1,13 @@
 """What a run has spent, centrally and client by client."""
 
 import collections
+import copy
 import dataclasses
 import itertools
 import json
 import math
 import os
+import pickle
 import shutil
 import signal
 import threading
@@ -18,6 +20,7 @@ import pytest
 from tests.accounting import charges
 from tfdp_fl import accounting
 from tfdp_fl.accounting import account as account_lib
+from tfdp_fl.accounting import ledger as ledger_lib
 
 _DELTA = 1e-3
 exact = accounting.epsilon_of_mu_squared
@@ -136,6 +139,28 @@ def test_local_spending_of_others_counts_against_every_client():
     assert spending.max_mu_squared == 0.5 + 0.5
 
 
+def test_a_local_release_with_a_name_counts_for_every_client(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    account = account_lib.PrivacyAccount("local", 3)
+    ledger = accounting.PrivacyLedger(path, run="own")
+    account.attach_ledger(str(path), ledger, "own")
+    account.charge(_charge(), positions=np.array([0, 1]), mu_squared=1.0)
+    budget = accounting.PrivacyBudget(accounting.gaussian_epsilon(0.5, _DELTA), _DELTA)
+    three = {"name": "march", "mu_squared": 3.0}
+    account.charge(_charge(), budgets=[budget], **three)
+    with pytest.raises(accounting.BudgetExceededError):
+        account.charge(_charge(), budgets=[budget], name="april", mu_squared=0.01)
+    with pytest.raises(ValueError, match="positions must be"):  # A round of whom?
+        account.charge(_charge(), mu_squared=3.0)
+    spent = accounting.gaussian_epsilon(0.5, _DELTA)
+    assert account.epsilon(_DELTA) == pytest.approx(spent)
+    assert ledger.contents().local_epsilon(_DELTA) == pytest.approx(spent)
+    # A line's own cost counts, whatever total it states.
+    low = {"mu_squared": 4.0, "max_mu_squared": 0.0}
+    ledger.record(1, None, 3, local=low, **{ledger_lib.COVERS_ALL: True})
+    assert ledger.contents().local_epsilon(_DELTA) > 1.3 * spent
+
+
 def test_a_charge_has_one_cost():
     spending = _spending("central")
     entry = _ledger(("other", 2.0, None)).entries[0]
@@ -210,10 +235,20 @@ def test_a_charge_within_a_charge_is_refused_and_nothing_waits():
     paid.use()
     with pytest.raises(accounting.ChargeError, match="used before"):
         paid.use()
+    # Its copies are the same receipt.
+    paid = account.charge(_charge())
+    copies = [copy.copy(paid), dataclasses.replace(paid)]
+    copies[0].use()
+    for each in (paid, *copies):
+        with pytest.raises(accounting.ChargeError, match="used before"):
+            each.use()
+    for cannot in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError):
+            cannot(paid)
     # A charge that was refused leaves the lock free, and nothing charged.
     with pytest.raises(KeyError):
         account.charge(_charge(), ask={}.__getitem__)
-    assert account.charge(_charge()) and account.rounds == 2
+    assert account.charge(_charge()) and account.rounds == 3
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt, MemoryError])

@@ -204,6 +204,14 @@ class _AsTheWeights(tf.keras.optimizers.SGD):
             self.add_variable_from_reference(variable, "kept").assign(variable)
 
 
+class _Watches(tfdp_fl.MedianClipping):
+    """Scales by what it saw of others."""
+
+    def scale(self, norm, round):
+        return super().scale(norm, round) + 0 * _remembers(norm)
+
+
+_PRIVATE_MEDIAN = _Watches(noise_multiplier=2.0, median_noise_multiplier=4.0)
 _SGD = tf.keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
 _HOOK = {"upload_hook": lambda update: [v + _remembers(v) for v in update]}
 
@@ -213,6 +221,8 @@ _HOOK = {"upload_hook": lambda update: [v + _remembers(v) for v in update]}
     [
         (None, {"loss": lambda y, p: _LOSS(y, p) + 0 * _remembers(p)}, "to the next"),
         (None, {"training": _HOOK}, "to the next"),
+        # Also where all updates wait for the clip.
+        (None, {"mechanism": _PRIVATE_MEDIAN}, "to the next"),
         (None, {"optimizer": _Optimizer(0.1, momentum=0.5)}, "to the next"),
         (_layers.Lambda(lambda x: x + _remembers(x), (4,)), {}, "memory.*to the next"),
         # What a client draws shifts what all after it draw.

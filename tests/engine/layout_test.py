@@ -89,6 +89,12 @@ def test_the_next_chunk_is_read_while_this_one_trains():
     files.assert_quiet()
 
 
+def test_rows_do_not_wrap_around():
+    rows = np.zeros(2**16, np.int32)
+    with pytest.raises(ValueError, match="local_epochs, must be fewer"):
+        layout.client_table(rows[:0], np.array([2**32, 3, 3]), 1, 1)
+
+
 def test_text_that_no_tensor_holds_fails_alone():
     texts = {"a": [b"\xff"], "b": ["\udc80"], "c": ["é"]}
     dataset = FederatedDataset.from_client_fn(

@@ -191,7 +191,12 @@ def test_shares_of_noise_need_everybody():
     # A reply of somebody else is no share.
     changed = _claims(src_node_id=99)
     assert _moved(strategy, [[1.0, 0]] * 4, changed, number=2) is None
-    assert strategy.released_rounds == ()
+    # Nothing was released. But shares with less noise have arrived.
+    assert [each.is_released for each in strategy.released_rounds] == [False] * 2
+    report = strategy.privacy_report(1e-5)
+    spent = accounting.gaussian_epsilon(8**-0.5, 1e-5)  # One replaced by another.
+    assert report["epsilon"] == pytest.approx(spent)
+    assert any("every round that was begun" in each for each in report["caveats"])
     with pytest.raises(ValueError, match="on_client_failure"):
         fm.private(fm.SHARES, on_client_failure="exclude")
 

@@ -18,7 +18,7 @@ from tests.keras import toy
 from tests.mechanisms import rounds
 from tfdp_fl import algorithm, mechanisms
 from tfdp_fl._lazy_tf import tfp
-from tfdp_fl.mechanisms import noise, records
+from tfdp_fl.mechanisms import clipping, noise, records
 from tfdp_fl.mechanisms.contribution import Contribution, PrivacyContext
 
 _FIXED = tfdp_fl.FixedClipping(clip_norm=0.3, noise_multiplier=1.0)
@@ -97,6 +97,49 @@ def test_more_than_is_declared_counts_as_nothing(kind, more):
         assert abs(float(one.sums["side"])) <= 0.5 and 0 <= float(one.weight) <= 1
         if discarded and float(one.discarded):
             assert not norm and not float(one.sums["side"]) and not float(one.weight)
+
+
+_REPEATED = tf.IndexedSlices(
+    tf.ones([200, 2]), tf.zeros([200], tf.int64), tf.constant([4, 2], tf.int64)
+)
+
+
+class _Repeats(_Own):
+    """Returns one row many times, each of the norm S."""
+
+    def contribution(self, update, round, client, deployment):
+        one = super().contribution(update, round, client, deployment)
+        return one._replace(update=[_REPEATED])
+
+
+def test_rows_that_repeat_are_added_up_before_they_are_measured():
+    # The norm was that of the rows, and what was added their sum: 200 S.
+    for made, update in (_FIXED, [_REPEATED]), (_Repeats(), [tf.ones([4, 2])]):
+        query = made.bind(PrivacyContext(clients_per_round=2, shapes=((4, 2),)))
+        state = query.begin_round(query.initial_global_state(), 1.0, 2.0)
+        params = query.derive_sample_params(state)
+        one = algorithm.make_record(query, params, update)
+        (sent,) = records.add(query.initial_sample_state([tf.ones([4, 2])]), one).update
+        assert np.linalg.norm(sent) <= 0.3 * (1 + 1e-5)
+        assert (np.linalg.norm(sent) > 0) == (made is _FIXED)
+    for wrong in (["text"], [tf.ones([4, 2], tf.int32)]):
+        with pytest.raises(ValueError, match="must be a list of float tensors"):
+            algorithm.make_record(query, params, wrong)
+
+
+@pytest.mark.parametrize("clip", [1e-25, 1e-11, 1e-10])
+def test_below_the_smallest_clip_nothing_is_added(clip):
+    # Its elements have the norm 0 in float32: the sum moved by 1e8 clips.
+    updates = [tf.fill([8], 1e-20), tf.fill([8], 1.0)]
+    for update in updates:
+        norm = clipping.global_norm([update])
+        factor = Contribution(clipping.clip_factor(norm, clip), {}, *[0.0] * 4)
+        whole = factor._replace(update=clipping.multiply([update], factor.update))
+        scaled = update * records.bound_factor(factor, norm, clip, {}).update
+        bounded = records.bound(whole, clip, {}).update[0]
+        for sent in (scaled, bounded):
+            assert np.linalg.norm(np.float64(sent)) <= clip * (1 + 1e-5)
+            assert bool(np.any(sent)) == (clip >= 1e-10)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

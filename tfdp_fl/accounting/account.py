@@ -80,8 +80,23 @@ class OtherRun:
         return OtherRun(costs={**self.costs, **other.costs}, mu_squared=mu_squared)
 
 
+# The fields of a line's local spending.
+_LOCAL = ("mu_squared", "max_mu_squared")
+
+
 class ChargeError(RuntimeError):
     """A charge was requested within another, or a release without a charge."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Uses:
+    """How many releases a receipt still pays for: one number for all of its copies.
+
+    (Its lock can be neither pickled nor copied.)
+    """
+
+    left: int = 0  # Set when it is paid.
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -105,19 +120,20 @@ class Charge:
     local: dict[str, float] | None
     details: Json
     charge_id: str = dataclasses.field(default_factory=ledger.new_charge)
-    _uses: int = 0  # Set when it is paid.
+    _paid: _Uses = dataclasses.field(default_factory=_Uses)
 
     def use(self) -> None:
         """Called by every release; raises ChargeError unless the release is paid for.
 
         A receipt allows as many releases as were charged, usually one.
         """
-        if self._uses < 1:
-            raise ChargeError(
-                "A release needs a charge of its own, got one that was not paid or has "
-                "been used before. Nothing was released."
-            )
-        self._uses -= 1
+        with self._paid.lock:
+            if self._paid.left < 1:
+                raise ChargeError(
+                    "A release needs a charge of its own, got one that was not paid or "
+                    "has been used before. Nothing was released."
+                )
+            self._paid.left -= 1
 
 
 class _ChargeLock:
@@ -442,7 +458,7 @@ class PrivacyAccount:
         if not self.by_client:
             return None
         total = most + self.lost_mu_squared
-        return {"mu_squared": mu_squared, "max_mu_squared": total}
+        return dict(zip(_LOCAL, (mu_squared, total), strict=True))
 
     @property
     def _facts_of_lines(self) -> Json:
@@ -487,7 +503,8 @@ class PrivacyAccount:
           cost: The central cost.
           budgets: Budgets that the total must not exceed.
           ask: Called first; raises an error to refuse.
-          positions: Int64 [K], the clients of a round; None: no clients.
+          positions: Int64 [K], the clients of a round; None: no clients. A release
+            with a name is about all clients.
           mu_squared: (sensitivity / sigma)^2 of one client's release; used
             only if the guarantee is composed client by client.
           round_index: The round, from 0.
@@ -510,8 +527,13 @@ class PrivacyAccount:
           ValueError: No single guarantee covers it and the earlier charges; or the name
             was charged before.
         """
-        positions = np.zeros(0, np.int64) if positions is None else positions
         mu_squared = mu_squared if self.by_client else 0.0
+        if positions is None and name is None and mu_squared:
+            raise ValueError(
+                "positions must be given with mu_squared, got None: the round's "
+                "clients would not be charged."
+            )
+        positions = np.zeros(0, np.int64) if positions is None else positions
         receipt = Charge(
             cost=cost,
             round_index=round_index,
@@ -533,7 +555,11 @@ class PrivacyAccount:
                 max_mu_squared = self.per_client.max_mu_squared_after(
                     positions, mu_squared
                 )
-            receipt.local = self._local(mu_squared, max_mu_squared)
+            if name is None:
+                receipt.local = self._local(mu_squared, max_mu_squared)
+            elif self.by_client:  # It is about every client, and a run of its own.
+                max_mu_squared += mu_squared
+                receipt.local = dict.fromkeys(_LOCAL, mu_squared)
             if ask is not None:
                 ask(receipt)
             for _, attached in sorted(self._ledgers.items()):
@@ -553,7 +579,7 @@ class PrivacyAccount:
                 for budget in budgets:
                     self._require_affordable(budget, cost, max_mu_squared)
                 self._write(receipt, positions, mu_squared)
-            receipt._uses = uses
+            receipt._paid.left = uses
         return receipt
 
     @one_at_a_time

@@ -136,3 +136,13 @@ def _noise(noise_multiplier: float) -> float:
     if noise_multiplier == math.inf:
         return math.inf
     return _validate.non_negative(noise_multiplier=noise_multiplier)
+
+
+def normal_cells(ends: np.ndarray) -> np.ndarray:
+    """Returns a normal variable's probabilities below, between and above points.
+
+    Each is a difference of the smaller probabilities, so that neither tail is lost.
+    """
+    below, above = stats.norm.cdf(ends), stats.norm.sf(ends)
+    between = np.where(ends[1:] < 0, np.diff(below), -np.diff(above))
+    return np.concatenate([below[:1], between, above[-1:]])

@@ -6,7 +6,8 @@ import attr
 import dp_accounting
 import numpy as np
 from dp_accounting.pld import privacy_loss_distribution
-from scipy import stats
+
+from tfdp_fl.accounting import gaussian
 
 # Beyond this many standard deviations (probability below 1e-23), a loss counts as
 # infinite.
@@ -61,11 +62,8 @@ def privacy_loss(
     mean = mu * mu / 2
     first, last = np.ceil((mean + np.array([-_TAIL, _TAIL]) * mu) / interval)
     cells = np.arange(first, last + 1)
-    below = stats.norm.cdf((cells * interval - mean) / mu)
-    mass = q * np.diff(below, prepend=0.0)  # The first cell includes all lower losses.
-    losses = dict(zip(cells.astype(int).tolist(), mass.tolist(), strict=True))
+    *mass, above = q * gaussian.normal_cells((cells * interval - mean) / mu)
+    losses = dict(zip(cells.astype(int).tolist(), map(float, mass), strict=True))
     losses[0] = losses.get(0, 0.0) + 1 - q
     rounded = privacy_loss_distribution.PrivacyLossDistribution
-    return rounded.create_from_rounded_probability(
-        losses, q * float(stats.norm.sf((last * interval - mean) / mu)), interval
-    )
+    return rounded.create_from_rounded_probability(losses, float(above), interval)

@@ -264,7 +264,7 @@ def largest_mu_squared(entries: Sequence[LedgerEntry]) -> float:
     total, num_covered = 0.0, 0
     for number, entry in enumerate(entries, start=1):
         if COVERS_ALL in entry.details and entry.local is not None:
-            total, num_covered = max(total, entry.local["max_mu_squared"]), number
+            total, num_covered = max(total, *entry.local.values()), number
     return total + _spent_and_lost(entries[num_covered:])
 
 

@@ -22,6 +22,8 @@ from tfdp_fl.terms import Sampling
 # A limit beyond any real training; without it, a free mechanism would never stop.
 _MAX_ROUNDS = 1 << 40
 _MAX_SCHEDULED_ROUNDS = 1_000_000
+# PLD takes seconds for so many, and its rounding makes it worse than RDP long before.
+_MAX_PLD_ROUNDS = 10_000_000
 # For the noise multiplier and epsilon; within the promised 0.1 %.
 _TOLERANCE = 8e-4
 _MIN_NOISE, _MAX_NOISE = 1e-6, 1e9
@@ -132,7 +134,7 @@ def max_rounds(
     """Returns how many rounds stay within the target; 0 if not even one does.
 
     If a schedule is a sequence, the result is at most its length; if it is a callable,
-    at most a million.
+    at most a million; by "pld", at most ten million.
 
     Args:
       noise_multiplier: The noise multiplier, z: a constant or a schedule.
@@ -152,7 +154,7 @@ def max_rounds(
     if schedules.is_constant(z) and schedules.is_constant(m):
         limit = _MAX_ROUNDS
 
-    def affordable_rounds(by: str, guess: int) -> int:
+    def affordable_rounds(by: str, guess: int, limit: int) -> int:
         def cost(rounds: int) -> float:
             history = PrivacyAccountant(
                 _plan_charges(z, sampling, num_clients, m, rounds)
@@ -161,10 +163,10 @@ def max_rounds(
 
         return largest_affordable(cost, target, limit, guess)
 
-    by_rdp = affordable_rounds("rdp", 1)
-    return (
-        by_rdp if accountant == "rdp" else affordable_rounds(accountant, max(by_rdp, 1))
-    )
+    by_rdp = affordable_rounds("rdp", 1, limit)
+    if accountant == "rdp":
+        return by_rdp
+    return affordable_rounds(accountant, max(by_rdp, 1), min(limit, _MAX_PLD_ROUNDS))
 
 
 def largest_affordable(

@@ -23,6 +23,8 @@ import numpy as np
 from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 from scipy import special, stats
 
+from tfdp_fl.accounting import gaussian
+
 # Tail mass that counts as an infinite loss, and tail mass that gets only few cells.
 _TAIL, _RARE = 1e-18, 1e-5
 # With less noise, the pass costs as if the allocation were known; more noise counts as
@@ -111,22 +113,14 @@ def _lognormal(sigma: float, cells: int) -> _Distribution:
     normal = np.linspace(-limit, limit + sigma, cells)
     grid = np.exp(sigma * normal - sigma**2 / 2)
     # The probability of each cell and of the tails, and their shares of the mean.
-    mass = _normal_cells(normal)
-    mean = _normal_cells(normal - sigma)
+    mass = gaussian.normal_cells(normal)
+    mean = gaussian.normal_cells(normal - sigma)
     low, high = np.array([0.0, *grid[:-1]]), grid
     up = np.clip((mean[:-1] - low * mass[:-1]) / (high - low), 0.0, mass[:-1])
     masses = np.append(mass[:-1] - up, mass[-1])
     masses[1:] += up
     missing = max(0.0, float(mean[-1] - mass[-1] * grid[-1]))
     return _Distribution(np.array([0.0, *grid]), masses, missing)
-
-
-def _normal_cells(ends: np.ndarray) -> np.ndarray:
-    """Returns a normal variable's probabilities below, between and above points."""
-    below, above = stats.norm.cdf(ends), stats.norm.sf(ends)
-    # Differences of the smaller values, in either tail.
-    between = np.where(ends[1:] < 0, np.diff(below), -np.diff(above))
-    return np.concatenate([below[:1], between, above[-1:]])
 
 
 def _add(first: _Distribution, second: _Distribution, cells: int) -> _Distribution:

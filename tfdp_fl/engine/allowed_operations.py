@@ -62,7 +62,8 @@ _LAYERS = """
 AvgPool3D AvgPool3DGrad BatchToSpaceND CTCGreedyDecoder CTCLoss CTCLossV2 Conv
 Conv2DBackpropFilterV2 Conv2DBackpropInputV2 Conv3D Conv3DBackpropFilterV2
 Conv3DBackpropInputV2 CudnnRNNBackpropV3 CudnnRNNV3 DepthToSpace DepthwiseConv2dNative
-DepthwiseConv2dNativeBackpropFilter DepthwiseConv2dNativeBackpropInput LRN LRNGrad
+DepthwiseConv2dNativeBackpropFilter DepthwiseConv2dNativeBackpropInput
+FusedBatchNormGradV3 FusedBatchNormV3 LRN LRNGrad
 MaxPool3D MaxPool3DGrad MaxPool3DGradGrad MaxPoolGradGrad MaxPoolGradGradV2
 MaxPoolGradV2 MaxPoolV2 MirrorPad MirrorPadGrad SpaceToBatchND SpaceToDepth
 """
@@ -114,7 +115,8 @@ StatelessTruncatedNormalV2
 
 # Operations in which each client reads and writes only its own rows, whatever the data,
 # because TensorFlow vectorizes them safely or loops over clients. Segment sums are not
-# listed, because an index out of range would reach another client's rows.
+# listed, because an index out of range would reach another client's rows; nor is batch
+# normalization, as vectorized, its rounding depends on a client's place among others.
 _ARRAYS_BY_CLIENT = """
 All Any ArgMax ArgMin Bitcast BroadcastArgs BroadcastGradientArgs BroadcastTo
 ConcatOffset ConcatV2 Const DynamicStitch EnsureShape ExpandDims Fill GatherNd GatherV2
@@ -129,8 +131,8 @@ _LAYERS_BY_CLIENT = """
 AvgPool AvgPoolGrad BiasAdd BiasAddGrad Conv2D Conv2DBackpropFilter Conv2DBackpropInput
 Elu EluGrad LeakyRelu LeakyReluGrad LogSoftmax MaxPool MaxPoolGrad Relu Relu6 Relu6Grad
 ReluGrad Selu SeluGrad Softmax SoftmaxCrossEntropyWithLogits Softplus SoftplusGrad
-Softsign SoftsignGrad SparseSoftmaxCrossEntropyWithLogits FusedBatchNormV3
-FusedBatchNormGradV3 BatchMatMulV2 BatchMatMulV3 Einsum MatMul
+Softsign SoftsignGrad SparseSoftmaxCrossEntropyWithLogits BatchMatMulV2 BatchMatMulV3
+Einsum MatMul
 """
 
 BY_CLIENT = frozenset(

@@ -101,7 +101,7 @@ def client_table(
         every epoch. None: no shuffling.
     """
     lengths = np.asarray(lengths, np.int64)
-    rows = np.asarray(rows, np.int32)
+    rows = _as_int32(rows)
     first = np.cumsum(lengths) - lengths
     if local_epochs > 1 or shuffle_generators is not None:
         starts, passes = np.repeat([first, lengths], local_epochs, axis=1)
@@ -123,12 +123,22 @@ def client_table(
         batch=np.arange(batch_size, dtype=np.int32),
         epochs=np.int32(local_epochs),
         num_clients=np.int32(len(lengths)),
-        first_row=(first * local_epochs).astype(np.int32),
-        num_examples=lengths.astype(np.int32),
+        first_row=_as_int32(first * local_epochs),
+        num_examples=_as_int32(lengths),
         members=np.arange(len(lengths), dtype=np.int32),
         keys=np.arange(len(lengths), dtype=np.int64),
         windows=np.zeros([len(lengths), 0, 0], np.float32),
     )
+
+
+def _as_int32(values: np.ndarray) -> np.ndarray:
+    """Returns integers as int32; raises ValueError instead of wrapping around."""
+    if values.size and values.max() >= 2**31:
+        raise ValueError(
+            "clients, or local_epochs, must be fewer: a part of a round has 2^31 rows "
+            "or more to train on, counted once an epoch."
+        )
+    return values.astype(np.int32)
 
 
 def _ranges(first: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -145,7 +155,7 @@ def select(table: ClientTable, places: np.ndarray) -> ClientTable:
     lengths = some.num_examples.astype(np.int64) * table.epochs
     return some._replace(
         rows=table.rows[_ranges(some.first_row, lengths)],
-        first_row=(np.cumsum(lengths) - lengths).astype(np.int32),
+        first_row=_as_int32(np.cumsum(lengths) - lengths),
         num_clients=np.int32(len(places)),
     )
 

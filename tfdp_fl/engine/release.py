@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdp_fl import algorithm, keras_versions
 from tfdp_fl.datasets import nests
-from tfdp_fl.engine import cohort
+from tfdp_fl.engine import cohort, program
 from tfdp_fl.mechanisms import cohort_query, contribution, noise
 from tfdp_fl.terms import TrustModel
 
@@ -373,11 +373,12 @@ class DeferredClipping:
             )
         self._query = query
         self._spec = update_spec
-        self._traced: tuple[Callable[..., nests.Nest], ...] = ()
+        self._traced: tuple[program.Program, ...] = ()
 
     def trace(self, pending: cohort.PendingRound) -> None:
-        """Traces both functions once, for any number of clients.
+        """Traces both programs once, for any number of clients.
 
+        Programs keep nothing of one client for the next, whatever the mechanism does.
         As in `CohortEngine._trace`, tracing fixes the mechanism's current attributes,
         so it must not depend on which clients are present.
         """
@@ -388,13 +389,8 @@ class DeferredClipping:
         )
         seed = tf.TensorSpec([2], tf.uint64)
         norms = tf.TensorSpec([None], tf.float32)
-        set_clip = tf.function(
-            self._clip_to_cohort, input_signature=[state, seed, norms], autograph=False
-        )
-        traced = set_clip.get_concrete_function()
-        params = tf.nest.map_structure(
-            tf.TensorSpec.from_tensor, traced.structured_outputs[1]
-        )
+        set_clip = program.Program(self._clip_to_cohort, state, seed, norms)
+        params = set_clip.results[1]
         windows = self._windows(pending).shape[1:]
         rows = cohort.PerClient(
             updates=tf.TensorSpec([None, self._spec.size], tf.float32),
@@ -404,12 +400,7 @@ class DeferredClipping:
             tf.TensorSpec([None], tf.int64),
             tf.TensorSpec([None, *windows], tf.float32),
         ]
-        clip = tf.function(
-            self._clip_rows,
-            input_signature=[params, rows, *own, seed],
-            autograph=False,
-        )
-        clip.get_concrete_function()
+        clip = program.Program(self._clip_rows, params, rows, *own, seed)
         self._traced = set_clip, clip
 
     @staticmethod

@@ -23,7 +23,7 @@ from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.accounting import statement
 from tfdp_fl.flower import history, replies, sums
-from tfdp_fl.terms import Json, Sampling
+from tfdp_fl.terms import Json, NoiseSite, Sampling
 
 if TYPE_CHECKING:
     from flwr.server.client_proxy import ClientProxy
@@ -351,7 +351,9 @@ class PrivateRounds:
             "population_stated": has_random_size,
             "allocation_charged_whole": self._sampling == Sampling.RANDOM_ALLOCATION,
             "clients_excluded": any_failed,
-            "rounds_may_be_abandoned": self._participation.known_selection,
+            "rounds_may_be_abandoned": self._participation.charge_if_abandoned,
+            "noised_updates_charged": not self._participation.charge_if_abandoned
+            and self._charges_first,
             "cohort_redrawn": self._participation.draws_depend_on_each_other,
             "client_noise_needs_honest_clients": self.mechanism.needs_exact_cohort,
             "flower_secagg": self._secagg_step is not None,
@@ -391,6 +393,16 @@ class PrivateRounds:
             clients_per_round=self._expected_size,
             known_selection=may_abandon and self._sampling == Sampling.FIXED_SIZE,
         )
+
+    @property
+    def _charges_first(self) -> bool:
+        """Whether a round is charged as soon as it begins, even if it is abandoned.
+
+        Abandoning it may reveal who was drawn. And noised updates that have arrived
+        cannot be taken back.
+        """
+        noised = self.mechanism.noise_site == NoiseSite.CLIENT
+        return noised or self._participation.charge_if_abandoned
 
     # A round.
 
@@ -660,7 +672,7 @@ class _Server:
 
     def charges_first(self, configured: sums.ConfiguredRound) -> bool:
         """See `algorithm.Server`."""
-        return configured.plan.charge.charge_if_abandoned
+        return self.rounds._charges_first
 
     def abandons(self, collected: sums.Collected) -> bool:
         """See `algorithm.Server`."""

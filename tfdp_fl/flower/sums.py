@@ -316,6 +316,8 @@ def _clip_by_mechanism(
     Raises:
       InvalidArgumentError: The mechanism now has less noise than was charged for.
     """
+    from tfdp_fl.engine import program  # Clients do without TensorFlow.
+
     mechanism, round_state = configured.mechanism, configured.round_state
     # The query bounds each record as it is charged, whatever the mechanism computes.
     query = mechanism.bind(configured.deployment)
@@ -327,7 +329,9 @@ def _clip_by_mechanism(
     tensors = _to_tensors(round_state)
     _, z, m, *_ = round_state
     query.check_noise(tensors, query.charged_for(float(m), float(z)))
-    contribution = query.bounded_factor(norms, usable, tensors)
+    specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, (norms, usable, tensors))
+    bounded_factor = program.Program(query.bounded_factor, *specs)
+    contribution = bounded_factor(norms, usable, tensors)  # Keeps nothing of a client.
     factors = np.asarray(contribution.update, np.float64) * (1 - _ROUNDING)
     sums = {
         name: float(np.sum(value.numpy(), dtype=np.float64))

@@ -15,7 +15,7 @@ import numpy as np
 
 from tfdp_fl import _validate, schedules
 from tfdp_fl._lazy_tf import tf
-from tfdp_fl.mechanisms import declaration, fixed_clipping, mechanism
+from tfdp_fl.mechanisms import clipping, declaration, fixed_clipping, mechanism
 from tfdp_fl.mechanisms.contribution import PrivacyContext, RoundState, Scalar
 from tfdp_fl.terms import Json
 
@@ -207,7 +207,7 @@ class AdaptiveClipping(mechanism.Mechanism):
             clip_norm = round.clip_norm * math.exp(min(float(power), 700.0))
         else:
             clip_norm = round.clip_norm * tf.exp(power)
-        low, high = declaration.SMALLEST_CLIP_NORM, declaration.LARGEST_CLIP_NORM
+        low, high = clipping.SMALLEST_CLIP_NORM, clipping.LARGEST_CLIP_NORM
         clip_norm = _choose(clip_norm > low, clip_norm, low)
         return _choose(clip_norm < high, clip_norm, high)
 

@@ -115,7 +115,7 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         part of their norms that float32 loses: elements below 1e-19 have a square of 0.
         """
         smallest = self.clipping_radius * 1e-3
-        return max(smallest, declaration.SMALLEST_CLIP_NORM)
+        return max(smallest, clipping.SMALLEST_CLIP_NORM)
 
     def radii(self, client: ClientContext, deployment: PrivacyContext) -> tf.Tensor:
         """Returns a client's radii for this round, float32 [L].

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 
 from tfdp_fl._lazy_tf import tf
 
+# Within this range, float32 clips and adds noise correctly. Below it, the squares of
+# small elements vanish; above it, the noise overflows.
+SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM = 1e-10, 1e30
 # The most terms in a float32 sum of squares, and a preferred minimum, as each sum costs
 # a float64 number.
 _MAX_TERMS, _MIN_TERMS = 128, 32

@@ -203,6 +203,7 @@ class CohortQuery:
             record = record._replace(update=clipping.multiply(update, record.update))
         else:
             record = mechanism.contribution(update, params, client, self.deployment)
+            record = record._replace(update=records.as_tensors(record.update))
             if central:
                 bounds = self.l2_norm_bound(params), mechanism.side_bounds
                 record = records.bound(record, *bounds)

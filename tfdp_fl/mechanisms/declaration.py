@@ -15,15 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tfdp_fl import _validate, schedules
+from tfdp_fl.mechanisms import clipping
 
 if TYPE_CHECKING:
     from tfdp_fl.mechanisms import mechanism
 
 Check = Callable[..., Any]
-
-# Within this range, float32 clips and adds noise correctly. Below it, the squares of
-# small elements vanish; above it, the noise overflows.
-SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM = 1e-10, 1e30
 
 _T = TypeVar("_T", bound="type[mechanism.Mechanism]")
 
@@ -164,10 +161,10 @@ def clip(**checked: object) -> float:
     """Returns a clip norm at which float32 keeps the guarantee, or raises an error."""
     ((name, value),) = checked.items()
     value = _validate.positive(**checked)
-    if not SMALLEST_CLIP_NORM <= value <= LARGEST_CLIP_NORM:
+    low, high = clipping.SMALLEST_CLIP_NORM, clipping.LARGEST_CLIP_NORM
+    if not low <= value <= high:
         raise ValueError(
-            f"{name} must be from {SMALLEST_CLIP_NORM:g} to "
-            f"{LARGEST_CLIP_NORM:g}, got {value!r}: outside this range, float32 can "
-            "neither clip nor add noise."
+            f"{name} must be from {low:g} to {high:g}, got {value!r}: outside this "
+            "range, float32 can neither clip nor add noise."
         )
     return value

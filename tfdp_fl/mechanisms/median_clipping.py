@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from tfdp_fl import _validate, schedules
 from tfdp_fl._lazy_tf import tf
 from tfdp_fl.mechanisms import (
+    clipping,
     declaration,
     fixed_clipping,
     mechanism,
@@ -175,8 +176,8 @@ class MedianClipping(mechanism.Mechanism):
             tf.size(norms) > 0,
             lambda: tf.clip_by_value(
                 median(norms),
-                declaration.SMALLEST_CLIP_NORM,
-                declaration.LARGEST_CLIP_NORM,
+                clipping.SMALLEST_CLIP_NORM,
+                clipping.LARGEST_CLIP_NORM,
             ),
             lambda: round.clip_norm,
         )

@@ -4,9 +4,10 @@ Wherever an update was trained and however it was clipped, its record passes `bo
 (or `bound_factor`, if only its norm is known), `to_grid` and `add`. Together they
 ensure two of the five principles in docs/architecture.md:
 
-One door. `bound` replaces a client's record by zeros if it is longer than the
-mechanism's bound, is not finite, or has side sums or a weight outside their declared
-ranges. `add` only adds tensors of the sum's own shapes, and never broadcasts.
+One door. `as_tensors` makes dense tensors of a record, so that what is measured is what
+is added. `bound` replaces it by zeros if it is longer than the mechanism's bound, is
+not finite, or has side sums or a weight outside their declared ranges. `add` only adds
+tensors of the sum's own shapes, and never broadcasts.
 
 Exact sums. `to_grid` rounds a record to integer multiples of a step that depends only
 on the clip and the expected cohort size. Float64 adds up such numbers without any
@@ -16,7 +17,7 @@ exactly its own record, and a record of zeros changes no bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tfdp_fl._lazy_tf import tf
@@ -31,6 +32,25 @@ _ROUNDING = 1e-5
 _STEP_BITS = 50
 
 
+def as_tensors(parts: Iterable[Any]) -> list[tf.Tensor]:
+    """Returns an update's parts as dense tensors, as they will be added.
+
+    A `tf.IndexedSlices`, for example, has the norm of its rows only until those that
+    repeat are added up.
+
+    Raises:
+      ValueError: A part is no tensor of numbers with a fraction.
+    """
+    tensors = list(map(tf.convert_to_tensor, parts))
+    for tensor in tensors:
+        if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
+            raise ValueError(
+                "An update (of an upload_hook, or of a mechanism's contribution) must "
+                f"be a list of float tensors, got {tensor.dtype.name}."
+            )
+    return tensors
+
+
 def bound(
     record: Contribution, norm_bound: Scalar, side_bounds: Mapping[str, float]
 ) -> Contribution:
@@ -38,17 +58,20 @@ def bound(
 
     Args:
       record: The clipped contribution, without noise.
-      norm_bound: S, scalar: the L2 bound on a contribution.
+      norm_bound: S, scalar: the L2 bound on a contribution. Below
+        `SMALLEST_CLIP_NORM`, where float32 measures norms as 0, the update is zeros.
       side_bounds: By name, the bound on the absolute value of each side sum.
     """
     norm, usable = clipping.finite_global_norm(list(record.update))
     is_bounded = usable & (norm <= norm_bound * (1 + _ROUNDING))
     record = _bound_sides(record, is_bounded, side_bounds)
-    return record._replace(
-        update=clipping.multiply(
-            record.update, tf.cast(record.discarded < 1, tf.float32)
-        )
-    )
+    counts = (record.discarded < 1) & _is_measurable(norm_bound)
+    update = clipping.multiply(record.update, tf.cast(counts, tf.float32))
+    return record._replace(update=update)
+
+
+def _is_measurable(norm_bound: Scalar) -> tf.Tensor:
+    return tf.cast(norm_bound, tf.float32) >= clipping.SMALLEST_CLIP_NORM
 
 
 def bound_factor(
@@ -68,7 +91,8 @@ def bound_factor(
     factor: Any = record.update
     is_bounded = (factor >= 0) & (factor * norm <= norm_bound * (1 + _ROUNDING))
     record = _bound_sides(record, is_bounded, side_bounds)
-    return record._replace(update=tf.where(record.discarded < 1, factor, 0.0))
+    counts = (record.discarded < 1) & _is_measurable(norm_bound)
+    return record._replace(update=tf.where(counts, factor, 0.0))
 
 
 def _bound_sides(

@@ -87,6 +87,11 @@ class AdditiveSecretSharing:
             )
         _validate.one_of(("ring", "float"), mode=self.mode)
         _validate.positive(max_share_value=self.max_share_value)
+        if not 1e-30 <= self.max_share_value <= 1e30:
+            raise ValueError(
+                "max_share_value must be from 1e-30 to 1e30, got "
+                f"{self.max_share_value!r}: float64 has no grid for it."
+            )
         _validate.one_of((32, 64), bits=self.bits)
         _validate.positive_integer(max_participants=self.max_participants)
         if not self.min_participants <= self.max_participants <= 2**20:

@@ -171,7 +171,7 @@ class PrivacyBudget(FederatedCallback):
       stopped_before_round: The round (from 0) that was not run, or None.
     """
 
-    _name, _tolerance = "PrivacyBudget", 1.0
+    _name = "PrivacyBudget"
 
     def __init__(self, epsilon: float, delta: float, accountant: str | None = None):
         super().__init__()
@@ -184,9 +184,7 @@ class PrivacyBudget(FederatedCallback):
     def budget(self) -> accounting.PrivacyBudget:
         """The limit that the model's account must stay within."""
         accountant = self.accountant or self.federated_model.setup.accountant
-        return accounting.PrivacyBudget(
-            self.epsilon * self._tolerance, self.delta, accountant
-        )
+        return accounting.PrivacyBudget(self.epsilon, self.delta, accountant)
 
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
         """Tells the user at the start if the budget will not last for all rounds."""
@@ -257,8 +255,7 @@ class TargetBudget(PrivacyBudget):
     training is silent.
     """
 
-    # Allows for rounding errors of the calibration.
-    _name, _tolerance = "target of make_private", 1 + 1e-9
+    _name = "target of make_private"
 
     def __init__(self, target: PrivacyTarget):
         super().__init__(target.epsilon, target.delta, target.accountant)
