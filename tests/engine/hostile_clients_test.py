@@ -177,6 +177,25 @@ def test_what_cannot_be_batched_trains_one_by_one():
 _MEMORY = tf.Variable(0.0, name="memory")
 
 
+class _Asserts(tfdp_fl.MedianClipping):
+    """Raises an error for an update that is not finite."""
+
+    def scale(self, norm, round):
+        with tf.control_dependencies([tf.debugging.assert_greater(norm, 0.0)]):
+            return super().scale(norm, round)
+
+
+def test_a_client_whose_clipping_raises_has_failed_alone():
+    # All updates wait for the median of their norms. One of them ended `fit`.
+    mechanism = _Asserts(noise_multiplier=0.0)
+    clients = cohorts.client_arrays((5, 7, 4, 6))
+    x, y = clients[2]
+    _, logs = _moved({**clients, 2: (np.nan * x, y)}, mechanism=mechanism)
+    assert [failure.position for failure in logs["failures"]] == [2]
+    assert "Assert" in logs["failures"][0].reason
+    assert _moved(clients, mechanism=mechanism)[1]["failures"] == []
+
+
 def _remembers(value):
     before = _MEMORY.read_value()
     _MEMORY.assign(tf.reduce_sum(value))

@@ -46,22 +46,6 @@ from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.mechanisms import contribution, noise
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
-# Errors that one client's data can make TensorFlow raise, for example with an
-# index outside an embedding's table.
-CLIENT_ERRORS = (
-    tf.errors.AbortedError,
-    tf.errors.DataLossError,
-    tf.errors.FailedPreconditionError,
-    tf.errors.InternalError,
-    tf.errors.InvalidArgumentError,
-    tf.errors.NotFoundError,
-    tf.errors.OutOfRangeError,
-    tf.errors.ResourceExhaustedError,
-    tf.errors.UnimplementedError,
-    tf.errors.UnknownError,
-)
-
-
 # Calls a program on every machine and returns each machine's flattened results.
 RunEverywhere = Callable[
     [program_lib.Program, cohort.Broadcast, layout.Chunk], list[list[np.ndarray]]
@@ -461,7 +445,7 @@ class CohortEngine:
                 try:
                     with tf.device(self.device):  # Applies to one thread only.
                         self._train(pending, chunk, part, thread)
-                except CLIENT_ERRORS as error:
+                except program_lib.CLIENT_ERRORS as error:
                     no_room = isinstance(error, tf.errors.ResourceExhaustedError)
                     batched = part.strategy.kind == layout.BATCHED
                     if no_room and batched and self.layout.at_once != 1:
@@ -561,7 +545,7 @@ class CohortEngine:
           pending: The round.
           part: The clients.
           train_part: Trains some of them and adds up their updates; raises one of
-            `CLIENT_ERRORS` if their data is at fault.
+            `program.CLIENT_ERRORS` if their data is at fault.
         """
 
         def train(places: np.ndarray) -> None:
@@ -574,7 +558,7 @@ class CohortEngine:
         for place, member in enumerate(part.members):
             try:
                 train(np.array([place]))
-            except CLIENT_ERRORS as error:
+            except program_lib.CLIENT_ERRORS as error:
                 position = int(pending.inputs.positions[member])
                 operation = self.programs.traced[part.strategy].find_operation(error)
                 pending.failures.append(ClientFailure(position, error, operation))

@@ -25,6 +25,21 @@ if TYPE_CHECKING:
     from tfdp_fl.datasets.nests import Nest
     from tfdp_fl.terms import Json
 
+# Errors that one client's data can make TensorFlow raise, for example with an
+# index outside an embedding's table.
+CLIENT_ERRORS = (
+    tf.errors.AbortedError,
+    tf.errors.DataLossError,
+    tf.errors.FailedPreconditionError,
+    tf.errors.InternalError,
+    tf.errors.InvalidArgumentError,
+    tf.errors.NotFoundError,
+    tf.errors.OutOfRangeError,
+    tf.errors.ResourceExhaustedError,
+    tf.errors.UnimplementedError,
+    tf.errors.UnknownError,
+)
+
 
 class Program:
     """A pure function of nests of tensors.

@@ -284,7 +284,7 @@ class _Actor:
         arguments = [*_open(sent), *(examples or ()), *_open(shard)]
         try:
             return _seal(self._runnables[name](arguments))
-        except engine.CLIENT_ERRORS:  # Ray would send a message that may quote data.
+        except program.CLIENT_ERRORS:  # Ray would send a message that may quote data.
             return None
 
 

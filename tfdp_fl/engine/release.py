@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import algorithm, keras_versions
-from tfdp_fl.datasets import nests
+from tfdp_fl.datasets import ClientFailure, nests
 from tfdp_fl.engine import cohort, program
 from tfdp_fl.mechanisms import cohort_query, contribution, noise
 from tfdp_fl.terms import TrustModel
@@ -435,8 +435,37 @@ class DeferredClipping:
         for members, rows in pending.collected:
             keys = pending.inputs.positions[members].astype(np.int64)
             own = map(tf.constant, (keys, windows[members]))
-            rows = cohort.PerClient(updates=rows.updates, scalars=rows.scalars)
-            yield members, clip(params, rows, *own, seed)
+            clients = rows.updates, rows.scalars, *own
+
+            def clip_at(places: slice, clients=clients) -> cohort.PerClient:
+                updates, scalars, *own = (each[places] for each in clients)
+                some = cohort.PerClient(updates=updates, scalars=scalars)
+                return clip(params, some, *own, seed)
+
+            for places, clipped in self._try_all(pending, members, clip_at):
+                yield members[places], clipped
+
+    def _try_all(
+        self,
+        pending: cohort.PendingRound,
+        members: np.ndarray,
+        clip_at: Callable[[slice], cohort.PerClient],
+    ) -> list[tuple[slice, cohort.PerClient]]:
+        """Returns contributions; a client for which clipping raises fails alone."""
+        try:
+            return [(slice(None), clip_at(slice(None)))]
+        except program.CLIENT_ERRORS:
+            clip_at(slice(0, 0))  # Nobody's data is at fault if this raises.
+        clipped = []
+        for place, member in enumerate(members):
+            places = slice(place, place + 1)
+            try:
+                clipped.append((places, clip_at(places)))
+            except program.CLIENT_ERRORS as error:
+                position = int(pending.inputs.positions[member])
+                operation = self._traced[1].find_operation(error)
+                pending.failures.append(ClientFailure(position, error, operation))
+        return clipped
 
     def _clip_to_cohort(self, state, seed, norms):
         if self._query.two_phase:
