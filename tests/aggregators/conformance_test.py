@@ -19,7 +19,7 @@ from scipy import linalg
 import tfdp_fl
 from tests.mechanisms import references, rounds, statistics
 from tests.outside.loading import smooth_clipping
-from tfdp_fl import aggregators, learning
+from tfdp_fl import accounting, aggregators, learning
 from tfdp_fl.sampling import make_sampler
 
 SIZE, M = 40_000, 4
@@ -416,6 +416,47 @@ def test_a_cohort_of_a_fixed_size_is_not_thrown_away():
     costs = learning.privacy_charges(state, mechanism, **way, clients_per_round=2)
     assert [each.known_selection for each in costs] == [True] * 3
     assert "whether a client was in it" in _epsilon(state, mechanism, **way).statement
+
+
+def test_local_clients_of_an_abandoned_round_have_spent_what_they_sent():
+    mechanism = tfdp_fl.LocalDP(epsilon=8.0, delta=1e-5, clip_norm=1.0)
+    way = {"sampling": "fixed_size", "num_clients": 8, "rounds": 10}
+    state = _process(mechanism, **way).initialize()
+    sampler = make_sampler("fixed_size", 8, 2, may_abandon=True)
+    for rounds_of_one in (1, 2, 3):
+        cohort = sampler.draw()
+        state = aggregators.with_cohort(state, cohort)
+        sampler.abandon(cohort)
+        deployment = tfdp_fl.mechanisms.PrivacyContext(**way, clients_per_round=2)
+        mu_squared = rounds_of_one * float(mechanism.mu_squared(deployment))
+        expected = accounting.gaussian_epsilon(mu_squared**-0.5, 1e-5)
+        assert _epsilon(state, mechanism, **way) == pytest.approx(expected)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Writes(tfdp_fl.FixedClipping):
+    """Leaves a file for the clients after it."""
+
+    path: str = "seen"
+
+    def scale(self, norm, round):
+        with tf.control_dependencies([tf.io.write_file(self.path, "seen")]):
+            return super().scale(norm, round)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Draws(tfdp_fl.FixedClipping):
+    """Draws from a stream that all clients share."""
+
+    def scale(self, norm, round):
+        return super().scale(norm, round) * tf.random.uniform([], seed=1)
+
+
+@pytest.mark.parametrize("kind, found", [(_Writes, "WriteFile"), (_Draws, "RandomUni")])
+def test_a_mechanism_keeps_nothing_of_a_client_for_the_next(kind, found):
+    mechanism = kind(clip_norm=1.0, noise_multiplier=1.0)
+    with pytest.raises(ValueError, match=f"mechanism.*{found}"):
+        _process(mechanism, sampling="poisson", num_clients=8)
 
 
 def test_what_is_not_as_declared_is_refused():

@@ -357,6 +357,30 @@ def test_a_function_that_raises_for_one_client_fails_that_one(more_kinds):
         as_federated(clients).map(lambda x, y: (x, 1 // 0))
 
 
+@pytest.mark.parametrize("kind", ["dict", "declared", "table"])
+def test_a_function_computes_alike_whoever_else_is_there(kind):
+    # TensorFlow computes the last elements of a tensor in another way. It was called
+    # with the whole table, and one client more changed others' features.
+    def mapped(count):
+        clients = {k: _whole(k, n=7 if k else 5) for k in range(count)}
+        if kind == "table":
+            x, y = (
+                np.concatenate(part) for part in zip(*clients.values(), strict=True)
+            )
+            rows = np.arange(len(y))
+            ends = np.cumsum([len(y) for _, y in clients.values()])
+            made = FederatedDataset.from_indices(x, y, np.split(rows, ends[:-1]))
+        else:
+            made = as_federated(
+                clients, element_spec=_SPEC if kind == "declared" else None
+            )
+        return made.map(lambda x, y: (tf.exp(x).numpy(), y)).read_clients(None)
+
+    for count in (1, 2, 3, 5):
+        for one, other in zip(mapped(count), mapped(count + 1), strict=False):
+            np.testing.assert_array_equal(one.x, other.x)
+
+
 @_KERAS_3
 def test_a_fraction_of_one_person_rounds_no_others_ids():
     x = np.array([2**24 + 1, 2**24 + 3, 5.5])

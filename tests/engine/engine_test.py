@@ -14,6 +14,7 @@ import tfdp_fl
 from tests.engine import cohorts
 from tests.keras import toy
 from tests.mechanisms import references, rounds, statistics
+from tfdp_fl import engine as engine_lib
 from tfdp_fl import keras_versions
 from tfdp_fl.engine import dense_models, layout, program
 from tfdp_fl.mechanisms import noise, records
@@ -280,10 +281,13 @@ def test_a_width_by_which_a_machine_computes_otherwise_is_not_used():
         ]
         return [found, changed if len(chunk.table.members) == 8 else found]
 
+    trials = engine_lib.Trials(another_machine)
     with cohorts.side_by_side():
         cohorts.collect(engine, dataset)
         (strategy,) = (s for s in engine.programs.traced if s.num_steps == 2)
-        fits = [engine.fits(strategy, 5, k, another_machine) for k in (7, 8, 9)]
+        # (What other machines tried says nothing of these.)
+        assert all(engine.fits(strategy, 5, k) for k in (7, 8, 9))
+        fits = [engine.fits(strategy, 5, k, trials) for k in (7, 8, 9)]
         assert fits == [True, False, True]
         # Zeros, say, would let nothing through, and any width would do.
         before = model.get_weights()
@@ -294,7 +298,7 @@ def test_a_width_by_which_a_machine_computes_otherwise_is_not_used():
         # Bits that no record reaches count as well: of each dense layer's gradients.
         assert [part.dtype for part in bits[-2:]] == [np.int32] * 2
         chosen = dataclasses.replace(
-            engine.layout, fits=lambda *args: engine.fits(*args, another_machine)
+            engine.layout, fits=lambda *args: engine.fits(*args, trials)
         )
         eight = layout.client_table(np.arange(40), np.full(8, 5), 5, 2)
         ((part,),) = chosen.lay_out(eight, 1, strategy.fine)

@@ -2,12 +2,15 @@
 
 import ast
 import contextlib
+import dataclasses
 import os
 import types
+from typing import ClassVar
 from unittest import mock
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdp_fl
 from tests.keras import toy
@@ -16,6 +19,7 @@ from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import round_loop
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.callbacks import Ledger, PrivacyBudget, RoundCheckpoint
+from tfdp_fl.mechanisms import clipping
 
 _Engine = engine.CohortEngine
 
@@ -230,3 +234,39 @@ def test_a_client_that_fails_has_paid_once_and_its_noise_is_missed(tmp_path):
     statement = fed.privacy_statement(1e-3, format="dict")
     told = {"local_clients_excluded", "local_rounds_counted_twice"}
     assert told <= set(statement["caveats"])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Annealed(tfdp_fl.FixedClipping):
+    """Its clip is a multiple that a callback sets."""
+
+    multiple: ClassVar = [10.0]
+
+    def l2_norm_bound(self, round):
+        return round.clip_norm * self.multiple[0]
+
+    def scale(self, norm, round):
+        return clipping.clip_factor(norm, self.l2_norm_bound(round))
+
+
+def test_clips_and_the_charge_are_of_bounds_of_one_moment():
+    # Clients were clipped to the first multiple, and charged by the second.
+    class Anneal(tf.keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            _Annealed.multiple[0] = 1.0
+
+    layers = tf.keras.layers
+    model = tf.keras.Sequential(
+        [
+            layers.Input([8]),
+            layers.Reshape([8, 1]),
+            layers.Conv1D(3, 8, kernel_initializer="zeros", use_bias=False),
+            layers.Flatten(),
+        ]
+    )
+    mechanism = _Annealed(clip_norm=1e-2, noise_multiplier=1e-6)
+    fed = tfdp_fl.DPFederatedModel(model, mechanism, 3, "shuffled")
+    fed.compile(tf.keras.optimizers.SGD(100.0), "sparse_categorical_crossentropy")
+    toy.fit(fed, 1, data=toy.clients(), callbacks=[Anneal()])
+    (kernel,) = model.get_weights()
+    assert 0 < np.linalg.norm(kernel) <= 1e-2 * (1 + 1e-3)

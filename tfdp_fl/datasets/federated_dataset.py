@@ -476,12 +476,10 @@ class FederatedDataset:
 
         Args:
           fn: Takes any number of examples as nests of arrays (x, y) and returns the
-            same number, row by row: `lambda x, y: (x / 255, y)`. It is called once with
-            the examples of a table or of a declared spec. Otherwise, it is called for
-            each client, and a client for which it raises an error fails alone. Weights
-            of examples are kept, unless it returns new ones as a third result. Epsilon
-            does not cover statistics that it computes over examples, such as their
-            mean.
+            same number: `lambda x, y: (x / 255, y)`. It is called for each client, as
+            TensorFlow rounds a row differently in another table, and a client for which
+            it raises an error fails alone. Weights of examples are kept, unless it
+            returns new ones as a third result.
         """
         if not callable(fn):
             raise TypeError(f"fn must be callable, got {fn!r}.")

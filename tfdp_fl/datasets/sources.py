@@ -150,12 +150,8 @@ class IndexedSource:
         )
 
     def map(self, fn: nests.MapFn) -> IndexedSource | MixedSource:
-        """Returns the source with `fn(x, y)` applied: to a table's examples at once."""
-        if not self.is_declared:
-            return self._as_mixed().map(fn)
-        x, y, length = as_tensors(*_apply(fn, *nests.views((self.x, self.y))))
-        _check_number(length, nests.common_length(self.x, self.y))
-        return dataclasses.replace(self, x=x, y=y)
+        """Returns the source with `fn(x, y)` applied to each client."""
+        return self._as_mixed().map(fn)
 
     def conform(self, spec: nests.Nest, names: nests.Names | None) -> IndexedSource:
         """Returns the source with all examples cast to a public spec."""

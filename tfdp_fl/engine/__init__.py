@@ -1,7 +1,7 @@
 """How a round runs: client update, compiled cohort, server update."""
 
 from tfdp_fl.engine.cohort import Executor, PendingRound, RoundInputs
-from tfdp_fl.engine.engine import CohortEngine, needs_fine_grid
+from tfdp_fl.engine.engine import CohortEngine, Trials, needs_fine_grid
 from tfdp_fl.engine.program import CLIENT_ERRORS
 from tfdp_fl.engine.trainer import Training
 
@@ -12,5 +12,6 @@ __all__ = [
     "PendingRound",
     "RoundInputs",
     "Training",
+    "Trials",
     "needs_fine_grid",
 ]

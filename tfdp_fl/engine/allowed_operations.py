@@ -216,10 +216,10 @@ def check(
         ):
             continue
         raise ValueError(
-            "model, loss, metrics, optimizer and hooks must compute with operations "
-            "that keep nothing for the next client and reach nothing outside, got "
-            f"{node.op} in {layer_of(path, layers)} ({path}). Queues, tables, files "
-            "and tf.py_function are not allowed. "
+            "model, loss, metrics, optimizer, mechanism and hooks must compute with "
+            "operations that keep nothing for the next client and reach nothing "
+            f"outside, got {node.op} in {layer_of(path, layers)} ({path}). Queues, "
+            "tables, files and tf.py_function are not allowed. "
             + (
                 "In TFF, draw random numbers without a seed (a layer's, or "
                 "tf.random.set_seed): with one, all clients draw from one stream. "

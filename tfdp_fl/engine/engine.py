@@ -43,7 +43,7 @@ from tfdp_fl.engine import (
 )
 from tfdp_fl.engine import program as program_lib
 from tfdp_fl.engine import trainer as trainer_lib
-from tfdp_fl.mechanisms import contribution, noise
+from tfdp_fl.mechanisms import contribution, noise, overriding
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
 # Calls a program on every machine and returns each machine's flattened results.
@@ -154,8 +154,7 @@ class CohortEngine:
             and self._is_supported()
         ):
             kernels = dense_models.kernels_of(model)
-        self._fits: dict[tuple[layout.Strategy, int, int, bool], bool] = {}
-        self._references: dict[object, list[_Fingerprint]] = {}
+        self._trials = Trials()
         self.layout = layout.Layout(
             element_spec=element_spec,
             kernels=kernels,
@@ -193,6 +192,10 @@ class CohortEngine:
             refused = allowed_operations.find_unbatchable(program.definition)
             if refused:
                 self._give_up_batches(f"{', '.join(refused)} cannot be batched")
+        if not overriding.is_of_this_package(type(self.query.mechanism)):
+            # Its bounds may change until the first round. The programs that clip to
+            # them, and the release that checks them, are traced together.
+            self.programs.traced.clear()
 
     def _give_up_batches(self, reason: str) -> None:
         """Makes clients train one by one, not in batches, from now on."""
@@ -228,7 +231,7 @@ class CohortEngine:
         strategy: layout.Strategy,
         batch: int,
         width: int,
-        run: RunEverywhere | None = None,
+        trials: Trials | None = None,
     ) -> bool:
         """Returns whether this width gives the same bits as the smallest width.
 
@@ -241,26 +244,26 @@ class CohortEngine:
           strategy: The program's.
           batch: Examples in a step.
           width: The number of clients in a call.
-          run: Calls a program elsewhere and returns the flattened results of every
-            machine that may train clients. None: run it here.
+          trials: Those of the machines that may train clients; None: of this one.
         """
-        key = strategy, batch, width, run is None
-        if key not in self._fits:
+        trials = trials or self._trials
+        key = strategy, batch, width
+        if key not in trials.fits:
             kernels = self.layout.kernels or ()
             smallest = dense_models.widths(kernels, strategy.num_steps, batch)[0]
-            of_kind = strategy, batch, run is None
-            if of_kind not in self._references:
-                self._references[of_kind] = self._fingerprints(
-                    strategy, batch, smallest, run
+            of_kind = strategy, batch
+            if of_kind not in trials.references:
+                trials.references[of_kind] = self._fingerprints(
+                    strategy, batch, smallest, trials.run
                 )
-            narrow = wide = self._references[of_kind]
+            narrow = wide = trials.references[of_kind]
             if width != smallest:
-                wide = self._fingerprints(strategy, batch, width, run)
+                wide = self._fingerprints(strategy, batch, width, trials.run)
             # All zeros prove nothing; synthetic numbers that overflow yield them.
-            self._fits[key] = bool(narrow and wide and narrow[0].proves) and all(
+            trials.fits[key] = bool(narrow and wide and narrow[0].proves) and all(
                 narrow[0].is_of_same_client(one) for one in wide
             )
-        return self._fits[key]
+        return trials.fits[key]
 
     def _fingerprints(
         self,
@@ -347,15 +350,7 @@ class CohortEngine:
         if self._is_prepared:
             return
         with tf.device(self.device):
-            pending = self.empty_round(inputs)
-            self._trace(pending)
-            total = next(iter(self.programs.traced.values())).results.total
-            if self._later_clip is not None:
-                record = self.query.initial_sample_state(self.update_spec.variables)
-                record = tf.nest.map_structure(tf.TensorSpec.from_tensor, record)
-                total = total._replace(contribution=record)
-            self._release.trace(total, release.with_variables(pending.state))
-        self._is_prepared = True
+            self._trace(self.empty_round(inputs))
 
     def collect(
         self,
@@ -494,6 +489,23 @@ class CohortEngine:
                     f"TensorFlow cannot vectorize them ({type(error).__name__})"
                 )
                 self._trace(pending)  # Its replacement.
+                return
+        if not self._is_prepared or (is_new and self._later_clip is None):
+            self._trace_release(pending)
+            self._is_prepared = True
+
+    def _trace_release(self, pending: cohort.PendingRound) -> None:
+        """Traces the release together with clients' programs.
+
+        Each asks the mechanism for its bounds, and all must get the same answers.
+        """
+        total = next(iter(self.programs.traced.values())).results.total
+        if self._later_clip is not None:
+            record = self.query.initial_sample_state(self.update_spec.variables)
+            record = tf.nest.map_structure(tf.TensorSpec.from_tensor, record)
+            total = total._replace(contribution=record)
+        self._release.forget()
+        self._release.trace(total, release.with_variables(pending.state))
 
     def _lay_out(
         self, pending: cohort.PendingRound, chunk: layout.Chunk
@@ -644,6 +656,26 @@ _DRAWN = 1_000_003
 
 # How many numbers are hashed at a time, so that a large model needs no copies.
 _HASHED = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Trials:
+    """What was tried on the machines that may train clients (see `CohortEngine.fits`).
+
+    Attributes:
+      run: Calls a program on each of them and returns the flattened results; None: on
+        this one.
+      fits: By strategy, batch size and width, whether it gives the smallest's bits.
+      references: By strategy and batch size, each machine's results for the smallest.
+    """
+
+    run: RunEverywhere | None = None
+    fits: dict[tuple[layout.Strategy, int, int], bool] = dataclasses.field(
+        default_factory=dict
+    )
+    references: dict[tuple[layout.Strategy, int], list[_Fingerprint]] = (
+        dataclasses.field(default_factory=dict)
+    )
 
 
 class _Fingerprint(NamedTuple):

@@ -90,9 +90,10 @@ class ShardedCohorts:
             xla=False,
             at_once=None,
             fits=lambda strategy, batch, width: cohort_engine.fits(
-                strategy, batch, width, self._run_on_every_worker
+                strategy, batch, width, self._trials
             ),
         )
+        self._trials = engine.Trials(self._run_on_every_worker)  # On these workers.
         self._examples: Arrays | None = None
         if clients.is_indexed:
             self._examples = _arrays(layout.stored_examples(clients))

@@ -192,6 +192,10 @@ class Release:
             )
         return state, logs
 
+    def forget(self) -> None:
+        """Makes the next call of `trace` trace it anew."""
+        self._traced.clear()
+
     def trace(self, total: nests.Nest, state: contribution.RoundState) -> None:
         """Traces the release once, before its first round is charged.
 

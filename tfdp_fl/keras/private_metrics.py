@@ -51,8 +51,7 @@ class PrivateMetrics:
 
     def __post_init__(self) -> None:
         _validate.instance_of(Mapping, bounds=self.bounds)
-        if not self.bounds:
-            raise ValueError("bounds must name at least one metric, got none.")
+        bounds = {}  # A copy: it decides the noise and the cost alike.
         for name, ends in self.bounds.items():
             pair = ends if isinstance(ends, tuple | list) and len(ends) == 2 else (0, 0)
             low, high = (_validate.finite(bounds=end) for end in pair)
@@ -61,6 +60,10 @@ class PrivateMetrics:
                     "bounds must map a metric's name to (low, high) with low < high, "
                     f"got {name!r}: {ends!r}."
                 )
+            bounds[name] = low, high
+        if not bounds:
+            raise ValueError("bounds must name at least one metric, got none.")
+        object.__setattr__(self, "bounds", bounds)
         z = _validate.non_negative(noise_multiplier=self.noise_multiplier)
         object.__setattr__(self, "noise_multiplier", float(z))
 

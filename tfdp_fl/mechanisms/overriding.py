@@ -52,7 +52,7 @@ def require_cost(cls: Any, base: type) -> None:
             allowed = allowed | _DERIVED
         # Those that are asked before the definer may have overridden something.
         for place, each in enumerate(classes[: classes.index(definer)]):
-            if _is_of_this_package(each):
+            if is_of_this_package(each):
                 continue
             changed = _overridden(each, classes[place + 1 :]) - allowed
             for name in sorted(changed):
@@ -94,10 +94,11 @@ def definer_of(cls: type, name: str) -> type:
 
 def is_overridden(cls: type, *members: str) -> bool:
     """Returns whether a class outside this package defines any of these members."""
-    return not all(_is_of_this_package(definer_of(cls, name)) for name in members)
+    return not all(is_of_this_package(definer_of(cls, name)) for name in members)
 
 
-def _is_of_this_package(cls: type) -> bool:
+def is_of_this_package(cls: type) -> bool:
+    """Returns whether a class is the package's own."""
     return cls.__module__.startswith("tfdp_fl.")
 
 

@@ -26,11 +26,15 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from tfdp_fl import algorithm
+from tfdp_fl.engine import allowed_operations
 from tfdp_fl.mechanisms import cohort_query, contribution
 from tfdp_fl.tff import state
 
 if TYPE_CHECKING:
     from tfdp_fl.datasets.nests import Nest
+
+# How `noise.entropy` reads the operating system's.
+_ENTROPY = frozenset(["DecodeRaw", "NonDeterministicInts", "ReadFile"])
 
 
 def create_cohort_process(
@@ -255,6 +259,11 @@ def create_record_fn(
         client = [contribution.ClientContext(num_examples=number) for number in weight]
         tensors = to_list(value)
         record = algorithm.make_record(query, params, tensors, *client)
+        # A mechanism's own functions must keep nothing of a client for the next.
+        allowed_operations.check(
+            tf.compat.v1.get_default_graph().as_graph_def(),
+            allow_list=allowed_operations.IN_TFF | _ENTROPY,
+        )
         fields = collections.OrderedDict(record._asdict())
         update = fields.pop("update")
         if exact:

@@ -276,12 +276,13 @@ def epsilon(
     noise_multipliers: set[float | None] = set()
     if mechanism.trust_model == TrustModel.LOCAL:
         accounted = state_lib.accounted_state(state)
-        lines = _read_lines(
-            accounted, mechanism, contribution.PrivacyContext(**declared)
+        deployment = contribution.PrivacyContext(
+            **declared, rounds=rounds, max_participations=max_participations
         )
+        lines = _read_lines(accounted, mechanism, deployment)
         sizes = [line["clients_per_round"] for line in lines]
-        participations = min(len(lines), max_participations or len(lines))
-        mu_squared = sorted((line["mu_squared"] for line in lines), reverse=True)
+        mu_squared = _mu_squared_of_cohorts(accounted, lines, mechanism, deployment)
+        participations = min(len(mu_squared), max_participations or len(mu_squared))
         value = epsilon_of_mu_squared(math.fsum(mu_squared[:participations]), delta)
         composed: Json = {"epsilon_local": value}
     else:
@@ -335,6 +336,25 @@ def epsilon(
         **composed,
     )
     return result
+
+
+def _mu_squared_of_cohorts(
+    accounted: state_lib.AggregatorState,
+    lines: list[Json],
+    mechanism: mechanism_lib.Mechanism,
+    deployment: contribution.PrivacyContext,
+) -> list[float]:
+    """Returns what each cohort's clients spent on what they sent, the most first.
+
+    Their noise protects what they sent in an abandoned round, too, and is spent.
+    """
+    draws_by_round, later_draws = accounted.history.cohorts()
+    spent: list[float] = []
+    for line, draws in zip(lines, draws_by_round, strict=True):
+        spent += [line["mu_squared"]] * max(1, len(draws))
+    if later_draws:
+        spent += [float(mechanism.mu_squared(deployment))] * len(later_draws)
+    return sorted(spent, reverse=True)
 
 
 def _read_lines(
