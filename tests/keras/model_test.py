@@ -251,8 +251,11 @@ def test_a_record_of_two_clients_or_twice_one_of_one_is_refused():
     for rows in ([[0, 1], [1, 2]], [[0, 0], [1, 2]]):
         fed = toy.federated(mechanism, clients_per_round=2)
         data = FederatedDataset.from_indices(x, y, rows)
-        with pytest.raises(ValueError, match="clients must hold each row once with N"):
-            toy.fit(fed, data=data)
+        # A function gives each client its own copies, which are still one record.
+        mapped = data.map(lambda x, y: (x / 2, y))
+        for each in (data, mapped, mapped.map(lambda x, y: (x, y))):
+            with pytest.raises(ValueError, match="hold each row once with N"):
+                toy.fit(fed, data=each)
         assert fed.run is None
 
 

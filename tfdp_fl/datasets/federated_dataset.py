@@ -359,6 +359,12 @@ class FederatedDataset:
         """Whether every example is in memory, in the tensors of `flat()`."""
         return isinstance(self._source, sources.IndexedSource)
 
+    @property
+    def has_repeated_rows(self) -> bool:
+        """Whether clients in memory share a row, or hold one several times."""
+        source = self._source
+        return isinstance(source, sources.IndexedSource) and source.has_repeated_rows
+
     @functools.cached_property
     def clients_digest(self) -> str:
         """A hexadecimal digest that identifies these clients in this order.

@@ -83,6 +83,8 @@ class IndexedSource:
         a declared spec. Otherwise, it is that of the clients' own data.
       failed: The clients whose examples do not fit the spec, by position; they own no
         slots.
+      had_repeated_rows: Whether a function was mapped to clients that shared rows or
+        held one several times, so that each now has its own copy.
     """
 
     x: nests.Nest
@@ -92,6 +94,13 @@ class IndexedSource:
     table: np.ndarray
     is_declared: bool = True
     failed: Mapping[int, Exception] = dataclasses.field(default_factory=dict)
+    had_repeated_rows: bool = False
+
+    @property
+    def has_repeated_rows(self) -> bool:
+        """Whether clients share a row, or hold one twice (or did before `map`)."""
+        rows, _ = self.rows(np.arange(len(self.starts)))
+        return self.had_repeated_rows or len(np.unique(rows)) < len(rows)
 
     @property
     def element_spec(self) -> nests.Nest:
@@ -234,9 +243,15 @@ class MixedSource:
         if failed and not num_mapped:
             raise next(iter(failed.values()))
         source = pack(mapped)
+        repeated = any(part.has_repeated_rows for part in self.parts)
         if isinstance(source, IndexedSource):
-            return dataclasses.replace(source, failed=failed)
-        parts = list(source.parts)
+            return dataclasses.replace(
+                source, failed=failed, had_repeated_rows=repeated
+            )
+        parts = [
+            dataclasses.replace(part, had_repeated_rows=repeated)
+            for part in source.parts
+        ]
         for position, reason in failed.items():
             number = source.part[position]
             failed_of_part = {source.index_in_part[position].item(): reason}
@@ -287,7 +302,8 @@ class MixedSource:
         x, y, num_rows = as_tensors(*(pieces or [nests.no_examples(spec)])[0])
         table = np.concatenate([np.zeros(0, np.int64), *slots])
         table, _ = make_row_table([table], max(num_rows, 1))
-        return IndexedSource(x, y, starts, lengths, table, True, failed)
+        repeated = any(part.had_repeated_rows for part in self.parts)
+        return IndexedSource(x, y, starts, lengths, table, True, failed, repeated)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

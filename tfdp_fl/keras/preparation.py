@@ -245,8 +245,7 @@ def _count_records(
         return None, None
     if clients.is_indexed:
         sizes = clients.client_sizes().tolist()
-        rows, _ = clients.client_rows(np.arange(clients.num_clients))
-        if len(np.unique(rows)) < len(rows):
+        if clients.has_repeated_rows:
             raise ValueError(
                 f"clients must hold each row once with {mechanism.name}, which "
                 "protects a row as one record of one client, got repeated rows."
