@@ -6,6 +6,7 @@ import tensorflow_federated as tff
 
 import tfdp_fl
 from tests.engine import cohorts
+from tests.outside import smooth_clipping
 from tfdp_fl.mechanisms import PrivacyContext
 from tfdp_fl.tff import cohort_process
 
@@ -27,7 +28,11 @@ def test_a_sum_is_that_of_records_made_alone(mechanism):
         return query.derive_sample_params(begun)
 
     make_record = cohort_process.create_record_fn(
-        query, params.type_signature.result, [value_type], exact=True
+        query,
+        params.type_signature.result,
+        [value_type],
+        exact_update=True,
+        exact_scalars=True,
     )
     adder = cohort_process.create_record_sum(
         make_record.type_signature.result, None, None
@@ -46,3 +51,21 @@ def test_a_sum_is_that_of_records_made_alone(mechanism):
 
     cohorts.check_sums(total, len(values), 10, silent=cohorts.SILENT)
     assert np.any(total(range(8))[0])
+
+
+class _ByTheSmallDigits(smooth_clipping.SmoothClipping):
+    """Its next clip tells what of the sum of lengths lies beyond 1."""
+
+    def next_clip_norm(self, sums, round):
+        return (sums["length"] - 1.0) * 2.0**21
+
+
+def test_side_sums_lose_no_digits():
+    # In float32, each 2^-25 would vanish beside a 1 that comes before it, and stay
+    # without: one client would move the sum by more than its own number.
+    mechanism = _ByTheSmallDigits(noise_multiplier=0.0, start_norm=1.0)
+    factory = tfdp_fl.aggregators.from_mechanism(mechanism, clients_per_round=17)
+    process = factory.create(tff.to_type((np.float32, [1])))
+    updates = [np.float32([size]) for size in [1.0, *[2.0**-25] * 16]]
+    state = process.next(process.initialize(), updates).state
+    assert state.query_state.clip_norm == 1.0

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.engine import cohorts
-from tests.keras import toy
+from tests.keras import hostile, toy
 from tests.mechanisms import references, rounds, statistics
 from tfdp_fl import engine as engine_lib
 from tfdp_fl import keras_versions
@@ -82,18 +82,21 @@ def test_noise_that_is_less_than_was_paid_for_is_not_released():
 
 
 @pytest.mark.skipif(not keras_versions.IS_KERAS_3, reason="nobody is side by side")
-def test_side_by_side_ends_when_tensorflows_options_change():
+@pytest.mark.parametrize("on_workers", [False, True])
+def test_side_by_side_ends_when_tensorflows_options_change(on_workers):
     options = tf.config.optimizer
     with cohorts.side_by_side():
         data = cohorts.dataset()
         made = cohorts.make_engine(cohorts.mlp(), data, jit_compile=None)
-        cohorts.collect(made, data)
+        runtime = hostile.HereWorkers().collector(made, data) if on_workers else made
+        inputs = cohorts.inputs(data, state=made.query.initial_global_state())
+        runtime.collect(data, inputs)
         assert layout.SIDE_BY_SIDE in {s.kind for s in made.used_strategies}
         before = options.get_experimental_options()
         options.set_experimental_options({"auto_mixed_precision_onednn_bfloat16": True})
         try:
             made.used_strategies.clear()
-            cohorts.collect(made, data)
+            runtime.collect(data, inputs)
         finally:
             options.set_experimental_options(
                 {"auto_mixed_precision_onednn_bfloat16": False, **before}

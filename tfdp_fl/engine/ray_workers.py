@@ -82,17 +82,7 @@ class ShardedCohorts:
         """
         self._engine = cohort_engine
         self._workers = workers
-        local = cohort_engine.layout
-        # One program, without XLA, serves all workers.
-        self._layout = dataclasses.replace(
-            local,
-            kernels=local.kernels if float32_products else None,
-            xla=False,
-            at_once=None,
-            fits=lambda strategy, batch, width: cohort_engine.fits(
-                strategy, batch, width, self._trials
-            ),
-        )
+        self._float32_products = float32_products
         self._trials = engine.Trials(self._run_on_every_worker)  # On these workers.
         self._examples: Arrays | None = None
         if clients.is_indexed:
@@ -102,6 +92,18 @@ class ShardedCohorts:
     def executor(self) -> str:
         """Describes to users how clients train."""
         return f"clients on {self._workers.num_workers} workers"
+
+    @property
+    def _layout(self) -> layout.Layout:
+        """The engine's present layout, but with one program for all, without XLA."""
+        local = self._engine.layout
+        return dataclasses.replace(
+            local,
+            kernels=local.kernels if self._float32_products else None,
+            xla=False,
+            at_once=None,
+            fits=functools.partial(self._engine.fits, trials=self._trials),
+        )
 
     def collect(
         self, dataset: FederatedDataset, inputs: engine.RoundInputs

@@ -93,8 +93,8 @@ def create_cohort_process(
         query,
         derive_sample_params.type_signature.result,
         client_types,
-        # A plain sum of clients' records is exact in float64.
-        exact=type(inner_factory) in (type(None), tff.aggregators.SumFactory),
+        exact_update=_is_plain(inner_factory),
+        exact_scalars=_is_plain(scalars_factory),
     )
     record_type = make_record.type_signature.result
     sum_process = create_record_sum(record_type, inner_factory, scalars_factory)
@@ -242,7 +242,8 @@ def create_record_fn(
     query: cohort_query.CohortQuery,
     params_type: tff.types.Type,
     client_types: list[tff.types.Type],
-    exact: bool,
+    exact_update: bool,
+    exact_scalars: bool,
 ) -> tff.Computation:
     """Returns the computation that makes a client's record.
 
@@ -250,8 +251,9 @@ def create_record_fn(
       query: The mechanism's query.
       params_type: The type of the params that clients receive.
       client_types: The types of the value and of the weight, if any.
-      exact: Whether clients send updates as float64, whose sums are exact
+      exact_update: Whether clients send updates as float64, whose sums are exact
         (`mechanisms.records`); a secure sum gets them in their own dtype.
+      exact_scalars: Likewise for the record's other numbers.
     """
     value_type = client_types[0]
 
@@ -266,20 +268,29 @@ def create_record_fn(
         )
         fields = collections.OrderedDict(record._asdict())
         update = fields.pop("update")
-        if exact:
-            update = tf.nest.map_structure(lambda t: tf.cast(t, tf.float64), update)
+        if exact_update:
+            update = _as_float64(update)
         elif isinstance(update, list) and len(update) == len(tensors):
             # The inner factory gets the structure that clients' values have.
             update = from_list(update, value_type)
         fields["sums"] = collections.OrderedDict(fields["sums"])
         fields["cohort_size"] = tf.ones([])
-        return collections.OrderedDict(update=update, scalars=fields)
+        scalars = _as_float64(fields) if exact_scalars else fields
+        return collections.OrderedDict(update=update, scalars=scalars)
 
     return tff.tensorflow.computation(
         _without_varargs(preprocess, 1 + len(client_types)),
         params_type,
         *client_types,
     )
+
+
+def _is_plain(factory: tff.aggregators.UnweightedAggregationFactory | None) -> bool:
+    return type(factory) in (type(None), tff.aggregators.SumFactory)
+
+
+def _as_float64(value: Nest) -> Nest:
+    return tf.nest.map_structure(lambda tensor: tf.cast(tensor, tf.float64), value)
 
 
 def _create_release(
@@ -299,6 +310,9 @@ def _create_release(
     @tff.tensorflow.computation(total_type, *state_types)
     def release_round(total, query_state, round_index, history):
         scalars = collections.OrderedDict(total["scalars"])
+        # (Side sums stay as they are until they have their noise.)
+        sums = scalars.pop("sums")
+        scalars = tf.nest.map_structure(lambda t: tf.cast(t, tf.float32), scalars)
         size = plan.check_size(
             # Rounded, as a secure sum has a quantization error.
             tf.round(scalars.pop("cohort_size")),
@@ -311,7 +325,8 @@ def _create_release(
         # (The state may come from another process.)
         reported = query.check_reported_event(query_state)
         record = cohort_query.after_assertions(
-            [size, *reported], contribution.Contribution(update=update, **scalars)
+            [size, *reported],
+            contribution.Contribution(update=update, sums=sums, **scalars),
         )
         # What is added must be at least what the recorded line says.
         mean, new_state = algorithm.release(

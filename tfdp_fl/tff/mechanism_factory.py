@@ -51,8 +51,8 @@ class BoundFactory:
             with one value per round, or (with `rounds`) a callable of the round.
           inner_factory: Sums the updates; None for a plain sum.
           scalars_factory: Sums each client's other numbers, float32 scalars (the bit of
-            adaptive clipping, and the diagnostics); None for a plain sum. If updates
-            are summed securely, these should be, too.
+            adaptive clipping, and the diagnostics); None for a plain sum, in float64.
+            If updates are summed securely, these should be, too.
           sampling: "poisson", "fixed_size", "random_allocation" (with `num_clients`, so
             that a mean is divided by N / floor(N/m)), "shuffled", "cyclic",
             "min_separation" (clients take part when they like), or None if unknown.
