@@ -196,18 +196,28 @@ def copy_array(array: np.ndarray) -> np.ndarray:
     return np.array(array)
 
 
+def map_leaves(fn: Callable[[Nest], Nest], nest: Nest) -> Nest:
+    """`tf.nest.map_structure`; for the usual (array, array), without its overhead."""
+    if isinstance(nest, np.ndarray | tf.Tensor):
+        return fn(nest)
+    if type(nest) is tuple:
+        return tuple(map_leaves(fn, part) for part in nest)
+    return tf.nest.map_structure(fn, nest)
+
+
+def leaves_of(nest: Nest) -> list[Nest]:
+    """`tf.nest.flatten`; see `map_leaves`."""
+    return [nest] if isinstance(nest, np.ndarray) else tf.nest.flatten(nest)
+
+
 def as_tensors(nest: Nest, name: str) -> Nest:
     """Maps `as_tensor` over a nest."""
-    return tf.nest.map_structure(
-        lambda leaf: as_tensor(leaf, name), with_array_leaves(nest, name)
-    )
+    return map_leaves(lambda leaf: as_tensor(leaf, name), with_array_leaves(nest, name))
 
 
 def as_arrays(nest: Nest, name: str) -> Nest:
     """Maps `as_array` over a nest."""
-    return tf.nest.map_structure(
-        lambda leaf: as_array(leaf, name), with_array_leaves(nest, name)
-    )
+    return map_leaves(lambda leaf: as_array(leaf, name), with_array_leaves(nest, name))
 
 
 def with_array_leaves(nest: Nest, name: str) -> Nest:
@@ -222,12 +232,12 @@ def with_array_leaves(nest: Nest, name: str) -> Nest:
 
 def views(nest: Nest) -> Nest:
     """Maps `view` over a nest."""
-    return tf.nest.map_structure(view, nest)
+    return map_leaves(view, nest)
 
 
 def take(nest: Nest, rows: slice | np.ndarray) -> Nest:
     """Takes the same rows (a slice or an integer array) from every array."""
-    return tf.nest.map_structure(lambda array: array[rows], nest)
+    return map_leaves(lambda array: array[rows], nest)
 
 
 def common_length(x: Nest, y: Nest) -> int:
@@ -238,7 +248,7 @@ def common_length(x: Nest, y: Nest) -> int:
     """
     parts = {"x": x, "y": labels_of(y), "sample_weight": weights_of(y)}
     lengths = {
-        name: sorted({int(leaf.shape[0]) for leaf in tf.nest.flatten(part)})
+        name: sorted({int(leaf.shape[0]) for leaf in leaves_of(part)})
         for name, part in parts.items()
         if part is not None
     }
@@ -256,9 +266,7 @@ def common_length(x: Nest, y: Nest) -> int:
 
 def spec_of(nest: Nest) -> Nest:
     """Returns the `tf.TensorSpec`s of one example."""
-    return tf.nest.map_structure(
-        lambda leaf: tf.TensorSpec(leaf.shape[1:], _dtype(leaf)), nest
-    )
+    return map_leaves(lambda leaf: tf.TensorSpec(leaf.shape[1:], _dtype(leaf)), nest)
 
 
 def _dtype(leaf: Nest) -> tf.DType:

@@ -227,15 +227,14 @@ class MixedSource:
         So no client's examples decide what becomes of the others'.
         """
         mapped, failed, num_mapped = [], dict(self.failed), 0
-        for position in range(len(self.part)):
+        sizes = self.sizes(np.arange(len(self.part)))
+        for position, size in enumerate(sizes.tolist()):
             examples: tuple[nests.Nest, ...] = ([], [])
-            if position not in failed and self.sizes(np.array([position])).any():
+            if position not in failed and size:
                 x, y = self.read(position)
                 try:
                     examples = _apply(fn, x, y)
-                    _check_number(
-                        _client_arrays(examples)[2], nests.common_length(x, y)
-                    )
+                    _check_number(_client_arrays(examples)[2], size)
                     num_mapped += 1
                 except Exception as error:
                     examples, failed[position] = ([], []), error
@@ -430,7 +429,7 @@ def _client_arrays(
     x, y = nests.pair(examples, "A client's examples must be")
     x, y = nests.as_arrays(x, "x"), _as_labels(y, nests.as_arrays)
     # `[]` has no array, so it can only mean that there are no examples.
-    if not tf.nest.flatten((x, y)):
+    if not (nests.leaves_of(x) or nests.leaves_of(y)):
         return x, y, 0
     return x, y, nests.common_length(x, y)
 
