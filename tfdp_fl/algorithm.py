@@ -18,8 +18,8 @@ its clients' replies are clipped in flower/sums.py. TFF compiles `make_record` a
 2. One door. `CohortQuery.clip` returns only records within the mechanism's bounds, and
    `add` only takes the sum's own shapes (mechanisms/records.py). Nothing else enters a
    sum. (TF-Privacy's queries, and clients that add noise, bound their own records.)
-3. Exact sums. `Query.to_grid` rounds a record to a grid on which float64 adds without
-   any error (mechanisms/records.py).
+3. Exact sums. `Query.to_grid` rounds a record to a grid on which float64 or int32 adds
+   without any error (mechanisms/records.py).
 4. The charge covers what could have happened. It follows from the cohort drawn, which
    must be released or abandoned before the next draw (sampling.py).
 5. Charge, noise, release. `Server.release` uses up a receipt of `PrivacyAccount.charge`

@@ -16,8 +16,9 @@ from tests.keras import hostile, toy
 from tests.mechanisms import references, rounds, statistics
 from tfdp_fl import engine as engine_lib
 from tfdp_fl import keras_versions
-from tfdp_fl.engine import dense_models, layout, program
+from tfdp_fl.engine import cohort, dense_models, layout, program
 from tfdp_fl.mechanisms import noise, records
+from tfdp_fl.mechanisms.contribution import Contribution
 
 _layers = tf.keras.layers
 _ADAM = tf.keras.optimizers.Adam(0.1)
@@ -450,3 +451,40 @@ def test_adaptive_local_dp_returns_the_norms_before_noise():
     pending = cohorts.collect(engine, dataset, windows=windows)
     wanted = [[np.linalg.norm(v) for v in each] for each in _reference_updates()]
     cohorts.assert_close(pending.window_norms, np.array(wanted), rtol=1e-4)
+
+
+@pytest.mark.parametrize("jit_compile", [False, None])
+def test_sums_in_steps_are_the_same_however_many_int32_holds(jit_compile, monkeypatch):
+    def total():
+        with cohorts.side_by_side():
+            data = cohorts.dataset()
+            made = cohorts.make_engine(
+                cohorts.mlp(),
+                data,
+                jit_compile=jit_compile,
+                mechanism=_fixed(0.1),
+                max_parallel_clients=1,
+            )
+            pending = cohorts.collect(made, data, noise_multiplier=1.0)
+        assert not {used.fine for used in made.used_strategies} - {False}
+        assert {part.dtype.name for part in cohorts.update_of(pending)} == {"float64"}
+        return rounds.flat(cohorts.update_of(pending))
+
+    at_once = total()
+    for most in (1, 3):
+        monkeypatch.setattr(records, "MOST_IN_STEPS", most)
+        np.testing.assert_array_equal(total(), at_once)
+    assert np.any(at_once)
+
+
+def test_int32_never_adds_up_more_clients_than_it_holds():
+    # As many as long as they may be, of two programs with steps of their own.
+    numbers, nothing = tf.fill([2], 2**21 * 400), tf.zeros([])
+    record = Contribution([numbers], {}, *[nothing] * 4)
+    total = cohort.CohortSum.zeros()._replace(contribution=record)
+    thread = cohort.ThreadSum()
+    for step in (0.5, 0.5, 0.5, 0.25, 0.25):
+        one = cohort.Trained(total, cohort.PerClient(), tf.constant(step))
+        thread.add(400, one)
+    (update,) = thread.convert().contribution.update
+    np.testing.assert_array_equal(update, [2.0 * 2**21 * 400] * 2)

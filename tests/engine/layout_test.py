@@ -52,7 +52,7 @@ def _inputs(dataset, positions):
 
 
 def _pending(dataset, positions):
-    options = {"state": (), "received": (), "sums": [None]}
+    options = {"state": (), "received": (), "threads": [cohort.ThreadSum()]}
     return cohort.PendingRound(inputs=_inputs(dataset, positions), **options)
 
 

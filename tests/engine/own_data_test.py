@@ -46,6 +46,7 @@ def _half_more(update):
 # By name: layers before the last, and what the engine is told.
 EXECUTORS = {
     "one by one": (_BEYOND, {}),
+    "one by one, fine": (_BEYOND, {"noise": 1e-4}),
     "one by one, adaptive": (_DROPPING, {"mechanism": _ADAPTIVE}),
     "one by one, two threads": (_BEYOND, {"max_parallel_clients": 2}),
     "streamed": (_BEYOND, {"max_parallel_clients": 2}),
@@ -59,6 +60,7 @@ EXECUTORS = {
     "batched": (_BEYOND, {"at_once": 4}),
     "LSTM": (_LSTM, {}),
     "embedding rows": (_lookup, {}),
+    "embedding rows, fine": (_lookup, {"noise": 1e-4}),
     "exact noise": (_BEYOND, {"noise_generator": "exact"}),
     "kept updates": (_DROPPING, {"collect_records": True}),
     "secure sum": (_BEYOND, {"secure": True, "collect_records": True}),

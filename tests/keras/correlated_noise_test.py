@@ -167,7 +167,7 @@ def test_an_abandoned_round_moves_nothing():
     assert (_memory(fed)[0], fed.rounds) == (2, 4)
     assert spent.sum() == _spent(fed)
     toy.assert_same(before, _memory(fed)[1])
-    assert fed.run.sampler.unsettled.participation.group == group
+    assert fed.run.sampler.participation(fed.rounds).group == group
     toy.fit(fed, 2)
     assert _squares(fed)[:4].sum() == _spent(fed)
 

@@ -157,6 +157,21 @@ def test_rounds_that_cannot_be_priced_here(earlier, message):
         spent(state, fixed(1.0))
 
 
+@pytest.mark.parametrize("sampling", ["poisson", "random_allocation", "shuffled"])
+def test_cohorts_that_were_refused_for_their_size_change_the_others(sampling):
+    # Of Poisson cohorts, those of exactly m that were released are of a fixed size:
+    # 6.3 was said, and at least 18.7 true.
+    mechanism = fixed(1.0, noise_site="client")
+    state = state_after(mechanism, 2, sampler=sampling)
+    declared = {**DECLARED, "sampling": sampling}
+    with pytest.raises(ValueError, match="needs sampling='fixed_size'"):
+        spent(state, mechanism, sampling=sampling)
+    with pytest.raises(ValueError, match="needs sampling='fixed_size'"):
+        learning.privacy_charges(state, mechanism, **declared)
+    of_one_size = state_after(mechanism, 2, sampler="fixed_size")
+    assert spent(of_one_size, mechanism, sampling="fixed_size") > 0
+
+
 @pytest.mark.parametrize(
     "sampling, possible, impossible",
     [("fixed_size", 100, 101), ("poisson", 160, 190), ("shuffled", 100, 120)],

@@ -1,5 +1,6 @@
 import copy
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -46,6 +47,19 @@ def test_nobody_comes_too_soon_or_too_often():
     assert record.eligible("abc") == ["a", "b", "c"]
     record.add(["a"])
     assert record.eligible("abc") == ["b", "c"]
+
+
+def test_a_restarted_program_knows_who_took_part():
+    record, restarted = _record(most=2), _record(most=2)
+    record.add(["a", 7])
+    record.add(["b"])
+    restarted.restore(json.loads(json.dumps(record.state())))
+    assert vars(restarted) == vars(record)
+    assert restarted.eligible(["a", 7, "b", "c"]) == ["c"]
+    restarted.add(["c"])
+    assert record.eligible(["c"]) == ["c"]  # It shares nothing.
+    with pytest.raises(ValueError, match="state must have the pattern"):
+        _record(gap=2).restore(record.state())
 
 
 def test_what_is_refused_notes_nothing():

@@ -297,6 +297,30 @@ def test_sums_of_records_are_exact_in_any_order(values, clip, random):
     )
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=40), _SIZES)
+def test_rounding_to_whole_steps_never_increases_a_norm(values, clip):
+    with np.errstate(all="ignore"):
+        given_values = np.float32(clip) * np.float32(values)
+    step = records.coarse_step(clip)
+    assert clip * 2.0**-21 < float(step) <= np.float32(clip) * 2.0**-20
+    steps = records.to_steps([tf.constant(given_values)], step)
+    (numbers,) = records.from_steps(steps, step)
+    rest = np.abs(given_values.astype(np.float64)) - np.abs(numbers)
+    assert np.all((rest >= 0) & (rest < float(step)))
+    assert np.all(np.sign(numbers) * np.sign(given_values) >= 0)
+    # As many as there may be, each as long as a clip may be, do not overflow.
+    most = int(1 + 1.00001 * clip / float(step))
+    assert most * records.MOST_IN_STEPS < 2**31
+
+
+@pytest.mark.parametrize("clip", [0.0, 1e-44, 1e-20])
+def test_below_the_smallest_clip_a_step_is_a_number(clip):
+    step = records.coarse_step(clip)
+    assert float(step) >= np.finfo(np.float32).tiny
+    assert not np.any(records.to_steps([tf.zeros([2])], step)[0])
+
+
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_numbers_of_any_size_are_rounded_to_whole_steps(sign):
     step = records.step(tf.constant(0.3, tf.float32), 10.0)

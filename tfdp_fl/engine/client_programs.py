@@ -62,7 +62,7 @@ class CohortPrograms:
                 self.trainer, self.query, num_steps, fine
             )
         elif kind == layout.ONE_BY_ONE:
-            train = functools.partial(self._one_by_one, xla)
+            train = functools.partial(self._one_by_one, xla, fine)
 
         def any_size(value: nests.Nest) -> tf.TensorSpec:
             value = np.asarray(value)
@@ -80,17 +80,23 @@ class CohortPrograms:
         return made
 
     def _one_by_one(
-        self, full_batches: bool, received: cohort.Broadcast, chunk: layout.Chunk
+        self,
+        full_batches: bool,
+        fine: bool,
+        received: cohort.Broadcast,
+        chunk: layout.Chunk,
     ) -> cohort.Trained:
         """Trains the clients of a chunk one after the other.
 
         Args:
           full_batches: Whether every batch has exactly B rows. Shapes are then fixed,
             as XLA requires.
+          fine: See `layout.Strategy`.
           received: What the server sends to each of them.
           chunk: The clients.
         """
         x, y, table = chunk
+        query = self.query if fine else self.query.in_steps()
 
         def client(
             k: tf.Tensor, total: cohort.CohortSum, kept: cohort.PerClient
@@ -122,7 +128,9 @@ class CohortPrograms:
                 (first, state, total._replace(contribution=(), moments=())),
                 parallel_iterations=1,
             )
-            one, rows = self._result(own, seed, state, num_examples, table.windows[k])
+            one, rows = self._result(
+                own, seed, state, num_examples, table.windows[k], query
+            )
             contributions = total.contribution
             if not self.keeps_updates:
                 contributions = lookups.accumulate(
@@ -141,14 +149,15 @@ class CohortPrograms:
         take_step = program_lib.in_own_graph(self._step)
         tables = () if full_batches else self._lookups()
         looked_up = [self.trainer.aggregated[lookup.weight] for lookup in tables]
-        total, kept = self._nobody(received.weights, table)
+        total, kept = self._nobody(received.weights, table, query)
         _, total, kept = tf.while_loop(
             lambda k, *_: k < table.num_clients,
             client,
             (tf.constant(0), total, kept),
             parallel_iterations=1,
         )
-        return cohort.Trained(total, kept)
+        step = () if fine else query.coarse_step(received.params)
+        return cohort.Trained(total, kept, step)
 
     def _lookups(self) -> tuple[lookups.Lookup, ...]:
         """Returns the tables in which clients train only some rows.
@@ -165,7 +174,10 @@ class CohortPrograms:
         return ()
 
     def _nobody(
-        self, weights: list[tf.Tensor], table: layout.ClientTable
+        self,
+        weights: list[tf.Tensor],
+        table: layout.ClientTable,
+        query: cohort_query.CohortQuery,
     ) -> tuple[cohort.CohortSum, cohort.PerClient]:
         """Returns the sum and the rows before any client has trained.
 
@@ -195,7 +207,7 @@ class CohortPrograms:
             # Not tensor arrays, which need twice the memory when stacked.
             kept = kept._replace(updates=rows(spec.size), scalars=rows(2))
         else:
-            nothing = self.query.initial_sample_state(spec.variables)
+            nothing = query.initial_sample_state(spec.variables)
             total = total._replace(contribution=nothing)
         if self.query.keeps_window:
             kept = kept._replace(window_norms=rows(len(weights)))
@@ -303,6 +315,7 @@ class CohortPrograms:
         state: trainer_lib.ClientState,
         num_examples: tf.Tensor,
         window: tf.Tensor,
+        query: cohort_query.CohortQuery | None = None,
     ) -> tuple[cohort.CohortSum, cohort.PerClient]:
         """Clips a trained client's update and returns its upload.
 
@@ -312,11 +325,12 @@ class CohortPrograms:
           state: The client's state after its last step.
           num_examples: Int32 scalar.
           window: Float32 [W, L], see `layout.ClientTable`.
+          query: The query, perhaps `in_steps`; None: as it is.
 
         Returns:
           Its contribution and `Moments`; and what is kept of the client.
         """
-        query = self.query
+        query = query or self.query
         released = query.mechanism.releases_weights
         update = self.trainer.update(
             state, None if released else received.weights, seed

@@ -135,6 +135,8 @@ class Trained(NamedTuple):
     Attributes:
       total: Their sum.
       kept: What is kept of each.
+      step: If the update in `total` is in whole steps, int32 (`records.to_steps`):
+        the step, float32 scalar; otherwise ().
       bits: Side by side, sums over clients, modulo 2^32, of the bits from which their
         records are made, for `CohortEngine.fits`: both results of `norm_bound`, int32
         [2, 2], and each dense layer's gradients, int32 [S B, out]. All are empty unless
@@ -143,7 +145,58 @@ class Trained(NamedTuple):
 
     total: CohortSum
     kept: PerClient
+    step: tf.Tensor | tuple[()] = ()
     bits: nests.Nest = ()
+
+    def whole(self) -> CohortSum:
+        """Returns the sum with its update in float64."""
+        if isinstance(self.step, tuple):
+            return self.total
+        record = self.total.contribution
+        update = records.from_steps(record.update, self.step)
+        return self.total._replace(contribution=record._replace(update=update))
+
+
+@dataclasses.dataclass
+class ThreadSum:
+    """The sum of the clients of one thread.
+
+    Attributes:
+      total: The sum so far; None before the first client.
+      in_steps: More results, in whole steps of one size; None if there are none. They
+        are added as they are, because every conversion takes as long as an addition.
+      num_in_steps: The number of clients in them.
+    """
+
+    total: CohortSum | None = None
+    in_steps: Trained | None = None
+    num_in_steps: int = 0
+
+    def add(self, count: int, trained: Trained) -> None:
+        """Adds the result of a compiled function, of `count` clients."""
+        if isinstance(trained.step, tuple):
+            self._add_whole(trained.total)
+            return
+        before = self.in_steps
+        if before is not None and (
+            self.num_in_steps + count > records.MOST_IN_STEPS
+            or before.step != trained.step
+        ):
+            self.convert()
+            before = None
+        total = trained.total if before is None else before.total.plus(trained.total)
+        self.in_steps = trained._replace(total=total)
+        self.num_in_steps += count
+
+    def convert(self) -> CohortSum | None:
+        """Returns the sum of all clients, with its update in float64."""
+        if self.in_steps is not None:
+            self._add_whole(self.in_steps.whole())
+            self.in_steps, self.num_in_steps = None, 0
+        return self.total
+
+    def _add_whole(self, total: CohortSum) -> None:
+        self.total = total if self.total is None else self.total.plus(total)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +298,8 @@ class PendingRound:
       inputs: The round.
       state: The query's state, set for this round.
       received: What its clients receive.
-      sums: One `CohortSum` per thread; None for a thread that has trained no client.
+      threads: The sum of each thread's clients, until the collection is complete.
+      sums: From then on, at least one `CohortSum`.
       window_norms: Float32 [K, L], each client's layer norms before noise, NaN
         for clients that did not answer; None if the mechanism keeps no window.
       collected: What was kept of each client instead of a sum, with the clients'
@@ -257,7 +311,8 @@ class PendingRound:
     inputs: RoundInputs
     state: contribution.RoundState
     received: Broadcast
-    sums: list[nests.Nest]
+    threads: list[ThreadSum]
+    sums: list[nests.Nest] = dataclasses.field(default_factory=list)
     window_norms: np.ndarray | None = None
     collected: list[tuple[np.ndarray, PerClient]] = dataclasses.field(
         default_factory=list
@@ -279,14 +334,13 @@ class PendingRound:
           trained: The function's result, as tensors.
           thread: The thread that trained the clients.
         """
-        count, total = len(members), trained.total
+        count = len(members)
         rows = tf.nest.map_structure(lambda tensor: tensor[:count], trained.kept)
         if count and len(rows.updates):
             self.collected.append((members, rows))
         if self.window_norms is not None:
             self.window_norms[members] = rows.window_norms.numpy()
-        before = self.sums[thread]
-        self.sums[thread] = total if before is None else before.plus(total)
+        self.threads[thread].add(count, trained)
 
     def add_contribution(self, one: contribution.Contribution) -> None:
         """Adds a contribution that was not trained here (a canary's)."""

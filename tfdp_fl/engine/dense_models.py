@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfdp_fl import keras_versions
 from tfdp_fl.datasets import nests
 from tfdp_fl.engine import trainer
-from tfdp_fl.mechanisms import cohort_query
+from tfdp_fl.mechanisms import cohort_query, records
 
 _activations, _layers = tf.keras.activations, tf.keras.layers
 _losses, _metrics = tf.keras.losses, tf.keras.metrics
@@ -166,11 +166,8 @@ AT_ONCE = 2**16
 # From this many rows on, a row's product does not depend on the number of rows.
 _FEWEST_ROWS = 32
 
-# The sum of this many clients' integers is below 2^31 (`side_by_side`).
-_MOST_CLIENTS = 512
-
 # The largest fraction of a clip that rounding to integers may take.
-_LARGEST_SHARE = 0.01
+LARGEST_SHARE = 0.01
 
 
 def supports(
@@ -227,7 +224,7 @@ def worthwhile_steps(kernels: Kernels, batch: int) -> list[int]:
       kernels: The kernels of a supported model.
       batch: B, the examples in a step.
     """
-    if rounding_share(kernels) > _LARGEST_SHARE:
+    if rounding_share(num_weights(kernels)) > LARGEST_SHARE:
         return []
     largest = max(kernels, key=math.prod)
     most = 2 * math.prod(largest)
@@ -253,13 +250,18 @@ def program_steps(kernels: Kernels, steps: np.ndarray, batch: int) -> np.ndarray
     return np.where(steps > 0, found, 0)
 
 
-def rounding_share(kernels: Kernels) -> float:
-    """Returns the fraction of a clip that rounding to integers may take.
+def num_weights(kernels: Kernels) -> int:
+    """Returns the most weights that a model with these kernels has."""
+    return sum(a * b + b for a, b in kernels)
 
-    Rounding moves each of D coordinates by at most half a step, and a step is at most
-    S 2^-20 (see `side_by_side`). In L2 norm, that is at most sqrt(D) 2^-21 S.
+
+def rounding_share(num_weights: int) -> float:
+    """Returns the fraction of a clip that rounding to whole steps may take.
+
+    Rounding to the nearest moves each of D coordinates by at most half a step, and a
+    step is at most S 2^-20 (`records`). In L2 norm, that is at most sqrt(D) 2^-21 S.
     """
-    return math.sqrt(sum(a * b + b for a, b in kernels)) * 2.0**-21
+    return math.sqrt(num_weights) * 2.0**-21
 
 
 @functools.cache
@@ -283,10 +285,10 @@ def widths(kernels: Kernels, steps: int, batch: int) -> list[int]:
     sizes = map(math.prod, kernels)
     products = 4 * max((size for size in sizes if size <= AT_ONCE), default=0)
     one = max(_FACTOR_COPIES * factors, factors + products)
-    most = min(_MOST_CLIENTS, int(budget // one))
+    most = min(records.MOST_IN_STEPS, int(budget // one))
     found, width = [], max(2, -(-_FEWEST_ROWS // batch))
     if width * one <= 2 * budget:
-        most = max(most, min(width, _MOST_CLIENTS))
+        most = max(most, min(width, records.MOST_IN_STEPS))
     while width <= most:
         found.append(width)
         width += 2 ** max(0, width.bit_length() - 5)

@@ -45,6 +45,7 @@ from tfdp_fl.engine import program as program_lib
 from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.mechanisms import contribution, noise, overriding
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
+from tfdp_fl.terms import TrustModel
 
 # Calls a program on every machine and returns each machine's flattened results.
 RunEverywhere = Callable[
@@ -160,6 +161,11 @@ class CohortEngine:
             kernels=kernels,
             collected_bytes=4 * self.update_spec.size if keeps_updates else None,
             xla=bool(training.jit_compile),
+            sums_in_steps=(
+                not (keeps_updates or between_client_variance)
+                and "CPU" in self.device
+                and self._may_add_in_steps()
+            ),
             fits=self.fits,
             at_once=devices.clients_per_call(
                 self.device, model, self.update_spec.size, batch_size
@@ -182,12 +188,27 @@ class CohortEngine:
                 self._trace_one_by_one()
         self._pool = concurrent.futures.ThreadPoolExecutor(self.max_parallel_clients)
 
+    def _may_add_in_steps(self) -> bool:
+        """Returns whether records may be added up in int32 (`records.to_steps`)."""
+        mechanism, size = self.query.mechanism, self.update_spec.size
+        return (
+            # (Another's bound might change between its clip and its step.)
+            overriding.is_of_this_package(type(mechanism))
+            and self.query.only_scales
+            and mechanism.trust_model == TrustModel.CENTRAL
+            and not mechanism.releases_weights
+            and dense_models.rounding_share(size) <= dense_models.LARGEST_SHARE
+        )
+
     def _trace_one_by_one(self) -> None:
+        query = self.query
         nobody = layout.client_table(np.zeros(0, int), np.zeros(0, int), 1, 1)
         seed = np.zeros(2, np.uint64)
         state = self.query.initial_global_state()
         received = self._broadcast(self.server.variables, state, 0.0, seed)
-        program = self.programs.program(received, self.layout.one_by_one(nobody)[0])
+        z, m = query.mechanism.noise_multiplier_at(0), query.deployment.cohort_size(0)
+        part = self.layout.one_by_one(nobody, is_fine(z, m))[0]
+        program = self.programs.program(received, part)
         if self.layout.at_once is not None:
             refused = allowed_operations.find_unbatchable(program.definition)
             if refused:
@@ -404,7 +425,7 @@ class CohortEngine:
             inputs=inputs,
             state=state,
             received=self._broadcast(weights, state, inputs.learning_rate, inputs.seed),
-            sums=[None] * self.max_parallel_clients,
+            threads=[cohort.ThreadSum() for _ in range(self.max_parallel_clients)],
             window_norms=norms,
         )
 
@@ -499,11 +520,10 @@ class CohortEngine:
 
         Each asks the mechanism for its bounds, and all must get the same answers.
         """
+        record = self.query.initial_sample_state(self.update_spec.variables)
+        record = tf.nest.map_structure(tf.TensorSpec.from_tensor, record)
         total = next(iter(self.programs.traced.values())).results.total
-        if self._later_clip is not None:
-            record = self.query.initial_sample_state(self.update_spec.variables)
-            record = tf.nest.map_structure(tf.TensorSpec.from_tensor, record)
-            total = total._replace(contribution=record)
+        total = total._replace(contribution=record)
         self._release.forget()
         self._release.trace(total, release.with_variables(pending.state))
 
@@ -517,7 +537,7 @@ class CohortEngine:
         )
         for part in itertools.chain.from_iterable(groups):
             program = self.programs.traced[part.strategy]
-            alone = part.strategy == layout.Strategy(layout.ONE_BY_ONE)
+            alone = part.strategy.kind == layout.ONE_BY_ONE and not part.strategy.xla
             if len(groups) > 1 and alone and not program.has_run:
                 # TensorFlow optimises a program in its first call, and again in every
                 # thread that calls it before the first call has finished.
@@ -581,7 +601,9 @@ class CohortEngine:
         If no client could be trained, the round is still released, as pure noise. An
         error would reveal, free of charge, that no client had usable data.
         """
-        pending.sums = [total for total in pending.sums if total is not None]
+        totals = [thread.convert() for thread in pending.threads]
+        pending.threads = []
+        pending.sums = [total for total in totals if total is not None]
         if self._later_clip is None:
             return
         clipped = self._later_clip(pending)
@@ -721,7 +743,18 @@ _LEAST_COARSE_NOISE = 2.0**-10
 
 def needs_fine_grid(pending: cohort.PendingRound) -> bool:
     """Returns whether a round's records need the finer grid of float64 sums."""
-    return pending.inputs.noise_multiplier < _LEAST_COARSE_NOISE
+    inputs = pending.inputs
+    return is_fine(inputs.noise_multiplier, inputs.clients_per_round)
+
+
+def is_fine(noise_multiplier: float, clients_per_round: float) -> bool:
+    """Returns the same for rounds of this z and m.
+
+    Rounding m coordinates towards zero adds up to m steps of 2^-20 S at most, which
+    must not be more than an eighth of the noise's stddev.
+    """
+    rounding = clients_per_round * 2.0**-20
+    return noise_multiplier < max(_LEAST_COARSE_NOISE, 8 * rounding)
 
 
 def _seed_hook(hook: trainer_lib.BroadcastHook) -> Callable[..., list[tf.Tensor]]:

@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 from tfdp_fl.engine import cohort, dense_models
+from tfdp_fl.mechanisms import records
 
 # How much of a streamed cohort's data, or of the updates that wait for a joint
 # clip, one call of a compiled function holds.
@@ -177,8 +178,8 @@ class Strategy(NamedTuple):
     Attributes:
       kind: `ONE_BY_ONE`, `SIDE_BY_SIDE` or `BATCHED`.
       num_steps: Side by side only: one of `dense_models.PROGRAM_STEPS`.
-      fine: Side by side only: whether records are rounded to the finer grid of
-        float64 sums instead of that of int32 sums.
+      fine: Whether records are rounded to the finer grid of float64 sums instead of
+        that of int32 sums (`records`).
       xla: Whether XLA compiles it; each call then trains one client with full batches.
     """
 
@@ -232,6 +233,7 @@ class Layout:
         in the first hundred rounds of a small model. Compiling in the background would
         let the machine's speed decide a client's bits.
       at_once: How many clients train as one batched program; None: no batching.
+      sums_in_steps: Whether clients that train one by one may be added up in int32.
       fits: Returns, for a strategy, a batch size and a number of clients (one of
         `dense_models.widths`), whether a side-by-side program on this machine gives
         each client the same result with that number as with any other.
@@ -242,6 +244,7 @@ class Layout:
     collected_bytes: int | None = None
     xla: bool = False
     at_once: int | None = None
+    sums_in_steps: bool = False
     fits: Callable[[Strategy, int, int], bool] = lambda strategy, batch, width: True
 
     def read(
@@ -349,10 +352,11 @@ class Layout:
             groups[least].append(part)
             loads[least] += cost
         if alone.num_clients or not work:
-            shares = split(alone, num_groups, self._most_collected, loads)
+            most = self._most_collected or self._most_in_steps(fine)
+            shares = split(alone, num_groups, most, loads)
             for group, tables in zip(groups, shares, strict=True):
                 for table in tables:
-                    group += self.one_by_one(table)
+                    group += self.one_by_one(table, fine)
         return [group for group in groups if group] or groups[:1]
 
     def strategies(self, batch: int, fine: bool) -> list[Strategy]:
@@ -364,7 +368,7 @@ class Layout:
         """
         if self.at_once is not None:
             return [Strategy(BATCHED)]
-        found = [Strategy(ONE_BY_ONE)]
+        found = [self._one_by_one(fine)]
         if self.xla:
             found.append(Strategy(ONE_BY_ONE, xla=True))
         if self.kernels is not None:
@@ -436,6 +440,14 @@ class Layout:
             return None
         return max(1, CHUNK_BYTES // self.collected_bytes)
 
+    def _one_by_one(self, fine: bool) -> Strategy:
+        # (With XLA, a call trains one client, so nothing is gained.)
+        return Strategy(ONE_BY_ONE, fine=fine or self.xla or not self.sums_in_steps)
+
+    def _most_in_steps(self, fine: bool) -> int | None:
+        """The most clients whose sum int32 holds; None: it is in float64."""
+        return None if self._one_by_one(fine).fine else records.MOST_IN_STEPS
+
     @property
     def clients_in_batch(self) -> int:
         """The number of clients in every batched program, padding included."""
@@ -458,10 +470,10 @@ class Layout:
             for start in range(0, len(group), width)
         ]
 
-    def one_by_one(self, clients: ClientTable) -> list[Part]:
-        """Splits clients into parts that train one by one."""
+    def one_by_one(self, clients: ClientTable, fine: bool) -> list[Part]:
+        """Splits clients into parts that train one by one; `fine`: see `Strategy`."""
         if not self.xla:
-            return [Part(Strategy(ONE_BY_ONE), clients)]
+            return [Part(self._one_by_one(fine), clients)]
         full = clients.num_examples % len(clients.batch) == 0
         full &= clients.num_examples > 0
         rest = select(clients, np.flatnonzero(~full))

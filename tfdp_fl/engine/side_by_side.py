@@ -294,7 +294,8 @@ class GhostClipping:
         clipped, norms = self._clip_and_sum(received, layers, table)
         total = total._replace(contribution=clipped)
         bits = _bits_of(norms, layers, received.returns_bits)
-        return cohort.Trained(total, cohort.PerClient(), bits)
+        step = () if self.fine else self.query.coarse_step(received.params)
+        return cohort.Trained(total, cohort.PerClient(), step, bits)
 
     def _count(
         self,
@@ -449,7 +450,8 @@ class GhostClipping:
             self.query.client_weight(table.num_examples),
         )
         if not self.fine:  # Keep each record within the bound after rounding, too.
-            share = dense_models.rounding_share(tuple(layer.shape for layer in layers))
+            kernels = tuple(layer.shape for layer in layers)
+            share = dense_models.rounding_share(dense_models.num_weights(kernels))
             most = self.query.l2_norm_bound(params) * (1 - share) / norm
             clients = clients._replace(update=tf.minimum(clients.update, most))
         seen = tf.cast(size * length, tf.float32)
@@ -490,8 +492,8 @@ class GhostClipping:
         Let c = 1.5 2^k with 2^k > 4 S. For |r| <= 2 S, the float32 number r + c lies
         between 2^k and 2^(k + 1). Its bits, read as an integer, are those of c plus
         an integer of at most 2^21: r in steps of 2^(k - 23) <= S 2^-20, rounded. Int32
-        holds the sum of such integers for 512 clients. (The bits of c overflow, but
-        are subtracted again.)
+        holds the sum of such integers for 512 clients (`MOST_IN_STEPS`). (The bits of c
+        overflow, but are subtracted again.)
 
         Args:
           x: Float32 [K, n, a].
@@ -499,7 +501,7 @@ class GhostClipping:
           params: The round's sample params.
 
         Returns:
-          Float64 [a, b].
+          [a, b], float64 or, unless `fine`, int32 in steps of 2^(k - 23).
         """
         shape = [x.shape[-1], d.shape[-1]]
         if self.fine:
@@ -513,16 +515,14 @@ class GhostClipping:
                 return total
 
         else:
-            largest = tf.cast(self.query.l2_norm_bound(params), tf.float32)
-            power = 8.0 * records.power_of_two_below(largest)
-            offset, dtype = 1.5 * power, tf.int32
+            offset = self.query.coarse_step(params) * (1.5 * 2.0**23)
+            dtype = tf.int32
 
             def as_numbers(product: tf.Tensor) -> tf.Tensor:
                 return tf.bitcast(product + offset, tf.int32)
 
             def as_sum(total: tf.Tensor) -> tf.Tensor:
-                total -= count * tf.bitcast(offset, tf.int32)
-                return tf.cast(total, tf.float64) * tf.cast(power * 2.0**-23, "float64")
+                return total - count * tf.bitcast(offset, tf.int32)
 
         count = tf.shape(x)[0]
         if math.prod(shape) <= dense_models.AT_ONCE:

@@ -108,7 +108,7 @@ def _make_pld_epsilon(
 # The recorded caveats that apply even without a guarantee.
 _CAVEATS_OF_ANY_RUN = {
     *("clients_excluded", "local_clients_excluded", "rounds_charged_twice"),
-    *("rounds_abandoned", "rounds_abandoned_charged"),
+    *("rounds_abandoned", "rounds_abandoned_charged", "rounds_interrupted"),
 }
 
 

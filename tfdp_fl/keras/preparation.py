@@ -139,16 +139,22 @@ def _check_population(fed: FederatedTraining, clients: FederatedDataset) -> Popu
             f"spent after a few rounds. Call make_private with num_clients={size}."
         )
     population = (size, clients.clients_digest)
+    unsettled = None if run is None else run.sampler.unsettled
     if run is not None and clients.source_identity is not None:
         if clients.source_identity == run.source_identity:
             population = run.population
-        elif run.spending.by_client or (
-            fed.setup.sampling
+        elif (
+            unsettled is not None
+            or run.spending.by_client
+            or fed.setup.sampling
             in (Sampling.SHUFFLED, Sampling.CYCLIC, Sampling.RANDOM_ALLOCATION)
         ):
             # The clients' earlier positions are unknown, so no two populations match.
             population = (size, secrets.token_hex())
-    if run is None or run.populations[-1:] in ([], [population]):
+    if run is None:
+        return population
+    earlier = run.populations[-1:] if unsettled is None else [run.population]
+    if earlier in ([], [population]):
         return population
     if run.spending.by_client:
         reason = "spending is tracked for each client"
@@ -157,9 +163,14 @@ def _check_population(fed: FederatedTraining, clients: FederatedDataset) -> Popu
             f"round {run.rounds + 1} continues a pass over the clients, in which each "
             "takes part once"
         )
+    elif unsettled is not None:
+        reason = (
+            f"round {run.rounds + 1} was interrupted, whose cohort of a fixed size "
+            "tells who was in the others, so it has to be released first"
+        )
     else:
         return population
-    previous, got = run.populations[-1][0], str(size)
+    previous, got = earlier[0][0], str(size)
     if previous == size:
         got = (
             "other ids, another order, other data (of clients without names), or a "
@@ -190,15 +201,11 @@ def _make_sampler(
     )
     sampler.next_round = plan.first_round
     if fed.run is not None and (unsettled := fed.run.sampler.unsettled) is not None:
-        # Replacing the unsettled cohort by another one would reveal who was in it.
-        participation = unsettled.participation
-        if (
-            participation.draws_depend_on_each_other
-            and sampler.num_clients == participation.num_clients
-        ):
-            sampler.unsettled = dataclasses.replace(
-                unsettled, round_index=sampler.next_round
-            )
+        # The same clients (`_check_population`) have another seed. Another cohort would
+        # reveal who was in the interrupted one.
+        sampler.unsettled = dataclasses.replace(
+            unsettled, round_index=sampler.next_round
+        )
     return sampler
 
 

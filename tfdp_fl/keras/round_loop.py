@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdp_fl import _signals, algorithm, auditing, keras_versions, sampling
 from tfdp_fl.accounting import BudgetExceededError, Charge, RoundCharge, format_up
-from tfdp_fl.accounting.rounding import round_up_for_bar
+from tfdp_fl.accounting.rounding import round_up_for_bar, round_up_to_float32
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import Executor, PendingRound, release, secure_sum
 from tfdp_fl.keras import facts, federated_training
@@ -30,7 +30,7 @@ from tfdp_fl.keras.callbacks.federated_callback import (
 )
 from tfdp_fl.keras.federated_training import FederatedTraining
 from tfdp_fl.keras.validation import Validation
-from tfdp_fl.terms import Json, TrustModel
+from tfdp_fl.terms import Json, Sampling, TrustModel
 
 # Values shown only if they are not zero.
 _SHOWN_IF_NONZERO = ("abandoned_rounds", "discarded_clients", "failed_clients")
@@ -150,9 +150,10 @@ class RoundLoop:
         is_last = run.rounds == run.plan.last_round
         if self.delta is not None:
             # During training, use a slightly looser bound, which takes no time.
-            logs["epsilon"] = run.spending.epsilon(
+            epsilon = run.spending.epsilon(
                 self.delta, self.setup.accountant, coarse=not is_last
             )
+            logs["epsilon"] = round_up_to_float32(epsilon)
         self.keras_callbacks.on_train_batch_end(0, logs)
         num_done = run.rounds - run.plan.first_round
         if validation.data is not None and (
@@ -171,7 +172,11 @@ class RoundLoop:
         `round_stack` is closed once the round's callbacks have been called.
         """
         self._round_stack = round_stack
-        released = algorithm.run_round(self)
+        try:
+            released = algorithm.run_round(self)
+        except BaseException:
+            self._end_interrupted_cohort()
+            raise
         is_abandoned = released is None
         if released is None:
             released = dict.fromkeys(self.run.log_names, math.nan)
@@ -181,6 +186,23 @@ class RoundLoop:
             "failed_clients": float(self._num_failed),
             "abandoned_rounds": float(is_abandoned),
         }
+
+    @_signals.defer_signals()
+    def _end_interrupted_cohort(self) -> None:
+        """Makes sure that an interrupted round's cohort is not trained later.
+
+        If one of its clients was the reason, it would be known to be there, yet charged
+        as if it had been drawn by chance. Cohorts of a fixed size depend on each other,
+        so there the same cohort must be trained.
+        """
+        run, cohort = self.run, self.run.sampler.unsettled
+        if cohort is None or cohort.participation.draws_depend_on_each_other:
+            return
+        run.sampler.abandon(cohort)
+        if cohort.participation.sampling == Sampling.RANDOM_ALLOCATION:
+            run.rounds += 1  # This round would have the same clients again.
+        if cohort.participation.is_amplified and not run.spending.by_client:
+            run.caveats.add("rounds_interrupted")
 
     def draw(self) -> sampling.Cohort:
         """See `algorithm.FrontEnd`; also sets the round's inputs."""

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeVar, cast
 
 from tfdp_fl import _validate
+from tfdp_fl.terms import Json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,32 +90,31 @@ _Client = TypeVar("_Client", bound=Hashable)
 
 
 class ParticipationRecord:
-    """Sees to it that nobody takes part too soon again, or too often.
+    """Ensures that no client takes part again too soon, or too often.
 
-    Correlated noise is charged for clients whose rounds are at least
-    `min_separation` released rounds apart, and no more than
-    `max_participations` in a segment of T rounds. Where nobody draws the
-    cohorts (devices come when they are charged and idle) this is what keeps
-    them to it. Once a round:
+    Correlated noise is charged for clients whose rounds are at least `min_separation`
+    released rounds apart, with at most `max_participations` in a segment of T rounds.
+    If cohorts are not drawn (devices take part when they are charged and idle), this
+    record enforces it. In each round:
 
-        cohort = record.eligible(those_who_are_there)[:m]
-        ...                                 # Train, noise, and release.
-        record.add(those_who_were_in_it)    # Raises if one may not have been.
+        cohort = record.eligible(available_clients)[:m]
+        ...                             # Train, add noise, and release.
+        record.add(clients_in_the_sum)  # Raises an error if one was not eligible.
 
-    A round that is not released is not added: it moves nothing, or the
-    separation would shrink (Choquette-Choo et al. 2023, section 2.1, counts
-    rounds of the matrix). It is as good as the clients' names: who comes back
-    under another name is another client.
+    Add only rounds that were released; otherwise, the separation would shrink
+    (Choquette-Choo et al. 2023, section 2.1, counts rounds of the matrix). The record
+    relies on the clients' names: a client that comes back under another name counts as
+    another client. Save `state` with the state of the noise, and `restore` both.
 
     Attributes:
       pattern: (k, b) and T.
-      released: How many rounds were added, over all segments.
+      released: The number of rounds added, over all segments.
     """
 
     def __init__(self, pattern: ParticipationPattern):
         self.pattern = _validate.instance_of(ParticipationPattern, pattern=pattern)
         self.released = 0
-        # In which released rounds each client was.
+        # The released rounds in which each client took part.
         self._rounds: dict[Hashable, list[int]] = collections.defaultdict(list)
 
     def _refusal(self, client: Hashable) -> str | None:
@@ -142,21 +142,21 @@ class ParticipationRecord:
         ]
 
     def add(self, clients: Sequence[Hashable]) -> None:
-        """Notes one released round.
+        """Adds one released round.
 
         Args:
-          clients: Who was in its sum: texts or whole numbers.
+          clients: The names of those in its sum: strings or integers.
 
         Raises:
-          ValueError: One of them may not have been, or is there twice. Nothing is
-            noted then.
-          TypeError: A name is neither a text nor a whole number.
+          ValueError: One of them was not eligible, or is listed twice. Nothing is
+            added then.
+          TypeError: A name is neither a string nor an integer.
         """
         added: set[Hashable] = set()
         for client in clients:
             if isinstance(client, bool) or not isinstance(client, (str, int)):
                 raise TypeError(
-                    "clients must be texts or whole numbers, got "
+                    "clients must be strings or integers, got "
                     f"{client!r} of type {type(client).__name__}."
                 )
             refusal = "it is there twice" if client in added else self._refusal(client)
@@ -169,3 +169,25 @@ class ParticipationRecord:
         for client in clients:
             self._rounds[client].append(self.released)
         self.released += 1
+
+    def state(self) -> Json:
+        """Returns what `restore` needs, as JSON values; it names the clients."""
+        return {
+            "pattern": dataclasses.asdict(self.pattern),
+            "released": self.released,
+            "rounds": [[name, rounds] for name, rounds in self._rounds.items()],
+        }
+
+    def restore(self, state: Json) -> None:
+        """Continues from a `state`.
+
+        Raises:
+          ValueError: The state has another pattern.
+        """
+        if state["pattern"] != (own := dataclasses.asdict(self.pattern)):
+            raise ValueError(
+                f"state must have the pattern {own}, got {state['pattern']}."
+            )
+        self.released = state["released"]
+        self._rounds.clear()
+        self._rounds.update((name, [*rounds]) for name, rounds in state["rounds"])

@@ -21,6 +21,7 @@ The mechanism's `round_event` defines the cost of a round.
 from __future__ import annotations
 
 import collections
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -58,6 +59,7 @@ class CohortQuery:
         mechanism.check_weighting(deployment.client_weighting)
         self.mechanism = mechanism
         self.deployment = deployment
+        self._in_steps = False
 
     @property
     def two_phase(self) -> bool:
@@ -80,6 +82,15 @@ class CohortQuery:
             self.mechanism.scales_updates
             and self.mechanism.noise_site == NoiseSite.SERVER
         )
+
+    def in_steps(self) -> CohortQuery:
+        """Returns this query with records in whole steps, int32 (`records.to_steps`).
+
+        It is for queries that `only_scales`, with a bound.
+        """
+        query = copy.copy(self)
+        query._in_steps = True
+        return query
 
     @property
     def num_scalars(self) -> int:
@@ -173,9 +184,10 @@ class CohortQuery:
         return state.without_memory()
 
     def initial_sample_state(self, template: Tensors) -> Contribution:
-        """Returns the float64 zeros to which a cohort's records are added."""
+        """Returns the zeros to which records are added: float64, or whole steps."""
+        dtype = tf.int32 if self._in_steps else tf.float64
         return Contribution(
-            update=[tf.zeros(tensor.shape, tf.float64) for tensor in template],
+            update=[tf.zeros(tensor.shape, dtype) for tensor in template],
             sums={name: tf.zeros([], tf.float64) for name in self.mechanism.side_names},
             weight=tf.zeros([]),
             norm=tf.zeros([]),
@@ -261,11 +273,17 @@ class CohortQuery:
 
     def to_grid(self, update: Tensors, params: RoundState) -> Tensors:
         """Rounds a record so that sums of records are exact (see `records`)."""
+        if self._in_steps:
+            return records.to_steps(update, self.coarse_step(params))
         return records.to_grid(update, self.grid_step(params))
 
     def grid_step(self, params: RoundState) -> tf.Tensor:
         """Returns the grid step to which records are rounded, float32 scalar."""
         return records.step(self.l2_norm_bound(params), params.clients_per_round)
+
+    def coarse_step(self, params: RoundState) -> tf.Tensor:
+        """Returns the step of records `in_steps`, float32 scalar."""
+        return records.coarse_step(self.l2_norm_bound(params))
 
     def noise_shares(self, params: RoundState) -> dict[str, tf.Tensor]:
         """Returns each client's stddevs: those of the noise over sqrt(m)."""

@@ -591,6 +591,11 @@ class Mechanism(abc.ABC):
         """Whether fewer than m answers give less noise than is charged for."""
         return self.noise_site == NoiseSite.CLIENT
 
+    @property
+    def noises_all_releases(self) -> bool:
+        """Whether the mechanism releases nothing without noise."""
+        return True
+
     def overrides(self, *members: str) -> bool:
         """Returns whether a class outside this package defines any of these members."""
         return overriding.is_overridden(type(self), *members)

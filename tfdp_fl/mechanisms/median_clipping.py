@@ -207,6 +207,11 @@ class MedianClipping(mechanism.Mechanism):
             f"sum {fixed_clipping.site_phrase(self.noise_site)}."
         )
 
+    @property
+    def noises_all_releases(self) -> bool:
+        """Implements `Mechanism.noises_all_releases`: whether the median is private."""
+        return self.median_noise_multiplier is not None
+
     def caveats(self) -> tuple[str, ...]:
         """Implements `Mechanism.caveats`."""
-        return () if self.median_noise_multiplier else ("exact_median",)
+        return () if self.noises_all_releases else ("exact_median",)

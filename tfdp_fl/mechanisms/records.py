@@ -12,7 +12,9 @@ tensors of the sum's own shapes, and never broadcasts.
 Exact sums. `to_grid` rounds a record to integer multiples of a step that depends only
 on the clip and the expected cohort size. Float64 adds up such numbers without any
 rounding, in any order and grouping. So adding or removing a client changes the sum by
-exactly its own record, and a record of zeros changes no bit.
+exactly its own record, and a record of zeros changes no bit. Where the noise is far
+larger than a step of 2^-20 S, `to_steps` makes int32 multiples of that, which take half
+the memory and time.
 """
 
 from __future__ import annotations
@@ -150,6 +152,36 @@ def step(norm_bound: Scalar, clients_per_round: Scalar) -> tf.Tensor:
     m = tf.cast(clients_per_round, tf.float32) + 16.0
     size = power_of_two_below(s) * power_of_two_below(m) * 2.0 ** (1 - _STEP_BITS)
     return tf.where(tf.math.is_finite(s), size, 0.0)
+
+
+# Int32 holds the sum of this many numbers of up to 2^21 steps each, and rounding.
+MOST_IN_STEPS = 512
+
+
+def coarse_step(norm_bound: Scalar) -> tf.Tensor:
+    """Returns the step of int32 sums: the power of two up to S, times 2^-20.
+
+    A coordinate of at most S, which is less than twice that power, is less than 2^21
+    steps. (Below `SMALLEST_CLIP_NORM`, all are 0, and the step stays above 0.)
+
+    Args:
+      norm_bound: S, finite.
+    """
+    s = tf.maximum(tf.cast(norm_bound, tf.float32), clipping.SMALLEST_CLIP_NORM)
+    return power_of_two_below(s) * 2.0**-20
+
+
+def to_steps(update: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
+    """Returns an update in whole steps, int32, rounded towards zero.
+
+    So its norm does not increase.
+    """
+    return [tf.cast(tf.cast(t, tf.float32) / step, tf.int32) for t in update]
+
+
+def from_steps(update: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
+    """Returns what sums of whole steps stand for, float64 and exact."""
+    return [tf.cast(t, tf.float64) * tf.cast(step, tf.float64) for t in update]
 
 
 def power_of_two_below(value: tf.Tensor) -> tf.Tensor:

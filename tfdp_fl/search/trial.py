@@ -452,7 +452,7 @@ def _check_mechanism(built: DPFederatedModel, candidate: Candidate) -> None:
             "a central mechanism with a constant noise_multiplier (FixedClipping, "
             f"AdaptiveClipping, MedianClipping), got {mechanism.describe()!r}"
         )
-    elif "exact_median" in mechanism.caveats():
+    elif not mechanism.noises_all_releases:
         problem = "a median_noise_multiplier, got an exact median, which is not private"
     if problem is not None:
         raise ValueError(

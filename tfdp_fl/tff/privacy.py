@@ -103,8 +103,6 @@ def privacy_charges(
         num_variables=None if trainable is None else len(tf.nest.flatten(trainable)),
         max_participations=max_participations,
     )
-    if mechanism.event_period is not None:
-        mechanism.check(deployment)
     lines = _read_lines(accounted, mechanism, deployment)
     if lines:
         _check_last_round(lines, mechanism, deployment)
@@ -363,6 +361,9 @@ def _read_lines(
     deployment: contribution.PrivacyContext,
 ) -> list[Json]:
     """Returns the recorded rounds; raises ValueError if they do not match."""
+    # The process may not have known the sampling. If it refused cohorts of other sizes
+    # than m, say, those of a Poisson sampler that are left are no Poisson cohorts.
+    mechanism.check(deployment)
     recorded, answered = map(np.asarray, accounted.history[:2])
     num_rounds = int(accounted.rounds)
     num_ended = len(accounted.history.attempted) or num_rounds
