@@ -22,7 +22,7 @@ from tfdp_fl.accounting.rounding import round_up_for_bar
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import Executor, PendingRound, release, secure_sum
 from tfdp_fl.keras import facts, federated_training
-from tfdp_fl.keras.callbacks.federated_callback import (
+from tfdp_fl.keras.callbacks import (
     FederatedCallback,
     PrivacyBudget,
     TargetBudget,
