@@ -39,10 +39,10 @@ from tfdp_fl.keras import (
     training_setup,
 )
 from tfdp_fl.keras.checkpoint import InterruptedRun
+from tfdp_fl.keras.evaluation import Validation
 from tfdp_fl.keras.private_metrics import PrivateMetrics
 from tfdp_fl.keras.run import FitPlan
 from tfdp_fl.keras.training_setup import PrivacyTarget, TrainingSetup
-from tfdp_fl.keras.validation import Validation
 from tfdp_fl.mechanisms import ClientWeighting, Mechanism, noise
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 from tfdp_fl.terms import Json

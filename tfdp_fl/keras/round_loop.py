@@ -28,8 +28,8 @@ from tfdp_fl.keras.callbacks import (
     TargetBudget,
     callback_session,
 )
+from tfdp_fl.keras.evaluation import Validation
 from tfdp_fl.keras.federated_training import FederatedTraining
-from tfdp_fl.keras.validation import Validation
 from tfdp_fl.terms import Json, TrustModel
 
 # Values shown only if they are not zero.
