@@ -8,7 +8,6 @@ each round. `PrivacyBudget` uses this to stop before overspending, `Ledger` and
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import datetime
 import io
@@ -216,7 +215,7 @@ class PrivacyBudget(FederatedCallback):
             cost, self.budget.epsilon, num_rounds, _FIRST_GUESS
         )
         # Abandoned rounds cost nothing, so more rounds than this may be allowed.
-        charges = collections.Counter(dict(charges_ahead(0, allowed)))
+        charges = charges_ahead(0, allowed)
         fed.run.spending.note_allowed(self.budget, version, charges)
         if allowed < num_rounds:
             # Only samplers that make passes know the clients of later cohorts.

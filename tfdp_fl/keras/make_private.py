@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import math
@@ -210,30 +209,16 @@ def charge_plan(
     mechanism: mechanisms.Mechanism,
     sampler: sampling_lib.CohortSampler,
     deployment: mechanisms.PrivacyContext,
-) -> collections.Counter[accounting.RoundCharge]:
+) -> run_lib.Charges:
     """Returns the costs of the planned rounds and how often each occurs."""
     mechanism.check(deployment)
-    rounds, counts = deployment.rounds or 0, {}
-    steady = run_lib.is_steady(mechanism)
-    if (
-        steady
-        and schedules.is_constant(mechanism.noise_multiplier)
-        and (schedules.is_constant(deployment.clients_per_round))
-    ):
-        event = mechanism.round_event(0, deployment)
-        return collections.Counter(dict(sampler.charges(range(rounds), event)))
-    if not steady or isinstance(sampler, sampling_lib.PassSampler):
-        counts = dict.fromkeys(range(rounds), 1)
-    else:
-        first_rounds: dict[tuple[float, float], int] = {}
-        for t in range(rounds):
-            key = mechanism.noise_multiplier_at(t), deployment.cohort_size(t)
-            first = first_rounds.setdefault(key, t)
-            counts[first] = counts.get(first, 0) + 1
-    charges: collections.Counter[accounting.RoundCharge] = collections.Counter()
-    for t, count in counts.items():
-        charges[sampler.charge(t, mechanism.round_event(t, deployment))] += count
-    return charges
+
+    def cost(round_index: int) -> accounting.RoundCharge:
+        event = mechanism.round_event(round_index, deployment)
+        return sampler.charge(round_index, event)
+
+    count = run_lib.cost_counter(mechanism, sampler, deployment, cost)
+    return count(range(deployment.rounds or 0))
 
 
 def largest_noise(
