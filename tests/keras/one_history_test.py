@@ -55,8 +55,7 @@ def test_only_weights_of_this_run_may_be_restored(tmp_path):
 def test_an_interrupt_while_a_run_is_resumed(tmp_path):
     fed, resumed = (toy.federated(sampling="shuffled") for _ in range(2))
     keep = tfdp_fl.callbacks.RoundCheckpoint(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        toy.fit(fed, 3, [keep, toy.at_end(toy.interrupt, 1)])
+    toy.interrupted(fed, 1, 3, [keep])
     restore = checkpoint.InterruptedRun.restore
 
     def restored(*arguments):

@@ -213,8 +213,7 @@ def test_two_runs_that_begin_in_one_directory(processes, tmp_path):
 @pytest.mark.parametrize("saves", [False, True])
 def test_one_ends_while_another_reads_the_checkpoint(tmp_path, saves):
     keep = [callbacks.RoundCheckpoint(tmp_path)]
-    with pytest.raises(KeyboardInterrupt):
-        toy.fit(_federated(), 6, [*keep, toy.at_end(toy.interrupt, 1)])
+    toy.interrupted(_federated(), 1, 6, keep)
     restore, faster = checkpoint.InterruptedRun.restore, [_federated()]
 
     def restored(*arguments):

@@ -32,8 +32,11 @@ _ROUNDS = 6
 _SGD, _ADAM = tf.keras.optimizers.SGD, tf.keras.optimizers.Adam
 
 
+_FIT = {"batch_size": 4, "shuffle": True}
+
+
 def _fit(fed, rounds=_ROUNDS, callbacks=(), **options):
-    return toy.fit(fed, rounds, callbacks, batch_size=4, shuffle=True, **options)
+    return toy.fit(fed, rounds, callbacks, **_FIT, **options)
 
 
 def _adaptive():
@@ -201,9 +204,7 @@ def test_every_later_round_is_in_all_ledgers_of_the_run(tmp_path):
     shared, both = Ledger(tmp_path / "shared", append=True), toy.federated()
     toy.fit(both, 2, [shared])
     fed, path = toy.federated(), tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt):
-        stops = toy.at_end(toy.interrupt, 1)
-        toy.fit(fed, 4, [RoundCheckpoint(path), Ledger(shared.path, True), stops])
+    toy.interrupted(fed, 1, 4, [RoundCheckpoint(path), Ledger(shared.path, True)])
     resumed = toy.federated()
     for rounds, resumes in ((4, {"resume_from": path}), (2, {})):
         toy.fit(resumed, rounds, [RoundCheckpoint(path)] if resumes else [], **resumes)
@@ -218,8 +219,7 @@ def test_every_later_round_is_in_all_ledgers_of_the_run(tmp_path):
 @pytest.mark.parametrize("make", [toy.federated, _local, _correlated])
 def test_a_directory_and_its_copy_add_up_as_soon_as_both_are_seen(tmp_path, make):
     path, copies = tmp_path / "run", [tmp_path / "copy 1", tmp_path / "copy 2"]
-    with pytest.raises(KeyboardInterrupt):
-        toy.fit(make(), 6, [RoundCheckpoint(path), toy.at_end(toy.interrupt, 1)])
+    toy.interrupted(make(), 1, 6, [RoundCheckpoint(path)])
     for copy in copies:
         shutil.copytree(path, copy)
     original, hidden, seeing = make(), make(), make()
@@ -266,10 +266,7 @@ def test_a_copy_goes_on_with_noise_of_its_own(tmp_path):
 def test_branches_of_one_noise_memory_are_charged_from_its_beginning(tmp_path):
     # A backup that is put back at the same path looks like the run itself.
     path, ends = tmp_path / "run", [tmp_path / f"end {k}" for k in range(3)]
-    with pytest.raises(KeyboardInterrupt):
-        toy.fit(
-            _correlated(4), 4, [RoundCheckpoint(path), toy.at_end(toy.interrupt, 0)]
-        )
+    toy.interrupted(_correlated(4), 0, 4, [RoundCheckpoint(path)])
     backup = shutil.copytree(path, tmp_path / "backup")
     for end in ends:
         shutil.rmtree(path)
@@ -324,8 +321,7 @@ def _kept_rounds(path, run):
 def test_all_ledgers_of_a_fit_have_what_any_of_them_tells(tmp_path):
     path, copy = tmp_path / "run", tmp_path / "copy"
     first = Ledger(tmp_path / "first", append=True)
-    with pytest.raises(KeyboardInterrupt):
-        toy.fit(fed := toy.federated(), 6, [RoundCheckpoint(path), _stop(1)])
+    fed = toy.interrupted(toy.federated(), 1, 6, [RoundCheckpoint(path)])
     shutil.copytree(path, copy)
     path.rename(tmp_path / "away")
     toy.fit(toy.federated(), 6, [RoundCheckpoint(copy)], resume_from=copy)
@@ -336,24 +332,17 @@ def test_all_ledgers_of_a_fit_have_what_any_of_them_tells(tmp_path):
         assert _kept_rounds(ledger, fed.run.run_id) == fed.spending.rounds == 7
     # What only this process knows of is written, too, by a fit that is resumed.
     new, model = tmp_path / "new", toy.federated()
-    with pytest.raises(KeyboardInterrupt):
-        toy.fit(model, 3, [RoundCheckpoint(new), _stop(1)])
+    toy.interrupted(model, 1, 3, [RoundCheckpoint(new)])
     own, stops = Ledger(tmp_path / "own", append=True), PrivacyBudget(1e-6, _DELTA)
     toy.fit(model, 1, [own, stops])
     toy.fit(model, 3, resume_from=new)
     assert _kept_rounds(own.path, model.run.run_id) == model.spending.rounds == 3
 
 
-def _stop(round_index):
-    return toy.at_end(toy.interrupt, round_index)
-
-
 def test_a_ledger_says_no_less_than_the_charges_that_it_lists(tmp_path):
     path, shared = tmp_path / "run", Ledger(tmp_path / "shared", append=True)
-    with pytest.raises(KeyboardInterrupt):
-        toy.fit(first := _local(), 6, [RoundCheckpoint(path), _stop(0)])
-    with pytest.raises(KeyboardInterrupt):
-        toy.fit(_local(), 6, [_stop(2)], resume_from=path)
+    first = toy.interrupted(_local(), 0, 6, [RoundCheckpoint(path)])
+    toy.interrupted(_local(), 2, 6, resume_from=path)
     toy.fit(first, 2, [shared])
     # One that is stopped before its first round.
     stops = PrivacyBudget(1e-6, _DELTA)
@@ -482,8 +471,7 @@ def test_a_second_fit_is_resumed_as_such(tmp_path, make):
 def test_without_a_seed_it_goes_on_too(tmp_path):
     first, resumed = _shuffled(), _shuffled()
     keeper = RoundCheckpoint(tmp_path, every=2)
-    with pytest.raises(KeyboardInterrupt):
-        _fit(first, callbacks=[keeper, toy.at_end(toy.interrupt, 3)])
+    toy.interrupted(first, 3, _ROUNDS, [keeper], **_FIT)
     assert first.rounds == 4
     cohorts = [first.run.sampler.plan_cohort(t) for t in range(_ROUNDS)]
     _fit(resumed, callbacks=[keeper], resume_from=tmp_path)
@@ -676,8 +664,7 @@ def test_a_damaged_newest_goes_on_from_the_one_before(copy, trained):
 
 def test_a_run_that_went_on_elsewhere_is_not_gone_back_to(tmp_path):
     path, fed = tmp_path / "run", toy.federated()
-    with pytest.raises(KeyboardInterrupt):
-        toy.fit(fed, 4, [RoundCheckpoint(path), toy.at_end(toy.interrupt, 1)])
+    toy.interrupted(fed, 1, 4, [RoundCheckpoint(path)])
     path.rename(tmp_path / "away")
     toy.fit(fed, 2, [Ledger(tmp_path / "other.jsonl")])
     (tmp_path / "away").rename(path)

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tfdp_fl
@@ -110,6 +111,13 @@ def at_end(
 def interrupt(*_: Any, **__: Any) -> None:
     """Does what Ctrl-C does."""
     raise KeyboardInterrupt
+
+
+def interrupted(fed: Any, after: int, rounds: int, callbacks: Any = (), **options):
+    """Trains until Ctrl-C at the end of a round; returns the model."""
+    with pytest.raises(KeyboardInterrupt):
+        fit(fed, rounds, [*callbacks, at_end(interrupt, after)], **options)
+    return fed
 
 
 def stop(fed: tfdp_fl.DPFederatedModel, round_index: int = 0):

@@ -107,16 +107,7 @@ _CAVEATS_OF_LINES = frozenset(
 )
 
 # Attributes that a checkpoint stores unchanged.
-_STORED_ATTRIBUTES = (
-    "run_id",
-    "rounds",
-    "populations",
-    "known_ledgers",
-    "log_names",
-    "segment",
-    "held_out",
-    "windows",
-)
+_STORED_ATTRIBUTES = ("run_id", "rounds", "log_names", "segment", "held_out", "windows")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,6 +249,8 @@ class Run:
         leaves = tf.nest.flatten(self.mechanism_state)
         return {
             **{name: getattr(self, name) for name in _STORED_ATTRIBUTES},
+            "populations": self.populations,
+            "known_ledgers": self.known_ledgers,
             "plan": dataclasses.asdict(self.plan),
             "calibration": (self.deployment.rounds, self.deployment.max_participations),
             "caveats": sorted(self.caveats),
@@ -281,14 +274,12 @@ class Run:
         # A copy, so that a later failure leaves the previous run unchanged.
         sampler = copy.deepcopy(prepared.sampler)
         sampler.restore(state["sampler"])
-        attributes = {name: state[name] for name in _STORED_ATTRIBUTES}
-        attributes["populations"] = [(n, ids) for n, ids in state["populations"]]
         account = account_lib.PrivacyAccount.from_state(state["spending"])
-        known_ledgers = attributes.pop("known_ledgers")
-        account.known_ledgers = {**prepared.known_ledgers, **known_ledgers}
+        account.known_ledgers = {**prepared.known_ledgers, **state["known_ledgers"]}
         return dataclasses.replace(
             prepared,
-            **attributes,
+            **{name: state[name] for name in _STORED_ATTRIBUTES},
+            populations=[(n, ids) for n, ids in state["populations"]],
             sampler=sampler,
             caveats=set(state["caveats"]),
             cohort_sizes=collections.Counter(dict(state["cohort_sizes"])),
