@@ -116,19 +116,20 @@ def make_private(
             )
             return kind.from_budget(target_of_mechanism, **options)
 
+    probe = make_mechanism(_TINY)
     sampler = sampling_lib.make_sampler(
         sampling,
         num_clients,
         clients_per_round,
-        num_groups=make_mechanism(_TINY).min_separation,
+        num_groups=probe.min_separation,
         may_abandon=training_setup.may_abandon(
-            make_mechanism(_TINY),
+            probe,
             model_options.get("on_client_failure"),
             model_options.get("secure_aggregation"),
         ),
     )
-    noise = None
-    if make_mechanism(_TINY).trust_model == TrustModel.CENTRAL:
+    calibrated = probe  # Local noise follows from the target itself.
+    if probe.trust_model == TrustModel.CENTRAL:
         deployment = mechanisms.PrivacyContext(
             clients_per_round=sizes,
             num_clients=num_clients,
@@ -147,14 +148,14 @@ def make_private(
                 charge for charge, _ in costs
             )
             target = dataclasses.replace(target, accountant=best_accountant)
-        reason = "" if limit is None else f" {make_mechanism(_TINY).noise_limit_reason}"
+        reason = "" if limit is None else f" {probe.noise_limit_reason}"
         try:
             noise = accounting.calibrate(
                 charges, target.epsilon, target.delta, target.accountant, upper=limit
             )
         except ValueError as error:
             raise ValueError(f"{error}{reason}") from error
-    calibrated = make_mechanism(_TINY if noise is None else noise)
+        calibrated = make_mechanism(noise)
     return model_lib.DPFederatedModel(
         model,
         calibrated,
