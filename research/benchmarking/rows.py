@@ -22,6 +22,8 @@ Result = dict[str, Any]
 POPULATIONS = (10**3, 10**6)
 # A setting of TFF that takes more than so many times the best is not pursued.
 _NEAR = 1.3
+# How often the sides take turns in each of several runs.
+_BLOCKS_OF_A_RUN = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,11 +49,6 @@ class Context:
     def runs(self) -> int:
         """How often the sides of a comparison are started anew."""
         return 1 if self.quick else 3
-
-    @property
-    def blocks_of_a_run(self) -> int:
-        """How often the sides take turns in each of several runs."""
-        return 2
 
     def seconds(self, full: float) -> float:
         """Returns how long a side measures when it is its turn."""
@@ -123,7 +120,7 @@ def _compared(
     runs: dict[str, Result],
     seconds: float,
     *,
-    blocks: int | None = None,
+    blocks: int = _BLOCKS_OF_A_RUN,
     apart: bool = False,
 ) -> Result:
     """Times two runs of ours in turns.
@@ -132,7 +129,7 @@ def _compared(
       context: What a row is measured in.
       runs: By its name, what `EngineSide.add` takes for each.
       seconds: For which each measures when it is its turn.
-      blocks: How often they take turns; None: as in one of several runs.
+      blocks: How often they take turns.
       apart: Whether each has a process of its own.
 
     Returns:
@@ -147,7 +144,7 @@ def _compared(
             for name, run in runs.items()
         }
         times = alternate(
-            blocks or context.blocks_of_a_run,
+            blocks,
             {
                 name: _measure(side, name, context.seconds(seconds))
                 for name, side in sides.items()
@@ -202,7 +199,7 @@ def _run_against_tff(
         first = tff.call("use", **setting)["first_seconds"]
         made = ours.call("add", run="run", workload=workload.name)
         both = alternate(
-            context.blocks_of_a_run,
+            _BLOCKS_OF_A_RUN,
             {
                 "engine": _measure(ours, "run", context.seconds(2.0)),
                 "tff": lambda: tff.call("measure", seconds=context.seconds(3)),
