@@ -9,7 +9,6 @@ import io
 import os
 import pathlib
 import shutil
-import signal
 import stat
 from unittest import mock
 
@@ -125,15 +124,14 @@ def test_a_cohort_that_an_ended_process_drew_is_never_released_by_others(
     tmp_path, sampling
 ):
     # Each would be charged as a draw of its own, and all be releases of one.
-    drawn, collect = [], engine.CohortEngine.collect
+    drawn = []
 
     def seen(own, clients, inputs):
         drawn.append(tuple(inputs.positions))
         if len(drawn) == 1:
             raise KeyboardInterrupt
-        return collect(own, clients, inputs)
 
-    with mock.patch.object(engine.CohortEngine, "collect", seen):
+    with toy.around(engine.CohortEngine, "collect", seen):
         first = toy.federated(sampling=sampling)
         with pytest.raises(KeyboardInterrupt):
             _fit(first, callbacks=[RoundCheckpoint(tmp_path / "run")])
@@ -160,17 +158,16 @@ def _decay(rate):
 @pytest.mark.parametrize("before, after", [(0.1, 0.1), (_decay(0.1), _decay(0.5))])
 def test_a_lost_round_never_has_its_noise_or_cohort_again(tmp_path, before, after):
     # Else the difference of the two releases would have no noise.
-    drawn, collect = [], engine.CohortEngine.collect
+    drawn = []
 
     def seen(own, clients, inputs):
         drawn.append((tuple(inputs.seed), tuple(inputs.positions)))
-        return collect(own, clients, inputs)
 
     def trained(rate, path=None, callbacks=()):
         compiled = {"optimizer": _SGD(rate)}
         # (Poisson: the statement of fixed sizes takes seconds.)
         fed = toy.federated(sampling="poisson", compile_options=compiled)
-        with mock.patch.object(engine.CohortEngine, "collect", seen):
+        with toy.around(engine.CohortEngine, "collect", seen):
             _fit(fed, callbacks=callbacks, seed=5, resume_from=path)
 
     trained(before, callbacks=[RoundCheckpoint(tmp_path / "run", keep=99)])
@@ -291,14 +288,8 @@ def test_noise_memory_is_let_go_after_an_interrupt_in_between(tmp_path):
     toy.fit(fed, 1, [RoundCheckpoint(path)])
     toy.fit(resumed := _correlated(), 1, resume_from=path)
     toy.fit(resumed, 1)
-    count = accounting.PrivacyAccount._count
-
-    def interrupted(*arguments):
-        count(*arguments)
-        os.kill(os.getpid(), signal.SIGINT)
-
     with (
-        mock.patch.object(accounting.PrivacyAccount, "_count", interrupted),
+        toy.around(accounting.PrivacyAccount, "_count", after=toy.ctrl_c),
         pytest.raises(KeyboardInterrupt),
     ):
         toy.fit(fed, 1)
@@ -593,17 +584,15 @@ def _flip(file):
 
 def test_the_end_is_saved_again_only_if_it_changed(tmp_path):
     fed, written = toy.federated(), []
-    write = checkpoint.CheckpointDirectory.write
 
     def count(self, round_index, state, keep):
         written.append(round_index)
-        write(self, round_index, state, keep)
 
     def change():
         fed.model.set_weights([part + 1 for part in fed.model.get_weights()])
 
     saves = RoundCheckpoint(tmp_path)
-    with mock.patch.object(checkpoint.CheckpointDirectory, "write", count):
+    with toy.around(checkpoint.CheckpointDirectory, "write", count):
         _fit(fed, 1, [saves])
         assert written == [0, 1]
         _fit(fed, 1, [saves, toy.at_end(change, when="on_train_end")])
@@ -721,15 +710,10 @@ def test_what_is_read_is_what_was_written(directory):
 
 
 def test_it_is_on_the_disk_before_it_takes_its_place(directory):
-    done, replace = mock.Mock(), pathlib.Path.replace
-
-    def replaced(file, target):
-        done.replace()
-        return replace(file, target)
-
+    done = mock.Mock()
     with (
         mock.patch.object(os, "fsync", done.sync),
-        mock.patch.object(pathlib.Path, "replace", replaced),
+        toy.around(pathlib.Path, "replace", lambda *_: done.replace()),
     ):
         _write(directory, 1)
     # The file before, and the folder after.
