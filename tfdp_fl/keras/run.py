@@ -401,9 +401,10 @@ class Run:
         )
 
     def charges_ahead(self) -> Callable[[int, int], Charges]:
-        """Returns a function that counts distinct costs in a range of coming rounds.
+        """Returns a function that counts the costs of coming rounds (`cost_counter`).
 
-        The range is counted from the next round. Like that of `cost_counter`.
+        It takes the first of the rounds and the one after the last, both counted from
+        the next round.
         """
         count = cost_counter(
             self.setup.mechanism, self.sampler, self.deployment, self.cost
@@ -461,11 +462,11 @@ def cost_counter(
     """
     # Rounds with equal noise and size need not cost the same with correlated noise or a
     # user-defined mechanism.
-    release = type(mechanism).round_event
-    is_built_in = release.__module__.startswith("tfdp_fl.mechanisms.")
+    defined_in = type(mechanism).round_event.__module__
+    is_built_in = defined_in.startswith("tfdp_fl.mechanisms.")
     is_steady = is_built_in and not mechanism.min_separation
-    schedule_of = mechanism.noise_multiplier, deployment.clients_per_round
-    is_constant = is_steady and all(map(schedules.is_constant, schedule_of))
+    planned = mechanism.noise_multiplier, deployment.clients_per_round
+    is_constant = is_steady and all(map(schedules.is_constant, planned))
     by_round = not is_steady or isinstance(sampler, sampling.PassSampler)
     costs: dict[Any, accounting.RoundCharge] = {}
 
