@@ -80,7 +80,7 @@ setuptools.setup(
     ],
     package_dir={"tfdp_fl_scripts": "scripts"},
     package_data={
-        "tfdp_fl": ["py.typed", "accounting/*.txt", "keras/callbacks/report.html"],
+        "tfdp_fl": ["py.typed", "accounting/*.txt", "keras/report.html"],
         "tfdp_fl_scripts": ["configs/*.json"],
     },
     entry_points={

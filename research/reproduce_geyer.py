@@ -33,7 +33,7 @@ import pandas as pd
 from absl import app, flags
 
 from tfdp_fl import _files
-from tfdp_fl.experiments import run_directory, sweeps, training
+from tfdp_fl.experiments import sweeps, training
 
 ROWS = (
     "non_private",
@@ -91,12 +91,12 @@ def read_runs(root: pathlib.Path) -> pd.DataFrame:
     """Returns the finished runs in the table's order; CC counts models sent."""
     found = []
     for name in names():
-        for path in sorted((root / name).rglob(run_directory.RESULT)):
+        for path in sorted((root / name).rglob(training.RESULT)):
             result, chosen, statement = (
                 json.loads((path.parent / each).read_text("utf-8"))
                 for each in ("result.json", "config.json", "privacy.json")
             )
-            history = pd.read_csv(path.parent / run_directory.HISTORY)
+            history = pd.read_csv(path.parent / training.HISTORY)
             k, row = name[1:].split("_", 1)
             known = {"K": int(k), "row": row.replace("_", " ")}
             private = chosen["mechanism"] != "none"

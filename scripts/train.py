@@ -34,7 +34,7 @@ from tfdp_fl.mechanisms import declaration
 # Before the next imports, which define flags for the mechanisms registered so far.
 declaration.load_named_in(sys.argv[1:], "mechanism_module")
 
-from tfdp_fl.experiments import Settings, run_directory, training
+from tfdp_fl.experiments import Settings, training
 from tfdp_fl.experiments import settings as settings_lib
 
 settings_lib.define_flags()
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> None:
         output_dir = _OUTPUT_DIR.value or os.path.join(
             "runs", f"{settings.dataset}_{settings.mechanism}"
         )
-        run_directory.check(output_dir, _OVERWRITE.value, _RESUME.value)
+        training.check_directory(output_dir, _OVERWRITE.value, _RESUME.value)
         if _RESUME.value:
             settings = _read_settings(output_dir, given)
         prepared = training.prepare(settings)
@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _read_settings(output_dir: str, given: dict[str, Any]) -> Settings:
     """Returns the settings of the run to resume."""
-    settings = Settings.read(os.path.join(output_dir, run_directory.CONFIG))
+    settings = Settings.read(os.path.join(output_dir, training.CONFIG))
     for name, value in given.items():
         if str(getattr(settings, name)) != str(value):
             raise ValueError(

@@ -59,8 +59,8 @@ def memory_bytes(pid: int | str = "self", field: str = "VmRSS") -> int:
     return 1024 * int(found.group(1)) if found else 0
 
 
-def children(pid: int | None = None) -> set[int]:
-    """Returns the ids of a process's living descendants."""
+def children() -> set[int]:
+    """Returns the ids of this process's living descendants."""
     parents: dict[int, int] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -68,7 +68,7 @@ def children(pid: int | None = None) -> set[int]:
                 stat = pathlib.Path(f"/proc/{entry}/stat").read_text()
                 parents[int(entry)] = int(stat.rpartition(")")[2].split()[1])
     found: set[int] = set()
-    ahead = [os.getpid() if pid is None else pid]
+    ahead = [os.getpid()]
     while ahead:
         parent = ahead.pop()
         own = {child for child, p in parents.items() if p == parent} - found

@@ -8,27 +8,33 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import pathlib
-import select
+import pkgutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
+import traceback
 from collections.abc import Mapping
+from multiprocessing import connection
 from typing import Any
 
+from research.benchmarking import machine
+
+# The class of each kind of side, imported by its own process alone.
+_CLASSES = {
+    "engine": "research.benchmarking.engine_side:EngineSide",
+    "tff": "research.benchmarking.tff_side:TFFSide",
+    "growth": "research.benchmarking.growth:GrowthSide",
+}
 _STOP_SECONDS = 5.0
 _TAIL_CHARACTERS = 1500
 
 
 class SideError(RuntimeError):
-    """A side could not answer."""
-
-
-class SideTimeoutError(SideError):
-    """A side did not answer in time; it was ended."""
+    """A side could not answer, or not in time."""
 
 
 class Side:
@@ -42,15 +48,13 @@ class Side:
         self,
         kind: str,
         options: Mapping[str, Any] | None = None,
-        environment: Mapping[str, str] | None = None,
         python: str = sys.executable,
     ):
         """Starts the process.
 
         Args:
-          kind: Which object, see `child.make`.
+          kind: Which object, a key of `_CLASSES`.
           options: JSON values that it is made with.
-          environment: Variables set in the child.
           python: The interpreter that runs it.
         """
         self.kind = kind
@@ -58,26 +62,18 @@ class Side:
         # A child that was started in another folder finds this package too.
         root = str(pathlib.Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        self._pipe, theirs = multiprocessing.Pipe()
+        asked = [str(theirs.fileno()), kind, json.dumps(dict(options or {}))]
         self._process = subprocess.Popen(
-            [
-                python,
-                "-m",
-                "research.benchmarking.child",
-                kind,
-                json.dumps(dict(options or {})),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            [python, "-m", "research.benchmarking.processes", *asked],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
             stderr=self._log,
-            env={
-                **os.environ,
-                "PYTHONPATH": path,
-                "TF_CPP_MIN_LOG_LEVEL": "3",
-                **(environment or {}),
-            },
+            env={**os.environ, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"},
             start_new_session=True,
-            bufsize=0,
         )
+        theirs.close()
 
     def __enter__(self) -> Side:
         return self
@@ -85,50 +81,31 @@ class Side:
     def __exit__(self, *unused: Any) -> None:
         self.close()
 
-    def call(self, method: str, timeout: float = 300.0, **arguments: Any):
+    def call(self, method: str, timeout: float = 300.0, **arguments: Any) -> Any:
         """Calls a method of the side's object.
 
         Args:
           method: Its name.
           timeout: Seconds after which the side is given up.
-          **arguments: JSON values.
+          **arguments: Its arguments, plain values.
 
         Raises:
-          SideTimeoutError: There was no answer in time.
-          SideError: The method raised, or the process ended.
+          SideError: The method raised, there was no answer in time, or the process
+            ended.
         """
-        question = json.dumps({"method": method, "arguments": arguments})
         try:
-            self._process.stdin.write(question.encode() + b"\n")
-            line = self._read_line(time.monotonic() + timeout)
-        except (BrokenPipeError, ValueError):
-            line = b""
-        if line is None:
-            self.close()
-            raise SideTimeoutError(
-                f"{self.kind}.{method} took more than {timeout:.0f} s."
-            )
-        if not line:
+            self._pipe.send((method, arguments))
+            if not self._pipe.poll(timeout):
+                self.close()
+                raise SideError(f"{self.kind}.{method} took more than {timeout:.0f} s.")
+            result, error = self._pipe.recv()
+        except (EOFError, OSError):
             tail = self._log_tail()
             self.close()
-            raise SideError(f"The process of {self.kind} ended.\n{tail}")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise SideError(f"{self.kind}.{method}: {answer['error']}")
-        return answer["result"]
-
-    def _read_line(self, deadline: float) -> bytes | None:
-        line = b""
-        while not line.endswith(b"\n"):
-            left = max(0.0, deadline - time.monotonic())
-            ready, _, _ = select.select([self._process.stdout], [], [], left)
-            if not ready:
-                return None
-            piece = self._process.stdout.read(65536)
-            if not piece:
-                return b""
-            line += piece
-        return line
+            raise SideError(f"The process of {self.kind} ended.\n{tail}") from None
+        if error:
+            raise SideError(f"{self.kind}.{method}: {error}")
+        return result
 
     def _log_tail(self) -> str:
         self._log.seek(0)
@@ -137,14 +114,48 @@ class Side:
 
     def close(self) -> None:
         """Ends the process and all that it started. May be called again."""
-        if self._process.stdin.closed:
+        if self._pipe.closed:
             return
-        self._process.stdin.close()
+        self._pipe.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             # It ends by itself, unless it is busy.
             self._process.wait(_STOP_SECONDS)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._process.stdout.close()
         self._log.close()
+
+
+def _serve(pipe: connection.Connection, kind: str, options: dict[str, Any]) -> None:
+    """Answers a side's questions with (result, error) until it ends."""
+    target: Any = None
+    while True:
+        try:
+            method, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if target is None:
+                target = pkgutil.resolve_name(_CLASSES[kind])(**options)
+            answer = getattr(target, method)(**arguments), None
+        except Exception:
+            answer = None, traceback.format_exc()
+        pipe.send(answer)
+
+
+def main() -> None:
+    """Serves, and leaves nothing running."""
+    number, kind, options = sys.argv[1:]
+    # What is started from here must not hold the pipe.
+    os.set_inheritable(int(number), False)
+    try:
+        _serve(connection.Connection(int(number)), kind, json.loads(options))
+    finally:
+        machine.end(machine.children())
+    # TFF's threads wait for a worker that is gone.
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

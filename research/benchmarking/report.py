@@ -42,11 +42,7 @@ def draw(results: Results, path: pathlib.Path) -> None:
     """Draws the rounds and the memory beside TFF's."""
     from matplotlib import figure
 
-    measured = [
-        (work.name.replace("_", " "), result)
-        for work in reversed(workloads.WORKLOADS.values())
-        if (result := results.result(work.name)) is not None
-    ]
+    measured = _beside_tff(results)[::-1]
     drawn = figure.Figure(figsize=(7.2, 2.6), layout="constrained")
     time, memory = drawn.subplots(1, 2, sharey=True)
     for side, label, offset in (("tff", "TFF 0.87", 0.2), ("engine", "tfdp_fl", -0.2)):
@@ -58,7 +54,8 @@ def draw(results: Results, path: pathlib.Path) -> None:
         memory.barh(places, peaks, 0.38, color=color)
     time.set(xscale="log", xlim=(1, None), xlabel="a round, ms (logarithmic)")
     memory.set(xlabel="memory at the peak, MB")
-    time.set_yticks(range(len(measured)), [name for name, _ in measured])
+    names = [work.name.replace("_", " ") for work, _ in measured]
+    time.set_yticks(range(len(measured)), names)
     time.legend(fontsize=8)
     drawn.savefig(path, dpi=150)
 

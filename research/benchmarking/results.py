@@ -45,15 +45,15 @@ class Results:
         `machine`, `revision`, `quick`, `date`, `load` and `seconds`.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None):
+    def __init__(self, path: str | os.PathLike[str]):
         """Reads the file, if it is there.
 
         Raises:
           ValueError: The file is not one of these.
         """
-        self._path = None if path is None else pathlib.Path(path)
+        self._path = pathlib.Path(path)
         self.rows: dict[str, dict[str, Any]] = {}
-        if self._path is None or not self._path.exists():
+        if not self._path.exists():
             return
         try:
             content = json.loads(self._path.read_text(encoding="utf-8"))
@@ -88,11 +88,6 @@ class Results:
             "load": load,
             "date": now.strftime("%Y-%m-%d %H:%M UTC"),
         }
-        self._write()
-
-    def _write(self) -> None:
-        if self._path is None:
-            return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"format": _FORMAT, "rows": self.rows}, indent=1)
         _files.write_text(self._path, text + "\n")

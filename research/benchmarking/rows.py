@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import statistics
@@ -21,6 +22,8 @@ Result = dict[str, Any]
 POPULATIONS = (10**3, 10**6)
 # A setting of TFF that takes more than so many times the best is not pursued.
 _NEAR = 1.3
+# How often the sides take turns in each of several runs.
+_BLOCKS_OF_A_RUN = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,11 +49,6 @@ class Context:
     def runs(self) -> int:
         """How often the sides of a comparison are started anew."""
         return 1 if self.quick else 3
-
-    @property
-    def blocks_of_a_run(self) -> int:
-        """How often the sides take turns in each of several runs."""
-        return 2
 
     def seconds(self, full: float) -> float:
         """Returns how long a side measures when it is its turn."""
@@ -86,20 +84,14 @@ def summary(values: Iterable[float]) -> Result:
     }
 
 
-Sides = dict[str, Callable[[], list[float]]]
-
-
-def _in_turns(blocks: int, sides: Sides) -> dict[str, list[float]]:
+def alternate(
+    blocks: int, sides: dict[str, Callable[[], list[float]]]
+) -> dict[str, Result]:
+    """Lets the sides measure in turns; returns the summary of each."""
     values: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(blocks):
         for name, measure in sides.items():
             values[name] += measure()
-    return values
-
-
-def alternate(blocks: int, sides: Sides) -> dict[str, Result]:
-    """Lets the sides measure in turns; returns the summary of each."""
-    values = _in_turns(blocks, sides)
     return {name: summary(each) for name, each in values.items()}
 
 
@@ -121,6 +113,46 @@ def in_runs(context: Context, measure: Callable[[], Result]) -> Result:
 
 def _measure(side: Side, run: str, seconds: float) -> Callable[[], list[float]]:
     return lambda: side.call("measure", run=run, seconds=seconds)
+
+
+def _compared(
+    context: Context,
+    runs: dict[str, Result],
+    seconds: float,
+    *,
+    blocks: int = _BLOCKS_OF_A_RUN,
+    apart: bool = False,
+) -> Result:
+    """Times two runs of ours in turns.
+
+    Args:
+      context: What a row is measured in.
+      runs: By its name, what `EngineSide.add` takes for each.
+      seconds: For which each measures when it is its turn.
+      blocks: How often they take turns.
+      apart: Whether each has a process of its own.
+
+    Returns:
+      The summary of each, the "ratio" of the second to the first, and what memory each
+      took at its peak.
+    """
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(Side("engine")) for _ in (runs if apart else [0])]
+        sides = dict(zip(runs, opened if apart else 2 * opened, strict=True))
+        peaks = {
+            f"{name}_peak_bytes": sides[name].call("add", run=name, **run)["peak_bytes"]
+            for name, run in runs.items()
+        }
+        times = alternate(
+            blocks,
+            {
+                name: _measure(side, name, context.seconds(seconds))
+                for name, side in sides.items()
+            },
+        )
+    first, second = (times[name]["median"] for name in runs)
+    context.say(f"{', '.join(runs)}: {second / first:.3f} times")
+    return {**times, **peaks, "ratio": second / first}
 
 
 def _tff_settings(tff: Side, context: Context) -> list[Result]:
@@ -166,8 +198,8 @@ def _run_against_tff(
     ):
         first = tff.call("use", **setting)["first_seconds"]
         made = ours.call("add", run="run", workload=workload.name)
-        both = _in_turns(
-            2,
+        both = alternate(
+            _BLOCKS_OF_A_RUN,
             {
                 "engine": _measure(ours, "run", context.seconds(2.0)),
                 "tff": lambda: tff.call("measure", seconds=context.seconds(3)),
@@ -175,7 +207,7 @@ def _run_against_tff(
         )
         return {
             **both,
-            "ratio": float(np.median(both["tff"]) / np.median(both["engine"])),
+            "ratio": both["tff"]["median"] / both["engine"]["median"],
             "engine_first_seconds": made["first_seconds"],
             "tff_first_seconds": first,
             "engine_peak_bytes": made["peak_bytes"],
@@ -189,84 +221,33 @@ def compare_with_tff(workload: workloads.Workload, context: Context) -> Result:
         tried = _tff_settings(tff, context)
     chosen = min(tried, key=lambda each: each["seconds"])
     setting = {k: v for k, v in chosen.items() if k != "seconds"}
-    runs = [_run_against_tff(workload, setting, context) for _ in range(context.runs)]
-    both = {
-        side: summary(itertools.chain.from_iterable(run[side] for run in runs))
-        for side in ("engine", "tff")
-    }
-    ratios = [run["ratio"] for run in runs]
+    found = in_runs(context, partial(_run_against_tff, workload, setting, context))
     context.say(
-        f"tfdp_fl {1e3 * both['engine']['median']:.1f} ms, TFF "
-        f"{1e3 * both['tff']['median']:.0f} ms: "
-        f"{statistics.median(ratios):.1f} times"
+        f"tfdp_fl {1e3 * found['engine']['median']:.1f} ms, TFF "
+        f"{1e3 * found['tff']['median']:.0f} ms: {found['ratio']:.1f} times"
     )
-    return {
-        **both,
-        "ratio": statistics.median(ratios),
-        "ratios": ratios,
-        "tried": tried,
-        "chosen": setting,
-        **{
-            name: statistics.median(run[name] for run in runs)
-            for name in (
-                "engine_first_seconds",
-                "tff_first_seconds",
-                "engine_peak_bytes",
-                "tff_peak_bytes",
-            )
-        },
-    }
+    return {**found, "tried": tried, "chosen": setting}
 
 
 def sharded(context: Context) -> Result:
     """Compares a cohort on Ray workers, which read the data, with one here."""
-    workers = max(2, machine.cores())
-    names = ("mlp_small", "mlp", "mlp_batch60")
-    return {
-        "workers": workers,
-        "workloads": {
-            name: in_runs(context, partial(_sharded, name, workers, context))
-            for name in names
-        },
-    }
-
-
-def _sharded(name: str, workers: int, context: Context) -> Result:
-    """Compares a workload's rounds on workers with those here, in one run."""
-    with Side("engine") as here, Side("engine") as there:
-        there.call("add", run="run", workload=name, workers=workers)
-        here.call("add", run="run", workload=name)
-        seconds = context.seconds(1.5)
-        both = alternate(
-            context.blocks_of_a_run,
-            {
-                "here": _measure(here, "run", seconds),
-                "there": _measure(there, "run", seconds),
-            },
+    workers, found = max(2, machine.cores()), {}
+    for name in ("mlp_small", "mlp", "mlp_batch60"):
+        here = {"workload": name}
+        runs = {"here": here, "there": {**here, "workers": workers}}
+        found[name] = in_runs(
+            context, partial(_compared, context, runs, 1.5, apart=True)
         )
-    both["ratio"] = both["there"]["median"] / both["here"]["median"]
-    context.say(f"{name}: {both['ratio']:.2f} times the round here")
-    return both
+    return {"workers": workers, "workloads": found}
 
 
 def population(context: Context) -> Result:
     """Compares rounds of the same cohort out of a small and a large population."""
-    return in_runs(context, partial(_population, context))
-
-
-def _population(context: Context) -> Result:
-    """Compares them in one run."""
-    with Side("engine") as side:
-        for count in POPULATIONS:
-            side.call("add", run=str(count), workload="mlp_small", population=count)
-        seconds = context.seconds(1.0)
-        times = alternate(
-            context.blocks_of_a_run,
-            {str(count): _measure(side, str(count), seconds) for count in POPULATIONS},
-        )
-    small, large = (times[str(count)]["median"] for count in POPULATIONS)
-    context.say(f"{large / small:.3f} times the round of few")
-    return {**times, "ratio": large / small}
+    runs = {
+        str(count): {"workload": "mlp_small", "population": count}
+        for count in POPULATIONS
+    }
+    return in_runs(context, partial(_compared, context, runs, 1.0))
 
 
 def small_and_large(context: Context) -> Result:
@@ -311,56 +292,22 @@ def large_models(context: Context) -> Result:
 
 def correlated_noise(context: Context) -> Result:
     """Compares noise that goes by three buffers with independent noise."""
-    return in_runs(context, partial(_correlated_noise, context))
-
-
-def _correlated_noise(context: Context) -> Result:
-    """Compares them in one run."""
-    with Side("engine") as side:
-        for mechanism in ("fixed", "correlated"):
-            side.call(
-                "add",
-                run=mechanism,
-                workload="mlp",
-                sampling="cyclic",
-                # Eight groups, see engine_side.GROUPS.
-                population=8 * workloads.CLIENTS_PER_ROUND,
-                mechanism=mechanism,
-            )
-        seconds = context.seconds(2.0)
-        both = alternate(
-            context.blocks_of_a_run,
-            {
-                mechanism: _measure(side, mechanism, seconds)
-                for mechanism in ("fixed", "correlated")
-            },
-        )
-    ratio = both["correlated"]["median"] / both["fixed"]["median"]
-    context.say(f"{ratio:.3f} times the round with independent noise")
-    return {**both, "ratio": ratio}
+    # Eight groups, see engine_side.GROUPS.
+    common = {"workload": "mlp", "sampling": "cyclic"}
+    common["population"] = 8 * workloads.CLIENTS_PER_ROUND
+    runs = {name: {**common, "mechanism": name} for name in ("fixed", "correlated")}
+    return in_runs(context, partial(_compared, context, runs, 2.0))
 
 
 def embeddings(context: Context) -> Result:
     """Compares clients that train the rows that they need with whole tables."""
     found: Result = {}
     for name in workloads.EMBEDDINGS:
-        with Side("engine") as rows, Side("engine") as whole:
-            sides = {"rows": rows, "whole": whole}
-            made = {
-                way: side.call(
-                    "add", run="run", workload=name, whole_tables=way == "whole"
-                )
-                for way, side in sides.items()
-            }
-            seconds = context.seconds(2.0)
-            both = alternate(
-                context.blocks,
-                {way: _measure(side, "run", seconds) for way, side in sides.items()},
-            )
-        peaks = {f"{way}_peak_bytes": each["peak_bytes"] for way, each in made.items()}
-        ratio = both["whole"]["median"] / both["rows"]["median"]
-        found[name] = {**both, **peaks, "ratio": ratio}
-        context.say(f"{name}: {ratio:.1f} times as fast as whole tables")
+        runs = {
+            way: {"workload": name, "whole_tables": way == "whole"}
+            for way in ("rows", "whole")
+        }
+        found[name] = _compared(context, runs, 2.0, blocks=context.blocks, apart=True)
     return found
 
 

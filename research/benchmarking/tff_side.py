@@ -100,11 +100,9 @@ class TFFSide:
         self._state = self._process.next(self._state, self._clients).state
         return time.perf_counter() - start
 
-    def measure(
-        self, seconds: float, min_rounds: int = 1, max_rounds: int = 200
-    ) -> list[float]:
+    def measure(self, seconds: float) -> list[float]:
         """Runs rounds for about so long; returns the seconds of each."""
-        rounds = int(np.clip(seconds / self._estimate, min_rounds, max_rounds))
+        rounds = int(np.clip(seconds / self._estimate, 1, 200))
         times = [self._round() for _ in range(rounds)]
         self._estimate = float(np.median(times))
         return times

@@ -11,7 +11,7 @@ import tensorflow as tf
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl.datasets import FederatedDataset, adapters, tables
-from tfdp_fl.keras import validation
+from tfdp_fl.keras.evaluation import Validation
 
 _from_frame = FederatedDataset.from_dataframe
 
@@ -295,7 +295,7 @@ def test_rows_of_one_person_are_not_anothers(name):
             take()
     if name == "y":
         with pytest.raises(ValueError, match="y must have the same pandas index"):
-            validation.Validation(data=(x, given["y"]), every=1, batch_size=1)
+            Validation(data=(x, given["y"]), every=1, batch_size=1)
 
 
 @pytest.mark.parametrize("choose", ["random", "first", "last"])

@@ -6,7 +6,7 @@ from unittest import mock
 import pandas as pd
 import pytest
 
-from tfdp_fl.experiments import run_directory, sweeps, training
+from tfdp_fl.experiments import sweeps, training
 
 
 @pytest.fixture(name="path")
@@ -14,7 +14,7 @@ def _path(tmp_path):
     """A run of four rounds that was evaluated in every second one."""
     path = tmp_path / "run"
     path.mkdir()
-    history = run_directory.HistoryFile(path / "history.csv")
+    history = training.HistoryFile(path / "history.csv")
     for t in range(4):
         logs = {"loss": 1.0, "epsilon": t + 1.0}
         history.on_epoch_end(t, {**logs, "val_accuracy": t / 4} if t % 2 else logs)
@@ -24,7 +24,7 @@ def _path(tmp_path):
 def test_a_history_has_all_columns_and_a_resumed_run_replaces_rounds(path):
     lines = (path / "history.csv").read_text().splitlines()
     assert lines[:3] == ["round,loss,epsilon,val_accuracy", "1,1,1,", "2,1,2,0.25"]
-    again = run_directory.HistoryFile(path / "history.csv")
+    again = training.HistoryFile(path / "history.csv")
     again.on_rounds_planned(2, 4)
     again.on_epoch_end(2, {"loss": 7.0})
     history = pd.read_csv(path / "history.csv")
@@ -37,12 +37,12 @@ def test_only_a_runs_own_files_are_ever_removed(path):
     (path / "checkpoint").mkdir()
     (path / "thesis.tex").write_text("do not lose me")
     with pytest.raises(ValueError, match="is not empty"):
-        run_directory.check(path)
-    run_directory.check(path, overwrite=True)
-    run_directory.clear(path)
+        training.check_directory(path)
+    training.check_directory(path, overwrite=True)
+    training.clear_directory(path)
     assert [each.name for each in path.iterdir()] == ["thesis.tex"]
     with pytest.raises(ValueError, match="no interrupted run"):
-        run_directory.check(path, resume=True)
+        training.check_directory(path, resume=True)
 
 
 _CONFIG = {
@@ -81,7 +81,7 @@ def test_a_sweep_goes_on_where_it_was_cut_short(tmp_path):
     ):
         path = tmp_path / f"mechanism={name}" / f"seed={seed}"
         path.mkdir(parents=True)
-        run_directory.write_json(path / "result.json", there | figures)
+        training.write_json(path / "result.json", there | figures)
     sweeps.run_sweep(_CONFIG, tmp_path)
     runs, summary = _tables(tmp_path)
     assert runs["mechanism"].tolist() == ["none"] * 2 + ["local"] * 2
@@ -94,7 +94,7 @@ def test_a_sweep_goes_on_where_it_was_cut_short(tmp_path):
     assert summary["central_epsilon"][1] < 7 < summary["epsilon"][1] <= 16.0
 
     lost = tmp_path / "mechanism=local" / "seed=0"
-    (lost / run_directory.RESULT).unlink()
+    (lost / training.RESULT).unlink()
     with mock.patch.object(training, "run", wraps=training.run) as run:
         sweeps.run_sweep(_CONFIG, tmp_path)
     run.assert_called_once()

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tests.keras import toy
 from tfdp_fl import accounting, engine, features, losses
-from tfdp_fl.experiments import run_directory, training
+from tfdp_fl.experiments import training
 from tfdp_fl.experiments.settings import Settings
 
 _SMALL = {
@@ -50,7 +50,7 @@ def test_features_are_computed_once_and_the_saved_model_takes_images(tmp_path):
         np.testing.assert_allclose(x, wanted, atol=1e-6)
         np.testing.assert_array_equal(y, labels)
     result = training.run(prepared, tmp_path / "run", verbose=0)
-    path = tmp_path / "run" / run_directory.MODEL
+    path = tmp_path / "run" / training.MODEL
     saved = tf.keras.models.load_model(path, compile=False)
     images, labels = original.test
     right = np.argmax(saved.predict(images, verbose=0), -1) == labels
@@ -87,7 +87,7 @@ def _interrupted(path, broken_off):
     with mock.patch.object(engine.CohortEngine, "collect", broken_off):
         result = training.run(_prepared(), path, verbose=0)
     assert result["stopped"] == "interrupted"
-    assert (path / run_directory.MODEL).exists()
+    assert (path / training.MODEL).exists()
     return result["rounds"]
 
 
@@ -121,14 +121,14 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
 
     assert _interrupted(path, broken_off) == 2
     _resumed(path)
-    history = pd.read_csv(path / run_directory.HISTORY)
+    history = pd.read_csv(path / training.HISTORY)
     assert history["round"].tolist() == [1, 2, 3, 4]
-    assert not (path / run_directory.CHECKPOINT).exists()
-    ledger = accounting.PrivacyLedger.read(path / run_directory.LEDGER)
+    assert not (path / training.CHECKPOINT).exists()
+    ledger = accounting.PrivacyLedger.read(path / training.LEDGER)
     assert len(ledger.entries) == 4
     # The same seed, so the same model as without an interrupt.
     one, other = (
-        tf.keras.models.load_model(each / run_directory.MODEL).get_weights()
+        tf.keras.models.load_model(each / training.MODEL).get_weights()
         for each in (whole, path)
     )
     for a, b in zip(one, other, strict=True):

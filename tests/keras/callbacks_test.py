@@ -13,15 +13,13 @@ import pytest
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import _signals, accounting
-from tfdp_fl.keras import checkpoint
+from tfdp_fl.keras import callbacks, checkpoint
 from tfdp_fl.keras.callbacks import (
     FederatedCallback,
     Ledger,
     PrivacyBudget,
     Report,
     RoundCheckpoint,
-    federated_callback,
-    report,
 )
 
 _DELTA = 1e-3
@@ -287,7 +285,7 @@ def test_a_report_is_one_file_with_everything(tmp_path):
     settings = {"optimizer": "<script>alert(1)</script>"}
     fed, stop = toy.federated(), _raises("on_round_released", KeyboardInterrupt)
     with (
-        mock.patch.object(report.checkpoint, "settings", lambda *_: settings),
+        mock.patch.object(checkpoint, "settings", lambda *_: settings),
         mock.patch.dict("sys.modules", {"matplotlib": None}),
     ):
         page = _page(tmp_path, fed, [stop])
@@ -310,7 +308,7 @@ def test_a_signal_just_before_signals_are_held_back_leaves_nobody_untold():
         return block()
 
     patch = mock.patch.object(_signals, "defer_signals", late)
-    told = federated_callback.callback_session(ends, 0, 1)
+    told = callbacks.callback_session(ends, 0, 1)
     with patch, pytest.raises(KeyboardInterrupt), told:
         pass
     for each in ends:

@@ -151,14 +151,8 @@ def test_an_abandoned_round_moves_nothing():
     group = fed.run.sampler.participation(2).group
     assert any(np.any(b) for b in before)
     failure = mock.Mock(position=3, error=OSError("lost"))
-    collect = fed.engine.collect
-
-    def failing(dataset, inputs):
-        pending = collect(dataset, inputs)
-        pending.failures.append(failure)
-        return pending
-
-    with mock.patch.object(fed.engine, "collect", failing):
+    failing = lambda pending: pending.failures.append(failure)  # noqa: E731
+    with toy.around(fed.engine, "collect", after=failing):
         history = toy.fit(fed, 2)
     assert history.history["abandoned_rounds"] == [1.0, 1.0]
     # Nor does one that is broken off.

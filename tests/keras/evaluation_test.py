@@ -4,7 +4,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import warnings
 from unittest import mock
 
@@ -440,14 +439,9 @@ def test_what_other_runs_wrote_meanwhile_counts_before_a_release(tmp_path):
 
 
 def test_an_interrupt_leaves_no_line_that_the_run_knows_not_of(ledger):
-    fed, record = _trained(callbacks=[ledger]), accounting.PrivacyLedger.record
-
-    def interrupted(*args, **kwargs):
-        record(*args, **kwargs)
-        signal.raise_signal(signal.SIGINT)
-
-    patch = mock.patch.object(accounting.PrivacyLedger, "record", interrupted)
-    with patch, pytest.raises(KeyboardInterrupt):
+    fed = _trained(callbacks=[ledger])
+    interrupted = toy.around(accounting.PrivacyLedger, "record", after=toy.ctrl_c)
+    with interrupted, pytest.raises(KeyboardInterrupt):
         _evaluated(fed)
     assert fed.spending.evaluations == 1
     toy.fit(fed, 1, [ledger])
@@ -501,14 +495,13 @@ def test_within_a_fit_the_directory_stays_locked_and_a_resumed_run_knows(tmp_pat
 
 def test_one_charged_evaluation_at_a_time():
     fed = _trained()
-    evaluate, spent = evaluation.evaluate, fed.epsilon(_DELTA)
+    spent = fed.epsilon(_DELTA)
 
-    def both(*arguments):
+    def another(*_):
         with pytest.raises(RuntimeError, match="an evaluation that is charged"):
             _evaluated(fed)
-        return evaluate(*arguments)
 
-    with mock.patch.object(evaluation, "evaluate", both):
+    with toy.around(evaluation, "evaluate", another):
         _evaluated(fed)
     assert fed.epsilon(_DELTA) > spent
 
@@ -560,14 +553,8 @@ def test_progress_does_not_tell_who_has_examples(capsys):
 def test_a_private_evaluation_is_in_the_ledger_of_a_run_whose_resuming_broke(tmp_path):
     path, fed = tmp_path / "run", _trained(rounds=0)
     _trained(rounds=2, callbacks=[tfdp_fl.callbacks.RoundCheckpoint(path)])
-    restore = checkpoint.InterruptedRun.restore
-
-    def interrupted(*arguments):
-        os.kill(os.getpid(), signal.SIGINT)
-        return restore(*arguments)
-
-    patch = mock.patch.object(checkpoint.InterruptedRun, "restore", interrupted)
-    with patch, pytest.raises(KeyboardInterrupt):
+    interrupted = toy.around(checkpoint.InterruptedRun, "restore", toy.ctrl_c)
+    with interrupted, pytest.raises(KeyboardInterrupt):
         toy.fit(fed, 2, resume_from=path)
     _evaluated(fed)
     told = accounting.PrivacyLedger.read(path / "ledger.jsonl").epsilon(_DELTA)

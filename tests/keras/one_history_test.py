@@ -4,7 +4,6 @@ import concurrent.futures
 import copy
 import itertools
 import pickle
-import signal
 import threading
 from unittest import mock
 
@@ -55,17 +54,9 @@ def test_only_weights_of_this_run_may_be_restored(tmp_path):
 def test_an_interrupt_while_a_run_is_resumed(tmp_path):
     fed, resumed = (toy.federated(sampling="shuffled") for _ in range(2))
     keep = tfdp_fl.callbacks.RoundCheckpoint(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        toy.fit(fed, 3, [keep, toy.at_end(toy.interrupt, 1)])
-    restore = checkpoint.InterruptedRun.restore
-
-    def restored(*arguments):
-        run = restore(*arguments)
-        signal.raise_signal(signal.SIGINT)
-        return run
-
-    patch = mock.patch.object(checkpoint.InterruptedRun, "restore", restored)
-    with patch, pytest.raises(KeyboardInterrupt):
+    toy.interrupted(fed, 1, 3, [keep])
+    restored = toy.around(checkpoint.InterruptedRun, "restore", after=toy.ctrl_c)
+    with restored, pytest.raises(KeyboardInterrupt):
         toy.fit(resumed, 3, resume_from=tmp_path)
     toy.assert_same(fed, resumed)
     assert resumed.epsilon(_DELTA) == fed.epsilon(_DELTA)
@@ -183,15 +174,13 @@ def test_a_second_wrapper_of_a_trained_model_or_layer(shares_a_layer):
 def test_two_models_that_share_a_layer_at_once():
     model = toy.two_layers()
     fed, second = toy.federated(model=model), toy.federated(model=_sharing(model))
-    collect, waiting = CohortEngine.collect, [second]
+    waiting = [second]
 
-    def collected(*arguments):
-        pending = collect(*arguments)
+    def collected(_):
         if waiting:  # As another thread might, while this one's cohort trains.
             toy.fit(waiting.pop(), 2)
-        return pending
 
-    patch = mock.patch.object(CohortEngine, "collect", collected)
+    patch = toy.around(CohortEngine, "collect", after=collected)
     with patch, pytest.raises(ValueError, match="a layer that it shares"):
         toy.fit(fed, 2)
     assert (fed.spending.rounds, second.spending.rounds) == (0, 2)
@@ -269,14 +258,9 @@ class _Waits(tfdp_fl.callbacks.FederatedCallback):
 def test_a_fit_that_ends_waits_for_a_charge_of_another_thread(tmp_path):
     # The evaluation was released, and its ledger had been closed before its line.
     fed, waits = toy.federated(), _Waits()
-    close = accounting.PrivacyLedger.close
-
-    def closes(ledger):
-        close(ledger)
-        waits.closed.set()
-
     ledger = tfdp_fl.callbacks.Ledger(tmp_path / "ledger")
-    with mock.patch.object(accounting.PrivacyLedger, "close", closes):
+    closed = lambda _: waits.closed.set()  # noqa: E731
+    with toy.around(accounting.PrivacyLedger, "close", after=closed):
         toy.fit(fed, 1, [ledger, waits])
         waits.thread.join()
     lines = accounting.PrivacyLedger.read(tmp_path / "ledger").entries
@@ -303,14 +287,9 @@ def test_a_budget_is_asked_in_the_act_of_charging(tmp_path, when, most):
 def test_a_budget_or_target_counts_what_is_charged_while_it_plans(most):
     fed = toy.federated()
     toy.fit(fed, 1)
-    largest_affordable = planning.largest_affordable
-
-    def planned(*arguments):
-        found = largest_affordable(*arguments)
-        _evaluate(fed)  # As another thread might, between answer and what follows.
-        return found
-
-    with mock.patch.object(planning, "largest_affordable", planned):
+    # As another thread might, between answer and what follows.
+    evaluates = lambda _, fed=fed: _evaluate(fed)  # noqa: E731
+    with toy.around(planning, "largest_affordable", after=evaluates):
         toy.fit(fed, 3, [tfdp_fl.callbacks.PrivacyBudget(most, _DELTA)])
     assert fed.epsilon(_DELTA) <= most
     fed = toy.private(60.0, 4)

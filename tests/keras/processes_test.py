@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import pathlib
 import signal
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -213,19 +212,17 @@ def test_two_runs_that_begin_in_one_directory(processes, tmp_path):
 @pytest.mark.parametrize("saves", [False, True])
 def test_one_ends_while_another_reads_the_checkpoint(tmp_path, saves):
     keep = [callbacks.RoundCheckpoint(tmp_path)]
-    with pytest.raises(KeyboardInterrupt):
-        toy.fit(_federated(), 6, [*keep, toy.at_end(toy.interrupt, 1)])
-    restore, faster = checkpoint.InterruptedRun.restore, [_federated()]
+    toy.interrupted(_federated(), 1, 6, keep)
+    faster = [_federated()]
 
-    def restored(*arguments):
+    def overtakes(*_):
         if faster:  # As another process, between the reading and the lock.
             own = [callbacks.RoundCheckpoint(tmp_path)]
             toy.fit(faster.pop(), 6, own, resume_from=tmp_path)
-        return restore(*arguments)
 
     slower = _federated()
     with (
-        mock.patch.object(checkpoint.InterruptedRun, "restore", restored),
+        toy.around(checkpoint.InterruptedRun, "restore", overtakes),
         pytest.raises(ValueError, match="resume from its directory"),
     ):
         toy.fit(slower, 6, keep * saves, resume_from=tmp_path)

@@ -27,16 +27,11 @@ def _planned(rounds, z=1.0, n=toy.NUM_CLIENTS, m=10):
 
 
 @pytest.fixture
-def drawn(monkeypatch):
+def drawn():
     """The cohorts that samplers draw, in their order."""
-    cohorts, draw = [], sampling.RandomAllocationSampler.draw
-
-    def seen(sampler):
-        cohorts.append(draw(sampler))
-        return cohorts[-1]
-
-    monkeypatch.setattr(sampling.RandomAllocationSampler, "draw", seen)
-    return cohorts
+    cohorts = []
+    with toy.around(sampling.RandomAllocationSampler, "draw", after=cohorts.append):
+        yield cohorts
 
 
 def _members(cohorts):

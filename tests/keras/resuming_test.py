@@ -9,7 +9,6 @@ import io
 import os
 import pathlib
 import shutil
-import signal
 import stat
 from unittest import mock
 
@@ -32,8 +31,11 @@ _ROUNDS = 6
 _SGD, _ADAM = tf.keras.optimizers.SGD, tf.keras.optimizers.Adam
 
 
+_FIT = {"batch_size": 4, "shuffle": True}
+
+
 def _fit(fed, rounds=_ROUNDS, callbacks=(), **options):
-    return toy.fit(fed, rounds, callbacks, batch_size=4, shuffle=True, **options)
+    return toy.fit(fed, rounds, callbacks, **_FIT, **options)
 
 
 def _adaptive():
@@ -122,15 +124,14 @@ def test_a_cohort_that_an_ended_process_drew_is_never_released_by_others(
     tmp_path, sampling
 ):
     # Each would be charged as a draw of its own, and all be releases of one.
-    drawn, collect = [], engine.CohortEngine.collect
+    drawn = []
 
     def seen(own, clients, inputs):
         drawn.append(tuple(inputs.positions))
         if len(drawn) == 1:
             raise KeyboardInterrupt
-        return collect(own, clients, inputs)
 
-    with mock.patch.object(engine.CohortEngine, "collect", seen):
+    with toy.around(engine.CohortEngine, "collect", seen):
         first = toy.federated(sampling=sampling)
         with pytest.raises(KeyboardInterrupt):
             _fit(first, callbacks=[RoundCheckpoint(tmp_path / "run")])
@@ -157,17 +158,16 @@ def _decay(rate):
 @pytest.mark.parametrize("before, after", [(0.1, 0.1), (_decay(0.1), _decay(0.5))])
 def test_a_lost_round_never_has_its_noise_or_cohort_again(tmp_path, before, after):
     # Else the difference of the two releases would have no noise.
-    drawn, collect = [], engine.CohortEngine.collect
+    drawn = []
 
     def seen(own, clients, inputs):
         drawn.append((tuple(inputs.seed), tuple(inputs.positions)))
-        return collect(own, clients, inputs)
 
     def trained(rate, path=None, callbacks=()):
         compiled = {"optimizer": _SGD(rate)}
         # (Poisson: the statement of fixed sizes takes seconds.)
         fed = toy.federated(sampling="poisson", compile_options=compiled)
-        with mock.patch.object(engine.CohortEngine, "collect", seen):
+        with toy.around(engine.CohortEngine, "collect", seen):
             _fit(fed, callbacks=callbacks, seed=5, resume_from=path)
 
     trained(before, callbacks=[RoundCheckpoint(tmp_path / "run", keep=99)])
@@ -201,9 +201,7 @@ def test_every_later_round_is_in_all_ledgers_of_the_run(tmp_path):
     shared, both = Ledger(tmp_path / "shared", append=True), toy.federated()
     toy.fit(both, 2, [shared])
     fed, path = toy.federated(), tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt):
-        stops = toy.at_end(toy.interrupt, 1)
-        toy.fit(fed, 4, [RoundCheckpoint(path), Ledger(shared.path, True), stops])
+    toy.interrupted(fed, 1, 4, [RoundCheckpoint(path), Ledger(shared.path, True)])
     resumed = toy.federated()
     for rounds, resumes in ((4, {"resume_from": path}), (2, {})):
         toy.fit(resumed, rounds, [RoundCheckpoint(path)] if resumes else [], **resumes)
@@ -218,8 +216,7 @@ def test_every_later_round_is_in_all_ledgers_of_the_run(tmp_path):
 @pytest.mark.parametrize("make", [toy.federated, _local, _correlated])
 def test_a_directory_and_its_copy_add_up_as_soon_as_both_are_seen(tmp_path, make):
     path, copies = tmp_path / "run", [tmp_path / "copy 1", tmp_path / "copy 2"]
-    with pytest.raises(KeyboardInterrupt):
-        toy.fit(make(), 6, [RoundCheckpoint(path), toy.at_end(toy.interrupt, 1)])
+    toy.interrupted(make(), 1, 6, [RoundCheckpoint(path)])
     for copy in copies:
         shutil.copytree(path, copy)
     original, hidden, seeing = make(), make(), make()
@@ -266,10 +263,7 @@ def test_a_copy_goes_on_with_noise_of_its_own(tmp_path):
 def test_branches_of_one_noise_memory_are_charged_from_its_beginning(tmp_path):
     # A backup that is put back at the same path looks like the run itself.
     path, ends = tmp_path / "run", [tmp_path / f"end {k}" for k in range(3)]
-    with pytest.raises(KeyboardInterrupt):
-        toy.fit(
-            _correlated(4), 4, [RoundCheckpoint(path), toy.at_end(toy.interrupt, 0)]
-        )
+    toy.interrupted(_correlated(4), 0, 4, [RoundCheckpoint(path)])
     backup = shutil.copytree(path, tmp_path / "backup")
     for end in ends:
         shutil.rmtree(path)
@@ -294,14 +288,8 @@ def test_noise_memory_is_let_go_after_an_interrupt_in_between(tmp_path):
     toy.fit(fed, 1, [RoundCheckpoint(path)])
     toy.fit(resumed := _correlated(), 1, resume_from=path)
     toy.fit(resumed, 1)
-    count = accounting.PrivacyAccount._count
-
-    def interrupted(*arguments):
-        count(*arguments)
-        os.kill(os.getpid(), signal.SIGINT)
-
     with (
-        mock.patch.object(accounting.PrivacyAccount, "_count", interrupted),
+        toy.around(accounting.PrivacyAccount, "_count", after=toy.ctrl_c),
         pytest.raises(KeyboardInterrupt),
     ):
         toy.fit(fed, 1)
@@ -324,8 +312,7 @@ def _kept_rounds(path, run):
 def test_all_ledgers_of_a_fit_have_what_any_of_them_tells(tmp_path):
     path, copy = tmp_path / "run", tmp_path / "copy"
     first = Ledger(tmp_path / "first", append=True)
-    with pytest.raises(KeyboardInterrupt):
-        toy.fit(fed := toy.federated(), 6, [RoundCheckpoint(path), _stop(1)])
+    fed = toy.interrupted(toy.federated(), 1, 6, [RoundCheckpoint(path)])
     shutil.copytree(path, copy)
     path.rename(tmp_path / "away")
     toy.fit(toy.federated(), 6, [RoundCheckpoint(copy)], resume_from=copy)
@@ -336,24 +323,17 @@ def test_all_ledgers_of_a_fit_have_what_any_of_them_tells(tmp_path):
         assert _kept_rounds(ledger, fed.run.run_id) == fed.spending.rounds == 7
     # What only this process knows of is written, too, by a fit that is resumed.
     new, model = tmp_path / "new", toy.federated()
-    with pytest.raises(KeyboardInterrupt):
-        toy.fit(model, 3, [RoundCheckpoint(new), _stop(1)])
+    toy.interrupted(model, 1, 3, [RoundCheckpoint(new)])
     own, stops = Ledger(tmp_path / "own", append=True), PrivacyBudget(1e-6, _DELTA)
     toy.fit(model, 1, [own, stops])
     toy.fit(model, 3, resume_from=new)
     assert _kept_rounds(own.path, model.run.run_id) == model.spending.rounds == 3
 
 
-def _stop(round_index):
-    return toy.at_end(toy.interrupt, round_index)
-
-
 def test_a_ledger_says_no_less_than_the_charges_that_it_lists(tmp_path):
     path, shared = tmp_path / "run", Ledger(tmp_path / "shared", append=True)
-    with pytest.raises(KeyboardInterrupt):
-        toy.fit(first := _local(), 6, [RoundCheckpoint(path), _stop(0)])
-    with pytest.raises(KeyboardInterrupt):
-        toy.fit(_local(), 6, [_stop(2)], resume_from=path)
+    first = toy.interrupted(_local(), 0, 6, [RoundCheckpoint(path)])
+    toy.interrupted(_local(), 2, 6, resume_from=path)
     toy.fit(first, 2, [shared])
     # One that is stopped before its first round.
     stops = PrivacyBudget(1e-6, _DELTA)
@@ -482,8 +462,7 @@ def test_a_second_fit_is_resumed_as_such(tmp_path, make):
 def test_without_a_seed_it_goes_on_too(tmp_path):
     first, resumed = _shuffled(), _shuffled()
     keeper = RoundCheckpoint(tmp_path, every=2)
-    with pytest.raises(KeyboardInterrupt):
-        _fit(first, callbacks=[keeper, toy.at_end(toy.interrupt, 3)])
+    toy.interrupted(first, 3, _ROUNDS, [keeper], **_FIT)
     assert first.rounds == 4
     cohorts = [first.run.sampler.plan_cohort(t) for t in range(_ROUNDS)]
     _fit(resumed, callbacks=[keeper], resume_from=tmp_path)
@@ -605,17 +584,15 @@ def _flip(file):
 
 def test_the_end_is_saved_again_only_if_it_changed(tmp_path):
     fed, written = toy.federated(), []
-    write = checkpoint.CheckpointDirectory.write
 
     def count(self, round_index, state, keep):
         written.append(round_index)
-        write(self, round_index, state, keep)
 
     def change():
         fed.model.set_weights([part + 1 for part in fed.model.get_weights()])
 
     saves = RoundCheckpoint(tmp_path)
-    with mock.patch.object(checkpoint.CheckpointDirectory, "write", count):
+    with toy.around(checkpoint.CheckpointDirectory, "write", count):
         _fit(fed, 1, [saves])
         assert written == [0, 1]
         _fit(fed, 1, [saves, toy.at_end(change, when="on_train_end")])
@@ -676,8 +653,7 @@ def test_a_damaged_newest_goes_on_from_the_one_before(copy, trained):
 
 def test_a_run_that_went_on_elsewhere_is_not_gone_back_to(tmp_path):
     path, fed = tmp_path / "run", toy.federated()
-    with pytest.raises(KeyboardInterrupt):
-        toy.fit(fed, 4, [RoundCheckpoint(path), toy.at_end(toy.interrupt, 1)])
+    toy.interrupted(fed, 1, 4, [RoundCheckpoint(path)])
     path.rename(tmp_path / "away")
     toy.fit(fed, 2, [Ledger(tmp_path / "other.jsonl")])
     (tmp_path / "away").rename(path)
@@ -734,15 +710,10 @@ def test_what_is_read_is_what_was_written(directory):
 
 
 def test_it_is_on_the_disk_before_it_takes_its_place(directory):
-    done, replace = mock.Mock(), pathlib.Path.replace
-
-    def replaced(file, target):
-        done.replace()
-        return replace(file, target)
-
+    done = mock.Mock()
     with (
         mock.patch.object(os, "fsync", done.sync),
-        mock.patch.object(pathlib.Path, "replace", replaced),
+        toy.around(pathlib.Path, "replace", lambda *_: done.replace()),
     ):
         _write(directory, 1)
     # The file before, and the folder after.

@@ -28,7 +28,7 @@ _Engine = engine.CohortEngine
 def _cohorts():
     """Yields which are drawn, which train, and with which seeds."""
     seen = types.SimpleNamespace(drawn=[], trained=[], seeds=[])
-    draw, complete = sampling.FixedSizeSampler._draw, _Engine.complete
+    draw = sampling.FixedSizeSampler._draw
 
     def cohort(sampler, round_index):
         positions = draw(sampler, round_index)
@@ -38,11 +38,10 @@ def _cohorts():
     def completed(own, pending):
         seen.trained.append(pending.inputs.positions.tolist())
         seen.seeds.append(tuple(pending.inputs.seed.tolist()))
-        return complete(own, pending)
 
     with (
         mock.patch.object(sampling.FixedSizeSampler, "_draw", cohort),
-        mock.patch.object(_Engine, "complete", completed),
+        toy.around(_Engine, "complete", completed),
     ):
         yield seen
 
@@ -72,16 +71,13 @@ def test_another_attempt_at_a_seeded_round_draws_anew():
 
 
 def test_an_error_of_drawing_is_the_rounds_own():
-    draw = sampling.FixedSizeSampler._draw
-
-    def cohort(sampler, round_index):
+    def damaged(sampler, round_index):
         if round_index == 2:
             raise RuntimeError("the sampler is damaged")
-        return draw(sampler, round_index)
 
     fed = toy.federated(clients_per_round=5)
     with (
-        mock.patch.object(sampling.FixedSizeSampler, "_draw", cohort),
+        toy.around(sampling.FixedSizeSampler, "_draw", damaged),
         pytest.raises(RuntimeError, match="is damaged"),
     ):
         toy.fit(fed, 4, data=toy.streamed(toy.clients()))

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tfdp_fl
@@ -112,6 +113,40 @@ def interrupt(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
+def interrupted(fed: Any, after: int, rounds: int, callbacks: Any = (), **options):
+    """Trains until Ctrl-C at the end of a round; returns the model."""
+    with pytest.raises(KeyboardInterrupt):
+        fit(fed, rounds, [*callbacks, at_end(interrupt, after)], **options)
+    return fed
+
+
+@contextlib.contextmanager
+def around(
+    owner: Any,
+    name: str,
+    before: Callable[..., Any] | None = None,
+    after: Callable[[Any], Any] | None = None,
+) -> Iterator[None]:
+    """Calls functions before (of the arguments) and after (of the result) each call."""
+    original = getattr(owner, name)
+
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        if before is not None:
+            before(*arguments, **options)
+        result = original(*arguments, **options)
+        if after is not None:
+            after(result)
+        return result
+
+    with mock.patch.object(owner, name, wrapped):
+        yield
+
+
+def ctrl_c(*_: Any, **__: Any) -> None:
+    """Presses Ctrl-C: a signal, where `interrupt` is what Python makes of it."""
+    signal.raise_signal(signal.SIGINT)
+
+
 def stop(fed: tfdp_fl.DPFederatedModel, round_index: int = 0):
     """Returns a callback that stops a training after a round."""
     return at_end(lambda: setattr(fed, "stop_training", True), round_index)
@@ -127,14 +162,11 @@ def streamed(data: Any):
 @contextlib.contextmanager
 def same_draws_when_resumed() -> Iterator[None]:
     """Has resumed runs draw what an uninterrupted one draws: all else goes on."""
-    restore = checkpoint.InterruptedRun.restore
 
-    def restored(*arguments: Any) -> Any:
-        run = restore(*arguments)
+    def restored(run: Any) -> None:
         run.attempts._num_taken, run.attempts._entropy = run.rounds, ()
-        return run
 
-    with mock.patch.object(checkpoint.InterruptedRun, "restore", restored):
+    with around(checkpoint.InterruptedRun, "restore", after=restored):
         yield
 
 

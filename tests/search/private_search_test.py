@@ -210,14 +210,9 @@ def test_clients_are_charged_for_what_they_do():
 def test_a_private_score_runs_and_its_noise_is_fresh_in_every_trial():
     # Wide bounds: a mean at their ends could be there twice.
     score = tfdp_fl.PrivateScore("accuracy", noise_multiplier=4.0, bounds=(-1e2, 1e2))
-    search, seen, call = _search(score=score), [], tfdp_fl.PrivateScore.__call__
-
-    def scored(self, *arguments):
-        seen.append(call(self, *arguments))
-        return seen[-1]
-
-    patched = mock.patch.object(tfdp_fl.PrivateScore, "__call__", scored)
-    with patched, _trials(3), _trained():
+    search, seen = _search(score=score), []
+    scored = toy.around(tfdp_fl.PrivateScore, "__call__", after=seen.append)
+    with scored, _trials(3), _trained():
         _fit(search, _named_clients())
     assert len(set(seen)) == 3
 
@@ -540,14 +535,13 @@ def test_runs_before_and_after_count_together(tmp_path):
 
 def test_a_search_that_another_process_ended_meanwhile(tmp_path):
     assert _broken(_search(), directory=tmp_path)
-    check, others, models = SearchDirectory._check, [_search()], []
+    others, models = [_search()], []
 
-    def last(directory, resumes):
-        check(directory, resumes)
+    def last(_):
         while others:
             models.append(_fit(others.pop(), resume_from=tmp_path))
 
-    meanwhile = mock.patch.object(SearchDirectory, "_check", last)
+    meanwhile = toy.around(SearchDirectory, "_check", after=last)
     with _trained(lambda one: _set(one, np.random.normal(size=(8, 3)))), meanwhile:
         toy.assert_same(_fit(_search(), resume_from=tmp_path), models[0])
 

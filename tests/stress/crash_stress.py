@@ -21,7 +21,7 @@ from tests.keras import toy
 from tests.scripts.programs import ROOT
 from tests.stress import killed_run
 from tfdp_fl import accounting
-from tfdp_fl.experiments import run_directory
+from tfdp_fl.experiments import training
 from tfdp_fl.keras import callbacks, checkpoint
 
 _SIGNALS = int(os.environ.get("TFDP_FL_SIGNALS", "40"))
@@ -30,7 +30,7 @@ read = accounting.PrivacyLedger.read
 
 
 def _result(directory):
-    return json.loads((directory / run_directory.RESULT).read_text())
+    return json.loads((directory / training.RESULT).read_text())
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -41,7 +41,7 @@ def test_a_signal_leaves_a_run_that_goes_on(tmp_path, first):
     for number in range(_SIGNALS // 2):
         directory = tmp_path / f"run-{number}"
         process = killed_run.start(directory, "plain", as_the_script=True)
-        saved = directory / run_directory.CHECKPOINT
+        saved = directory / training.CHECKPOINT
         rounds = 0 if first else rng.randrange(1, 30)
         while process.is_alive() and (
             len(killed_run.seen(directory, "plain")) < rounds
@@ -65,7 +65,7 @@ def test_a_signal_leaves_a_run_that_goes_on(tmp_path, first):
         assert process.exitcode == 0
         assert _result(directory)["rounds"] == killed_run.ROUNDS
         # In the middle of a charge and its release, one is charged again.
-        charged = len(read(directory / run_directory.LEDGER).entries)
+        charged = len(read(directory / training.LEDGER).entries)
         assert charged - killed_run.ROUNDS in (0, 1)
         again += charged - killed_run.ROUNDS
         seen = killed_run.seen(directory, "plain")

@@ -13,7 +13,7 @@ import pytest
 
 from tests.stress import killed_run
 from tfdp_fl import accounting
-from tfdp_fl.experiments import Settings, run_directory
+from tfdp_fl.experiments import Settings, training
 from tfdp_fl.keras import checkpoint
 
 _KILLS = int(os.environ.get("TFDP_FL_KILLS", "50"))
@@ -56,11 +56,11 @@ def _check(directory, mode, kills):
         assert told >= max(seen.values(), default=0.0)
     saved = directory / killed_run.CHECKPOINTS
     if mode == "plain":
-        saved = directory / run_directory.CHECKPOINT
+        saved = directory / training.CHECKPOINT
     if any(saved.glob("round-*.npz")):
         checkpoint.CheckpointDirectory(saved).newest()
-    if mode == "plain" and (directory / run_directory.CONFIG).exists():
-        Settings.read(directory / run_directory.CONFIG)
+    if mode == "plain" and (directory / training.CONFIG).exists():
+        Settings.read(directory / training.CONFIG)
     return charged
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 import tfdp_fl
 from tests.keras import toy
-from tfdp_fl.experiments import Settings, run_directory, training
+from tfdp_fl.experiments import Settings, training
 from tfdp_fl.keras import callbacks
 
 ROUNDS = 40
@@ -88,8 +88,8 @@ def seen(directory: pathlib.Path, mode: str) -> dict[int, float]:
 def ledgers(directory: pathlib.Path, mode: str) -> list[pathlib.Path]:
     checkpoints, own = directory / CHECKPOINTS / "ledger.jsonl", directory / LEDGER
     if mode == "plain":
-        ended = directory / run_directory.LEDGER
-        during = directory / run_directory.CHECKPOINT / run_directory.LEDGER
+        ended = directory / training.LEDGER
+        during = directory / training.CHECKPOINT / training.LEDGER
         return [ended if ended.exists() else during]
     return {"ledger": [own], "both": [checkpoints, own]}.get(mode, [checkpoints])
 
@@ -136,7 +136,7 @@ def run(path: pathlib.Path, mode: str, as_the_script: bool) -> None:
 
 
 def _train_as_the_script(path: pathlib.Path) -> None:
-    if (path / run_directory.LEDGER).exists():  # Killed after its end.
+    if (path / training.LEDGER).exists():  # Killed after its end.
         return
     sizes = {"num_clients": 40, "clients_per_round": 10, "rounds": ROUNDS}
     chosen = {"mechanism": "fixed", "noise_multiplier": 1.0, "model": "linear"}
@@ -146,6 +146,6 @@ def _train_as_the_script(path: pathlib.Path) -> None:
     def with_witness(*arguments, callbacks, **options):
         return fit(*arguments, callbacks=[listener, *callbacks], **options)
 
-    saved = any((path / run_directory.CHECKPOINT).glob("round-*.npz"))
+    saved = any((path / training.CHECKPOINT).glob("round-*.npz"))
     with mock.patch.object(tfdp_fl.DPFederatedModel, "fit", with_witness):
         training.run(prepared, path, overwrite=not saved, resume=saved, verbose=0)

@@ -151,11 +151,7 @@ class IndexedSource:
             self,
             starts=self.starts[positions],
             lengths=self.lengths[positions],
-            failed={
-                new_position: self.failed[position]
-                for new_position, position in enumerate(positions.tolist())
-                if position in self.failed
-            },
+            failed=_failed_among(self.failed, positions),
         )
 
     def map(self, fn: nests.MapFn) -> IndexedSource | MixedSource:
@@ -168,7 +164,8 @@ class IndexedSource:
 
     def _as_mixed(self) -> MixedSource:
         positions = np.arange(len(self.starts))
-        return MixedSource((self,), 0 * positions, positions)
+        repeated = self.had_repeated_rows
+        return MixedSource((self,), 0 * positions, positions, self.failed, repeated)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,19 +179,16 @@ class MixedSource:
       parts: The clients of each spec.
       part: int64[N], the part that contains a client.
       index_in_part: int64[N], the client's position in that part.
+      failed: The clients that could not be mapped, by position.
+      had_repeated_rows: As in `IndexedSource`.
     """
 
     parts: tuple[IndexedSource, ...]
     part: np.ndarray
     index_in_part: np.ndarray
+    failed: Mapping[int, Exception] = dataclasses.field(default_factory=dict)
+    had_repeated_rows: bool = False
     is_declared: ClassVar[bool] = False
-
-    @property
-    def failed(self) -> Mapping[int, Exception]:
-        """The clients that could not be mapped, by position."""
-        pairs = zip(self.part.tolist(), self.index_in_part.tolist(), strict=True)
-        errors = (self.parts[part].failed.get(index) for part, index in pairs)
-        return {n: error for n, error in enumerate(errors) if error is not None}
 
     @property
     def element_spec(self) -> nests.Nest:
@@ -203,6 +197,8 @@ class MixedSource:
 
     def read(self, position: int) -> tuple[nests.Nest, nests.Nest]:
         """Returns the examples of one client as NumPy nests (x, y)."""
+        if position in self.failed:
+            raise self.failed[position]
         return self.parts[self.part[position]].read(self.index_in_part[position])
 
     def sizes(self, positions: np.ndarray) -> np.ndarray:
@@ -218,8 +214,12 @@ class MixedSource:
 
     def take(self, positions: np.ndarray) -> MixedSource:
         """Returns the source of some of the clients, sharing everything."""
-        part, index_in_part = self.part[positions], self.index_in_part[positions]
-        return dataclasses.replace(self, part=part, index_in_part=index_in_part)
+        return dataclasses.replace(
+            self,
+            part=self.part[positions],
+            index_in_part=self.index_in_part[positions],
+            failed=_failed_among(self.failed, positions),
+        )
 
     def map(self, fn: nests.MapFn) -> IndexedSource | MixedSource:
         """Returns the source with `fn(x, y)` applied to each client.
@@ -241,23 +241,12 @@ class MixedSource:
             mapped.append((position, examples))
         if failed and not num_mapped:
             raise next(iter(failed.values()))
-        source = pack(mapped)
         repeated = any(part.has_repeated_rows for part in self.parts)
-        if isinstance(source, IndexedSource):
-            return dataclasses.replace(
-                source, failed=failed, had_repeated_rows=repeated
-            )
-        parts = [
-            dataclasses.replace(part, had_repeated_rows=repeated)
-            for part in source.parts
-        ]
-        for position, reason in failed.items():
-            number = source.part[position]
-            failed_of_part = {source.index_in_part[position].item(): reason}
-            parts[number] = dataclasses.replace(
-                parts[number], failed={**parts[number].failed, **failed_of_part}
-            )
-        return dataclasses.replace(source, parts=tuple(parts))
+        return dataclasses.replace(
+            pack(mapped),
+            failed=failed,
+            had_repeated_rows=self.had_repeated_rows or repeated,
+        )
 
     def conform(self, spec: nests.Nest, names: nests.Names | None) -> IndexedSource:
         """Returns the source with all examples cast to a public spec.
@@ -301,7 +290,7 @@ class MixedSource:
         x, y, num_rows = as_tensors(*(pieces or [nests.no_examples(spec)])[0])
         table = np.concatenate([np.zeros(0, np.int64), *slots])
         table, _ = make_row_table([table], max(num_rows, 1))
-        repeated = any(part.had_repeated_rows for part in self.parts)
+        repeated = self.had_repeated_rows
         return IndexedSource(x, y, starts, lengths, table, True, failed, repeated)
 
 
@@ -420,6 +409,14 @@ class StreamedSource:
 
 
 Source = IndexedSource | MixedSource | StreamedSource
+
+
+def _failed_among(
+    failed: Mapping[int, Exception], positions: np.ndarray
+) -> dict[int, Exception]:
+    """Returns the failures among some clients, by their index in `positions`."""
+    indexed = enumerate(positions.tolist())
+    return {index: failed[old] for index, old in indexed if old in failed}
 
 
 def _client_arrays(

@@ -29,7 +29,7 @@ import tensorflow as tf
 
 from tfdp_fl import _files, _lazy_tf, _validate
 from tfdp_fl.accounting import format_up
-from tfdp_fl.experiments import run_directory, training
+from tfdp_fl.experiments import training
 from tfdp_fl.experiments.settings import Settings
 from tfdp_fl.terms import Json
 
@@ -120,7 +120,7 @@ def run_sweep(
     for number, sweep_run in enumerate(sweep_runs, 1):
         path = root / sweep_run.directory
         prefix = f"[{number}/{len(sweep_runs)}] {sweep_run.directory}"
-        if (path / run_directory.RESULT).is_file():
+        if (path / training.RESULT).is_file():
             print(f"{prefix}: has a result already", flush=True)
             continue
         result = _run_or_resume(sweep_run, path)
@@ -134,9 +134,9 @@ def run_sweep(
 
 
 def _check_unchanged(path: pathlib.Path, sweep_run: SweepRun) -> None:
-    if not (path / run_directory.CONFIG).is_file():
+    if not (path / training.CONFIG).is_file():
         return
-    stored = Settings.read(path / run_directory.CONFIG)
+    stored = Settings.read(path / training.CONFIG)
     for name, value in dataclasses.asdict(sweep_run.settings).items():
         if getattr(stored, name) != value:
             raise ValueError(
@@ -148,7 +148,7 @@ def _check_unchanged(path: pathlib.Path, sweep_run: SweepRun) -> None:
 def _run_or_resume(sweep_run: SweepRun, path: pathlib.Path) -> Json:
     tf.keras.backend.clear_session()
     # A run with checkpoints is resumed, so that its ledger counts everything.
-    resume = any((path / run_directory.CHECKPOINT).glob("*.npz"))
+    resume = any((path / training.CHECKPOINT).glob("*.npz"))
     prepared = training.prepare(sweep_run.settings)
     result = training.run(
         prepared,
@@ -158,7 +158,7 @@ def _run_or_resume(sweep_run: SweepRun, path: pathlib.Path) -> Json:
         verbose=0,
     )
     if result["stopped"] == "interrupted":
-        (path / run_directory.RESULT).unlink()
+        (path / training.RESULT).unlink()
         raise KeyboardInterrupt
     return result
 
@@ -170,7 +170,7 @@ def write_tables(root: pathlib.Path, sweep_runs: Sequence[SweepRun]) -> None:
 
     rows: list[Json] = []
     for sweep_run in sweep_runs:
-        path = root / sweep_run.directory / run_directory.RESULT
+        path = root / sweep_run.directory / training.RESULT
         if path.is_file():
             result = json.loads(path.read_text("utf-8"))
             figures = {

@@ -1,12 +1,26 @@
-"""Runs a training from its settings: prepares it, trains, and writes its files."""
+"""Runs a training from its settings: prepares it, trains, and writes its directory.
+
+config.json   the settings, with every open choice filled in
+history.csv   one row per round
+model.keras   the trained Keras model
+privacy.txt   the privacy statement
+privacy.json  the same, for programs
+report.html   everything on one page
+accuracy.png  accuracy and epsilon by round, if matplotlib is installed
+result.json   the numbers that a sweep compares
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
+import csv
 import dataclasses
+import io
+import json
 import math
 import os
 import pathlib
+import shutil
 import time
 from typing import Any
 
@@ -14,12 +28,29 @@ import tensorflow as tf
 
 from tfdp_fl import _files, losses, mechanisms
 from tfdp_fl import sampling as sampling_lib
-from tfdp_fl.experiments import run_directory, tasks
+from tfdp_fl.accounting import format_up
 from tfdp_fl.experiments import settings as settings_lib
+from tfdp_fl.experiments import tasks
 from tfdp_fl.experiments.settings import Settings
 from tfdp_fl.keras import DPFederatedModel, callbacks, make_private
 from tfdp_fl.keras.make_private import plan_parameters
 from tfdp_fl.terms import Json, TrustModel
+
+CONFIG = "config.json"
+HISTORY = "history.csv"
+MODEL = "model.keras"
+STATEMENT = "privacy.txt"
+STATEMENT_JSON = "privacy.json"
+REPORT = "report.html"
+CHART = "accuracy.png"
+RESULT = "result.json"
+LEDGER = "ledger.jsonl"
+CHECKPOINT = "checkpoint"
+
+_OWN_FILES = (
+    *(CONFIG, HISTORY, MODEL, STATEMENT, STATEMENT_JSON),
+    *(REPORT, CHART, RESULT, LEDGER, CHECKPOINT),
+)
 
 
 def use_one_thread_per_operation() -> bool:
@@ -161,7 +192,7 @@ def run(
     resume: bool = False,
     verbose: str | int = "auto",
 ) -> Json:
-    """Trains, and writes the files of `run_directory` to `output_dir`.
+    """Trains, and writes the files listed above to `output_dir`.
 
     An interrupt (Ctrl-C) ends the training. The rounds until then are charged and
     saved, and `resume` continues from there.
@@ -182,20 +213,18 @@ def run(
       ValueError: The directory must not be written to.
     """
     path = pathlib.Path(output_dir)
-    run_directory.check(path, overwrite, resume)
+    check_directory(path, overwrite, resume)
     settings, task = prepared.settings, prepared.task
     if not resume:
         path.mkdir(parents=True, exist_ok=True)
-        run_directory.clear(path)
-        run_directory.write_json(
-            path / run_directory.CONFIG, dataclasses.asdict(settings)
-        )
+        clear_directory(path)
+        write_json(path / CONFIG, dataclasses.asdict(settings))
     federated_model, delta = prepared.federated_model, prepared.delta
     fit_callbacks: list[tf.keras.callbacks.Callback] = [
-        run_directory.HistoryFile(path / run_directory.HISTORY),
-        callbacks.Report(path / run_directory.REPORT, delta, settings.dataset),
+        HistoryFile(path / HISTORY),
+        callbacks.Report(path / REPORT, delta, settings.dataset),
         callbacks.RoundCheckpoint(
-            path / run_directory.CHECKPOINT,
+            path / CHECKPOINT,
             # By default only at the end or at an interrupt, which can be resumed.
             every=settings.checkpoint_every or settings.rounds,
         ),
@@ -220,7 +249,7 @@ def run(
             verbose=verbose,
             seed=settings.seed,
             shuffle=settings.shuffle,
-            resume_from=path / run_directory.CHECKPOINT if resume else None,
+            resume_from=path / CHECKPOINT if resume else None,
         )
     except KeyboardInterrupt:
         stopped = "interrupted"
@@ -234,7 +263,7 @@ def run(
         result = future.result()
     if stopped != "interrupted" and not settings.checkpoint_every:
         # This comes last, so that a run that is interrupted before can be resumed.
-        run_directory.delete_checkpoints(path)
+        _delete_checkpoints(path)
     return result
 
 
@@ -243,13 +272,13 @@ def _write_files(
 ) -> Json:
     settings, federated_model = prepared.settings, prepared.federated_model
     model = federated_model.model
-    tasks.with_feature_layers(prepared.task, model).save(path / run_directory.MODEL)
+    tasks.with_feature_layers(prepared.task, model).save(path / MODEL)
     _files.write_text(
-        path / run_directory.STATEMENT,
+        path / STATEMENT,
         f"{federated_model.privacy_statement(prepared.delta)}\n",
     )
     statement: Any = federated_model.privacy_statement(prepared.delta, format="dict")
-    run_directory.write_json(path / run_directory.STATEMENT_JSON, statement)
+    write_json(path / STATEMENT_JSON, statement)
     scores = federated_model.evaluate(
         *prepared.task.test, batch_size=1024, verbose=0, return_dict=True
     )
@@ -276,7 +305,117 @@ def _write_files(
         result["central_epsilon"] = federated_model.central_epsilon(
             prepared.delta, accountant
         )
-    run_directory.write_json(path / run_directory.RESULT, result)
+    write_json(path / RESULT, result)
     if mechanism.trust_model != TrustModel.NONE and federated_model.rounds:
-        run_directory.draw_chart(path, f"{settings.dataset}, {mechanism.name}")
+        _draw_chart(path, f"{settings.dataset}, {mechanism.name}")
     return result
+
+
+# The directory.
+
+
+def check_directory(
+    path: str | os.PathLike[str], overwrite: bool = False, resume: bool = False
+) -> None:
+    """Raises ValueError if a run must not write to a directory."""
+    path = pathlib.Path(path)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"--output_dir={path} is a file.")
+    if overwrite and resume:
+        raise ValueError("--overwrite and --resume exclude each other.")
+    if resume and not (path / CHECKPOINT).is_dir():
+        raise ValueError(f"--resume: there is no interrupted run in {path}.")
+    if path.is_dir() and any(path.iterdir()) and not (overwrite or resume):
+        raise ValueError(
+            f"--output_dir={path} is not empty; choose another, or add "
+            "--overwrite or --resume."
+        )
+
+
+def clear_directory(path: str | os.PathLike[str]) -> None:
+    """Removes the files of an earlier run, and no others."""
+    path = pathlib.Path(path)
+    for name in _OWN_FILES:
+        if (path / name).is_dir():
+            shutil.rmtree(path / name)
+        else:
+            (path / name).unlink(missing_ok=True)
+
+
+def _delete_checkpoints(path: str | os.PathLike[str]) -> None:
+    """Removes the checkpoints of a run that has ended, but keeps their ledger."""
+    path = pathlib.Path(path)
+    (path / CHECKPOINT / LEDGER).replace(path / LEDGER)
+    shutil.rmtree(path / CHECKPOINT)
+
+
+def write_json(path: pathlib.Path, value: object) -> None:
+    """Writes JSON; numbers that are not finite become null."""
+    value = _files.to_finite(_files.to_plain(value))
+    _files.write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+class HistoryFile(callbacks.FederatedCallback):
+    """Writes `history.csv`, one row per round, after each round.
+
+    (Keras's `CSVLogger` fixes its columns in the first round. If `validation_freq` is
+    more than 1, it would omit the validation metrics.) A resumed run keeps the rows of
+    the rounds before it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        super().__init__()
+        self._path = pathlib.Path(path)
+        self._rows: list[dict[str, str]] = []
+
+    def on_rounds_planned(self, first_round: int, last_round: int) -> None:
+        """Keeps the rows of earlier rounds."""
+        del last_round
+        rows = _read_rows(self._path)
+        self._rows = [row for row in rows if int(row["round"]) <= first_round]
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Adds a round's row; rounds are counted from 1, as in the printed output."""
+        row = {"round": epoch + 1, **(logs or {})}
+        self._rows.append(
+            {
+                name: format_up(value, 7) if name == "epsilon" else f"{value:.7g}"
+                for name, value in row.items()
+            }
+        )
+        columns = dict.fromkeys(name for row in self._rows for name in row)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, [*columns], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self._rows)
+        _files.write_text(self._path, text.getvalue())
+
+
+def _draw_chart(path: pathlib.Path, title: str) -> None:
+    """Draws accuracy (left axis) and epsilon (right axis) by round."""
+    try:
+        from matplotlib import figure
+    except ModuleNotFoundError:
+        return  # The report says how to get charts.
+    chart = figure.Figure(figsize=(7, 4), layout="constrained")
+    left = chart.add_subplot(title=title, xlabel="round", ylabel="accuracy")
+    right = left.twinx()
+    rows = _read_rows(path / HISTORY)
+    for axes, name, line in ((left, "val_accuracy", "C0-"), (right, "epsilon", "C1--")):
+        points = [(int(row["round"]), float(row[name])) for row in rows if name in row]
+        axes.plot(*zip(*points, strict=True), line)
+    left.set_ylim(0, 1)
+    left.grid(alpha=0.3)
+    right.set(ylabel="epsilon (dashed)", ylim=(0, None))
+    chart.savefig(path / CHART, dpi=100)
+
+
+def _read_rows(path: pathlib.Path) -> list[dict[str, str]]:
+    """Returns the rows of a `history.csv` as text, without empty cells."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return [
+            {name: cell for name, cell in row.items() if cell != ""}
+            for row in csv.DictReader(file)
+        ]

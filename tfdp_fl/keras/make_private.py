@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import math
@@ -117,19 +116,20 @@ def make_private(
             )
             return kind.from_budget(target_of_mechanism, **options)
 
+    probe = make_mechanism(_TINY)
     sampler = sampling_lib.make_sampler(
         sampling,
         num_clients,
         clients_per_round,
-        num_groups=make_mechanism(_TINY).min_separation,
+        num_groups=probe.min_separation,
         may_abandon=training_setup.may_abandon(
-            make_mechanism(_TINY),
+            probe,
             model_options.get("on_client_failure"),
             model_options.get("secure_aggregation"),
         ),
     )
-    noise = None
-    if make_mechanism(_TINY).trust_model == TrustModel.CENTRAL:
+    calibrated = probe  # Local noise follows from the target itself.
+    if probe.trust_model == TrustModel.CENTRAL:
         deployment = mechanisms.PrivacyContext(
             clients_per_round=sizes,
             num_clients=num_clients,
@@ -148,14 +148,14 @@ def make_private(
                 charge for charge, _ in costs
             )
             target = dataclasses.replace(target, accountant=best_accountant)
-        reason = "" if limit is None else f" {make_mechanism(_TINY).noise_limit_reason}"
+        reason = "" if limit is None else f" {probe.noise_limit_reason}"
         try:
             noise = accounting.calibrate(
                 charges, target.epsilon, target.delta, target.accountant, upper=limit
             )
         except ValueError as error:
             raise ValueError(f"{error}{reason}") from error
-    calibrated = make_mechanism(_TINY if noise is None else noise)
+        calibrated = make_mechanism(noise)
     return model_lib.DPFederatedModel(
         model,
         calibrated,
@@ -210,30 +210,16 @@ def charge_plan(
     mechanism: mechanisms.Mechanism,
     sampler: sampling_lib.CohortSampler,
     deployment: mechanisms.PrivacyContext,
-) -> collections.Counter[accounting.RoundCharge]:
+) -> run_lib.Charges:
     """Returns the costs of the planned rounds and how often each occurs."""
     mechanism.check(deployment)
-    rounds, counts = deployment.rounds or 0, {}
-    steady = run_lib.is_steady(mechanism)
-    if (
-        steady
-        and schedules.is_constant(mechanism.noise_multiplier)
-        and (schedules.is_constant(deployment.clients_per_round))
-    ):
-        event = mechanism.round_event(0, deployment)
-        return collections.Counter(dict(sampler.charges(range(rounds), event)))
-    if not steady or isinstance(sampler, sampling_lib.PassSampler):
-        counts = dict.fromkeys(range(rounds), 1)
-    else:
-        first_rounds: dict[tuple[float, float], int] = {}
-        for t in range(rounds):
-            key = mechanism.noise_multiplier_at(t), deployment.cohort_size(t)
-            first = first_rounds.setdefault(key, t)
-            counts[first] = counts.get(first, 0) + 1
-    charges: collections.Counter[accounting.RoundCharge] = collections.Counter()
-    for t, count in counts.items():
-        charges[sampler.charge(t, mechanism.round_event(t, deployment))] += count
-    return charges
+
+    def cost(round_index: int) -> accounting.RoundCharge:
+        event = mechanism.round_event(round_index, deployment)
+        return sampler.charge(round_index, event)
+
+    count = run_lib.cost_counter(mechanism, sampler, deployment, cost)
+    return count(range(deployment.rounds or 0))
 
 
 def largest_noise(

@@ -27,6 +27,7 @@ from tfdp_fl import (
 )
 from tfdp_fl.datasets import adapters, nests, tables
 from tfdp_fl.engine import Training, trainer
+from tfdp_fl.keras import callbacks as callbacks_lib
 from tfdp_fl.keras import (
     evaluation,
     example_spec,
@@ -37,12 +38,11 @@ from tfdp_fl.keras import (
     round_loop,
     training_setup,
 )
-from tfdp_fl.keras.callbacks import federated_callback, persistence
 from tfdp_fl.keras.checkpoint import InterruptedRun
+from tfdp_fl.keras.evaluation import Validation
 from tfdp_fl.keras.private_metrics import PrivateMetrics
 from tfdp_fl.keras.run import FitPlan
 from tfdp_fl.keras.training_setup import PrivacyTarget, TrainingSetup
-from tfdp_fl.keras.validation import Validation
 from tfdp_fl.mechanisms import ClientWeighting, Mechanism, noise
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 from tfdp_fl.terms import Json
@@ -516,7 +516,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
                     "canaries, or other ones, which checkpoints do not store."
                 )
         self._verbose = _resolve_verbose(verbose)
-        callbacks = federated_callback.check_callbacks(callbacks)
+        callbacks = callbacks_lib.check_callbacks(callbacks)
         validation = validation.conform(self.model, training)
         plan = FitPlan(
             first_round=self.rounds,
@@ -531,7 +531,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             interrupted = InterruptedRun.read(resume_from, self, clients, plan)
             plan = FitPlan(**interrupted.state["plan"])
             calibration = interrupted.state["calibration"]
-        callbacks += persistence.missing_ledgers(self.run, interrupted, callbacks)
+        callbacks += callbacks_lib.missing_ledgers(self.run, interrupted, callbacks)
         run, engine = preparation.prepare(
             self, clients, plan, calibration, between_client_variance
         )

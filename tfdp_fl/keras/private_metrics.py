@@ -28,8 +28,12 @@ from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import evaluation, federated_training
-from tfdp_fl.keras.callbacks import Ledger, persistence
-from tfdp_fl.keras.callbacks.federated_callback import PrivacyBudget, callback_session
+from tfdp_fl.keras.callbacks import (
+    Ledger,
+    PrivacyBudget,
+    callback_session,
+    missing_ledgers,
+)
 from tfdp_fl.keras.federated_training import FederatedTraining
 from tfdp_fl.terms import Json, Sampling
 
@@ -152,7 +156,7 @@ def release(
             model_lock = federated_training.fit_lock(fed.model, "evaluate_clients")
             stack.enter_context(model_lock)
             ledgers = [c for c in fed.federated_callbacks if isinstance(c, Ledger)]
-            for each in persistence.missing_ledgers(fed.run, None, ledgers):
+            for each in missing_ledgers(fed.run, None, ledgers):
                 each.federated_model = fed
                 ledgers.append(each)
             stack.enter_context(callback_session(ledgers, fed.rounds, fed.rounds))

@@ -22,14 +22,14 @@ from tfdp_fl.accounting.rounding import round_up_for_bar, round_up_to_float32
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import Executor, PendingRound, release, secure_sum
 from tfdp_fl.keras import facts, federated_training
-from tfdp_fl.keras.callbacks.federated_callback import (
+from tfdp_fl.keras.callbacks import (
     FederatedCallback,
     PrivacyBudget,
     TargetBudget,
     callback_session,
 )
+from tfdp_fl.keras.evaluation import Validation
 from tfdp_fl.keras.federated_training import FederatedTraining
-from tfdp_fl.keras.validation import Validation
 from tfdp_fl.terms import Json, Sampling, TrustModel
 
 # Values shown only if they are not zero.

@@ -25,7 +25,13 @@ from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.auditing import CanaryAudit
 from tfdp_fl.engine import RoundInputs
 from tfdp_fl.keras.training_setup import TrainingSetup
-from tfdp_fl.mechanisms import CohortQuery, PrivacyContext, RoundState, noise
+from tfdp_fl.mechanisms import (
+    CohortQuery,
+    Mechanism,
+    PrivacyContext,
+    RoundState,
+    noise,
+)
 from tfdp_fl.terms import Json, TrustModel
 
 # Separate streams of random numbers; cohorts have their own (see `sampling`).
@@ -89,8 +95,8 @@ def shuffle_generator(seed: int | None, attempt: Attempt) -> np.random.Generator
 # The number of clients, and a digest of their ids in order.
 Population = tuple[int, str]
 
-# The costs of rounds, and how many rounds have each cost.
-Charges = list[tuple[accounting.RoundCharge, int]]
+# How many rounds have each cost.
+Charges = collections.Counter[accounting.RoundCharge]
 
 # The caveats that depend on a `fit`'s arguments, or on what was shown.
 _CAVEATS_OF_LINES = frozenset(
@@ -101,16 +107,7 @@ _CAVEATS_OF_LINES = frozenset(
 )
 
 # Attributes that a checkpoint stores unchanged.
-_STORED_ATTRIBUTES = (
-    "run_id",
-    "rounds",
-    "populations",
-    "known_ledgers",
-    "log_names",
-    "segment",
-    "held_out",
-    "windows",
-)
+_STORED_ATTRIBUTES = ("run_id", "rounds", "log_names", "segment", "held_out", "windows")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -252,6 +249,8 @@ class Run:
         leaves = tf.nest.flatten(self.mechanism_state)
         return {
             **{name: getattr(self, name) for name in _STORED_ATTRIBUTES},
+            "populations": self.populations,
+            "known_ledgers": self.known_ledgers,
             "plan": dataclasses.asdict(self.plan),
             "calibration": (self.deployment.rounds, self.deployment.max_participations),
             "caveats": sorted(self.caveats),
@@ -275,14 +274,12 @@ class Run:
         # A copy, so that a later failure leaves the previous run unchanged.
         sampler = copy.deepcopy(prepared.sampler)
         sampler.restore(state["sampler"])
-        attributes = {name: state[name] for name in _STORED_ATTRIBUTES}
-        attributes["populations"] = [(n, ids) for n, ids in state["populations"]]
         account = account_lib.PrivacyAccount.from_state(state["spending"])
-        known_ledgers = attributes.pop("known_ledgers")
-        account.known_ledgers = {**prepared.known_ledgers, **known_ledgers}
+        account.known_ledgers = {**prepared.known_ledgers, **state["known_ledgers"]}
         return dataclasses.replace(
             prepared,
-            **attributes,
+            **{name: state[name] for name in _STORED_ATTRIBUTES},
+            populations=[(n, ids) for n, ids in state["populations"]],
             sampler=sampler,
             caveats=set(state["caveats"]),
             cohort_sizes=collections.Counter(dict(state["cohort_sizes"])),
@@ -404,46 +401,21 @@ class Run:
         )
 
     def charges_ahead(self) -> Callable[[int, int], Charges]:
-        """Returns a function that counts distinct costs in a range of coming rounds.
+        """Returns a function that counts the costs of coming rounds (`cost_counter`).
 
-        Rounds of a pass that together cost no more than one of them may count as one.
+        It takes the first of the rounds and the one after the last, both counted from
+        the next round.
         """
-        mechanism, sampler = self.setup.mechanism, self.sampler
-        steady = is_steady(mechanism)
-        values = mechanism.noise_multiplier, self.setup.clients_per_round
-        constant = steady and all(map(schedules.is_constant, values))
-        index_of: dict[Any, int] = {}
-        costs: list[accounting.RoundCharge] = []
-        indices: list[int] = []  # Each coming round's index into `costs`.
-
-        def cost_index(ahead: int) -> int:
-            index: Any = self.rounds + ahead
-            # (The next round's cohort may already be drawn.)
-            if ahead and steady and not isinstance(sampler, sampling.PassSampler):
-                index = (
-                    mechanism.noise_multiplier_at(index),
-                    sampler.expected_cohort_size(index),
-                )
-            if index not in index_of:
-                cost = self.cost(self.rounds + ahead)
-                if cost not in index_of:
-                    index_of[cost] = len(costs)
-                    costs.append(cost)
-                index_of[index] = index_of[cost]
-            return index_of[index]
+        count = cost_counter(
+            self.setup.mechanism, self.sampler, self.deployment, self.cost
+        )
 
         def charges(first: int, end: int) -> Charges:
-            if constant and end > first:
-                rounds = range(self.rounds + first, self.rounds + end)
-                planned = collections.Counter([self.cost(rounds[0])])
-                event = mechanism.round_event(self.rounds + 1, self.deployment)
-                for charge, count in sampler.charges(rounds[1:], event):
-                    planned[charge] += count
-                return [*planned.items()]
-            indices.extend(map(cost_index, range(len(indices), end)))
-            counts = np.bincount(np.array(indices[first:end], np.int64))
-            present = np.flatnonzero(counts).tolist()
-            return [(costs[i], int(counts[i])) for i in present]
+            rounds = range(self.rounds + first, self.rounds + end)
+            if first or not rounds:
+                return count(rounds)
+            # The next round's cohort may already be drawn.
+            return collections.Counter([self.cost(self.rounds)]) + count(rounds[1:])
 
         return charges
 
@@ -462,19 +434,58 @@ class Run:
                 mu_squared = self._mu_squared_after(count)
                 return accounting.epsilon_of_mu_squared(mu_squared, delta)
             previous = max(n for n in composed if n <= count)
-            extended = composed[previous].with_charges(*charges(previous, count))
+            extended = composed[previous].with_charges(
+                *charges(previous, count).items()
+            )
             composed[count] = extended
             return extended.epsilon(delta, accountant or self.setup.accountant)
 
         return epsilon
 
 
-def is_steady(mechanism: Any) -> bool:
-    """Returns whether rounds with equal noise and size are known to cost the same.
+def cost_counter(
+    mechanism: Mechanism,
+    sampler: sampling.CohortSampler,
+    deployment: PrivacyContext,
+    cost: Callable[[int], accounting.RoundCharge],
+) -> Callable[[range], Charges]:
+    """Returns a function that counts the distinct costs of planned rounds.
 
-    They need not with correlated noise or a user-defined mechanism.
+    Rounds of a pass that together cost no more than one of them may count as one.
+
+    Args:
+      mechanism: The mechanism.
+      sampler: The sampler.
+      deployment: The mechanism's context.
+      cost: Returns a round's cost. It is called once for rounds whose costs are known
+        to be equal.
     """
-    is_built_in = type(mechanism).round_event.__module__.startswith(
-        "tfdp_fl.mechanisms."
-    )
-    return is_built_in and not mechanism.min_separation
+    # Rounds with equal noise and size need not cost the same with correlated noise or a
+    # user-defined mechanism.
+    defined_in = type(mechanism).round_event.__module__
+    is_built_in = defined_in.startswith("tfdp_fl.mechanisms.")
+    is_steady = is_built_in and not mechanism.min_separation
+    planned = mechanism.noise_multiplier, deployment.clients_per_round
+    is_constant = is_steady and all(map(schedules.is_constant, planned))
+    by_round = not is_steady or isinstance(sampler, sampling.PassSampler)
+    costs: dict[Any, accounting.RoundCharge] = {}
+
+    def cost_of(round_index: int) -> accounting.RoundCharge:
+        key: Any = round_index
+        if not by_round:
+            size = sampler.expected_cohort_size(round_index)
+            key = mechanism.noise_multiplier_at(round_index), size
+        if key not in costs:
+            costs[key] = cost(round_index)
+        return costs[key]
+
+    def count(rounds: range) -> Charges:
+        if not (is_constant and rounds):
+            return collections.Counter(map(cost_of, rounds))
+        counted: Charges = collections.Counter()
+        event = mechanism.round_event(rounds[0], deployment)
+        for charge, number in sampler.charges(rounds, event):
+            counted[charge] += number
+        return counted
+
+    return count
