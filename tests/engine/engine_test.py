@@ -327,6 +327,26 @@ def test_a_width_by_which_norms_differ_below_float32_is_not_used():
         assert [engine.fits(strategy, 5, k) for k in (7, 8, 9)] == [1, 0, 1]
 
 
+def test_a_place_that_computes_otherwise_is_not_used():
+    # Processors compute the last rows of a product in another way: somebody more or less
+    # moved others to the last place, and the sum by 46 clips.
+    true = dense_models.norm_bound
+
+    def in_the_last_place(*args, **kwargs):
+        norm, bound = true(*args, **kwargs)
+        is_last = tf.range(tf.size(bound)) == tf.size(bound) - 1
+        return norm, tf.where(is_last, bound * (1 + 2**-50), bound)
+
+    dataset = cohorts.dataset([5] * 6)
+    patched = mock.patch.object(dense_models, "norm_bound", in_the_last_place)
+    with patched, cohorts.side_by_side():
+        _, engine = _engine(units=8, jit_compile=None)  # No other test's.
+        cohorts.collect(engine, dataset)
+        assert {used.kind for used in engine.used_strategies} == {layout.ONE_BY_ONE}
+        (strategy,) = (s for s in engine.programs.traced if s.num_steps == 2)
+        assert not any(engine.fits(strategy, 5, k) for k in (7, 8, 9))
+
+
 @pytest.mark.parametrize("clip", [1e-4, 1e-3, 1e-2])
 def test_the_clip_holds_where_a_clients_steps_cancel_out(clip):
     # Large and nearly equal examples with opposite labels: the squared norm is a

@@ -137,10 +137,10 @@ class Trained(NamedTuple):
       kept: What is kept of each.
       step: If the update in `total` is in whole steps, int32 (`records.to_steps`):
         the step, float32 scalar; otherwise ().
-      bits: Side by side, sums over clients, modulo 2^32, of the bits from which their
-        records are made, for `CohortEngine.fits`: both results of `norm_bound`, int32
-        [2, 2], and each dense layer's gradients, int32 [S B, out]. All are empty unless
-        `Broadcast.returns_bits`.
+      bits: Side by side, the smallest and the largest over all places of the bits from
+        which a record is made, for `CohortEngine.fits`: both results of `norm_bound`,
+        int32 [2, 2, 2], and each dense layer's inputs and gradients, int32
+        [2, S B, in or out]. All are empty unless `Broadcast.returns_bits`.
     """
 
     total: CohortSum

@@ -254,12 +254,13 @@ class CohortEngine:
         width: int,
         trials: Trials | None = None,
     ) -> bool:
-        """Returns whether this width gives the same bits as the smallest width.
+        """Returns whether this width gives every place the same bits as the reference.
 
-        One call of the smallest width and one of this width train the same made-up
-        client, with made-up weights, in every place. All results must agree to the last
-        bit: the gradients of each row, the norms (of which few bits reach a record),
-        and the sum.
+        A call trains the same made-up client, with made-up weights, in every place. All
+        results must agree to the last bit, from place to place and with those of the
+        reference, the largest width whose places agree: the inputs and gradients of
+        each row, the norms (of which few bits reach a record), and the sum. Some
+        processors compute the last rows of a product in another way than the others.
 
         Args:
           strategy: The program's.
@@ -270,21 +271,29 @@ class CohortEngine:
         trials = trials or self._trials
         key = strategy, batch, width
         if key not in trials.fits:
-            kernels = self.layout.kernels or ()
-            smallest = dense_models.widths(kernels, strategy.num_steps, batch)[0]
-            of_kind = strategy, batch
-            if of_kind not in trials.references:
-                trials.references[of_kind] = self._fingerprints(
-                    strategy, batch, smallest, trials.run
-                )
-            narrow = wide = trials.references[of_kind]
-            if width != smallest:
-                wide = self._fingerprints(strategy, batch, width, trials.run)
-            # All zeros prove nothing; synthetic numbers that overflow yield them.
-            trials.fits[key] = bool(narrow and wide and narrow[0].proves) and all(
-                narrow[0].is_of_same_client(one) for one in wide
+            reference = self._reference(strategy, batch, trials)
+            machines = self._fingerprints(strategy, batch, width, trials.run)
+            trials.fits[key] = bool(reference and machines) and all(
+                one.is_of_same_client(reference) for one in machines
             )
         return trials.fits[key]
+
+    def _reference(
+        self, strategy: layout.Strategy, batch: int, trials: Trials
+    ) -> _Fingerprint | None:
+        """Returns what all widths must compute, or None if no width will do."""
+        of_kind = strategy, batch
+        if of_kind not in trials.references:
+            kernels = self.layout.kernels or ()
+            widths = dense_models.widths(kernels, strategy.num_steps, batch)
+            tried = (
+                self._fingerprints(strategy, batch, width, trials.run)[:1]
+                for width in widths[: -_MOST_TRIALS - 1 : -1]
+            )
+            # All zeros prove nothing; synthetic numbers that overflow yield them.
+            proofs = (one for found in tried for one in found if one.proves)
+            trials.references[of_kind] = next(proofs, None)
+        return trials.references[of_kind]
 
     def _fingerprints(
         self,
@@ -676,6 +685,9 @@ class _NoRoomError(Exception):
 # first million rows of a matrix differ).
 _DRAWN = 1_000_003
 
+# How many widths are tried as a reference.
+_MOST_TRIALS = 8
+
 # How many numbers are hashed at a time, so that a large model needs no copies.
 _HASHED = 2**20
 
@@ -687,15 +699,15 @@ class Trials:
     Attributes:
       run: Calls a program on each of them and returns the flattened results; None: on
         this one.
-      fits: By strategy, batch size and width, whether it gives the smallest's bits.
-      references: By strategy and batch size, each machine's results for the smallest.
+      fits: By strategy, batch size and width, whether it gives the reference's bits.
+      references: By strategy and batch size, what all widths must compute.
     """
 
     run: RunEverywhere | None = None
     fits: dict[tuple[layout.Strategy, int, int], bool] = dataclasses.field(
         default_factory=dict
     )
-    references: dict[tuple[layout.Strategy, int], list[_Fingerprint]] = (
+    references: dict[tuple[layout.Strategy, int], _Fingerprint | None] = (
         dataclasses.field(default_factory=dict)
     )
 
@@ -704,13 +716,12 @@ class _Fingerprint(NamedTuple):
     """What a call computed for copies of one client, to compare calls of any width.
 
     Attributes:
-      width: The number of copies.
       digest: A hash of one copy's share of the sum.
-      proves: Whether all numbers are finite, and the first tensor's are not all zero.
-      bits: The sums of bits (`Trained.bits`).
+      proves: Whether all copies are the same, all numbers are finite, and the first
+        tensor's are not all zero.
+      bits: The smallest and largest bits of all copies (`Trained.bits`).
     """
 
-    width: int
     digest: bytes
     proves: bool
     bits: list[np.ndarray]
@@ -727,13 +738,14 @@ class _Fingerprint(NamedTuple):
                 share = flat[start : start + _HASHED] / width + 0.0
                 finite &= bool(np.isfinite(share).all())
                 digest.update(share)
-        return cls(width, digest.digest(), finite and bool(np.any(update[0])), bits)
+        same = all(np.array_equal(*extremes) for extremes in bits)
+        proves = same and finite and bool(np.any(update[0]))
+        return cls(digest.digest(), proves, bits)
 
     def is_of_same_client(self, other: _Fingerprint) -> bool:
         """Returns whether every copy's results are the same, to the last bit."""
         return self.digest == other.digest and all(
-            np.array_equal(other.width * a, self.width * b)
-            for a, b in zip(self.bits, other.bits, strict=True)
+            np.array_equal(a, b) for a, b in zip(self.bits, other.bits, strict=True)
         )
 
 

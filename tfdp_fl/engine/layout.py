@@ -236,7 +236,7 @@ class Layout:
       sums_in_steps: Whether clients that train one by one may be added up in int32.
       fits: Returns, for a strategy, a batch size and a number of clients (one of
         `dense_models.widths`), whether a side-by-side program on this machine gives
-        each client the same result with that number as with any other.
+        each client the same result in any place, and with any other such number.
     """
 
     element_spec: nests.ElementSpec
@@ -390,9 +390,8 @@ class Layout:
         batch = len(clients.batch)
         step_counts = dense_models.program_steps(self.kernels, clients.steps, batch)
         for num_steps in np.unique(step_counts[step_counts > 0]).tolist():
-            smallest = dense_models.widths(self.kernels, num_steps, batch)[:1]
             strategy = Strategy(SIDE_BY_SIDE, num_steps, fine)
-            if not (smallest and self.fits(strategy, batch, *smallest)):
+            if not any(self._widths(strategy, batch, 1)):
                 step_counts[step_counts == num_steps] = 0
         return step_counts
 

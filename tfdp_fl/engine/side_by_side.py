@@ -553,18 +553,17 @@ def _bits_of(
 ) -> list[tf.Tensor]:
     """Returns `Trained.bits`, or tensors without elements if they are not wanted."""
 
-    def add_up() -> list[tf.Tensor]:
-        gradients = [tf.concat(layer.gradients, axis=1) for layer in layers]
-        return [
-            tf.reduce_sum(tf.bitcast(values, tf.int32), axis=0)
-            for values in (norms, *gradients)
-        ]
+    def extremes() -> list[tf.Tensor]:
+        factors = [layer.factors()[:2] for layer in layers]
+        values = [norms, *(part for pair in factors for part in pair)]
+        bits = [tf.bitcast(part, tf.int32) for part in values]
+        return [tf.stack([tf.reduce_min(b, 0), tf.reduce_max(b, 0)]) for b in bits]
 
     def nothing() -> list[tf.Tensor]:
-        columns = [layer.shape[1] for layer in layers]
-        return [tf.zeros([0, width], tf.int32) for width in (2, *columns)]
+        columns = [width for layer in layers for width in layer.shape]
+        return [tf.zeros([0, 0, width], tf.int32) for width in (2, *columns)]
 
-    return tf.cond(wanted, add_up, nothing)
+    return tf.cond(wanted, extremes, nothing)
 
 
 def _of_one_output(y: nests.Nest) -> Any:
