@@ -544,15 +544,24 @@ class RandomAllocationSampler(PassSampler):
     binomial and may be 0. A client's round depends only on the secret key, the pass and
     the client's position, so adding or removing clients at the end does not change the
     others' rounds. The first pass begins with the sampler's first round. If the sampler
-    is replaced during a pass, that pass is not continued.
+    is replaced or restored during a pass, the remaining rounds' clients are drawn anew,
+    as those of another pass.
     """
 
     sampling = Sampling.RANDOM_ALLOCATION
     _fractional_sizes = True
-    _state_names = (*PassSampler._state_names, "first_round", "salt")
+    # Without the key: the round after the state may have been drawn, and one of its
+    # clients may be why the process ended. It would be known to be in the same cohort.
+    _state_names = ("first_round",)
     # The pass's first round; with a seed, also the attempt's entropy.
     _salt: Sequence[int] = ()
     _passes: charge_lib.AllocationPasses | None = None
+
+    def restore(self, state: Json) -> None:
+        """See base class; the rest of a pass is allocated anew."""
+        super().restore(state)
+        self._key = None if self.seed is not None else secrets.token_hex(32)
+        self._partition, self._salt = secrets.token_hex(8), ()
 
     def _draw(self, round_index: int) -> np.ndarray:
         """See base class."""

@@ -328,7 +328,7 @@ def test_a_width_by_which_norms_differ_below_float32_is_not_used():
 
 
 def test_a_place_that_computes_otherwise_is_not_used():
-    # Processors compute the last rows of a product in another way: somebody more or less
+    # Processors compute the last rows of a product in another way. One more client
     # moved others to the last place, and the sum by 46 clips.
     true = dense_models.norm_bound
 

@@ -472,7 +472,6 @@ def test_an_interrupted_cohort_is_not_trained_again(name):
 
     with mock.patch.object(sampling_lib.CohortSampler, "draw", drawing):
         _interrupt(fed)
-        assert fed.run.sampler.unsettled is None
         toy.fit(fed, 1)
     interrupted, released = drawn
     assert interrupted is not released

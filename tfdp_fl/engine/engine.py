@@ -273,8 +273,10 @@ class CohortEngine:
         if key not in trials.fits:
             reference = self._reference(strategy, batch, trials)
             machines = self._fingerprints(strategy, batch, width, trials.run)
-            trials.fits[key] = bool(reference and machines) and all(
-                one.is_of_same_client(reference) for one in machines
+            trials.fits[key] = (
+                reference is not None
+                and bool(machines)
+                and all(one.is_of_same_client(reference) for one in machines)
             )
         return trials.fits[key]
 

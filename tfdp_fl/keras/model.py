@@ -518,6 +518,8 @@ class DPFederatedModel(federated_training.FederatedTraining):
         self._verbose = _resolve_verbose(verbose)
         callbacks = callbacks_lib.check_callbacks(callbacks)
         validation = validation.conform(self.model, training)
+        if self.run is not None:
+            self.run.end_interrupted_round()
         plan = FitPlan(
             first_round=self.rounds,
             last_round=self.rounds + rounds,

@@ -30,7 +30,7 @@ from tfdp_fl.keras.callbacks import (
 )
 from tfdp_fl.keras.evaluation import Validation
 from tfdp_fl.keras.federated_training import FederatedTraining
-from tfdp_fl.terms import Json, Sampling, TrustModel
+from tfdp_fl.terms import Json, TrustModel
 
 # Values shown only if they are not zero.
 _SHOWN_IF_NONZERO = ("abandoned_rounds", "discarded_clients", "failed_clients")
@@ -172,11 +172,7 @@ class RoundLoop:
         `round_stack` is closed once the round's callbacks have been called.
         """
         self._round_stack = round_stack
-        try:
-            released = algorithm.run_round(self)
-        except BaseException:
-            self._end_interrupted_cohort()
-            raise
+        released = algorithm.run_round(self)
         is_abandoned = released is None
         if released is None:
             released = dict.fromkeys(self.run.log_names, math.nan)
@@ -186,23 +182,6 @@ class RoundLoop:
             "failed_clients": float(self._num_failed),
             "abandoned_rounds": float(is_abandoned),
         }
-
-    @_signals.defer_signals()
-    def _end_interrupted_cohort(self) -> None:
-        """Makes sure that an interrupted round's cohort is not trained later.
-
-        If one of its clients was the reason, it would be known to be there, yet charged
-        as if it had been drawn by chance. Cohorts of a fixed size depend on each other,
-        so there the same cohort must be trained.
-        """
-        run, cohort = self.run, self.run.sampler.unsettled
-        if cohort is None or cohort.participation.draws_depend_on_each_other:
-            return
-        run.sampler.abandon(cohort)
-        if cohort.participation.sampling == Sampling.RANDOM_ALLOCATION:
-            run.rounds += 1  # This round would have the same clients again.
-        if cohort.participation.is_amplified and not run.spending.by_client:
-            run.caveats.add("rounds_interrupted")
 
     def draw(self) -> sampling.Cohort:
         """See `algorithm.FrontEnd`; also sets the round's inputs."""

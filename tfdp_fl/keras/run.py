@@ -32,7 +32,7 @@ from tfdp_fl.mechanisms import (
     RoundState,
     noise,
 )
-from tfdp_fl.terms import Json, TrustModel
+from tfdp_fl.terms import Json, Sampling, TrustModel
 
 # Separate streams of random numbers; cohorts have their own (see `sampling`).
 NOISE_STREAM, SHUFFLE_STREAM = 1, 2
@@ -289,8 +289,25 @@ class Run:
 
     # The cohorts and costs of coming rounds.
 
+    @_signals.defer_signals()
+    def end_interrupted_round(self) -> None:
+        """Makes sure that an interrupted round's cohort is not trained later.
+
+        If one of its clients was the reason, it would be known to be there, yet charged
+        as if it had been drawn by chance. Cohorts of a fixed size depend on each other,
+        so there the same cohort must be trained.
+        """
+        cohort = self.sampler.unsettled
+        if cohort is None or cohort.participation.draws_depend_on_each_other:
+            return
+        if cohort.participation.is_amplified and not self.spending.by_client:
+            self.caveats.add("rounds_interrupted")
+        self.sampler.abandon(cohort)
+        if cohort.participation.sampling == Sampling.RANDOM_ALLOCATION:
+            self.rounds += 1  # This round would have the same clients again.
+
     def draw(self) -> sampling.Cohort:
-        """Returns the next round's cohort: the interrupted round's, or a new one."""
+        """Returns the next cohort; of a fixed size, an interrupted one again."""
         if self.sampler.unsettled is None:
             self.sampler.next_round = self.rounds
         return self.sampler.unsettled or self.sampler.draw()
