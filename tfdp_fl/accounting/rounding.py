@@ -9,8 +9,6 @@ from __future__ import annotations
 import decimal
 import math
 
-import numpy as np
-
 
 def format_up(value: float, digits: int = 4) -> str:
     """Returns a number in decimals, never less than its value.
@@ -40,18 +38,6 @@ def format_factor_up(epsilon: float) -> str:
     if epsilon >= 700:
         return f"exp({format_up(epsilon)})"
     return format_up(math.exp(epsilon) * (1 + 1e-14), 3)
-
-
-def round_up_to_float32(value: float) -> float:
-    """Returns the smallest float32 that is not less than `value`.
-
-    Callbacks such as TensorBoard store float32, and so do not store less.
-    """
-    with np.errstate(over="ignore"):
-        nearest = np.float32(value)
-    if float(nearest) < value:
-        nearest = np.nextafter(nearest, np.float32(np.inf))
-    return float(nearest)
 
 
 def round_up_for_bar(value: float) -> float:

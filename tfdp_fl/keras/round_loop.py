@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdp_fl import _signals, algorithm, auditing, keras_versions, sampling
 from tfdp_fl.accounting import BudgetExceededError, Charge, RoundCharge, format_up
-from tfdp_fl.accounting.rounding import round_up_for_bar, round_up_to_float32
+from tfdp_fl.accounting.rounding import round_up_for_bar
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import Executor, PendingRound, release, secure_sum
 from tfdp_fl.keras import facts, federated_training
@@ -150,10 +150,9 @@ class RoundLoop:
         is_last = run.rounds == run.plan.last_round
         if self.delta is not None:
             # During training, use a slightly looser bound, which takes no time.
-            epsilon = run.spending.epsilon(
+            logs["epsilon"] = run.spending.epsilon(
                 self.delta, self.setup.accountant, coarse=not is_last
             )
-            logs["epsilon"] = round_up_to_float32(epsilon)
         self.keras_callbacks.on_train_batch_end(0, logs)
         num_done = run.rounds - run.plan.first_round
         if validation.data is not None and (
