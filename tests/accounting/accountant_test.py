@@ -39,8 +39,9 @@ def test_no_epsilon_is_smaller_or_much_larger_than_it_was(run):
         else:
             pairs = zip(charges, counts, strict=True)
             epsilon = _history(*pairs).epsilon(delta, by)
-        # PLD is dp-accounting's, as it was; another NumPy's FFT rounds otherwise.
-        rounding = 1e-7 if by == "pld" else 1e-9
+        # PLD is dp-accounting's, as it was; another NumPy's or processor's FFT rounds
+        # otherwise, by a part of the whole mass, which is more of a small delta.
+        rounding = 1e-7 + 1e-15 / delta if by == "pld" else 1e-9
         assert epsilon >= was * (1 - rounding), (counts, by, delta)
         assert epsilon <= was * 1.02, (counts, by, delta)
 
