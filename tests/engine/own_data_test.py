@@ -65,6 +65,7 @@ EXECUTORS = {
     "kept updates": (_DROPPING, {"collect_records": True}),
     "secure sum": (_BEYOND, {"secure": True, "collect_records": True}),
     "on workers": (_BEYOND, {"workers": True}),
+    "on workers, XLA": (_DROPPING, {"jit_compile": True, "workers": True}),
 }
 
 

@@ -163,8 +163,7 @@ class CohortEngine:
             xla=bool(training.jit_compile),
             sums_in_steps=(
                 not (keeps_updates or between_client_variance)
-                and "CPU" in self.device
-                and self._may_add_in_steps()
+                and self._may_add_in_steps(training)
             ),
             fits=self.fits,
             at_once=devices.clients_per_call(
@@ -188,12 +187,15 @@ class CohortEngine:
                 self._trace_one_by_one()
         self._pool = concurrent.futures.ThreadPoolExecutor(self.max_parallel_clients)
 
-    def _may_add_in_steps(self) -> bool:
+    def _may_add_in_steps(self, training: trainer_lib.Training) -> bool:
         """Returns whether records may be added up in int32 (`records.to_steps`)."""
         mechanism, size = self.query.mechanism, self.update_spec.size
         return (
+            "CPU" in self.device
+            # With XLA, a call trains one client, so nothing would be gained.
+            and not training.jit_compile
             # (Another's bound might change between its clip and its step.)
-            overriding.is_of_this_package(type(mechanism))
+            and overriding.is_of_this_package(type(mechanism))
             and self.query.only_scales
             and mechanism.trust_model == TrustModel.CENTRAL
             and not mechanism.releases_weights

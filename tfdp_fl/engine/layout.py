@@ -440,8 +440,7 @@ class Layout:
         return max(1, CHUNK_BYTES // self.collected_bytes)
 
     def _one_by_one(self, fine: bool) -> Strategy:
-        # (With XLA, a call trains one client, so nothing is gained.)
-        return Strategy(ONE_BY_ONE, fine=fine or self.xla or not self.sums_in_steps)
+        return Strategy(ONE_BY_ONE, fine=fine or not self.sums_in_steps)
 
     def _most_in_steps(self, fine: bool) -> int | None:
         """The most clients whose sum int32 holds; None: it is in float64."""
