@@ -74,6 +74,16 @@ def positive_integer(**checked: object) -> int:
     )
 
 
+def number_of_rows(**checked: object) -> int:
+    """Returns an integer of at least 1 that an int32 can hold, or raises."""
+    return _number(
+        checked,
+        "an integer of at least 1 and below 2**31",
+        lambda n: 1 <= n < 2**31,
+        numbers.Integral,
+    )
+
+
 def non_negative_integer(**checked: object) -> int:
     """Returns an integer of at least 0, or raises."""
     return _number(

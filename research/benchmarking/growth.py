@@ -84,11 +84,11 @@ def _parquet(rows: int) -> Work:
     return _fit(_federated(), clients)
 
 
-def _save(clients: int, rounds: int = 1) -> Work:
+def _save(clients: int, before: int = 1, rounds: int = 1) -> Work:
     fed, data = _federated(sampling="shuffled"), _clients(clients)
     callback = tfdp_fl.callbacks.RoundCheckpoint(tempfile.mkdtemp())
-    _fit(fed, data, rounds, [callback])
-    return _fit(fed, data, callbacks=[callback])
+    _fit(fed, data, before, [callback])
+    return _fit(fed, data, rounds, [callback])
 
 
 def _wide(weights: int) -> Work:
@@ -150,7 +150,8 @@ WORK: dict[str, tuple[str, int, int, Callable[[int], Work]]] = {
     "start": ("clients in memory", 10**5, 10**6, _start),
     "Parquet": ("rows of a sorted file", 10**5, 10**6, _parquet),
     "save": ("clients", 10**3, 10**6, _save),
-    "save of a long run": ("rounds before", 10, 300, lambda t: _save(1000, t)),
+    "20 rounds, each saved": ("rounds before", 10, 300, lambda t: _save(1000, t, 20)),
+    "start, ledger": ("rounds in the ledger", 10, 1000, lambda t: _save(1000, t)),
     "local round, budget": ("clients", 10**4, 10**6, _local),
     "start, budget": ("rounds planned", 10**2, 10**5, _planned),
     "start, budget, shuffled": (

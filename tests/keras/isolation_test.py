@@ -53,6 +53,14 @@ def _assert_refused(message, model, **compiled):
     toy.assert_same(before, fed)
 
 
+def test_programs_that_tf_debugging_watches_are_refused():
+    tf.debugging.enable_check_numerics()
+    try:
+        _assert_refused(r"disable_check_numerics\(\)", _model())
+    finally:
+        tf.debugging.disable_check_numerics()
+
+
 @pytest.mark.parametrize(
     "function, operation, jit_compile",
     [

@@ -338,6 +338,7 @@ def test_what_is_refused_changes_nothing():
     for message, fit in (
         ("clients_per_round is a sequence of 2", {"rounds": 3}),
         ("seed must be an integer", {"seed": -1}),
+        ("batch_size must be an integer .* below 2", {"batch_size": 2**31}),
         ("clients_per_round .*19.* got 20", {"data": toy.clients(19)}),
     ):
         with pytest.raises(ValueError, match=message):

@@ -215,6 +215,12 @@ def check(
             missing or draws_dropout or is_unwritten or has_weights or is_seeded
         ):
             continue
+        if node.op == "DebugNumericSummaryV2":
+            raise ValueError(
+                "tf.debugging must not watch the programs of clients, as it writes what "
+                "they compute into the log: call tf.debugging.disable_check_numerics() "
+                "or tf.debugging.experimental.disable_dump_debug_info() first."
+            )
         raise ValueError(
             "model, loss, metrics, optimizer, mechanism and hooks must compute with "
             "operations that keep nothing for the next client and reach nothing "

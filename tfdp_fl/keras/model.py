@@ -251,7 +251,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         ):
             if hook is not None and not callable(hook):
                 raise TypeError(f"{name} must be callable, got {hook!r}.")
-        optimizer = training_setup.resolve_optimizer(optimizer=optimizer)
+        optimizer = training_setup.resolve_argument(optimizer=optimizer)
         keras_versions.check_optimizer(optimizer)
         if keras_versions.learning_rate(optimizer) is None:
             warnings.warn(
@@ -270,7 +270,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
                     f"server_optimizer must be None with {self.mechanism.name}, which "
                     f"releases weights and no update, got {server_optimizer!r}."
                 )
-            server_optimizer = training_setup.resolve_optimizer(
+            server_optimizer = training_setup.resolve_argument(
                 server_optimizer=server_optimizer
             )
         compile_arguments = {
@@ -339,7 +339,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
             or with a guarantee that is not central, or would exceed the target.
         """
         training = self.require_compiled("evaluate_clients")
-        _validate.positive_integer(batch_size=batch_size)
+        _validate.number_of_rows(batch_size=batch_size)
         dataset = example_spec.conform(
             self.model, training, datasets.as_federated(clients)
         )
@@ -494,7 +494,7 @@ class DPFederatedModel(federated_training.FederatedTraining):
         ).hold_out_clients(clients, validation_split)
         # Convert to plain Python numbers, which a checkpoint can store.
         rounds = _validate.positive_integer(rounds=rounds)
-        batch_size = _validate.positive_integer(batch_size=batch_size)
+        batch_size = _validate.number_of_rows(batch_size=batch_size)
         local_epochs = _validate.positive_integer(local_epochs=local_epochs)
         if seed is not None:
             seed = _validate.non_negative_integer(seed=seed)

@@ -209,7 +209,7 @@ def refuse_arguments(method: str, names: Iterable[str]) -> None:
         raise TypeError(f"{method} takes no {name}{hint}.")
 
 
-def resolve_optimizer(**given: Any) -> Any:
+def resolve_argument(**given: Any) -> Any:
     """Resolves an argument as Keras's `compile` does, or raises ValueError."""
     ((argument, value),) = given.items()
     get, examples = _RESOLVERS[
@@ -234,7 +234,7 @@ def check_names(**given: Any) -> None:
             is_loss = argument == "loss"
             ambiguous = _AMBIGUOUS_LOSSES if is_loss else _AMBIGUOUS_METRICS
             if isinstance(name, str) and name.lower() not in ambiguous:
-                resolve_optimizer(**{argument: name})
+                resolve_argument(**{argument: name})
 
 
 def check_model(model: tf.keras.Model) -> None:

@@ -161,7 +161,7 @@ class PrivateSearch:
         with federated_training.fit_lock(self, "fit", "search"):
             options = {
                 "rounds": _validate.positive_integer(rounds=rounds),
-                "batch_size": _validate.positive_integer(batch_size=batch_size),
+                "batch_size": _validate.number_of_rows(batch_size=batch_size),
                 "local_epochs": _validate.positive_integer(local_epochs=local_epochs),
                 "shuffle": bool(shuffle),
             }

@@ -115,7 +115,7 @@ class Silo:
         self._table = table.take(np.argsort(names, kind="stable"))
         self._arguments: Json = {
             "rounds": _validate.positive_integer(rounds=rounds),
-            "batch_size": _validate.positive_integer(batch_size=batch_size),
+            "batch_size": _validate.number_of_rows(batch_size=batch_size),
             "local_epochs": _validate.positive_integer(local_epochs=local_epochs),
             "verbose": 0,
         }
