@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -161,6 +162,18 @@ def stateless(
     return scope
 
 
+# Held while a model's weights move: by a release, or until they are put back. Without
+# it, an evaluation in another thread would undo the rounds released in the meantime.
+# (One for all models, because they may share layers.)
+moving_weights = threading.RLock()
+
+
+def settled_values(variables: Iterable[KerasVariable]) -> list[tf.Tensor]:
+    """Returns a model's weights, without a copy, when nothing moves them."""
+    with moving_weights:
+        return [variable.value() for variable in tf_variables(variables)]
+
+
 @contextlib.contextmanager
 def weights_kept(model: tf.keras.Model, training: bool = False) -> Iterator[None]:
     """Puts a model's weights back, which layers may have changed when called.
@@ -171,13 +184,17 @@ def weights_kept(model: tf.keras.Model, training: bool = False) -> Iterator[None
     is_pure = all(
         is_of_keras(kind) and kind is not tf.keras.layers.Lambda for kind in kinds
     )
-    variables = [] if is_pure and not training else tf_variables(model.variables)
-    values = [tf.identity(variable) for variable in variables]
-    try:
+    if is_pure and not training:
         yield
-    finally:
-        for variable, value in zip(variables, values, strict=True):
-            variable.assign(value)
+        return
+    with moving_weights:
+        variables = tf_variables(model.variables)
+        values = [tf.identity(variable) for variable in variables]
+        try:
+            yield
+        finally:
+            for variable, value in zip(variables, values, strict=True):
+                variable.assign(value)
 
 
 # Losses and metrics.

@@ -20,7 +20,7 @@ from tests.accounting.charges import history as _history
 from tfdp_fl import accounting
 from tfdp_fl.accounting import accountant as accountant_lib
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import curves, gaussian
+from tfdp_fl.accounting import curves, gaussian, private_selection
 
 _G = dp_accounting.GaussianDpEvent
 
@@ -214,10 +214,25 @@ def test_other_events():
     ]
     one_pass = _history(*(_charge("shuffled", event=laplace, **p) for p in places))
     assert 0.49 <= one_pass.epsilon(1e-9, "pld") <= 0.5001
-    sampled = _history((_charge(event=laplace), 4))
-    assert sampled.epsilon(1e-5, "pld") < 1.0
-    with pytest.raises(ValueError, match=r"LaplaceDpEvent.*'pld'"):
-        sampled.epsilon(1e-5)
+    # Where RDP has no bound, PLD's is given, whatever was known before.
+    sampled, grows = _history((_charge(event=laplace), 4)), _history(_charge())
+    assert sampled.epsilon(1e-5) == sampled.epsilon(1e-5, "pld") < 1.0
+    before = grows.epsilon(1e-5, "pld")
+    assert before < grows.epsilon(1e-5)
+    grows.add(_charge(event=laplace))
+    assert before < grows.epsilon(1e-5) == grows.epsilon(1e-5, "pld")
+    assert grows.delta(1.0) == grows.delta(1.0, "pld")
+    # Where none has one, the charge is refused, and nothing is added.
+    search = private_selection.BestOfTrialsDpEvent(
+        events=(dp_accounting.GaussianDpEvent(2.0),), mean=2.0, shape=1.0
+    )
+    for charge in (
+        _charge(event=search),
+        _charge("poisson", event=dp_accounting.RandomizedResponseDpEvent(0.5, 2)),
+    ):
+        with pytest.raises(ValueError, match="no accountant has a bound together"):
+            grows.add(charge)
+    assert grows.rounds == 2
 
 
 def test_an_event_that_samples_itself_is_unsampled_where_it_is_known_who_was_there():

@@ -265,8 +265,11 @@ def test_ids_are_the_same_in_a_frame_and_beside_a_table(ids):
     nans = [(1, float("nan")) for _ in y]  # Which equal only themselves.
     with pytest.raises(ValueError, match=r"client_ids must be .* row 0"):
         adapters.group_by_person(x, y, nans)
-    with pytest.raises(ValueError, match=r"client_ids must be .* row 1"):
-        adapters.group_by_person(x, y, [ids[0], {}, ids[2]])
+    for wrong in ([ids[0], {}, ids[2]], pd.array([1, None, 1], dtype="Int64")):
+        with pytest.raises(ValueError, match=r"client_ids must be .* row 1"):
+            adapters.group_by_person(x, y, wrong)
+    with pytest.raises(ValueError, match=r"must be a vector.*got \[3, 1\]"):
+        adapters.group_by_person(x, y, pd.DataFrame({"who": ids}))
 
 
 def _other_index(values):

@@ -147,6 +147,25 @@ def test_dropout_inside_of_an_operation_and_reading_a_variable_are_refused():
         program.Program(lambda x: x, _spec())
 
 
+@pytest.mark.parametrize(
+    "flags", ["", "--tf_xla_auto_jit=2", "--tf_xla_min_x=1 --tf_xla_cpu_global_jit"]
+)
+def test_programs_that_tensorflow_compiles_after_some_calls_are_refused(flags):
+    traced = _engine("one thread")
+    cohorts.collect(traced, cohorts.dataset())
+    try:
+        tf.config.optimizer.set_jit(not flags)
+        with mock.patch.dict(os.environ, TF_XLA_FLAGS=flags):
+            for use in (
+                lambda: program.Program(lambda x: x, _spec()),
+                lambda: cohorts.collect(traced, cohorts.dataset()),
+            ):
+                with pytest.raises(ValueError, match=r"must not.*accord.*jit_compile"):
+                    use()
+    finally:
+        tf.config.optimizer.set_jit(False)
+
+
 def _with_state():
     tf.keras.utils.set_random_seed(2)
     random = _layers.Dropout(0.3), _layers.GaussianNoise(0.2)

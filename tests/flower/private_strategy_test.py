@@ -45,6 +45,14 @@ def _moved(strategy, updates, change=None, silent=(), number=1):
     return None if got is None else fm.arrays(got)[0]
 
 
+def test_a_strategy_that_is_private_already_is_refused():
+    inner = fm.private(fm.NOISY, 4)
+    with pytest.raises(TypeError, match="must not be private already"):
+        tfdp_fl.flower.PrivateStrategy(
+            inner, fm.NOISY, num_clients=4, clients_per_round=4
+        )
+
+
 def test_the_noise_is_what_was_configured_whatever_is_set_since():
     strategy, grid = fm.private(fm.NOISY, 4), _grid([_ZEROS] * 4)
     told = fm.configured(strategy, grid, fm.model(_ZEROS))

@@ -54,6 +54,31 @@ def test_a_model_with_losses_of_its_own_needs_no_other(own):
     np.testing.assert_allclose(toy.flat(fed), toy.flat(plain), 1e-5, 1e-6)
 
 
+class _Sorts(_layers.Layer):
+    """XLA cannot compile it on a CPU."""
+
+    def call(self, x):
+        return x + 0 * tf.cast(tf.strings.length(tf.strings.as_string(x)), x.dtype)
+
+
+def test_a_model_that_xla_cannot_compile_is_refused_before_anybody_trains():
+    fed = toy.federated(
+        model=_of_its_own(tf.keras.Sequential, _Sorts()),
+        compile_options={"jit_compile": True},
+    )
+    with pytest.raises(ValueError, match="jit_compile must be False for this model"):
+        toy.fit(fed, batch_size=5)
+    assert fed.rounds == 0
+    assert fed.epsilon(1e-3) == 0.0
+
+
+def test_a_model_of_several_devices_is_refused():
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        model = _of_its_own()
+    with pytest.raises(ValueError, match="outside the scope of a tf.distribute"):
+        toy.federated(model=model)
+
+
 def test_a_model_without_a_loss_is_refused():
     with pytest.raises(ValueError, match="loss must be given for a model that has non"):
         toy.fit(_exact(_of_its_own()))

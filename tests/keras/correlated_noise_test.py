@@ -88,6 +88,11 @@ def test_a_client_sits_out_after_its_last_round():
     toy.fit(fed, 6)
     assert fed.run.cohort_sizes == {10: 4, 0: 2}
     assert (fed.mechanism.generator.sensitivity / 2.0) ** 2 == _spent(fed)
+    # In each segment of T = 8 rounds; other clients begin one of their own.
+    toy.fit(fed, 2 + 3)
+    assert fed.run.cohort_sizes == {10: 4 + 3, 0: 2 + 2}
+    toy.fit(fed, 4, data=toy.clients(examples=9))
+    assert fed.run.cohort_sizes == {10: 4 + 3 + 4, 0: 2 + 2}
 
 
 def test_what_clients_had_part_in_is_kept_where_it_counts():

@@ -5,8 +5,10 @@ import copy
 import itertools
 import pickle
 import threading
+import time
 from unittest import mock
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -155,6 +157,46 @@ def test_a_trained_model_learns_nothing_where_it_is_only_called(layer):
     ):
         call()
         toy.assert_same(fed.get_weights(), before)
+
+
+def test_an_evaluation_in_another_thread_meets_no_round():
+    def make():
+        return toy.federated(
+            tfdp_fl.NoPrivacy(),
+            model=lambda: toy.dense(_Peak),
+            non_trainable_state="keep",
+            clients_per_round=toy.NUM_CLIENTS,
+            sampling="fixed_size",
+        )
+
+    fed, twin, sent, has_begun = make(), make(), [], threading.Event()
+    x, y = toy.arrays(20)
+
+    class Slow(tf.keras.callbacks.Callback):
+        def on_test_batch_end(self, *_, **__):
+            has_begun.set()  # Now the peak is that of the data.
+            time.sleep(0.1)
+
+    def evaluate():
+        fed.evaluate(x, y, batch_size=5, verbose=0, callbacks=[Slow()])
+
+    other = threading.Thread(target=evaluate)
+
+    def begin(*_):
+        if not sent:
+            other.start()
+            assert has_begun.wait(60)
+
+    def note(pending):
+        sent.extend(np.asarray(value) for value in pending.received.unaggregated)
+
+    with toy.around(CohortEngine, "empty_round", begin, note):
+        toy.fit(fed, 3, seed=5)
+    other.join()
+    toy.fit(twin, 3, seed=5)
+    toy.assert_same(fed, twin)
+    assert len(sent) >= 3
+    assert not any(map(np.any, sent))
 
 
 @pytest.mark.parametrize("shares_a_layer", [False, True])

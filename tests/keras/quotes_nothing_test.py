@@ -153,6 +153,37 @@ def test_a_text_that_looks_like_an_operation_is_not_quoted():
         assert str(_SECRET) not in said
 
 
+def test_a_text_that_is_not_utf_8_fails_its_own_client():
+    fine, y = np.array([[b"1", b"2"]] * 3, object), np.ones([3, 1], "f")
+    given = tf.keras.Input([2], dtype="string")
+    model = tf.keras.Model(given, tf.keras.layers.Dense(1)(_Number()(given)))
+    bad = np.array([[b"1", b"\xff%d" % _SECRET]] * 3, object)
+    clients, found = {"a": (fine, y), "b": (bad, y)}, {}
+    fed = toy.federated(tfdp_fl.NoPrivacy(), lambda: model, clients_per_round=2)
+    fed.compile("sgd", "mse")
+    said = _said(lambda: fed.fit(clients, verbose=1))
+    said += _said(lambda: found.update(fed.evaluate_clients(clients)))
+    assert re.search("1 client.* Client 'b': UnicodeDecodeError", said)
+    assert str(_SECRET) not in said
+    assert np.isnan(found["loss"]).tolist() == [False, True]
+
+
+def test_a_text_before_an_embedding_fails_its_own_client():
+    given = tf.keras.Input([2], dtype="string")
+    looked_up = tf.keras.layers.Embedding(9, 2)(_Number()(given))
+    out = tf.keras.layers.Dense(1)(tf.keras.layers.Flatten()(looked_up))
+    model, y = tf.keras.Model(given, out), np.ones([3, 1], "f")
+    clients = {
+        name: (np.array([["1", text]] * 3), y)
+        for name, text in {"a": "2", "b": f"{_SECRET} of nobody"}.items()
+    }
+    fed = toy.federated(tfdp_fl.NoPrivacy(), lambda: model, clients_per_round=2)
+    fed.compile("sgd", "mse")
+    said = _said(lambda: fed.fit(clients, verbose=1))
+    assert re.search("1 client.* Client 'b': InvalidArgument", said)
+    assert str(_SECRET) not in said
+
+
 @pytest.mark.parametrize("layer", [_as_many, _in_its_place])
 def test_what_one_example_makes_tensorflow_raise_ends_and_quotes_nothing(layer):
     big = np.full((1, 8), _SECRET * 1e9, np.float32)

@@ -781,3 +781,24 @@ def test_a_full_disk_leaves_what_was_there(directory):
     (directory.path / "file").touch()
     with pytest.raises(error, match="new cannot be written"):
         checkpoint.CheckpointDirectory(directory.path / "file" / "new").make()
+
+
+@pytest.mark.parametrize("make", [_local, _shuffled, _correlated])
+def test_clients_whose_order_a_resumed_run_cannot_check_are_not_saved(tmp_path, make):
+    def read(position):
+        return toy.arrays(5, seed=position)
+
+    unnamed = tfdp_fl.FederatedDataset.from_client_fn(range(toy.NUM_CLIENTS), read)
+    names = list(range(toy.NUM_CLIENTS))
+    named = tfdp_fl.FederatedDataset.from_client_fn(names, read)
+    fed = make()
+    with pytest.raises(ValueError, match="clients must have names with RoundCheck"):
+        _fit(fed, callbacks=[RoundCheckpoint(tmp_path)], data=unnamed)
+    assert fed.run is None
+    assert not any(tmp_path.iterdir())
+    _fit(fed, 2, callbacks=[RoundCheckpoint(tmp_path)], data=named)
+    with pytest.raises(ValueError, match="clients must have names with RoundCheck"):
+        _fit(make(), data=unnamed, resume_from=tmp_path)
+    # A Poisson cohort depends on no other.
+    fed = toy.federated(clients_per_round=10)
+    _fit(fed, 1, callbacks=[RoundCheckpoint(tmp_path / "poisson")], data=unnamed)

@@ -40,7 +40,9 @@ def test_bands_are_the_min_separation_unless_said_otherwise():
         (lambda: BLT(theta=(0.5,)), "theta_hat"),
         (lambda: BLT(theta=(0.5,), theta_hat=(0.4, 0.3)), "theta_hat"),
         (lambda: BLT(theta=(1.5,), theta_hat=(0.4,)), "theta"),
-        (lambda: BLT(theta=(0.3,), theta_hat=(0.5,)), "coefficients"),
+        (lambda: BLT(theta=(0.3,), theta_hat=(0.5,)), "alternate"),
+        # Weights of both signs, though c falls.
+        (lambda: BLT(theta=(0.9, 0.5), theta_hat=(0.6, 0.55)), "alternate"),
         (lambda: BLT(theta=(0.5, 0.5), theta_hat=(0.3, 0.1)), r"theta .*in float32"),
     ],
 )

@@ -111,6 +111,15 @@ def test_the_whole_search_keeps_the_target(distribution):
     assert 3.95 < search.epsilon(_DELTA) <= 4.0
 
 
+def test_too_many_costs_are_refused_before_any_is_calibrated(monkeypatch):
+    monkeypatch.setattr(accounting, "calibrate", None)
+    sizes = [{"size": size} for size in range(5, 5 + 64)]
+    search = _search(lambda size: _wrapped(toy.dense(), size), sizes)
+    with _trained(), pytest.raises(ValueError, match="candidates .* got 64"):
+        _fit(search)
+    assert search.epsilon(_DELTA) == 0.0
+
+
 def test_candidates_that_cost_differently_keep_it_together():
     sizes = [{"size": 5}, {"size": 100}]
     search = _search(lambda size: _wrapped(toy.dense(), size), sizes)

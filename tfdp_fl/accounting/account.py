@@ -575,7 +575,7 @@ class PrivacyAccount:
                     "another name."
                 )
             if known is None or not self._is_in_all_ledgers(name):
-                self.central.require_relation(cost.relation)
+                self.central.check(cost)
                 for budget in budgets:
                     self._require_affordable(budget, cost, max_mu_squared)
                 self._write(receipt, positions, mu_squared)

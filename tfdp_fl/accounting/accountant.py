@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -82,7 +81,9 @@ class PrivacyAccountant:
     RDP stores the sum of all rounds' Renyi curves, so adding a round always takes the
     same time. PLD is composed on demand (equal charges by self-composition) and cached.
     With more than 16 distinct costs under amplification by sampling, PLD would take
-    minutes, so RDP's epsilon, which is also an upper bound, is returned instead.
+    minutes, so RDP's epsilon, which is also an upper bound, is returned instead. So is
+    the other accountant's where one has no bound for an event: PLD has none for a
+    search beside other rounds, and RDP none for sampled Laplace noise.
     """
 
     def __init__(self, charges: Charges = ()):
@@ -92,7 +93,7 @@ class PrivacyAccountant:
           charges: Rounds, each as a charge or as (charge, count).
 
         Raises:
-          ValueError: The charges have different neighbouring relations.
+          ValueError: See `check`.
         """
         self._counts: dict[charge_lib.RoundCharge, int] = {}
         self._rounds = self._additions = 0
@@ -110,6 +111,8 @@ class PrivacyAccountant:
         self._composed: tuple[float, _Events, _Distribution] | None = None
         # By pass, its cost and its cohorts' intervals in its order, with weights.
         self._passes: dict[Hashable, tuple[float, _Cohorts]] = {}
+        # The accountants with a bound for every round.
+        self._bounded_by = frozenset(charge_lib.ACCOUNTANTS)
         self._add_all(charges)
 
     def _add_all(self, charges: Charges) -> None:
@@ -149,13 +152,23 @@ class PrivacyAccountant:
                 found[charge.sampling] = None
         return tuple(found)
 
-    def require_relation(self, relation: charge_lib.Relation) -> None:
-        """Raises ValueError if the history has another neighbouring relation."""
-        own_relation, new_relation = self.relation, relation.in_accounting
+    def check(self, charge: charge_lib.RoundCharge) -> None:
+        """Raises ValueError if one guarantee cannot cover the history and a charge.
+
+        They have different neighbouring relations, or no accountant has a bound for
+        all of their events.
+        """
+        own_relation, new_relation = self.relation, charge.relation.in_accounting
         if own_relation not in (None, new_relation):
             raise ValueError(
                 f"charge has the neighbouring relation {new_relation.name}, the "
                 f"history has {own_relation.name}; one guarantee cannot cover both."
+            )
+        if not self._bounded_by & _accountants_of(charge):
+            raise ValueError(
+                f"charge has the event {charge.dp_event()!r}, for which no accountant "
+                "has a bound"
+                + (" together with the rounds before." if self._rounds else ".")
             )
 
     @one_at_a_time
@@ -175,12 +188,12 @@ class PrivacyAccountant:
         """Adds a round, or several equal ones.
 
         Raises:
-          ValueError: If the charge's neighbouring relation differs from the history's;
-            nothing is added then.
+          ValueError: See `check`; nothing is added then.
         """
         _validate.instance_of(charge_lib.RoundCharge, charge=charge)
         count = _validate.positive_integer(count=count)
-        self.require_relation(charge.relation)
+        self.check(charge)
+        self._bounded_by &= _accountants_of(charge)
         self._counts[charge] = self._counts.get(charge, 0) + count
         self._rounds += count
         self._additions += 1
@@ -205,6 +218,8 @@ class PrivacyAccountant:
         )
         if self._origin is not None:
             self._added_to_copy.append((charge, count))
+        if not self.has_bound_by("rdp"):
+            self._sums = {}
         for part, total in self._sums.items():
             self._sums[part] = total + count * _rdp_curve(charge, part)
 
@@ -277,7 +292,7 @@ class PrivacyAccountant:
         delta = _validate.inside_unit_interval(delta=delta)
         if (z := self._exact_noise(accountant)) is not None:
             return gaussian.gaussian_epsilon(z, delta)
-        if accountant == "rdp" or not self.has_few_kinds:
+        if self._takes_rdp(accountant):
             return (
                 0.0
                 if self._total_variation <= delta
@@ -340,17 +355,30 @@ class PrivacyAccountant:
 
         Args:
           epsilon: At least 0.
-          accountant: "rdp" or "pld" (see the class); PLD has no bound for a search.
+          accountant: "rdp" or "pld" (see the class); for a search, always "rdp".
         """
         epsilon = _validate.non_negative(epsilon=epsilon)
         if (z := self._exact_noise(accountant)) is not None:
             return gaussian.gaussian_delta(z, epsilon)
-        if accountant == "rdp" or not self.has_few_kinds:
+        if self._takes_rdp(accountant) or self.is_one_search:
             log_delta = self._least(
                 lambda orders, rdp: _log_deltas(orders, rdp, epsilon)
             )
             return min(1.0, self._total_variation, math.exp(min(log_delta, 0.0)))
         return float(self._compose_pld().get_delta_for_epsilon(epsilon))
+
+    def has_bound_by(self, accountant: str) -> bool:
+        """Returns whether an accountant has a bound for all rounds."""
+        return accountant in self._bounded_by or (
+            accountant == "pld" and self.is_one_search
+        )
+
+    def _takes_rdp(self, accountant: str) -> bool:
+        """Returns whether RDP answers for an accountant (see the class)."""
+        if not self.has_bound_by("rdp"):
+            return False
+        is_slow = not self.has_few_kinds
+        return accountant == "rdp" or is_slow or not self.has_bound_by(accountant)
 
     def _exact_noise(self, accountant: str) -> float | None:
         """Returns the noise multiplier of a history that can be converted exactly.
@@ -475,7 +503,7 @@ class PrivacyAccountant:
                 z *= 2
             counts[dp_accounting.GaussianDpEvent(z)] += 1
         largest_loss = math.inf
-        with contextlib.suppress(ValueError):
+        if self.has_bound_by("rdp"):
             largest_loss = self.epsilon(1e-9)
         coarse = coarse or len(counts) > _FEW_KINDS
         interval = curves.pld_interval(largest_loss, coarse)
@@ -521,6 +549,28 @@ def _pass_key(charge: charge_lib.RoundCharge) -> Hashable:
     key = (charge.partition, charge.num_clients, charge.pass_index, kind)
     # A shuffled order can be cut into other cohorts; an allocation is drawn again.
     return (*key, charge.rounds_per_pass) if _is_allocated(charge) else key
+
+
+_Accountants: TypeAlias = "frozenset[str]"
+
+
+@functools.lru_cache(maxsize=1024)
+def _accountants_of(charge: charge_lib.RoundCharge) -> _Accountants:
+    """Returns the accountants that have a bound for a round."""
+    if charge.noise_multiplier is not None:
+        return frozenset(charge_lib.ACCOUNTANTS)
+    if isinstance(charge.event, BestOfTrialsDpEvent):
+        return frozenset({"rdp"})
+    relation = charge.relation.in_accounting
+    libraries = {
+        "rdp": dp_accounting.rdp.RdpAccountant([2.0], relation),
+        "pld": dp_accounting.pld.PLDAccountant(relation),
+    }
+    return frozenset(
+        name
+        for name, library in libraries.items()
+        if library.supports(charge.dp_event(name))
+    )
 
 
 def _rdp_curve(charge: charge_lib.RoundCharge, part: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _MAX_EVENTS, _MAX_DEPTH = 10_000, 16
-_MAX_TRIALS_EVENTS = 64
+MAX_TRIAL_COSTS = 64
 
 Check = Callable[[object], bool]
 
@@ -108,7 +108,7 @@ _FIELDS: dict[str, dict[str, Check]] = {
         "shape": _number(0.0, 1e3, math.inf),
     },
     "BestOfTrialsDpEvent": {
-        "events": _list(_is_event, _MAX_TRIALS_EVENTS),
+        "events": _list(_is_event, MAX_TRIAL_COSTS),
         "mean": _number(1.0, 1e6),
         "shape": _number(0.0, 1e3, math.inf),
     },

@@ -180,7 +180,7 @@ def group_rows(client_ids: Ids, num_rows: int) -> ClientRows:
     """
     if not num_rows:
         raise ValueError("x must have rows, got none.")
-    if np.ma.is_masked(client_ids):
+    if isinstance(client_ids, np.ma.MaskedArray):
         client_ids = np.where(np.ma.getmaskarray(client_ids), None, client_ids.data)
     if isinstance(client_ids, list | tuple):
         values = [v.item() if isinstance(v, np.generic) else v for v in client_ids]
@@ -191,7 +191,8 @@ def group_rows(client_ids: Ids, num_rows: int) -> ClientRows:
                 "client_ids must be numbers alone or strings alone, got a list of both."
             )
     else:
-        ids = client_ids if hasattr(client_ids, "iloc") else np.asarray(client_ids)
+        is_series = hasattr(client_ids, "iloc") and hasattr(client_ids, "dtype")
+        ids = client_ids if is_series else np.asarray(client_ids)
         kind = getattr(ids.dtype, "kind", "O")
         if kind == "M" and isinstance(ids, np.ndarray):
             ids = ids.astype("datetime64[us]")  # The resolution of Python's dates.

@@ -17,6 +17,7 @@ any order; and AdjustHue, Polygamma and StatelessRandomPoisson, which may never 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -169,6 +170,30 @@ def find_unbatchable(definition: tf.compat.v1.GraphDef) -> list[str]:
     return sorted(operations - BY_CLIENT - functions)
 
 
+def check_compilers() -> None:
+    """Raises ValueError if the bits of results may depend on earlier calls.
+
+    With automatic clustering, TensorFlow compiles a program after its first calls.
+    Which of two programs trains a client would then depend on the clients before it.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if re.search(r"xla_cpu_enable_fast_math(?!=(false|0)\b)", flags):
+        raise ValueError(
+            "XLA_FLAGS must not set xla_cpu_enable_fast_math, with which a NaN can "
+            f"pass for a number and reach the sum, got {flags!r}."
+        )
+    flags = os.environ.get("TF_XLA_FLAGS", "")
+    given = re.search(
+        r"tf_xla_(auto_jit(?!=0\b)|cpu_global_jit(?!=(false|0)\b))", flags
+    )
+    if given or tf.config.optimizer.get_jit():
+        raise ValueError(
+            "TensorFlow must not compile programs of its own accord, as it does with "
+            "TF_XLA_FLAGS=--tf_xla_auto_jit or tf.config.optimizer.set_jit(True), got "
+            f"{flags or 'the latter'!r}. Use compile(jit_compile=True) instead."
+        )
+
+
 def check(
     definition: tf.compat.v1.GraphDef,
     layers: Iterable[str] = (),
@@ -181,6 +206,7 @@ def check(
       layers: Layer names, which the error uses to locate the operation.
       allow_list: The allowed operations.
     """
+    check_compilers()
     functions = {function.signature.name for function in definition.library.function}
     norm_gradients = {
         node.name for _, node in nodes(definition) if node.op == _PARTLY_WRITTEN
@@ -217,9 +243,9 @@ def check(
             continue
         if node.op == "DebugNumericSummaryV2":
             raise ValueError(
-                "tf.debugging must not watch the programs of clients, as it writes what "
-                "they compute into the log: call tf.debugging.disable_check_numerics() "
-                "or tf.debugging.experimental.disable_dump_debug_info() first."
+                "tf.debugging must not watch the programs of clients, as it logs what "
+                "they compute: call tf.debugging.disable_check_numerics() or "
+                "tf.debugging.experimental.disable_dump_debug_info() first."
             )
         raise ValueError(
             "model, loss, metrics, optimizer, mechanism and hooks must compute with "

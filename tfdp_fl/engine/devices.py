@@ -176,9 +176,4 @@ def numeric_options() -> tuple[object, ...]:
 
     TensorFlow applies them when it calls a function, also one traced before.
     """
-    options = tf.config.optimizer
-    return (
-        products_are_float32(),
-        options.get_experimental_options(),
-        options.get_jit(),
-    )
+    return products_are_float32(), tf.config.optimizer.get_experimental_options()

@@ -17,6 +17,7 @@ The path of a client's update from the dataset to the released model:
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -322,12 +323,32 @@ class CohortEngine:
 
         Each machine returns the sum's tensors, and `Trained.bits`.
         """
+        received, chunk = self._make_up(strategy.num_steps * batch, batch, width)
+        program = self.programs.traced[strategy]
+        if run is None:
+            found = [tf.nest.flatten(program(received, chunk))]
+        else:
+            found = run(program, received, chunk)
+        packed = [tf.nest.pack_sequence_as(program.structure, each) for each in found]
+        return [
+            (
+                list(map(np.asarray, each.total.contribution.update)),
+                list(map(np.asarray, each.bits)),
+            )
+            for each in packed
+        ]
+
+    def _make_up(
+        self, rows: int, batch: int, width: int = 1
+    ) -> tuple[cohort.Broadcast, layout.Chunk]:
+        """Returns made-up weights, and `width` copies of a client with made-up rows."""
         rng = np.random.default_rng(0)
-        rows = strategy.num_steps * batch
 
         def make_random(
             shape: Sequence[int], dtype: tf.DType, inputs: int = 1
         ) -> tf.Tensor:
+            if dtype == tf.string:
+                return tf.fill(shape, "0")
             # Repeated, as drawing millions of weights would delay the first round.
             size = min(math.prod(shape), _DRAWN)
             if dtype.is_floating:
@@ -342,7 +363,7 @@ class CohortEngine:
         )
         # Scaled like initial weights: zeros, for example, would pass nothing on.
         weights = [
-            make_random(v.shape, v.dtype, max(1, v.shape[0]))
+            make_random(v.shape, v.dtype, math.prod(v.shape[:1]))
             for v in self.server.variables
         ]
         seed = np.zeros(2, np.uint64)
@@ -350,20 +371,25 @@ class CohortEngine:
         received = self._broadcast(weights, state, 0.1, seed, returns_bits=True)
         own = np.tile(np.arange(rows), width)
         table = layout.client_table(own, np.full(width, rows), batch, 1)
-        chunk = layout.Chunk(x, y, table)
-        program = self.programs.traced[strategy]
-        if run is None:
-            found = [tf.nest.flatten(program(received, chunk))]
-        else:
-            found = run(program, received, chunk)
-        packed = [tf.nest.pack_sequence_as(program.structure, each) for each in found]
-        return [
-            (
-                list(map(np.asarray, each.total.contribution.update)),
-                list(map(np.asarray, each.bits)),
-            )
-            for each in packed
-        ]
+        return received, layout.Chunk(x, y, table)
+
+    def _check_compiles(self, batch: int) -> None:
+        """Raises ValueError if XLA cannot compile how clients train.
+
+        Otherwise, every client would seem to have failed.
+        """
+        received, chunk = self._make_up(batch, batch)
+        compiled = layout.Strategy(layout.ONE_BY_ONE, xla=True)
+        try:
+            self.programs.traced[compiled](received, layout.gather(chunk, chunk.table))
+        except program_lib.CLIENT_ERRORS as error:
+            with contextlib.suppress(*program_lib.CLIENT_ERRORS):
+                plain = layout.Part(compiled._replace(xla=False), chunk.table)
+                self.programs.program(received, plain)(received, chunk)
+                raise ValueError(
+                    "jit_compile must be False for this model, which XLA cannot "
+                    f"compile: {str(error).splitlines()[0]}"
+                ) from error
 
     def check_labels(
         self, dataset: FederatedDataset, argument: str = "clients"
@@ -402,6 +428,7 @@ class CohortEngine:
         Returns:
           A `PendingRound`; the model has not changed.
         """
+        allowed_operations.check_compilers()
         if devices.numeric_options() != self._numeric_options:
             # Widths were tried, and bounds proven, for the options at that time.
             self.layout = dataclasses.replace(self.layout, kernels=None)
@@ -427,7 +454,7 @@ class CohortEngine:
             tf.constant(inputs.noise_multiplier, tf.float32),
             tf.constant(inputs.clients_per_round, tf.float32),
         )
-        weights = [variable.value() for variable in self.server.variables]
+        weights = keras_versions.settled_values(self.server.variables)
         if self._hook is not None:
             weights = self._hook(weights, tf.constant(inputs.seed))
         norms = None
@@ -457,7 +484,7 @@ class CohortEngine:
             params = self.query.derive_sample_params(state)
         return cohort.Broadcast(
             weights=weights,
-            unaggregated=[variable.value() for variable in self._unaggregated],
+            unaggregated=keras_versions.settled_values(self._unaggregated),
             params=params,
             learning_rate=tf.constant(rate, tf.float32),
             seed=tf.constant(noise.for_clients(seed)),
@@ -524,6 +551,8 @@ class CohortEngine:
                 )
                 self._trace(pending)  # Its replacement.
                 return
+        if is_new and self.layout.xla:
+            self._check_compiles(batch)
         if not self._is_prepared or (is_new and self._later_clip is None):
             self._trace_release(pending)
             self._is_prepared = True
@@ -677,7 +706,7 @@ class CohortEngine:
           by name.
         """
         paid.use()
-        with tf.device(self.device):
+        with keras_versions.moving_weights, tf.device(self.device):
             return self._release(pending, paid.cost.noise_multiplier)
 
 

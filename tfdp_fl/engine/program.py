@@ -8,7 +8,6 @@ and results.
 
 from __future__ import annotations
 
-import os
 import re
 import uuid
 from collections.abc import Callable, Iterable
@@ -25,20 +24,10 @@ if TYPE_CHECKING:
     from tfdp_fl.datasets.nests import Nest
     from tfdp_fl.terms import Json
 
-# Errors that one client's data can make TensorFlow raise, for example with an
-# index outside an embedding's table.
-CLIENT_ERRORS = (
-    tf.errors.AbortedError,
-    tf.errors.DataLossError,
-    tf.errors.FailedPreconditionError,
-    tf.errors.InternalError,
-    tf.errors.InvalidArgumentError,
-    tf.errors.NotFoundError,
-    tf.errors.OutOfRangeError,
-    tf.errors.ResourceExhaustedError,
-    tf.errors.UnimplementedError,
-    tf.errors.UnknownError,
-)
+# Errors that one client's data can make a traced program raise: any of TensorFlow's (an
+# index outside an embedding's table, say), and one that says that the message, which
+# quotes a client's text, is not UTF-8.
+CLIENT_ERRORS = (tf.errors.OpError, UnicodeDecodeError)
 
 
 class Program:
@@ -76,12 +65,6 @@ class Program:
         Raises:
           ValueError: It contains a forbidden operation or captures something mutable.
         """
-        flags = os.environ.get("XLA_FLAGS", "")
-        if re.search(r"xla_cpu_enable_fast_math(?!=(false|0)\b)", flags):
-            raise ValueError(
-                "XLA_FLAGS must not set xla_cpu_enable_fast_math, with which a NaN can "
-                f"pass for a number and reach the sum, got {flags!r}."
-            )
         layers = [] if model is None else keras_versions.layers_of(model)
         names = [layer.name for layer in layers]
         with _signals.defer_signals():

@@ -208,6 +208,11 @@ class PrivateRounds:
         The guarantee does not depend on this check, as the strategy only
         post-processes.
         """
+        if isinstance(strategy, PrivateRounds):
+            raise TypeError(
+                f"strategy must not be private already, got {strategy!r}: it would "
+                "reject the noisy mean, which no client sent."
+            )
         for method in (self._configure_method, self._aggregate_method):
             if not callable(getattr(strategy, method, None)):
                 raise TypeError(

@@ -288,10 +288,8 @@ def capture(
     run, cohort_engine = fed.require_trained("checkpoint")
     return {
         **run.state(ledger),
-        # Without copies, as large models leave no memory to spare.
         "weights": [
-            np.asarray(v.value())
-            for v in keras_versions.tf_variables(fed.model.weights)
+            np.asarray(v) for v in keras_versions.settled_values(fed.model.weights)
         ],
         "trainable": _trainable_indices(fed.model),
         "server_optimizer": [v.numpy() for v in cohort_engine.server.state],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 
 from tfdp_fl import accounting, engine
@@ -18,8 +17,8 @@ def statement_facts(
     account, setup, mechanism = run.spending, run.setup, run.setup.mechanism
     sizes = [charge.clients_per_round for charge in account.own.elements()]
     composed: Json = {
-        "epsilon_rdp": account.central.epsilon,
-        "epsilon_pld": _make_pld_epsilon(account.central),
+        "epsilon_rdp": _epsilon_by(account.central, "rdp"),
+        "epsilon_pld": _epsilon_by(account.central, "pld"),
         "epsilon_if_participation_is_known": (
             account.central.epsilon_if_participation_is_known
         ),
@@ -90,19 +89,16 @@ def _resolve_parameters(setup: TrainingSetup, rounds: int) -> Json:
     return {**parameters, "client_weighting": setup.client_weighting}
 
 
-def _make_pld_epsilon(
-    accountant: accounting.PrivacyAccountant,
-) -> Callable[[float], float | None] | None:
-    """Returns a function from delta to PLD's epsilon; None if it would be slow."""
-    if not accountant.has_few_kinds:
+def _epsilon_by(
+    composed: accounting.PrivacyAccountant, accountant: str
+) -> Callable[[float], float] | None:
+    """Returns a function from delta to epsilon; None without a (quick) bound."""
+    is_slow = accountant == "pld" and not composed.has_few_kinds
+    if not composed.has_bound_by(accountant) or (
+        is_slow and composed.has_bound_by("rdp")
+    ):
         return None
-
-    def epsilon(delta: float) -> float | None:
-        with contextlib.suppress(NotImplementedError, ValueError):
-            return accountant.epsilon(delta, "pld")
-        return None
-
-    return epsilon
+    return lambda delta: composed.epsilon(delta, accountant)
 
 
 # The recorded caveats that apply even without a guarantee.

@@ -517,6 +517,9 @@ class DPFederatedModel(federated_training.FederatedTraining):
                 )
         self._verbose = _resolve_verbose(verbose)
         callbacks = callbacks_lib.check_callbacks(callbacks)
+        saves = any(isinstance(c, callbacks_lib.RoundCheckpoint) for c in callbacks)
+        if saves or resume_from is not None:
+            preparation.require_names(self, clients)
         validation = validation.conform(self.model, training)
         if self.run is not None:
             self.run.end_interrupted_round()

@@ -128,6 +128,27 @@ def _shapes(memory: nests.Nest) -> list[tuple[int, ...]]:
     return [tuple(leaf.shape) for leaf in tf.nest.flatten(memory)]
 
 
+def require_names(fed: FederatedTraining, clients: FederatedDataset) -> None:
+    """Refuses checkpoints of a run that another process could not continue.
+
+    It could not tell whether streamed clients without names have another order. Where
+    the order counts, somebody would take part twice in a pass, or spend twice.
+    """
+    is_local = fed.mechanism.trust_model == TrustModel.LOCAL
+    if is_local:
+        reason = f"{fed.mechanism.name} counts what each of them spends"
+    elif fed.setup.sampling in (Sampling.SHUFFLED, Sampling.CYCLIC):
+        reason = f"{fed.setup.sampling} sampling relies on who took part before"
+    else:
+        return
+    if clients.source_identity is not None:
+        raise ValueError(
+            "clients must have names with RoundCheckpoint or resume_from, because "
+            f"{reason}, got {clients.num_clients} streamed clients without names, "
+            "whose order may change: give a mapping, or names to from_client_fn."
+        )
+
+
 def _check_population(fed: FederatedTraining, clients: FederatedDataset) -> Population:
     """Refuses far fewer clients than planned, and forbidden changes of the clients."""
     run, target, size = fed.run, fed.setup.target, clients.num_clients

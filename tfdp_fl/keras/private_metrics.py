@@ -204,7 +204,7 @@ def _require_account(fed: FederatedTraining) -> account_lib.PrivacyAccount:
 
 def _require_allowed(fed: FederatedTraining, charge: charge_lib.RoundCharge) -> None:
     """Raises ValueError if a release outside the rounds is not allowed."""
-    _require_account(fed).central.require_relation(charge.relation)
+    _require_account(fed).central.check(charge)
     for callback in fed.federated_callbacks:
         callback.check_release(charge)
 

@@ -100,6 +100,7 @@ class RoundLoop:
         show = _make_progress(self.verbose, run.rounds, plan.last_round)
         with callback_session(self.federated, run.rounds, plan.last_round):
             run.mechanism_state = release.with_variables(run.mechanism_state)
+            run.spending.central.check(run.cost(run.rounds))  # Before anybody trains.
             if run.spending.rounds_of_others:
                 # The other run has the same clients, and perhaps the same seed.
                 run.attempts.renew()
@@ -367,9 +368,8 @@ class _BudgetSpentError(Exception):
 def _hash_weights(model: tf.keras.Model) -> bytes:
     """Returns a digest of all bits of a model's weights."""
     digest = hashlib.sha256()
-    for variable in keras_versions.tf_variables(model.weights):
-        # Without a copy, as large models leave no memory to spare.
-        digest.update(np.ravel(np.asarray(variable.value())).view(np.uint8))
+    for value in keras_versions.settled_values(model.weights):
+        digest.update(np.ravel(np.asarray(value)).view(np.uint8))
     return digest.digest()
 
 

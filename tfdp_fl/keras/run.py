@@ -355,11 +355,13 @@ class Run:
 
     def eligible(self, positions: np.ndarray) -> np.ndarray:
         """Returns a cohort without the clients that may not take part again."""
-        limit = self.setup.mechanism.max_participations
-        if limit is None:
+        mechanism, clients = self.setup.mechanism, self.spending.per_client
+        if mechanism.max_participations is None:
             return positions
-        participations = self.spending.per_client.participations[positions]
-        return positions[participations < limit]
+        if mechanism.begins_segment(self.mechanism_state.memory):
+            clients.participations[:] = 0
+        counts = clients.participations[positions]
+        return positions[counts < mechanism.max_participations]
 
     def cost(
         self, round_index: int, num_with_noise: int | None = None

@@ -247,6 +247,13 @@ def check_model(model: tf.keras.Model) -> None:
             "model must be built: give its first layer an input shape, or call it on a "
             f"batch, got {model.name!r} without weights."
         )
+    variables = keras_versions.tf_variables(model.variables)
+    if any(isinstance(v, tf.distribute.DistributedValues) for v in variables):
+        raise ValueError(
+            "model must be built outside the scope of a tf.distribute.Strategy, got "
+            f"{model.name!r}, whose weights are on several devices: threads, a GPU or "
+            "Ray workers train its clients in parallel."
+        )
     if not model.trainable_variables:
         raise ValueError(
             f"model must have trainable variables, got {model.name!r} with none."

@@ -192,8 +192,7 @@ class BLTGenerator(Generator):
           pattern: (k, b) and T.
 
         Raises:
-          ValueError: The coefficients c would increase or be negative, or two
-            poles are equal.
+          ValueError: Poles and zeros do not alternate.
         """
         poles = _as_float32(theta)
         distances = np.abs(poles[:, None] - poles) + np.eye(len(poles))
@@ -207,11 +206,16 @@ class BLTGenerator(Generator):
             for i, pole in enumerate(poles)
         ]
         self.weights = _as_float32(weights)
+        if self.weights.min() < 0:
+            # Terms of both signs could be large and cancel. Then noise would follow the
+            # float32 errors of earlier rounds' noise, not C.
+            raise ValueError(
+                "theta and theta_hat must alternate, theta[0] > theta_hat[0] > "
+                f"theta[1] > ..., got {tuple(theta)!r} and {tuple(theta_hat)!r}."
+            )
         powers = np.arange(pattern.rounds - 1)[:, None]
-        tail = (poles**powers) @ self.weights
-        if self.weights.min() >= 0 and 0 <= poles.min() <= poles.max() <= 1:
-            # Then c falls, and what rises is the last bit of a float64.
-            tail = np.minimum.accumulate(tail)
+        # It falls; what rises is the last bit of a float64.
+        tail = np.minimum.accumulate((poles**powers) @ self.weights)
         self.coefficients = toeplitz.check_coefficients(np.concatenate([[1.0], tail]))
         self.pattern = pattern
         self.copies = len(poles)

@@ -50,8 +50,8 @@ class CorrelatedNoise(mechanism.Mechanism):
       rounds: T, the rounds of a segment.
       min_separation: b, the minimum number of rounds from one participation of a
         client to its next.
-      max_participations: k, the maximum number of rounds of a client; None: as many as
-        possible, ceil(T / b).
+      max_participations: k, the maximum number of rounds of a client in a segment;
+        None: as many as possible, ceil(T / b).
     """
 
     # The last two caveats apply if clients take part whenever they like.
@@ -101,7 +101,7 @@ class CorrelatedNoise(mechanism.Mechanism):
     )
     max_participations: int | None = declaration.parameter(
         declaration.optional(_validate.positive_integer),
-        "the most rounds of a client; ceil(rounds / b) unless given.",
+        "the most rounds of a client in a segment; ceil(rounds / b) unless given.",
         default=None,
     )
 
@@ -192,6 +192,10 @@ class CorrelatedNoise(mechanism.Mechanism):
         made = noise.standard_normals(update, noise.next_seed(), add)
         noised, buffers = map(list, zip(*made, strict=True))
         return noised, strategies.NoiseState(memory.position + 1, buffers)
+
+    def begins_segment(self, memory: strategies.NoiseState) -> bool:
+        """Implements `Mechanism.begins_segment`: after every T rounds of a memory."""
+        return int(memory.position) % self.rounds == 0
 
     def event_index(self, round_index: int, memory: strategies.NoiseState) -> int:
         """Implements `Mechanism.event_index`: the round index in the memory."""

@@ -368,6 +368,14 @@ class Mechanism(abc.ABC):
         """
         return round_index
 
+    def begins_segment(self, memory: Memory) -> bool:
+        """Returns whether `max_participations` counts from the next round on.
+
+        Args:
+          memory: `RoundState.memory` before it; () without one.
+        """
+        return False
+
     @property
     def event_period(self) -> int | None:
         """The number of released rounds after which `round_event` repeats.

@@ -356,7 +356,7 @@ class PrivateSearch:
         try:
             if ledger is not None:
                 account.attach_ledger(directory.name, ledger, run="a search's ledger")
-                account.central.require_relation(charge.relation)
+                account.central.check(charge)
                 directory.write(state)  # Every charged search must be resumable.
             paid = account.charge(
                 charge,

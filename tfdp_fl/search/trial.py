@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _validate, accounting, engine, keras_versions, sampling, schedules
+from tfdp_fl.accounting import schema
 from tfdp_fl.accounting.private_selection import BestOfTrialsDpEvent, TrialCount
 from tfdp_fl.datasets import FederatedDataset, nests
 from tfdp_fl.engine import trainer
@@ -491,20 +492,27 @@ def calibrate(
             lambda z: [charge([trial.event(z)])], target, delta, "pld", upper=limit
         )
 
+    limits = [trial.noise_limit() for trial in trials]
+    # A trial's cost at a reference noise, to calibrate equal trials only once.
+    references = [
+        trial.event(min(1.0, limit or 1.0))
+        for trial, limit in zip(trials, limits, strict=True)
+    ]
+    if (num_costs := len({*references})) >= schema.MAX_TRIAL_COSTS:
+        raise ValueError(
+            f"candidates must have fewer than {schema.MAX_TRIAL_COSTS} different "
+            f"costs, got {num_costs}: give fewer that differ in their cohorts, rounds "
+            "or mechanism."
+        )
     # The epsilon of a search with only one candidate.
     single_epsilon = epsilon
     while True:
         events: list[dp_accounting.DpEvent] = []
-        # By a trial's cost at a reference noise, to calibrate equal trials only once.
         calibrated: dict[dp_accounting.DpEvent, float] = {}
-        for trial in trials:
-            limit = trial.noise_limit()
-            reference_event = trial.event(min(1.0, limit or 1.0))
-            if reference_event not in calibrated:
-                calibrated[reference_event] = calibrate_trial(
-                    trial, single_epsilon, limit
-                )
-            events.append(trial.event(calibrated[reference_event]))
+        for trial, limit, reference in zip(trials, limits, references, strict=True):
+            if reference not in calibrated:
+                calibrated[reference] = calibrate_trial(trial, single_epsilon, limit)
+            events.append(trial.event(calibrated[reference]))
         search_charge = charge(events)
         total = accounting.PrivacyAccountant([search_charge]).epsilon(delta, "pld")
         if total <= epsilon:
