@@ -75,7 +75,7 @@ def test_a_model_that_xla_cannot_compile_is_refused_before_anybody_trains():
 def test_a_model_of_several_devices_is_refused():
     with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
         model = _of_its_own()
-    with pytest.raises(ValueError, match="outside the scope of a tf.distribute"):
+    with pytest.raises(ValueError, match=r"outside the scope of a tf\.distribute"):
         toy.federated(model=model)
 
 

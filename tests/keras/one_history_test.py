@@ -159,7 +159,8 @@ def test_a_trained_model_learns_nothing_where_it_is_only_called(layer):
         toy.assert_same(fed.get_weights(), before)
 
 
-def test_an_evaluation_in_another_thread_meets_no_round():
+@pytest.mark.parametrize("during", ["empty_round", "release"])
+def test_an_evaluation_in_another_thread_meets_no_round(during):
     def make():
         return toy.federated(
             tfdp_fl.NoPrivacy(),
@@ -171,6 +172,7 @@ def test_an_evaluation_in_another_thread_meets_no_round():
 
     fed, twin, sent, has_begun = make(), make(), [], threading.Event()
     x, y = toy.arrays(20)
+    fed.evaluate(x, y, batch_size=5, verbose=0)  # Traces.
 
     class Slow(tf.keras.callbacks.Callback):
         def on_test_batch_end(self, *_, **__):
@@ -183,14 +185,17 @@ def test_an_evaluation_in_another_thread_meets_no_round():
     other = threading.Thread(target=evaluate)
 
     def begin(*_):
-        if not sent:
+        if not has_begun.is_set():
             other.start()
             assert has_begun.wait(60)
 
     def note(pending):
         sent.extend(np.asarray(value) for value in pending.received.unaggregated)
 
-    with toy.around(CohortEngine, "empty_round", begin, note):
+    with (
+        toy.around(CohortEngine, "empty_round", after=note),
+        toy.around(CohortEngine, during, before=begin),
+    ):
         toy.fit(fed, 3, seed=5)
     other.join()
     toy.fit(twin, 3, seed=5)

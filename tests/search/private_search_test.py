@@ -115,7 +115,7 @@ def test_too_many_costs_are_refused_before_any_is_calibrated(monkeypatch):
     monkeypatch.setattr(accounting, "calibrate", None)
     sizes = [{"size": size} for size in range(5, 5 + 64)]
     search = _search(lambda size: _wrapped(toy.dense(), size), sizes)
-    with _trained(), pytest.raises(ValueError, match="candidates .* got 64"):
+    with _trained(), pytest.raises(ValueError, match=r"candidates .* got 64"):
         _fit(search)
     assert search.epsilon(_DELTA) == 0.0
 

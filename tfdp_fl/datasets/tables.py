@@ -181,7 +181,8 @@ def group_rows(client_ids: Ids, num_rows: int) -> ClientRows:
     if not num_rows:
         raise ValueError("x must have rows, got none.")
     if isinstance(client_ids, np.ma.MaskedArray):
-        client_ids = np.where(np.ma.getmaskarray(client_ids), None, client_ids.data)
+        nobody: Any = None
+        client_ids = np.where(np.ma.getmaskarray(client_ids), nobody, client_ids.data)
     if isinstance(client_ids, list | tuple):
         values = [v.item() if isinstance(v, np.generic) else v for v in client_ids]
         shape, kinds = [len(values)], {isinstance(v, str | bytes) for v in values}
