@@ -305,9 +305,7 @@ class FederatedDataset:
           client_ids: The clients' ids.
           fn: Takes a client's id and returns its `(x, y)` or `(x, y, sample_weight)`,
             nests of arrays. If it raises an error, only that client fails. In `fit`, it
-            is called in a separate thread, which is restricted to half of the cores
-            while a cohort of small clients trains on one core. Threads and processes
-            that it starts at that time are restricted, too.
+            is called in a separate thread.
           element_spec: The public spec of one example: a tuple of nests of
             `tf.TensorSpec` without a leading dimension. None: it is taken from the
             model and the loss, if possible (see `tfdp_fl.DPFederatedModel.fit`).

@@ -456,7 +456,8 @@ class CohortEngine:
         )
         weights = keras_versions.settled_values(self.server.variables)
         if self._hook is not None:
-            weights = self._hook(weights, tf.constant(inputs.seed))
+            own = noise.for_clients(inputs.seed)
+            weights = self._hook(weights, tf.constant(own))
         norms = None
         if self.query.keeps_window:
             shape = [len(inputs.positions), self.num_variables]
