@@ -188,7 +188,7 @@ class BLTGenerator(Generator):
         Args:
           theta: The poles of C(x) = product of (1 - theta^_i x) / (1 -
             theta_i x), from 0 to 1, no two alike.
-          theta_hat: Its zeros.
+          theta_hat: Its zeros, which alternate with the poles.
           pattern: (k, b) and T.
 
         Raises:
@@ -288,7 +288,7 @@ class BLT:
     Attributes:
       num_buffers: d; where theta is given, its length.
       theta: The poles of C(x), between 0 and 1; None for the best ones.
-      theta_hat: Its zeros, as many: given together with theta.
+      theta_hat: Its zeros, one below each pole and above the next: given with theta.
     """
 
     num_buffers: int = 3
