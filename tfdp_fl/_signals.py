@@ -57,8 +57,8 @@ def handled() -> Iterator[None]:
 
     Python raises it in whatever runs, and an extension that meets it while it
     handles an error of its own, or converts an array, reports a RuntimeError
-    or a SystemError in its place. In other threads than the main one, which
-    hear no signals, nothing changes.
+    or a SystemError in its place. Outside the main thread, which alone receives
+    signals, it does nothing.
     """
     handlers = _handlers()
     raised: list[int] = []

@@ -9,21 +9,21 @@
     update      the model and the clip
 
 (McMahan et al. 2018, https://arxiv.org/abs/1710.06963; the clip: Andrew et al. 2021.)
-Keras's `fit` calls `run_round`. A Flower server calls its two halves, and `release`;
-its clients' replies are clipped in flower/sums.py. TFF compiles `make_record` and
-`release`, and charges what its state records. Nothing bypasses it:
+Keras's `fit` calls `run_round`; where clients train side by side, records are bounded
+in engine/side_by_side.py. A Flower server calls its two halves, and `release`; it clips
+replies in flower/sums.py. TFF compiles `make_record` and `release`, and prices what its
+state records. Nothing bypasses these:
 
 1. Own data only. `make_record` gets one client's update, computed from its own examples
    in a program chosen by their number (engine/layout.py), and what the server sent.
-2. One door. `CohortQuery.clip` returns only records within the mechanism's bounds, and
-   `add` only takes the sum's own shapes (mechanisms/records.py). Nothing else enters a
-   sum. (TF-Privacy's queries, and clients that add noise, bound their own records.)
-3. Exact sums. `Query.to_grid` rounds a record to a grid on which float64 or int32 adds
-   without any error (mechanisms/records.py).
+2. One door. Records are within the mechanism's bounds, of the sum's own shapes
+   (mechanisms/records.py). (TF-Privacy's queries and local mechanisms have their own.)
+3. Exact sums. `CohortQuery.to_grid` rounds a record to a grid on which float64 or int32
+   adds without any error (mechanisms/records.py). Records with noise are not rounded.
 4. The charge covers what could have happened. It follows from the cohort drawn, which
-   must be released or abandoned before the next draw (sampling.py).
-5. Charge, noise, release. `Server.release` uses up a receipt of `PrivacyAccount.charge`
-   (accounting/account.py), and `release` refuses to add less noise.
+   must be released or abandoned before the next draw (sampling.py; in TFF, declared).
+5. Charge, noise, release. A server's release uses up a receipt (accounting/account.py);
+   under a central guarantee, `release` refuses to add less noise.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Server(Protocol):
     """The party that holds the model: Keras's `fit`, or a Flower server."""
 
     def charges_first(self, cohort: Cohort) -> bool:
-        """Whether an abandoned round also reveals who was drawn or what was sent."""
+        """Whether to pay before clients are asked, as abandoning reveals something."""
 
     def abandons(self, collected: Collected) -> bool:
         """Returns whether too few clients answered for a release."""
@@ -132,10 +132,10 @@ def release(
       query: The mechanism's query.
       total: The sum of the records.
       state: The round's state.
-      charged: The result of `query.paid_for`: Python numbers of what was charged.
+      charged: The result of `query.paid_for`: the sum of (bound / stddev)^2.
 
     Raises:
-      InvalidArgumentError: The noise is less than what was charged for.
+      InvalidArgumentError: The noise is less than what a central guarantee paid for.
     """
     mechanism, weight = query.mechanism, total.weight
     public = state.without_memory()  # Who sees the memory could subtract the noise.

@@ -436,8 +436,8 @@ class FixedSizeSampler(CohortSampler):
 
     If cohorts are abandoned because a client in them failed, this reveals who was in
     the others: if f clients fail, the released cohorts were drawn from N - f clients.
-    So if a sampler's cohorts may be abandoned, this must be declared from the start,
-    and all rounds are charged as if it were known whether a client was drawn.
+    So a sampler whose cohorts may be abandoned must say so from the start; its rounds
+    are charged as if everybody knew who was drawn.
 
     Attributes:
       may_abandon: Whether cohorts may be abandoned.
@@ -787,6 +787,6 @@ class CyclicSampler(CohortSampler):
         }
 
     def max_participations(self, rounds: int, first_round: int = 0) -> int:
-        """Returns how often a group can have its turn."""
+        """Returns the largest number of turns of one group."""
         del first_round
         return -(-rounds // self.num_groups)

@@ -293,7 +293,7 @@ def test_a_value_too_large_to_share_does_not_end_the_training():
     with pytest.raises(ValueError, match="must have a max_share_value of at least"):
         toy.fit(fed)
     assert fed.run is None
-    honest = mock.patch.object(secure_sum, "check_grid")
+    honest = mock.patch.object(secure_sum, "check_resolution")
     with honest, pytest.warns(UserWarning, match="lacks their noise"):
         assert toy.fit(fed).history["abandoned_rounds"] == [1.0]
     toy.assert_same(before, fed)

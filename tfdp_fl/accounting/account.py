@@ -1,9 +1,9 @@
 """A run's privacy account, and the one operation that spends from it.
 
-`PrivacyAccount.charge` is the only code in the package that changes spending: for
+`PrivacyAccount.charge` is the only code in the package that spends: for
 rounds, private evaluations, searches and servers' rounds. Under the account's lock, it
 first runs every check that may refuse, then checks the budgets, then writes to every
-ledger and to memory. It returns the receipt without which nothing can be released.
+ledger and to memory. It returns the receipt that a release uses up.
 """
 
 from __future__ import annotations
@@ -139,8 +139,7 @@ class Charge:
 class _ChargeLock:
     """An account's lock, which raises an error for a thread that already holds it.
 
-    Otherwise, a callback that is called within a charge and requests another one would
-    wait for ever.
+    Otherwise, a callback that requests a charge within a charge would deadlock.
     """
 
     def __init__(self) -> None:

@@ -234,21 +234,21 @@ class PrivacyAccountant:
         mu_squared = cast(float, charge.noise_multiplier) ** -2
         if charge.pass_index is None or charge.partition is None:
             # Each round may belong to a pass of its own.
-            self._add_other(_whole_pass(charge, mu_squared), count)
+            self._add_other(_as_own_pass(charge, mu_squared), count)
             return
         key = _pass_key(charge)
         old_cost = self._passes.get(key, (0.0, ()))[0]
         if not self._pass_increase(charge, count * mu_squared):
             return
         if old_cost:
-            old_charge = _whole_pass(charge, old_cost)
+            old_charge = _as_own_pass(charge, old_cost)
             # (Its share of `_others_mu_squared` stays, which is an upper bound.)
             self._others[old_charge] -= 1
             if not self._others[old_charge]:
                 del self._others[old_charge]
             # The cached sums include the pass's old cost.
             self._sums, self._origin = {}, None
-        self._add_other(_whole_pass(charge, self._passes[key][0]), 1)
+        self._add_other(_as_own_pass(charge, self._passes[key][0]), 1)
 
     def _pass_increase(self, charge: charge_lib.RoundCharge, weight: float) -> float:
         """Returns the increase in the most exposed client's sum of weights.
@@ -531,7 +531,7 @@ def _is_allocated(charge: charge_lib.RoundCharge) -> bool:
     return charge.sampling == Sampling.RANDOM_ALLOCATION and charge.is_amplified
 
 
-def _whole_pass(
+def _as_own_pass(
     charge: charge_lib.RoundCharge, mu_squared: float
 ) -> charge_lib.RoundCharge:
     """Returns the charge of a separate pass whose rounds have this mu^2."""

@@ -737,7 +737,7 @@ def _parse(
     for number, line in enumerate([*lines, _strip_after_json(tail)], start=1):
         has_end = number <= len(lines)
         try:
-            body, digest = _verify(line, head, number == 1, name)
+            body, digest = _read_line(line, head, number == 1, name)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             if not has_end:
                 break
@@ -792,7 +792,9 @@ def _strip_after_json(line: bytes) -> bytes:
     return text[:end].encode("utf-8", "surrogateescape")
 
 
-def _verify(line: bytes, head: str, is_first: bool, name: str) -> tuple[Json, str]:
+def _read_line(
+    line: bytes, head: str, is_first: bool, ledger_name: str
+) -> tuple[Json, str]:
     """Returns a line's content and hash; `head` is the hash of the previous line."""
     body = dict(json.loads(line.decode()))
     for key in ("previous", "hash"):
@@ -804,7 +806,7 @@ def _verify(line: bytes, head: str, is_first: bool, name: str) -> tuple[Json, st
         raise ValueError("it is not what belongs there")
     if is_first and body["format"] != FORMAT:
         raise LedgerError(
-            f"The ledger {name} has the format {body['format']!r}, which version "
+            f"The ledger {ledger_name} has the format {body['format']!r}, which version "
             f"{body.get('version', '(unknown)')} reads; this version reads {FORMAT!r}."
         )
     return body, digest

@@ -115,7 +115,7 @@ class FederatedDataset:
     def _conform_to_declared(self, element_spec: Nest | None) -> FederatedDataset:
         if element_spec is None:
             return self
-        return self.conform(sources.resolve_spec(element_spec))
+        return self.conform(sources.normalise_spec(element_spec))
 
     @classmethod
     def from_indices(

@@ -431,7 +431,7 @@ def _client_arrays(
     return x, y, nests.common_length(x, y)
 
 
-def resolve_spec(spec: nests.Nest) -> nests.Nest:
+def normalise_spec(spec: nests.Nest) -> nests.Nest:
     """Returns a declared spec in the form (x, y); raises an error if it is invalid."""
     if not isinstance(spec, tuple) or not all(
         isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined()
@@ -619,7 +619,7 @@ def check_dataset(dataset: tf.data.Dataset) -> None:
         spec = tf.nest.map_structure(
             lambda leaf: tf.TensorSpec(leaf.shape[1:], leaf.dtype), spec
         )
-    resolve_spec(spec)
+    normalise_spec(spec)
 
 
 def dataset_reader(

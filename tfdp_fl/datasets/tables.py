@@ -176,7 +176,7 @@ def group_rows(client_ids: Ids, num_rows: int) -> ClientRows:
       num_rows: The number of rows, n.
 
     Raises:
-      ValueError: `client_ids` is something else; the message names the row.
+      ValueError: An id is neither; the message names its row.
     """
     if not num_rows:
         raise ValueError("x must have rows, got none.")

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 Arrays = list[np.ndarray]
-# The result of `_seal`.
-_Sealed = Any
+# The result of `_pack`.
+_Packed = Any
 
 # Up to this size, Ray sends data with a call instead of through its object store.
 _INLINE_BYTES = 64 * 2**10
@@ -262,19 +262,19 @@ class _Actor:
         expected_facts: Json | None,
         name: str,
         stored: list[program.Program],
-        sent: _Sealed,
+        sent: _Packed,
         examples: Arrays | None,
-        shard: _Sealed,
-    ) -> _Sealed:
+        shard: _Packed,
+    ) -> _Packed:
         """Returns a program's flat results, or None if a client's data raised an error.
 
         Args:
           expected_facts: The facts that all workers must share; None: no requirement.
           name: The program's name.
           stored: Ray's references to the stored program, not yet read.
-          sent: See `RayWorkers.run`; sealed.
-          examples: See `RayWorkers.run`; not sealed.
-          shard: The remaining arguments; sealed.
+          sent: See `RayWorkers.run`; packed.
+          examples: See `RayWorkers.run`; not packed.
+          shard: The remaining arguments; packed.
         """
         if expected_facts is not None and expected_facts != self._facts:
             raise ValueError(
@@ -284,9 +284,9 @@ class _Actor:
         if name not in self._runnables:
             traced = _ray().get(stored[0])
             self._runnables[name] = runnable(traced, self._threads)
-        arguments = [*_open(sent), *(examples or ()), *_open(shard)]
+        arguments = [*_unpack(sent), *(examples or ()), *_unpack(shard)]
         try:
-            return _seal(self._runnables[name](arguments))
+            return _pack(self._runnables[name](arguments))
         except program.CLIENT_ERRORS:  # Ray would send a message that may quote data.
             return None
 
@@ -296,7 +296,7 @@ def _differing(first: Json, second: Json) -> str:
     return ", ".join(name for name in first if first[name] != second[name])
 
 
-def _seal(arrays: nests.Nest) -> _Sealed:
+def _pack(arrays: nests.Nest) -> _Packed:
     """Returns a nest of arrays as one string, if it is short.
 
     Ray handles every array separately, which takes longer than a small client's
@@ -307,9 +307,9 @@ def _seal(arrays: nests.Nest) -> _Sealed:
     return pickle.dumps(arrays, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def _open(sealed: _Sealed) -> nests.Nest:
-    """Returns the nest that was sealed."""
-    return pickle.loads(sealed) if isinstance(sealed, bytes) else sealed
+def _unpack(packed: _Packed) -> nests.Nest:
+    """Returns the nest that was packed."""
+    return pickle.loads(packed) if isinstance(packed, bytes) else packed
 
 
 def _ray() -> types.ModuleType:
@@ -510,7 +510,7 @@ class RayWorkers:
         """
         self.open()
         ray = _ray()
-        received = _seal(sent)
+        received = _pack(sent)
         if not isinstance(received, bytes):
             received = ray.put(received)
         # One dataset at a time, so that the store does not fill up.
@@ -522,7 +522,7 @@ class RayWorkers:
         def ask(index: int) -> ObjectRef:
             return self._cluster.actor(index).run.remote(
                 *(self._expected_facts, traced.name, stored),
-                *(received, examples_reference, _seal(shards[index])),
+                *(received, examples_reference, _pack(shards[index])),
             )
 
         pending = list(map(ask, range(len(shards))))
@@ -531,7 +531,7 @@ class RayWorkers:
         for index, reference in enumerate(pending):
             while len(results) == index:
                 try:
-                    results.append(_open(ray.get(reference)))
+                    results.append(_unpack(ray.get(reference)))
                 except ray.exceptions.RayTaskError as error:
                     message = f"Worker {index} of Ray failed: {error}"
                     raise WorkerError(message) from error

@@ -59,7 +59,7 @@ def sum_securely(
     query, size = cohort_engine.query, cohort_engine.update_spec.size
     site, state = query.mechanism.noise_site, pending.state
     total = np.zeros(size + query.num_scalars)
-    check_grid(protocol, query, state, len(total))
+    check_resolution(protocol, query, state, len(total))
     collected = {
         position: (result, row)
         for positions, result in pending.collected
@@ -181,7 +181,7 @@ def check_cohort_sizes(
         )
 
 
-def check_grid(
+def check_resolution(
     protocol: secure_aggregation.AdditiveSecretSharing,
     query: mechanisms.CohortQuery,
     state: mechanisms.RoundState,

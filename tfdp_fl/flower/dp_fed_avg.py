@@ -158,7 +158,7 @@ class DPFedAvg(private_rounds.PrivateRounds):
                     "where the server could clip only the average of all updates, got "
                     f"{self.mechanism!r}."
                 )
-        released = self._release_round(
+        released = self._finish_round(
             server_round,
             [(_name_of(client), fit_res) for client, fit_res in results],
             lambda fit_res, round_config: replies.read_result(

@@ -582,7 +582,7 @@ class PrivateRounds:
             *map(accounting.format_up, (budget.epsilon, budget.delta)),
         )
 
-    def _release_round(
+    def _finish_round(
         self,
         server_round: int,
         results: Iterable[tuple[Hashable, _Result]],

@@ -172,7 +172,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
                 _logger.warning("Round %s, node %s failed.", server_round, node)
             else:
                 results.append((node, message))
-        released = self._release_round(server_round, results, read)
+        released = self._finish_round(server_round, results, read)
         if released is None:
             return None, None
         configured, model = released

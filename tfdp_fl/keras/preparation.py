@@ -82,7 +82,7 @@ def prepare(
             sampler.expected_cohort_size(plan.first_round),
         )
         num_values = cohort_engine.update_spec.size + query.num_scalars
-        secure_sum.check_grid(setup.secure_aggregation, query, first, num_values)
+        secure_sum.check_resolution(setup.secure_aggregation, query, first, num_values)
     if run is None:
         state = query.initial_global_state()
     elif not (

@@ -216,7 +216,7 @@ class RoundLoop:
     def abandons(self, pending: PendingRound) -> bool:
         """See `algorithm.FrontEnd`: with "abort", one failed client is enough."""
         del pending
-        return self._num_failed > 0 and self.setup.aborts_on_failure
+        return self._num_failed > 0 and self.setup.abandons_on_failure
 
     def abandon(self, cohort: sampling.Cohort) -> None:
         """See `algorithm.FrontEnd`."""
@@ -339,7 +339,7 @@ class RoundLoop:
     def _report_failures(self, pending: PendingRound, num_left_out: int) -> None:
         """Tells the user which clients failed, and what that means for the round."""
         prefix = f"Round {pending.inputs.round_index + 1}:"
-        aborts = self.setup.aborts_on_failure
+        aborts = self.setup.abandons_on_failure
         consequence = (
             "the round is abandoned" if aborts else "the round goes on without them"
         )

@@ -176,7 +176,7 @@ class TrainingSetup:
         return rule
 
     @property
-    def aborts_on_failure(self) -> bool:
+    def abandons_on_failure(self) -> bool:
         """Whether a round is abandoned if a client's data fails."""
         return self.on_client_failure == "abort"
 

@@ -159,7 +159,7 @@ class ParticipationRecord:
                     "clients must be strings or integers, got "
                     f"{client!r} of type {type(client).__name__}."
                 )
-            refusal = "it is there twice" if client in added else self._refusal(client)
+            refusal = "it is listed twice" if client in added else self._refusal(client)
             if refusal is not None:
                 raise ValueError(
                     f"clients must all be allowed to take part, got "

@@ -9,7 +9,7 @@ scalars, so the planner, Flower's strategies and the privacy statement use the s
 formulas as the training.
 
 Bound to a `PrivacyContext`, it gives a `CohortQuery` (`cohort_query`), which every
-runtime calls in the same order; `docs/architecture.md` walks through an example.
+runtime calls in the same order; `cohort_query` lists the calls.
 """
 
 from __future__ import annotations
@@ -600,8 +600,8 @@ class Mechanism(abc.ABC):
         return self.noise_site == NoiseSite.CLIENT
 
     @property
-    def noises_all_releases(self) -> bool:
-        """Whether the mechanism releases nothing without noise."""
+    def all_releases_are_noisy(self) -> bool:
+        """Whether everything that the mechanism releases has noise."""
         return True
 
     def overrides(self, *members: str) -> bool:

@@ -208,10 +208,10 @@ class MedianClipping(mechanism.Mechanism):
         )
 
     @property
-    def noises_all_releases(self) -> bool:
-        """Implements `Mechanism.noises_all_releases`: whether the median is private."""
+    def all_releases_are_noisy(self) -> bool:
+        """Implements `Mechanism.all_releases_are_noisy`: if the median is."""
         return self.median_noise_multiplier is not None
 
     def caveats(self) -> tuple[str, ...]:
         """Implements `Mechanism.caveats`."""
-        return () if self.noises_all_releases else ("exact_median",)
+        return () if self.all_releases_are_noisy else ("exact_median",)

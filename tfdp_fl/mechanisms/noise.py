@@ -250,7 +250,7 @@ _Finish = Callable[[int, Any], Any]
 def _draw_in_chunks(
     tensors: list[tf.Tensor], seed: tf.Tensor, use: _Use, finish: _Finish
 ) -> list[Any]:
-    """Draws N(0, 1) for every element of some tensors, and uses the draws.
+    """Draws N(0, 1) for every element of some tensors, and calls `use` with them.
 
     A drawing operation runs on one thread, so several run at the same time, but not
     all: they would take several times the tensors' memory. The number of chunks, and

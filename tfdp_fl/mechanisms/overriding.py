@@ -54,7 +54,7 @@ def require_cost(cls: Any, base: type) -> None:
         for place, each in enumerate(classes[: classes.index(definer)]):
             if is_of_this_package(each):
                 continue
-            changed = _overridden(each, classes[place + 1 :]) - allowed
+            changed = _overridden_members(each, classes[place + 1 :]) - allowed
             for name in sorted(changed):
                 raise TypeError(
                     f"{cls.__name__} must define {cost}, because {name}, which "
@@ -102,7 +102,7 @@ def is_of_this_package(cls: type) -> bool:
     return cls.__module__.startswith("tfdp_fl.")
 
 
-def _overridden(cls: type, bases: tuple[type, ...]) -> set[str]:
+def _overridden_members(cls: type, bases: tuple[type, ...]) -> set[str]:
     """Returns the inherited members that a class defines anew.
 
     A dataclass field without a default hides a member, too; but to declare a field

@@ -1,7 +1,8 @@
 """The one door through which a client's record enters a sum.
 
 Wherever an update was trained and however it was clipped, its record passes `bound`
-(or `bound_factor`, if only its norm is known), `to_grid` and `add`. Together they
+(or `bound_factor`, if only its norm is known) and `to_grid`; one that is added alone
+passes `add`. (Flower's server does the same in NumPy: flower/sums.py.) Together they
 ensure two of the five principles in docs/architecture.md:
 
 One door. `as_tensors` makes dense tensors of a record, so that what is measured is what

@@ -439,7 +439,7 @@ def _check_mechanism(built: DPFederatedModel, candidate: Candidate) -> None:
     noise = mechanism.parameters().get("noise_multiplier")
     if built.setup.sampling != Sampling.POISSON:
         problem = f"sampling='poisson', got {built.setup.sampling!r}"
-    elif built.setup.aborts_on_failure:
+    elif built.setup.abandons_on_failure:
         problem = (
             "on_client_failure='exclude', got 'abort': an unchanged model would reveal "
             "that a client failed, without noise"
@@ -453,7 +453,7 @@ def _check_mechanism(built: DPFederatedModel, candidate: Candidate) -> None:
             "a central mechanism with a constant noise_multiplier (FixedClipping, "
             f"AdaptiveClipping, MedianClipping), got {mechanism.describe()!r}"
         )
-    elif not mechanism.noises_all_releases:
+    elif not mechanism.all_releases_are_noisy:
         problem = "a median_noise_multiplier, got an exact median, which is not private"
     if problem is not None:
         raise ValueError(

@@ -362,13 +362,13 @@ class Silo:
                 "central guarantee, so that the silo enforces a target for its people, "
                 f"got {fed.mechanism.name} with the target {fed.setup.target}."
             )
-        if not fed.mechanism.noises_all_releases:
+        if not fed.mechanism.all_releases_are_noisy:
             raise ValueError(
                 "build must return a model whose mechanism adds noise to all that it "
                 "releases: an exact median would tell the server of single people, so "
                 "give MedianClipping a median_noise_multiplier."
             )
-        if fed.setup.aborts_on_failure:
+        if fed.setup.abandons_on_failure:
             raise ValueError(
                 'build must return a model with on_client_failure="exclude" and noise '
                 "that the silo adds itself: an abandoned round would tell the server "
