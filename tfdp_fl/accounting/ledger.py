@@ -806,8 +806,8 @@ def _read_line(
         raise ValueError("it is not what belongs there")
     if is_first and body["format"] != FORMAT:
         raise LedgerError(
-            f"The ledger {ledger_name} has the format {body['format']!r}, which version "
-            f"{body.get('version', '(unknown)')} reads; this version reads {FORMAT!r}."
+            f"The ledger {ledger_name} has the format {body['format']!r}, which "
+            f"version {body.get('version', '(unknown)')} reads; this version reads {FORMAT!r}."
         )
     return body, digest
 
