@@ -232,3 +232,9 @@ def test_what_is_refused():
         fed.fit(toy.clients(8), verbose=0, audit=audit)
     with pytest.raises(ValueError, match="delta"):
         audit.estimate(2.0)
+    # A later audit takes no earlier one's place in the statement.
+    said = fed.privacy_statement(_DELTA).split()
+    fed.fit(toy.clients(8), verbose=0, audit=(later := CanaryAudit(10)))
+    both = fed.privacy_statement(_DELTA).split()
+    assert both.count("canary") == said.count("canary") + 1
+    assert later.sentence(_DELTA).split()[-1] in both

@@ -258,6 +258,15 @@ def _page(path, fed, callbacks=(), title=None, **options):
     return written.path.read_text("utf-8")
 
 
+def test_a_report_of_another_model_has_only_its_rounds(tmp_path):
+    report = Report(tmp_path / "report.html", delta=1e-2)
+    for model, rounds in ((None, 3), (toy.two_layers, 1)):
+        toy.fit(toy.federated(model=model, delta=1e-2), rounds, [report])
+        assert [number for number, _ in report._series("epsilon")] == [
+            *range(1, rounds + 1)
+        ]
+
+
 def test_a_report_is_one_file_with_everything(tmp_path):
     fed = toy.federated(sampling="shuffled", delta=1e-2)
     options = {"validation_data": toy.arrays(20), "seed": 4242, "title": "Toys & <b>"}

@@ -149,6 +149,31 @@ def test_other_variables_begin_a_segment():
     assert _memory(fed)[0] == 3
 
 
+@pytest.mark.parametrize("strategy", ["banded", "blt:2"])
+def test_a_refused_fit_does_not_pass_on_the_noise_of_other_variables(strategy):
+    # Noise of shape [1, 4] could be broadcast to [4, 4].
+    layers = [tf.keras.layers.Dense(4, use_bias=False) for _ in range(2)]
+    model = tf.keras.Sequential([tf.keras.Input([1]), *layers])
+    x = np.ones([40, 1], np.float32)
+    clients = FederatedDataset.from_indices(x, np.ones([40, 4]), np.arange(40)[:, None])
+    fed = tfdp_fl.DPFederatedModel(model, _mechanism(strategy), 10, "cyclic")
+    used, charged = auditing.CanaryAudit(4), []
+    for trained, frozen in (layers, layers[::-1]):
+        trained.trainable, frozen.trainable = True, False
+        fed.compile("sgd", "mse")
+        if charged:
+            with pytest.raises(ValueError, match="audit must be a new"):
+                toy.fit(fed, data=clients, audit=used)
+        toy.fit(fed, data=clients, audit=None if charged else used)
+        assert _memory(fed)[0] == 1
+        charged.append(_squares(fed)[0])
+    assert sum(charged) == _spent(fed)
+    with pytest.raises(ValueError, match="memory must be that of variables with"):
+        fed.mechanism.add_noise(
+            [tf.zeros([1, 4])], tf.constant(1.0), fed.run.mechanism_state.memory
+        )
+
+
 def test_an_abandoned_round_moves_nothing():
     fed = _federated(on_client_failure="abort")
     toy.fit(fed, 2)

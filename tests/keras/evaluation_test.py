@@ -144,6 +144,12 @@ def test_a_client_that_cannot_be_read_or_evaluated_on_or_has_nothing():
         fed.evaluate_clients({1: _read("odd")}, verbose=0)
     for said in (told, str(error.value)):
         assert "secret" not in said and "271828" not in said
+    # Through another wrapper of the trained model, too.
+    fed = toy.federated(sampling="shuffled", model=toy.two_layers)
+    toy.fit(fed)
+    other = fed.with_setup()
+    other.evaluate_clients(toy.clients(2), verbose=0)
+    assert "client_metrics_shown" in _caveats(fed)
     # Shown before the first round, it is said after.
     fed = toy.federated(sampling="shuffled")
     fed.evaluate_clients(toy.clients(2), verbose=0)

@@ -205,6 +205,7 @@ class _Loan:
                 own.assign(value)
         model.reset_metrics()
         model.history, model.stop_training = None, False
+        federated_training.showed_client_metrics.discard(model)
         self.compiled.set_learning_rate(self._rate)
         self.fed = fed = before.with_setup(mechanism=before.setup.mechanism)
         fed._setup, fed._engine, self.test = before.setup, before.engine, test

@@ -807,7 +807,8 @@ def _read_line(
     if is_first and body["format"] != FORMAT:
         raise LedgerError(
             f"The ledger {ledger_name} has the format {body['format']!r}, which "
-            f"version {body.get('version', '(unknown)')} reads; this version reads {FORMAT!r}."
+            f"version {body.get('version', '(unknown)')} reads; this version reads "
+            f"{FORMAT!r}."
         )
     return body, digest
 

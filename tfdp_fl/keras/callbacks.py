@@ -633,10 +633,13 @@ class Report(FederatedCallback):
         self.delta = delta
         self.title = title
         self._rounds: dict[int, dict[str, float]] = {}
+        self._of: Any = None  # The model whose rounds they are.
         self._was_interrupted = True
 
     def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
         """Makes the folder now, so that an error does not wait until the end."""
+        if self._of is not self.federated_model:
+            self._rounds, self._of = {}, self.federated_model
         self._was_interrupted = True
         self.path.parent.mkdir(parents=True, exist_ok=True)
 

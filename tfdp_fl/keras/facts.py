@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tfdp_fl import accounting, engine
+from tfdp_fl.auditing import CanaryAudit
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.training_setup import TrainingSetup
 from tfdp_fl.terms import Json, NoiseSite, PrivacyUnit, TrustModel
@@ -52,7 +53,7 @@ def statement_facts(
         pld_is_exact=account.central.is_one_gaussian,
         implied_delta=mechanism.implied_delta,
         caveats=_collect_caveats(run, cohort_engine),
-        audit=None if run.audit is None else run.audit.sentence,
+        audit=_describe_audits(run.audits) if run.audits else None,
     )
 
 
@@ -87,6 +88,10 @@ def _resolve_parameters(setup: TrainingSetup, rounds: int) -> Json:
         noise = f"{min(values):g} to {max(values):g} (scheduled)"
         parameters["noise_multiplier"] = noise
     return {**parameters, "client_weighting": setup.client_weighting}
+
+
+def _describe_audits(audits: Sequence[CanaryAudit]) -> Callable[[float], str]:
+    return lambda delta: " ".join(audit.sentence(delta) for audit in audits)
 
 
 def _epsilon_by(

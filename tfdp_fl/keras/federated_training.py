@@ -39,8 +39,6 @@ class FederatedTraining:
         self._model = model
         self._setup = setup
         self._run: Run | None = None
-        # Whether clients' metrics have been shown without noise.
-        self._showed_client_metrics = False
         self._compiled: Training | None = None
         self._engine: CohortEngine | None = None
         self._verbose = 0
@@ -116,6 +114,8 @@ class FederatedTraining:
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _TRAINED_BY = "_tfdp_fl_trained_by"
+# Keras models whose clients' metrics have been shown without noise.
+showed_client_metrics: weakref.WeakSet[tf.keras.Model] = weakref.WeakSet()
 # Keras models and searches with a `fit` that is running.
 _fitting: weakref.WeakSet[Any] = weakref.WeakSet()
 _begin_lock = threading.Lock()

@@ -346,8 +346,8 @@ class DPFederatedModel(federated_training.FederatedTraining):
         verbose = _resolve_verbose(verbose)
         if private is not None:
             return private_metrics.release(self, private, dataset, batch_size, verbose)
-        self._showed_client_metrics = True
-        if self.run is not None:
+        federated_training.showed_client_metrics.add(self.model)
+        if self.run is not None:  # For checkpoints, too.
             self.run.caveats.add("client_metrics_shown")
         return evaluation.evaluate(self.model, training, dataset, batch_size, verbose)
 
@@ -542,7 +542,6 @@ class DPFederatedModel(federated_training.FederatedTraining):
         )
         clients = engine.check_labels(clients)
         validation = validation.check_labels(engine)
-        self._engine = engine
         with _signals.defer_signals():
             # An interrupt in here could restore the weights without their cost.
             if interrupted is not None:
@@ -550,13 +549,14 @@ class DPFederatedModel(federated_training.FederatedTraining):
                 federated_training.mark_owner(self, engine.server.variables, self.model)
             if audit is not None:
                 audit.begin(engine)
-                run.audit = audit
+                run.audits = [*run.audits, audit]
             run.begin_fit(
                 validates=validation.data is not None, held_out=validation.held_out
             )
-            if self._showed_client_metrics:
+            if self.model in federated_training.showed_client_metrics:
                 run.caveats.add("client_metrics_shown")
-            self._run = run
+            # Together, as nothing raises an error any more.
+            self._engine, self._run = engine, run
         collector = engine if runtime is None else runtime.collector(engine, clients)
         return round_loop.RoundLoop(
             self, clients, callbacks, validation, collector, audit, self._verbose
@@ -619,6 +619,9 @@ class DPFederatedModel(federated_training.FederatedTraining):
           ValueError: Nothing has been trained yet, or an argument is not allowed.
         """
         run, cohort_engine = self.require_trained("privacy_statement")
+        # Perhaps by another wrapper of the model.
+        if self.model in federated_training.showed_client_metrics:
+            run.caveats.add("client_metrics_shown")
         if delta is None:
             delta = self.setup.delta or run.budget_delta
         if delta is None:

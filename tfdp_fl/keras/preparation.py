@@ -85,19 +85,15 @@ def prepare(
         secure_sum.check_resolution(setup.secure_aggregation, query, first, num_values)
     if run is None:
         state = query.initial_global_state()
-    elif not (
-        sampler is run.sampler and population == run.population and not run.releasing
-    ):
-        # Correlated noise continues only with the same clients in the same groups, and
-        # if its memory covers every release.
-        state = query.new_segment(run.mechanism_state)
-    elif cohort_engine is not fed.engine:
-        # Nor does it continue with other variables, as when a layer was frozen.
-        state = query.new_segment(run.mechanism_state)
-        if _shapes(state.memory) == _shapes(run.mechanism_state.memory):
-            state = run.mechanism_state
     else:
-        state = run.mechanism_state
+        state = query.new_segment(run.mechanism_state)
+        # Correlated noise continues only with the same clients in the same groups, if
+        # its memory covers every release, and with variables of the same shapes (a
+        # layer may have been frozen).
+        is_same = sampler is run.sampler and population == run.population
+        fits = _shapes(state.memory) == _shapes(run.mechanism_state.memory)
+        if is_same and fits and not run.releasing:
+            state = run.mechanism_state
     fit_state: Json = {
         "plan": plan,
         "sampler": sampler,

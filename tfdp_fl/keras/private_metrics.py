@@ -104,7 +104,8 @@ class PrivateMetrics:
         usable = np.all(np.isfinite(columns), axis=0)
         parts: list[np.ndarray] = [np.ones([len(usable), 1])]
         for column, (low, high) in zip(columns, self.bounds.values(), strict=True):
-            share = np.clip((column - low) / (high - low), 0.0, 1.0)
+            with np.errstate(all="ignore"):  # A warning would reveal a value.
+                share = np.clip((column - low) / (high - low), 0.0, 1.0)
             parts.append(2 * np.where(usable, share, 0.0)[:, None] - 1)
         vectors = np.concatenate(parts, axis=1) / self._scale
         return np.where(usable[:, None], vectors, 0.0)

@@ -158,7 +158,7 @@ class Run:
       held_out: The digest of the clients that every `fit` so far held out for
         validation; empty if a `fit` held out none, or different ones.
       budget_delta: The delta of the last `PrivacyBudget`.
-      audit: The last `CanaryAudit`; not in checkpoints.
+      audits: The audits of every `fit`, in order; not in checkpoints.
       releasing: Whether a release has started but not finished. If it was interrupted,
         the model may include a round that `rounds` does not count.
       prepaid_round: The last round that was charged before it trained (-1: none); not
@@ -188,7 +188,7 @@ class Run:
     caveats: set[str] = dataclasses.field(default_factory=set)
     held_out: str | None = None
     budget_delta: float | None = None
-    audit: CanaryAudit | None = None
+    audits: list[CanaryAudit] = dataclasses.field(default_factory=list)
     releasing: bool = False
     prepaid_round: int = -1
     attempts: Attempts = dataclasses.field(default_factory=Attempts)

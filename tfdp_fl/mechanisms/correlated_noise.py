@@ -182,6 +182,13 @@ class CorrelatedNoise(mechanism.Mechanism):
         """Implements `Mechanism.add_noise`: adds stddev n_t."""
         memory = self.generator.begin_round(memory)
         scale = tf.cast(stddev, tf.float32)
+        shapes = [part.shape for part in update]
+        if [buffer.shape[1:] for buffer in memory.buffers] != shapes:
+            # Were it broadcast, one draw would be the noise of several elements.
+            raise ValueError(
+                f"memory must be that of variables with the shapes {shapes}, got "
+                f"{[buffer.shape for buffer in memory.buffers]}."
+            )
 
         def add(index: int, fresh: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             sample, buffer = self.generator.next_noise(
