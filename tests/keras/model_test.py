@@ -1,5 +1,6 @@
 """`DPFederatedModel` is trained and used like any Keras model."""
 
+import dataclasses
 import inspect
 import math
 from unittest import mock
@@ -315,6 +316,20 @@ def test_a_later_fit_is_checked_for_its_own_rounds():
     with pytest.raises(ValueError, match="count_noise_stddev"):
         toy.fit(fed, 1)
     assert fed.run is before  # Before anybody was drawn or trained.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Person:
+    number: int = dataclasses.field(repr=False)
+
+
+def test_ids_that_look_alike_are_refused():
+    # In another order, they would pass for the same clients.
+    clients = {_Person(k): toy.arrays(5, seed=k) for k in range(4)}
+    fed = toy.federated(sampling="shuffled", clients_per_round=2)
+    with pytest.raises(ValueError, match=r"must differ in their repr.*_Person"):
+        toy.fit(fed, data=clients)
+    assert fed.run is None
 
 
 def test_what_is_refused_changes_nothing():

@@ -1,7 +1,9 @@
 """No way of calling `fit` has rounds that epsilon leaves out."""
 
 import concurrent.futures
+import contextlib
 import copy
+import dataclasses
 import itertools
 import pickle
 import threading
@@ -16,6 +18,7 @@ import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import accounting
 from tfdp_fl.accounting import planning
+from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import CohortEngine
 from tfdp_fl.keras import checkpoint, federated_training
 
@@ -157,6 +160,62 @@ def test_a_trained_model_learns_nothing_where_it_is_only_called(layer):
     ):
         call()
         toy.assert_same(fed.get_weights(), before)
+
+
+_BOUND = [4.0]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ReadsItsBound(tfdp_fl.mechanisms.Mechanism):
+    """Its bound is a number of the user's own, which changes between fits."""
+
+    noise_multiplier: float = 100.0
+
+    def describe(self):
+        return "its own."
+
+    def first_clip_norm(self):
+        return 1.0
+
+    def l2_norm_bound(self, round):
+        return _BOUND[0] * round.clip_norm
+
+    def scale(self, norm, round):
+        return tf.minimum(1.0, _BOUND[0] * round.clip_norm / norm)
+
+    def noise_stddevs(self, round, deployment):
+        return {"update": round.noise_multiplier * round.clip_norm}
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_bound_that_changed_between_fits_is_that_of_every_program(interrupted):
+    # For another batch size, more programs are needed than are traced already.
+    layers = [tf.keras.Input([64]), tf.keras.layers.Dense(64)]
+    x = np.random.default_rng(0).normal(size=(640, 64)).astype(np.float32)
+    rows = np.arange(640).reshape(10, 64)
+    clients = FederatedDataset.from_indices(x, np.zeros([640], np.int64), rows)
+    fed = tfdp_fl.DPFederatedModel(
+        tf.keras.Sequential(layers), _ReadsItsBound(), 10, "fixed_size"
+    )
+    fed.compile(tf.keras.optimizers.SGD(1000.0), toy.loss())
+    sums = []
+
+    def note(_, pending, paid):
+        for total in pending.sums:
+            parts = [tf.cast(v, tf.float64) for v in total.contribution.update]
+            sums.append(float(tf.linalg.global_norm(parts)))
+
+    begin = mock.patch.object(CohortEngine, "complete", side_effect=KeyboardInterrupt)
+    stops = begin if interrupted else contextlib.nullcontext()
+    with stops, contextlib.suppress(KeyboardInterrupt):
+        toy.fit(fed, data=clients, batch_size=64)
+    _BOUND[0] = 0.05
+    try:
+        with toy.around(CohortEngine, "release", before=note):
+            toy.fit(fed, data=clients, batch_size=8)
+    finally:
+        _BOUND[0] = 4.0
+    assert 0.1 < sum(sums) < 10 * 0.0501
 
 
 @pytest.mark.parametrize("during", ["empty_round", "release"])

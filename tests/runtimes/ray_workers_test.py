@@ -5,6 +5,8 @@ import os
 import pickle
 import signal
 import sys
+import threading
+import time
 from unittest import mock
 
 import numpy as np
@@ -162,6 +164,29 @@ def test_a_program_that_travelled_is_the_program():
         traced({"a": -a, "b": b}, np.array([7, 2], np.int32))
     with pytest.raises(tf.errors.InvalidArgumentError):
         run([-a, b, np.array([7, 2], np.int32)])
+
+
+def test_fits_in_two_threads_take_turns():
+    # The workers hold the examples of one dataset.
+    workers, inside, most = ray_workers.RayWorkers(), [], []
+
+    def run(*arguments):
+        inside.append(arguments)
+        time.sleep(0.05)
+        most.append(len(inside))
+        inside.pop()
+        return []
+
+    with mock.patch.object(workers, "_run", run):
+        threads = [
+            threading.Thread(target=workers.run, args=(None, [], None, []))
+            for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert most == [1, 1, 1]
 
 
 def test_side_by_side_needs_products_of_all_their_bits(workers, monkeypatch):

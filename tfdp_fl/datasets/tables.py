@@ -126,7 +126,11 @@ def _normalise_id(client_id: Hashable) -> str:
 
 
 def hash_ids(client_ids: Sequence[Any]) -> str:
-    """Returns the SHA-256 of ids in their order, hexadecimal."""
+    """Returns the SHA-256 of ids in their order, hexadecimal.
+
+    Raises:
+      ValueError: Two ids look alike.
+    """
     digest, number = hashlib.sha256(), len(client_ids)
     if isinstance(client_ids, range):
         return hashlib.sha256(repr(client_ids).encode()).hexdigest()
@@ -142,8 +146,14 @@ def hash_ids(client_ids: Sequence[Any]) -> str:
         digest.update(b"str" + sizes.astype("<i8").tobytes())
         digest.update("".join(client_ids).encode(errors="surrogatepass"))
         return digest.hexdigest()
-    for client_id in client_ids:
-        text = _typed_repr(client_id)
+    texts = list(map(_typed_repr, client_ids))
+    if len({*texts}) < number:
+        raise ValueError(
+            "client_ids must differ in their repr, by which later fits know them, got "
+            f"a {type(client_ids[0]).__name__} whose repr others have: use strings or "
+            "numbers."
+        )
+    for text in texts:
         # The length prefix makes the encoding unambiguous.
         digest.update(f"{len(text)}:{text}".encode(errors="surrogatepass"))
     return digest.hexdigest()

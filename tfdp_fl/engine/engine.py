@@ -530,18 +530,37 @@ class CohortEngine:
         needed it, and a callback had changed such an attribute by then. The way in
         which all clients train would then reveal who took part in earlier rounds.
         """
-        if self._later_clip is not None:
-            self._later_clip.trace(pending)
         batch = pending.inputs.batch_size
-        nobody = layout.client_table(np.zeros(0, int), np.zeros(0, int), batch, 1)
         fine = needs_fine_grid(pending)
-        is_new = not self.programs.traced.keys() >= {
-            *self.layout.strategies(batch, fine)
-        }
-        if is_new and self.layout.kernels is not None and not self._is_supported():
+        strategies = self.layout.strategies(batch, fine)
+        if self._is_prepared and self.programs.traced.keys() >= {*strategies}:
+            return
+        if self.layout.kernels is not None and not self._is_supported():
             # A layer has changed since, so its bound would not hold.
             self.layout = dataclasses.replace(self.layout, kernels=None)
-        for strategy in self.layout.strategies(batch, fine):
+            strategies = self.layout.strategies(batch, fine)
+        if self._is_prepared:  # For another batch size or grid.
+            earlier = filter(self.layout.allows, self.programs.traced)
+            strategies = [*dict.fromkeys([*earlier, *strategies])]
+            self._forget_programs()
+        try:
+            self._trace_together(pending, strategies)
+        except BaseException:
+            self._forget_programs()
+            raise
+
+    def _trace_together(
+        self, pending: cohort.PendingRound, strategies: list[layout.Strategy]
+    ) -> None:
+        """Traces all programs that clients may need, the clip and the release.
+
+        Each asks the mechanism for its bounds, and all must get the same answers.
+        """
+        batch = pending.inputs.batch_size
+        nobody = layout.client_table(np.zeros(0, int), np.zeros(0, int), batch, 1)
+        if self._later_clip is not None:
+            self._later_clip.trace(pending)
+        for strategy in strategies:
             try:
                 self.programs.program(pending.received, layout.Part(strategy, nobody))
             except Exception as error:
@@ -552,23 +571,22 @@ class CohortEngine:
                 )
                 self._trace(pending)  # Its replacement.
                 return
-        if is_new and self.layout.xla:
+        if self.layout.xla:
             self._check_compiles(batch)
-        if not self._is_prepared or (is_new and self._later_clip is None):
-            self._trace_release(pending)
-            self._is_prepared = True
-
-    def _trace_release(self, pending: cohort.PendingRound) -> None:
-        """Traces the release together with clients' programs.
-
-        Each asks the mechanism for its bounds, and all must get the same answers.
-        """
         record = self.query.initial_sample_state(self.update_spec.variables)
         record = tf.nest.map_structure(tf.TensorSpec.from_tensor, record)
         total = next(iter(self.programs.traced.values())).results.total
         total = total._replace(contribution=record)
-        self._release.forget()
         self._release.trace(total, release.with_variables(pending.state))
+        self._is_prepared = True
+
+    def _forget_programs(self) -> None:
+        """Makes the next round trace everything anew."""
+        self.programs.traced.clear()
+        self._release.forget()
+        if self._later_clip is not None:
+            self._later_clip.forget()
+        self._is_prepared = False
 
     def _lay_out(
         self, pending: cohort.PendingRound, chunk: layout.Chunk

@@ -379,6 +379,12 @@ class Layout:
             ]
         return found
 
+    def allows(self, strategy: Strategy) -> bool:
+        """Returns whether clients may train so, for some batch size and grid."""
+        if strategy.kind == SIDE_BY_SIDE:
+            return self.kernels is not None
+        return (strategy.kind == BATCHED) == (self.at_once is not None)
+
     def step_counts(self, clients: ClientTable, fine: bool = True) -> np.ndarray:
         """Returns the number of steps of each client's side-by-side program, int [K].
 

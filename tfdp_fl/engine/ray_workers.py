@@ -18,6 +18,7 @@ import itertools
 import math
 import os
 import pickle
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -421,6 +422,8 @@ class RayWorkers:
         # Programs and the examples of a dataset, with Ray's references to them.
         self._stored: dict[str, tuple[object, ObjectRef]] = {}
         self._expected_facts: Json | None = None
+        # Fits in several threads may share the workers, which hold one dataset.
+        self._lock = threading.RLock()
         self._max_repeats = _validate.non_negative_integer(max_repeats=max_repeats)
         options = {"num_cpus": 1, **(resources or {})}
         self._cluster = _Cluster(address, options)
@@ -471,7 +474,8 @@ class RayWorkers:
           WorkerError: The workers do not compute alike. A client's worker depends on
             the other clients of the cohort; its contribution must not.
         """
-        first, *others = self.open()._facts_of(range(self.num_workers))
+        with self._lock:
+            first, *others = self.open()._facts_of(range(self.num_workers))
         for facts in others:
             if facts != first:
                 raise WorkerError(
@@ -508,6 +512,16 @@ class RayWorkers:
         Returns:
           Each shard's flattened results, or None if a client's data raised an error.
         """
+        with self._lock:
+            return self._run(traced, sent, examples, shards)
+
+    def _run(
+        self,
+        traced: program.Program,
+        sent: Arrays,
+        examples: Arrays | None,
+        shards: list[Arrays],
+    ) -> list[Arrays]:
         self.open()
         ray = _ray()
         received = _pack(sent)

@@ -407,6 +407,10 @@ class DeferredClipping:
         clip = program.Program(self._clip_rows, params, rows, *own, seed)
         self._traced = set_clip, clip
 
+    def forget(self) -> None:
+        """Makes the next call of `trace` trace it anew."""
+        self._traced = ()
+
     @staticmethod
     def _tensors(state: contribution.RoundState) -> contribution.RoundState:
         """Returns a state without variables (see `with_variables`)."""
