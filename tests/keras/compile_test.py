@@ -54,6 +54,25 @@ def test_a_model_with_losses_of_its_own_needs_no_other(own):
     np.testing.assert_allclose(toy.flat(fed), toy.flat(plain), 1e-5, 1e-6)
 
 
+class _Number(_layers.Layer):
+    def call(self, text):
+        return tf.strings.to_number(tf.strings.join(["0", text]))
+
+    def compute_output_spec(self, text):
+        return tf.keras.KerasTensor(text.shape, "float32")
+
+
+def test_features_that_are_strings_beside_metrics():
+    given = tf.keras.Input([2], dtype="string")
+    model = tf.keras.Model(given, _layers.Dense(2)(_Number()(given)))
+    fed = toy.federated(
+        tfdp_fl.NoPrivacy(), lambda: model, 2, compile_options={"metrics": ["accuracy"]}
+    )
+    x, y = np.array([["1", "2"]] * 3), np.zeros(3, np.int64)
+    history = toy.fit(fed, data={"a": (x, y), "b": (x, y)}).history
+    assert 0 <= history["accuracy"][0] <= 1
+
+
 class _Sorts(_layers.Layer):
     """XLA cannot compile it on a CPU."""
 

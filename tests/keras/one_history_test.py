@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import tfdp_fl
 from tests.keras import toy
-from tfdp_fl import accounting
+from tfdp_fl import accounting, keras_versions
 from tfdp_fl.accounting import planning
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import CohortEngine
@@ -160,6 +160,18 @@ def test_a_trained_model_learns_nothing_where_it_is_only_called(layer):
     ):
         call()
         toy.assert_same(fed.get_weights(), before)
+
+
+@pytest.mark.skipif(not keras_versions.IS_KERAS_3, reason="enable_lora is of Keras 3")
+def test_variables_that_were_replaced_between_fits_are_those_that_train():
+    fed = toy.federated(model=toy.two_layers())
+    toy.fit(fed)
+    layer = fed.model.layers[0]
+    layer.enable_lora(2)
+    kernel = layer._kernel.numpy()
+    toy.fit(fed)
+    np.testing.assert_array_equal(layer._kernel.numpy(), kernel)
+    assert np.any(layer.lora_kernel_b.numpy())
 
 
 _BOUND = [4.0]

@@ -33,6 +33,9 @@ def batch(
     tensors = []
     for leaf, tensor in enumerate(tf.nest.flatten(nest)):
         shape = [_ROWS, *tensor.shape[1:]]
+        if tensor.dtype == tf.string:
+            tensors.append(tf.fill(shape, "0"))
+            continue
         if not tensor.dtype.is_floating:
             values = rng.integers(0, (classes or {}).get(leaf, 2), shape)
         elif probabilities:

@@ -161,7 +161,8 @@ def _make_evaluator(
     are not one number. It is cached with the compiled settings, so repeated evaluations
     trace it only once.
     """
-    cache_key = element_spec, [id(variable) for variable in model.weights]
+    weights = keras_versions.tf_variables(model.weights)
+    cache_key = element_spec, [variable.ref() for variable in weights]
     cached = vars(training).get("_evaluator")
     if cached is not None and cached[0] == cache_key:
         return cached[1]

@@ -15,7 +15,7 @@ from typing import cast
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import engine, sampling, schedules
+from tfdp_fl import engine, keras_versions, sampling, schedules
 from tfdp_fl.accounting import account as account_lib
 from tfdp_fl.accounting import format_up, ledger
 from tfdp_fl.accounting.charge import require_constant_noise
@@ -344,7 +344,12 @@ def _make_engine(
         key_context = dataclasses.replace(
             deployment, rounds=None, max_participations=None
         )
-    cache_key = training, key_context, clients.element_spec, between_client_variance
+    # (Layers may have been added, and `quantize` or `enable_lora` replace variables.)
+    variables = keras_versions.tf_variables(fed.model.weights)
+    cache_key = (
+        *(training, key_context, clients.element_spec, between_client_variance),
+        tuple(variable.ref() for variable in variables),
+    )
     if fed.engine is not None and fed.engine.cache_key == cache_key:
         return fed.engine
     with example_spec.locate_features_errors(fed.model, clients):
