@@ -219,7 +219,7 @@ def test_workers_that_compute_otherwise_do_not_train(workers, monkeypatch):
     with pytest.raises(ValueError, match="differ in threads"):
         actor.run({**actor.facts(), "threads": 99}, *arguments)
     for alike in (actor.facts(), None):
-        assert ray_workers._open(actor.run(alike, *arguments)) == [2.0]
+        assert ray_workers._unpack(actor.run(alike, *arguments)) == [2.0]
 
 
 def test_without_an_address_no_cluster_is_joined(monkeypatch):
