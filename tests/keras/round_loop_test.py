@@ -213,7 +213,7 @@ def test_a_client_that_fails_has_paid_once_and_its_noise_is_missed(tmp_path):
         return (x[:, :7], y) if name == spoilt.client_ids[0] else (x, y)
 
     data = tfdp_fl.FederatedDataset.from_client_fn(
-        spoilt.client_ids, client, spoilt.element_spec
+        list(spoilt.client_ids), client, spoilt.element_spec
     )
     fed = toy.federated(_LOCAL, clients_per_round=toy.NUM_CLIENTS)
     spent = accounting.epsilon_of_mu_squared(2 * (2 / 4) ** 2, 1e-3)

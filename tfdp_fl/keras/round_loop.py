@@ -100,7 +100,8 @@ class RoundLoop:
         show = _make_progress(self.verbose, run.rounds, plan.last_round)
         with callback_session(self.federated, run.rounds, plan.last_round):
             run.mechanism_state = release.with_variables(run.mechanism_state)
-            run.spending.central.check(run.cost(run.rounds))  # Before anybody trains.
+            if run.rounds < plan.last_round:  # Before anybody trains.
+                run.spending.central.check(run.cost(run.rounds))
             if run.spending.rounds_of_others:
                 # The other run has the same clients, and perhaps the same seed.
                 run.attempts.renew()
