@@ -198,7 +198,7 @@ class BLTGenerator(Generator):
         distances = np.abs(poles[:, None] - poles) + np.eye(len(poles))
         if distances.min() == 0:
             raise ValueError(
-                f"theta's numbers must differ in float32, got {tuple(theta)!r}."
+                f"theta must hold numbers that differ in float32, got {tuple(theta)!r}."
             )
         self.theta = poles
         weights = [
