@@ -233,6 +233,12 @@ def test_other_events():
         with pytest.raises(ValueError, match="no accountant has a bound together"):
             grows.add(charge)
     assert grows.rounds == 2
+    sampled_trial = dp_accounting.PoissonSampledDpEvent(0.1, laplace)
+    unbounded = private_selection.BestOfTrialsDpEvent(
+        events=(sampled_trial,), mean=2.0, shape=1.0
+    )
+    with pytest.raises(ValueError, match=r"no accountant has a bound\."):
+        _history(_charge(event=unbounded))
 
 
 def test_an_event_that_samples_itself_is_unsampled_where_it_is_known_who_was_there():

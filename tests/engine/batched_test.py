@@ -174,3 +174,11 @@ def test_where_batches_cannot_be_traced_what_takes_their_place_is():
         layout.ONE_BY_ONE,
         layout.SIDE_BY_SIDE,
     }
+
+
+def test_batches_take_the_place_of_what_xla_would_compile():
+    dataset = cohorts.dataset(_SIZES)
+    options = {"mechanism": _MECHANISMS["fixed"], "at_once": 3}
+    engine = cohorts.make_engine(cohorts.mlp(), dataset, jit_compile=True, **options)
+    cohorts.collect(engine, dataset)
+    assert {used.kind for used in engine.used_strategies} == {layout.BATCHED}

@@ -170,18 +170,19 @@ def test_fits_in_two_threads_take_turns():
     # The workers hold the examples of one dataset.
     workers, inside, most = ray_workers.RayWorkers(), [], []
 
-    def run(*arguments):
+    def open_(*arguments):
         inside.append(arguments)
         time.sleep(0.05)
         most.append(len(inside))
         inside.pop()
-        return []
+        raise ray_workers.WorkerUnavailable("They are never started.")
 
-    with mock.patch.object(workers, "_run", run):
-        threads = [
-            threading.Thread(target=workers.run, args=(None, [], None, []))
-            for _ in range(3)
-        ]
+    def run():
+        with pytest.raises(ray_workers.WorkerUnavailable):
+            workers.run(None, [], None, [])
+
+    with mock.patch.object(workers, "open", open_):
+        threads = [threading.Thread(target=run) for _ in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -559,13 +559,14 @@ def _accountants_of(charge: charge_lib.RoundCharge) -> _Accountants:
     """Returns the accountants that have a bound for a round."""
     if charge.noise_multiplier is not None:
         return frozenset(charge_lib.ACCOUNTANTS)
-    if isinstance(charge.event, BestOfTrialsDpEvent):
-        return frozenset({"rdp"})
     relation = charge.relation.in_accounting
     libraries = {
         "rdp": dp_accounting.rdp.RdpAccountant([2.0], relation),
         "pld": dp_accounting.pld.PLDAccountant(relation),
     }
+    if isinstance(charge.event, BestOfTrialsDpEvent):  # Of PLD, see `has_bound_by`.
+        has_bound = all(map(libraries["rdp"].supports, charge.event.events))
+        return frozenset({"rdp"} if has_bound else ())
     return frozenset(
         name
         for name, library in libraries.items()

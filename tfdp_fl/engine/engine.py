@@ -571,7 +571,7 @@ class CohortEngine:
                 )
                 self._trace(pending)  # Its replacement.
                 return
-        if self.layout.xla:
+        if any(strategy.xla for strategy in strategies):
             self._check_compiles(batch)
         record = self.query.initial_sample_state(self.update_spec.variables)
         record = tf.nest.map_structure(tf.TensorSpec.from_tensor, record)

@@ -513,48 +513,39 @@ class RayWorkers:
           Each shard's flattened results, or None if a client's data raised an error.
         """
         with self._lock:
-            return self._run(traced, sent, examples, shards)
-
-    def _run(
-        self,
-        traced: program.Program,
-        sent: Arrays,
-        examples: Arrays | None,
-        shards: list[Arrays],
-    ) -> list[Arrays]:
-        self.open()
-        ray = _ray()
-        received = _pack(sent)
-        if not isinstance(received, bytes):
-            received = ray.put(received)
-        # One dataset at a time, so that the store does not fill up.
-        examples_reference = (
-            None if examples is None else self._reference("examples", examples)
-        )
-        stored = [self._reference(traced.name, traced)]
-
-        def ask(index: int) -> ObjectRef:
-            return self._cluster.actor(index).run.remote(
-                *(self._expected_facts, traced.name, stored),
-                *(received, examples_reference, _pack(shards[index])),
+            self.open()
+            ray = _ray()
+            received = _pack(sent)
+            if not isinstance(received, bytes):
+                received = ray.put(received)
+            # One dataset at a time, so that the store does not fill up.
+            examples_reference = (
+                None if examples is None else self._reference("examples", examples)
             )
+            stored = [self._reference(traced.name, traced)]
 
-        pending = list(map(ask, range(len(shards))))
-        results: list[Arrays] = []
-        lost = 0
-        for index, reference in enumerate(pending):
-            while len(results) == index:
-                try:
-                    results.append(_unpack(ray.get(reference)))
-                except ray.exceptions.RayTaskError as error:
-                    message = f"Worker {index} of Ray failed: {error}"
-                    raise WorkerError(message) from error
-                except ray.exceptions.RayError as error:
-                    self._cluster.drop(index)
-                    lost += 1
-                    message = f"Worker {index} of Ray is lost: {error}"
-                    if lost > self._max_repeats:
-                        raise WorkerLost(message) from error
-                    logging.warning("Training its shard again: %s", message)
-                    reference = ask(index)
-        return results
+            def ask(index: int) -> ObjectRef:
+                return self._cluster.actor(index).run.remote(
+                    *(self._expected_facts, traced.name, stored),
+                    *(received, examples_reference, _pack(shards[index])),
+                )
+
+            pending = list(map(ask, range(len(shards))))
+            results: list[Arrays] = []
+            lost = 0
+            for index, reference in enumerate(pending):
+                while len(results) == index:
+                    try:
+                        results.append(_unpack(ray.get(reference)))
+                    except ray.exceptions.RayTaskError as error:
+                        message = f"Worker {index} of Ray failed: {error}"
+                        raise WorkerError(message) from error
+                    except ray.exceptions.RayError as error:
+                        self._cluster.drop(index)
+                        lost += 1
+                        message = f"Worker {index} of Ray is lost: {error}"
+                        if lost > self._max_repeats:
+                            raise WorkerLost(message) from error
+                        logging.warning("Training its shard again: %s", message)
+                        reference = ask(index)
+            return results
