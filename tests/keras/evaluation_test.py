@@ -1,5 +1,6 @@
 """Validation, metrics of clients, private means of them, what `validate` finds."""
 
+import fractions
 import math
 import os
 import re
@@ -264,6 +265,14 @@ def test_a_client_contributes_at_most_one():
     wide = _private(bounds={"loss": (-8e307, 8e307)})
     each = wide.contributions({"loss": np.array([-1e308, 0.0, 1e308])})
     assert np.linalg.norm(each, axis=1).max() <= 1 + 1e-12
+
+
+def test_a_sum_over_many_clients_is_rounded_once():
+    # Added one after another in float64, these are 1e-6 of a contribution apart.
+    values = {"loss": np.full(500_000, 0.7), "accuracy": np.full(500_000, 0.1)}
+    total = _private().total(values)
+    one = _private().contributions({name: each[:1] for name, each in values.items()})
+    assert total.tolist() == [float(fractions.Fraction(x) * 500_000) for x in one[0]]
 
 
 def test_noise_has_its_standard_deviation_and_the_sum_is_all_that_is_used():

@@ -110,6 +110,13 @@ class PrivateMetrics:
         vectors = np.concatenate(parts, axis=1) / self._scale
         return np.where(usable[:, None], vectors, 0.0)
 
+    def total(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Returns the sum of the contributions, float64 [1 + k].
+
+        It is rounded once: rounding after each client would add up with their number.
+        """
+        return np.array([math.fsum(each) for each in self.contributions(values).T])
+
     def release(
         self,
         values: Mapping[str, np.ndarray],
@@ -118,7 +125,7 @@ class PrivateMetrics:
     ) -> Json:
         """Returns the noisy results; `values` are the clients' metrics by name, [N]."""
         paid.use()
-        total = self.contributions(values).sum(axis=0)
+        total = self.total(values)
         noise = generator.normal(size=total.shape)
         # Everything below is computed from the noisy sum alone.
         noisy = (total + self.noise_multiplier * noise) * self._scale
