@@ -288,7 +288,7 @@ def test_noise_has_its_standard_deviation_and_the_sum_is_all_that_is_used():
     counts = [each["num_clients"] for each in results]
     assert abs(np.std(counts) / (2.5 * 3**0.5) - 1) < 0.05
     assert results[0]["num_clients_stddev"] == pytest.approx(2.5 * 3**0.5)
-    total = private.contributions(values).sum(axis=0)
+    total = private.total(values)
     with mock.patch.object(PrivateMetrics, "contributions", lambda *_: total[None]):
         one = private.release({}, np.random.default_rng(1), paid)
     assert one == private.release(values, np.random.default_rng(1), paid)
