@@ -310,6 +310,40 @@ def test_a_width_by_which_a_machine_computes_otherwise_is_not_used():
         assert len(part.table.members) == 9
 
 
+def test_widths_are_tried_with_enough_clients_for_a_narrow_layer():
+    # The six outputs of one made-up client were alike by chance. One client more then
+    # moved 1739 coordinates of the sum of 288 others.
+    dataset = cohorts.dataset([5] * 6)
+    _, engine = _engine(jit_compile=None)
+    clients = []
+
+    def another_machine(program, received, chunk):
+        found = tf.nest.flatten(program(received, chunk))
+        rows = np.asarray(tf.nest.flatten(chunk.x)[0]).tobytes()
+        if rows not in clients:
+            clients.append(rows)
+        if len(chunk.table.members) == 8 and rows == clients[-1]:
+            found = [
+                np.nextafter(part, 9) if part.dtype == tf.float64 else part
+                for part in found
+            ]
+        return [found]
+
+    trials = engine_lib.Trials(another_machine)
+    with cohorts.side_by_side():
+        cohorts.collect(engine, dataset)
+        (strategy,) = (s for s in engine.programs.traced if s.num_steps == 2)
+        assert [engine.fits(strategy, 5, k, trials) for k in (7, 8, 9)] == [1, 0, 1]
+        narrowest = min(columns for _, columns in engine.layout.kernels)
+        assert len(clients) * strategy.num_steps * 5 * narrowest >= 256
+        # What was tried belongs to the programs, and goes with them.
+        tried = len(trials.fits)
+        engine._forget_programs()
+        cohorts.collect(engine, dataset)
+        assert engine.fits(strategy, 5, 7, trials)
+        assert len(trials.fits) == tried + 1
+
+
 def test_a_width_by_which_norms_differ_below_float32_is_not_used():
     true = dense_models.norm_bound
 

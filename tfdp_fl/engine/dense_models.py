@@ -163,6 +163,9 @@ _FACTOR_BYTES, _FACTOR_COPIES = 48 * 2**20, 3
 # ones one after another, so that they stay in the processor's cache.
 AT_ONCE = 2**16
 
+# The numbers that a client computes in a layer that is not narrow.
+_NARROW = 64
+
 # From this many rows on, a row's product does not depend on the number of rows.
 _FEWEST_ROWS = 32
 
@@ -269,10 +272,11 @@ def widths(kernels: Kernels, steps: int, batch: int) -> list[int]:
     """Returns the numbers of clients that one call may train, ascending; may be empty.
 
     Each must be checked once, so they have only five significant binary digits, and at
-    most a sixteenth of a call is padding. Memory limits them to a copy of the model, or
-    to 48 MB for a much smaller model; the smallest may take twice as much. The smallest
-    widths are left out, as TensorFlow computes products of few rows, and single
-    products, differently.
+    most a sixteenth of a call is padding. (Narrow layers take many checks; then they
+    have three, and up to a quarter is padding.) Memory limits them to a copy of the
+    model, or to 48 MB for a much smaller model; the smallest may take twice as much.
+    The smallest widths are left out, as TensorFlow computes products of few rows, and
+    single products, differently.
 
     Args:
       kernels: The kernels of a supported model.
@@ -286,13 +290,18 @@ def widths(kernels: Kernels, steps: int, batch: int) -> list[int]:
     products = 4 * max((size for size in sizes if size <= AT_ONCE), default=0)
     one = max(_FACTOR_COPIES * factors, factors + products)
     most = min(records.MOST_IN_STEPS, int(budget // one))
-    found, width = [], max(2, -(-_FEWEST_ROWS // batch))
+    found: list[int] = []
+    width = max(2, -(-_FEWEST_ROWS // batch))
     if width * one <= 2 * budget:
         most = max(most, min(width, records.MOST_IN_STEPS))
-    while width <= most:
+    is_narrow = steps * batch * min(columns for _, columns in kernels) < _NARROW
+    while True:
+        unit = 2 ** max(0, width.bit_length() - (3 if is_narrow else 5))
+        width = -(-width // unit) * unit
+        if width > most:
+            return found
         found.append(width)
-        width += 2 ** max(0, width.bit_length() - 5)
-    return found
+        width += 1
 
 
 def is_small(kernels: Kernels, examples: int) -> bool:

@@ -261,9 +261,11 @@ class CohortEngine:
 
         A call trains the same made-up client, with made-up weights, in every place. All
         results must agree to the last bit, from place to place and with those of the
-        reference, the largest width whose places agree: the inputs and gradients of
-        each row, the norms (of which few bits reach a record), and the sum. Some
-        processors compute the last rows of a product in another way than the others.
+        reference, the first of two widths that agree: the inputs and gradients of each
+        row, the norms (of which few bits reach a record), and the sum. Some processors
+        compute the last rows of a product, or many rows, in another way than others.
+        Then one number in ten differs or more, so enough clients are made up for
+        `_COMPARED` numbers of the narrowest layer.
 
         Args:
           strategy: The program's.
@@ -272,7 +274,7 @@ class CohortEngine:
           trials: Those of the machines that may train clients; None: of this one.
         """
         trials = trials or self._trials
-        key = strategy, batch, width
+        key = self.programs.traced[strategy], batch, width
         if key not in trials.fits:
             reference = self._reference(strategy, batch, trials)
             machines = self._fingerprints(strategy, batch, width, trials.run)
@@ -287,17 +289,21 @@ class CohortEngine:
         self, strategy: layout.Strategy, batch: int, trials: Trials
     ) -> _Fingerprint | None:
         """Returns what all widths must compute, or None if no width will do."""
-        of_kind = strategy, batch
+        of_kind = self.programs.traced[strategy], batch
         if of_kind not in trials.references:
             kernels = self.layout.kernels or ()
+            # Large widths, which may have bits of their own, would waste the most on
+            # small cohorts.
             widths = dense_models.widths(kernels, strategy.num_steps, batch)
-            tried = (
-                self._fingerprints(strategy, batch, width, trials.run)[:1]
-                for width in widths[: -_MOST_TRIALS - 1 : -1]
-            )
-            # All zeros prove nothing; synthetic numbers that overflow yield them.
-            proofs = (one for found in tried for one in found if one.proves)
-            trials.references[of_kind] = next(proofs, None)
+            seen: list[_Fingerprint] = []
+            for width in widths[:_MOST_TRIALS]:
+                found = self._fingerprints(strategy, batch, width, trials.run)
+                if found and found[0].proves:
+                    # (All zeros prove nothing; numbers that overflow yield them.)
+                    seen.append(found[0])
+                if any(one.is_of_same_client(seen[-1]) for one in seen[:-1]):
+                    break
+            trials.references[of_kind] = seen[-1] if seen else None
         return trials.references[of_kind]
 
     def _fingerprints(
@@ -307,10 +313,17 @@ class CohortEngine:
         width: int,
         run: RunEverywhere | None,
     ) -> list[_Fingerprint]:
-        """Returns each machine's results for copies of a made-up client (`fits`)."""
+        """Returns each machine's results for copies of made-up clients (`fits`)."""
+        narrowest = min(columns for _, columns in self.layout.kernels or ())
+        numbers = strategy.num_steps * batch * narrowest
         with tf.device(self.device):
-            results = self._add_synthetic(strategy, batch, width, run)
-        return [_Fingerprint.of(update, bits, width) for update, bits in results]
+            found = [
+                self._add_synthetic(strategy, batch, width, run, client)
+                for client in range(-(-_COMPARED // numbers))
+            ]
+        if len({*map(len, found)}) > 1:  # A machine failed.
+            return []
+        return [_Fingerprint.of(list(each), width) for each in zip(*found, strict=True)]
 
     def _add_synthetic(
         self,
@@ -318,12 +331,14 @@ class CohortEngine:
         batch: int,
         width: int,
         run: RunEverywhere | None,
+        client: int = 0,
     ) -> list[tuple[list[np.ndarray], list[np.ndarray]]]:
         """Returns the sum of `width` copies of one client, and its bits.
 
         Each machine returns the sum's tensors, and `Trained.bits`.
         """
-        received, chunk = self._make_up(strategy.num_steps * batch, batch, width)
+        rows = strategy.num_steps * batch
+        received, chunk = self._make_up(rows, batch, width, client)
         program = self.programs.traced[strategy]
         if run is None:
             found = [tf.nest.flatten(program(received, chunk))]
@@ -339,10 +354,10 @@ class CohortEngine:
         ]
 
     def _make_up(
-        self, rows: int, batch: int, width: int = 1
+        self, rows: int, batch: int, width: int = 1, client: int = 0
     ) -> tuple[cohort.Broadcast, layout.Chunk]:
         """Returns made-up weights, and `width` copies of a client with made-up rows."""
-        rng = np.random.default_rng(0)
+        rng = np.random.default_rng(client)
 
         def make_random(
             shape: Sequence[int], dtype: tf.DType, inputs: int = 1
@@ -737,6 +752,10 @@ class _NoRoomError(Exception):
 # first million rows of a matrix differ).
 _DRAWN = 1_000_003
 
+# The fewest numbers of a layer that two widths must compute alike. (If one in ten
+# differs, all agree once in 10^11 times.)
+_COMPARED = 256
+
 # How many widths are tried as a reference.
 _MOST_TRIALS = 8
 
@@ -751,24 +770,24 @@ class Trials:
     Attributes:
       run: Calls a program on each of them and returns the flattened results; None: on
         this one.
-      fits: By strategy, batch size and width, whether it gives the reference's bits.
-      references: By strategy and batch size, what all widths must compute.
+      fits: By program, batch size and width, whether it gives the reference's bits.
+      references: By program and batch size, what all widths must compute.
     """
 
     run: RunEverywhere | None = None
-    fits: dict[tuple[layout.Strategy, int, int], bool] = dataclasses.field(
+    fits: dict[tuple[program_lib.Program, int, int], bool] = dataclasses.field(
         default_factory=dict
     )
-    references: dict[tuple[layout.Strategy, int], _Fingerprint | None] = (
+    references: dict[tuple[program_lib.Program, int], _Fingerprint | None] = (
         dataclasses.field(default_factory=dict)
     )
 
 
 class _Fingerprint(NamedTuple):
-    """What a call computed for copies of one client, to compare calls of any width.
+    """What calls computed for copies of some clients, to compare calls of any width.
 
     Attributes:
-      digest: A hash of one copy's share of the sum.
+      digest: A hash of one copy's share of each sum.
       proves: Whether all copies are the same, all numbers are finite, and the first
         tensor's are not all zero.
       bits: The smallest and largest bits of all copies (`Trained.bits`).
@@ -780,19 +799,20 @@ class _Fingerprint(NamedTuple):
 
     @classmethod
     def of(
-        cls, update: list[np.ndarray], bits: list[np.ndarray], width: int
+        cls, results: list[tuple[list[np.ndarray], list[np.ndarray]]], width: int
     ) -> _Fingerprint:
-        """Returns the fingerprint of a sum of `width` copies, and its bits."""
-        digest, finite = hashlib.sha256(), True
-        for flat in map(np.ravel, update):
-            for start in range(0, len(flat), _HASHED):
-                # Exact, if all copies are equal; -0.0 becomes 0.0.
-                share = flat[start : start + _HASHED] / width + 0.0
-                finite &= bool(np.isfinite(share).all())
-                digest.update(share)
-        same = all(np.array_equal(*extremes) for extremes in bits)
-        proves = same and finite and bool(np.any(update[0]))
-        return cls(digest.digest(), proves, bits)
+        """Returns the fingerprint of sums of `width` copies each, and their bits."""
+        digest, proves = hashlib.sha256(), True
+        for update, bits in results:
+            for flat in map(np.ravel, update):
+                for start in range(0, len(flat), _HASHED):
+                    # Exact, if all copies are equal; -0.0 becomes 0.0.
+                    share = flat[start : start + _HASHED] / width + 0.0
+                    proves &= bool(np.isfinite(share).all())
+                    digest.update(share)
+            proves &= all(np.array_equal(*extremes) for extremes in bits)
+            proves &= bool(np.any(update[0]))
+        return cls(digest.digest(), proves, [b for _, bits in results for b in bits])
 
     def is_of_same_client(self, other: _Fingerprint) -> bool:
         """Returns whether every copy's results are the same, to the last bit."""
