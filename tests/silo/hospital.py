@@ -26,11 +26,12 @@ def build(
     loss: str = "binary_crossentropy",
     learning_rate: float = 0.5,
     normalized: bool = False,
+    model: tf.keras.Model | None = None,
     **options: Any,
 ) -> tfdp_fl.DPFederatedModel:
     """Returns a new model; of `options` those of `make_private`."""
     layers = [tf.keras.layers.BatchNormalization()] if normalized else []
-    model = tf.keras.Sequential(
+    model = model or tf.keras.Sequential(
         [
             tf.keras.layers.Input((NUM_FEATURES,)),
             *layers,

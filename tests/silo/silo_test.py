@@ -69,6 +69,35 @@ def test_each_answer_is_charged_and_the_same_message_costs_nothing(tmp_path):
             assert os.stat(os.path.join(folder, name)).st_mode & 0o077 == 0
 
 
+def test_a_server_learns_nothing_from_indexes_that_its_weights_decide(tmp_path):
+    # Its moving mean shifted the indexes, and an error said if one was out of range.
+    def build():
+        model = tf.keras.Sequential(
+            [
+                tf.keras.layers.Input((hospital.NUM_FEATURES,)),
+                tf.keras.layers.BatchNormalization(center=False, scale=False),
+                tf.keras.layers.Embedding(100, 2),
+                tf.keras.layers.Flatten(),
+                tf.keras.layers.Dense(1, activation="sigmoid"),
+            ]
+        )
+        return hospital.build(model=model)
+
+    one = hospital.silo(tmp_path, build, x=50 + hospital.table()["x"])
+    weights = one.get_weights()
+    shapes = [w.shape for w in weights]
+    is_moving = [shape == (hospital.NUM_FEATURES,) for shape in shapes]
+    for mean in (50.0, 0.0, -60.0):  # Near 0, near 50, out of range.
+        moved = [
+            np.full_like(w, mean if n == is_moving.index(True) else 1.0) if own else w
+            for n, (w, own) in enumerate(zip(weights, is_moving, strict=True))
+        ]
+        with warnings.catch_warnings():  # That statistics fill the clip.
+            warnings.simplefilter("ignore")
+            assert one.train(moved).rounds == 1
+    assert hospital.charged(tmp_path) == 3
+
+
 def test_old_answers_lose_their_weights_and_are_never_trained_again(
     tmp_path, monkeypatch
 ):

@@ -202,7 +202,9 @@ class IndexCheck:
 
         The layers before them are called on all clients, drawn or not, without being
         charged. So they run as a `Program`, in which no layer can store what it sees
-        in a weight.
+        in a weight. Nor can it read one, so indexes that depend on weights are not
+        checked: those of a silo come from its server, which would learn from errors
+        how a client's features compare with them.
 
         Args:
           model: The model, which is read and never changed.
@@ -219,18 +221,15 @@ class IndexCheck:
             lookup_model = tf.keras.Model(
                 keras_versions.inputs_of(model), [tensor for _, tensor in embeddings]
             )
-            self._weights = keras_versions.tf_variables(lookup_model.weights)
 
-            def look_up(values: list[tf.Tensor], x: nests.Nest) -> list[tf.Tensor]:
-                mapping = list(zip(lookup_model.weights, values, strict=True))
-                with keras_versions.stateless(mapping):
+            def look_up(x: nests.Nest) -> list[tf.Tensor]:
+                with keras_versions.stateless([]):
                     return list(map(tf.identity, tf.nest.flatten(lookup_model(x))))
 
-            values = [tf.TensorSpec(v.shape, v.dtype) for v in self._weights]
             rows = tf.nest.map_structure(
                 lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype), features
             )
-            self._index_program = Program(look_up, values, rows, model=model)
+            self._index_program = Program(look_up, rows, model=model)
 
     def describe_problem(self, x: nests.Nest) -> tuple[int, str] | None:
         """Returns the first row with an index outside its table, and the error text."""
@@ -242,9 +241,8 @@ class IndexCheck:
             part = tf.nest.map_structure(
                 lambda leaf, rows=rows: tf.convert_to_tensor(leaf[rows]), x
             )
-            weights = [v.value() for v in self._weights]
             try:
-                looked_up = self._index_program(weights, part)
+                looked_up = self._index_program(part)
             except CLIENT_ERRORS:
                 continue  # A client whose rows raise it fails when it trains.
             for layer, tensor in zip(self._layers, looked_up, strict=True):
