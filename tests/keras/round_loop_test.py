@@ -233,6 +233,41 @@ def test_a_client_that_fails_has_paid_once_and_its_noise_is_missed(tmp_path):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class _Remembers(tfdp_fl.FixedClipping):
+    """Its clients remember the norms of their last two rounds."""
+
+    window: ClassVar = 2
+
+    def window_norms(self, update):
+        return tf.stack([clipping.global_norm([tensor]) for tensor in update])
+
+
+def test_clients_in_another_order_do_not_inherit_what_others_remember():
+    # One client's norms decided how another one's update was clipped in the next fit.
+    fed = toy.federated(
+        _Remembers(clip_norm=1.0, noise_multiplier=1.0),
+        clients_per_round=4,
+        sampling="poisson",
+    )
+    clients = {f"client {k}": toy.clients().client(k) for k in range(4)}
+
+    def remembered(data):
+        toy.fit(fed, data=data)
+        return (~np.isnan(fed.run.windows[:, :, 0])).sum(axis=1).tolist()
+
+    assert [remembered(clients) for _ in range(2)] == [[1] * 4, [2] * 4]
+    assert remembered(dict(reversed(clients.items()))) == [1] * 4
+    # Nor those of a stream without names, which could be in any order.
+    streams = [list(clients.values()) for _ in range(2)]
+    spec = toy.clients().element_spec
+    a, b = (
+        tfdp_fl.datasets.FederatedDataset.from_client_fn(range(4), s.__getitem__, spec)
+        for s in streams
+    )
+    assert [remembered(a), remembered(a), remembered(b)] == [[1] * 4, [2] * 4, [1] * 4]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Annealed(tfdp_fl.FixedClipping):
     """Its clip is a multiple that a callback sets."""
 

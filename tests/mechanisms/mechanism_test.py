@@ -45,23 +45,39 @@ _REFUSED = {
     tfdp_fl.FixedClipping: {
         # What float32 cannot keep too.
         "clip_norm": (0, -1.0, math.nan, math.inf, "1", True, None, 1e-11, 1e31),
-        "noise_multiplier": (-0.1, math.nan, [1.0, -1.0], [], lambda t: -1.0),
+        "noise_multiplier": (
+            1e-19,
+            1e200,
+            -0.1,
+            math.nan,
+            [1.0, -1.0],
+            [],
+            lambda t: -1.0,
+        ),
     },
     tfdp_fl.AdaptiveClipping: {
         "initial_clip_norm": (0.0, 1e-11, 1e31),
         "target_quantile": (1.1, -0.1),
         "clip_learning_rate": (-0.2,),
-        "count_noise_stddev": (-1.0,),
+        "count_noise_stddev": (-1.0, 1e-200),
     },
-    tfdp_fl.MedianClipping: {"median_noise_multiplier": (0.0, -1.0)},
+    tfdp_fl.MedianClipping: {
+        "noise_multiplier": (1e-200,),
+        "median_noise_multiplier": (0.0, -1.0, 1e-200),
+    },
     tfdp_fl.LocalDP: {
         "clip_norm": (1e-11, 1e31),
-        "epsilon": (0.0, None),
+        "epsilon": (0.0, None, 1e-200, 1e200),
         "delta": (0.0, 1.0, None),
         "noise_multiplier": (1.0, -1.0),
     },
     tfdp_fl.AdaptiveLocalDP: {"clipping_radius": (0.0,), "window": (0, 2.5)},
-    tfdp_fl.NbAFL: {"constant": (0.0,), "weight_clip": (-1.0,), "mu": (-0.1,)},
+    tfdp_fl.NbAFL: {
+        "epsilon": (1e-200, 1e200),
+        "constant": (0.0,),
+        "weight_clip": (-1.0,),
+        "mu": (-0.1,),
+    },
     tfdp_fl.CorrelatedNoise: {
         "noise_site": ("client",),
         "noise_multiplier": ([1.0, 2.0], -1.0),
@@ -84,7 +100,7 @@ def test_what_is_not_allowed_is_refused_by_its_name(kind):
 @pytest.mark.parametrize("clip, noise", [(1e-10, 1e-20), (1e18, 1e18), (1.0, 1e38)])
 def test_noise_that_float32_cannot_keep_is_refused(clip, noise):
     for z in (noise, [noise], lambda _: noise):
-        with pytest.raises(ValueError, match="noise_multiplier times the clip"):
+        with pytest.raises(ValueError, match="noise_multiplier"):
             made = tfdp_fl.FixedClipping(clip_norm=clip, noise_multiplier=z)
             made.noise_multiplier_at(0)
 
@@ -330,6 +346,29 @@ def test_side_sums_keep_their_names_in_any_order():
         pytest.raises(ValueError, match="side_bounds"),
     ):
         algorithm.make_record(query, state, [tf.ones([1])])
+
+
+@pytest.mark.parametrize(("limit", "stddev"), [(1e39, 1e39), (1e-35, 1e-32), (1, 1e39)])
+def test_a_side_sum_that_float32_cannot_hold_has_no_noise(limit, stddev):
+    # An infinite statistic was within an infinite bound, and noise below float32's
+    # numbers vanished.
+    def noise_stddevs(self, round, deployment):
+        update = 2**0.5 * round.noise_multiplier * round.clip_norm
+        return {"update": update, "one": stddev}
+
+    members = {"side_bounds": {"one": limit}, "noise_stddevs": noise_stddevs}
+    members["side_statistics"] = lambda self, norm, round: {"one": norm}
+    made = type("Wide", (tfdp_fl.FixedClipping,), members)
+    made = made(clip_norm=1.0, noise_multiplier=5.0)
+    deployment = PrivacyContext(clients_per_round=4)
+    assert made.round_event(0, deployment) == dp_accounting.NonPrivateDpEvent()
+    query, state = rounds.bound(made, 4)
+    state = query.begin_round(state, 5.0, 4.0)
+    stddevs = {
+        "update": tf.constant(5.0),
+        "one": tf.constant(np.array(stddev).astype("f4")),
+    }
+    assert math.isinf(made.sensitivity_squared(state, deployment, stddevs))
 
 
 @pytest.mark.parametrize(

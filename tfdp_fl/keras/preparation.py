@@ -94,6 +94,17 @@ def prepare(
         fits = _shapes(state.memory) == _shapes(run.mechanism_state.memory)
         if is_same and fits and not run.releasing:
             state = run.mechanism_state
+    shape = clients.num_clients, mechanism.window, cohort_engine.num_variables
+    windows = None if run is None else run.windows
+    if (
+        run is None
+        or population != run.population
+        or clients.source_identity != run.source_identity
+        or windows is None
+        or windows.shape != shape
+    ):
+        # By position, they would be other clients'.
+        windows = np.full(shape, np.nan, np.float32) if query.keeps_window else None
     fit_state: Json = {
         "plan": plan,
         "sampler": sampler,
@@ -105,6 +116,7 @@ def prepare(
         "num_records": num_records,
         "mechanism_state": state,
         "releasing": False,
+        "windows": windows,
     }
     if run is None:
         account = account_lib.PrivacyAccount(mechanism.trust_model, clients.num_clients)
@@ -113,10 +125,6 @@ def prepare(
         if state is not run.mechanism_state:
             fit_state["segment"] = ledger.new_run()
         run = dataclasses.replace(run, **fit_state)
-    if query.keeps_window:
-        shape = clients.num_clients, mechanism.window, cohort_engine.num_variables
-        if run.windows is None or run.windows.shape != shape:
-            run.windows = np.full(shape, np.nan, np.float32)
     return run, cohort_engine
 
 

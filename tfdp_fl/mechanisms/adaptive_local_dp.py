@@ -71,7 +71,8 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
     }
 
     epsilon: float = declaration.parameter(
-        _validate.positive, "the budget of one client over the training."
+        declaration.representable(_validate.positive),
+        "the budget of one client over the training.",
     )
     delta: float = declaration.parameter(_validate.inside_unit_interval, "its delta.")
     clipping_radius: float = declaration.parameter(

@@ -41,7 +41,7 @@ from tfdp_fl.mechanisms.contribution import (
 from tfdp_fl.terms import Json, NoiseSite, TrustModel
 
 # The relative rounding error allowed in a sum_i (bound_i / stddev_i)^2 in float32.
-NOISE_ROUNDING = 1e-4
+NOISE_ROUNDING = 1e-5
 
 
 class CohortQuery:

@@ -157,6 +157,26 @@ def schedule_of(check: Check) -> Check:
     return check_schedule
 
 
+def representable(check: Check) -> Check:
+    """Returns a check of a number that allows only 0 and what noise can follow from.
+
+    The square of a number outside this range overflows float32, or vanishes in it.
+    """
+    low, high = 1e-18, 1e18
+
+    def check_range(**checked: object) -> float:
+        ((name, value),) = checked.items()
+        number = check(**checked)
+        if number and not low <= number <= high:
+            raise ValueError(
+                f"{name} must be from {low:g} to {high:g}, as noise is in float32, got "
+                f"{value!r}."
+            )
+        return number
+
+    return check_range
+
+
 def clip(**checked: object) -> float:
     """Returns a clip norm at which float32 keeps the guarantee, or raises an error."""
     ((name, value),) = checked.items()

@@ -43,6 +43,8 @@ from tfdp_fl.terms import Json, NoiseSite, PrivacyUnit, TrustModel
 # Between this and its inverse, float32 has full precision, and the squared noise in
 # many coordinates stays finite.
 _MIN_NOISE = 1e-18
+# What float32 can add at all, even to the sum of many clients.
+_NOISE_IN_FLOAT32 = 1e-30, 1e36
 
 
 class CalibrationTarget(NamedTuple):
@@ -610,8 +612,18 @@ class Mechanism(abc.ABC):
 
 
 def _ratio(bound: Scalar, stddev: Scalar) -> Scalar:
-    """Returns bound / stddev: 0 for a bound of 0, otherwise infinity without noise."""
+    """Returns bound / stddev: 0 for a bound of 0, otherwise infinity without noise.
+
+    A bound or noise that a sum in float32 cannot represent is no bound and no noise.
+    """
+    largest, least, most = clipping.LARGEST_CLIP_NORM, *_NOISE_IN_FLOAT32
+    if isinstance(bound, numbers.Real) and not 0 < float(bound) <= largest:
+        return math.inf if bound else 0.0
+    if isinstance(stddev, numbers.Real) and not least <= float(stddev) <= most:
+        return math.inf
     if isinstance(bound, numbers.Real) and isinstance(stddev, numbers.Real):
-        return 0.0 if not bound else float(bound) / stddev if stddev else math.inf
+        return float(bound) / float(stddev)
     bound, stddev = tf.cast(bound, tf.float32), tf.cast(stddev, tf.float32)
-    return tf.where(tf.equal(bound, 0.0), 0.0, bound / stddev)
+    is_represented = (bound <= largest) & (stddev >= least) & (stddev <= most)
+    ratio = tf.where(is_represented, bound / stddev, math.inf)
+    return tf.where(tf.equal(bound, 0.0), 0.0, ratio)
