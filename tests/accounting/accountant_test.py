@@ -1,5 +1,6 @@
 """Histories of rounds against dp_accounting and against first principles."""
 
+import copy
 import itertools
 import json
 import math
@@ -193,11 +194,12 @@ def test_a_pass_costs_what_its_most_exposed_client_met(cohorts):
         spent[start : start + size] += weight
         place = {"pass_index": 0, "pass_offset": start, "partition": "a"}
         history.add(_charge("shuffled", _N, size, weight**-0.5, **place))
-        copy = history.with_charges()
+        extended = copy.copy(history), history.with_charges()
         expected = gaussian.epsilon_of_mu_squared(spent.max(), 1e-3)
-        for again in (copy, history):
+        for again in (*extended, history):
             assert again.epsilon(1e-3, "pld") == pytest.approx(expected)
-        copy.add(_charge("shuffled", _N, _N, **{**place, "pass_offset": 0}))
+        for again in extended:
+            again.add(_charge("shuffled", _N, _N, **{**place, "pass_offset": 0}))
     # Of passes everybody knows who took part.
     known = history.epsilon_if_participation_is_known(1e-3)
     assert known == history.epsilon(1e-3, "pld")

@@ -209,6 +209,14 @@ def test_what_cannot_be_written_is_not_released(path):
     assert len(_entries(path)) == 2
 
 
+def test_a_ledger_of_records_is_refused_and_let_go(path):
+    # Its epsilons were counted as if they were per client.
+    for _ in range(2):
+        accounting.PrivacyLedger(path, "append", privacy_unit="record").close()
+        with pytest.raises(ValueError, match="with a central guarantee per client"):
+            _private(ledger=path)
+
+
 def test_a_ledger_of_another_relation_is_refused_and_let_go(path):
     for wrong in ({"on_client_failure": "never"}, {"accountant": "moments"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -172,13 +172,20 @@ class PrivacyAccountant:
             )
 
     @one_at_a_time
+    def __copy__(self) -> PrivacyAccountant:
+        """Returns an accountant of its own: neither sees what the other adds."""
+        copied = object.__new__(type(self))
+        for name, value in vars(self).items():
+            is_mutable = isinstance(value, dict | list)
+            vars(copied)[name] = copy.copy(value) if is_mutable else value
+        return copied
+
+    @one_at_a_time
     def with_charges(
         self, *charges: charge_lib.RoundCharge | tuple[charge_lib.RoundCharge, int]
     ) -> PrivacyAccountant:
         """Returns a copy with charges added; this accountant does not change."""
         extended = copy.copy(self)
-        for name in ("_counts", "_others", "_passes", "_sums"):
-            setattr(extended, name, dict(getattr(self, name)))
         extended._origin, extended._added_to_copy = (self, self._rounds), []
         extended._add_all(charges)
         return extended

@@ -302,7 +302,7 @@ class PrivacyLedger:
         path: str | os.PathLike[str],
         mode: str = "create",
         *,
-        privacy_unit: str = PrivacyUnit.CLIENT,
+        privacy_unit: str | None = None,
         target_epsilon: float | None = None,
         target_delta: float | None = None,
         mechanism: Json | None = None,
@@ -316,10 +316,12 @@ class PrivacyLedger:
           mode: "create": the file must not exist. "append": continue an existing
             ledger, which is first verified; its last line is removed if a crash cut it
             short. A missing ledger is created.
-          privacy_unit: For the header of a new ledger.
+          privacy_unit: "client" or "record", as in the header; None: "client" for a
+            new ledger.
           target_epsilon: The budget, if known, for the header.
           target_delta: Its delta, for the header.
-          mechanism: Describes the mechanism, for the header.
+          mechanism: Describes the mechanism, for the header of a new ledger. Runs with
+            a local `trust_model` have ledgers of their own.
           expected_head: With "append": a `head` seen before, which the file
             must still contain.
           run: The id of the run whose rounds will be recorded; None: a new, random
@@ -331,7 +333,8 @@ class PrivacyLedger:
           LedgerTamperedError: The existing lines do not verify.
           LedgerError: It has an unknown format.
           LedgerWriteError: It cannot be created or written.
-          TypeError, ValueError: An argument is not allowed.
+          TypeError, ValueError: An argument is not allowed, or `path` is a ledger of
+            another privacy unit or trust model.
         """
         _validate.one_of(("create", "append"), mode=mode)
         if expected_head is not None:
@@ -385,7 +388,7 @@ class PrivacyLedger:
                     "version": tfdp_fl.__version__,
                     "dp_accounting": charge_lib.dp_accounting_version(),
                     "created": _now(),
-                    "privacy_unit": privacy_unit,
+                    "privacy_unit": privacy_unit or PrivacyUnit.CLIENT,
                     "target_epsilon": target_epsilon,
                     "target_delta": target_delta,
                     "mechanism": mechanism,
@@ -395,6 +398,7 @@ class PrivacyLedger:
                 # The folder may be writable but not readable.
                 with contextlib.suppress(PermissionError):
                     _files.sync_folder(os.path.dirname(self._absolute_path))
+            self._check_kind(privacy_unit, mechanism.get("trust_model"))
         except BlockingIOError:
             self.close()
             raise LedgerInUseError(
@@ -406,6 +410,21 @@ class PrivacyLedger:
                 os.unlink(self._absolute_path)  # Made here, and empty.
             self.close()
             raise
+
+    def _check_kind(self, privacy_unit: str | None, trust_model: str | None) -> None:
+        """Raises ValueError if this ledger's rounds cannot be counted with a run's."""
+        found = self._header["privacy_unit"]
+        mechanism = self._header.get("mechanism") or {}
+        written = mechanism.get("trust_model", trust_model)
+        is_other_model = TrustModel.LOCAL in (written, trust_model)
+        if found != (privacy_unit or found) or (
+            trust_model is not None and written != trust_model and is_other_model
+        ):
+            raise ValueError(
+                f"path must be a ledger of runs with a {trust_model} guarantee per "
+                f"{privacy_unit or found}, so that they can be counted together, but "
+                f"{self.path} has a {written} guarantee per {found}."
+            )
 
     @property
     def head(self) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 
 from tfdp_fl import _signals, _validate, accounting, mechanisms
 from tfdp_fl.accounting import account as account_lib
-from tfdp_fl.terms import Json, TrustModel
+from tfdp_fl.terms import Json, PrivacyUnit, TrustModel
 
 if TYPE_CHECKING:
     from tfdp_fl.mechanisms.contribution import Memory
@@ -63,6 +63,7 @@ class RoundHistory:
         budget: accounting.PrivacyBudget | None,
         ledger: str | os.PathLike[str] | accounting.PrivacyLedger | None,
         description: str,
+        privacy_unit: str = PrivacyUnit.CLIENT,
     ):
         """Opens the ledger, if there is one.
 
@@ -87,6 +88,7 @@ class RoundHistory:
                 target_epsilon=budget.epsilon if budget else None,
                 target_delta=budget.delta if budget else None,
                 mechanism={"trust_model": TrustModel.CENTRAL, "name": description},
+                privacy_unit=privacy_unit,
             )
         try:
             self._check_entries()

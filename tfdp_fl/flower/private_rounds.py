@@ -196,7 +196,7 @@ class PrivateRounds:
                 accountant,
             )
         self._history = history.RoundHistory(
-            self._sampling, budget, ledger, repr(mechanism)
+            self._sampling, budget, ledger, repr(mechanism), mechanism.privacy_unit
         )
         self._non_negative = sums.resolve_non_negative(non_negative)
         self.discarded_updates = self.rejected_replies = 0

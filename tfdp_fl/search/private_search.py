@@ -28,7 +28,7 @@ from tfdp_fl.accounting.private_selection import TrialCount
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import DPFederatedModel, checkpoint, federated_training
 from tfdp_fl.search.trial import PrivateScore, PublicScore, Split, Trial, calibrate
-from tfdp_fl.terms import Json, TrustModel
+from tfdp_fl.terms import Json, PrivacyUnit, TrustModel
 
 # The files in a search's directory.
 _LEDGER, _STATE = "ledger.jsonl", "search.npz"
@@ -457,6 +457,7 @@ class SearchDirectory:
             target_epsilon=target[0],
             target_delta=target[1],
             mechanism={"name": "PrivateSearch", "trust_model": TrustModel.CENTRAL},
+            privacy_unit=PrivacyUnit.CLIENT,
         ) as self.ledger:
             self._check(resumes)  # Another process may have changed it meanwhile.
             try:
