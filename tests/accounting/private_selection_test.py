@@ -208,6 +208,6 @@ def test_what_is_refused():
     for mean in (0.5, math.nan):
         with pytest.raises(ValueError, match="expected_trials"):
             private_selection.TrialCount.from_arguments(mean, "poisson")
-    for name in ("uniform", -0.5, math.inf):
+    for name in ("uniform", -0.5, math.inf, 1e-4):
         with pytest.raises(ValueError, match="distribution"):
             private_selection.TrialCount.from_arguments(2, name)

@@ -315,6 +315,10 @@ def test_nobody_keeps_more_rows_than_the_bound(choose):
     if choose != "random":
         own = {"first": [0, 1], "last": [4, 8]}[choose]
         assert [row for row in y if ids[row] == 1] == own
+    # Ids stay what they were.
+    names = [("a", 1), ("a", 1), ("b", 2)]
+    kept = tfdp_fl.limit_rows_per_client(*[np.arange(3)] * 2, names, max_rows=1)[2]
+    assert kept == [("a", 1), ("b", 2)]
     for name, value in (("max_rows", 0), ("keep", "best")):
         with pytest.raises(ValueError, match=name):
             tfdp_fl.limit_rows_per_client(*_table(), **{"max_rows": 2, name: value})

@@ -267,6 +267,19 @@ def test_a_client_contributes_at_most_one():
     assert np.linalg.norm(each, axis=1).max() <= 1 + 1e-12
 
 
+def test_private_metrics_of_ones_own_kind_are_refused():
+    # Its contributions had a norm of 2000, at the price of 1.
+    class ByExamples(PrivateMetrics):
+        def contributions(self, values):
+            return super().contributions(values) * values["num_examples"][:, None]
+
+    fed = _trained()
+    own = ByExamples(bounds=_BOUNDS, noise_multiplier=4.0)
+    with pytest.raises(TypeError, match="private must be a PrivateMetrics itself"):
+        _evaluated(fed, own)
+    assert fed.spending.evaluations == 0
+
+
 def test_a_sum_over_many_clients_is_rounded_once():
     # Added one after another in float64, these are 1e-6 of a contribution apart.
     values = {"loss": np.full(500_000, 0.7), "accuracy": np.full(500_000, 0.1)}

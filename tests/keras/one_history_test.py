@@ -53,7 +53,23 @@ def test_only_weights_of_this_run_may_be_restored(tmp_path):
     fed, backup = toy.federated(), tf.keras.callbacks.BackupAndRestore(tmp_path)
     with pytest.raises(ValueError, match="must not have a BackupAndRestore"):
         toy.fit(fed, 2, [backup])
+    # A budget inside another callback was never asked.
+    inside = tf.keras.callbacks.CallbackList(
+        [tfdp_fl.callbacks.PrivacyBudget(1.0, 1e-3)]
+    )
+    for callbacks in (inside, [inside]):
+        with pytest.raises(TypeError, match=r"callbacks must be a list"):
+            fed.fit(toy.clients(), rounds=1, callbacks=callbacks, verbose=0)
     assert fed.run is None
+
+    class Holder(tf.keras.callbacks.Callback):
+        def set_model(self, model):
+            self.inner = tfdp_fl.callbacks.PrivacyBudget(1.0, 1e-3)
+            self.inner.set_model(model)
+
+    with pytest.raises(ValueError, match="callbacks must have each PrivacyBudget"):
+        toy.fit(fed, 1, [Holder()])
+    assert fed.rounds == 0
 
 
 def test_an_interrupt_while_a_run_is_resumed(tmp_path):

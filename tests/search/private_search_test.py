@@ -242,6 +242,22 @@ def test_private_scores_that_are_refused_before_anything():
         assert search.epsilon(_DELTA) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("metric", "mode"),
+    [
+        *(("Accuracy", "max"), ("top_5", "max"), ("cosine_similarity", "max")),
+        *(("loss", "min"), ("hinge", "min"), ("huber", "min"), ("my_number", None)),
+    ],
+)
+def test_a_metric_says_which_is_better_or_is_asked(metric, mode):
+    # Losses whose names do not say "loss" were maximised.
+    if mode is not None:
+        assert _public(metric).mode == mode
+        return
+    with pytest.raises(ValueError, match="mode must be 'max' or 'min' for the metric"):
+        _public(metric)
+
+
 def test_clients_examples_are_not_public():
     with pytest.raises(TypeError, match="score"):
         _search(score=lambda model: 1.0)  # Of whatever it closes over.

@@ -24,6 +24,8 @@ from tfdp_fl import _validate
 
 # The named distributions of the number of trials, by their shape.
 _SHAPES = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0}
+# With smaller ones, nearly all numbers drawn are 0, and so are drawn again.
+_MIN_SHAPE = 1e-3
 
 
 @attr.s(frozen=True, slots=True, auto_attribs=True)
@@ -76,7 +78,13 @@ class TrialCount:
         if isinstance(distribution, str):
             _validate.one_of(_SHAPES, distribution=distribution)
             return cls(mean=mean, shape=_SHAPES[distribution])
-        return cls(mean=mean, shape=_validate.non_negative(distribution=distribution))
+        shape = _validate.non_negative(distribution=distribution)
+        if 0 < shape < _MIN_SHAPE:
+            raise ValueError(
+                f"distribution must be at least {_MIN_SHAPE:g} or 'logarithmic', which "
+                f"is its limit, got {distribution!r}."
+            )
+        return cls(mean=mean, shape=shape)
 
     @property
     def may_be_zero(self) -> bool:

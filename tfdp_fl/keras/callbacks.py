@@ -27,7 +27,7 @@ from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.keras import checkpoint
 from tfdp_fl.keras.run import Run
 from tfdp_fl.keras.training_setup import PrivacyTarget
-from tfdp_fl.terms import Json, TrustModel
+from tfdp_fl.terms import Json
 
 __all__ = [
     "FederatedCallback",
@@ -52,6 +52,20 @@ class FederatedCallback(tf.keras.callbacks.Callback):
 
     federated_model: Any = None
     order = 2
+
+    def set_model(self, model: tf.keras.Model) -> None:
+        """Called by Keras, before a training.
+
+        Raises:
+          ValueError: `fit` does not know of this callback, and would not ask it.
+        """
+        if getattr(self.federated_model, "model", None) is not model:
+            raise ValueError(
+                f"callbacks must have each {type(self).__name__} itself, as those "
+                "within another callback are not asked before rounds, got one that "
+                "`fit` of a DPFederatedModel did not find."
+            )
+        super().set_model(model)
 
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
         """Called before training with the rounds that `fit` was asked for.
@@ -162,6 +176,11 @@ def check_callbacks(callbacks: Any) -> list[tf.keras.callbacks.Callback]:
             raise TypeError(
                 "callbacks must be a list of tf.keras.callbacks.Callback, got a "
                 f"{type(callback).__name__} in it."
+            )
+        if isinstance(callback, tf.keras.callbacks.CallbackList):
+            raise TypeError(
+                "callbacks must be a list of single callbacks, as budgets and ledgers "
+                "inside others are not asked, got a CallbackList: pass its .callbacks."
             )
         if isinstance(callback, tf.keras.callbacks.BackupAndRestore):
             raise ValueError(
@@ -386,21 +405,6 @@ class Ledger(FederatedCallback):
         fed, run = self.federated_model, self._run
         runs = contents.by_run()
         runs.pop(run.run_id, None)
-        own_kind = fed.mechanism.trust_model, fed.mechanism.privacy_unit
-        written = contents.header.get("mechanism", {})
-        other = (
-            written.get("trust_model", own_kind[0]),
-            contents.header["privacy_unit"],
-        )
-        # (Even if the file has no lines yet: others may add lines of its kind.)
-        if other[1] != own_kind[1] or (
-            other != own_kind and TrustModel.LOCAL in (other[0], own_kind[0])
-        ):
-            raise ValueError(
-                f"path must be a ledger of runs with a {own_kind[0]} guarantee per "
-                f"{own_kind[1]}, so that they can be counted together, but {self.path} "
-                f"has a {other[0]} guarantee per {other[1]}."
-            )
         if not runs:
             return
         sampling = fed.setup.sampling

@@ -154,6 +154,12 @@ def release(
 ) -> Json:
     """Evaluates on clients, charges for the noisy result, and returns it."""
     _validate.instance_of(PrivateMetrics, private=private)
+    if type(private) is not PrivateMetrics:
+        raise TypeError(
+            "private must be a PrivateMetrics itself, whose contributions have a norm "
+            f"of at most 1, got a {type(private).__name__}: compile what it computes "
+            "as a metric, and declare its range in bounds."
+        )
     charge = private.charge(fed.setup.sampling, clients.num_clients)
     _require_account(fed)
     with contextlib.ExitStack() as stack:

@@ -36,12 +36,20 @@ from tfdp_fl.keras.make_private import charge_plan, largest_noise
 from tfdp_fl.keras.private_metrics import PrivateMetrics
 from tfdp_fl.keras.run import FitPlan
 from tfdp_fl.mechanisms import Mechanism, PrivacyContext
-from tfdp_fl.terms import Json, Sampling, TrustModel
+from tfdp_fl.terms import Json, PrivacyUnit, Sampling, TrustModel
 
 Candidate = Json
 
 _MODES = ("auto", "max", "min")
-_IS_ERROR = re.compile("loss|error|entropy|divergence|perplexity|mse|mae|mape|msle")
+# The names of metrics of which less, or more, is better.
+_IS_ERROR = re.compile(
+    "loss|error|entropy|divergence|perplexity|mse|mae|mape|msle|hinge|huber|cosh"
+    "|poisson|nll|negative_log|false_"
+)
+_IS_SCORE = re.compile(
+    "acc|auc|precision|recall|f1|f_?beta|score|iou|dice|r2|kappa|cosine|sensitivity"
+    "|specificity|bleu|rouge|top_|true_|correct"
+)
 # If this many different "public" examples are all clients' own, it is no coincidence.
 _MIN_COPIED_EXAMPLES = 20
 
@@ -90,6 +98,7 @@ class PublicScore:
             for losses and errors.
 
         Raises:
+          ValueError: `mode` is "auto", and the name does not tell.
           TypeError: `x` is clients' data, which is not public.
         """
         if isinstance(x, FederatedDataset) or hasattr(x, "client_ids"):
@@ -211,7 +220,13 @@ def _resolve_mode(metric: str, mode: str) -> tuple[str, str]:
     _validate.instance_of(str, metric=metric)
     _validate.one_of(_MODES, mode=mode)
     if mode == "auto":
-        mode = "min" if _IS_ERROR.search(metric) else "max"
+        name = metric.lower()
+        mode = "min" if _IS_ERROR.search(name) else "max"
+        if mode == "max" and not _IS_SCORE.search(name):
+            raise ValueError(
+                f"mode must be 'max' or 'min' for the metric {metric!r}, whose name "
+                "does not tell which is better, got 'auto'."
+            )
     return metric, mode
 
 
@@ -446,12 +461,15 @@ def _check_mechanism(built: DPFederatedModel, candidate: Candidate) -> None:
         )
     elif not schedules.is_constant(built.setup.clients_per_round):
         problem = "a constant clients_per_round, got a schedule"
-    elif mechanism.trust_model != TrustModel.CENTRAL or not isinstance(
-        noise, int | float
+    elif (
+        mechanism.trust_model != TrustModel.CENTRAL
+        or mechanism.privacy_unit != PrivacyUnit.CLIENT
+        or not isinstance(noise, int | float)
     ):
         problem = (
-            "a central mechanism with a constant noise_multiplier (FixedClipping, "
-            f"AdaptiveClipping, MedianClipping), got {mechanism.describe()!r}"
+            "a central mechanism that protects clients, with a constant "
+            "noise_multiplier (FixedClipping, AdaptiveClipping, MedianClipping), got "
+            f"{mechanism.describe()!r}"
         )
     elif not mechanism.all_releases_are_noisy:
         problem = "a median_noise_multiplier, got an exact median, which is not private"
