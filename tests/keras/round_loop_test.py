@@ -181,6 +181,20 @@ def test_a_round_that_ends_while_clients_train_is_charged_if_that_tells(
     assert ("rounds_charged_twice" in caveats) == bool(charged)
 
 
+def test_a_charge_that_was_refused_is_not_charged_twice():
+    fed = toy.federated(on_client_failure="abort")
+
+    class Refuses(tfdp_fl.callbacks.FederatedCallback):
+        def on_round_charged(self, round_index, charge, details):
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        toy.fit(fed, callbacks=[Refuses()])
+    toy.fit(fed)
+    assert fed.spending.rounds == 1
+    assert "rounds_charged_twice" not in fed.run.caveats
+
+
 @pytest.mark.parametrize("on_failure", ["exclude", "abort"])
 def test_a_label_that_is_no_class_is_the_fault_of_its_client_alone(capsys, on_failure):
     clients = {f"client {k}": toy.clients(6).client(k) for k in range(6)}

@@ -241,6 +241,7 @@ def limit_rows_per_client(
 
     x, y = tf.nest.map_structure(take, (x, y))
     ids = client_ids
-    if isinstance(ids, list | tuple):  # An array may change what they are.
+    if isinstance(ids, list | tuple) and np.asarray(ids).tolist() != [*ids]:
+        # An array would change what they are.
         return x, y, [ids[row] for row in kept_rows]
     return x, y, np.asarray(ids)[kept_rows]

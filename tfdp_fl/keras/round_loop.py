@@ -279,10 +279,6 @@ class RoundLoop:
         }
         if pending is not None and account.by_client:
             options = {}  # The clients were charged before they trained.
-        if pending is None:
-            if run.prepaid_round == inputs.round_index:
-                run.caveats.add("rounds_charged_twice")
-            run.prepaid_round = inputs.round_index
         rounds_before = account.rounds
         try:
             paid = account.charge(
@@ -300,9 +296,13 @@ class RoundLoop:
                 run.caveats.add("rounds_charged_twice")
             raise
         finally:
-            is_new = run.populations[-1:] != [run.population]
-            if account.rounds > rounds_before and is_new:
-                run.populations.append(run.population)
+            if account.rounds > rounds_before:
+                if pending is None:
+                    if run.prepaid_round == inputs.round_index:
+                        run.caveats.add("rounds_charged_twice")
+                    run.prepaid_round = inputs.round_index
+                if run.populations[-1:] != [run.population]:
+                    run.populations.append(run.population)
         return paid
 
     def release(
