@@ -1,10 +1,12 @@
-"""Signals: that wait for the end of a block, or come as another error."""
+"""Signals that wait for the end of a block, or come as another error; warnings."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -92,3 +94,14 @@ def _handlers() -> dict[int, Callable[..., Any]]:
     return {
         number: handler for number, handler in handlers.items() if callable(handler)
     }
+
+
+def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:
+    """Warns of what clients sent; prints the warning where warnings are errors.
+
+    One client could otherwise end a round for all, before it is charged.
+    """
+    try:
+        warnings.warn(message, category, stacklevel=3)
+    except Warning:
+        print(f"{category.__name__}: {message}", file=sys.stderr)

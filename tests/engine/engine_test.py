@@ -307,7 +307,9 @@ def test_a_width_by_which_a_machine_computes_otherwise_is_not_used():
         eight = layout.client_table(np.arange(40), np.full(8, 5), 5, 2)
         ((part,),) = chosen.lay_out(eight, 1, strategy.fine)
         assert part.strategy == strategy
-        assert len(part.table.members) == 9
+        allowed = dense_models.widths(engine.layout.kernels, 2, 5)
+        larger = (k for k in allowed if k > 8 and engine.fits(strategy, 5, k))
+        assert 8 in allowed and len(part.table.members) == next(larger)
 
 
 def test_widths_are_tried_with_enough_clients_for_a_narrow_layer():
@@ -342,6 +344,36 @@ def test_widths_are_tried_with_enough_clients_for_a_narrow_layer():
         cohorts.collect(engine, dataset)
         assert engine.fits(strategy, 5, 7, trials)
         assert len(trials.fits) == tried + 1
+
+
+def test_a_metric_that_refuses_made_up_labels_trains_clients_one_by_one():
+    # Its error ended the fit.
+    metric = tf.keras.metrics.SparseCategoricalCrossentropy(from_logits=True)
+    rng = np.random.default_rng(0)
+    clients = {
+        k: (rng.normal(size=(5, 4)).astype(np.float32), np.zeros(5, np.float32))
+        for k in range(6)
+    }
+    clients[3][1][2] = 2.0
+    dataset = tfdp_fl.datasets.as_federated(clients)
+    dense = tf.keras.layers.Dense
+    engine = cohorts.make_engine(
+        cohorts.sequential([4], dense(6), dense(1)),
+        dataset,
+        loss="mse",
+        training={"metrics": [metric]},
+        jit_compile=None,
+    )
+    with cohorts.side_by_side():
+        pending = cohorts.collect(engine, dataset)
+    assert {used.kind for used in engine.used_strategies} == {layout.ONE_BY_ONE}
+    assert [failure.position for failure in pending.failures] == [3]
+
+
+def test_padding_reads_a_row_where_nobody_has_any():
+    empty = layout.client_table(np.zeros(0, int), np.zeros(0, int), 5, 1)
+    padded = layout.pad_to(empty, 7)
+    assert (padded.rows.tolist(), len(padded.members)) == ([0], 7)
 
 
 def test_a_width_by_which_norms_differ_below_float32_is_not_used():

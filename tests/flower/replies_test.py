@@ -12,7 +12,8 @@ import pytest
 from hypothesis import strategies as st
 
 from tests.flower import older_api
-from tfdp_fl.flower import DPFedAvgAdaptive, client, replies
+from tfdp_fl import mechanisms
+from tfdp_fl.flower import DPFedAvgAdaptive, client, history, replies, sums
 
 
 def _result(parameters, metrics=types.MappingProxyType({"dpfedavg_norm_bit": True})):
@@ -40,6 +41,22 @@ def _tensors(*tensors: Any) -> Any:
 
 _PICKLED = _written(np.save, np.array([{}, {}, {}], object), allow_pickle=True)
 _ZIPPED = _written(np.savez, np.zeros(3))
+
+
+def test_numbers_that_underflow_end_no_round_where_numpy_is_told_to_raise():
+    mechanism = mechanisms.FixedClipping(clip_norm=0.3, noise_multiplier=1.0)
+    sent, plan = [np.zeros(4)], history.ReleasedRound(1, 0.3, 3, None)
+    configured = sums.ConfiguredRound(
+        *(sent, dict.fromkeys(range(10)), plan, mechanism),
+        mechanisms.PrivacyContext(clients_per_round=10),
+        mechanisms.RoundState(0.3, 1.0, 10.0),
+        None,
+    )
+    for evil in ([1e-310] * 4, [5, 1e-310, 0, 0], [1e150, 1e-200, 0, 0], [np.inf] * 4):
+        answers = [replies.Reply([np.array(each)], 1) for each in (evil, np.ones(4))]
+        with np.errstate(all="raise"):
+            (total,) = sums.collect(configured, answers).update
+        assert np.linalg.norm(total) <= 0.6 * (1 + 1e-9)
 
 
 def test_bits_and_what_numpy_writes_are_read():

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import math
+import warnings
 from unittest import mock
 
 import dp_accounting
@@ -276,7 +277,7 @@ def test_secure_aggregation_adds_up_the_same():
     assert not np.array_equal(start, toy.flat(plain))
 
 
-def test_a_value_too_large_to_share_does_not_end_the_training():
+def test_a_value_too_large_to_share_does_not_end_the_training(capsys):
     x, y = toy.arrays(400)
     x[13] = 1e6  # The second of 40 clients.
     clients = FederatedDataset.from_indices(x, y, np.arange(400).reshape(40, 10))
@@ -287,6 +288,11 @@ def test_a_value_too_large_to_share_does_not_end_the_training():
     assert history["discarded_clients"] == [1.0]
     assert history["failed_clients"] == [0.0]
     assert np.abs(before - toy.flat(fed)).max() < 1.0
+    # Nor where warnings are errors: that client would end each round, uncharged.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert toy.fit(fed, data=clients).history["discarded_clients"] == [1.0]
+    assert "1 of 40" in capsys.readouterr().err
     # Of noise at the clients, without a share of which the mean would lack it.
     fed = _secure(_AT_CLIENTS)
     before = fed.get_weights()

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fractions
 from typing import ClassVar
 from unittest import mock
 
@@ -295,6 +296,30 @@ def test_sums_of_records_are_exact_in_any_order(values, clip, random):
         == parts
         == np.float64(float(sum(map(int, numbers / float(step))))) * float(step)
     )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=40), _SIZES, st.randoms()
+)
+def test_side_sums_are_exact_in_any_order(values, limit, random):
+    with np.errstate(all="ignore"):
+        given_values = np.float32(limit) * np.float32(values)
+
+    @tf.function(autograph=False)
+    def bounded(value):
+        ones = tf.ones([])
+        record = Contribution([], {"side": value}, ones, ones, ones, 0 * ones)
+        return records.bound_factor(
+            record._replace(update=ones), ones, 1.0, {"side": limit}
+        ).sums["side"]
+
+    limit = float(np.nextafter(np.float32(limit), np.float32(np.inf)))
+    numbers = [float(bounded(tf.constant(v))) for v in given_values]
+    np.testing.assert_allclose(numbers, given_values, rtol=0, atol=limit * 2.0**-22)
+    exact = float(sum(map(fractions.Fraction, numbers)))
+    random.shuffle(numbers)
+    assert sum(numbers[::2]) + sum(numbers[1::2]) == exact
 
 
 @settings(max_examples=60, deadline=None)

@@ -316,11 +316,14 @@ class CohortEngine:
         """Returns each machine's results for copies of made-up clients (`fits`)."""
         narrowest = min(columns for _, columns in self.layout.kernels or ())
         numbers = strategy.num_steps * batch * narrowest
-        with tf.device(self.device):
-            found = [
-                self._add_synthetic(strategy, batch, width, run, client)
-                for client in range(-(-_COMPARED // numbers))
-            ]
+        try:
+            with tf.device(self.device):
+                found = [
+                    self._add_synthetic(strategy, batch, width, run, client)
+                    for client in range(-(-_COMPARED // numbers))
+                ]
+        except program_lib.CLIENT_ERRORS:  # A metric refuses made-up labels, say.
+            return []
         if len({*map(len, found)}) > 1:  # A machine failed.
             return []
         return [_Fingerprint.of(list(each), width) for each in zip(*found, strict=True)]

@@ -169,6 +169,8 @@ def pad_to(table: ClientTable, width: int) -> ClientTable:
         padded[: len(array)] = array
         return padded
 
+    if not len(table.rows):  # Padding reads the first row.
+        table = table._replace(rows=np.zeros(1, np.int32))
     return table.map_clients(pad)
 
 

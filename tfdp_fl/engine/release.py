@@ -8,13 +8,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import algorithm, keras_versions
+from tfdp_fl import _signals, algorithm, keras_versions
 from tfdp_fl.datasets import ClientFailure, nests
 from tfdp_fl.engine import cohort, program
 from tfdp_fl.mechanisms import cohort_query, contribution, noise
@@ -182,13 +181,11 @@ class Release:
         logs = dict(zip(self._log_names, logged, strict=True))
         if share > _FILLING and logs["clipped_fraction"] > _FILLING and not self._said:
             self._said.append(True)
-            warnings.warn(
+            _signals.warn(
                 "The statistics that clients upload, such as the moving variance of a "
                 "BatchNormalization, fill the clip, so that the weights hardly learn. "
                 "Scale the features to a variance near 1, or pass "
-                "non_trainable_state='keep' to the model.",
-                RuntimeWarning,
-                stacklevel=2,
+                "non_trainable_state='keep' to the model."
             )
         return state, logs
 

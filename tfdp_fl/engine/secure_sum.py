@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 import tensorflow as tf
 from scipy import stats
 
-from tfdp_fl import mechanisms, secure_aggregation
+from tfdp_fl import _signals, mechanisms, secure_aggregation
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.engine import cohort, engine
 from tfdp_fl.secure_aggregation import grouped_sum
@@ -115,7 +113,7 @@ def sum_securely(
                 upload_of, protocol, num_members=len(members), keep_group_sums=False
             )
         except ValueError as error:  # For example, because a client dropped out.
-            warnings.warn(f"{error} All of them have failed.", stacklevel=3)
+            _signals.warn(f"{error} All of them have failed.", UserWarning)
             failed = members
         else:
             failed = members[list(grouped.failed_members)]
@@ -234,10 +232,10 @@ def _warn(
     what = "were discarded: they upload zeros."
     if fails:
         what = "have failed, and the sum lacks their noise."
-    warnings.warn(
+    _signals.warn(
         f"{len(positions)} of {len(members)} clients have values that are not "
         f"within max_share_value={protocol.max_share_value:g} (first: place "
         f"{int(members[positions[0]])} in the cohort) and {what} If they are honest, "
         "secure_aggregation needs a larger max_share_value.",
-        stacklevel=4,
+        UserWarning,
     )

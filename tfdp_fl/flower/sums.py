@@ -193,6 +193,7 @@ class Collected:
     discarded: int = 0
 
 
+@np.errstate(all="ignore")  # One client's numbers would end the round for all.
 def collect(configured: ConfiguredRound, answers: Sequence[replies.Reply]) -> Collected:
     """Clips each client's update and adds them up.
 
