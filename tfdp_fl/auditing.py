@@ -17,6 +17,7 @@ from scipy import stats
 from tfdp_fl import _validate, engine
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import format_up, gaussian_epsilon
+from tfdp_fl.mechanisms import records
 from tfdp_fl.terms import Sampling, TrustModel
 
 __all__ = ["CanaryAudit", "Estimate", "Scores"]
@@ -142,9 +143,10 @@ class CanaryAudit:
         times[drawn] = length
         self._pending = direction, times
         # All other numbers are zero, as canaries' bits would move an adaptive clip.
+        update = spec.unflatten(tf.constant(direction, tf.float32))
         pending.add_contribution(
             query.initial_sample_state(spec.variables)._replace(
-                update=spec.unflatten(tf.constant(direction, tf.float32))
+                update=records.to_grid(update, query.grid_step(params))
             )
         )
 
