@@ -316,7 +316,7 @@ def test_side_sums_are_exact_in_any_order(values, limit, random):
 
     limit = float(np.nextafter(np.float32(limit), np.float32(np.inf)))
     numbers = [float(bounded(tf.constant(v))) for v in given_values]
-    np.testing.assert_allclose(numbers, given_values, rtol=0, atol=limit * 2.0**-22)
+    np.testing.assert_allclose(numbers, given_values, rtol=0, atol=limit * 2.0**-29)
     exact = float(sum(map(fractions.Fraction, numbers)))
     random.shuffle(numbers)
     assert sum(numbers[::2]) + sum(numbers[1::2]) == exact

@@ -123,14 +123,14 @@ def _bound_sides(
 
 
 def _on_side_grid(value: tf.Tensor, limit: float) -> tf.Tensor:
-    """Rounds a number up to a limit to a power of two, at most 2^-22 of the limit.
+    """Rounds a number up to a limit to multiples of 2^-29 of the limit, or less.
 
-    Float64 adds up 2^29 of them exactly. (TensorFlow would simplify `to_grid` with a
+    Float64 adds up 2^23 of them exactly. (TensorFlow would simplify `to_grid` with a
     constant step.)
     """
     if not clipping.SMALLEST_CLIP_NORM <= limit <= clipping.LARGEST_CLIP_NORM:
         return value
-    steps = 2.0 ** (23 - math.frexp(limit)[1])
+    steps = 2.0 ** (30 - math.frexp(limit)[1])
     return tf.round(value * steps) / steps
 
 
