@@ -1,7 +1,10 @@
 """What all packages share: checks of arguments, schedules, files, a quiet start."""
 
+import importlib.util
 import math
 import os
+import pathlib
+import sys
 
 import numpy as np
 import pytest
@@ -107,3 +110,20 @@ def test_a_start_is_quiet_unless_it_fails(capfd):
         os.write(2, b"oneDNN is on\n")
         raise ImportError("no cuDNN")
     assert "oneDNN is on\n" in capfd.readouterr().err
+
+
+def test_every_planted_fault_still_has_its_place():
+    # Eleven had lost it, and proved nothing.
+    path = pathlib.Path(__file__).parents[1] / "tools" / "mutants.py"
+    spec = importlib.util.spec_from_file_location("mutants", path)
+    mutants = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = mutants
+    try:
+        spec.loader.exec_module(mutants)
+    finally:
+        del sys.modules[spec.name]
+    faults = mutants.faults([])
+    assert len(faults) > 300
+    for fault in faults:
+        text = (path.parents[1] / fault.file).read_text("utf-8")
+        assert (fault.name, text.count(fault.old)) == (fault.name, 1)

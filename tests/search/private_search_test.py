@@ -247,6 +247,7 @@ def test_private_scores_that_are_refused_before_anything():
     [
         *(("Accuracy", "max"), ("top_5", "max"), ("cosine_similarity", "max")),
         *(("loss", "min"), ("hinge", "min"), ("huber", "min"), ("my_number", None)),
+        *(("brier_score", "min"), ("anomaly_score", None), ("f1_score", "max")),
     ],
 )
 def test_a_metric_says_which_is_better_or_is_asked(metric, mode):

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 Check = Callable[..., Any]
 
+# Between this and its inverse, float32 has full precision, and the squared noise in
+# many coordinates stays finite.
+LEAST_NOISE = 1e-18
+
 _T = TypeVar("_T", bound="type[mechanism.Mechanism]")
 
 _by_name: dict[str, type[mechanism.Mechanism]] = {}
@@ -158,11 +162,8 @@ def schedule_of(check: Check) -> Check:
 
 
 def representable(check: Check) -> Check:
-    """Returns a check of a number that allows only 0 and what noise can follow from.
-
-    The square of a number outside this range overflows float32, or vanishes in it.
-    """
-    low, high = 1e-18, 1e18
+    """Returns a check that allows only 0, and numbers whose square float32 holds."""
+    low, high = LEAST_NOISE, 1 / LEAST_NOISE
 
     def check_range(**checked: object) -> float:
         ((name, value),) = checked.items()

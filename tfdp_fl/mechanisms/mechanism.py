@@ -27,7 +27,14 @@ import dp_accounting
 from tfdp_fl import _validate, schedules
 from tfdp_fl._lazy_tf import tf
 from tfdp_fl.accounting import statement as caveats_lib
-from tfdp_fl.mechanisms import clipping, cohort_query, grid, noise, overriding
+from tfdp_fl.mechanisms import (
+    clipping,
+    cohort_query,
+    declaration,
+    grid,
+    noise,
+    overriding,
+)
 from tfdp_fl.mechanisms.contribution import (
     ClientContext,
     ClientWeighting,
@@ -40,9 +47,6 @@ from tfdp_fl.mechanisms.contribution import (
 )
 from tfdp_fl.terms import Json, NoiseSite, PrivacyUnit, TrustModel
 
-# Between this and its inverse, float32 has full precision, and the squared noise in
-# many coordinates stays finite.
-_MIN_NOISE = 1e-18
 # What float32 can add at all, even to the sum of many clients.
 _NOISE_IN_FLOAT32 = 1e-30, 1e36
 
@@ -405,16 +409,17 @@ class Mechanism(abc.ABC):
           ValueError: It is negative, or its product with the first clip is not
             representable in float32.
         """
-        noise_multiplier = _validate.non_negative(
+        noise_multiplier = declaration.representable(_validate.non_negative)(
             noise_multiplier=schedules.value_at(
                 self.noise_multiplier, round_index, "noise_multiplier"
             )
         )
         stddev = noise_multiplier * self.first_clip_norm()
-        if stddev and not _MIN_NOISE <= stddev <= 1 / _MIN_NOISE:
+        least, most = declaration.LEAST_NOISE, 1 / declaration.LEAST_NOISE
+        if stddev and not least <= stddev <= most:
             raise ValueError(
                 "noise_multiplier times the clip must be from "
-                f"{_MIN_NOISE:g} to {1 / _MIN_NOISE:g}, the range of float32, got "
+                f"{least:g} to {most:g}, the range of float32, got "
                 f"{noise_multiplier:g} times {self.first_clip_norm():g}."
             )
         return noise_multiplier

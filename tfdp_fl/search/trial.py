@@ -44,10 +44,10 @@ _MODES = ("auto", "max", "min")
 # The names of metrics of which less, or more, is better.
 _IS_ERROR = re.compile(
     "loss|error|entropy|divergence|perplexity|mse|mae|mape|msle|hinge|huber|cosh"
-    "|poisson|nll|negative_log|false_"
+    "|poisson|nll|negative_log|false_|brier"
 )
 _IS_SCORE = re.compile(
-    "acc|auc|precision|recall|f1|f_?beta|score|iou|dice|r2|kappa|cosine|sensitivity"
+    "acc|auc|precision|recall|f1|f_?beta|f_score|iou|dice|r2|kappa|cosine|sensitivity"
     "|specificity|bleu|rouge|top_|true_|correct"
 )
 # If this many different "public" examples are all clients' own, it is no coincidence.
