@@ -15,7 +15,13 @@ import numpy as np
 
 from tfdp_fl import _validate, schedules
 from tfdp_fl._lazy_tf import tf
-from tfdp_fl.mechanisms import clipping, declaration, fixed_clipping, mechanism
+from tfdp_fl.mechanisms import (
+    clipping,
+    declaration,
+    fixed_clipping,
+    mechanism,
+    noise,
+)
 from tfdp_fl.mechanisms.contribution import PrivacyContext, RoundState, Scalar
 from tfdp_fl.terms import Json
 
@@ -101,7 +107,7 @@ class AdaptiveClipping(mechanism.Mechanism):
         _validate.non_negative, "how fast the clip follows.", default=0.2
     )
     count_noise_stddev: float | None = declaration.parameter(
-        declaration.optional(declaration.representable(_validate.non_negative)),
+        declaration.optional(noise.representable(_validate.non_negative)),
         "noise on the count of unclipped clients; m / 20 unless given.",
         default=None,
     )

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from tfdp_fl import _validate
 from tfdp_fl._lazy_tf import tf
-from tfdp_fl.mechanisms import clipping, declaration, local_dp
+from tfdp_fl.mechanisms import clipping, declaration, local_dp, noise
 from tfdp_fl.mechanisms.contribution import (
     ClientContext,
     Contribution,
@@ -71,7 +71,7 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
     }
 
     epsilon: float = declaration.parameter(
-        declaration.representable(_validate.positive),
+        noise.representable(_validate.positive),
         "the budget of one client over the training.",
     )
     delta: float = declaration.parameter(_validate.inside_unit_interval, "its delta.")

@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 
 Check = Callable[..., Any]
 
-# Between this and its inverse, float32 has full precision, and the squared noise in
-# many coordinates stays finite.
-LEAST_NOISE = 1e-18
-
 _T = TypeVar("_T", bound="type[mechanism.Mechanism]")
 
 _by_name: dict[str, type[mechanism.Mechanism]] = {}
@@ -159,23 +155,6 @@ def schedule_of(check: Check) -> Check:
         return schedules.check_schedule(schedule, check, name)
 
     return check_schedule
-
-
-def representable(check: Check) -> Check:
-    """Returns a check that allows only 0, and numbers whose square float32 holds."""
-    low, high = LEAST_NOISE, 1 / LEAST_NOISE
-
-    def check_range(**checked: object) -> float:
-        ((name, value),) = checked.items()
-        number = check(**checked)
-        if number and not low <= number <= high:
-            raise ValueError(
-                f"{name} must be from {low:g} to {high:g}, as noise is in float32, got "
-                f"{value!r}."
-            )
-        return number
-
-    return check_range
 
 
 def clip(**checked: object) -> float:

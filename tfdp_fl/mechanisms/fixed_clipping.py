@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from tfdp_fl import _validate, schedules
 from tfdp_fl._lazy_tf import tf
-from tfdp_fl.mechanisms import declaration, mechanism
+from tfdp_fl.mechanisms import declaration, mechanism, noise
 from tfdp_fl.mechanisms.contribution import Memory, RoundState, Tensors
 from tfdp_fl.terms import TrustModel
 
@@ -15,7 +15,7 @@ from tfdp_fl.terms import TrustModel
 def noise_multiplier_parameter() -> schedules.Schedule:
     """Returns the parameter z of a mechanism with a trusted server."""
     return declaration.parameter(
-        declaration.schedule_of(declaration.representable(_validate.non_negative)),
+        declaration.schedule_of(noise.representable(_validate.non_negative)),
         "z, noise stddev on the sum of the clipped updates over the clip; a "
         "number, or one value a round.",
     )

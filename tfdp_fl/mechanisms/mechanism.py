@@ -30,7 +30,6 @@ from tfdp_fl.accounting import statement as caveats_lib
 from tfdp_fl.mechanisms import (
     clipping,
     cohort_query,
-    declaration,
     grid,
     noise,
     overriding,
@@ -409,13 +408,13 @@ class Mechanism(abc.ABC):
           ValueError: It is negative, or its product with the first clip is not
             representable in float32.
         """
-        noise_multiplier = declaration.representable(_validate.non_negative)(
+        noise_multiplier = noise.representable(_validate.non_negative)(
             noise_multiplier=schedules.value_at(
                 self.noise_multiplier, round_index, "noise_multiplier"
             )
         )
         stddev = noise_multiplier * self.first_clip_norm()
-        least, most = declaration.LEAST_NOISE, 1 / declaration.LEAST_NOISE
+        least, most = noise.LEAST_STDDEV, 1 / noise.LEAST_STDDEV
         if stddev and not least <= stddev <= most:
             raise ValueError(
                 "noise_multiplier times the clip must be from "

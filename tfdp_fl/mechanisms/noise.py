@@ -37,6 +37,10 @@ PHILOX, EXACT = GENERATORS = ("philox", "exact")
 # The first word of a derived seed, by its use.
 _CHILD, _DRAW = 1, 2
 
+# Between this and its inverse, float32 has full precision, and the squared noise in
+# many coordinates stays finite.
+LEAST_STDDEV = 1e-18
+
 # How a long draw is divided: a minimum length of chunks, so that they amortise their
 # overhead, and a maximum number of them, so that a graph stays small.
 _SMALLEST_CHUNK = 2**16
@@ -53,6 +57,23 @@ _DIGITS_A_WORD = 8
 
 # For each thread, a seed and the numbers of the draws taken from it.
 _active = threading.local()
+
+
+def representable(check: Callable[..., float]) -> Callable[..., float]:
+    """Returns a check that allows only 0, and numbers whose square float32 holds."""
+    low, high = LEAST_STDDEV, 1 / LEAST_STDDEV
+
+    def check_range(**checked: object) -> float:
+        ((name, value),) = checked.items()
+        number = check(**checked)
+        if number and not low <= number <= high:
+            raise ValueError(
+                f"{name} must be from {low:g} to {high:g}, as noise is in float32, got "
+                f"{value!r}."
+            )
+        return number
+
+    return check_range
 
 
 @contextlib.contextmanager
