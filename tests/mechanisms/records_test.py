@@ -128,6 +128,24 @@ def test_rows_that_repeat_are_added_up_before_they_are_measured():
             algorithm.make_record(query, params, wrong)
 
 
+class _Shrinks(_Own):
+    """Returns one number for a whole matrix."""
+
+    def contribution(self, update, round, client, deployment):
+        one = super().contribution(update, round, client, deployment)
+        return one._replace(update=[tf.reshape(one.update[0][0, 0], [1, 1])])
+
+
+def test_a_record_with_other_shapes_than_the_update_is_refused_before_it_is_added():
+    # Clipped as one number and broadcast in the sum, it would have had 8 S.
+    query = _Shrinks().bind(PrivacyContext(clients_per_round=2, shapes=((8, 8),)))
+    state = query.begin_round(query.initial_global_state(), 1.0, 2.0)
+    with pytest.raises(ValueError, match="of its shape, got"):
+        algorithm.make_record(
+            query, query.derive_sample_params(state), [tf.ones([8, 8])]
+        )
+
+
 @pytest.mark.parametrize("clip", [1e-25, 1e-11, 1e-10])
 def test_below_the_smallest_clip_nothing_is_added(clip):
     # Its elements have the norm 0 in float32: the sum moved by 1e8 clips.

@@ -122,10 +122,14 @@ class Charge:
     charge_id: str = dataclasses.field(default_factory=ledger.new_charge)
     _paid: _Uses = dataclasses.field(default_factory=_Uses)
 
-    def use(self) -> None:
-        """Called by every release; raises ChargeError unless the release is paid for.
+    def use(self) -> float | None:
+        """Uses the receipt for one release, of as many as were charged (usually one).
 
-        A receipt allows as many releases as were charged, usually one.
+        Returns:
+          The noise multiplier that was paid for (`RoundCharge.noise_multiplier`).
+
+        Raises:
+          ChargeError: The release is not paid for.
         """
         with self._paid.lock:
             if self._paid.left < 1:
@@ -134,6 +138,7 @@ class Charge:
                     "has been used before. Nothing was released."
                 )
             self._paid.left -= 1
+            return self.cost.noise_multiplier
 
 
 class _ChargeLock:

@@ -742,9 +742,8 @@ class CohortEngine:
           The query's state for the next round, and the round's values for `History`
           by name.
         """
-        paid.use()
         with keras_versions.moving_weights, tf.device(self.device):
-            return self._release(pending, paid.cost.noise_multiplier)
+            return self._release(pending, paid.use())
 
 
 class _NoRoomError(Exception):

@@ -151,7 +151,7 @@ class Release:
 
         Args:
           pending: The round.
-          paid: The noise multiplier that was paid for (`RoundCharge.noise_multiplier`).
+          paid: The noise multiplier that was paid for, from `Charge.use`.
         """
         answered = float(pending.cohort_size - len(pending.failures))
         seed = pending.inputs.seed.astype(np.uint64)

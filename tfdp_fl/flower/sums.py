@@ -261,10 +261,9 @@ def release(
     Raises:
       InvalidArgumentError: The mechanism now has less noise than was paid for.
     """
-    paid.use()
     query = configured.mechanism.bind(configured.deployment)
     _, z, m, *_ = collected.round_state  # If the cohort size is random, m is expected.
-    charged = query.paid_for(paid.cost.noise_multiplier, float(m), float(z))
+    charged = query.paid_for(paid.use(), float(m), float(z))
     total = _sum_before_noise(configured, collected)
     stddevs = tf.nest.map_structure(tf.constant, dict(configured.client_noise))
     state = _to_tensors(collected.round_state)

@@ -211,7 +211,7 @@ class RoundLoop:
         self._num_failed = len(pending.failures) + num_left_out
         self._report_failures(pending, num_left_out)
         if self.audit is not None and not self.abandons(pending):
-            self.audit.join(pending, self._cost(pending))
+            self.audit.join(pending, self._cost(cohort, pending))
         return pending
 
     def abandons(self, pending: PendingRound) -> bool:
@@ -230,15 +230,17 @@ class RoundLoop:
             run.caveats.add("rounds_abandoned")
         run.rounds += 1
 
-    def _cost(self, pending: PendingRound | None) -> RoundCharge:
-        """Returns the round's cost with the noise of the clients in `pending`.
+    def _cost(
+        self, cohort: sampling.Cohort, pending: PendingRound | None
+    ) -> RoundCharge:
+        """Returns a cohort's cost with the noise of the clients in `pending`.
 
         None: with the noise of all of its clients.
         """
         num_with_noise = len(self._inputs.positions)
         if pending is not None:
             num_with_noise -= self._num_failed + pending.without_noise
-        return self.run.cost(self._inputs.round_index, num_with_noise)
+        return self.run.cost(self._inputs.round_index, num_with_noise, cohort)
 
     def charge(
         self, cohort: sampling.Cohort, pending: PendingRound | None = None
@@ -249,7 +251,7 @@ class RoundLoop:
             # An interrupted round could be charged but not released, or released but
             # not in the history.
             self._round_stack.enter_context(_signals.defer_signals())
-        cost = self._cost(pending)
+        cost = self._cost(cohort, pending)
         facts.record_round(run, self.engine)
         details: Json = {
             "noise_multiplier": inputs.noise_multiplier,
@@ -311,7 +313,7 @@ class RoundLoop:
         """See `algorithm.FrontEnd`: updates the model with the paid release."""
         run = self.run
         self._round_stack.enter_context(_signals.defer_signals())
-        if self.charges_first(cohort) and paid.cost != self._cost(pending):
+        if self.charges_first(cohort) and paid.cost != self._cost(cohort, pending):
             # Without the failed clients' noise, the model reveals more.
             paid = self.charge(cohort, pending)
             run.caveats.add("local_rounds_counted_twice")

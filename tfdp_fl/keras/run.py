@@ -364,13 +364,18 @@ class Run:
         return positions[counts < mechanism.max_participations]
 
     def cost(
-        self, round_index: int, num_with_noise: int | None = None
+        self,
+        round_index: int,
+        num_with_noise: int | None = None,
+        cohort: sampling.Cohort | None = None,
     ) -> accounting.RoundCharge:
         """Returns the cost of a round.
 
         Args:
           round_index: The next round, or a later one.
           num_with_noise: The number of clients that added noise; None: all.
+          cohort: The cohort to charge for; None: as planned, or the one that has
+            already been drawn for that round.
         """
         mechanism = self.setup.mechanism
         state, ahead = self.mechanism_state, round_index - self.rounds
@@ -386,10 +391,10 @@ class Run:
         if mechanism.trust_model == TrustModel.LOCAL and size < expected:
             # Missing clients did not add their noise.
             event = dp_accounting.NonPrivateDpEvent()
-        cohort = self.sampler.unsettled
-        if cohort is None or cohort.round_index != round_index:
-            return self.sampler.charge(round_index, event)
-        return self.sampler.charge(cohort, event)
+        drawn = self.sampler.unsettled
+        if cohort is None and drawn is not None and drawn.round_index == round_index:
+            cohort = drawn
+        return self.sampler.charge(round_index if cohort is None else cohort, event)
 
     @property
     def mu_squared(self) -> float:

@@ -215,7 +215,8 @@ class CohortQuery:
             record = record._replace(update=clipping.multiply(update, record.update))
         else:
             record = mechanism.contribution(update, params, client, self.deployment)
-            record = record._replace(update=records.as_tensors(record.update))
+            tensors = records.as_tensors(record.update, like=update)
+            record = record._replace(update=tensors)
             if central:
                 bounds = self.l2_norm_bound(params), mechanism.side_bounds
                 record = records.bound(record, *bounds)
@@ -328,7 +329,7 @@ class CohortQuery:
         """Returns the largest sum_i (bound_i / stddev_i)^2 that a receipt allows.
 
         Args:
-          paid: The noise multiplier in the receipt (`RoundCharge.noise_multiplier`).
+          paid: The noise multiplier in the receipt: the result of `Charge.use`.
           clients_per_round: m of the round.
           noise_multiplier: z of the round.
         """

@@ -21,7 +21,7 @@ the memory and time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tfdp_fl._lazy_tf import tf
@@ -36,14 +36,20 @@ _ROUNDING = 1e-5
 _STEP_BITS = 50
 
 
-def as_tensors(parts: Iterable[Any]) -> list[tf.Tensor]:
+def as_tensors(
+    parts: Iterable[Any], like: Sequence[tf.Tensor] | None = None
+) -> list[tf.Tensor]:
     """Returns an update's parts as dense tensors, as they will be added.
 
     A `tf.IndexedSlices`, for example, has the norm of its rows only until those that
-    repeat are added up.
+    repeat are added up; a number, its norm only until it is broadcast.
+
+    Args:
+      parts: The parts.
+      like: Tensors whose shapes they must have; None: any.
 
     Raises:
-      ValueError: A part is no tensor of numbers with a fraction.
+      ValueError: A part is no tensor of numbers with a fraction, or has another shape.
     """
     tensors = list(map(tf.convert_to_tensor, parts))
     for tensor in tensors:
@@ -52,6 +58,12 @@ def as_tensors(parts: Iterable[Any]) -> list[tf.Tensor]:
                 "An update (of an upload_hook, or of a mechanism's contribution) must "
                 f"be a list of float tensors, got {tensor.dtype.name}."
             )
+    shapes = [tensor.shape for tensor in tensors]
+    if like is not None and shapes != (expected := [part.shape for part in like]):
+        raise ValueError(
+            "A mechanism's contribution must have one tensor for each of the update, "
+            f"of its shape, got {[*map(str, shapes)]} for {[*map(str, expected)]}."
+        )
     return tensors
 
 
