@@ -18,12 +18,15 @@ state records. Nothing bypasses these:
    in a program chosen by their number (engine/layout.py), and what the server sent.
 2. One door. Records are within the mechanism's bounds, of the sum's own shapes
    (mechanisms/records.py). (TF-Privacy's queries and local mechanisms have their own.)
-3. Exact sums. `CohortQuery.to_grid` rounds a record to a grid on which float64 or int32
-   adds without any error (mechanisms/records.py). Records with noise are not rounded.
+3. Exact sums. `CohortQuery.to_grid` (side by side: `_sum_of`) rounds a record to a grid
+   on which float64 or int32 adds without any error (mechanisms/records.py). Records
+   with noise are not rounded, nor are weights: under a central guarantee, the divisor
+   is the expected weight.
 4. The charge covers what could have happened. It follows from the cohort drawn, which
    must be released or abandoned before the next draw (sampling.py; in TFF, declared).
-5. Charge, noise, release. A server's release uses up a receipt (accounting/account.py);
-   under a central guarantee, `release` refuses to add less noise.
+5. Charge, noise, release. What was paid is known only by using up the receipt
+   (`Charge.use`), and under a central guarantee, `release` refuses to add less noise.
+   (A TF-Privacy query adds its own, and is asked for its cost before the charge.)
 """
 
 from __future__ import annotations

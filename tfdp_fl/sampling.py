@@ -355,10 +355,10 @@ class CohortSampler(abc.ABC):
     def state(self) -> Json:
         """Returns what a checkpoint must store, as JSON values.
 
-        For cohorts that come in passes, without a seed, this holds the secret key, from
-        which a reader of the checkpoint can tell these cohorts. No cohort is kept: it
-        may be released after that, and two processes that go on from one state would
-        release it twice, and charge two.
+        Without a seed, the state of shuffled and cyclic samplers holds their secret
+        key: whoever reads it can compute the cohorts. A cohort that has been drawn is
+        not stored: two processes that resume from one state would both release it,
+        and each would charge it as a draw of its own.
         """
         config = {name: getattr(self, name) for name in self._config_names}
         values = {name: getattr(self, f"_{name}") for name in self._state_names}

@@ -469,7 +469,7 @@ class PrivacyAccount:
         return {ledger.COVERS_ALL: True} if self.by_client else {}
 
     def detach_ledger(self, name: str) -> None:
-        """Stops writing charges to a ledger, which must be closed in the same pause.
+        """Stops writing charges to a ledger; close it before the pause ends.
 
         Call it within `pause_charges`. Otherwise, a charge that has already asked
         whether the ledger is open would be made without a line in it.

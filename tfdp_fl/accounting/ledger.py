@@ -739,7 +739,7 @@ def _now() -> str:
 
 
 def _refuse(value: object) -> None:
-    raise TypeError(f"{value!r} cannot be stored in a ledger.")
+    raise TypeError(f"details must hold JSON values, got {value!r}.")
 
 
 def _parse(

@@ -257,7 +257,7 @@ def _content(facts: StatementFacts, delta: float) -> Json:
 
 
 def _merge_caveats(keys: Iterable[str]) -> list[str]:
-    """Returns each key once; of two that contradict each other, the one for both."""
+    """Returns each key once; one key for both of two that contradict each other."""
     merged = list(dict.fromkeys(keys))
     released, kept = "non_trainable_released", "non_trainable_kept"
     both = "non_trainable_partly_kept"

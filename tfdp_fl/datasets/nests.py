@@ -289,8 +289,8 @@ def conform(
       x: Features, a nest of arrays or CPU tensors.
       y: Labels, likewise.
       spec: The `tf.TensorSpec`s (x, y) of one example.
-      names: The names of the inputs and outputs of the model from which the spec comes;
-        None if it was declared.
+      names: The names of the model's inputs and outputs, if the spec comes from a
+        model; None if it was declared.
 
     Returns:
       (x, y) of the spec, with leaves that already fit unchanged; and bool [n], whether

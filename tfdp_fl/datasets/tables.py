@@ -52,8 +52,8 @@ def _typed_repr(client_id: Hashable) -> str:
 def require_distinct(client_ids: Sequence[Hashable]) -> Sequence[Hashable]:
     """Returns ids as a dataset stores them: a list, or a range of positions.
 
-    A client with two ids would take part twice, although the clip bounds each of its
-    updates separately. So there is a warning for ids that look the same to people.
+    A client with two ids may take part twice, and moves the sum by two clips, as each
+    update is clipped by itself. Hence the warning for ids that look the same to people.
 
     Raises:
       ValueError: An id is repeated, or does not equal itself.
@@ -186,7 +186,7 @@ def group_rows(client_ids: Ids, num_rows: int) -> ClientRows:
       num_rows: The number of rows, n.
 
     Raises:
-      ValueError: An id is neither; the message names its row.
+      ValueError: An id is missing or cannot be hashed; the message names its row.
     """
     if not num_rows:
         raise ValueError("x must have rows, got none.")

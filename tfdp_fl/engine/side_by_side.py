@@ -142,7 +142,7 @@ class _DenseLayer:
         return products if self._bias is None else products + 1.0
 
     def changed(self, z: tf.Tensor, products: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
-        """Returns a server product corrected for the clients' own steps.
+        """Returns z, the product with the received kernel, less the clients' own steps.
 
         Args:
           z: [R, out].

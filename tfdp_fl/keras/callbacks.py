@@ -670,7 +670,7 @@ class Report(FederatedCallback):
         if settings.get("grad_clip", 0) < 0:
             del settings["grad_clip"]
         training = fed.require_compiled("a report")
-        # (Zero if the optimizer has a schedule.)
+        # (`learning_rate` is 0 if the optimizer has a schedule.)
         settings["clients' learning rate"] = training.learning_rate or "a schedule"
         settings["model"] = f"{fed.model.name}, {fed.model.count_params()} weights"
         settings["executor"] = fed.run.executor

@@ -417,7 +417,7 @@ class InterruptedRun:
         return True
 
     def _facts_of_lines(self, name: str) -> list[str]:
-        """Returns facts from the run's lines (`Run.facts_of_line`), each once."""
+        """Returns one kind of `Run.facts_of_line` from all of the run's lines, once."""
         details = [
             entry.details.get(name, ())
             for entry in self.ledger.entries

@@ -56,11 +56,11 @@ def make_private(
       rounds: The number of rounds, T.
       target_delta: The delta of the target; None: 0.1 / num_clients.
       mechanism: A mechanism, whose `noise_multiplier` is replaced (a schedule is
-        scaled as a whole), or a registered name: "adaptive", "fixed", "median",
-        "local", "adaptive_local"; "correlated", for cyclic sampling (its `rounds` are
-        those given here, and its `min_separation` is N / m unless given); "none", the
-        baseline without privacy, which ignores the target; or one of your own
-        (`mechanisms.register`).
+        scaled as a whole), or a registered name: "adaptive", "fixed", "per_layer",
+        "median", "local", "adaptive_local"; "correlated", for cyclic sampling (its
+        `rounds` are those given here, and its `min_separation` is N / m unless given);
+        "none", the baseline without privacy, which ignores the target; or one of your
+        own (`mechanisms.register`).
       sampling: "poisson", "fixed_size", "random_allocation", "shuffled" or "cyclic".
       accountant: "rdp" or "pld", for the calibration and for `epsilon` of the
         returned model; None: PLD, the tighter one, if it is tight and fast

@@ -406,8 +406,8 @@ class Run:
     def _mu_squared_after(self, rounds: int) -> float:
         """Returns the most that one client can have spent after `rounds` more rounds.
 
-        The cohorts of a pass are known in advance. Other samplers may draw any client
-        that may still take part.
+        The cohorts of a pass are known in advance. With other samplers, any client
+        below its limit of participations may be drawn.
         """
         mu_squared, clients = self.mu_squared, self.spending.per_client
         elsewhere = self.spending.mu_squared_elsewhere

@@ -1,6 +1,6 @@
 """The query that runs any mechanism, in TF-Privacy's order of calls.
 
-Every runtime makes these calls once a round:
+Where clients train one by one, these are the calls of a round:
 
     state  = query.begin_round(state, z, m)         # this round's m and z
     params = query.derive_sample_params(state)

@@ -47,8 +47,7 @@ class FixedClipping(mechanism.Mechanism):
     `DPFedAvgFixed`. One round releases
     (sum_k Delta_k min(1, S/||Delta_k||) + N(0, (zS)^2 I)) / m.
 
-    TF-Privacy's `GaussianSumQuery` computes the same sum, but it lets a NaN through
-    and cannot reproduce its noise from a seed; hence this class.
+    TF-Privacy's `GaussianSumQuery` computes the same sum, but lets a NaN through.
 
     Attributes:
       clip_norm: The clip S > 0, an L2 norm over all variables of the model.

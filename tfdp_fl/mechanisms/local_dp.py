@@ -167,9 +167,8 @@ class LocalMechanism(mechanism.Mechanism):
 class LocalDP(LocalMechanism):
     """Each client releases Delta min(1, S/||Delta||) + N(0, (z_local S)^2).
 
-    This is the hands-on tutorial's `dp_client_update`. The noise is either given or
-    calibrated to a budget for one client over the whole training. The server
-    only averages and need not be trusted.
+    The noise is either given or calibrated to a budget for one client over the whole
+    training. The server only averages and need not be trusted.
 
     Attributes:
       clip_norm: S > 0.

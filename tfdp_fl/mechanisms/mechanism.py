@@ -1,7 +1,7 @@
 """A mechanism: one declaration, from which everything else follows.
 
 A **mechanism** defines what is released about a cohort of client updates and what
-that costs. It is a frozen dataclass in a file of its own. It declares its parameters
+that costs. It is a frozen dataclass. It declares its parameters
 (`declaration.parameter`), its name (`declaration.register`), and its mathematics, by
 overriding the members of `Mechanism` in which it differs from plain DP-FedAvg. It does
 not depend on any runtime. Members that say so accept both Python floats and TensorFlow

@@ -1,14 +1,15 @@
 """The one door through which a client's record enters a sum.
 
-Wherever an update was trained and however it was clipped, its record passes `bound`
-(or `bound_factor`, if only its norm is known) and `to_grid`; one that is added alone
-passes `add`. (Flower's server does the same in NumPy: flower/sums.py.) Together they
-ensure two of the five principles in docs/architecture.md:
+Wherever an update was trained and however it was clipped, under a central guarantee its
+record passes `bound` (or `bound_factor`, if only its norm is known) and `to_grid`; one
+that is added alone passes `add`. (Side by side, `_sum_of` in engine/side_by_side.py
+rounds; Flower's server does the same in NumPy, in flower/sums.py.) Together they ensure
+two of the five principles in docs/architecture.md:
 
 One door. `as_tensors` makes dense tensors of a record, so that what is measured is what
-is added. `bound` replaces it by zeros if it is longer than the mechanism's bound, is
-not finite, or has side sums or a weight outside their declared ranges. `add` only adds
-tensors of the sum's own shapes, and never broadcasts.
+is added, and requires the update's shapes. `bound` replaces it by zeros if it is longer
+than the mechanism's bound, is not finite, or has side sums or a weight outside their
+declared ranges. `add` only adds tensors of the sum's own shapes, and never broadcasts.
 
 Exact sums. `to_grid` rounds a record to integer multiples of a step that depends only
 on the clip and the expected cohort size. Float64 adds up such numbers without any

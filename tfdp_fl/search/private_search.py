@@ -421,7 +421,7 @@ class SearchDirectory:
     Only its owner can read it. When a search ends, its result replaces its state, and
     then the ledger records the end: from then on, the search can have no other result.
     All files get the time at which the ledger was created, because later times would
-    reveal how long the trials took. (The system's change times cannot be set, so the
+    reveal how long the trials took. (A file's ctime cannot be set, so the
     directory must stay secret.) Without a path, nothing is stored.
 
     Attributes:

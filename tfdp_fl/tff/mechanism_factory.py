@@ -143,7 +143,10 @@ class BoundFactory:
             self._check_sum(name, factory)
 
     def _check_sum(self, name: str, factory: SumFactory | None) -> None:
-        """Raises an error unless a factory's sum (or None) keeps the guarantee."""
+        """Raises an error if a sum by this factory would break the guarantee.
+
+        None is a plain sum.
+        """
         if factory is None:
             return
         _validate.instance_of(

@@ -30,8 +30,8 @@ class Epsilon(float):
     """An epsilon: a number with its privacy statement.
 
     Attributes:
-      facts: A `tfdp_fl.accounting.StatementFacts`; None if the number was computed from
-        other numbers.
+      facts: A `tfdp_fl.accounting.StatementFacts`; None for the result of arithmetic
+        on an epsilon, which has no statement.
       delta: The delta at which it holds, or None.
     """
 
