@@ -1,5 +1,7 @@
 """The privacy statement says what ran, and every caveat that holds."""
 
+import warnings
+
 import pytest
 import tensorflow as tf
 
@@ -102,6 +104,7 @@ def test_a_central_guarantee():
         *("unnoised_metrics", "validation_data_not_covered"),
         *("hyperparameter_search_not_counted", "floating_point_noise"),
         *("pseudorandom_noise", "population_stated", "start_and_callbacks_trusted"),
+        "plan_fixed_in_advance",
     }
     assert facts["epsilon_if_participation_is_known"] > facts["epsilon"]
     text = toy.said(fed)
@@ -203,3 +206,54 @@ def test_an_evaluation_on_other_clients_is_told_of_with_their_number():
     private = tfdp_fl.PrivateMetrics(bounds={"loss": (0.0, 5.0)}, noise_multiplier=2.0)
     fed.evaluate_clients(toy.clients(33), verbose=0, private=private)
     assert "Metrics of 33 clients were released" in toy.said(fed, 1e-3)
+
+
+class _Stop(tf.keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = True
+
+
+def test_training_that_ended_early_has_the_epsilon_of_what_was_planned():
+    # Whoever stops when the models show the most had up to 12 times the delta.
+    options = {"rounds": 4, "fit": {"callbacks": [_Stop()]}}
+    fed = _trained(tfdp_fl.FixedClipping(**_FIXED), **options)
+    facts = fed.privacy_statement(_DELTA, "dict")
+    whole = _trained(tfdp_fl.FixedClipping(**_FIXED), 4)
+    assert (facts["rounds"], facts["planned_rounds"]) == (1, 4)
+    planned = facts["epsilon_of_planned_rounds"]
+    assert planned == whole.privacy_statement(_DELTA, "dict")["epsilon"]
+    assert planned > facts["epsilon"]
+    number = accounting.format_up(planned)
+    said = toy.said(fed, _DELTA)
+    assert "4 rounds were planned: if the training ended sooner" in said
+    assert f"of them holds instead, {number}." in said
+    toy.fit(fed, 4)
+    for done in (fed, whole):
+        facts = done.privacy_statement(_DELTA, "dict")
+        assert facts["planned_rounds"] is facts["epsilon_of_planned_rounds"] is None
+        assert "were planned" not in toy.said(done)
+
+
+def test_a_budget_ends_training_whatever_its_models_show():
+    cost = _trained(tfdp_fl.FixedClipping(**_FIXED), 2).epsilon(_DELTA)
+    budget = callbacks.PrivacyBudget(cost, _DELTA)
+    options = {"rounds": 4, "fit": {"callbacks": [budget]}}
+    fed = _trained(tfdp_fl.FixedClipping(**_FIXED), **options)
+    assert fed.rounds == 2 and budget.stopped_before_round == 2
+    assert "were planned" not in toy.said(fed)
+
+
+@pytest.mark.parametrize("noise_multiplier, warns", [(1e-3, True), (1e3, False)])
+def test_that_statistics_fill_the_clip_is_read_from_what_is_released(
+    noise_multiplier, warns
+):
+    # Read from the sum without noise, whether it warned was one client's doing.
+    x, y = toy.arrays(400)
+    rows = tf.range(400).numpy().reshape(40, 10)
+    clients = tfdp_fl.datasets.FederatedDataset.from_indices(100 * x, y, rows)
+    mechanism = tfdp_fl.FixedClipping(clip_norm=0.1, noise_multiplier=noise_multiplier)
+    fed = toy.federated(mechanism, sampling="shuffled", model=toy.normalized())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fed.fit(clients, rounds=1, verbose=0)
+    assert any("fill the clip" in str(one.message) for one in caught) == warns

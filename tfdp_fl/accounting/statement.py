@@ -92,6 +92,8 @@ class StatementFacts:
       clients_per_round: m, or the expected cohort sizes of all rounds.
       cohort_sizes: The sizes of the cohorts that were actually drawn.
       rounds: The number of released rounds.
+      planned_rounds: The number of rounds that might have run, if larger.
+      epsilon_of_planned_rounds: The epsilon of all of them.
       rounds_of_others: The number of rounds of other runs included in the epsilons.
       evaluated: The N of each private release of clients' metrics that is included.
       epsilon_rdp: Central epsilon by Renyi accounting.
@@ -124,6 +126,8 @@ class StatementFacts:
     clients_per_round: float | Sequence[float] = 1
     cohort_sizes: Sequence[int] = ()
     rounds: int = 0
+    planned_rounds: int | None = None
+    epsilon_of_planned_rounds: Epsilon = None
     rounds_of_others: int = 0
     evaluated: Sequence[int] = ()
     epsilon_rdp: Epsilon = None
@@ -213,8 +217,15 @@ def _content(facts: StatementFacts, delta: float) -> Json:
     # Clients in an evaluation are protected too, so delta must also suit their number.
     protected = [*populations, *facts.evaluated]
     implied = _implied_caveats(facts, delta, best, protected)
+    planned = None
+    if facts.planned_rounds is not None and math.isfinite(best):
+        planned = _value(facts.epsilon_of_planned_rounds, delta)
+        planned = None if planned is None else max(planned, best)
     content: Json = {
         **vars(facts),
+        "epsilon_of_planned_rounds": None
+        if planned is None
+        else _files.to_finite(planned),
         "has_guarantee": math.isfinite(best),
         "relation": relation.name,
         "delta": delta,
@@ -243,6 +254,7 @@ def _content(facts: StatementFacts, delta: float) -> Json:
         "delta_text": rounding.format_up(delta, 6),
         "best": best,
         "known": epsilon_if_known,
+        "planned": planned,
         "central_epsilon": values["central_epsilon"],
         "factor": rounding.format_factor_up(best),
     }
@@ -273,7 +285,7 @@ def _implied_caveats(
     """Returns the caveats that follow from the stated facts."""
     if not math.isfinite(best):
         return []
-    keys = ["start_and_callbacks_trusted"]
+    keys = ["start_and_callbacks_trusted", "plan_fixed_in_advance"]
     if facts.privacy_unit == PrivacyUnit.RECORD:
         keys.append("per_record")
     elif facts.trust_model == TrustModel.LOCAL:

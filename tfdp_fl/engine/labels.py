@@ -166,15 +166,14 @@ def warn_of_missing(dataset: FederatedDataset) -> None:
     if not dataset.is_indexed:
         return
     leaves = _stored_labels(dataset)
-    missing = sum(
-        int(np.isnan(leaf).sum()) for leaf in leaves if leaf.dtype.kind == "f"
-    )
-    if missing:  # Only a warning, as a Keras loss may leave them out.
+    if any(np.isnan(leaf).any() for leaf in leaves if leaf.dtype.kind == "f"):
+        # Only a warning, as a Keras loss may leave them out.
         warnings.warn(
-            f"NaN labels: {missing}. Unless your loss ignores them, the loss of "
-            "such a client is NaN, and its update counts as zero. Drop those rows, "
-            "or mark them with a number that the loss ignores, as "
-            "SparseCategoricalCrossentropy(ignore_class=-1) does with -1.",
+            "Some labels are NaN. Unless your loss ignores them, the loss of such a "
+            "client is NaN, and its update counts as zero. Drop those rows, or mark "
+            "them with a number that the loss ignores, as "
+            "SparseCategoricalCrossentropy(ignore_class=-1) does with -1. (Keep this "
+            "warning secret, as no epsilon covers it.)",
             RuntimeWarning,
             stacklevel=2,
         )

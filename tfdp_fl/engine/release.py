@@ -177,9 +177,9 @@ class Release:
         state = tf.nest.map_structure(
             lambda old, new: old if isinstance(old, tf.Variable) else new, state, after
         )
-        *logged, share = values.numpy().tolist()
+        *logged, fills = values.numpy().tolist()
         logs = dict(zip(self._log_names, logged, strict=True))
-        if share > _FILLING and logs["clipped_fraction"] > _FILLING and not self._said:
+        if fills and not self._said:
             self._said.append(True)
             _signals.warn(
                 "The statistics that clients upload, such as the moving variance of a "
@@ -256,18 +256,23 @@ class Release:
         if total.moments:
             logs.update(_variance_and_scale(total.moments))
         self._log_names[:] = logs
-        share = self._share_of_state(contribution.update)
-        values = [tf.cast(value, tf.float32) for value in (*logs.values(), share)]
+        fills = self._statistics_fill(mean, state.clip_norm)
+        values = [tf.cast(value, tf.float32) for value in (*logs.values(), fills)]
         return new_state, tf.stack(values)
 
-    def _share_of_state(self, update: nests.Nest) -> tf.Tensor | float:
-        """Returns the non-trainable state's share of the sum's squared norm."""
+    def _statistics_fill(self, mean: nests.Nest, clip_norm: tf.Tensor) -> tf.Tensor:
+        """Returns whether the non-trainable state fills the clip of a released mean.
+
+        It is computed from what is released: otherwise, a warning would reveal more.
+        """
         server = self.server
-        if not server.has_non_trainable or not isinstance(update, list):
-            return 0.0
-        squares = [tf.reduce_sum(tf.cast(part, tf.float64) ** 2) for part in update]
-        state = squares[server.num_trainable :] or [tf.zeros([], tf.float64)]
-        return tf.math.divide_no_nan(tf.add_n(state), tf.add_n(squares))
+        if not server.has_non_trainable or self.query.mechanism.releases_weights:
+            return tf.constant(False)
+        squares = [tf.reduce_sum(tf.cast(part, tf.float64) ** 2) for part in mean]
+        state = tf.add_n([tf.zeros([], tf.float64), *squares[server.num_trainable :]])
+        clip = tf.cast(clip_norm, tf.float64)
+        fills = state > tf.maximum(_FILLING * clip, 0.0) ** 2
+        return fills & (state > _FILLING * tf.add_n(squares))
 
 
 # Buffers with at least so many numbers are variables.
@@ -331,8 +336,8 @@ def _call_flat(
     )
 
 
-# If statistics make up this much of an update, the clip leaves no room for weights.
-_FILLING = 0.95
+# If statistics make up this much of the clip, it leaves no room for weights.
+_FILLING = 0.9
 
 
 def _variance_and_scale(moments: cohort.Moments) -> dict[str, tf.Tensor]:

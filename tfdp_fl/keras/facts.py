@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 
 from tfdp_fl import accounting, engine
@@ -48,6 +50,8 @@ def statement_facts(
         clients_per_round=sizes or run.sampler.expected_cohort_size(0),
         cohort_sizes=[*run.cohort_sizes.elements()],
         rounds=account.rounds,
+        planned_rounds=run.most_rounds if run.most_rounds > run.rounds else None,
+        epsilon_of_planned_rounds=functools.partial(_epsilon_of_planned_rounds, run),
         rounds_of_others=account.rounds_of_others - account.evaluations,
         evaluated=[cost.num_clients for cost in account.evaluation_costs],
         pld_is_exact=account.central.is_one_gaussian,
@@ -55,6 +59,16 @@ def statement_facts(
         caveats=_collect_caveats(run, cohort_engine),
         audit=_describe_audits(run.audits) if run.audits else None,
     )
+
+
+def _epsilon_of_planned_rounds(run: run_lib.Run, delta: float) -> float:
+    """Returns epsilon as if all planned rounds had run."""
+    ahead = run.most_rounds - run.rounds
+    if run.spending.by_client:
+        return run.epsilon_after(delta)(ahead)
+    composed = run.spending.central.with_charges(*run.charges_ahead()(0, ahead).items())
+    curves = [_epsilon_by(composed, accountant) for accountant in ("rdp", "pld")]
+    return min((curve(delta) for curve in curves if curve), default=math.inf)
 
 
 def _population_sizes(run: run_lib.Run) -> list[int]:

@@ -97,6 +97,7 @@ class RoundLoop:
         """Runs the rounds and calls the callbacks."""
         run, plan, model = self.run, self.run.plan, self.fed.model
         model.stop_training = False
+        run.most_rounds = max(run.most_rounds, plan.last_round)
         show = _make_progress(self.verbose, run.rounds, plan.last_round)
         with callback_session(self.federated, run.rounds, plan.last_round):
             run.mechanism_state = release.with_variables(run.mechanism_state)
@@ -124,6 +125,13 @@ class RoundLoop:
                 self.engine.server.finalize()
             if self.audit is not None:
                 self.audit.end()
+            budgets = [c for c in self.federated if isinstance(c, PrivacyBudget)]
+            if (
+                any(budget.stopped_before_round is not None for budget in budgets)
+                and run.most_rounds == plan.last_round
+            ):
+                # Budgets follow from charges, which no release can change.
+                run.most_rounds = run.rounds
             self.keras_callbacks.on_train_end(logs)
         return model.history
 

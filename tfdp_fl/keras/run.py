@@ -145,6 +145,7 @@ class Run:
       source_identity: As of the `FederatedDataset`; not in checkpoints.
       run_id: The run's name in ledgers; a resumed run keeps it.
       rounds: The number of rounds run, including abandoned ones.
+      most_rounds: The most rounds that a `fit` was asked for, unless a budget ended it.
       populations: The populations of all charged rounds, one entry per change.
       num_records: The number of the clients' examples, if those are protected.
       mechanism_state: The state of the mechanism's query before the next round: its
@@ -176,6 +177,7 @@ class Run:
     source_identity: tuple[object, ...] | None = None
     run_id: str = dataclasses.field(default_factory=ledger_lib.new_run)
     rounds: int = 0
+    most_rounds: int = 0
     populations: list[Population] = dataclasses.field(default_factory=list)
     num_records: int | None = None
     mechanism_state: RoundState
@@ -249,6 +251,7 @@ class Run:
         leaves = tf.nest.flatten(self.mechanism_state)
         return {
             **{name: getattr(self, name) for name in _STORED_ATTRIBUTES},
+            "most_rounds": self.most_rounds,
             "populations": self.populations,
             "known_ledgers": self.known_ledgers,
             "plan": dataclasses.asdict(self.plan),
@@ -279,6 +282,7 @@ class Run:
         return dataclasses.replace(
             prepared,
             **{name: state[name] for name in _STORED_ATTRIBUTES},
+            most_rounds=state.get("most_rounds", 0),  # Of November 2026 and later.
             populations=[(n, ids) for n, ids in state["populations"]],
             sampler=sampler,
             caveats=set(state["caveats"]),
