@@ -74,6 +74,25 @@ def test_what_cannot_be_begun_leaves_the_folder_as_it_was(path):
     assert path.read_bytes() == before
 
 
+def test_a_ledger_that_another_run_began_is_neither_taken_nor_removed(path):
+    lock = ledger_lib.fcntl.flock
+
+    def late(*arguments):
+        with (
+            mock.patch.object(ledger_lib.fcntl, "flock", lock),
+            PrivacyLedger(path, "append") as other,
+        ):
+            other.record(0, charge(), 5)
+        return lock(*arguments)
+
+    with (
+        mock.patch.object(ledger_lib.fcntl, "flock", late),
+        pytest.raises(accounting.LedgerInUseError, match="of its own"),
+    ):
+        PrivacyLedger(path, "create")
+    assert len(read(path).entries) == 1
+
+
 def test_what_is_written_is_read(path):
     mechanism = {"name": "FixedClipping", "clip_norm": 0.1}
     header = {"privacy_unit": "client", "target_epsilon": 8.0, "mechanism": mechanism}

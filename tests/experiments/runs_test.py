@@ -1,5 +1,6 @@
 """The directory that a run writes; sweeps: what they run, and going on with one."""
 
+import json
 import math
 from unittest import mock
 
@@ -93,8 +94,10 @@ def test_a_sweep_goes_on_where_it_was_cut_short(tmp_path):
     assert summary["accuracy"][1] == pytest.approx(mean, abs=1e-5)
     assert summary["central_epsilon"][1] < 7 < summary["epsilon"][1] <= 16.0
 
-    lost = tmp_path / "mechanism=local" / "seed=0"
-    (lost / training.RESULT).unlink()
+    # A second Ctrl-C left its result there, which counted as a whole run's.
+    cut = tmp_path / "mechanism=local" / "seed=0" / training.RESULT
+    result = json.loads(cut.read_text())
+    training.write_json(cut, {**result, "accuracy": 0.1, "stopped": "interrupted"})
     with mock.patch.object(training, "run", wraps=training.run) as run:
         sweeps.run_sweep(_CONFIG, tmp_path)
     run.assert_called_once()

@@ -4,11 +4,13 @@ import contextlib
 import functools
 import html
 import re
+import shutil
 import signal
 from unittest import mock
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdp_fl
 from tests.keras import toy
@@ -256,6 +258,53 @@ def _page(path, fed, callbacks=(), title=None, **options):
     with contextlib.suppress(KeyboardInterrupt):
         toy.fit(fed, callbacks=[written, *callbacks], **options)
     return written.path.read_text("utf-8")
+
+
+class _MovesTheLink(tf.keras.callbacks.Callback):
+    """After a round, `link` leads to another folder, where another run begins."""
+
+    def __init__(self, link, there, begin=lambda: None):
+        super().__init__()
+        self._link, self._there, self._begin = link, there, begin
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._link.unlink()
+        self._link.symlink_to(self._there)
+        self._begin()
+
+
+def _linked(path):
+    for name in ("one", "two"):
+        (path / name).mkdir()
+    (path / "latest").symlink_to(path / "one")
+    return path / "latest", path / "two"
+
+
+def test_a_run_writes_no_checkpoint_into_the_directory_of_another(tmp_path):
+    link, there = _linked(tmp_path)
+    other = toy.federated()
+    begin = functools.partial(toy.fit, other, 2, [RoundCheckpoint(link, keep=1)])
+    fed = toy.federated(clients_per_round=21)
+    with pytest.raises(accounting.LedgerMovedError):
+        toy.fit(
+            fed, 5, [RoundCheckpoint(link, keep=1), _MovesTheLink(link, there, begin)]
+        )
+    assert [file.name for file in there.glob("round-*")] == ["round-00000002.npz"]
+    again = toy.federated()
+    toy.fit(again, 2, [RoundCheckpoint(link, keep=1)], resume_from=link)
+    assert again.rounds == 2
+
+
+def test_a_ledger_whose_link_moved_is_closed_when_fit_ends(tmp_path):
+    # It stayed attached under its old name, and every later fit raised.
+    link, there = _linked(tmp_path)
+    fed = toy.federated()
+    with pytest.raises(accounting.LedgerMovedError):
+        toy.fit(fed, 2, [Ledger(link / "ledger"), _MovesTheLink(link, there)])
+    shutil.rmtree(tmp_path / "one")
+    with pytest.warns(RuntimeWarning, match="is missing: other runs"):
+        toy.fit(fed, 1)
+    assert fed.rounds == 2
 
 
 def test_a_report_of_another_model_has_only_its_rounds(tmp_path):

@@ -4,6 +4,7 @@ But for the draws of seeded rounds, which a resumed run makes anew; see
 `toy.same_draws_when_resumed`. Checkpoints are whole or not there.
 """
 
+import errno
 import hashlib
 import io
 import os
@@ -637,6 +638,18 @@ def test_a_budget_counts_what_was_charged_and_lost(copy, trained):
     assert _resume(resumed, copy, callbacks=[budget]).epoch == []
     assert budget.stopped_before_round == 1
     assert resumed.epsilon(_DELTA) == pytest.approx(spent, abs=1e-9)
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_damaged(copy):
+    # Its rounds were charged again, and a whole file renamed.
+    before = sorted(file.name for file in copy.iterdir())
+    failing = mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+    with (
+        mock.patch.object(pathlib.Path, "read_bytes", failing),
+        pytest.raises(checkpoint.CheckpointError, match="try again"),
+    ):
+        checkpoint.CheckpointDirectory(copy).newest()
+    assert sorted(file.name for file in copy.iterdir()) == before
 
 
 @toy.same_draws_when_resumed()

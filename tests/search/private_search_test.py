@@ -782,3 +782,22 @@ def test_a_private_score_of_clients_that_nobody_can_read_is_a_number(readable):
     with _trials(1), _trained():
         _fit(search, clients, verbose=0)
     assert search.best == _CANDIDATES[1]
+
+
+def test_a_search_writes_no_state_into_the_directory_of_another(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    state = private_search.SearchState(plan={}, trials=1, initial=[], weights=[])
+    target = {"resumes": False, "target": (1.0, 1e-5)}
+    files, other = SearchDirectory("search"), SearchDirectory(tmp_path / "search")
+    with files.lock_ledger(**target):
+        os.chdir(tmp_path / "elsewhere")
+        files.write(state)
+        os.rename(tmp_path / "search", tmp_path / "moved")
+        with (
+            other.lock_ledger(**target),
+            pytest.raises(accounting.LedgerMovedError, match="or saved"),
+        ):
+            files.write(state)
+    assert not [*(tmp_path / "search").glob("*.npz")]
+    assert not [*(tmp_path / "elsewhere").iterdir()]

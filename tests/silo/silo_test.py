@@ -312,6 +312,54 @@ def test_a_copied_or_restored_directory_is_refused(tmp_path):
     assert hospital.silo(tmp_path / "elsewhere").train(start, 4).rounds == 1
 
 
+def test_a_silo_whose_directory_is_gone_does_not_begin_again(tmp_path, monkeypatch):
+    # Its epsilon fell to 0, and it had the whole target to spend again.
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    one = hospital.silo("state")
+    start = one.get_weights()
+    one.train(start, 1)
+    spent = one.epsilon(hospital.DELTA)
+    monkeypatch.chdir(tmp_path / "b")
+    assert one.epsilon(hospital.DELTA) == spent > 0
+    os.replace(tmp_path / "a" / "state", tmp_path / "elsewhere")
+    for ask in (
+        lambda: one.epsilon(hospital.DELTA),
+        one.privacy_statement,
+        lambda: one.train(start, 2),
+    ):
+        with pytest.raises(silo.SiloError, match="was there before and is missing"):
+            ask()
+    assert not [*(tmp_path / "a").iterdir(), *(tmp_path / "b").iterdir()]
+    os.replace(tmp_path / "elsewhere", tmp_path / "a" / "state")
+    assert one.train(start, 2).rounds == 1
+
+
+def test_an_interrupted_message_never_goes_on_with_the_weights_of_another(
+    tmp_path, monkeypatch
+):
+    # Both began after the same round, by which its checkpoint was recognised.
+    start = hospital.silo(tmp_path).get_weights()
+    first, second = ([w + shift for w in start] for shift in (1.0, -5.0))
+
+    def dies(*arguments, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("tfdp_fl.engine.CohortEngine.collect", dies)
+        patch.setattr(directory_lib.SiloDirectory, "settle", lambda own: None)
+        hospital.silo(tmp_path).train(first, "first")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(directory_lib.SiloDirectory, "begin", dies)
+        patch.setattr(directory_lib.SiloDirectory, "settle", lambda own: None)
+        hospital.silo(tmp_path).train(second, "second")
+    answer = hospital.silo(tmp_path).train(first, "first")
+    # (A step is far shorter than the distance of the two.)
+    for sent, answered in zip(first, answer.weights, strict=True):
+        assert np.max(np.abs(answered - sent)) < 3.0
+
+
 @pytest.mark.parametrize(
     ("name", "error", "match"),
     [

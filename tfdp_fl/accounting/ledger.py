@@ -374,8 +374,15 @@ class PrivacyLedger:
                 f"The ledger {self.path} cannot be opened for writing: "
                 f"{error.strerror}."
             ) from error
+        is_ours = False
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = mode == "create" and not os.fstat(self._file).st_size
+            if mode == "create" and not is_ours:  # Between opening and locking it.
+                raise LedgerInUseError(
+                    f"The ledger {self.path} was begun by another run just now; give "
+                    "this one a ledger (or an output directory) of its own."
+                )
             contents = self._recover(expected_head)
             self._header, self._head = contents.header, contents.head
             self._entries, self._ended = [*contents.entries], dict(contents.ended)
@@ -406,7 +413,7 @@ class PrivacyLedger:
                 "give this one a ledger (or an output directory) of its own."
             ) from None
         except BaseException:
-            if mode == "create":
+            if is_ours:
                 os.unlink(self._absolute_path)  # Made here, and empty.
             self.close()
             raise
@@ -671,6 +678,18 @@ class PrivacyLedger:
             ) from error
         self._end += len(data)
 
+    def require_in_place(self) -> None:
+        """Raises LedgerMovedError if the path has come to mean another file."""
+        opened, on_disk = os.fstat(self._file), None
+        with contextlib.suppress(OSError):
+            on_disk = os.stat(self._absolute_path)
+        if on_disk is None or not os.path.samestat(opened, on_disk):
+            raise LedgerMovedError(
+                f"The ledger {self.path} was deleted, moved or replaced while "
+                "it was open: what is written now would not be found there. "
+                "Put it back; nothing must be released or saved."
+            )
+
     def _check_file(self) -> None:
         """Raises an error unless the next reader would find a line written now.
 
@@ -681,15 +700,8 @@ class PrivacyLedger:
                 f"The ledger {self.path} was opened by process {self._process}; its "
                 f"fork {os.getpid()} would overwrite its lines. Open one in each."
             )
-        opened, on_disk = os.fstat(self._file), None
-        with contextlib.suppress(OSError):
-            on_disk = os.stat(self._absolute_path)
-        if on_disk is None or not os.path.samestat(opened, on_disk):
-            raise LedgerMovedError(
-                f"The ledger {self.path} was deleted, moved or replaced while "
-                "it was open: what is written now would not be found there. "
-                "Put it back; the round must not be released."
-            )
+        self.require_in_place()
+        opened = os.fstat(self._file)
         if opened.st_size != self._end:
             raise LedgerTamperedError(
                 f"The ledger {self.path} has {opened.st_size} bytes where "

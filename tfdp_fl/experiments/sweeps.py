@@ -120,7 +120,7 @@ def run_sweep(
     for number, sweep_run in enumerate(sweep_runs, 1):
         path = root / sweep_run.directory
         prefix = f"[{number}/{len(sweep_runs)}] {sweep_run.directory}"
-        if (path / training.RESULT).is_file():
+        if _result(path) is not None:
             print(f"{prefix}: has a result already", flush=True)
             continue
         result = _run_or_resume(sweep_run, path)
@@ -157,10 +157,20 @@ def _run_or_resume(sweep_run: SweepRun, path: pathlib.Path) -> Json:
         resume=resume,
         verbose=0,
     )
-    if result["stopped"] == "interrupted":
-        (path / training.RESULT).unlink()
+    if _is_interrupted(result):
         raise KeyboardInterrupt
     return result
+
+
+def _result(path: pathlib.Path) -> Json | None:
+    """Returns the result of a run that has ended; None if it is to be continued."""
+    file = path / training.RESULT
+    result = json.loads(file.read_text("utf-8")) if file.is_file() else None
+    return None if _is_interrupted(result or {}) else result
+
+
+def _is_interrupted(result: Json) -> bool:
+    return result.get("stopped") == training.INTERRUPTED
 
 
 def write_tables(root: pathlib.Path, sweep_runs: Sequence[SweepRun]) -> None:
@@ -170,9 +180,8 @@ def write_tables(root: pathlib.Path, sweep_runs: Sequence[SweepRun]) -> None:
 
     rows: list[Json] = []
     for sweep_run in sweep_runs:
-        path = root / sweep_run.directory / training.RESULT
-        if path.is_file():
-            result = json.loads(path.read_text("utf-8"))
+        result = _result(root / sweep_run.directory)
+        if result is not None:
             figures = {
                 # JSON's null stands for an infinite epsilon.
                 name: math.inf if result[name] is None else result[name]

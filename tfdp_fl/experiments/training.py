@@ -44,6 +44,7 @@ STATEMENT_JSON = "privacy.json"
 REPORT = "report.html"
 CHART = "accuracy.png"
 RESULT = "result.json"
+INTERRUPTED = "interrupted"  # A result's "stopped" if it is to be continued.
 LEDGER = "ledger.jsonl"
 CHECKPOINT = "checkpoint"
 
@@ -252,7 +253,7 @@ def run(
             resume_from=path / CHECKPOINT if resume else None,
         )
     except KeyboardInterrupt:
-        stopped = "interrupted"
+        stopped = INTERRUPTED
     if budget is not None and budget.stopped_before_round is not None:
         stopped = "budget"
     seconds = time.perf_counter() - started
@@ -261,7 +262,7 @@ def run(
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         future = pool.submit(_write_files, prepared, path, stopped, seconds)
         result = future.result()
-    if stopped != "interrupted" and not settings.checkpoint_every:
+    if stopped != INTERRUPTED and not settings.checkpoint_every:
         # This comes last, so that a run that is interrupted before can be resumed.
         _delete_checkpoints(path)
     return result

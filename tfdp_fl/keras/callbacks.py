@@ -335,6 +335,7 @@ class Ledger(FederatedCallback):
         self._append = append
         self._ledger: accounting.PrivacyLedger | None = None
         self._account: accounting.PrivacyAccount | None = None
+        self._attached = ""
 
     @property
     def _run(self) -> Run:
@@ -395,7 +396,8 @@ class Ledger(FederatedCallback):
             run.begin_segment(cohort_engine.query)
         self._begin()
         self._account = run.spending
-        run.spending.attach_ledger(self._key, ledger, run.run_id)
+        self._attached = self._key  # A link may lead elsewhere when `fit` ends.
+        run.spending.attach_ledger(self._attached, ledger, run.run_id)
 
     def _begin(self) -> None:
         """Called after the open ledger is counted, before this run's first line."""
@@ -432,7 +434,7 @@ class Ledger(FederatedCallback):
         account, self._account = self._account, None
         with contextlib.nullcontext() if account is None else account.pause_charges():
             if account is not None:
-                account.detach_ledger(self._key)
+                account.detach_ledger(self._attached)
             if self._ledger is not None:
                 self._ledger.close()
                 self._ledger = None
@@ -514,6 +516,8 @@ class RoundCheckpoint(Ledger):
     def _save(self, if_changed: bool = False) -> None:
         fed, run = self.federated_model, self._run
         if not run.releasing:
+            if self._ledger is not None:  # Else, this is another run's directory.
+                self._ledger.require_in_place()
             state = checkpoint.capture(fed, self._key, self._ledger)
             if not (if_changed and self._files.holds(run.rounds, state)):
                 self._files.write(run.rounds, state, self.keep)

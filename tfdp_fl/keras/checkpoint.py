@@ -183,8 +183,16 @@ class CheckpointDirectory:
         for round_index in rounds:
             file = self.file(round_index)
             try:
-                return from_bytes(file.read_bytes())
-            except (ValueError, OSError) as error:
+                data = file.read_bytes()
+            except OSError as error:
+                raise CheckpointError(
+                    f"{file} cannot be read: {error.strerror or error}. It may be "
+                    "intact: try again. To go on from the one before it, and charge "
+                    "its rounds again, remove it."
+                ) from error
+            try:
+                return from_bytes(data)
+            except ValueError as error:
                 problems.append(f"The checkpoint {file} is damaged: {error}.")
                 warnings.warn(
                     f"{problems[-1]} Trying the one before it.",

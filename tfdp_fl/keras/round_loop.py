@@ -97,7 +97,6 @@ class RoundLoop:
         """Runs the rounds and calls the callbacks."""
         run, plan, model = self.run, self.run.plan, self.fed.model
         model.stop_training = False
-        run.most_rounds = max(run.most_rounds, plan.last_round)
         show = _make_progress(self.verbose, run.rounds, plan.last_round)
         with callback_session(self.federated, run.rounds, plan.last_round):
             run.mechanism_state = release.with_variables(run.mechanism_state)
@@ -111,6 +110,7 @@ class RoundLoop:
             while run.rounds < plan.last_round and not model.stop_training:
                 if not self._is_allowed(run.rounds):
                     break
+                run.most_rounds = max(run.most_rounds, plan.last_round)
                 started = time.perf_counter()
                 try:
                     logs = self._round_with_callbacks(run.rounds)

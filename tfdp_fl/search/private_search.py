@@ -430,7 +430,7 @@ class SearchDirectory:
 
     def __init__(self, path: str | os.PathLike[str] | None):
         """Makes an object for a directory, which need not exist yet."""
-        self._path = None if path is None else pathlib.Path(path)
+        self._path = None if path is None else pathlib.Path(path).absolute()
         self.ledger: accounting.PrivacyLedger | None = None
 
     @property
@@ -512,6 +512,7 @@ class SearchDirectory:
     def write(self, state: SearchState) -> None:
         """Replaces the state on disk."""
         if self._path is not None and self.ledger is not None:
+            self.ledger.require_in_place()  # Else, this is another search's directory.
             state.ledger_head = self.ledger.head
             data = checkpoint.to_bytes(vars(state), level=0)
             checkpoint.write_atomically(self._path / _STATE, data)

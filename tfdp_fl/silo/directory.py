@@ -3,7 +3,9 @@
 The ledger and the checkpoints of its rounds are those of a `RoundCheckpoint` in the
 same directory. For one message, files are written in this order:
 
-    1. a checkpoint with the received weights
+    1. if an earlier message was broken off and is not continued, that it is given up,
+       as its checkpoint would be taken for that of step 2; a checkpoint with the
+       received weights
     2. the start of the message
     3. for each round, its line in the ledger, then its checkpoint
     4. the weights of the answer
@@ -116,7 +118,7 @@ class SiloDirectory:
     """
 
     def __init__(self, path: str | os.PathLike[str], moved: bool):
-        self.path = pathlib.Path(path)
+        self.path = pathlib.Path(path).absolute()
         self._moved = moved
         self.state, self._data, self.is_ours = dict(_INITIAL_STATE), b"", True
 
@@ -130,6 +132,7 @@ class SiloDirectory:
           SiloError: The directory cannot be written, or its state is damaged or
             missing.
         """
+        self.require_known()
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             for folder in _ANSWERS, _WEIGHTS:
@@ -153,6 +156,18 @@ class SiloDirectory:
         finally:
             os.close(descriptor)  # This also releases the lock.
 
+    def require_known(self) -> None:
+        """Raises SiloError if what this object has read is no longer there.
+
+        An empty directory in its place would have the whole target to spend again.
+        """
+        if self._data and not (self.path / _STATE).exists():
+            raise SiloError(
+                f"{self.path / _STATE}, which records what this silo has spent, was "
+                "there before and is missing: its directory was removed, moved or "
+                "unmounted. Put it back. Nothing was done or charged."
+            )
+
     def settle(self) -> None:
         """Records the ledger's identity, once no more is charged."""
         if self._ledger_identity() != self.state["place"]:
@@ -165,6 +180,11 @@ class SiloDirectory:
             place=[*self._ledger_identity()[:2], None],
             message={**vars(message), "first_round": first_round, "charged": charged},
         )
+
+    def give_up(self, charged: int) -> None:
+        """Records that an interrupted message will not be continued."""
+        if self.state["message"] is not None:
+            self._write(lost=self.lost(charged), message=None)
 
     def expect_charges(self) -> None:
         """Records that the ledger grows; an interrupted message is continued."""
@@ -264,6 +284,7 @@ class SiloDirectory:
         return self.path / _ANSWERS / f"{key}.npz"
 
     def _read(self) -> None:
+        self.require_known()  # Again, now that it is locked.
         file, ledger = self.path / _STATE, checkpoint.ledger_path(self.path)
         data = file.read_bytes() if file.exists() else b""
         # Also if that was found by a call that needed no model.

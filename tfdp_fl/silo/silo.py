@@ -212,6 +212,7 @@ class Silo:
     def epsilon(self, delta: float) -> float:
         """Returns the largest epsilon of any person of this silo, from the ledger."""
         _validate.inside_unit_interval(delta=delta)
+        self._directory.require_known()
         path = checkpoint.ledger_path(self._directory.path)
         if not path.exists():
             return 0.0
@@ -279,6 +280,7 @@ class Silo:
         fed, first = self._open(message)
         if first is None:
             first = fed.rounds
+            self._directory.give_up(_count_charges(fed))
             self._set_weights(fed, received)
             record_message = _RecordMessage(self._directory, message)
             fed.fit(
