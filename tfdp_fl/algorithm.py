@@ -24,8 +24,8 @@ state records. Nothing bypasses these:
    is the expected weight.
 4. The charge covers what could have happened. It follows from the cohort drawn, which
    must be released or abandoned before the next draw (sampling.py; in TFF, declared).
-5. Charge, noise, release. What was paid is known only by using up the receipt
-   (`Charge.use`), and under a central guarantee, `release` refuses to add less noise.
+5. Charge, noise, release. A release is told what was paid by `Charge.use`, which uses
+   up the receipt, and under a central guarantee, `release` refuses to add less noise.
    (A TF-Privacy query adds its own, and is asked for its cost before the charge.)
 """
 

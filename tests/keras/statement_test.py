@@ -1,6 +1,7 @@
 """The privacy statement says what ran, and every caveat that holds."""
 
 import warnings
+from unittest import mock
 
 import pytest
 import tensorflow as tf
@@ -225,13 +226,13 @@ def test_training_that_ended_early_has_the_epsilon_of_what_was_planned():
     assert planned > facts["epsilon"]
     number = accounting.format_up(planned)
     said = toy.said(fed, _DELTA)
-    assert "4 rounds were planned: if the training ended sooner" in said
-    assert f"of them holds instead, {number}." in said
+    assert "The plan was 4 rounds: if training ended sooner" in said
+    assert f"of the whole plan holds instead, {number}." in said
     toy.fit(fed, 4)
     for done in (fed, whole):
         facts = done.privacy_statement(_DELTA, "dict")
         assert facts["planned_rounds"] is facts["epsilon_of_planned_rounds"] is None
-        assert "were planned" not in toy.said(done)
+        assert "The plan was" not in toy.said(done)
 
 
 def test_a_budget_ends_training_whatever_its_models_show():
@@ -240,7 +241,29 @@ def test_a_budget_ends_training_whatever_its_models_show():
     options = {"rounds": 4, "fit": {"callbacks": [budget]}}
     fed = _trained(tfdp_fl.FixedClipping(**_FIXED), **options)
     assert fed.rounds == 2 and budget.stopped_before_round == 2
-    assert "were planned" not in toy.said(fed)
+    assert "The plan was" not in toy.said(fed)
+    # It limits what a training could have cost that a callback ended.
+    options["fit"] = {"callbacks": [budget, _Stop()]}
+    fed = _trained(tfdp_fl.FixedClipping(**_FIXED), **options)
+    facts = fed.privacy_statement(_DELTA, "dict")
+    assert (facts["rounds"], facts["planned_rounds"]) == (1, 2)
+    # And no later budget makes a choice of an earlier fit unseen.
+    fed = _trained(tfdp_fl.FixedClipping(**_FIXED), 4, {"callbacks": [_Stop()]})
+    toy.fit(fed, 4, [callbacks.PrivacyBudget(fed.epsilon(_DELTA), _DELTA)])
+    # (The second round of a pass costs nothing.)
+    facts = fed.privacy_statement(_DELTA, "dict")
+    assert (facts["rounds"], facts["planned_rounds"]) == (2, 4)
+
+
+def test_a_plan_whose_cost_cannot_be_known_has_no_finite_bound():
+    fed = _trained(
+        None, 4, {"callbacks": [_Stop()]}, clients_per_round=[20, 20, 20, 20]
+    )
+    with mock.patch.object(type(fed.run), "charges_ahead", side_effect=ValueError):
+        facts = fed.privacy_statement(_DELTA, "dict")
+        said = toy.said(fed, _DELTA)
+    assert facts["epsilon_of_planned_rounds"] is None and facts["planned_rounds"] == 4
+    assert "instead, of which no finite bound is known." in said
 
 
 @pytest.mark.parametrize("noise_multiplier, warns", [(1e-3, True), (1e3, False)])

@@ -93,7 +93,8 @@ class StatementFacts:
       cohort_sizes: The sizes of the cohorts that were actually drawn.
       rounds: The number of released rounds.
       planned_rounds: The number of rounds that might have run, if larger.
-      epsilon_of_planned_rounds: The epsilon of all of them.
+      epsilon_of_planned_rounds: The epsilon of all of them, which holds if training
+        ended sooner because of what the models showed.
       rounds_of_others: The number of rounds of other runs included in the epsilons.
       evaluated: The N of each private release of clients' metrics that is included.
       epsilon_rdp: Central epsilon by Renyi accounting.

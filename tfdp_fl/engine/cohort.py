@@ -251,15 +251,7 @@ class UpdateSpec:
 
     def require(self, update: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns an update's tensors; raises ValueError if one has another shape."""
-        tensors = records.as_tensors(update)
-        shapes = [tensor.shape for tensor in tensors]
-        expected = [spec.shape for spec in self.variables]
-        if shapes != expected:
-            raise ValueError(
-                "upload_hook must return one tensor for each variable, of its shape, "
-                f"got {[*map(str, shapes)]} for {[*map(str, expected)]}."
-            )
-        return tensors
+        return records.as_tensors(update, like=self.variables)
 
     def unflatten(self, flat: tf.Tensor) -> list[tf.Tensor]:
         """Splits a flat vector [D] into the tensors of an update."""

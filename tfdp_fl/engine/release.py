@@ -271,8 +271,8 @@ class Release:
         squares = [tf.reduce_sum(tf.cast(part, tf.float64) ** 2) for part in mean]
         state = tf.add_n([tf.zeros([], tf.float64), *squares[server.num_trainable :]])
         clip = tf.cast(clip_norm, tf.float64)
-        fills = state > tf.maximum(_FILLING * clip, 0.0) ** 2
-        return fills & (state > _FILLING * tf.add_n(squares))
+        is_most = state > _FILLING * tf.add_n(squares)
+        return is_most & (state > (_FILLING * clip) ** 2)
 
 
 # Buffers with at least so many numbers are variables.
@@ -336,7 +336,8 @@ def _call_flat(
     )
 
 
-# If statistics make up this much of the clip, it leaves no room for weights.
+# If statistics make up this much of the clip, and of the squared norm of an update, the
+# clip leaves no room for weights.
 _FILLING = 0.9
 
 

@@ -205,6 +205,8 @@ class PrivacyBudget(FederatedCallback):
       delta: The delta at which epsilon is computed.
       accountant: "rdp", "pld", or None for the model's own.
       stopped_before_round: The round (from 0) that was not run, or None.
+      last_allowed_round: The number of rounds after which it surely ends this `fit`, or
+        those asked for.
     """
 
     _name = "PrivacyBudget"
@@ -215,6 +217,7 @@ class PrivacyBudget(FederatedCallback):
         self.delta = _validate.inside_unit_interval(delta=delta)
         self.accountant = _validate.one_of((None, "rdp", "pld"), accountant=accountant)
         self.stopped_before_round: int | None = None
+        self.last_allowed_round = 0
 
     @property
     def budget(self) -> accounting.PrivacyBudget:
@@ -236,10 +239,11 @@ class PrivacyBudget(FederatedCallback):
         # Abandoned rounds cost nothing, so more rounds than this may be allowed.
         charges = charges_ahead(0, allowed)
         fed.run.spending.note_allowed(self.budget, version, charges)
+        # Only samplers that make passes know the clients of later cohorts.
+        knows_cohorts = isinstance(fed.run.sampler, sampling.PassSampler)
+        at_least = fed.run.spending.by_client and not knows_cohorts
+        self.last_allowed_round = last_round if at_least else first_round + allowed
         if allowed < num_rounds:
-            # Only samplers that make passes know the clients of later cohorts.
-            knows_cohorts = isinstance(fed.run.sampler, sampling.PassSampler)
-            at_least = fed.run.spending.by_client and not knows_cohorts
             self._announce_allowed_rounds(
                 f"{self._name}: epsilon={format_up(self.epsilon)} at delta="
                 f"{format_up(self.delta)} "
@@ -514,13 +518,14 @@ class RoundCheckpoint(Ledger):
             super().on_fit_end()
 
     def _save(self, if_changed: bool = False) -> None:
-        fed, run = self.federated_model, self._run
-        if not run.releasing:
-            if self._ledger is not None:  # Else, this is another run's directory.
-                self._ledger.require_in_place()
-            state = checkpoint.capture(fed, self._key, self._ledger)
-            if not (if_changed and self._files.holds(run.rounds, state)):
-                self._files.write(run.rounds, state, self.keep)
+        fed, run, ledger = self.federated_model, self._run, self._ledger
+        # The directory is this run's as long as it has the ledger that is held here.
+        if ledger is None or run.releasing:
+            return
+        ledger.require_in_place()
+        state = checkpoint.capture(fed, self._key, ledger)
+        if not (if_changed and self._files.holds(run.rounds, state)):
+            self._files.write(run.rounds, state, self.keep)
 
 
 def missing_ledgers(

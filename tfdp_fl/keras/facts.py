@@ -62,11 +62,15 @@ def statement_facts(
 
 
 def _epsilon_of_planned_rounds(run: run_lib.Run, delta: float) -> float:
-    """Returns epsilon as if all planned rounds had run."""
+    """Returns epsilon as if all planned rounds had run; infinite if that is unknown."""
     ahead = run.most_rounds - run.rounds
-    if run.spending.by_client:
-        return run.epsilon_after(delta)(ahead)
-    composed = run.spending.central.with_charges(*run.charges_ahead()(0, ahead).items())
+    try:
+        if run.spending.by_client:
+            return run.epsilon_after(delta)(ahead)
+        charges = run.charges_ahead()(0, ahead)
+    except ValueError:  # A schedule may not suit the clients of a later `fit`.
+        return math.inf
+    composed = run.spending.central.with_charges(*charges.items())
     curves = [_epsilon_by(composed, accountant) for accountant in ("rdp", "pld")]
     return min((curve(delta) for curve in curves if curve), default=math.inf)
 

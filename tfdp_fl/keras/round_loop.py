@@ -110,7 +110,7 @@ class RoundLoop:
             while run.rounds < plan.last_round and not model.stop_training:
                 if not self._is_allowed(run.rounds):
                     break
-                run.most_rounds = max(run.most_rounds, plan.last_round)
+                run.most_rounds = max(run.most_rounds, self._last_planned_round())
                 started = time.perf_counter()
                 try:
                     logs = self._round_with_callbacks(run.rounds)
@@ -125,15 +125,14 @@ class RoundLoop:
                 self.engine.server.finalize()
             if self.audit is not None:
                 self.audit.end()
-            budgets = [c for c in self.federated if isinstance(c, PrivacyBudget)]
-            if (
-                any(budget.stopped_before_round is not None for budget in budgets)
-                and run.most_rounds == plan.last_round
-            ):
-                # Budgets follow from charges, which no release can change.
-                run.most_rounds = run.rounds
             self.keras_callbacks.on_train_end(logs)
         return model.history
+
+    def _last_planned_round(self) -> int:
+        """Returns after how many rounds this `fit` ends, whatever its models show."""
+        budgets = [c for c in self.federated if isinstance(c, PrivacyBudget)]
+        allowed = [budget.last_allowed_round for budget in budgets]
+        return min([self.run.plan.last_round, *allowed])
 
     def _is_allowed(self, round_index: int) -> bool:
         return all(callback.allow_round(round_index) for callback in self.federated)

@@ -145,7 +145,7 @@ class Run:
       source_identity: As of the `FederatedDataset`; not in checkpoints.
       run_id: The run's name in ledgers; a resumed run keeps it.
       rounds: The number of rounds run, including abandoned ones.
-      most_rounds: The most rounds that a `fit` was asked for, unless a budget ended it.
+      most_rounds: The most rounds that a `fit` was asked for and its budgets allow.
       populations: The populations of all charged rounds, one entry per change.
       num_records: The number of the clients' examples, if those are protected.
       mechanism_state: The state of the mechanism's query before the next round: its

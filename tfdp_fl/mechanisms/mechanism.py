@@ -1,7 +1,7 @@
 """A mechanism: one declaration, from which everything else follows.
 
 A **mechanism** defines what is released about a cohort of client updates and what
-that costs. It is a frozen dataclass. It declares its parameters
+that costs. It is a frozen dataclass that declares its parameters
 (`declaration.parameter`), its name (`declaration.register`), and its mathematics, by
 overriding the members of `Mechanism` in which it differs from plain DP-FedAvg. It does
 not depend on any runtime. Members that say so accept both Python floats and TensorFlow
@@ -27,13 +27,7 @@ import dp_accounting
 from tfdp_fl import _validate, schedules
 from tfdp_fl._lazy_tf import tf
 from tfdp_fl.accounting import statement as caveats_lib
-from tfdp_fl.mechanisms import (
-    clipping,
-    cohort_query,
-    grid,
-    noise,
-    overriding,
-)
+from tfdp_fl.mechanisms import clipping, cohort_query, grid, noise, overriding
 from tfdp_fl.mechanisms.contribution import (
     ClientContext,
     ClientWeighting,

@@ -38,7 +38,7 @@ _STEP_BITS = 50
 
 
 def as_tensors(
-    parts: Iterable[Any], like: Sequence[tf.Tensor] | None = None
+    parts: Iterable[Any], like: Sequence[tf.Tensor | tf.TensorSpec] | None = None
 ) -> list[tf.Tensor]:
     """Returns an update's parts as dense tensors, as they will be added.
 
@@ -47,7 +47,7 @@ def as_tensors(
 
     Args:
       parts: The parts.
-      like: Tensors whose shapes they must have; None: any.
+      like: Tensors, or specs, whose shapes they must have; None: any.
 
     Raises:
       ValueError: A part is no tensor of numbers with a fraction, or has another shape.
@@ -62,8 +62,9 @@ def as_tensors(
     shapes = [tensor.shape for tensor in tensors]
     if like is not None and shapes != (expected := [part.shape for part in like]):
         raise ValueError(
-            "A mechanism's contribution must have one tensor for each of the update, "
-            f"of its shape, got {[*map(str, shapes)]} for {[*map(str, expected)]}."
+            "An update (of an upload_hook, or of a mechanism's contribution) must have "
+            "one tensor for each variable, of its shape, got "
+            f"{[*map(str, shapes)]} for {[*map(str, expected)]}."
         )
     return tensors
 

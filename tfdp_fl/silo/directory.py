@@ -168,6 +168,21 @@ class SiloDirectory:
                 "unmounted. Put it back. Nothing was done or charged."
             )
 
+    def ledger_path(self) -> pathlib.Path | None:
+        """Returns the ledger's path; None if the silo has not begun.
+
+        Raises:
+          SiloError, LedgerError: What records this silo's spending is missing.
+        """
+        self.require_known()
+        path, file = checkpoint.ledger_path(self.path), self.path / _STATE
+        if path.exists():
+            return path
+        state = _parse(file, file.read_bytes()) if file.exists() else _INITIAL_STATE
+        if state["place"] is not None:
+            self._ledger_identity()  # Raises an error.
+        return None
+
     def settle(self) -> None:
         """Records the ledger's identity, once no more is charged."""
         if self._ledger_identity() != self.state["place"]:

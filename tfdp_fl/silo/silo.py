@@ -212,9 +212,8 @@ class Silo:
     def epsilon(self, delta: float) -> float:
         """Returns the largest epsilon of any person of this silo, from the ledger."""
         _validate.inside_unit_interval(delta=delta)
-        self._directory.require_known()
-        path = checkpoint.ledger_path(self._directory.path)
-        if not path.exists():
+        path = self._directory.ledger_path()
+        if path is None:
             return 0.0
         return accounting.epsilon_from_ledger(path, delta, self.target.accountant)
 
