@@ -189,5 +189,7 @@ def test_gram_matrices_that_overflow_leave_no_finite_bound():
             of_d = np.array([[1, sign * 0.5], [sign * 0.5, 1]], np.float32)
             for one, other in ((of_x, of_d), (of_d, of_x)):
                 grams = [tf.constant(each[None]) for each in (one, other)]
-                _, bound = dense_models.norm_bound([grams[0]], [grams[1]], 10, 2)
+                _, bound = dense_models.norm_and_upper_bound(
+                    [grams[0]], [grams[1]], 10, 2
+                )
                 assert not np.isfinite(bound).any()

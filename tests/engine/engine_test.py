@@ -377,7 +377,7 @@ def test_padding_reads_a_row_where_nobody_has_any():
 
 
 def test_a_width_by_which_norms_differ_below_float32_is_not_used():
-    true = dense_models.norm_bound
+    true = dense_models.norm_and_upper_bound
 
     def in_calls_of_eight(*args, **kwargs):
         norm, bound = true(*args, **kwargs)
@@ -385,7 +385,7 @@ def test_a_width_by_which_norms_differ_below_float32_is_not_used():
         return norm, tf.where(tf.size(bound) == 8, wrong * bound, bound)
 
     dataset = cohorts.dataset([5] * 6)
-    patched = mock.patch.object(dense_models, "norm_bound", in_calls_of_eight)
+    patched = mock.patch.object(dense_models, "norm_and_upper_bound", in_calls_of_eight)
     with patched, cohorts.side_by_side():
         _, engine = _engine(units=7, jit_compile=None)  # No other test's.
         cohorts.collect(engine, dataset)
@@ -396,7 +396,7 @@ def test_a_width_by_which_norms_differ_below_float32_is_not_used():
 def test_a_place_that_computes_otherwise_is_not_used():
     # Processors compute the last rows of a product in another way. One more client
     # moved others to the last place, and the sum by 46 clips.
-    true = dense_models.norm_bound
+    true = dense_models.norm_and_upper_bound
 
     def in_the_last_place(*args, **kwargs):
         norm, bound = true(*args, **kwargs)
@@ -404,7 +404,7 @@ def test_a_place_that_computes_otherwise_is_not_used():
         return norm, tf.where(is_last, bound * (1 + 2**-50), bound)
 
     dataset = cohorts.dataset([5] * 6)
-    patched = mock.patch.object(dense_models, "norm_bound", in_the_last_place)
+    patched = mock.patch.object(dense_models, "norm_and_upper_bound", in_the_last_place)
     with patched, cohorts.side_by_side():
         _, engine = _engine(units=8, jit_compile=None)  # No other test's.
         cohorts.collect(engine, dataset)

@@ -90,7 +90,7 @@ def test_z_delta_of_what_is_allowed_is_right_in_float32(sigma_b):
         assert stddevs["below_clip"] == pytest.approx(m / 20)
         update = 2.0 * references.update_noise_multiplier(z, m / 20)
         assert stddevs["update"] == pytest.approx(update, rel=1e-5)
-    z = mechanism.noise_limit(0, deployment)
+    z = mechanism.noise_multiplier_limit(0, deployment)
     with pytest.raises(ValueError, match="ten-thousandth"):
         mechanism.with_noise_multiplier(z * (1 + 1e-6))
     wanted = references.update_noise_multiplier(z, sigma_b)

@@ -43,7 +43,7 @@ def test_what_the_querys_clip_makes_of_finite_numbers_is_finite():
     # Four squares of 3e38 each: their float32 sum is infinite, ours is not.
     hostile = np.zeros(512, np.float32)
     hostile[::128] = 1.7e19
-    assert 0 < bound.record_norm([tf.constant(hostile)]) < np.inf
+    assert 0 < bound.update_norm([tf.constant(hostile)]) < np.inf
     record = bound.clip(params, [tf.constant(hostile)], ClientContext())
     np.testing.assert_array_equal(tf.nest.flatten(record.update)[0], np.zeros(512))
     assert record.discarded == 1

@@ -215,7 +215,7 @@ def test_what_no_norm_shows_is_not_scaled_up(size, guard):
     assert total <= 0.3 * (1 + 1e-5)
     assert float(record.discarded) == (guard < 1e-12 and size < 1)
     norms, usable = tf.zeros([1]), tf.ones([1], tf.bool)
-    factors = query.bounded_factor(norms, usable, state).update
+    factors = query.record_of_norm(norms, usable, state).update
     assert 1000**0.5 * 1e-19 * float(factors[0]) <= 0.3
 
 

@@ -56,7 +56,7 @@ def run_round(
     updates = [[tf.constant(v) for v in update] for update in updates]
     state = query.begin_round(state, noise_multiplier, m)
     if query.two_phase:
-        norms = [query.record_norm(update) for update in updates]
+        norms = [query.update_norm(update) for update in updates]
         norms = tf.stack(norms) if norms else tf.zeros([0])
         state = query.clip_to_cohort(state, norms)
     params = query.derive_sample_params(state)

@@ -435,7 +435,9 @@ class PrivacyAccount:
                     self.merge_ledger(contents, attached.run, name)
                 for run, charge_id, cost in self._unwritten(contents, attached.run):
                     assert cost.central is not None  # A run's own charges have one.
-                    local = self._local(cost.mu_squared, self.per_client.max_mu_squared)
+                    local = self._local_fields(
+                        cost.mu_squared, self.per_client.max_mu_squared
+                    )
                     attached.ledger.record(
                         round_index,
                         cost.central,
@@ -452,7 +454,7 @@ class PrivacyAccount:
                     )
                 self.known_ledgers[name] = attached.ledger.head
 
-    def _local(self, mu_squared: float, most: float) -> dict[str, float] | None:
+    def _local_fields(self, mu_squared: float, most: float) -> dict[str, float] | None:
         """Returns a line's local spending, of all charges of this run that are known.
 
         Args:
@@ -560,7 +562,7 @@ class PrivacyAccount:
                     positions, mu_squared
                 )
             if name is None:
-                receipt.local = self._local(mu_squared, max_mu_squared)
+                receipt.local = self._local_fields(mu_squared, max_mu_squared)
             elif self.by_client:  # It is about every client, and a run of its own.
                 max_mu_squared += mu_squared
                 receipt.local = dict.fromkeys(_LOCAL, mu_squared)

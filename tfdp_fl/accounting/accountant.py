@@ -142,7 +142,8 @@ class PrivacyAccountant:
         found: dict[str, None] = {}
         events = {charge.event for charge in self._counts}
         in_json = map(charge_lib.event_to_json, events)
-        if any(_drop_sampling(event) != event for event in in_json):  # As in a search.
+        # As in a search:
+        if any(_without_amplification(event) != event for event in in_json):
             found["poisson"] = None
         for charge in self._counts:
             if charge.sampling not in found and (
@@ -330,8 +331,10 @@ class PrivacyAccountant:
           accountant: "rdp" or "pld"; None for the tighter one.
         """
 
-        def drop_sampling(charge: charge_lib.RoundCharge) -> charge_lib.RoundCharge:
-            event = _drop_sampling(charge_lib.event_to_json(charge.event))
+        def without_amplification(
+            charge: charge_lib.RoundCharge,
+        ) -> charge_lib.RoundCharge:
+            event = _without_amplification(charge_lib.event_to_json(charge.event))
             size = charge.clients_per_round
             if charge.sampling == Sampling.RANDOM_ALLOCATION:
                 # If a client's round is known, so is its position in an order.
@@ -349,7 +352,8 @@ class PrivacyAccountant:
             )
 
         without_sampling = PrivacyAccountant(
-            (drop_sampling(charge), count) for charge, count in self._counts.items()
+            (without_amplification(charge), count)
+            for charge, count in self._counts.items()
         )
         by_pld = without_sampling.is_one_gaussian or without_sampling.is_one_search
         return without_sampling.epsilon(
@@ -486,7 +490,7 @@ class PrivacyAccountant:
         # A quick bound for one trial determines the necessary width of cells.
         orders = curves.PARTS[curves.FIRST_PART]
         by_event = [
-            curves.curve_of_trial(trial, self.relation, curves.FIRST_PART)
+            curves.rdp_of_trial(trial, self.relation, curves.FIRST_PART)
             for trial in event.events
         ]
         bound = dp_accounting.rdp.compute_epsilon(
@@ -612,17 +616,17 @@ def _largest_sum(cohorts: Iterable[tuple[float, float, float]]) -> float:
     return max(itertools.accumulate(steps[point] for point in sorted(steps)), default=0)
 
 
-def _drop_sampling(event: Any) -> Any:
+def _without_amplification(event: Any) -> Any:
     """Returns an event, as JSON, without the sampling events inside it."""
     if isinstance(event, list):
-        return [_drop_sampling(part) for part in event]
+        return [_without_amplification(part) for part in event]
     if not isinstance(event, dict):
         return event
     if event["type"] in ("PoissonSampledDpEvent", "SampledWithoutReplacementDpEvent"):
-        return _drop_sampling(event["event"])
+        return _without_amplification(event["event"])
     if event.keys() & {"sampling_probability", "sample_size", "sampling_probs"}:
         return {"type": "NonPrivateDpEvent"}  # Its cost is unknown.
-    return {name: _drop_sampling(part) for name, part in event.items()}
+    return {name: _without_amplification(part) for name, part in event.items()}
 
 
 def select_accountant(charges: Iterable[charge_lib.RoundCharge]) -> str:

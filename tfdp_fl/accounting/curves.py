@@ -120,7 +120,7 @@ def _curves_of_best_trial(
     """
     parts = range(len(PARTS))
     trials = [
-        np.concatenate([curve_of_trial(trial, relation, part) for part in parts])
+        np.concatenate([rdp_of_trial(trial, relation, part) for part in parts])
         for trial in event.events
     ]
     # (Its accountant accepts only events, and has no public form of the theorem.)
@@ -130,18 +130,16 @@ def _curves_of_best_trial(
     return np.split(best, np.cumsum([len(part) for part in PARTS])[:-1])
 
 
-def curve_of_trial(
+def rdp_of_trial(
     event: dp_accounting.DpEvent,
     relation: dp_accounting.NeighboringRelation,
     part: int,
 ) -> np.ndarray:
     """Returns a trial's curve, summed from the cached curves of its rounds."""
     if isinstance(event, dp_accounting.SelfComposedDpEvent):
-        return event.count * curve_of_trial(event.event, relation, part)
+        return event.count * rdp_of_trial(event.event, relation, part)
     if isinstance(event, dp_accounting.ComposedDpEvent):
-        parts = [
-            curve_of_trial(component, relation, part) for component in event.events
-        ]
+        parts = [rdp_of_trial(component, relation, part) for component in event.events]
         return np.sum([np.zeros(len(PARTS[part])), *parts], axis=0)
     return rdp_curve(event, relation, part)
 

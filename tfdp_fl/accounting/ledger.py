@@ -931,8 +931,8 @@ def check_local(local: Json, charge: charge_lib.RoundCharge | None) -> dict[str,
     return checked
 
 
-def line_after(head: str, body: Json) -> tuple[bytes, str]:
-    """Returns the line of a body that follows the line with hash `head`; its hash."""
-    body = {**body, "previous": head}
+def line_after(previous_hash: str, body: Json) -> tuple[bytes, str]:
+    """Returns the line of a body after the one with a given hash, and its own hash."""
+    body = {**body, "previous": previous_hash}
     digest = hashlib.sha256(_files.to_canonical_json(body).encode()).hexdigest()
     return _files.to_canonical_json({**body, "hash": digest}).encode(), digest

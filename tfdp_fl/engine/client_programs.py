@@ -342,7 +342,7 @@ class CohortPrograms:
         if self.moments:
             total = total._replace(moments=_moments(update))
         if self.keeps_updates:  # `release.DeferredClipping` clips them later.
-            scalars = query.record_norm(update), tf.cast(num_examples, tf.float32)
+            scalars = query.update_norm(update), tf.cast(num_examples, tf.float32)
             return total, rows._replace(
                 updates=cohort.flatten(update), scalars=tf.stack(scalars)
             )

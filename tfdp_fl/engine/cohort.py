@@ -138,9 +138,10 @@ class Trained(NamedTuple):
       step: If the update in `total` is in whole steps, int32 (`records.to_steps`):
         the step, float32 scalar; otherwise ().
       bits: Side by side, the smallest and the largest over all places of the bits from
-        which a record is made, for `CohortEngine.fits`: both results of `norm_bound`,
-        int32 [2, 2, 2], and each dense layer's inputs and gradients, int32
-        [2, S B, in or out]. All are empty unless `Broadcast.returns_bits`.
+        which a record is made, for `CohortEngine.fits`: both results of
+        `norm_and_upper_bound`, int32 [2, 2, 2], and each dense layer's inputs and
+        gradients, int32 [2, S B, in or out]. All are empty unless
+        `Broadcast.returns_bits`.
     """
 
     total: CohortSum

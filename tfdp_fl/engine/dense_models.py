@@ -324,7 +324,7 @@ ROUNDOFF = 2.0**-24
 _LARGEST_ERROR = 0.01
 
 
-def norm_bound(
+def norm_and_upper_bound(
     grams_x: list[tf.Tensor],
     grams_d: list[tf.Tensor],
     columns: int,

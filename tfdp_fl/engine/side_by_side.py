@@ -7,8 +7,9 @@ that a client has seen:
 
 So a client's kernel is never formed. Its product with a batch x is
 x W - eta (x X_k^T) D_k, in which x W is one matrix product for all clients. The norm
-of its update follows from Gram matrices (`norm_bound`). The clipped update is formed
-last, from the factors, and rounded to a grid whose sums are exact (`_sum_of`).
+of its update follows from Gram matrices (`norm_and_upper_bound`). The clipped update
+is formed last, from the factors, and rounded to a grid whose sums are exact
+(`_sum_of`).
 
 What a client adds therefore depends on its own rows alone: a call trains a number of
 clients for which no row's product depends on the others (`dense_models.widths`),
@@ -428,11 +429,12 @@ class GhostClipping:
           table: The clients.
 
         Returns:
-          The sum, and of each client both results of `norm_bound`, float64 [K, 2].
+          The sum, and of each client both results of `norm_and_upper_bound`, float64
+          [K, 2].
         """
         rate, params = received.learning_rate, received.params
         factors = [layer.factors() for layer in layers]
-        length, bound = dense_models.norm_bound(
+        length, bound = dense_models.norm_and_upper_bound(
             [gram for _, _, gram in factors],
             [tf.matmul(d, d, transpose_b=True) for _, d, _ in factors],
             # A bias is a further column of the input.
@@ -443,7 +445,7 @@ class GhostClipping:
         # The scale is rounded too, and so is each factor when multiplied by it.
         norm = tf.cast(size * (1 + 16 * dense_models.ROUNDOFF) * bound, tf.float32)
         usable = tf.math.is_finite(norm)
-        clients = self.query.bounded_factor(
+        clients = self.query.record_of_norm(
             tf.where(usable, norm, 0.0),
             usable,
             params,

@@ -330,8 +330,8 @@ def _clip_by_mechanism(
     _, z, m, *_ = round_state
     query.check_noise(tensors, query.charged_for(float(m), float(z)))
     specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, (norms, usable, tensors))
-    bounded_factor = program.Program(query.bounded_factor, *specs)
-    contribution = bounded_factor(norms, usable, tensors)  # Keeps nothing of a client.
+    record_of_norm = program.Program(query.record_of_norm, *specs)
+    contribution = record_of_norm(norms, usable, tensors)  # Keeps nothing of a client.
     factors = np.asarray(contribution.update, np.float64) * (1 - _ROUNDING)
     sums = {
         name: float(np.sum(value.numpy(), dtype=np.float64))

@@ -122,7 +122,7 @@ def make_private(
         num_clients,
         clients_per_round,
         num_groups=probe.min_separation,
-        may_abandon=training_setup.may_abandon(
+        may_abandon=training_setup.failures_spread(
             probe,
             model_options.get("on_client_failure"),
             model_options.get("secure_aggregation"),
@@ -148,7 +148,7 @@ def make_private(
                 charge for charge, _ in costs
             )
             target = dataclasses.replace(target, accountant=best_accountant)
-        reason = "" if limit is None else f" {probe.noise_limit_reason}"
+        reason = "" if limit is None else f" {probe.noise_multiplier_limit_reason}"
         try:
             noise = accounting.calibrate(
                 charges, target.epsilon, target.delta, target.accountant, upper=limit
@@ -232,7 +232,7 @@ def largest_noise(
         return None
     smallest = make(_TINY)
     limits = [
-        smallest.noise_limit(t, deployment) * _TINY / noise
+        smallest.noise_multiplier_limit(t, deployment) * _TINY / noise
         for t in range(deployment.rounds or 0)
         if (noise := smallest.noise_multiplier_at(t)) > 0
     ]

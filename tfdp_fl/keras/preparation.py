@@ -222,7 +222,7 @@ def _make_sampler(
         fed.setup.clients_per_round,
         plan.seed,
         fed.mechanism.min_separation,
-        may_abandon=fed.setup.may_abandon,
+        may_abandon=fed.setup.failures_spread,
     )
     sampler.next_round = plan.first_round
     if fed.run is not None and (unsettled := fed.run.sampler.unsettled) is not None:

@@ -181,14 +181,14 @@ class TrainingSetup:
         return self.on_client_failure == "abort"
 
     @property
-    def may_abandon(self) -> bool:
-        """See the function `may_abandon`."""
-        return may_abandon(
+    def failures_spread(self) -> bool:
+        """See the function `failures_spread`."""
+        return failures_spread(
             self.mechanism, self.on_client_failure, self.secure_aggregation
         )
 
 
-def may_abandon(
+def failures_spread(
     mechanism: Mechanism,
     on_client_failure: str | None,
     secure_aggregation: AdditiveSecretSharing | None,

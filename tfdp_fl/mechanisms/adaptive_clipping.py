@@ -88,7 +88,7 @@ class AdaptiveClipping(mechanism.Mechanism):
     """
 
     side_bounds: ClassVar[Mapping[str, float]] = {BELOW: 0.5}
-    noise_limit_reason: ClassVar[str] = (
+    noise_multiplier_limit_reason: ClassVar[str] = (
         "An adaptive clip needs less noise than twice count_noise_stddev, "
         "which is clients_per_round / 20 unless given: raise either, or use "
         "mechanism='fixed'."
@@ -151,8 +151,10 @@ class AdaptiveClipping(mechanism.Mechanism):
         """Implements `Mechanism.first_clip_norm`."""
         return self.initial_clip_norm
 
-    def noise_limit(self, round_index: int, deployment: PrivacyContext) -> float:
-        """Implements `Mechanism.noise_limit`: just below 2 sigma_b."""
+    def noise_multiplier_limit(
+        self, round_index: int, deployment: PrivacyContext
+    ) -> float:
+        """Implements `Mechanism.noise_multiplier_limit`: just below 2 sigma_b."""
         size = deployment.cohort_size(round_index)
         return 2 * self.count_noise_stddev_of(size) * _MAX_RATIO
 

@@ -11,7 +11,7 @@ Where clients train one by one, these are the calls of a round:
 
 A query with `two_phase` sets the clip from the norms of the whole cohort: between
 `begin_round` and `derive_sample_params`, the runtime collects
-`query.record_norm(update)` from every client and calls
+`query.update_norm(update)` from every client and calls
 `state = query.clip_to_cohort(state, norms)`.
 
 The order is that of TF-Privacy's `SumAggregationDPQuery`; records are lists of tensors.
@@ -170,7 +170,7 @@ class CohortQuery:
         public = state.without_memory()
         return self.mechanism.noise_stddevs(public, self.deployment)
 
-    def record_norm(self, record: Tensors) -> tf.Tensor:
+    def update_norm(self, record: Tensors) -> tf.Tensor:
         """Returns the norm (float32 scalar) of a client's unclipped update."""
         return clipping.finite_global_norm(record)[0]
 
@@ -210,7 +210,7 @@ class CohortQuery:
         num_examples = client.num_examples if central else None
         if mechanism.scales_updates:
             norm, usable = clipping.finite_global_norm(update)
-            record = self.bounded_factor(norm, usable, params, client.weight)
+            record = self.record_of_norm(norm, usable, params, client.weight)
             record = records.zero_if_empty(record, num_examples)
             record = record._replace(update=clipping.multiply(update, record.update))
         else:
@@ -232,7 +232,7 @@ class CohortQuery:
         update = noise.add_normal(record.update, shares["update"])
         return record._replace(update=update, sums=_add_side_noise(record.sums, shares))
 
-    def bounded_factor(
+    def record_of_norm(
         self,
         norm: tf.Tensor,
         usable: tf.Tensor,

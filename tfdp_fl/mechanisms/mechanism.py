@@ -85,7 +85,8 @@ class Mechanism(abc.ABC):
       clip_norm: S of the first round, if it is a parameter.
       noise_multiplier: z, if it is a parameter.
       epsilon: A budget to which the noise is calibrated, if it is a parameter.
-      noise_limit_reason: How `make_private` explains `noise_limit`.
+      noise_multiplier_limit_reason: How `make_private` explains
+        `noise_multiplier_limit`.
       noise_site: Who adds the noise: "server"; "client", if each of m clients adds its
         share, so that exactly m must answer; or "every client", if each protects
         itself.
@@ -107,7 +108,7 @@ class Mechanism(abc.ABC):
     noise_site = NoiseSite.SERVER  # type: str
     window = None  # type: int | None
     epsilon = None  # type: float | None
-    noise_limit_reason: ClassVar[str] = ""
+    noise_multiplier_limit_reason: ClassVar[str] = ""
     needs_shapes: ClassVar[bool] = False
     own_caveats: ClassVar[Mapping[str, str]] = {}
 
@@ -417,7 +418,9 @@ class Mechanism(abc.ABC):
             )
         return noise_multiplier
 
-    def noise_limit(self, round_index: int, deployment: PrivacyContext) -> float:
+    def noise_multiplier_limit(
+        self, round_index: int, deployment: PrivacyContext
+    ) -> float:
         """Returns the upper limit on a round's noise multiplier (exclusive)."""
         return float("inf")
 

@@ -18,7 +18,7 @@ from tfdp_fl.terms import TrustModel
 # sums, and a round without its memory.
 _FREE = {
     *("name", "describe", "caveats", "own_caveats", "parameters", "needs_shapes"),
-    *("noise_limit", "noise_limit_reason"),
+    *("noise_multiplier_limit", "noise_multiplier_limit_reason"),
     *("from_budget", "with_noise_multiplier", "proximal_weight", "implied_delta"),
     *("mean", "next_clip_norm", "releases_weights"),
 }

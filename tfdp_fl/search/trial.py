@@ -357,7 +357,7 @@ class Trial:
             )
         )
 
-    def noise_limit(self) -> float | None:
+    def noise_multiplier_limit(self) -> float | None:
         """Returns the largest noise multiplier that the mechanism accepts."""
         return largest_noise(self.mechanism.with_noise_multiplier, self._deployment)
 
@@ -510,7 +510,7 @@ def calibrate(
             lambda z: [charge([trial.event(z)])], target, delta, "pld", upper=limit
         )
 
-    limits = [trial.noise_limit() for trial in trials]
+    limits = [trial.noise_multiplier_limit() for trial in trials]
     # A trial's cost at a reference noise, to calibrate equal trials only once.
     references = [
         trial.event(min(1.0, limit or 1.0))

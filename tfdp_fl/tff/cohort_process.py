@@ -3,7 +3,7 @@
 One call of `next` is one round:
 
     server:   begin_round (this round's m and z)
-    clients:  record_norm, if the query is two_phase
+    clients:  update_norm, if the query is two_phase
     server:   clip_to_cohort, if the query is two_phase
     server:   derive_sample_params, broadcast
     clients:  algorithm.make_record
@@ -378,8 +378,8 @@ def _create_clip_to_cohort(
     norms_type = tff.TensorType(np.float32, [None])
 
     @tff.tensorflow.computation(value_type)
-    def record_norm(value):
-        return query.record_norm(to_list(value))
+    def update_norm(value):
+        return query.update_norm(to_list(value))
 
     @tff.tensorflow.computation
     def empty_norms():
@@ -406,7 +406,7 @@ def _create_clip_to_cohort(
         tff.FederatedType(value_type, tff.CLIENTS),
     )
     def phase(query_state, value):
-        norms = tff.federated_map(record_norm, value)
+        norms = tff.federated_map(update_norm, value)
         collected = tff.federated_aggregate(norms, empty_norms(), append, merge, report)
         return tff.federated_map(clip_to_cohort, (query_state, collected))
 
