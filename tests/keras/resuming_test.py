@@ -111,7 +111,25 @@ def test_a_resumed_run_ends_in_the_same_weights(tmp_path, make):
     assert caveats.keys() >= {"rounds_charged_twice", "seed_given"}
 
 
-def test_a_run_of_a_fixed_size_says_that_a_process_may_draw_another_cohort():
+def test_a_resumed_run_knows_the_plan_that_its_checkpoint_does_not(tmp_path):
+    # Killed before the second checkpoint, it was said to have planned what it ran.
+    directory, copy = tmp_path / "run", tmp_path / "killed"
+
+    class Reader(tfdp_fl.callbacks.FederatedCallback):
+        def allow_round(self, round_index):
+            if round_index == 2 and not copy.exists():
+                shutil.copytree(directory, copy)
+            return not copy.exists()
+
+    whole, resumed = toy.federated(), toy.federated()
+    _fit(whole, callbacks=[RoundCheckpoint(directory, every=100), Reader()])
+    assert [path.name for path in copy.glob("*.npz")] == ["round-00000000.npz"]
+    budget = PrivacyBudget(whole.epsilon(_DELTA), _DELTA)  # Allows no round more.
+    _fit(resumed, callbacks=[budget], resume_from=copy)
+    said = [fed.privacy_statement(_DELTA, "dict") for fed in (whole, resumed)]
+    assert [facts["rounds"] for facts in said] == [2, 2]
+    assert {facts["planned_rounds"] for facts in said} == {_ROUNDS}
+
     # Whether one did, before anything was charged, no file can tell.
     for sampling in ("fixed_size", "poisson"):
         fed = toy.federated(sampling=sampling)

@@ -210,8 +210,12 @@ def test_an_evaluation_on_other_clients_is_told_of_with_their_number():
 
 
 class _Stop(tf.keras.callbacks.Callback):
+    def __init__(self, after=1):
+        super().__init__()
+        self.after = after
+
     def on_epoch_end(self, epoch, logs=None):
-        self.model.stop_training = True
+        self.model.stop_training = epoch + 1 == self.after
 
 
 def test_training_that_ended_early_has_the_epsilon_of_what_was_planned():
@@ -253,6 +257,58 @@ def test_a_budget_ends_training_whatever_its_models_show():
     # (The second round of a pass costs nothing.)
     facts = fed.privacy_statement(_DELTA, "dict")
     assert (facts["rounds"], facts["planned_rounds"]) == (2, 4)
+
+
+def test_what_an_earlier_fit_planned_costs_what_it_cost_its_own_clients():
+    # Priced among ten times as many clients, its rounds would cost little.
+    fed = _trained(
+        tfdp_fl.FixedClipping(**_FIXED),
+        *(4, {"callbacks": [_Stop()]}),
+        sampling="poisson",
+    )
+    before = fed.privacy_statement(_DELTA, "dict")
+    toy.fit(fed, 1, data=toy.clients(400))
+    facts = fed.privacy_statement(_DELTA, "dict")
+    assert facts["planned_rounds"] == before["planned_rounds"] + 1 == 5
+    charges = fed.run.spending.own.elements()
+    first, among_more = sorted(charges, key=lambda charge: charge.num_clients)
+    whole = accounting.PrivacyAccountant(((first, 4), (among_more, 1)))
+    expected = pytest.approx(whole.epsilon(_DELTA, "pld"), rel=1e-9)
+    assert facts["epsilon_of_planned_rounds"] == expected
+    # The same clients, drawn by another seed, run what was left.
+    fed = _trained(
+        tfdp_fl.FixedClipping(**_FIXED),
+        *(4, {"callbacks": [_Stop()]}),
+        sampling="poisson",
+    )
+    toy.fit(fed, 3, seed=5)
+    facts = fed.privacy_statement(_DELTA, "dict")
+    assert facts["rounds"] == 4 and facts["planned_rounds"] is None
+
+
+def test_rounds_that_cost_nothing_leave_a_budget_what_it_allows():
+    x, y = (part.reshape(40, 10, *part.shape[1:]) for part in toy.arrays(400))
+
+    def read(name):
+        if name == 0:  # Half of the rounds are abandoned.
+            raise OSError
+        return x[name], y[name]
+
+    clients = tfdp_fl.datasets.FederatedDataset.from_client_fn([*range(40)], read)
+    options = {"sampling": "poisson", "on_client_failure": "abort"}
+    cost = _trained(tfdp_fl.FixedClipping(**_FIXED), 5, sampling="poisson")
+    limit = cost.epsilon(_DELTA)
+    said = []
+    for ends in ([], [_Stop(after=6)]):
+        budget = callbacks.PrivacyBudget(limit, _DELTA)
+        fit = {"data": clients, "seed": 3, "callbacks": [budget, *ends]}
+        fed = _trained(tfdp_fl.FixedClipping(**_FIXED), 20, fit, **options)
+        said.append(fed.privacy_statement(_DELTA, "dict"))
+        assert fed.spending.rounds < min(fed.rounds, 6)
+    whole, ended = said
+    assert whole["rounds"] == 5 and whole["planned_rounds"] is None
+    expected = pytest.approx(whole["epsilon"], rel=1e-9)
+    assert ended["epsilon_of_planned_rounds"] == expected
 
 
 def test_a_plan_whose_cost_cannot_be_known_has_no_finite_bound():

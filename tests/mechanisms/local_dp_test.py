@@ -229,3 +229,33 @@ def test_a_clients_weight_in_the_mean_does_not_depend_on_its_update(kind, value)
     )
     assert float(hostile.weight) == float(zero.weight) > 0
     assert np.all(hostile.update[0])  # It has noise.
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=1.0),
+        tfdp_fl.AdaptiveLocalDP(epsilon=1.0, delta=1e-5, clipping_radius=0.5),
+        tfdp_fl.NbAFL(epsilon=1.0, constant=2.0, weight_clip=0.5),
+    ],
+    ids=lambda mechanism: mechanism.name,
+)
+def test_a_state_of_a_larger_clip_comes_with_its_noise(mechanism):
+    # In TFF, a state may be of a process with another clip. (NbAFL went on by its own
+    # noise, with a thousandth of what that clip needs.)
+    where = dataclasses.replace(
+        _DEPLOYMENT, min_examples=6, num_variables=1, num_clients=4
+    )
+    query, client = mechanism.bind(where), ClientContext(tf.constant(6.0))
+    state = query.initial_global_state()
+    ratios = []
+    for enlarged in (1.0, 1000.0):
+        params = query.derive_sample_params(
+            query.begin_round(
+                state._replace(clip_norm=enlarged * state.clip_norm), 1.0, 4.0
+            )
+        )
+        record = query.clip(params, [tf.constant([1e6, 0.0])], client)
+        stddev = mechanism.client_noise(params, client, where)
+        ratios.append(float(tf.norm(record.update[0]) / tf.reshape(stddev, [])))
+    assert ratios[1] == pytest.approx(ratios[0])

@@ -728,10 +728,11 @@ def test_the_statement_answers_a_privacy_officer(tmp_path):
         "a client is such a person, and the server that draws clients and adds noise "
         "is this silo itself",
         "namely the federation's server, the other silos, and anyone who gets a model",
-        "They may send any weights, send them again, stop, or collude",
+        "They may send any weights, send them again, or collude",
         "the promise for all that this silo has sent so far is epsilon = "
         f"{accounting.format_up(epsilon)} at delta = 0.001",
-        "never spend more than its target, epsilon = 4 at delta = 0.001",
+        "If they stop because of what it sent, the promise is its target, epsilon = 4 "
+        "at delta = 0.001, more than which it will never spend",
         f"another silo that has spent as much has epsilon = {double} at delta = 0.002",
         "Nobody is protected against this silo's own staff",
         "by the sum of their epsilons",

@@ -6,6 +6,7 @@ each API reads and writes Flower's messages.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import math
@@ -313,12 +314,17 @@ class PrivateRounds:
           epsilon (None if there is no guarantee), epsilon_if_cohorts_are_known
           (against anyone who knows which clients were in which round), delta,
           accountant, trust_model ("central"), relation, rounds, rounds_from_ledger,
-          clients_per_round, num_clients, and caveats: sentences that qualify epsilon.
+          planned_rounds and epsilon_of_planned_rounds (None if they are unknown, or
+          all have run; this epsilon holds if the run is ended because of what its
+          models show), clients_per_round, num_clients, and caveats: sentences that
+          qualify epsilon.
         """
         delta, composed = self._resolve_delta(delta), self._history.accountant()
         accountant = accountant or self._accountant
         epsilon = composed.epsilon(delta, accountant)
         epsilon_if_known = composed.epsilon_if_participation_is_known(delta, accountant)
+        ahead = self._charges_ahead()
+        planned = composed.with_charges(*ahead.items()).epsilon(delta, accountant)
         return {
             "epsilon": epsilon if math.isfinite(epsilon) else None,
             "epsilon_if_cohorts_are_known": epsilon_if_known
@@ -330,10 +336,28 @@ class PrivateRounds:
             "relation": f"one client is {self._participation.relation.value}",
             "rounds": len(self._history.released),
             "rounds_from_ledger": self._history.num_from_ledger,
+            "planned_rounds": self.rounds if ahead else None,
+            "epsilon_of_planned_rounds": planned
+            if ahead and math.isfinite(planned)
+            else None,
             "clients_per_round": self.clients_per_round,
             "num_clients": self.num_clients,
             "caveats": self._caveats(epsilon, epsilon_if_known),
         }
+
+    def _charges_ahead(self) -> collections.Counter[accounting.RoundCharge]:
+        """Returns what the planned rounds that have not run cost; none if unknown."""
+        index, participation = self._history.num_rounds, self._participation
+        ahead = 0 if self.rounds is None else max(0, self.rounds - index)
+        if self._secagg_step is not None:  # Its rounding depends on the model.
+            ahead = 0
+        if self._correlation is not None:
+            index = self._correlation.record.released
+        if self._sampling == Sampling.RANDOM_ALLOCATION:  # Charged pass by pass.
+            ahead = -(-ahead // participation.rounds_per_pass)
+        rounds, deployment = range(index, index + ahead), self._deployment
+        events = (self.mechanism.round_event(t, deployment) for t in rounds)
+        return collections.Counter(map(participation.charge, events))
 
     def _caveats(self, epsilon: float, epsilon_if_known: float) -> list[str]:
         """Returns the caveats that apply, as self-contained sentences."""
@@ -345,6 +369,7 @@ class PrivateRounds:
         )
         has_random_size = self._sampling in charge_lib.OF_RANDOM_SIZE
         applies = {
+            "plan_fixed_in_advance": True,
             "floating_point_noise": True,
             "hyperparameter_search_not_counted": not num_other_rounds,
             "only_runs_in_ledgers_counted": num_other_rounds,

@@ -218,6 +218,7 @@ class PrivacyBudget(FederatedCallback):
         self.accountant = _validate.one_of((None, "rdp", "pld"), accountant=accountant)
         self.stopped_before_round: int | None = None
         self.last_allowed_round = 0
+        self._rounds_cost_the_same = False
 
     @property
     def budget(self) -> accounting.PrivacyBudget:
@@ -243,6 +244,7 @@ class PrivacyBudget(FederatedCallback):
         knows_cohorts = isinstance(fed.run.sampler, sampling.PassSampler)
         at_least = fed.run.spending.by_client and not knows_cohorts
         self.last_allowed_round = last_round if at_least else first_round + allowed
+        self._rounds_cost_the_same = len(charges) == 1
         if allowed < num_rounds:
             self._announce_allowed_rounds(
                 f"{self._name}: epsilon={format_up(self.epsilon)} at delta="
@@ -250,6 +252,12 @@ class PrivacyBudget(FederatedCallback):
                 f"allows {'at least ' * at_least}{allowed} of the {num_rounds} rounds "
                 f"asked for; training {'may' if at_least else 'will'} end after those."
             )
+
+    def allow_one_more(self, last_round: int) -> None:
+        """Notes that a round cost nothing: `fit` may end later, or at `last_round`."""
+        if self._rounds_cost_the_same:
+            last_round = min(last_round, self.last_allowed_round + 1)
+        self.last_allowed_round = last_round
 
     def _announce_allowed_rounds(self, message: str) -> None:
         self.federated_model.say(message)

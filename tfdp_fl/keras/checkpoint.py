@@ -424,7 +424,7 @@ class InterruptedRun:
             return accounting.PrivacyLedger.read(path).header == self.ledger.header
         return True
 
-    def _facts_of_lines(self, name: str) -> list[str]:
+    def _facts_of_lines(self, name: str) -> list[Any]:
         """Returns one kind of `Run.facts_of_line` from all of the run's lines, once."""
         details = [
             entry.details.get(name, ())
@@ -518,6 +518,8 @@ class InterruptedRun:
             spending.merge_ledger(contents, run.run_id, name)
         spending.merge_others(prepared.spending, run.run_id)
         run.caveats |= {*self._facts_of_lines("caveats")} & {*accounting.CAVEATS}
+        planned = map(int, self._facts_of_lines("planned"))
+        run.most_rounds = max([run.most_rounds, *planned])
         is_same = state["memory_of"] == query.mechanism.state_fingerprint()
         if spending.has_unseen_rounds:
             run.begin_segment(query)

@@ -50,7 +50,7 @@ def statement_facts(
         clients_per_round=sizes or run.sampler.expected_cohort_size(0),
         cohort_sizes=[*run.cohort_sizes.elements()],
         rounds=account.rounds,
-        planned_rounds=run.most_rounds if run.most_rounds > run.rounds else None,
+        planned_rounds=_planned_rounds(run),
         epsilon_of_planned_rounds=functools.partial(_epsilon_of_planned_rounds, run),
         rounds_of_others=account.rounds_of_others - account.evaluations,
         evaluated=[cost.num_clients for cost in account.evaluation_costs],
@@ -61,13 +61,18 @@ def statement_facts(
     )
 
 
+def _planned_rounds(run: run_lib.Run) -> int | None:
+    """Returns how many rounds might have run; None if no more than did."""
+    planned = max(run.rounds, run.most_rounds) + run.unrun.total()
+    return planned if planned > run.rounds else None
+
+
 def _epsilon_of_planned_rounds(run: run_lib.Run, delta: float) -> float:
     """Returns epsilon as if all planned rounds had run; infinite if that is unknown."""
-    ahead = run.most_rounds - run.rounds
     try:
         if run.spending.by_client:
-            return run.epsilon_after(delta)(ahead)
-        charges = run.charges_ahead()(0, ahead)
+            return run.epsilon_after(delta)(max(0, run.most_rounds - run.rounds))
+        charges = run.charges_unrun()
     except ValueError:  # A schedule may not suit the clients of a later `fit`.
         return math.inf
     composed = run.spending.central.with_charges(*charges.items())

@@ -124,6 +124,10 @@ def prepare(
     else:
         if state is not run.mechanism_state:
             fit_state["segment"] = ledger.new_run()
+        if not run.spending.by_client and (
+            mechanism.overrides("noise_stddevs") or sampler is not run.sampler
+        ):  # Rounds of that plan had a cost of their own.
+            fit_state |= {"unrun": run.charges_unrun(), "most_rounds": 0}
         run = dataclasses.replace(run, **fit_state)
     return run, cohort_engine
 

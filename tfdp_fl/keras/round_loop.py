@@ -105,12 +105,12 @@ class RoundLoop:
             if run.spending.rounds_of_others:
                 # The other run has the same clients, and perhaps the same seed.
                 run.attempts.renew()
+            self._note_plan()
             self.keras_callbacks.on_train_begin()
             logs: dict[str, float] = {}
             while run.rounds < plan.last_round and not model.stop_training:
                 if not self._is_allowed(run.rounds):
                     break
-                run.most_rounds = max(run.most_rounds, self._last_planned_round())
                 started = time.perf_counter()
                 try:
                     logs = self._round_with_callbacks(run.rounds)
@@ -128,11 +128,12 @@ class RoundLoop:
             self.keras_callbacks.on_train_end(logs)
         return model.history
 
-    def _last_planned_round(self) -> int:
-        """Returns after how many rounds this `fit` ends, whatever its models show."""
+    def _note_plan(self) -> None:
+        """Records after how many rounds this `fit` ends, whatever its models show."""
         budgets = [c for c in self.federated if isinstance(c, PrivacyBudget)]
         allowed = [budget.last_allowed_round for budget in budgets]
-        return min([self.run.plan.last_round, *allowed])
+        planned = min([self.run.plan.last_round, *allowed])
+        self.run.most_rounds = max(self.run.most_rounds, planned)
 
     def _is_allowed(self, round_index: int) -> bool:
         return all(callback.allow_round(round_index) for callback in self.federated)
@@ -235,6 +236,10 @@ class RoundLoop:
             run.caveats.add("rounds_abandoned_charged")
         elif not cohort.participation.charge_if_abandoned:
             run.caveats.add("rounds_abandoned")
+            for callback in self.federated:
+                if isinstance(callback, PrivacyBudget):
+                    callback.allow_one_more(run.plan.last_round)
+            self._note_plan()
         run.rounds += 1
 
     def _cost(
@@ -312,6 +317,8 @@ class RoundLoop:
                     run.prepaid_round = inputs.round_index
                 if run.populations[-1:] != [run.population]:
                     run.populations.append(run.population)
+                if run.unrun[cost]:
+                    run.unrun[cost] -= 1
         return paid
 
     def release(

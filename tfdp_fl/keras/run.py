@@ -145,7 +145,10 @@ class Run:
       source_identity: As of the `FederatedDataset`; not in checkpoints.
       run_id: The run's name in ledgers; a resumed run keeps it.
       rounds: The number of rounds run, including abandoned ones.
-      most_rounds: The most rounds that a `fit` was asked for and its budgets allow.
+      most_rounds: The most rounds that a `fit` of the current clients was asked for
+        and its budgets allow.
+      unrun: The costs of rounds that a `fit` of earlier clients planned and did not
+        run.
       populations: The populations of all charged rounds, one entry per change.
       num_records: The number of the clients' examples, if those are protected.
       mechanism_state: The state of the mechanism's query before the next round: its
@@ -178,6 +181,7 @@ class Run:
     run_id: str = dataclasses.field(default_factory=ledger_lib.new_run)
     rounds: int = 0
     most_rounds: int = 0
+    unrun: Charges = dataclasses.field(default_factory=collections.Counter)
     populations: list[Population] = dataclasses.field(default_factory=list)
     num_records: int | None = None
     mechanism_state: RoundState
@@ -252,6 +256,7 @@ class Run:
         return {
             **{name: getattr(self, name) for name in _STORED_ATTRIBUTES},
             "most_rounds": self.most_rounds,
+            "unrun": [(each.to_json(), number) for each, number in self.unrun.items()],
             "populations": self.populations,
             "known_ledgers": self.known_ledgers,
             "plan": dataclasses.asdict(self.plan),
@@ -282,7 +287,14 @@ class Run:
         return dataclasses.replace(
             prepared,
             **{name: state[name] for name in _STORED_ATTRIBUTES},
-            most_rounds=state.get("most_rounds", 0),  # Of November 2026 and later.
+            # (Checkpoints of before November 2026 have neither.)
+            most_rounds=state.get("most_rounds", 0),
+            unrun=collections.Counter(
+                {
+                    accounting.RoundCharge.from_json(text): number
+                    for text, number in state.get("unrun", ())
+                }
+            ),
             populations=[(n, ids) for n, ids in state["populations"]],
             sampler=sampler,
             caveats=set(state["caveats"]),
@@ -323,6 +335,8 @@ class Run:
             facts["ledgers"] = sorted(self.known_ledgers)
         if caveats := sorted(self.caveats & _CAVEATS_OF_LINES):
             facts["caveats"] = caveats
+        if self.most_rounds > self.rounds + 1:
+            facts["planned"] = [self.most_rounds]
         return facts
 
     def next_place(self) -> Json:
@@ -446,6 +460,18 @@ class Run:
             return collections.Counter([self.cost(self.rounds)]) + count(rounds[1:])
 
         return charges
+
+    def charges_unrun(self) -> Charges:
+        """Returns the costs of rounds that were planned and have not run.
+
+        If a `fit` ended because of what its models showed, it might have run its plan
+        as well as what followed. So for each cost, this is the most that any `fit` had
+        left: whichever rounds run next, in whichever order, they are among these, and
+        the order of a fixed set of Gaussians, drawn from anybody's cohorts, does not
+        change what all of them cost.
+        """
+        ahead = max(0, self.most_rounds - self.rounds)
+        return self.unrun | self.charges_ahead()(0, ahead)
 
     def epsilon_after(
         self,

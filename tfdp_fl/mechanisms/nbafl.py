@@ -175,7 +175,8 @@ class NbAFL(mechanism.Mechanism):
         same for all clients with examples.
         """
         rounds = _require_known("rounds", deployment)
-        stddev = 2.0 * self.weight_clip * rounds * self.constant / self.epsilon
+        # (C of the round: a state in TFF may be of a process with another one.)
+        stddev = 2.0 * rounds * self.constant / self.epsilon * round.clip_norm
         return tf.where(_num_examples(client.num_examples) > 0, stddev, 0.0)
 
     def mean(

@@ -43,7 +43,8 @@ class SiloUpdate(NamedTuple):
     Attributes:
       weights: The new weights, in the form of `get_weights`.
       rounds: The number of private rounds run from the received weights.
-      epsilon: The cost of all releases so far, at the target's delta.
+      epsilon: The cost of all releases so far, at the target's delta. (If the server
+        stops because of what it was sent, the target holds instead.)
       spent: Whether the target allowed fewer rounds than planned; if it allowed none,
         `weights` are the received ones.
     """
@@ -259,10 +260,11 @@ class Silo:
             "and the server that draws clients and adds noise is this silo itself. "
             "Protected against: everybody outside this silo, namely the federation's "
             "server, the other silos, and anyone who gets a model from them. They may "
-            "send any weights, send them again, stop, or collude: the promise for all "
+            "send any weights, send them again, or collude: the promise for all "
             f"that this silo has sent so far is {_guarantee(spent, delta)}. "
-            "It will never spend more than its target, "
-            f"{_guarantee(self.target.epsilon, self.target.delta)}. Somebody who is "
+            "If they stop because of what it sent, the promise is its target, "
+            f"{_guarantee(self.target.epsilon, self.target.delta)}, more than which it "
+            "will never spend. Somebody who is "
             "also in another silo that has spent as much has "
             f"{_guarantee(2 * spent, 2 * delta)}. Not covered: whether this silo "
             "answers at all. It does not if its table is invalid or has other people "
