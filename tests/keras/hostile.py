@@ -15,6 +15,7 @@ noise (stddev s, d elements) at most s (sqrt(d) + 6.5), but for a chance of 1e-9
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -160,8 +161,13 @@ class HereWorkers:
         return ray_workers.ShardedCohorts(cohort_engine, clients, self, True)
 
     def run(self, traced, sent, examples, shards):
-        run = ray_workers.runnable(traced)
+        run = _runnable(traced)
         return [run([*sent, *(examples or ()), *shard]) for shard in shards]
+
+
+# As an actor does, it keeps what it runs. TensorFlow optimises a program in the first
+# call of each session, which takes far longer than a round.
+_runnable = functools.lru_cache(maxsize=64)(ray_workers.runnable)
 
 
 WAYS = (
