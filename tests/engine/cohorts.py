@@ -143,13 +143,28 @@ def moved_by(model, cohort_engine, dataset, **changes: Any) -> list[np.ndarray]:
     return [b - a for a, b in zip(before, model.get_weights(), strict=True)]
 
 
-def side_by_side(beside: bool = True, few: bool | None = None):
-    """Trains dense models side by side or not; `few`: as if they were small."""
+def side_by_side(
+    beside: bool = True, few: bool | None = None, steps: tuple[int, ...] | None = None
+):
+    """Trains dense models side by side or not.
 
-    def worthwhile_steps(kernels, batch):
-        return [*dense_models.PROGRAM_STEPS] * beside
+    Args:
+      beside: Whether, even where it does not pay.
+      few: Whether as if they were small.
+      steps: The numbers of steps that there are programs for, if not all: one of 12
+        takes seconds to trace. No client that has a program else may go without.
+    """
+    programs = list(steps or dense_models.PROGRAM_STEPS)
+    patches: dict[str, Any] = {"worthwhile_steps": lambda *_: programs * beside}
+    program_steps = dense_models.program_steps
 
-    patches: dict[str, Any] = {"worthwhile_steps": worthwhile_steps}
+    def checked(kernels, counts, batch):
+        assert not any(
+            max(programs) < n <= dense_models.PROGRAM_STEPS[-1] for n in counts
+        )
+        return program_steps(kernels, counts, batch)
+
+    patches["program_steps"] = checked
     if few is not None:
         patches["is_small"] = lambda *_: few
     return mock.patch.multiple(dense_models, **patches)

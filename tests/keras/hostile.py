@@ -182,13 +182,20 @@ def jit_compile(way: str) -> bool | None:
     return None if way.endswith("side_by_side") else way.endswith("xla")
 
 
-def fit(fed: Any, way: str, clients: Any, runtime: Any = None, **options: Any) -> Any:
+def fit(
+    fed: Any,
+    way: str,
+    clients: Any,
+    runtime: Any = None,
+    steps: tuple[int, ...] | None = None,
+    **options: Any,
+) -> Any:
     """Trains clients in one way; what is streamed is not a mapping any more."""
     beside = way.endswith("side_by_side")
     if way.startswith("streamed") and isinstance(clients, dict):
         clients = FederatedDataset.from_client_fn(list(clients), clients.__getitem__)
     runtime = HereWorkers() if "sharded" in way else runtime
-    with cohorts.side_by_side(beside, few="few" in way):
+    with cohorts.side_by_side(beside, "few" in way, steps):
         return toy.fit(fed, data=clients, runtime=runtime, **options).history
 
 
@@ -237,7 +244,7 @@ class Trainer:
             dataset = {**data, HOSTILE: change(data[HOSTILE])}
         self.fed.set_weights(self._weights)
         self.fed._run = None  # The same noise again.
-        options = {"batch_size": EXAMPLES // 2, "seed": 5}
+        options = {"batch_size": EXAMPLES // 2, "seed": 5, "steps": (2,)}
         history = fit(self.fed, self.way, dataset, self._runtime, **options)
         history = {name: values[-1] for name, values in history.items()}
         return Outcome(toy.flat(self.fed), history)
