@@ -218,6 +218,15 @@ class _Loan:
 _loans: dict[str, list[_Loan]] = {}
 
 
+def lent(make: Callable[[], Any]) -> Callable[[], tfdp_fl.DPFederatedModel]:
+    """Returns a function that makes a model once, and then lends it as new.
+
+    Whoever had it before must be done with it.
+    """
+    loan = _Loan(make(), "")
+    return lambda: loan.renewed("")
+
+
 def said(trained: Any, *arguments: Any) -> str:
     """Returns a privacy statement in one line."""
     return " ".join(trained.privacy_statement(*arguments).split())

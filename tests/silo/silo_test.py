@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 
 import tfdp_fl
+from tests.keras import toy
 from tests.silo import hospital
 from tfdp_fl import _files, accounting, keras_versions, silo
 from tfdp_fl.accounting import ledger
@@ -600,7 +601,7 @@ def test_a_kill_at_any_line_loses_nothing_that_is_not_said(tmp_path, monkeypatch
     )
     assert len(states) > 7
     shutil.rmtree(path)  # Its ledger would count as well, where it can be read.
-    answers, ledgers = [], []
+    answers, ledgers, build = [], [], toy.lent(hospital.build)
     for number, state in enumerate(states):
         killed = hospital.charged(state)
         ledgers.append(killed)
@@ -614,7 +615,7 @@ def test_a_kill_at_any_line_loses_nothing_that_is_not_said(tmp_path, monkeypatch
         other = state.with_name(f"{state.name}-other")
         shutil.copytree(state, other)
         # The same message again: the same answer, or the rest of the work.
-        again = hospital.silo(state, rounds=2, moved=True)
+        again = hospital.silo(state, build, rounds=2, moved=True)
         try:
             assert hospital.is_same(again.train(start, "before"), first)
         except silo.SiloMessageError:
@@ -638,7 +639,7 @@ def test_a_kill_at_any_line_loses_nothing_that_is_not_said(tmp_path, monkeypatch
         if number % 2:
             continue
         # Another message instead: what is lost is said, and stays charged.
-        another = hospital.silo(other, rounds=2, moved=True)
+        another = hospital.silo(other, build, rounds=2, moved=True)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             another.train(start, "n")
